@@ -1,0 +1,34 @@
+"""mxjax: training in MXFP4, with the precision of every GEMM of a linear layer as a pure argument."""
+
+from mxjax import stats
+from mxjax.dot import dot, dot_general, make_dot_general
+from mxjax.formats import FORMATS
+from mxjax.hadamard import hadamard_matrix, random_signs, rotate
+from mxjax.policy import Gemm, Operand, Policy, Rotation, with_scale_rule
+from mxjax.quantize import MXArray, dequantize, pack, quantize, unpack
+from mxjax.recipes import get_policy, policies
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FORMATS",
+    "Gemm",
+    "MXArray",
+    "Operand",
+    "Policy",
+    "Rotation",
+    "dequantize",
+    "dot",
+    "dot_general",
+    "get_policy",
+    "hadamard_matrix",
+    "make_dot_general",
+    "pack",
+    "policies",
+    "quantize",
+    "random_signs",
+    "rotate",
+    "stats",
+    "unpack",
+    "with_scale_rule",
+]

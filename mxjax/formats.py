@@ -1,0 +1,95 @@
+"""Number formats as data: element formats (minifloats) and block formats built on them.
+
+Everything else derives from these tables; a new format is a new entry here.
+Sources: OCP Microscaling Formats (MX) v1.0, section 5; NVFP4: arXiv 2509.25149, section 2;
+FP8: arXiv 2209.05433; E3M0: arXiv 2112.10769.
+"""
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+ScaleKind = Literal["e8m0", "e4m3", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Element:
+    """A minifloat with subnormals: sign, exponent, mantissa."""
+
+    name: str
+    mantissa_bits: int  # stored bits, without the implicit one
+    emax: int  # exponent of the largest magnitude
+    emin: int  # exponent of the smallest normal magnitude
+    max: float  # largest finite magnitude; rounding saturates here
+    dtype: DTypeLike  # the JAX dtype that holds every value exactly
+
+    @property
+    def bits(self) -> int:
+        """Storage bits an element takes in memory as the standard packs it."""
+        return int(self.name[1]) + int(self.name[3]) + 1
+
+
+E2M1 = Element("e2m1", 1, emax=2, emin=0, max=6.0, dtype=jnp.float4_e2m1fn)
+E4M3 = Element("e4m3", 3, emax=8, emin=-6, max=448.0, dtype=jnp.float8_e4m3fn)
+E5M2 = Element("e5m2", 2, emax=15, emin=-14, max=57344.0, dtype=jnp.float8_e5m2)
+# XLA compiles no float6 and no E3M0 arithmetic, so their values travel in E4M3, which holds them all.
+E2M3 = Element("e2m3", 3, emax=2, emin=0, max=7.5, dtype=jnp.float8_e4m3fn)
+E3M2 = Element("e3m2", 2, emax=4, emin=-2, max=28.0, dtype=jnp.float8_e4m3fn)
+E3M0 = Element("e3m0", 0, emax=4, emin=-2, max=16.0, dtype=jnp.float8_e4m3fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a GEMM operand is represented: its elements and what scales them.
+
+    `element` None means an unscaled floating-point `dtype` (the baselines).
+    `block` is the default number of elements along the contraction axis that share a scale, 0 for none.
+    `tensor_scale` adds one float32 scale for the whole tensor ("current scaling").
+    """
+
+    name: str
+    dtype: DTypeLike
+    element: Element | None = None
+    block: int = 0
+    scale: ScaleKind = "none"
+    tensor_scale: bool = False
+
+
+def _mx(name: str, element: Element) -> Format:
+    return Format(name, element.dtype, element, block=32, scale="e8m0")
+
+
+def _fp8(name: str, element: Element) -> Format:
+    return Format(name, element.dtype, element, tensor_scale=True)
+
+
+_FORMATS = (
+    _mx("mxfp4", E2M1),
+    _mx("mxfp4_e3m0", E3M0),
+    _mx("mxfp6_e2m3", E2M3),
+    _mx("mxfp6_e3m2", E3M2),
+    _mx("mxfp8_e4m3", E4M3),
+    _mx("mxfp8_e5m2", E5M2),
+    Format("nvfp4", E2M1.dtype, E2M1, block=16, scale="e4m3", tensor_scale=True),
+    _fp8("fp8_e4m3", E4M3),
+    _fp8("fp8_e5m2", E5M2),
+    Format("bf16", jnp.bfloat16),
+    Format("fp32", jnp.float32),
+)
+
+FORMATS: Mapping[str, Format] = types.MappingProxyType({f.name: f for f in _FORMATS})
+
+
+def get_format(name: str) -> Format:
+    """Returns the format called `name`.
+
+    Raises:
+      ValueError: no such format; the message lists those there are.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"unknown format {name!r}; the formats are {', '.join(FORMATS)}")
+    return FORMATS[name]

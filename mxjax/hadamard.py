@@ -1,0 +1,71 @@
+"""Blockwise Hadamard rotation of the axis that a GEMM contracts.
+
+Rotating both operands of a GEMM leaves their product unchanged, because H is orthogonal, but spreads
+each outlier over its block before quantization. The definition is a butterfly with a fixed order of
+float32 operations, so that kernels can match it bit for bit.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def hadamard_matrix(n: int) -> Float32[Array, "n n"]:
+    """Returns Sylvester's Hadamard matrix of size n divided by sqrt(n): symmetric and orthogonal.
+
+    Raises:
+      ValueError: n is no power of two from 2 to 256.
+    """
+    return rotate(jnp.eye(n, dtype=jnp.float32), n)
+
+
+def random_signs(key: jax.Array, n: int) -> Float32[Array, "n"]:
+    """Returns n random signs, +1 or -1, for `rotate`."""
+    return jax.random.rademacher(key, (n,), jnp.float32)
+
+
+def rotate(
+    x: Float[Array, "*shape"],
+    size: int = 16,
+    *,
+    axis: int = -1,
+    signs: Float32[Array, "size"] | None = None,
+) -> Float32[Array, "*shape"]:
+    """Returns x with each run of `size` elements v along `axis` replaced by H @ (signs * v).
+
+    H is `hadamard_matrix(size)`; no signs means all +1 (the deterministic rotation, its own inverse).
+    In float32: stages of stride 1, 2, 4, … size/2, each the sums and differences of pairs, then one
+    multiplication by 1/sqrt(size). To invert a rotation with signs, rotate without and multiply by them.
+
+    Args:
+      x: any floating dtype; the result is float32 whatever it is, since rounding a rotated bfloat16
+        tensor to bfloat16 again would keep two rotations of one GEMM from cancelling.
+      size: a power of two from 2 to 256 that divides the axis.
+      signs: `size` values of +1 or -1, the same for every run.
+    Special values: NaN and infinity make their whole run NaN or infinite.
+    Raises:
+      ValueError: a size that is no such power of two, or an axis that it does not divide.
+    Source: Sylvester (1867); for MXFP4 training arXiv 2502.20586, arXiv 2605.09825.
+    """
+    if size not in SIZES:
+        raise ValueError(f"rotate needs a size that is one of {SIZES}, got {size}")
+    axis %= x.ndim
+    before, length, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    if length % size:
+        raise ValueError(f"rotate needs an axis that {size} divides, got {length}; pad it with zeros")
+    y = x.astype(jnp.float32)
+    if signs is not None:
+        runs = y.reshape(*before, length // size, size, *after)
+        y = runs * signs.reshape(size, *(1,) * len(after))
+    stride = 1
+    while stride < size:
+        pairs = y.reshape(*before, length // (2 * stride), 2, stride, *after)
+        sign = jnp.array([1, -1], jnp.float32).reshape(2, *(1,) * (len(after) + 1))
+        y = sign * pairs + lax.rev(pairs, (axis + 1,))
+        stride *= 2
+    y = y.reshape(x.shape) * jnp.float32(size**-0.5)
+    # Without the barrier XLA repeats the butterfly in every user: in the block maximum and in the rounding.
+    return lax.optimization_barrier(y)

@@ -1,0 +1,63 @@
+"""Philox 4x32-10: the counter-based generator behind stochastic rounding.
+
+Each random number is a pure function of a key and of the element's position in the whole tensor, so
+that the same key gives the same bits in `jax.numpy`, in a kernel, under any tiling and any sharding.
+Kernels must reproduce `random_uint16` bit for bit.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, UInt16, UInt32
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+PER_COUNTER = 8  # 16-bit numbers in the 128 bits of one counter
+
+Words = UInt32[Array, "*shape"]
+
+
+def philox_4x32(
+    counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]
+) -> tuple[Words, Words, Words, Words]:
+    """Returns the four 32-bit words that Philox 4x32-10 makes of a counter and a key, elementwise."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    m0, m1 = (jnp.uint32(m) for m in _MULTIPLIERS)
+    for _ in range(_ROUNDS):
+        hi0, lo0 = lax.mulhi(jnp.broadcast_to(m0, c0.shape), c0), m0 * c0
+        hi1, lo1 = lax.mulhi(jnp.broadcast_to(m1, c2.shape), c2), m1 * c2
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = k0 + jnp.uint32(_WEYL[0]), k1 + jnp.uint32(_WEYL[1])
+    return c0, c1, c2, c3
+
+
+def random_uint16(key: jax.Array, shape: tuple[int, ...], axis: int = -1) -> UInt16[Array, "..."]:
+    """Returns uniform integers in [0, 2**16), one for each position of `shape`.
+
+    With k the position along `axis` and row the row-major index over the other axes, the number is
+    half k % 8 (low half first) of the words of Philox(counter=(k // 8, row, 0, 0), key=key_words).
+    So `axis` may be transposed anywhere, and a tile or shard needs only its own offsets.
+    `key_words` are two words drawn from `key`, any JAX key.
+    """
+    axis %= len(shape)
+    length = shape[axis]
+    grid = (*shape[:axis], math.ceil(length / PER_COUNTER), *shape[axis + 1 :])
+    row = jnp.zeros(grid, jnp.uint32)
+    for i, n in enumerate(shape):
+        if i != axis:
+            row = row * jnp.uint32(n) + lax.broadcasted_iota(jnp.uint32, grid, i)
+    zero = jnp.zeros(grid, jnp.uint32)
+    k0, k1 = jax.random.bits(key, (2,), jnp.uint32)
+    counter = (lax.broadcasted_iota(jnp.uint32, grid, axis), row, zero, zero)
+    # The barriers keep XLA from fusing the generator into its users, once for each of the 8 halves.
+    words = lax.optimization_barrier(philox_4x32(counter, (k0, k1)))
+    halves = jnp.stack([h for w in words for h in (w & 0xFFFF, w >> 16)], axis=axis + 1)
+    halves = halves.astype(jnp.uint16)
+    numbers = halves.reshape(*grid[:axis], grid[axis] * PER_COUNTER, *grid[axis + 1 :])
+    return lax.optimization_barrier(lax.slice_in_dim(numbers, 0, length, axis=axis))

@@ -1,0 +1,264 @@
+"""Quantization of tensors to block formats, and back: the definitions that kernels reproduce bit for bit."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
+
+from mxjax.formats import E4M3, Element, Format, get_format
+from mxjax.philox import random_uint16
+from mxjax.rounding import Rounding, round_nearest, stochastic_round
+from mxjax.scales import NAN_SCALE, ScaleRule, block_scale, divide_by_scale, multiply_by_scale
+
+BlockShape = int | tuple[int, int] | None
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["elements", "scales", "tensor_scale"],
+    meta_fields=["format", "axis", "block_shape", "prescale"],
+)
+@dataclasses.dataclass(frozen=True)
+class MXArray:
+    """A quantized tensor. Its value is elements * scales (spread over the blocks) * tensor_scale / prescale.
+
+    Attributes:
+      elements: x's shape, in the format's dtype (`float4_e2m1fn` for MXFP4).
+      scales: one a block: the blocked axis divided by the block, rounded up (both axes, for 2-D blocks);
+        `float8_e8m0fnu` (2**(byte - 127), byte 255 is NaN), `float8_e4m3fn` for NVFP4, None for FP8 and BF16.
+      tensor_scale: the float32 scale of the whole tensor (NVFP4, FP8), or None.
+      format: name of the format.
+      axis: the blocked axis, counted from the end (negative), so that it survives vmap and scan.
+      block_shape: (elements along the other of the last two axes, elements along `axis`) that share a scale.
+      prescale: the factor the elements were shrunk by after the scale was chosen, or None.
+    """
+
+    elements: Shaped[Array, "*shape"]
+    scales: Shaped[Array, "*blocks"] | None
+    tensor_scale: Float32[Array, ""] | None
+    format: str
+    axis: int
+    block_shape: tuple[int, int]
+    prescale: float | None = None
+
+    @property
+    def factor(self) -> Float32[Array, ""] | float | None:
+        """What remains to multiply `block_values` by: tensor_scale / prescale, or None for one."""
+        if self.tensor_scale is None:
+            return 1 / self.prescale if self.prescale else None
+        return self.tensor_scale / self.prescale if self.prescale else self.tensor_scale
+
+
+def quantize(
+    x: Float[Array, "*shape"],
+    format: str = "mxfp4",
+    *,
+    axis: int = -1,
+    scale_rule: ScaleRule = "floor",
+    rounding: Rounding = "nearest",
+    block_shape: BlockShape = None,
+    prescale: float | None = None,
+    key: jax.Array | None = None,
+) -> MXArray:
+    """Returns x in a block format, with blocks along `axis`.
+
+    For each block: `scale = block_scale(max(abs(block)), scale_rule)`, then
+    `elements = round(prescale * block / scale)`, saturating at the format's largest magnitude.
+
+    Args:
+      x: float32, bfloat16 or float16; computed in float32.
+      format: a name of `mxjax.formats.FORMATS`.
+      axis: the axis along which elements share scales: the one a GEMM contracts. Any length; the last
+        block may be short.
+      scale_rule: see `mxjax.scales.block_scale`; for formats with E8M0 scales.
+      rounding: "nearest" (ties to even) or "stochastic", which needs `key`.
+      block_shape: elements along `axis` that share a scale, or a pair (r, b): r along the other of the
+        last two axes, b along `axis`. Default: the format's own, 1 x 32 for MX and 1 x 16 for NVFP4.
+      prescale: shrinks the elements (not the scale), e.g. 3/4 so that `floor` clips nothing and
+        stochastic rounding is unbiased; `dequantize` undoes it.
+      key: JAX random key; the bits of an element depend on it and on the element's position alone.
+    Special values: an all-zero block has scale byte 0; a block that holds NaN or infinity has scale
+      byte 255, elements 0, and dequantizes to NaN; magnitudes too small for the scale 2**-127 become 0.
+      With a tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN.
+    Raises:
+      ValueError: unknown format, rule or rounding; stochastic rounding without a key; bad block_shape.
+    Source: OCP MX v1.0, section 6.3; arXiv 2605.09825, appendix.
+    """
+    q = quantize_unpacked(
+        x,
+        format,
+        axis=axis,
+        scale_rule=scale_rule,
+        rounding=rounding,
+        block_shape=block_shape,
+        prescale=prescale,
+        key=key,
+    )
+    # Storing float4 is slow on the CPU; fused with the rounding it would repeat that as well.
+    elements = lax.optimization_barrier(q.elements)
+    return dataclasses.replace(q, elements=elements.astype(get_format(format).dtype))
+
+
+def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*shape"]:
+    """Returns the values that q stands for, exact in float32 (and, for MXFP4 without prescale, in bfloat16).
+
+    NaN for every element of a block whose scale is NaN.
+    """
+    values = block_values(q)
+    return (values if q.factor is None else values * q.factor).astype(dtype)
+
+
+def pack(q: MXArray | Shaped[Array, "*shape"], *, axis: int = -1) -> UInt8[Array, "*packed"]:
+    """Returns 4-bit elements two a byte along the blocked axis, element 2i in the low nibble.
+
+    Args:
+      q: a quantized tensor, or its `float4_e2m1fn` elements with the `axis` to pack. An odd axis is
+        filled up with a zero.
+    Raises:
+      ValueError: the elements are not 4-bit.
+    """
+    elements, axis = (q.elements, q.axis) if isinstance(q, MXArray) else (q, axis)
+    if elements.dtype != jnp.float4_e2m1fn:
+        raise ValueError(f"pack needs float4_e2m1fn elements, got {elements.dtype}")
+    axis %= elements.ndim
+    codes = lax.bitcast_convert_type(elements, jnp.uint4).astype(jnp.uint8)
+    codes = pad(codes, axis, 2)
+    pairs = codes.reshape(*codes.shape[:axis], -1, 2, *codes.shape[axis + 1 :])
+    low, high = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
+    return low | (high << 4)
+
+
+def unpack(packed: UInt8[Array, "*packed"], *, axis: int = -1) -> Shaped[Array, "*shape"]:
+    """Returns the `float4_e2m1fn` elements that `pack` packed along `axis`, twice as many."""
+    axis %= packed.ndim
+    codes = jnp.stack([packed & 0xF, packed >> 4], axis=axis + 1).astype(jnp.uint4)
+    shape = (*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
+    return lax.bitcast_convert_type(codes.reshape(shape), jnp.float4_e2m1fn)
+
+
+def quantize_unpacked(
+    x: Float[Array, "*shape"],
+    format: str,
+    *,
+    axis: int,
+    scale_rule: ScaleRule,
+    rounding: Rounding,
+    block_shape: BlockShape,
+    prescale: float | None,
+    key: jax.Array | None,
+) -> MXArray:
+    """Returns `quantize`'s result with the elements left in float32: what a GEMM needs, with no detour."""
+    f = get_format(format)
+    axis = axis % x.ndim - x.ndim
+    block_shape = _block_shape(f, block_shape, x.ndim, axis)
+    _check_rounding(rounding, key)
+    x = x.astype(f.dtype if f.element is None else jnp.float32)
+    q = MXArray(x, None, None, format, axis, block_shape, prescale)
+    if f.element is None:
+        return dataclasses.replace(q, prescale=None)
+
+    random = random_uint16(key, x.shape, axis) if rounding == "stochastic" else None
+    tensor_scale = _tensor_scale(x, f) if f.tensor_scale else None
+    if f.scale == "none":
+        scales = None
+        scaled = x / tensor_scale
+    else:
+        amax = _block_max(jnp.abs(x), block_shape, axis)
+        if f.scale == "e8m0":
+            byte = block_scale(amax, scale_rule, f.element)
+            scales = lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu)
+            scaled = divide_by_scale(x, _spread(byte.astype(jnp.int32), x.shape, block_shape, axis))
+        else:
+            scales, scaled = _scale_e4m3(x, amax, tensor_scale, f.element, block_shape, axis)
+    if prescale is not None:
+        scaled = scaled * jnp.float32(prescale)
+    elements = _round(scaled, f.element, random)
+    return dataclasses.replace(q, elements=elements, scales=scales, tensor_scale=tensor_scale)
+
+
+def block_values(q: MXArray) -> Float32[Array, "*shape"]:
+    """Returns elements * scales in float32: exact in bfloat16 too for every format whose scales are blockwise."""
+    values = q.elements.astype(jnp.float32)
+    if q.scales is None:
+        return values
+    if q.scales.dtype == jnp.float8_e8m0fnu:
+        byte = lax.bitcast_convert_type(q.scales, jnp.uint8).astype(jnp.int32)
+        return multiply_by_scale(values, _spread(byte, values.shape, q.block_shape, q.axis))
+    return values * _spread(q.scales.astype(jnp.float32), values.shape, q.block_shape, q.axis)
+
+
+def _round(x: Float32[Array, "*shape"], element: Element, random) -> Float32[Array, "*shape"]:
+    return round_nearest(x, element) if random is None else stochastic_round(x, element, random)
+
+
+def _tensor_scale(x: Float32[Array, "*shape"], f: Format) -> Float32[Array, ""]:
+    """Returns amax / (largest element * largest block scale), kept large enough to divide by."""
+    largest = f.element.max * (E4M3.max if f.scale == "e4m3" else 1.0)
+    return jnp.maximum(jnp.max(jnp.abs(x)) / jnp.float32(largest), jnp.float32(2.0**-100))
+
+
+def _scale_e4m3(x, amax, tensor_scale, element: Element, block_shape, axis: int):
+    """Returns NVFP4's E4M3 block scales and x divided by block and tensor scale (arXiv 2509.25149, section 2)."""
+    scale = round_nearest(amax / jnp.float32(element.max) / tensor_scale, E4M3)
+    per_unit = jnp.where(scale == 0, 0.0, (1 / tensor_scale) / scale)
+    return scale.astype(jnp.float8_e4m3fn), x * _spread(per_unit, x.shape, block_shape, axis)
+
+
+def _check_rounding(rounding: Rounding, key: jax.Array | None) -> None:
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"unknown rounding {rounding!r}; use 'nearest' or 'stochastic'")
+    if rounding == "stochastic" and key is None:
+        raise ValueError("quantize rounds stochastically and needs key=; pass jax.random.key(0)")
+
+
+def _block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int) -> tuple[int, int]:
+    """Returns block_shape as a pair, checked; (1, 0) for formats without blocks."""
+    if not f.block:
+        return (1, 0)
+    rows, length = (1, block_shape or f.block) if not isinstance(block_shape, tuple) else block_shape
+    if rows < 1 or length < 1:
+        raise ValueError(f"block_shape needs positive sizes, got {block_shape}")
+    if rows > 1 and (ndim < 2 or axis < -2):
+        raise ValueError(f"block_shape {block_shape} needs axis to be one of the last two, got {axis} of {ndim}")
+    return (rows, length)
+
+
+def _blocks(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> dict[int, int]:
+    """Returns the block's size for each axis (positive) that is divided into blocks."""
+    rows, length = block_shape
+    other = len(shape) + (-3 - axis)
+    return {len(shape) + axis: length} | ({other: rows} if rows > 1 else {})
+
+
+def _block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
+    """Returns the largest value of each block of nonnegative x."""
+    for i, size in _blocks(x.shape, block_shape, axis).items():
+        x = pad(x, i, size)
+        x = jnp.max(x.reshape(*x.shape[:i], -1, size, *x.shape[i + 1 :]), axis=i + 1)
+    return x
+
+
+def _spread(
+    scales: Float32[Array, "*blocks"] | Int32[Array, "*blocks"], shape: tuple[int, ...], block_shape, axis: int
+) -> Shaped[Array, "*shape"]:
+    """Returns each block's scale at each of its elements."""
+    for i, size in _blocks(shape, block_shape, axis).items():
+        wide = jnp.broadcast_to(
+            jnp.expand_dims(scales, i + 1), (*scales.shape[: i + 1], size, *scales.shape[i + 1 :])
+        )
+        wide = wide.reshape(*scales.shape[:i], -1, *scales.shape[i + 1 :])
+        scales = lax.slice_in_dim(wide, 0, shape[i], axis=i)
+    return scales
+
+
+def pad(x: Shaped[Array, "*shape"], axis: int, multiple: int) -> Shaped[Array, "*padded"]:
+    """Returns x with zeros appended so that `multiple` divides the axis."""
+    missing = -x.shape[axis] % multiple
+    if not missing:
+        return x
+    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])

@@ -1,0 +1,111 @@
+"""Block scales: the rules that choose a power of two for each block, and exact scaling by it.
+
+Scales stay integers (the E8M0 byte) until they are applied by exponent arithmetic: 2**-127 is a float32
+subnormal, which XLA flushes to zero on the CPU. Kernels must reproduce `block_scale` bit for bit.
+"""
+
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Int32, UInt8
+
+from mxjax.formats import E2M1, Element
+
+ScaleRule = Literal["floor", "even", "uos", "rceil", "ceil"]
+
+BIAS = 127  # of E8M0 and of float32
+NAN_SCALE = 255
+_INFINITY = 0x7F80_0000
+_MAGNITUDE = 0x7FFF_FFFF
+_ONE = 1 << 23  # of the mantissa field of float32
+
+
+def block_scale(
+    amax: Float32[Array, "*blocks"], rule: ScaleRule = "floor", element: Element = E2M1
+) -> UInt8[Array, "*blocks"]:
+    """Returns the E8M0 byte of the scale that a block with largest magnitude `amax` shares.
+
+    The byte is `clamp(exponent(amax) - element.emax + [mantissa(amax) past t] + 127, 0, 254)`, from the
+    bits of the float32, with the mantissa in [1, 2) and, for E2M1,
+
+    | rule | past t | |
+    | --- | --- | --- |
+    | floor | never | the OCP specification; the largest elements may clip |
+    | even | >= 1.75 | amax rounded to the element's mantissa first |
+    | uos | >= 1.625 | E2M1 only |
+    | rceil | > 1.5 | the smallest scale at which nothing clips |
+    | ceil | > 1 | the smallest power of two not below amax / 2**emax |
+
+    For other elements `even` is past 2 - 2**-(mantissa_bits + 1) and `rceil` past max / 2**emax.
+
+    Returns:
+      0 for an all-zero block; 255 (NaN) where amax is NaN or infinite.
+    Raises:
+      ValueError: unknown rule, or `uos` with another element than E2M1.
+    Source: OCP MX v1.0, section 6.3 (floor); torchao's ScaleCalculationMode (rceil, ceil, even).
+    """
+    bits = lax.bitcast_convert_type(amax, jnp.int32) & _MAGNITUDE
+    exponent = (bits + _carry(rule, element)) >> 23
+    byte = jnp.clip(exponent - element.emax, 0, NAN_SCALE - 1)
+    return jnp.where(bits >= _INFINITY, NAN_SCALE, byte).astype(jnp.uint8)
+
+
+def check_rule(rule: ScaleRule, element: Element) -> None:
+    """Raises ValueError if there is no such rule, or none for such elements."""
+    if rule not in get_args(ScaleRule):
+        raise ValueError(f"unknown scale_rule {rule!r}; the rules are {', '.join(get_args(ScaleRule))}")
+    if rule == "uos" and element is not E2M1:
+        raise ValueError(f"scale_rule 'uos' is defined for E2M1 elements, not {element.name}; use 'even'")
+
+
+def _carry(rule: ScaleRule, element: Element) -> int:
+    """Returns what to add to amax's bits so that a mantissa past the rule's threshold carries."""
+    check_rule(rule, element)
+    match rule:
+        case "floor":
+            return 0
+        case "even":
+            return _ONE >> (element.mantissa_bits + 1)
+        case "uos":
+            return int((2 - 1.625) * _ONE)
+        case "rceil":
+            return int((2 - element.max / 2.0**element.emax) * _ONE) - 1
+        case "ceil":
+            return _ONE - 1
+
+
+def divide_by_scale(
+    x: Float32[Array, "*shape"], scale: Int32[Array, "*#shape"]
+) -> Float32[Array, "*shape"]:
+    """Returns x / 2**(scale - 127), exactly also for subnormal x; 0 where scale is 255.
+
+    A quotient below float32's normal range (2**-126, far under any element) may become zero.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    subnormal = (bits & _INFINITY) == 0
+    # A subnormal is an integer times 2**-149, and integers convert to normal floats.
+    digits = (bits & _MAGNITUDE).astype(jnp.float32)
+    digits = jnp.copysign(digits, x)
+    exponent = jnp.where(subnormal, 2 * BIAS - 149, 2 * BIAS) - scale
+    factor = lax.bitcast_convert_type(jnp.maximum(exponent, 0) << 23, jnp.float32)
+    quotient = jnp.where(subnormal, digits, x) * factor
+    return jnp.where(scale == NAN_SCALE, 0.0, quotient)
+
+
+def multiply_by_scale(
+    x: Float32[Array, "*shape"], scale: Int32[Array, "*#shape"]
+) -> Float32[Array, "*shape"]:
+    """Returns x * 2**(scale - 127) for x zero or normal, exactly also where the product is subnormal.
+
+    NaN where scale is 255. Exact as long as the product fits float32, which that of an element does.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    magnitude = bits & _MAGNITUDE
+    exponent = (magnitude >> 23) + scale - BIAS
+    normal = magnitude + ((scale - BIAS) << 23)
+    subnormal = ((magnitude & (_ONE - 1)) | _ONE) >> jnp.clip(1 - exponent, 0, 31)
+    product = jnp.where(exponent > 0, normal, subnormal)
+    product = jnp.where(magnitude == 0, 0, product)
+    product = jnp.where(scale == NAN_SCALE, _MAGNITUDE, product)
+    return lax.bitcast_convert_type(product | (bits & ~_MAGNITUDE), jnp.float32)
