@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from mxjax.formats import get_format
 from mxjax.hadamard import random_signs, rotate
@@ -28,14 +28,14 @@ _log = logging.getLogger("mxjax")
 
 
 def dot(
-    x: Float[AnyArray, "*batch d_in"],
-    w: Float[AnyArray, "_ d_out"],
+    x: Shaped[AnyArray, "*batch d_in"],
+    w: Shaped[AnyArray, "*d_in_d_out"],
     *,
     policy: Policy | str,
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
     preferred_element_type: DTypeLike | None = None,
-) -> Float[Array, "*batch d_out"]:
+) -> Float[Array, "*batch _"]:
     """Returns `x @ w`, with each of the three GEMMs (forward and gradients) in the policy's precision.
 
     Equivalent, for one GEMM and up to the order of float32 sums, to
@@ -84,8 +84,8 @@ def dot(
 
 
 def dot_general(
-    lhs: Float[AnyArray, "..."],
-    rhs: Float[AnyArray, "..."],
+    lhs: Shaped[AnyArray, "..."],
+    rhs: Shaped[AnyArray, "..."],
     dimension_numbers: DimensionNumbers,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -114,7 +114,7 @@ def dot_general(
     if x.shape[:-2] != w.shape[:-2] or x.shape[-1] != w.shape[-2]:
         raise ValueError(f"dot_general: {lhs.shape} and {rhs.shape} do not match along {dimension_numbers}")
     dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
-    y = _matmul(policy, _choose(implementation), dtype, precision, x, w, key)
+    y: jax.Array = _matmul(policy, _choose(implementation), dtype, precision, x, w, key)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
     return y.reshape(shape)
 
@@ -149,7 +149,7 @@ def make_dot_general(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _matmul(policy, implementation, dtype, precision, x, w, key):
+def _matmul(policy: Policy, implementation, dtype, precision, x, w, key) -> jax.Array:
     """Returns x [*b, m, k] @ w [*b, k, n], by the policy's Fprop."""
     run = functools.partial(_gemm, implementation, dtype, precision)
     return run(policy.fprop, x, -1, w, -2, _fold(key, 0))
@@ -171,6 +171,7 @@ def _matmul_bwd(policy, implementation, dtype, precision, residuals, dy):
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 5, 7))
 def _gemm(implementation, dtype, precision, gemm: Gemm, lhs, lhs_axis, rhs, rhs_axis, key):
     """Returns the product over lhs_axis and rhs_axis, of operands quantized along them, in `dtype`."""
     signs = _signs(gemm.rotation, _fold(key, 2))
@@ -264,7 +265,9 @@ def _raise_on_second_derivative(primals, tangents):
 def _check(lhs, rhs, policy: Policy, key) -> None:
     for name, x in (("lhs (x)", lhs), ("rhs (w)", rhs)):
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"mxjax.dot needs floating-point operands, but {name} is {x.dtype}; cast it first")
+            raise TypeError(
+                f"mxjax.dot needs floating-point operands, but {name} is {x.dtype}; cast it first"
+            )
     if policy.needs_key and key is None:
         drawing = ", ".join(name for name, gemm in policy.gemms.items() if gemm.needs_key)
         raise ValueError(
@@ -278,9 +281,8 @@ def _choose(implementation: Implementation | None) -> Implementation:
         _log_choice("xla")
         return "xla"
     if implementation not in get_args(Implementation):
-        raise ValueError(
-            f"unknown implementation {implementation!r}; use one of {', '.join(get_args(Implementation))} or None"
-        )
+        names = ", ".join(get_args(Implementation))
+        raise ValueError(f"unknown implementation {implementation!r}; use one of {names}, or None")
     if implementation not in _RUNS_HERE:
         raise NotImplementedError(
             f"implementation {implementation!r} does not run here yet; use one of {', '.join(_RUNS_HERE)}, "

@@ -5,8 +5,11 @@ each outlier over its block before quantization. The definition is a butterfly w
 float32 operations, so that kernels can match it bit for bit.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
@@ -27,8 +30,9 @@ def random_signs(key: jax.Array, n: int) -> Float32[Array, "n"]:
     return jax.random.rademacher(key, (n,), jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnames=("size", "axis"))
 def rotate(
-    x: Float[Array, "*shape"],
+    x: Float[Array | np.ndarray, "*shape"],
     size: int = 16,
     *,
     axis: int = -1,

@@ -19,12 +19,12 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 PER_COUNTER = 8  # 16-bit numbers in the 128 bits of one counter
 
-Words = UInt32[Array, "*shape"]
+Word = UInt32[Array, "*#shape"]
 
 
 def philox_4x32(
-    counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]
-) -> tuple[Words, Words, Words, Words]:
+    counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]
+) -> tuple[Word, Word, Word, Word]:
     """Returns the four 32-bit words that Philox 4x32-10 makes of a counter and a key, elementwise."""
     c0, c1, c2, c3 = counter
     k0, k1 = key

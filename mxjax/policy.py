@@ -22,6 +22,11 @@ Source = Literal["original", "dequantized"]
 Signs = Literal["none", "fixed", "redrawn"]
 
 
+def _check_choice(name: str, value: str, choices) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"unknown {name} {value!r}; use one of {', '.join(get_args(choices))}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Operand:
     """How one operand of a GEMM is quantized, along the axis that the GEMM contracts.
@@ -46,12 +51,14 @@ class Operand:
         f = get_format(self.format)
         _check_choice("rounding", self.rounding, Rounding)
         _check_choice("source", self.source, Source)
-        if f.scale == "e8m0":
+        if f.element and f.scale == "e8m0":
             check_rule(self.scale_rule, f.element)
         if self.prescale is not None and not 0 < self.prescale <= 1:
             raise ValueError(f"prescale must be in (0, 1], got {self.prescale}")
         if f.element is None and (self.rounding == "stochastic" or self.prescale):
-            raise ValueError(f"{self.format} is not quantized: it takes no stochastic rounding and no prescale")
+            raise ValueError(
+                f"{self.format} is not quantized: it takes no stochastic rounding and no prescale"
+            )
 
     def __str__(self) -> str:
         f = get_format(self.format)
@@ -91,7 +98,9 @@ class Rotation:
             raise ValueError(f"Rotation needs a size that is one of {SIZES}, got {self.size}")
 
     def __str__(self) -> str:
-        return f"H{self.size}" + {"none": "", "fixed": " fixed signs", "redrawn": " redrawn signs"}[self.signs]
+        return (
+            f"H{self.size}" + {"none": "", "fixed": " fixed signs", "redrawn": " redrawn signs"}[self.signs]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +137,11 @@ class Policy:
     def __post_init__(self):
         for name, gemm, gradient in (("dgrad", self.dgrad, "lhs"), ("wgrad", self.wgrad, "rhs")):
             if getattr(gemm, gradient).source == "dequantized":
-                raise ValueError(f"{name}.{gradient} is dy, which the Fprop does not quantize; use 'original'")
+                raise ValueError(
+                    f"{name}.{gradient} is dy, which the Fprop does not quantize; use 'original'"
+                )
         if any(o.source == "dequantized" for o in (self.fprop.lhs, self.fprop.rhs)):
-            raise ValueError("source='dequantized' refers to the Fprop's operands, so not to be used in it")
+            raise ValueError("source='dequantized' is what the Fprop left; its own operands are 'original'")
         if self.fprop.rotation and "dequantized" in (self.dgrad.rhs.source, self.wgrad.lhs.source):
             raise ValueError("source='dequantized' needs an Fprop without rotation")
 
@@ -176,8 +187,3 @@ def with_scale_rule(policy: Policy, rule: ScaleRule) -> Policy:
 def _operands(policy: Policy) -> Iterator[Operand]:
     for gemm in policy.gemms.values():
         yield from (gemm.lhs, gemm.rhs)
-
-
-def _check_choice(name: str, value: str, choices) -> None:
-    if value not in get_args(choices):
-        raise ValueError(f"unknown {name} {value!r}; use one of {', '.join(get_args(choices))}")

@@ -2,10 +2,10 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 from mxjax.formats import E4M3, Element, Format, get_format
 from mxjax.philox import random_uint16
 from mxjax.rounding import Rounding, round_nearest, stochastic_round
-from mxjax.scales import NAN_SCALE, ScaleRule, block_scale, divide_by_scale, multiply_by_scale
+from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale
 
 BlockShape = int | tuple[int, int] | None
 
@@ -54,8 +54,11 @@ class MXArray:
         return self.tensor_scale / self.prescale if self.prescale else self.tensor_scale
 
 
+@functools.partial(
+    jax.jit, static_argnames=("format", "axis", "scale_rule", "rounding", "block_shape", "prescale")
+)
 def quantize(
-    x: Float[Array, "*shape"],
+    x: Shaped[Array | np.ndarray, "*shape"],
     format: str = "mxfp4",
     *,
     axis: int = -1,
@@ -87,6 +90,7 @@ def quantize(
       With a tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN.
     Raises:
       ValueError: unknown format, rule or rounding; stochastic rounding without a key; bad block_shape.
+      TypeError: x is not floating point.
     Source: OCP MX v1.0, section 6.3; arXiv 2605.09825, appendix.
     """
     q = quantize_unpacked(
@@ -104,6 +108,7 @@ def quantize(
     return dataclasses.replace(q, elements=elements.astype(get_format(format).dtype))
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
 def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*shape"]:
     """Returns the values that q stands for, exact in float32 (and, for MXFP4 without prescale, in bfloat16).
 
@@ -142,7 +147,7 @@ def unpack(packed: UInt8[Array, "*packed"], *, axis: int = -1) -> Shaped[Array, 
 
 
 def quantize_unpacked(
-    x: Float[Array, "*shape"],
+    x: Shaped[Array | np.ndarray, "*shape"],
     format: str,
     *,
     axis: int,
@@ -154,35 +159,26 @@ def quantize_unpacked(
 ) -> MXArray:
     """Returns `quantize`'s result with the elements left in float32: what a GEMM needs, with no detour."""
     f = get_format(format)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"quantize needs a floating-point tensor, got {x.dtype}; cast it")
     axis = axis % x.ndim - x.ndim
     block_shape = _block_shape(f, block_shape, x.ndim, axis)
     _check_rounding(rounding, key)
-    x = x.astype(f.dtype if f.element is None else jnp.float32)
-    q = MXArray(x, None, None, format, axis, block_shape, prescale)
     if f.element is None:
-        return dataclasses.replace(q, prescale=None)
-
-    random = random_uint16(key, x.shape, axis) if rounding == "stochastic" else None
-    tensor_scale = _tensor_scale(x, f) if f.tensor_scale else None
-    if f.scale == "none":
-        scales = None
-        scaled = x / tensor_scale
-    else:
-        amax = _block_max(jnp.abs(x), block_shape, axis)
-        if f.scale == "e8m0":
-            byte = block_scale(amax, scale_rule, f.element)
-            scales = lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu)
-            scaled = divide_by_scale(x, _spread(byte.astype(jnp.int32), x.shape, block_shape, axis))
-        else:
-            scales, scaled = _scale_e4m3(x, amax, tensor_scale, f.element, block_shape, axis)
+        return MXArray(jnp.asarray(x, f.dtype), None, None, format, axis, block_shape)
+    x = jnp.asarray(x, jnp.float32)
+    scales, tensor_scale, scaled = _scale(x, f, f.element, scale_rule, block_shape, axis)
     if prescale is not None:
         scaled = scaled * jnp.float32(prescale)
-    elements = _round(scaled, f.element, random)
-    return dataclasses.replace(q, elements=elements, scales=scales, tensor_scale=tensor_scale)
+    if key is not None and rounding == "stochastic":
+        elements = stochastic_round(scaled, f.element, random_uint16(key, x.shape, axis))
+    else:
+        elements = round_nearest(scaled, f.element)
+    return MXArray(elements, scales, tensor_scale, format, axis, block_shape, prescale)
 
 
 def block_values(q: MXArray) -> Float32[Array, "*shape"]:
-    """Returns elements * scales in float32: exact in bfloat16 too for every format whose scales are blockwise."""
+    """Returns elements * scales in float32, without the factor: exact in bfloat16 too, for every format."""
     values = q.elements.astype(jnp.float32)
     if q.scales is None:
         return values
@@ -192,21 +188,26 @@ def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     return values * _spread(q.scales.astype(jnp.float32), values.shape, q.block_shape, q.axis)
 
 
-def _round(x: Float32[Array, "*shape"], element: Element, random) -> Float32[Array, "*shape"]:
-    return round_nearest(x, element) if random is None else stochastic_round(x, element, random)
-
-
-def _tensor_scale(x: Float32[Array, "*shape"], f: Format) -> Float32[Array, ""]:
-    """Returns amax / (largest element * largest block scale), kept large enough to divide by."""
-    largest = f.element.max * (E4M3.max if f.scale == "e4m3" else 1.0)
-    return jnp.maximum(jnp.max(jnp.abs(x)) / jnp.float32(largest), jnp.float32(2.0**-100))
-
-
-def _scale_e4m3(x, amax, tensor_scale, element: Element, block_shape, axis: int):
-    """Returns NVFP4's E4M3 block scales and x divided by block and tensor scale (arXiv 2509.25149, section 2)."""
+def _scale(x: Float32[Array, "*shape"], f: Format, element: Element, rule: ScaleRule, block_shape, axis: int):
+    """Returns the scales of x's blocks, of the whole tensor, and x divided by both."""
+    if f.scale == "none":
+        tensor_scale = _tensor_scale(x, element.max)
+        return None, tensor_scale, x / tensor_scale
+    amax = _block_max(jnp.abs(x), block_shape, axis)
+    if f.scale == "e8m0":
+        byte = block_scale(amax, rule, element)
+        scaled = divide_by_scale(x, _spread(byte.astype(jnp.int32), x.shape, block_shape, axis))
+        return lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), None, scaled
+    # NVFP4 (arXiv 2509.25149, section 2); the order of float32 operations is torchao's.
+    tensor_scale = _tensor_scale(x, element.max * E4M3.max)
     scale = round_nearest(amax / jnp.float32(element.max) / tensor_scale, E4M3)
     per_unit = jnp.where(scale == 0, 0.0, (1 / tensor_scale) / scale)
-    return scale.astype(jnp.float8_e4m3fn), x * _spread(per_unit, x.shape, block_shape, axis)
+    return scale.astype(E4M3.dtype), tensor_scale, x * _spread(per_unit, x.shape, block_shape, axis)
+
+
+def _tensor_scale(x: Float32[Array, "*shape"], largest: float) -> Float32[Array, ""]:
+    """Returns what maps the largest magnitude of x to `largest`, kept large enough to divide by."""
+    return jnp.maximum(jnp.max(jnp.abs(x)) / jnp.float32(largest), jnp.float32(2.0**-100))
 
 
 def _check_rounding(rounding: Rounding, key: jax.Array | None) -> None:
@@ -224,7 +225,9 @@ def _block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int) -> tu
     if rows < 1 or length < 1:
         raise ValueError(f"block_shape needs positive sizes, got {block_shape}")
     if rows > 1 and (ndim < 2 or axis < -2):
-        raise ValueError(f"block_shape {block_shape} needs axis to be one of the last two, got {axis} of {ndim}")
+        raise ValueError(
+            f"block_shape {block_shape} needs axis to be one of the last two, got {axis} of {ndim}"
+        )
     return (rows, length)
 
 
@@ -244,7 +247,10 @@ def _block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[A
 
 
 def _spread(
-    scales: Float32[Array, "*blocks"] | Int32[Array, "*blocks"], shape: tuple[int, ...], block_shape, axis: int
+    scales: Float32[Array, "*blocks"] | Int32[Array, "*blocks"],
+    shape: tuple[int, ...],
+    block_shape,
+    axis: int,
 ) -> Shaped[Array, "*shape"]:
     """Returns each block's scale at each of its elements."""
     for i, size in _blocks(shape, block_shape, axis).items():

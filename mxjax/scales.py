@@ -75,9 +75,7 @@ def _carry(rule: ScaleRule, element: Element) -> int:
             return _ONE - 1
 
 
-def divide_by_scale(
-    x: Float32[Array, "*shape"], scale: Int32[Array, "*#shape"]
-) -> Float32[Array, "*shape"]:
+def divide_by_scale(x: Float32[Array, "*shape"], scale: Int32[Array, "*#shape"]) -> Float32[Array, "*shape"]:
     """Returns x / 2**(scale - 127), exactly also for subnormal x; 0 where scale is 255.
 
     A quotient below float32's normal range (2**-126, far under any element) may become zero.

@@ -103,7 +103,7 @@ def gemms(
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> DotErrors:
-    """Returns the error of y, dx and dw of `dot(x, w, policy=...)`, with output gradient dy, against float32."""
+    """Returns the errors of y, dx and dw of `dot(x, w, policy=...)`, for the output gradient dy."""
     x, w, dy = (a.astype(jnp.float32) for a in (x, w, dy))
 
     def products(policy, implementation):
