@@ -1,0 +1,86 @@
+"""Evaluates a run's checkpoint, in its own precision or another: `python eval.py RUN --policy=bf16`."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Annotated
+
+import jax
+import tyro
+
+from models import llama
+from models.configs import get_config
+from mxjax.dot import Implementation
+from mxjax.scales import ScaleRule
+from mxjax.training.checkpoint import Checkpoints
+from mxjax.training.config import from_json
+from mxjax.training.data import VOCAB_SIZE, evaluation_batches, load_corpus
+from mxjax.training.environment import enable_compilation_cache, input_errors
+from mxjax.training.step import evaluate, make_eval_step
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """An evaluation; what is not given is as in the run."""
+
+    run: Annotated[pathlib.Path, tyro.conf.Positional]
+    """The run's folder."""
+    policy: str | None = None
+    """The policy to run the weights in."""
+    scale_rule: ScaleRule | None = None
+    """Replaces the policy's rule for MXFP4 scales."""
+    layers: tuple[str, ...] | None = None
+    """Exceptions, as PATTERN=POLICY."""
+    implementation: Implementation | None = None
+    """How the GEMMs run."""
+    step: int | None = None
+    """The checkpoint's step; default, the last."""
+    data: pathlib.Path | None = None
+    """Evaluate on this text's validation part instead."""
+    batches: int | None = None
+    """How many batches of the validation data to read."""
+
+
+def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
+    """Returns the mean loss over all tokens, its perplexity, and what they are of."""
+    enable_compilation_cache()
+    with input_errors():
+        config, precision = read_run(arguments)
+        model = dataclasses.replace(get_config(config.model), vocab_size=VOCAB_SIZE)
+        policies = llama.layer_policies(model, precision.resolved(), precision.rules())
+        corpus = load_corpus(arguments.data or config.data.data)
+        n_batches = arguments.batches or config.eval_batches
+        held_out = evaluation_batches(corpus.validation, config.data, n_batches)
+        like = jax.eval_shape(lambda: llama.init(model, jax.random.key(0)))
+        with Checkpoints(arguments.run / "checkpoints") as checkpoints:
+            step = checkpoints.latest if arguments.step is None else arguments.step
+            params = checkpoints.restore_params(like, step)
+
+    def logits(params, tokens, key):
+        options = {"policies": policies, "key": key, "implementation": precision.implementation}
+        return llama.apply(model, params, tokens, **options)
+
+    result = evaluate(make_eval_step(logits), params, held_out)
+    return {"run": str(arguments.run), "step": step, "policy": precision.policy, **result}
+
+
+def read_run(arguments: EvalConfig):
+    """Returns the run's configuration, and its precision with what the command line changes."""
+    path = arguments.run / "config.json"
+    if not path.exists():
+        raise ValueError(f"{arguments.run} holds no run: it has no config.json")
+    config = from_json(json.loads(path.read_text())["config"])
+    names = ("policy", "scale_rule", "layers", "implementation")
+    changes = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
+    if "policy" in changes:  # the run's other choices belong to the run's policy
+        changes = {"scale_rule": None, "layers": ()} | changes
+    return config, dataclasses.replace(config.precision, **changes)
+
+
+if __name__ == "__main__":
+    result = main(tyro.cli(EvalConfig, description=__doc__))
+    print(
+        f"step {result['step']}  policy {result['policy']}  eval loss {result['eval_loss']:.4f}  "
+        f"perplexity {result['eval_perplexity']:.3f}  over {result['eval_tokens']:,} tokens"
+    )
+    print(json.dumps(result))

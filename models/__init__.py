@@ -1,0 +1,1 @@
+"""Models whose linear layers run through `mxjax.dot`."""

@@ -1,0 +1,299 @@
+"""Llama 3.1 in Flax NNX, every matrix product through `mxjax.dot` in its own policy.
+
+Shapes in names: B batch, S sequence, D d_model, G key/value heads, R query heads a key/value head,
+H head_dim, F d_ff, V vocabulary. Parameters are float32 and stacked over layers; activations have the
+dtype given to the call. Policies are arguments: one set of weights runs in any of them.
+
+Source: "The Llama 3 Herd of Models", arXiv 2407.21783.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
+
+import mxjax
+from models.configs import LlamaConfig
+from mxjax.dot import Implementation
+from mxjax.layers import LayerPolicies, Rules, resolve
+from mxjax.policy import Policy
+
+# The GEMMs of a block, in the order in which they run. The embedding is a lookup and has no policy.
+BLOCK_LAYERS = (
+    "attention.qkv",
+    "attention.scores",
+    "attention.values",
+    "attention.out",
+    "mlp.gate_up",
+    "mlp.down",
+)
+# What stays in bfloat16 unless a rule names it.
+_HIGH_PRECISION: Rules = (
+    ("blocks.*.attention.scores", "bf16"),
+    ("blocks.*.attention.values", "bf16"),
+    ("head", "bf16"),
+)
+_FUSED_ATTENTION = {mxjax.get_policy("bf16"): jnp.bfloat16, mxjax.get_policy("fp32"): jnp.float32}
+
+
+def layer_policies(config: LlamaConfig, default: Policy | str, rules: Rules = ()) -> LayerPolicies:
+    """Returns the policy of every GEMM: `default` for the linear layers of the blocks, then the rules.
+
+    The head and the attention products stay in bfloat16 unless a rule names them.
+    """
+    names = [f"blocks.{i}.{layer}" for i in range(config.n_layers) for layer in BLOCK_LAYERS]
+    return resolve([*names, "head"], default, (*_HIGH_PRECISION, *rules))
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalization in float32."""
+
+    def __init__(self, size: int, eps: float):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return y.astype(x.dtype) * self.scale.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention.
+
+    The columns of `qkv` are grouped by key/value head: its R query heads, its key, its value.
+    """
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        self.config = config
+        inner = config.n_heads * config.head_dim
+        self.qkv = _matrix(rngs, config.d_model, config.qkv_size, config.init_std)
+        self.out = _matrix(rngs, inner, config.d_model, _residual_std(config))
+
+    def __call__(self, x, rope, policies: "BlockPolicies") -> Float[Array, "B S D"]:
+        c = self.config
+        groups, rest = c.n_kv_heads, c.n_heads // c.n_kv_heads
+        y = policies.dot("attention.qkv", x, self.qkv[...])
+        y = y.reshape(*x.shape[:2], groups, rest + 2, c.head_dim)
+        q_BSGRH, k_BSGH, v_BSGH = y[..., :rest, :], y[..., rest, :], y[..., rest + 1, :]
+        q_BSNH = apply_rope(q_BSGRH.reshape(*x.shape[:2], c.n_heads, c.head_dim), rope)
+        k_BSGH = apply_rope(k_BSGH, rope)
+        out_BSNH = _attend(q_BSNH, k_BSGH, v_BSGH, policies)
+        out = out_BSNH.reshape(*x.shape[:2], c.n_heads * c.head_dim).astype(x.dtype)
+        return policies.dot("attention.out", out, self.out[...])
+
+
+class Mlp(nnx.Module):
+    """The gated MLP (SwiGLU); `gate_up` holds the gate's columns, then the up projection's."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        self.gate_up = _matrix(rngs, config.d_model, 2 * config.d_ff, config.init_std)
+        self.down = _matrix(rngs, config.d_ff, config.d_model, _residual_std(config))
+
+    def __call__(self, x: Float[Array, "B S D"], policies: "BlockPolicies") -> Float[Array, "B S D"]:
+        gate, up = jnp.split(policies.dot("mlp.gate_up", x, self.gate_up[...]), 2, axis=-1)
+        return policies.dot("mlp.down", jax.nn.silu(gate) * up, self.down[...])
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = Mlp(config, rngs)
+
+    def __call__(self, x: Float[Array, "B S D"], rope, policies: "BlockPolicies") -> Float[Array, "B S D"]:
+        x = x + self.attention(self.attention_norm(x), rope, policies)
+        return x + self.mlp(self.mlp_norm(x), policies)
+
+
+class Llama(nnx.Module):
+    """The language model: embedding, stacked blocks, final norm, head."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = _matrix(rngs, config.vocab_size, config.d_model, config.init_std)
+        self.blocks = _stack(config, rngs)
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.head = None if config.tied else _matrix(rngs, config.d_model, config.vocab_size, config.init_std)
+
+    def __call__(
+        self,
+        tokens_BS: Int[Array, "B S"],
+        *,
+        policies: LayerPolicies,
+        key: jax.Array | None = None,
+        dtype: Any = jnp.bfloat16,
+        remat: bool = False,
+        implementation: Implementation | None = None,
+    ) -> Float32[Array, "B S V"]:
+        """Returns the logits of each next token.
+
+        Args:
+          tokens_BS: token ids.
+          policies: from `layer_policies`.
+          key: for policies that draw random bits; fold the step into it.
+          dtype: of the activations between layers.
+          remat: recompute each block in the backward pass instead of keeping its activations.
+          implementation: of the products, see `mxjax.dot`.
+        """
+        rope = rope_angles(tokens_BS.shape[1], self.config)
+        x_BSD = self.embedding[...].astype(dtype)[tokens_BS]
+        graph, blocks = nnx.split(self.blocks)
+        for start, stop, block_policies in _runs(policies, self.config.n_layers):
+            run = functools.partial(_run_block, graph, block_policies, implementation, rope, key)
+            layers = jnp.arange(start, stop)
+            here = blocks if stop - start == self.config.n_layers else _slice(blocks, start, stop)
+            x_BSD, _ = jax.lax.scan(jax.checkpoint(run) if remat else run, x_BSD, (layers, here))
+        x_BSD = self.norm(x_BSD)
+        head_DV = self.embedding[...].T if self.head is None else self.head[...]
+        head_key = None if key is None else jax.random.fold_in(key, self.config.n_layers)
+        return mxjax.dot(
+            x_BSD,
+            head_DV,
+            policy=policies["head"],
+            key=head_key,
+            implementation=implementation,
+            preferred_element_type=jnp.float32,
+        )
+
+
+Params = dict[str, Any]  # the parameters as nested dicts of arrays
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init(config: LlamaConfig, key: jax.Array) -> Params:
+    """Returns float32 parameters: normal with std `init_std`, over sqrt(2 n_layers) for the matrices that
+    write to the residual stream (Megatron's scaled initialization); ones for the norms."""
+    return nnx.to_pure_dict(nnx.split(Llama(config, nnx.Rngs(params=key)))[1])
+
+
+def apply(
+    config: LlamaConfig, params: Params, tokens: Int[Array, "B S"], **options
+) -> Float32[Array, "B S V"]:
+    """Returns the logits of the Llama with these parameters; options as `Llama.__call__`."""
+    return nnx.merge(_graph(config), params)(tokens, **options)
+
+
+@functools.cache
+def _graph(config: LlamaConfig) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(params=0))))[0]
+
+
+class BlockPolicies:
+    """The products of one block: `dot` and `dot_general` in the policy, and by the key, of a named layer."""
+
+    def __init__(self, policies: Sequence[Policy], key: jax.Array | None, implementation=None):
+        self.policies: dict[str, Policy] = dict(zip(BLOCK_LAYERS, policies, strict=True))
+        self.key = key
+        self.implementation = implementation
+
+    def dot(self, name: str, x, w) -> Array:
+        """Returns x @ w in x's dtype."""
+        return mxjax.dot(
+            x, w, policy=self.policies[name], key=self._key(name), preferred_element_type=x.dtype
+        )
+
+    def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:
+        """Returns the product in float32."""
+        return mxjax.dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            preferred_element_type=jnp.float32,
+            policy=self.policies[name],
+            key=self._key(name),
+            implementation=self.implementation,
+        )
+
+    def _key(self, name: str) -> jax.Array | None:
+        return None if self.key is None else jax.random.fold_in(self.key, BLOCK_LAYERS.index(name))
+
+
+def rope_angles(length: int, config: LlamaConfig) -> Float32[Array, "S half"]:
+    """Returns the rotation angle of each position and pair of channels, with Llama 3.1's scaling if set."""
+    frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+    if (s := config.rope_scaling) is not None:
+        turns = s.original_context * frequency / (2 * math.pi)
+        smooth = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        smooth = jnp.clip(smooth, 0.0, 1.0)
+        frequency = (1 - smooth) * frequency / s.factor + smooth * frequency
+    return jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+
+
+def apply_rope(x: Float[Array, "B S N H"], angles: Float32[Array, "S half"]) -> Float[Array, "B S N H"]:
+    """Returns x with channels i and i + H/2 rotated by the angle of their position ("rotate half")."""
+    cos, sin = (f(angles)[:, None, :] for f in (jnp.cos, jnp.sin))
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def _attend(q_BSNH, k_BSGH, v_BSGH, policies: BlockPolicies) -> Float[Array, "B S N H"]:
+    """Returns causal attention: fused if neither product is quantized, else through `dot_general`."""
+    scores, values = policies.policies["attention.scores"], policies.policies["attention.values"]
+    if scores == values and scores in _FUSED_ATTENTION:
+        q, k, v = (t.astype(_FUSED_ATTENTION[scores]) for t in (q_BSNH, k_BSGH, v_BSGH))
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    B, S, N, H = q_BSNH.shape
+    G = k_BSGH.shape[2]
+    q_BSGRH = q_BSNH.reshape(B, S, G, N // G, H)
+    scores_BGSRT = policies.dot_general(
+        "attention.scores", q_BSGRH, k_BSGH, (((4,), (3,)), ((0, 2), (0, 2)))
+    ) * (H**-0.5)
+    visible_ST = jnp.tril(jnp.ones((S, S), bool))
+    scores_BGSRT = jnp.where(visible_ST[:, None, :], scores_BGSRT, jnp.finfo(jnp.float32).min)
+    weights_BGSRT = jax.nn.softmax(scores_BGSRT, axis=-1).astype(q_BSNH.dtype)
+    out_BGSRH = policies.dot_general(
+        "attention.values", weights_BGSRT, v_BSGH, (((4,), (1,)), ((0, 1), (0, 2)))
+    )
+    return out_BGSRH.transpose(0, 2, 1, 3, 4).reshape(B, S, N, H).astype(q_BSNH.dtype)
+
+
+def _run_block(graph, policies, implementation, rope, key, x_BSD, layer):
+    """The body of the scan over layers: one block, with its own weights and its own random bits."""
+    index, weights = layer
+    key = None if key is None else jax.random.fold_in(key, index)
+    return nnx.merge(graph, weights)(x_BSD, rope, BlockPolicies(policies, key, implementation)), None
+
+
+def _runs(policies: LayerPolicies, n_layers: int) -> list[tuple[int, int, tuple[Policy, ...]]]:
+    """Returns (start, stop, policies) of each run of consecutive blocks with the same policies."""
+    blocks = [tuple(policies[f"blocks.{i}.{layer}"] for layer in BLOCK_LAYERS) for i in range(n_layers)]
+    runs, start = [], 0
+    for block, group in itertools.groupby(blocks):
+        stop = start + len(list(group))
+        runs.append((start, stop, block))
+        start = stop
+    return runs
+
+
+def _slice(blocks, start: int, stop: int):
+    return jax.tree.map(lambda a: a[start:stop], blocks)
+
+
+def _stack(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
+    """Returns a Block whose parameters have a leading axis of n_layers."""
+
+    @nnx.split_rngs(splits=config.n_layers)
+    @nnx.vmap
+    def make(rngs: nnx.Rngs) -> Block:
+        return Block(config, rngs)
+
+    return make(rngs)
+
+
+def _matrix(rngs: nnx.Rngs, rows: int, columns: int, std: float) -> nnx.Param:
+    return nnx.Param(std * jax.random.normal(rngs.params(), (rows, columns), jnp.float32))
+
+
+def _residual_std(config: LlamaConfig) -> float:
+    return config.init_std / math.sqrt(2 * config.n_layers)

@@ -1,0 +1,175 @@
+"""The configuration of a run: frozen dataclasses, one a concern, that tyro turns into command-line flags."""
+
+import dataclasses
+import json
+import pathlib
+import time
+from typing import Annotated, Any
+
+import tyro
+
+from mxjax.dot import Implementation
+from mxjax.policy import Policy, with_scale_rule
+from mxjax.recipes import get_policy
+from mxjax.scales import ScaleRule
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW as in MLPerf Training's llama31_8b, with its linear warm-up and cosine decay."""
+
+    lr: float = 4e-3
+    """Peak learning rate."""
+    warmup_steps: int = 30
+    """Steps of linear warm-up."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate over the peak."""
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-5
+    weight_decay: float = 0.1
+    """Decoupled; not applied to 1-D parameters (the norms)."""
+    clip: float = 1.0
+    """Largest global norm of the gradient."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What to train on. Batches are a function of the seed and the step alone."""
+
+    data: pathlib.Path | None = None
+    """A text file, or a folder of them, read as bytes. Default: the source of Python's standard library."""
+    batch_size: int = 16
+    """Sequences a step."""
+    seq_len: int = 256
+    """Tokens a sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    """In which precision the GEMMs run."""
+
+    policy: str = "wgrad_hadamard"
+    """Name of the policy of the linear layers; see mxjax.policies()."""
+    scale_rule: ScaleRule | None = None
+    """Replaces the policy's rule for MXFP4 scales."""
+    layers: tuple[str, ...] = ()
+    """Exceptions, as PATTERN=POLICY, e.g. 'head=fp8' 'blocks.0.*=bf16'; the last match wins."""
+    implementation: Implementation | None = None
+    """How the GEMMs run; default, the fastest here."""
+
+    def resolved(self) -> Policy:
+        """Returns the policy of the linear layers."""
+        policy = get_policy(self.policy)
+        return with_scale_rule(policy, self.scale_rule) if self.scale_rule else policy
+
+    def rules(self) -> list[tuple[str, Policy]]:
+        """Returns the layer exceptions as (pattern, policy)."""
+        for rule in self.layers:
+            if rule.count("=") != 1:
+                raise ValueError(f"--layers takes PATTERN=POLICY, got {rule!r}")
+        return [(pattern, get_policy(name)) for pattern, name in (rule.split("=") for rule in self.layers)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A training run."""
+
+    precision: Annotated[PrecisionConfig, tyro.conf.arg(name="")] = PrecisionConfig()
+    data: Annotated[DataConfig, tyro.conf.arg(name="")] = DataConfig()
+    optimizer: Annotated[OptimizerConfig, tyro.conf.arg(name="")] = OptimizerConfig()
+    model: str = "tiny"
+    """A name of models/configs.py; its vocabulary is the data's."""
+    remat: bool = False
+    """Recompute each block in the backward pass: less memory, more time."""
+    steps: int = 400
+    """Length of the run, and of the learning-rate schedule."""
+    seed: int = 0
+    """Of the weights, the order of the data, and the random bits of the policy."""
+    out: pathlib.Path | None = None
+    """The run's folder. Default: runs/MODEL-POLICY-TIME."""
+    resume: bool = False
+    """Continue the run in --out from its last checkpoint, bit for bit."""
+    stop_after: int | None = None
+    """Checkpoint and end after this step, as an interrupted run would; --resume continues it."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints; one is always written at the end."""
+    keep_checkpoints: int = 2
+    """How many of the newest to keep."""
+    eval_every: int = 100
+    """Steps between evaluations; one is always made at the end."""
+    eval_batches: int = 16
+    """Batches an evaluation reads, from the start of the validation data."""
+    log_every: int = 10
+    """Steps between printed lines; metrics.jsonl gets every step."""
+
+    def __post_init__(self):
+        every = ("checkpoint_every", "eval_every", "log_every")
+        for name in ("steps", "eval_batches", "keep_checkpoints", *every):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.data.batch_size < 1 or self.data.seq_len < 1:
+            raise ValueError("--batch-size and --seq-len must be at least 1")
+        if self.resume and self.out is None:
+            raise ValueError("--resume continues the run in --out: name its folder")
+
+    def folder(self) -> pathlib.Path:
+        """Returns the run's folder: `out`, or a new name under runs/."""
+        name = f"{self.model}-{self.precision.policy}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return self.out or pathlib.Path("runs") / name
+
+
+# A resumed run may differ in these and still be the same run.
+_MAY_CHANGE = {
+    "out",
+    "resume",
+    "stop_after",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "eval_every",
+    "eval_batches",
+    "log_every",
+}
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    """Returns the configuration that the command line asks for; exits with help or an error, as tyro does."""
+    return tyro.cli(Config, args=argv, description="Train a Llama in MXFP4.")
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """Returns the configuration as nested dicts that JSON holds."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def from_json(raw: dict[str, Any]) -> Config:
+    """Returns the configuration that `to_json` made `raw` of."""
+    data = raw["data"] | {"data": _path(raw["data"]["data"])}
+    precision = raw["precision"] | {"layers": tuple(raw["precision"]["layers"])}
+    return Config(
+        **raw
+        | {
+            "precision": PrecisionConfig(**precision),
+            "data": DataConfig(**data),
+            "optimizer": OptimizerConfig(**raw["optimizer"]),
+            "out": _path(raw["out"]),
+        }
+    )
+
+
+def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:
+    """Raises ValueError if `config` is not the run that `folder` holds, naming each difference."""
+    differences = [
+        f"{name}: the run has {getattr(saved, name)}, the command line {getattr(config, name)}"
+        for name in (f.name for f in dataclasses.fields(Config))
+        if name not in _MAY_CHANGE and getattr(saved, name) != getattr(config, name)
+    ]
+    if differences:
+        raise ValueError(
+            f"--resume: {folder} holds another run; repeat its flags or choose another --out.\n  "
+            + "\n  ".join(differences)
+        )
+
+
+def _path(value: str | None) -> pathlib.Path | None:
+    return None if value is None else pathlib.Path(value)

@@ -1,0 +1,143 @@
+"""Text as bytes, cut into batches that are a pure function of the seed and the step.
+
+Token ids are bytes, and 256 ends a document. A batch is int32 [batch, seq_len + 1]: inputs are all but
+the last token of each row, targets all but the first.
+"""
+
+import dataclasses
+import pathlib
+import sysconfig
+import zlib
+from collections.abc import Iterator
+
+import grain
+import numpy as np
+from jaxtyping import Int32, UInt16
+
+from mxjax.training.config import DataConfig
+
+END_OF_DOCUMENT = 256
+VOCAB_SIZE = 257
+_VALIDATION_SHARE = 20  # one file, or one byte, in 20
+_NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
+
+Tokens = UInt16[np.ndarray, "n"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Tokenized text, split into training and validation.
+
+    Attributes:
+      train, validation: token ids.
+      source: where the text came from.
+    """
+
+    train: Tokens
+    validation: Tokens
+    source: str
+
+    @property
+    def facts(self) -> dict[str, int | str]:
+        """What identifies the data: source, sizes and a checksum."""
+        checksum = zlib.crc32(self.validation.tobytes(), zlib.crc32(self.train.tobytes()))
+        sizes = {"train_tokens": len(self.train), "validation_tokens": len(self.validation)}
+        return {"source": self.source, **sizes, "crc32": f"{checksum:08x}"}
+
+    def unigram_entropy(self) -> float:
+        """Returns the entropy of the validation tokens in nats: the loss of a model without context."""
+        frequency = np.bincount(self.validation, minlength=VOCAB_SIZE) / len(self.validation)
+        return float(-np.sum(frequency[frequency > 0] * np.log(frequency[frequency > 0])))
+
+
+def load_corpus(path: pathlib.Path | None) -> Corpus:
+    """Returns the text of a file, of all files of a folder, or, for None, of Python's standard library.
+
+    Folders are split into training and validation by file, by a checksum of the file's name, so that
+    adding files moves none; a single file is split near its end. Hidden files are left out.
+
+    Raises:
+      ValueError: nothing to read there.
+    """
+    if path is None:
+        root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+        files = [f for f in root.rglob("*.py") if not _NOT_SOURCE & set(f.relative_to(root).parts)]
+        return _split_by_file(root, files, "the source of Python's standard library")
+    if path.is_file():
+        tokens = _join([path.read_bytes()])
+        cut = len(tokens) - len(tokens) // _VALIDATION_SHARE
+        return Corpus(tokens[:cut], tokens[cut:], str(path))
+    if not path.is_dir():
+        raise ValueError(f"--data {path}: no such file or folder")
+    files = [f for f in path.rglob("*") if f.is_file() and not _hidden(f.relative_to(path))]
+    return _split_by_file(path, files, str(path))
+
+
+def batches(tokens: Tokens, config: DataConfig, seed: int, start: int = 0) -> grain.DatasetIterator:
+    """Returns the endless batches of a run from step `start` on, read ahead by grain.
+
+    Each epoch visits every window of seq_len tokens once, in an order drawn from `seed`. The iterator's
+    position is one integer, the step: `get_state()["next_index"]`.
+
+    Raises:
+      ValueError: fewer tokens than one sequence needs.
+    """
+    windows = _Windows(tokens, config.seq_len)
+    dataset = grain.MapDataset.source(windows).shuffle(seed=seed).repeat().batch(config.batch_size)
+    iterator = iter(dataset.to_iter_dataset())
+    iterator.set_state({"next_index": start})
+    return iterator
+
+
+def evaluation_batches(
+    tokens: Tokens, config: DataConfig, n_batches: int
+) -> Iterator[Int32[np.ndarray, "batch length"]]:
+    """Yields the first n_batches batches of the tokens, in order; the last may be short.
+
+    Raises:
+      ValueError: fewer tokens than one sequence needs.
+    """
+    windows = _Windows(tokens, config.seq_len)
+    for start in range(0, min(len(windows), n_batches * config.batch_size), config.batch_size):
+        stop = min(start + config.batch_size, len(windows))
+        yield np.stack([windows[i] for i in range(start, stop)])
+
+
+class _Windows:
+    """The sequences of a token stream: [i * seq_len, (i + 1) * seq_len], one token shared with the next."""
+
+    def __init__(self, tokens: Tokens, seq_len: int):
+        self.tokens, self.seq_len = tokens, seq_len
+        if not len(self):
+            raise ValueError(
+                f"a sequence needs --seq-len + 1 = {seq_len + 1} tokens and the data has {len(tokens)}; "
+                "shorten --seq-len or give more text"
+            )
+
+    def __len__(self) -> int:
+        return max(len(self.tokens) - 1, 0) // self.seq_len
+
+    def __getitem__(self, index: int) -> Int32[np.ndarray, " length"]:
+        start = index * self.seq_len
+        return self.tokens[start : start + self.seq_len + 1].astype(np.int32)
+
+
+def _split_by_file(root: pathlib.Path, files: list[pathlib.Path], source: str) -> Corpus:
+    if not files:
+        raise ValueError(f"--data {root}: no files to read")
+    ranked = sorted(files, key=lambda f: (zlib.crc32(f.relative_to(root).as_posix().encode()), f))
+    threshold = 2**32 // _VALIDATION_SHARE
+    chosen = {f for f in ranked if zlib.crc32(f.relative_to(root).as_posix().encode()) < threshold}
+    chosen = chosen or {ranked[0]}
+    parts = [_join([f.read_bytes() for f in sorted(part)]) for part in (set(files) - chosen, chosen)]
+    return Corpus(parts[0], parts[1], source)
+
+
+def _join(documents: list[bytes]) -> Tokens:
+    end = np.array([END_OF_DOCUMENT], np.uint16)
+    parts = [part for d in documents if d for part in (np.frombuffer(d, np.uint8).astype(np.uint16), end)]
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
+
+
+def _hidden(path: pathlib.Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)

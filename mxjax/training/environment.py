@@ -1,0 +1,40 @@
+"""What surrounds a run: the compilation cache, errors for people, versions and device for the record."""
+
+import contextlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import sys
+from collections.abc import Iterator
+
+import jax
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs in ~/.cache/mxjax, unless JAX_COMPILATION_CACHE_DIR names another folder."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "mxjax"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+@contextlib.contextmanager
+def input_errors() -> Iterator[None]:
+    """Ends the program with the message alone of a ValueError: what was asked for cannot be done."""
+    try:
+        yield
+    except ValueError as error:
+        raise SystemExit(f"{pathlib.Path(sys.argv[0]).name}: error: {error}") from error
+
+
+def facts() -> dict[str, str | int]:
+    """Returns the versions and the device that a run's numbers depend on."""
+    packages = ("mxjax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+    }

@@ -1,0 +1,140 @@
+"""Where a run's numbers go: metrics.jsonl for programs, a progress bar or plain lines for people."""
+
+import json
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mxjax.training.step import StepMetrics
+
+_RECENT_STEPS = 10  # over which the speed is averaged
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient of `step` is NaN or infinite."""
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
+
+
+class MetricsLog:
+    """Appends one JSON object a line to a file, NaN and infinity as strings. A context manager."""
+
+    def __init__(self, path: pathlib.Path, keep_steps: int = 0):
+        """Opens the file, keeping of a resumed run's lines those of steps up to keep_steps."""
+        kept = [line for line in _json_lines(path) if json.loads(line)["step"] <= keep_steps]
+        path.write_text("".join(line + "\n" for line in kept))
+        self._file = path.open("a")
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._file.close()
+
+    def write(self, **values: Any) -> None:
+        """Writes one line."""
+        values = {
+            k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
+        }
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+
+class Display:
+    """Shows progress: a bar on a terminal, plain lines elsewhere. A context manager."""
+
+    def __init__(self, steps: int, start: int, every: int):
+        """Shows steps start + 1 to steps; plain lines at the first and at every `every`-th step."""
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._first, self._every = start + 1, every
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not sys.stdout.isatty(),
+        )
+        self._task = self._bar.add_task("compiling", total=steps, completed=start)
+
+    def __enter__(self) -> "Display":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._bar.stop()
+
+    def step(self, step: int, m: Mapping[str, float]) -> None:
+        """Shows the metrics of a step."""
+        text = f"loss {m['loss']:.4f}  {m['tokens_per_s']:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, description=text)
+        if self._bar.disable and (step % self._every == 0 or step == self._first):
+            self.line(f"step {step:6d}  {text}  grad norm {m['grad_norm']:.3f}  lr {m['lr']:.2e}")
+
+    def line(self, text: str) -> None:
+        """Prints a line, above the bar if there is one."""
+        self._console.print(text, markup=False)
+
+
+class StepReporter:
+    """Fetches the metrics of a step when the next one has been dispatched, so that the device never waits."""
+
+    def __init__(
+        self, log: MetricsLog, display: Display, tokens_a_step: int, learning_rate: Callable[[int], Any]
+    ):
+        self._log, self._display = log, display
+        self._tokens_a_step, self._learning_rate = tokens_a_step, learning_rate
+        self._pending: tuple[int, StepMetrics] | None = None
+        self._clock = time.monotonic()
+        self.step_times: list[float] = []
+
+    def step(self, step: int, metrics: StepMetrics) -> None:
+        """Takes the metrics of a step just dispatched, reports those of the one before.
+
+        Raises:
+          NonFiniteError: that one's loss or gradient was not finite.
+        """
+        self.flush()
+        self._pending = (step, metrics)
+
+    def flush(self) -> None:
+        """Waits for the last step taken, and reports it."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        values = {
+            "loss": float(metrics.loss),
+            "grad_norm": float(metrics.grad_norm),
+            "lr": float(self._learning_rate(step - 1)),
+        }
+        self.step_times.append(time.monotonic() - self._clock)
+        self._clock = time.monotonic()
+        recent = self.step_times[1:][-_RECENT_STEPS:] or self.step_times  # the first one compiles
+        values["tokens_per_s"] = self._tokens_a_step * len(recent) / sum(recent)
+        self._log.write(step=step, tokens=step * self._tokens_a_step, **values)
+        self._display.step(step, values)
+        if not metrics.finite:
+            message = f"loss {values['loss']}, gradient norm {values['grad_norm']} at step {step}"
+            raise NonFiniteError(message, step)
+
+    def restart_clock(self) -> None:
+        """Leaves the time since the last report out of the next step's."""
+        self._clock = time.monotonic()
+
+
+def _json_lines(path: pathlib.Path) -> list[str]:
+    """Returns the file's lines, without a last one that was cut off."""
+    text = path.read_text() if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def _jsonable(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

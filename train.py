@@ -1,0 +1,205 @@
+"""Trains a Llama in the precision that a policy names: `python train.py --policy=wgrad_hadamard`."""
+
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import numpy as np
+
+from models import llama
+from models.configs import LlamaConfig, get_config
+from mxjax.layers import LayerPolicies
+from mxjax.training.checkpoint import Checkpoints
+from mxjax.training.config import Config, check_resumable, from_json, parse, to_json
+from mxjax.training.data import VOCAB_SIZE, Corpus, batches, evaluation_batches, load_corpus
+from mxjax.training.environment import enable_compilation_cache, facts, input_errors
+from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter
+from mxjax.training.optimizer import learning_rate, make_optimizer
+from mxjax.training.step import TrainState, evaluate, init_state, make_eval_step, make_train_step
+
+
+class Run(NamedTuple):
+    """What stays the same throughout a run."""
+
+    config: Config
+    folder: pathlib.Path
+    corpus: Corpus
+    held_out: list[np.ndarray]
+    model: LlamaConfig
+    policies: LayerPolicies
+
+
+def train(config: Config) -> dict[str, float]:
+    """Trains, evaluates and checkpoints; returns the last evaluation.
+
+    Raises:
+      SystemExit: what the configuration asks for cannot be done; the message says why.
+      NonFiniteError: a loss or gradient was NaN or infinite; the step's state and batch are saved.
+    """
+    enable_compilation_cache()
+    with input_errors():
+        run = set_up(config)
+        stream = batches(run.corpus.train, config.data, config.seed)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    state = init_state(llama.init(run.model, jax.random.key(config.seed)), optimizer)
+    with Checkpoints(run.folder / "checkpoints", config.keep_checkpoints) as checkpoints:
+        if config.resume:
+            with input_errors():
+                state, position = checkpoints.restore(state)
+            stream.set_state(position)
+        start = int(state.step)
+        write_description(run)
+        log = MetricsLog(run.folder / "metrics.jsonl", keep_steps=start)
+        with log, Display(config.steps, start, config.log_every) as display:
+            display.line(introduction(run))
+            return loop(run, optimizer, state, stream, checkpoints, log, display)
+
+
+def loop(
+    run: Run,
+    optimizer,
+    state: TrainState,
+    stream: grain.DatasetIterator,
+    checkpoints: Checkpoints,
+    log: MetricsLog,
+    display: Display,
+) -> dict[str, float]:
+    """Runs the steps that remain; returns the last evaluation."""
+    config = run.config
+    logits = make_logits(run)
+    train_step, eval_step = make_train_step(logits, optimizer, config.seed), make_eval_step(logits)
+    tokens_a_step = config.data.batch_size * config.data.seq_len
+    reporter = StepReporter(log, display, tokens_a_step, learning_rate(config.optimizer, config.steps))
+    stop = min(config.steps, config.stop_after or config.steps)
+    evaluation: dict[str, float] = {}
+    try:
+        for step in range(int(state.step) + 1, stop + 1):
+            state, metrics = train_step(state, next(stream))
+            reporter.step(step, metrics)
+            if step % config.eval_every == 0 or step == stop:
+                reporter.flush()
+                evaluation = evaluate(eval_step, state.params, run.held_out)
+                log.write(step=step, tokens=step * tokens_a_step, **evaluation)
+                display.line(f"step {step:6d}  {evaluation_text(evaluation)}")
+                reporter.restart_clock()
+            if step % config.checkpoint_every == 0 or step == stop:
+                reporter.flush()
+                checkpoints.save(state, stream.get_state())
+    except NonFiniteError as error:
+        evidence = save_evidence(run, error, state)
+        raise NonFiniteError(
+            f"{error}, policy {config.precision.policy}. The state before that step and its batch are in "
+            f"{evidence}; lower --lr, or train in another --policy",
+            error.step,
+        ) from None
+    display.line(summary(run, evaluation, reporter.step_times))
+    return evaluation
+
+
+def set_up(config: Config) -> Run:
+    """Reads and checks all that a run needs, and opens its folder; ValueError before anything is computed."""
+    model = dataclasses.replace(get_config(config.model), vocab_size=VOCAB_SIZE)
+    policies = llama.layer_policies(model, config.precision.resolved(), config.precision.rules())
+    corpus = load_corpus(config.data.data)
+    held_out = list(evaluation_batches(corpus.validation, config.data, config.eval_batches))
+    folder = config.folder()
+    if config.resume:
+        check_same_run(config, folder, corpus)
+    elif folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    return Run(config, folder, corpus, held_out, model, policies)
+
+
+def check_same_run(config: Config, folder: pathlib.Path, corpus: Corpus) -> None:
+    """Raises ValueError unless `folder` holds an unfinished run of this configuration on this data."""
+    description = folder / "config.json"
+    if not description.exists():
+        raise ValueError(f"--resume: {folder} holds no run; leave out --resume to start one there")
+    saved = json.loads(description.read_text())
+    check_resumable(config, from_json(saved["config"]), folder)
+    if saved["data"] != corpus.facts:
+        raise ValueError(f"--resume: the data is {corpus.facts}, but the run began with {saved['data']}")
+
+
+def make_logits(run: Run):
+    """Returns the model as a function of parameters, tokens and key."""
+    options = {"remat": run.config.remat, "implementation": run.config.precision.implementation}
+
+    def logits(params, tokens, key):
+        return llama.apply(run.model, params, tokens, policies=run.policies, key=key, **options)
+
+    return logits
+
+
+def write_description(run: Run) -> None:
+    """Writes config.json: every resolved value, each layer's policy, the data's and the machine's facts."""
+    description: dict[str, Any] = {
+        "config": to_json(run.config),
+        "model": dataclasses.asdict(run.model) | {"parameters": run.model.n_params},
+        "policies": {name: str(policy) for name, policy in run.policies.items()},
+        "data": run.corpus.facts,
+        "environment": facts(),
+    }
+    (run.folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+
+
+def introduction(run: Run) -> str:
+    """Returns what is worth knowing before the first step."""
+    config, model = run.config, run.model
+    tokens = config.steps * config.data.batch_size * config.data.seq_len
+    return "\n".join(
+        [
+            f"model {config.model}: {model.n_params:,} parameters, "
+            f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
+            f"data {run.corpus.source}: {len(run.corpus.train):,} tokens, {tokens:,} to train on "
+            f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}",
+            f"policy {config.precision.policy}:",
+            *(f"  {line}" for line in str(run.policies).splitlines()),
+            f"run {run.folder} on {jax.devices()[0].device_kind}",
+        ]
+    )
+
+
+def summary(run: Run, evaluation: dict[str, float], step_times: list[float]) -> str:
+    """Returns what is worth knowing after the last step."""
+    if not step_times:
+        return f"nothing left to do: the run in {run.folder} is complete"
+    tokens = run.config.data.batch_size * run.config.data.seq_len
+    return "\n".join(
+        [
+            f"final {evaluation_text(evaluation)} (unigram entropy {run.corpus.unigram_entropy():.4f})",
+            f"first step after {step_times[0]:.1f} s, then {statistics.median(step_times):.3f} s a step "
+            f"({tokens / statistics.median(step_times):,.0f} tokens/s), {sum(step_times):.1f} s in all",
+            f"evaluate it with: python eval.py {run.folder}",
+        ]
+    )
+
+
+def evaluation_text(evaluation: dict[str, float]) -> str:
+    """Returns an evaluation in words."""
+    return f"eval loss {evaluation['eval_loss']:.4f}  perplexity {evaluation['eval_perplexity']:.3f}"
+
+
+def save_evidence(run: Run, error: NonFiniteError, state: TrainState) -> pathlib.Path:
+    """Saves what is needed to repeat a step that was not finite; returns the folder."""
+    folder = run.folder / f"nonfinite-step-{error.step}"
+    position = {"next_index": error.step - 1}
+    stream = batches(run.corpus.train, run.config.data, run.config.seed, position["next_index"])
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save(state._replace(finite=jax.numpy.array(True)), position)
+    np.savez_compressed(folder / "batch.npz", batch=next(stream))
+    (folder / "error.txt").write_text(f"{error}\npolicy {run.config.precision.policy}\n")
+    return folder
+
+
+if __name__ == "__main__":
+    try:
+        train(parse())
+    except NonFiniteError as error:
+        sys.exit(f"train.py: error: {error}")
