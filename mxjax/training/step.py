@@ -57,7 +57,7 @@ def make_train_step(logits: Logits, optimizer: optax.GradientTransformation, see
     def step(state: TrainState, batch: Int32[Array, "batch length"]) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         value, grads = jax.value_and_grad(loss)(state.params, batch, key)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         finite = state.finite & jnp.isfinite(value) & jnp.isfinite(grad_norm)

@@ -1,0 +1,86 @@
+"""The training step and the evaluation loop, on a model small enough to check by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mxjax.training.step import evaluate, init_state, make_eval_step, make_train_step, token_losses
+
+
+def bigram(params, tokens, key):
+    return params["table"][tokens]
+
+
+def noisy(params, tokens, key):
+    return params["table"][tokens] + jax.random.normal(key, (*tokens.shape, 4))
+
+
+@pytest.fixture
+def params():
+    return {"table": jnp.arange(16, dtype=jnp.float32).reshape(4, 4) / 8}
+
+
+BATCH = np.array([[0, 1, 2], [3, 0, 1]], np.int32)
+
+
+def test_token_losses_are_negative_log_probabilities():
+    logits = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
+    targets = np.array([[0, 1, 2], [3, 4, 0]], np.int32)
+    p = np.exp(np.float64(logits)) / np.exp(np.float64(logits)).sum(-1, keepdims=True)
+    expected = -np.log(np.take_along_axis(p, targets[..., None], -1))[..., 0]
+    np.testing.assert_allclose(token_losses(jnp.asarray(logits), jnp.asarray(targets)), expected, rtol=1e-5)
+
+
+def test_a_step_is_the_optimizer_applied_to_the_mean_loss(params):
+    state = init_state(params, optax.sgd(0.5))
+    expected = jax.grad(lambda p: token_losses(bigram(p, BATCH[:, :-1], None), BATCH[:, 1:]).mean())(params)
+    # Before the step, which gives the memory of its state away.
+    expected = params["table"] - 0.5 * expected["table"]
+    state, metrics = make_train_step(bigram, optax.sgd(0.5), seed=0)(state, BATCH)
+    np.testing.assert_allclose(state.params["table"], expected, rtol=1e-6)
+    assert int(state.step) == 1
+    assert bool(metrics.finite)
+
+
+def test_random_bits_depend_on_seed_and_step(params):
+    def losses(seed):
+        step, state, found = make_train_step(noisy, optax.sgd(0.0), seed), None, []
+        state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.0))
+        for _ in range(3):
+            state, metrics = step(state, BATCH)
+            found.append(float(metrics.loss))
+        return found
+
+    assert losses(0) == losses(0)
+    assert len(set(losses(0) + losses(1))) == 6
+
+
+def test_after_a_step_that_is_not_finite_the_state_stays(params):
+    poisoned = {"table": params["table"].at[3, 0].set(jnp.nan)}
+    step = make_train_step(bigram, optax.sgd(0.5), seed=0)
+    state, metrics = step(init_state(poisoned, optax.sgd(0.5)), np.array([[0, 1, 2]], np.int32))
+    assert bool(metrics.finite)
+    before = np.asarray(state.params["table"])
+    for batch in (np.array([[3, 1, 2]], np.int32), np.array([[0, 1, 2]], np.int32)):
+        state, metrics = step(state, batch)
+        assert not bool(metrics.finite)
+        assert int(state.step) == 1
+        np.testing.assert_array_equal(state.params["table"], before)
+
+
+def test_evaluation_averages_over_tokens_not_batches(params):
+    batches = [BATCH, BATCH[:1]]
+    all_losses = [token_losses(bigram(params, b[:, :-1], None), jnp.asarray(b[:, 1:])) for b in batches]
+    expected = np.concatenate([np.asarray(x).ravel() for x in all_losses]).mean()
+    found = evaluate(make_eval_step(bigram), params, batches)
+    np.testing.assert_allclose(found["eval_loss"], expected, rtol=1e-6)
+    np.testing.assert_allclose(found["eval_perplexity"], np.exp(expected), rtol=1e-6)
+    assert found["eval_tokens"] == 6
+    assert abs(found["eval_loss"] - np.mean([np.mean(x) for x in all_losses])) > 1e-4
+
+
+def test_evaluation_draws_the_same_bits_every_time(params):
+    step = make_eval_step(noisy)
+    assert evaluate(step, params, [BATCH]) == evaluate(step, params, [BATCH])

@@ -1,0 +1,198 @@
+"""train.py and eval.py from end to end: files, resuming, errors, and what they print."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import eval as evaluation_program
+import train as training_program
+from mxjax.training.checkpoint import Checkpoints
+from mxjax.training.config import parse
+from mxjax.training.metrics import NonFiniteError
+
+ROOT = pathlib.Path(__file__).parent.parent
+SMALL = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2", "--steps", "6"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
+    return path
+
+
+def run(text, out, *flags):
+    return training_program.train(parse([*SMALL, "--data", str(text), "--out", str(out), *flags]))
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(out):
+    """Every array of the last checkpoint, as orbax wrote it."""
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        step = checkpoints.latest
+        restored = checkpoints._manager.restore(step)
+    return step, jax.tree.map(np.asarray, dict(restored))
+
+
+def without_time(records):
+    return [{k: v for k, v in record.items() if k != "tokens_per_s"} for record in records]
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    run(text, out, "--policy", "full_sr", "--eval-every", "3")
+    return out
+
+
+def test_metrics_have_the_fields_that_tools_read(finished):
+    records = lines(finished)
+    steps = [r for r in records if "loss" in r]
+    evaluations = [r for r in records if "eval_loss" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(r.keys() >= {"tokens", "loss", "grad_norm", "lr", "tokens_per_s"} for r in steps)
+    assert [r["step"] for r in evaluations] == [3, 6]
+    assert all(r.keys() >= {"tokens", "eval_loss", "eval_perplexity"} for r in evaluations)
+    assert steps[-1]["tokens"] == evaluations[-1]["tokens"] == 6 * 4 * 32
+
+
+def test_the_description_holds_every_resolved_value(finished):
+    found = json.loads((finished / "config.json").read_text())
+    assert found["config"]["precision"]["policy"] == "full_sr"
+    assert found["config"]["optimizer"]["b2"] == 0.95
+    assert found["model"]["d_model"] == 128
+    assert found["policies"]["blocks.3.mlp.down"].startswith("fprop mxfp4:floor:sr x mxfp4:floor:sr |")
+    assert found["policies"]["head"].startswith("fprop bf16")
+    assert found["environment"]["jax"] == jax.__version__
+    assert found["data"]["train_tokens"] > 0
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, tmp_path, finished):
+    """With random bits in every GEMM, so that their replay is tested too."""
+    out = tmp_path / "resumed"
+    run(text, out, "--policy", "full_sr", "--eval-every", "3", "--stop-after", "3")
+    assert lines(out)[-1]["step"] == 3
+    run(text, out, "--policy", "full_sr", "--eval-every", "3", "--resume")
+    jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
+    assert without_time(lines(out)) == without_time(lines(finished))
+
+
+def test_the_loss_falls(text, tmp_path):
+    run(text, tmp_path / "run", "--policy", "wgrad_hadamard", "--steps", "40", "--lr", "1e-2")
+    losses = [r["loss"] for r in lines(tmp_path / "run") if "loss" in r]
+    assert losses[0] > 5.0
+    assert np.mean(losses[-5:]) < 2.5
+
+
+def test_every_policy_sees_the_same_first_batch(text, tmp_path):
+    first = []
+    for policy in ("bf16", "fp8"):
+        run(text, tmp_path / policy, "--policy", policy, "--stop-after", "1")
+        first.append(lines(tmp_path / policy)[0]["loss"])
+    assert abs(first[0] - first[1]) < 0.05
+
+
+def test_rules_and_scale_rule_reach_the_layers(text, tmp_path):
+    flags = ["--policy", "wgrad", "--scale-rule", "even", "--layers", "blocks.0.*=bf16", "head=fp8"]
+    run(text, tmp_path / "run", *flags, "--stop-after", "1")
+    policies = json.loads((tmp_path / "run" / "config.json").read_text())["policies"]
+    assert policies["blocks.0.mlp.down"].startswith("fprop bf16")
+    assert policies["blocks.1.mlp.down"].startswith("fprop mxfp4:even")
+    assert policies["head"].startswith("fprop fp8_e4m3")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_evidence(text, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(NonFiniteError, match=r"at step \d+, policy wgrad.*lower --lr") as caught:
+        run(text, out, "--policy", "wgrad", "--lr", "1e30", "--clip", "1e30")
+    step = caught.value.step
+    evidence = out / f"nonfinite-step-{step}"
+    with np.load(evidence / "batch.npz") as saved:
+        assert saved["batch"].shape == (4, 33)
+    before, state = weights(evidence)
+    assert before == step - 1
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
+    assert lines(out)[-1]["step"] == step
+    assert not any("eval_loss" in r for r in lines(out))
+
+
+def test_eval_reproduces_the_evaluation_of_training(finished):
+    result = evaluation_program.main(evaluation_program.EvalConfig(finished))
+    assert result["eval_loss"] == lines(finished)[-1]["eval_loss"]
+
+
+def test_eval_takes_another_policy_and_step_count(finished):
+    own = evaluation_program.main(evaluation_program.EvalConfig(finished))
+    other = evaluation_program.main(evaluation_program.EvalConfig(finished, policy="bf16"))
+    assert other["policy"] == "bf16"
+    assert 0 < abs(own["eval_loss"] - other["eval_loss"]) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--policy", "wgrad_hadamar"], "did you mean 'wgrad_hadamard'"),
+        (["--model", "huge"], "the models are tiny"),
+        (["--layers", "blocks"], "PATTERN=POLICY"),
+        (["--layers", "embedding=fp8"], "matches none of"),
+        (["--scale-rule", "even", "--policy", "bf16"], "no operand of the policy is in mxfp4"),
+        (["--seq-len", "1000000"], "shorten --seq-len"),
+        (["--resume"], "holds no run"),
+    ],
+)
+def test_bad_input_ends_with_what_to_do(text, tmp_path, flags, message):
+    with pytest.raises(SystemExit, match=message):
+        run(text, tmp_path / "run", *flags)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_in_use_is_not_overwritten(text, finished):
+    before = (finished / "metrics.jsonl").read_bytes()
+    with pytest.raises(SystemExit, match="add --resume"):
+        run(text, finished)
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--policy", "bf16"], "policy='full_sr'"), (["--seed", "1"], "seed: the run has 0")],
+)
+def test_resuming_another_run_names_the_difference(text, finished, flags, message):
+    with pytest.raises(SystemExit, match=message):
+        run(text, finished, "--policy", "full_sr", "--resume", *flags)
+
+
+def test_resuming_with_other_data_is_an_error(text, finished, tmp_path):
+    edited = tmp_path / "text.txt"
+    edited.write_text("other text " * 1000)
+    description = json.loads((finished / "config.json").read_text())
+    description["config"]["data"]["data"] = str(edited)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "config.json").write_text(json.dumps(description))
+    with pytest.raises(SystemExit, match="the data is"):
+        run(edited, copy, "--policy", "full_sr", "--resume")
+
+
+@pytest.mark.slow
+def test_the_programs_run_as_commands(text, tmp_path):
+    def command(*arguments):
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
+        )
+        return done.stdout.splitlines()
+
+    out = str(tmp_path / "run")
+    printed = command("train.py", "--policy=wgrad_hadamard", *SMALL, "--data", str(text), "--out", out)
+    assert any("blocks.0-3.mlp.down: fprop mxfp4:floor" in line for line in printed)
+    assert any(line.startswith("final eval loss") for line in printed)
+    result = json.loads(command("eval.py", out)[-1])
+    assert result["eval_loss"] == lines(pathlib.Path(out))[-1]["eval_loss"]
