@@ -107,12 +107,14 @@ def dot_general(
     policy = get_policy(policy) if isinstance(policy, str) else policy
     _check(lhs, rhs, policy, key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    if [[lhs.shape[i] for i in axes] for axes in (lhs_contract, lhs_batch)] != [
+        [rhs.shape[i] for i in axes] for axes in (rhs_contract, rhs_batch)
+    ]:
+        raise ValueError(f"dot_general: {lhs.shape} and {rhs.shape} do not match along {dimension_numbers}")
     lhs_free = _remaining_axes(lhs, lhs_contract, lhs_batch)
     rhs_free = _remaining_axes(rhs, rhs_contract, rhs_batch)
     x = _group_axes(lhs, lhs_batch, lhs_free, lhs_contract)
     w = _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
-    if x.shape[:-2] != w.shape[:-2] or x.shape[-1] != w.shape[-2]:
-        raise ValueError(f"dot_general: {lhs.shape} and {rhs.shape} do not match along {dimension_numbers}")
     dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
     y: jax.Array = _matmul(policy, _choose(implementation), dtype, precision, x, w, key)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
@@ -133,7 +135,11 @@ def make_dot_general(
       Others: as `dot`.
     """
 
-    def dot_general_with_policy(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None):
+    def dot_general_with_policy(
+        lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None
+    ):
+        if out_sharding is not None:
+            raise NotImplementedError("out_sharding: use jax.lax.with_sharding_constraint on the result")
         return dot_general(
             lhs,
             rhs,
@@ -151,16 +157,17 @@ def make_dot_general(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _matmul(policy: Policy, implementation, dtype, precision, x, w, key) -> jax.Array:
     """Returns x [*b, m, k] @ w [*b, k, n], by the policy's Fprop."""
-    run = functools.partial(_gemm, implementation, dtype, precision)
-    return run(policy.fprop, x, -1, w, -2, _fold(key, 0))
+    return _gemm(implementation, dtype, precision, policy.fprop, x, -1, w, -2, _fold(key, 0))
 
 
 def _matmul_fwd(policy, implementation, dtype, precision, x, w, key):
+    x = lax.optimization_barrier(x)  # several passes read it: computing it again in each costs more
     return _matmul(policy, implementation, dtype, precision, x, w, key), (x, w, key)
 
 
 def _matmul_bwd(policy, implementation, dtype, precision, residuals, dy):
     x, w, key = residuals
+    dy = lax.optimization_barrier(dy)
     x_seen = _source(policy.wgrad.lhs, x, policy.fprop.lhs, -1, _fold(key, 0, 0))
     w_seen = _source(policy.dgrad.rhs, w, policy.fprop.rhs, -2, _fold(key, 0, 1))
     dx = _gemm(implementation, x.dtype, precision, policy.dgrad, dy, -1, w_seen, -1, _fold(key, 1))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
+from numpy.lib.array_utils import normalize_axis_index
 
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -56,7 +57,7 @@ def rotate(
     """
     if size not in SIZES:
         raise ValueError(f"rotate needs a size that is one of {SIZES}, got {size}")
-    axis %= x.ndim
+    axis = normalize_axis_index(axis, x.ndim)
     before, length, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
     if length % size:
         raise ValueError(f"rotate needs an axis that {size} divides, got {length}; pad it with zeros")

@@ -28,13 +28,21 @@ def philox_4x32(
     """Returns the four 32-bit words that Philox 4x32-10 makes of a counter and a key, elementwise."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    m0, m1 = (jnp.uint32(m) for m in _MULTIPLIERS)
     for _ in range(_ROUNDS):
-        hi0, lo0 = lax.mulhi(jnp.broadcast_to(m0, c0.shape), c0), m0 * c0
-        hi1, lo1 = lax.mulhi(jnp.broadcast_to(m1, c2.shape), c2), m1 * c2
+        hi0, lo0 = _multiply(_MULTIPLIERS[0], c0)
+        hi1, lo1 = _multiply(_MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
         k0, k1 = k0 + jnp.uint32(_WEYL[0]), k1 + jnp.uint32(_WEYL[1])
     return c0, c1, c2, c3
+
+
+def _multiply(a: int, b: Word) -> tuple[Word, Word]:
+    """Returns the high and the low 32 bits of a * b (jax.lax.mulhi does not compile for several devices)."""
+    a_high, a_low = jnp.uint32(a >> 16), jnp.uint32(a & 0xFFFF)
+    b_high, b_low = b >> 16, b & 0xFFFF
+    cross = a_low * b_high
+    middle = (a_low * b_low >> 16) + (cross & 0xFFFF) + a_high * b_low
+    return a_high * b_high + (cross >> 16) + (middle >> 16), jnp.uint32(a) * b
 
 
 def random_uint16(key: jax.Array, shape: tuple[int, ...], axis: int = -1) -> UInt16[Array, "..."]:

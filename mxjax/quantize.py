@@ -9,8 +9,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
+from numpy.lib.array_utils import normalize_axis_index
 
-from mxjax.formats import E4M3, Element, Format, get_format
+from mxjax.formats import E2M1, E4M3, Element, Format, get_format
 from mxjax.philox import random_uint16
 from mxjax.rounding import Rounding, round_nearest, stochastic_round
 from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale
@@ -103,9 +104,7 @@ def quantize(
         prescale=prescale,
         key=key,
     )
-    # Storing float4 is slow on the CPU; fused with the rounding it would repeat that as well.
-    elements = lax.optimization_barrier(q.elements)
-    return dataclasses.replace(q, elements=elements.astype(get_format(format).dtype))
+    return dataclasses.replace(q, elements=_store(q.elements, get_format(format).dtype))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -130,17 +129,17 @@ def pack(q: MXArray | Shaped[Array, "*shape"], *, axis: int = -1) -> UInt8[Array
     elements, axis = (q.elements, q.axis) if isinstance(q, MXArray) else (q, axis)
     if elements.dtype != jnp.float4_e2m1fn:
         raise ValueError(f"pack needs float4_e2m1fn elements, got {elements.dtype}")
-    axis %= elements.ndim
+    axis = normalize_axis_index(axis, elements.ndim)
     codes = lax.bitcast_convert_type(elements, jnp.uint4).astype(jnp.uint8)
     codes = pad(codes, axis, 2)
-    pairs = codes.reshape(*codes.shape[:axis], -1, 2, *codes.shape[axis + 1 :])
+    pairs = codes.reshape(*codes.shape[:axis], codes.shape[axis] // 2, 2, *codes.shape[axis + 1 :])
     low, high = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
     return low | (high << 4)
 
 
 def unpack(packed: UInt8[Array, "*packed"], *, axis: int = -1) -> Shaped[Array, "*shape"]:
     """Returns the `float4_e2m1fn` elements that `pack` packed along `axis`, twice as many."""
-    axis %= packed.ndim
+    axis = normalize_axis_index(axis, packed.ndim)
     codes = jnp.stack([packed & 0xF, packed >> 4], axis=axis + 1).astype(jnp.uint4)
     shape = (*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
     return lax.bitcast_convert_type(codes.reshape(shape), jnp.float4_e2m1fn)
@@ -161,7 +160,7 @@ def quantize_unpacked(
     f = get_format(format)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize needs a floating-point tensor, got {x.dtype}; cast it")
-    axis = axis % x.ndim - x.ndim
+    axis = normalize_axis_index(axis, x.ndim) - x.ndim
     block_shape = _block_shape(f, block_shape, x.ndim, axis)
     _check_rounding(rounding, key)
     if f.element is None:
@@ -188,26 +187,44 @@ def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     return values * _spread(q.scales.astype(jnp.float32), values.shape, q.block_shape, q.axis)
 
 
+def _store(values: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*shape"]:
+    """Returns values that dtype holds exactly, in it; NaN, which float4 lacks, becomes 0 there."""
+    if dtype != jnp.float4_e2m1fn:
+        return values.astype(dtype)
+    # By arithmetic: XLA's conversion to float4 takes twice as long on the CPU.
+    magnitude = jnp.abs(values)
+    code = jnp.where(magnitude < 2, 2 * magnitude, jnp.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4))
+    code = jnp.where(magnitude <= E2M1.max, code, 0).astype(jnp.uint8)
+    code = lax.optimization_barrier(code | jnp.where(jnp.signbit(values), 8, 0).astype(jnp.uint8))
+    return lax.bitcast_convert_type(code.astype(jnp.uint4), dtype)
+
+
 def _scale(x: Float32[Array, "*shape"], f: Format, element: Element, rule: ScaleRule, block_shape, axis: int):
     """Returns the scales of x's blocks, of the whole tensor, and x divided by both."""
     if f.scale == "none":
         tensor_scale = _tensor_scale(x, element.max)
         return None, tensor_scale, x / tensor_scale
-    amax = _block_max(jnp.abs(x), block_shape, axis)
+    amax = _block_max(x, block_shape, axis)
     if f.scale == "e8m0":
         byte = block_scale(amax, rule, element)
         scaled = divide_by_scale(x, _spread(byte.astype(jnp.int32), x.shape, block_shape, axis))
         return lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), None, scaled
     # NVFP4 (arXiv 2509.25149, section 2); the order of float32 operations is torchao's.
     tensor_scale = _tensor_scale(x, element.max * E4M3.max)
-    scale = round_nearest(amax / jnp.float32(element.max) / tensor_scale, E4M3)
+    scale = round_nearest(_divide(amax, element.max) / tensor_scale, E4M3)
     per_unit = jnp.where(scale == 0, 0.0, (1 / tensor_scale) / scale)
     return scale.astype(E4M3.dtype), tensor_scale, x * _spread(per_unit, x.shape, block_shape, axis)
 
 
 def _tensor_scale(x: Float32[Array, "*shape"], largest: float) -> Float32[Array, ""]:
     """Returns what maps the largest magnitude of x to `largest`, kept large enough to divide by."""
-    return jnp.maximum(jnp.max(jnp.abs(x)) / jnp.float32(largest), jnp.float32(2.0**-100))
+    amax = lax.bitcast_convert_type(jnp.max(_magnitude_bits(x), initial=0), jnp.float32)
+    return jnp.maximum(_divide(amax, largest), jnp.float32(2.0**-100))
+
+
+def _divide(x: Float32[Array, "*shape"], constant: float) -> Float32[Array, "*shape"]:
+    """Returns x / constant rounded once: hidden from XLA, which would multiply by the inverse."""
+    return x / lax.optimization_barrier(jnp.float32(constant))
 
 
 def _check_rounding(rounding: Rounding, key: jax.Array | None) -> None:
@@ -221,7 +238,8 @@ def _block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int) -> tu
     """Returns block_shape as a pair, checked; (1, 0) for formats without blocks."""
     if not f.block:
         return (1, 0)
-    rows, length = (1, block_shape or f.block) if not isinstance(block_shape, tuple) else block_shape
+    block_shape = f.block if block_shape is None else block_shape
+    rows, length = block_shape if isinstance(block_shape, tuple) else (1, block_shape)
     if rows < 1 or length < 1:
         raise ValueError(f"block_shape needs positive sizes, got {block_shape}")
     if rows > 1 and (ndim < 2 or axis < -2):
@@ -239,11 +257,18 @@ def _blocks(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> 
 
 
 def _block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
-    """Returns the largest value of each block of nonnegative x."""
+    """Returns the largest magnitude of each block; NaN where there is one."""
+    largest = _magnitude_bits(x)
     for i, size in _blocks(x.shape, block_shape, axis).items():
-        x = pad(x, i, size)
-        x = jnp.max(x.reshape(*x.shape[:i], -1, size, *x.shape[i + 1 :]), axis=i + 1)
-    return x
+        largest = pad(largest, i, size)
+        before, n, after = largest.shape[:i], largest.shape[i] // size, largest.shape[i + 1 :]
+        largest = jnp.max(largest.reshape(*before, n, size, *after), axis=i + 1)
+    return lax.bitcast_convert_type(largest, jnp.float32)
+
+
+def _magnitude_bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Returns integers in the order of magnitudes, infinity, NaN (which XLA's maximum of floats may drop)."""
+    return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF
 
 
 def _spread(
@@ -257,7 +282,7 @@ def _spread(
         wide = jnp.broadcast_to(
             jnp.expand_dims(scales, i + 1), (*scales.shape[: i + 1], size, *scales.shape[i + 1 :])
         )
-        wide = wide.reshape(*scales.shape[:i], -1, *scales.shape[i + 1 :])
+        wide = wide.reshape(*scales.shape[:i], scales.shape[i] * size, *scales.shape[i + 1 :])
         scales = lax.slice_in_dim(wide, 0, shape[i], axis=i)
     return scales
 

@@ -1,0 +1,238 @@
+"""Policies are plain data: frozen, hashable, comparable, printable, and checked when they are made."""
+
+import dataclasses
+
+import jax
+import jaxtyping
+import pytest
+
+import mxjax
+from mxjax import Gemm, Operand, Policy, Rotation, with_scale_rule
+from mxjax.policy import map_operands
+
+BF16 = Gemm(Operand("bf16"), Operand("bf16"))
+DEQUANTIZED = Operand(source="dequantized")
+STOCHASTIC = Operand(rounding="stochastic")
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Turns off the tests' annotation checks, which would reject a wrong Literal before the library does."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.mark.parametrize("value", [Operand(), Rotation(), Gemm(), Policy()], ids=lambda v: type(v).__name__)
+def test_every_field_is_frozen(value):
+    for field in dataclasses.fields(value):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, field.name, getattr(value, field.name))
+
+
+def test_equal_policies_are_equal_and_hash_alike():
+    def make():
+        operand = Operand("mxfp4", (32, 32), "even", "stochastic", 0.75)
+        return Policy(fprop=BF16, dgrad=Gemm(operand, operand, Rotation(32, "fixed", 3)))
+
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert {make(): "found"}[make()] == "found"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "mxfp6_e2m3"},
+        {"block_shape": (32, 32)},
+        {"scale_rule": "even"},
+        {"rounding": "stochastic"},
+        {"prescale": 0.75},
+        {"source": "dequantized"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_replace_changes_one_operand_and_the_policy(change):
+    changed = dataclasses.replace(Operand(), **change)
+    policy = dataclasses.replace(Policy(), wgrad=Gemm(lhs=changed))
+    assert policy.wgrad.lhs == changed != Operand()
+    assert policy.wgrad.rhs == Operand()
+    assert policy.fprop == policy.dgrad == Gemm()
+    assert policy != Policy()
+
+
+def test_replace_validates():
+    with pytest.raises(ValueError, match="prescale"):
+        dataclasses.replace(Operand(), prescale=2.0)
+
+
+def test_the_default_is_mxfp4_to_nearest_by_the_floor_rule():
+    assert Policy() == mxjax.get_policy("wgrad")
+    assert Operand() == Operand("mxfp4", None, "floor", "nearest", None, "original")
+    assert Gemm().rotation is None
+    assert Rotation() == Rotation(16, "none", 0)
+
+
+def test_a_policy_is_a_static_argument_of_jit():
+    traced = []
+
+    def run(policy, x):
+        traced.append(policy)
+        return x
+
+    run = jax.jit(run, static_argnums=0)
+    run(Policy(), 1.0)
+    run(Policy(), 2.0)
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Operand(), "mxfp4:floor"),
+        (Operand("mxfp4", (32, 32), "even", "stochastic", 0.75), "mxfp4:32x32:even:sr:*0.75"),
+        (Operand(block_shape=16), "mxfp4:1x16:floor"),
+        (DEQUANTIZED, "mxfp4:floor:dequantized"),
+        (Operand("nvfp4"), "nvfp4"),
+        (Operand("fp8_e5m2"), "fp8_e5m2"),
+        (Rotation(), "H16"),
+        (Rotation(64, "redrawn"), "H64 redrawn signs"),
+        (Rotation(32, "fixed"), "H32 fixed signs"),
+        (BF16, "bf16 x bf16"),
+        (Gemm(rotation=Rotation(32)), "mxfp4:floor x mxfp4:floor (H32)"),
+    ],
+    ids=str,
+)
+def test_str_is_compact(value, text):
+    assert str(value) == text
+
+
+def test_str_of_a_policy_names_its_gemms():
+    assert str(Policy(BF16, BF16, Gemm(rotation=Rotation()))) == (
+        "fprop bf16 x bf16 | dgrad bf16 x bf16 | wgrad mxfp4:floor x mxfp4:floor (H16)"
+    )
+
+
+def test_str_tells_the_named_policies_apart():
+    texts = [str(policy) for policy in mxjax.policies().values()]
+    assert len(set(texts)) == len(texts)
+
+
+def test_repr_gives_the_policy_back():
+    policy = mxjax.get_policy("amazon")
+    assert eval(repr(policy), vars(mxjax)) == policy
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Operand("mxfp5"), "unknown format 'mxfp5'.*mxfp4.*nvfp4"),
+        (lambda: Operand(rounding="up"), "unknown rounding 'up'.*nearest, stochastic"),
+        (lambda: Operand(scale_rule="half"), "unknown scale_rule 'half'.*floor, even, uos, rceil, ceil"),
+        (lambda: Operand("mxfp8_e4m3", scale_rule="uos"), "'uos' is defined for E2M1"),
+        (lambda: Operand(source="copy"), "unknown source 'copy'.*original, dequantized"),
+        (lambda: Operand("bf16", rounding="stochastic"), "bf16 is not quantized"),
+        (lambda: Operand("fp32", prescale=0.75), "fp32 is not quantized"),
+        (lambda: Rotation(16, "random"), "unknown signs 'random'.*none, fixed, redrawn"),
+        (lambda: Rotation(48), r"size.*\(2, 4, 8, 16, 32, 64, 128, 256\), got 48"),
+        (lambda: Rotation(512), "size.*got 512"),
+        (lambda: Rotation(1), "size.*got 1"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_an_unknown_choice_raises(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("prescale", [0.0, -0.5, 1.0001, float("inf"), float("nan")])
+def test_a_prescale_outside_0_to_1_raises(prescale):
+    with pytest.raises(ValueError, match=r"prescale must be in \(0, 1\]"):
+        Operand(prescale=prescale)
+
+
+def test_a_prescale_of_one_is_allowed():
+    assert Operand(prescale=1.0).prescale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Policy(dgrad=Gemm(lhs=DEQUANTIZED)), "dgrad.lhs is dy"),
+        (lambda: Policy(wgrad=Gemm(rhs=DEQUANTIZED)), "wgrad.rhs is dy"),
+        (lambda: Policy(fprop=Gemm(lhs=DEQUANTIZED)), "its own operands are 'original'"),
+        (lambda: Policy(fprop=Gemm(rhs=DEQUANTIZED)), "its own operands are 'original'"),
+        (lambda: Policy(Gemm(rotation=Rotation()), Gemm(rhs=DEQUANTIZED)), "without rotation"),
+        (lambda: Policy(Gemm(rotation=Rotation()), wgrad=Gemm(lhs=DEQUANTIZED)), "without rotation"),
+    ],
+    ids=["dy in dgrad", "dy in wgrad", "x in fprop", "w in fprop", "rotated w", "rotated x"],
+)
+def test_dequantized_where_the_fprop_left_nothing_raises(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_dequantized_x_and_w_are_allowed_beside_rotated_backward_gemms():
+    Policy(dgrad=Gemm(rhs=DEQUANTIZED, rotation=Rotation()), wgrad=Gemm(lhs=DEQUANTIZED, rotation=Rotation()))
+
+
+@pytest.mark.parametrize(
+    ("gemm", "needs"),
+    [
+        (Gemm(), False),
+        (Gemm(lhs=STOCHASTIC), True),
+        (Gemm(rhs=STOCHASTIC), True),
+        (Gemm(rotation=Rotation()), False),
+        (Gemm(rotation=Rotation(16, "fixed")), False),
+        (Gemm(rotation=Rotation(16, "redrawn")), True),
+        (BF16, False),
+    ],
+    ids=str,
+)
+def test_a_gemm_needs_a_key_where_it_draws_random_bits(gemm, needs):
+    assert gemm.needs_key is needs
+
+
+@pytest.mark.parametrize("name", ["fprop", "dgrad", "wgrad"])
+def test_a_policy_needs_a_key_if_any_gemm_does(name):
+    assert not Policy().needs_key
+    assert dataclasses.replace(Policy(), **{name: Gemm(lhs=STOCHASTIC)}).needs_key
+
+
+def test_gemms_are_named_in_order():
+    policy = mxjax.get_policy("fprop_dgrad")
+    assert policy.gemms == {"fprop": policy.fprop, "dgrad": policy.dgrad, "wgrad": policy.wgrad}
+    assert list(policy.gemms) == ["fprop", "dgrad", "wgrad"]
+
+
+def test_with_scale_rule_changes_mxfp4_operands_only():
+    # Beside MXFP4: E8M0 scales on other elements, and formats that have no rule.
+    others = Gemm(Operand("mxfp6_e2m3"), Operand("fp8_e5m2"))
+    fours = Gemm(Operand(rounding="stochastic", prescale=0.75), Operand("nvfp4"), Rotation(32))
+    policy = with_scale_rule(Policy(BF16, others, fours), "rceil")
+    changed = dataclasses.replace(fours, lhs=dataclasses.replace(fours.lhs, scale_rule="rceil"))
+    assert policy == Policy(BF16, others, changed)
+
+
+def test_with_scale_rule_changes_all_six_operands_of_an_mxfp4_policy():
+    operand = Operand(scale_rule="even")
+    rotation = Rotation(16)
+    expected = Policy(Gemm(operand, operand), Gemm(operand, operand), Gemm(operand, operand, rotation))
+    assert with_scale_rule(mxjax.get_policy("wgrad_hadamard"), "even") == expected
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp8"])
+def test_with_scale_rule_of_a_policy_without_mxfp4_raises(name):
+    with pytest.raises(ValueError, match="'even' has no effect"):
+        with_scale_rule(mxjax.get_policy(name), "even")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_with_scale_rule_of_an_unknown_rule_raises():
+    with pytest.raises(ValueError, match="unknown scale_rule 'half'"):
+        with_scale_rule(Policy(), "half")
+
+
+def test_map_operands_reaches_all_six_and_keeps_rotations():
+    policy = mxjax.get_policy("full_rht")
+    mapped = map_operands(policy, lambda operand: dataclasses.replace(operand, prescale=0.5))
+    gemm = Gemm(Operand(prescale=0.5), Operand(prescale=0.5), Rotation(16, "redrawn"))
+    assert mapped == Policy(gemm, gemm, gemm)

@@ -1,0 +1,168 @@
+"""The named policies, operand by operand, and each run forward and backward."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax import Gemm, Operand, Policy, Rotation
+from mxjax.policy import map_operands
+
+FP8 = (
+    ("fp8_e4m3", "fp8_e4m3", None),
+    ("fp8_e5m2", "fp8_e4m3", None),
+    ("fp8_e4m3", "fp8_e5m2", None),
+)
+BF16 = ("bf16", "bf16", None)
+MXFP4 = ("mxfp4", "mxfp4", None)
+SR = ("mxfp4 sr", "mxfp4 sr", None)
+RHT = ("mxfp4", "mxfp4", (16, "redrawn"))
+H16 = ("mxfp4", "mxfp4", (16, "none"))
+H32 = ("mxfp4", "mxfp4", (32, "none"))
+
+# arXiv 2605.09825: (lhs, rhs, rotation) of Fprop (x, w), Dgrad (dy, w) and Wgrad (x, dy).
+LADDER = {
+    "bf16": (BF16, BF16, BF16),
+    "fp8": FP8,
+    "fprop": (MXFP4, FP8[1], FP8[2]),
+    "fprop_dgrad": (MXFP4, MXFP4, FP8[2]),
+    "wgrad": (MXFP4, MXFP4, MXFP4),
+    "wgrad_sr": (MXFP4, MXFP4, SR),
+    "wgrad_rht": (MXFP4, MXFP4, RHT),
+    "wgrad_hadamard": (MXFP4, MXFP4, H16),
+    "wgrad_hadamard32": (MXFP4, MXFP4, H32),
+    "full_sr": (SR, SR, SR),
+    "full_rht": (RHT, RHT, RHT),
+    "full_hadamard": (H16, H16, H16),
+    "full_hadamard32": (H32, H32, H32),
+}
+
+_bf16 = Gemm(Operand("bf16"), Operand("bf16"))
+_amazon = Operand("mxfp4", scale_rule="floor", rounding="stochastic", prescale=3 / 4)
+_backward = Gemm(_amazon, _amazon, Rotation(64, "redrawn"))
+_even = Operand("mxfp4", scale_rule="even")
+_tile = Operand("mxfp4", scale_rule="even", block_shape=(32, 32))
+_rceil = Operand("mxfp4", scale_rule="rceil")
+_rceil_sr = Operand("mxfp4", scale_rule="rceil", rounding="stochastic")
+_seen = Operand("mxfp4", scale_rule="rceil", rounding="stochastic", source="dequantized")
+_nv, _nv_tile = Operand("nvfp4"), Operand("nvfp4", block_shape=(16, 16))
+_nv_sr = Operand("nvfp4", rounding="stochastic")
+_e3m0_sr = Operand("mxfp4_e3m0", scale_rule="rceil", rounding="stochastic")
+
+PUBLISHED = {
+    "amazon": Policy(_bf16, _backward, _backward),  # arXiv 2502.20586, algorithm 3
+    "amazon_fp8": Policy(Gemm(Operand("fp8_e4m3"), Operand("fp8_e4m3")), _backward, _backward),
+    "primus_turbo": Policy(Gemm(_even, _tile), Gemm(_even, _tile), Gemm(_even, _even, Rotation(16))),
+    "tetrajet": Policy(Gemm(_rceil, _rceil), Gemm(_rceil_sr, _seen), Gemm(_seen, _rceil_sr)),
+    "nvfp4": Policy(Gemm(_nv, _nv_tile), Gemm(_nv_sr, _nv_tile), Gemm(_nv, _nv_sr, Rotation(16, "fixed"))),
+    "chmiel_mx": Policy(Gemm(_rceil, _rceil), Gemm(_e3m0_sr, _rceil), Gemm(_rceil, _e3m0_sr)),
+}
+
+# Relative mean squared error of one Gaussian operand: of each format to nearest, then what differs from it.
+NOISE = {
+    "fp32": 0.0,
+    "bf16": 2.8e-6,
+    "fp8_e4m3": 7.0e-4,
+    "fp8_e5m2": 2.8e-3,
+    "mxfp8_e5m2": 2.8e-3,
+    "nvfp4": 9.0e-3,
+    "mxfp4": 1.32e-2,
+    "nvfp4 sr": 1.88e-2,
+    "mxfp4 sr": 2.7e-2,
+    "mxfp4_e3m0 sr": 8.2e-2,
+}
+
+
+def summary(operand: Operand) -> str:
+    return operand.format + (" sr" if operand.rounding == "stochastic" else "")
+
+
+def gemm_summary(gemm: Gemm) -> tuple:
+    rotation = gemm.rotation and (gemm.rotation.size, gemm.rotation.signs)
+    return summary(gemm.lhs), summary(gemm.rhs), rotation
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_a_rung_of_the_ladder_has_its_operands(name):
+    gemms = mxjax.get_policy(name).gemms
+    assert tuple(gemms) == ("fprop", "dgrad", "wgrad")
+    assert tuple(gemm_summary(gemm) for gemm in gemms.values()) == LADDER[name]
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_a_rung_of_the_ladder_uses_the_floor_rule_and_nothing_else(name):
+    def plain(operand: Operand) -> Operand:
+        return Operand(operand.format, None, "floor", operand.rounding, None, "original")
+
+    assert map_operands(mxjax.get_policy(name), plain) == mxjax.get_policy(name)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_recipe_has_its_operands(name):
+    assert mxjax.get_policy(name) == PUBLISHED[name]
+
+
+def test_the_ablations_of_amazon_each_take_one_thing_away():
+    no_rotation = Gemm(_amazon, _amazon)
+    assert mxjax.get_policy("amazon_no_hadamard") == Policy(_bf16, no_rotation, no_rotation)
+    # Without stochastic rounding there is no bias for the prescale to remove.
+    nearest = Gemm(Operand("mxfp4"), Operand("mxfp4"), Rotation(64, "redrawn"))
+    assert mxjax.get_policy("amazon_no_sr") == Policy(_bf16, nearest, nearest)
+
+
+def test_policies_lists_every_name_once_with_the_ladder_first():
+    names = list(mxjax.policies())
+    assert [name for name in names if name in LADDER] == list(LADDER)
+    first_published = min(names.index(name) for name in PUBLISHED)
+    assert all(names.index(name) < first_published for name in LADDER)
+    assert all(mxjax.get_policy(name) is policy for name, policy in mxjax.policies().items())
+
+
+def test_policies_cannot_be_changed():
+    with pytest.raises(TypeError):
+        mxjax.policies()["mine"] = Policy()  # pyright: ignore[reportIndexIssue]
+
+
+def test_no_two_names_mean_the_same_policy():
+    assert len(set(mxjax.policies().values())) == len(mxjax.policies())
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [("wgrad_hadamar", "wgrad_hadamard"), ("fprop-dgrad", "fprop_dgrad"), ("amazn", "amazon")],
+)
+def test_an_unknown_policy_suggests_the_closest_name(typo, meant):
+    with pytest.raises(ValueError, match=f"unknown policy '{typo}'; did you mean '{meant}'?"):
+        mxjax.get_policy(typo)
+
+
+@pytest.mark.parametrize("name", ["wgrad_hadamar", "qqqqqq"])
+def test_an_unknown_policy_lists_all(name):
+    with pytest.raises(ValueError, match="the policies are") as raised:
+        mxjax.get_policy(name)
+    listed = str(raised.value).split("the policies are ")[1].split(", ")
+    assert listed == list(mxjax.policies())
+
+
+@functools.cache
+def exact_products():
+    rng = np.random.default_rng(0)
+    x, w, dy = (rng.standard_normal(shape, np.float32) for shape in [(40, 48), (48, 56), (40, 56)])
+    return (x, w, dy), (x @ w, dy @ w.T, x.T @ dy)
+
+
+# Lengths that no block or rotation divides, so that every policy pads.
+@pytest.mark.parametrize("name", mxjax.policies())
+def test_every_policy_runs_with_the_error_of_its_formats(name):
+    policy = mxjax.get_policy(name)
+    (x, w, dy), exact = exact_products()
+
+    # Not jitted as a whole: the GEMMs are, each compiled once for all policies that have it.
+    y, vjp = jax.vjp(lambda x, w: mxjax.dot(x, w, policy=policy, key=jax.random.key(0)), x, w)
+    for gemm, e, p in zip(policy.gemms.values(), exact, (y, *vjp(dy)), strict=True):
+        error = np.mean((p - e) ** 2) / np.mean(e**2)
+        expected = NOISE[summary(gemm.lhs)] + NOISE[summary(gemm.rhs)]
+        # Zeros that fill up the rotation, and values that are on the grid already, lower the error.
+        assert 0.5 * expected <= error <= 1.35 * expected + 1e-12, gemm

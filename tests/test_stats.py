@@ -1,0 +1,188 @@
+"""Error measures against float64 formulas, and against blocks and distributions whose errors are known."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax import Gemm, Operand, stats
+
+
+def normal(*shape: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def expected_error(x, approximation) -> tuple[float, float, float]:
+    """Signal to noise in dB, relative error and cosine, in float64."""
+    x, a = (np.asarray(t, np.float64).ravel() for t in (x, approximation))
+    noise = np.sum((x - a) ** 2)
+    return (
+        10 * np.log10(np.sum(x**2) / noise),
+        np.linalg.norm(x - a) / np.linalg.norm(x),
+        x @ a / (np.linalg.norm(x) * np.linalg.norm(a)),
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("noise", [0.01, 1.0, 3.0])
+def test_error_is_its_formulas(noise, dtype):
+    x = jnp.asarray(normal(30, 40, seed=0), dtype)
+    approximation = jnp.asarray(x + noise * normal(30, 40, seed=1), dtype)
+    actual = stats.error(x, approximation)
+    np.testing.assert_allclose(actual, expected_error(x, approximation), rtol=1e-4)
+
+
+def test_an_exact_approximation_has_infinite_signal_to_noise():
+    x = jnp.asarray(normal(8, 8, seed=0))
+    error = stats.error(x, x)
+    assert error.sqnr_db == jnp.inf
+    assert error.relative_error == 0
+    np.testing.assert_allclose(error.cosine, 1, rtol=1e-6)
+
+
+def test_the_error_of_an_opposite_is_twice_the_signal():
+    x = jnp.asarray(normal(8, 8, seed=0))
+    np.testing.assert_allclose(stats.error(x, -x), (-10 * np.log10(4), 2, -1), rtol=1e-5)
+
+
+def test_the_error_against_zero_is_not_a_number():
+    assert np.all(np.isnan(stats.error(jnp.zeros(4), jnp.ones(4))))
+
+
+# The largest magnitude is 7.9, so `floor` gives the first block the scale 1, and `rceil` gives it 2.
+# Ties go to the even neighbour: 0.25 becomes 0 under `floor`, and so does 0.5 with the scale 2.
+BLOCK = np.array([7.9, -6.5, 6.0, -6.0, 5.5, 0.25, -0.2, 0.3, -0.5, *[1.0] * 13, *[0.0] * 10], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "clipped", "flushed"),
+    [
+        ({"scale_rule": "floor"}, 2, 2),
+        ({"scale_rule": "even"}, 0, 4),
+        ({"scale_rule": "rceil"}, 0, 4),
+        ({"scale_rule": "floor", "prescale": 0.75}, 0, 3),
+        # Other blocks: the second holds 1 and less, and loses nothing.
+        ({"scale_rule": "floor", "block_shape": 5}, 2, 0),
+        ({"format": "fp8_e4m3"}, 0, 0),
+        ({"format": "bf16"}, 0, 0),
+    ],
+    ids=str,
+)
+def test_clipped_and_flushed_elements_are_counted(arguments, clipped, flushed):
+    # A block of zeros beside it counts among the elements, and neither clips nor flushes.
+    x = jnp.asarray(np.stack([BLOCK, np.zeros(32, np.float32)]))
+    error = stats.quantization(x, **arguments)
+    np.testing.assert_allclose(error.clipped, clipped / 64)
+    np.testing.assert_allclose(error.flushed, flushed / 64)
+
+
+def test_a_value_of_the_largest_element_is_not_clipped():
+    x = jnp.full((32,), 6.0)
+    error = stats.quantization(x)
+    assert error.clipped == 0
+    assert error.sqnr_db == jnp.inf
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"axis": 0, "scale_rule": "even"},
+        {"block_shape": (16, 16), "prescale": 0.75},
+        {"format": "nvfp4", "rounding": "stochastic", "key": jax.random.key(0)},
+    ],
+    ids=["axis and rule", "blocks and prescale", "random bits"],
+)
+def test_quantization_is_the_error_of_dequantized_values(arguments):
+    x = jnp.asarray(normal(48, 40, seed=0))
+    error = stats.quantization(x, **arguments)
+    value = mxjax.dequantize(mxjax.quantize(x, **arguments))
+    np.testing.assert_allclose(error[:3], expected_error(x, value), rtol=1e-4)
+
+
+# (relative squared error, blocks that clip), of blocks of 32 normal numbers.
+GAUSSIAN = {
+    "floor": (0.01324, 0.296),
+    "even": (0.01252, 0.127),
+    "uos": (None, 0.065),
+    "rceil": (0.01333, 0.0),
+    "ceil": (None, 0.0),
+}
+BLOCKS = 2**15
+
+
+@functools.cache
+def gaussian() -> jax.Array:
+    return jnp.asarray(normal(BLOCKS, 32, seed=2))
+
+
+@functools.cache
+def gaussian_quantized(rule: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the scales and the values of the Gaussian blocks."""
+    q = mxjax.quantize(gaussian(), scale_rule=rule)
+    return np.asarray(q.scales, np.float32), np.asarray(mxjax.dequantize(q))
+
+
+@pytest.mark.parametrize("rule", GAUSSIAN)
+def test_gaussian_blocks_clip_as_often_as_the_table_says(rule):
+    expected = GAUSSIAN[rule][1]
+    scales, _ = gaussian_quantized(rule)
+    clips = np.max(np.abs(gaussian()), axis=1, keepdims=True) > 6 * scales
+    standard_error = np.sqrt(expected * (1 - expected) / BLOCKS)
+    # The table is rounded to .001.
+    assert abs(np.mean(clips) - expected) <= 4 * standard_error + 0.0005 * (expected > 0)
+
+
+@pytest.mark.parametrize("rule", ["floor", "even", "rceil"])
+def test_the_error_of_gaussian_blocks_is_what_the_table_says(rule):
+    x, (_, value) = np.asarray(gaussian(), np.float64), gaussian_quantized(rule)
+    error = np.asarray(stats.quantization(gaussian(), scale_rule=rule).relative_error) ** 2
+    # Of the ratio of two means over blocks.
+    standard_error = np.std(np.mean((x - value) ** 2 - error * x**2, axis=1)) / np.sqrt(BLOCKS)
+    # The table is rounded to .00001.
+    assert abs(error - GAUSSIAN[rule][0]) <= 4 * standard_error + 5e-6
+
+
+def test_clipped_elements_of_gaussian_blocks_are_those_past_the_largest():
+    scales, _ = gaussian_quantized("floor")
+    expected = np.mean(np.abs(gaussian()) > 6 * scales)
+    np.testing.assert_allclose(stats.quantization(gaussian()).clipped, expected, rtol=1e-6)
+
+
+def products(x, w, dy, policy, key=None):
+    y, vjp = jax.vjp(lambda x, w: mxjax.dot(x, w, policy=policy, key=key), x, w)
+    return y, *vjp(dy)
+
+
+def test_gemms_are_the_errors_of_dot():
+    x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(40, 48), (48, 56), (40, 56)]))
+    policy = dataclasses.replace(
+        mxjax.get_policy("wgrad"), wgrad=Gemm(Operand(rounding="stochastic"), Operand())
+    )
+    key = jax.random.key(0)
+    actual = stats.gemms(x, w, dy, policy=policy, key=key)
+    assert actual._fields == ("fprop", "dgrad", "wgrad")
+    exact = [np.asarray(t, np.float64) for t in (x @ w, dy @ w.T, x.T @ dy)]
+    for a, e, p in zip(actual, exact, products(x, w, dy, policy, key), strict=True):
+        np.testing.assert_allclose(a, expected_error(e, p), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fprop", "dgrad", "wgrad"])
+def test_gemms_blames_the_gemm_that_is_quantized(name):
+    x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(40, 48), (48, 56), (40, 56)]))
+    policy = dataclasses.replace(mxjax.get_policy("fp32"), **{name: Gemm()})
+    errors = stats.gemms(x, w, dy, policy=policy)
+    # The other two differ from the reference by the order of float32 sums at most.
+    large = [other for other, error in errors._asdict().items() if error.relative_error > 1e-5]
+    assert large == [name]
+
+
+def test_gemms_takes_leading_axes_and_other_dtypes():
+    x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(40, 48), (48, 56), (40, 56)]))
+    x, dy = (t.astype(jnp.bfloat16) for t in (x, dy))
+    flat = stats.gemms(x, w, dy, policy="wgrad")
+    leading = stats.gemms(x.reshape(4, 10, 48), w, dy.reshape(4, 10, 56), policy="wgrad")
+    np.testing.assert_allclose(leading, flat, rtol=1e-5)
