@@ -1,6 +1,6 @@
 """Speed of `mxjax.quantize` beside ml_dtypes' cast and gfloat, on the device that JAX chooses.
 
-    uv run python benchmarks/quantize.py [--rows 4096] [--columns 1024] [--repeats 9]
+    uv run python -m benchmarks.quantize [--rows 4096] [--columns 1024] [--repeats 9]
 
 Checks each against the others first, prints a table (GB/s of float32 read), and JSON last.
 """
