@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, UInt16, UInt32
+from numpy.lib.array_utils import normalize_axis_index
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -53,7 +54,7 @@ def random_uint16(key: jax.Array, shape: tuple[int, ...], axis: int = -1) -> UIn
     So `axis` may be transposed anywhere, and a tile or shard needs only its own offsets.
     `key_words` are two words drawn from `key`, any JAX key.
     """
-    axis %= len(shape)
+    axis = normalize_axis_index(axis, len(shape))
     length = shape[axis]
     grid = (*shape[:axis], math.ceil(length / PER_COUNTER), *shape[axis + 1 :])
     row = jnp.zeros(grid, jnp.uint32)

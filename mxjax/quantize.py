@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +163,7 @@ def quantize_unpacked(
         raise TypeError(f"quantize needs a floating-point tensor, got {x.dtype}; cast it")
     axis = normalize_axis_index(axis, x.ndim) - x.ndim
     block_shape = _block_shape(f, block_shape, x.ndim, axis)
-    _check_rounding(rounding, key)
+    _check_options(scale_rule, rounding, prescale, key)
     if f.element is None:
         return MXArray(jnp.asarray(x, f.dtype), None, None, format, axis, block_shape)
     x = jnp.asarray(x, jnp.float32)
@@ -201,47 +202,54 @@ def _store(values: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*
 
 def _scale(x: Float32[Array, "*shape"], f: Format, element: Element, rule: ScaleRule, block_shape, axis: int):
     """Returns the scales of x's blocks, of the whole tensor, and x divided by both."""
-    if f.scale == "none":
-        tensor_scale = _tensor_scale(x, element.max)
-        return None, tensor_scale, x / tensor_scale
+    if f.scale == "none":  # as Transformer Engine and torchao do: scale = max / amax, and multiply
+        per_unit = _divide(jnp.float32(element.max), _tensor_max(x))
+        return None, 1 / per_unit, x * per_unit
     amax = _block_max(x, block_shape, axis)
     if f.scale == "e8m0":
         byte = block_scale(amax, rule, element)
         scaled = divide_by_scale(x, _spread(byte.astype(jnp.int32), x.shape, block_shape, axis))
         return lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), None, scaled
     # NVFP4 (arXiv 2509.25149, section 2); the order of float32 operations is torchao's.
-    tensor_scale = _tensor_scale(x, element.max * E4M3.max)
-    scale = round_nearest(_divide(amax, element.max) / tensor_scale, E4M3)
+    tensor_scale = _divide(_tensor_max(x), element.max * E4M3.max)
+    scale = round_nearest(_divide(_divide(amax, element.max), tensor_scale), E4M3)
     per_unit = jnp.where(scale == 0, 0.0, (1 / tensor_scale) / scale)
     return scale.astype(E4M3.dtype), tensor_scale, x * _spread(per_unit, x.shape, block_shape, axis)
 
 
-def _tensor_scale(x: Float32[Array, "*shape"], largest: float) -> Float32[Array, ""]:
-    """Returns what maps the largest magnitude of x to `largest`, kept large enough to divide by."""
+def _tensor_max(x: Float32[Array, "*shape"]) -> Float32[Array, ""]:
+    """Returns the largest magnitude of x, NaN if there is one; at least 2**-80, to divide by."""
     amax = lax.bitcast_convert_type(jnp.max(_magnitude_bits(x), initial=0), jnp.float32)
-    return jnp.maximum(_divide(amax, largest), jnp.float32(2.0**-100))
+    return jnp.maximum(amax, jnp.float32(2.0**-80))
 
 
-def _divide(x: Float32[Array, "*shape"], constant: float) -> Float32[Array, "*shape"]:
-    """Returns x / constant rounded once: hidden from XLA, which would multiply by the inverse."""
-    return x / lax.optimization_barrier(jnp.float32(constant))
+def _divide(x: Float32[Array, "*blocks"], divisor: float | Float32[Array, ""]) -> Float32[Array, "*blocks"]:
+    """Returns x / divisor, rounded once: XLA would multiply by the inverse, or merge two divisions."""
+    divisors = lax.optimization_barrier(jnp.full(x.shape, divisor, jnp.float32))
+    return lax.optimization_barrier(x / divisors)
 
 
-def _check_rounding(rounding: Rounding, key: jax.Array | None) -> None:
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"unknown rounding {rounding!r}; use 'nearest' or 'stochastic'")
+def _check_options(rule: ScaleRule, rounding: Rounding, prescale: float | None, key) -> None:
+    if rule not in get_args(ScaleRule):
+        raise ValueError(f"unknown scale_rule {rule!r}; the rules are {', '.join(get_args(ScaleRule))}")
+    if rounding not in get_args(Rounding):
+        raise ValueError(f"unknown rounding {rounding!r}; use one of {', '.join(get_args(Rounding))}")
     if rounding == "stochastic" and key is None:
         raise ValueError("quantize rounds stochastically and needs key=; pass jax.random.key(0)")
+    if prescale is not None and not 0 < prescale <= 1:
+        raise ValueError(f"prescale must be in (0, 1], got {prescale}")
 
 
 def _block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int) -> tuple[int, int]:
     """Returns block_shape as a pair, checked; (1, 0) for formats without blocks."""
-    if not f.block:
-        return (1, 0)
-    block_shape = f.block if block_shape is None else block_shape
-    rows, length = block_shape if isinstance(block_shape, tuple) else (1, block_shape)
-    if rows < 1 or length < 1:
-        raise ValueError(f"block_shape needs positive sizes, got {block_shape}")
+    if not f.block and block_shape is not None:
+        raise ValueError(f"{f.name} has no blocks, so it takes no block_shape, got {block_shape}")
+    if block_shape is None:
+        return (1, f.block)
+    pair = block_shape if isinstance(block_shape, tuple) else (1, block_shape)
+    if len(pair) != 2 or min(pair) < 1:
+        raise ValueError(f"block_shape needs one or two positive sizes, got {block_shape}")
+    rows, length = pair
     if rows > 1 and (ndim < 2 or axis < -2):
         raise ValueError(
             f"block_shape {block_shape} needs axis to be one of the last two, got {axis} of {ndim}"

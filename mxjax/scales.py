@@ -76,9 +76,10 @@ def _carry(rule: ScaleRule, element: Element) -> int:
 
 
 def divide_by_scale(x: Float32[Array, "*shape"], scale: Int32[Array, "*#shape"]) -> Float32[Array, "*shape"]:
-    """Returns x / 2**(scale - 127), exactly also for subnormal x; 0 where scale is 255.
+    """Returns x / 2**(scale - 127) for the scales that `block_scale` gives; 0 where scale is 255.
 
-    A quotient below float32's normal range (2**-126, far under any element) may become zero.
+    Exact, also for subnormal x, down to quotients of 2**-104; smaller ones, far below any element that
+    they could be rounded to, may become zero.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     subnormal = (bits & _INFINITY) == 0
