@@ -241,8 +241,10 @@ def _attend(q_BSNH, k_BSGH, v_BSGH, policies: BlockPolicies) -> Float[Array, "B 
     """Returns causal attention: fused if neither product is quantized, else through `dot_general`."""
     scores, values = policies.policies["attention.scores"], policies.policies["attention.values"]
     if scores == values and scores in _FUSED_ATTENTION:
-        q, k, v = (t.astype(_FUSED_ATTENTION[scores]) for t in (q_BSNH, k_BSGH, v_BSGH))
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        dtype = _FUSED_ATTENTION[scores]
+        q, k, v = (t.astype(dtype) for t in (q_BSNH, k_BSGH, v_BSGH))
+        with jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default"):
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True)
     B, S, N, H = q_BSNH.shape
     G = k_BSGH.shape[2]
     q_BSGRH = q_BSNH.reshape(B, S, G, N // G, H)

@@ -52,7 +52,11 @@ class DotErrors(NamedTuple):
 
 
 def error(x: Float[Array, "*shape"], approximation: Float[Array, "*shape"]) -> Error:
-    """Returns how far `approximation` lies from x. NaN where x is all zero; infinite dB where exact."""
+    """Returns how far `approximation` lies from x.
+
+    Special values: infinite dB where exact; for an all-zero x the cosine is NaN, and so are the others if
+    the approximation is all zero too (else -infinite dB and an infinite relative error).
+    """
     x, a = x.astype(jnp.float32), approximation.astype(jnp.float32)
     signal, noise, norm = jnp.sum(x * x), jnp.sum((x - a) ** 2), jnp.sum(a * a)
     return Error(
@@ -89,7 +93,7 @@ def quantization(
     at_limit = jnp.abs(q.elements.astype(jnp.float32)) == (element.max if element else jnp.inf)
     return QuantizationError(
         *error(x, value),
-        clipped=jnp.mean(at_limit & (jnp.abs(x) > jnp.abs(value)), dtype=jnp.float32),
+        clipped=jnp.mean(at_limit & (jnp.abs(x) > (1 + 1e-6) * jnp.abs(value)), dtype=jnp.float32),
         flushed=jnp.mean((x != 0) & (value == 0), dtype=jnp.float32),
     )
 

@@ -377,11 +377,13 @@ def test_square_blocks_of_a_stack_are_those_of_each_matrix():
 def test_fp8_scales_the_largest_magnitude_to_the_largest_element(name):
     x = wide_range(8, 70)
     element = oracles.ELEMENT_INFO[name[4:]]
-    tensor_scale = np.float32(np.abs(x).max() / np.float32(element.max))
+    per_unit = np.float32(element.max) / np.abs(x).max()
+    tensor_scale = 1 / per_unit
     q = mxjax.quantize(x, name)
-    expected = oracles.round_nearest(x / tensor_scale, element)
+    expected = oracles.round_nearest(x * per_unit, element)
     assert q.scales is None
     assert q.tensor_scale == tensor_scale
+    assert np.abs(expected).max() == element.max
     np.testing.assert_array_equal(oracles.bits(elements(q)), oracles.bits(expected))
     np.testing.assert_array_equal(mxjax.dequantize(q), expected * tensor_scale)
 

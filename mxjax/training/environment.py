@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import jax
 
+import mxjax
+
 
 def enable_compilation_cache() -> None:
     """Keeps compiled programs in ~/.cache/mxjax, unless JAX_COMPILATION_CACHE_DIR names another folder."""
@@ -29,10 +31,11 @@ def input_errors() -> Iterator[None]:
 
 def facts() -> dict[str, str | int]:
     """Returns the versions and the device that a run's numbers depend on."""
-    packages = ("mxjax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
+    packages = ("jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
     device = jax.devices()[0]
     return {
         "python": platform.python_version(),
+        "mxjax": mxjax.__version__,
         **{name: importlib.metadata.version(name) for name in packages},
         "platform": device.platform,
         "device": device.device_kind,
