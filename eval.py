@@ -10,7 +10,7 @@ import tyro
 
 from models import llama
 from models.configs import get_config
-from mxjax.dot import Implementation
+from mxjax.gemm import Implementation
 from mxjax.scales import ScaleRule
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import from_json

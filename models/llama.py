@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 import mxjax
 from models.configs import LlamaConfig
-from mxjax.dot import Implementation
+from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies, Rules, resolve
 from mxjax.policy import Policy
 

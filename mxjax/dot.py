@@ -1,10 +1,8 @@
 """`dot`: a linear layer's matrix product whose three GEMMs run in the precision that a policy names."""
 
 import functools
-import logging
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +11,20 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from mxjax.formats import get_format
-from mxjax.hadamard import random_signs, rotate
-from mxjax.policy import Gemm, Operand, Policy, Rotation
-from mxjax.quantize import MXArray, block_values, dequantize, pad, quantize_unpacked
+from mxjax.gemm import (
+    Implementation,
+    choose_implementation,
+    first_order_only,
+    fold,
+    quantize_operand,
+    run_gemm,
+)
+from mxjax.policy import Operand, Policy
+from mxjax.quantize import dequantize
 from mxjax.recipes import get_policy
 
-Implementation = Literal["reference", "xla", "fp8", "scaled_dot", "triton"]
 AnyArray = jax.Array | np.ndarray
 DimensionNumbers = tuple  # ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), as in jax.lax
-
-_RUNS_HERE = ("reference", "xla")
-_log = logging.getLogger("mxjax")
 
 
 def dot(
@@ -115,8 +115,8 @@ def dot_general(
     rhs_free = _remaining_axes(rhs, rhs_contract, rhs_batch)
     x = _group_axes(lhs, lhs_batch, lhs_free, lhs_contract)
     w = _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
-    dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
-    y: jax.Array = _matmul(policy, _choose(implementation), dtype, precision, x, w, key)
+    dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    y: jax.Array = _matmul(policy, choose_implementation(implementation), dtype, precision, x, w, key)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
     return y.reshape(shape)
 
@@ -157,7 +157,7 @@ def make_dot_general(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _matmul(policy: Policy, implementation, dtype, precision, x, w, key) -> jax.Array:
     """Returns x [*b, m, k] @ w [*b, k, n], by the policy's Fprop."""
-    return _gemm(implementation, dtype, precision, policy.fprop, x, -1, w, -2, _fold(key, 0))
+    return run_gemm(implementation, dtype, precision, policy.fprop, x, -1, w, -2, fold(key, 0))
 
 
 def _matmul_fwd(policy, implementation, dtype, precision, x, w, key):
@@ -168,105 +168,21 @@ def _matmul_fwd(policy, implementation, dtype, precision, x, w, key):
 def _matmul_bwd(policy, implementation, dtype, precision, residuals, dy):
     x, w, key = residuals
     dy = lax.optimization_barrier(dy)
-    x_seen = _source(policy.wgrad.lhs, x, policy.fprop.lhs, -1, _fold(key, 0, 0))
-    w_seen = _source(policy.dgrad.rhs, w, policy.fprop.rhs, -2, _fold(key, 0, 1))
-    dx = _gemm(implementation, x.dtype, precision, policy.dgrad, dy, -1, w_seen, -1, _fold(key, 1))
-    dw = _gemm(implementation, w.dtype, precision, policy.wgrad, x_seen, -2, dy, -2, _fold(key, 2))
+    x_seen = _source(policy.wgrad.lhs, x, policy.fprop.lhs, -1, fold(key, 0, 0))
+    w_seen = _source(policy.dgrad.rhs, w, policy.fprop.rhs, -2, fold(key, 0, 1))
+    dx = run_gemm(implementation, x.dtype, precision, policy.dgrad, dy, -1, w_seen, -1, fold(key, 1))
+    dw = run_gemm(implementation, w.dtype, precision, policy.wgrad, x_seen, -2, dy, -2, fold(key, 2))
     return dx, dw, None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 5, 7))
-def _gemm(implementation, dtype, precision, gemm: Gemm, lhs, lhs_axis, rhs, rhs_axis, key):
-    """Returns the product over lhs_axis and rhs_axis, of operands quantized along them, in `dtype`."""
-    signs = _signs(gemm.rotation, _fold(key, 2))
-    lhs = quantize_operand(_first_order_only(lhs), lhs_axis, gemm.lhs, gemm.rotation, signs, _fold(key, 0))
-    rhs = quantize_operand(_first_order_only(rhs), rhs_axis, gemm.rhs, gemm.rotation, signs, _fold(key, 1))
-    multiply = {"reference": _multiply_reference, "xla": _multiply_xla}[implementation]
-    return multiply(lhs, lhs_axis, rhs, rhs_axis, precision).astype(dtype)
-
-
-def quantize_operand(
-    x: Float[Array, "..."],
-    axis: int,
-    operand: Operand,
-    rotation: Rotation | None,
-    signs: Float[Array, " size"] | None,
-    key: jax.Array | None,
-) -> MXArray:
-    """Returns what a GEMM multiplies for x: rotated and quantized along `axis` (elements in float32)."""
-    if rotation is not None:
-        x = rotate(pad(x, axis % x.ndim, rotation.size), rotation.size, axis=axis, signs=signs)
-    return quantize_unpacked(
-        x,
-        operand.format,
-        axis=axis,
-        scale_rule=operand.scale_rule,
-        rounding=operand.rounding,
-        block_shape=operand.block_shape,
-        prescale=operand.prescale,
-        key=key if operand.rounding == "stochastic" else None,
-    )
-
-
-def _multiply_reference(lhs: MXArray, lhs_axis, rhs: MXArray, rhs_axis, precision):
-    """The definition: float32 products of the dequantized operands."""
-    del precision
-    return _contract(dequantize(lhs), lhs_axis, dequantize(rhs), rhs_axis, lax.Precision.HIGHEST)
-
-
-def _multiply_xla(lhs: MXArray, lhs_axis, rhs: MXArray, rhs_axis, precision):
-    """The same values in bfloat16, which holds elements times block scales exactly; factors go last."""
-    keep = any(get_format(q.format).dtype == jnp.float32 for q in (lhs, rhs))
-    dtype = jnp.float32 if keep else jnp.bfloat16
-    precision = lax.Precision.HIGHEST if keep and precision is None else precision
-    left, right = (block_values(q).astype(dtype) for q in (lhs, rhs))
-    y = _contract(left, lhs_axis, right, rhs_axis, precision)
-    for factor in (lhs.factor, rhs.factor):
-        y = y if factor is None else y * factor
-    return y
-
-
-def _contract(lhs, lhs_axis, rhs, rhs_axis, precision):
-    """Returns the product over the two axes (negative), batched over axes before the last two, in float32."""
-    batch = tuple(range(lhs.ndim - 2))
-    dims = (((lhs.ndim + lhs_axis,), (rhs.ndim + rhs_axis,)), (batch, batch))
-    return lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _source(wanted: Operand, x, fprop: Operand, axis, key):
     """Returns x as the backward pass takes it: as it is, or as the Fprop's quantization left it."""
     if wanted.source == "original":
         return x
-    return dequantize(quantize_operand(_first_order_only(x), axis, fprop, None, None, key))
-
-
-def _signs(rotation: Rotation | None, key):
-    if rotation is None or rotation.signs == "none":
-        return None
-    return random_signs(jax.random.key(rotation.seed) if rotation.signs == "fixed" else key, rotation.size)
-
-
-def _fold(key, *indices: int):
-    """Returns the key for one use, or None without a key. A pure function, so that remat replays the bits."""
-    if key is None:
-        return None
-    return functools.reduce(jax.random.fold_in, indices, key)
-
-
-@jax.custom_jvp
-def _first_order_only(x):
-    return x
-
-
-@_first_order_only.defjvp
-def _raise_on_second_derivative(primals, tangents):
-    raise NotImplementedError(
-        "mxjax.dot has no second derivative: quantization is piecewise constant. "
-        "Use policy-free products (jnp.dot) where you need one."
-    )
+    return dequantize(quantize_operand(first_order_only(x), axis, fprop, None, None, key))
 
 
 def _check(lhs, rhs, policy: Policy, key) -> None:
@@ -281,26 +197,6 @@ def _check(lhs, rhs, policy: Policy, key) -> None:
             f"the policy draws random bits in {drawing} and needs key=; "
             "pass jax.random.key(0), folded with the step and the layer"
         )
-
-
-def _choose(implementation: Implementation | None) -> Implementation:
-    if implementation is None:
-        _log_choice("xla")
-        return "xla"
-    if implementation not in get_args(Implementation):
-        names = ", ".join(get_args(Implementation))
-        raise ValueError(f"unknown implementation {implementation!r}; use one of {names}, or None")
-    if implementation not in _RUNS_HERE:
-        raise NotImplementedError(
-            f"implementation {implementation!r} does not run here yet; use one of {', '.join(_RUNS_HERE)}, "
-            "or None for the fastest"
-        )
-    return implementation
-
-
-@functools.cache
-def _log_choice(implementation: str) -> None:
-    _log.info("mxjax.dot runs its GEMMs by implementation=%r", implementation)
 
 
 def _remaining_axes(x, contract, batch) -> tuple[int, ...]:

@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Shaped, UInt8
 from numpy.lib.array_utils import normalize_axis_index
 
+from mxjax.blocks import BlockShape, block_max, magnitude_bits, pad, resolve_block_shape, spread
 from mxjax.formats import E2M1, E4M3, Element, Format, get_format
 from mxjax.philox import random_uint16
 from mxjax.rounding import Rounding, round_nearest, stochastic_round
 from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale
-
-BlockShape = int | tuple[int, int] | None
 
 
 @functools.partial(
@@ -162,7 +161,7 @@ def quantize_unpacked(
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize needs a floating-point tensor, got {x.dtype}; cast it")
     axis = normalize_axis_index(axis, x.ndim) - x.ndim
-    block_shape = _block_shape(f, block_shape, x.ndim, axis)
+    block_shape = resolve_block_shape(f, block_shape, x.ndim, axis)
     _check_options(scale_rule, rounding, prescale, key)
     if f.element is None:
         return MXArray(jnp.asarray(x, f.dtype), None, None, format, axis, block_shape)
@@ -184,8 +183,8 @@ def block_values(q: MXArray) -> Float32[Array, "*shape"]:
         return values
     if q.scales.dtype == jnp.float8_e8m0fnu:
         byte = lax.bitcast_convert_type(q.scales, jnp.uint8).astype(jnp.int32)
-        return multiply_by_scale(values, _spread(byte, values.shape, q.block_shape, q.axis))
-    return values * _spread(q.scales.astype(jnp.float32), values.shape, q.block_shape, q.axis)
+        return multiply_by_scale(values, spread(byte, values.shape, q.block_shape, q.axis))
+    return values * spread(q.scales.astype(jnp.float32), values.shape, q.block_shape, q.axis)
 
 
 def _store(values: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*shape"]:
@@ -205,21 +204,21 @@ def _scale(x: Float32[Array, "*shape"], f: Format, element: Element, rule: Scale
     if f.scale == "none":  # as Transformer Engine and torchao do: scale = max / amax, and multiply
         per_unit = _divide(jnp.float32(element.max), _tensor_max(x))
         return None, 1 / per_unit, x * per_unit
-    amax = _block_max(x, block_shape, axis)
+    amax = block_max(x, block_shape, axis)
     if f.scale == "e8m0":
         byte = block_scale(amax, rule, element)
-        scaled = divide_by_scale(x, _spread(byte.astype(jnp.int32), x.shape, block_shape, axis))
+        scaled = divide_by_scale(x, spread(byte.astype(jnp.int32), x.shape, block_shape, axis))
         return lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), None, scaled
     # NVFP4 (arXiv 2509.25149, section 2); the order of float32 operations is torchao's.
     tensor_scale = _divide(_tensor_max(x), element.max * E4M3.max)
     scale = round_nearest(_divide(_divide(amax, element.max), tensor_scale), E4M3)
     per_unit = jnp.where(scale == 0, 0.0, (1 / tensor_scale) / scale)
-    return scale.astype(E4M3.dtype), tensor_scale, x * _spread(per_unit, x.shape, block_shape, axis)
+    return scale.astype(E4M3.dtype), tensor_scale, x * spread(per_unit, x.shape, block_shape, axis)
 
 
 def _tensor_max(x: Float32[Array, "*shape"]) -> Float32[Array, ""]:
     """Returns the largest magnitude of x, NaN if there is one; at least 2**-80, to divide by."""
-    amax = lax.bitcast_convert_type(jnp.max(_magnitude_bits(x), initial=0), jnp.float32)
+    amax = lax.bitcast_convert_type(jnp.max(magnitude_bits(x), initial=0), jnp.float32)
     return jnp.maximum(amax, jnp.float32(2.0**-80))
 
 
@@ -238,66 +237,3 @@ def _check_options(rule: ScaleRule, rounding: Rounding, prescale: float | None, 
         raise ValueError("quantize rounds stochastically and needs key=; pass jax.random.key(0)")
     if prescale is not None and not 0 < prescale <= 1:
         raise ValueError(f"prescale must be in (0, 1], got {prescale}")
-
-
-def _block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int) -> tuple[int, int]:
-    """Returns block_shape as a pair, checked; (1, 0) for formats without blocks."""
-    if not f.block and block_shape is not None:
-        raise ValueError(f"{f.name} has no blocks, so it takes no block_shape, got {block_shape}")
-    if block_shape is None:
-        return (1, f.block)
-    pair = block_shape if isinstance(block_shape, tuple) else (1, block_shape)
-    if len(pair) != 2 or min(pair) < 1:
-        raise ValueError(f"block_shape needs one or two positive sizes, got {block_shape}")
-    rows, length = pair
-    if rows > 1 and (ndim < 2 or axis < -2):
-        raise ValueError(
-            f"block_shape {block_shape} needs axis to be one of the last two, got {axis} of {ndim}"
-        )
-    return (rows, length)
-
-
-def _blocks(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> dict[int, int]:
-    """Returns the block's size for each axis (positive) that is divided into blocks."""
-    rows, length = block_shape
-    other = len(shape) + (-3 - axis)
-    return {len(shape) + axis: length} | ({other: rows} if rows > 1 else {})
-
-
-def _block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
-    """Returns the largest magnitude of each block; NaN where there is one."""
-    largest = _magnitude_bits(x)
-    for i, size in _blocks(x.shape, block_shape, axis).items():
-        largest = pad(largest, i, size)
-        before, n, after = largest.shape[:i], largest.shape[i] // size, largest.shape[i + 1 :]
-        largest = jnp.max(largest.reshape(*before, n, size, *after), axis=i + 1)
-    return lax.bitcast_convert_type(largest, jnp.float32)
-
-
-def _magnitude_bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """Returns integers in the order of magnitudes, infinity, NaN (which XLA's maximum of floats may drop)."""
-    return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF
-
-
-def _spread(
-    scales: Float32[Array, "*blocks"] | Int32[Array, "*blocks"],
-    shape: tuple[int, ...],
-    block_shape,
-    axis: int,
-) -> Shaped[Array, "*shape"]:
-    """Returns each block's scale at each of its elements."""
-    for i, size in _blocks(shape, block_shape, axis).items():
-        wide = jnp.broadcast_to(
-            jnp.expand_dims(scales, i + 1), (*scales.shape[: i + 1], size, *scales.shape[i + 1 :])
-        )
-        wide = wide.reshape(*scales.shape[:i], scales.shape[i] * size, *scales.shape[i + 1 :])
-        scales = lax.slice_in_dim(wide, 0, shape[i], axis=i)
-    return scales
-
-
-def pad(x: Shaped[Array, "*shape"], axis: int, multiple: int) -> Shaped[Array, "*padded"]:
-    """Returns x with zeros appended so that `multiple` divides the axis."""
-    missing = -x.shape[axis] % multiple
-    if not missing:
-        return x
-    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from mxjax.dot import Implementation, dot
+from mxjax.blocks import BlockShape
+from mxjax.dot import dot
 from mxjax.formats import get_format
+from mxjax.gemm import Implementation
 from mxjax.policy import Policy
-from mxjax.quantize import BlockShape, dequantize, quantize
+from mxjax.quantize import dequantize, quantize
 from mxjax.rounding import Rounding
 from mxjax.scales import ScaleRule
 

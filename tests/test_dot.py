@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
-import importlib
-import logging
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ from flax import linen, nnx
 from jax import lax
 
 import mxjax
+import mxjax.gemm as gemm_module
 from mxjax import Gemm, Operand, Policy, Rotation
 
+ROOT = Path(__file__).parent.parent
 IMPLEMENTATIONS = ["reference", "xla"]
 PRODUCTS = ("y", "dx", "dw")
 
@@ -556,6 +559,7 @@ DIMENSION_NUMBERS = {
     "transposed": ((5, 4), (6, 5), (((0,), (1,)), ((), ()))),
     "batch first": ((2, 4, 5), (2, 5, 6), (((2,), (1,)), ((0,), (0,)))),
     "batch in odd places": ((4, 2, 5, 3), (3, 6, 5, 2), (((2,), (2,)), ((1, 3), (3, 0)))),
+    "batch in another order": ((4, 2, 5, 3), (3, 6, 5, 2), (((2,), (2,)), ((3, 1), (0, 3)))),
     "several contracting": ((4, 3, 5), (5, 6, 3), (((1, 2), (2, 0)), ((), ()))),
     "several contracting, in another order": ((4, 3, 5), (5, 6, 3), (((2, 1), (0, 2)), ((), ()))),
     "several free": ((4, 5, 2), (3, 5, 6), (((1,), (1,)), ((), ()))),
@@ -737,23 +741,42 @@ def test_make_dot_general_uses_a_given_key_at_every_call():
         np.testing.assert_array_equal(y, expected)
 
 
-def test_the_choice_of_implementation_is_logged_once(caplog):
-    # The function hides its module of the same name.
-    importlib.import_module("mxjax.dot")._log_choice.cache_clear()
+def test_make_dot_general_passes_the_implementation_on():
     x, w, _ = inputs()
-    with caplog.at_level(logging.INFO, logger="mxjax"):
-        mxjax.dot(x, w, policy="wgrad", implementation="reference")
-        assert not caplog.records
-        mxjax.dot(x, w, policy="wgrad")
-        mxjax.dot(x, w, policy="fprop")
-    assert [record.getMessage() for record in caplog.records] == [
-        "mxjax.dot runs its GEMMs by implementation='xla'"
-    ]
+    dot_general = mxjax.make_dot_general("wgrad", implementation="scaled_dot")
+    with pytest.raises(NotImplementedError, match="'scaled_dot' does not run here"):
+        dot_general(x, w, (((1,), (0,)), ((), ())))
+
+
+def test_make_dot_general_refuses_an_out_sharding():
+    x, w, _ = inputs()
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with pytest.raises(NotImplementedError, match="out_sharding"):
+        mxjax.make_dot_general("wgrad")(x, w, (((1,), (0,)), ((), ())), out_sharding=sharding)
+
+
+# In a process of its own, where nothing has been logged yet.
+def test_the_choice_of_implementation_is_logged_once():
+    code = """
+import logging
+import jax.numpy as jnp, mxjax
+logging.basicConfig(format="%(message)s")
+logging.getLogger("mxjax").setLevel(logging.INFO)
+x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+mxjax.dot(x, w, policy="fp32", implementation="reference")
+mxjax.dot(x, w, policy="fp32")
+mxjax.dot(x, w, policy="bf16")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == ["mxjax.dot runs its GEMMs by implementation='xla'"]
 
 
 def test_none_runs_the_implementation_it_logs():
     x, w, dy = inputs()
-    assert_same(products(x, w, dy, policy=NEAREST), products(x, w, dy, policy=NEAREST, implementation="xla"))
+    run = functools.partial(products, x, w, dy, policy=DETERMINISTIC["nvfp4"])
+    assert_same(run(), run(implementation="xla"))
+    # The other one rounds elsewhere, in formats whose scales are no powers of two.
+    assert not np.array_equal(run()[0], run(implementation="reference")[0])
 
 
 # An identity matrix in the other operand shows what was multiplied.

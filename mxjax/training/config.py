@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from mxjax.dot import Implementation
+from mxjax.gemm import Implementation
 from mxjax.policy import Policy, with_scale_rule
 from mxjax.recipes import get_policy
 from mxjax.scales import ScaleRule
@@ -41,7 +41,7 @@ class DataConfig:
     """A text file, or a folder of them, read as bytes. Default: the source of Python's standard library."""
     batch_size: int = 16
     """Sequences a step."""
-    seq_len: int = 256
+    seq_len: int = 128
     """Tokens a sequence."""
 
 
@@ -98,7 +98,7 @@ class Config:
     """How many of the newest to keep."""
     eval_every: int = 100
     """Steps between evaluations; one is always made at the end."""
-    eval_batches: int = 16
+    eval_batches: int = 32
     """Batches an evaluation reads, from the start of the validation data."""
     log_every: int = 10
     """Steps between printed lines; metrics.jsonl gets every step."""

@@ -1,0 +1,76 @@
+"""Blocks: the elements that share a scale, as shapes, and what is computed of each.
+
+A block is r x b: b elements along the blocked axis and r along the other of the last two axes. Axes that
+the block does not divide are filled up with zeros, which change no maximum.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Int32, Shaped
+
+from mxjax.formats import Format
+
+BlockShape = int | tuple[int, int] | None
+
+
+def resolve_block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int) -> tuple[int, int]:
+    """Returns block_shape as a pair, checked; (1, 0) for formats without blocks."""
+    if not f.block and block_shape is not None:
+        raise ValueError(f"{f.name} has no blocks, so it takes no block_shape, got {block_shape}")
+    if block_shape is None:
+        return (1, f.block)
+    pair = block_shape if isinstance(block_shape, tuple) else (1, block_shape)
+    if len(pair) != 2 or min(pair) < 1:
+        raise ValueError(f"block_shape needs one or two positive sizes, got {block_shape}")
+    rows, length = pair
+    if rows > 1 and (ndim < 2 or axis < -2):
+        raise ValueError(
+            f"block_shape {block_shape} needs axis to be one of the last two, got {axis} of {ndim}"
+        )
+    return (rows, length)
+
+
+def _sizes(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> dict[int, int]:
+    """Returns the block's size for each axis (positive) that is divided into blocks."""
+    rows, length = block_shape
+    other = len(shape) + (-3 - axis)
+    return {len(shape) + axis: length} | ({other: rows} if rows > 1 else {})
+
+
+def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
+    """Returns the largest magnitude of each block; NaN where there is one."""
+    largest = magnitude_bits(x)
+    for i, size in _sizes(x.shape, block_shape, axis).items():
+        largest = pad(largest, i, size)
+        before, n, after = largest.shape[:i], largest.shape[i] // size, largest.shape[i + 1 :]
+        largest = jnp.max(largest.reshape(*before, n, size, *after), axis=i + 1)
+    return lax.bitcast_convert_type(largest, jnp.float32)
+
+
+def magnitude_bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Returns integers in the order of magnitudes, infinity, NaN (which XLA's maximum of floats may drop)."""
+    return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF
+
+
+def spread(
+    scales: Float32[Array, "*blocks"] | Int32[Array, "*blocks"],
+    shape: tuple[int, ...],
+    block_shape,
+    axis: int,
+) -> Shaped[Array, "*shape"]:
+    """Returns each block's scale at each of its elements."""
+    for i, size in _sizes(shape, block_shape, axis).items():
+        wide = jnp.broadcast_to(
+            jnp.expand_dims(scales, i + 1), (*scales.shape[: i + 1], size, *scales.shape[i + 1 :])
+        )
+        wide = wide.reshape(*scales.shape[:i], scales.shape[i] * size, *scales.shape[i + 1 :])
+        scales = lax.slice_in_dim(wide, 0, shape[i], axis=i)
+    return scales
+
+
+def pad(x: Shaped[Array, "*shape"], axis: int, multiple: int) -> Shaped[Array, "*padded"]:
+    """Returns x with zeros appended so that `multiple` divides the axis."""
+    missing = -x.shape[axis] % multiple
+    if not missing:
+        return x
+    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])

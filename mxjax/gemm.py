@@ -1,0 +1,153 @@
+"""One GEMM: its operands rotated and quantized along the contracted axis, then multiplied.
+
+The implementations differ in how they multiply, never in the values that they multiply.
+"""
+
+import functools
+import logging
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from mxjax.blocks import pad
+from mxjax.formats import get_format
+from mxjax.hadamard import random_signs, rotate
+from mxjax.policy import Gemm, Operand, Rotation
+from mxjax.quantize import MXArray, block_values, dequantize, quantize_unpacked
+
+Implementation = Literal["reference", "xla", "fp8", "scaled_dot", "triton"]
+
+_RUNS_HERE = ("reference", "xla")
+_log = logging.getLogger("mxjax")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 5, 7))
+def run_gemm(
+    implementation: Implementation,
+    dtype: DTypeLike,
+    precision: lax.PrecisionLike,
+    gemm: Gemm,
+    lhs: Float[Array, "*batch _ _"],
+    lhs_axis: int,
+    rhs: Float[Array, "*batch _ _"],
+    rhs_axis: int,
+    key: jax.Array | None,
+) -> Float[Array, "*batch _ _"]:
+    """Returns the product over lhs_axis and rhs_axis (-1 or -2), of operands quantized along them.
+
+    Axes before the last two are batch axes. The result has lhs's, then rhs's other axis, in `dtype`.
+
+    Raises:
+      NotImplementedError: when it is differentiated, which only a second derivative of `dot` does.
+    """
+    signs = _signs(gemm.rotation, fold(key, 2))
+    lhs, rhs = first_order_only(lhs), first_order_only(rhs)
+    left = quantize_operand(lhs, lhs_axis, gemm.lhs, gemm.rotation, signs, fold(key, 0))
+    right = quantize_operand(rhs, rhs_axis, gemm.rhs, gemm.rotation, signs, fold(key, 1))
+    multiply = {"reference": _multiply_reference, "xla": _multiply_xla}[implementation]
+    return multiply(left, lhs_axis, right, rhs_axis, precision).astype(dtype)
+
+
+def quantize_operand(
+    x: Float[Array, "..."],
+    axis: int,
+    operand: Operand,
+    rotation: Rotation | None,
+    signs: Float[Array, " size"] | None,
+    key: jax.Array | None,
+) -> MXArray:
+    """Returns what a GEMM multiplies for x: rotated and quantized along `axis` (elements in float32)."""
+    if rotation is not None:
+        x = rotate(pad(x, axis % x.ndim, rotation.size), rotation.size, axis=axis, signs=signs)
+    return quantize_unpacked(
+        x,
+        operand.format,
+        axis=axis,
+        scale_rule=operand.scale_rule,
+        rounding=operand.rounding,
+        block_shape=operand.block_shape,
+        prescale=operand.prescale,
+        key=key if operand.rounding == "stochastic" else None,
+    )
+
+
+def _multiply_reference(lhs: MXArray, lhs_axis, rhs: MXArray, rhs_axis, precision):
+    """The definition: float32 products of the dequantized operands."""
+    del precision
+    return _contract(dequantize(lhs), lhs_axis, dequantize(rhs), rhs_axis, lax.Precision.HIGHEST)
+
+
+def _multiply_xla(lhs: MXArray, lhs_axis, rhs: MXArray, rhs_axis, precision):
+    """The same values in bfloat16, which holds elements times block scales exactly; factors go last."""
+    keep = any(get_format(q.format).dtype == jnp.float32 for q in (lhs, rhs))
+    dtype = jnp.float32 if keep else jnp.bfloat16
+    precision = lax.Precision.HIGHEST if keep and precision is None else precision
+    left, right = (block_values(q).astype(dtype) for q in (lhs, rhs))
+    y = _contract(left, lhs_axis, right, rhs_axis, precision)
+    for factor in (lhs.factor, rhs.factor):
+        y = y if factor is None else y * factor
+    return y
+
+
+def _contract(lhs, lhs_axis, rhs, rhs_axis, precision):
+    """Returns the product over the two axes (negative), batched over axes before the last two, in float32."""
+    batch = tuple(range(lhs.ndim - 2))
+    dims = (((lhs.ndim + lhs_axis,), (rhs.ndim + rhs_axis,)), (batch, batch))
+    return lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _signs(rotation: Rotation | None, key):
+    if rotation is None or rotation.signs == "none":
+        return None
+    return random_signs(jax.random.key(rotation.seed) if rotation.signs == "fixed" else key, rotation.size)
+
+
+def fold(key: jax.Array | None, *indices: int) -> jax.Array | None:
+    """Returns the key for one use, or None without a key. A pure function, so that remat replays the bits."""
+    if key is None:
+        return None
+    return functools.reduce(jax.random.fold_in, indices, key)
+
+
+@jax.custom_jvp
+def first_order_only(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns x, and raises NotImplementedError when that is differentiated."""
+    return x
+
+
+@first_order_only.defjvp
+def _raise_on_second_derivative(primals, tangents):
+    raise NotImplementedError(
+        "mxjax.dot has no second derivative: quantization is piecewise constant. "
+        "Use policy-free products (jnp.dot) where you need one."
+    )
+
+
+def choose_implementation(implementation: Implementation | None) -> Implementation:
+    """Returns the implementation named, or for None the fastest that runs here, which is logged once.
+
+    Raises:
+      ValueError: there is none of that name.
+      NotImplementedError: it does not run here.
+    """
+    if implementation is None:
+        _log_choice("xla")
+        return "xla"
+    if implementation not in get_args(Implementation):
+        names = ", ".join(get_args(Implementation))
+        raise ValueError(f"unknown implementation {implementation!r}; use one of {names}, or None")
+    if implementation not in _RUNS_HERE:
+        raise NotImplementedError(
+            f"implementation {implementation!r} does not run here yet; use one of {', '.join(_RUNS_HERE)}, "
+            "or None for the fastest"
+        )
+    return implementation
+
+
+@functools.cache
+def _log_choice(implementation: str) -> None:
+    _log.info("mxjax.dot runs its GEMMs by implementation=%r", implementation)
