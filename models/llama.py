@@ -98,7 +98,8 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "B S D"], policies: "BlockPolicies") -> Float[Array, "B S D"]:
         gate, up = jnp.split(policies.dot("mlp.gate_up", x, self.gate_up[...]), 2, axis=-1)
-        return policies.dot("mlp.down", jax.nn.silu(gate) * up, self.down[...])
+        gated = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+        return policies.dot("mlp.down", gated.astype(x.dtype), self.down[...])
 
 
 class Block(nnx.Module):
@@ -146,7 +147,7 @@ class Llama(nnx.Module):
           implementation: of the products, see `mxjax.dot`.
         """
         rope = rope_angles(tokens_BS.shape[1], self.config)
-        x_BSD = self.embedding[...].astype(dtype)[tokens_BS]
+        x_BSD = self.embedding[...][tokens_BS].astype(dtype)
         graph, blocks = nnx.split(self.blocks)
         for start, stop, block_policies in _runs(policies, self.config.n_layers):
             run = functools.partial(_run_block, graph, block_policies, implementation, rope, key)

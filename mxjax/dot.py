@@ -64,7 +64,7 @@ def dot(
     Raises:
       ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
         random bits without a key.
-      TypeError: x or w is not floating point.
+      TypeError: x, w or the result's dtype is not floating point.
       NotImplementedError: an implementation that does not run here; a second derivative.
     Source: arXiv 2605.09825, section 3; arXiv 2502.20586, algorithm 3.
     """
@@ -105,7 +105,7 @@ def dot_general(
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     policy = get_policy(policy) if isinstance(policy, str) else policy
-    _check(lhs, rhs, policy, key)
+    _check(lhs, rhs, preferred_element_type, policy, key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     if [[lhs.shape[i] for i in axes] for axes in (lhs_contract, lhs_batch)] != [
         [rhs.shape[i] for i in axes] for axes in (rhs_contract, rhs_batch)
@@ -131,7 +131,8 @@ def make_dot_general(
 
     Args:
       key: for policies that draw random bits: a key, or a function that returns one at each call, such
-        as `lambda: rngs.mxjax()` in NNX and `lambda: self.make_rng("mxjax")` in Linen.
+        as `lambda: self.make_rng("mxjax")` in Linen. In NNX make the dot_general inside `__call__`, with
+        `key=self.rngs.mxjax()`: a stream captured at construction is not lifted into nnx.grad and nnx.jit.
       Others: as `dot`.
     """
 
@@ -185,12 +186,14 @@ def _source(wanted: Operand, x, fprop: Operand, axis, key):
     return dequantize(quantize_operand(first_order_only(x), axis, fprop, None, None, key))
 
 
-def _check(lhs, rhs, policy: Policy, key) -> None:
+def _check(lhs, rhs, dtype, policy: Policy, key) -> None:
     for name, x in (("lhs (x)", lhs), ("rhs (w)", rhs)):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
                 f"mxjax.dot needs floating-point operands, but {name} is {x.dtype}; cast it first"
             )
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"mxjax.dot gives floating-point results, not {jnp.dtype(dtype)}")
     if policy.needs_key and key is None:
         drawing = ", ".join(name for name, gemm in policy.gemms.items() if gemm.needs_key)
         raise ValueError(

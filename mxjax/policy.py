@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal, get_args
 
+from mxjax.blocks import resolve_block_shape
 from mxjax.formats import get_format
 from mxjax.hadamard import SIZES
 from mxjax.rounding import Rounding
@@ -53,6 +54,7 @@ class Operand:
         _check_choice("source", self.source, Source)
         if f.element and f.scale == "e8m0":
             check_rule(self.scale_rule, f.element)
+        resolve_block_shape(f, self.block_shape, ndim=2, axis=-1)
         if self.prescale is not None and not 0 < self.prescale <= 1:
             raise ValueError(f"prescale must be in (0, 1], got {self.prescale}")
         if f.element is None and (self.rounding == "stochastic" or self.prescale):

@@ -72,6 +72,8 @@ def _published() -> dict[str, Policy]:
     even = Operand("mxfp4", scale_rule="even")
     tile = Operand("mxfp4", block_shape=(32, 32), scale_rule="even")
     primus = Policy(fprop=Gemm(even, tile), dgrad=Gemm(even, tile), wgrad=Gemm(even, even, Rotation(16)))
+    even_sr = dataclasses.replace(even, rounding="stochastic")
+    lumen = Policy(primus.fprop, Gemm(even_sr, tile), Gemm(even, even_sr, Rotation(16)))
 
     # TetraJet, arXiv 2502.20853: the backward pass sees what the forward pass left of x and w.
     rceil = Operand("mxfp4", scale_rule="rceil")
@@ -85,6 +87,8 @@ def _published() -> dict[str, Policy]:
     nvfp4 = Policy(
         fprop=Gemm(nv, nv_tile), dgrad=Gemm(nv_sr, nv_tile), wgrad=Gemm(nv, nv_sr, Rotation(16, "fixed"))
     )
+    # FP4 All the Way, arXiv 2505.19115 (its last phase in high precision is set apart).
+    all_the_way = Policy(Gemm(nv, nv), Gemm(nv_sr, nv), Gemm(nv_sr, nv_sr))
 
     # Accurate neural training with 4-bit matrix multiplications, arXiv 2112.10769, in MX blocks.
     clipless = Operand("mxfp4", scale_rule="rceil")
@@ -93,8 +97,10 @@ def _published() -> dict[str, Policy]:
 
     return {
         "primus_turbo": primus,
+        "lumen": lumen,
         "tetrajet": tetrajet,
         "nvfp4": nvfp4,
+        "fp4_all_the_way": all_the_way,
         "chmiel_mx": chmiel,
         "mxfp4_fp8_backward": Policy(
             fprop=Gemm(even, even),

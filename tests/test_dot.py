@@ -17,7 +17,6 @@ from flax import linen, nnx
 from jax import lax
 
 import mxjax
-import mxjax.gemm as gemm_module
 from mxjax import Gemm, Operand, Policy, Rotation
 
 ROOT = Path(__file__).parent.parent
@@ -758,17 +757,18 @@ def test_make_dot_general_refuses_an_out_sharding():
 # In a process of its own, where nothing has been logged yet.
 def test_the_choice_of_implementation_is_logged_once():
     code = """
-import logging
+import logging, sys
 import jax.numpy as jnp, mxjax
-logging.basicConfig(format="%(message)s")
-logging.getLogger("mxjax").setLevel(logging.INFO)
+log = logging.getLogger("mxjax")
+log.addHandler(logging.StreamHandler(sys.stdout))
+log.setLevel(logging.INFO)
 x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
 mxjax.dot(x, w, policy="fp32", implementation="reference")
 mxjax.dot(x, w, policy="fp32")
 mxjax.dot(x, w, policy="bf16")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines() == ["mxjax.dot runs its GEMMs by implementation='xla'"]
+    assert done.stdout.splitlines() == ["mxjax.dot runs its GEMMs by implementation='xla'"]
 
 
 def test_none_runs_the_implementation_it_logs():

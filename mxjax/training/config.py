@@ -82,7 +82,7 @@ class Config:
     """A name of models/configs.py; its vocabulary is the data's."""
     remat: bool = False
     """Recompute each block in the backward pass: less memory, more time."""
-    steps: int = 400
+    steps: int = 300
     """Length of the run, and of the learning-rate schedule."""
     seed: int = 0
     """Of the weights, the order of the data, and the random bits of the policy."""
@@ -92,7 +92,7 @@ class Config:
     """Continue the run in --out from its last checkpoint, bit for bit."""
     stop_after: int | None = None
     """Checkpoint and end after this step, as an interrupted run would; --resume continues it."""
-    checkpoint_every: int = 200
+    checkpoint_every: int = 100
     """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: int = 2
     """How many of the newest to keep."""
