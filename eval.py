@@ -16,6 +16,7 @@ from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import from_json
 from mxjax.training.data import VOCAB_SIZE, evaluation_batches, load_corpus
 from mxjax.training.environment import enable_compilation_cache, input_errors
+from mxjax.training.metrics import json_line
 from mxjax.training.step import evaluate, make_eval_step
 
 
@@ -83,4 +84,4 @@ if __name__ == "__main__":
         f"step {result['step']}  policy {result['policy']}  eval loss {result['eval_loss']:.4f}  "
         f"perplexity {result['eval_perplexity']:.3f}  over {result['eval_tokens']:,} tokens"
     )
-    print(json.dumps(result))
+    print(json_line(result))

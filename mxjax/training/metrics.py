@@ -130,11 +130,16 @@ class StepReporter:
         self._clock = time.monotonic()
 
 
+def json_line(values: Mapping[str, Any]) -> str:
+    """Returns the values as one line of JSON, with NaN and infinity, which JSON lacks, as strings."""
+
+    def jsonable(value: Any) -> Any:
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({name: jsonable(value) for name, value in values.items()})
+
+
 def _json_lines(path: pathlib.Path) -> list[str]:
     """Returns the file's lines, without a last one that was cut off."""
     text = path.read_text() if path.exists() else ""
     return text[: text.rfind("\n") + 1].splitlines()
-
-
-def _jsonable(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

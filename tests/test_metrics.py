@@ -1,0 +1,84 @@
+"""Where a run's numbers go: the log and what a resumed run keeps of it, the display, the late reporter."""
+
+import json
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter, json_line
+from mxjax.training.step import StepMetrics
+
+
+class Recorder:
+    """Stands in for the log and the display."""
+
+    def __init__(self):
+        self.written, self.shown = [], []
+
+    def write(self, **values):
+        self.written.append(values)
+
+    def step(self, step, values):
+        self.shown.append(step)
+
+
+def metrics(loss=1.0):
+    return StepMetrics(jnp.float32(loss), jnp.float32(2.0), jnp.isfinite(loss))
+
+
+def test_a_line_is_json_even_of_numbers_that_are_not_finite():
+    assert json.loads(json_line({"a": float("nan"), "b": -float("inf"), "c": 1.5, "d": "x"})) == {
+        "a": "nan",
+        "b": "-inf",
+        "c": 1.5,
+        "d": "x",
+    }
+
+
+def test_a_resumed_log_keeps_the_lines_before_it_and_drops_a_torn_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step"')
+    with MetricsLog(path, keep_steps=2) as log:
+        log.write(step=3, loss=0.5)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1},
+        {"step": 2},
+        {"step": 3, "loss": 0.5},
+    ]
+
+
+def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
+    out = Recorder()
+    reporter = StepReporter(out, out, tokens_a_step=8, learning_rate=lambda step: step / 10)
+    reporter.step(1, metrics())
+    assert out.written == []
+    reporter.step(2, metrics(loss=0.5))
+    reporter.flush()
+    reporter.flush()
+    assert [(w["step"], w["tokens"], w["loss"], w["lr"]) for w in out.written] == [
+        (1, 8, 1.0, 0.0),
+        (2, 16, 0.5, 0.1),
+    ]
+    assert out.shown == [1, 2]
+
+
+def test_a_loss_that_is_not_finite_is_logged_and_raised():
+    out = Recorder()
+    reporter = StepReporter(out, out, tokens_a_step=8, learning_rate=lambda step: 0.0)
+    reporter.step(7, metrics(float("nan")))
+    with pytest.raises(NonFiniteError, match=r"loss nan, gradient norm 2\.0 at step 7"):
+        reporter.step(8, metrics())
+    assert [w["step"] for w in out.written] == [7]
+
+
+@pytest.mark.parametrize(("terminal", "expected"), [(False, ["1", "3", "6"]), (True, [])])
+def test_plain_lines_where_there_is_no_terminal(monkeypatch, capsys, terminal, expected):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
+    values = {"loss": 1.0, "tokens_per_s": 5.0, "grad_norm": 1.0, "lr": 0.1}
+    with Display(steps=6, start=0, every=3) as display:
+        for step in range(1, 7):
+            display.step(step, types.MappingProxyType(values))
+    printed = capsys.readouterr().out
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("step")] == expected
+    assert ("6/6" in printed) == terminal
