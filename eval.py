@@ -10,7 +10,7 @@ import tyro
 
 from models import llama
 from models.configs import get_config
-from mxjax.gemm import Implementation
+from mxjax.gemm import Implementation, choose_implementation
 from mxjax.scales import ScaleRule
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import from_json
@@ -48,9 +48,14 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
     with input_errors():
         config, precision = read_run(arguments)
         model = dataclasses.replace(get_config(config.model), vocab_size=VOCAB_SIZE)
-        policies = llama.layer_policies(model, precision.resolved(), precision.rules())
+        policies = llama.layer_policies(model, precision.policy, precision.rules())
+        if precision.scale_rule is not None:
+            policies = policies.with_scale_rule(precision.scale_rule)
+        choose_implementation(precision.implementation)
         corpus = load_corpus(arguments.data or config.data.data)
-        n_batches = arguments.batches or config.eval_batches
+        n_batches = config.eval_batches if arguments.batches is None else arguments.batches
+        if n_batches < 1:
+            raise ValueError(f"--batches must be at least 1, got {n_batches}")
         held_out = evaluation_batches(corpus.validation, config.data, n_batches)
         like = jax.eval_shape(lambda: llama.init(model, jax.random.key(0)))
         with Checkpoints(arguments.run / "checkpoints") as checkpoints:

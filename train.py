@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import statistics
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 
 from models import llama
 from models.configs import LlamaConfig, get_config
+from mxjax.gemm import choose_implementation
 from mxjax.layers import LayerPolicies
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import Config, check_resumable, from_json, parse, to_json
@@ -46,11 +48,11 @@ def train(config: Config) -> dict[str, float]:
         run = set_up(config)
         stream = batches(run.corpus.train, config.data, config.seed)
     optimizer = make_optimizer(config.optimizer, config.steps)
-    state = init_state(llama.init(run.model, jax.random.key(config.seed)), optimizer)
+    init_key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 1)  # the key of no step
+    state = init_state(llama.init(run.model, init_key), optimizer)
     with Checkpoints(run.folder / "checkpoints", config.keep_checkpoints) as checkpoints:
-        if config.resume:
-            with input_errors():
-                state, position = checkpoints.restore(state)
+        if config.resume and checkpoints.latest is not None:
+            state, position = checkpoints.restore(state)
             stream.set_state(position)
         start = int(state.step)
         write_description(run)
@@ -75,7 +77,7 @@ def loop(
     train_step, eval_step = make_train_step(logits, optimizer, config.seed), make_eval_step(logits)
     tokens_a_step = config.data.batch_size * config.data.seq_len
     reporter = StepReporter(log, display, tokens_a_step, learning_rate(config.optimizer, config.steps))
-    stop = min(config.steps, config.stop_after or config.steps)
+    stop = config.last_step
     evaluation: dict[str, float] = {}
     try:
         for step in range(int(state.step) + 1, stop + 1):
@@ -87,9 +89,11 @@ def loop(
                 log.write(step=step, tokens=step * tokens_a_step, **evaluation)
                 display.line(f"step {step:6d}  {evaluation_text(evaluation)}")
                 reporter.restart_clock()
+                check_finite(step, evaluation)
             if step % config.checkpoint_every == 0 or step == stop:
                 reporter.flush()
                 checkpoints.save(state, stream.get_state())
+                reporter.restart_clock()
     except NonFiniteError as error:
         evidence = save_evidence(run, error, state)
         raise NonFiniteError(
@@ -101,10 +105,19 @@ def loop(
     return evaluation
 
 
+def check_finite(step: int, evaluation: dict[str, float]) -> None:
+    """Raises NonFiniteError if an evaluation's loss is NaN or infinite."""
+    if not math.isfinite(evaluation["eval_loss"]):
+        raise NonFiniteError(f"eval loss {evaluation['eval_loss']} at step {step}", step)
+
+
 def set_up(config: Config) -> Run:
     """Reads and checks all that a run needs, and opens its folder; ValueError before anything is computed."""
     model = dataclasses.replace(get_config(config.model), vocab_size=VOCAB_SIZE)
-    policies = llama.layer_policies(model, config.precision.resolved(), config.precision.rules())
+    policies = llama.layer_policies(model, config.precision.policy, config.precision.rules())
+    if config.precision.scale_rule is not None:
+        policies = policies.with_scale_rule(config.precision.scale_rule)
+    choose_implementation(config.precision.implementation)
     corpus = load_corpus(config.data.data)
     held_out = list(evaluation_batches(corpus.validation, config.data, config.eval_batches))
     folder = config.folder()
@@ -144,6 +157,7 @@ def write_description(run: Run) -> None:
         "model": dataclasses.asdict(run.model) | {"parameters": run.model.n_params},
         "policies": {name: str(policy) for name, policy in run.policies.items()},
         "data": run.corpus.facts,
+        "implementation": choose_implementation(run.config.precision.implementation),
         "environment": facts(),
     }
     (run.folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
@@ -161,7 +175,8 @@ def introduction(run: Run) -> str:
             f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}",
             f"policy {config.precision.policy}:",
             *(f"  {line}" for line in str(run.policies).splitlines()),
-            f"run {run.folder} on {jax.devices()[0].device_kind}",
+            f"run {run.folder} on {jax.devices()[0].device_kind}, "
+            f"implementation {choose_implementation(config.precision.implementation)}",
         ]
     )
 
@@ -169,7 +184,7 @@ def introduction(run: Run) -> str:
 def summary(run: Run, evaluation: dict[str, float], step_times: list[float]) -> str:
     """Returns what is worth knowing after the last step."""
     if not step_times:
-        return f"nothing left to do: the run in {run.folder} is complete"
+        return f"nothing left to do: the run in {run.folder} is at step {run.config.last_step} or past it"
     tokens = run.config.data.batch_size * run.config.data.seq_len
     return "\n".join(
         [

@@ -35,7 +35,9 @@ def run(folder: pathlib.Path, policy: str, seed: int, flags: list[str]) -> dict[
     """Returns the outcome of one run: its evaluations by step, speed, and whether it stayed finite."""
     if not (folder / "done").exists():
         try:
-            train(parse([*flags, "--policy", policy, "--seed", str(seed), "--out", str(folder)]))
+            resume = ["--resume"] if (folder / "config.json").exists() else []
+            run_flags = ["--policy", policy, "--seed", str(seed), "--out", str(folder), *resume]
+            train(parse([*flags, *run_flags]))
         except NonFiniteError as error:
             print(error)
         (folder / "done").touch()

@@ -2,7 +2,9 @@
 
 Shapes in names: B batch, S sequence, D d_model, G key/value heads, R query heads a key/value head,
 H head_dim, F d_ff, V vocabulary. Parameters are float32 and stacked over layers; activations have the
-dtype given to the call. Policies are arguments: one set of weights runs in any of them.
+dtype given to the call. Policies are arguments: one set of weights runs in any of them. Query, key and value
+are one GEMM ("attention.qkv"), gate and up projection another ("mlp.gate_up"), each with one policy; the
+embedding is a lookup and the norms are no GEMMs, so no policy applies to them.
 
 Source: "The Llama 3 Herd of Models", arXiv 2407.21783.
 """
@@ -24,7 +26,7 @@ from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies, Rules, resolve
 from mxjax.policy import Policy
 
-# The GEMMs of a block, in the order in which they run. The embedding is a lookup and has no policy.
+# The GEMMs of a block, in the order in which they run.
 BLOCK_LAYERS = (
     "attention.qkv",
     "attention.scores",
@@ -45,7 +47,8 @@ _FUSED_ATTENTION = {mxjax.get_policy("bf16"): jnp.bfloat16, mxjax.get_policy("fp
 def layer_policies(config: LlamaConfig, default: Policy | str, rules: Rules = ()) -> LayerPolicies:
     """Returns the policy of every GEMM: `default` for the linear layers of the blocks, then the rules.
 
-    The head and the attention products stay in bfloat16 unless a rule names them.
+    The head and the attention products stay in bfloat16 unless a rule names them. Quantizing
+    "attention.values" is not causal: its blocks, along the sequence, share scales with later tokens.
     """
     names = [f"blocks.{i}.{layer}" for i in range(config.n_layers) for layer in BLOCK_LAYERS]
     return resolve([*names, "head"], default, (*_HIGH_PRECISION, *rules))
@@ -200,7 +203,12 @@ class BlockPolicies:
     def dot(self, name: str, x, w) -> Array:
         """Returns x @ w in x's dtype."""
         return mxjax.dot(
-            x, w, policy=self.policies[name], key=self._key(name), preferred_element_type=x.dtype
+            x,
+            w,
+            policy=self.policies[name],
+            key=self._key(name),
+            implementation=self.implementation,
+            preferred_element_type=x.dtype,
         )
 
     def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:

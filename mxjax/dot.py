@@ -11,16 +11,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from mxjax.gemm import (
-    Implementation,
-    choose_implementation,
-    first_order_only,
-    fold,
-    quantize_operand,
-    run_gemm,
-)
-from mxjax.policy import Operand, Policy
-from mxjax.quantize import dequantize
+from mxjax.gemm import Implementation, as_backward_sees, choose_implementation, fold, run_gemm
+from mxjax.policy import Policy
 from mxjax.recipes import get_policy
 
 AnyArray = jax.Array | np.ndarray
@@ -29,7 +21,7 @@ DimensionNumbers = tuple  # ((lhs contracting, rhs contracting), (lhs batch, rhs
 
 def dot(
     x: Shaped[AnyArray, "*batch d_in"],
-    w: Shaped[AnyArray, "*d_in_d_out"],
+    w: Shaped[AnyArray, "..."],
     *,
     policy: Policy | str,
     key: jax.Array | None = None,
@@ -49,18 +41,21 @@ def dot(
 
     Args:
       x: activations, float32, bfloat16 or float16.
-      w: weights, any of these; quantized from this dtype, so give it the float32 master weights.
+      w: weights [d_in, d_out], any of these; quantized from this dtype, so give it the float32 master
+        weights.
       policy: a `Policy` or the name of one.
       key: needed by policies that draw random bits. The same key draws the same bits: fold in the step
         and the layer.
       implementation: "reference" (float32 products of dequantized operands, the definition), "xla"
         (bfloat16 products, which hold the values exactly, accumulated in float32), or None for the
         fastest that runs here.
-      preferred_element_type: dtype of the result; default, that of `jnp.result_type(x, w)`.
+      preferred_element_type: dtype of the result; default, `jnp.result_type(x, w)`, which for bfloat16
+        activations and float32 weights is float32.
 
     Gradients have the dtypes of x and w, products accumulate in float32. There is no second derivative.
 
     Special values: a block with NaN or infinity makes the results that it enters NaN.
+    Sharding: on meshes with Auto axes XLA partitions it; with Explicit axes, JAX's own errors apply.
     Raises:
       ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
         random bits without a key.
@@ -102,6 +97,7 @@ def dot_general(
     Args:
       precision: passed to the products; it matters only where a policy keeps operands in float32.
       Others: as `dot` and `jax.lax.dot_general`.
+    Raises: as `dot`.
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     policy = get_policy(policy) if isinstance(policy, str) else policy
@@ -133,7 +129,10 @@ def make_dot_general(
       key: for policies that draw random bits: a key, or a function that returns one at each call, such
         as `lambda: self.make_rng("mxjax")` in Linen. In NNX make the dot_general inside `__call__`, with
         `key=self.rngs.mxjax()`: a stream captured at construction is not lifted into nnx.grad and nnx.jit.
+        A plain key draws the same bits at every call.
       Others: as `dot`.
+
+    A layer's own `dtype=bfloat16` rounds its weights to bfloat16 before they arrive here.
     """
 
     def dot_general_with_policy(
@@ -169,21 +168,14 @@ def _matmul_fwd(policy, implementation, dtype, precision, x, w, key):
 def _matmul_bwd(policy, implementation, dtype, precision, residuals, dy):
     x, w, key = residuals
     dy = lax.optimization_barrier(dy)
-    x_seen = _source(policy.wgrad.lhs, x, policy.fprop.lhs, -1, fold(key, 0, 0))
-    w_seen = _source(policy.dgrad.rhs, w, policy.fprop.rhs, -2, fold(key, 0, 1))
+    x_seen = as_backward_sees(x, policy.wgrad.lhs, policy.fprop.lhs, -1, fold(key, 0, 0))
+    w_seen = as_backward_sees(w, policy.dgrad.rhs, policy.fprop.rhs, -2, fold(key, 0, 1))
     dx = run_gemm(implementation, x.dtype, precision, policy.dgrad, dy, -1, w_seen, -1, fold(key, 1))
     dw = run_gemm(implementation, w.dtype, precision, policy.wgrad, x_seen, -2, dy, -2, fold(key, 2))
     return dx, dw, None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
-
-
-def _source(wanted: Operand, x, fprop: Operand, axis, key):
-    """Returns x as the backward pass takes it: as it is, or as the Fprop's quantization left it."""
-    if wanted.source == "original":
-        return x
-    return dequantize(quantize_operand(first_order_only(x), axis, fprop, None, None, key))
 
 
 def _check(lhs, rhs, dtype, policy: Policy, key) -> None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from mxjax.blocks import pad
 from mxjax.formats import get_format
@@ -44,7 +44,7 @@ def run_gemm(
     Raises:
       NotImplementedError: when it is differentiated, which only a second derivative of `dot` does.
     """
-    signs = _signs(gemm.rotation, fold(key, 2))
+    signs = draw_signs(gemm.rotation, fold(key, 2))
     lhs, rhs = first_order_only(lhs), first_order_only(rhs)
     left = quantize_operand(lhs, lhs_axis, gemm.lhs, gemm.rotation, signs, fold(key, 0))
     right = quantize_operand(rhs, rhs_axis, gemm.rhs, gemm.rotation, signs, fold(key, 1))
@@ -61,10 +61,8 @@ def quantize_operand(
     key: jax.Array | None,
 ) -> MXArray:
     """Returns what a GEMM multiplies for x: rotated and quantized along `axis` (elements in float32)."""
-    if rotation is not None:
-        x = rotate(pad(x, axis % x.ndim, rotation.size), rotation.size, axis=axis, signs=signs)
     return quantize_unpacked(
-        x,
+        rotate_operand(x, axis, rotation, signs),
         operand.format,
         axis=axis,
         scale_rule=operand.scale_rule,
@@ -73,6 +71,24 @@ def quantize_operand(
         prescale=operand.prescale,
         key=key if operand.rounding == "stochastic" else None,
     )
+
+
+def rotate_operand(
+    x: Float[Array, "..."], axis: int, rotation: Rotation | None, signs: Float[Array, " size"] | None
+) -> Float[Array, "..."]:
+    """Returns x rotated along `axis`, filled up with zeros to a multiple of the rotation's size."""
+    if rotation is None:
+        return x
+    return rotate(pad(x, axis % x.ndim, rotation.size), rotation.size, axis=axis, signs=signs)
+
+
+def as_backward_sees(
+    x: Float[Array, "..."], wanted: Operand, fprop: Operand, axis: int, key: jax.Array | None
+) -> Float[Array, "..."]:
+    """Returns x as the backward pass takes it: as it is, or as the Fprop's quantization left it."""
+    if wanted.source == "original":
+        return x
+    return dequantize(quantize_operand(first_order_only(x), axis, fprop, None, None, key))
 
 
 def _multiply_reference(lhs: MXArray, lhs_axis, rhs: MXArray, rhs_axis, precision):
@@ -100,10 +116,14 @@ def _contract(lhs, lhs_axis, rhs, rhs_axis, precision):
     return lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _signs(rotation: Rotation | None, key):
+def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Array, " size"] | None:
+    """Returns the signs of a rotation: none, the fixed ones of its seed, or those that `key` draws."""
     if rotation is None or rotation.signs == "none":
         return None
-    return random_signs(jax.random.key(rotation.seed) if rotation.signs == "fixed" else key, rotation.size)
+    if rotation.signs == "fixed":  # whatever generator JAX is set to
+        key = jax.random.key(rotation.seed, impl="threefry2x32")
+    assert key is not None
+    return random_signs(key, rotation.size)
 
 
 def fold(key: jax.Array | None, *indices: int) -> jax.Array | None:

@@ -5,8 +5,9 @@ import fnmatch
 import itertools
 from collections.abc import Sequence
 
-from mxjax.policy import Policy
+from mxjax.policy import Policy, with_scale_rule
 from mxjax.recipes import get_policy
+from mxjax.scales import ScaleRule
 
 Rules = Sequence[tuple[str, Policy | str]]
 
@@ -35,6 +36,17 @@ class LayerPolicies:
             f"{', '.join(_numbered(layer, blocks) for layer, blocks in found.items())}: {policy}"
             for policy, found in layers.items()
         )
+
+    def with_scale_rule(self, rule: ScaleRule) -> "LayerPolicies":
+        """Returns the table with `rule` for every operand in MXFP4.
+
+        Raises:
+          ValueError: unknown rule, or no operand of any layer is in MXFP4.
+        """
+        if not any(policy.has_mxfp4 for policy in self.policies):
+            raise ValueError(f"scale rule {rule!r} has no effect: no operand of any layer is in mxfp4")
+        changed = (with_scale_rule(p, rule) if p.has_mxfp4 else p for p in self.policies)
+        return LayerPolicies(self.names, tuple(changed))
 
 
 def resolve(names: Sequence[str], default: Policy | str, rules: Rules = ()) -> LayerPolicies:

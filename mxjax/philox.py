@@ -1,7 +1,8 @@
 """Philox 4x32-10: the counter-based generator behind stochastic rounding.
 
 Each random number is a pure function of a key and of the element's position in the whole tensor, so
-that the same key gives the same bits in `jax.numpy`, in a kernel, under any tiling and any sharding.
+that the same key gives the same bits in `jax.numpy`, in a kernel, under any tiling and under any sharding
+by jit. (Inside vmap and shard_map a position is one in the mapped part.)
 Kernels must reproduce `random_uint16` bit for bit.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.

@@ -10,7 +10,6 @@ Variations are made with `dataclasses.replace`; `mxjax.recipes` holds the named 
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Literal, get_args
 
 from mxjax.blocks import resolve_block_shape
@@ -157,6 +156,11 @@ class Policy:
         """Whether running any of the GEMMs draws random bits."""
         return any(gemm.needs_key for gemm in self.gemms.values())
 
+    @property
+    def has_mxfp4(self) -> bool:
+        """Whether any of the six operands is in MXFP4."""
+        return any(o.format == "mxfp4" for gemm in self.gemms.values() for o in (gemm.lhs, gemm.rhs))
+
     def __str__(self) -> str:
         return " | ".join(f"{name} {gemm}" for name, gemm in self.gemms.items())
 
@@ -176,16 +180,10 @@ def with_scale_rule(policy: Policy, rule: ScaleRule) -> Policy:
     Raises:
       ValueError: unknown rule, or no operand of the policy is in MXFP4.
     """
-    operands = list(_operands(policy))
-    if not any(o.format == "mxfp4" for o in operands):
+    if not policy.has_mxfp4:
         raise ValueError(f"scale rule {rule!r} has no effect: no operand of the policy is in mxfp4")
 
     def change(operand: Operand) -> Operand:
         return dataclasses.replace(operand, scale_rule=rule) if operand.format == "mxfp4" else operand
 
     return map_operands(policy, change)
-
-
-def _operands(policy: Policy) -> Iterator[Operand]:
-    for gemm in policy.gemms.values():
-        yield from (gemm.lhs, gemm.rhs)

@@ -86,9 +86,11 @@ def quantize(
       prescale: shrinks the elements (not the scale), e.g. 3/4 so that `floor` clips nothing and
         stochastic rounding is unbiased; `dequantize` undoes it.
       key: JAX random key; the bits of an element depend on it and on the element's position alone.
+        Under vmap and shard_map that is the position in the mapped part: give each part its own key.
     Special values: an all-zero block has scale byte 0; a block that holds NaN or infinity has scale
       byte 255, elements 0, and dequantizes to NaN; magnitudes too small for the scale 2**-127 become 0.
-      With a tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN.
+      With a tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN; an NVFP4 block so
+      far below the largest that its E4M3 scale is zero becomes zero.
     Raises:
       ValueError: unknown format, rule or rounding; stochastic rounding without a key; bad block_shape.
       TypeError: x is not floating point.
@@ -109,9 +111,13 @@ def quantize(
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*shape"]:
-    """Returns the values that q stands for, exact in float32 (and, for MXFP4 without prescale, in bfloat16).
+    """Returns the values that q stands for.
 
-    NaN for every element of a block whose scale is NaN.
+    Exact in float32 for formats with E8M0 scales (MXFP4 in bfloat16 too) without prescale; rounded to
+    float32 after the multiplication by a tensor scale or the division by a prescale.
+
+    Special values: NaN for a block whose scale is NaN; infinity where a rule other than `floor` has
+    rounded a magnitude near float32's largest up to 2**128.
     """
     values = block_values(q)
     return (values if q.factor is None else values * q.factor).astype(dtype)
@@ -164,6 +170,8 @@ def quantize_unpacked(
     block_shape = resolve_block_shape(f, block_shape, x.ndim, axis)
     _check_options(scale_rule, rounding, prescale, key)
     if f.element is None:
+        if rounding == "stochastic" or prescale is not None:
+            raise ValueError(f"{format} is not quantized: it takes no stochastic rounding and no prescale")
         return MXArray(jnp.asarray(x, f.dtype), None, None, format, axis, block_shape)
     x = jnp.asarray(x, jnp.float32)
     scales, tensor_scale, scaled = _scale(x, f, f.element, scale_rule, block_shape, axis)
@@ -177,7 +185,10 @@ def quantize_unpacked(
 
 
 def block_values(q: MXArray) -> Float32[Array, "*shape"]:
-    """Returns elements * scales in float32, without the factor: exact in bfloat16 too, for every format."""
+    """Returns elements * scales, without the factor, in float32.
+
+    bfloat16 holds them exactly, but for `fp32` and for magnitudes under its own range (2**-133).
+    """
     values = q.elements.astype(jnp.float32)
     if q.scales is None:
         return values

@@ -97,7 +97,8 @@ def multiply_by_scale(
 ) -> Float32[Array, "*shape"]:
     """Returns x * 2**(scale - 127) for x zero or normal, exactly also where the product is subnormal.
 
-    NaN where scale is 255. Exact as long as the product fits float32, which that of an element does.
+    NaN where scale is 255; infinite where the product is 2**128 or more, which only elements of 4 and 6
+    reach, in blocks whose largest magnitude a rule other than `floor` has rounded up past float32's range.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     magnitude = bits & _MAGNITUDE

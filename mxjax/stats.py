@@ -9,9 +9,17 @@ from jaxtyping import Array, Float, Float32
 from mxjax.blocks import BlockShape
 from mxjax.dot import dot
 from mxjax.formats import get_format
-from mxjax.gemm import Implementation
+from mxjax.gemm import (
+    Implementation,
+    as_backward_sees,
+    draw_signs,
+    fold,
+    quantize_operand,
+    rotate_operand,
+)
 from mxjax.policy import Policy
-from mxjax.quantize import dequantize, quantize
+from mxjax.quantize import MXArray, dequantize, quantize
+from mxjax.recipes import get_policy
 from mxjax.rounding import Rounding
 from mxjax.scales import ScaleRule
 
@@ -45,12 +53,20 @@ class QuantizationError(NamedTuple):
     flushed: Float32[Array, ""]
 
 
-class DotErrors(NamedTuple):
-    """The error of each GEMM's product: y, dx and dw."""
+class GemmError(NamedTuple):
+    """The error of one GEMM's product, and of its operands as they are quantized (rotated, if they are)."""
 
-    fprop: Error
-    dgrad: Error
-    wgrad: Error
+    product: Error
+    lhs: QuantizationError
+    rhs: QuantizationError
+
+
+class DotErrors(NamedTuple):
+    """The errors of the GEMMs that make y, dx and dw."""
+
+    fprop: GemmError
+    dgrad: GemmError
+    wgrad: GemmError
 
 
 def error(x: Float[Array, "*shape"], approximation: Float[Array, "*shape"]) -> Error:
@@ -90,8 +106,13 @@ def quantization(
         prescale=prescale,
         key=key,
     )
+    return _compare(x, q)
+
+
+def _compare(x: Float[Array, "*shape"], q: MXArray) -> QuantizationError:
+    """Returns the error of q, a quantization of x."""
     x, value = x.astype(jnp.float32), dequantize(q)
-    element = get_format(format).element
+    element = get_format(q.format).element
     at_limit = jnp.abs(q.elements.astype(jnp.float32)) == (element.max if element else jnp.inf)
     return QuantizationError(
         *error(x, value),
@@ -109,8 +130,10 @@ def gemms(
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> DotErrors:
-    """Returns the errors of y, dx and dw of `dot(x, w, policy=...)`, for the output gradient dy."""
+    """Returns the errors of the three GEMMs of `dot(x, w, policy=...)`, for the output gradient dy."""
+    policy = get_policy(policy) if isinstance(policy, str) else policy
     x, w, dy = (a.astype(jnp.float32) for a in (x, w, dy))
+    x, dy = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
 
     def products(policy, implementation):
         def product(x, w):
@@ -120,4 +143,15 @@ def gemms(
         return y, *vjp(dy)
 
     exact, quantized = products("fp32", "reference"), products(policy, implementation)
-    return DotErrors(*(error(e, q) for e, q in zip(exact, quantized, strict=True)))
+    x_seen = as_backward_sees(x, policy.wgrad.lhs, policy.fprop.lhs, -1, fold(key, 0, 0))
+    w_seen = as_backward_sees(w, policy.dgrad.rhs, policy.fprop.rhs, -2, fold(key, 0, 1))
+    operands = (((x, -1), (w, -2)), ((dy, -1), (w_seen, -1)), ((x_seen, -2), (dy, -2)))
+    errors = []
+    for i, gemm in enumerate(policy.gemms.values()):
+        signs = draw_signs(gemm.rotation, fold(key, i, 2))
+        sides = []
+        for j, ((operand, axis), how) in enumerate(zip(operands[i], (gemm.lhs, gemm.rhs), strict=True)):
+            q = quantize_operand(operand, axis, how, gemm.rotation, signs, fold(key, i, j))
+            sides.append(_compare(rotate_operand(operand, axis, gemm.rotation, signs), q))
+        errors.append(GemmError(error(exact[i], quantized[i]), *sides))
+    return DotErrors(*errors)

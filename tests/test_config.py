@@ -5,7 +5,6 @@ import pathlib
 
 import pytest
 
-import mxjax
 from mxjax.training.config import Config, PrecisionConfig, check_resumable, from_json, parse, to_json
 
 FLAGS = "--policy wgrad --scale-rule even --lr 1e-3 --batch-size=4 --layers head=fp8 blocks.0.*=bf16 --out a"
@@ -24,9 +23,13 @@ def test_json_round_trips():
     assert from_json(to_json(Config())) == Config()
 
 
-def test_the_scale_rule_replaces_the_policys():
-    resolved = PrecisionConfig("wgrad", "even").resolved()
-    assert resolved == mxjax.with_scale_rule(mxjax.get_policy("wgrad"), "even")
+@pytest.mark.parametrize(
+    "flags", [["--stop-after", "0"], ["--stop-after", "301"], ["--lr", "0"], ["--warmup-steps=-1"]]
+)
+def test_numbers_out_of_range_are_refused(flags, capsys):
+    with pytest.raises(SystemExit):
+        parse(flags)
+    assert "must be" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--steps", "--batch-size", "--eval-every", "--checkpoint-every"])

@@ -34,3 +34,11 @@ def test_the_listing_names_every_layer_once():
     text = str(resolve(NAMES, "wgrad", [("blocks.2.up", "bf16"), ("head", "bf16")]))
     assert "blocks.0-1,3.up, blocks.0-3.down: fprop mxfp4" in text
     assert "blocks.2.up, head: fprop bf16" in text
+
+
+def test_a_scale_rule_reaches_every_layer_in_mxfp4():
+    table = resolve(NAMES, "bf16", [("head", "wgrad")]).with_scale_rule("even")
+    assert table["head"] == mxjax.with_scale_rule(mxjax.get_policy("wgrad"), "even")
+    assert table["blocks.0.up"] == mxjax.get_policy("bf16")
+    with pytest.raises(ValueError, match="no operand of any layer is in mxfp4"):
+        resolve(NAMES, "bf16").with_scale_rule("even")

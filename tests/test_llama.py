@@ -197,6 +197,21 @@ def test_attention_products_quantize_when_a_rule_says_so(params):
     assert 1e-4 < np.max(np.abs(fused - quantized)) < 0.1
 
 
+def test_the_implementation_reaches_every_product(params, monkeypatch):
+    seen = []
+    for name in ("dot", "dot_general"):
+        original = getattr(mxjax, name)
+
+        def spy(*args, implementation, original=original, **options):
+            seen.append(implementation)
+            return original(*args, implementation=implementation, **options)
+
+        monkeypatch.setattr(mxjax, name, spy)
+    policies = layer_policies(SMALL, "bf16", [("*.attention.*", "fp8")])
+    logits(SMALL, params, TOKENS, policies, implementation="reference")
+    assert seen == ["reference"] * 7
+
+
 def test_a_token_sees_nothing_after_it(params):
     policies = layer_policies(SMALL, "fp32", [("*", "fp32")])
     changed = TOKENS.at[:, 12:].set(0)

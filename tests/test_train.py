@@ -143,9 +143,10 @@ def test_eval_takes_another_policy_and_step_count(finished):
         (["--model", "huge"], "the models are tiny"),
         (["--layers", "blocks"], "PATTERN=POLICY"),
         (["--layers", "embedding=fp8"], "matches none of"),
-        (["--scale-rule", "even", "--policy", "bf16"], "no operand of the policy is in mxfp4"),
+        (["--scale-rule", "even", "--policy", "bf16"], "no operand of any layer is in mxfp4"),
         (["--seq-len", "1000000"], "shorten --seq-len"),
         (["--resume"], "holds no run"),
+        (["--implementation", "triton"], "does not run here yet"),
     ],
 )
 def test_bad_input_ends_with_what_to_do(text, tmp_path, flags, message):
@@ -180,6 +181,22 @@ def test_resuming_with_other_data_is_an_error(text, finished, tmp_path):
     (copy / "config.json").write_text(json.dumps(description))
     with pytest.raises(SystemExit, match="the data is"):
         run(edited, copy, "--policy", "full_sr", "--resume")
+
+
+def test_a_run_stopped_before_its_first_checkpoint_resumes_from_the_start(text, finished, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "config.json").write_bytes((finished / "config.json").read_bytes())
+    run(text, out, "--policy", "full_sr", "--eval-every", "3", "--resume")
+    assert without_time(lines(out)) == without_time(lines(finished))
+
+
+def test_an_evaluation_that_is_not_finite_stops_the_run(text, tmp_path, monkeypatch):
+    found = {"eval_loss": float("nan"), "eval_perplexity": float("nan"), "eval_tokens": 1}
+    monkeypatch.setattr(training_program, "evaluate", lambda *_: found)
+    with pytest.raises(NonFiniteError, match="eval loss nan at step 3, policy bf16"):
+        run(text, tmp_path / "run", "--policy", "bf16", "--eval-every", "3")
+    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
 
 
 @pytest.mark.slow

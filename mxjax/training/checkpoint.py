@@ -21,8 +21,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, *exception) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+        self._manager.close()  # waits for what is being saved
 
     @property
     def latest(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from mxjax.gemm import Implementation
-from mxjax.policy import Policy, with_scale_rule
+from mxjax.policy import Policy
 from mxjax.recipes import get_policy
 from mxjax.scales import ScaleRule
 
@@ -52,16 +52,11 @@ class PrecisionConfig:
     policy: str = "wgrad_hadamard"
     """Name of the policy of the linear layers; see mxjax.policies()."""
     scale_rule: ScaleRule | None = None
-    """Replaces the policy's rule for MXFP4 scales."""
+    """Replaces the rule for MXFP4 scales of every layer."""
     layers: tuple[str, ...] = ()
     """Exceptions, as PATTERN=POLICY, e.g. 'head=fp8' 'blocks.0.*=bf16'; the last match wins."""
     implementation: Implementation | None = None
     """How the GEMMs run; default, the fastest here."""
-
-    def resolved(self) -> Policy:
-        """Returns the policy of the linear layers."""
-        policy = get_policy(self.policy)
-        return with_scale_rule(policy, self.scale_rule) if self.scale_rule else policy
 
     def rules(self) -> list[tuple[str, Policy]]:
         """Returns the layer exceptions as (pattern, policy)."""
@@ -110,8 +105,17 @@ class Config:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.data.batch_size < 1 or self.data.seq_len < 1:
             raise ValueError("--batch-size and --seq-len must be at least 1")
+        if self.stop_after is not None and not 0 < self.stop_after <= self.steps:
+            raise ValueError(f"--stop-after must be from 1 to --steps {self.steps}, got {self.stop_after}")
+        if self.optimizer.lr <= 0 or self.optimizer.warmup_steps < 0:
+            raise ValueError("--lr must be positive and --warmup-steps not negative")
         if self.resume and self.out is None:
             raise ValueError("--resume continues the run in --out: name its folder")
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this invocation ends."""
+        return self.steps if self.stop_after is None else self.stop_after
 
     def folder(self) -> pathlib.Path:
         """Returns the run's folder: `out`, or a new name under runs/."""

@@ -54,7 +54,8 @@ def load_corpus(path: pathlib.Path | None) -> Corpus:
     """Returns the text of a file, of all files of a folder, or, for None, of Python's standard library.
 
     Folders are split into training and validation by file, by a checksum of the file's name, so that
-    adding files moves none; a single file is split near its end. Hidden files are left out.
+    adding files moves none. A single file, or a folder of so few that one part would be empty, is split
+    near its end. Hidden files are left out.
 
     Raises:
       ValueError: nothing to read there.
@@ -64,9 +65,7 @@ def load_corpus(path: pathlib.Path | None) -> Corpus:
         files = [f for f in root.rglob("*.py") if not _NOT_SOURCE & set(f.relative_to(root).parts)]
         return _split_by_file(root, files, "the source of Python's standard library")
     if path.is_file():
-        tokens = _join([path.read_bytes()])
-        cut = len(tokens) - len(tokens) // _VALIDATION_SHARE
-        return Corpus(tokens[:cut], tokens[cut:], str(path))
+        return _split_by_position(_join([path.read_bytes()]), str(path))
     if not path.is_dir():
         raise ValueError(f"--data {path}: no such file or folder")
     files = [f for f in path.rglob("*") if f.is_file() and not _hidden(f.relative_to(path))]
@@ -125,12 +124,19 @@ class _Windows:
 def _split_by_file(root: pathlib.Path, files: list[pathlib.Path], source: str) -> Corpus:
     if not files:
         raise ValueError(f"--data {root}: no files to read")
-    ranked = sorted(files, key=lambda f: (zlib.crc32(f.relative_to(root).as_posix().encode()), f))
-    threshold = 2**32 // _VALIDATION_SHARE
-    chosen = {f for f in ranked if zlib.crc32(f.relative_to(root).as_posix().encode()) < threshold}
-    chosen = chosen or {ranked[0]}
-    parts = [_join([f.read_bytes() for f in sorted(part)]) for part in (set(files) - chosen, chosen)]
-    return Corpus(parts[0], parts[1], source)
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for file in sorted(files):
+        checksum = zlib.crc32(file.relative_to(root).as_posix().encode())
+        parts[checksum < 2**32 // _VALIDATION_SHARE].append(file.read_bytes())
+    train, validation = map(_join, parts)
+    if not len(train) or not len(validation):
+        return _split_by_position(np.concatenate([train, validation]), source)
+    return Corpus(train, validation, source)
+
+
+def _split_by_position(tokens: Tokens, source: str) -> Corpus:
+    cut = len(tokens) - len(tokens) // _VALIDATION_SHARE
+    return Corpus(tokens[:cut], tokens[cut:], source)
 
 
 def _join(documents: list[bytes]) -> Tokens:

@@ -22,10 +22,10 @@ def enable_compilation_cache() -> None:
 
 @contextlib.contextmanager
 def input_errors() -> Iterator[None]:
-    """Ends the program with the message alone of a ValueError: what was asked for cannot be done."""
+    """Ends the program with the message alone of an error that says what cannot be done as asked."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         raise SystemExit(f"{pathlib.Path(sys.argv[0]).name}: error: {error}") from error
 
 

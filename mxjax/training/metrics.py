@@ -30,7 +30,9 @@ class MetricsLog:
     def __init__(self, path: pathlib.Path, keep_steps: int = 0):
         """Opens the file, keeping of a resumed run's lines those of steps up to keep_steps."""
         kept = [line for line in _json_lines(path) if json.loads(line)["step"] <= keep_steps]
-        path.write_text("".join(line + "\n" for line in kept))
+        whole = path.with_suffix(".tmp")
+        whole.write_text("".join(line + "\n" for line in kept))
+        whole.replace(path)
         self._file = path.open("a")
 
     def __enter__(self) -> "MetricsLog":
