@@ -11,7 +11,14 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from mxjax.gemm import Implementation, as_backward_sees, choose_implementation, fold, run_gemm
+from mxjax.gemm import (
+    Implementation,
+    as_backward_sees,
+    choose_implementation,
+    explicit_sharding,
+    fold,
+    run_gemm,
+)
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
 
@@ -55,7 +62,8 @@ def dot(
     Gradients have the dtypes of x and w, products accumulate in float32. There is no second derivative.
 
     Special values: a block with NaN or infinity makes the results that it enters NaN.
-    Sharding: on meshes with Auto axes XLA partitions it; with Explicit axes, JAX's own errors apply.
+    Sharding: works on meshes with Auto and with Explicit axes and gives the values of one device; with
+      Explicit axes the gradients have the shardings of x and w.
     Raises:
       ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
         random bits without a key.
@@ -170,8 +178,10 @@ def _matmul_bwd(policy, implementation, dtype, precision, residuals, dy):
     dy = lax.optimization_barrier(dy)
     x_seen = as_backward_sees(x, policy.wgrad.lhs, policy.fprop.lhs, -1, fold(key, 0, 0))
     w_seen = as_backward_sees(w, policy.dgrad.rhs, policy.fprop.rhs, -2, fold(key, 0, 1))
-    dx = run_gemm(implementation, x.dtype, precision, policy.dgrad, dy, -1, w_seen, -1, fold(key, 1))
-    dw = run_gemm(implementation, w.dtype, precision, policy.wgrad, x_seen, -2, dy, -2, fold(key, 2))
+    run = functools.partial(run_gemm, implementation)
+    dx_like, dw_like = explicit_sharding(x), explicit_sharding(w)
+    dx = run(x.dtype, precision, policy.dgrad, dy, -1, w_seen, -1, fold(key, 1), sharding=dx_like)
+    dw = run(w.dtype, precision, policy.wgrad, x_seen, -2, dy, -2, fold(key, 2), sharding=dw_like)
     return dx, dw, None
 
 

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
@@ -25,7 +26,7 @@ _RUNS_HERE = ("reference", "xla")
 _log = logging.getLogger("mxjax")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 5, 7))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 5, 7), static_argnames="sharding")
 def run_gemm(
     implementation: Implementation,
     dtype: DTypeLike,
@@ -36,10 +37,12 @@ def run_gemm(
     rhs: Float[Array, "*batch _ _"],
     rhs_axis: int,
     key: jax.Array | None,
+    sharding: NamedSharding | None = None,
 ) -> Float[Array, "*batch _ _"]:
     """Returns the product over lhs_axis and rhs_axis (-1 or -2), of operands quantized along them.
 
-    Axes before the last two are batch axes. The result has lhs's, then rhs's other axis, in `dtype`.
+    Axes before the last two are batch axes. The result has lhs's, then rhs's other axis, in `dtype`, and
+    on a mesh with Explicit axes the `sharding` given, which it needs where the contracted axis is sharded.
 
     Raises:
       NotImplementedError: when it is differentiated, which only a second derivative of `dot` does.
@@ -49,7 +52,7 @@ def run_gemm(
     left = quantize_operand(lhs, lhs_axis, gemm.lhs, gemm.rotation, signs, fold(key, 0))
     right = quantize_operand(rhs, rhs_axis, gemm.rhs, gemm.rotation, signs, fold(key, 1))
     multiply = {"reference": _multiply_reference, "xla": _multiply_xla}[implementation]
-    return multiply(left, lhs_axis, right, rhs_axis, precision).astype(dtype)
+    return multiply(left, lhs_axis, right, rhs_axis, precision, sharding).astype(dtype)
 
 
 def quantize_operand(
@@ -73,6 +76,12 @@ def quantize_operand(
     )
 
 
+def explicit_sharding(x: jax.Array) -> NamedSharding | None:
+    """Returns x's sharding where it is part of its type (a mesh with Explicit axes), else None."""
+    sharding = jax.typeof(x).sharding
+    return sharding if sharding.mesh.are_all_axes_explicit and sharding.mesh.axis_names else None
+
+
 def rotate_operand(
     x: Float[Array, "..."], axis: int, rotation: Rotation | None, signs: Float[Array, " size"] | None
 ) -> Float[Array, "..."]:
@@ -91,29 +100,31 @@ def as_backward_sees(
     return dequantize(quantize_operand(first_order_only(x), axis, fprop, None, None, key))
 
 
-def _multiply_reference(lhs: MXArray, lhs_axis, rhs: MXArray, rhs_axis, precision):
+def _multiply_reference(lhs: MXArray, lhs_axis, rhs: MXArray, rhs_axis, precision, sharding):
     """The definition: float32 products of the dequantized operands."""
     del precision
-    return _contract(dequantize(lhs), lhs_axis, dequantize(rhs), rhs_axis, lax.Precision.HIGHEST)
+    return _contract(dequantize(lhs), lhs_axis, dequantize(rhs), rhs_axis, lax.Precision.HIGHEST, sharding)
 
 
-def _multiply_xla(lhs: MXArray, lhs_axis, rhs: MXArray, rhs_axis, precision):
+def _multiply_xla(lhs: MXArray, lhs_axis, rhs: MXArray, rhs_axis, precision, sharding):
     """The same values in bfloat16, which holds elements times block scales exactly; factors go last."""
     keep = any(get_format(q.format).dtype == jnp.float32 for q in (lhs, rhs))
     dtype = jnp.float32 if keep else jnp.bfloat16
     precision = lax.Precision.HIGHEST if keep and precision is None else precision
     left, right = (block_values(q).astype(dtype) for q in (lhs, rhs))
-    y = _contract(left, lhs_axis, right, rhs_axis, precision)
+    y = _contract(left, lhs_axis, right, rhs_axis, precision, sharding)
     for factor in (lhs.factor, rhs.factor):
         y = y if factor is None else y * factor
     return y
 
 
-def _contract(lhs, lhs_axis, rhs, rhs_axis, precision):
+def _contract(lhs, lhs_axis, rhs, rhs_axis, precision, sharding):
     """Returns the product over the two axes (negative), batched over axes before the last two, in float32."""
     batch = tuple(range(lhs.ndim - 2))
     dims = (((lhs.ndim + lhs_axis,), (rhs.ndim + rhs_axis,)), (batch, batch))
-    return lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        lhs, rhs, dims, precision=precision, preferred_element_type=jnp.float32, out_sharding=sharding
+    )
 
 
 def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Array, " size"] | None:

@@ -61,15 +61,15 @@ def rotate(
     before, length, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
     if length % size:
         raise ValueError(f"rotate needs an axis that {size} divides, got {length}; pad it with zeros")
-    y = x.astype(jnp.float32)
+    runs = (*before, length // size, size, *after)
+    y = x.astype(jnp.float32).reshape(runs)
     if signs is not None:
-        runs = y.reshape(*before, length // size, size, *after)
-        y = runs * signs.reshape(size, *(1,) * len(after))
+        y = y * signs.reshape(size, *(1,) * len(after))
+    sign = jnp.array([1, -1], jnp.float32).reshape(2, *(1,) * (len(after) + 1))
     stride = 1
     while stride < size:
-        pairs = y.reshape(*before, length // (2 * stride), 2, stride, *after)
-        sign = jnp.array([1, -1], jnp.float32).reshape(2, *(1,) * (len(after) + 1))
-        y = sign * pairs + lax.rev(pairs, (axis + 1,))
+        pairs = y.reshape(*before, length // size, size // (2 * stride), 2, stride, *after)
+        y = (sign * pairs + lax.rev(pairs, (axis + 2,))).reshape(runs)
         stride *= 2
     y = y.reshape(x.shape) * jnp.float32(size**-0.5)
     # Without the barrier XLA repeats the butterfly in every user: in the block maximum and in the rounding.
