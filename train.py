@@ -19,7 +19,7 @@ from mxjax.layers import LayerPolicies
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import Config, check_resumable, from_json, parse, to_json
 from mxjax.training.data import VOCAB_SIZE, Corpus, batches, evaluation_batches, load_corpus
-from mxjax.training.environment import enable_compilation_cache, facts, input_errors
+from mxjax.training.environment import Interruption, enable_compilation_cache, facts, input_errors
 from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter
 from mxjax.training.optimizer import learning_rate, make_optimizer
 from mxjax.training.step import TrainState, evaluate, init_state, make_eval_step, make_train_step
@@ -40,7 +40,8 @@ def train(config: Config) -> dict[str, float]:
     """Trains, evaluates and checkpoints; returns the last evaluation.
 
     Raises:
-      SystemExit: what the configuration asks for cannot be done; the message says why.
+      SystemExit: what the configuration asks for cannot be done, or SIGINT or SIGTERM has ended the run
+        after a checkpoint; the message says so.
       NonFiniteError: a loss or gradient was NaN or infinite; the step's state and batch are saved.
     """
     enable_compilation_cache()
@@ -57,9 +58,10 @@ def train(config: Config) -> dict[str, float]:
         start = int(state.step)
         write_description(run)
         log = MetricsLog(run.folder / "metrics.jsonl", keep_steps=start)
-        with log, Display(config.steps, start, config.log_every) as display:
+        display = Display(config.steps, start, config.log_every)
+        with log, display, Interruption() as interruption:
             display.line(introduction(run))
-            return loop(run, optimizer, state, stream, checkpoints, log, display)
+            return loop(run, optimizer, state, stream, checkpoints, log, display, interruption)
 
 
 def loop(
@@ -70,6 +72,7 @@ def loop(
     checkpoints: Checkpoints,
     log: MetricsLog,
     display: Display,
+    interruption: Interruption,
 ) -> dict[str, float]:
     """Runs the steps that remain; returns the last evaluation."""
     config = run.config
@@ -90,10 +93,12 @@ def loop(
                 display.line(f"step {step:6d}  {evaluation_text(evaluation)}")
                 reporter.restart_clock()
                 check_finite(step, evaluation)
-            if step % config.checkpoint_every == 0 or step == stop:
+            if step % config.checkpoint_every == 0 or step == stop or interruption.requested:
                 reporter.flush()
                 checkpoints.save(state, stream.get_state())
                 reporter.restart_clock()
+            if interruption.requested:
+                raise SystemExit(f"interrupted after step {step}; repeat the command with {continuing(run)}")
     except NonFiniteError as error:
         evidence = save_evidence(run, error, state)
         raise NonFiniteError(
@@ -194,6 +199,11 @@ def summary(run: Run, evaluation: dict[str, float], step_times: list[float]) -> 
             f"evaluate it with: python eval.py {run.folder}",
         ]
     )
+
+
+def continuing(run: Run) -> str:
+    """Returns the flags that continue a run."""
+    return f"--out {run.folder} --resume"
 
 
 def evaluation_text(evaluation: dict[str, float]) -> str:

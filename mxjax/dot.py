@@ -20,7 +20,7 @@ from mxjax.gemm import (
     run_gemm,
 )
 from mxjax.policy import Policy
-from mxjax.recipes import get_policy
+from mxjax.recipes import as_policy
 
 AnyArray = jax.Array | np.ndarray
 DimensionNumbers = tuple  # ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), as in jax.lax
@@ -108,7 +108,7 @@ def dot_general(
     Raises: as `dot`.
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    policy = get_policy(policy) if isinstance(policy, str) else policy
+    policy = as_policy(policy)
     _check(lhs, rhs, preferred_element_type, policy, key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     if [[lhs.shape[i] for i in axes] for axes in (lhs_contract, lhs_batch)] != [
@@ -134,14 +134,17 @@ def make_dot_general(
     """Returns a `dot_general` for `flax.nnx.Linear(dot_general=...)` and `flax.linen.Dense(dot_general=...)`.
 
     Args:
-      key: for policies that draw random bits: a key, or a function that returns one at each call, such
-        as `lambda: self.make_rng("mxjax")` in Linen. In NNX make the dot_general inside `__call__`, with
-        `key=self.rngs.mxjax()`: a stream captured at construction is not lifted into nnx.grad and nnx.jit.
-        A plain key draws the same bits at every call.
+      key: for policies that draw random bits: a key, which draws the same bits at every call, or a
+        function that returns one at each call, such as `lambda: self.make_rng("mxjax")` in Linen. In NNX,
+        where a captured stream is not lifted into nnx.jit, call `mxjax.dot(x, self.kernel[...], ...,
+        key=self.rngs.mxjax())` in a layer of your own instead.
       Others: as `dot`.
 
     A layer's own `dtype=bfloat16` rounds its weights to bfloat16 before they arrive here.
     """
+
+    policy = as_policy(policy)
+    _check_key(policy, key)
 
     def dot_general_with_policy(
         lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None
@@ -196,6 +199,10 @@ def _check(lhs, rhs, dtype, policy: Policy, key) -> None:
             )
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"mxjax.dot gives floating-point results, not {jnp.dtype(dtype)}")
+    _check_key(policy, key)
+
+
+def _check_key(policy: Policy, key) -> None:
     if policy.needs_key and key is None:
         drawing = ", ".join(name for name, gemm in policy.gemms.items() if gemm.needs_key)
         raise ValueError(

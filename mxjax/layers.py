@@ -3,10 +3,11 @@
 import dataclasses
 import fnmatch
 import itertools
+import re
 from collections.abc import Sequence
 
 from mxjax.policy import Policy, with_scale_rule
-from mxjax.recipes import get_policy
+from mxjax.recipes import as_policy
 from mxjax.scales import ScaleRule
 
 Rules = Sequence[tuple[str, Policy | str]]
@@ -59,17 +60,14 @@ def resolve(names: Sequence[str], default: Policy | str, rules: Rules = ()) -> L
     Raises:
       ValueError: an unknown policy, or a pattern that matches no layer.
     """
-    chosen = dict.fromkeys(names, _policy(default))
+    chosen = dict.fromkeys(names, as_policy(default))
     for pattern, policy in rules:
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            raise ValueError(f"layer pattern {pattern!r} matches none of {', '.join(names)}")
-        chosen |= dict.fromkeys(matching, _policy(policy))
+            known = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+            raise ValueError(f"layer pattern {pattern!r} matches none of {', '.join(known)}")
+        chosen |= dict.fromkeys(matching, as_policy(policy))
     return LayerPolicies(tuple(names), tuple(chosen.values()))
-
-
-def _policy(policy: Policy | str) -> Policy:
-    return get_policy(policy) if isinstance(policy, str) else policy
 
 
 def _numbered(layer: str, blocks: list[int]) -> str:

@@ -126,6 +126,8 @@ class Gemm:
 class Policy:
     """The precision of a linear layer: Fprop (x, w), Dgrad (dy, w) and Wgrad (x, dy).
 
+    A GEMM or operand left out is MXFP4 by `floor`, to nearest, without rotation.
+
     Raises:
       ValueError: an operand whose source is "dequantized" but that the Fprop does not quantize (dy), or
         quantizes in a rotated basis.

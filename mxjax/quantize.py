@@ -24,7 +24,7 @@ from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_sc
     data_fields=["elements", "scales", "tensor_scale"],
     meta_fields=["format", "axis", "block_shape", "prescale"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class MXArray:
     """A quantized tensor. Its value is elements * scales (spread over the blocks) * tensor_scale / prescale.
 
@@ -46,6 +46,16 @@ class MXArray:
     axis: int
     block_shape: tuple[int, int]
     prescale: float | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        return self.elements.shape
+
+    def __repr__(self) -> str:
+        rows, length = self.block_shape
+        blocks = f", blocks of {rows}x{length} along axis {self.axis}" if length else ""
+        return f"MXArray({self.format}, shape {getattr(self.elements, 'shape', None)}{blocks})"
 
     @property
     def factor(self) -> Float32[Array, ""] | float | None:

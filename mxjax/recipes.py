@@ -129,3 +129,17 @@ def get_policy(name: str) -> Policy:
     close = difflib.get_close_matches(name, _POLICIES, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ValueError(f"unknown policy {name!r}; {hint}the policies are {', '.join(_POLICIES)}")
+
+
+def as_policy(policy: Policy | str) -> Policy:
+    """Returns the policy given, or the one of that name.
+
+    Raises:
+      TypeError: neither a policy nor a name.
+      ValueError: no policy has that name.
+    """
+    if isinstance(policy, str):
+        return get_policy(policy)
+    if not isinstance(policy, Policy) or not all(isinstance(g, Gemm) for g in policy.gemms.values()):
+        raise TypeError(f"policy must be a mxjax.Policy of three mxjax.Gemm, or a name, got {policy!r}")
+    return policy

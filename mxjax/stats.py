@@ -19,7 +19,7 @@ from mxjax.gemm import (
 )
 from mxjax.policy import Policy
 from mxjax.quantize import MXArray, dequantize, quantize
-from mxjax.recipes import get_policy
+from mxjax.recipes import as_policy
 from mxjax.rounding import Rounding
 from mxjax.scales import ScaleRule
 
@@ -131,7 +131,7 @@ def gemms(
     implementation: Implementation | None = None,
 ) -> DotErrors:
     """Returns the errors of the three GEMMs of `dot(x, w, policy=...)`, for the output gradient dy."""
-    policy = get_policy(policy) if isinstance(policy, str) else policy
+    policy = as_policy(policy)
     x, w, dy = (a.astype(jnp.float32) for a in (x, w, dy))
     x, dy = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
 

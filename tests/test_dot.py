@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from jax import lax
+from oracles import types_unchecked
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
@@ -814,3 +815,15 @@ def test_no_random_bits_are_generated_without_need(name):
 def test_random_bits_show_in_the_lowered_text():
     # The search of the test above finds what it looks for.
     assert re.search("threefry|rng|random|philox|mulhi", lowered("wgrad_sr", jnp.float32, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("policy", [None, 3, Policy("mxfp4", "bf16", "bf16")])
+def test_what_is_no_policy_is_refused(policy):
+    with types_unchecked(), pytest.raises(TypeError, match=r"policy must be a mxjax\.Policy"):
+        mxjax.dot(jnp.ones((2, 3)), jnp.ones((3, 2)), policy=policy)
+
+
+@pytest.mark.parametrize(("policy", "message"), [("foo", "unknown policy"), ("full_sr", "needs key=")])
+def test_make_dot_general_checks_its_policy_at_once(policy, message):
+    with pytest.raises(ValueError, match=message):
+        mxjax.make_dot_general(policy)

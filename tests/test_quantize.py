@@ -713,3 +713,9 @@ def test_square_blocks_need_two_axes():
 def test_an_axis_that_is_not_there_is_refused(axis):
     with pytest.raises(ValueError, match="axis"):
         mxjax.quantize(np.ones((3, 64), np.float32), axis=axis)
+
+
+def test_a_quantized_array_prints_in_one_line():
+    q = mxjax.quantize(np.ones((4, 40), np.float32))
+    assert q.shape == (4, 40)
+    assert repr(q) == "MXArray(mxfp4, shape (4, 40), blocks of 1x32 along axis -1)"

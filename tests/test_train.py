@@ -1,7 +1,9 @@
 """train.py and eval.py from end to end: files, resuming, errors, and what they print."""
 
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -189,6 +191,24 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes_from_the_start(text, 
     (out / "config.json").write_bytes((finished / "config.json").read_bytes())
     run(text, out, "--policy", "full_sr", "--eval-every", "3", "--resume")
     assert without_time(lines(out)) == without_time(lines(finished))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_path, monkeypatch, number):
+    out = tmp_path / "run"
+    original = training_program.StepReporter.step
+
+    def step_and_signal(self, step, metrics):
+        original(self, step, metrics)
+        if step == 4:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_program.StepReporter, "step", step_and_signal)
+        with pytest.raises(SystemExit, match=r"interrupted after step \d; repeat the command with --out"):
+            run(text, out, "--policy", "full_sr", "--eval-every", "3")
+    run(text, out, "--policy", "full_sr", "--eval-every", "3", "--resume")
+    jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
 
 
 def test_an_evaluation_that_is_not_finite_stops_the_run(text, tmp_path, monkeypatch):

@@ -81,7 +81,7 @@ def batches(tokens: Tokens, config: DataConfig, seed: int, start: int = 0) -> gr
     Raises:
       ValueError: fewer tokens than one sequence needs.
     """
-    windows = _Windows(tokens, config.seq_len)
+    windows = _Windows(tokens, config.seq_len, "training")
     dataset = grain.MapDataset.source(windows).shuffle(seed=seed).repeat().batch(config.batch_size)
     iterator = iter(dataset.to_iter_dataset())
     iterator.set_state({"next_index": start})
@@ -96,7 +96,7 @@ def evaluation_batches(
     Raises:
       ValueError: fewer tokens than one sequence needs.
     """
-    windows = _Windows(tokens, config.seq_len)
+    windows = _Windows(tokens, config.seq_len, "validation")
     for start in range(0, min(len(windows), n_batches * config.batch_size), config.batch_size):
         stop = min(start + config.batch_size, len(windows))
         yield np.stack([windows[i] for i in range(start, stop)])
@@ -105,12 +105,12 @@ def evaluation_batches(
 class _Windows:
     """The sequences of a token stream: [i * seq_len, (i + 1) * seq_len], one token shared with the next."""
 
-    def __init__(self, tokens: Tokens, seq_len: int):
+    def __init__(self, tokens: Tokens, seq_len: int, part: str):
         self.tokens, self.seq_len = tokens, seq_len
         if not len(self):
             raise ValueError(
-                f"a sequence needs --seq-len + 1 = {seq_len + 1} tokens and the data has {len(tokens)}; "
-                "shorten --seq-len or give more text"
+                f"a sequence needs --seq-len + 1 = {seq_len + 1} tokens and the {part} data has "
+                f"{len(tokens)}; shorten --seq-len or give more text"
             )
 
     def __len__(self) -> int:
