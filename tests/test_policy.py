@@ -171,7 +171,9 @@ def test_dequantized_where_the_fprop_left_nothing_raises(make, message):
 
 
 def test_dequantized_x_and_w_are_allowed_beside_rotated_backward_gemms():
-    Policy(dgrad=Gemm(rhs=DEQUANTIZED, rotation=Rotation()), wgrad=Gemm(lhs=DEQUANTIZED, rotation=Rotation()))
+    dgrad, wgrad = Gemm(rhs=DEQUANTIZED, rotation=Rotation()), Gemm(lhs=DEQUANTIZED, rotation=Rotation())
+    policy = Policy(dgrad=dgrad, wgrad=wgrad)
+    assert (policy.dgrad, policy.wgrad) == (dgrad, wgrad)
 
 
 @pytest.mark.parametrize(
