@@ -79,7 +79,8 @@ def loop(
     logits = make_logits(run)
     train_step, eval_step = make_train_step(logits, optimizer, config.seed), make_eval_step(logits)
     tokens_a_step = config.data.batch_size * config.data.seq_len
-    reporter = StepReporter(log, display, tokens_a_step, learning_rate(config.optimizer, config.steps))
+    rate = learning_rate(config.optimizer, config.steps, np)  # on the host: the device would make it wait
+    reporter = StepReporter(log, display, tokens_a_step, rate)
     stop = config.last_step
     evaluation: dict[str, float] = {}
     try:

@@ -20,6 +20,9 @@ def test_warm_up_and_cosine():
     np.testing.assert_allclose(schedule(128 + (1_200_000 - 128) // 2), 4.4e-4, rtol=1e-5)
     np.testing.assert_allclose(schedule(1_200_000), 8e-5, rtol=1e-5)
     np.testing.assert_allclose(schedule(2_000_000), 8e-5, rtol=1e-5)
+    on_host = learning_rate(config, 1_200_000, np)
+    for step in (0, 63, 128, 5000, 1_200_000):
+        np.testing.assert_allclose(on_host(step), schedule(step), rtol=1e-5)
 
 
 def test_only_the_norms_do_not_decay():

@@ -1,5 +1,7 @@
 """AdamW as in MLPerf Training's llama31_8b: linear warm-up, cosine decay, clipping, no decay on norms."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -7,8 +9,8 @@ import optax
 from mxjax.training.config import OptimizerConfig
 
 
-def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns the learning rate as a function of the step, counted from 0.
+def learning_rate(config: OptimizerConfig, steps: int, numpy: Any = jnp) -> optax.Schedule:
+    """Returns the learning rate as a function of the step, counted from 0, computed by `numpy`.
 
     With W = warmup_steps: `lr * (s + 1) / (W + 1)` while s <= W, then half a cosine from lr down to
     `min_lr_ratio * lr` at s = steps.
@@ -19,9 +21,9 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
     def schedule(step):
         rising = config.lr * (step + 1) / (warmup + 1)
-        progress = jnp.clip((step - warmup) / max(steps - warmup, 1), 0.0, 1.0)
-        falling = lowest + 0.5 * (config.lr - lowest) * (1 + jnp.cos(jnp.pi * progress))
-        return jnp.where(step <= warmup, rising, falling)
+        progress = numpy.clip((step - warmup) / max(steps - warmup, 1), 0.0, 1.0)
+        falling = lowest + 0.5 * (config.lr - lowest) * (1 + numpy.cos(numpy.pi * progress))
+        return numpy.where(step <= warmup, rising, falling)
 
     return schedule
 
