@@ -103,7 +103,7 @@ def loop(
     except NonFiniteError as error:
         evidence = save_evidence(run, error, state)
         raise NonFiniteError(
-            f"{error}, policy {config.precision.policy}. The state before that step and its batch are in "
+            f"{error}, policy {config.precision.policy}. The last finite state and the step's batch are in "
             f"{evidence}; lower --lr, or train in another --policy",
             error.step,
         ) from None
