@@ -10,7 +10,7 @@ import tyro
 
 from models import llama
 from models.configs import get_config
-from mxjax.gemm import Implementation, choose_implementation
+from mxjax.gemm import Implementation, check_plans
 from mxjax.scales import ScaleRule
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import from_json
@@ -51,7 +51,7 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
         policies = llama.layer_policies(model, precision.policy, precision.rules())
         if precision.scale_rule is not None:
             policies = policies.with_scale_rule(precision.scale_rule)
-        choose_implementation(precision.implementation)
+        check_plans(policies.policies, precision.implementation)
         corpus = load_corpus(arguments.data or config.data.data)
         n_batches = config.eval_batches if arguments.batches is None else arguments.batches
         if n_batches < 1:

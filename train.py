@@ -14,7 +14,7 @@ import numpy as np
 
 from models import llama
 from models.configs import LlamaConfig, get_config
-from mxjax.gemm import choose_implementation
+from mxjax.gemm import check_plans, choose_implementation
 from mxjax.layers import LayerPolicies
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import Config, check_resumable, from_json, parse, to_json
@@ -123,7 +123,7 @@ def set_up(config: Config) -> Run:
     policies = llama.layer_policies(model, config.precision.policy, config.precision.rules())
     if config.precision.scale_rule is not None:
         policies = policies.with_scale_rule(config.precision.scale_rule)
-    choose_implementation(config.precision.implementation)
+    check_plans(policies.policies, config.precision.implementation)
     corpus = load_corpus(config.data.data)
     held_out = list(evaluation_batches(corpus.validation, config.data, config.eval_batches))
     folder = config.folder()

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from mxjax.gemm import (
-    Implementation,
-    as_backward_sees,
-    choose_implementation,
-    explicit_sharding,
-    fold,
-    run_gemm,
-)
+from mxjax.gemm import ON_PACKED, Implementation, Plan, explicit_sharding, multiply, plan, prepare
+from mxjax.operands import as_backward_sees, first_order_only, fold, uses_of
+from mxjax.packed import Packed
 from mxjax.policy import Policy
 from mxjax.recipes import as_policy
 
@@ -120,7 +116,8 @@ def dot_general(
     x = _group_axes(lhs, lhs_batch, lhs_free, lhs_contract)
     w = _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
     dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
-    y: jax.Array = _matmul(policy, choose_implementation(implementation), dtype, precision, x, w, key)
+    dtypes = (dtype, lhs.dtype, rhs.dtype)
+    y: jax.Array = _matmul(policy, plan(policy, implementation), dtypes, precision, x, w, key)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
     return y.reshape(shape)
 
@@ -166,29 +163,82 @@ def make_dot_general(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _matmul(policy: Policy, implementation, dtype, precision, x, w, key) -> jax.Array:
-    """Returns x [*b, m, k] @ w [*b, k, n], by the policy's Fprop."""
-    return run_gemm(implementation, dtype, precision, policy.fprop, x, -1, w, -2, fold(key, 0))
+def _matmul(policy: Policy, plan: Plan, dtypes: tuple[DTypeLike, ...], precision, x, w, key) -> jax.Array:
+    """Returns x [*b, m, k] @ w [*b, k, n] by the policy's Fprop, in dtypes[0]; the others are x's and w's."""
+    return _forward(policy, plan, dtypes, precision, x, w, key, keep=False)[0]
 
 
-def _matmul_fwd(policy, implementation, dtype, precision, x, w, key):
-    x = lax.optimization_barrier(x)  # several passes read it: computing it again in each costs more
-    return _matmul(policy, implementation, dtype, precision, x, w, key), (x, w, key)
+def _matmul_fwd(policy, plan, dtypes, precision, x, w, key):
+    return _forward(policy, plan, dtypes, precision, x, w, key, keep=True)
 
 
-def _matmul_bwd(policy, implementation, dtype, precision, residuals, dy):
-    x, w, key = residuals
-    dy = lax.optimization_barrier(dy)
-    x_seen = as_backward_sees(x, policy.wgrad.lhs, policy.fprop.lhs, -1, fold(key, 0, 0))
-    w_seen = as_backward_sees(w, policy.dgrad.rhs, policy.fprop.rhs, -2, fold(key, 0, 1))
-    run = functools.partial(run_gemm, implementation)
-    dx_like, dw_like = explicit_sharding(x), explicit_sharding(w)
-    dx = run(x.dtype, precision, policy.dgrad, dy, -1, w_seen, -1, fold(key, 1), sharding=dx_like)
-    dw = run(w.dtype, precision, policy.wgrad, x_seen, -2, dy, -2, fold(key, 2), sharding=dw_like)
-    return dx, dw, None
+def _matmul_bwd(policy, plan, dtypes, precision, residuals, dy):
+    return (*_backward(policy, plan, dtypes, precision, residuals, dy), None)
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+class _Residuals(NamedTuple):
+    """What the backward pass takes: an operand packed, where its GEMM takes it so, else the tensor itself."""
+
+    x: jax.Array | None
+    x_packed: Packed | None
+    w: jax.Array | None
+    w_packed: Packed | None
+    key: jax.Array | None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), static_argnames="keep")
+def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: bool):
+    """Returns the product and, if wanted, the residuals."""
+    x, w = first_order_only(x), first_order_only(w)
+    x = lax.optimization_barrier(x)  # several passes read it: computing it again in each costs more
+    dgrad, wgrad, seen_w, seen_x = _backward_uses(policy, key)
+    left, right = uses_of(policy.fprop, -1, -2, fold(key, 0))
+    keep_x, keep_w = keep and plan.wgrad in ON_PACKED, keep and plan.dgrad in ON_PACKED
+    lhs, x_packed = _prepare_two(x, (plan.fprop, left), (plan.wgrad, wgrad[0]) if keep_x else None, seen_x)
+    rhs, w_packed = _prepare_two(w, (plan.fprop, right), (plan.dgrad, dgrad[1]) if keep_w else None, seen_w)
+    y = multiply(plan.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"))
+    return y, _Residuals(None if keep_x else x, x_packed, None if keep_w else w, w_packed, key)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _backward(policy: Policy, plan: Plan, dtypes, precision, residuals: _Residuals, dy):
+    """Returns dx and dw."""
+    x, x_packed, w, w_packed, key = residuals
+    dy = lax.optimization_barrier(first_order_only(dy))
+    dgrad, wgrad, seen_w, seen_x = _backward_uses(policy, key)
+    dy_rows, dy_columns = prepare(dy, ((plan.dgrad, dgrad[0]), (plan.wgrad, wgrad[1])))
+    [w_rows] = (w_packed,) if w is None else prepare(seen_w(w), ((plan.dgrad, dgrad[1]),))
+    [x_columns] = (x_packed,) if x is None else prepare(seen_x(x), ((plan.wgrad, wgrad[0]),))
+    assert w_rows is not None and x_columns is not None
+    dx_like = None if x is None else explicit_sharding(x)
+    dw_like = None if w is None else explicit_sharding(w)
+    dx = multiply(plan.dgrad, dtypes[1], precision, dy_rows, w_rows, ("e5m2", "e4m3"), dx_like)
+    dw = multiply(plan.wgrad, dtypes[2], precision, x_columns, dy_columns, ("e4m3", "e5m2"), dw_like)
+    return dx, dw
+
+
+def _prepare_two(x, now, later, seen):
+    """Returns x as the Fprop takes it, and as a backward GEMM does, if that is wanted now."""
+    if later is None or later[1].operand.source == "original":
+        return prepare(x, (now, later))
+    return *prepare(x, (now,)), *prepare(seen(x), (later,))
+
+
+def _backward_uses(policy: Policy, key):
+    """Returns the uses of Dgrad (dy, w) and Wgrad (x, dy), and what they see in place of w and of x."""
+    dgrad = uses_of(policy.dgrad, -1, -1, fold(key, 1))
+    wgrad = uses_of(policy.wgrad, -2, -2, fold(key, 2))
+
+    def seen_w(w):
+        return as_backward_sees(w, policy.dgrad.rhs, policy.fprop.rhs, -2, fold(key, 0, 1))
+
+    def seen_x(x):
+        return as_backward_sees(x, policy.wgrad.lhs, policy.fprop.lhs, -1, fold(key, 0, 0))
+
+    return dgrad, wgrad, seen_w, seen_x
 
 
 def _check(lhs, rhs, dtype, policy: Policy, key) -> None:

@@ -1,78 +1,226 @@
-"""One GEMM: its operands rotated and quantized along the contracted axis, then multiplied.
+"""One GEMM: its operands as an implementation wants them, then multiplied.
 
 The implementations differ in how they multiply, never in the values that they multiply.
 """
 
-import functools
+import importlib.util
 import logging
-from typing import Literal, get_args
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
-from mxjax.blocks import pad
+from mxjax.carriers import Carrier, carry
 from mxjax.formats import get_format
-from mxjax.hadamard import random_signs, rotate
-from mxjax.policy import Gemm, Operand, Rotation
-from mxjax.quantize import MXArray, block_values, dequantize, quantize_unpacked
+from mxjax.operands import Use, quantize_operand
+from mxjax.packed import (
+    Packed,
+    Values,
+    decode,
+    kernel_target,
+    pack_operands,
+    packable,
+    power_of_two,
+    value_operands,
+)
+from mxjax.policy import Gemm, Policy
+from mxjax.quantize import MXArray, block_values, dequantize
 
 Implementation = Literal["reference", "xla", "fp8", "scaled_dot", "triton"]
+How = Literal["reference", "xla", "fp8", "scaled_dot", "triton", "fp8_tensor"]
+"""How one GEMM runs: by its implementation, or in FP8 because its operands are, with a scale a tensor."""
+Prepared = MXArray | Values | Packed
 
-_RUNS_HERE = ("reference", "xla")
+ON_PACKED: tuple[How, ...] = ("fp8", "scaled_dot", "triton")
+"""Those that take packed operands, small enough to be kept from the forward pass for the backward one."""
+
 _log = logging.getLogger("mxjax")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 5, 7), static_argnames="sharding")
-def run_gemm(
-    implementation: Implementation,
-    dtype: DTypeLike,
-    precision: lax.PrecisionLike,
-    gemm: Gemm,
-    lhs: Float[Array, "*batch _ _"],
-    lhs_axis: int,
-    rhs: Float[Array, "*batch _ _"],
-    rhs_axis: int,
-    key: jax.Array | None,
-    sharding: NamedSharding | None = None,
-) -> Float[Array, "*batch _ _"]:
-    """Returns the product over lhs_axis and rhs_axis (-1 or -2), of operands quantized along them.
+class Plan(NamedTuple):
+    """How each GEMM of a policy runs here; hashable."""
 
-    Axes before the last two are batch axes. The result has lhs's, then rhs's other axis, in `dtype`, and
-    on a mesh with Explicit axes the `sharding` given, which it needs where the contracted axis is sharded.
+    fprop: How
+    dgrad: How
+    wgrad: How
+    kernels: tuple[str, str] | None  # what Triton kernels run on
+
+
+def plan(policy: Policy, implementation: Implementation | None) -> Plan:
+    """Returns how each GEMM runs.
 
     Raises:
-      NotImplementedError: when it is differentiated, which only a second derivative of `dot` does.
+      ValueError, NotImplementedError: as `choose_implementation`; or the implementation is named, and one of
+      the
+        GEMMs has operands that it does not take.
     """
-    signs = draw_signs(gemm.rotation, fold(key, 2))
-    lhs, rhs = first_order_only(lhs), first_order_only(rhs)
-    left = quantize_operand(lhs, lhs_axis, gemm.lhs, gemm.rotation, signs, fold(key, 0))
-    right = quantize_operand(rhs, rhs_axis, gemm.rhs, gemm.rotation, signs, fold(key, 1))
-    multiply = {"reference": _multiply_reference, "xla": _multiply_xla}[implementation]
-    return multiply(left, lhs_axis, right, rhs_axis, precision, sharding).astype(dtype)
+    name = choose_implementation(implementation)
+    hows: list[How] = [_how(name, gemm, implementation is not None) for gemm in policy.gemms.values()]
+    return Plan(hows[0], hows[1], hows[2], kernel_target())
 
 
-def quantize_operand(
-    x: Float[Array, "..."],
-    axis: int,
-    operand: Operand,
-    rotation: Rotation | None,
-    signs: Float[Array, " size"] | None,
-    key: jax.Array | None,
-) -> MXArray:
-    """Returns what a GEMM multiplies for x: rotated and quantized along `axis` (elements in float32)."""
-    return quantize_unpacked(
-        rotate_operand(x, axis, rotation, signs),
-        operand.format,
-        axis=axis,
-        scale_rule=operand.scale_rule,
-        rounding=operand.rounding,
-        block_shape=operand.block_shape,
-        prescale=operand.prescale,
-        key=key if operand.rounding == "stochastic" else None,
+def check_plans(policies: Iterable[Policy], implementation: Implementation | None) -> None:
+    """Raises what `plan` raises for any of the policies: to learn it before anything is compiled."""
+    for policy in policies:
+        plan(policy, implementation)
+
+
+def _how(name: Implementation, gemm: Gemm, explicit: bool) -> How:
+    if name in ("reference", "xla"):
+        return name
+    operands = (gemm.lhs, gemm.rhs)
+    if all(packable(o) for o in operands):
+        return name
+    formats = [get_format(o.format) for o in operands]
+    if all(f.element is None for f in formats):
+        return "xla"  # nothing is quantized
+    per_tensor = all(f.element is not None and f.scale == "none" for f in formats)
+    if per_tensor and not all(o.format == "fp8_e5m2" for o in operands):
+        return "fp8_tensor"
+    if explicit:
+        raise NotImplementedError(
+            f"implementation {name!r} takes MXFP4 in blocks of 32 or 32x32 on both sides, FP8 or BF16, not "
+            f"{gemm}; use 'xla', or None for the fastest"
+        )
+    return "xla"
+
+
+def prepare(x: Float[Array, "*batch r c"], uses: Sequence[tuple[How, Use] | None]) -> tuple[Any, ...]:
+    """Returns x `Prepared` as each use wants it, in one read where a kernel makes them all; None for None."""
+    wanted = [use for use in uses if use is not None]
+    if wanted and all(how in ON_PACKED for how, _ in wanted):
+        return pack_operands(x, *(use and use[1] for use in uses))
+    if wanted and all(how == "xla" for how, _ in wanted):
+        values = value_operands(x, *(use and use[1] for use in uses))
+        if values is not None:
+            return values
+    return tuple(None if use is None else _prepare_one(x, *use) for use in uses)
+
+
+def _prepare_one(x, how: How, use: Use) -> Prepared:
+    if how in ON_PACKED:
+        [packed] = pack_operands(x, use)
+        assert packed is not None
+        return packed
+    return quantize_operand(x, use)
+
+
+def multiply(
+    how: How,
+    dtype: DTypeLike,
+    precision: lax.PrecisionLike,
+    lhs: Prepared,
+    rhs: Prepared,
+    carriers: tuple[Carrier, Carrier],
+    sharding: NamedSharding | None = None,
+) -> Float[Array, "*batch m n"]:
+    """Returns the product of two prepared operands over the axes that they were prepared along, in dtype.
+
+    Axes before the last two are batch axes. On a mesh with Explicit axes the result has the `sharding` given.
+    """
+    match lhs, rhs:
+        case Packed(), Packed():
+            run = {"fp8": _multiply_fp8, "scaled_dot": _multiply_scaled_dot, "triton": _multiply_triton}[how]
+            exact = lhs.factor is None and rhs.factor is None and dtype in (jnp.bfloat16, jnp.float32)
+            y = run(lhs, rhs, dtype if exact else jnp.float32, carriers, sharding)
+        case Values(), Values():
+            y = _contract(lhs.elements, -1, rhs.elements, -1, precision, sharding)
+        case MXArray(), MXArray():
+            if how == "reference":
+                return _multiply_reference(lhs, rhs, sharding).astype(dtype)
+            tensors = how == "fp8_tensor"
+            y = (
+                _multiply_fp8_tensors(lhs, rhs, sharding)
+                if tensors
+                else _multiply_xla(lhs, rhs, precision, sharding)
+            )
+        case _:
+            raise TypeError(f"operands prepared alike are needed, got {type(lhs)} and {type(rhs)}")
+    for factor in (lhs.factor, rhs.factor):
+        y = y if factor is None else y * factor
+    return y.astype(dtype)
+
+
+def _multiply_reference(lhs: MXArray, rhs: MXArray, sharding):
+    """The definition: float32 products of the dequantized operands."""
+    return _contract(dequantize(lhs), lhs.axis, dequantize(rhs), rhs.axis, lax.Precision.HIGHEST, sharding)
+
+
+def _multiply_xla(lhs: MXArray, rhs: MXArray, precision, sharding):
+    """The values in bfloat16, which holds elements times block scales exactly; without the factors."""
+    keep = any(get_format(q.format).dtype == jnp.float32 for q in (lhs, rhs))
+    dtype = jnp.float32 if keep else jnp.bfloat16
+    precision = lax.Precision.HIGHEST if keep and precision is None else precision
+    left, right = (block_values(q).astype(dtype) for q in (lhs, rhs))
+    return _contract(left, lhs.axis, right, rhs.axis, precision, sharding)
+
+
+def _multiply_fp8(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
+    """In FP8, or in bfloat16 when the scales of an operand span more than its carrier holds."""
+    left, right = carry(lhs, carriers[0]), carry(rhs, carriers[1])
+
+    def in_fp8():
+        y = _contract_fp8(left.elements, right.elements, dtype, sharding)
+        exponent = left.exponent + right.exponent
+        half = exponent >> 1  # two factors, since one could overflow
+        return y * power_of_two(half).astype(dtype) * power_of_two(exponent - half).astype(dtype)
+
+    def in_bfloat16():
+        return _contract(decode(lhs), -1, decode(rhs), -1, None, sharding).astype(dtype)
+
+    return lax.cond(left.fits & right.fits, in_fp8, in_bfloat16)
+
+
+def _multiply_fp8_tensors(lhs: MXArray, rhs: MXArray, sharding):
+    """In FP8, without the scales of the tensors."""
+    left, right = (q.elements.astype(get_format(q.format).dtype) for q in (lhs, rhs))
+    left, right = (t if q.axis == -1 else t.swapaxes(-1, -2) for t, q in ((left, lhs), (right, rhs)))
+    return _contract_fp8(left, right, jnp.float32, sharding)
+
+
+def _contract_fp8(lhs, rhs, dtype, sharding):
+    """Returns lhs @ rhs.T of FP8 operands. HIGHEST: accumulated in no fewer bits than float32 has."""
+    return _contract(lhs, -1, rhs, -1, lax.Precision.HIGHEST, sharding, dtype)
+
+
+def _multiply_scaled_dot(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
+    del carriers, sharding
+    sides = []
+    for q in (lhs, rhs):
+        shape = (*q.elements.shape[:-1], 2 * q.elements.shape[-1])
+        elements = lax.bitcast_convert_type(q.elements, jnp.float4_e2m1fn).reshape(shape)
+        sides.append((elements, lax.bitcast_convert_type(q.scales, jnp.float8_e8m0fnu)))
+    (left, left_scale), (right, right_scale) = sides
+    batch = tuple(range(left.ndim - 2))
+    return lax.scaled_dot(
+        left,
+        right,
+        lhs_scale=left_scale,
+        rhs_scale=right_scale,
+        dimension_numbers=(((left.ndim - 1,), (right.ndim - 1,)), (batch, batch)),
+        preferred_element_type=dtype,
+    )
+
+
+def _multiply_triton(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
+    del carriers, sharding
+    from mxjax.kernels.gemm import matmul
+
+    return matmul(lhs.elements, lhs.scales, rhs.elements, rhs.scales, dtype)
+
+
+def _contract(lhs, lhs_axis, rhs, rhs_axis, precision, sharding, dtype=jnp.float32):
+    """Returns the product over the two axes (negative), batched over axes before the last two."""
+    batch = tuple(range(lhs.ndim - 2))
+    dims = (((lhs.ndim + lhs_axis,), (rhs.ndim + rhs_axis,)), (batch, batch))
+    return lax.dot_general(
+        lhs, rhs, dims, precision=precision, preferred_element_type=dtype, out_sharding=sharding
     )
 
 
@@ -82,103 +230,40 @@ def explicit_sharding(x: jax.Array) -> NamedSharding | None:
     return sharding if sharding.mesh.are_all_axes_explicit and sharding.mesh.axis_names else None
 
 
-def rotate_operand(
-    x: Float[Array, "..."], axis: int, rotation: Rotation | None, signs: Float[Array, " size"] | None
-) -> Float[Array, "..."]:
-    """Returns x rotated along `axis`, filled up with zeros to a multiple of the rotation's size."""
-    if rotation is None:
-        return x
-    return rotate(pad(x, axis % x.ndim, rotation.size), rotation.size, axis=axis, signs=signs)
-
-
-def as_backward_sees(
-    x: Float[Array, "..."], wanted: Operand, fprop: Operand, axis: int, key: jax.Array | None
-) -> Float[Array, "..."]:
-    """Returns x as the backward pass takes it: as it is, or as the Fprop's quantization left it."""
-    if wanted.source == "original":
-        return x
-    return dequantize(quantize_operand(first_order_only(x), axis, fprop, None, None, key))
-
-
-def _multiply_reference(lhs: MXArray, lhs_axis, rhs: MXArray, rhs_axis, precision, sharding):
-    """The definition: float32 products of the dequantized operands."""
-    del precision
-    return _contract(dequantize(lhs), lhs_axis, dequantize(rhs), rhs_axis, lax.Precision.HIGHEST, sharding)
-
-
-def _multiply_xla(lhs: MXArray, lhs_axis, rhs: MXArray, rhs_axis, precision, sharding):
-    """The same values in bfloat16, which holds elements times block scales exactly; factors go last."""
-    keep = any(get_format(q.format).dtype == jnp.float32 for q in (lhs, rhs))
-    dtype = jnp.float32 if keep else jnp.bfloat16
-    precision = lax.Precision.HIGHEST if keep and precision is None else precision
-    left, right = (block_values(q).astype(dtype) for q in (lhs, rhs))
-    y = _contract(left, lhs_axis, right, rhs_axis, precision, sharding)
-    for factor in (lhs.factor, rhs.factor):
-        y = y if factor is None else y * factor
-    return y
-
-
-def _contract(lhs, lhs_axis, rhs, rhs_axis, precision, sharding):
-    """Returns the product over the two axes (negative), batched over axes before the last two, in float32."""
-    batch = tuple(range(lhs.ndim - 2))
-    dims = (((lhs.ndim + lhs_axis,), (rhs.ndim + rhs_axis,)), (batch, batch))
-    return lax.dot_general(
-        lhs, rhs, dims, precision=precision, preferred_element_type=jnp.float32, out_sharding=sharding
-    )
-
-
-def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Array, " size"] | None:
-    """Returns the signs of a rotation: none, the fixed ones of its seed, or those that `key` draws."""
-    if rotation is None or rotation.signs == "none":
-        return None
-    if rotation.signs == "fixed":  # whatever generator JAX is set to
-        key = jax.random.key(rotation.seed, impl="threefry2x32")
-    assert key is not None
-    return random_signs(key, rotation.size)
-
-
-def fold(key: jax.Array | None, *indices: int) -> jax.Array | None:
-    """Returns the key for one use, or None without a key. A pure function, so that remat replays the bits."""
-    if key is None:
-        return None
-    return functools.reduce(jax.random.fold_in, indices, key)
-
-
-@jax.custom_jvp
-def first_order_only(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns x, and raises NotImplementedError when that is differentiated."""
-    return x
-
-
-@first_order_only.defjvp
-def _raise_on_second_derivative(primals, tangents):
-    raise NotImplementedError(
-        "mxjax.dot has no second derivative: quantization is piecewise constant. "
-        "Use policy-free products (jnp.dot) where you need one."
-    )
-
-
 def choose_implementation(implementation: Implementation | None) -> Implementation:
-    """Returns the implementation named, or for None the fastest that runs here, which is logged once.
+    """Returns the implementation named, or for None the fastest for MXFP4 that runs here, which is logged
+    once.
 
     Raises:
       ValueError: there is none of that name.
       NotImplementedError: it does not run here.
     """
     if implementation is None:
-        _log_choice("xla")
-        return "xla"
+        name = _fastest(kernel_target())
+        _log_choice(name)
+        return name
     if implementation not in get_args(Implementation):
         names = ", ".join(get_args(Implementation))
         raise ValueError(f"unknown implementation {implementation!r}; use one of {names}, or None")
-    if implementation not in _RUNS_HERE:
+    if implementation == "triton" and kernel_target() is None:
         raise NotImplementedError(
-            f"implementation {implementation!r} does not run here yet; use one of {', '.join(_RUNS_HERE)}, "
-            "or None for the fastest"
+            "implementation 'triton' needs a GPU and jax-triton (install mxjax[cuda] or mxjax[rocm]); "
+            "use 'xla', or None for the fastest that runs here"
         )
     return implementation
 
 
-@functools.cache
-def _log_choice(implementation: str) -> None:
-    _log.info("mxjax.dot runs its GEMMs by implementation=%r", implementation)
+def _fastest(kernels: tuple[str, str] | None) -> Implementation:
+    """Returns where MXFP4 is native Triton's GEMM, on other GPUs with FP8 its carriers, and else bfloat16."""
+    if kernels and (kernels[1] == "gfx950" or kernels[1].startswith(("sm_100", "sm_103"))):
+        return "triton"
+    if kernels and kernels[0] == "cuda" and int(kernels[1].removeprefix("sm_")) >= 89:
+        return "fp8"
+    return "xla"
+
+
+@cache
+def _log_choice(name: Implementation) -> None:
+    _log.info("mxjax.dot runs its GEMMs by implementation=%r", name)
+    if jax.default_backend() == "gpu" and importlib.util.find_spec("jax_triton") is None:
+        _log.warning("jax-triton is not installed: install mxjax[cuda] or mxjax[rocm] for the fast kernels")

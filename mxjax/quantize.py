@@ -146,11 +146,7 @@ def pack(q: MXArray | Shaped[Array, "*shape"], *, axis: int = -1) -> UInt8[Array
     if elements.dtype != jnp.float4_e2m1fn:
         raise ValueError(f"pack needs float4_e2m1fn elements, got {elements.dtype}")
     axis = normalize_axis_index(axis, elements.ndim)
-    codes = lax.bitcast_convert_type(elements, jnp.uint4).astype(jnp.uint8)
-    codes = pad(codes, axis, 2)
-    pairs = codes.reshape(*codes.shape[:axis], codes.shape[axis] // 2, 2, *codes.shape[axis + 1 :])
-    low, high = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
-    return low | (high << 4)
+    return pack_codes(lax.bitcast_convert_type(elements, jnp.uint4).astype(jnp.uint8), axis)
 
 
 def unpack(packed: UInt8[Array, "*packed"], *, axis: int = -1) -> Shaped[Array, "*shape"]:
@@ -159,6 +155,14 @@ def unpack(packed: UInt8[Array, "*packed"], *, axis: int = -1) -> Shaped[Array, 
     codes = jnp.stack([packed & 0xF, packed >> 4], axis=axis + 1).astype(jnp.uint4)
     shape = (*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
     return lax.bitcast_convert_type(codes.reshape(shape), jnp.float4_e2m1fn)
+
+
+def pack_codes(codes: UInt8[Array, "*shape"], axis: int) -> UInt8[Array, "*packed"]:
+    """Returns 4-bit codes, given one a byte, two a byte along `axis` (from 0); see `pack`."""
+    codes = pad(codes, axis, 2)
+    pairs = codes.reshape(*codes.shape[:axis], codes.shape[axis] // 2, 2, *codes.shape[axis + 1 :])
+    low, high = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
+    return low | (high << 4)
 
 
 def quantize_unpacked(
@@ -208,16 +212,20 @@ def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     return values * spread(q.scales.astype(jnp.float32), values.shape, q.block_shape, q.axis)
 
 
-def _store(values: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*shape"]:
-    """Returns values that dtype holds exactly, in it; NaN, which float4 lacks, becomes 0 there."""
-    if dtype != jnp.float4_e2m1fn:
-        return values.astype(dtype)
+def float4_codes(values: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+    """Returns the 4-bit codes, one a byte, of values that E2M1 holds; NaN, which it lacks, becomes 0."""
     # By arithmetic: XLA's conversion to float4 takes twice as long on the CPU.
     magnitude = jnp.abs(values)
     code = jnp.where(magnitude < 2, 2 * magnitude, jnp.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4))
     code = jnp.where(magnitude <= E2M1.max, code, 0).astype(jnp.uint8)
-    code = lax.optimization_barrier(code | jnp.where(jnp.signbit(values), 8, 0).astype(jnp.uint8))
-    return lax.bitcast_convert_type(code.astype(jnp.uint4), dtype)
+    return lax.optimization_barrier(code | jnp.where(jnp.signbit(values), 8, 0).astype(jnp.uint8))
+
+
+def _store(values: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*shape"]:
+    """Returns values that dtype holds exactly, in it."""
+    if dtype != jnp.float4_e2m1fn:
+        return values.astype(dtype)
+    return lax.bitcast_convert_type(float4_codes(values).astype(jnp.uint4), dtype)
 
 
 def _scale(x: Float32[Array, "*shape"], f: Format, element: Element, rule: ScaleRule, block_shape, axis: int):

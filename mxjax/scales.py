@@ -46,7 +46,7 @@ def block_scale(
     Source: OCP MX v1.0, section 6.3 (floor); torchao's ScaleCalculationMode (rceil, ceil, even).
     """
     bits = lax.bitcast_convert_type(amax, jnp.int32) & _MAGNITUDE
-    exponent = (bits + _carry(rule, element)) >> 23
+    exponent = (bits + rule_carry(rule, element)) >> 23
     byte = jnp.clip(exponent - element.emax, 0, NAN_SCALE - 1)
     return jnp.where(bits >= _INFINITY, NAN_SCALE, byte).astype(jnp.uint8)
 
@@ -59,7 +59,7 @@ def check_rule(rule: ScaleRule, element: Element) -> None:
         raise ValueError(f"scale_rule 'uos' is defined for E2M1 elements, not {element.name}; use 'even'")
 
 
-def _carry(rule: ScaleRule, element: Element) -> int:
+def rule_carry(rule: ScaleRule, element: Element) -> int:
     """Returns what to add to amax's bits so that a mantissa past the rule's threshold carries."""
     check_rule(rule, element)
     match rule:

@@ -9,14 +9,8 @@ from jaxtyping import Array, Float, Float32
 from mxjax.blocks import BlockShape
 from mxjax.dot import dot
 from mxjax.formats import get_format
-from mxjax.gemm import (
-    Implementation,
-    as_backward_sees,
-    draw_signs,
-    fold,
-    quantize_operand,
-    rotate_operand,
-)
+from mxjax.gemm import Implementation
+from mxjax.operands import as_backward_sees, fold, quantize_operand, rotate_operand, uses_of
 from mxjax.policy import Policy
 from mxjax.quantize import MXArray, dequantize, quantize
 from mxjax.recipes import as_policy
@@ -145,13 +139,14 @@ def gemms(
     exact, quantized = products("fp32", "reference"), products(policy, implementation)
     x_seen = as_backward_sees(x, policy.wgrad.lhs, policy.fprop.lhs, -1, fold(key, 0, 0))
     w_seen = as_backward_sees(w, policy.dgrad.rhs, policy.fprop.rhs, -2, fold(key, 0, 1))
-    operands = (((x, -1), (w, -2)), ((dy, -1), (w_seen, -1)), ((x_seen, -2), (dy, -2)))
+    tensors = (((x, -1), (w, -2)), ((dy, -1), (w_seen, -1)), ((x_seen, -2), (dy, -2)))
     errors = []
     for i, gemm in enumerate(policy.gemms.values()):
-        signs = draw_signs(gemm.rotation, fold(key, i, 2))
-        sides = []
-        for j, ((operand, axis), how) in enumerate(zip(operands[i], (gemm.lhs, gemm.rhs), strict=True)):
-            q = quantize_operand(operand, axis, how, gemm.rotation, signs, fold(key, i, j))
-            sides.append(_compare(rotate_operand(operand, axis, gemm.rotation, signs), q))
+        (lhs, lhs_axis), (rhs, rhs_axis) = tensors[i]
+        uses = uses_of(gemm, lhs_axis, rhs_axis, fold(key, i))
+        sides = [
+            _compare(rotate_operand(t, use.axis, use.rotation, use.signs), quantize_operand(t, use))
+            for t, use in zip((lhs, rhs), uses, strict=True)
+        ]
         errors.append(GemmError(error(exact[i], quantized[i]), *sides))
     return DotErrors(*errors)

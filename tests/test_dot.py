@@ -481,11 +481,10 @@ def unchecked(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
-@pytest.mark.parametrize("implementation", ["fp8", "scaled_dot", "triton"])
-def test_an_implementation_that_does_not_run_here_raises(implementation):
+def test_an_implementation_that_does_not_run_here_raises():
     x, w, _ = inputs()
-    with pytest.raises(NotImplementedError, match=f"'{implementation}' does not run here.*reference, xla"):
-        mxjax.dot(x, w, policy="wgrad", implementation=implementation)
+    with pytest.raises(NotImplementedError, match=r"'triton' needs a GPU and jax-triton.*use 'xla'"):
+        mxjax.dot(x, w, policy="wgrad", implementation="triton")
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -743,8 +742,8 @@ def test_make_dot_general_uses_a_given_key_at_every_call():
 
 def test_make_dot_general_passes_the_implementation_on():
     x, w, _ = inputs()
-    dot_general = mxjax.make_dot_general("wgrad", implementation="scaled_dot")
-    with pytest.raises(NotImplementedError, match="'scaled_dot' does not run here"):
+    dot_general = mxjax.make_dot_general("wgrad", implementation="triton")
+    with pytest.raises(NotImplementedError, match="'triton' needs a GPU"):
         dot_general(x, w, (((1,), (0,)), ((), ())))
 
 

@@ -148,7 +148,7 @@ def test_eval_takes_another_policy_and_step_count(finished):
         (["--scale-rule", "even", "--policy", "bf16"], "no operand of any layer is in mxfp4"),
         (["--seq-len", "1000000"], "shorten --seq-len"),
         (["--resume"], "holds no run"),
-        (["--implementation", "triton"], "does not run here yet"),
+        (["--implementation", "triton"], "needs a GPU and jax-triton"),
     ],
 )
 def test_bad_input_ends_with_what_to_do(text, tmp_path, flags, message):

@@ -1,0 +1,313 @@
+"""GEMM of packed MXFP4 operands by `tl.dot_scaled`: E2M1 elements, E8M0 scales, float32 accumulation.
+
+On gfx950 it compiles to v_mfma_scale_f32_16x16x128_f8f6f4, on sm_100 to tcgen05.mma kind::mxf4; elsewhere
+Triton multiplies in bfloat16. Both operands are K-major, so that loads are of 16 bytes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax.custom_batching import custom_vmap
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+from triton import knobs
+
+from mxjax.kernels import shapes
+from mxjax.kernels.aot import Argument, Build
+from mxjax.kernels.gemm_tiles import OPTIONS, TILES, Tiles, choose_tiles, table_of
+from mxjax.kernels.launch import Target, ceil_div, current_target, triton_call
+
+
+def matmul(
+    lhs: UInt8[Array, "*batch m _"],
+    lhs_scales: UInt8[Array, "*batch m _"],
+    rhs: UInt8[Array, "*batch n _"],
+    rhs_scales: UInt8[Array, "*batch n _"],
+    dtype: DTypeLike = jnp.bfloat16,
+) -> Float[Array, "*batch m n"]:
+    """Returns lhs @ rhs.T of packed MXFP4 operands, accumulated in float32 and rounded to dtype.
+
+    A scale byte of 255 makes the results it takes part in NaN; byte 0 is 2**-127. Where Triton multiplies in
+    bfloat16 an element times its scale saturates or underflows as a bfloat16 does.
+
+    Args:
+      lhs, rhs: two E2M1 elements a byte along k, the even one in the low nibble; k is a multiple of 32.
+      lhs_scales, rhs_scales: an E8M0 byte for each 32 elements.
+      dtype: bfloat16 or float32.
+
+    Raises:
+      ValueError: the shapes do not fit, or dtype is another.
+    """
+    *batch, m, k = (*lhs.shape[:-1], lhs.shape[-1] * 2)
+    n = rhs.shape[-2]
+    if k % 32 or rhs.shape[-1] * 2 != k:
+        raise ValueError(f"lhs and rhs must have the same multiple of 32 elements: {lhs.shape}, {rhs.shape}")
+    if lhs_scales.shape != (*batch, m, k // 32) or rhs_scales.shape != (*batch, n, k // 32):
+        raise ValueError(
+            f"scales must be {(m, k // 32)}, {(n, k // 32)}: {lhs_scales.shape}, {rhs_scales.shape}"
+        )
+    if max(n, k) >= 2**21:
+        raise ValueError(f"n and k must be less than 2**21, for 32-bit offsets within a tile: {n}, {k}")
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"dtype must be bfloat16 or float32: {dtype}")
+    if k == 0:
+        return jnp.zeros((*batch, m, n), dtype)
+    flat = [x.reshape(-1, *x.shape[-2:]) for x in (lhs, lhs_scales, rhs, rhs_scales)]
+    return _batched(jnp.dtype(dtype), current_target())(*flat).reshape(*batch, m, n)
+
+
+@functools.cache
+def _batched(dtype, target: Target | None):
+    """Returns the product of [batch, ...] operands as a function that vmap turns into one of a larger batch.
+
+    JAX keeps what it traced of the function, hence one for each target.
+    """
+
+    @custom_vmap
+    def multiply(lhs, lhs_scales, rhs, rhs_scales):
+        return _launch(lhs, lhs_scales, rhs, rhs_scales, dtype, target)
+
+    @multiply.def_vmap
+    def _(size, batched, *operands):
+        operands = [
+            x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+            for x, has_axis in zip(operands, batched, strict=True)
+        ]
+        return matmul(*operands, dtype=dtype), True
+
+    return multiply
+
+
+def _launch(lhs, lhs_scales, rhs, rhs_scales, dtype, target):
+    batch, m, k = lhs.shape[0], lhs.shape[1], lhs.shape[2] * 2
+    n = rhs.shape[1]
+    tiles = choose_tiles(m, n, k, batch, target)
+    [out] = triton_call(
+        gemm_kernel,
+        lhs,
+        shuffle_scales(lhs_scales, target),
+        rhs,
+        shuffle_scales(rhs_scales, target),
+        # Triton's interpreter truncates to bfloat16 where GPUs round.
+        out=[jax.ShapeDtypeStruct((batch, m, n), jnp.float32 if knobs.runtime.interpret else dtype)],
+        grid=_grid(m, n, batch, tiles),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        options=OPTIONS.get(table_of(target), {}),
+        **_constants(m, n, k, tiles, target),
+    )
+    return out.astype(dtype)
+
+
+def shuffle_scales(
+    scales: UInt8[Array, "batch rows blocks"], target: Target | None
+) -> UInt8[Array, "batch rows_ blocks_"]:
+    """Returns scales in the order in which the target's matrix instructions take them.
+
+    On gfx950 [batch, ceil(blocks / 8), ceil(rows / 256) * 2048], filled up with 1 (byte 127): of each 32 rows
+    and 8 blocks the bytes are ordered [4, 16, 2, 2] from [2, 16 rows, 2, 4 blocks], so that the four bytes
+    which a lane of v_mfma_scale_f32_16x16x128 uses in turn are one word, as in Triton's tutorial on
+    block-scaled matrix multiplication. Elsewhere as they are.
+    """
+    if table_of(target) != "gfx950":
+        return scales
+    batch, rows, blocks = scales.shape
+    rows_, blocks_ = ceil_div(rows, 256) * 256, ceil_div(blocks, 8) * 8
+    scales = jnp.pad(scales, ((0, 0), (0, rows_ - rows), (0, blocks_ - blocks)), constant_values=127)
+    scales = scales.reshape(batch, rows_ // 32, 2, 16, blocks_ // 8, 2, 4).transpose(0, 4, 1, 6, 3, 5, 2)
+    return scales.reshape(batch, blocks_ // 8, rows_ * 8)
+
+
+def _grid(m, n, batch, tiles):
+    return (ceil_div(m, tiles.m) * ceil_div(n, tiles.n), batch)
+
+
+def _constants(m, n, k, tiles, target) -> dict[str, int | bool]:
+    native_amd = table_of(target) == "gfx950"
+    return {
+        "M": m,
+        "N": n,
+        "K": k,
+        "BLOCK_M": tiles.m,
+        "BLOCK_N": tiles.n,
+        "BLOCK_K": tiles.k,
+        "GROUP_M": 8,
+        "SHUFFLED": native_amd,
+        "XCDS": 8 if native_amd else 1,
+    }
+
+
+@triton.jit
+def gemm_kernel(
+    lhs,
+    lhs_scales,
+    rhs,
+    rhs_scales,
+    out,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SHUFFLED: tl.constexpr,
+    XCDS: tl.constexpr,
+):
+    """Computes one BLOCK_M x BLOCK_N tile of out[b] = lhs[b] @ rhs[b].T; the grid is (tiles, batch).
+
+    With SHUFFLED the scales are as `shuffle_scales` orders them for gfx950, and BLOCK_K is 256.
+    """
+    tile_m, tile_n = _tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, XCDS)
+    batch = tl.program_id(1).to(tl.int64)
+
+    x_rows = _rows(tile_m, M, BLOCK_M)
+    y_rows = _rows(tile_n, N, BLOCK_N)
+    packed = tl.arange(0, BLOCK_K // 2)
+    blocks = tl.arange(0, BLOCK_K // 32)[None, :]
+    x_offsets = x_rows[:, None] * (K // 2) + packed[None, :]
+    # Transposed offsets, not a transposed tile: only so is the tile's place in LDS free of bank conflicts.
+    y_offsets = y_rows[None, :] * (K // 2) + packed[:, None]
+    lhs += _start(batch, tile_m, M, K // 2, BLOCK_M)
+    rhs += _start(batch, tile_n, N, K // 2, BLOCK_N)
+    if SHUFFLED:
+        X_STEP: tl.constexpr = tl.cdiv(M, 256) * 2048
+        Y_STEP: tl.constexpr = tl.cdiv(N, 256) * 2048
+        x_scale_offsets = tl.arange(0, BLOCK_M * 8)
+        y_scale_offsets = tl.arange(0, BLOCK_N * 8)
+        lhs_scales += batch * (tl.cdiv(K, 256) * X_STEP) + tile_m * (BLOCK_M * 8)
+        rhs_scales += batch * (tl.cdiv(K, 256) * Y_STEP) + tile_n * (BLOCK_N * 8)
+    else:
+        X_STEP: tl.constexpr = BLOCK_K // 32
+        Y_STEP: tl.constexpr = BLOCK_K // 32
+        x_scale_offsets = x_rows[:, None] * (K // 32) + blocks
+        y_scale_offsets = y_rows[:, None] * (K // 32) + blocks
+        lhs_scales += _start(batch, tile_m, M, K // 32, BLOCK_M)
+        rhs_scales += _start(batch, tile_n, N, K // 32, BLOCK_N)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in range(K // BLOCK_K):
+        x_scales = _unshuffle(tl.load(lhs_scales + x_scale_offsets), BLOCK_M, SHUFFLED)
+        y_scales = _unshuffle(tl.load(rhs_scales + y_scale_offsets), BLOCK_N, SHUFFLED)
+        x = tl.load(lhs + x_offsets)
+        y = tl.load(rhs + y_offsets)
+        acc = tl.dot_scaled(x, x_scales, "e2m1", y, y_scales, "e2m1", acc)
+        lhs += BLOCK_K // 2
+        rhs += BLOCK_K // 2
+        lhs_scales += X_STEP
+        rhs_scales += Y_STEP
+
+    # What is left of K, with elements past the end zero and their scales 1.
+    REST: tl.constexpr = K % BLOCK_K
+    if REST > 0:
+        if SHUFFLED:
+            x_scales = _unshuffle(tl.load(lhs_scales + x_scale_offsets), BLOCK_M, SHUFFLED)
+            y_scales = _unshuffle(tl.load(rhs_scales + y_scale_offsets), BLOCK_N, SHUFFLED)
+        else:
+            x_scales = tl.load(lhs_scales + x_scale_offsets, mask=blocks < REST // 32, other=127)
+            y_scales = tl.load(rhs_scales + y_scale_offsets, mask=blocks < REST // 32, other=127)
+        x = tl.load(lhs + x_offsets, mask=(packed < REST // 2)[None, :], other=0)
+        y = tl.load(rhs + y_offsets, mask=(packed < REST // 2)[:, None], other=0)
+        acc = tl.dot_scaled(x, x_scales, "e2m1", y, y_scales, "e2m1", acc)
+
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    columns = tl.arange(0, BLOCK_N)[None, :]
+    out += batch * (M * N) + tile_m.to(tl.int64) * (BLOCK_M * N) + tile_n * BLOCK_N
+    offsets = rows * N + columns
+    if M % BLOCK_M == 0 and N % BLOCK_N == 0:
+        tl.store(out + offsets, acc.to(out.dtype.element_ty))
+    else:
+        inside = (rows < M - tile_m * BLOCK_M) & (columns < N - tile_n * BLOCK_N)
+        tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr, XCDS: tl.constexpr):
+    """Returns a program's tile: columns of GROUP_M tiles, which share operands in the L2 cache.
+
+    Programs are dealt to the XCDS dies of a GPU in turn, each with an L2 cache of its own: here neighbours go
+    to one die.
+    """
+    if XCDS > 1:
+        total = tiles_m * tiles_n
+        die = program % XCDS
+        program = die * (total // XCDS) + tl.minimum(die, total % XCDS) + program // XCDS
+    group = program // (GROUP_M * tiles_n)
+    rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    within = program % (GROUP_M * tiles_n)
+    return group * GROUP_M + within % rows, within // rows
+
+
+@triton.jit
+def _start(batch, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns where a tile of BLOCK rows begins in a [batch, ROWS, WIDTH] array, in int64."""
+    return batch * (ROWS * WIDTH) + tile.to(tl.int64) * (BLOCK * WIDTH)
+
+
+@triton.jit
+def _rows(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns a tile's rows from its first; in place of those past the end the last, which is not stored."""
+    rows = tl.arange(0, BLOCK)
+    if ROWS % BLOCK != 0:
+        rows = tl.minimum(rows, ROWS - 1 - tile * BLOCK)
+    return rows
+
+
+@triton.jit
+def _unshuffle(scales, BLOCK: tl.constexpr, SHUFFLED: tl.constexpr):
+    """Returns the scales [BLOCK, 8] of a tile that `shuffle_scales` ordered; others as they are."""
+    if SHUFFLED:
+        scales = scales.reshape(BLOCK // 32, 4, 16, 2, 2).permute(0, 4, 2, 3, 1).reshape(BLOCK, 8)
+    return scales
+
+
+def builds(target: Target) -> list[Build]:
+    """Returns the builds of Llama 3.1 8B's GEMMs and of small ones, each tile size of the target among them.
+
+    The result is float32 in Wgrad, whose weights are, and else bfloat16.
+    """
+    wanted = [
+        _build(shape, "float32" if shape.name.endswith("wgrad") else "bfloat16", target)
+        for tokens in shapes.TOKENS
+        for shape in shapes.gemms(tokens)
+    ]
+    wanted += [
+        _build(shape, dtype, target) for shape in shapes.EDGE_GEMMS for dtype in ("bfloat16", "float32")
+    ]
+    wanted += [_build(_small(tiles), "bfloat16", target, tiles) for tiles in TILES[table_of(target)]]
+    return list({build.name: build for build in wanted}.values())
+
+
+def _small(tiles: Tiles) -> shapes.GemmShape:
+    """Returns a shape of few programs of these tiles: with remainders unless they must be exact."""
+    rest = 0 if tiles.exact else 1
+    return shapes.GemmShape("small", tiles.m + rest, tiles.n + 3 * rest, 2 * tiles.k + 32 * rest, batch=2)
+
+
+def _build(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles | None = None) -> Build:
+    _, m, n, k, batch = shape
+    name = f"gemm_{batch}x{m}x{n}x{k}_{dtype}" + (f"_tile{tiles.m}x{tiles.n}" if tiles else "")
+    tiles = tiles or choose_tiles(m, n, k, batch, target)
+    shuffle = functools.partial(shuffle_scales, target=target)
+    x_scales, y_scales = (
+        jax.eval_shape(shuffle, jax.ShapeDtypeStruct((batch, rows, k // 32), jnp.uint8)) for rows in (m, n)
+    )
+    return Build(
+        name=name,
+        kernel=gemm_kernel,
+        signature={
+            "lhs": Argument((batch, m, k // 2), "uint8"),
+            "lhs_scales": Argument(x_scales.shape, "uint8"),
+            "rhs": Argument((batch, n, k // 2), "uint8"),
+            "rhs_scales": Argument(y_scales.shape, "uint8"),
+            "out": Argument((batch, m, n), dtype, output=True),
+        },
+        constants=_constants(m, n, k, tiles, target),
+        grid=_grid(m, n, batch, tiles),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        options=OPTIONS.get(table_of(target), {}),
+    )

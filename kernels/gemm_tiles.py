@@ -1,0 +1,81 @@
+"""How a GEMM is cut into tiles: a table for each target, and the choice among its rows by the shape."""
+
+import math
+from typing import NamedTuple
+
+from mxjax.kernels.launch import Target, ceil_div
+
+
+class Tiles(NamedTuple):
+    """How a GEMM is cut into programs.
+
+    Attributes:
+      m, n, k: elements of a tile.
+      warps, stages: of a program.
+      cost: estimated time of one tile; of gfx950 beside that of 256x256.
+      resident: programs that one compute unit holds at a time.
+      exact: whether the tile is used only where it divides m, n and k: its masked form spills registers.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    cost: float
+    resident: int = 1
+    exact: bool = False
+
+
+TILES = {
+    # 256x256 by eight waves is two waves on each SIMD, of which Triton's ping-pong schedule lets one load
+    # while the other multiplies; ROCm/aiter's gfx950-GEMM-AFP4WFP4.json has the same for large shapes.
+    # Smaller tiles load more for each product; the costs are estimates by those loads.
+    "gfx950": (
+        Tiles(256, 256, 256, warps=8, stages=2, cost=1.0, exact=True),
+        Tiles(256, 128, 256, warps=4, stages=2, cost=0.6, exact=True),
+        Tiles(128, 256, 256, warps=4, stages=2, cost=0.6, exact=True),
+        Tiles(128, 128, 256, warps=4, stages=2, cost=0.33, resident=2),
+        Tiles(64, 64, 256, warps=2, stages=2, cost=0.12, resident=4),
+    ),
+    "sm_100": (
+        Tiles(256, 128, 256, warps=8, stages=3, cost=0.5, resident=2),
+        Tiles(128, 128, 256, warps=4, stages=3, cost=0.28, resident=2),
+    ),
+    "interpreter": (Tiles(128, 128, 256, warps=4, stages=1, cost=1.0),),
+    "other": (Tiles(128, 128, 128, warps=8, stages=3, cost=1.0),),
+}
+# Compute units or streaming multiprocessors.
+UNITS = {"gfx950": 256, "sm_100": 148}
+# Of the compiler's backend.
+OPTIONS = {
+    "gfx950": {
+        # v_mfma_scale_f32_16x16x128: with 32x32x64 the largest tile spills.
+        "matrix_instr_nonkdim": 16,
+        "waves_per_eu": 2,
+        # LLVM would make half of a wave's 256 registers accumulation registers, and copy to and from them.
+        "llvm_fn_attrs": "amdgpu-agpr-alloc=0",
+    }
+}
+
+
+def choose_tiles(m: int, n: int, k: int, batch: int, target: Target | None) -> Tiles:
+    """Returns the tiles of least estimated time: rounds of programs times the cost of a tile."""
+    kind = table_of(target)
+    units = UNITS.get(kind, 1)
+
+    def time(tiles: Tiles) -> float:
+        programs = ceil_div(m, tiles.m) * ceil_div(n, tiles.n) * batch
+        return math.ceil(programs / (units * tiles.resident)) * tiles.resident * tiles.cost
+
+    fitting = [t for t in TILES[kind] if not (t.exact and (m % t.m or n % t.n or k % t.k))]
+    return min(fitting, key=time)
+
+
+def table_of(target: Target | None) -> str:
+    """Returns the key of a target in the tables; of None, where only the interpreter could run, its own."""
+    if target is None or target.backend == "interpreter":
+        return "interpreter"
+    if target.backend == "cuda":
+        return "sm_100" if target.compute_capability in (100, 103) else "other"
+    return "gfx950" if target.arch == "gfx950" else "other"

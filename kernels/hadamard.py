@@ -1,0 +1,40 @@
+"""The butterfly of `mxjax.hadamard` on groups of 8 elements, each element position a tensor of its own.
+
+`xs` is a tuple of 8 tensors [groups, other]: element 8 * g + i of the rotated axis is xs[i][g]. Strides 1, 2
+and 4 are sums and differences of whole tensors, in registers; larger ones exchange groups, which a layout
+with neighbouring groups in neighbouring lanes makes a lane shuffle.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotate_groups(xs, SIZE: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr, FACTOR: tl.constexpr):
+    """Returns xs (float32), each run of SIZE elements times Sylvester's matrix and FACTOR, SIZE**-0.5."""
+    for stage in tl.static_range(8):
+        if 2 << stage <= SIZE:
+            ys = ()
+            for i in tl.static_range(8):
+                if stage < 3:
+                    if i & (1 << stage):
+                        ys = ys + (xs[i ^ (1 << stage)] - xs[i],)
+                    else:
+                        ys = ys + (xs[i] + xs[i ^ (1 << stage)],)
+                else:
+                    ys = ys + (_butterfly(xs[i], 1 << (stage - 3), GROUPS, OTHER),)
+            xs = ys
+    ys = ()
+    for i in tl.static_range(8):
+        ys = ys + (xs[i] * FACTOR,)
+    return ys
+
+
+@triton.jit
+def _butterfly(x, STRIDE: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr):
+    """Returns the sums and differences of groups STRIDE apart."""
+    pairs = tl.reshape(x, [GROUPS // (2 * STRIDE), 2, STRIDE, OTHER])
+    bits = pairs.to(tl.int32, bitcast=True)
+    partner = (bits ^ tl.xor_sum(bits, 1, keep_dims=True)).to(tl.float32, bitcast=True)
+    sign = tl.where(tl.arange(0, 2) == 0, 1.0, -1.0)[None, :, None, None]
+    return tl.reshape(tl.fma(pairs, tl.broadcast_to(sign, pairs.shape), partner), [GROUPS, OTHER])

@@ -1,0 +1,213 @@
+"""The one place where Triton kernels meet JAX: as calls inside jit on GPUs, and in Triton's interpreter.
+
+`triton_call` takes the same arguments with jax-triton 0.3 and 0.4, and runs under `TRITON_INTERPRET=1` on the
+CPU (as a host callback), so that every function built on a kernel can be tested without a GPU.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+try:
+    from triton.runtime.interpreter import InterpretedFunction
+except ImportError as error:
+    raise ImportError(
+        "mxjax.kernels needs Triton: install mxjax[cuda] or mxjax[rocm], or mxjax[kernels] without a GPU"
+    ) from error
+
+
+class Target(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+      backend: "cuda", "hip", or "interpreter".
+      arch: "sm_90", "gfx950", …; of the interpreter "software".
+    """
+
+    backend: str
+    arch: str
+
+    @property
+    def compute_capability(self) -> int | None:
+        """90 for sm_90, None off CUDA."""
+        return int(self.arch.removeprefix("sm_")) if self.backend == "cuda" else None
+
+
+INTERPRETER = Target("interpreter", "software")
+"""Triton's interpreter on the CPU: with TRITON_INTERPRET=1 set before kernels are imported."""
+
+_override: list[Target] = []
+
+
+@contextlib.contextmanager
+def use_target(target: Target) -> Iterator[None]:
+    """Within it `mxjax` runs kernels on `target`: the interpreter, or a GPU to lower for without one."""
+    _override.append(target)
+    try:
+        yield
+    finally:
+        _override.pop()
+
+
+def current_target() -> Target | None:
+    """Returns what kernels run on: what `use_target` says, else this machine's GPU, else None."""
+    if _override:
+        return _override[-1]
+    return _device_target() if jax.default_backend() == "gpu" else None
+
+
+@functools.cache
+def _device_target() -> Target:
+    device = jax.devices("gpu")[0]
+    capability = str(device.compute_capability)  # "9.0" on CUDA, "gfx950" on ROCm
+    if capability.startswith("gfx"):
+        return Target("hip", capability.split(":")[0])
+    return Target("cuda", "sm_" + capability.replace(".", ""))
+
+
+def triton_call(
+    kernel,
+    *arrays: jax.Array,
+    out: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    num_warps: int = 4,
+    num_stages: int = 1,
+    options: Mapping[str, object] | None = None,
+    **constants,
+) -> list[jax.Array]:
+    """Returns the arrays that `kernel` writes: its parameters after `arrays` point to them, in order.
+
+    Args:
+      kernel: a function decorated with `triton.jit`. All its arguments but the pointers are constexpr.
+      arrays: inputs, passed as pointers that are multiples of 16 bytes.
+      out: shapes and dtypes of the outputs. The kernel must write every element.
+      grid: programs along up to three axes.
+      options: of the target's compiler; jax-triton 0.3 passes none on, which costs speed and no more.
+      constants: the kernel's constexpr arguments.
+    """
+    if 0 in grid:
+        return [jnp.zeros(o.shape, o.dtype) for o in out]
+    if isinstance(kernel, InterpretedFunction):
+        _interpreter_thread()
+        run = functools.partial(_interpret, kernel, tuple(out), grid, constants)
+        return list(jax.pure_callback(run, tuple(out), *arrays, vmap_method="sequential"))
+    target = current_target()
+    if target is None:
+        raise NotImplementedError(
+            "Triton kernels need a GPU, or its interpreter: TRITON_INTERPRET=1 and use_target(INTERPRETER)"
+        )
+    jax_triton = _import_jax_triton()
+    results = jax_triton.triton_call(
+        *arrays,
+        kernel=kernel,
+        grid=grid,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        compute_capability=target.compute_capability,
+        **_version_arguments(tuple(out), dict(options or {})),
+        **constants,
+    )
+    return list(results)
+
+
+@functools.cache
+def _import_jax_triton():
+    try:
+        import jax_triton
+    except ImportError as error:
+        raise ImportError("Triton kernels run by jax-triton: install mxjax[cuda] or mxjax[rocm]") from error
+    return jax_triton
+
+
+def _version_arguments(out: tuple[jax.ShapeDtypeStruct, ...], options: dict) -> dict:
+    """Returns what jax-triton 0.3 and 0.4 name differently: the outputs and the compiler's options.
+
+    Products are not fused with sums, which would round once where the definitions round twice.
+    """
+    parameters = inspect.signature(_import_jax_triton().triton_call).parameters
+    if "out_type" in parameters:
+        return {"out_type": out, "backend_options": {"enable_fp_fusion": False, **options}}
+    return {"out_shape": out, "enable_fp_fusion": False}
+
+
+def _interpret(kernel, out, grid, constants, *arrays) -> tuple[np.ndarray, ...]:
+    """Runs a kernel in Triton's interpreter on host copies of the arrays."""
+    inputs = [_HostTensor(np.array(a)) for a in arrays]
+    # Poisoned: an element that the kernel fails to write shows.
+    outputs = [_HostTensor(np.frombuffer(b"\xa5" * (o.size * o.dtype.itemsize), o.dtype).copy()) for o in out]
+    _interpreter_thread().submit(kernel[grid], *inputs, *outputs, **constants).result()
+    return tuple(t.array.reshape(o.shape) for t, o in zip(outputs, out, strict=True))
+
+
+@functools.cache
+def _interpreter_thread() -> concurrent.futures.Executor:
+    """Returns a thread of its own for the interpreter: XLA's CPU threads flush subnormals to zero.
+
+    There numpy says nothing of NaN and infinity, as GPUs do not.
+    """
+    executor = concurrent.futures.ThreadPoolExecutor(1, initializer=np.seterr, initargs=("ignore",))
+    executor.submit(int).result()
+    return executor
+
+
+_TRITON_DTYPES = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "uint8": "u8",
+    "int8": "i8",
+    "uint16": "u16",
+    "int32": "i32",
+    "uint32": "u32",
+}
+
+
+class _HostTensor:
+    """The part of a torch.Tensor that Triton's interpreter uses, around a numpy array."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self.dtype = _TRITON_DTYPES[array.dtype.name]
+        self.shape = array.shape
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> "_HostTensor":
+        return self
+
+    def cpu(self) -> "_HostTensor":
+        return self
+
+    def copy_(self, other: "_HostTensor") -> None:
+        del other  # the same memory
+
+    def new_empty(self, *args, **kwargs) -> "_HostTensor":
+        return self
+
+    def set_(self, *args) -> None:
+        pass
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(s // self.array.itemsize for s in self.array.strides)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Returns a / b rounded up."""
+    return math.ceil(a / b)

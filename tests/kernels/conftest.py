@@ -1,0 +1,31 @@
+"""Without a GPU the kernels run in Triton's interpreter, which is chosen before they are imported."""
+
+import os
+import pathlib
+import shutil
+
+import pytest
+
+HAS_GPU = bool(shutil.which("nvidia-smi")) or pathlib.Path("/dev/kfd").exists()
+NATIVE = ("test_gemm", "test_quantize")  # modules whose tests run on a GPU where there is one
+
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent == pathlib.Path(__file__).parent and item.path.stem in NATIVE:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_run():
+    """Runs kernels on the GPU, or without one in the interpreter."""
+    if HAS_GPU:
+        yield
+        return
+    from mxjax.kernels.launch import INTERPRETER, use_target
+
+    with use_target(INTERPRETER):
+        yield
