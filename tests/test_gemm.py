@@ -189,6 +189,9 @@ def test_keeps_packed_operands_for_the_backward_pass(implementation):
         _, vjp = jax.vjp(lambda x, w: mxjax.dot(x, w, policy=policy, implementation=implementation), x, w)
         return sum(leaf.nbytes for leaf in jax.tree.leaves(vjp) if leaf.ndim > 1)
 
-    packed = (0.5 + 1 / 32) * (x.size + w.size)
-    assert kept("wgrad_hadamard", implementation) == packed
+    packed = {"x": 17 * x.size // 32, "w": 17 * w.size // 32}
+    assert kept("wgrad_hadamard", implementation) == sum(packed.values())
     assert kept("wgrad_hadamard", "xla") == x.nbytes + w.nbytes
+    residuals = functools.partial(mxjax.stats.residual_bytes, x, w, policy="wgrad_hadamard")
+    assert residuals(implementation=implementation) == packed
+    assert residuals(implementation="xla") == {"x": x.nbytes, "w": w.nbytes}
