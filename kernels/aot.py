@@ -33,7 +33,7 @@ from mxjax.kernels.launch import Target
 
 DESCRIPTION = "Compiles every kernel for the shapes of Llama 3.1 8B, on a machine with or without a GPU."
 TARGETS = ("gfx950", "sm_90", "sm_100")
-MODULES = ("gemm", "operands")
+MODULES = ("gemm", "quantize_builds", "carriers")
 _TYPES = {
     "uint8": "u8",
     "uint32": "u32",

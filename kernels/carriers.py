@@ -10,8 +10,11 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int32, UInt8
 
 from mxjax.carriers import DTYPES, SHIFTS, Carrier
+from mxjax.kernels import shapes
+from mxjax.kernels.aot import Argument, Build
 from mxjax.kernels.elements import encode_fp8, scale_value
-from mxjax.kernels.launch import ceil_div, current_target, triton_call
+from mxjax.kernels.launch import Target, ceil_div, current_target, triton_call
+from mxjax.kernels.partition import partitioned
 
 BLOCKS = 256  # a program
 _WORDS = 4  # of 8 elements, a block
@@ -44,41 +47,42 @@ def carry_operand(
     carrier: Carrier,
 ) -> tuple[Float[Array, "*b n k"], Bool[Array, ""]]:
     """Returns packed elements times 2**(scale byte - reference) in FP8, and whether none was lost."""
-    words = jax.lax.bitcast_convert_type(elements.reshape(1, -1, 4), jnp.int32)
-    carried, lost = _carry(carrier)(words, scales.reshape(1, -1), reference[None])
+    blocks = scales.shape[-1]
+    words = jax.lax.bitcast_convert_type(elements.reshape(1, -1, _WORDS * blocks, 4), jnp.int32)
+    carried, lost = _carry(carrier, current_target())(words, scales.reshape(1, -1, blocks), reference[None])
     fp8 = jax.lax.bitcast_convert_type(carried, DTYPES[carrier])
     return fp8.reshape(*elements.shape[:-1], 2 * elements.shape[-1]), ~jnp.any(lost != 0)
 
 
 @functools.cache
-def _carry(carrier: Carrier):
-    """Returns the function of words [v, 4 blocks], scales [v, blocks] and references [v], mapped over v."""
+def _carry(carrier: Carrier, target: Target | None):
+    """Returns a function of words [v, n, 4 blocks], scales [v, n, blocks] and references [v]; vmap grows v.
 
-    @custom_vmap
-    def run(words, scales, reference):
-        v, blocks = scales.shape
-        programs = ceil_div(blocks, BLOCKS)
-        target = current_target()
-        low, high = SHIFTS[carrier]
+    JAX keeps what it traced of the function, hence one for each target.
+    """
+
+    def call(words, scales, reference):
+        v, n, blocks = scales.shape
         return triton_call(
             carry_kernel,
             words,
             scales,
             reference,
             out=[
-                jax.ShapeDtypeStruct((v, 2 * _WORDS * blocks), jnp.int32),
-                jax.ShapeDtypeStruct((v, programs), jnp.int32),
+                jax.ShapeDtypeStruct((v, n, 2 * _WORDS * blocks), jnp.int32),
+                jax.ShapeDtypeStruct((v, n, blocks), jnp.uint8),
             ],
-            grid=(programs, v),
+            grid=(ceil_div(n * blocks, BLOCKS), v),
             num_warps=4,
-            N=blocks,
-            PROGRAMS=programs,
-            BLOCKS=BLOCKS,
-            LOW=low,
-            HIGH=high,
-            E5M2=carrier == "e5m2",
-            NATIVE=target is not None and target.backend == "cuda",
+            **_constants(n * blocks, carrier, target),
         )
+
+    @custom_vmap
+    def run(words, scales, reference):
+        several = scales.shape[2] > 1  # an axis of one block is one factor
+        rule = "v n (b w), v n b, v -> v n (b o), v n b" if several else "v n w, v n b, v -> v n o, v n b"
+        sizes = {"w": _WORDS, "o": 2 * _WORDS} if several else {}
+        return partitioned(call, rule, sizes, ["w", "o"])(words, scales, reference)
 
     @run.def_vmap
     def _(size, batched, *args):
@@ -93,6 +97,37 @@ def _carry(carrier: Carrier):
     return run
 
 
+def _constants(blocks: int, carrier: Carrier, target: Target | None) -> dict[str, int | bool]:
+    low, high = SHIFTS[carrier]
+    native = target is not None and target.backend == "cuda"
+    constants: dict[str, int | bool] = {"N": blocks, "BLOCKS": BLOCKS, "LOW": low, "HIGH": high}
+    return constants | {"E5M2": carrier == "e5m2", "NATIVE": native}
+
+
+def builds(target: Target) -> list[Build]:
+    """Returns the builds of Llama 3.1 8B's operands, for targets that multiply FP8 and not FP4."""
+    if target.arch != "sm_90":
+        return []
+    sizes = {t.rows * t.columns // 32 for tokens in shapes.TOKENS for t in shapes.tensors(tokens)}
+    return [_build(size, carrier, target) for size in sorted(sizes) for carrier in DTYPES]
+
+
+def _build(blocks: int, carrier: Carrier, target: Target) -> Build:
+    return Build(
+        name=f"carry_{blocks}_{carrier}",
+        kernel=carry_kernel,
+        signature={
+            "words": Argument((1, _WORDS * blocks), "int32"),
+            "scales": Argument((1, blocks), "uint8"),
+            "reference": Argument((1,), "int32"),
+            "out": Argument((1, 2 * _WORDS * blocks), "int32", output=True),
+            "lost": Argument((1, blocks), "uint8", output=True),
+        },
+        constants=_constants(blocks, carrier, target),
+        grid=(ceil_div(blocks, BLOCKS), 1),
+    )
+
+
 @triton.jit
 def carry_kernel(
     words,
@@ -101,14 +136,13 @@ def carry_kernel(
     out,
     lost,
     N: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     BLOCKS: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     E5M2: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Carries BLOCKS of N blocks of words [v, 4 N] and scales [v, N]; out is [v, 8 N], lost [v, PROGRAMS]."""
+    """Carries BLOCKS of N blocks of words [v, 4 N] and scales [v, N]; out is [v, 8 N], lost [v, N]."""
     v = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     byte = tl.load(scales + v * N + block, block < N, 0).to(tl.int32)
@@ -117,7 +151,7 @@ def carry_kernel(
     shift = byte - tl.load(reference + v)
     holds_something = tl.max((word & 0x77777777).to(tl.uint32, bitcast=True), 1) > 0
     missed = (shift < LOW) & (byte < 255) & holds_something
-    tl.store(lost + v * PROGRAMS + tl.program_id(0), tl.max(missed.to(tl.int32), 0))
+    tl.store(lost + v * N + block, missed.to(tl.uint8), block < N)
     scale = scale_value(tl.where(byte == 255, 255, tl.minimum(tl.maximum(shift, LOW), HIGH) + 127))
     if NATIVE:
         magnitudes = (0 * scale, 0.5 * scale, scale, 1.5 * scale, 2 * scale, 3 * scale, 4 * scale, 6 * scale)

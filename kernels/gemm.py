@@ -19,6 +19,7 @@ from mxjax.kernels import shapes
 from mxjax.kernels.aot import Argument, Build
 from mxjax.kernels.gemm_tiles import OPTIONS, TILES, Tiles, choose_tiles, table_of
 from mxjax.kernels.launch import Target, ceil_div, current_target, triton_call
+from mxjax.kernels.partition import partitioned
 
 
 def matmul(
@@ -66,9 +67,14 @@ def _batched(dtype, target: Target | None):
     JAX keeps what it traced of the function, hence one for each target.
     """
 
+    def call(*operands):
+        return [_launch(*operands, dtype, target)]
+
     @custom_vmap
-    def multiply(lhs, lhs_scales, rhs, rhs_scales):
-        return _launch(lhs, lhs_scales, rhs, rhs_scales, dtype, target)
+    def multiply(*operands):
+        rule = "b m bytes, b m blocks, b n bytes, b n blocks -> b m n"
+        [out] = partitioned(call, rule, {}, ["bytes", "blocks"])(*operands)
+        return out
 
     @multiply.def_vmap
     def _(size, batched, *operands):

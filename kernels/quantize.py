@@ -22,7 +22,7 @@ from mxjax.kernels.elements import (
 from mxjax.kernels.hadamard import rotate_groups
 from mxjax.kernels.philox import random_halves
 
-SCALARS = 8  # uint32 numbers: two key words and the FP8 reference, for rows and for columns, and two spare
+SCALARS = 9  # uint32: two key words and the FP8 reference, for rows and for columns; x's place in the whole
 
 
 @triton.jit
@@ -37,6 +37,8 @@ def quantize_kernel(
     BATCH: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
+    R_ALL: tl.constexpr,
+    C_ALL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SCALARS_STRIDE: tl.constexpr,
@@ -73,6 +75,9 @@ def quantize_kernel(
       LENGTH: of the blocked axis, filled up. ROTATION: the Hadamard size, or 1. SIGNS: whether it has signs.
       CARRY: the scale rule, as `mxjax.scales.rule_carry`. SQUARE: blocks of 32 x 32. PRESCALE: or 1.
     scalars: uint32 [V or 1, SCALARS]; signs: float32 [V or 1, 2, 64], for rows and for columns.
+
+    x is a part of a tensor whose last two axes are R_ALL and C_ALL long, from the batch, row and column that
+    scalars 6, 7 and 8 say: random bits go by the position in the whole.
     """
     GROUPS_R: tl.constexpr = BLOCK_R // 8
     GROUPS_C: tl.constexpr = BLOCK_C // 8
@@ -86,6 +91,8 @@ def quantize_kernel(
     x += matrix * R * C + r0.to(tl.int64) * C + c0
     scalars += v * SCALARS_STRIDE
     signs += v * SIGNS_STRIDE
+    batch = tl.load(scalars + 6).to(tl.int32) + b.to(tl.int32)
+    r_all, c_all = tl.load(scalars + 7).to(tl.int32), tl.load(scalars + 8).to(tl.int32)
     if COLUMN_FORM == "":
         rows = _load_rows(x, tl.arange(0, BLOCK_R), R - r0, C - c0, C, BLOCK_C)
     else:
@@ -101,7 +108,8 @@ def quantize_kernel(
             column_scales + matrix * C * (COLUMN_LENGTH // 32),
             r0 // 8,
             c0,
-            b.to(tl.int32) * C,
+            r_all // 8,
+            batch * C_ALL + c_all,
             C,
             GROUPS_R,
             BLOCK_C,
@@ -125,7 +133,8 @@ def quantize_kernel(
             row_scales + matrix * R * (ROW_LENGTH // 32),
             c0 // 8,
             r0,
-            b.to(tl.int32) * R,
+            c_all // 8,
+            batch * R_ALL + r_all,
             R,
             GROUPS_C,
             BLOCK_R,
@@ -167,6 +176,7 @@ def _quantize_groups(
     scales,
     group0,
     other0,
+    counter0,
     row0,
     N: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -200,7 +210,7 @@ def _quantize_groups(
     random = (byte, byte, byte, byte, byte, byte, byte, byte)
     if STOCHASTIC:
         # What depends on `byte`, which is never negative, has its layout: random bits need no conversion.
-        counter = tl.where(byte >= 0, (group0 + group)[:, None], 0).to(tl.uint32)
+        counter = tl.where(byte >= 0, (counter0 + group0 + group)[:, None], 0).to(tl.uint32)
         row = tl.where(byte >= 0, (row0 + other0 + tl.arange(0, OTHER))[None, :], 0).to(tl.uint32)
         random = random_halves(counter, row, tl.load(scalars), tl.load(scalars + 1))
     if FORM == "packed":

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from mxjax.kernels.gemm import matmul
 from mxjax.kernels.launch import Target, use_target
-from mxjax.kernels.operands import Random, Side, quantize_operands
+from mxjax.kernels.operands import Random, quantize_operands
+from mxjax.kernels.sides import Side
 from mxjax.policy import Operand, Rotation
 
 SR = Side(Operand(rounding="stochastic"), Rotation(16, "redrawn"))

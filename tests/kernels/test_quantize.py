@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 import mxjax
 from mxjax.kernels.hadamard import rotate_groups
 from mxjax.kernels.launch import triton_call
-from mxjax.kernels.operands import Random, Side, quantize_operands
+from mxjax.kernels.operands import Random, quantize_operands
 from mxjax.kernels.philox import random_halves
+from mxjax.kernels.sides import Side
 from mxjax.philox import random_uint16
 from mxjax.policy import Operand, Rotation
 

@@ -1,0 +1,133 @@
+"""How the quantizer kernel is launched: what is wanted of a tensor, as constants, tiles and programs."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from mxjax.formats import E2M1
+from mxjax.kernels.launch import Target, ceil_div
+from mxjax.policy import Operand, Rotation
+from mxjax.scales import rule_carry
+
+Form = Literal["packed", "bf16", "e4m3", "e5m2"]
+
+BLOCK = 32
+LARGEST_ROTATION = 64
+WORDS = {"packed": 1, "e4m3": 2, "e5m2": 2, "bf16": 4}  # of 32 bits, a group of 8 elements
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """How one of the two operands that a tensor becomes is quantized, and what it is written as.
+
+    `form`: "packed" (two E2M1 a byte), "bf16" (the dequantized values), "e4m3" or "e5m2" (the elements times
+    2**(scale byte - reference), with a reference given at the call).
+    """
+
+    operand: Operand
+    rotation: Rotation | None = None
+    form: Form = "packed"
+
+    def __post_init__(self):
+        o = self.operand
+        if o.format != "mxfp4" or o.block_shape not in (None, 32, (1, 32), (32, 32)):
+            raise NotImplementedError(f"the quantizer kernel takes mxfp4 in blocks of 32 or 32x32, not {o}")
+        if self.rotation and self.rotation.size > LARGEST_ROTATION:
+            raise NotImplementedError(f"the quantizer kernel rotates by H{LARGEST_ROTATION} at most")
+
+    def length(self, axis: int) -> int:
+        """Returns the length of the blocked axis, filled up to whole blocks and runs of the rotation."""
+        multiple = max(BLOCK, self.rotation.size if self.rotation else 1)
+        return ceil_div(axis, multiple) * multiple
+
+
+class Launch(NamedTuple):
+    """How the kernel is launched: outputs of both sides, wanted or not; programs; constants but strides."""
+
+    out: list[jax.ShapeDtypeStruct]
+    grid: tuple[int, ...]
+    num_warps: int
+    constants: dict[str, Any]
+
+
+def launch_of(
+    rows: Side | None,
+    columns: Side | None,
+    target: Target | None,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    whole: tuple[int, int] | None = None,
+) -> Launch:
+    v, b, r, c = shape
+    tile_r, tile_c, num_warps = _tile(target, c * jnp.dtype(dtype).itemsize)
+    constants: dict[str, Any] = {"BATCH": b, "R": r, "C": c, "BLOCK_R": tile_r, "BLOCK_C": tile_c}
+    constants["CONVERT"] = conversion(target)
+    constants["R_ALL"], constants["C_ALL"] = whole or (r, c)
+    out = []
+    for name, side, length, other in (("ROW", rows, c, r), ("COLUMN", columns, r, c)):
+        if side is None:
+            out += [jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.uint8)]
+            values = _ABSENT
+        else:
+            n = side.length(length)
+            out.append(jax.ShapeDtypeStruct((v, b, other, n // 8 * WORDS[side.form]), jnp.int32))
+            out.append(jax.ShapeDtypeStruct((v, b, other, n // BLOCK), jnp.uint8))
+            values = side_constants(side, n)
+        constants |= {f"{name}_{k}": value for k, value in values.items()}
+    tiles = (ceil_div(r, tile_r), ceil_div(c, tile_c))
+    return Launch(out, (*(tiles if columns else tiles[::-1]), v * b), num_warps, constants)
+
+
+_ABSENT: Mapping[str, object] = {
+    "FORM": "",
+    "LENGTH": 0,
+    "ROTATION": 1,
+    "SIGNS": False,
+    "CARRY": 0,
+    "SQUARE": False,
+    "STOCHASTIC": False,
+    "PRESCALE": 1,
+    "FACTOR": 1.0,
+}
+
+
+def side_constants(side: Side, length: int) -> dict[str, object]:
+    """Returns the constants of the kernel for one side whose blocked axis is `length` long when filled up."""
+    size = side.rotation.size if side.rotation else 1
+    return {
+        "FORM": side.form,
+        "LENGTH": length,
+        "ROTATION": size,
+        "FACTOR": float(np.float32(size**-0.5)),
+        "SIGNS": side.rotation is not None and side.rotation.signs != "none",
+        "CARRY": rule_carry(side.operand.scale_rule, E2M1),
+        "SQUARE": side.operand.block_shape == (32, 32),
+        "STOCHASTIC": side.operand.rounding == "stochastic",
+        "PRESCALE": side.operand.prescale or 1,
+    }
+
+
+def conversion(target: Target | None) -> str:
+    """Returns how the kernel encodes elements on a target: by which instructions, or "software"."""
+    if target is None or target.backend == "interpreter":
+        return "software"
+    if target.arch == "gfx950":
+        return "gfx950"
+    if target.backend == "cuda":
+        return "sm_100" if target.arch.startswith(("sm_10", "sm_12")) else "sm_90"
+    return "software"
+
+
+def _tile(target: Target | None, row_bytes: int) -> tuple[int, int, int]:
+    """Returns the rows and columns of a tile and its warps: on GPUs 8 x 8 elements a thread.
+
+    Half as many where rows do not start at multiples of 16 bytes: loads by elements take more registers.
+    """
+    if target is None or target.backend == "interpreter":
+        return 64, 64, 1
+    return 64 if row_bytes % 16 else 128, 64, 2 if target.backend == "hip" else 4

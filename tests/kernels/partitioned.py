@@ -1,0 +1,98 @@
+"""Run by test_partition.py on 8 virtual devices: the quantizer on meshes, with a jax.numpy kernel.
+
+Callbacks cannot run inside a partitioned function, so Triton's interpreter cannot. What is tested is how
+tensors are cut up, and that random bits go by the position in the whole.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mxjax
+from mxjax.formats import E2M1
+from mxjax.kernels import operands
+from mxjax.kernels.launch import INTERPRETER, use_target
+from mxjax.kernels.operands import Random, quantize_operands
+from mxjax.kernels.sides import Side
+from mxjax.operands import Use
+from mxjax.packed import pack_by_definition
+from mxjax.philox import philox_4x32
+from mxjax.policy import Operand, Rotation
+from mxjax.quantize import float4_codes, pack_codes
+from mxjax.rounding import stochastic_round
+from mxjax.scales import block_scale, divide_by_scale
+
+
+def plain_kernel(kernel, x, scalars, signs, *, out, **constants):
+    """What the kernel does to [1, b, r, c], stochastically in packed form, by jax.numpy."""
+    del kernel, signs
+    scalars = scalars[0]
+    written = []
+    for name, t, first, other in (("ROW", x[0], 8, 7), ("COLUMN", x[0].swapaxes(1, 2), 7, 8)):
+        if not constants[f"{name}_FORM"]:
+            written += [jnp.zeros(o.shape, o.dtype) for o in out[len(written) : len(written) + 2]]
+            continue
+        b, n, k = t.shape
+        t = t.astype(jnp.float32)
+        if constants[f"{name}_ROTATION"] > 1:
+            t = mxjax.rotate(t, constants[f"{name}_ROTATION"])
+        byte = block_scale(jnp.max(jnp.abs(t.reshape(b, n, k // 32, 32)), axis=-1))
+        scaled = divide_by_scale(t, jnp.repeat(byte.astype(jnp.int32), 32, axis=-1))
+        whole = constants["R_ALL" if name == "ROW" else "C_ALL"]
+        batches = (scalars[6] + jnp.arange(b, dtype=jnp.uint32))[:, None]
+        row = (batches * jnp.uint32(whole) + scalars[other] + jnp.arange(n, dtype=jnp.uint32))[..., None]
+        counter = scalars[first] // 8 + jnp.arange(k // 8, dtype=jnp.uint32)
+        zero = jnp.zeros((b, n, k // 8), jnp.uint32)
+        key = scalars[0:2] if name == "ROW" else scalars[3:5]
+        words = philox_4x32((zero + counter, zero + row, zero, zero), (key[0], key[1]))
+        halves = jnp.stack([h for w in words for h in (w & 0xFFFF, w >> 16)], axis=-1).reshape(b, n, k)
+        codes = float4_codes(stochastic_round(scaled, E2M1, halves.astype(jnp.uint16)))
+        packed = pack_codes(codes, 2).reshape(1, b, n, k // 8, 4)
+        written += [lax.bitcast_convert_type(packed, jnp.int32), byte[None]]
+    return written
+
+
+def main() -> None:
+    operands.triton_call = plain_kernel
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    stochastic = Operand(rounding="stochastic")
+    keys = [jax.random.key(i) for i in range(2)]
+    words = [Random(jax.random.bits(key, (2,), jnp.uint32)) for key in keys]
+    sides = (Side(stochastic), Side(stochastic, Rotation(16)))
+
+    def quantize(x):
+        return quantize_operands(x, *sides, row_random=words[0], column_random=words[1])
+
+    x = jax.random.normal(jax.random.key(2), (2, 256, 128), jnp.bfloat16)
+    with use_target(INTERPRETER):
+        wanted = jax.jit(quantize)(x)
+        check_definition(wanted, x, sides, keys)
+        for spec in (P(None, "a", "b"), P(None, ("a", "b")), P("b", "a"), P(None, None, "a"), P()):
+            check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
+    print("all equal")
+
+
+def check_definition(got, x, sides, keys) -> None:
+    """Compares one device's bits with the definition's."""
+    for q, side, key, axis in zip(got, sides, keys, (-1, -2), strict=True):
+        wanted = pack_by_definition(x, Use(axis, side.operand, side.rotation, None, key))
+        np.testing.assert_array_equal(q.elements, wanted.elements)
+        np.testing.assert_array_equal(q.scales, wanted.scales)
+
+
+def check_mesh(quantize, x, sharding, wanted) -> None:
+    """Compares with one device's bits; nothing is gathered, and row-wise operands lie where their rows do."""
+    x = jax.device_put(x, sharding)
+    compiled = jax.jit(lambda x: quantize(x)).lower(x).compile()
+    got = compiled(x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert "all-gather" not in compiled.as_text(), sharding
+    assert got[0].elements.sharding.is_equivalent_to(sharding, 3)
+
+
+if __name__ == "__main__":
+    main()

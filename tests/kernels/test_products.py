@@ -1,0 +1,68 @@
+"""`mxjax.dot` with its kernels, against the reference without them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax.gemm import plan
+from mxjax.kernels.launch import current_target
+
+pytestmark = pytest.mark.usefixtures("kernels_run")
+
+
+def tensors(span: int = 0):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (2, 20, 96), jnp.bfloat16)
+    x = (x * jnp.exp2(jnp.round(jnp.linspace(-span, 0, 96)))).astype(jnp.bfloat16)
+    w = 0.02 * jax.random.normal(keys[1], (96, 72))
+    return x, w, 1e-5 * jax.random.normal(keys[2], (2, 20, 72))
+
+
+def all_three(policy, implementation, x, w, dy):
+    product = functools.partial(
+        mxjax.dot, policy=policy, key=jax.random.key(7), implementation=implementation
+    )
+    y, vjp = jax.vjp(product, x, w)
+    return y, *vjp(dy)
+
+
+def assert_close(got, wanted):
+    for a, b in zip(got, wanted, strict=True):
+        a, b = (np.asarray(t, np.float64) for t in (a, b))
+        assert np.linalg.norm(a - b) < 2e-4 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("policy", ["wgrad_hadamard", "full_rht", "wgrad_sr", "primus_turbo", "tetrajet"])
+@pytest.mark.parametrize("implementation", ["xla", "fp8", "triton"])
+def test_kernels_give_the_values_of_the_reference(policy, implementation):
+    args = tensors()
+    wanted = all_three(policy, "reference", *args)
+    assert_close(all_three(policy, implementation, *args), wanted)
+
+
+@pytest.mark.parametrize("implementation", ["fp8", "triton"])
+def test_scales_of_forty_binades_are_multiplied_right(implementation):
+    args = tensors(span=40)
+    assert_close(
+        all_three("wgrad_hadamard", implementation, *args), all_three("wgrad_hadamard", "reference", *args)
+    )
+
+
+@pytest.mark.parametrize("implementation", ["fp8", "triton"])
+def test_kernels_compose_under_jit_vmap_and_remat(implementation):
+    x, w, dy = tensors()
+    ws = jnp.stack([w, 2 * w])
+    run = jax.checkpoint(functools.partial(all_three, "wgrad_sr", implementation))
+    mapped = jax.jit(jax.vmap(lambda v: run(x, v, dy)))(ws)
+    for i, v in enumerate(ws):
+        assert_close([t[i] for t in mapped], all_three("wgrad_sr", "reference", x, v, dy))
+
+
+def test_without_a_name_a_gpu_takes_its_fastest():
+    fastest = plan(mxjax.get_policy("wgrad"), None).fprop
+    native = {"gfx950": "triton", "sm_100": "triton", "sm_90": "fp8", "software": "xla"}
+    assert fastest == native[current_target().arch]
