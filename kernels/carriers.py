@@ -1,6 +1,7 @@
 """FP8 carriers of packed MXFP4 operands (`mxjax.carriers`) by a kernel: half a byte an element to one."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +48,9 @@ def carry_operand(
     carrier: Carrier,
 ) -> tuple[Float[Array, "*b n k"], Bool[Array, ""]]:
     """Returns packed elements times 2**(scale byte - reference) in FP8, and whether none was lost."""
-    blocks = scales.shape[-1]
-    words = jax.lax.bitcast_convert_type(elements.reshape(1, -1, _WORDS * blocks, 4), jnp.int32)
-    carried, lost = _carry(carrier, current_target())(words, scales.reshape(1, -1, blocks), reference[None])
+    rows, blocks = math.prod(scales.shape[:-1]), scales.shape[-1]
+    words = jax.lax.bitcast_convert_type(elements.reshape(1, rows, _WORDS * blocks, 4), jnp.int32)
+    carried, lost = _carry(carrier, current_target())(words, scales.reshape(1, rows, blocks), reference[None])
     fp8 = jax.lax.bitcast_convert_type(carried, DTYPES[carrier])
     return fp8.reshape(*elements.shape[:-1], 2 * elements.shape[-1]), ~jnp.any(lost != 0)
 
@@ -79,10 +80,12 @@ def _carry(carrier: Carrier, target: Target | None):
 
     @custom_vmap
     def run(words, scales, reference):
-        several = scales.shape[2] > 1  # an axis of one block is one factor
-        rule = "v n (b w), v n b, v -> v n (b o), v n b" if several else "v n w, v n b, v -> v n o, v n b"
-        sizes = {"w": _WORDS, "o": 2 * _WORDS} if several else {}
-        return partitioned(call, rule, sizes, ["w", "o"])(words, scales, reference)
+        rule, sizes, whole = "v n w, v n b, v -> v n o, v n b", {}, ["b", "w", "o"]
+        blocks = scales.shape[2]
+        if blocks > 1 and blocks % jax.device_count() == 0:
+            rule, whole = "v n (b w), v n b, v -> v n (b o), v n b", ["w", "o"]
+            sizes = {"b": blocks, "w": _WORDS, "o": 2 * _WORDS}
+        return partitioned(call, rule, sizes, whole)(words, scales, reference)
 
     @run.def_vmap
     def _(size, batched, *args):
@@ -90,8 +93,8 @@ def _carry(carrier: Carrier, target: Target | None):
             a if has_axis else jnp.broadcast_to(a, (size, *a.shape))
             for a, has_axis in zip(args, batched, strict=True)
         ]
-        results = run(*(a.reshape(-1, *a.shape[2:]) for a in args))
-        results = [y.reshape(size, -1, *y.shape[1:]) for y in results]
+        results = run(*(a.reshape(math.prod(a.shape[:2]), *a.shape[2:]) for a in args))
+        results = [y.reshape(size, y.shape[0] // size, *y.shape[1:]) for y in results]
         return results, [True] * len(results)
 
     return run

@@ -33,13 +33,21 @@ cvt.rn.satfinite.e2m1x2.f32 c, $6, $5;
 cvt.rn.satfinite.e2m1x2.f32 d, $8, $7;
 mov.b32 $0, {a, b, c, d};
 }""")
-# Multiples of 2**-14 that E2M1 has, in E5M2: the sign and, from bit 1, E2M1's code, which for 8 overflows
-# into bit 4 and becomes 7 (a magnitude of 6). Words of four such bytes are squeezed to nibbles, and joined.
-_SM90_SQUEEZE = """
-and.b32 carry, {0}, 0x10101010;
-shr.u32 part, carry, 3;
-sub.u32 carry, carry, part;
-or.b32 {0}, {0}, carry;
+_SM89_E4M3 = tl.constexpr("""{
+.reg .b16 low, high;
+cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+mov.b32 $0, {low, high};
+}""")
+_SM89_E5M2 = tl.constexpr(_SM89_E4M3.value.replace("e4m3", "e5m2"))
+# Multiples of 2**-14 that E2M1 has, in E5M2: bit 7 is the sign, and bits 1 to 3 are E2M1's code, which for 8
+# overflows into bit 4 and becomes 7 (6 in magnitude). Four such bytes are squeezed into four nibbles, in the
+# bytes 0 and 2 of a word, and two words joined.
+_SM89_SQUEEZE = """
+and.b32 past, {0}, 0x10101010;
+shr.u32 part, past, 3;
+sub.u32 past, past, part;
+or.b32 {0}, {0}, past;
 shr.u32 part, {0}, 4;
 shr.u32 {0}, {0}, 1;
 and.b32 part, part, 0x08080808;
@@ -48,27 +56,20 @@ or.b32 {0}, {0}, part;
 shr.u32 part, {0}, 4;
 or.b32 {0}, {0}, part;
 """
-_SM90_ENCODE = tl.constexpr(
+_SM89_ENCODE = tl.constexpr(
     """{
 .reg .b16 h0, h1, h2, h3;
-.reg .b32 low, high, part, carry;
+.reg .b32 low, high, part, past;
 cvt.rn.satfinite.e5m2x2.f32 h0, $2, $1;
 cvt.rn.satfinite.e5m2x2.f32 h1, $4, $3;
 cvt.rn.satfinite.e5m2x2.f32 h2, $6, $5;
 cvt.rn.satfinite.e5m2x2.f32 h3, $8, $7;
 mov.b32 low, {h0, h1};
 mov.b32 high, {h2, h3};"""
-    + _SM90_SQUEEZE.format("low")
-    + _SM90_SQUEEZE.format("high")
+    + _SM89_SQUEEZE.format("low")
+    + _SM89_SQUEEZE.format("high")
     + "prmt.b32 $0, low, high, 0x6420;\n}"
 )
-_SM89_E4M3 = tl.constexpr("""{
-.reg .b16 low, high;
-cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-mov.b32 $0, {low, high};
-}""")
-_SM89_E5M2 = tl.constexpr(_SM89_E4M3.value.replace("e4m3", "e5m2"))
 
 
 @triton.jit
@@ -130,7 +131,7 @@ def round_element(x, random, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def round_small(x):
-    """Returns x rounded to 2**-14 times E2M1, where 8 may stand for 6, with x's sign if it is zero.
+    """Returns x rounded to 2**-14 times E2M1, where 8 may stand for 6; the sign is x's, of zero too.
 
     abs(x) is below 8 * 2**-14.
     """
@@ -173,14 +174,15 @@ def encode_fp4(xs, random, byte, prescale: tl.constexpr, STOCHASTIC: tl.constexp
             1,
         )
     else:
-        if CONVERT == "sm_90":
+        sm_100: tl.constexpr = CONVERT == "sm_100"
+        if sm_100:
+            ys = _all_scaled(xs, inverse, prescale)
+        else:
             ys = ()
             for i in tl.static_range(8):
                 ys = ys + (round_small(_scaled(xs[i], inverse * 0.00006103515625, prescale)),)
-        else:
-            ys = _all_scaled(xs, inverse, prescale)
         word = tl.inline_asm_elementwise(
-            _SM90_ENCODE if CONVERT == "sm_90" else _SM100_ENCODE,
+            _SM100_ENCODE if sm_100 else _SM89_ENCODE,
             "=r,r,r,r,r,r,r,r,r",
             [ys[0], ys[1], ys[2], ys[3], ys[4], ys[5], ys[6], ys[7]],
             tl.int32,

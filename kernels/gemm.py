@@ -5,11 +5,13 @@ Triton multiplies in bfloat16. Both operands are K-major, so that loads are of 1
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
+from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
@@ -50,13 +52,15 @@ def matmul(
         raise ValueError(
             f"scales must be {(m, k // 32)}, {(n, k // 32)}: {lhs_scales.shape}, {rhs_scales.shape}"
         )
-    if max(n, k) >= 2**21:
-        raise ValueError(f"n and k must be less than 2**21, for 32-bit offsets within a tile: {n}, {k}")
+    if max(n, k) >= 2**21 or m >= 2**28:
+        raise ValueError(
+            f"n and k must be less than 2**21 and m than 2**28, for 32-bit offsets: {n}, {k}, {m}"
+        )
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype must be bfloat16 or float32: {dtype}")
-    if k == 0:
+    if 0 in (m, n, k, *batch):
         return jnp.zeros((*batch, m, n), dtype)
-    flat = [x.reshape(-1, *x.shape[-2:]) for x in (lhs, lhs_scales, rhs, rhs_scales)]
+    flat = [x.reshape(math.prod(batch), *x.shape[-2:]) for x in (lhs, lhs_scales, rhs, rhs_scales)]
     return _batched(jnp.dtype(dtype), current_target())(*flat).reshape(*batch, m, n)
 
 
@@ -67,13 +71,20 @@ def _batched(dtype, target: Target | None):
     JAX keeps what it traced of the function, hence one for each target.
     """
 
-    def call(*operands):
-        return [_launch(*operands, dtype, target)]
+    def call(lhs, lhs_scales, rhs, rhs_scales, summed_over=()):
+        if not summed_over:
+            return [_launch(lhs, lhs_scales, rhs, rhs_scales, dtype, target)]
+        part = _launch(lhs, lhs_scales, rhs, rhs_scales, jnp.dtype(jnp.float32), target)
+        return [lax.psum(part, summed_over).astype(dtype)]
 
     @custom_vmap
     def multiply(*operands):
-        rule = "b m bytes, b m blocks, b n bytes, b n blocks -> b m n"
-        [out] = partitioned(call, rule, {}, ["bytes", "blocks"])(*operands)
+        blocks = operands[1].shape[2]
+        if blocks > 1 and blocks % jax.device_count() == 0:
+            rule, sizes, whole = "b m (k w), b m k, b n (k w), b n k -> b m n", {"k": blocks, "w": 16}, ["w"]
+        else:
+            rule, sizes, whole = "b m w, b m k, b n w, b n k -> b m n", {}, ["w", "k"]
+        [out] = partitioned(call, rule, sizes, whole, "k" if sizes else None)(*operands)
         return out
 
     @multiply.def_vmap

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.packed import on_gpu
+
 try:
     from triton.runtime.interpreter import InterpretedFunction
 except ImportError as error:
@@ -40,6 +42,11 @@ class Target(NamedTuple):
         """90 for sm_90, None off CUDA."""
         return int(self.arch.removeprefix("sm_")) if self.backend == "cuda" else None
 
+    @property
+    def has_fp8(self) -> bool:
+        """Whether it converts to and multiplies FP8: CUDA from sm_89 on, gfx950 and the interpreter."""
+        return (self.compute_capability or 89) >= 89
+
 
 INTERPRETER = Target("interpreter", "software")
 """Triton's interpreter on the CPU: with TRITON_INTERPRET=1 set before kernels are imported."""
@@ -61,7 +68,7 @@ def current_target() -> Target | None:
     """Returns what kernels run on: what `use_target` says, else this machine's GPU, else None."""
     if _override:
         return _override[-1]
-    return _device_target() if jax.default_backend() == "gpu" else None
+    return _device_target() if on_gpu() else None
 
 
 @functools.cache
@@ -103,6 +110,10 @@ def triton_call(
     if target is None:
         raise NotImplementedError(
             "Triton kernels need a GPU, or its interpreter: TRITON_INTERPRET=1 and use_target(INTERPRETER)"
+        )
+    if target.backend == "cuda" and max(grid[1:], default=1) > 65535:
+        raise ValueError(
+            f"CUDA runs at most 65535 programs along an axis but the first, not {grid}: split the tensor"
         )
     jax_triton = _import_jax_triton()
     results = jax_triton.triton_call(

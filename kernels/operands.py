@@ -1,6 +1,7 @@
 """The quantizer kernel as a JAX function: one tensor in, the K-major operands of one or two GEMMs out."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -61,14 +62,15 @@ def quantize_operands(
     scalars = jnp.stack([*_scalars(row_random), *_scalars(column_random)])
     signs = jnp.stack([_signs(row_random), _signs(column_random)])
     run = _quantizer(rows, columns, current_target())
-    flat = run(x.reshape(1, -1, r, c), scalars[None], signs[None])
+    flat = run(x.reshape(1, math.prod(batch), r, c), scalars[None], signs[None])
     results: list[Quantized | None] = []
     for side, length, other in ((rows, c, r), (columns, r, c)):
         if side is None:
             results.append(None)
             continue
         words, scales = flat.pop(0), flat.pop(0)
-        elements = _from_words(words, side.form).reshape(*batch, other, -1)
+        elements = _from_words(words, side.form)
+        elements = elements.reshape(*batch, other, elements.shape[-1])
         results.append(Quantized(elements, scales.reshape(*batch, other, side.length(length) // BLOCK)))
     return results[0], results[1]
 
@@ -113,9 +115,9 @@ def _quantizer(rows: Side | None, columns: Side | None, target: Target | None):
             if mapped or array.shape[0] > 1:
                 array = array if mapped else jnp.broadcast_to(array, (size, *array.shape))
                 array = jnp.broadcast_to(array, (*x.shape[:2], *array.shape[2:]))
-                array = array.reshape(-1, *array.shape[2:])
+                array = array.reshape(math.prod(array.shape[:2]), *array.shape[2:])
             small.append(array)
-        results = run(x.reshape(-1, *x.shape[2:]), *small)
+        results = run(x.reshape(math.prod(x.shape[:2]), *x.shape[2:]), *small)
         results = [y.reshape(*x.shape[:2], *y.shape[1:]) for y in results]
         return results, [True] * len(results)
 

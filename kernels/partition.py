@@ -4,43 +4,99 @@ A rule is Shardy's: `v b (ro ri) c -> …` names the factors of each axis. Some 
 elements of a block do.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
 
 Axis = tuple[str, dict[str, int], list[str]]
 """How a rule writes an axis; the sizes of the factors of compounds; the factors that stay whole."""
 
 
 def partitioned(
-    run: Callable[..., list[jax.Array]], rule: str, sizes: Mapping[str, int], whole: Sequence[str]
+    run: Callable[..., list[jax.Array]],
+    rule: str,
+    sizes: Mapping[str, int],
+    whole: Sequence[str],
+    summed: str | None = None,
 ) -> Callable[..., list[jax.Array]]:
     """Returns `run`, each part of whose results takes parts of the arguments alone, for meshes to cut up.
 
     Args:
+      run: called with the arguments, or their parts, and if `summed` is given with the names of the mesh axes
+        that cut it, over which it must sum.
       rule: an axis of every argument and result as one factor or a compound of them.
       sizes: of the factors that occur in compounds; those that are an axis elsewhere have its size.
       whole: the factors that are never cut.
+      summed: a factor of arguments that results lack.
     """
+    arguments_rule, results_rule = (_parse(side) for side in rule.split("->"))
 
     def partition(mesh, arguments, results):
-        arguments, results = jax.tree.map(lambda x: x.sharding, (arguments, results))
-        return mesh, run, results, arguments
+        cuts = _cuts(mesh, arguments_rule, arguments, sizes, whole)
+        of_arguments = [_sharding(mesh, axes, cuts) for axes in arguments_rule]
+        of_results = [_sharding(mesh, axes, cuts) for axes in results_rule]
 
-    axes = re.sub(r"\([^)]*\)", "", rule).replace(",", " ").split()
-    sizes = {factor: size for factor, size in sizes.items() if factor not in axes}
-    function = custom_partitioning(run)
-    function.def_partition(partition, sharding_rule=rule, need_replication_factors=tuple(whole), **sizes)
+        def on_part(*parts):
+            return run(*parts, cuts.get(summed, ())) if summed else run(*parts)
+
+        structure = jax.tree.structure(results)
+        return mesh, on_part, jax.tree.unflatten(structure, of_results), tuple(of_arguments)
+
+    function = custom_partitioning(lambda *arguments: run(*arguments, ()) if summed else run(*arguments))
+    axes = [axis[0] for term in (*arguments_rule, *results_rule) for axis in term if len(axis) == 1]
+    function.def_partition(
+        partition,
+        sharding_rule=rule,
+        need_replication_factors=tuple(whole),
+        reduction_factors=(summed,) if summed else (),
+        **{factor: size for factor, size in sizes.items() if factor not in axes},
+    )
     return function
 
 
+def _parse(terms: str) -> list[list[tuple[str, ...]]]:
+    """Returns the factors of each axis of each term."""
+    return [
+        [tuple(axis.strip("()").split()) for axis in re.findall(r"\([^)]*\)|\S+", term)]
+        for term in terms.split(",")
+    ]
+
+
+def _cuts(mesh, rule, arguments, sizes, whole) -> dict[str, tuple[str, ...]]:
+    """Returns the mesh axes that cut each factor: what cuts it in the first argument where that is possible.
+
+    Propagation may have cut an axis within a unit, or two factors of a result by one mesh axis.
+    """
+    cuts: dict[str, tuple[str, ...]] = {}
+    used: set[str] = set()
+    for axes, argument in zip(rule, arguments, strict=True):
+        spec = (*argument.sharding.spec, *(None for _ in axes))[: len(axes)]
+        for factors, length, names in zip(axes, argument.shape, spec, strict=True):
+            names = (names,) if isinstance(names, str) else tuple(names or ())
+            factor, parts = factors[0], math.prod(mesh.shape[name] for name in names)
+            size = sizes[factor] if len(factors) > 1 else length
+            if names and factor not in (*whole, *cuts) and not used.intersection(names) and size % parts == 0:
+                cuts[factor] = names
+                used.update(names)
+    return cuts
+
+
+def _sharding(mesh, axes, cuts) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*(cuts.get(factors[0]) for factors in axes)))
+
+
 def compound(name: str, size: int, unit: int) -> Axis:
-    """Returns an axis that may be cut between runs of `unit` only: into factors name + "o" and name + "i"."""
+    """Returns an axis that may be cut between runs of `unit` only: into factors name + "o" and name + "i".
+
+    It stays whole unless the number of devices divides that of runs: Shardy would cut fewer runs than parts.
+    """
     if unit == 1:
         return name, {}, []
-    if size % unit or size == unit:
+    if size % unit or size == unit or size // unit % jax.device_count():
         return name, {}, [name]
     outer, inner = f"{name}o", f"{name}i"
     return f"({outer} {inner})", {outer: size // unit, inner: unit}, [inner]

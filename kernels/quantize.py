@@ -222,7 +222,7 @@ def _quantize_groups(
         reference = tl.load(scalars + 2).to(tl.int32)
         shifted = tl.minimum(tl.maximum(byte - reference + 127, 0), 254)
         scale = scale_value(tl.where(byte == 255, 255, shifted))
-        NATIVE: tl.constexpr = CONVERT == "sm_90" or CONVERT == "sm_100"
+        NATIVE: tl.constexpr = CONVERT == "sm_89" or CONVERT == "sm_100"
         w = encode_fp8(element_values(ys, random, byte, scale, PRESCALE, STOCHASTIC), FORM == "e5m2", NATIVE)
         word = tl.join(w[0], w[1])
     WORDS: tl.constexpr = _words(FORM)

@@ -4,7 +4,7 @@ from mxjax.kernels import shapes
 from mxjax.kernels.aot import Argument, Build
 from mxjax.kernels.launch import Target
 from mxjax.kernels.quantize import SCALARS, quantize_kernel
-from mxjax.kernels.sides import LARGEST_ROTATION, Side, launch_of
+from mxjax.kernels.sides import LARGEST_ROTATION, Form, Side, launch_of
 from mxjax.policy import Operand, Rotation
 
 

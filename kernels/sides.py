@@ -118,9 +118,9 @@ def conversion(target: Target | None) -> str:
         return "software"
     if target.arch == "gfx950":
         return "gfx950"
-    if target.backend == "cuda":
-        return "sm_100" if target.arch.startswith(("sm_10", "sm_12")) else "sm_90"
-    return "software"
+    if target.arch.startswith(("sm_10", "sm_12")):
+        return "sm_100"
+    return "sm_89" if target.has_fp8 and target.backend == "cuda" else "software"
 
 
 def _tile(target: Target | None, row_bytes: int) -> tuple[int, int, int]:

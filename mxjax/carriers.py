@@ -45,7 +45,8 @@ def carry(q: Packed, carrier: Carrier) -> Carried:
     byte = q.scales.astype(jnp.int32)
     is_nan = byte == 255
     reference = jnp.maximum(jnp.max(jnp.where(is_nan, 0, byte), initial=0) - high, 1)
-    if kernel_target() is not None:
+    target = kernel_target()
+    if target is not None and target.has_fp8 and q.scales.size:
         from mxjax.kernels.carriers import carry_operand
 
         elements, fits = carry_operand(q.elements, q.scales, reference, carrier)

@@ -49,9 +49,10 @@ def dot(
       policy: a `Policy` or the name of one.
       key: needed by policies that draw random bits. The same key draws the same bits: fold in the step
         and the layer.
-      implementation: "reference" (float32 products of dequantized operands, the definition), "xla"
-        (bfloat16 products, which hold the values exactly, accumulated in float32), or None for the
-        fastest that runs here.
+      implementation: how the MXFP4 products run, whose values are the same in all: "reference" (float32, the
+        definition), "xla" (bfloat16, which holds the values exactly), "fp8" (FP8 carriers; bfloat16 where
+        they cannot hold an operand), "triton" or "scaled_dot" (packed FP4), or None for the fastest here.
+        All accumulate in float32.
       preferred_element_type: dtype of the result; default, `jnp.result_type(x, w)`, which for bfloat16
         activations and float32 weights is float32.
 
@@ -64,7 +65,8 @@ def dot(
       ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
         random bits without a key.
       TypeError: x, w or the result's dtype is not floating point.
-      NotImplementedError: an implementation that does not run here; a second derivative.
+      NotImplementedError: an implementation that does not run here, or does not take the policy's formats or
+        a mesh with Explicit axes; a second derivative.
     Source: arXiv 2605.09825, section 3; arXiv 2502.20586, algorithm 3.
     """
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
@@ -117,7 +119,9 @@ def dot_general(
     w = _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
     dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
     dtypes = (dtype, lhs.dtype, rhs.dtype)
-    y: jax.Array = _matmul(policy, plan(policy, implementation), dtypes, precision, x, w, key)
+    explicit = explicit_sharding(lhs) is not None or explicit_sharding(rhs) is not None
+    how = plan(policy, implementation, explicit)
+    y: jax.Array = _matmul(policy, how, dtypes, precision, x, w, key)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
     return y.reshape(shape)
 

@@ -52,8 +52,8 @@ class Plan(NamedTuple):
     kernels: tuple[str, str] | None  # what Triton kernels run on
 
 
-def plan(policy: Policy, implementation: Implementation | None) -> Plan:
-    """Returns how each GEMM runs.
+def plan(policy: Policy, implementation: Implementation | None, explicit_axes: bool = False) -> Plan:
+    """Returns how each GEMM runs; on a mesh with Explicit axes by "xla", unless something else is named.
 
     Raises:
       ValueError, NotImplementedError: as `choose_implementation`; or the implementation is named, and one of
@@ -61,6 +61,12 @@ def plan(policy: Policy, implementation: Implementation | None) -> Plan:
         GEMMs has operands that it does not take.
     """
     name = choose_implementation(implementation)
+    if explicit_axes and name in ON_PACKED:
+        if implementation is not None:
+            raise NotImplementedError(
+                f"implementation {name!r} does not run on meshes with Explicit axes; use Auto axes, or 'xla'"
+            )
+        name = "xla"
     hows: list[How] = [_how(name, gemm, implementation is not None) for gemm in policy.gemms.values()]
     return Plan(hows[0], hows[1], hows[2], kernel_target())
 
@@ -96,7 +102,7 @@ def prepare(x: Float[Array, "*batch r c"], uses: Sequence[tuple[How, Use] | None
     wanted = [use for use in uses if use is not None]
     if wanted and all(how in ON_PACKED for how, _ in wanted):
         return pack_operands(x, *(use and use[1] for use in uses))
-    if wanted and all(how == "xla" for how, _ in wanted):
+    if wanted and all(how == "xla" for how, _ in wanted) and explicit_sharding(x) is None:
         values = value_operands(x, *(use and use[1] for use in uses))
         if values is not None:
             return values
@@ -125,6 +131,8 @@ def multiply(
     Axes before the last two are batch axes. On a mesh with Explicit axes the result has the `sharding` given.
     """
     match lhs, rhs:
+        case Packed(), Packed() if 0 in (*lhs.elements.shape, *rhs.elements.shape):
+            y = _contract(decode(lhs), -1, decode(rhs), -1, precision, sharding)
         case Packed(), Packed():
             run = {"fp8": _multiply_fp8, "scaled_dot": _multiply_scaled_dot, "triton": _multiply_triton}[how]
             exact = lhs.factor is None and rhs.factor is None and dtype in (jnp.bfloat16, jnp.float32)
@@ -253,13 +261,13 @@ def choose_implementation(implementation: Implementation | None) -> Implementati
     return implementation
 
 
-def _fastest(kernels: tuple[str, str] | None) -> Implementation:
-    """Returns where MXFP4 is native Triton's GEMM, on other GPUs with FP8 its carriers, and else bfloat16."""
-    if kernels and (kernels[1] == "gfx950" or kernels[1].startswith(("sm_100", "sm_103"))):
+def _fastest(target) -> Implementation:
+    """Returns where MXFP4 is native Triton's GEMM, else on CUDA with FP8 its carriers, else "xla"."""
+    if target is None:
+        return "xla"
+    if target.arch == "gfx950" or target.arch.startswith(("sm_100", "sm_103")):
         return "triton"
-    if kernels and kernels[0] == "cuda" and int(kernels[1].removeprefix("sm_")) >= 89:
-        return "fp8"
-    return "xla"
+    return "fp8" if target.backend == "cuda" and target.has_fp8 else "xla"
 
 
 @cache

@@ -68,7 +68,7 @@ def packable(operand: Operand) -> bool:
 def pack_operands(x: Float[Array, "*b r c"], *uses: Use | None) -> tuple[Packed | None, ...]:
     """Returns x packed for each use, all in one read where a kernel can: at most one use of either axis."""
     wanted = [use for use in uses if use is not None]
-    run = _kernel(wanted)
+    run = _kernel(x, wanted)
     if run is None:
         return tuple(None if use is None else pack_by_definition(x, use) for use in uses)
     made = run(x, {use.axis: (use, "packed") for use in wanted})
@@ -79,7 +79,7 @@ def pack_operands(x: Float[Array, "*b r c"], *uses: Use | None) -> tuple[Packed 
 def value_operands(x: Float[Array, "*b r c"], *uses: Use | None) -> tuple[Values | None, ...] | None:
     """Returns x dequantized to bfloat16 for each use, by the kernel on a GPU; None where there is none."""
     wanted = [use for use in uses if use is not None]
-    run = _kernel(wanted)
+    run = _kernel(x, wanted)
     if run is None or not all(packable(use.operand) for use in wanted):
         return None
     made = run(x, {use.axis: (use, "bf16") for use in wanted})
@@ -140,24 +140,33 @@ def pack_by_definition(x: Float[Array, "*b r c"], use: Use) -> Packed:
     return Packed(pack_codes(pad(codes, codes.ndim - 1, BLOCK), codes.ndim - 1), scales, q.prescale)
 
 
-def _kernel(uses: list[Use]) -> Callable | None:
+def _kernel(x: jax.Array, uses: list[Use]) -> Callable | None:
     """Returns the function that runs the quantizer kernel, or None where it does not run."""
     if kernel_target() is None:
         return None
     from mxjax.kernels import operands as kernel
 
-    fits = all(use.rotation is None or use.rotation.size <= kernel.LARGEST_ROTATION for use in uses)
+    fits = x.size > 0 and all(
+        use.rotation is None or use.rotation.size <= kernel.LARGEST_ROTATION for use in uses
+    )
     return functools.partial(_run_kernel, kernel) if fits else None
 
 
-def kernel_target() -> tuple[str, str] | None:
-    """Returns what Triton kernels run on, as `mxjax.kernels.launch.Target`; None where they do not run."""
+def kernel_target():
+    """Returns the `mxjax.kernels.launch.Target` that Triton kernels run on, or None where they do not run."""
     launch = sys.modules.get("mxjax.kernels.launch")
     if launch is None:
-        if jax.default_backend() != "gpu" or importlib.util.find_spec("jax_triton") is None:
+        if not on_gpu() or importlib.util.find_spec("jax_triton") is None:
             return None
         launch = importlib.import_module("mxjax.kernels.launch")
     return launch.current_target()
+
+
+def on_gpu() -> bool:
+    """Returns whether JAX computes on a GPU unless told otherwise."""
+    device = jax.config.jax_default_device
+    platform = getattr(device, "platform", device) or jax.default_backend()
+    return platform in ("gpu", "cuda", "rocm")
 
 
 def _run_kernel(kernel, x: jax.Array, uses: dict[int, tuple[Use, str]]) -> dict:

@@ -195,3 +195,18 @@ def test_keeps_packed_operands_for_the_backward_pass(implementation):
     residuals = functools.partial(mxjax.stats.residual_bytes, x, w, policy="wgrad_hadamard")
     assert residuals(implementation=implementation) == packed
     assert residuals(implementation="xla") == {"x": x.nbytes, "w": w.nbytes}
+
+
+def test_explicit_axes_take_xla():
+    fp8 = plan(mxjax.get_policy("wgrad"), "xla", explicit_axes=True)
+    assert fp8[:3] == plan(mxjax.get_policy("wgrad"), None, explicit_axes=True)[:3] == ("xla", "xla", "xla")
+    with pytest.raises(NotImplementedError, match="Explicit axes; use Auto axes, or 'xla'"):
+        plan(mxjax.get_policy("wgrad"), "fp8", explicit_axes=True)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", *ON_PACKED])
+def test_no_tokens_give_no_results(implementation):
+    x, w, dy = (t[:0] if i != 1 else t for i, t in enumerate(tensors()))
+    y, dx, dw = all_three(x, w, dy, "wgrad_hadamard", implementation)
+    assert (y.shape, dx.shape) == ((0, 72), (0, 96))
+    np.testing.assert_array_equal(dw, np.zeros((96, 72)))

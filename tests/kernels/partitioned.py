@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import mxjax
 from mxjax.formats import E2M1
-from mxjax.kernels import operands
+from mxjax.kernels import gemm, operands
 from mxjax.kernels.launch import INTERPRETER, use_target
 from mxjax.kernels.operands import Random, quantize_operands
 from mxjax.kernels.sides import Side
 from mxjax.operands import Use
-from mxjax.packed import pack_by_definition
+from mxjax.packed import Packed, decode, pack_by_definition
 from mxjax.philox import philox_4x32
 from mxjax.policy import Operand, Rotation
 from mxjax.quantize import float4_codes, pack_codes
@@ -66,12 +66,14 @@ def main() -> None:
     def quantize(x):
         return quantize_operands(x, *sides, row_random=words[0], column_random=words[1])
 
-    x = jax.random.normal(jax.random.key(2), (2, 256, 128), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(2), (2, 256, 256), jnp.bfloat16)
     with use_target(INTERPRETER):
         wanted = jax.jit(quantize)(x)
         check_definition(wanted, x, sides, keys)
         for spec in (P(None, "a", "b"), P(None, ("a", "b")), P("b", "a"), P(None, None, "a"), P()):
             check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
+    check_awkward(mesh, quantize)
+    check_matmul(mesh)
     print("all equal")
 
 
@@ -92,6 +94,65 @@ def check_mesh(quantize, x, sharding, wanted) -> None:
         np.testing.assert_array_equal(a, b)
     assert "all-gather" not in compiled.as_text(), sharding
     assert got[0].elements.sharding.is_equivalent_to(sharding, 3)
+
+
+def check_awkward(mesh, quantize) -> None:
+    """Shapes and shardings that do not cut between blocks are gathered where they must be, and right."""
+    for shape, spec in (
+        ((64, 96), P(None, "b")),
+        ((96, 64), P("a", None)),
+        ((64, 32), P("a", None)),
+        ((40, 72), P("b", "a")),
+        ((64, 64), P(("a", "b"), None)),
+    ):
+        x = jax.random.normal(jax.random.key(3), shape)
+        with use_target(INTERPRETER):
+            wanted = quantize(jnp.pad(x, [(0, -n % 32) for n in shape]))
+            got = jax.jit(lambda x: quantize(jnp.pad(x, [(0, -n % 32) for n in x.shape])))(
+                jax.device_put(x, NamedSharding(mesh, spec))
+                if all(n % mesh_size(mesh, axis) == 0 for n, axis in zip(shape, spec, strict=True))
+                else x
+            )
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def mesh_size(mesh, axis) -> int:
+    names = axis if isinstance(axis, tuple) else (axis,) if axis else ()
+    return int(np.prod([mesh.shape[name] for name in names]))
+
+
+def plain_product(lhs, lhs_scales, rhs, rhs_scales, dtype, target):
+    """What the GEMM kernel does, by jax.numpy."""
+    del target
+    left, right = decode(Packed(lhs, lhs_scales)), decode(Packed(rhs, rhs_scales))
+    return jnp.einsum("bmk,bnk->bmn", left, right, preferred_element_type=jnp.float32).astype(dtype)
+
+
+def check_matmul(mesh) -> None:
+    """However its operands are cut, K too, and by one mesh axis twice."""
+    gemm._launch = plain_product
+    for k, cuts in ((256, ("a", "b", None)), (32, (None, "a")), (96, (None, "b"))):
+        keys = jax.random.split(jax.random.key(4), 2)
+        lhs, rhs = (
+            quantize_plain(jax.random.normal(key, (n, k))) for key, n in zip(keys, (64, 96), strict=True)
+        )
+        wanted = plain_product(*(t[None] for t in (*lhs, *rhs)), jnp.float32, None)[0]
+        for rows in ("a", "b", None):
+            for cut in cuts:
+                if cut == rows and cut is not None:
+                    continue
+                placed = [
+                    jax.device_put(t, NamedSharding(mesh, P(rows, cut if t.shape[1] % 8 == 0 else None)))
+                    for t in (*lhs, *rhs)
+                ]
+                got = jax.jit(lambda *t: gemm.matmul(*t, dtype=jnp.float32))(*placed)
+                np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def quantize_plain(x):
+    q = pack_by_definition(x, Use(-1, Operand(), None, None, None))
+    return q.elements, q.scales
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 import mxjax
 from mxjax.kernels.hadamard import rotate_groups
-from mxjax.kernels.launch import triton_call
-from mxjax.kernels.operands import Random, quantize_operands
+from mxjax.kernels.launch import current_target, triton_call
+from mxjax.kernels.operands import Random, _call, _from_words, quantize_operands
 from mxjax.kernels.philox import random_halves
 from mxjax.kernels.sides import Side
+from mxjax.operands import Use
+from mxjax.packed import pack_by_definition
 from mxjax.philox import random_uint16
 from mxjax.policy import Operand, Rotation
 
@@ -404,3 +406,21 @@ def test_refuses_larger_rotations_and_longer_axes():
         jax.eval_shape(
             lambda x: quantize_operands(x, Side(Operand())), jax.ShapeDtypeStruct((1, 2**24), jnp.bfloat16)
         )
+
+
+def test_a_part_draws_the_bits_of_its_place_in_the_whole():
+    whole = jax.random.normal(jax.random.key(0), (3, 256, 192))
+    keys = [jax.random.key(i) for i in (1, 2)]
+    sides = Side(Operand(rounding="stochastic")), Side(Operand(rounding="stochastic"), Rotation(16))
+    words = [jax.random.bits(key, (2,), jnp.uint32) for key in keys]
+    scalars = jnp.stack([*words[0], jnp.uint32(0), *words[1], jnp.uint32(0)])[None]
+    b, r, c = slice(1, 3), slice(64, 192), slice(32, 160)
+    places = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in (b, r, c)]
+    part = whole[b, r, c][None]
+    got = _call(*sides, current_target(), (256, 192), part, scalars, jnp.ones((1, 2, 64)), *places)
+    for side, key, axis, (elements, scales) in zip(sides, keys, (-1, -2), (got[:2], got[2:]), strict=True):
+        q = pack_by_definition(whole, Use(axis, side.operand, side.rotation, None, key))
+        other, blocked = (r, c) if axis == -1 else (c, r)
+        packed = q.elements[b, other, blocked.start // 2 : blocked.stop // 2]
+        np.testing.assert_array_equal(_from_words(elements, "packed")[0], packed)
+        np.testing.assert_array_equal(scales[0], q.scales[b, other, blocked.start // 32 : blocked.stop // 32])
