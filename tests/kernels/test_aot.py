@@ -9,6 +9,8 @@ import pytest
 
 from mxjax.kernels import aot, assembly
 
+pytestmark = pytest.mark.slow
+
 LLAMA = ["gemm_1x8192x6144x4096_bfloat16", "gemm_1x4096x6144x8192_float32", "gemm_1x8192x4096x14336_bfloat16"]
 SMALL = ["gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16", "gemm_2x*_tile*"]
 # Activation or gradient and weight, of wgrad_hadamard and full_hadamard.

@@ -52,6 +52,7 @@ with use_target(Target("cuda", "sm_90")):
     not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
     reason="jaxlib builds Triton's custom calls with jax_cuda13_plugin",
 )
+@pytest.mark.slow
 def test_lowers_for_cuda_without_a_gpu():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", SCRIPT]
