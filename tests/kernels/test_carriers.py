@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxjax.carriers import carry
@@ -41,6 +41,7 @@ def assert_same(got, wanted):
     np.testing.assert_array_equal(got.view(np.uint8)[~nan], wanted.view(np.uint8)[~nan])
 
 
+@settings(max_examples=12)  # a shape takes a second to compile
 @given(
     seed=st.integers(0, 100),
     n=st.integers(1, 40),

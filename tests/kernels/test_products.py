@@ -36,7 +36,14 @@ def assert_close(got, wanted):
         assert np.linalg.norm(a - b) < 2e-4 * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("policy", ["wgrad_hadamard", "full_rht", "wgrad_sr", "primus_turbo", "tetrajet"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "wgrad_hadamard",
+        "wgrad_sr",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("full_rht", "primus_turbo", "tetrajet")),
+    ],
+)
 @pytest.mark.parametrize("implementation", ["xla", "fp8", "triton"])
 def test_kernels_give_the_values_of_the_reference(policy, implementation):
     args = tensors()
