@@ -94,6 +94,7 @@ def lines_of(policies: Sequence[str], implementations: Sequence[Implementation])
 
 
 def in_bfloat16(x, w):
+    """The baseline's product."""
     return jnp.dot(x, w.astype(jnp.bfloat16))
 
 
@@ -117,6 +118,7 @@ def make_operands(name: str, implementation: Implementation, x, w, dy):
 
 
 def time_line(line: Line, tensors) -> tuple[Timing, Timing | None]:
+    """Returns the times of a line, and of its operands alone, once its results are checked."""
     check(line, tensors)
     return measure(line.run, *tensors), line.operands and measure(line.operands, *tensors)
 

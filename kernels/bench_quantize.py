@@ -92,10 +92,12 @@ def cases(x: jax.Array) -> Iterator[Case]:
 
 
 def use(axis: int, rotation: Rotation | None, rounding="nearest") -> Use:
+    """Returns an MXFP4 operand by `floor`, blocked along axis."""
     return Use(axis, Operand(rounding=rounding), rotation, None, jax.random.key(axis + 2))
 
 
 def case_of(name: str, uses: list[Use], size: int) -> Case:
+    """Returns the case of packing a tensor for the uses."""
     run = jax.jit(lambda x: pack_operands(x, *uses))
     return Case(name, run, size, functools.partial(check, run, uses))
 
