@@ -3,6 +3,7 @@
 import dataclasses
 import types
 from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,3 +94,20 @@ def get_config(name: str) -> LlamaConfig:
     if name not in CONFIGS:
         raise ValueError(f"unknown model {name!r}; the models are {', '.join(CONFIGS)}")
     return CONFIGS[name]
+
+
+def name_of(config: LlamaConfig) -> str:
+    """Returns the name of a configuration, "other" if it has none."""
+    return next((name for name, known in CONFIGS.items() if known == config), "other")
+
+
+def to_dict(config: LlamaConfig) -> dict[str, Any]:
+    """Returns the configuration as nested dicts that JSON holds, with the number of parameters."""
+    return dataclasses.asdict(config) | {"parameters": config.n_params}
+
+
+def from_dict(raw: Mapping[str, Any]) -> LlamaConfig:
+    """Returns the configuration that `to_dict` made `raw` of."""
+    values = {field.name: raw[field.name] for field in dataclasses.fields(LlamaConfig)}
+    scaling = values["rope_scaling"]
+    return LlamaConfig(**values | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})

@@ -43,14 +43,22 @@ class Checkpoints:
             ),
         )
 
-    def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    def save_params(self, params: Any) -> None:
+        """Saves parameters alone as the checkpoint of step 0: a run that has not begun."""
+        self._manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+
+    def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
         """Returns the newest state, with the shapes and dtypes of `like`, and the position in the data.
+
+        Of a run that has not begun, see `save_params`, they are `like` with its parameters, and None.
 
         Raises:
           ValueError: there is no checkpoint.
         """
         if self.latest is None:
             raise ValueError(f"no checkpoint in {self._manager.directory}; start a new run")
+        if not (pathlib.Path(self._manager.directory) / str(self.latest) / "rest").exists():
+            return like._replace(params=self.restore_params(like.params)), None
         rest = {"step": like.step, "opt_state": like.opt_state, "finite": like.finite}
         found = self._manager.restore(
             self.latest,

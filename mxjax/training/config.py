@@ -161,6 +161,18 @@ def from_json(raw: dict[str, Any]) -> Config:
     )
 
 
+def read_description(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns what config.json says of the run in `folder`.
+
+    Raises:
+      ValueError: there is none.
+    """
+    path = folder / "config.json"
+    if not path.exists():
+        raise ValueError(f"{folder} holds no run: it has no config.json")
+    return json.loads(path.read_text())
+
+
 def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:
     """Raises ValueError if `config` is not the run that `folder` holds, naming each difference."""
     differences = [

@@ -1,0 +1,120 @@
+"""config.json of Hugging Face's Llamas, as transformers 4 and 5 write it, and `LlamaConfig`.
+
+What would change the model's values and is not built here is refused; what does not (caches, dropout, token
+ids) is left alone.
+
+Source: transformers' configuration_llama.py and modeling_rope_utils.py, 4.57 and 5.23.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.configs import LlamaConfig, RopeScaling
+
+# Fields that other Llamas have with other values; absent, they have these.
+_ONLY: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_LLAMA3 = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_context",
+}
+_ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+
+def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
+    """Returns the Llama that a config.json describes, with transformers' defaults for what it leaves out.
+
+    Raises:
+      ValueError: no Llama, or one with parts that are not built here; the message names them.
+    """
+    kind = raw.get("model_type")
+    if kind != "llama":
+        raise ValueError(f"config.json: model_type is {kind!r}; only 'llama' can be imported")
+    for name in _NEEDED:
+        if not isinstance(raw.get(name), int) or raw[name] < 1:
+            raise ValueError(f"config.json: {name} must be a positive integer, got {raw.get(name)!r}")
+    for name, only in _ONLY.items():
+        if (value := raw.get(name, only)) != only:
+            raise ValueError(f"config.json: {name} is {value!r}, and only {only!r} is supported")
+    theta, scaling = _read_rope(raw)
+    heads = raw["num_attention_heads"]
+    return LlamaConfig(
+        vocab_size=raw["vocab_size"],
+        d_model=raw["hidden_size"],
+        n_layers=raw["num_hidden_layers"],
+        n_heads=heads,
+        n_kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        d_ff=raw["intermediate_size"],
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        init_std=raw.get("initializer_range", 0.02),
+        tied=raw.get("tie_word_embeddings", False),
+    )
+
+
+def write_config(config: LlamaConfig, context: int) -> dict[str, Any]:
+    """Returns config.json for a model trained on sequences of `context` tokens.
+
+    It has the fields of transformers 4, which 5 reads too. No token ids: the tokenizer knows them.
+    """
+    scaling = config.rope_scaling
+    if scaling is not None:
+        context = max(context, int(scaling.factor * scaling.original_context))
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": context,
+        "rms_norm_eps": config.norm_eps,
+        "initializer_range": config.init_std,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None
+        if scaling is None
+        else {"rope_type": "llama3"} | {name: getattr(scaling, ours) for name, ours in _LLAMA3.items()},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": config.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Returns the base of the rotary frequencies and their scaling, from either version's fields."""
+    theta = raw.get("rope_theta", 10_000.0)
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json: rope scaling must be an object, got {rope!r}")
+    theta = rope.get("rope_theta", theta)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"config.json: rope type {kind!r} is not supported; 'default' and 'llama3' are")
+    fields = set(_LLAMA3) if kind == "llama3" else set()
+    given = {name for name, value in rope.items() if value is not None}
+    if unknown := given - fields - _ROPE_FIELDS:
+        raise ValueError(f"config.json: rope type {kind!r} does not take {', '.join(sorted(unknown))}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("config.json: rotating a part of each head (partial_rotary_factor) is not supported")
+    if kind == "default":
+        return float(theta), None
+    if missing := fields - given:
+        raise ValueError(f"config.json: rope type 'llama3' lacks {', '.join(sorted(missing))}")
+    values = {ours: float(rope[name]) for name, ours in _LLAMA3.items()}
+    return float(theta), RopeScaling(**values | {"original_context": int(values["original_context"])})

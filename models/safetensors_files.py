@@ -1,0 +1,203 @@
+"""Checkpoints in safetensors files as Hugging Face lays them out: one file, or shards and an index.
+
+Reading goes tensor by tensor, and so does writing: memory holds one tensor at a time. Files are the same bytes
+that safetensors itself writes for the same tensors.
+
+Source: huggingface/safetensors, README "Format"; transformers' `save_pretrained` for names and the index.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import types
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import safetensors
+
+DTYPES: Mapping[str, np.dtype] = types.MappingProxyType(
+    {
+        # In the order in which safetensors lays tensors out.
+        "F32": np.dtype(np.float32),
+        "BF16": np.dtype(ml_dtypes.bfloat16),
+        "F16": np.dtype(np.float16),
+        "U8": np.dtype(np.uint8),
+    }
+)
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LARGEST_HEADER = 100_000_000  # bytes that safetensors accepts
+
+
+class Spec(NamedTuple):
+    """What a tensor is: a key of `DTYPES`, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes that the tensor takes."""
+        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.dtype].itemsize
+
+
+class Reader:
+    """The tensors of a folder's model.safetensors, or of the shards that its index names. A context manager.
+
+    Attributes:
+      specs: the dtype, as safetensors spells it, and the shape of every tensor.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        """Opens every file and reads its header.
+
+        Raises:
+          ValueError: no such files, a file that is cut off or no safetensors, or an index that is wrong.
+        """
+        self._stack = contextlib.ExitStack()
+        self._files: dict[str, safetensors.safe_open] = {}
+        self.specs: dict[str, Spec] = {}
+        with contextlib.ExitStack() as opening:
+            opening.callback(self._stack.close)
+            for path, names in _files(folder).items():
+                self._open(path, names)
+            opening.pop_all()
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._stack.close()
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a tensor in its own dtype."""
+        return self._files[name].get_tensor(name)
+
+    def _open(self, path: pathlib.Path, names: set[str] | None) -> None:
+        try:
+            file = self._stack.enter_context(safetensors.safe_open(path, framework="np"))
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing: the index names it; download it again") from None
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is cut off or no safetensors file ({error}); download it again") from None
+        found = set(file.keys())
+        if names is not None and found != names:
+            raise ValueError(
+                f"{path} and the index differ in {', '.join(sorted(found ^ names)[:5])}; download both again"
+            )
+        for name in found:
+            part = file.get_slice(name)
+            self.specs[name] = Spec(part.get_dtype(), tuple(part.get_shape()))
+            self._files[name] = file
+
+
+class Writer:
+    """Writes tensors, in any order, into new files of a folder. A context manager.
+
+    Every file has its final size from the start, and each tensor its place.
+    """
+
+    def __init__(self, folder: pathlib.Path, specs: Mapping[str, Spec], largest: int):
+        """Creates the files, shards of up to `largest` bytes, and their index if there are several.
+
+        A tensor that is larger than that is a shard of its own.
+        """
+        self._specs = specs
+        self._places: dict[str, tuple[int, int]] = {}  # file descriptor, offset
+        self._written: set[str] = set()
+        self._stack = contextlib.ExitStack()
+        shards = _shards(specs, largest)
+        count = len(shards)
+        names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        for name, shard in zip([SINGLE] if count == 1 else names, shards, strict=True):
+            self._create(folder / name, shard)
+        if count > 1:
+            files = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
+            total = sum(spec.size for spec in specs.values())
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind, *exception) -> None:
+        self._stack.close()
+        if kind is None and (missing := self._specs.keys() - self._written):
+            raise ValueError(f"never written: {', '.join(sorted(missing))}")
+
+    def write(self, name: str, value: np.ndarray) -> None:
+        """Writes a tensor; its dtype and shape are those of its spec."""
+        spec = self._specs[name]
+        assert (value.dtype, value.shape) == (DTYPES[spec.dtype], spec.shape), (name, value.dtype, value.shape)
+        file, start = self._places[name]
+        data = memoryview(np.ascontiguousarray(value).view(np.uint8).reshape(-1))
+        done = 0
+        while done < len(data):  # one call writes up to 2 GiB
+            done += os.pwrite(file, data[done:], start + done)
+        self._written.add(name)
+
+    def _create(self, path: pathlib.Path, shard: Mapping[str, Spec]) -> None:
+        header, offsets, size = _header(shard)
+        file = self._stack.enter_context(path.open("wb"))
+        file.write(header)
+        file.truncate(len(header) + size)
+        file.flush()
+        self._places |= {name: (file.fileno(), len(header) + start) for name, start in offsets.items()}
+
+
+def _files(folder: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
+    """Returns the files to read, each with the tensors that the index puts there, if there is one."""
+    if (folder / SINGLE).exists():
+        return {folder / SINGLE: None}
+    if not (folder / INDEX).exists():
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
+        hint = "; save the model with safe_serialization=True" if pickled else ""
+        raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}")
+    try:
+        places = json.loads((folder / INDEX).read_text())["weight_map"].items()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / INDEX} has no readable weight_map ({error!r}); download it again") from None
+    files: dict[pathlib.Path, set[str] | None] = {}
+    for tensor, file in places:
+        if pathlib.PurePath(file).name != file:
+            raise ValueError(f"{folder / INDEX} puts {tensor} into {file!r}, which is not in its folder")
+        names = files.setdefault(folder / file, set())
+        assert names is not None
+        names.add(tensor)
+    return files
+
+
+def _shards(specs: Mapping[str, Spec], largest: int) -> list[dict[str, Spec]]:
+    """Returns the tensors in order, a new shard begun wherever the next one would not fit."""
+    shards: list[dict[str, Spec]] = [{}]
+    size = 0
+    for name, spec in specs.items():
+        if shards[-1] and size + spec.size > largest:
+            shards.append({})
+            size = 0
+        shards[-1][name] = spec
+        size += spec.size
+    return shards
+
+
+def _header(shard: Mapping[str, Spec]) -> tuple[bytes, dict[str, int], int]:
+    """Returns a file's first bytes, where each tensor starts after them, and how much follows them."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for name, spec in _in_file_order(shard):
+        offsets[name], end = end, end + spec.size
+        place = [offsets[name], end]
+        entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": place}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _LARGEST_HEADER:
+        raise ValueError(f"{len(shard)} tensors are too many for one safetensors file")
+    return len(text).to_bytes(8, "little") + text, offsets, end
+
+
+def _in_file_order(shard: Mapping[str, Spec]) -> Iterator[tuple[str, Spec]]:
+    order = list(DTYPES)
+    yield from sorted(shard.items(), key=lambda item: (order.index(item[1].dtype), item[0]))
