@@ -1,7 +1,6 @@
 """Evaluates a run's checkpoint, in its own precision or another: `python eval.py RUN --policy=bf16`."""
 
 import dataclasses
-import json
 import pathlib
 from typing import Annotated
 
@@ -9,12 +8,12 @@ import jax
 import tyro
 
 from models import llama
-from models.configs import get_config
+from models.configs import from_dict
 from mxjax.gemm import Implementation, check_plans
 from mxjax.scales import ScaleRule
 from mxjax.training.checkpoint import Checkpoints
-from mxjax.training.config import from_json
-from mxjax.training.data import VOCAB_SIZE, evaluation_batches, load_corpus
+from mxjax.training.config import from_json, read_description
+from mxjax.training.data import evaluation_batches, load_corpus
 from mxjax.training.environment import enable_compilation_cache, input_errors
 from mxjax.training.metrics import json_line
 from mxjax.training.step import evaluate, make_eval_step
@@ -46,8 +45,7 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
     """Returns the mean loss over all tokens, its perplexity, and what they are of."""
     enable_compilation_cache()
     with input_errors():
-        config, precision = read_run(arguments)
-        model = dataclasses.replace(get_config(config.model), vocab_size=VOCAB_SIZE)
+        config, precision, model = read_run(arguments)
         policies = llama.layer_policies(model, precision.policy, precision.rules())
         if precision.scale_rule is not None:
             policies = policies.with_scale_rule(precision.scale_rule)
@@ -56,7 +54,8 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
         n_batches = config.eval_batches if arguments.batches is None else arguments.batches
         if n_batches < 1:
             raise ValueError(f"--batches must be at least 1, got {n_batches}")
-        held_out = evaluation_batches(corpus.validation, config.data, n_batches)
+        n_sequences = config.eval_sequences if arguments.batches is None else None
+        held_out = evaluation_batches(corpus.validation, config.data, n_batches, n_sequences)
         like = jax.eval_shape(lambda: llama.init(model, jax.random.key(0)))
         with Checkpoints(arguments.run / "checkpoints") as checkpoints:
             step = checkpoints.latest if arguments.step is None else arguments.step
@@ -71,16 +70,14 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
 
 
 def read_run(arguments: EvalConfig):
-    """Returns the run's configuration, and its precision with what the command line changes."""
-    path = arguments.run / "config.json"
-    if not path.exists():
-        raise ValueError(f"{arguments.run} holds no run: it has no config.json")
-    config = from_json(json.loads(path.read_text())["config"])
+    """Returns the run's configuration, its precision with what the command line changes, and its model."""
+    description = read_description(arguments.run)
+    config = from_json(description["config"])
     names = ("policy", "scale_rule", "layers", "implementation")
     changes = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
     if "policy" in changes:  # the run's other choices belong to the run's policy
         changes = {"scale_rule": None, "layers": ()} | changes
-    return config, dataclasses.replace(config.precision, **changes)
+    return config, dataclasses.replace(config.precision, **changes), from_dict(description["model"])
 
 
 if __name__ == "__main__":

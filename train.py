@@ -4,8 +4,10 @@ import dataclasses
 import json
 import math
 import pathlib
+import shutil
 import statistics
 import sys
+import time
 from typing import Any, NamedTuple
 
 import grain
@@ -13,14 +15,23 @@ import jax
 import numpy as np
 
 from models import llama
-from models.configs import LlamaConfig, get_config
+from models.configs import LlamaConfig, from_dict, get_config, to_dict
 from mxjax.gemm import check_plans, choose_implementation
 from mxjax.layers import LayerPolicies
 from mxjax.training.checkpoint import Checkpoints
-from mxjax.training.config import Config, check_resumable, from_json, parse, to_json
+from mxjax.training.config import (
+    HUGGINGFACE,
+    Config,
+    check_resumable,
+    from_json,
+    parse,
+    read_description,
+    to_json,
+)
 from mxjax.training.data import VOCAB_SIZE, Corpus, batches, evaluation_batches, load_corpus
 from mxjax.training.environment import Interruption, enable_compilation_cache, facts, input_errors
-from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter
+from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter, evaluations
+from mxjax.training.mllog import MLPerfLog, settings
 from mxjax.training.optimizer import learning_rate, make_optimizer
 from mxjax.training.step import TrainState, evaluate, init_state, make_eval_step, make_train_step
 
@@ -44,24 +55,26 @@ def train(config: Config) -> dict[str, float]:
         after a checkpoint; the message says so.
       NonFiniteError: a loss or gradient was NaN or infinite; the step's state and batch are saved.
     """
+    began = time.time()
     enable_compilation_cache()
     with input_errors():
         run = set_up(config)
         stream = batches(run.corpus.train, config.data, config.seed)
     optimizer = make_optimizer(config.optimizer, config.steps)
-    init_key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 1)  # the key of no step
-    state = init_state(llama.init(run.model, init_key), optimizer)
     with Checkpoints(run.folder / "checkpoints", config.keep_checkpoints) as checkpoints:
-        if config.resume and checkpoints.latest is not None:
+        resumes = config.resume and checkpoints.latest is not None
+        state = init_state(first_params(run, None if resumes else config.init), optimizer)
+        if resumes:
             state, position = checkpoints.restore(state)
-            stream.set_state(position)
+            if position is not None:
+                stream.set_state(position)
         start = int(state.step)
         write_description(run)
         log = MetricsLog(run.folder / "metrics.jsonl", keep_steps=start)
         display = Display(config.steps, start, config.log_every)
-        with log, display, Interruption() as interruption:
+        with log, display, open_mllog(run, start, began) as mllog, Interruption() as interruption:
             display.line(introduction(run))
-            return loop(run, optimizer, state, stream, checkpoints, log, display, interruption)
+            return loop(run, optimizer, state, stream, checkpoints, log, display, mllog, interruption)
 
 
 def loop(
@@ -72,6 +85,7 @@ def loop(
     checkpoints: Checkpoints,
     log: MetricsLog,
     display: Display,
+    mllog: MLPerfLog,
     interruption: Interruption,
 ) -> dict[str, float]:
     """Runs the steps that remain; returns the last evaluation."""
@@ -83,24 +97,33 @@ def loop(
     reporter = StepReporter(log, display, tokens_a_step, rate)
     stop = config.last_step
     evaluation: dict[str, float] = {}
+    done = is_done(run, int(state.step))
+    step = int(state.step)
     try:
-        for step in range(int(state.step) + 1, stop + 1):
+        while not done and step < stop:
+            step += 1
             state, metrics = train_step(state, next(stream))
             reporter.step(step, metrics)
             if step % config.eval_every == 0 or step == stop:
                 reporter.flush()
+                mllog.evaluation_starts(step * config.data.batch_size)
                 evaluation = evaluate(eval_step, state.params, run.held_out)
                 log.write(step=step, tokens=step * tokens_a_step, **evaluation)
                 display.line(f"step {step:6d}  {evaluation_text(evaluation)}")
                 reporter.restart_clock()
                 check_finite(step, evaluation)
-            if step % config.checkpoint_every == 0 or step == stop or interruption.requested:
+                done = is_done(run, step)
+                mllog.evaluation_ends(step * config.data.batch_size, evaluation["eval_loss"], last=done)
+            if step % config.checkpoint_every == 0 or step == stop or done or interruption.requested:
                 reporter.flush()
                 checkpoints.save(state, stream.get_state())
                 reporter.restart_clock()
-            if interruption.requested:
+            if done:
+                mllog.run_ends(step * config.data.batch_size, success=is_on_target(run, step))
+            elif interruption.requested:
                 raise SystemExit(f"interrupted after step {step}; repeat the command with {continuing(run)}")
     except NonFiniteError as error:
+        mllog.run_ends(error.step * config.data.batch_size, success=False)
         evidence = save_evidence(run, error, state)
         raise NonFiniteError(
             f"{error}, policy {config.precision.policy}. The last finite state and the step's batch are in "
@@ -111,6 +134,17 @@ def loop(
     return evaluation
 
 
+def is_on_target(run: Run, step: int) -> bool:
+    """Returns whether the evaluation after a step reached the run's target; without a target it need not."""
+    target = run.config.target_loss
+    return target is None or evaluations(run.folder).get(step, math.inf) <= target
+
+
+def is_done(run: Run, step: int) -> bool:
+    """Returns whether nothing follows a step: it is the schedule's last, or the target is reached."""
+    return step >= run.config.steps or (run.config.target_loss is not None and is_on_target(run, step))
+
+
 def check_finite(step: int, evaluation: dict[str, float]) -> None:
     """Raises NonFiniteError if an evaluation's loss is NaN or infinite."""
     if not math.isfinite(evaluation["eval_loss"]):
@@ -119,20 +153,73 @@ def check_finite(step: int, evaluation: dict[str, float]) -> None:
 
 def set_up(config: Config) -> Run:
     """Reads and checks all that a run needs, and opens its folder; ValueError before anything is computed."""
-    model = dataclasses.replace(get_config(config.model), vocab_size=VOCAB_SIZE)
+    folder = config.folder()
+    config, model = choose_model(config, folder)
     policies = llama.layer_policies(model, config.precision.policy, config.precision.rules())
     if config.precision.scale_rule is not None:
         policies = policies.with_scale_rule(config.precision.scale_rule)
     check_plans(policies.policies, config.precision.implementation)
     corpus = load_corpus(config.data.data)
-    held_out = list(evaluation_batches(corpus.validation, config.data, config.eval_batches))
-    folder = config.folder()
+    held_out = list(
+        evaluation_batches(corpus.validation, config.data, config.eval_batches, config.eval_sequences)
+    )
+    run = Run(config, folder, corpus, held_out, model, policies)
+    mllog_settings(run)
     if config.resume:
         check_same_run(config, folder, corpus)
     elif folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    return Run(config, folder, corpus, held_out, model, policies)
+    if config.init is not None and (config.init / HUGGINGFACE).exists():
+        shutil.copytree(config.init / HUGGINGFACE, folder / HUGGINGFACE, dirs_exist_ok=True)
+    return run
+
+
+def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaConfig]:
+    """Returns the model, that of the run to continue or to begin with or one by name, and `config` with it."""
+    continues = config.resume and (folder / "config.json").exists()
+    source = folder if continues else config.init
+    if source is None:
+        model = dataclasses.replace(get_config(config.model), vocab_size=config.vocab_size or VOCAB_SIZE)
+    else:
+        saved = read_description(source)
+        model, name = from_dict(saved["model"]), saved["config"]["model"]
+        if config.model == Config.model and (config.init is not None or "imported" in saved):
+            config = dataclasses.replace(config, model=name)
+        if not continues and (config.model, config.vocab_size or model.vocab_size) != (
+            name,
+            model.vocab_size,
+        ):
+            raise ValueError(
+                f"{source} holds {name} with {model.vocab_size} tokens; leave out --model and --vocab-size"
+            )
+    if model.vocab_size < VOCAB_SIZE:
+        raise ValueError(f"the data has {VOCAB_SIZE} token ids and the model only {model.vocab_size}")
+    return config, model
+
+
+def first_params(run: Run, init: pathlib.Path | None) -> llama.Params:
+    """Returns the parameters to begin with: random ones, or the last of the run in `init`."""
+    key = jax.random.fold_in(jax.random.key(run.config.seed), 2**32 - 1)  # the key of no step
+    if init is None:
+        return llama.init(run.model, key)
+    with Checkpoints(init / "checkpoints") as checkpoints, input_errors():
+        return checkpoints.restore_params(jax.eval_shape(lambda: llama.init(run.model, key)))
+
+
+def mllog_settings(run: Run) -> dict[str, Any]:
+    """Returns what MLPerf's log says of the run before it begins; nothing without --mllog."""
+    if not run.config.mlperf.mllog:
+        return {}
+    sequences = sum(len(batch) for batch in run.held_out)
+    return settings(run.config, run.policies, sequences, jax.devices()[0].device_kind)
+
+
+def open_mllog(run: Run, step: int, began: float) -> MLPerfLog:
+    """Opens MLPerf's log of a run that goes on after `step`; one that writes nothing if it does not."""
+    wanted = run.config.mlperf.mllog and not is_done(run, step)
+    path = run.folder / "mllog.txt" if wanted else None
+    return MLPerfLog(path, mllog_settings(run), step * run.config.data.batch_size, began)
 
 
 def check_same_run(config: Config, folder: pathlib.Path, corpus: Corpus) -> None:
@@ -140,7 +227,9 @@ def check_same_run(config: Config, folder: pathlib.Path, corpus: Corpus) -> None
     description = folder / "config.json"
     if not description.exists():
         raise ValueError(f"--resume: {folder} holds no run; leave out --resume to start one there")
-    saved = json.loads(description.read_text())
+    saved = read_description(folder)
+    if "data" not in saved:  # imported and not begun: nothing to contradict
+        return
     check_resumable(config, from_json(saved["config"]), folder)
     if saved["data"] != corpus.facts:
         raise ValueError(f"--resume: the data is {corpus.facts}, but the run began with {saved['data']}")
@@ -160,25 +249,36 @@ def write_description(run: Run) -> None:
     """Writes config.json: every resolved value, each layer's policy, the data's and the machine's facts."""
     description: dict[str, Any] = {
         "config": to_json(run.config),
-        "model": dataclasses.asdict(run.model) | {"parameters": run.model.n_params},
+        "model": to_dict(run.model),
         "policies": {name: str(policy) for name, policy in run.policies.items()},
         "data": run.corpus.facts,
         "implementation": choose_implementation(run.config.precision.implementation),
         "environment": facts(),
     }
-    (run.folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+    path = run.folder / "config.json"
+    if path.exists() and "imported" in (before := read_description(run.folder)):
+        description["imported"] = before["imported"]
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(description, indent=2) + "\n")
+    partial.replace(path)
 
 
 def introduction(run: Run) -> str:
     """Returns what is worth knowing before the first step."""
     config, model = run.config, run.model
     tokens = config.steps * config.data.batch_size * config.data.seq_len
+    unused = model.vocab_size - VOCAB_SIZE
     return "\n".join(
         [
             f"model {config.model}: {model.n_params:,} parameters, "
             f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
             f"data {run.corpus.source}: {len(run.corpus.train):,} tokens, {tokens:,} to train on "
-            f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}",
+            f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}"
+            + (
+                f"; bytes, not the model's own tokens: {unused:,} of its vocabulary are unused"
+                if unused
+                else ""
+            ),
             f"policy {config.precision.policy}:",
             *(f"  {line}" for line in str(run.policies).splitlines()),
             f"run {run.folder} on {jax.devices()[0].device_kind}, "
@@ -190,7 +290,7 @@ def introduction(run: Run) -> str:
 def summary(run: Run, evaluation: dict[str, float], step_times: list[float]) -> str:
     """Returns what is worth knowing after the last step."""
     if not step_times:
-        return f"nothing left to do: the run in {run.folder} is at step {run.config.last_step} or past it"
+        return f"nothing left to do: the run in {run.folder} has reached its last step or its target"
     tokens = run.config.data.batch_size * run.config.data.seq_len
     return "\n".join(
         [

@@ -108,6 +108,7 @@ def to_dict(config: LlamaConfig) -> dict[str, Any]:
 
 def from_dict(raw: Mapping[str, Any]) -> LlamaConfig:
     """Returns the configuration that `to_dict` made `raw` of."""
-    values = {field.name: raw[field.name] for field in dataclasses.fields(LlamaConfig)}
-    scaling = values["rope_scaling"]
-    return LlamaConfig(**values | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+    values: dict[str, Any] = {field.name: raw[field.name] for field in dataclasses.fields(LlamaConfig)}
+    if values["rope_scaling"] is not None:
+        values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+    return LlamaConfig(**values)

@@ -1,9 +1,9 @@
 """Checkpoints to and from Hugging Face: `python -m models.huggingface import DIR RUN`, `export RUN DIR`.
 
-`import` makes a run's folder, at step 0, of a folder with config.json and safetensors; eval.py and train.py go on
-from there (`--init RUN` in a new folder, or `--out RUN --resume` in place). Tokenizer and other small files are
-kept in RUN/huggingface, and `export` puts them back. Memory holds the parameters once, in float32, and one tensor
-more.
+`import` makes a run's folder, at step 0, of a folder with config.json and safetensors; eval.py and train.py go
+on from there (`--init RUN` in a new folder, or `--out RUN --resume` in place). Tokenizer and other small files
+are kept in RUN/huggingface, and `export` puts them back. Tensors pass one by one: memory holds the parameters in
+float32, and one tensor more.
 """
 
 import contextlib
@@ -36,14 +36,20 @@ from models.huggingface_tensors import (
 from models.safetensors_files import Reader, Spec, Writer
 from mxjax.scales import ScaleRule
 from mxjax.training.checkpoint import Checkpoints
-from mxjax.training.config import Config, read_description, to_json
+from mxjax.training.config import (
+    HUGGINGFACE,
+    Config,
+    DataConfig,
+    PrecisionConfig,
+    read_description,
+    to_json,
+)
 from mxjax.training.environment import input_errors
 
-KEPT = "huggingface"
-"""The folder of a run that holds what an imported checkpoint has besides weights."""
-_TENSOR_DTYPES = "dtypes.json"  # in KEPT: the dtype that each tensor came in
+_TENSOR_DTYPES = "dtypes.json"  # in that folder: the dtype that each tensor came in
 _KEPT_SUFFIXES = {".json", ".jinja", ".model", ".txt", ""}
 _GIB = 2**30
+_EVAL_SEQ_LEN = 2048  # unless the model's context is shorter
 
 Folder = Annotated[pathlib.Path, tyro.conf.Positional]
 
@@ -68,13 +74,13 @@ def import_checkpoint(source: Folder, run: Folder) -> LlamaConfig:
             view[...] = reader.read(name).reshape(view.shape)
         with Checkpoints(folder / "checkpoints") as checkpoints:
             checkpoints.save_params(params)
-        kept = folder / KEPT
+        kept = folder / HUGGINGFACE
         kept.mkdir()
         for file in _small_files(source):
             shutil.copyfile(file, kept / file.name)
         _write_json(kept / _TENSOR_DTYPES, {name: reader.specs[name].dtype for name in named})
         description = {
-            "config": to_json(Config(model=name_of(config))),
+            "config": to_json(_evaluation_config(name_of(config), raw)),
             "model": to_dict(config),
             "imported": str(source),
         }
@@ -113,8 +119,8 @@ def export_checkpoint(
         with Checkpoints(run / "checkpoints") as checkpoints:
             params = jax.tree.map(np.asarray, checkpoints.restore_params(shapes(config), step))
         named = views(config, params)
-        specs = _specs(named, dtype, run / KEPT / _TENSOR_DTYPES)
-        raw = _export_config(run / KEPT / "config.json", description, config)
+        specs = _specs(named, dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
+        raw = _export_config(run / HUGGINGFACE / "config.json", description, config)
         raw |= {_dtype_field(raw): _spelled(specs["model.embed_tokens.weight"].dtype)}
         if mxfp4 is not None:
             specs, raw = quantized(specs), raw | {"quantization_config": dict(QUANTIZATION)}
@@ -122,7 +128,7 @@ def export_checkpoint(
             for name, view in _progress(named, "exporting"):
                 for part, value in parts(name, view, specs, mxfp4):
                     writer.write(part, value)
-        for file in _small_files(run / KEPT):
+        for file in _small_files(run / HUGGINGFACE):
             if file.name != _TENSOR_DTYPES:
                 shutil.copyfile(file, folder / file.name)
         _write_json(folder / "config.json", raw)
@@ -150,6 +156,13 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _evaluation_config(model: str, raw: Mapping[str, Any]) -> Config:
+    """Returns how eval.py runs an imported model unless told otherwise."""
+    seq_len = min(raw.get("max_position_embeddings", _EVAL_SEQ_LEN), _EVAL_SEQ_LEN)
+    data = DataConfig(batch_size=1, seq_len=seq_len)
+    return Config(precision=PrecisionConfig("bf16"), data=data, model=model)
+
+
 def _specs(named: Mapping[str, np.ndarray], dtype: str | None, kept: pathlib.Path) -> dict[str, Spec]:
     """Returns what to write of each tensor."""
     dtypes = json.loads(kept.read_text()) if kept.exists() and dtype is None else {}
@@ -157,9 +170,7 @@ def _specs(named: Mapping[str, np.ndarray], dtype: str | None, kept: pathlib.Pat
     return {name: Spec(dtypes.get(name, default), flat_shape(view)) for name, view in named.items()}
 
 
-def _export_config(
-    kept: pathlib.Path, description: Mapping[str, Any], config: LlamaConfig
-) -> dict[str, Any]:
+def _export_config(kept: pathlib.Path, description: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
     """Returns config.json: the imported one if there is one."""
     if kept.exists():
         return _read_json(kept)

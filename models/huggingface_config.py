@@ -116,5 +116,6 @@ def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         return float(theta), None
     if missing := fields - given:
         raise ValueError(f"config.json: rope type 'llama3' lacks {', '.join(sorted(missing))}")
-    values = {ours: float(rope[name]) for name, ours in _LLAMA3.items()}
-    return float(theta), RopeScaling(**values | {"original_context": int(values["original_context"])})
+    values: dict[str, Any] = {ours: float(rope[name]) for name, ours in _LLAMA3.items()}
+    values["original_context"] = int(values["original_context"])
+    return float(theta), RopeScaling(**values)

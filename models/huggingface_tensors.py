@@ -1,7 +1,7 @@
 """The tensors of Hugging Face's Llamas, and where each of them lies in the parameters of `models.llama`.
 
-Ours are [in, out] and stacked over layers, with query, key and value in one matrix and gate and up projection in
-another; Hugging Face's are one [out, in] a layer.
+Ours are [in, out] and stacked over layers, with query, key and value in one matrix and gate and up projection
+in another; Hugging Face's are one [out, in] a layer.
 """
 
 import types
@@ -142,5 +142,3 @@ def _is_derived(name: str, config: LlamaConfig) -> bool:
 
 def _is_linear(name: str) -> bool:
     return name.endswith("_proj.weight")
-
-

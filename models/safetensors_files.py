@@ -1,7 +1,7 @@
 """Checkpoints in safetensors files as Hugging Face lays them out: one file, or shards and an index.
 
-Reading goes tensor by tensor, and so does writing: memory holds one tensor at a time. Files are the same bytes
-that safetensors itself writes for the same tensors.
+Reading goes tensor by tensor, and so does writing: memory holds one tensor at a time. Files are the same
+bytes that safetensors itself writes for the same tensors.
 
 Source: huggingface/safetensors, README "Format"; transformers' `save_pretrained` for names and the index.
 """
@@ -82,7 +82,9 @@ class Reader:
         except FileNotFoundError:
             raise ValueError(f"{path} is missing: the index names it; download it again") from None
         except (safetensors.SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is cut off or no safetensors file ({error}); download it again") from None
+            raise ValueError(
+                f"{path} is cut off or no safetensors file ({error}); download it again"
+            ) from None
         found = set(file.keys())
         if names is not None and found != names:
             raise ValueError(
@@ -131,7 +133,11 @@ class Writer:
     def write(self, name: str, value: np.ndarray) -> None:
         """Writes a tensor; its dtype and shape are those of its spec."""
         spec = self._specs[name]
-        assert (value.dtype, value.shape) == (DTYPES[spec.dtype], spec.shape), (name, value.dtype, value.shape)
+        assert (value.dtype, value.shape) == (DTYPES[spec.dtype], spec.shape), (
+            name,
+            value.dtype,
+            value.shape,
+        )
         file, start = self._places[name]
         data = memoryview(np.ascontiguousarray(value).view(np.uint8).reshape(-1))
         done = 0
@@ -159,7 +165,9 @@ def _files(folder: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
     try:
         places = json.loads((folder / INDEX).read_text())["weight_map"].items()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / INDEX} has no readable weight_map ({error!r}); download it again") from None
+        raise ValueError(
+            f"{folder / INDEX} has no readable weight_map ({error!r}); download it again"
+        ) from None
     files: dict[pathlib.Path, set[str] | None] = {}
     for tensor, file in places:
         if pathlib.PurePath(file).name != file:

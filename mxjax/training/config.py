@@ -1,10 +1,16 @@
 """The configuration of a run: frozen dataclasses, one a concern, that tyro turns into command-line flags."""
 
+import argparse
+import contextlib
 import dataclasses
 import json
+import math
 import pathlib
+import sys
 import time
-from typing import Annotated, Any
+import types
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -12,6 +18,10 @@ from mxjax.gemm import Implementation
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
 from mxjax.scales import ScaleRule
+from mxjax.training import mlperf
+
+HUGGINGFACE = "huggingface"
+"""The folder of a run that holds what an imported checkpoint has besides weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +77,34 @@ class PrecisionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MLPerfConfig:
+    """MLPerf's log of a run, and what it says of who ran it."""
+
+    mllog: bool = False
+    """Also write mllog.txt, which MLPerf's compliance checker reads."""
+    submission_org: str = "none"
+    """Who submits the result."""
+    submission_platform: str | None = None
+    """What it ran on. Default: the device's name."""
+    submission_division: Literal["closed", "open"] = "closed"
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """A training run."""
 
+    preset: Literal["mlperf-llama3.1-8b"] | None = None
+    """Defaults for all the other flags: MLPerf Training's llama31_8b, at --batch-size sequences a step."""
     precision: Annotated[PrecisionConfig, tyro.conf.arg(name="")] = PrecisionConfig()
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = DataConfig()
     optimizer: Annotated[OptimizerConfig, tyro.conf.arg(name="")] = OptimizerConfig()
+    mlperf: Annotated[MLPerfConfig, tyro.conf.arg(name="")] = MLPerfConfig()
     model: str = "tiny"
-    """A name of models/configs.py; its vocabulary is the data's."""
+    """A name of models/configs.py."""
+    vocab_size: int | None = None
+    """Rows of the embedding. Default: the data's token ids."""
+    init: pathlib.Path | None = None
+    """Begin with the model and the last weights of this run, which may be an imported checkpoint."""
     remat: bool = False
     """Recompute each block in the backward pass: less memory, more time."""
     steps: int = 300
@@ -95,6 +125,10 @@ class Config:
     """Steps between evaluations; one is always made at the end."""
     eval_batches: int = 32
     """Batches an evaluation reads, from the start of the validation data."""
+    eval_sequences: int | None = None
+    """Sequences an evaluation reads, exactly; replaces --eval-batches."""
+    target_loss: float | None = None
+    """End the run once an evaluation's loss is this or less."""
     log_every: int = 10
     """Steps between printed lines; metrics.jsonl gets every step."""
 
@@ -103,6 +137,9 @@ class Config:
         for name in ("steps", "eval_batches", "keep_checkpoints", *every):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for name in ("vocab_size", "eval_sequences"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.data.batch_size < 1 or self.data.seq_len < 1:
             raise ValueError("--batch-size and --seq-len must be at least 1")
         if self.stop_after is not None and not 0 < self.stop_after <= self.steps:
@@ -132,13 +169,59 @@ _MAY_CHANGE = {
     "keep_checkpoints",
     "eval_every",
     "eval_batches",
+    "eval_sequences",
+    "target_loss",
     "log_every",
 }
 
 
+def mlperf_llama31_8b(batch_size: int = 32) -> Config:
+    """Returns MLPerf Training's llama31_8b at a batch size, but for the data, which --data names.
+
+    The learning rate and the warm-up are those of the reference's runs at that batch size, or at 32 where
+    there are none. A run ends at the target, long before the last step of its schedule.
+    """
+    reference = mlperf.REFERENCES.get(batch_size, mlperf.REFERENCES[32])
+    eval_every = math.ceil(mlperf.EVAL_EVERY / batch_size)
+    return Config(
+        preset="mlperf-llama3.1-8b",
+        model="llama3.1-8b",
+        vocab_size=mlperf.VOCAB_SIZE,
+        data=DataConfig(batch_size=batch_size, seq_len=mlperf.SEQ_LEN),
+        optimizer=OptimizerConfig(
+            lr=reference.lr, warmup_steps=round(reference.warmup_sequences / batch_size)
+        ),
+        mlperf=MLPerfConfig(mllog=True),
+        remat=True,
+        steps=mlperf.MAX_STEPS,
+        checkpoint_every=eval_every,
+        eval_every=eval_every,
+        eval_sequences=mlperf.EVAL_SEQUENCES,
+        target_loss=mlperf.TARGET_LOSS,
+    )
+
+
+PRESETS: Mapping[str, Callable[[int], Config]] = types.MappingProxyType(
+    {"mlperf-llama3.1-8b": mlperf_llama31_8b}
+)
+"""By name, functions of the batch size."""
+
+
 def parse(argv: list[str] | None = None) -> Config:
-    """Returns the configuration that the command line asks for; exits with help or an error, as tyro does."""
-    return tyro.cli(Config, args=argv, description="Train a Llama in MXFP4.")
+    """Returns the configuration that the command line asks for; exits with help or an error, as tyro does.
+
+    A preset is made for the batch size first; every other flag then replaces one of its values.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--preset")
+    first.add_argument("--batch-size", "--batch_size", type=int, default=32)
+    default = Config()
+    with contextlib.suppress(argparse.ArgumentError):  # what is wrong, tyro will say better
+        known, _ = first.parse_known_args(argv)
+        if known.preset in PRESETS and known.batch_size > 0:
+            default = PRESETS[known.preset](known.batch_size)
+    return tyro.cli(Config, args=argv, default=default, description="Train a Llama in MXFP4.")
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -156,7 +239,9 @@ def from_json(raw: dict[str, Any]) -> Config:
             "precision": PrecisionConfig(**precision),
             "data": DataConfig(**data),
             "optimizer": OptimizerConfig(**raw["optimizer"]),
+            "mlperf": MLPerfConfig(**raw.get("mlperf", {})),
             "out": _path(raw["out"]),
+            "init": _path(raw.get("init")),
         }
     )
 

@@ -89,16 +89,25 @@ def batches(tokens: Tokens, config: DataConfig, seed: int, start: int = 0) -> gr
 
 
 def evaluation_batches(
-    tokens: Tokens, config: DataConfig, n_batches: int
+    tokens: Tokens, config: DataConfig, n_batches: int, n_sequences: int | None = None
 ) -> Iterator[Int32[np.ndarray, "batch length"]]:
     """Yields the first n_batches batches of the tokens, in order; the last may be short.
 
+    With n_sequences, yields exactly the first n_sequences sequences instead.
+
     Raises:
-      ValueError: fewer tokens than one sequence needs.
+      ValueError: fewer tokens than one sequence, or n_sequences, need.
     """
     windows = _Windows(tokens, config.seq_len, "validation")
-    for start in range(0, min(len(windows), n_batches * config.batch_size), config.batch_size):
-        stop = min(start + config.batch_size, len(windows))
+    end = min(len(windows), n_batches * config.batch_size)
+    if n_sequences is not None:
+        end = n_sequences
+        if end > len(windows):
+            raise ValueError(
+                f"--eval-sequences {end} asks for more than the {len(windows)} of the validation data"
+            )
+    for start in range(0, end, config.batch_size):
+        stop = min(start + config.batch_size, end)
         yield np.stack([windows[i] for i in range(start, stop)])
 
 

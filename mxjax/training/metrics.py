@@ -132,6 +132,12 @@ class StepReporter:
         self._clock = time.monotonic()
 
 
+def evaluations(folder: pathlib.Path) -> dict[int, float]:
+    """Returns the loss of every evaluation of a run, by step."""
+    lines = map(json.loads, _json_lines(folder / "metrics.jsonl"))
+    return {line["step"]: float(line["eval_loss"]) for line in lines if "eval_loss" in line}
+
+
 def json_line(values: Mapping[str, Any]) -> str:
     """Returns the values as one line of JSON, with NaN and infinity, which JSON lacks, as strings."""
 

@@ -1,0 +1,112 @@
+"""MLPerf Training's llama31_8b benchmark as data: its rules, and what its reference reaches.
+
+Sources: mlcommons/logging 4.1.68, compliance_checker/training_6.1.0/closed_llama31_8b.yaml (rules) and
+rcp_checker/training_6.1.0/rcps_llama31_8b.json (reference convergence points); mlcommons/training,
+small_llm_pretraining/nemo (evaluation, schedule).
+"""
+
+import dataclasses
+import statistics
+import types
+from collections.abc import Mapping
+
+BENCHMARK = "llama31_8b"
+VOCAB_SIZE = 128_256  # rows of the embedding; the tokenizer uses 128,000 of them and 256 special tokens
+SEQ_LEN = 8192
+MAX_STEPS = 1_200_000  # of the schedule, at every batch size
+EVAL_EVERY = 12_288  # sequences trained on between evaluations
+EVAL_SEQUENCES = 1024  # the first of the validation data, not shuffled
+TARGET_LOSS = 3.3  # nats a token, averaged over all tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Runs of the reference implementation in bfloat16 at one batch size.
+
+    Attributes:
+      lr: peak learning rate.
+      warmup_sequences: the length of the warm-up.
+      sequences: trained on when an evaluation first reached the target, one entry a run, sorted.
+    """
+
+    batch_size: int
+    lr: float
+    warmup_sequences: int
+    sequences: tuple[int, ...]
+
+    @property
+    def mean_sequences(self) -> float:
+        """The mean of `sequences` over all runs."""
+        return statistics.fmean(self.sequences)
+
+
+def _reference(batch_size: int, lr: float, warmup_sequences: int, runs: Mapping[int, int]) -> Reference:
+    sequences = (count for count, n in sorted(runs.items()) for _ in range(n))
+    return Reference(batch_size, lr, warmup_sequences, tuple(sequences))
+
+
+_REFERENCES = (
+    _reference(16, 4e-4, 256, {159_744: 17, 172_032: 3}),
+    _reference(32, 8e-4, 4096, {172_032: 9, 184_320: 10, 196_608: 1}),
+    _reference(64, 8e-4, 6144, {208_896: 4, 221_184: 4, 233_472: 11, 245_760: 1}),
+    # 16,348 warm-up sequences, as published, are 170.3 steps.
+    _reference(96, 1e-3, 16_348, {260_064: 2, 272_448: 10, 284_832: 4, 297_216: 4}),
+    _reference(
+        128,
+        2e-3,
+        32_768,
+        {307_200: 2, 319_488: 2, 331_776: 4, 344_064: 4, 356_352: 3, 368_640: 3, 380_928: 1, 405_504: 1},
+    ),
+)
+REFERENCES: Mapping[int, Reference] = types.MappingProxyType({r.batch_size: r for r in _REFERENCES})
+"""By batch size, the runs on DGX-B200 that submissions are checked against."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Validation losses by sequences trained on.
+
+    Attributes:
+      name: what was run, in words.
+      source: where the numbers are from.
+      losses: nats a token, by sequences.
+    """
+
+    name: str
+    source: str
+    losses: Mapping[int, float]
+
+
+CURVES = (
+    Curve(
+        "reference bf16",
+        "means over runs of the bfloat16 reference at batch size 32, as the project's design notes have them",
+        types.MappingProxyType(
+            {12_288: 5.631, 24_576: 4.474, 49_152: 3.887, 98_304: 3.517, 147_456: 3.361, 172_032: 3.312}
+        ),
+    ),
+    Curve(
+        "AMD fp8",
+        "mlcommons/training_results_v5.1, AMD/results/MI355X_EPYC_9575F_pytorch/llama31_8b/result_0.txt: "
+        "one run at batch size 32",
+        types.MappingProxyType(
+            {
+                12_288: 5.5950,
+                24_576: 4.4731,
+                36_864: 4.0500,
+                49_152: 3.8535,
+                61_440: 3.7231,
+                73_728: 3.6275,
+                86_016: 3.5559,
+                98_304: 3.5011,
+                110_592: 3.4505,
+                122_880: 3.4064,
+                135_168: 3.3749,
+                147_456: 3.3414,
+                159_744: 3.3184,
+                172_032: 3.2907,
+            }
+        ),
+    ),
+)
+"""Published runs at batch size 32, to draw a run beside."""
