@@ -1,7 +1,11 @@
-"""Evaluates a run's checkpoint, in its own precision or another: `python eval.py RUN --policy=bf16`."""
+"""Evaluates a run's checkpoint, in its own precision or another: `python eval.py RUN --policy=bf16`.
+
+`python eval.py compare RUN [RUN ...]` puts the evaluations that runs have made side by side.
+"""
 
 import dataclasses
 import pathlib
+import sys
 from typing import Annotated
 
 import jax
@@ -12,6 +16,7 @@ from models.configs import from_dict
 from mxjax.gemm import Implementation, check_plans
 from mxjax.scales import ScaleRule
 from mxjax.training.checkpoint import Checkpoints
+from mxjax.training.compare import CompareConfig, compare
 from mxjax.training.config import from_json, read_description
 from mxjax.training.data import evaluation_batches, load_corpus
 from mxjax.training.environment import enable_compilation_cache, input_errors
@@ -80,7 +85,16 @@ def read_run(arguments: EvalConfig):
     return config, dataclasses.replace(config.precision, **changes), from_dict(description["model"])
 
 
+def compare_runs(argv: list[str]) -> None:
+    """Compares the runs that the command line names."""
+    with input_errors():
+        print(json_line(compare(tyro.cli(CompareConfig, args=argv, prog="eval.py compare"))))
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["compare"]:
+        compare_runs(sys.argv[2:])
+        sys.exit()
     result = main(tyro.cli(EvalConfig, description=__doc__))
     print(
         f"step {result['step']}  policy {result['policy']}  eval loss {result['eval_loss']:.4f}  "

@@ -1,9 +1,9 @@
 """Checkpoints to and from Hugging Face: `python -m models.huggingface import DIR RUN`, `export RUN DIR`.
 
-`import` makes a run's folder, at step 0, of a folder with config.json and safetensors; eval.py and train.py go
-on from there (`--init RUN` in a new folder, or `--out RUN --resume` in place). Tokenizer and other small files
-are kept in RUN/huggingface, and `export` puts them back. Tensors pass one by one: memory holds the parameters in
-float32, and one tensor more.
+`import` makes a run's folder, at step 0, of a folder with config.json and safetensors; eval.py and train.py
+go on from there (`--init RUN` in a new folder, or `--out RUN --resume` in place). Tokenizer and other small
+files are kept in RUN/huggingface, and `export` puts them back. Tensors pass one by one: memory holds the
+parameters in float32, and one tensor more.
 """
 
 import contextlib

@@ -59,10 +59,14 @@ def test_shards_are_transformers_own():
 
 def huggingface_order(found):
     """Tensors in the order of the model's state: the one in which transformers fills shards."""
-    parts = "self_attn.q self_attn.k self_attn.v self_attn.o mlp.gate mlp.up mlp.down input_l post_attention_l"
+    parts = (
+        "self_attn.q self_attn.k self_attn.v self_attn.o mlp.gate mlp.up mlp.down input_l post_attention_l"
+    )
 
     def place(name):
-        layer = int(name.split(".")[2]) if "layers" in name else {"model.e": -1, "model.n": 8}.get(name[:7], 9)
+        layer = (
+            int(name.split(".")[2]) if "layers" in name else {"model.e": -1, "model.n": 8}.get(name[:7], 9)
+        )
         return layer, next((i for i, part in enumerate(parts.split()) if part in name), 0)
 
     return sorted(found, key=place)
@@ -127,7 +131,8 @@ def test_pickled_weights_are_refused_with_what_to_do(tmp_path):
 
 
 def test_a_tensor_left_out_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="never written: a, b"), Writer(
-        tmp_path, {"a": Spec("F32", (1,)), "b": Spec("F32", (1,))}, LARGE
+    with (
+        pytest.raises(ValueError, match="never written: a, b"),
+        Writer(tmp_path, {"a": Spec("F32", (1,)), "b": Spec("F32", (1,))}, LARGE),
     ):
         pass

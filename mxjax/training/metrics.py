@@ -142,9 +142,11 @@ def json_line(values: Mapping[str, Any]) -> str:
     """Returns the values as one line of JSON, with NaN and infinity, which JSON lacks, as strings."""
 
     def jsonable(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: jsonable(part) for name, part in value.items()}
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps({name: jsonable(value) for name, value in values.items()})
+    return json.dumps(jsonable(values))
 
 
 def _json_lines(path: pathlib.Path) -> list[str]:
