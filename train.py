@@ -176,7 +176,7 @@ def set_up(config: Config) -> Run:
 
 
 def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaConfig]:
-    """Returns the model, that of the run to continue or to begin with or one by name, and `config` with it."""
+    """Returns `config` with the model's name, and the model: an earlier run's, or the one of that name."""
     continues = config.resume and (folder / "config.json").exists()
     source = folder if continues else config.init
     if source is None:

@@ -16,10 +16,12 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.progress import track
 
+from models import llama
 from models.configs import LlamaConfig, from_dict, name_of, to_dict
 from models.huggingface_config import read_config, write_config
 from models.huggingface_tensors import (
@@ -35,7 +37,7 @@ from models.huggingface_tensors import (
 )
 from models.safetensors_files import Reader, Spec, Writer
 from mxjax.scales import ScaleRule
-from mxjax.training.checkpoint import Checkpoints
+from mxjax.training.checkpoint import Checkpoints, save_params
 from mxjax.training.config import (
     HUGGINGFACE,
     Config,
@@ -65,20 +67,14 @@ def import_checkpoint(source: Folder, run: Folder) -> LlamaConfig:
     """
     raw = _read_json(source / "config.json")
     config = read_config(raw)
-    with new_folder(run) as folder, Reader(source) as reader:
-        check_tensors(reader.specs, config)
-        check_tied_head(reader, config)
-        params = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), shapes(config))
-        named = views(config, params)
-        for name, view in _progress(named, "importing"):
-            view[...] = reader.read(name).reshape(view.shape)
-        with Checkpoints(folder / "checkpoints") as checkpoints:
-            checkpoints.save_params(params)
+    with new_folder(run) as folder:
+        params, dtypes = _read_params(source, config)
+        save_params(folder / "checkpoints", params)
         kept = folder / HUGGINGFACE
         kept.mkdir()
         for file in _small_files(source):
             shutil.copyfile(file, kept / file.name)
-        _write_json(kept / _TENSOR_DTYPES, {name: reader.specs[name].dtype for name in named})
+        _write_json(kept / _TENSOR_DTYPES, dtypes)
         description = {
             "config": to_json(_evaluation_config(name_of(config), raw)),
             "model": to_dict(config),
@@ -154,6 +150,26 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
         partial.replace(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _read_params(source: pathlib.Path, config: LlamaConfig) -> tuple[llama.Params, dict[str, str]]:
+    """Returns the parameters in float32, and the dtype that each tensor has in the checkpoint."""
+    leaves, tree = jax.tree.flatten(shapes(config))
+    leaves = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+    dtypes = _fill(views(config, jax.tree.unflatten(tree, leaves)), source, config)
+    for i in range(len(leaves)):  # one by one: orbax would copy numpy's arrays, all at once
+        leaves[i] = jnp.asarray(leaves[i])
+    return jax.tree.unflatten(tree, leaves), dtypes
+
+
+def _fill(named: Mapping[str, np.ndarray], source: pathlib.Path, config: LlamaConfig) -> dict[str, str]:
+    """Reads every tensor into its view; returns their dtypes."""
+    with Reader(source) as reader:
+        check_tensors(reader.specs, config)
+        check_tied_head(reader, config)
+        for name, view in _progress(named, "importing"):
+            view[...] = reader.read(name).reshape(view.shape)
+        return {name: reader.specs[name].dtype for name in named}
 
 
 def _evaluation_config(model: str, raw: Mapping[str, Any]) -> Config:

@@ -1,4 +1,4 @@
-"""Importing and exporting Hugging Face checkpoints, against files that transformers 4 and 5 wrote, and live."""
+"""Hugging Face checkpoints to and from runs, against files that transformers 4 and 5 wrote, and live."""
 
 import dataclasses
 import json
@@ -302,7 +302,7 @@ def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     jax.tree.map(
         np.testing.assert_array_equal, params_of(tmp_path / "imported")[1], params_of(tmp_path / "tuned")[1]
     )
-    with pytest.raises(SystemExit, match="lr=0.001"):  # from then on it is a run like others
+    with pytest.raises(SystemExit, match=r"lr=0\.001"):  # from then on it is a run like others
         run(text, tmp_path / "imported", "--resume", *steps, "--lr", "1e-2")
     # Resuming takes the model from the run's own folder.
     shutil.rmtree(tmp_path / "imported")

@@ -191,23 +191,13 @@ def text(path):
     return path
 
 
-SCALED_DOWN = [
-    "--model",
-    "tiny",
-    "--vocab-size",
-    "257",
-    "--seq-len",
-    "32",
-    "--lr",
-    "5e-3",
-    "--warmup-steps",
-    "5",
-]
+TINY = ["--model", "tiny", "--vocab-size", "257", "--seq-len", "32"]
+SCALED_DOWN = [*TINY, "--lr", "5e-3", "--warmup-steps", "5"]
 
 
 @pytest.mark.slow
 def test_a_scaled_down_run_passes_the_checker(tmp_path):
-    """The benchmark on generated text, with another model, sequence, rate and cadence: all else is its own."""
+    """The benchmark on generated text, with another model, sequence, rate and cadence; else its own."""
     data = text(tmp_path / "text.txt")
     out = tmp_path / "run"
     flags = [*PRESET, *SCALED_DOWN, "--eval-every", "3", "--data", str(data), "--out", str(out)]

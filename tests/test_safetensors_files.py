@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from models.safetensors_files import DTYPES, INDEX, SINGLE, Reader, Spec, Writer
+from models.safetensors_files import DTYPES, INDEX, SINGLE, Reader, Spec, Writer, _shards
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "huggingface"
 LARGE = 2**30
@@ -50,7 +50,7 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_shards_are_transformers_own():
-    """transformers 4.57 and 5.23 wrote these, with these largest sizes; its index has a count of 5's besides."""
+    """transformers 4.57 and 5.23 wrote these, with these largest sizes."""
     for name, largest in (("llama3.1", 40_000), ("llama3.2", 20_000)):
         with Reader(GOLDEN / name) as reader:
             order = huggingface_order(reader.specs)
@@ -59,22 +59,18 @@ def test_shards_are_transformers_own():
 
 def huggingface_order(found):
     """Tensors in the order of the model's state: the one in which transformers fills shards."""
-    parts = (
-        "self_attn.q self_attn.k self_attn.v self_attn.o mlp.gate mlp.up mlp.down input_l post_attention_l"
-    )
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate", "up_proj", "down")
+    parts = ("embed", *attention, *mlp, "input", "post", "model.norm", "lm_head")
 
     def place(name):
-        layer = (
-            int(name.split(".")[2]) if "layers" in name else {"model.e": -1, "model.n": 8}.get(name[:7], 9)
-        )
-        return layer, next((i for i, part in enumerate(parts.split()) if part in name), 0)
+        part = next(i for i, part in enumerate(parts) if part in name)
+        layer = int(name.split(".")[2]) if "layers" in name else 99 if part > 0 else -1
+        return layer, part
 
     return sorted(found, key=place)
 
 
 def shard_names(order, found, largest):
-    from models.safetensors_files import _shards
-
     return _shards({name: found[name] for name in order}, largest)
 
 

@@ -43,14 +43,10 @@ class Checkpoints:
             ),
         )
 
-    def save_params(self, params: Any) -> None:
-        """Saves parameters alone as the checkpoint of step 0: a run that has not begun."""
-        self._manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
-
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
         """Returns the newest state, with the shapes and dtypes of `like`, and the position in the data.
 
-        Of a run that has not begun, see `save_params`, they are `like` with its parameters, and None.
+        Of a run that has not begun, see `save_params`, it is `like` with the parameters saved, and None.
 
         Raises:
           ValueError: there is no checkpoint.
@@ -81,6 +77,17 @@ class Checkpoints:
             raise ValueError(f"no checkpoint of step {step}; there are {sorted(steps) or 'none'}")
         args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
         return self._manager.restore(self.latest if step is None else step, args=args)["params"]
+
+
+def save_params(folder: pathlib.Path, params: Any) -> None:
+    """Saves parameters alone as the checkpoint of step 0 in `folder`: a run that has not begun.
+
+    Beside the parameters, memory holds about as much again as the largest array takes.
+    """
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    handler = ocp.StandardCheckpointHandler(save_concurrent_gb=largest // 2**30 + 1)
+    with ocp.CheckpointManager(folder.absolute(), item_handlers={"params": handler}) as manager:
+        manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
 
 
 def _abstract(tree: Any) -> Any:

@@ -89,7 +89,7 @@ def plot(curves: Mapping[str, Losses], target: float | None, path: pathlib.Path)
       ValueError: matplotlib is not installed, or does not write such a file.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
