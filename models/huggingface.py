@@ -50,13 +50,13 @@ from mxjax.training.environment import input_errors
 
 _TENSOR_DTYPES = "dtypes.json"  # in that folder: the dtype that each tensor came in
 _KEPT_SUFFIXES = {".json", ".jinja", ".model", ".txt", ""}
-_GIB = 2**30
 _EVAL_SEQ_LEN = 2048  # unless the model's context is shorter
 
-Folder = Annotated[pathlib.Path, tyro.conf.Positional]
+CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+RunFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 
-def import_checkpoint(source: Folder, run: Folder) -> LlamaConfig:
+def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> LlamaConfig:
     """Makes a run's folder of a Hugging Face Llama, for train.py --init and eval.py.
 
     Args:
@@ -85,13 +85,13 @@ def import_checkpoint(source: Folder, run: Folder) -> LlamaConfig:
 
 
 def export_checkpoint(
-    run: Folder,
-    target: Folder,
+    run: RunFolder,
+    target: CheckpointFolder,
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     step: int | None = None,
     mxfp4: ScaleRule | None = None,
-    shard_gib: float = 5.0,
+    shard_gb: float = 5.0,
 ) -> LlamaConfig:
     """Writes a run's parameters as a Hugging Face checkpoint that transformers loads.
 
@@ -103,12 +103,12 @@ def export_checkpoint(
       mxfp4: quantize the blocks' linear layers to MXFP4 by this scale rule, to nearest. Each NAME becomes
         NAME_blocks, uint8 [out, in / 32, 16], and NAME_scales, uint8 [out, in / 32], the layout of
         transformers' gpt-oss; transformers itself loads no Llama in it.
-      shard_gib: largest size of a file, in GiB.
+      shard_gb: largest size of a file's tensors, in 10**9 bytes.
     Raises:
       ValueError: no such run or step, `target` is in use, or the weights do not fit what is asked for.
     """
-    if shard_gib <= 0:
-        raise ValueError(f"--shard-gib must be positive, got {shard_gib}")
+    if shard_gb <= 0:
+        raise ValueError(f"--shard-gb must be positive, got {shard_gb}")
     description = read_description(run)
     config = from_dict(description["model"])
     with new_folder(target) as folder:
@@ -120,7 +120,7 @@ def export_checkpoint(
         raw |= {_dtype_field(raw): _spelled(specs["model.embed_tokens.weight"].dtype)}
         if mxfp4 is not None:
             specs, raw = quantized(specs), raw | {"quantization_config": dict(QUANTIZATION)}
-        with Writer(folder, specs, int(shard_gib * _GIB)) as writer:
+        with Writer(folder, specs, int(shard_gb * 1e9)) as writer:
             for name, view in _progress(named, "exporting"):
                 for part, value in parts(name, view, specs, mxfp4):
                     writer.write(part, value)
@@ -154,8 +154,8 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def _read_params(source: pathlib.Path, config: LlamaConfig) -> tuple[llama.Params, dict[str, str]]:
     """Returns the parameters in float32, and the dtype that each tensor has in the checkpoint."""
-    leaves, tree = jax.tree.flatten(shapes(config))
-    leaves = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+    abstract, tree = jax.tree.flatten(shapes(config))
+    leaves: list[Any] = [np.empty(leaf.shape, leaf.dtype) for leaf in abstract]
     dtypes = _fill(views(config, jax.tree.unflatten(tree, leaves)), source, config)
     for i in range(len(leaves)):  # one by one: orbax would copy numpy's arrays, all at once
         leaves[i] = jnp.asarray(leaves[i])

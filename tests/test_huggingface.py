@@ -65,8 +65,8 @@ def test_logits_equal_transformers(imported, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_export_gives_back_the_bytes_that_were_imported(imported, tmp_path, name):
-    shard = {"llama3.1": 40_000, "llama3.2": 20_000}.get(name, 2**30) / 2**30
-    export_checkpoint(imported[name], tmp_path / "out", shard_gib=shard)
+    shard = {"llama3.1": 40_000, "llama3.2": 20_000}.get(name, 1e9) / 1e9
+    export_checkpoint(imported[name], tmp_path / "out", shard_gb=shard)
     assert tensors(tmp_path / "out") == tensors(GOLDEN / name)
     for file in (GOLDEN / name).glob("*.safetensors"):
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
@@ -225,7 +225,7 @@ def test_folders_in_use_and_no_checkpoints_are_refused(tmp_path, imported):
     with pytest.raises(ValueError, match="no checkpoint of step 7"):
         export_checkpoint(imported["llama2"], tmp_path / "out", step=7)
     with pytest.raises(ValueError, match="must be positive"):
-        export_checkpoint(imported["llama2"], tmp_path / "out", shard_gib=0)
+        export_checkpoint(imported["llama2"], tmp_path / "out", shard_gb=0)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):
         import_checkpoint(tmp_path, tmp_path / "run")
@@ -387,7 +387,7 @@ def test_transformers_loads_exports_and_agrees(tmp_path, config, dtype):
     rewrite_params(tmp_path / "seed", config, jax.tree.map(np.asarray, llama.init(config, jax.random.key(1))))
     import_checkpoint(tmp_path / "seed", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "huggingface")  # as if it had been trained here
-    export_checkpoint(tmp_path / "run", tmp_path / "out", dtype=dtype, shard_gib=1e-4)
+    export_checkpoint(tmp_path / "run", tmp_path / "out", dtype=dtype, shard_gb=1e-4)
     load = transformers.LlamaForCausalLM.from_pretrained
     model, report = load(tmp_path / "out", dtype="auto", output_loading_info=True)
     assert not any(report.values()), report

@@ -34,7 +34,7 @@ class CompareConfig:
 
 
 def compare(arguments: CompareConfig) -> dict[str, Any]:
-    """Prints a table of the losses and returns the curves by name, and when each reached the target.
+    """Prints a table of the losses and returns the curves by name, and when each run reached the target.
 
     Raises:
       ValueError: a folder holds no run, or a run has not been evaluated.
@@ -48,10 +48,11 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
         curves[str(folder)] = found
         target = config.target_loss if target is None else target
         published = published or config.preset is not None
+    if published and target is None:
+        target = mlperf.TARGET_LOSS
+    reached = {} if target is None else {name: first_at(losses, target) for name, losses in curves.items()}
     if published:
         curves |= {curve.name: dict(curve.losses) for curve in mlperf.CURVES}
-        target = mlperf.TARGET_LOSS if target is None else target
-    reached = {} if target is None else {name: first_at(losses, target) for name, losses in curves.items()}
     print(table(curves))
     if target is not None:
         print(f"\nsequences until loss {target:g}")
