@@ -60,7 +60,7 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
         if n_batches < 1:
             raise ValueError(f"--batches must be at least 1, got {n_batches}")
         n_sequences = config.eval_sequences if arguments.batches is None else None
-        held_out = evaluation_batches(corpus.validation, config.data, n_batches, n_sequences)
+        held_out = evaluation_batches(corpus.validation, config.data, n_batches, n_sequences=n_sequences)
         like = jax.eval_shape(lambda: llama.init(model, jax.random.key(0)))
         with Checkpoints(arguments.run / "checkpoints") as checkpoints:
             step = checkpoints.latest if arguments.step is None else arguments.step

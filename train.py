@@ -160,8 +160,13 @@ def set_up(config: Config) -> Run:
         policies = policies.with_scale_rule(config.precision.scale_rule)
     check_plans(policies.policies, config.precision.implementation)
     corpus = load_corpus(config.data.data)
+    if model.vocab_size < VOCAB_SIZE:
+        raise ValueError(
+            f"text is read as {VOCAB_SIZE} ids, which --vocab-size {model.vocab_size} does not hold"
+        )
+    n_sequences = config.eval_sequences
     held_out = list(
-        evaluation_batches(corpus.validation, config.data, config.eval_batches, config.eval_sequences)
+        evaluation_batches(corpus.validation, config.data, config.eval_batches, n_sequences=n_sequences)
     )
     run = Run(config, folder, corpus, held_out, model, policies)
     mllog_settings(run)
@@ -176,26 +181,27 @@ def set_up(config: Config) -> Run:
 
 
 def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaConfig]:
-    """Returns `config` with the model's name, and the model: an earlier run's, or the one of that name."""
+    """Returns the model: that of --init, of an imported run to continue, or else the one that --model names.
+
+    Of the first two, the name and the vocabulary are put into the configuration that is returned.
+    """
     continues = config.resume and (folder / "config.json").exists()
-    source = folder if continues else config.init
-    if source is None:
-        model = dataclasses.replace(get_config(config.model), vocab_size=config.vocab_size or VOCAB_SIZE)
-    else:
-        saved = read_description(source)
-        model, name = from_dict(saved["model"]), saved["config"]["model"]
-        if config.model == Config.model and (config.init is not None or "imported" in saved):
-            config = dataclasses.replace(config, model=name)
-        if not continues and (config.model, config.vocab_size or model.vocab_size) != (
-            name,
-            model.vocab_size,
-        ):
-            raise ValueError(
-                f"{source} holds {name} with {model.vocab_size} tokens; leave out --model and --vocab-size"
-            )
-    if model.vocab_size < VOCAB_SIZE:
-        raise ValueError(f"the data has {VOCAB_SIZE} token ids and the model only {model.vocab_size}")
-    return config, model
+    saved = read_description(folder) if continues else {}
+    if config.init is None and "imported" not in saved:
+        return config, dataclasses.replace(
+            get_config(config.model), vocab_size=config.data.vocab_size or VOCAB_SIZE
+        )
+    source = folder if continues or config.init is None else config.init
+    saved = read_description(source)
+    model, name = from_dict(saved["model"]), saved["config"]["model"]
+    if config.model not in (name, Config.model) or config.data.vocab_size not in (None, model.vocab_size):
+        raise ValueError(
+            f"{source} holds {name} with {model.vocab_size} tokens; leave out --model and --vocab-size"
+        )
+    if not continues and not any((source / "checkpoints").glob("[0-9]*")):
+        raise ValueError(f"{source} has no checkpoint to begin with")
+    data = dataclasses.replace(config.data, vocab_size=model.vocab_size)
+    return dataclasses.replace(config, model=name, data=data), model
 
 
 def first_params(run: Run, init: pathlib.Path | None) -> llama.Params:
@@ -267,18 +273,12 @@ def introduction(run: Run) -> str:
     """Returns what is worth knowing before the first step."""
     config, model = run.config, run.model
     tokens = config.steps * config.data.batch_size * config.data.seq_len
-    unused = model.vocab_size - VOCAB_SIZE
     return "\n".join(
         [
             f"model {config.model}: {model.n_params:,} parameters, "
             f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
             f"data {run.corpus.source}: {len(run.corpus.train):,} tokens, {tokens:,} to train on "
-            f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}"
-            + (
-                f"; bytes, not the model's own tokens: {unused:,} of its vocabulary are unused"
-                if unused
-                else ""
-            ),
+            f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}",
             f"policy {config.precision.policy}:",
             *(f"  {line}" for line in str(run.policies).splitlines()),
             f"run {run.folder} on {jax.devices()[0].device_kind}, "

@@ -48,7 +48,7 @@ from mxjax.training.config import (
 )
 from mxjax.training.environment import input_errors
 
-_TENSOR_DTYPES = "dtypes.json"  # in that folder: the dtype that each tensor came in
+_TENSOR_DTYPES = "dtypes.json"  # in RUN/huggingface: the dtype that each tensor came in
 _KEPT_SUFFIXES = {".json", ".jinja", ".model", ".txt", ""}
 _EVAL_SEQ_LEN = 2048  # unless the model's context is shorter
 
@@ -76,7 +76,7 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> LlamaConfig:
             shutil.copyfile(file, kept / file.name)
         _write_json(kept / _TENSOR_DTYPES, dtypes)
         description = {
-            "config": to_json(_evaluation_config(name_of(config), raw)),
+            "config": to_json(_evaluation_config(config, raw)),
             "model": to_dict(config),
             "imported": str(source),
         }
@@ -172,11 +172,11 @@ def _fill(named: Mapping[str, np.ndarray], source: pathlib.Path, config: LlamaCo
         return {name: reader.specs[name].dtype for name in named}
 
 
-def _evaluation_config(model: str, raw: Mapping[str, Any]) -> Config:
+def _evaluation_config(model: LlamaConfig, raw: Mapping[str, Any]) -> Config:
     """Returns how eval.py runs an imported model unless told otherwise."""
-    seq_len = min(raw.get("max_position_embeddings", _EVAL_SEQ_LEN), _EVAL_SEQ_LEN)
-    data = DataConfig(batch_size=1, seq_len=seq_len)
-    return Config(precision=PrecisionConfig("bf16"), data=data, model=model)
+    seq_len = min(raw.get("max_position_embeddings") or _EVAL_SEQ_LEN, _EVAL_SEQ_LEN)
+    data = DataConfig(vocab_size=model.vocab_size, batch_size=1, seq_len=seq_len)
+    return Config(precision=PrecisionConfig("bf16"), data=data, model=name_of(model))
 
 
 def _specs(named: Mapping[str, np.ndarray], dtype: str | None, kept: pathlib.Path) -> dict[str, Spec]:

@@ -15,6 +15,7 @@ from models import llama
 from models.configs import LlamaConfig
 from models.safetensors_files import DTYPES as NUMPY
 from models.safetensors_files import Reader, Spec
+from mxjax.packed import BLOCK
 from mxjax.scales import ScaleRule
 
 DTYPES: Mapping[str, str] = types.MappingProxyType({"float32": "F32", "bfloat16": "BF16", "float16": "F16"})
@@ -23,7 +24,6 @@ QUANTIZATION: Mapping[str, object] = types.MappingProxyType(
     {"quant_method": "mxfp4", "modules_to_not_convert": ("model.embed_tokens", "model.norm", "lm_head")}
 )
 """What config.json says of weights in MXFP4."""
-BLOCK = 32  # elements that share a scale in MXFP4
 _SHOWN = 8  # problems in an error message
 
 
@@ -77,15 +77,17 @@ def check_tensors(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
     found = {name: spec for name, spec in specs.items() if not _is_derived(name, config)}
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} does not belong to such a Llama" for name in sorted(found) if name not in wanted]
-    for name in wanted.keys() & found.keys():
-        spec = found[name]
+    for name, spec in found.items():
+        if name not in wanted:
+            continue
         if spec.shape != wanted[name]:
             problems.append(f"{name} is {list(spec.shape)} and config.json makes it {list(wanted[name])}")
         if spec.dtype not in DTYPES.values():
             problems.append(f"{name} is in {spec.dtype}; only {', '.join(DTYPES.values())} can be imported")
     if problems:
-        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError("the tensors are not config.json's:\n  " + "\n  ".join(problems[:8]) + more)
+        shown = problems[:_SHOWN]
+        more = [f"and {len(problems) - len(shown)} more"] if problems[_SHOWN:] else []
+        raise ValueError("\n  ".join(["the tensors are not config.json's:", *shown, *more]))
 
 
 def quantized(specs: Mapping[str, Spec]) -> dict[str, Spec]:

@@ -287,8 +287,9 @@ def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
         evaluation_program.EvalConfig(tmp_path / "imported", data=text, batches=2)
     )
     assert (before["step"], before["policy"]) == (0, "bf16")
+    shutil.copytree(tmp_path / "imported", tmp_path / "begin")
     steps = ["--steps", "4", "--policy", "bf16", "--lr", "1e-3"]
-    run(text, tmp_path / "tuned", "--init", str(tmp_path / "imported"), *steps)
+    run(text, tmp_path / "tuned", "--init", str(tmp_path / "begin"), *steps)
     description = json.loads((tmp_path / "tuned" / "config.json").read_text())
     assert description["model"] == to_dict(SMALL)
     first = json.loads((tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()[0])
@@ -304,20 +305,30 @@ def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     )
     with pytest.raises(SystemExit, match=r"lr=0\.001"):  # from then on it is a run like others
         run(text, tmp_path / "imported", "--resume", *steps, "--lr", "1e-2")
+    # A run that was stopped before its first checkpoint begins anew.
+    early = tmp_path / "early"
+    early.mkdir()
+    shutil.copyfile(tmp_path / "tuned" / "config.json", early / "config.json")
+    run(text, early, "--init", str(tmp_path / "begin"), *steps, "--resume")
+    jax.tree.map(np.testing.assert_array_equal, params_of(early)[1], params_of(tmp_path / "tuned")[1])
     # Resuming takes the model from the run's own folder.
-    shutil.rmtree(tmp_path / "imported")
-    out = run(text, tmp_path / "tuned", "--init", str(tmp_path / "imported"), *steps, "--resume")
+    shutil.rmtree(tmp_path / "begin")
+    out = run(text, tmp_path / "tuned", "--init", str(tmp_path / "begin"), *steps, "--resume")
     assert out == {}
 
 
 def test_beginning_with_another_model_is_refused(checkpoint, imported, text, tmp_path):
     import_checkpoint(checkpoint, tmp_path / "imported")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shutil.copyfile(tmp_path / "imported" / "config.json", empty / "config.json")
     init = ["--init", str(tmp_path / "imported")]
     for flags, message in [
         ([*init, "--model", "60m"], "leave out --model"),
         ([*init, "--vocab-size", "301"], "holds other with 300 tokens"),
-        (["--init", str(imported["llama2"])], "257 token ids and the model only 64"),
+        (["--init", str(imported["llama2"])], "text is read as 257 ids, which --vocab-size 64 does not hold"),
         (["--init", str(tmp_path)], "holds no run"),
+        (["--init", str(empty)], "has no checkpoint to begin with"),
     ]:
         with pytest.raises(SystemExit, match=message):
             run(text, tmp_path / "run", *flags)

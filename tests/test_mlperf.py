@@ -52,7 +52,7 @@ def write_log(path, config, losses):
 def test_the_preset_is_the_benchmark():
     config = parse(PRESET)
     model = get_config(config.model)
-    assert (model.vocab_size, config.vocab_size) == (128_256, 128_256)
+    assert (model.vocab_size, config.data.vocab_size) == (128_256, 128_256)
     assert (model.d_model, model.n_layers, model.n_heads, model.n_kv_heads, model.d_ff) == (
         4096,
         32,
@@ -76,7 +76,6 @@ def test_every_value_of_the_preset_can_be_overridden():
     assert config == dataclasses.replace(
         parse(PRESET),
         model="tiny",
-        vocab_size=300,
         steps=9,
         eval_every=2,
         target_loss=4.0,
@@ -84,7 +83,7 @@ def test_every_value_of_the_preset_can_be_overridden():
         remat=False,
         mlperf=MLPerfConfig(),
         precision=PrecisionConfig("fp8"),
-        data=dataclasses.replace(parse(PRESET).data, seq_len=64),
+        data=dataclasses.replace(parse(PRESET).data, seq_len=64, vocab_size=300),
         optimizer=dataclasses.replace(parse(PRESET).optimizer, lr=1e-2, warmup_steps=1, b2=0.9),
     )
 

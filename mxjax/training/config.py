@@ -49,6 +49,8 @@ class DataConfig:
 
     data: pathlib.Path | None = None
     """A text file, or a folder of them, read as bytes. Default: the source of Python's standard library."""
+    vocab_size: int | None = None
+    """Of the model. Default: 257 for text."""
     batch_size: int = 16
     """Sequences a step."""
     seq_len: int = 128
@@ -101,8 +103,6 @@ class Config:
     mlperf: Annotated[MLPerfConfig, tyro.conf.arg(name="")] = MLPerfConfig()
     model: str = "tiny"
     """A name of models/configs.py."""
-    vocab_size: int | None = None
-    """Rows of the embedding. Default: the data's token ids."""
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, which may be an imported checkpoint."""
     remat: bool = False
@@ -137,11 +137,12 @@ class Config:
         for name in ("steps", "eval_batches", "keep_checkpoints", *every):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        for name in ("vocab_size", "eval_sequences"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.data.batch_size < 1 or self.data.seq_len < 1:
             raise ValueError("--batch-size and --seq-len must be at least 1")
+        if self.data.vocab_size is not None and self.data.vocab_size < 1:
+            raise ValueError(f"--vocab-size must be at least 1, got {self.data.vocab_size}")
+        if self.eval_sequences is not None and self.eval_sequences < 1:
+            raise ValueError(f"--eval-sequences must be at least 1, got {self.eval_sequences}")
         if self.stop_after is not None and not 0 < self.stop_after <= self.steps:
             raise ValueError(f"--stop-after must be from 1 to --steps {self.steps}, got {self.stop_after}")
         if self.optimizer.lr <= 0 or self.optimizer.warmup_steps < 0:
@@ -186,8 +187,7 @@ def mlperf_llama31_8b(batch_size: int = 32) -> Config:
     return Config(
         preset="mlperf-llama3.1-8b",
         model="llama3.1-8b",
-        vocab_size=mlperf.VOCAB_SIZE,
-        data=DataConfig(batch_size=batch_size, seq_len=mlperf.SEQ_LEN),
+        data=DataConfig(vocab_size=mlperf.VOCAB_SIZE, batch_size=batch_size, seq_len=mlperf.SEQ_LEN),
         optimizer=OptimizerConfig(
             lr=reference.lr, warmup_steps=round(reference.warmup_sequences / batch_size)
         ),

@@ -89,7 +89,7 @@ def batches(tokens: Tokens, config: DataConfig, seed: int, start: int = 0) -> gr
 
 
 def evaluation_batches(
-    tokens: Tokens, config: DataConfig, n_batches: int, n_sequences: int | None = None
+    tokens: Tokens, config: DataConfig, n_batches: int, *, n_sequences: int | None = None
 ) -> Iterator[Int32[np.ndarray, "batch length"]]:
     """Yields the first n_batches batches of the tokens, in order; the last may be short.
 
