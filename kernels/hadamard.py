@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def rotate_groups(xs, SIZE: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr, FACTOR: tl.constexpr):
-    """Returns xs (float32), each run of SIZE elements times Sylvester's matrix and FACTOR, SIZE**-0.5."""
+    """Returns xs (float32), each run of SIZE elements times Sylvester's matrix and then FACTOR."""
     for stage in tl.static_range(8):
         if 2 << stage <= SIZE:
             ys = ()
@@ -24,10 +24,12 @@ def rotate_groups(xs, SIZE: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.conste
                 else:
                     ys = ys + (_butterfly(xs[i], 1 << (stage - 3), GROUPS, OTHER),)
             xs = ys
-    ys = ()
-    for i in tl.static_range(8):
-        ys = ys + (xs[i] * FACTOR,)
-    return ys
+    if FACTOR != 1:
+        ys = ()
+        for i in tl.static_range(8):
+            ys = ys + (xs[i] * FACTOR,)
+        xs = ys
+    return xs
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mxjax.kernels.elements import (
+    MAGNITUDE,
     block_scale,
     element_values,
     encode_bf16,
@@ -19,6 +20,7 @@ from mxjax.kernels.elements import (
     scale_value,
     widen,
 )
+from mxjax.kernels.elements_cuda import encode_pairs, largest_pairs
 from mxjax.kernels.hadamard import rotate_groups
 from mxjax.kernels.philox import random_halves
 
@@ -93,13 +95,11 @@ def quantize_kernel(
     signs += v * SIGNS_STRIDE
     batch = tl.load(scalars + 6).to(tl.int32) + b.to(tl.int32)
     r_all, c_all = tl.load(scalars + 7).to(tl.int32), tl.load(scalars + 8).to(tl.int32)
-    if COLUMN_FORM == "":
-        rows = _load_rows(x, tl.arange(0, BLOCK_R), R - r0, C - c0, C, BLOCK_C)
-    else:
-        xs = ()
-        for i in tl.static_range(8):
-            xs = xs + (_load_rows(x, tl.arange(0, GROUPS_R) * 8 + i, R - r0, C - c0, C, BLOCK_C),)
-        rows = _join_rows(xs, GROUPS_R, BLOCK_C)
+    EXACT: tl.constexpr = R % BLOCK_R == 0 and C % BLOCK_C == 0
+    xs = ()
+    for i in tl.static_range(8):
+        xs = xs + (_load_rows(x + i * C, R - r0 - i, C - c0, C, GROUPS_R, BLOCK_C, EXACT),)
+    if COLUMN_FORM != "":
         _quantize_groups(
             xs,
             scalars + 3,
@@ -126,7 +126,7 @@ def quantize_kernel(
         )
     if ROW_FORM != "":
         _quantize_groups(
-            _split_columns(rows, BLOCK_R, BLOCK_C),
+            _split_columns(_join_rows(xs, GROUPS_R, BLOCK_C), BLOCK_R, BLOCK_C),
             scalars,
             signs,
             row_words + matrix * R * (ROW_LENGTH // 8) * _words(ROW_FORM),
@@ -152,18 +152,30 @@ def quantize_kernel(
 
 
 @triton.jit
-def _load_rows(x, r, rows, columns, C: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns rows r of x [rows, columns] with stride C, zero outside: [r, WIDTH], 8 columns to a thread."""
+def _load_rows(x, rows, columns, C: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr):
+    """Returns rows 0, 8, 16, … of x [rows, columns] with stride C: [GROUPS, WIDTH], 8 columns to a thread.
+
+    Zero outside of x, none of which is read if EXACT.
+    """
     if x.dtype.element_ty.primitive_bitwidth == 32:
         # By 16 bytes: the even fours of columns, and the odd.
+        r = tl.arange(0, GROUPS)[:, None, None] * 8
         c = tl.arange(0, WIDTH // 8)[None, :, None] * 8 + tl.arange(0, 4)[None, None, :]
-        r = r[:, None, None]
-        low = tl.load(x + (r * C + c), (r < rows) & (c < columns), 0)
-        high = tl.load(x + (r * C + c + 4), (r < rows) & (c + 4 < columns), 0)
-        y = tl.reshape(tl.permute(tl.join(low, high), [0, 1, 3, 2]), [r.shape[0], WIDTH])
+        low = _load(x + (r * C + c), (r < rows) & (c < columns), EXACT)
+        high = _load(x + (r * C + c) + 4, (r < rows) & (c + 4 < columns), EXACT)
+        y = tl.reshape(tl.permute(tl.join(low, high), [0, 1, 3, 2]), [GROUPS, WIDTH])
     else:
-        r, c = r[:, None], tl.arange(0, WIDTH)[None, :]
-        y = tl.load(x + (r * C + c), (r < rows) & (c < columns), 0)
+        r, c = tl.arange(0, GROUPS)[:, None] * 8, tl.arange(0, WIDTH)[None, :]
+        y = _load(x + (r * C + c), (r < rows) & (c < columns), EXACT)
+    return y
+
+
+@triton.jit
+def _load(pointers, mask, EXACT: tl.constexpr):
+    if EXACT:
+        y = tl.load(pointers)
+    else:
+        y = tl.load(pointers, mask, 0)
     return y
 
 
@@ -193,19 +205,32 @@ def _quantize_groups(
     PRESCALE: tl.constexpr,
 ):
     """Quantizes 8 tensors [GROUPS, OTHER], see `mxjax.kernels.hadamard`; stores them at [other, group]."""
+    PAIRS: tl.constexpr = (
+        CONVERT == "sm_89"
+        and FORM == "packed"
+        and ROTATION == 1
+        and not STOCHASTIC
+        and PRESCALE == 1
+        and xs[0].dtype == tl.bfloat16
+    )
+    FOLDED: tl.constexpr = _folded(ROTATION)
     group = tl.arange(0, GROUPS)
     ys = ()
-    for i in tl.static_range(8):
-        y = widen(xs[i])
-        if SIGNS:
-            y = y * tl.load(signs + (group * 8 + i) % ROTATION)[:, None]
-        ys = ys + (y,)
-    if ROTATION > 1:
-        ys = rotate_groups(ys, ROTATION, GROUPS, OTHER, FACTOR)
+    if PAIRS:
+        amax = largest_pairs(xs)
+    else:
+        for i in tl.static_range(8):
+            y = widen(xs[i])
+            if SIGNS:
+                y = y * tl.load(signs + (group * 8 + i) % ROTATION)[:, None]
+            ys = ys + (y,)
+        if ROTATION > 1:
+            ys = rotate_groups(ys, ROTATION, GROUPS, OTHER, FACTOR if FOLDED == 0 else 1)
+        amax = largest(ys)
     scales += other0.to(tl.int64) * (LENGTH // 32) + group0 // 4
     blocks, others = LENGTH // 32 - group0 // 4, N - other0
     byte = _store_scales(
-        largest(ys), scalars, scales, blocks, others, GROUPS, OTHER, FORM, LENGTH, CARRY, SQUARE
+        amax, scalars, scales, blocks, others, GROUPS, OTHER, FORM, LENGTH, CARRY, SQUARE, 2.0**-FOLDED
     )
     random = (byte, byte, byte, byte, byte, byte, byte, byte)
     if STOCHASTIC:
@@ -213,17 +238,20 @@ def _quantize_groups(
         counter = tl.where(byte >= 0, (counter0 + group0 + group)[:, None], 0).to(tl.uint32)
         row = tl.where(byte >= 0, (row0 + other0 + tl.arange(0, OTHER))[None, :], 0).to(tl.uint32)
         random = random_halves(counter, row, tl.load(scalars), tl.load(scalars + 1))
-    if FORM == "packed":
-        word = encode_fp4(ys, random, byte, PRESCALE, STOCHASTIC, CONVERT)
+    divisor = tl.minimum(byte + FOLDED, 255)
+    if PAIRS:
+        word = tl.where(byte == 255, 0, encode_pairs(xs, byte))
+    elif FORM == "packed":
+        word = encode_fp4(ys, random, divisor, PRESCALE, STOCHASTIC, CONVERT)
     elif FORM == "bf16":
-        w = encode_bf16(element_values(ys, random, byte, scale_value(byte), PRESCALE, STOCHASTIC))
+        w = encode_bf16(element_values(ys, random, divisor, scale_value(byte), PRESCALE, STOCHASTIC))
         word = tl.join(tl.join(w[0], w[2]), tl.join(w[1], w[3]))
     else:
         reference = tl.load(scalars + 2).to(tl.int32)
         shifted = tl.minimum(tl.maximum(byte - reference + 127, 0), 254)
         scale = scale_value(tl.where(byte == 255, 255, shifted))
         NATIVE: tl.constexpr = CONVERT == "sm_89" or CONVERT == "sm_100"
-        w = encode_fp8(element_values(ys, random, byte, scale, PRESCALE, STOCHASTIC), FORM == "e5m2", NATIVE)
+        w = encode_fp8(element_values(ys, random, divisor, scale, PRESCALE, STOCHASTIC), FORM == "e5m2", NATIVE)
         word = tl.join(w[0], w[1])
     WORDS: tl.constexpr = _words(FORM)
     if WORDS > 1:
@@ -249,10 +277,16 @@ def _store_scales(
     LENGTH: tl.constexpr,
     CARRY: tl.constexpr,
     SQUARE: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):
-    """Stores the scale bytes [others, blocks] and returns those of the tile, one a group [GROUPS, OTHER]."""
+    """Stores the scale bytes [others, blocks] and returns those of the tile, one a group [GROUPS, OTHER].
+
+    amax: the bits of the largest magnitudes but for FACTOR, in float32.
+    """
     BLOCKS: tl.constexpr = GROUPS // 4
     amax = tl.max(tl.reshape(amax, [BLOCKS, 4, OTHER]), 1)
+    if FACTOR != 1:
+        amax = (amax.to(tl.float32, bitcast=True) * FACTOR).to(tl.int32, bitcast=True) & MAGNITUDE
     if SQUARE:
         amax = tl.max(tl.reshape(amax, [BLOCKS, OTHER // 32, 32]), 2, keep_dims=True)
         amax = tl.reshape(tl.broadcast_to(amax, [BLOCKS, OTHER // 32, 32]), [BLOCKS, OTHER])
@@ -266,6 +300,12 @@ def _store_scales(
     mask = (block < blocks) & (other < others)
     tl.store(scales + (other * (LENGTH // 32) + block), out.to(tl.uint8), mask)
     return tl.reshape(tl.broadcast_to(byte[:, None, :], [BLOCKS, 4, OTHER]), [GROUPS, OTHER])
+
+
+@triton.constexpr_function
+def _folded(rotation):
+    """Returns log2 of 1 / FACTOR where that is whole: then scales take it up, and elements stay as they are."""
+    return {4: 1, 16: 2, 64: 3}.get(rotation, 0)
 
 
 @triton.constexpr_function
