@@ -44,7 +44,6 @@ from mxjax.kernels.timing import (
     print_absent,
     print_table,
 )
-from mxjax.packed import kernel_target
 
 
 class Result(NamedTuple):
@@ -72,7 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(options.cache.absolute()))
     report = Report("mxjax.kernels.bench_dot", arguments, options)
-    report.content["kernels"] = kernel_target() or "not run: these are the definitions"
     lines = list(lines_of(options.policies, options.implementations, options.peers))
     shapes = [(tokens, name) for tokens in options.tokens for name in options.linears]
     for tokens, name in shapes:

@@ -66,7 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # torch has its own share of the memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     report = Report("mxjax.kernels.bench_quantize", arguments, options)
-    report.content["kernels"] = kernel_target() or "not run: these are the definitions"
     for shape in options.shapes:
         rows, columns = (int(n) for n in shape.split("x"))
         x = jax.random.normal(jax.random.key(0), (rows, columns), jnp.bfloat16)
@@ -134,7 +133,12 @@ def packing(name: str, x: jax.Array, *uses: Use) -> Case:
 
 def by_definition(x: jax.Array, *uses: Use) -> tuple[Packed, ...]:
     """Returns x packed for the uses, without the kernel."""
-    return tuple(jax.jit(functools.partial(pack_by_definition, use=how))(x) for how in uses)
+    return tuple(_definition(how.axis, how.rotation, how.operand)(x) for how in uses)
+
+
+@functools.cache
+def _definition(axis: int, rotation: Rotation | None, operand: Operand) -> Callable[[jax.Array], Packed]:
+    return jax.jit(functools.partial(pack_by_definition, use=use(axis, rotation, operand)))
 
 
 def values_by_definition(x: jax.Array, *uses: Use) -> list[jax.Array]:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mxjax.packed import kernel_target
+
 PACKAGES = ("jaxlib", "jax-triton", "triton", "torch", "torchao", "qwix", "flax")
 
 
@@ -102,6 +104,7 @@ class Report:
         self._failures: list[str] = []
         self.content: dict[str, Any] = {
             "device": jax.devices()[0].device_kind,
+            "kernels": " ".join(kernel_target() or ["not run: these are the definitions"]),
             "jax": jax.__version__,
             "packages": _versions(),
             "commit": options.commit or _commit(),
