@@ -112,7 +112,7 @@ def test_gfx950_gemms_load_words(gemms):
 
 
 def test_gfx950_scales_are_few_words_of_lds(gemms):
-    """A word has the scales of 32 rows and both halves of k; a wave reads those of its part of the tile once."""
+    """A word has the scales of 32 rows and both halves of k; a wave reads its part of a tile's once."""
     for d in (d for d in gemms if d["main_loop"]["is_loop"]):
         rows, columns = d["constants"]["BLOCK_M"] // 32, d["constants"]["BLOCK_N"] // 32
         splits = [(i, d["warps"] // i) for i in (1, 2, 4, 8) if i <= d["warps"]]
