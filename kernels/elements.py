@@ -1,7 +1,7 @@
 """E2M1 elements inside kernels: scales, rounding and encoding, by `mxjax.scales` and `mxjax.rounding`.
 
-All work on groups of 8 consecutive elements along the blocked axis, each position a tensor of its own, and
-encode a group into 32-bit words, the first element in the lowest bits.
+Elements come in groups of consecutive ones along the blocked axis, each position a tensor of its own; 8 at a
+time are encoded into 32-bit words, the first element in the lowest bits.
 """
 
 import triton
@@ -54,10 +54,10 @@ def widen(x):
 
 
 @triton.jit
-def largest(xs):
-    """Returns the bits of the largest magnitude among 8 float32 tensors; NaN is the largest of all."""
+def largest(xs, GROUP: tl.constexpr):
+    """Returns the bits of the largest magnitude among GROUP float32 tensors; NaN is the largest of all."""
     m = tl.abs(xs[0])
-    for i in tl.static_range(1, 8):
+    for i in tl.static_range(1, GROUP):
         m = tl.maximum(m, tl.abs(xs[i]), propagate_nan=tl.PropagateNan.ALL)
     return m.to(tl.int32, bitcast=True) & MAGNITUDE
 
@@ -109,9 +109,9 @@ def code(rounded):
 
 @triton.jit
 def encode_fp4(xs, random, byte, prescale: tl.constexpr, STOCHASTIC: tl.constexpr, CONVERT: tl.constexpr):
-    """Returns the 8 elements as the nibbles of one int32 word; 0 in blocks whose scale is NaN."""
+    """Returns 8 elements as the nibbles of one int32 word; 0 in blocks whose scale is NaN."""
     inverse = inverse_scale(byte)
-    if STOCHASTIC or CONVERT == "software":
+    if STOCHASTIC or CONVERT == "software" or CONVERT == "sm_89":
         word = tl.zeros_like(byte)
         for i in tl.static_range(8):
             scaled = _scaled(xs[i], inverse, prescale)
