@@ -3,13 +3,12 @@
     python -m mxjax.kernels.aot --target gfx950 --target sm_100 --out DIR
 
 Writes for each build DIR/<target>/<name>.hsaco (or .cubin), its assembly (.amdgcn, or .ptx and .sass), and
-a .json with all that launching it takes and what the assembly says. Prints a table, and as its last line a
-summary in JSON.
+a .json with all that launching it takes, what it computes and what the assembly says (docs/kernels-aot.md).
+Prints a table, and as its last line a summary in JSON.
 """
 
 import argparse
 import concurrent.futures
-import dataclasses
 import fnmatch
 import importlib
 import json
@@ -28,53 +27,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from mxjax.kernels import assembly
+from mxjax.kernels.aot_record import ALIGNMENT, TYPES, describe
+from mxjax.kernels.builds import Build
 from mxjax.kernels.launch import Target
 
 DESCRIPTION = "Compiles every kernel for the shapes of Llama 3.1 8B, on a machine with or without a GPU."
 TARGETS = ("gfx950", "sm_90", "sm_100")
-MODULES = ("gemm", "quantize_builds", "carriers")
-_TYPES = {
-    "uint8": "u8",
-    "uint32": "u32",
-    "int32": "i32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-}
-_TYPES |= {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Argument:
-    """An array that a kernel takes a pointer to, and whether the kernel writes it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    output: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Build:
-    """One kernel to compile.
-
-    Attributes:
-      name: of the files written.
-      kernel: a function decorated with `triton.jit`.
-      signature: its pointer arguments in order.
-      constants: its constexpr arguments.
-      grid: programs along each axis.
-      options: of the compiler's backend.
-    """
-
-    name: str
-    kernel: Any
-    signature: dict[str, Argument]
-    constants: dict[str, Any]
-    grid: tuple[int, ...]
-    num_warps: int = 4
-    num_stages: int = 1
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+MODULES = ("gemm_builds", "quantize_builds", "carriers")
 
 
 def list_builds(module: str, target: str) -> list[Build]:
@@ -92,10 +51,10 @@ def compile_build(build: Build, target: str) -> CompiledKernel:
     hip = target.startswith("gfx")
     names = build.kernel.arg_names
     signature = {
-        n: "*" + _TYPES[build.signature[n].dtype] if n in build.signature else "constexpr" for n in names
+        n: "*" + TYPES[build.signature[n].dtype] if n in build.signature else "constexpr" for n in names
     }
     # What jax-triton knows of pointers too, and no more: the code is the code that runs.
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in build.signature}
+    attributes = {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in build.signature}
     source = ASTSource(
         fn=build.kernel,
         signature=signature,
@@ -107,63 +66,25 @@ def compile_build(build: Build, target: str) -> CompiledKernel:
     return triton.compile(source, target=device, options=options | build.options)
 
 
-def describe(build: Build, target: str, compiled: CompiledKernel) -> dict[str, Any]:
-    """Returns what is written as JSON: how to launch the kernel, and what its assembly says."""
-    metadata = compiled.metadata
-    hip = target.startswith("gfx")
-    layout = None
-    if hip:
-        text = compiled.asm["amdgcn"]
-        layout = assembly.amd_arguments(text)
-        resources = assembly.amd_resources(text)
-        resources["waves_per_simd"] = assembly.amd_occupancy(
-            resources["vgprs"], metadata.shared, metadata.num_warps
-        )
-        instructions = assembly.amd_instructions(text)
-    else:
-        resources = assembly.cuda_resources(_resource_usage(compiled.asm["cubin"]))
-        instructions = assembly.cuda_instructions(compiled.asm["sass"])
-    body, is_loop = assembly.main_loop(instructions)
-    everything = [x for x in instructions if not isinstance(x, str)]
-    return {
-        "name": build.name,
-        "target": target,
-        "kernel": metadata.name,
-        "arguments": [{"name": n, **dataclasses.asdict(a)} for n, a in build.signature.items()],
-        "kernarg_layout": layout,
-        "constants": build.constants,
-        "grid": (*build.grid, 1, 1)[:3],
-        "warps": metadata.num_warps,
-        "threads_per_warp": metadata.target.warp_size,
-        "stages": build.num_stages,
-        "options": build.options,
-        "shared_bytes": metadata.shared,
-        "resources": resources,
-        "main_loop": {
-            "is_loop": is_loop,
-            "classes": assembly.count_classes(body),
-            "opcodes": assembly.count_opcodes(body),
-        },
-        "whole_kernel": {
-            "classes": assembly.count_classes(everything),
-            "opcodes": assembly.count_opcodes(everything),
-        },
-        "triton": triton.__version__,
-    }
-
-
 def build_one(module: str, target: str, name: str, out: Path) -> dict[str, Any]:
     """Compiles one build, writes its files and returns its description."""
     [build] = [b for b in list_builds(module, target) if b.name == name]
     compiled = compile_build(build, target)
-    description = describe(build, target, compiled)
-    folder = out / target
-    folder.mkdir(parents=True, exist_ok=True)
-    for kind in ("hsaco", "amdgcn") if target.startswith("gfx") else ("cubin", "ptx", "sass"):
-        content = compiled.asm[kind]
-        (folder / f"{name}.{kind}").write_bytes(content if isinstance(content, bytes) else content.encode())
-    (folder / f"{name}.json").write_text(json.dumps(description, indent=2) + "\n")
+    hip = target.startswith("gfx")
+    description = describe(build, target, compiled, "" if hip else _resource_usage(compiled.asm["cubin"]))
+    kinds = ("hsaco", "amdgcn") if hip else ("cubin", "ptx", "sass")
+    description["files"] = {kind: f"{name}.{kind}" for kind in kinds}
+    for kind in kinds:
+        _write(out / target / f"{name}.{kind}", compiled.asm[kind])
+    _write(out / target / f"{name}.json", json.dumps(description, indent=2) + "\n")
     return description
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_bytes(content if isinstance(content, bytes) else content.encode())
+    os.replace(unfinished, path)
 
 
 def build_all(

@@ -63,16 +63,33 @@ def amd_resources(assembly: str) -> dict[str, int]:
     return {name: _number(rf"^\s+(?:- )?\.{field}:\s+(\d+)", assembly) for name, field in fields.items()}
 
 
-def amd_arguments(assembly: str) -> list[dict[str, int | str]]:
-    """Returns offset, size and kind of each kernel argument in order, the hidden ones included."""
+def amd_arguments(assembly: str) -> list[dict[str, int | str | None]]:
+    """Returns offset, size, kind and address space of each kernel argument, the hidden ones last."""
     [metadata] = re.findall(r"\.args:\n(.*?)^\s+\.group_segment", assembly, re.M | re.S)
     arguments = []
     for entry in re.split(r"^\s+- ", metadata, flags=re.M)[1:]:
         fields = dict(re.findall(r"\.(\w+):\s+(\S+)", entry))
-        arguments.append(
-            {"offset": int(fields["offset"]), "bytes": int(fields["size"]), "kind": fields["value_kind"]}
-        )
+        arguments.append(_argument(fields["offset"], fields["size"], fields["value_kind"], fields))
     return arguments
+
+
+def amd_descriptor(assembly: str) -> dict[str, int]:
+    """Returns the kernel descriptor's fields: registers at the start, modes of rounding and subnormals."""
+    return {name: int(value) for name, value in re.findall(r"^\s+\.amdhsa_(\w+) (\d+)$", assembly, re.M)}
+
+
+def cuda_arguments(ptx: str) -> list[dict[str, int | str | None]]:
+    """Returns the same of a PTX entry's parameters, all of which must be pointers to global memory."""
+    [parameters] = re.findall(r"\.entry \w+\((.*?)\)", ptx, re.S)
+    kinds = [p.split()[:4] for p in parameters.split(",")]
+    if any(kind != [".param", ".u64", ".ptr", ".global"] for kind in kinds):
+        raise ValueError(f"not pointers to global memory alone: {parameters}")
+    return [_argument(8 * i, 8, "global_buffer", {"address_space": "global"}) for i in range(len(kinds))]
+
+
+def _argument(offset, size, kind: str, fields) -> dict[str, int | str | None]:
+    space = fields.get("address_space")
+    return {"offset": int(offset), "size": int(size), "kind": kind, "address_space": space}
 
 
 def amd_occupancy(vgprs: int, lds_bytes: int, warps: int) -> int:

@@ -1,114 +1,199 @@
-"""Bandwidth of the quantizer kernel beside a device copy and beside jax.numpy as XLA fuses it.
+"""Bandwidth of the quantizer kernel beside device copies, jax.numpy as XLA fuses it, and others' casts.
 
-    python -m mxjax.kernels.bench_quantize [--shapes 8192x14336 16384x4096] [--out FILE]
+    python -m mxjax.kernels.bench_quantize [--shapes 8192x14336 16384x4096] [--only H16 copy] [--out FILE]
 
-Each variant is first compared with the definition, bit for bit. Bytes are those read and written once.
-Prints a table, and as its last line JSON.
+Each result is first compared with the definition, in the shape that is timed: the kernel's must be its bits;
+of others' casts, "differs" is the share of elements that are not mxjax's by the same scale rule. Bytes are
+those read and written once. A cast that does not run here is listed with the reason. Prints a table a shape,
+and as its last line JSON.
 """
 
 import argparse
 import functools
-import json
+import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from mxjax.gemm import prepare
-from mxjax.kernels.timing import Timing, measure, print_json, print_table
+from mxjax.kernels import bench_peers
+from mxjax.kernels.timing import (
+    LATE,
+    Absent,
+    Report,
+    Timing,
+    add_arguments,
+    first_line,
+    measure,
+    print_absent,
+    print_table,
+)
 from mxjax.operands import Use
-from mxjax.packed import pack_by_definition, pack_operands
+from mxjax.packed import Packed, decode, kernel_target, pack_by_definition, pack_operands, value_operands
 from mxjax.policy import Operand, Rotation
 
-H16 = Rotation(16)
+H16, H32, H64 = Rotation(16), Rotation(32), Rotation(64)
+PLAIN = Operand()
+SQUARE = Operand(block_shape=(32, 32))
+STOCHASTIC = Operand(rounding="stochastic")
 
 
 class Case(NamedTuple):
-    """One line of the table: what runs, and the bytes that it must read and write."""
+    """One line of the table: what runs, the bytes it must read and write, what its result must be."""
 
     name: str
-    run: Callable
+    run: Callable[[], object]
     bytes: int
-    check: Callable | None = None
+    wanted: Callable[[], object]
+
+
+class Result(NamedTuple):
+    """A line's time, and the share of its result that differs from mxjax's."""
+
+    name: str
+    bytes: int
+    timing: Timing
+    differs: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m mxjax.kernels.bench_quantize", description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=["8192x14336", "16384x4096"], help="ROWSxCOLUMNS")
-    parser.add_argument("--out", type=Path, help="file for the JSON")
+    parser.add_argument("--only", nargs="+", default=[""], help="lines whose names hold one of these")
+    add_arguments(parser)
     options = parser.parse_args(arguments)
-    records = []
+    # torch has its own share of the memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    report = Report("mxjax.kernels.bench_quantize", arguments, options)
     for shape in options.shapes:
         rows, columns = (int(n) for n in shape.split("x"))
         x = jax.random.normal(jax.random.key(0), (rows, columns), jnp.bfloat16)
-        copy = 0.0
-        table = []
-        for case in cases(x):
-            if case.check is not None:
-                case.check(x)
-            timing = measure(case.run, x)
-            rate = case.bytes / timing.median
-            copy = max(copy, rate) if case.name.startswith("copy") else copy
-            records.append({"shape": shape, "name": case.name, "bytes": case.bytes, **timing._asdict()})
-            table.append(row(case, timing, rate / copy))
+        results = []
+        for name, run in lines(x, report.rounds):
+            if any(part in name for part in options.only):
+                result = Absent(name, LATE) if report.is_late else run()
+                results.append(result)
+                report.add(result, shape=shape, name=name, **numbers(result))
         print(f"\n{shape} bfloat16\n")
-        print_table(["", "us", "p10", "p90", "TB/s", "of the copy"], table)
-    print()
-    print_json({"records": records})
-    if options.out:
-        options.out.write_text(json.dumps(records, indent=1) + "\n")
+        print_results(results)
+    report.print()
 
 
-def row(case: Case, timing: Timing, of_copy: float) -> list[str]:
-    rate = f"{case.bytes / timing.median / 1e12:.2f}"
-    return [case.name, *(f"{1e6 * t:.0f}" for t in timing), rate, f"{of_copy:.2f}"]
+def lines(x: jax.Array, rounds: int) -> Iterator[tuple[str, Callable[[], Result | Absent]]]:
+    """Yields every line's name and what checks and times it."""
+    for case in cases(x):
+        yield case.name, functools.partial(run_case, case, rounds)
+    for name, make in bench_peers.casts(x).items():
+        yield name, functools.partial(run_peer, name, make, rounds)
 
 
 def cases(x: jax.Array) -> Iterator[Case]:
-    """Yields the copies first, then the kernel's variants, then jax.numpy's."""
-    read = x.nbytes
-    packed = x.size // 2 + x.size // 32
-    yield Case("copy (memcpy)", jnp.copy, 2 * read)
-    yield Case("copy (-x)", jax.jit(jnp.negative), 2 * read)
+    """Yields the copies, the kernel's variants, and jax.numpy's."""
+    yield Case("copy (memcpy)", functools.partial(jnp.copy, x), 2 * x.nbytes, lambda: x)
+    yield Case("copy (-x)", functools.partial(jax.jit(jnp.negative), x), 2 * x.nbytes, lambda: -x)
     for name, rotation in (("", None), (" H16", H16)):
         rows, columns = use(-1, rotation), use(-2, rotation)
-        yield case_of(f"rows{name}", [rows], read + packed)
-        yield case_of(f"columns{name}", [columns], read + packed)
-        yield case_of(f"both{name}", [rows, columns], read + 2 * packed)
-    yield case_of("both, H16 on columns", [use(-1, None), use(-2, H16)], read + 2 * packed)
-    stochastic = use(-2, None, "stochastic")
-    yield case_of("columns stochastic", [stochastic], read + packed)
-    values = jax.jit(lambda x: prepare(x, (("xla", use(-1, None)), ("xla", use(-2, H16)))))
-    yield Case("both, H16 on columns, to bfloat16", values, 3 * read)
-    for name, rotation in (("", None), (" H16", H16)):
-        yield Case(
-            f"rows{name}, jax.numpy",
-            jax.jit(functools.partial(pack_by_definition, use=use(-1, rotation))),
-            read + packed,
-        )
+        yield packing(f"rows{name}", x, rows)
+        yield packing(f"columns{name}", x, columns)
+        yield packing(f"both{name}", x, rows, columns)
+    rows, columns = use(-1, None), use(-2, H16)
+    yield packing("both, H16 on columns", x, rows, columns)
+    yield packing("columns H32", x, use(-2, H32))
+    yield packing("columns H64", x, use(-2, H64))
+    yield packing("columns, stochastic", x, use(-2, None, STOCHASTIC))
+    yield packing("both, stochastic", x, use(-1, None, STOCHASTIC), use(-2, None, STOCHASTIC))
+    yield packing("both, 32x32 blocks", x, use(-1, None, SQUARE), use(-2, None, SQUARE))
+    wide = jax.random.normal(jax.random.key(1), x.shape, jnp.float32)
+    yield packing("both, of float32", wide, use(-1, None), use(-2, None))
+    if kernel_target() is not None:
+        run = functools.partial(jax.jit(lambda x: value_operands(x, rows, columns)), x)
+        wanted = functools.partial(values_by_definition, x, rows, columns)
+        yield Case("both, H16 on columns, to bfloat16", run, 3 * x.nbytes, wanted)
+    for name, uses in (
+        ("rows", [use(-1, None)]),
+        ("rows H16", [use(-1, H16)]),
+        ("both, H16 on columns", [rows, columns]),
+    ):
+        run = functools.partial(jax.jit(lambda x, uses=uses: by_definition(x, *uses)), x)
+        yield packing(f"{name}, jax.numpy", x, *uses)._replace(run=run)
 
 
-def use(axis: int, rotation: Rotation | None, rounding="nearest") -> Use:
+def use(axis: int, rotation: Rotation | None, operand: Operand = PLAIN) -> Use:
     """Returns an MXFP4 operand by `floor`, blocked along axis."""
-    return Use(axis, Operand(rounding=rounding), rotation, None, jax.random.key(axis + 2))
+    return Use(axis, operand, rotation, None, jax.random.key(axis + 2))
 
 
-def case_of(name: str, uses: list[Use], size: int) -> Case:
-    """Returns the case of packing a tensor for the uses."""
-    run = jax.jit(lambda x: pack_operands(x, *uses))
-    return Case(name, run, size, functools.partial(check, run, uses))
+def packing(name: str, x: jax.Array, *uses: Use) -> Case:
+    """Returns the case of packing x for the uses."""
+    run = functools.partial(jax.jit(lambda x: pack_operands(x, *uses)), x)
+    size = x.nbytes + len(uses) * (x.size // 2 + x.size // 32)
+    return Case(name, run, size, functools.partial(by_definition, x, *uses))
 
 
-def check(run: Callable, uses: list[Use], x: jax.Array) -> None:
-    """Raises AssertionError unless the kernel's bits are the definition's, on a part of x."""
-    part = x[:1000, :1100]
-    for got, how in zip(run(part), uses, strict=True):
-        wanted = jax.jit(functools.partial(pack_by_definition, use=how))(part)
-        np.testing.assert_array_equal(got.scales, wanted.scales)
-        np.testing.assert_array_equal(got.elements, wanted.elements)
+def by_definition(x: jax.Array, *uses: Use) -> tuple[Packed, ...]:
+    """Returns x packed for the uses, without the kernel."""
+    return tuple(_definition(how.axis, how.rotation, how.operand)(x) for how in uses)
+
+
+@functools.cache
+def _definition(axis: int, rotation: Rotation | None, operand: Operand) -> Callable[[jax.Array], Packed]:
+    return jax.jit(functools.partial(pack_by_definition, use=use(axis, rotation, operand)))
+
+
+def values_by_definition(x: jax.Array, *uses: Use) -> list[jax.Array]:
+    """Returns x's dequantized values for the uses, without the kernel."""
+    return [decode(packed) for packed in by_definition(x, *uses)]
+
+
+def run_case(case: Case, rounds: int) -> Result | Absent:
+    """Returns a line's time, if its result is bit for bit what is wanted."""
+    try:
+        for got, wanted in zip(arrays(case.run()), arrays(case.wanted()), strict=True):
+            if got.shape != wanted.shape:
+                return Absent(case.name, f"shape {got.shape} instead of {wanted.shape}", ours=True)
+            if differing := int(jnp.sum(got != wanted)):
+                return Absent(
+                    case.name, f"{differing} of {wanted.size} differ from the definition", ours=True
+                )
+        return Result(case.name, case.bytes, measure(case.run, rounds=rounds), 0.0)
+    except Exception as error:  # the other lines are worth having
+        return Absent(case.name, first_line(error), ours=True)
+
+
+def arrays(result: object) -> list[jax.Array]:
+    return [a for a in jax.tree.leaves(result) if isinstance(a, jax.Array)]  # without the factors
+
+
+def run_peer(name: str, make: Callable[[], bench_peers.Cast], rounds: int) -> Result | Absent:
+    """Returns the time of someone else's cast, or why there is none."""
+    try:
+        cast = make()
+        differs = cast.differs(cast.run())
+        timing = measure(cast.run, rounds=rounds, wait=cast.wait)
+    except Exception as error:  # whatever keeps it from running here is the result
+        return Absent(name, first_line(error))
+    return Result(name, cast.bytes, timing, differs)
+
+
+def numbers(result: Result | Absent) -> dict[str, object]:
+    if isinstance(result, Absent):
+        return {}
+    return {"bytes": result.bytes, "differs": result.differs, **result.timing._asdict()}
+
+
+def print_results(results: Sequence[Result | Absent]) -> None:
+    """Prints the table; of the copies, the fastest is what the others are measured by."""
+    timed = [r for r in results if isinstance(r, Result)]
+    copy = max((r.bytes / r.timing.median for r in timed if r.name.startswith("copy")), default=0.0)
+    table = []
+    for r in timed:
+        rate = r.bytes / r.timing.median
+        of_copy = f"{rate / copy:.2f}" if copy else ""
+        microseconds = (f"{1e6 * t:.0f}" for t in r.timing)
+        table.append([r.name, *microseconds, f"{rate / 1e12:.2f}", of_copy, f"{r.differs:.1e}"])
+    print_table(["", "us", "p10", "p90", "TB/s", "of the copy", "differs"], table)
+    print_absent(results)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int32, UInt8
 
 from mxjax.carriers import DTYPES, SHIFTS, Carrier
-from mxjax.kernels import shapes
-from mxjax.kernels.aot import Argument, Build
+from mxjax.kernels import references, shapes
+from mxjax.kernels.builds import Argument, Build
 from mxjax.kernels.elements import encode_fp8, scale_value
 from mxjax.kernels.launch import Target, ceil_div, current_target, triton_call
 from mxjax.kernels.partition import partitioned
@@ -108,11 +108,15 @@ def _constants(blocks: int, carrier: Carrier, target: Target | None) -> dict[str
 
 
 def builds(target: Target) -> list[Build]:
-    """Returns the builds of Llama 3.1 8B's operands, for targets that multiply FP8 and not FP4."""
+    """Returns builds of Llama 3.1 8B's operands and small ones, for targets that multiply FP8 and not FP4."""
     if target.arch != "sm_90":
         return []
     sizes = {t.rows * t.columns // 32 for tokens in shapes.TOKENS for t in shapes.tensors(tokens)}
+    sizes |= {1, 33, BLOCKS, 2 * BLOCKS + 1}
     return [_build(size, carrier, target) for size in sorted(sizes) for carrier in DTYPES]
+
+
+_ELEMENTS = "E2M1, eight a word, element 8 i + j in bits 4 j to 4 j + 3; [1, 4 words a block of 32]"
 
 
 def _build(blocks: int, carrier: Carrier, target: Target) -> Build:
@@ -120,14 +124,21 @@ def _build(blocks: int, carrier: Carrier, target: Target) -> Build:
         name=f"carry_{blocks}_{carrier}",
         kernel=carry_kernel,
         signature={
-            "words": Argument((1, _WORDS * blocks), "int32"),
-            "scales": Argument((1, blocks), "uint8"),
-            "reference": Argument((1,), "int32"),
-            "out": Argument((1, 2 * _WORDS * blocks), "int32", output=True),
-            "lost": Argument((1, blocks), "uint8", output=True),
+            "words": Argument((1, _WORDS * blocks), "int32", False, _ELEMENTS),
+            "scales": Argument((1, blocks), "uint8", False, "E8M0 bytes"),
+            "reference": Argument((1,), "int32", False, "the scale byte that becomes a factor of 1"),
+            "out": Argument(
+                (1, 2 * _WORDS * blocks),
+                "int32",
+                True,
+                "the elements times 2**(scale byte - reference), the shift clipped to LOW and HIGH",
+                ((1, 32 * blocks), jnp.dtype(DTYPES[carrier]).name),
+            ),
+            "lost": Argument((1, blocks), "uint8", True, "1 where a block has elements that a shift changed"),
         },
         constants=_constants(blocks, carrier, target),
         grid=(ceil_div(blocks, BLOCKS), 1),
+        reference=references.carrier(blocks, carrier),
     )
 
 

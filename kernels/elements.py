@@ -1,17 +1,18 @@
 """E2M1 elements inside kernels: scales, rounding and encoding, by `mxjax.scales` and `mxjax.rounding`.
 
-All work on groups of 8 consecutive elements along the blocked axis, each position a tensor of its own, and
-encode a group into 32-bit words, the first element in the lowest bits.
+Elements come in groups of consecutive ones along the blocked axis, each position a tensor of its own; 8 at a
+time are encoded into 32-bit words, the first element in the lowest bits.
 """
 
 import triton
 import triton.language as tl
 
+from mxjax.kernels.elements_cuda import encode_floats
+
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 ONE = tl.constexpr(0x3F800000)
 TWO_TO_22 = tl.constexpr(22 << 23)  # added to the bits of a power of two: 2**22 times it
-TWO_TO_22_AND_HALF = tl.constexpr((22 << 23) + 0x00400000)  # the same, and half more, so that a sign fits in
 
 # Two float32 divided by the scale of $9 become the two nibbles of a byte of $0. Each instruction keeps the
 # other bytes, so that the register is read as well as written: s_nop covers the wait state that this takes.
@@ -40,36 +41,6 @@ cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
 mov.b32 $0, {low, high};
 }""")
 _SM89_E5M2 = tl.constexpr(_SM89_E4M3.value.replace("e4m3", "e5m2"))
-# Multiples of 2**-14 that E2M1 has, in E5M2: bit 7 is the sign, and bits 1 to 3 are E2M1's code, which for 8
-# overflows into bit 4 and becomes 7 (6 in magnitude). Four such bytes are squeezed into four nibbles, in the
-# bytes 0 and 2 of a word, and two words joined.
-_SM89_SQUEEZE = """
-and.b32 past, {0}, 0x10101010;
-shr.u32 part, past, 3;
-sub.u32 past, past, part;
-or.b32 {0}, {0}, past;
-shr.u32 part, {0}, 4;
-shr.u32 {0}, {0}, 1;
-and.b32 part, part, 0x08080808;
-and.b32 {0}, {0}, 0x07070707;
-or.b32 {0}, {0}, part;
-shr.u32 part, {0}, 4;
-or.b32 {0}, {0}, part;
-"""
-_SM89_ENCODE = tl.constexpr(
-    """{
-.reg .b16 h0, h1, h2, h3;
-.reg .b32 low, high, part, past;
-cvt.rn.satfinite.e5m2x2.f32 h0, $2, $1;
-cvt.rn.satfinite.e5m2x2.f32 h1, $4, $3;
-cvt.rn.satfinite.e5m2x2.f32 h2, $6, $5;
-cvt.rn.satfinite.e5m2x2.f32 h3, $8, $7;
-mov.b32 low, {h0, h1};
-mov.b32 high, {h2, h3};"""
-    + _SM89_SQUEEZE.format("low")
-    + _SM89_SQUEEZE.format("high")
-    + "prmt.b32 $0, low, high, 0x6420;\n}"
-)
 
 
 @triton.jit
@@ -83,10 +54,10 @@ def widen(x):
 
 
 @triton.jit
-def largest(xs):
-    """Returns the bits of the largest magnitude among 8 float32 tensors; NaN is the largest of all."""
+def largest(xs, GROUP: tl.constexpr):
+    """Returns the bits of the largest magnitude among GROUP float32 tensors; NaN is the largest of all."""
     m = tl.abs(xs[0])
-    for i in tl.static_range(1, 8):
+    for i in tl.static_range(1, GROUP):
         m = tl.maximum(m, tl.abs(xs[i]), propagate_nan=tl.PropagateNan.ALL)
     return m.to(tl.int32, bitcast=True) & MAGNITUDE
 
@@ -130,18 +101,6 @@ def round_element(x, random, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def round_small(x):
-    """Returns x rounded to 2**-14 times E2M1, where 8 may stand for 6; the sign is x's, of zero too.
-
-    abs(x) is below 8 * 2**-14.
-    """
-    bits = (x.to(tl.int32, bitcast=True) & INFINITY) + TWO_TO_22_AND_HALF
-    base = tl.maximum(bits, 0x38800000 + TWO_TO_22_AND_HALF).to(tl.float32, bitcast=True)
-    magnitude = ((x + base) - base).to(tl.int32, bitcast=True)
-    return (magnitude | (x.to(tl.int32, bitcast=True) & ~MAGNITUDE)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def code(rounded):
     """Returns the 3 bits of the magnitudes, from the sum of `round_element`: steps + 2 * binade."""
     bits = rounded.to(tl.int32, bitcast=True)
@@ -150,9 +109,9 @@ def code(rounded):
 
 @triton.jit
 def encode_fp4(xs, random, byte, prescale: tl.constexpr, STOCHASTIC: tl.constexpr, CONVERT: tl.constexpr):
-    """Returns the 8 elements as the nibbles of one int32 word; 0 in blocks whose scale is NaN."""
+    """Returns 8 elements as the nibbles of one int32 word; 0 in blocks whose scale is NaN."""
     inverse = inverse_scale(byte)
-    if STOCHASTIC or CONVERT == "software":
+    if STOCHASTIC or CONVERT == "software" or CONVERT == "sm_89":
         word = tl.zeros_like(byte)
         for i in tl.static_range(8):
             scaled = _scaled(xs[i], inverse, prescale)
@@ -173,22 +132,21 @@ def encode_fp4(xs, random, byte, prescale: tl.constexpr, STOCHASTIC: tl.constexp
             True,
             1,
         )
-    else:
-        sm_100: tl.constexpr = CONVERT == "sm_100"
-        if sm_100:
-            ys = _all_scaled(xs, inverse, prescale)
-        else:
-            ys = ()
-            for i in tl.static_range(8):
-                ys = ys + (round_small(_scaled(xs[i], inverse * 0.00006103515625, prescale)),)
+    elif CONVERT == "sm_100":
+        ys = _all_scaled(xs, inverse, prescale)
         word = tl.inline_asm_elementwise(
-            _SM100_ENCODE if sm_100 else _SM89_ENCODE,
+            _SM100_ENCODE,
             "=r,r,r,r,r,r,r,r,r",
             [ys[0], ys[1], ys[2], ys[3], ys[4], ys[5], ys[6], ys[7]],
             tl.int32,
             True,
             1,
         )
+    elif prescale == 1:
+        word = encode_floats(xs, byte, inverse)
+    else:
+        one = tl.full(byte.shape, 127, tl.int32)
+        word = encode_floats(_all_scaled(xs, inverse, prescale), one, inverse_scale(one))
     return tl.where(byte == 255, 0, word)
 
 

@@ -17,9 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 from triton import knobs
 
-from mxjax.kernels import shapes
-from mxjax.kernels.aot import Argument, Build
-from mxjax.kernels.gemm_tiles import OPTIONS, TILES, Tiles, choose_tiles, table_of
+from mxjax.kernels.gemm_tiles import OPTIONS, Tiles, choose_tiles, table_of
 from mxjax.kernels.launch import Target, ceil_div, current_target, triton_call
 from mxjax.kernels.partition import partitioned
 
@@ -110,11 +108,11 @@ def _launch(lhs, lhs_scales, rhs, rhs_scales, dtype, target):
         shuffle_scales(rhs_scales, target),
         # Triton's interpreter truncates to bfloat16 where GPUs round.
         out=[jax.ShapeDtypeStruct((batch, m, n), jnp.float32 if knobs.runtime.interpret else dtype)],
-        grid=_grid(m, n, batch, tiles),
+        grid=grid_of(m, n, batch, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         options=OPTIONS.get(table_of(target), {}),
-        **_constants(m, n, k, tiles, target),
+        **constants_of(m, n, k, tiles, target),
     )
     return out.astype(dtype)
 
@@ -138,11 +136,13 @@ def shuffle_scales(
     return scales.reshape(batch, blocks_ // 8, rows_ * 8)
 
 
-def _grid(m, n, batch, tiles):
+def grid_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
+    """Returns the kernel's programs along each axis."""
     return (ceil_div(m, tiles.m) * ceil_div(n, tiles.n), batch)
 
 
-def _constants(m, n, k, tiles, target) -> dict[str, int | bool]:
+def constants_of(m: int, n: int, k: int, tiles: Tiles, target: Target | None) -> dict[str, int | bool]:
+    """Returns the kernel's constexpr arguments."""
     native_amd = table_of(target) == "gfx950"
     return {
         "M": m,
@@ -279,52 +279,3 @@ def _unshuffle(scales, BLOCK: tl.constexpr, SHUFFLED: tl.constexpr):
     if SHUFFLED:
         scales = scales.reshape(BLOCK // 32, 4, 16, 2, 2).permute(0, 4, 2, 3, 1).reshape(BLOCK, 8)
     return scales
-
-
-def builds(target: Target) -> list[Build]:
-    """Returns the builds of Llama 3.1 8B's GEMMs and of small ones, each tile size of the target among them.
-
-    The result is float32 in Wgrad, whose weights are, and else bfloat16.
-    """
-    wanted = [
-        _build(shape, "float32" if shape.name.endswith("wgrad") else "bfloat16", target)
-        for tokens in shapes.TOKENS
-        for shape in shapes.gemms(tokens)
-    ]
-    wanted += [
-        _build(shape, dtype, target) for shape in shapes.EDGE_GEMMS for dtype in ("bfloat16", "float32")
-    ]
-    wanted += [_build(_small(tiles), "bfloat16", target, tiles) for tiles in TILES[table_of(target)]]
-    return list({build.name: build for build in wanted}.values())
-
-
-def _small(tiles: Tiles) -> shapes.GemmShape:
-    """Returns a shape of few programs of these tiles: with remainders unless they must be exact."""
-    rest = 0 if tiles.exact else 1
-    return shapes.GemmShape("small", tiles.m + rest, tiles.n + 3 * rest, 2 * tiles.k + 32 * rest, batch=2)
-
-
-def _build(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles | None = None) -> Build:
-    _, m, n, k, batch = shape
-    name = f"gemm_{batch}x{m}x{n}x{k}_{dtype}" + (f"_tile{tiles.m}x{tiles.n}" if tiles else "")
-    tiles = tiles or choose_tiles(m, n, k, batch, target)
-    shuffle = functools.partial(shuffle_scales, target=target)
-    x_scales, y_scales = (
-        jax.eval_shape(shuffle, jax.ShapeDtypeStruct((batch, rows, k // 32), jnp.uint8)) for rows in (m, n)
-    )
-    return Build(
-        name=name,
-        kernel=gemm_kernel,
-        signature={
-            "lhs": Argument((batch, m, k // 2), "uint8"),
-            "lhs_scales": Argument(x_scales.shape, "uint8"),
-            "rhs": Argument((batch, n, k // 2), "uint8"),
-            "rhs_scales": Argument(y_scales.shape, "uint8"),
-            "out": Argument((batch, m, n), dtype, output=True),
-        },
-        constants=_constants(m, n, k, tiles, target),
-        grid=_grid(m, n, batch, tiles),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        options=OPTIONS.get(table_of(target), {}),
-    )

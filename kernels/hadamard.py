@@ -1,8 +1,8 @@
-"""The butterfly of `mxjax.hadamard` on groups of 8 elements, each element position a tensor of its own.
+"""The butterfly of `mxjax.hadamard` on groups of elements, each element position a tensor of its own.
 
-`xs` is a tuple of 8 tensors [groups, other]: element 8 * g + i of the rotated axis is xs[i][g]. Strides 1, 2
-and 4 are sums and differences of whole tensors, in registers; larger ones exchange groups, which a layout
-with neighbouring groups in neighbouring lanes makes a lane shuffle.
+`xs` is a tuple of tensors [groups, other], as many as a group has elements: element GROUP * g + i of the
+rotated axis is xs[i][g]. Strides below GROUP are sums and differences of whole tensors, in registers; larger
+ones exchange groups, which a layout with neighbouring groups in neighbouring lanes makes a lane shuffle.
 """
 
 import triton
@@ -10,24 +10,33 @@ import triton.language as tl
 
 
 @triton.jit
-def rotate_groups(xs, SIZE: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr, FACTOR: tl.constexpr):
-    """Returns xs (float32), each run of SIZE elements times Sylvester's matrix and FACTOR, SIZE**-0.5."""
+def rotate_groups(
+    xs,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OTHER: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """Returns xs (float32), each run of SIZE elements times Sylvester's matrix and then FACTOR."""
     for stage in tl.static_range(8):
         if 2 << stage <= SIZE:
             ys = ()
-            for i in tl.static_range(8):
-                if stage < 3:
+            for i in tl.static_range(GROUP):
+                if 1 << stage < GROUP:
                     if i & (1 << stage):
                         ys = ys + (xs[i ^ (1 << stage)] - xs[i],)
                     else:
                         ys = ys + (xs[i] + xs[i ^ (1 << stage)],)
                 else:
-                    ys = ys + (_butterfly(xs[i], 1 << (stage - 3), GROUPS, OTHER),)
+                    ys = ys + (_butterfly(xs[i], (1 << stage) // GROUP, GROUPS, OTHER),)
             xs = ys
-    ys = ()
-    for i in tl.static_range(8):
-        ys = ys + (xs[i] * FACTOR,)
-    return ys
+    if FACTOR != 1:
+        ys = ()
+        for i in tl.static_range(GROUP):
+            ys = ys + (xs[i] * FACTOR,)
+        xs = ys
+    return xs
 
 
 @triton.jit

@@ -1,15 +1,17 @@
 """The quantizer kernel: rotates, scales and encodes a tensor along its rows, columns or both, in one read.
 
-A program takes a tile of BLOCK_R x BLOCK_C elements. Each thread loads 8 x 8 of them by 16-byte loads, so
-that groups of 8 along either axis lie in its registers; the rest of a block is in neighbouring lanes. What it
-writes is K-major: groups along the blocked axis, which a GEMM contracts, are contiguous, so the column-wise
-operand is transposed.
+A program takes a tile of BLOCK_R x BLOCK_C elements, in groups along the blocked axis that lie in the
+registers of a thread. Groups of 8 are loaded by 16 bytes once for both sides, and the rest of a block is in
+neighbouring lanes. Groups of 32 are whole blocks: scales and rotations up to H32 take no exchange of lanes,
+and the second side finds its tile in the L1 cache. What is written is K-major: groups along the blocked axis,
+which a GEMM contracts, are contiguous, so the column-wise operand is transposed.
 """
 
 import triton
 import triton.language as tl
 
 from mxjax.kernels.elements import (
+    MAGNITUDE,
     block_scale,
     element_values,
     encode_bf16,
@@ -19,7 +21,9 @@ from mxjax.kernels.elements import (
     scale_value,
     widen,
 )
+from mxjax.kernels.elements_cuda import encode_pairs, largest_exponent, largest_pairs
 from mxjax.kernels.hadamard import rotate_groups
+from mxjax.kernels.loads import column_groups, row_groups, transpose_groups
 from mxjax.kernels.philox import random_halves
 
 SCALARS = 9  # uint32: two key words and the FP8 reference, for rows and for columns; x's place in the whole
@@ -41,6 +45,7 @@ def quantize_kernel(
     C_ALL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    GROUP: tl.constexpr,
     SCALARS_STRIDE: tl.constexpr,
     SIGNS_STRIDE: tl.constexpr,
     CONVERT: tl.constexpr,
@@ -79,8 +84,8 @@ def quantize_kernel(
     x is a part of a tensor whose last two axes are R_ALL and C_ALL long, from the batch, row and column that
     scalars 6, 7 and 8 say: random bits go by the position in the whole.
     """
-    GROUPS_R: tl.constexpr = BLOCK_R // 8
-    GROUPS_C: tl.constexpr = BLOCK_C // 8
+    GROUPS_R: tl.constexpr = BLOCK_R // GROUP
+    GROUPS_C: tl.constexpr = BLOCK_C // GROUP
     if COLUMN_FORM == "":
         tile_r, tile_c = tl.program_id(1), tl.program_id(0)
     else:
@@ -93,24 +98,24 @@ def quantize_kernel(
     signs += v * SIGNS_STRIDE
     batch = tl.load(scalars + 6).to(tl.int32) + b.to(tl.int32)
     r_all, c_all = tl.load(scalars + 7).to(tl.int32), tl.load(scalars + 8).to(tl.int32)
-    if COLUMN_FORM == "":
-        rows = _load_rows(x, tl.arange(0, BLOCK_R), R - r0, C - c0, C, BLOCK_C)
-    else:
-        xs = ()
-        for i in tl.static_range(8):
-            xs = xs + (_load_rows(x, tl.arange(0, GROUPS_R) * 8 + i, R - r0, C - c0, C, BLOCK_C),)
-        rows = _join_rows(xs, GROUPS_R, BLOCK_C)
+    EXACT: tl.constexpr = R % BLOCK_R == 0 and C % BLOCK_C == 0
+    if ROW_FORM != "" and GROUP == 32:
+        row_xs = row_groups(x, R - r0, C - c0, C, GROUPS_C, BLOCK_R, EXACT)
+    if COLUMN_FORM != "" or GROUP == 8:
+        xs = column_groups(x, R - r0, C - c0, C, GROUP, GROUPS_R, BLOCK_C, EXACT)
+    if COLUMN_FORM != "":
         _quantize_groups(
             xs,
             scalars + 3,
             signs + 64,
             column_words + matrix * C * (COLUMN_LENGTH // 8) * _words(COLUMN_FORM),
             column_scales + matrix * C * (COLUMN_LENGTH // 32),
-            r0 // 8,
+            r0,
             c0,
             r_all // 8,
             batch * C_ALL + c_all,
             C,
+            GROUP,
             GROUPS_R,
             BLOCK_C,
             CONVERT,
@@ -125,17 +130,20 @@ def quantize_kernel(
             COLUMN_PRESCALE,
         )
     if ROW_FORM != "":
+        if GROUP == 8:
+            row_xs = transpose_groups(xs, GROUPS_R, BLOCK_C)
         _quantize_groups(
-            _split_columns(rows, BLOCK_R, BLOCK_C),
+            row_xs,
             scalars,
             signs,
             row_words + matrix * R * (ROW_LENGTH // 8) * _words(ROW_FORM),
             row_scales + matrix * R * (ROW_LENGTH // 32),
-            c0 // 8,
+            c0,
             r0,
             c_all // 8,
             batch * R_ALL + r_all,
             R,
+            GROUP,
             GROUPS_C,
             BLOCK_R,
             CONVERT,
@@ -152,33 +160,18 @@ def quantize_kernel(
 
 
 @triton.jit
-def _load_rows(x, r, rows, columns, C: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns rows r of x [rows, columns] with stride C, zero outside: [r, WIDTH], 8 columns to a thread."""
-    if x.dtype.element_ty.primitive_bitwidth == 32:
-        # By 16 bytes: the even fours of columns, and the odd.
-        c = tl.arange(0, WIDTH // 8)[None, :, None] * 8 + tl.arange(0, 4)[None, None, :]
-        r = r[:, None, None]
-        low = tl.load(x + (r * C + c), (r < rows) & (c < columns), 0)
-        high = tl.load(x + (r * C + c + 4), (r < rows) & (c + 4 < columns), 0)
-        y = tl.reshape(tl.permute(tl.join(low, high), [0, 1, 3, 2]), [r.shape[0], WIDTH])
-    else:
-        r, c = r[:, None], tl.arange(0, WIDTH)[None, :]
-        y = tl.load(x + (r * C + c), (r < rows) & (c < columns), 0)
-    return y
-
-
-@triton.jit
 def _quantize_groups(
     xs,
     scalars,
     signs,
     words,
     scales,
-    group0,
+    start,
     other0,
     counter0,
     row0,
     N: tl.constexpr,
+    GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     OTHER: tl.constexpr,
     CONVERT: tl.constexpr,
@@ -192,48 +185,72 @@ def _quantize_groups(
     STOCHASTIC: tl.constexpr,
     PRESCALE: tl.constexpr,
 ):
-    """Quantizes 8 tensors [GROUPS, OTHER], see `mxjax.kernels.hadamard`; stores them at [other, group]."""
-    group = tl.arange(0, GROUPS)
-    ys = ()
-    for i in tl.static_range(8):
-        y = widen(xs[i])
-        if SIGNS:
-            y = y * tl.load(signs + (group * 8 + i) % ROTATION)[:, None]
-        ys = ys + (y,)
-    if ROTATION > 1:
-        ys = rotate_groups(ys, ROTATION, GROUPS, OTHER, FACTOR)
-    scales += other0.to(tl.int64) * (LENGTH // 32) + group0 // 4
-    blocks, others = LENGTH // 32 - group0 // 4, N - other0
-    byte = _store_scales(
-        largest(ys), scalars, scales, blocks, others, GROUPS, OTHER, FORM, LENGTH, CARRY, SQUARE
+    """Quantizes GROUP tensors [GROUPS, OTHER], see `mxjax.kernels.hadamard`; stores them at [other, group].
+
+    The tile begins at element `start` of the blocked axis and at `other0` of the other one.
+    """
+    PAIRS: tl.constexpr = (
+        CONVERT == "sm_90"
+        and FORM == "packed"
+        and ROTATION == 1
+        and not STOCHASTIC
+        and PRESCALE == 1
+        and xs[0].dtype == tl.bfloat16
     )
-    random = (byte, byte, byte, byte, byte, byte, byte, byte)
-    if STOCHASTIC:
-        # What depends on `byte`, which is never negative, has its layout: random bits need no conversion.
-        counter = tl.where(byte >= 0, (counter0 + group0 + group)[:, None], 0).to(tl.uint32)
-        row = tl.where(byte >= 0, (row0 + other0 + tl.arange(0, OTHER))[None, :], 0).to(tl.uint32)
-        random = random_halves(counter, row, tl.load(scalars), tl.load(scalars + 1))
-    if FORM == "packed":
-        word = encode_fp4(ys, random, byte, PRESCALE, STOCHASTIC, CONVERT)
-    elif FORM == "bf16":
-        w = encode_bf16(element_values(ys, random, byte, scale_value(byte), PRESCALE, STOCHASTIC))
-        word = tl.join(tl.join(w[0], w[2]), tl.join(w[1], w[3]))
+    # On gfx950 LLVM makes packed sums of what no product follows, and moves their operands around.
+    FOLDED: tl.constexpr = 0 if CONVERT == "gfx950" else _folded(ROTATION)
+    WORDS: tl.constexpr = GROUP // 8 * _words(FORM)
+    group, other = tl.arange(0, GROUPS), tl.arange(0, OTHER)
+    if PAIRS:
+        amax = largest_pairs(xs, GROUP, CARRY == 0)
     else:
-        reference = tl.load(scalars + 2).to(tl.int32)
-        shifted = tl.minimum(tl.maximum(byte - reference + 127, 0), 254)
-        scale = scale_value(tl.where(byte == 255, 255, shifted))
-        NATIVE: tl.constexpr = CONVERT == "sm_89" or CONVERT == "sm_100"
-        w = encode_fp8(element_values(ys, random, byte, scale, PRESCALE, STOCHASTIC), FORM == "e5m2", NATIVE)
-        word = tl.join(w[0], w[1])
-    WORDS: tl.constexpr = _words(FORM)
-    if WORDS > 1:
-        word = tl.reshape(word, [GROUPS, OTHER, WORDS])
-        word = tl.reshape(tl.permute(word, [0, 2, 1]), [GROUPS * WORDS, OTHER])
-    words += other0.to(tl.int64) * (LENGTH // 8 * WORDS) + group0 * WORDS
+        ys = ()
+        for i in tl.static_range(GROUP):
+            y = widen(xs[i])
+            if SIGNS:
+                y = y * tl.load(signs + (group * GROUP + i) % ROTATION)[:, None]
+            ys = ys + (y,)
+        xs = ys
+        if ROTATION > 1:
+            xs = rotate_groups(xs, ROTATION, GROUP, GROUPS, OTHER, FACTOR if FOLDED == 0 else 1)
+        if CONVERT == "sm_90" and CARRY == 0 and (FORM == "packed" or FORM == "bf16"):
+            amax = largest_exponent(xs, GROUP)
+        else:
+            amax = largest(xs, GROUP)
+    scales += other0.to(tl.int64) * (LENGTH // 32) + start // 32
+    blocks, others = (LENGTH - start) // 32, N - other0
+    byte = _store_scales(
+        amax, scalars, scales, blocks, others, GROUP, GROUPS, OTHER, FORM, LENGTH, CARRY, SQUARE, 2.0**-FOLDED
+    )
+    divisor = tl.minimum(byte + FOLDED, 255)
+    ws = ()
+    for i in tl.static_range(0, GROUP, 8):
+        eight = (xs[i], xs[i + 1], xs[i + 2], xs[i + 3], xs[i + 4], xs[i + 5], xs[i + 6], xs[i + 7])
+        random = (byte, byte, byte, byte, byte, byte, byte, byte)
+        if STOCHASTIC:
+            # What depends on `byte`, never negative, has its layout: random bits need no conversion.
+            counter = (counter0 + start // 8 + group * (GROUP // 8) + i // 8)[:, None]
+            counter = tl.where(byte >= 0, counter, 0).to(tl.uint32)
+            row = tl.where(byte >= 0, (row0 + other0 + other)[None, :], 0).to(tl.uint32)
+            random = random_halves(counter, row, tl.load(scalars), tl.load(scalars + 1))
+        if PAIRS:
+            ws = ws + (tl.where(byte == 255, 0, encode_pairs(eight, byte)),)
+        elif FORM == "packed":
+            ws = ws + (encode_fp4(eight, random, divisor, PRESCALE, STOCHASTIC, CONVERT),)
+        elif FORM == "bf16":
+            scale = scale_value(byte)
+            ws = ws + encode_bf16(element_values(eight, random, divisor, scale, PRESCALE, STOCHASTIC))
+        else:
+            reference = tl.load(scalars + 2).to(tl.int32)
+            shifted = tl.minimum(tl.maximum(byte - reference + 127, 0), 254)
+            scale = scale_value(tl.where(byte == 255, 255, shifted))
+            values = element_values(eight, random, divisor, scale, PRESCALE, STOCHASTIC)
+            ws = ws + encode_fp8(values, FORM == "e5m2", CONVERT[:3] == "sm_")
+    words += other0.to(tl.int64) * (LENGTH // 8 * _words(FORM)) + start // 8 * _words(FORM)
     at = tl.arange(0, GROUPS * WORDS)[:, None]
-    other = tl.arange(0, OTHER)[None, :]
-    mask = (at < LENGTH // 8 * WORDS - group0 * WORDS) & (other < N - other0)
-    tl.store(words + (other * (LENGTH // 8 * WORDS) + at), word, mask)
+    mask = (at < (LENGTH - start) // 8 * _words(FORM)) & (other[None, :] < others)
+    word = _join_words(ws, WORDS, GROUPS, OTHER)
+    tl.store(words + (other[None, :] * (LENGTH // 8 * _words(FORM)) + at), word, mask)
 
 
 @triton.jit
@@ -243,16 +260,24 @@ def _store_scales(
     scales,
     blocks,
     others,
+    GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     OTHER: tl.constexpr,
     FORM: tl.constexpr,
     LENGTH: tl.constexpr,
     CARRY: tl.constexpr,
     SQUARE: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):
-    """Stores the scale bytes [others, blocks] and returns those of the tile, one a group [GROUPS, OTHER]."""
-    BLOCKS: tl.constexpr = GROUPS // 4
-    amax = tl.max(tl.reshape(amax, [BLOCKS, 4, OTHER]), 1)
+    """Stores the scale bytes [others, blocks] and returns those of the tile, one a group [GROUPS, OTHER].
+
+    amax: the bits of the largest magnitudes but for FACTOR, in float32.
+    """
+    BLOCKS: tl.constexpr = GROUPS * GROUP // 32
+    if GROUP < 32:
+        amax = tl.max(tl.reshape(amax, [BLOCKS, 32 // GROUP, OTHER]), 1)
+    if FACTOR != 1:
+        amax = (amax.to(tl.float32, bitcast=True) * FACTOR).to(tl.int32, bitcast=True) & MAGNITUDE
     if SQUARE:
         amax = tl.max(tl.reshape(amax, [BLOCKS, OTHER // 32, 32]), 2, keep_dims=True)
         amax = tl.reshape(tl.broadcast_to(amax, [BLOCKS, OTHER // 32, 32]), [BLOCKS, OTHER])
@@ -265,7 +290,15 @@ def _store_scales(
     block, other = tl.arange(0, BLOCKS)[:, None], tl.arange(0, OTHER)[None, :]
     mask = (block < blocks) & (other < others)
     tl.store(scales + (other * (LENGTH // 32) + block), out.to(tl.uint8), mask)
-    return tl.reshape(tl.broadcast_to(byte[:, None, :], [BLOCKS, 4, OTHER]), [GROUPS, OTHER])
+    if GROUP < 32:
+        byte = tl.reshape(tl.broadcast_to(byte[:, None, :], [BLOCKS, 32 // GROUP, OTHER]), [GROUPS, OTHER])
+    return byte
+
+
+@triton.constexpr_function
+def _folded(rotation):
+    """Returns log2 of 1 / FACTOR where that is whole: scales take it up then, and elements do not."""
+    return {4: 1, 16: 2, 64: 3}.get(rotation, 0)
 
 
 @triton.constexpr_function
@@ -275,29 +308,17 @@ def _words(form):
 
 
 @triton.jit
-def _split_columns(x, R: tl.constexpr, C: tl.constexpr):
-    """Returns 8 tensors [C / 8, R]: columns 8 * g + i of x [R, C], transposed."""
-    even, odd = tl.split(tl.reshape(x, [R, C // 8, 2, 2, 2]))
-    x04_26, x15_37 = tl.split(even), tl.split(odd)
-    x0, x4 = tl.split(x04_26[0])
-    x2, x6 = tl.split(x04_26[1])
-    x1, x5 = tl.split(x15_37[0])
-    x3, x7 = tl.split(x15_37[1])
-    return (
-        tl.trans(x0),
-        tl.trans(x1),
-        tl.trans(x2),
-        tl.trans(x3),
-        tl.trans(x4),
-        tl.trans(x5),
-        tl.trans(x6),
-        tl.trans(x7),
-    )
-
-
-@triton.jit
-def _join_rows(xs, GROUPS: tl.constexpr, C: tl.constexpr):
-    """Returns x [8 * GROUPS, C] from its rows 8 * g + i: the inverse of splitting rows."""
-    low = tl.join(tl.join(xs[0], xs[1]), tl.join(xs[2], xs[3]))
-    high = tl.join(tl.join(xs[4], xs[5]), tl.join(xs[6], xs[7]))
-    return tl.reshape(tl.permute(tl.join(low, high), [0, 4, 3, 2, 1]), [8 * GROUPS, C])
+def _join_words(ws, WORDS: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr):
+    """Returns [GROUPS * WORDS, OTHER] from WORDS tensors [GROUPS, OTHER], a power of two of them."""
+    for stage in tl.static_range(4):
+        if WORDS >> stage > 1:
+            # Halves are joined first: their axis is the first of the new ones, of the highest bit.
+            joined = ()
+            for i in tl.static_range(WORDS >> (stage + 1)):
+                joined = joined + (tl.join(ws[i], ws[i + (WORDS >> (stage + 1))]),)
+            ws = joined
+    word = ws[0]
+    if WORDS > 1:
+        word = tl.permute(tl.reshape(word, [GROUPS, OTHER, WORDS]), [0, 2, 1])
+        word = tl.reshape(word, [GROUPS * WORDS, OTHER])
+    return word

@@ -1,7 +1,9 @@
 """The ahead-of-time builds of the quantizer kernel."""
 
-from mxjax.kernels import shapes
-from mxjax.kernels.aot import Argument, Build
+import math
+
+from mxjax.kernels import references, shapes
+from mxjax.kernels.builds import Argument, Build
 from mxjax.kernels.launch import Target
 from mxjax.kernels.quantize import SCALARS, quantize_kernel
 from mxjax.kernels.sides import LARGEST_ROTATION, Form, Side, launch_of
@@ -11,20 +13,18 @@ from mxjax.policy import Operand, Rotation
 def builds(target: Target) -> list[Build]:
     """Returns the builds of what a training step of Llama 3.1 8B quantizes, of other options, of edges."""
     wanted = [
-        _build(tensor.rows, tensor.columns, _dtype(tensor), sides, target)
+        _build((tensor.rows, tensor.columns), _dtype(tensor), sides, target)
         for tokens in shapes.TOKENS
         for tensor in shapes.tensors(tokens)
         for sides in _step_sides(tensor)
     ]
     [tensor] = [t for t in shapes.tensors(shapes.TOKENS[0]) if t.name == "attention.qkv.activation"]
     wanted += [
-        _build(tensor.rows, tensor.columns, "bfloat16", sides, target) for sides in _other_sides(target)
+        _build((tensor.rows, tensor.columns), "bfloat16", sides, target) for sides in _other_sides(target)
     ]
-    wanted += [
-        _build(tensor.rows, tensor.columns, dtype, sides, target)
-        for tensor in shapes.EDGE_TENSORS
-        for dtype, sides in _EDGE_SIDES
-    ]
+    edges = [(tensor.rows, tensor.columns) for tensor in shapes.EDGE_TENSORS] + [_BATCH]
+    wanted += [_build(shape, dtype, sides, target) for shape in edges for dtype, sides in _EDGE_SIDES]
+    wanted += [_build(shape, "bfloat16", sides, target) for shape in edges for sides in _fp8_sides(target)]
     return list({build.name: build for build in wanted}.values())
 
 
@@ -33,6 +33,7 @@ _H16 = Side(Operand(), Rotation(16))
 _STOCHASTIC = Side(Operand(rounding="stochastic"))
 _SQUARE = Side(Operand(block_shape=(32, 32)))
 _Sides = tuple[Side | None, Side | None]
+_BATCH = (3, 40, 70)
 _EDGE_SIDES: list[tuple[str, _Sides]] = [
     ("bfloat16", (_PLAIN, _H16)),
     ("float32", (_PLAIN, _H16)),
@@ -56,26 +57,79 @@ def _other_sides(target: Target) -> list[_Sides]:
     sides: list[_Sides] = [(_PLAIN, None), (_H16, None), (None, _PLAIN), (None, _H16)]
     sides += [(_PLAIN, _STOCHASTIC), (_STOCHASTIC, _STOCHASTIC), (_SQUARE, _SQUARE)]
     sides.append((_PLAIN, Side(Operand(), Rotation(16, "redrawn"))))
-    forms: list[Form] = ["bf16", "e4m3", "e5m2"] if target.arch == "sm_90" else ["bf16"]
-    return sides + [(Side(Operand(), form=f), Side(Operand(), Rotation(16), f)) for f in forms]
+    sides.append((Side(Operand(), form="bf16"), Side(Operand(), Rotation(16), "bf16")))
+    return sides + _fp8_sides(target)
 
 
-def _build(r: int, c: int, dtype: str, sides: _Sides, target: Target) -> Build:
-    launch = launch_of(*sides, target, (1, 1, r, c), dtype)
-    outputs = ("row_words", "row_scales", "column_words", "column_scales")
+def _fp8_sides(target: Target) -> list[_Sides]:
+    """Returns those that a target takes whose GEMMs multiply FP8 and not FP4."""
+    forms: list[Form] = ["e4m3", "e5m2"] if target.arch == "sm_90" else []
+    return [(Side(Operand(), form=f), Side(Operand(), Rotation(16), f)) for f in forms]
+
+
+def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) -> Build:
+    *batch, r, c = shape
+    b = math.prod(batch)
+    launch = launch_of(*sides, target, (1, b, r, c), dtype)
+    arguments = {
+        "x": Argument((1, b, r, c), dtype, meaning="the tensor, row-major"),
+        "scalars": Argument((1, SCALARS), "uint32", meaning=_SCALARS_MEANING),
+        "signs": Argument((1, 2, LARGEST_ROTATION), "float32", meaning=_SIGNS_MEANING),
+    }
+    outputs = iter(launch.out)
+    for name, side in zip(("row", "column"), sides, strict=True):
+        words, scales = next(outputs), next(outputs)
+        arguments[f"{name}_words"] = Argument(
+            words.shape, words.dtype.name, True, _words_meaning(side), _view(side, words.shape)
+        )
+        arguments[f"{name}_scales"] = Argument(scales.shape, scales.dtype.name, True, _scales_meaning(side))
+    size = "x".join(map(str, shape))
     return Build(
-        name=f"quantize_{r}x{c}_{dtype}_rows_{_label(sides[0])}_columns_{_label(sides[1])}",
+        name=f"quantize_{size}_{dtype}_rows_{_label(sides[0])}_columns_{_label(sides[1])}",
         kernel=quantize_kernel,
-        signature={
-            "x": Argument((1, 1, r, c), dtype),
-            "scalars": Argument((1, SCALARS), "uint32"),
-            "signs": Argument((1, 2, LARGEST_ROTATION), "float32"),
-        }
-        | {n: Argument(o.shape, o.dtype.name, True) for n, o in zip(outputs, launch.out, strict=True)},
+        signature=arguments,
         constants={**launch.constants, "SCALARS_STRIDE": 0, "SIGNS_STRIDE": 0},
         grid=launch.grid,
+        reference=references.quantizer((b, r, c), dtype, sides),
         num_warps=launch.num_warps,
     )
+
+
+_SCALARS_MEANING = (
+    "0, 1: Philox key words of the rows' random bits; 2: the rows' FP8 reference (an int32's bits); 3 to 5: "
+    "the same of the columns; 6 to 8: batch, row and column of the whole tensor at which x begins, here 0"
+)
+_SIGNS_MEANING = (
+    "[0]: 1 or -1 for each element of a run along the rows, repeated to 64; [1]: along the columns"
+)
+_NOT_WANTED = "not wanted, not written"
+_WORDS_MEANINGS = {
+    "packed": "E2M1, two a byte along the blocked axis, element 2 i in the low nibble",
+    "bf16": "the dequantized elements, before the division by a prescale",
+    "e4m3": "the elements times 2**(scale byte - reference)",
+    "e5m2": "the elements times 2**(scale byte - reference)",
+}
+
+
+def _words_meaning(side: Side | None) -> str:
+    if side is None:
+        return _NOT_WANTED
+    return f"{_WORDS_MEANINGS[side.form]}; [1, batch, other axis, blocked axis filled up with zeros]"
+
+
+def _scales_meaning(side: Side | None) -> str:
+    if side is None:
+        return _NOT_WANTED
+    what = "1 where a block does not fit and else 0" if side.form in references.FP8 else "E8M0 bytes"
+    return f"{what}; [1, batch, other axis, blocks along the blocked axis]"
+
+
+def _view(side: Side | None, words: tuple[int, ...]) -> tuple[tuple[int, ...], str] | None:
+    """Returns the shape and dtype of the elements in int32 words."""
+    if side is None:
+        return None
+    dtype = {"packed": "uint8", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[side.form]
+    return (*words[:-1], words[-1] * (2 if side.form == "bf16" else 4)), dtype
 
 
 def _label(side: Side | None) -> str:

@@ -64,8 +64,9 @@ def launch_of(
     whole: tuple[int, int] | None = None,
 ) -> Launch:
     v, b, r, c = shape
-    tile_r, tile_c, num_warps = _tile(target, c * jnp.dtype(dtype).itemsize)
-    constants: dict[str, Any] = {"BATCH": b, "R": r, "C": c, "BLOCK_R": tile_r, "BLOCK_C": tile_c}
+    tile = _tile(target, rows, columns, c * jnp.dtype(dtype).itemsize)
+    constants: dict[str, Any] = {"BATCH": b, "R": r, "C": c}
+    constants |= {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "GROUP": tile.group}
     constants["CONVERT"] = conversion(target)
     constants["R_ALL"], constants["C_ALL"] = whole or (r, c)
     out = []
@@ -79,8 +80,8 @@ def launch_of(
             out.append(jax.ShapeDtypeStruct((v, b, other, n // BLOCK), jnp.uint8))
             values = side_constants(side, n)
         constants |= {f"{name}_{k}": value for k, value in values.items()}
-    tiles = (ceil_div(r, tile_r), ceil_div(c, tile_c))
-    return Launch(out, (*(tiles if columns else tiles[::-1]), v * b), num_warps, constants)
+    tiles = (ceil_div(r, tile.rows), ceil_div(c, tile.columns))
+    return Launch(out, (*(tiles if columns else tiles[::-1]), v * b), tile.warps, constants)
 
 
 _ABSENT: Mapping[str, object] = {
@@ -118,16 +119,31 @@ def conversion(target: Target | None) -> str:
         return "software"
     if target.arch == "gfx950":
         return "gfx950"
-    if target.arch.startswith(("sm_10", "sm_12")):
-        return "sm_100"
-    return "sm_89" if target.has_fp8 and target.backend == "cuda" else "software"
+    if target.backend != "cuda" or not target.has_fp8:
+        return "software"
+    capability = target.compute_capability or 0
+    return "sm_100" if capability >= 100 else "sm_90" if capability >= 90 else "sm_89"
 
 
-def _tile(target: Target | None, row_bytes: int) -> tuple[int, int, int]:
-    """Returns the rows and columns of a tile and its warps: on GPUs 8 x 8 elements a thread.
+class Tile(NamedTuple):
+    """A program's part of a tensor, its warps, and the elements along a blocked axis that a thread holds."""
 
-    Half as many where rows do not start at multiples of 16 bytes: loads by elements take more registers.
+    rows: int
+    columns: int
+    warps: int
+    group: Literal[8, 32]
+
+
+def _tile(target: Target | None, rows: Side | None, columns: Side | None, row_bytes: int) -> Tile:
+    """Returns the fastest tile measured on an H200, or by what is compiled for gfx950: 64 elements a thread.
+
+    There half as many where rows do not start at multiples of 16 bytes: loads by elements take registers.
     """
     if target is None or target.backend == "interpreter":
-        return 64, 64, 1
-    return 64 if row_bytes % 16 else 128, 64, 2 if target.backend == "hip" else 4
+        return Tile(64, 64, 1, 8)
+    if target.backend == "hip":
+        return Tile(64 if row_bytes % 16 else 128, 64, 2, 8)
+    if columns is None:  # wide, so that the scale bytes of a row are written 16 at a time
+        return Tile(16, 512, 4, 32)
+    rotated = any(side and side.rotation for side in (rows, columns))
+    return Tile(128, 64, 4, 32 if rows is None or rotated else 8)

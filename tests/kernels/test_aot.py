@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -21,6 +22,7 @@ STEP = [
     "quantize_4096x6144_float32_rows_packed-h16_columns_packed-h16",
 ]
 SMALL_TENSORS = ["quantize_65x97_*", "quantize_8192x4096_bfloat16_rows_packed_columns_packed-sr"]
+CARRIERS = ["carry_1048576_*", "carry_33_*"]
 
 
 def run(*arguments, env=()):
@@ -29,112 +31,162 @@ def run(*arguments, env=()):
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    out = tmp_path_factory.mktemp("aot")
-    targets = ("--target", "gfx950", "--target", "sm_100", "--target", "sm_90")
-    done = run(*targets, "--out", out, *(f"--only={name}" for name in LLAMA + SMALL))
+def build(out, targets, patterns=()):
+    """Returns the descriptions of builds by name."""
+    done = run(*(f"--target={t}" for t in targets), "--out", out, *(f"--only={name}" for name in patterns))
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["failed"] == {}
-    assert summary["built"] == len(list(out.glob("*/*.json")))
-    return out
-
-
-def descriptions(folder, target):
-    found = [json.loads(path.read_text()) for path in sorted((folder / target).glob("*.json"))]
-    assert len(found) >= len(LLAMA) + len(SMALL)
+    found = {(d["target"], d["name"]): d for d in (json.loads(p.read_text()) for p in out.glob("*/*.json"))}
+    assert summary["built"] == len(found)
     return found
 
 
-def test_gfx950_multiplies_in_fp4_without_spills(folder):
-    for d in descriptions(folder, "gfx950"):
-        resources = d["resources"]
-        assert resources["vgpr_spills"] == resources["sgpr_spills"] == resources["scratch_bytes"] == 0, d[
-            "name"
-        ]
-        assert d["shared_bytes"] <= 160 * 1024
-        assert resources["waves_per_simd"] >= 1
-        everything = d["whole_kernel"]["opcodes"]
-        matrix = [opcode for opcode in everything if opcode.startswith(("v_mfma", "v_smfmac", "v_dot"))]
-        assert matrix == ["v_mfma_scale_f32_16x16x128_f8f6f4"], d["name"]
-        assert "scratch" not in d["whole_kernel"]["classes"]
-
-
-def test_gfx950_loads_words(folder):
-    """Elements by 16 bytes, scales by 4 or more, nothing by bytes, anywhere in the kernel."""
-    for d in descriptions(folder, "gfx950"):
-        loads = [
-            x for x in d["whole_kernel"]["opcodes"] if x.startswith(("global_load", "buffer_load", "ds_read"))
-        ]
-        assert not [
-            x for x in loads if any(narrow in x for narrow in ("byte", "_u8", "_i8", "short", "16"))
-        ], d["name"]
-        assert any("load" in x and "dwordx4" in x for x in loads)
-
-
-@pytest.mark.parametrize("name", LLAMA)
-def test_gfx950_main_loop(folder, name):
-    """One pass over 256 of k: operands go straight into LDS, and nothing is written there from registers."""
-    d = json.loads((folder / "gfx950" / f"{name}.json").read_text())
-    loop = d["main_loop"]
-    assert loop["is_loop"]
-    tile = d["constants"]["BLOCK_M"] * d["constants"]["BLOCK_N"] * d["constants"]["BLOCK_K"]
-    assert loop["classes"]["matrix"] == tile // (16 * 16 * 128) // d["warps"]
-    assert {x for x in loop["opcodes"] if x.endswith(" lds")} <= {
-        "buffer_load_dword lds",
-        "buffer_load_dwordx4 lds",
-        "global_load_lds_dword lds",
-        "global_load_lds_dwordx4 lds",
-    }
-    assert "global_load" not in loop["classes"]
-    assert "lds_write" not in loop["classes"]
-    assert "lds_permute" not in loop["classes"]
-    assert "scratch" not in loop["classes"]
-
-
-def test_sm_100_multiplies_in_fp4(folder):
-    for d in descriptions(folder, "sm_100"):
-        ptx = (folder / "sm_100" / f"{d['name']}.ptx").read_text()
-        assert "tcgen05.mma.cta_group::1.kind::mxf4.block_scale" in ptx, d["name"]
-        assert d["resources"]["scratch_bytes"] == 0
-        assert d["whole_kernel"]["classes"]["matrix"] > 0
-    assert (folder / "sm_100" / f"{LLAMA[0]}.cubin").stat().st_size > 0
-
-
-def test_sm_90_multiplies_in_bfloat16(folder):
-    for d in descriptions(folder, "sm_90"):
-        assert any("HGMMA" in x or "HMMA" in x for x in d["whole_kernel"]["opcodes"]), d["name"]
-
-
-def test_description_is_enough_to_launch(folder):
-    d = json.loads((folder / "gfx950" / "gemm_1x65x33x288_float32.json").read_text())
-    assert d["kernel"] == "gemm_kernel"
-    assert [a["name"] for a in d["arguments"]] == ["lhs", "lhs_scales", "rhs", "rhs_scales", "out"]
-    assert [a["output"] for a in d["arguments"]] == [False] * 4 + [True]
-    assert d["arguments"][0] == {"name": "lhs", "shape": [1, 65, 144], "dtype": "uint8", "output": False}
-    assert [a["offset"] for a in d["kernarg_layout"][:5]] == [0, 8, 16, 24, 32]
-    assert (d["threads_per_warp"], d["warps"], len(d["grid"])) == (64, d["constants"]["BLOCK_M"] // 32, 3)
-    assert d["constants"]["K"] == 288
-    assert (folder / "gfx950" / "gemm_1x65x33x288_float32.hsaco").read_bytes()[:4] == b"\x7fELF"
+def starting(opcodes, *prefixes):
+    return {x: n for x, n in opcodes.items() if x.startswith(prefixes)}
 
 
 @pytest.fixture(scope="module")
-def quantizers(tmp_path_factory):
-    out = tmp_path_factory.mktemp("quantizers")
-    targets = ("--target", "gfx950", "--target", "sm_90")
-    done = run(*targets, "--out", out, *(f"--only={name}" for name in STEP + SMALL_TENSORS))
-    assert done.returncode == 0, done.stderr
-    return {(d["target"], d["name"]): d for d in (json.loads(p.read_text()) for p in out.glob("*/*.json"))}
+def gfx950(tmp_path_factory):
+    """Every build for gfx950."""
+    return {name: d for (_, name), d in build(tmp_path_factory.mktemp("gfx950"), ["gfx950"]).items()}
 
 
-def test_quantizers_spill_nothing(quantizers):
-    assert len(quantizers) == 2 * (len(STEP) + 6)
-    for d in quantizers.values():
-        spilled = [n for name, n in d["resources"].items() if "spills" in name or "scratch" in name]
-        assert spilled
-        assert not any(spilled), d["name"]
+@pytest.fixture(scope="module")
+def gemms(gfx950):
+    found = [d for d in gfx950.values() if d["kernel"] == "gemm_kernel"]
+    assert len(found) == len(aot.list_builds("gemm_builds", "gfx950"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def quantizers(gfx950):
+    found = [d for d in gfx950.values() if d["kernel"] == "quantize_kernel"]
+    assert len(found) == len(aot.list_builds("quantize_builds", "gfx950"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory):
+    patterns = LLAMA[:1] + SMALL + STEP + SMALL_TENSORS + CARRIERS
+    return build(tmp_path_factory.mktemp("cuda"), ["sm_90", "sm_100"], patterns)
+
+
+def test_gfx950_spills_nothing(gfx950):
+    for name, d in gfx950.items():
+        resources = d["resources"]
+        assert resources["vgpr_spills"] == resources["sgpr_spills"] == resources["scratch_bytes"] == 0, name
+        assert d["shared_bytes"] <= 160 * 1024
+        assert resources["waves_per_simd"] >= 1
         assert "scratch" not in d["whole_kernel"]["classes"]
+
+
+def test_gfx950_multiplies_in_fp4(gemms):
+    for d in gemms:
+        matrix = starting(d["whole_kernel"]["opcodes"], "v_mfma", "v_smfmac", "v_dot")
+        assert list(matrix) == ["v_mfma_scale_f32_16x16x128_f8f6f4"], d["name"]
+
+
+def test_gfx950_gemms_load_words(gemms):
+    """Elements by 16 bytes and scales by 4, each once, from memory; both by 4 or 16 from LDS.
+
+    In the main loop as in what stands before and after it: no byte of a tile is loaded by anything else.
+    """
+    for d in gemms:
+        c, threads = d["constants"], d["block"][0]
+        tile = (c["BLOCK_M"] + c["BLOCK_N"]) * c["BLOCK_K"]  # elements
+        elements, scales = tile // 2 // (16 * threads), tile // 32 // (4 * threads)
+        loops = [d["main_loop"]["opcodes"]] if d["main_loop"]["is_loop"] else []
+        for opcodes in [d["whole_kernel"]["opcodes"], *loops]:
+            loads = starting(opcodes, "global_load", "buffer_load", "flat_load")
+            wide = sum(n for x, n in loads.items() if re.search(r"dwordx4\b", x))
+            narrow = sum(n for x, n in loads.items() if re.search(r"dword\b", x))
+            assert wide + narrow == sum(loads.values()), (d["name"], loads)
+            passes = wide // elements
+            assert (wide, narrow) == (passes * elements, passes * scales), (d["name"], loads)
+            assert passes == 1 or opcodes not in loops
+            reads = starting(opcodes, "ds_read", "ds_load")
+            assert set(reads) <= {"ds_read_b128", "ds_read_b32", "ds_read2st64_b32", "ds_read2_b32"}, d[
+                "name"
+            ]
+
+
+def test_gfx950_scales_are_few_words_of_lds(gemms):
+    """A word has the scales of 32 rows and both halves of k; a wave reads its part of a tile's once."""
+    for d in (d for d in gemms if d["main_loop"]["is_loop"]):
+        rows, columns = d["constants"]["BLOCK_M"] // 32, d["constants"]["BLOCK_N"] // 32
+        splits = [(i, d["warps"] // i) for i in (1, 2, 4, 8) if i <= d["warps"]]
+        opcodes = d["main_loop"]["opcodes"]
+        words = opcodes.get("ds_read_b32", 0) + 2 * opcodes.get("ds_read2st64_b32", 0)
+        assert words == min(rows // i + columns // j for i, j in splits), d["name"]
+
+
+def test_gfx950_main_loop(gemms):
+    """One pass over 256 of k: operands go straight into LDS, and nothing is written there from registers."""
+    loops = [d for d in gemms if d["main_loop"]["is_loop"]]
+    assert {d["name"] for d in loops} >= set(LLAMA)
+    for d in loops:
+        loop = d["main_loop"]
+        tile = d["constants"]["BLOCK_M"] * d["constants"]["BLOCK_N"] * d["constants"]["BLOCK_K"]
+        assert loop["classes"]["matrix"] == tile // (16 * 16 * 128) // d["warps"]
+        assert set(starting(loop["opcodes"], "buffer_load", "global_load")) <= {
+            "buffer_load_dword lds",
+            "buffer_load_dwordx4 lds",
+            "global_load_lds_dword lds",
+            "global_load_lds_dwordx4 lds",
+        }
+        assert not {"global_load", "lds_write", "lds_permute", "scratch"} & set(loop["classes"])
+
+
+def sides_of(d):
+    """Returns form and whether rounding is stochastic of each side that a quantizer writes."""
+    c = d["constants"]
+    sides = [(c[f"{side}_FORM"], c[f"{side}_STOCHASTIC"]) for side in ("ROW", "COLUMN")]
+    return [side for side in sides if side[0]]
+
+
+def elements_of(d):
+    """Returns the elements that a thread of a quantizer takes."""
+    return d["constants"]["BLOCK_R"] * d["constants"]["BLOCK_C"] // d["block"][0]
+
+
+def row_bytes(d):
+    return d["constants"]["C"] * (4 if d["arguments"][0]["dtype"] == "float32" else 2)
+
+
+def test_gfx950_quantizers_convert_by_the_hardware(quantizers):
+    """Each pair of elements that is rounded to nearest; the others, and bfloat16, by no FP4 conversion."""
+    for d in quantizers:
+        pairs = elements_of(d) // 2
+        found = starting(d["whole_kernel"]["opcodes"], "v_cvt_scalef32")
+        wanted = pairs * sum(side == ("packed", False) for side in sides_of(d))
+        assert found == ({"v_cvt_scalef32_pk_fp4_f32": wanted} if wanted else {}), d["name"]
+
+
+def test_gfx950_quantizers_load_16_bytes(quantizers):
+    """All of the tensor where its rows start at multiples of 16 bytes; signs and keys by words or more."""
+    aligned = [d for d in quantizers if row_bytes(d) % 16 == 0]
+    assert len(aligned) > len(quantizers) // 2
+    for d in aligned:
+        c, loads = d["constants"], starting(d["whole_kernel"]["opcodes"], "global_load", "buffer_load")
+        assert not starting(d["whole_kernel"]["opcodes"], "flat_load")
+        wide = sum(loads.pop(f"{space}_load_dwordx4", 0) for space in ("global", "buffer"))
+        wanted = elements_of(d) * row_bytes(d) // c["C"] // 16
+        if c["ROW_SIGNS"] or c["COLUMN_SIGNS"] or c["ROW_STOCHASTIC"] or c["COLUMN_STOCHASTIC"]:
+            assert wide >= wanted, d["name"]
+            assert set(loads) <= {"buffer_load_dword", "global_load_dwordx2"}, (d["name"], loads)
+        else:
+            assert (wide, loads) == (wanted, {}), d["name"]
+
+
+def test_gfx950_quantizers_store_16_bytes(quantizers):
+    """All elements, whose rows are filled up to 16 bytes whatever the shape; the scales are bytes."""
+    for d in quantizers:
+        stores = starting(d["whole_kernel"]["opcodes"], "global_store", "buffer_store", "flat_store")
+        bits = sum({"packed": 4, "bf16": 16}[form] for form, _ in sides_of(d))
+        assert stores.pop("buffer_store_dwordx4") == elements_of(d) * bits // 128, d["name"]
+        assert set(stores) <= {"buffer_store_short", "buffer_store_byte"}
+        assert sum(stores.values()) <= 2 * len(sides_of(d)), d["name"]
 
 
 LIMITS = [(5, 18), (4, 22), (5, 13), (4, 24)]  # of STEP: waves a SIMD, instructions an element
@@ -143,47 +195,68 @@ LIMITS = [(5, 18), (4, 22), (5, 13), (4, 24)]  # of STEP: waves a SIMD, instruct
 @pytest.mark.parametrize(
     ("name", "waves", "limit"), [(name, *limits) for name, limits in zip(STEP, LIMITS, strict=True)]
 )
-def test_gfx950_quantizer(quantizers, name, waves, limit):
-    """Loads of the tensor and stores of the words are of 16 bytes, and the hardware converts."""
-    d = quantizers["gfx950", name]
-    opcodes, constants = d["whole_kernel"]["opcodes"], d["constants"]
-    elements = constants["BLOCK_R"] * constants["BLOCK_C"] // (d["warps"] * d["threads_per_warp"])
-    loads = {x: n for x, n in opcodes.items() if x.startswith(("global_load", "buffer_load", "flat_load"))}
-    assert loads == {"buffer_load_dwordx4": elements // (4 if "float32" in name else 8)}
-    stores = {
-        x: n for x, n in opcodes.items() if x.startswith(("global_store", "buffer_store", "flat_store"))
-    }
-    assert stores == {"buffer_store_dwordx4": 2 * elements // 32, "buffer_store_short": 2}
-    conversions = {x: n for x, n in opcodes.items() if x.startswith("v_cvt")}
-    assert conversions == {"v_cvt_scalef32_pk_fp4_f32": 2 * elements // 2}
+def test_gfx950_quantizer_is_short(gfx950, name, waves, limit):
+    d = gfx950[name]
     assert d["resources"]["waves_per_simd"] >= waves
-    assert sum(opcodes.values()) <= limit * elements
-
-
-@pytest.mark.parametrize("name", STEP)
-def test_sm_90_quantizer(quantizers, name):
-    d = quantizers["sm_90", name]
-    opcodes, constants = d["whole_kernel"]["opcodes"], d["constants"]
-    elements = constants["BLOCK_R"] * constants["BLOCK_C"] // (d["warps"] * d["threads_per_warp"])
-    assert {x: n for x, n in opcodes.items() if x.startswith("LDG")} == {
-        "LDG.E.128": elements // (4 if "float32" in name else 8)
+    assert sum(d["whole_kernel"]["opcodes"].values()) <= limit * elements_of(d)
+    assert starting(d["whole_kernel"]["opcodes"], "buffer_store_short", "buffer_store_byte") == {
+        "buffer_store_short": 2
     }
-    stores = {x: n for x, n in opcodes.items() if x.startswith("STG")}
-    assert stores == {"STG.E.128": 2 * elements // 32, "STG.E.U16": 2}
+
+
+def test_cuda_spills_nothing(cuda):
+    assert {kernel["kernel"] for kernel in cuda.values()} == {
+        "gemm_kernel",
+        "quantize_kernel",
+        "carry_kernel",
+    }
+    for d in cuda.values():
+        assert d["resources"]["scratch_bytes"] == d["resources"]["stack_bytes"] == 0, d["name"]
+        assert "scratch" not in d["whole_kernel"]["classes"]
+
+
+def opcodes_of(cuda, target, kernel):
+    found = [
+        (d["name"], d["whole_kernel"]["opcodes"])
+        for (of, _), d in cuda.items()
+        if (of, d["kernel"]) == (target, kernel)
+    ]
+    assert found
+    return found
+
+
+def test_sm_100_multiplies_in_fp4(cuda):
+    for name, opcodes in opcodes_of(cuda, "sm_100", "gemm_kernel"):
+        assert starting(opcodes, "UTCOMMA"), name  # tcgen05.mma of 4-bit operands with block scales
+        assert not starting(opcodes, "HMMA", "HGMMA", "UTCHMMA", "UTCQMMA"), name
+
+
+def test_sm_90_multiplies_in_bfloat16(cuda):
+    for name, opcodes in opcodes_of(cuda, "sm_90", "gemm_kernel"):
+        assert starting(opcodes, "HGMMA", "HMMA"), name
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("name", STEP)
+def test_cuda_quantizer(cuda, target, name):
+    """Loads of the tensor and stores of the words are of 16 bytes, and on sm_100 the hardware converts."""
+    d = cuda[target, name]
+    opcodes, elements = d["whole_kernel"]["opcodes"], elements_of(d)
+    assert starting(opcodes, "LDG") == {"LDG.E.128": elements // (4 if "float32" in name else 8)}
+    assert starting(opcodes, "STG") == {"STG.E.128": 2 * elements // 32, "STG.E.U16": 2}
     assert d["resources"]["registers"] <= 168  # three programs a multiprocessor
+    if target == "sm_100":
+        assert sum(n for x, n in opcodes.items() if "E2M1" in x) == 2 * elements // 2
 
 
-def test_quantizer_description_is_enough_to_launch(quantizers):
-    d = quantizers["gfx950", STEP[0]]
-    names = ["x", "scalars", "signs", "row_words", "row_scales", "column_words", "column_scales"]
-    assert [a["name"] for a in d["arguments"]] == names
-    assert [a["output"] for a in d["arguments"]] == [False] * 3 + [True] * 4
-    shapes = {a["name"]: a["shape"] for a in d["arguments"]}
-    assert shapes["x"] == [1, 1, 8192, 4096]
-    assert shapes["row_words"] == [1, 1, 8192, 512]
-    assert shapes["column_scales"] == [1, 1, 4096, 256]
-    assert [a["offset"] for a in d["kernarg_layout"][:7]] == [0, 8, 16, 24, 32, 40, 48]
-    assert (d["kernel"], d["grid"]) == ("quantize_kernel", [64, 64, 1])
+@pytest.mark.parametrize("carrier", ["e4m3", "e5m2"])
+def test_sm_90_carrier(cuda, carrier):
+    """A thread takes two blocks: 16 bytes of elements to a load and to a store, and 4 conversions a block."""
+    d = cuda["sm_90", f"carry_1048576_{carrier}"]
+    opcodes = d["whole_kernel"]["opcodes"]
+    blocks = d["constants"]["BLOCKS"] // d["block"][0]
+    assert starting(opcodes, "LDG.E.128", "STG.E.128") == {"LDG.E.128": blocks, "STG.E.128": 2 * blocks}
+    assert sum(n for x, n in opcodes.items() if carrier.upper() in x) == 4 * blocks
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
@@ -211,7 +284,10 @@ def test_refuses_the_interpreter_and_unknown_names(tmp_path):
 
 def test_a_failed_build_is_named_and_the_others_are_made(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    jobs = [("gemm", "gfx950", "no_such_build"), ("gemm", "gfx950", "gemm_1x1x1x32_float32")]
+    jobs = [
+        ("gemm_builds", "gfx950", "no_such_build"),
+        ("gemm_builds", "gfx950", "gemm_1x1x1x32_float32"),
+    ]
     done, failed = aot.build_all(jobs, tmp_path, jobs=2)
     assert [d["name"] for d in done] == ["gemm_1x1x1x32_float32"]
     assert list(failed) == ["gfx950 no_such_build"]

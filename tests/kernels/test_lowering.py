@@ -1,6 +1,7 @@
 """The jitted functions lower for CUDA on a machine without a GPU, in a process without the interpreter."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -48,15 +49,124 @@ with use_target(Target("cuda", "sm_90")):
 """
 
 
-@pytest.mark.skipif(
-    not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
-    reason="jaxlib builds Triton's custom calls with jax_cuda13_plugin",
-)
-@pytest.mark.slow
-def test_lowers_for_cuda_without_a_gpu():
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
+        reason="jaxlib builds Triton's custom calls with jax_cuda13_plugin",
+    ),
+]
+
+
+def run(script, *arguments):
+    """Returns what a script prints in a process without a GPU and without the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", SCRIPT]
+    command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["1", "3", "1"]
     assert "Warning" not in done.stderr
+    return done.stdout
+
+
+def test_lowers_for_cuda_without_a_gpu():
+    assert run(SCRIPT).split() == ["1", "3", "1"]
+
+
+POLICIES = ("wgrad_hadamard", "full_hadamard", "wgrad_sr")
+DOT = r"""
+import collections
+import functools
+import json
+import re
+import sys
+import zlib
+import jax
+import jax.numpy as jnp
+import mxjax
+from mxjax.kernels.launch import Target, use_target
+
+
+def all_three(policy, implementation, x, w, dy, key):
+    dot = functools.partial(mxjax.dot, policy=policy, key=key, implementation=implementation)
+    y, vjp = jax.vjp(dot, x, w)
+    return y, vjp(dy)
+
+
+def unescape(escaped):
+    return escaped if escaped == b"\\" else bytes.fromhex(escaped.decode())
+
+
+def kernel_of(call):
+    # MLIR escapes the bytes of a compressed message, which has the kernel's name and its machine code.
+    [text] = re.findall(r'opaque = "(.*?)"', call)
+    data = re.sub(rb"\\(\\|[0-9A-F]{2})", lambda m: unescape(m[1]), text.encode())
+    return re.search(rb"(quantize|gemm|carry)_kernel", zlib.decompress(data))[0].decode()
+
+
+def lower(arch, policy, implementation):
+    with use_target(Target("cuda", arch)):
+        traced = jax.jit(functools.partial(all_three, policy, implementation)).trace(
+            jax.ShapeDtypeStruct((2, 80, 128), jnp.bfloat16),
+            jax.ShapeDtypeStruct((128, 96), jnp.float32),
+            jax.ShapeDtypeStruct((2, 80, 96), jnp.float32),
+            jax.eval_shape(lambda: jax.random.key(0)),
+        )
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @triton_kernel_call" in line]
+    products = re.findall(r"dot_general .*?: \(tensor<[^>]*x(\w+)>, tensor<[^>]*x(\w+)>\)", text)
+    return {
+        "kernels": collections.Counter(map(kernel_of, calls)),
+        "products": sorted(set(" ".join(pair) for pair in products)),
+        "choices": text.count("stablehlo.case") + text.count("stablehlo.if"),
+        "scaled_dots": text.count('stablehlo.composite "xla.scaled_dot"'),
+    }
+
+
+wanted = json.loads(sys.argv[1])
+print(json.dumps([lower(*arguments) for arguments in wanted]))
+"""
+FP8 = {
+    # Fprop, Dgrad (the gradient on the left), Wgrad (on the right), and what each falls back to.
+    "kernels": {"quantize_kernel": 3, "carry_kernel": 6},
+    "products": ["bf16 bf16", "f8E4M3FN f8E4M3FN", "f8E4M3FN f8E5M2", "f8E5M2 f8E4M3FN"],
+    "choices": 3,
+    "scaled_dots": 0,
+}
+TRITON = {
+    "kernels": {"quantize_kernel": 3, "gemm_kernel": 3},
+    "products": [],
+    "choices": 0,
+    "scaled_dots": 0,
+}
+# What XLA's own decomposition of a scaled dot multiplies.
+SCALED_DOT = {
+    "kernels": {"quantize_kernel": 3},
+    "products": ["bf16 bf16"],
+    "choices": 0,
+    "scaled_dots": 3,
+}
+# The values are too large to keep: x and w are quantized once more for the backward pass.
+XLA = {"kernels": {"quantize_kernel": 5}, "products": ["bf16 bf16"], "choices": 0, "scaled_dots": 0}
+EXPECTED = [
+    ("sm_90", "fp8", FP8),
+    ("sm_90", "triton", TRITON),
+    ("sm_90", "scaled_dot", SCALED_DOT),
+    ("sm_90", "xla", XLA),
+    ("sm_90", None, FP8),
+    ("sm_100", "triton", TRITON),
+    ("sm_100", None, TRITON),
+]
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    wanted = [(arch, policy, name) for policy in POLICIES for arch, name, _ in EXPECTED]
+    return dict(zip(wanted, json.loads(run(DOT, json.dumps(wanted))), strict=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("arch", "implementation", "expected"), EXPECTED, ids=[f"{a}-{i}" for a, i, _ in EXPECTED]
+)
+def test_dot_and_its_gradients_lower_to_the_kernels(lowered, arch, policy, implementation, expected):
+    assert lowered[arch, policy, implementation] == expected

@@ -16,6 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mxjax
+from mxjax.kernels import operands as kernel_operands
+from mxjax.kernels import sides as kernel_sides
 from mxjax.kernels.hadamard import rotate_groups
 from mxjax.kernels.launch import current_target, triton_call
 from mxjax.kernels.operands import Random, _call, _from_words, quantize_operands
@@ -161,6 +163,16 @@ def check_options(shape, kind, dtype, pair, seed):
     compare(draw_tensor(np.random.default_rng(seed), shape, kind, dtype), *pair, seed=seed)
 
 
+@pytest.fixture(scope="module")
+def whole_blocks():
+    """Makes the kernel take groups of 32, as on NVIDIA GPUs, in the interpreter too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_sides, "_tile", lambda *_: kernel_sides.Tile(64, 64, 4, 32))
+        kernel_operands._quantizer.cache_clear()
+        yield
+    kernel_operands._quantizer.cache_clear()
+
+
 @settings(max_examples=20)
 @given(*tensors, pairs, st.integers(0, 2**16))
 @example((1, 1), "normal", "bfloat16", (Side(Operand()), Side(Operand())), 0)
@@ -173,6 +185,22 @@ def test_any_options(shape, kind, dtype, pair, seed):
 @settings(max_examples=200)
 @given(*tensors, pairs, st.integers(0, 2**16))
 def test_any_options_at_length(shape, kind, dtype, pair, seed):
+    check_options(shape, kind, dtype, pair, seed)
+
+
+@pytest.mark.usefixtures("whole_blocks")
+@settings(max_examples=5)
+@given(*tensors, pairs, st.integers(0, 2**16))
+@example((2, 33, 70), "normal", "float32", (Side(Operand()), Side(Operand(), Rotation(64, "redrawn"))), 0)
+def test_whole_blocks(shape, kind, dtype, pair, seed):
+    check_options(shape, kind, dtype, pair, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole_blocks")
+@settings(max_examples=100)
+@given(*tensors, pairs, st.integers(0, 2**16))
+def test_whole_blocks_at_length(shape, kind, dtype, pair, seed):
     check_options(shape, kind, dtype, pair, seed)
 
 
@@ -293,21 +321,34 @@ def test_philox():
 
 @triton.jit
 def rotate_kernel(
-    x, out, SIZE: tl.constexpr, FACTOR: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr
+    x,
+    out,
+    SIZE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OTHER: tl.constexpr,
 ):
-    at = tl.arange(0, OTHER)[None, :] * (GROUPS * 8) + tl.arange(0, GROUPS)[:, None] * 8
+    at = tl.arange(0, OTHER)[None, :] * (GROUPS * GROUP) + tl.arange(0, GROUPS)[:, None] * GROUP
     xs = ()
-    for i in tl.static_range(8):
+    for i in tl.static_range(GROUP):
         xs = xs + (tl.load(x + at + i),)  # noqa: RUF005
-    ys = rotate_groups(xs, SIZE, GROUPS, OTHER, FACTOR)
-    for i in tl.static_range(8):
+    ys = rotate_groups(xs, SIZE, GROUP, GROUPS, OTHER, FACTOR)
+    for i in tl.static_range(GROUP):
         tl.store(out + at + i, ys[i])
 
 
+@pytest.mark.parametrize("group", [8, 32])
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
-def test_butterfly(size):
+def test_butterfly(size, group):
     x = jax.random.normal(jax.random.key(7), (8, 64))
-    constants = {"SIZE": size, "GROUPS": 8, "OTHER": 8, "FACTOR": float(np.float32(size**-0.5))}
+    constants = {
+        "SIZE": size,
+        "GROUP": group,
+        "GROUPS": 64 // group,
+        "OTHER": 8,
+        "FACTOR": float(np.float32(size**-0.5)),
+    }
     [y] = triton_call(rotate_kernel, x, out=[jax.ShapeDtypeStruct(x.shape, x.dtype)], grid=(1,), **constants)
     np.testing.assert_array_equal(oracles.bits(y), oracles.bits(mxjax.rotate(x, size)))
 

@@ -1,0 +1,158 @@
+"""E2M1 elements on Hopper, which has no FP4 conversion: two elements to an instruction.
+
+Elements are rounded as float32 or bfloat16 and their codes cut out of 16-bit halves: an element times a small
+power of two has its code in the bits of a subnormal. Minima, shifts and logic have half the throughput of
+sums and products there and limit the kernel, so they work on pairs.
+"""
+
+import triton
+import triton.language as tl
+
+# A sum with `base` has the distance between E2M1's neighbours as its last bit: base is 1.5 times a power of
+# two, so that x may be negative. Its exponent is x's, but at least the scale's, less the scale's, plus that
+# of `least`. It is computed for two elements at once, in the format of bfloat16.
+_BASE = """
+and.b32 base, {pair}, 0x7F807F80;
+add.s16x2 base, base, shift;
+max.s16x2 base, base, least;
+"""
+# Joins sign and code as a nibble at the top of each half of `pair`.
+_NIBBLE = """
+abs.f16x2 t, t;
+min.f16x2 t, t, most;
+shl.b32 t, t, {left};
+lop3.b32 {pair}, t, {pair}, 0x80008000, 0xF8;
+"""
+
+
+def _join(into: str, parts: list[str]) -> str:
+    """Joins the nibbles of four words, the first one lowest."""
+    text = f"mov.b32 {into}, {parts[0]};\n"
+    for part in parts[1:]:
+        text += f"shr.u32 {into}, {into}, 4;\nadd.u32 {into}, {into}, {part};\n"
+    return text
+
+
+def _encode_pairs() -> str:
+    """Two groups: $2 … $9 hold an element of each, $10 and $11 their scale bytes, $0 and $1 the results."""
+    text = """{
+.reg .b32 inverse, shift, least, base, t, one, small, zero, most, low, high, p0, p1, p2, p3, p4, p5, p6, p7;
+mov.b32 least, 0x42C042C0;
+mov.b32 one, 0xBF80BF80;
+mov.b32 small, 0x00800080;
+mov.b32 zero, 0x80008000;
+mov.b32 most, 0x01C001C0;
+prmt.b32 t, $10, $11, 0x5410;
+shl.b32 t, t, 7;
+sub.u32 inverse, 0x7F007F00, t;
+mov.b32 shift, 0xC3C0C3C0;
+add.s16x2 shift, inverse, shift;
+"""
+    for i in range(8):
+        pair = f"p{i}"
+        text += f"mov.b32 {pair}, ${i + 2};" + _BASE.format(pair=pair)
+        text += f"fma.rn.bf16x2 t, {pair}, inverse, base;\n"
+        text += "fma.rn.bf16x2 t, base, one, t;\nfma.rn.bf16x2 t, t, small, zero;"
+        text += _NIBBLE.format(pair=pair, left=6)
+    text += _join("low", ["p0", "p1", "p2", "p3"]) + _join("high", ["p4", "p5", "p6", "p7"])
+    return text + "prmt.b32 $0, low, high, 0x5410;\nprmt.b32 $1, low, high, 0x7632;\n}"
+
+
+def _encode_floats() -> str:
+    """One group: $1 … $8 are its elements, $9 is the scale byte and $10 the inverse scale times 2**-14."""
+    text = """{
+.reg .b32 shift, least, base, t, most, p0, p1, p2, p3;
+.reg .f32 base0, base1, x0, x1;
+mov.b32 least, 0x43C043C0;
+mov.b32 most, 0x0E000E00;
+prmt.b32 t, $9, $9, 0x5410;
+shl.b32 t, t, 7;
+sub.u32 t, 0x7F007F00, t;
+mov.b32 shift, 0xC4C0C4C0;
+add.s16x2 shift, t, shift;
+"""
+    for i in range(4):
+        pair, first, second = f"p{i}", f"${i + 1}", f"${i + 5}"
+        text += f"prmt.b32 {pair}, {first}, {second}, 0x7632;" + _BASE.format(pair=pair)
+        # As a float32 `base` ends in the bits of the other one's, an even number of last places.
+        text += f"""
+mov.b32 base1, base;
+shl.b32 base, base, 16;
+mov.b32 base0, base;
+mov.b32 x0, {first};
+mov.b32 x1, {second};
+fma.rn.f32 x0, x0, $10, base0;
+fma.rn.f32 x1, x1, $10, base1;
+sub.rn.f32 x0, x0, base0;
+sub.rn.f32 x1, x1, base1;
+cvt.rn.f16x2.f32 t, x1, x0;"""
+        text += _NIBBLE.format(pair=pair, left=3)
+    return text + _join("$0", ["p0", "p1", "p2", "p3"]) + "}"
+
+
+@triton.constexpr_function
+def _largest_pairs(elements: int, exponent_only: bool) -> str:
+    """Two groups: $2 … hold an element of each; $0 and $1 are their largest magnitudes in float32."""
+    mask, nan = ("0x7F807F80", "") if exponent_only else ("0x7FFF7FFF", ".NaN")
+    text = f"{{\n.reg .b32 m, t;\nand.b32 m, $2, {mask};\n"
+    for i in range(1, elements):
+        text += f"and.b32 t, ${i + 2}, {mask};\nmax{nan}.bf16x2 m, m, t;\n"
+    return text + "shl.b32 $0, m, 16;\nand.b32 $1, m, 0xFFFF0000;\n}"
+
+
+@triton.constexpr_function
+def _largest_exponent(elements: int) -> str:
+    """One group: $1 … are its elements, $0 the power of two in the largest one's binade."""
+    text = "{\n.reg .b32 m, t;\n"
+    for i in range(0, elements, 8):
+        for k in range(i, i + 4):
+            into = "t" if k else "m"
+            text += f"prmt.b32 {into}, ${k + 1}, ${k + 5}, 0x7632;\nand.b32 {into}, {into}, 0x7F807F80;\n"
+            text += "max.bf16x2 m, m, t;\n" if k else ""
+    return text + "shl.b32 t, m, 16;\nand.b32 m, m, 0xFFFF0000;\nmax.u32 $0, m, t;\n}"
+
+
+_ENCODE_PAIRS = tl.constexpr(_encode_pairs())
+_ENCODE_FLOATS = tl.constexpr(_encode_floats())
+
+
+@triton.jit
+def encode_pairs(xs, byte):
+    """Returns 8 bfloat16 elements as the nibbles of one int32 word, rounded to nearest."""
+    eight = [xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], xs[6], xs[7]]
+    return tl.inline_asm_elementwise(
+        _ENCODE_PAIRS, "=&r,=&r,r,r,r,r,r,r,r,r,r,r", eight + [byte], tl.int32, True, 2
+    )
+
+
+@triton.jit
+def encode_floats(xs, byte, inverse):
+    """Returns 8 float32 elements as the nibbles of one int32 word, rounded to nearest.
+
+    byte: of the scale; inverse: what to multiply the elements by.
+    """
+    eight = [xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], xs[6], xs[7]]
+    inputs = eight + [byte, inverse * 0.00006103515625]
+    return tl.inline_asm_elementwise(_ENCODE_FLOATS, "=&r,r,r,r,r,r,r,r,r,r,r", inputs, tl.int32, True, 1)
+
+
+@triton.jit
+def largest_pairs(xs, GROUP: tl.constexpr, EXPONENT_ONLY: tl.constexpr):
+    """Returns the bits in float32 of the largest magnitude among GROUP bfloat16 tensors; NaN is the largest.
+
+    EXPONENT_ONLY: the mantissa does not matter.
+    """
+    TEXT: tl.constexpr = _largest_pairs(GROUP, EXPONENT_ONLY)
+    CONSTRAINTS: tl.constexpr = "=&r,=&r" + ",r" * GROUP
+    return tl.inline_asm_elementwise(TEXT, CONSTRAINTS, xs, tl.int32, True, 2)
+
+
+@triton.jit
+def largest_exponent(xs, GROUP: tl.constexpr):
+    """Returns the bits of the power of two in the binade of the largest magnitude among float32 tensors.
+
+    Infinity where that is infinite or NaN.
+    """
+    TEXT: tl.constexpr = _largest_exponent(GROUP)
+    CONSTRAINTS: tl.constexpr = "=&r" + ",r" * GROUP
+    return tl.inline_asm_elementwise(TEXT, CONSTRAINTS, xs, tl.int32, True, 1)

@@ -1,0 +1,98 @@
+"""How the quantizer reads a tile: as groups along columns or along rows, by 16 bytes or row by row.
+
+A tile becomes GROUP tensors, one for each element of a group, which lies in the registers of one thread.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def column_groups(
+    x, rows, columns, C: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Returns GROUP tensors [GROUPS, WIDTH]: rows GROUP * g + i of x [rows, columns] with stride C.
+
+    Zero outside of x, none of which is read if EXACT. With groups of 8 a thread has 8 neighbouring columns.
+    """
+    xs = ()
+    for i in tl.static_range(GROUP):
+        xs = xs + (_load_rows(x + i * C, rows - i, columns, C, GROUP, GROUPS, WIDTH, EXACT),)
+    return xs
+
+
+@triton.jit
+def row_groups(
+    x, rows, columns, C: tl.constexpr, GROUPS: tl.constexpr, HEIGHT: tl.constexpr, EXACT: tl.constexpr
+):
+    """Returns 32 tensors [GROUPS, HEIGHT]: columns 32 * g + i of x, transposed, as column_groups."""
+    PART: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+    r = tl.arange(0, HEIGHT)[:, None, None]
+    c = tl.arange(0, GROUPS)[None, :, None] * 32 + tl.arange(0, PART)[None, None, :]
+    pointers = x + (r * C + c)
+    xs = ()
+    for i in tl.static_range(0, 32, PART):
+        xs = xs + _split(_load(pointers + i, (r < rows) & (c + i < columns), EXACT), HEIGHT, GROUPS, PART)
+    return xs
+
+
+@triton.jit
+def transpose_groups(xs, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """Returns the row groups of a tile from its column groups, of 8 each, in registers."""
+    low = tl.join(tl.join(xs[0], xs[1]), tl.join(xs[2], xs[3]))
+    high = tl.join(tl.join(xs[4], xs[5]), tl.join(xs[6], xs[7]))
+    x = tl.permute(tl.join(low, high), [0, 4, 3, 2, 1])
+    return _split(tl.reshape(x, [8 * GROUPS, WIDTH // 8, 8]), 8 * GROUPS, WIDTH // 8, 8)
+
+
+@triton.jit
+def _load_rows(
+    x, rows, columns, C: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    if GROUP == 8 and x.dtype.element_ty.primitive_bitwidth == 32:
+        # By 16 bytes: the even fours of columns, and the odd.
+        r = tl.arange(0, GROUPS)[:, None, None] * 8
+        c = tl.arange(0, WIDTH // 8)[None, :, None] * 8 + tl.arange(0, 4)[None, None, :]
+        low = _load(x + (r * C + c), (r < rows) & (c < columns), EXACT)
+        high = _load(x + (r * C + c) + 4, (r < rows) & (c + 4 < columns), EXACT)
+        y = tl.reshape(tl.permute(tl.join(low, high), [0, 1, 3, 2]), [GROUPS, WIDTH])
+    else:
+        r, c = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, WIDTH)[None, :]
+        y = _load(x + (r * C + c), (r < rows) & (c < columns), EXACT)
+    return y
+
+
+@triton.jit
+def _load(pointers, mask, EXACT: tl.constexpr):
+    return tl.load(pointers) if EXACT else tl.load(pointers, mask, 0)
+
+
+@triton.jit
+def _split(x, R: tl.constexpr, G: tl.constexpr, PART: tl.constexpr):
+    """Returns x [R, G, PART], PART being 4 or 8, as PART tensors [G, R]."""
+    if PART == 8:
+        even, odd = tl.split(tl.reshape(x, [R, G, 2, 2, 2]))
+        even04, even26 = tl.split(even)
+        odd15, odd37 = tl.split(odd)
+        x0, x4 = tl.split(even04)
+        x2, x6 = tl.split(even26)
+        x1, x5 = tl.split(odd15)
+        x3, x7 = tl.split(odd37)
+        y = (
+            tl.trans(x0),
+            tl.trans(x1),
+            tl.trans(x2),
+            tl.trans(x3),
+            tl.trans(x4),
+            tl.trans(x5),
+            tl.trans(x6),
+            tl.trans(x7),
+        )
+    else:
+        even, odd = tl.split(tl.reshape(x, [R, G, 2, 2]))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        y = (tl.trans(x0), tl.trans(x1), tl.trans(x2), tl.trans(x3))
+    return y

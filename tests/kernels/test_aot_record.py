@@ -1,0 +1,253 @@
+"""What a build's JSON says, taken at its word: arguments as the loader sees them, results as the kernel's."""
+
+import importlib
+import json
+import os
+import pathlib
+import re
+import struct
+import subprocess
+import sys
+
+import jax
+import msgpack
+import numpy as np
+import pytest
+from triton import knobs
+from triton.runtime.interpreter import InterpretedFunction
+
+from mxjax.kernels import aot, aot_record
+from mxjax.kernels.launch import triton_call
+
+pytestmark = pytest.mark.slow
+
+DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "kernels-aot.md"
+
+LARGE = ["gemm_1x8192x6144x4096_bfloat16", "quantize_8192x4096_bfloat16_rows_packed_columns_packed-h16"]
+GEMMS = [f"gemm_{shape}" for shape in ("1x5x7x96_float32", "1x65x33x288_bfloat16", "3x17x130x544_float32")]
+QUANTIZERS = ["quantize_1x1_*", "quantize_65x97_*", "quantize_3x40x70_*"]
+CARRIERS = ["carry_33_*", "carry_513_*"]
+# Inline assembly, which the interpreter lacks, does what these constants choose instead.
+INTERPRETED = {"CONVERT": "software", "NATIVE": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("aot")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "mxjax.kernels.aot", "--out", str(out)]
+    command += [f"--target={target}" for target in aot.TARGETS]
+    command += [f"--only={name}" for name in LARGE + GEMMS + QUANTIZERS + CARRIERS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def records(folder, target, pattern="*"):
+    """Returns the path of each JSON and what is in it."""
+    found = [
+        (path, json.loads(path.read_text())) for path in sorted((folder / target).glob(f"{pattern}.json"))
+    ]
+    assert found
+    return found
+
+
+def documented():
+    """Returns the functions in docs/kernels-aot.md, which are those of whoever has the files alone."""
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[1], names)
+    return names
+
+
+def addresses_of(record):
+    """Returns an address for each array, one after another."""
+    addresses, end = {}, 0x7F00_0000_0000
+    for a in record["arguments"]:
+        addresses[a["name"]] = end
+        end += -(-a["bytes"] // a["alignment"]) * a["alignment"]
+    return addresses
+
+
+def loaded_metadata(code_object):
+    """Returns the metadata of the kernel in an ELF file's AMDGPU note, as a runtime reads it."""
+    at = code_object.index(b"AMDGPU\0\0")
+    _, size, kind = struct.unpack("<III", code_object[at - 12 : at])
+    assert kind == 32  # NT_AMDGPU_METADATA
+    [kernel] = msgpack.unpackb(code_object[at + 8 : at + 8 + size])["amdhsa.kernels"]
+    return kernel
+
+
+HIDDEN = {  # of a launch of 6 x 5 programs of 512 threads with 1000 bytes of LDS
+    "hidden_block_count_x": 6,
+    "hidden_block_count_y": 5,
+    "hidden_block_count_z": 1,
+    "hidden_group_size_x": 512,
+    "hidden_group_size_y": 1,
+    "hidden_group_size_z": 1,
+    "hidden_remainder_x": 0,
+    "hidden_global_offset_z": 0,
+    "hidden_dynamic_lds_size": 1000,
+    "hidden_queue_ptr": 0,
+}
+
+
+def test_values_of_hidden_arguments():
+    assert HIDDEN.items() <= aot_record.launch_values((6, 5, 1), (512, 1, 1), 1000).items()
+
+
+def test_document_names_every_field(folder):
+    table = DOCUMENT.read_text().split("## The JSON")[1].split("## Launching")[0]
+    described = set(re.findall(r"`(\w+)`", table)) | {"name", "target", "files", "triton"}
+    for target in aot.TARGETS:
+        for _, record in records(folder, target):
+            assert set(record) <= described
+            assert set(record["arguments"][0]) <= described | {"output"}
+
+
+def test_arguments_are_those_of_the_gfx950_code_objects(folder):
+    """Offset, size, kind and address space of each, and the bytes that make them up."""
+    kinds = set()
+    for path, record in records(folder, "gfx950"):
+        kernel = loaded_metadata(path.with_suffix(".hsaco").read_bytes())
+        listed = record["arguments"] + record["more_arguments"]
+        assert [(a["offset"], a["size"], a["kind"], a["address_space"]) for a in listed] == [
+            (a[".offset"], a[".size"], a[".value_kind"], a.get(".address_space")) for a in kernel[".args"]
+        ]
+        assert (record["kernel"], record["kernarg_bytes"]) == (
+            kernel[".name"],
+            kernel[".kernarg_segment_size"],
+        )
+        assert record["descriptor_symbol"] == kernel[".symbol"]
+        assert record["threads_per_warp"] == kernel[".wavefront_size"]
+        assert record["block"] == [kernel[".max_flat_workgroup_size"], 1, 1]
+        addresses = addresses_of(record)
+        data = documented()["kernarg"](record, addresses)
+        assert len(data) == kernel[".kernarg_segment_size"]
+        pointers = list(addresses.values())
+        names = list(addresses)
+        for i, a in enumerate(kernel[".args"]):
+            value = int.from_bytes(data[a[".offset"] : a[".offset"] + a[".size"]], "little")
+            if i < len(names):
+                assert (value, value % 16) == (pointers[i], 0), names[i]
+            elif a[".value_kind"] == "hidden_group_size_x":
+                assert value == 64 * record["warps"]
+            elif a[".value_kind"].startswith("hidden_block_count_"):
+                assert value == record["grid"]["xyz".index(a[".value_kind"][-1])]
+            kinds.add(a[".value_kind"])
+    assert {"global_buffer", "hidden_block_count_x"} <= kinds
+
+
+def test_gfx950_code_reads_no_hidden_argument(folder):
+    """Scalar loads, by which a kernel reads its arguments, end before them."""
+    hiding = [
+        (path, record)
+        for path, record in records(folder, "gfx950")
+        if record["more_arguments"][-1]["name"].startswith("hidden_")
+    ]
+    assert hiding
+    for path, record in hiding:
+        text = path.with_suffix(".amdgcn").read_text()
+        loads = re.findall(r"^\s+s_load_dword(?:x(\d+))? \S+, \S+, (\w+)", text, re.M)
+        ends = [int(offset, 0) + 4 * int(words or 1) for words, offset in loads]
+        first = next(a["offset"] for a in record["more_arguments"] if a["name"].startswith("hidden_"))
+        assert len(ends) == len(re.findall(r"^\s+s_(?:buffer_)?load", text, re.M)) > 0
+        assert max(ends) <= first
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_arguments_are_those_of_the_cubins(folder, target):
+    for path, record in records(folder, target):
+        command = [knobs.nvidia.cuobjdump.path, "-elf", str(path.with_suffix(".cubin"))]
+        elf = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = re.findall(r"Ordinal : 0x(\w+)\s+Offset\s+: 0x(\w+)\s+Size\s+: 0x(\w+)", elf)
+        compiled = sorted(tuple(int(x, 16) for x in argument) for argument in found)
+        listed = record["arguments"] + record["more_arguments"]
+        assert [(i, a["offset"], a["size"]) for i, a in enumerate(listed)] == compiled
+        assert record["kernarg_bytes"] == int(
+            re.search(r"CBANK_PARAM_SIZE.*\n.*\n\s+Value:\s+(\w+)", elf)[1], 16
+        )
+        assert [a["name"] for a in record["more_arguments"]] == ["global_scratch", "profile_scratch"]
+        threads = re.search(r"\.reqntid (\d+)", path.with_suffix(".ptx").read_text())
+        assert record["block"] == [int(threads[1]), 1, 1]
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_arrays_come_in_the_order_of_the_kernel(folder, target):
+    for _, record in records(folder, target):
+        names, count = find_kernel(record).arg_names, len(record["arguments"])
+        assert [a["name"] for a in record["arguments"]] == names[:count]
+        assert set(record["constants"]) == set(names[count:])
+
+
+def test_refuses_another_order_or_type():
+    [build] = [b for b in aot.list_builds("gemm_builds", "gfx950") if b.name == "gemm_1x1x1x32_float32"]
+    types = dict.fromkeys(build.signature, "i8") | {"out": "f32"}
+
+    def check(types):
+        parameters = ", ".join(f"%{n}: !tt.ptr<{t}> {{tt.divisibility = 16 : i32}}" for n, t in types.items())
+        aot_record.check_order(build, f"tt.func public @gemm_kernel({parameters}) attributes {{")
+
+    check(types)
+    for wrong in (dict(reversed(types.items())), types | {"out": "bf16"}):
+        with pytest.raises(RuntimeError, match="but the compiled kernel"):
+            check(wrong)
+
+
+def find_kernel(record):
+    module, name = record["source"].split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def interpret(record, names):
+    """Returns what the kernel writes in Triton's interpreter, by the names of its outputs."""
+    kernel = find_kernel(record)
+    if not isinstance(kernel, InterpretedFunction):
+        pytest.skip("kernels are compiled for this machine's GPU")
+    inputs = []
+    for a in record["arguments"]:
+        if not a["output"]:
+            array = np.asarray(names[a["name"]])
+            assert (list(array.shape), array.dtype.name) == (a["shape"], a["dtype"]), a["name"]
+            inputs.append(array)
+    outputs = [a for a in record["arguments"] if a["output"]]
+    # The interpreter truncates to bfloat16 where GPUs round.
+    dtypes = ["float32" if a["dtype"] == "bfloat16" else a["dtype"] for a in outputs]
+    constants = record["constants"]
+    written = triton_call(
+        kernel,
+        *inputs,
+        out=[jax.ShapeDtypeStruct(tuple(a["shape"]), d) for a, d in zip(outputs, dtypes, strict=True)],
+        grid=tuple(record["grid"]),
+        **constants | {name: v for name, v in INTERPRETED.items() if name in constants},
+    )
+    return {a["name"]: np.asarray(y.astype(a["dtype"])) for a, y in zip(outputs, written, strict=True)}
+
+
+def assert_computes_its_reference(record):
+    given = documented()
+    names = given["reference"](record)
+    written = interpret(record, names)
+    for a in record["arguments"]:
+        if not a["output"]:
+            continue
+        memory = written[a["name"]].tobytes()
+        if not a["written"]:
+            assert set(memory) == {0xA5}  # as the interpreter's launch found it
+            continue
+        assert given["agrees"](record, names, a["name"], memory) is True, a["name"]
+        other = bytes(255 - x for x in memory)
+        assert given["agrees"](record, names, a["name"], other) is False, a["name"]
+
+
+@pytest.mark.parametrize("pattern", [*GEMMS, *QUANTIZERS])
+def test_gfx950_kernels_compute_their_references(folder, pattern):
+    for _, record in records(folder, "gfx950", pattern):
+        assert_computes_its_reference(record)
+
+
+@pytest.mark.parametrize(
+    "pattern", [GEMMS[1], "quantize_65x97_*_e4m3_*", "quantize_3x40x70_*_e5m2_*", *CARRIERS]
+)
+def test_sm_90_kernels_compute_their_references(folder, pattern):
+    for _, record in records(folder, "sm_90", pattern):
+        assert_computes_its_reference(record)
