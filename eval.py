@@ -6,6 +6,7 @@ import pathlib
 from typing import Annotated
 
 import jax
+import numpy as np
 import tyro
 
 from models import llama
@@ -13,8 +14,8 @@ from models.configs import get_config
 from mxjax.gemm import Implementation, check_plans
 from mxjax.scales import ScaleRule
 from mxjax.training.checkpoint import Checkpoints
-from mxjax.training.config import from_json
-from mxjax.training.data import VOCAB_SIZE, evaluation_batches, load_corpus
+from mxjax.training.config import Config, from_json
+from mxjax.training.data import evaluation_batches, load_data, load_held_out
 from mxjax.training.environment import enable_compilation_cache, input_errors
 from mxjax.training.metrics import json_line
 from mxjax.training.step import evaluate, make_eval_step
@@ -36,8 +37,10 @@ class EvalConfig:
     """How the GEMMs run."""
     step: int | None = None
     """The checkpoint's step; default, the last."""
-    data: pathlib.Path | None = None
-    """Evaluate on this text's validation part instead."""
+    data: str | None = None
+    """Evaluate on the validation part of this text or dataset PREFIX instead."""
+    eval_data: str | None = None
+    """Evaluate on all of this text or dataset PREFIX instead."""
     batches: int | None = None
     """How many batches of the validation data to read."""
 
@@ -46,17 +49,18 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
     """Returns the mean loss over all tokens, its perplexity, and what they are of."""
     enable_compilation_cache()
     with input_errors():
-        config, precision = read_run(arguments)
-        model = dataclasses.replace(get_config(config.model), vocab_size=VOCAB_SIZE)
+        config, precision, vocab_size = read_run(arguments)
+        model = dataclasses.replace(get_config(config.model), vocab_size=vocab_size)
         policies = llama.layer_policies(model, precision.policy, precision.rules())
         if precision.scale_rule is not None:
             policies = policies.with_scale_rule(precision.scale_rule)
         check_plans(policies.policies, precision.implementation)
-        corpus = load_corpus(arguments.data or config.data.data)
         n_batches = config.eval_batches if arguments.batches is None else arguments.batches
         if n_batches < 1:
             raise ValueError(f"--batches must be at least 1, got {n_batches}")
-        held_out = evaluation_batches(corpus.validation, config.data, n_batches)
+        held_out = evaluation_batches(
+            read_tokens(arguments, config, vocab_size), config.data, n_batches, vocab_size
+        )
         like = jax.eval_shape(lambda: llama.init(model, jax.random.key(0)))
         with Checkpoints(arguments.run / "checkpoints") as checkpoints:
             step = checkpoints.latest if arguments.step is None else arguments.step
@@ -71,16 +75,30 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
 
 
 def read_run(arguments: EvalConfig):
-    """Returns the run's configuration, and its precision with what the command line changes."""
+    """Returns the run's configuration, its precision with what changes, and its vocabulary size."""
     path = arguments.run / "config.json"
     if not path.exists():
         raise ValueError(f"{arguments.run} holds no run: it has no config.json")
-    config = from_json(json.loads(path.read_text())["config"])
+    description = json.loads(path.read_text())
+    config = from_json(description["config"])
     names = ("policy", "scale_rule", "layers", "implementation")
     changes = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
     if "policy" in changes:  # the run's other choices belong to the run's policy
         changes = {"scale_rule": None, "layers": ()} | changes
-    return config, dataclasses.replace(config.precision, **changes)
+    return config, dataclasses.replace(config.precision, **changes), description["model"]["vocab_size"]
+
+
+def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.ndarray:
+    """Returns the tokens to evaluate on."""
+    if arguments.data is not None and arguments.eval_data is not None:
+        raise ValueError(
+            "--data evaluates on a validation part and --eval-data on all of it: give one of them"
+        )
+    if arguments.data is not None:
+        return load_held_out(arguments.data, vocab_size, whole=False)
+    if arguments.eval_data is not None:
+        return load_held_out(arguments.eval_data, vocab_size, whole=True)
+    return load_data(config.data, vocab_size).validation
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ from mxjax.gemm import check_plans, choose_implementation
 from mxjax.layers import LayerPolicies
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import Config, check_resumable, from_json, parse, to_json
-from mxjax.training.data import VOCAB_SIZE, Corpus, batches, evaluation_batches, load_corpus
+from mxjax.training.data import Corpus, evaluation_batches, load_data
 from mxjax.training.environment import Interruption, enable_compilation_cache, facts, input_errors
 from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter
 from mxjax.training.optimizer import learning_rate, make_optimizer
+from mxjax.training.packed import PackedCorpus
 from mxjax.training.step import TrainState, evaluate, init_state, make_eval_step, make_train_step
 
 
@@ -30,7 +31,7 @@ class Run(NamedTuple):
 
     config: Config
     folder: pathlib.Path
-    corpus: Corpus
+    corpus: Corpus | PackedCorpus
     held_out: list[np.ndarray]
     model: LlamaConfig
     policies: LayerPolicies
@@ -47,7 +48,7 @@ def train(config: Config) -> dict[str, float]:
     enable_compilation_cache()
     with input_errors():
         run = set_up(config)
-        stream = batches(run.corpus.train, config.data, config.seed)
+        stream = run.corpus.batches(config.data, config.seed, config.steps)
     optimizer = make_optimizer(config.optimizer, config.steps)
     init_key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 1)  # the key of no step
     state = init_state(llama.init(run.model, init_key), optimizer)
@@ -119,13 +120,16 @@ def check_finite(step: int, evaluation: dict[str, float]) -> None:
 
 def set_up(config: Config) -> Run:
     """Reads and checks all that a run needs, and opens its folder; ValueError before anything is computed."""
-    model = dataclasses.replace(get_config(config.model), vocab_size=VOCAB_SIZE)
+    model = get_config(config.model)
     policies = llama.layer_policies(model, config.precision.policy, config.precision.rules())
     if config.precision.scale_rule is not None:
         policies = policies.with_scale_rule(config.precision.scale_rule)
     check_plans(policies.policies, config.precision.implementation)
-    corpus = load_corpus(config.data.data)
-    held_out = list(evaluation_batches(corpus.validation, config.data, config.eval_batches))
+    corpus = load_data(config.data, model.vocab_size)
+    model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
+    held_out = list(
+        evaluation_batches(corpus.validation, config.data, config.eval_batches, corpus.vocab_size)
+    )
     folder = config.folder()
     if config.resume:
         check_same_run(config, folder, corpus)
@@ -135,7 +139,7 @@ def set_up(config: Config) -> Run:
     return Run(config, folder, corpus, held_out, model, policies)
 
 
-def check_same_run(config: Config, folder: pathlib.Path, corpus: Corpus) -> None:
+def check_same_run(config: Config, folder: pathlib.Path, corpus: Corpus | PackedCorpus) -> None:
     """Raises ValueError unless `folder` holds an unfinished run of this configuration on this data."""
     description = folder / "config.json"
     if not description.exists():
@@ -177,7 +181,7 @@ def introduction(run: Run) -> str:
         [
             f"model {config.model}: {model.n_params:,} parameters, "
             f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
-            f"data {run.corpus.source}: {len(run.corpus.train):,} tokens, {tokens:,} to train on "
+            f"data {run.corpus.source}: {run.corpus.train_tokens:,} tokens, {tokens:,} to train on "
             f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}",
             f"policy {config.precision.policy}:",
             *(f"  {line}" for line in str(run.policies).splitlines()),
@@ -216,7 +220,8 @@ def save_evidence(run: Run, error: NonFiniteError, state: TrainState) -> pathlib
     """Saves what is needed to repeat a step that was not finite; returns the folder."""
     folder = run.folder / f"nonfinite-step-{error.step}"
     position = {"next_index": error.step - 1}
-    stream = batches(run.corpus.train, run.config.data, run.config.seed, position["next_index"])
+    config = run.config
+    stream = run.corpus.batches(config.data, config.seed, config.steps, position["next_index"])
     with Checkpoints(folder / "checkpoints") as checkpoints:
         checkpoints.save(state._replace(finite=jax.numpy.array(True)), position)
     np.savez_compressed(folder / "batch.npz", batch=next(stream))

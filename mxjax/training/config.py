@@ -37,8 +37,13 @@ class OptimizerConfig:
 class DataConfig:
     """What to train on. Batches are a function of the seed and the step alone."""
 
-    data: pathlib.Path | None = None
-    """A text file, or a folder of them, read as bytes. Default: the source of Python's standard library."""
+    data: tuple[str, ...] = ()
+    """A text file, or a folder of them, read as bytes; or the PREFIX of a tokenized dataset, or several:
+    PREFIX PREFIX by size, WEIGHT PREFIX WEIGHT PREFIX by weight. Default: Python's own library, as text."""
+    eval_data: str | None = None
+    """What to evaluate on, all of it. Default: a part of --data that is then not trained on, 5 %."""
+    vocab_size: int | None = None
+    """Of the model. Default: that of PREFIX.tokenizer.json, or else the model's own; 257 for text."""
     batch_size: int = 16
     """Sequences a step."""
     seq_len: int = 128
@@ -74,7 +79,7 @@ class Config:
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = DataConfig()
     optimizer: Annotated[OptimizerConfig, tyro.conf.arg(name="")] = OptimizerConfig()
     model: str = "tiny"
-    """A name of models/configs.py; its vocabulary is the data's."""
+    """A name of models/configs.py; its vocabulary is the data's, see --vocab-size."""
     remat: bool = False
     """Recompute each block in the backward pass: less memory, more time."""
     steps: int = 300
@@ -105,6 +110,8 @@ class Config:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.data.batch_size < 1 or self.data.seq_len < 1:
             raise ValueError("--batch-size and --seq-len must be at least 1")
+        if self.data.vocab_size is not None and self.data.vocab_size < 1:
+            raise ValueError(f"--vocab-size must be at least 1, got {self.data.vocab_size}")
         if self.stop_after is not None and not 0 < self.stop_after <= self.steps:
             raise ValueError(f"--stop-after must be from 1 to --steps {self.steps}, got {self.stop_after}")
         if self.optimizer.lr <= 0 or self.optimizer.warmup_steps < 0:
@@ -148,7 +155,8 @@ def to_json(config: Config) -> dict[str, Any]:
 
 def from_json(raw: dict[str, Any]) -> Config:
     """Returns the configuration that `to_json` made `raw` of."""
-    data = raw["data"] | {"data": _path(raw["data"]["data"])}
+    source = raw["data"]["data"]  # of earlier versions: a path or null
+    data = raw["data"] | {"data": (source,) if isinstance(source, str) else tuple(source or ())}
     precision = raw["precision"] | {"layers": tuple(raw["precision"]["layers"])}
     return Config(
         **raw
