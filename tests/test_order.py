@@ -1,5 +1,6 @@
 """The order of samples: megatron-core's own, and a plain statement of it on random corpora."""
 
+import itertools
 import json
 import pathlib
 
@@ -109,7 +110,7 @@ def plain_order(documents, seq_len, seed, num_samples):
     total = (epochs * n_tokens - 1) // seq_len
     cuts = [0, before, total] if separate else [0, total]
     order = []
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in itertools.pairwise(cuts):
         index = np.arange(begin, end, dtype=np.uint32)
         random.shuffle(index)
         order += index.tolist()
