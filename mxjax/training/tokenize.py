@@ -1,10 +1,10 @@
 """Turns text into a Megatron indexed dataset, in parallel: PREFIX.bin, .idx and .tokenizer.json.
 
-    python -m mxjax.training.tokenize --input 'DIR/c4-train.*.json.gz' --tokenizer tokenizer.json --output PREFIX
+    python -m mxjax.training.tokenize --input 'DIR/c4-train.*.json.gz' --tokenizer FILE --output PREFIX
 
-Documents keep their order: that of the files' names, and that in the file. What is left out is listed, with file and
-line, in PREFIX.problems.txt and counted in PREFIX.json. Interrupted, even killed, the same command goes on: finished
-files are kept in PREFIX.partial until PREFIX.bin and .idx are there as a whole.
+Documents keep their order: that of the files' names, and that in the file. What is left out is listed, with
+file and line, in PREFIX.problems.txt and counted in PREFIX.json. Interrupted, even killed, the same command goes
+on: finished files are kept in PREFIX.partial until PREFIX.bin and .idx are there as a whole.
 """
 
 import collections
@@ -40,12 +40,12 @@ class TokenizeConfig:
     """What to tokenize, with what, and where to."""
 
     input: tuple[str, ...]
-    """Files, patterns or folders: .json.gz, .jsonl.gz, .json and .jsonl (a document a line), .txt and .txt.gz (a
-    document a file), .parquet (a document a row)."""
+    """Files, patterns or folders: .json.gz, .jsonl.gz, .json and .jsonl (a document a line), .txt and .txt.gz
+    (a document a file), .parquet (a document a row)."""
     output: str
     """PREFIX of the files to write."""
     tokenizer: pathlib.Path | None = None
-    """A tokenizer.json of the package tokenizers; with --train-tokenizer, where to put one more copy of it."""
+    """A tokenizer.json of the package tokenizers; with --train-tokenizer, where to put a copy."""
     train_tokenizer: bool = False
     """Train a byte-level BPE on the input first."""
     vocab_size: int | None = None
@@ -73,11 +73,11 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
     plan = _plan(config, files)
     prefix = pathlib.Path(config.output)
     folder = _beside(prefix, ".partial")
-    record_path = _beside(prefix, ".json")
+    if _is_done(prefix, plan):
+        print(f"{prefix} is there already: nothing to do")
+        shutil.rmtree(folder, ignore_errors=True)  # of a run killed at its very end
+        return json.loads(_beside(prefix, ".json").read_text())
     if not folder.exists():
-        if record_path.exists() and json.loads(record_path.read_text()).get("plan") == plan:
-            print(f"{prefix} is there already: nothing to do")
-            return json.loads(record_path.read_text())
         _check_free(config, prefix)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, prefix):
@@ -111,18 +111,20 @@ def _check(config: TokenizeConfig) -> None:
 def _plan(config: TokenizeConfig, files: list[str]) -> dict[str, Any]:
     """Returns what the result is a function of; a run that goes on must have the same."""
     training = config.train_tokenizer
-    if not training:
-        load_tokenizer(
-            config.tokenizer or pathlib.Path()
-        )  # says what is wrong with it, before anything is made
+    given = b"" if training else _given_tokenizer(config)
     return {
         "input": [[path, os.path.getsize(path), os.stat(path).st_mtime_ns] for path in files],
-        "tokenizer": None if training else hashlib.sha256(config.tokenizer.read_bytes()).hexdigest(),
+        "tokenizer": None if training else hashlib.sha256(given).hexdigest(),
         "train": [config.vocab_size or 32_000, config.train_characters] if training else None,
         "append_eod": config.append_eod,
         "eod": config.eod,
         "field": config.field,
     }
+
+
+def _is_done(prefix: pathlib.Path, plan: dict[str, Any]) -> bool:
+    files = [_beside(prefix, suffix) for suffix in (".json", ".bin", ".idx")]
+    return all(f.exists() for f in files) and json.loads(files[0].read_text()).get("plan") == plan
 
 
 def _check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:
@@ -151,8 +153,8 @@ def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
     different = [name for name in plan if saved[name] != plan[name]]
     if different:
         raise ValueError(
-            f"{folder} holds an interrupted run that differs in {', '.join(different)}: repeat its command to go on "
-            "with it, or remove the folder to start over"
+            f"{folder} holds an interrupted run that differs in {', '.join(different)}: repeat its command to go "
+            "on with it, or remove the folder to start over"
         )
 
 
@@ -168,11 +170,17 @@ def _tokenizer(config: TokenizeConfig, folder: pathlib.Path, files: list[str]) -
             fewer = "" if made == size else f", fewer than the {size:,} asked for: there is too little text"
             print(f"trained a tokenizer of {made:,} tokens in {time.monotonic() - start:.0f} s{fewer}")
         else:
-            shards.replace(path, config.tokenizer.read_bytes())
+            shards.replace(path, _given_tokenizer(config))
     if config.train_tokenizer and config.tokenizer is not None:
         config.tokenizer.parent.mkdir(parents=True, exist_ok=True)
         shards.replace(config.tokenizer, path.read_bytes())
     return path
+
+
+def _given_tokenizer(config: TokenizeConfig) -> bytes:
+    path = config.tokenizer or pathlib.Path()
+    load_tokenizer(path)  # says what is wrong with it
+    return path.read_bytes()
 
 
 def _shards(job: shards.Job, files: list[str], processes: int) -> list[shards.Shard]:
@@ -225,6 +233,7 @@ def _write(prefix: pathlib.Path, job: shards.Job, made: list[shards.Shard], reco
             writer.add_file(shards.bin_path(job.folder, shard), shards.lengths(job.folder, shard))
     shards.replace(tokenizer_path(str(prefix)), job.tokenizer.read_bytes())
     problems = "".join(line + "\n" for shard in made for line in _problem_lines(shard))
+    _beside(prefix, ".problems.txt").unlink(missing_ok=True)
     if problems:
         shards.replace(_beside(prefix, ".problems.txt"), problems.encode())
     shards.replace(_beside(prefix, ".json"), (json.dumps(record, indent=1) + "\n").encode())
@@ -254,7 +263,7 @@ def summary(prefix: str, record: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    config = tyro.cli(TokenizeConfig, args=argv, description=__doc__.partition("\n")[0])
+    config = tyro.cli(TokenizeConfig, args=argv, description="Turn text into a Megatron indexed dataset.")
     with input_errors():
         try:
             record = tokenize(config)

@@ -50,8 +50,8 @@ def end_of_document(tokenizer: Any, name: str | None) -> tuple[str, int]:
 def train_tokenizer(files: Sequence[str], field: str, vocab_size: int, limit: int) -> str:
     """Returns the JSON of a byte-level BPE (GPT-2's pre-tokenizer) trained on the first part of every file.
 
-    A function of the files' contents and order alone. Id 0 is `<|endoftext|>`; the next 256 are the bytes. With
-    too little text the vocabulary is smaller than asked for.
+    A function of the files' contents and order alone. Id 0 is `<|endoftext|>`; the next 256 are the bytes.
+    With too little text the vocabulary is smaller than asked for.
 
     Args:
       files: what `Documents` reads; problems are left out silently here, tokenizing reports them.
