@@ -3,8 +3,8 @@
     python -m mxjax.training.tokenize --input 'DIR/c4-train.*.json.gz' --tokenizer FILE --output PREFIX
 
 Documents keep their order: that of the files' names, and that in the file. What is left out is listed, with
-file and line, in PREFIX.problems.txt and counted in PREFIX.json. Interrupted, even killed, the same command goes
-on: finished files are kept in PREFIX.partial until PREFIX.bin and .idx are there as a whole.
+file and line, in PREFIX.problems.txt and counted in PREFIX.json. Interrupted, even killed, the same command
+goes on: finished files are kept in PREFIX.partial until PREFIX.bin and .idx are there as a whole.
 """
 
 import collections
@@ -153,8 +153,8 @@ def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
     different = [name for name in plan if saved[name] != plan[name]]
     if different:
         raise ValueError(
-            f"{folder} holds an interrupted run that differs in {', '.join(different)}: repeat its command to go "
-            "on with it, or remove the folder to start over"
+            f"{folder} holds an interrupted run that differs in {', '.join(different)}: repeat its "
+            "command to go on with it, or remove the folder to start over"
         )
 
 
@@ -208,7 +208,8 @@ def _shards(job: shards.Job, files: list[str], processes: int) -> list[shards.Sh
     with bar:
         for shard in shards.make(job, files, missing, processes, show) if missing else ():
             done[shard.number] = shard
-            bar.console.print(f"{shard.path}: {shard.documents:,} documents, {shard.tokens:,} tokens")
+            line = f"{shard.path}: {shard.documents:,} documents, {shard.tokens:,} tokens"
+            bar.console.print(line, markup=False)
             for line in _problem_lines(shard)[: _SHOWN - shown]:
                 bar.console.print(line, markup=False)
                 shown += 1
