@@ -204,7 +204,7 @@ class IndexedWriter:
                 sync(self._file)
         if kind is None:
             lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])
-            _write_index(self._temporary(".idx"), self.dtype, lengths)
+            write_index(self._temporary(".idx"), self.dtype, lengths)
             for suffix in (".bin", ".idx"):  # the .idx last: it makes the dataset one
                 os.replace(self._temporary(suffix), self.prefix + suffix)
         else:
@@ -248,8 +248,8 @@ def sync(file: Any) -> None:
     os.fsync(file.fileno())
 
 
-def _write_index(path: str, dtype: np.dtype, lengths: Int32[np.ndarray, " n"]) -> None:
-    """Writes an .idx in which each document is one sequence."""
+def write_index(path: str, dtype: np.dtype, lengths: Int32[np.ndarray, " n"]) -> None:
+    """Writes an .idx in which each document is one sequence; not atomically."""
     offsets = np.concatenate([[0], lengths]).cumsum(dtype=np.int64)[:-1] * dtype.itemsize
     with open(path, "wb") as file:
         file.write(_HEADER.pack(MAGIC, VERSION, _CODES[dtype], len(lengths), len(lengths) + 1))
