@@ -4,8 +4,9 @@
 
 CORPUS is a folder in C4's layout. Measures `mxjax.training.tokenize` from files to dataset beside the
 package tokenizers alone (`encode_batch` on the same texts, read before, as many threads as there are cores);
-the reader's tokens/s through grain; and, in a process of its own, the time to the first batch and the memory on
-a dataset of --documents simulated documents, whose .bin is a file with holes. Prints a table, and JSON last.
+the reader's tokens/s through grain; and, in a process of its own, the time to the first batch and the memory
+on a dataset of --documents simulated documents, whose .bin is a file with holes. Prints a table, and JSON
+last.
 """
 
 import argparse

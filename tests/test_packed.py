@@ -2,6 +2,7 @@
 
 import json
 
+import absl.flags
 import grain
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import train as training_program
 from mxjax.training.config import Config, DataConfig, from_json, parse, to_json
 from mxjax.training.data import load_data, load_held_out
 from mxjax.training.indexed import IndexedDataset, IndexedWriter
-from mxjax.training.packed import Rows, is_packed, load_packed, parse_blend, tokenizer_vocab_size
+from mxjax.training.packed import Rows, is_packed, load_packed, parse_blend
+from mxjax.training.tokenizer import tokenizer_vocab_size
 
 VOCABULARY = 300
 
@@ -76,6 +78,7 @@ def test_processes_read_equal_parts_of_each_batch(prefix, tmp_path, data):
 def test_grains_worker_processes_read_the_same(prefix):
     settings = config("0.5", prefix, "0.5", prefix, eval_data=prefix)
     corpus = load_data(settings, 257)
+    absl.flags.FLAGS.mark_as_parsed()  # grain asks its own, which only absl's programs parse
     rows = Rows(corpus.samples(16, 0, 40), 10, 4, 0, 1)
     dataset = grain.MapDataset.source(rows).batch(4).to_iter_dataset()
     apart = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=2))

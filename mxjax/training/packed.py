@@ -1,9 +1,7 @@
 """Tokenized corpora: Megatron indexed datasets, one or several, read in megatron-core's order."""
 
 import dataclasses
-import json
 import os
-import pathlib
 import zlib
 from collections.abc import Sequence
 
@@ -14,6 +12,7 @@ from jaxtyping import Int32
 from mxjax.training.config import DataConfig
 from mxjax.training.indexed import IndexedDataset, Tokens, check_tokens
 from mxjax.training.order import BlendOrder, GPTOrder, blend_samples
+from mxjax.training.tokenizer import tokenizer_path, tokenizer_vocab_size
 
 _TRAIN_SHARE = 0.95  # of the documents, when none are named to evaluate on: Megatron's split 95,5
 _VOCABULARY_MULTIPLE = 128  # Megatron's make_vocab_size_divisible_by
@@ -251,26 +250,6 @@ def load_validation(prefix: str, vocab_size: int, whole: bool) -> Tokens:
     dataset = IndexedDataset(prefix)
     dataset.check_ids(vocab_size)
     return dataset.tokens if whole else _split(dataset)[1]
-
-
-def tokenizer_path(prefix: str) -> pathlib.Path:
-    """Returns where the tokenizer of a dataset lies."""
-    return pathlib.Path(prefix + ".tokenizer.json")
-
-
-def tokenizer_vocab_size(path: pathlib.Path) -> int:
-    """Returns the greatest id of a tokenizer.json, and one.
-
-    Raises:
-      ValueError: it is not the file of a tokenizer.
-    """
-    try:
-        raw = json.loads(path.read_text())
-        vocabulary, added = raw["model"]["vocab"], raw.get("added_tokens", [])
-        ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
-        return 1 + max(max(ids, default=-1), *(token["id"] for token in added), -1)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a tokenizer.json of the package tokenizers: {error!r}") from error
 
 
 def _vocabulary(prefixes: list[str], given: int | None, model_vocab_size: int) -> int:

@@ -29,8 +29,13 @@ from mxjax.training import shards
 from mxjax.training.documents import find_files
 from mxjax.training.environment import input_errors
 from mxjax.training.indexed import IndexedWriter, token_dtype
-from mxjax.training.packed import tokenizer_path, tokenizer_vocab_size
-from mxjax.training.tokenizer import end_of_document, load_tokenizer, train_tokenizer
+from mxjax.training.tokenizer import (
+    end_of_document,
+    load_tokenizer,
+    tokenizer_path,
+    tokenizer_vocab_size,
+    train_tokenizer,
+)
 
 _SHOWN = 20  # problems printed; the file has all
 

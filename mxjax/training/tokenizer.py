@@ -1,5 +1,6 @@
 """Tokenizers of the package `tokenizers`: loaded, or trained as byte-level BPE; the end of a document."""
 
+import json
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,26 @@ def end_of_document(tokenizer: Any, name: str | None) -> tuple[str, int]:
     if name is not None:
         raise ValueError(f"--eod {name!r}: the tokenizer has no such token")
     raise ValueError(f"--append-eod: the tokenizer has none of {', '.join(_ENDS)}; name its token with --eod")
+
+
+def tokenizer_path(prefix: str) -> pathlib.Path:
+    """Returns where the tokenizer of a dataset lies."""
+    return pathlib.Path(prefix + ".tokenizer.json")
+
+
+def tokenizer_vocab_size(path: pathlib.Path) -> int:
+    """Returns the greatest id of a tokenizer.json, and one.
+
+    Raises:
+      ValueError: it is not the file of a tokenizer.
+    """
+    try:
+        raw = json.loads(path.read_text())
+        vocabulary, added = raw["model"]["vocab"], raw.get("added_tokens", [])
+        ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
+        return 1 + max(max(ids, default=-1), *(token["id"] for token in added), -1)
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a tokenizer.json of the package tokenizers: {error!r}") from error
 
 
 def train_tokenizer(files: Sequence[str], field: str, vocab_size: int, limit: int) -> str:
