@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mxjax.training import order as order_module
 from mxjax.training.indexed import IndexedDataset, IndexedWriter
 from mxjax.training.order import BlendOrder, GPTOrder
 from mxjax.training.packed import GPTDataset, PackedCorpus
@@ -146,3 +147,12 @@ def test_too_few_tokens_for_any_sample_is_an_error(lengths):
 def test_a_seed_out_of_range_is_an_error():
     with pytest.raises(ValueError, match="Seed must be between 0 and"):
         GPTOrder(np.array([100], np.int32), 8, -1)
+
+
+def test_places_are_the_same_over_several_chunks(monkeypatch):
+    lengths = np.random.default_rng(0).integers(0, 20, 1000).astype(np.int32)
+    whole = GPTOrder(lengths, 8, 0, 3000)
+    monkeypatch.setattr(order_module, "_CHUNK", 128)
+    parts = GPTOrder(lengths, 8, 0, 3000)
+    np.testing.assert_array_equal(parts._marks, whole._marks)
+    assert whole.epochs > 1
