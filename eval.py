@@ -9,6 +9,7 @@ import sys
 from typing import Annotated
 
 import jax
+import numpy as np
 import tyro
 
 from models import llama
@@ -17,8 +18,8 @@ from mxjax.gemm import Implementation, check_plans
 from mxjax.scales import ScaleRule
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.compare import CompareConfig, compare
-from mxjax.training.config import from_json, read_description
-from mxjax.training.data import evaluation_batches, load_corpus
+from mxjax.training.config import Config, from_json, read_description
+from mxjax.training.data import evaluation_batches, load_data, load_held_out
 from mxjax.training.environment import enable_compilation_cache, input_errors
 from mxjax.training.metrics import json_line
 from mxjax.training.step import evaluate, make_eval_step
@@ -40,8 +41,10 @@ class EvalConfig:
     """How the GEMMs run."""
     step: int | None = None
     """The checkpoint's step; default, the last."""
-    data: pathlib.Path | None = None
-    """Evaluate on this text's validation part instead."""
+    data: str | None = None
+    """Evaluate on the validation part of this text or dataset PREFIX instead."""
+    eval_data: str | None = None
+    """Evaluate on all of this text or dataset PREFIX instead."""
     batches: int | None = None
     """How many batches of the validation data to read."""
 
@@ -55,12 +58,14 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
         if precision.scale_rule is not None:
             policies = policies.with_scale_rule(precision.scale_rule)
         check_plans(policies.policies, precision.implementation)
-        corpus = load_corpus(arguments.data or config.data.data)
         n_batches = config.eval_batches if arguments.batches is None else arguments.batches
         if n_batches < 1:
             raise ValueError(f"--batches must be at least 1, got {n_batches}")
         n_sequences = config.eval_sequences if arguments.batches is None else None
-        held_out = evaluation_batches(corpus.validation, config.data, n_batches, n_sequences=n_sequences)
+        tokens = read_tokens(arguments, config, model.vocab_size)
+        held_out = evaluation_batches(
+            tokens, config.data, n_batches, model.vocab_size, n_sequences=n_sequences
+        )
         like = jax.eval_shape(lambda: llama.init(model, jax.random.key(0)))
         with Checkpoints(arguments.run / "checkpoints") as checkpoints:
             step = checkpoints.latest if arguments.step is None else arguments.step
@@ -83,6 +88,19 @@ def read_run(arguments: EvalConfig):
     if "policy" in changes:  # the run's other choices belong to the run's policy
         changes = {"scale_rule": None, "layers": ()} | changes
     return config, dataclasses.replace(config.precision, **changes), from_dict(description["model"])
+
+
+def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.ndarray:
+    """Returns the tokens to evaluate on."""
+    if arguments.data is not None and arguments.eval_data is not None:
+        raise ValueError(
+            "--data evaluates on a validation part and --eval-data on all of it: give one of them"
+        )
+    if arguments.data is not None:
+        return load_held_out(arguments.data, vocab_size, whole=False)
+    if arguments.eval_data is not None:
+        return load_held_out(arguments.eval_data, vocab_size, whole=True)
+    return load_data(config.data, vocab_size).validation
 
 
 def compare_runs(argv: list[str]) -> None:

@@ -28,11 +28,12 @@ from mxjax.training.config import (
     read_description,
     to_json,
 )
-from mxjax.training.data import VOCAB_SIZE, Corpus, batches, evaluation_batches, load_corpus
+from mxjax.training.data import Corpus, evaluation_batches, load_data
 from mxjax.training.environment import Interruption, enable_compilation_cache, facts, input_errors
 from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter, evaluations
 from mxjax.training.mllog import MLPerfLog, settings
 from mxjax.training.optimizer import learning_rate, make_optimizer
+from mxjax.training.packed import PackedCorpus
 from mxjax.training.step import TrainState, evaluate, init_state, make_eval_step, make_train_step
 
 
@@ -41,7 +42,7 @@ class Run(NamedTuple):
 
     config: Config
     folder: pathlib.Path
-    corpus: Corpus
+    corpus: Corpus | PackedCorpus
     held_out: list[np.ndarray]
     model: LlamaConfig
     policies: LayerPolicies
@@ -59,7 +60,7 @@ def train(config: Config) -> dict[str, float]:
     enable_compilation_cache()
     with input_errors():
         run = set_up(config)
-        stream = batches(run.corpus.train, config.data, config.seed)
+        stream = run.corpus.batches(config.data, config.seed, config.steps)
     optimizer = make_optimizer(config.optimizer, config.steps)
     with Checkpoints(run.folder / "checkpoints", config.keep_checkpoints) as checkpoints:
         resumes = config.resume and checkpoints.latest is not None
@@ -159,14 +160,13 @@ def set_up(config: Config) -> Run:
     if config.precision.scale_rule is not None:
         policies = policies.with_scale_rule(config.precision.scale_rule)
     check_plans(policies.policies, config.precision.implementation)
-    corpus = load_corpus(config.data.data)
-    if model.vocab_size < VOCAB_SIZE:
-        raise ValueError(
-            f"text is read as {VOCAB_SIZE} ids, which --vocab-size {model.vocab_size} does not hold"
-        )
-    n_sequences = config.eval_sequences
+    corpus = load_data(config.data, model.vocab_size)
+    model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
+    n_batches, n_sequences = config.eval_batches, config.eval_sequences
     held_out = list(
-        evaluation_batches(corpus.validation, config.data, config.eval_batches, n_sequences=n_sequences)
+        evaluation_batches(
+            corpus.validation, config.data, n_batches, corpus.vocab_size, n_sequences=n_sequences
+        )
     )
     run = Run(config, folder, corpus, held_out, model, policies)
     mllog_settings(run)
@@ -183,14 +183,13 @@ def set_up(config: Config) -> Run:
 def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaConfig]:
     """Returns the model: that of --init, of an imported run to continue, or else the one that --model names.
 
-    Of the first two, the name and the vocabulary are put into the configuration that is returned.
+    Of the first two, the name and the vocabulary are put into the configuration that is returned; of the
+    last, the data will say which vocabulary it has.
     """
     continues = config.resume and (folder / "config.json").exists()
     saved = read_description(folder) if continues else {}
     if config.init is None and "imported" not in saved:
-        return config, dataclasses.replace(
-            get_config(config.model), vocab_size=config.data.vocab_size or VOCAB_SIZE
-        )
+        return config, get_config(config.model)
     source = folder if continues or config.init is None else config.init
     saved = read_description(source)
     model, name = from_dict(saved["model"]), saved["config"]["model"]
@@ -228,7 +227,7 @@ def open_mllog(run: Run, step: int, began: float) -> MLPerfLog:
     return MLPerfLog(path, mllog_settings(run), step * run.config.data.batch_size, began)
 
 
-def check_same_run(config: Config, folder: pathlib.Path, corpus: Corpus) -> None:
+def check_same_run(config: Config, folder: pathlib.Path, corpus: Corpus | PackedCorpus) -> None:
     """Raises ValueError unless `folder` holds an unfinished run of this configuration on this data."""
     description = folder / "config.json"
     if not description.exists():
@@ -277,7 +276,7 @@ def introduction(run: Run) -> str:
         [
             f"model {config.model}: {model.n_params:,} parameters, "
             f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
-            f"data {run.corpus.source}: {len(run.corpus.train):,} tokens, {tokens:,} to train on "
+            f"data {run.corpus.source}: {run.corpus.train_tokens:,} tokens, {tokens:,} to train on "
             f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}",
             f"policy {config.precision.policy}:",
             *(f"  {line}" for line in str(run.policies).splitlines()),
@@ -316,7 +315,8 @@ def save_evidence(run: Run, error: NonFiniteError, state: TrainState) -> pathlib
     """Saves what is needed to repeat a step that was not finite; returns the folder."""
     folder = run.folder / f"nonfinite-step-{error.step}"
     position = {"next_index": error.step - 1}
-    stream = batches(run.corpus.train, run.config.data, run.config.seed, position["next_index"])
+    config = run.config
+    stream = run.corpus.batches(config.data, config.seed, config.steps, position["next_index"])
     with Checkpoints(folder / "checkpoints") as checkpoints:
         checkpoints.save(state._replace(finite=jax.numpy.array(True)), position)
     np.savez_compressed(folder / "batch.npz", batch=next(stream))

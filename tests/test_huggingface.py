@@ -284,7 +284,7 @@ def run(text, out, *flags):
 def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     import_checkpoint(checkpoint, tmp_path / "imported")
     before = evaluation_program.main(
-        evaluation_program.EvalConfig(tmp_path / "imported", data=text, batches=2)
+        evaluation_program.EvalConfig(tmp_path / "imported", data=str(text), batches=2)
     )
     assert (before["step"], before["policy"]) == (0, "bf16")
     shutil.copytree(tmp_path / "imported", tmp_path / "begin")

@@ -47,10 +47,13 @@ class OptimizerConfig:
 class DataConfig:
     """What to train on. Batches are a function of the seed and the step alone."""
 
-    data: pathlib.Path | None = None
-    """A text file, or a folder of them, read as bytes. Default: the source of Python's standard library."""
+    data: tuple[str, ...] = ()
+    """A text file, or a folder of them, read as bytes; or the PREFIX of a tokenized dataset, or several:
+    PREFIX PREFIX by size, WEIGHT PREFIX WEIGHT PREFIX by weight. Default: Python's own library, as text."""
+    eval_data: str | None = None
+    """What to evaluate on, all of it. Default: a part of --data that is then not trained on, 5 %."""
     vocab_size: int | None = None
-    """Of the model. Default: 257 for text."""
+    """Of the model. Default: that of PREFIX.tokenizer.json, or else the model's own; 257 for text."""
     batch_size: int = 16
     """Sequences a step."""
     seq_len: int = 128
@@ -102,7 +105,7 @@ class Config:
     optimizer: Annotated[OptimizerConfig, tyro.conf.arg(name="")] = OptimizerConfig()
     mlperf: Annotated[MLPerfConfig, tyro.conf.arg(name="")] = MLPerfConfig()
     model: str = "tiny"
-    """A name of models/configs.py."""
+    """A name of models/configs.py; its vocabulary is the data's, see --vocab-size."""
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, which may be an imported checkpoint."""
     remat: bool = False
@@ -231,7 +234,8 @@ def to_json(config: Config) -> dict[str, Any]:
 
 def from_json(raw: dict[str, Any]) -> Config:
     """Returns the configuration that `to_json` made `raw` of."""
-    data = raw["data"] | {"data": _path(raw["data"]["data"])}
+    source = raw["data"]["data"]  # of earlier versions: a path or null
+    data = raw["data"] | {"data": (source,) if isinstance(source, str) else tuple(source or ())}
     precision = raw["precision"] | {"layers": tuple(raw["precision"]["layers"])}
     return Config(
         **raw

@@ -1,7 +1,7 @@
-"""Text as bytes, cut into batches that are a pure function of the seed and the step.
+"""What a run trains on, cut into batches that are a pure function of the seed and the step.
 
-Token ids are bytes, and 256 ends a document. A batch is int32 [batch, seq_len + 1]: inputs are all but
-the last token of each row, targets all but the first.
+Text is read as bytes here: token ids are bytes, and 256 ends a document; `packed` reads tokenized datasets. A
+batch is int32 [batch, seq_len + 1]: inputs are all but the last token of each row, targets all but the first.
 """
 
 import dataclasses
@@ -12,9 +12,11 @@ from collections.abc import Iterator
 
 import grain
 import numpy as np
-from jaxtyping import Int32, UInt16
+from jaxtyping import Int32, Integer, UInt16
 
 from mxjax.training.config import DataConfig
+from mxjax.training.indexed import check_tokens
+from mxjax.training.packed import PackedCorpus, is_packed, load_packed, load_validation
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -26,16 +28,29 @@ Tokens = UInt16[np.ndarray, "n"]
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Tokenized text, split into training and validation.
+    """Text as bytes, split into training and validation.
 
     Attributes:
       train, validation: token ids.
       source: where the text came from.
+      vocab_size: of the model.
     """
 
     train: Tokens
     validation: Tokens
     source: str
+    vocab_size: int = VOCAB_SIZE
+
+    @property
+    def train_tokens(self) -> int:
+        """How many tokens there are to train on."""
+        return len(self.train)
+
+    def batches(
+        self, config: DataConfig, seed: int, steps: int, start: int = 0, shard: tuple[int, int] = (0, 1)
+    ) -> grain.DatasetIterator:
+        """Returns the batches of a run, as `PackedCorpus.batches` does; see `batches`."""
+        return batches(self.train, config, seed, start, shard)
 
     @property
     def facts(self) -> dict[str, int | str]:
@@ -67,36 +82,88 @@ def load_corpus(path: pathlib.Path | None) -> Corpus:
     if path.is_file():
         return _split_by_position(_join([path.read_bytes()]), str(path))
     if not path.is_dir():
-        raise ValueError(f"--data {path}: no such file or folder")
+        raise ValueError(f"--data {path}: no such file, folder, or dataset {path}.idx")
     files = [f for f in path.rglob("*") if f.is_file() and not _hidden(f.relative_to(path))]
     return _split_by_file(path, files, str(path))
 
 
-def batches(tokens: Tokens, config: DataConfig, seed: int, start: int = 0) -> grain.DatasetIterator:
+def load_data(config: DataConfig, model_vocab_size: int) -> Corpus | PackedCorpus:
+    """Returns what a configuration trains and evaluates on: text, or datasets whose prefixes it names.
+
+    Args:
+      config: `data` and `eval_data` are both text or both tokenized.
+      model_vocab_size: of the model as it is published, for datasets that come without a tokenizer.
+    Raises:
+      ValueError: it cannot be read, or token ids are past the vocabulary.
+    """
+    if is_packed(config.data):
+        return load_packed(config, model_vocab_size)
+    corpus = load_corpus(pathlib.Path(config.data[0]) if config.data else None)
+    if config.eval_data is not None:
+        if is_packed([config.eval_data]):
+            raise ValueError(
+                f"--eval-data {config.eval_data} is tokenized and --data is text; tokenize both or neither"
+            )
+        held_out = load_corpus(pathlib.Path(config.eval_data))
+        whole = (np.concatenate([c.train, c.validation]) for c in (corpus, held_out))
+        corpus = Corpus(*whole, source=corpus.source)
+    if config.vocab_size is not None and config.vocab_size < VOCAB_SIZE:
+        raise ValueError(
+            f"text is read as {VOCAB_SIZE} ids, which --vocab-size {config.vocab_size} does not hold"
+        )
+    return dataclasses.replace(corpus, vocab_size=config.vocab_size or VOCAB_SIZE)
+
+
+def load_held_out(path: str, vocab_size: int, whole: bool) -> Integer[np.ndarray, " n"]:
+    """Returns the tokens to evaluate on of a text or dataset: its validation part, or all of it.
+
+    Raises:
+      ValueError: it cannot be read, or token ids are past the vocabulary.
+    """
+    if is_packed([path]):
+        return load_validation(path, vocab_size, whole)
+    corpus = load_corpus(pathlib.Path(path))
+    return np.concatenate([corpus.train, corpus.validation]) if whole else corpus.validation
+
+
+def batches(
+    tokens: Tokens, config: DataConfig, seed: int, start: int = 0, shard: tuple[int, int] = (0, 1)
+) -> grain.DatasetIterator:
     """Returns the endless batches of a run from step `start` on, read ahead by grain.
 
     Each epoch visits every window of seq_len tokens once, in an order drawn from `seed`. The iterator's
-    position is one integer, the step: `get_state()["next_index"]`.
+    position is one integer, the step: `get_state()["next_index"]`. `shard` (i, n) gives the i-th of n equal
+    parts of each batch.
 
     Raises:
-      ValueError: fewer tokens than one sequence needs.
+      ValueError: fewer tokens than one sequence needs, or batch_size is no multiple of n.
     """
+    index, count = shard
+    if config.batch_size % count:
+        raise ValueError(f"--batch-size {config.batch_size} must be a multiple of the {count} processes")
     windows = _Windows(tokens, config.seq_len, "training")
     dataset = grain.MapDataset.source(windows).shuffle(seed=seed).repeat().batch(config.batch_size)
+    if count > 1:
+        dataset = dataset.map(lambda batch: np.split(batch, count)[index])
     iterator = iter(dataset.to_iter_dataset())
     iterator.set_state({"next_index": start})
     return iterator
 
 
 def evaluation_batches(
-    tokens: Tokens, config: DataConfig, n_batches: int, *, n_sequences: int | None = None
+    tokens: Integer[np.ndarray, " n"],
+    config: DataConfig,
+    n_batches: int,
+    vocab_size: int | None = None,
+    *,
+    n_sequences: int | None = None,
 ) -> Iterator[Int32[np.ndarray, "batch length"]]:
     """Yields the first n_batches batches of the tokens, in order; the last may be short.
 
     With n_sequences, yields exactly the first n_sequences sequences instead.
 
     Raises:
-      ValueError: fewer tokens than one sequence, or n_sequences, need.
+      ValueError: fewer tokens than one sequence, or n_sequences, need, or an id of vocab_size or greater.
     """
     windows = _Windows(tokens, config.seq_len, "validation")
     end = min(len(windows), n_batches * config.batch_size)
@@ -107,14 +174,16 @@ def evaluation_batches(
                 f"--eval-sequences {end} asks for more than the {len(windows)} of the validation data"
             )
     for start in range(0, end, config.batch_size):
-        stop = min(start + config.batch_size, end)
-        yield np.stack([windows[i] for i in range(start, stop)])
+        batch = np.stack([windows[i] for i in range(start, min(start + config.batch_size, end))])
+        if vocab_size is not None:
+            check_tokens(batch.ravel(), vocab_size, "the validation data")
+        yield batch
 
 
 class _Windows:
     """The sequences of a token stream: [i * seq_len, (i + 1) * seq_len], one token shared with the next."""
 
-    def __init__(self, tokens: Tokens, seq_len: int, part: str):
+    def __init__(self, tokens: Integer[np.ndarray, " n"], seq_len: int, part: str):
         self.tokens, self.seq_len = tokens, seq_len
         if not len(self):
             raise ValueError(

@@ -1,0 +1,186 @@
+"""Speed and memory of tokenizing and of reading tokenized data, on this machine's processor.
+
+    python -m benchmarks.data CORPUS [--documents 45000000] [--repeats 3]
+
+CORPUS is a folder in C4's layout. Measures `mxjax.training.tokenize` from files to dataset beside the
+package tokenizers alone (`encode_batch` on the same texts, read before, as many threads as there are cores);
+the reader's tokens/s through grain; and, in a process of its own, the time to the first batch and the memory
+on a dataset of --documents simulated documents, whose .bin is a file with holes. Prints a table, and JSON
+last.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+
+from mxjax.training.config import DataConfig
+from mxjax.training.documents import Document, Documents, find_files
+from mxjax.training.indexed import IndexedDataset, write_index
+from mxjax.training.packed import load_packed
+from mxjax.training.tokenize import TokenizeConfig, _cores, tokenize
+from mxjax.training.tokenizer import load_tokenizer, train_tokenizer
+
+VOCABULARY = 32_000
+# A lognormal of about C4's mean document: 156 G tokens in 365 M documents (arXiv 1910.10683, 2104.08758).
+MEAN_LENGTH, SPREAD = 430, 1.0
+NEEDED = 4 * 14_000  # tokens/s: about what four H200s train Llama 3.1 8B at
+
+
+def library(tokenizer: pathlib.Path, texts: list[str]) -> tuple[float, int]:
+    """Returns the seconds that encode_batch takes on the texts, 1,000 at a time, and the number of tokens."""
+    encode = load_tokenizer(tokenizer).encode_batch
+    start, tokens = time.perf_counter(), 0
+    for i in range(0, len(texts), 1000):
+        tokens += sum(len(e) for e in encode(texts[i : i + 1000], add_special_tokens=False))
+    return time.perf_counter() - start, tokens
+
+
+def tokenizing(folder: pathlib.Path, files: list[str], repeats: int) -> dict[str, Any]:
+    """Returns tokens/s of the library alone and of the command, taken in turns."""
+    start = time.perf_counter()
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text(train_tokenizer(files, "text", VOCABULARY, 2_000_000_000))
+    training = time.perf_counter() - start
+    texts = [item.text for path in files for item in Documents(path) if isinstance(item, Document)]
+    speeds: dict[str, list[float]] = {"tokenizers": [], "mxjax": []}
+    for i in range(repeats):
+        seconds, tokens = library(tokenizer, texts)
+        speeds["tokenizers"].append(tokens / seconds)
+        start = time.perf_counter()
+        record = tokenize(TokenizeConfig(tuple(files), str(folder / f"d{i}"), tokenizer))
+        speeds["mxjax"].append(record["tokens"] / (time.perf_counter() - start))
+        if record["tokens"] != tokens:
+            raise RuntimeError(f"{record['tokens']} tokens written, the library makes {tokens}")
+    characters = sum(map(len, texts))
+    return {"tokens": tokens, "characters": characters, "training_s": training, "tokens_per_s": speeds}
+
+
+def reading(prefix: str, seq_len: int, repeats: int, seconds: float = 5.0) -> list[float]:
+    """Returns tokens/s of batches of 32 sequences, each over some seconds after the first batch."""
+    config, speeds = DataConfig((prefix,), batch_size=32, seq_len=seq_len), []
+    corpus = load_packed(config, VOCABULARY)
+    for seed in range(repeats):
+        stream = corpus.batches(config, seed, steps=100_000)
+        next(stream)
+        start, batches = time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            batches += next(stream)[:, 1:].size > 0
+        speeds.append(batches * 32 * seq_len / (time.perf_counter() - start))
+    return speeds
+
+
+def simulate(prefix: pathlib.Path, documents: int) -> int:
+    """Writes an .idx of so many documents, and a .bin of zeros that takes no room; returns the tokens."""
+    rng = np.random.default_rng(0)
+    mean = np.log(MEAN_LENGTH) - SPREAD**2 / 2
+    lengths = np.maximum(rng.lognormal(mean, SPREAD, documents), 1).astype(np.int32)
+    tokens = int(lengths.sum(dtype=np.int64))
+    with prefix.with_suffix(".bin").open("wb") as file:
+        file.truncate(tokens * 2)
+    write_index(str(prefix.with_suffix(".idx")), np.dtype(np.uint16), lengths)
+    return tokens
+
+
+def first_batch(prefix: str, seq_len: int, steps: int) -> dict[str, float]:
+    """Returns the seconds of each stage up to the first batch of this process, and its memory in GB."""
+    times, start = {}, time.perf_counter()
+
+    def lap(name: str) -> None:
+        times[name] = time.perf_counter() - start - sum(times.values())
+
+    config = DataConfig((prefix,), batch_size=32, seq_len=seq_len)
+    before = memory("RssAnon")
+    IndexedDataset(prefix)
+    lap("open_check_s")
+    corpus = load_packed(config, VOCABULARY)
+    lap("load_s")
+    _ = corpus.facts
+    lap("facts_s")
+    stream = corpus.batches(config, 0, steps)
+    lap("order_s")
+    next(stream)
+    lap("first_batch_s")
+    lap_free = sum(times.values()) - times["open_check_s"]  # loading opens and checks again
+    return times | {
+        "total_s": lap_free,
+        "anonymous_gb": memory("RssAnon") - before,
+        "peak_resident_gb": memory("VmHWM"),
+        "page_cache_gb": memory("RssFile"),
+    }
+
+
+def memory(name: str) -> float:
+    """Returns a line of /proc/self/status in GB."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(name)) * 1024 / 1e9
+
+
+def elsewhere(*arguments: Any) -> dict[str, float]:
+    """Returns what `first_batch` finds in a new process."""
+    code = f"import json, benchmarks.data as d; print(json.dumps(d.first_batch{arguments!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def processor() -> str:
+    """Returns the processor's name, where Linux tells it."""
+    path = pathlib.Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def table(results: dict[str, Any]) -> str:
+    """Returns the results for people."""
+    tokenizing, reading = results["tokenizing"]["tokens_per_s"], results["reading_tokens_per_s"]
+    lines = [f"{'tokens/s':34s} {'median':>12s} {'lowest':>12s} {'highest':>12s}"]
+    rows = {"tokenize: tokenizers alone": tokenizing["tokenizers"], "tokenize: mxjax": tokenizing["mxjax"]}
+    rows |= {f"read, {length} tokens a sequence": speeds for length, speeds in reading.items()}
+    for name, speeds in rows.items():
+        numbers = (statistics.median(speeds), min(speeds), max(speeds))
+        lines.append(f"{name:34s} " + " ".join(f"{n:12,.0f}" for n in numbers))
+    slowest = min(min(speeds) for speeds in reading.values())
+    lines.append(f"slowest read / what 4 GPUs take ({NEEDED:,}): {slowest / NEEDED:,.0f}")
+    lines.append(f"first batch, {results['documents']:,} documents, {results['simulated_tokens']:,} tokens:")
+    lines += [f"  {name:20s} {value:8.2f}" for name, value in results["first_batch"].items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures, prints."""
+    parser = argparse.ArgumentParser(description="Speed of tokenizing and of reading tokenized data.")
+    parser.add_argument("corpus", type=pathlib.Path)
+    parser.add_argument("--documents", type=int, default=45_000_000)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    files = find_files([str(arguments.corpus / "c4-train.*.json.gz")])
+    results: dict[str, Any] = {"cores": _cores(), "processor": processor(), "load": os.getloadavg()}
+    results |= {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "documents": arguments.documents,
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        results["tokenizing"] = tokenizing(folder, files, arguments.repeats)
+        results["reading_tokens_per_s"] = {
+            length: reading(str(folder / "d0"), length, arguments.repeats) for length in (512, 2048, 8192)
+        }
+        results["simulated_tokens"] = simulate(folder / "simulated", arguments.documents)
+        results["first_batch"] = elsewhere(str(folder / "simulated"), 8192, 10_000)
+    print(table(results))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

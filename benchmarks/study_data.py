@@ -1,0 +1,60 @@
+"""From a folder in C4's layout to a training run: trains a tokenizer, packs both splits, trains a model.
+
+    python -m benchmarks.study_data CORPUS --out data/study -- --model 20m --steps 2000
+
+CORPUS holds `c4-train.*.json.gz` and `c4-validation.*.json.gz`. What follows `--` goes to train.py. Repeated,
+it goes on where it ended: OUT/train and OUT/validation are made once, and with the same flags the run
+resumes.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+from mxjax.training.config import parse
+from mxjax.training.environment import input_errors
+from mxjax.training.tokenize import TokenizeConfig, summary, tokenize
+from train import train
+
+
+def pack(corpus: pathlib.Path, out: pathlib.Path, vocab_size: int) -> list[str]:
+    """Tokenizes what has not been; returns the flags of train.py that read it."""
+    common = {"append_eod": True}
+    train_prefix, validation_prefix = str(out / "train"), str(out / "validation")
+    splits = {
+        train_prefix: {"train_tokenizer": True, "vocab_size": vocab_size},
+        validation_prefix: {"tokenizer": pathlib.Path(train_prefix + ".tokenizer.json")},
+    }
+    for prefix, tokenizer in splits.items():
+        pattern = str(corpus / f"c4-{pathlib.Path(prefix).name}.*.json.gz")
+        record = tokenize(TokenizeConfig((pattern,), prefix, **tokenizer, **common))
+        print(summary(prefix, record))
+    return ["--data", train_prefix, "--eval-data", validation_prefix]
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Packs, trains, and returns the last evaluation; prints it as JSON last."""
+    parser = argparse.ArgumentParser(
+        description="From a corpus in C4's layout to a training run.",
+        epilog="What follows -- goes to train.py.",
+    )
+    parser.add_argument("corpus", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("data/study"))
+    parser.add_argument("--vocab-size", type=int, default=32_000)
+    argv = sys.argv[1:] if argv is None else argv
+    cut = argv.index("--") if "--" in argv else len(argv)
+    flags = argv[cut + 1 :]
+    arguments = parser.parse_args(argv[:cut])
+    with input_errors():
+        flags = [*pack(arguments.corpus, arguments.out, arguments.vocab_size), *flags]
+    run = arguments.out / "run"
+    if "--out" not in flags:
+        flags += ["--out", str(run), *(["--resume"] if (run / "config.json").exists() else [])]
+    evaluation = train(parse(flags))
+    print(json.dumps(evaluation))
+    return evaluation
+
+
+if __name__ == "__main__":
+    main()

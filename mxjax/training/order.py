@@ -1,0 +1,183 @@
+"""The order of megatron-core's GPTDataset and BlendedDataset: pure functions of (seed, index).
+
+Documents are shuffled and read as one stream of tokens, which is cut into samples of seq_len + 1 tokens, the
+last of each being the first of the next; then the samples are shuffled.
+
+Source: megatron-core 0.16, `megatron/core/datasets/{gpt_dataset,blended_dataset}.py` and `helpers.cpp`.
+"""
+
+import math
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int32, Integer
+
+_MARK = 64  # documents between those whose place in the stream is remembered
+_FINAL_EPOCH_SHARE = 0.80  # a last epoch of which less than this is wanted is shuffled by itself
+_SURPLUS = 0.005  # of samples that a blend's datasets are asked for: mid_level_dataset_surplus
+_BLOCK = 2**16  # samples of a blend that are decided on together
+_CHUNK = _MARK * 2**16
+
+
+class GPTOrder:
+    """Which tokens each sample holds.
+
+    Kept are the shuffled documents (4 bytes a document and epoch), the shuffled samples (4 bytes a sample)
+    and the place of every 64th document, whatever the number of tokens; a sample is found from these.
+
+    Attributes:
+      epochs: how often every document is read.
+      separate_final_epoch: whether the last epoch is shuffled by itself, after the others.
+    """
+
+    def __init__(
+        self,
+        lengths: Int32[np.ndarray, " documents"],
+        seq_len: int,
+        seed: int,
+        num_samples: int | None = None,
+        documents: range | None = None,
+    ):
+        """Shuffles; takes about 0.1 s for each million documents.
+
+        Args:
+          lengths: tokens of each document (of each sequence, in Megatron's terms).
+          seq_len: tokens of a sample less one.
+          seed: from 0 to 2**32 - 1.
+          num_samples: how many will be wanted, which decides on the epochs; None is one epoch.
+          documents: the part of the documents to read, of step 1; None is all.
+        Raises:
+          ValueError: no sample can be had, or the seed is out of range.
+        """
+        documents = range(len(lengths)) if documents is None else documents
+        per_epoch = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
+        wanted = 1 if num_samples is None else num_samples * seq_len + 1
+        self.epochs = max(1, -(-wanted // per_epoch)) if per_epoch else 0
+        size = (self.epochs * per_epoch - 1) // seq_len
+        if size < 1:
+            raise ValueError(
+                f"a sample needs --seq-len + 1 = {seq_len + 1} tokens and the {len(documents):,} documents "
+                f"to train on have {per_epoch:,}; shorten --seq-len or give more data"
+            )
+        before = ((self.epochs - 1) * per_epoch - 1) // seq_len  # samples without the last epoch
+        threshold = int(_FINAL_EPOCH_SHARE * ((per_epoch - 1) // seq_len))
+        self.separate_final_epoch = (
+            self.epochs > 1 and num_samples is not None and num_samples - before < threshold
+        )
+        random = np.random.RandomState(seed)  # its stream is part of the order
+        first = self.epochs - 1 if self.separate_final_epoch else self.epochs
+        self._documents = np.tile(np.arange(documents.start, documents.stop, dtype=np.int32), self.epochs)
+        _shuffle_parts(random, self._documents, first * len(documents))
+        self._samples = np.arange(size, dtype=np.uint32 if size < 2**32 - 2 else np.int64)
+        _shuffle_parts(random, self._samples, before if self.separate_final_epoch else size)
+        self._lengths, self.seq_len = lengths, seq_len
+        self._marks = _marks(lengths, self._documents)
+
+    def __len__(self) -> int:
+        """The number of samples, at least num_samples."""
+        return len(self._samples)
+
+    def pieces(self, index: int) -> tuple[Integer[np.ndarray, " pieces"], int, int]:
+        """Returns the documents that make up sample `index`, in order, and where it begins and ends in them.
+
+        Returns:
+          documents: numbers of documents; some may be empty.
+          start: tokens of the first document that precede the sample.
+          stop: tokens of the last document up to the sample's end.
+        """
+        begin = int(self._samples[index]) * self.seq_len
+        last = begin + self.seq_len  # the place of the sample's last token
+        i, j = self._marks.searchsorted((begin, last), "right") - 1
+        documents = self._documents[i * _MARK : (j + 1) * _MARK]
+        ends = self._lengths[documents].cumsum(dtype=np.int64) + self._marks[i]
+        a, b = ends.searchsorted((begin, last), "right")
+        starts = ends[[a, b]] - self._lengths[documents[[a, b]]]
+        return documents[a : b + 1], begin - int(starts[0]), last + 1 - int(starts[1])
+
+
+class BlendOrder:
+    """Which dataset, and which of its samples, each sample of a blend is.
+
+    Sample i is of the dataset whose count of samples so far falls furthest behind its weight times max(i, 1);
+    the first of those equally far behind. Decided on in blocks, as they are asked for, from the first on:
+    about a second for each million samples.
+    """
+
+    def __init__(self, weights: Sequence[float], size: int):
+        """`weights` need not sum to 1."""
+        self.weights, self._size = _normalized(weights), size
+        self._starts = [[0] * len(weights)]  # counts before each block
+        self._blocks: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        """Returns (dataset, sample) of sample `index`."""
+        block, within = divmod(index, _BLOCK)
+        with self._lock:  # grain reads from several threads
+            while len(self._blocks) <= block:
+                self._decide()
+        chosen = self._blocks[block]
+        dataset = int(chosen[within])
+        return dataset, self._starts[block][dataset] + int(np.count_nonzero(chosen[:within] == dataset))
+
+    def check(self, sizes: Sequence[int], names: Sequence[str]) -> None:
+        """Raises ValueError if a dataset has fewer samples than are asked of it."""
+        # No count gets ahead of its share by a whole sample, so that most often there is nothing to count.
+        if all(math.floor(w * self._size) + 1 <= n for w, n in zip(self.weights, sizes, strict=True)):
+            return
+        counts = np.zeros(len(sizes), np.int64)
+        for start in range(0, self._size, _BLOCK):
+            self[start]
+            chosen = self._blocks[start // _BLOCK][: self._size - start]
+            counts += np.bincount(chosen, minlength=len(sizes))
+        for name, count, size in zip(names, counts, sizes, strict=True):
+            if count > size:
+                raise ValueError(f"the blend asks for {count:,} samples of {name}, which gives {size:,}")
+
+    def _decide(self) -> None:
+        begin, counts = len(self._blocks) * _BLOCK, list(self._starts[-1])
+        chosen = np.empty(_BLOCK, np.int16)
+        for i in range(_BLOCK):
+            x = float(max(begin + i, 1))
+            behind = [w * x - count for w, count in zip(self.weights, counts, strict=True)]
+            dataset = behind.index(max(behind))
+            chosen[i] = dataset
+            counts[dataset] += 1
+        self._starts.append(counts)
+        self._blocks.append(chosen)
+
+
+def blend_samples(weights: Sequence[float], size: int) -> tuple[list[int], int]:
+    """Returns how many samples each dataset of a blend is built for, and how many the blend has.
+
+    The blend has `size` rounded up for each dataset; the datasets are asked for 0.5 % more.
+    """
+    shares = [math.ceil(size * w) for w in _normalized(weights)]
+    return [math.ceil(share * (1 + _SURPLUS)) for share in shares], sum(shares)
+
+
+def _normalized(weights: Sequence[float]) -> list[float]:
+    values = np.array(weights, np.float64)
+    return (values / np.sum(values)).tolist()
+
+
+def _shuffle_parts(random: np.random.RandomState, values: Integer[np.ndarray, " n"], cut: int) -> None:
+    """Shuffles values[:cut] and values[cut:], in place."""
+    random.shuffle(values[:cut])
+    if cut < len(values):
+        random.shuffle(values[cut:])
+
+
+def _marks(
+    lengths: Int32[np.ndarray, " n"], documents: Int32[np.ndarray, " m"]
+) -> Integer[np.ndarray, " marks"]:
+    """Returns how many tokens precede every 64th of `documents`."""
+    sums = [np.zeros(1, np.int64)]
+    for start in range(0, len(documents), _CHUNK):
+        chunk = lengths[documents[start : start + _CHUNK]]
+        sums.append(np.add.reduceat(chunk, np.arange(0, len(chunk), _MARK), dtype=np.int64))
+    return np.concatenate(sums)[:-1].cumsum()
