@@ -12,7 +12,7 @@ import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import jax
@@ -47,6 +47,7 @@ from mxjax.training.config import (
     to_json,
 )
 from mxjax.training.environment import input_errors
+from mxjax.training.tokenizer import tokenizer_path
 
 _TENSOR_DTYPES = "dtypes.json"  # in RUN/huggingface: the dtype that each tensor came in
 _KEPT_SUFFIXES = {".json", ".jinja", ".model", ".txt", ""}
@@ -127,6 +128,7 @@ def export_checkpoint(
         for file in _small_files(run / HUGGINGFACE):
             if file.name != _TENSOR_DTYPES:
                 shutil.copyfile(file, folder / file.name)
+        _add_tokenizer(folder, description["config"]["data"]["data"] or ())
         _write_json(folder / "config.json", raw)
     return config
 
@@ -191,6 +193,14 @@ def _export_config(kept: pathlib.Path, description: Mapping[str, Any], config: L
     if kept.exists():
         return _read_json(kept)
     return write_config(config, description["config"]["data"]["seq_len"])
+
+
+def _add_tokenizer(folder: pathlib.Path, prefixes: Iterable[str]) -> None:
+    """Adds the tokenizer of the datasets that a run was trained on, if there is one and the folder has none."""
+    found = [path for path in map(tokenizer_path, prefixes) if path.exists()]
+    if found and not (folder / "tokenizer.json").exists():
+        shutil.copyfile(found[0], folder / "tokenizer.json")
+        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def _dtype_field(raw: Mapping[str, Any]) -> str:

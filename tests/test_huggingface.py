@@ -23,6 +23,8 @@ from models.huggingface_tensors import shapes, views
 from models.safetensors_files import Reader, Spec, Writer
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import parse
+from mxjax.training.indexed import IndexedDataset
+from mxjax.training.tokenize import TokenizeConfig, tokenize
 
 ROOT = pathlib.Path(__file__).parent.parent
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "huggingface"
@@ -315,6 +317,25 @@ def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     shutil.rmtree(tmp_path / "begin")
     out = run(text, tmp_path / "tuned", "--init", str(tmp_path / "begin"), *steps, "--resume")
     assert out == {}
+
+
+def test_the_tokenizer_of_the_data_is_exported(checkpoint, tmp_path):
+    """From text to a checkpoint with its tokenizer, which encodes as it did for training."""
+    lines = [json.dumps({"text": f"line {i}: the square is {i * i}"}) for i in range(500)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    prefix = str(tmp_path / "data")
+    options = {"train_tokenizer": True, "vocab_size": 290, "append_eod": True, "workers": 1}
+    tokenize(TokenizeConfig((str(tmp_path / "text.jsonl"),), prefix, **options))
+    import_checkpoint(checkpoint, tmp_path / "imported")
+    (tmp_path / "imported" / "huggingface" / "tokenizer.json").unlink()
+    run(prefix, tmp_path / "run", "--init", str(tmp_path / "imported"), "--steps", "2", "--policy", "bf16")
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    written = (tmp_path / "out" / "tokenizer.json").read_bytes()
+    assert written == (tmp_path / "data.tokenizer.json").read_bytes()
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    first = IndexedDataset(prefix)[0]
+    assert tokenizer("line 0: the square is 0")["input_ids"] == list(first[:-1])
 
 
 def test_beginning_with_another_model_is_refused(checkpoint, imported, text, tmp_path):

@@ -17,6 +17,7 @@ from models.llama import layer_policies
 from mxjax.layers import LayerPolicies
 from mxjax.training import mlperf
 from mxjax.training.config import Config, MLPerfConfig, PrecisionConfig, from_json, parse, to_json
+from mxjax.training.indexed import IndexedWriter
 from mxjax.training.mllog import TOKEN, MLPerfLog, settings
 from mxjax.training.optimizer import learning_rate
 
@@ -185,9 +186,17 @@ def test_the_reference_points_are_mlperf_logging_s():
     assert round(mlperf.REFERENCES[32].mean_sequences) == 179_405
 
 
-def text(path):
-    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(40_000)))
-    return path
+def generated(folder, kind):
+    """Flags for generated data: a text, or datasets for training and evaluation in Megatron's format."""
+    lines = [f"line {i}: the square is {i * i}\n" for i in range(40_000)]
+    if kind == "text":
+        (folder / "text.txt").write_text("".join(lines))
+        return ["--data", str(folder / "text.txt")]
+    for name, part in (("train", lines[:-2000]), ("validation", lines[-2000:])):
+        with IndexedWriter(folder / name, np.uint16) as writer:
+            for line in part:
+                writer.add(np.array([*line.encode(), 256]))
+    return ["--data", str(folder / "train"), "--eval-data", str(folder / "validation")]
 
 
 TINY = ["--model", "tiny", "--vocab-size", "257", "--seq-len", "32"]
@@ -195,11 +204,12 @@ SCALED_DOWN = [*TINY, "--lr", "5e-3", "--warmup-steps", "5"]
 
 
 @pytest.mark.slow
-def test_a_scaled_down_run_passes_the_checker(tmp_path):
+@pytest.mark.parametrize("kind", ["text", "tokenized"])
+def test_a_scaled_down_run_passes_the_checker(tmp_path, kind):
     """The benchmark on generated text, with another model, sequence, rate and cadence; else its own."""
-    data = text(tmp_path / "text.txt")
     out = tmp_path / "run"
-    flags = [*PRESET, *SCALED_DOWN, "--eval-every", "3", "--data", str(data), "--out", str(out)]
+    data = generated(tmp_path, kind)
+    flags = [*PRESET, *SCALED_DOWN, "--eval-every", "3", *data, "--out", str(out)]
     with pytest.raises(SystemExit):  # so that resuming is shown too
         interrupt(training_program, parse(flags), after=4)
     evaluation = training_program.train(parse([*flags, "--resume"]))
