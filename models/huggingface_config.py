@@ -58,7 +58,7 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
         rope_scaling=scaling,
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         init_std=raw.get("initializer_range", 0.02),
-        tied=raw.get("tie_word_embeddings", False),
+        tied=bool(raw.get("tie_word_embeddings", False)),
     )
 
 
