@@ -245,7 +245,8 @@ def _quantize_groups(
             shifted = tl.minimum(tl.maximum(byte - reference + 127, 0), 254)
             scale = scale_value(tl.where(byte == 255, 255, shifted))
             values = element_values(eight, random, divisor, scale, PRESCALE, STOCHASTIC)
-            ws = ws + encode_fp8(values, FORM == "e5m2", CONVERT[:3] == "sm_")
+            NATIVE: tl.constexpr = CONVERT == "sm_89" or CONVERT == "sm_90" or CONVERT == "sm_100"
+            ws = ws + encode_fp8(values, FORM == "e5m2", NATIVE)
     words += other0.to(tl.int64) * (LENGTH // 8 * _words(FORM)) + start // 8 * _words(FORM)
     at = tl.arange(0, GROUPS * WORDS)[:, None]
     mask = (at < (LENGTH - start) // 8 * _words(FORM)) & (other[None, :] < others)
