@@ -196,7 +196,7 @@ def _export_config(kept: pathlib.Path, description: Mapping[str, Any], config: L
 
 
 def _add_tokenizer(folder: pathlib.Path, prefixes: Iterable[str]) -> None:
-    """Adds the tokenizer of the datasets that a run was trained on, if there is one and the folder has none."""
+    """Adds the tokenizer of the data that a run was trained on, if there is one and the folder has none."""
     found = [path for path in map(tokenizer_path, prefixes) if path.exists()]
     if found and not (folder / "tokenizer.json").exists():
         shutil.copyfile(found[0], folder / "tokenizer.json")
