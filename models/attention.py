@@ -1,0 +1,68 @@
+"""Causal attention: fused by cuDNN on NVIDIA GPUs, elsewhere in pieces of the sequence once that is long.
+
+Shapes in names as in `models.llama`. The result is exact; only the order of summation differs.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+LONGEST_WHOLE = 1024
+"""Tokens up to which all scores exist at once; beyond, those of PIECE queries."""
+PIECE = 512
+_CUDNN_HEAD_DIM = 128
+
+
+def causal_attention(
+    q_BSNH: Float[Array, "B S N H"], k_BSGH: Float[Array, "B S G H"], v_BSGH: Float[Array, "B S G H"]
+) -> Float[Array, "B S N H"]:
+    """Returns softmax(q @ k.T / sqrt(H)) @ v, each position seeing itself and those before it.
+
+    Query head n reads key and value head n // (N / G). The softmax is in float32. Without cuDNN, a sequence of
+    more than LONGEST_WHOLE tokens is taken PIECE queries at a time, and the scores of a piece are computed
+    again in the backward pass: memory grows with B N PIECE S, not with B N S**2.
+    """
+    if _cudnn_takes(q_BSNH):
+        return jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="cudnn")
+    length = q_BSNH.shape[1]
+    if length <= LONGEST_WHOLE:
+        return jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="xla")
+    quarter = -(-length // (4 * PIECE)) * PIECE
+    parts = []
+    for start in range(0, length, quarter):
+        stop = min(start + quarter, length)
+        parts.append(_attend_part(start, q_BSNH[:, start:stop], k_BSGH[:, :stop], v_BSGH[:, :stop]))
+    return jnp.concatenate(parts, axis=1)
+
+
+def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH) -> Float[Array, "B P N H"]:
+    """Returns the attention of queries from position `start` on to the keys, PIECE queries after another.
+
+    All pieces see the keys of the last one, masked: a quarter more products than a sequence needs, in one
+    loop whose memory is that of a piece.
+    """
+    B, P, N, H = q_BPNH.shape
+    pieces = -(-P // PIECE)
+    q_BPNH = jnp.pad(q_BPNH, ((0, 0), (0, pieces * PIECE - P), (0, 0), (0, 0)))
+    q_piece = q_BPNH.reshape(B, pieces, PIECE, N, H).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def attend(_, piece):
+        index, q = piece
+        position = start + index * PIECE + jnp.arange(PIECE)
+        visible = position[:, None] >= jnp.arange(k_BTGH.shape[1])
+        return None, jax.nn.dot_product_attention(q, k_BTGH, v_BTGH, mask=visible, implementation="xla")
+
+    _, out = jax.lax.scan(attend, None, (jnp.arange(pieces), q_piece))
+    return out.swapaxes(0, 1).reshape(B, pieces * PIECE, N, H)[:, :P]
+
+
+def _cudnn_takes(q: jax.Array) -> bool:
+    """Returns whether cuDNN's fused attention runs here and takes such heads."""
+    return on_cuda() and q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] <= _CUDNN_HEAD_DIM
+
+
+def on_cuda() -> bool:
+    """Returns whether JAX computes on an NVIDIA GPU."""
+    device = jax.devices()[0]
+    return device.platform == "gpu" and "cuda" in device.client.platform_version.lower()

@@ -1,0 +1,36 @@
+"""Attention in pieces against attention as a whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import attention
+
+
+def whole(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("length", [17, 65, 200])
+def test_pieces_equal_the_whole(length, monkeypatch):
+    monkeypatch.setattr(attention, "LONGEST_WHOLE", 16)
+    monkeypatch.setattr(attention, "PIECE", 16)
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (2, length, 6, 8))
+    k, v = (jax.random.normal(key, (2, length, 2, 8)) for key in keys[1:3])
+    dy = jax.random.normal(keys[3], q.shape)
+    expected, vjp = jax.vjp(whole, q, k, v)
+    y, in_pieces = jax.vjp(attention.causal_attention, q, k, v)
+    for got, wanted in zip((y, *in_pieces(dy)), (expected, *vjp(dy)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_long_sequence_never_has_all_scores():
+    shape = jax.ShapeDtypeStruct((1, 8192, 4, 64), jnp.bfloat16)
+
+    def loss(q, k, v):
+        return jnp.sum(attention.causal_attention(q, k, v).astype(jnp.float32))
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 8192**2 * 4 / 2  # half of the scores in float32
