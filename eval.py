@@ -71,11 +71,11 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
             step = checkpoints.latest if arguments.step is None else arguments.step
             params = checkpoints.restore_params(like, step)
 
-    def logits(params, tokens, key):
+    def losses(params, batch, key):
         options = {"policies": policies, "key": key, "implementation": precision.implementation}
-        return llama.apply(model, params, tokens, **options)
+        return llama.losses(model, params, batch, **options)
 
-    result = evaluate(make_eval_step(logits), params, held_out)
+    result = evaluate(make_eval_step(losses), params, held_out)
     return {"run": str(arguments.run), "step": step, "policy": precision.policy, **result}
 
 

@@ -91,8 +91,9 @@ def loop(
 ) -> dict[str, float]:
     """Runs the steps that remain; returns the last evaluation."""
     config = run.config
-    logits = make_logits(run)
-    train_step, eval_step = make_train_step(logits, optimizer, config.seed), make_eval_step(logits)
+    losses = make_losses(run)
+    train_step = make_train_step(losses, optimizer, config.seed, config.accumulate)
+    eval_step = make_eval_step(losses)
     tokens_a_step = config.data.batch_size * config.data.seq_len
     rate = learning_rate(config.optimizer, config.steps, np)  # on the host: the device would make it wait
     reporter = StepReporter(log, display, tokens_a_step, rate)
@@ -240,14 +241,14 @@ def check_same_run(config: Config, folder: pathlib.Path, corpus: Corpus | Packed
         raise ValueError(f"--resume: the data is {corpus.facts}, but the run began with {saved['data']}")
 
 
-def make_logits(run: Run):
-    """Returns the model as a function of parameters, tokens and key."""
+def make_losses(run: Run):
+    """Returns the model's losses as a function of parameters, sequences and key."""
     options = {"remat": run.config.remat, "implementation": run.config.precision.implementation}
 
-    def logits(params, tokens, key):
-        return llama.apply(run.model, params, tokens, policies=run.policies, key=key, **options)
+    def losses(params, batch, key):
+        return llama.losses(run.model, params, batch, policies=run.policies, key=key, **options)
 
-    return logits
+    return losses
 
 
 def write_description(run: Run) -> None:

@@ -18,8 +18,8 @@ def causal_attention(
 ) -> Float[Array, "B S N H"]:
     """Returns softmax(q @ k.T / sqrt(H)) @ v, each position seeing itself and those before it.
 
-    Query head n reads key and value head n // (N / G). The softmax is in float32. Without cuDNN, a sequence of
-    more than LONGEST_WHOLE tokens is taken PIECE queries at a time, and the scores of a piece are computed
+    Query head n reads key and value head n // (N / G). The softmax is in float32. Without cuDNN, a sequence
+    of more than LONGEST_WHOLE tokens is taken PIECE queries at a time, and the scores of a piece are computed
     again in the backward pass: memory grows with B N PIECE S, not with B N S**2.
     """
     if _cudnn_takes(q_BSNH):

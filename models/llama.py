@@ -17,10 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 import mxjax
+from models.attention import causal_attention
 from models.configs import LlamaConfig
 from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies, Rules, resolve
@@ -35,6 +37,8 @@ BLOCK_LAYERS = (
     "mlp.gate_up",
     "mlp.down",
 )
+LOSS_TOKENS = 2048
+"""Tokens whose logits exist at once in training: 1 GB of float32 at Llama 3's vocabulary."""
 # What stays in bfloat16 unless a rule names it.
 _HIGH_PRECISION: Rules = (
     ("blocks.*.attention.scores", "bf16"),
@@ -139,7 +143,23 @@ class Llama(nnx.Module):
         remat: bool = False,
         implementation: Implementation | None = None,
     ) -> Float32[Array, "B S V"]:
-        """Returns the logits of each next token.
+        """Returns the logits of each next token; the arguments are those of `hidden`."""
+        x_BSD = self.hidden(
+            tokens_BS, policies=policies, key=key, dtype=dtype, remat=remat, implementation=implementation
+        )
+        return self.logits(x_BSD, policies=policies, key=key, implementation=implementation)
+
+    def hidden(
+        self,
+        tokens_BS: Int[Array, "B S"],
+        *,
+        policies: LayerPolicies,
+        key: jax.Array | None = None,
+        dtype: Any = jnp.bfloat16,
+        remat: bool = False,
+        implementation: Implementation | None = None,
+    ) -> Float[Array, "B S D"]:
+        """Returns what the head takes: the last block's output, normalized.
 
         Args:
           tokens_BS: token ids.
@@ -157,7 +177,17 @@ class Llama(nnx.Module):
             layers = jnp.arange(start, stop)
             here = blocks if stop - start == self.config.n_layers else _slice(blocks, start, stop)
             x_BSD, _ = jax.lax.scan(jax.checkpoint(run) if remat else run, x_BSD, (layers, here))
-        x_BSD = self.norm(x_BSD)
+        return self.norm(x_BSD)
+
+    def logits(
+        self,
+        x_BSD: Float[Array, "B S D"],
+        *,
+        policies: LayerPolicies,
+        key: jax.Array | None = None,
+        implementation: Implementation | None = None,
+    ) -> Float32[Array, "B S V"]:
+        """Returns the head's product."""
         head_DV = self.embedding[...].T if self.head is None else self.head[...]
         head_key = None if key is None else jax.random.fold_in(key, self.config.n_layers)
         return mxjax.dot(
@@ -185,6 +215,45 @@ def apply(
 ) -> Float32[Array, "B S V"]:
     """Returns the logits of the Llama with these parameters; options as `Llama.__call__`."""
     return nnx.merge(_graph(config), params)(tokens, **options)
+
+
+def losses(
+    config: LlamaConfig,
+    params: Params,
+    batch: Int[Array, "B S+1"],
+    *,
+    policies: LayerPolicies,
+    key: jax.Array | None = None,
+    implementation: Implementation | None = None,
+    **options,
+) -> Float32[Array, "B S"]:
+    """Returns the cross-entropy of each token but the first, in nats; options as `Llama.hidden`.
+
+    Logits exist for no more than LOSS_TOKENS tokens at a time, as far as the sequence can be cut so, and are
+    computed again in the backward pass.
+    """
+    model = nnx.merge(_graph(config), params)
+    x_BSD = model.hidden(batch[:, :-1], policies=policies, key=key, implementation=implementation, **options)
+    targets_BS = batch[:, 1:]
+    B, S = targets_BS.shape
+    pieces = next(n for n in range(1, S + 1) if S % n == 0 and (n * LOSS_TOKENS >= B * S or n == S))
+
+    def of_piece(x, targets, key):
+        logits = model.logits(x, policies=policies, key=key, implementation=implementation)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+
+    if pieces == 1:
+        return of_piece(x_BSD, targets_BS, key)
+
+    @jax.checkpoint
+    def next_piece(_, piece):
+        index, x, targets = piece
+        return None, of_piece(x, targets, None if key is None else jax.random.fold_in(key, index))
+
+    x_piece = x_BSD.reshape(B, pieces, S // pieces, -1).swapaxes(0, 1)
+    targets_piece = targets_BS.reshape(B, pieces, S // pieces).swapaxes(0, 1)
+    _, out = jax.lax.scan(next_piece, None, (jnp.arange(pieces), x_piece, targets_piece))
+    return out.swapaxes(0, 1).reshape(B, S)
 
 
 @functools.cache
@@ -253,7 +322,7 @@ def _attend(q_BSNH, k_BSGH, v_BSGH, policies: BlockPolicies) -> Float[Array, "B 
         dtype = _FUSED_ATTENTION[scores]
         q, k, v = (t.astype(dtype) for t in (q_BSNH, k_BSGH, v_BSGH))
         with jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default"):
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+            return causal_attention(q, k, v)
     B, S, N, H = q_BSNH.shape
     G = k_BSGH.shape[2]
     q_BSGRH = q_BSNH.reshape(B, S, G, N // G, H)

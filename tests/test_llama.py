@@ -182,6 +182,30 @@ def test_remat_replays_the_random_bits(params, policy):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, rematerialized)
 
 
+@pytest.mark.parametrize("policy", ["bf16", "wgrad_hadamard"])
+def test_losses_in_pieces_are_those_of_the_logits(params, policy, monkeypatch):
+    policies = llama.layer_policies(SMALL, policy)
+    batch = jax.random.randint(jax.random.key(1), (2, 25), 0, SMALL.vocab_size)
+
+    def loss(p):
+        found = llama.losses(SMALL, p, batch, policies=policies)
+        return found.mean(), found
+
+    def by_logits(p):
+        logits = llama.apply(SMALL, p, batch[:, :-1], policies=policies)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch[:, 1:, None], -1)[..., 0]
+        return -chosen.mean(), -chosen
+
+    (_, expected), expected_grads = jax.value_and_grad(by_logits, has_aux=True)(params)
+    for tokens in (1000, 16, 1):
+        monkeypatch.setattr(llama, "LOSS_TOKENS", tokens)
+        (_, found), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+            difference = jnp.linalg.norm(got - wanted)
+            assert difference <= 0.01 * jnp.linalg.norm(wanted)  # bfloat16 products of fewer tokens
+
+
 def test_layers_draw_different_bits(params):
     """With the same weights in every block, blocks differ only by their bits."""
     same = jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), params["blocks"])

@@ -6,15 +6,16 @@ import numpy as np
 import optax
 import pytest
 
-from mxjax.training.step import evaluate, init_state, make_eval_step, make_train_step, token_losses
+from mxjax.training.step import evaluate, init_state, make_eval_step, make_train_step
 
 
-def bigram(params, tokens, key):
-    return params["table"][tokens]
+def bigram(params, batch, key, noise=0.0):
+    logits = params["table"][batch[:, :-1]] + noise
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
 
 
-def noisy(params, tokens, key):
-    return params["table"][tokens] + jax.random.normal(key, (*tokens.shape, 4))
+def noisy(params, batch, key):
+    return bigram(params, batch, key, jax.random.normal(key, (*batch[:, 1:].shape, 4)))
 
 
 @pytest.fixture
@@ -25,23 +26,37 @@ def params():
 BATCH = np.array([[0, 1, 2], [3, 0, 1]], np.int32)
 
 
-def test_token_losses_are_negative_log_probabilities():
-    logits = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
-    targets = np.array([[0, 1, 2], [3, 4, 0]], np.int32)
-    p = np.exp(np.float64(logits)) / np.exp(np.float64(logits)).sum(-1, keepdims=True)
-    expected = -np.log(np.take_along_axis(p, targets[..., None], -1))[..., 0]
-    np.testing.assert_allclose(token_losses(jnp.asarray(logits), jnp.asarray(targets)), expected, rtol=1e-5)
-
-
 def test_a_step_is_the_optimizer_applied_to_the_mean_loss(params):
     state = init_state(params, optax.sgd(0.5))
-    expected = jax.grad(lambda p: token_losses(bigram(p, BATCH[:, :-1], None), BATCH[:, 1:]).mean())(params)
+    expected = jax.grad(lambda p: bigram(p, BATCH, None).mean())(params)
     # Before the step, which gives the memory of its state away.
     expected = params["table"] - 0.5 * expected["table"]
     state, metrics = make_train_step(bigram, optax.sgd(0.5), seed=0)(state, BATCH)
     np.testing.assert_allclose(state.params["table"], expected, rtol=1e-6)
     assert int(state.step) == 1
     assert bool(metrics.finite)
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(params):
+    batch = np.random.default_rng(0).integers(0, 4, (6, 5), np.int32)
+    found = []
+    for accumulate in (1, 2, 3):
+        state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.5))
+        state, metrics = make_train_step(bigram, optax.sgd(0.5), 0, accumulate)(state, batch)
+        found.append((state.params["table"], metrics.loss, metrics.grad_norm))
+    for other in found[1:]:
+        for got, expected in zip(other, found[0], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_parts_of_a_batch_draw_different_bits(params):
+    state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.0))
+    batch = np.repeat(BATCH[:1], 2, axis=0)
+    _, metrics = make_train_step(noisy, optax.sgd(0.0), 0, 2)(state, batch)
+    keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), i) for i in range(2)]
+    expected = [noisy(params, batch[:1], key).mean() for key in keys]
+    assert abs(expected[0] - expected[1]) > 1e-3
+    np.testing.assert_allclose(metrics.loss, sum(expected) / 2, rtol=1e-6)
 
 
 def test_random_bits_depend_on_seed_and_step(params):
@@ -72,7 +87,7 @@ def test_after_a_step_that_is_not_finite_the_state_stays(params):
 
 def test_evaluation_averages_over_tokens_not_batches(params):
     batches = [BATCH, BATCH[:1]]
-    all_losses = [token_losses(bigram(params, b[:, :-1], None), jnp.asarray(b[:, 1:])) for b in batches]
+    all_losses = [bigram(params, b, None) for b in batches]
     expected = np.concatenate([np.asarray(x).ravel() for x in all_losses]).mean()
     found = evaluate(make_eval_step(bigram), params, batches)
     np.testing.assert_allclose(found["eval_loss"], expected, rtol=1e-6)

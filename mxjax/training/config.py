@@ -110,6 +110,8 @@ class Config:
     """Begin with the model and the last weights of this run, which may be an imported checkpoint."""
     remat: bool = False
     """Recompute each block in the backward pass: less memory, more time."""
+    accumulate: int = 1
+    """Parts in which a step takes its batch, one after another: less memory, the same gradient."""
     steps: int = 300
     """Length of the run, and of the learning-rate schedule."""
     seed: int = 0
@@ -140,6 +142,10 @@ class Config:
         for name in ("steps", "eval_batches", "keep_checkpoints", *every):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.accumulate < 1 or self.data.batch_size % self.accumulate:
+            raise ValueError(
+                f"--accumulate {self.accumulate} must divide --batch-size {self.data.batch_size}"
+            )
         if self.data.batch_size < 1 or self.data.seq_len < 1:
             raise ValueError("--batch-size and --seq-len must be at least 1")
         if self.data.vocab_size is not None and self.data.vocab_size < 1:

@@ -1,4 +1,4 @@
-"""The training step and the evaluation loop, for any function from parameters and tokens to logits."""
+"""The training step and the evaluation loop, for any function from parameters and sequences to losses."""
 
 import functools
 import math
@@ -11,7 +11,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float32, Int32
 
-Logits = Callable[[Any, Int32[Array, "batch length"], jax.Array], Float32[Array, "batch length vocab"]]
+Losses = Callable[[Any, Int32[Array, "batch length+1"], jax.Array], Float32[Array, "batch length"]]
+"""From parameters, sequences and a key to the cross-entropy of each token but a sequence's first, in nats."""
 
 
 class TrainState(NamedTuple):
@@ -36,27 +37,36 @@ def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jnp.array(True))
 
 
-def token_losses(
-    logits: Float32[Array, "batch length vocab"], targets: Int32[Array, "batch length"]
-) -> Float32[Array, "batch length"]:
-    """Returns the cross-entropy of each token in nats."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
-
-
-def make_train_step(logits: Logits, optimizer: optax.GradientTransformation, seed: int):
+def make_train_step(losses: Losses, optimizer: optax.GradientTransformation, seed: int, accumulate: int = 1):
     """Returns the jitted `step(state, batch) -> (state, metrics)`; the state is donated.
+
+    With `accumulate` the batch is taken in so many parts, one after another, whose gradients are added: every
+    token weighs the same.
 
     The random bits of a step are a function of the seed and the step's number. Once a loss or gradient
     is not finite, the state stays as it was before that step, so that the step can be looked into.
     """
 
     def loss(params, batch, key):
-        return jnp.mean(token_losses(logits(params, batch[:, :-1], key), batch[:, 1:]))
+        return jnp.mean(losses(params, batch, key))
+
+    def loss_and_grads(params, batch, key):
+        if accumulate == 1:
+            return jax.value_and_grad(loss)(params, batch, key)
+        parts = batch.reshape(accumulate, batch.shape[0] // accumulate, batch.shape[1])
+
+        def add(total, part):
+            index, sequences = part
+            found = jax.value_and_grad(loss)(params, sequences, jax.random.fold_in(key, index))
+            return jax.tree.map(lambda t, f: t + f / accumulate, total, found), None
+
+        zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        return jax.lax.scan(add, zero, (jnp.arange(accumulate), parts))[0]
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, batch: Int32[Array, "batch length"]) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        value, grads = jax.value_and_grad(loss)(state.params, batch, key)
+        value, grads = loss_and_grads(state.params, batch, key)
         grad_norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -68,12 +78,12 @@ def make_train_step(logits: Logits, optimizer: optax.GradientTransformation, see
     return step
 
 
-def make_eval_step(logits: Logits):
+def make_eval_step(losses: Losses):
     """Returns the jitted `eval_step(params, batch, key) -> sum of the batch's token losses`."""
 
     @jax.jit
     def eval_step(params, batch: Int32[Array, "batch length"], key: jax.Array) -> Float32[Array, ""]:
-        return jnp.sum(token_losses(logits(params, batch[:, :-1], key), batch[:, 1:]))
+        return jnp.sum(losses(params, batch, key))
 
     return eval_step
 
