@@ -5,6 +5,7 @@ The .json comes last, so that a part is either there as a whole or made again, w
 """
 
 import concurrent.futures
+import concurrent.futures.process
 import ctypes
 import itertools
 import json
@@ -63,7 +64,7 @@ def make(
     Args:
       show: called several times a second with the bytes of the input read, and the tokens made, so far.
     Raises:
-      ValueError: a file cannot be read as asked; the message names it. Other parts that are done are kept.
+      ValueError: a file cannot be read as asked, or a process was killed. Parts that are done are kept.
     """
     context = multiprocessing.get_context("spawn")  # the package tokenizers has threads, which forking breaks
     state = context.Array(ctypes.c_int64, 3)  # bytes, tokens, stop
@@ -80,6 +81,11 @@ def make(
                 show(state[0], state[1])
                 for number in sorted(future.result() for future in done):
                     yield _read(job.folder, number, files[number])
+        except concurrent.futures.process.BrokenProcessPool as error:
+            raise ValueError(
+                "a process has ended without a word, for want of memory perhaps; the same command goes on, "
+                "and needs less memory with fewer --workers"
+            ) from error
         except BaseException:
             state[2] = 1
             pool.shutdown(cancel_futures=True)
