@@ -66,7 +66,9 @@ def make(
     Raises:
       ValueError: a file cannot be read as asked, or a process was killed. Parts that are done are kept.
     """
-    context = multiprocessing.get_context("spawn")  # the package tokenizers has threads, which forking breaks
+    # Forked from a process that has imported all and started no threads, they share its memory.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "mxjax.training.environment", "rich.progress", "tyro"])
     state = context.Array(ctypes.c_int64, 3)  # bytes, tokens, stop
     largest_first = sorted(numbers, key=lambda i: -os.path.getsize(files[i]))
     with concurrent.futures.ProcessPoolExecutor(
@@ -139,8 +141,8 @@ def _make(number: int, path: str) -> int:
     temporary = _path(job.folder, number, "bin.tmp")
     with temporary.open("wb") as file:
         for batch in _batches(documents, problems):
-            ids = _encode(tokenizer, batch, job.eod, counts, problems)
-            file.write(np.array(ids, job.dtype).tobytes())
+            ids = _encode(tokenizer, batch, job, counts, problems)
+            file.write(ids.tobytes())
             with state.get_lock():
                 state[0] += documents.position - read
                 state[1] += len(ids)
@@ -171,8 +173,8 @@ def _batches(documents: Documents, problems: list[Problem]) -> Iterator[list[Doc
 
 
 def _encode(
-    tokenizer: Any, batch: list[Document], eod: int | None, counts: list[int], problems: list[Problem]
-) -> list[int]:
+    tokenizer: Any, batch: list[Document], job: Job, counts: list[int], problems: list[Problem]
+) -> np.ndarray:
     """Returns the ids of all documents, one after another; appends their lengths to `counts`."""
     encodings = tokenizer.encode_batch([document.text for document in batch], add_special_tokens=False)
     parts = [encoding.ids for encoding in encodings]
@@ -180,10 +182,10 @@ def _encode(
         if not part:
             problems.append(Problem(document.line, "empty document", "the text has no tokens"))
             continue
-        if eod is not None:
-            part.append(eod)
+        if job.eod is not None:
+            part.append(job.eod)
         counts.append(len(part))
-    return list(itertools.chain.from_iterable(parts))
+    return np.fromiter(itertools.chain.from_iterable(parts), job.dtype, sum(map(len, parts)))
 
 
 def _read(folder: pathlib.Path, number: int, path: str) -> Shard:
