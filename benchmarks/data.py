@@ -71,7 +71,15 @@ def clocks() -> np.ndarray:
     return np.array([time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in cpu)])
 
 
-def tokenizing(folder: pathlib.Path, files: list[str], repeats: int) -> dict[str, Any]:
+def copies(folder: pathlib.Path, files: list[str], number: int) -> list[str]:
+    """Returns links to the files, several to each, so that there is more to do after a start."""
+    links = [folder / f"{i}-{pathlib.Path(file).name}" for i in range(number) for file in files]
+    for link, file in zip(links, files * number, strict=True):
+        link.symlink_to(pathlib.Path(file).absolute())
+    return list(map(str, links))
+
+
+def tokenizing(folder: pathlib.Path, files: list[str], repeats: int, number: int) -> dict[str, Any]:
     """Returns the speed of the library alone and of the command, taken in turns.
 
     In tokens a second, and in tokens a second of processor time, which other work changes less.
@@ -81,17 +89,19 @@ def tokenizing(folder: pathlib.Path, files: list[str], repeats: int) -> dict[str
     tokenizer.write_text(train_tokenizer(files, "text", VOCABULARY, 2_000_000_000))
     training = time.perf_counter() - start
     texts = [item.text for path in files for item in Documents(path) if isinstance(item, Document)]
-    seconds: dict[str, list[np.ndarray]] = {"tokenizers": [], "mxjax": []}
-    tokens = 0
+    many, tokens = copies(folder, files, number), 0
+    several = f"mxjax, {number} times the text"
+    seconds: dict[str, list[np.ndarray]] = {"tokenizers": [], "mxjax": [], several: []}
     for i in range(repeats):
         before = clocks()
         tokens = library(tokenizer, texts)
         seconds["tokenizers"].append(clocks() - before)
-        before = clocks()
-        record = command(files, folder / f"d{i}", tokenizer)
-        seconds["mxjax"].append(clocks() - before)
-        if record["tokens"] != tokens:
-            raise RuntimeError(f"{record['tokens']} tokens written, the library makes {tokens}")
+        for name, inputs, times in (("mxjax", files, 1), (several, many, number)):
+            before = clocks()
+            record = command(inputs, folder / f"d{i}-{times}", tokenizer)
+            seconds[name].append((clocks() - before) / times)
+            if record["tokens"] != tokens * times:
+                raise RuntimeError(f"{record['tokens']} tokens written, the library makes {tokens * times}")
     return {
         "tokens": tokens,
         "characters": sum(map(len, texts)),
@@ -179,7 +189,7 @@ def processor() -> str:
 def table(results: dict[str, Any]) -> str:
     """Returns the results for people."""
     reading = results["reading_tokens_per_s"]
-    lines = [f"{'tokens/s':34s} {'median':>12s} {'lowest':>12s} {'highest':>12s}"]
+    lines = [f"{'tokens/s':50s} {'median':>12s} {'lowest':>12s} {'highest':>12s}"]
     rows = {
         f"tokenize: {name}{' (CPU seconds)' if 'cpu' in kind else ''}": speeds
         for kind in ("tokens_per_s", "tokens_per_cpu_s")
@@ -188,7 +198,7 @@ def table(results: dict[str, Any]) -> str:
     rows |= {f"read, {length} tokens a sequence": speeds for length, speeds in reading.items()}
     for name, speeds in rows.items():
         numbers = (statistics.median(speeds), min(speeds), max(speeds))
-        lines.append(f"{name:34s} " + " ".join(f"{n:12,.0f}" for n in numbers))
+        lines.append(f"{name:50s} " + " ".join(f"{n:12,.0f}" for n in numbers))
     slowest = min(min(speeds) for speeds in reading.values())
     lines.append(f"slowest read / what 4 GPUs take ({NEEDED:,}): {slowest / NEEDED:,.0f}")
     lines.append(f"first batch, {results['documents']:,} documents, {results['simulated_tokens']:,} tokens:")
@@ -202,6 +212,7 @@ def main() -> None:
     parser.add_argument("corpus", type=pathlib.Path)
     parser.add_argument("--documents", type=int, default=45_000_000)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--copies", type=int, default=4, help="of the text, in a second tokenizing run")
     arguments = parser.parse_args()
     adopt_orphans()
     files = find_files([str(arguments.corpus / "c4-train.*.json.gz")])
@@ -213,9 +224,9 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        results["tokenizing"] = tokenizing(folder, files, arguments.repeats)
+        results["tokenizing"] = tokenizing(folder, files, arguments.repeats, arguments.copies)
         results["reading_tokens_per_s"] = {
-            length: reading(str(folder / "d0"), length, arguments.repeats) for length in (512, 2048, 8192)
+            length: reading(str(folder / "d0-1"), length, arguments.repeats) for length in (512, 2048, 8192)
         }
         results["simulated_tokens"] = simulate(folder / "simulated", arguments.documents)
         results["first_batch"] = elsewhere(str(folder / "simulated"), 8192, 10_000)
