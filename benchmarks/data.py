@@ -96,9 +96,9 @@ def tokenizing(folder: pathlib.Path, files: list[str], repeats: int, number: int
         before = clocks()
         tokens = library(tokenizer, texts)
         seconds["tokenizers"].append(clocks() - before)
-        for name, inputs, times in (("mxjax", files, 1), (several, many, number)):
+        for name, inputs, times, prefix in (("mxjax", files, 1, "d"), (several, many, number, "many")):
             before = clocks()
-            record = command(inputs, folder / f"d{i}-{times}", tokenizer)
+            record = command(inputs, folder / f"{prefix}{i}", tokenizer)
             seconds[name].append((clocks() - before) / times)
             if record["tokens"] != tokens * times:
                 raise RuntimeError(f"{record['tokens']} tokens written, the library makes {tokens * times}")
@@ -226,7 +226,7 @@ def main() -> None:
         folder = pathlib.Path(name)
         results["tokenizing"] = tokenizing(folder, files, arguments.repeats, arguments.copies)
         results["reading_tokens_per_s"] = {
-            length: reading(str(folder / "d0-1"), length, arguments.repeats) for length in (512, 2048, 8192)
+            length: reading(str(folder / "d0"), length, arguments.repeats) for length in (512, 2048, 8192)
         }
         results["simulated_tokens"] = simulate(folder / "simulated", arguments.documents)
         results["first_batch"] = elsewhere(str(folder / "simulated"), 8192, 10_000)
