@@ -336,6 +336,14 @@ def test_a_killed_command_goes_on_and_its_processes_end(here, tokenizer, tmp_pat
         assert (tmp_path / f"d{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
 
 
+@pytest.mark.slow
+def test_a_process_that_ends_without_a_word_ends_the_run(corpus, tmp_path):
+    files = sorted(map(str, corpus[0].iterdir()))
+    job = shards.Job(tmp_path, tmp_path / "missing.json", "text", None, "uint16", 1)
+    with pytest.raises(ValueError, match="a process has ended without a word"):
+        list(shards.make(job, files, [0], 1, lambda *_: None))
+
+
 def test_the_command_line_ends_with_the_message_alone(tmp_path):
     with pytest.raises(SystemExit, match="error: --input 'nothing' matches no file"):
         main(["--input", "nothing", "--output", str(tmp_path / "d"), "--train-tokenizer"])
