@@ -166,7 +166,7 @@ def test_the_same_command_again_does_nothing(here, corpus, tokenizer, tmp_path, 
     record = tokenize(config(corpus[0], tmp_path / "d", tokenizer))
     monkeypatch.setattr(shards, "make", None)
     assert tokenize(config(corpus[0], tmp_path / "d", tokenizer)) == json.loads(json.dumps(record))
-    with pytest.raises(ValueError, match=r"d.bin, .*d.idx exists; remove it"):
+    with pytest.raises(ValueError, match=r"already there: .*d.bin, .*d.idx; remove them"):
         tokenize(config(corpus[0], tmp_path / "d", tokenizer, append_eod=True))
 
 
