@@ -61,6 +61,7 @@ def train(config: Config) -> dict[str, float]:
     with input_errors():
         run = set_up(config)
         stream = run.corpus.batches(config.data, config.seed, config.steps)
+    write_description(run)  # before what takes long, so that a run killed there can be resumed
     optimizer = make_optimizer(config.optimizer, config.steps)
     with Checkpoints(run.folder / "checkpoints", config.keep_checkpoints) as checkpoints:
         resumes = config.resume and checkpoints.latest is not None
@@ -70,7 +71,6 @@ def train(config: Config) -> dict[str, float]:
             if position is not None:
                 stream.set_state(position)
         start = int(state.step)
-        write_description(run)
         log = MetricsLog(run.folder / "metrics.jsonl", keep_steps=start)
         display = Display(config.steps, start, config.log_every)
         with log, display, open_mllog(run, start, began) as mllog, Interruption() as interruption:

@@ -10,10 +10,13 @@ last.
 """
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import pathlib
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -27,7 +30,7 @@ from mxjax.training.config import DataConfig
 from mxjax.training.documents import Document, Documents, find_files
 from mxjax.training.indexed import IndexedDataset, write_index
 from mxjax.training.packed import load_packed
-from mxjax.training.tokenize import TokenizeConfig, _cores, tokenize
+from mxjax.training.tokenize import _cores
 from mxjax.training.tokenizer import load_tokenizer, train_tokenizer
 
 VOCABULARY = 32_000
@@ -36,33 +39,76 @@ MEAN_LENGTH, SPREAD = 430, 1.0
 NEEDED = 4 * 14_000  # tokens/s: about what four H200s train Llama 3.1 8B at
 
 
-def library(tokenizer: pathlib.Path, texts: list[str]) -> tuple[float, int]:
-    """Returns the seconds that encode_batch takes on the texts, 1,000 at a time, and the number of tokens."""
+def library(tokenizer: pathlib.Path, texts: list[str]) -> int:
+    """Encodes the texts, 1,000 at a time; returns the number of tokens."""
     encode = load_tokenizer(tokenizer).encode_batch
-    start, tokens = time.perf_counter(), 0
-    for i in range(0, len(texts), 1000):
-        tokens += sum(len(e) for e in encode(texts[i : i + 1000], add_special_tokens=False))
-    return time.perf_counter() - start, tokens
+    return sum(
+        len(encoding)
+        for i in range(0, len(texts), 1000)
+        for encoding in encode(texts[i : i + 1000], add_special_tokens=False)
+    )
 
 
-def tokenizing(folder: pathlib.Path, files: list[str], repeats: int) -> dict[str, Any]:
-    """Returns tokens/s of the library alone and of the command, taken in turns."""
+def command(files: list[str], prefix: pathlib.Path, tokenizer: pathlib.Path) -> dict[str, Any]:
+    """Runs `python -m mxjax.training.tokenize`, its start included; returns its record."""
+    flags = ["--input", *files, "--output", str(prefix), "--tokenizer", str(tokenizer)]
+    subprocess.run([sys.executable, "-m", "mxjax.training.tokenize", *flags], check=True)
+    with contextlib.suppress(ChildProcessError):
+        while True:  # its processes are ours now, and their time counts once they are waited for
+            os.waitpid(-1, 0)
+    return json.loads(prefix.with_suffix(".json").read_text())
+
+
+def adopt_orphans() -> None:
+    """Makes this the parent of processes whose own has ended (Linux), so that their time can be counted."""
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+def clocks() -> np.ndarray:
+    """Returns the time, and the processor time of this process and of those it has waited for."""
+    cpu = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return np.array([time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in cpu)])
+
+
+def copies(folder: pathlib.Path, files: list[str], number: int) -> list[str]:
+    """Returns links to the files, several to each, so that there is more to do after a start."""
+    links = [folder / f"{i}-{pathlib.Path(file).name}" for i in range(number) for file in files]
+    for link, file in zip(links, files * number, strict=True):
+        link.symlink_to(pathlib.Path(file).absolute())
+    return list(map(str, links))
+
+
+def tokenizing(folder: pathlib.Path, files: list[str], repeats: int, number: int) -> dict[str, Any]:
+    """Returns the speed of the library alone and of the command, taken in turns.
+
+    In tokens a second, and in tokens a second of processor time, which other work changes less.
+    """
     start = time.perf_counter()
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_text(train_tokenizer(files, "text", VOCABULARY, 2_000_000_000))
     training = time.perf_counter() - start
     texts = [item.text for path in files for item in Documents(path) if isinstance(item, Document)]
-    speeds: dict[str, list[float]] = {"tokenizers": [], "mxjax": []}
+    many, tokens = copies(folder, files, number), 0
+    several = f"mxjax, {number} times the text"
+    seconds: dict[str, list[np.ndarray]] = {"tokenizers": [], "mxjax": [], several: []}
     for i in range(repeats):
-        seconds, tokens = library(tokenizer, texts)
-        speeds["tokenizers"].append(tokens / seconds)
-        start = time.perf_counter()
-        record = tokenize(TokenizeConfig(tuple(files), str(folder / f"d{i}"), tokenizer))
-        speeds["mxjax"].append(record["tokens"] / (time.perf_counter() - start))
-        if record["tokens"] != tokens:
-            raise RuntimeError(f"{record['tokens']} tokens written, the library makes {tokens}")
-    characters = sum(map(len, texts))
-    return {"tokens": tokens, "characters": characters, "training_s": training, "tokens_per_s": speeds}
+        before = clocks()
+        tokens = library(tokenizer, texts)
+        seconds["tokenizers"].append(clocks() - before)
+        for name, inputs, times, prefix in (("mxjax", files, 1, "d"), (several, many, number, "many")):
+            before = clocks()
+            record = command(inputs, folder / f"{prefix}{i}", tokenizer)
+            seconds[name].append((clocks() - before) / times)
+            if record["tokens"] != tokens * times:
+                raise RuntimeError(f"{record['tokens']} tokens written, the library makes {tokens * times}")
+    return {
+        "tokens": tokens,
+        "characters": sum(map(len, texts)),
+        "training_s": training,
+        "tokens_per_s": {name: [tokens / s[0] for s in found] for name, found in seconds.items()},
+        "tokens_per_cpu_s": {name: [tokens / s[1] for s in found] for name, found in seconds.items()},
+    }
 
 
 def reading(prefix: str, seq_len: int, repeats: int, seconds: float = 5.0) -> list[float]:
@@ -142,13 +188,17 @@ def processor() -> str:
 
 def table(results: dict[str, Any]) -> str:
     """Returns the results for people."""
-    tokenizing, reading = results["tokenizing"]["tokens_per_s"], results["reading_tokens_per_s"]
-    lines = [f"{'tokens/s':34s} {'median':>12s} {'lowest':>12s} {'highest':>12s}"]
-    rows = {"tokenize: tokenizers alone": tokenizing["tokenizers"], "tokenize: mxjax": tokenizing["mxjax"]}
+    reading = results["reading_tokens_per_s"]
+    lines = [f"{'tokens/s':50s} {'median':>12s} {'lowest':>12s} {'highest':>12s}"]
+    rows = {
+        f"tokenize: {name}{' (CPU seconds)' if 'cpu' in kind else ''}": speeds
+        for kind in ("tokens_per_s", "tokens_per_cpu_s")
+        for name, speeds in results["tokenizing"][kind].items()
+    }
     rows |= {f"read, {length} tokens a sequence": speeds for length, speeds in reading.items()}
     for name, speeds in rows.items():
         numbers = (statistics.median(speeds), min(speeds), max(speeds))
-        lines.append(f"{name:34s} " + " ".join(f"{n:12,.0f}" for n in numbers))
+        lines.append(f"{name:50s} " + " ".join(f"{n:12,.0f}" for n in numbers))
     slowest = min(min(speeds) for speeds in reading.values())
     lines.append(f"slowest read / what 4 GPUs take ({NEEDED:,}): {slowest / NEEDED:,.0f}")
     lines.append(f"first batch, {results['documents']:,} documents, {results['simulated_tokens']:,} tokens:")
@@ -162,7 +212,9 @@ def main() -> None:
     parser.add_argument("corpus", type=pathlib.Path)
     parser.add_argument("--documents", type=int, default=45_000_000)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--copies", type=int, default=4, help="of the text, in a second tokenizing run")
     arguments = parser.parse_args()
+    adopt_orphans()
     files = find_files([str(arguments.corpus / "c4-train.*.json.gz")])
     results: dict[str, Any] = {"cores": _cores(), "processor": processor(), "load": os.getloadavg()}
     results |= {
@@ -172,7 +224,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        results["tokenizing"] = tokenizing(folder, files, arguments.repeats)
+        results["tokenizing"] = tokenizing(folder, files, arguments.repeats, arguments.copies)
         results["reading_tokens_per_s"] = {
             length: reading(str(folder / "d0"), length, arguments.repeats) for length in (512, 2048, 8192)
         }

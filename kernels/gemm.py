@@ -32,7 +32,7 @@ def matmul(
     """Returns lhs @ rhs.T of packed MXFP4 operands, accumulated in float32 and rounded to dtype.
 
     A scale byte of 255 makes the results it takes part in NaN; byte 0 is 2**-127. Where Triton multiplies in
-    bfloat16 an element times its scale saturates or underflows as a bfloat16 does.
+    bfloat16 an element times its scale saturates or underflows as a bfloat16 does, on Hopper below 2**-126.
 
     Args:
       lhs, rhs: two E2M1 elements a byte along k, the even one in the low nibble; k is a multiple of 32.

@@ -200,6 +200,7 @@ def _quantize_groups(
     # On gfx950 LLVM makes packed sums of what no product follows, and moves their operands around.
     FOLDED: tl.constexpr = 0 if CONVERT == "gfx950" else _folded(ROTATION)
     WORDS: tl.constexpr = GROUP // 8 * _words(FORM)
+    NATIVE_FP8: tl.constexpr = CONVERT == "sm_89" or CONVERT == "sm_90" or CONVERT == "sm_100"
     group, other = tl.arange(0, GROUPS), tl.arange(0, OTHER)
     if PAIRS:
         amax = largest_pairs(xs, GROUP, CARRY == 0)
@@ -245,8 +246,7 @@ def _quantize_groups(
             shifted = tl.minimum(tl.maximum(byte - reference + 127, 0), 254)
             scale = scale_value(tl.where(byte == 255, 255, shifted))
             values = element_values(eight, random, divisor, scale, PRESCALE, STOCHASTIC)
-            NATIVE: tl.constexpr = CONVERT == "sm_89" or CONVERT == "sm_90" or CONVERT == "sm_100"
-            ws = ws + encode_fp8(values, FORM == "e5m2", NATIVE)
+            ws = ws + encode_fp8(values, FORM == "e5m2", NATIVE_FP8)
     words += other0.to(tl.int64) * (LENGTH // 8 * _words(FORM)) + start // 8 * _words(FORM)
     at = tl.arange(0, GROUPS * WORDS)[:, None]
     mask = (at < (LENGTH - start) // 8 * _words(FORM)) & (other[None, :] < others)

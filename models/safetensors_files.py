@@ -8,6 +8,7 @@ Source: huggingface/safetensors, README "Format"; transformers' `save_pretrained
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import types
@@ -39,9 +40,14 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
 
     @property
+    def n_elements(self) -> int:
+        """How many elements the tensor has."""
+        return math.prod(self.shape)
+
+    @property
     def size(self) -> int:
         """Bytes that the tensor takes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.dtype].itemsize
+        return self.n_elements * DTYPES[self.dtype].itemsize
 
 
 class Reader:
@@ -118,8 +124,9 @@ class Writer:
             self._create(folder / name, shard)
         if count > 1:
             files = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
-            total = sum(spec.size for spec in specs.values())
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+            counts, sizes = zip(*((spec.n_elements, spec.size) for spec in specs.values()), strict=True)
+            totals = {"total_parameters": sum(counts), "total_size": sum(sizes)}
+            index = {"metadata": totals, "weight_map": dict(sorted(files.items()))}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def __enter__(self) -> "Writer":

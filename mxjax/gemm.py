@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mxjax.carriers import Carried, Carrier, carry
+from mxjax.carriers import Carrier, carry
 from mxjax.formats import get_format
 from mxjax.operands import Use, quantize_operand
 from mxjax.packed import (
@@ -177,31 +177,11 @@ def _multiply_fp8(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
     def in_bfloat16():
         return _contract(decode(lhs), -1, decode(rhs), -1, None, sharding).astype(dtype)
 
-    if dtype == jnp.float32 and _scaled_by_cublas(left.elements, right.elements):
-        return lax.cond(fits, lambda: _contract_scaled(left, right, sharding), in_bfloat16)
     y = lax.cond(fits, lambda: _contract_fp8(left.elements, right.elements, dtype, sharding), in_bfloat16)
     # Outside, where XLA fuses it with what uses y; by two factors, since one could overflow.
     exponent = jnp.where(fits, left.exponent + right.exponent, 0)
     half = exponent >> 1
     return y * power_of_two(half).astype(dtype) * power_of_two(exponent - half).astype(dtype)
-
-
-def _scaled_by_cublas(left, right) -> bool:
-    """Returns whether XLA makes one FP8 GEMM with scales of `_contract_scaled`, and not float32 products."""
-    target = kernel_target()
-    sizes = (*left.shape, *right.shape)
-    return (
-        target is not None
-        and target.backend == "cuda"
-        and len(sizes) == 4
-        and all(n % 16 == 0 for n in sizes)
-    )
-
-
-def _contract_scaled(left: Carried, right: Carried, sharding):
-    """Returns the product in float32, the carriers' exponents included: the pattern that XLA matches."""
-    lhs, rhs = (q.elements.astype(jnp.float32) * power_of_two(q.exponent) for q in (left, right))
-    return _contract(lhs, -1, rhs, -1, lax.Precision.HIGHEST, sharding)
 
 
 def _multiply_fp8_tensors(lhs: MXArray, rhs: MXArray, sharding):

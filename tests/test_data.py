@@ -51,6 +51,20 @@ def test_a_folder_is_split_by_file_and_adding_files_moves_none(tmp_path):
     assert validation <= more_validation
 
 
+def test_what_is_no_text_is_refused(tmp_path):
+    (tmp_path / "lone.bin").write_bytes(b"some text, whatever its name")
+    load_corpus(tmp_path / "lone.bin")
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"a.data{suffix}").write_bytes(b"0123")
+    for path in (tmp_path / "a.data.bin", tmp_path / "a.data.idx", tmp_path):
+        with pytest.raises(ValueError, match=r"holds tokens.*name the dataset as .*/a.data$"):
+            load_corpus(path)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c4-train.0.json.gz").write_bytes(b"0123")
+    with pytest.raises(ValueError, match=r"c4-train.0.json.gz is compressed.*mxjax.training.tokenize"):
+        load_corpus(tmp_path / "b")
+
+
 def test_a_folder_of_one_file_is_split_as_the_file_is(tmp_path):
     (tmp_path / "a").write_bytes(bytes(range(100)))
     folder, file = load_corpus(tmp_path), load_corpus(tmp_path / "a")

@@ -166,7 +166,7 @@ def test_the_same_command_again_does_nothing(here, corpus, tokenizer, tmp_path, 
     record = tokenize(config(corpus[0], tmp_path / "d", tokenizer))
     monkeypatch.setattr(shards, "make", None)
     assert tokenize(config(corpus[0], tmp_path / "d", tokenizer)) == json.loads(json.dumps(record))
-    with pytest.raises(ValueError, match=r"d.bin, .*d.idx exists; remove it"):
+    with pytest.raises(ValueError, match=r"already there: .*d.bin, .*d.idx; remove them"):
         tokenize(config(corpus[0], tmp_path / "d", tokenizer, append_eod=True))
 
 
@@ -334,6 +334,14 @@ def test_a_killed_command_goes_on_and_its_processes_end(here, tokenizer, tmp_pat
     tokenize(config(folder, tmp_path / "whole", tokenizer))
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"d{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_without_a_word_ends_the_run(corpus, tmp_path):
+    files = sorted(map(str, corpus[0].iterdir()))
+    job = shards.Job(tmp_path, tmp_path / "missing.json", "text", None, "uint16", 1)
+    with pytest.raises(ValueError, match="a process has ended without a word"):
+        list(shards.make(job, files, [0], 1, lambda *_: None))
 
 
 def test_the_command_line_ends_with_the_message_alone(tmp_path):

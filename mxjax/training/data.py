@@ -16,11 +16,12 @@ from jaxtyping import Int32, Integer, UInt16
 
 from mxjax.training.config import DataConfig
 from mxjax.training.indexed import check_tokens
-from mxjax.training.packed import PackedCorpus, is_packed, load_packed, load_validation
+from mxjax.training.packed import PackedCorpus, is_packed, load_packed, load_validation, rows_of_a_shard
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
 _VALIDATION_SHARE = 20  # one file, or one byte, in 20
+_COMPRESSED, _DATASET = {".gz", ".parquet"}, (".bin", ".idx")
 _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
 
 Tokens = UInt16[np.ndarray, "n"]
@@ -73,17 +74,19 @@ def load_corpus(path: pathlib.Path | None) -> Corpus:
     near its end. Hidden files are left out.
 
     Raises:
-      ValueError: nothing to read there.
+      ValueError: nothing to read there, or something else than text.
     """
     if path is None:
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
         files = [f for f in root.rglob("*.py") if not _NOT_SOURCE & set(f.relative_to(root).parts)]
         return _split_by_file(root, files, "the source of Python's standard library")
     if path.is_file():
+        _check_text([path])
         return _split_by_position(_join([path.read_bytes()]), str(path))
     if not path.is_dir():
         raise ValueError(f"--data {path}: no such file, folder, or dataset {path}.idx")
     files = [f for f in path.rglob("*") if f.is_file() and not _hidden(f.relative_to(path))]
+    _check_text(files)
     return _split_by_file(path, files, str(path))
 
 
@@ -139,8 +142,7 @@ def batches(
       ValueError: fewer tokens than one sequence needs, or batch_size is no multiple of n.
     """
     index, count = shard
-    if config.batch_size % count:
-        raise ValueError(f"--batch-size {config.batch_size} must be a multiple of the {count} processes")
+    rows_of_a_shard(config.batch_size, count)
     windows = _Windows(tokens, config.seq_len, "training")
     dataset = grain.MapDataset.source(windows).shuffle(seed=seed).repeat().batch(config.batch_size)
     if count > 1:
@@ -221,6 +223,17 @@ def _join(documents: list[bytes]) -> Tokens:
     end = np.array([END_OF_DOCUMENT], np.uint16)
     parts = [part for d in documents if d for part in (np.frombuffer(d, np.uint8).astype(np.uint16), end)]
     return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
+
+
+def _check_text(files: list[pathlib.Path]) -> None:
+    """Raises ValueError if one of the files is compressed, or one of a tokenized dataset's two."""
+    for path in files:
+        if path.suffix in _COMPRESSED:
+            raise ValueError(
+                f"{path} is compressed, not text; tokenize it first: python -m mxjax.training.tokenize --help"
+            )
+        if path.suffix in _DATASET and all(path.with_suffix(s).is_file() for s in _DATASET):
+            raise ValueError(f"{path} holds tokens, not text; name the dataset as {path.with_suffix('')}")
 
 
 def _hidden(path: pathlib.Path) -> bool:

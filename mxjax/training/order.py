@@ -101,7 +101,7 @@ class BlendOrder:
 
     Sample i is of the dataset whose count of samples so far falls furthest behind its weight times max(i, 1);
     the first of those equally far behind. Decided on in blocks, as they are asked for, from the first on:
-    about a second for each million samples.
+    a second or two for each million samples.
     """
 
     def __init__(self, weights: Sequence[float], size: int):
@@ -140,15 +140,15 @@ class BlendOrder:
 
     def _decide(self) -> None:
         begin, counts = len(self._blocks) * _BLOCK, list(self._starts[-1])
-        chosen = np.empty(_BLOCK, np.int16)
-        for i in range(_BLOCK):
-            x = float(max(begin + i, 1))
-            behind = [w * x - count for w, count in zip(self.weights, counts, strict=True)]
+        chosen = []
+        for i in range(begin, begin + _BLOCK):  # one depends on the last: no array operation does this
+            x = float(i or 1)
+            behind = [weight * x - count for weight, count in zip(self.weights, counts)]  # noqa: B905
             dataset = behind.index(max(behind))
-            chosen[i] = dataset
+            chosen.append(dataset)
             counts[dataset] += 1
         self._starts.append(counts)
-        self._blocks.append(chosen)
+        self._blocks.append(np.array(chosen, np.int16))
 
 
 def blend_samples(weights: Sequence[float], size: int) -> tuple[list[int], int]:

@@ -131,11 +131,10 @@ class PackedCorpus:
           ValueError: batch_size is no multiple of n, or the data cannot give the sequences.
         """
         index, count = shard
-        if config.batch_size % count:
-            raise ValueError(f"--batch-size {config.batch_size} must be a multiple of the {count} processes")
+        rows = rows_of_a_shard(config.batch_size, count)
         samples = self.samples(config.seq_len, seed, steps * config.batch_size)
-        rows = Rows(samples, steps, config.batch_size, index, count)
-        dataset = grain.MapDataset.source(rows).batch(config.batch_size // count)
+        source = Rows(samples, steps, config.batch_size, index, count)
+        dataset = grain.MapDataset.source(source).batch(rows)
         iterator = iter(dataset.to_iter_dataset(_READ_AHEAD))
         iterator.set_state({"next_index": start})
         return iterator
@@ -215,6 +214,13 @@ class Rows:
         share = self.batch_size // self.count
         step, within = divmod(int(index), share)
         return self.samples[step * self.batch_size + self.shard * share + within]
+
+
+def rows_of_a_shard(batch_size: int, count: int) -> int:
+    """Returns how many sequences of a batch each process reads; ValueError unless all the same."""
+    if batch_size % count:
+        raise ValueError(f"--batch-size {batch_size} must be a multiple of the {count} processes")
+    return batch_size // count
 
 
 def load_packed(config: DataConfig, model_vocab_size: int) -> PackedCorpus:

@@ -5,6 +5,7 @@ The .json comes last, so that a part is either there as a whole or made again, w
 """
 
 import concurrent.futures
+import concurrent.futures.process
 import ctypes
 import itertools
 import json
@@ -22,7 +23,7 @@ from mxjax.training.documents import Document, Documents, Problem
 from mxjax.training.indexed import sync
 from mxjax.training.tokenizer import load_tokenizer
 
-_BATCH = 2**20  # characters encoded at a time
+_BATCH = 2**17  # characters encoded at a time
 
 
 class Job(NamedTuple):
@@ -63,9 +64,11 @@ def make(
     Args:
       show: called several times a second with the bytes of the input read, and the tokens made, so far.
     Raises:
-      ValueError: a file cannot be read as asked; the message names it. Other parts that are done are kept.
+      ValueError: a file cannot be read as asked, or a process was killed. Parts that are done are kept.
     """
-    context = multiprocessing.get_context("spawn")  # the package tokenizers has threads, which forking breaks
+    # Forked from a process that has imported all and started no threads, they share its memory.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "mxjax.training.environment", "rich.progress", "tyro"])
     state = context.Array(ctypes.c_int64, 3)  # bytes, tokens, stop
     largest_first = sorted(numbers, key=lambda i: -os.path.getsize(files[i]))
     with concurrent.futures.ProcessPoolExecutor(
@@ -80,6 +83,11 @@ def make(
                 show(state[0], state[1])
                 for number in sorted(future.result() for future in done):
                     yield _read(job.folder, number, files[number])
+        except concurrent.futures.process.BrokenProcessPool as error:
+            raise ValueError(
+                "a process has ended without a word, for want of memory perhaps; the same command goes on, "
+                "and needs less memory with fewer --workers"
+            ) from error
         except BaseException:
             state[2] = 1
             pool.shutdown(cancel_futures=True)
@@ -133,8 +141,8 @@ def _make(number: int, path: str) -> int:
     temporary = _path(job.folder, number, "bin.tmp")
     with temporary.open("wb") as file:
         for batch in _batches(documents, problems):
-            ids = _encode(tokenizer, batch, job.eod, counts, problems)
-            file.write(np.array(ids, job.dtype).tobytes())
+            ids = _encode(tokenizer, batch, job, counts, problems)
+            file.write(ids.tobytes())
             with state.get_lock():
                 state[0] += documents.position - read
                 state[1] += len(ids)
@@ -150,7 +158,7 @@ def _make(number: int, path: str) -> int:
 
 
 def _batches(documents: Documents, problems: list[Problem]) -> Iterator[list[Document]]:
-    """Yields the documents by about a million characters, and appends the problems to their list."""
+    """Yields the documents by about a hundred thousand characters, and appends the problems to their list."""
     batch, size = [], 0
     for item in documents:
         if isinstance(item, Problem):
@@ -165,19 +173,20 @@ def _batches(documents: Documents, problems: list[Problem]) -> Iterator[list[Doc
 
 
 def _encode(
-    tokenizer: Any, batch: list[Document], eod: int | None, counts: list[int], problems: list[Problem]
-) -> list[int]:
+    tokenizer: Any, batch: list[Document], job: Job, counts: list[int], problems: list[Problem]
+) -> np.ndarray:
     """Returns the ids of all documents, one after another; appends their lengths to `counts`."""
-    encodings = tokenizer.encode_batch([document.text for document in batch], add_special_tokens=False)
+    # "fast" keeps no offsets into the text, which nobody asks for here.
+    encodings = tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
     parts = [encoding.ids for encoding in encodings]
     for document, part in zip(batch, parts, strict=True):
         if not part:
             problems.append(Problem(document.line, "empty document", "the text has no tokens"))
             continue
-        if eod is not None:
-            part.append(eod)
+        if job.eod is not None:
+            part.append(job.eod)
         counts.append(len(part))
-    return list(itertools.chain.from_iterable(parts))
+    return np.fromiter(itertools.chain.from_iterable(parts), job.dtype, sum(map(len, parts)))
 
 
 def _read(folder: pathlib.Path, number: int, path: str) -> Shard:

@@ -137,7 +137,7 @@ def _check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:
     if config.train_tokenizer and config.tokenizer is not None and config.tokenizer.exists():
         taken.append(config.tokenizer)
     if taken:
-        raise ValueError(f"{', '.join(map(str, taken))} exists; remove it, or choose another name")
+        raise ValueError(f"already there: {', '.join(map(str, taken))}; remove them, or choose another name")
 
 
 @contextlib.contextmanager

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from triton import knobs
 
 import mxjax
 from mxjax.kernels import shapes
 from mxjax.kernels.gemm import matmul, shuffle_scales
-from mxjax.kernels.gemm_tiles import choose_tiles
+from mxjax.kernels.gemm_tiles import choose_tiles, table_of
 from mxjax.kernels.launch import Target, current_target, use_target
 
 GFX950 = Target("hip", "gfx950")
@@ -109,6 +110,10 @@ def test_smallest_and_largest_scales(left, right, target):
     lhs_scales[:], rhs_scales[:] = left, right
     with built_for(target):
         out = matmul(lhs, lhs_scales, rhs, rhs_scales, dtype=jnp.float32)
+        if not knobs.runtime.interpret and table_of(current_target()) == "other":
+            # Multiplied in bfloat16 by matrix units that take subnormals for zero.
+            lhs = np.where(np.repeat(lhs_scales == 0, 16, axis=-1), 0, lhs)
+            rhs = np.where(np.repeat(rhs_scales == 0, 16, axis=-1), 0, rhs)
     np.testing.assert_array_equal(out, product(lhs, lhs_scales, rhs, rhs_scales).astype(np.float32))
 
 
