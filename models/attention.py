@@ -58,8 +58,9 @@ def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH) -> Float[Array, "B P N H"]:
 
 
 def _cudnn_takes(q: jax.Array) -> bool:
-    """Returns whether cuDNN's fused attention runs here and takes such heads."""
-    return on_cuda() and q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] <= _CUDNN_HEAD_DIM
+    """Returns whether cuDNN's fused attention runs here and takes such heads and lengths."""
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= _CUDNN_HEAD_DIM and q.shape[1] % 2 == 0
+    return fits and q.dtype in (jnp.bfloat16, jnp.float16) and on_cuda()
 
 
 def on_cuda() -> bool:
