@@ -120,7 +120,8 @@ def encode_fp4(xs, random, byte, prescale: tl.constexpr, STOCHASTIC: tl.constexp
             word |= (code(rounded) | sign) << (4 * i)
     elif CONVERT == "gfx950":
         if prescale == 1:
-            scale = (byte << 23).to(tl.float32, bitcast=True)
+            # The exponent alone counts; 2**-127, of which that is 0, is subnormal.
+            scale = tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)
         else:
             xs = _all_scaled(xs, inverse, prescale)
             scale = tl.full(byte.shape, 1.0, tl.float32)
