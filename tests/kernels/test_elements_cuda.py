@@ -16,7 +16,7 @@ N = 2**14
 
 
 def draw_elements(rng, byte, bits):
-    """Returns [8, N] floats of `bits` bits below 8 times the scale: on E2M1's grid, in its middles, others."""
+    """Returns [8, N] floats of `bits` bits below 8 times the scale: E2M1's values, their middles, others."""
     steps = np.where(rng.random((8, N)) < 0.5, rng.integers(0, 32, (8, N)) / 4, 8 * rng.random((8, N)))
     steps *= np.exp2(rng.choice([0, 0, 0, -3, -30], (8, N)))
     x = np.ldexp(rng.choice([-1, 1], (8, N)) * steps, np.minimum(byte, 252).astype(int) - 127)

@@ -165,7 +165,7 @@ def check_options(shape, kind, dtype, pair, seed):
 
 @pytest.fixture(scope="module")
 def nvidia_tiles():
-    """Makes the kernel take the tiles of NVIDIA GPUs, most of them in groups of 32, in the interpreter too."""
+    """Makes the kernel take the tiles of NVIDIA GPUs, with groups of 32 mostly, in the interpreter too."""
     tile = kernel_sides._tile
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_sides, "_tile", lambda _, *args: tile(Target("cuda", "sm_90"), *args))
