@@ -14,6 +14,9 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 ONE = tl.constexpr(0x3F800000)
 TWO_TO_22 = tl.constexpr(22 << 23)  # added to the bits of a power of two: 2**22 times it
 
+# To nearest alone: v_cvt_scalef32_sr_pk_fp4_f32 takes one random word for both elements, where the definition
+# compares each with 16 bits of its own.
+#
 # Two float32 divided by the scale of $9 become the two nibbles of a byte of $0. Each instruction keeps the
 # other bytes, so that the register is read as well as written: s_nop covers the wait state that this takes.
 _GFX950_ENCODE = tl.constexpr("""
