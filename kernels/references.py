@@ -112,16 +112,16 @@ def _side(name: str, side: Side, length: int, other: int) -> dict[str, str]:
     turned = "" if axis == -1 else ".swapaxes(-1, -2)"
     more = f"(0, {side.length(length) - length})"
     widths = f"(0, 0), (0, 0), (0, 0), {more}" if axis == -1 else f"(0, 0), (0, 0), {more}, (0, 0)"
-    x = f"jnp.pad(x, ({widths}))"
+    x = f"np.pad(x, ({widths}))"
     if side.rotation:
         signs = f", signs={name}_signs" if _signed(side) else ""
-        x = f"mxjax.rotate({x}, {side.rotation.size}, axis={axis}{signs})"
+        x = f"np.asarray(mxjax.rotate({x}, {side.rotation.size}, axis={axis}{signs}))"
     key = f", key={name}_key" if o.rounding == "stochastic" else ""
     arguments = f"axis={axis}, scale_rule={o.scale_rule!r}, rounding={o.rounding!r}"
     arguments += f", block_shape={o.block_shape!r}, prescale={o.prescale!r}{key}"
     repeated = f".repeat(32, axis=-2)[..., :{other}, :]" if o.block_shape == (BLOCK, BLOCK) else ""
     steps = {
-        f"{name}_x": f"{x}.astype(jnp.float32)",
+        f"{name}_x": f"{x}.astype(np.float32)",
         name: f"mxjax.quantize({name}_x, {arguments})",
         f"{name}_bytes": f"np.asarray({name}.scales).view(np.uint8){turned}{repeated}",
     }

@@ -62,7 +62,7 @@ def define(x, side, axis, key, signs):
     """Returns what the definitions make of x: elements [*b, other, length], bytes [*b, other, blocks]."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, side.length(x.shape[axis]) - x.shape[axis])
-    x = jnp.pad(x, widths)
+    x = jnp.asarray(np.pad(x, widths))  # XLA flushes subnormals of bfloat16 where it fills up
     if side.rotation:
         x = mxjax.rotate(x, side.rotation.size, axis=axis, signs=signs)
     o = side.operand
