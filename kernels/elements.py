@@ -14,6 +14,9 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 ONE = tl.constexpr(0x3F800000)
 TWO_TO_22 = tl.constexpr(22 << 23)  # added to the bits of a power of two: 2**22 times it
 
+# To nearest alone: v_cvt_scalef32_sr_pk_fp4_f32 takes one random word for both elements, where the definition
+# compares each with 16 bits of its own.
+#
 # Two float32 divided by the scale of $9 become the two nibbles of a byte of $0. Each instruction keeps the
 # other bytes, so that the register is read as well as written: s_nop covers the wait state that this takes.
 _GFX950_ENCODE = tl.constexpr("""
@@ -120,7 +123,8 @@ def encode_fp4(xs, random, byte, prescale: tl.constexpr, STOCHASTIC: tl.constexp
             word |= (code(rounded) | sign) << (4 * i)
     elif CONVERT == "gfx950":
         if prescale == 1:
-            scale = (byte << 23).to(tl.float32, bitcast=True)
+            # The exponent alone counts; 2**-127, of which that is 0, is subnormal.
+            scale = tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)
         else:
             xs = _all_scaled(xs, inverse, prescale)
             scale = tl.full(byte.shape, 1.0, tl.float32)

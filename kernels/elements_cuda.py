@@ -34,7 +34,11 @@ def _join(into: str, parts: list[str]) -> str:
 
 
 def _encode_pairs() -> str:
-    """Two groups: $2 … $9 hold an element of each, $10 and $11 their scale bytes, $0 and $1 the results."""
+    """Two groups: $2 … $9 hold an element of each, $10 and $11 their scale bytes, $0 and $1 the results.
+
+    The inverse scales are negative, so that a byte of 255 does not borrow from the other group's; signs go
+    their own way.
+    """
     text = """{
 .reg .b32 inverse, shift, least, base, t, one, small, zero, most, low, high, p0, p1, p2, p3, p4, p5, p6, p7;
 mov.b32 least, 0x42C042C0;
@@ -44,8 +48,8 @@ mov.b32 zero, 0x80008000;
 mov.b32 most, 0x01C001C0;
 prmt.b32 t, $10, $11, 0x5410;
 shl.b32 t, t, 7;
-sub.u32 inverse, 0x7F007F00, t;
-mov.b32 shift, 0xC3C0C3C0;
+sub.u32 inverse, 0xFF00FF00, t;
+mov.b32 shift, 0x43C043C0;
 add.s16x2 shift, inverse, shift;
 """
     for i in range(8):

@@ -26,6 +26,9 @@ except ImportError as error:
     ) from error
 
 
+MOST_PROGRAMS = 65535  # that CUDA runs along an axis but the first
+
+
 class Target(NamedTuple):
     """What kernels are compiled for.
 
@@ -111,9 +114,10 @@ def triton_call(
         raise NotImplementedError(
             "Triton kernels need a GPU, or its interpreter: TRITON_INTERPRET=1 and use_target(INTERPRETER)"
         )
-    if target.backend == "cuda" and max(grid[1:], default=1) > 65535:
+    if target.backend == "cuda" and max(grid[1:], default=1) > MOST_PROGRAMS:
         raise ValueError(
-            f"CUDA runs at most 65535 programs along an axis but the first, not {grid}: split the tensor"
+            f"CUDA runs at most {MOST_PROGRAMS} programs along an axis but the first, not {grid}: "
+            "split the tensor"
         )
     jax_triton = _import_jax_triton()
     results = jax_triton.triton_call(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from mxjax.formats import E2M1
-from mxjax.kernels.launch import Target, ceil_div
+from mxjax.kernels.launch import MOST_PROGRAMS, Target, ceil_div
 from mxjax.policy import Operand, Rotation
 from mxjax.scales import rule_carry
 
@@ -64,7 +64,7 @@ def launch_of(
     whole: tuple[int, int] | None = None,
 ) -> Launch:
     v, b, r, c = shape
-    tile = _tile(target, rows, columns, c * jnp.dtype(dtype).itemsize)
+    tile = _tile(target, rows, columns, r, c * jnp.dtype(dtype).itemsize)
     constants: dict[str, Any] = {"BATCH": b, "R": r, "C": c}
     constants |= {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "GROUP": tile.group}
     constants["CONVERT"] = conversion(target)
@@ -134,7 +134,7 @@ class Tile(NamedTuple):
     group: Literal[8, 32]
 
 
-def _tile(target: Target | None, rows: Side | None, columns: Side | None, row_bytes: int) -> Tile:
+def _tile(target: Target | None, rows: Side | None, columns: Side | None, r: int, row_bytes: int) -> Tile:
     """Returns the fastest tile measured on an H200, or by what is compiled for gfx950: 64 elements a thread.
 
     There half as many where rows do not start at multiples of 16 bytes: loads by elements take registers.
@@ -143,7 +143,7 @@ def _tile(target: Target | None, rows: Side | None, columns: Side | None, row_by
         return Tile(64, 64, 1, 8)
     if target.backend == "hip":
         return Tile(64 if row_bytes % 16 else 128, 64, 2, 8)
-    if columns is None:  # wide, so that the scale bytes of a row are written 16 at a time
-        return Tile(16, 512, 4, 32)
+    if rows and columns is None and rows.operand.block_shape != (BLOCK, BLOCK) and r <= 16 * MOST_PROGRAMS:
+        return Tile(16, 512, 4, 32)  # wide, so that the scale bytes of a row are written 16 at a time
     rotated = any(side and side.rotation for side in (rows, columns))
     return Tile(128, 64, 4, 32 if rows is None or rotated else 8)

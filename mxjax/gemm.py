@@ -57,8 +57,7 @@ def plan(policy: Policy, implementation: Implementation | None, explicit_axes: b
 
     Raises:
       ValueError, NotImplementedError: as `choose_implementation`; or the implementation is named, and one of
-      the
-        GEMMs has operands that it does not take.
+        the GEMMs has operands that it does not take.
     """
     name = choose_implementation(implementation)
     if explicit_axes and name in ON_PACKED:
@@ -238,8 +237,7 @@ def explicit_sharding(x: jax.Array) -> NamedSharding | None:
 
 
 def choose_implementation(implementation: Implementation | None) -> Implementation:
-    """Returns the implementation named, or for None the fastest for MXFP4 that runs here, which is logged
-    once.
+    """Returns the implementation named, or for None the fastest for MXFP4 here, which is logged once.
 
     Raises:
       ValueError: there is none of that name.

@@ -37,8 +37,7 @@ class Packed:
 
     Attributes:
       elements: [*batch, n, k / 2], two E2M1 elements a byte, element 2i in the low nibble; k is the
-      contracted
-        axis, filled up with zeros to a multiple of the block and of the rotation.
+        contracted axis, filled up with zeros to a multiple of the block and of the rotation.
       scales: [*batch, n, k / 32], E8M0 bytes: 2**(byte - 127), 255 is NaN.
       prescale: the factor the elements were shrunk by, or None.
     """
@@ -146,9 +145,8 @@ def _kernel(x: jax.Array, uses: list[Use]) -> Callable | None:
         return None
     from mxjax.kernels import operands as kernel
 
-    fits = x.size > 0 and all(
-        use.rotation is None or use.rotation.size <= kernel.LARGEST_ROTATION for use in uses
-    )
+    fits = x.size > 0 and max(x.shape[-2:]) < kernel.LONGEST
+    fits &= all(use.rotation is None or use.rotation.size <= kernel.LARGEST_ROTATION for use in uses)
     return functools.partial(_run_kernel, kernel) if fits else None
 
 

@@ -59,6 +59,17 @@ def test_scales_of_forty_binades_are_multiplied_right(implementation):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["fp8", "triton"])
+def test_long_sums_are_within_their_bound_of_float64(implementation):
+    """As long as Wgrad's at 8192 tokens: matrix units that sum in fewer bits than float32 fail."""
+    keys = jax.random.split(jax.random.key(1), 2)
+    x, w = jax.random.normal(keys[0], (32, 8192)), jax.random.normal(keys[1], (8192, 32))
+    y = mxjax.dot(x, w, policy="fprop", implementation=implementation)
+    lhs, rhs = (mxjax.dequantize(mxjax.quantize(t, axis=axis)) for t, axis in ((x, 1), (w, 0)))
+    assert_close([y], [np.asarray(lhs, np.float64) @ np.asarray(rhs, np.float64)])
+
+
 @pytest.mark.parametrize("implementation", ["fp8", "triton"])
 def test_kernels_compose_under_jit_vmap_and_remat(implementation):
     x, w, dy = tensors()

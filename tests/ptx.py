@@ -1,0 +1,101 @@
+"""Runs the PTX of inline assembly on numpy arrays: what Triton's interpreter lacks, where there is no GPU.
+
+Source of what instructions do: NVIDIA, Parallel Thread Execution ISA.
+"""
+
+import re
+
+import ml_dtypes
+import numpy as np
+
+U32 = np.uint32
+
+
+def run(text, **registers):
+    """Returns the registers after a block of PTX; those given are named like "r3" for $3, uint32 arrays."""
+    registers = {name.replace("r", "$"): np.asarray(value, U32) for name, value in registers.items()}
+    for statement in re.sub(r"[{}]", "", text).split(";"):
+        opcode, _, operands = statement.strip().partition(" ")
+        if not opcode or opcode == ".reg":
+            continue
+        into, *names = (name.strip() for name in operands.split(","))
+        values = [registers[n] if n in registers else U32(int(n, 0)) for n in names]
+        with np.errstate(all="ignore"):
+            registers[into] = np.asarray(OPCODES[opcode](*values), U32)
+    return registers
+
+
+def _halves(dtype, function):
+    """Returns an instruction on two halves of a word, with as many operands as `function`."""
+
+    def on_words(*words):
+        halves = [np.asarray(w, "<u4")[..., None].view("<u2").view(dtype) for w in words]
+        result = np.asarray(function(*halves)).astype(dtype)
+        return np.ascontiguousarray(result).view("<u4")[..., 0]
+
+    return on_words
+
+
+def _f32(function):
+    """Returns an instruction on float32, computed in float64."""
+    return lambda *words: function(*(_float(w) for w in words)).astype(np.float32).view(U32)
+
+
+def _float(word):
+    return np.asarray(word, U32).view(np.float32).astype(np.float64)
+
+
+def _fma_bf16(a, b, c):
+    a, b, c = (x.astype(np.float64) for x in (a, b, c))
+    return (a * b + c).astype(np.float32)
+
+
+def _prmt(a, b, select):
+    """Bytes of {b, a}; a selector's highest bit asks for eight times the byte's sign."""
+    both = np.asarray(b, np.uint64) << np.uint64(32) | a
+    word = U32(0)
+    for i in range(4):
+        chosen = np.asarray(select >> U32(4 * i), np.uint64)
+        byte = both >> (8 * (chosen & np.uint64(7))) & np.uint64(0xFF)
+        byte = np.where(chosen & np.uint64(8), np.where(byte & np.uint64(0x80), 0xFF, 0), byte)
+        word = word | byte.astype(U32) << U32(8 * i)
+    return word
+
+
+def _lop3(a, b, c, table):
+    word = U32(0)
+    for i in range(8):
+        if int(table) >> i & 1:
+            parts = (x if i >> place & 1 else ~x for x, place in ((a, 2), (b, 1), (c, 0)))
+            word = word | np.bitwise_and.reduce(np.broadcast_arrays(*parts))
+    return word
+
+
+def _two_f16(high, low):
+    return np.float16(_float(high)).view(np.uint16).astype(U32) << U32(16) | np.float16(_float(low)).view(
+        np.uint16
+    )
+
+
+OPCODES = {
+    "mov.b32": lambda a: a,
+    "prmt.b32": _prmt,
+    "lop3.b32": _lop3,
+    "and.b32": np.bitwise_and,
+    "or.b32": np.bitwise_or,
+    "shl.b32": np.left_shift,
+    "shr.u32": np.right_shift,
+    "add.u32": np.add,
+    "sub.u32": np.subtract,
+    "max.u32": np.maximum,
+    "add.s16x2": _halves(np.int16, np.add),
+    "max.s16x2": _halves(np.int16, np.maximum),
+    "abs.f16x2": lambda a: a & U32(0x7FFF7FFF),
+    "min.f16x2": _halves(np.float16, np.fmin),
+    "max.bf16x2": _halves(ml_dtypes.bfloat16, np.fmax),
+    "max.NaN.bf16x2": _halves(ml_dtypes.bfloat16, np.maximum),
+    "fma.rn.bf16x2": _halves(ml_dtypes.bfloat16, _fma_bf16),
+    "fma.rn.f32": _f32(lambda a, b, c: a * b + c),
+    "sub.rn.f32": _f32(np.subtract),
+    "cvt.rn.f16x2.f32": _two_f16,
+}
