@@ -105,6 +105,7 @@ def build_all(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Builds for the targets on the command line, writes and prints; exits with 1 if a build failed."""
     parser = argparse.ArgumentParser(prog="python -m mxjax.kernels.aot", description=DESCRIPTION)
     parser.add_argument(
         "--target", action="append", required=True, help=f"one of {', '.join(TARGETS)}; repeatable"

@@ -22,6 +22,7 @@ from mxjax.kernels.bench_lines import make_step
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Compiles one `dot` with its gradients, as the command line says, and prints the seconds."""
     policy, implementation, *sizes = sys.argv[1:] if arguments is None else arguments
     assert implementation in get_args(Implementation), implementation
     tokens, d_in, d_out = (int(n) for n in sizes)

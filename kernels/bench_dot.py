@@ -57,6 +57,7 @@ class Result(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures what the command line asks for and prints it; exits with 1 if a line of ours failed."""
     parser = argparse.ArgumentParser(prog="python -m mxjax.kernels.bench_dot", description=__doc__)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--linears", nargs="+", default=list(LINEARS), help=", ".join(LINEARS))
@@ -120,6 +121,7 @@ def time_line(line: Line, tensors: Tensors, baseline: Sequence[jax.Array], repor
 
 
 def numbers(result: Result | Absent, baseline: Result | Absent) -> dict[str, object]:
+    """Returns what the JSON says of a line, in seconds; nothing if it did not run."""
     if isinstance(result, Absent):
         return {}
     of_baseline = {}
@@ -135,6 +137,7 @@ def numbers(result: Result | Absent, baseline: Result | Absent) -> dict[str, obj
 
 
 def row(result: Result, baseline: Result) -> list[str]:
+    """Returns a line of the table, in milliseconds."""
     whole = result.whole.median
     cells = [result.name, *(f"{1e3 * t:.2f}" for t in result.whole), f"{whole / baseline.whole.median:.2f}"]
     for name in ("quantize", "operands"):

@@ -58,6 +58,7 @@ class Result(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures what the command line asks for and prints it; exits with 1 if a line of ours failed."""
     parser = argparse.ArgumentParser(prog="python -m mxjax.kernels.bench_quantize", description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=["8192x14336", "16384x4096"], help="ROWSxCOLUMNS")
     parser.add_argument("--only", nargs="+", default=[""], help="lines whose names hold one of these")
@@ -162,7 +163,8 @@ def run_case(case: Case, rounds: int) -> Result | Absent:
 
 
 def arrays(result: object) -> list[jax.Array]:
-    return [a for a in jax.tree.leaves(result) if isinstance(a, jax.Array)]  # without the factors
+    """Returns the arrays of a result, without its factors."""
+    return [a for a in jax.tree.leaves(result) if isinstance(a, jax.Array)]
 
 
 def run_peer(name: str, make: Callable[[], bench_peers.Cast], rounds: int) -> Result | Absent:
@@ -177,6 +179,7 @@ def run_peer(name: str, make: Callable[[], bench_peers.Cast], rounds: int) -> Re
 
 
 def numbers(result: Result | Absent) -> dict[str, object]:
+    """Returns what the JSON says of a line, in bytes and seconds; nothing if it did not run."""
     if isinstance(result, Absent):
         return {}
     return {"bytes": result.bytes, "differs": result.differs, **result.timing._asdict()}

@@ -63,6 +63,10 @@ def launch_of(
     dtype: DTypeLike,
     whole: tuple[int, int] | None = None,
 ) -> Launch:
+    """Returns how x [vmapped, batch, r, c] of `shape` and `dtype` is quantized for the sides wanted.
+
+    whole: rows and columns of the tensor that x is a part of; default, x itself.
+    """
     v, b, r, c = shape
     tile = _tile(target, rows, columns, r, c * jnp.dtype(dtype).itemsize)
     constants: dict[str, Any] = {"BATCH": b, "R": r, "C": c}
