@@ -229,14 +229,15 @@ def losses(
 ) -> Float32[Array, "B S"]:
     """Returns the cross-entropy of each token but the first, in nats; options as `Llama.hidden`.
 
-    Logits exist for no more than LOSS_TOKENS tokens at a time, as far as the sequence can be cut so, and are
+    Logits exist for about LOSS_TOKENS tokens at a time, or one of each sequence if these are more, and are
     computed again in the backward pass.
     """
     model = nnx.merge(_graph(config), params)
     x_BSD = model.hidden(batch[:, :-1], policies=policies, key=key, implementation=implementation, **options)
     targets_BS = batch[:, 1:]
     B, S = targets_BS.shape
-    pieces = next(n for n in range(1, S + 1) if S % n == 0 and (n * LOSS_TOKENS >= B * S or n == S))
+    length = -(-S // min(-(-B * S // LOSS_TOKENS), S))
+    pieces = -(-S // length)
 
     def of_piece(x, targets, key):
         logits = model.logits(x, policies=policies, key=key, implementation=implementation)
@@ -250,10 +251,11 @@ def losses(
         index, x, targets = piece
         return None, of_piece(x, targets, None if key is None else jax.random.fold_in(key, index))
 
-    x_piece = x_BSD.reshape(B, pieces, S // pieces, -1).swapaxes(0, 1)
-    targets_piece = targets_BS.reshape(B, pieces, S // pieces).swapaxes(0, 1)
+    rest = pieces * length - S
+    x_piece = jnp.pad(x_BSD, ((0, 0), (0, rest), (0, 0))).reshape(B, pieces, length, -1).swapaxes(0, 1)
+    targets_piece = jnp.pad(targets_BS, ((0, 0), (0, rest))).reshape(B, pieces, length).swapaxes(0, 1)
     _, out = jax.lax.scan(next_piece, None, (jnp.arange(pieces), x_piece, targets_piece))
-    return out.swapaxes(0, 1).reshape(B, S)
+    return out.swapaxes(0, 1).reshape(B, pieces * length)[:, :S]
 
 
 @functools.cache

@@ -197,7 +197,7 @@ def test_losses_in_pieces_are_those_of_the_logits(params, policy, monkeypatch):
         return -chosen.mean(), -chosen
 
     (_, expected), expected_grads = jax.value_and_grad(by_logits, has_aux=True)(params)
-    for tokens in (1000, 16, 1):
+    for tokens in (1000, 20, 16, 10, 1):  # whole, and in pieces with and without a remainder
         monkeypatch.setattr(llama, "LOSS_TOKENS", tokens)
         (_, found), grads = jax.value_and_grad(loss, has_aux=True)(params)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
