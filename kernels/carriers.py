@@ -167,7 +167,7 @@ def carry_kernel(
 
     The grid is (programs, v), and out [v, N, 8 K], reference [v, N], lost [v, programs].
     """
-    PARTS: tl.constexpr = tl.cdiv(K, BLOCKS)  # of a row; then ROWS is 1
+    PARTS: tl.constexpr = (K + BLOCKS - 1) // BLOCKS  # of a row; if more than one, ROWS is 1
     v = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0) % PARTS
     first = v * N + tl.program_id(0) // PARTS * ROWS  # row
