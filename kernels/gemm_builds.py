@@ -24,8 +24,8 @@ _SHUFFLED = (
 def builds(target: Target) -> list[Build]:
     """Returns the builds of Llama 3.1 8B's GEMMs and of small ones, each tile size of the target among them.
 
-    The result is float32 in Wgrad, whose weights are, and else bfloat16. Targets that multiply FP8 and not FP4
-    have the correction of each.
+    The result is float32 in Wgrad, whose weights are, and else bfloat16. Targets that multiply FP8 and not
+    FP4 have the correction of each.
     """
     sizes = [
         (shape, "float32" if shape.name.endswith("wgrad") else "bfloat16")

@@ -149,8 +149,8 @@ def _import_jax_triton():
 def _call_in_place(call, arrays: tuple[jax.Array, ...]):
     """Calls jax-triton with the first array's memory for the first output.
 
-    Version 0.3 passes the kernel both pointers. Version 0.4 passes an array that an output takes the memory of
-    in the output's place alone, and advises against the argument in favour of references, which 0.3 lacks.
+    Version 0.3 passes the kernel both pointers. Version 0.4 passes one, in the output's place here, and
+    advises against the argument in favour of references, which 0.3 lacks.
     """
     if not _names_out_type():
         return call(*arrays, input_output_aliases={0: 0})

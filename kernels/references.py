@@ -179,7 +179,7 @@ def carrier(n: int, blocks: int, carrier: str, rows: int, width: int) -> Referen
 
 
 def correction(batch: int, m: int, n: int, k: int, dtype: str, programs: tuple[int, int]) -> Reference:
-    """Returns what `correct_kernel` makes of out [batch, m, n], by flags of [batch, programs] of each side."""
+    """Returns what `correct_kernel` makes of out [batch, m, n], by flags [batch, programs] of each side."""
     product = gemm(batch, m, n, k, dtype, False)
     given, expected = dict(product.given), dict(product.expected)
     expected["product"] = expected.pop("out")
