@@ -34,7 +34,15 @@ from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepRepo
 from mxjax.training.mllog import MLPerfLog, settings
 from mxjax.training.optimizer import learning_rate, make_optimizer
 from mxjax.training.packed import PackedCorpus
-from mxjax.training.step import Loss, Losses, TrainState, evaluate, init_state, make_eval_step, make_train_step
+from mxjax.training.step import (
+    Loss,
+    Losses,
+    TrainState,
+    evaluate,
+    init_state,
+    make_eval_step,
+    make_train_step,
+)
 
 
 class Run(NamedTuple):

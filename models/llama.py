@@ -70,7 +70,7 @@ class RMSNorm(nnx.Module):
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _rms_norm(x, scale, eps: float):
-    """Keeps x alone for the backward pass, as `_swiglu` does: these float32 tensors cost less to make again."""
+    """Keeps x alone for the backward pass, as `_swiglu` does: the float32 tensors are soon made again."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return y.astype(x.dtype) * scale.astype(x.dtype)

@@ -1,7 +1,7 @@
 """The head and its cross-entropy, for a part of the tokens at a time.
 
-Logits of a large vocabulary are the largest tensors of a training step: 1 GB of float32 for LOSS_TOKENS tokens
-of Llama 3's. They exist for one piece of the sequence at a time. Shapes in names as in `models.llama`.
+Logits of a large vocabulary are the largest tensors of a training step: 1 GB of float32 for LOSS_TOKENS
+tokens of Llama 3's. They exist for one piece at a time. Shapes in names as in `models.llama`.
 """
 
 import functools
@@ -50,9 +50,9 @@ def token_losses(
     key: jax.Array | None,
 ) -> Float32[Array, "B S"]:
     """Returns the cross-entropy of each token, in nats; its logits are computed again in a backward pass."""
-    B, S = targets_BS.shape
+    S = targets_BS.shape[1]
 
-    @jax.checkpoint
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # in a loop, nothing undoes it
     def next_piece(_, piece):
         index, x, targets, _ = piece
         return None, head.losses(x, w_DV, targets, _fold(key, index))
