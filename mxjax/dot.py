@@ -51,8 +51,8 @@ def dot(
         and the layer.
       implementation: how the MXFP4 products run, whose values are the same in all: "reference" (float32, the
         definition), "xla" (bfloat16, which holds the values exactly), "fp8" (FP8 carriers; bfloat16 where
-        they cannot hold a row of an operand), "triton" or "scaled_dot" (packed FP4), or None for the fastest here.
-        All accumulate in float32.
+        they cannot hold a row of an operand), "triton" or "scaled_dot" (packed FP4), or None for the fastest
+        here. All accumulate in float32.
       preferred_element_type: dtype of the result; default, `jnp.result_type(x, w)`, which for bfloat16
         activations and float32 weights is float32.
 
