@@ -18,6 +18,7 @@ from models import llama
 from models.configs import LlamaConfig, from_dict, get_config, to_dict
 from mxjax.gemm import check_plans, choose_implementation
 from mxjax.layers import LayerPolicies
+from mxjax.remat import check_remat
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import (
     HUGGINGFACE,
@@ -161,6 +162,7 @@ def set_up(config: Config) -> Run:
     if config.precision.scale_rule is not None:
         policies = policies.with_scale_rule(config.precision.scale_rule)
     check_plans(policies.policies, config.precision.implementation)
+    check_remat(config.remat, policies.policies, config.precision.implementation)
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
     n_batches, n_sequences = config.eval_batches, config.eval_sequences
