@@ -33,12 +33,13 @@ from models.configs import LlamaConfig
 from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies
 from mxjax.remat import Remat
+from mxjax.training.rates import gib
 
 
 class Memory(NamedTuple):
     """Bytes on one device; the module's docstring says of what."""
 
-    params: int
+    parameters: int
     optimizer: int
     gradients: int
     activations: int
@@ -90,7 +91,7 @@ def step_memory(
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own = device_bytes(params)
     return Memory(
-        params=own,
+        parameters=own,
         optimizer=device_bytes(opt_state),
         gradients=own * (1 if accumulate == 1 else 2),
         activations=activations,
@@ -128,9 +129,3 @@ def _block_bytes(c: LlamaConfig, tokens: int) -> int:
 
 def _logits_bytes(c: LlamaConfig, tokens: int) -> int:
     return 10 * min(tokens, llama.LOSS_TOKENS) * c.vocab_size + 6 * c.d_model * c.vocab_size
-
-
-def gib(size: float) -> str:
-    """Returns bytes as GiB: three significant digits below a hundred."""
-    value = size / 2**30
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

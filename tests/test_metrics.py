@@ -50,7 +50,7 @@ def test_a_resumed_log_keeps_the_lines_before_it_and_drops_a_torn_one(tmp_path):
 
 def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
     out = Recorder()
-    reporter = StepReporter(out, out, tokens_a_step=8, learning_rate=lambda step: step / 10)
+    reporter = StepReporter(out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: step / 10)
     reporter.step(1, metrics())
     assert out.written == []
     reporter.step(2, metrics(loss=0.5))
@@ -65,7 +65,7 @@ def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
 
 def test_a_loss_that_is_not_finite_is_logged_and_raised():
     out = Recorder()
-    reporter = StepReporter(out, out, tokens_a_step=8, learning_rate=lambda step: 0.0)
+    reporter = StepReporter(out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: 0.0)
     reporter.step(7, metrics(float("nan")))
     with pytest.raises(NonFiniteError, match=r"loss nan, gradient norm 2\.0 at step 7"):
         reporter.step(8, metrics())
@@ -76,6 +76,7 @@ def test_a_loss_that_is_not_finite_is_logged_and_raised():
 def test_plain_lines_where_there_is_no_terminal(monkeypatch, capsys, terminal, expected):
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
     values = {"loss": 1.0, "tokens_per_s": 5.0, "grad_norm": 1.0, "lr": 0.1}
+    values |= {"tflops_per_device": 1e-3, "mean_step_s": 20.0}
     with Display(steps=6, start=0, every=3) as display:
         for step in range(1, 7):
             display.step(step, types.MappingProxyType(values))
