@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
@@ -243,12 +242,12 @@ def losses(
 
     def of_piece(x, targets, key):
         logits = model.logits(x, policies=policies, key=key, implementation=implementation)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return cross_entropy(logits, targets)
 
     if pieces == 1:
         return of_piece(x_BSD, targets_BS, key)
 
-    @jax.checkpoint
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # in a loop, nothing undoes it
     def next_piece(_, piece):
         index, x, targets = piece
         return None, of_piece(x, targets, None if key is None else jax.random.fold_in(key, index))
@@ -258,6 +257,34 @@ def losses(
     targets_piece = jnp.pad(targets_BS, ((0, 0), (0, rest))).reshape(B, pieces, length).swapaxes(0, 1)
     _, out = jax.lax.scan(next_piece, None, (jnp.arange(pieces), x_piece, targets_piece))
     return out.swapaxes(0, 1).reshape(B, pieces * length)[:, :S]
+
+
+@jax.custom_vjp
+def cross_entropy(
+    logits: Float32[Array, "*shape V"], targets: Int[Array, "*shape"]
+) -> Float32[Array, "*shape"]:
+    """Returns -log softmax(logits)[target], in nats.
+
+    The gradient, g (softmax(logits) - onehot(target)), is one pass over the logits; that of a lookup would
+    write a second array of their size.
+    """
+    return _cross_entropy_fwd(logits, targets)[0]
+
+
+def _cross_entropy_fwd(logits, targets):
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return normalizer - chosen, (logits, targets, normalizer)
+
+
+def _cross_entropy_bwd(residuals, g):
+    logits, targets, normalizer = residuals
+    token = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+    softmax = jnp.exp(logits - normalizer[..., None])
+    return g[..., None] * jnp.where(token == targets[..., None], softmax - 1, softmax), None
+
+
+cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 @functools.cache
