@@ -5,8 +5,9 @@ The modes, from most to least memory; `rematerialize` wraps a block in one:
   none  everything that the backward pass reads
   dots  the results of the matrix products and of attention; norms, activations, rotations and
         quantization are computed again
-  fp4   the packed operands of the products in MXFP4, 17/32 byte an element, and attention's result; the products
-        are multiplied again, but nothing that is packed is quantized again
+  fp4   the packed operands of the products in MXFP4, 17/32 byte an element, of activations and of weights,
+        and attention's result where something reads it; the products are multiplied again, but nothing
+        that is packed is quantized again
   full  the block's input
 
 The bits of stochastic rounding are functions of the key, so that every mode computes the same numbers.
@@ -15,7 +16,7 @@ A model names the values with `product` and `attention`; `mxjax.dot` names its p
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -30,20 +31,18 @@ _KEPT = {"dots": {_PRODUCT, _ATTENTION}, "fp4": {_OPERAND, _ATTENTION}}
 # cuDNN's attention is kept with its softmax statistics, without which its result is of no use backward.
 _CUDNN = "dot_product_attention_fwd_wrapper"
 
-T = TypeVar("T")
 
-
-def product(y: T) -> T:
+def product[T](y: T) -> T:
     """Returns y, named as the result of a matrix product."""
     return checkpoint_name(y, _PRODUCT)
 
 
-def attention(y: T) -> T:
+def attention[T](y: T) -> T:
     """Returns y, named as the result of attention; not for cuDNN's, which is known by its primitive."""
     return checkpoint_name(y, _ATTENTION)
 
 
-def operand(packed: T) -> T:
+def operand[T](packed: T) -> T:
     """Returns a packed operand (or any arrays), named as such."""
     return checkpoint_name(packed, _OPERAND)
 
