@@ -1,4 +1,4 @@
-"""The estimate of a step's memory against what XLA's CPU allocates, and the logits, of which only pieces exist."""
+"""The estimate of a step's memory against what XLA's CPU allocates; the logits, of which pieces exist."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""What blocks keep of their forward pass: the same numbers in every mode, in the bytes that are documented."""
+"""What blocks keep of their forward pass: in every mode the documented bytes and the same numbers."""
 
 import functools
 import re

@@ -250,9 +250,7 @@ def from_json(raw: dict[str, Any]) -> Config:
         | {
             "precision": PrecisionConfig(**precision),
             "data": DataConfig(**data),
-            "remat": {True: "full", False: "none"}.get(
-                raw["remat"], raw["remat"]
-            ),  # bool in earlier versions
+            "remat": {True: "full", False: "none"}.get(raw["remat"], raw["remat"]),  # once a bool
             "optimizer": OptimizerConfig(**raw["optimizer"]),
             "mlperf": MLPerfConfig(**raw.get("mlperf", {})),
             "out": _path(raw["out"]),

@@ -77,7 +77,7 @@ class Display:
         self._bar.stop()
 
     def step(self, step: int, m: Mapping[str, float]) -> None:
-        """Shows the metrics of a step, and when the steps that remain will have been made if nothing else is."""
+        """Shows the metrics of a step, and how long the steps that remain take, without evaluations."""
         left = datetime.timedelta(seconds=round((self._last - step) * m["mean_step_s"]))
         text = f"loss {m['loss']:.4f}  {rates.in_words(m)}  {left} left"
         self._bar.update(self._task, completed=step, description=text)
