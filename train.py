@@ -293,7 +293,7 @@ def introduction(run: Run, state: TrainState) -> str:
 
 
 def memory_estimate(run: Run, state: TrainState) -> str:
-    """Returns what a step will take on a device, its share of what there is, and what to do if that is less."""
+    """Returns what a step takes on a device, its share of what there is, and what to do if it is too much."""
     config = run.config
     needed = memory.step_memory(
         run.model,

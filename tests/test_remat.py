@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
-from models import llama
+from models import attention, llama
 from models.configs import LlamaConfig
 from models.memory import kept_bytes
 from mxjax.recipes import get_policy
@@ -63,21 +64,26 @@ def test_every_mode_computes_the_same_bits(params, policy, rules, modes):
         jax.tree.map(np.testing.assert_array_equal, run(mode), expected)
 
 
-def test_fp4_keeps_the_packed_operands_alone(params):
-    c = SMALL
+def operands(c):
+    """Bytes of a block's packed operands: for Wgrad and Dgrad, and of all but the last product for Fprop."""
     heads = c.n_heads * c.head_dim
     weights = c.d_model * (c.qkv_size + heads + 3 * c.d_ff)
-    activations = TOKENS * (4 * c.d_model + 2 * heads + c.d_ff)  # for Wgrad, and all but down's for Fprop
-    operands = activations + 2 * weights - c.d_model * c.d_ff
+    activations = TOKENS * (4 * c.d_model + 2 * heads + c.d_ff)
+    return (activations + 2 * weights - c.d_model * c.d_ff) * 17 / 32
+
+
+def results(c):
+    """Bytes of what a block's products, but the last, and attention give."""
+    return 2 * TOKENS * (c.qkv_size + c.n_heads * c.head_dim + c.d_model + 2 * c.d_ff)
+
+
+def test_fp4_keeps_the_packed_operands_alone(params):
     found = kept(params, "wgrad_hadamard", "fp8", "fp4")
-    assert found == pytest.approx(operands * 17 / 32, rel=1e-3)  # but for the layer's number
+    assert found == pytest.approx(operands(SMALL), rel=1e-3)  # but for the layer's number
 
 
 def test_dots_keeps_the_results_of_products_and_attention(params):
-    c = SMALL
-    heads = c.n_heads * c.head_dim
-    results = TOKENS * (c.qkv_size + heads + c.d_model + 2 * c.d_ff)
-    assert kept(params, "bf16", "xla", "dots") == pytest.approx(2 * results, rel=1e-3)
+    assert kept(params, "bf16", "xla", "dots") == pytest.approx(results(SMALL), rel=1e-3)
 
 
 def test_modes_keep_less_in_their_order(params):
@@ -115,3 +121,16 @@ def test_fp4_without_packed_operands_is_refused(policy, implementation):
 @pytest.mark.parametrize(("earlier", "mode"), [(True, "full"), (False, "none"), ("dots", "dots")])
 def test_configurations_of_earlier_versions_are_read(earlier, mode):
     assert from_json(to_json(Config()) | {"remat": earlier}).remat == mode
+
+
+def test_cudnn_s_attention_is_kept_with_its_statistics(params, monkeypatch):
+    """Traced only: it is known by the name of JAX's primitive, which this holds to."""
+    for check in ("check_cudnn_version", "check_compute_capability"):
+        monkeypatch.setattr(fused_attention_stablehlo, check, lambda *_: 91_000)
+    monkeypatch.setattr(attention, "_cudnn_takes", lambda q: True)
+    result = 2 * TOKENS * SMALL.n_heads * SMALL.head_dim
+    statistics = 4 * TOKENS * SMALL.n_heads
+    for mode, implementation in (("dots", "xla"), ("fp4", "fp8")):
+        plain = results(SMALL) if mode == "dots" else operands(SMALL)
+        found = kept(params, "wgrad_hadamard", implementation, mode)
+        assert found == pytest.approx(plain + (mode == "fp4") * result + statistics, rel=1e-3)
