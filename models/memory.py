@@ -14,7 +14,7 @@ of query, key and value together, F d_ff, V vocabulary, W = D Q + N D + 3 D F we
     working                 what exists for a while, the larger of
       a block               its activations of mode `none` where they are computed again, 12 T F for the
                             gradient of its widest product, 6 W for its gradients and bfloat16 weights
-      the logits            10 V a token of one piece (see `models.llama.LOSS_TOKENS`), 6 D V for the head
+      the logits            10 V a token of one piece (see `models.loss`), 6 D V for the head
 
 Attention by cuDNN adds 2 T N and its statistics to `dots` and `fp4`. What a compiler adds or saves is
 not in it: tests hold XLA's CPU, which computes bfloat16 in float32, to within a factor of two.
@@ -30,6 +30,7 @@ from jax.extend import core
 
 from models import llama
 from models.configs import LlamaConfig
+from models.loss import LOSS_TOKENS
 from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies
 from mxjax.remat import Remat
@@ -76,16 +77,19 @@ def step_memory(
       batch_size: sequences a step, on all devices.
       accumulate: parts in which a step takes its batch.
       batch_shards: devices that share a part's sequences; a rest counts as a whole sequence.
-      Others: as `llama.losses`.
+      Others: as `llama.mean_loss`.
     """
     sequences = -(-batch_size // (accumulate * batch_shards))
     tokens = sequences * seq_len
 
     def kept(mode: Remat) -> int:
-        losses = functools.partial(
-            llama.losses, config, policies=policies, remat=mode, implementation=implementation
+        loss = functools.partial(
+            llama.mean_loss, config, policies=policies, remat=mode, implementation=implementation
         )
-        return kept_bytes(losses, params, (sequences, seq_len + 1))
+        head = (
+            4 * config.d_model * config.vocab_size
+        )  # its gradient, made in the forward pass, counts as such
+        return kept_bytes(loss, params, (sequences, seq_len + 1)) - head
 
     activations = kept(remat)
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
@@ -99,11 +103,11 @@ def step_memory(
     )
 
 
-def kept_bytes(losses, params: Any, batch_shape: tuple[int, int]) -> int:
-    """Returns the bytes of all that `losses(params, batch, key=)` keeps for its gradient besides params."""
+def kept_bytes(loss, params: Any, batch_shape: tuple[int, int]) -> int:
+    """Returns the bytes of all that `loss(params, batch, key=)` keeps for its gradient besides params."""
 
     def backward(params, batch, key):
-        return jax.vjp(lambda p: losses(p, batch, key=key), params)[1]
+        return jax.vjp(lambda p: loss(p, batch, key=key), params)[1]
 
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -128,4 +132,4 @@ def _block_bytes(c: LlamaConfig, tokens: int) -> int:
 
 
 def _logits_bytes(c: LlamaConfig, tokens: int) -> int:
-    return 10 * min(tokens, llama.LOSS_TOKENS) * c.vocab_size + 6 * c.d_model * c.vocab_size
+    return 10 * min(tokens, LOSS_TOKENS) * c.vocab_size + 6 * c.d_model * c.vocab_size

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from models import llama
 from models.configs import LlamaConfig
+from models.loss import LOSS_TOKENS, cross_entropy
 from models.memory import Memory, device_bytes, step_memory
 from mxjax.training.config import OptimizerConfig
 from mxjax.training.optimizer import make_optimizer
@@ -37,10 +38,10 @@ def compare(config, batch_size, seq_len, accumulate, policy, implementation, rem
         **options,
     )
 
-    def losses(params, batch, key):
-        return llama.losses(config, params, batch, policies=policies, key=key, **options)
+    def loss(params, batch, key):
+        return llama.mean_loss(config, params, batch, policies=policies, key=key, **options)
 
-    step = make_train_step(losses, optimizer, 0, accumulate)
+    step = make_train_step(loss, optimizer, 0, accumulate)
     batch = jax.ShapeDtypeStruct((batch_size, seq_len + 1), jnp.int32)
     m = step.lower(state, batch).compile().memory_analysis()
     held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
@@ -105,7 +106,7 @@ def test_cross_entropy_and_its_gradient_are_optax_s():
     def both(f):
         return jax.value_and_grad(lambda x: jnp.sum(jnp.sin(f(x, targets))))(logits)
 
-    found = both(llama.cross_entropy)
+    found = both(cross_entropy)
     expected = both(optax.softmax_cross_entropy_with_integer_labels)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
 
@@ -117,14 +118,14 @@ def test_logits_exist_in_pieces_and_the_head_is_converted_once():
     params = jax.eval_shape(lambda: llama.init(config, jax.random.key(0)))
 
     def loss(params, batch):
-        return llama.losses(config, params, batch, policies=policies).mean()
+        return llama.mean_loss(config, params, batch, policies=policies)
 
     batch = jax.ShapeDtypeStruct((8, 1025), jnp.int32)  # four pieces
     hlo = jax.jit(jax.value_and_grad(loss)).lower(params, batch).compile().as_text()
     shapes = [
         [int(n) for n in found.split(",")] for found in re.findall(rf"\w\[((?:\d+,)*{vocab}(?:,\d+)*)\]", hlo)
     ]
-    assert max(np.prod(shape) for shape in shapes) == llama.LOSS_TOKENS * vocab
+    assert max(np.prod(shape) for shape in shapes) == LOSS_TOKENS * vocab
     head = rf"bf16\[{d},{vocab}\]\S* convert\(%?\S+\)"
     assert len(re.findall(head, hlo)) == 1
     # Float32 of the head's shape: its weight, its gradient's accumulator, and one piece's part of that.
