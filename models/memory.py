@@ -12,8 +12,8 @@ of query, key and value together, F d_ff, V vocabulary, W = D Q + N D + 3 D F we
       fp4                   2 T D + 17/32 (T (4 D + 2 N + F) + 2 W - D F) with all GEMMs in MXFP4
       none                  everything that the policy's and the attention's backward passes read
     working                 what exists for a while, the larger of
-      a block               its activations of mode `none` where they are computed again, 12 T F for the
-                            gradient of its widest product, 6 W for its gradients and bfloat16 weights
+      a block               its activations of mode `none` where they are computed again, 32 T F for SwiGLU
+                            and its gradient in float32, 6 W for its gradients and bfloat16 weights
       the logits            10 V a token of one piece (see `models.loss`), 6 D V for the head
 
 Attention by cuDNN adds 2 T N and its statistics to `dots` and `fp4`. What a compiler adds or saves is
@@ -128,7 +128,7 @@ def device_bytes(arrays: Any) -> int:
 
 def _block_bytes(c: LlamaConfig, tokens: int) -> int:
     weights = c.d_model * (c.qkv_size + c.n_heads * c.head_dim + 3 * c.d_ff)
-    return 12 * tokens * c.d_ff + 6 * weights
+    return 32 * tokens * c.d_ff + 6 * weights
 
 
 def _logits_bytes(c: LlamaConfig, tokens: int) -> int:

@@ -10,7 +10,8 @@ The modes, from most to least memory; `rematerialize` wraps a block in one:
         that is packed is quantized again
   full  the block's input
 
-The bits of stochastic rounding are functions of the key, so that every mode computes the same numbers.
+The bits of stochastic rounding are functions of the key, so that every mode draws the same,
+and computes the same numbers but for how XLA fuses what is computed again.
 
 A model names the values with `product` and `attention`; `mxjax.dot` names its packed operands with `operand`.
 """
