@@ -14,10 +14,11 @@ import grain
 import jax
 import numpy as np
 
-from models import llama
+from models import llama, memory
 from models.configs import LlamaConfig, from_dict, get_config, to_dict
 from mxjax.gemm import check_plans, choose_implementation
 from mxjax.layers import LayerPolicies
+from mxjax.remat import check_remat
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import (
     HUGGINGFACE,
@@ -34,6 +35,7 @@ from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepRepo
 from mxjax.training.mllog import MLPerfLog, settings
 from mxjax.training.optimizer import learning_rate, make_optimizer
 from mxjax.training.packed import PackedCorpus
+from mxjax.training.rates import gib, memory_limit
 from mxjax.training.step import (
     Loss,
     Losses,
@@ -82,7 +84,7 @@ def train(config: Config) -> dict[str, float]:
         log = MetricsLog(run.folder / "metrics.jsonl", keep_steps=start)
         display = Display(config.steps, start, config.log_every)
         with log, display, open_mllog(run, start, began) as mllog, Interruption() as interruption:
-            display.line(introduction(run))
+            display.line(introduction(run, state))
             return loop(run, optimizer, state, stream, checkpoints, log, display, mllog, interruption)
 
 
@@ -104,7 +106,8 @@ def loop(
     eval_step = make_eval_step(losses)
     tokens_a_step = config.data.batch_size * config.data.seq_len
     rate = learning_rate(config.optimizer, config.steps, np)  # on the host: the device would make it wait
-    reporter = StepReporter(log, display, tokens_a_step, rate)
+    flops_a_step = tokens_a_step * run.model.flops_per_token(config.data.seq_len)
+    reporter = StepReporter(log, display, tokens_a_step, flops_a_step, rate)
     stop = config.last_step
     evaluation: dict[str, float] = {}
     done = is_done(run, int(state.step))
@@ -169,6 +172,7 @@ def set_up(config: Config) -> Run:
     if config.precision.scale_rule is not None:
         policies = policies.with_scale_rule(config.precision.scale_rule)
     check_plans(policies.policies, config.precision.implementation)
+    check_remat(config.remat, policies.policies, config.precision.implementation)
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
     n_batches, n_sequences = config.eval_batches, config.eval_sequences
@@ -279,7 +283,7 @@ def write_description(run: Run) -> None:
     partial.replace(path)
 
 
-def introduction(run: Run) -> str:
+def introduction(run: Run, state: TrainState) -> str:
     """Returns what is worth knowing before the first step."""
     config, model = run.config, run.model
     tokens = config.steps * config.data.batch_size * config.data.seq_len
@@ -293,8 +297,34 @@ def introduction(run: Run) -> str:
             *(f"  {line}" for line in str(run.policies).splitlines()),
             f"run {run.folder} on {jax.devices()[0].device_kind}, "
             f"implementation {choose_implementation(config.precision.implementation)}",
+            memory_estimate(run, state),
         ]
     )
+
+
+def memory_estimate(run: Run, state: TrainState) -> str:
+    """Returns what a step takes on a device, its share of what there is, and what to do if it is too much."""
+    config = run.config
+    needed = memory.step_memory(
+        run.model,
+        run.policies,
+        state.params,
+        state.opt_state,
+        batch_size=config.data.batch_size,
+        seq_len=config.data.seq_len,
+        accumulate=config.accumulate,
+        remat=config.remat,
+        implementation=config.precision.implementation,
+    )
+    text = f"memory a device, estimated with --remat {config.remat}: {needed}"
+    limit = memory_limit(jax.local_devices()[0])
+    if limit is None:
+        return text
+    text += f", {100 * needed.total / limit:.0f} % of {gib(limit)} GiB"
+    if needed.total > limit:
+        text += "\nwarning: that is more than there is: lower --batch-size, raise --accumulate, or choose "
+        text += "--remat dots, fp4 or full"
+    return text
 
 
 def summary(run: Run, evaluation: dict[str, float], step_times: list[float]) -> str:

@@ -17,6 +17,7 @@ import tyro
 from mxjax.gemm import Implementation
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
+from mxjax.remat import Remat
 from mxjax.scales import ScaleRule
 from mxjax.training import mlperf
 
@@ -108,8 +109,9 @@ class Config:
     """A name of models/configs.py; its vocabulary is the data's, see --vocab-size."""
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, which may be an imported checkpoint."""
-    remat: bool = False
-    """Recompute each block in the backward pass: less memory, more time."""
+    remat: Remat = "none"
+    """What a block computes again in the backward pass instead of keeping it. none: nothing; dots: all but
+    the results of matrix products and attention; fp4: all but packed MXFP4 operands; full: everything."""
     accumulate: int = 1
     """Parts in which a step takes its batch, one after another: less memory, the same gradient."""
     steps: int = 300
@@ -201,7 +203,7 @@ def mlperf_llama31_8b(batch_size: int = 32) -> Config:
             lr=reference.lr, warmup_steps=round(reference.warmup_sequences / batch_size)
         ),
         mlperf=MLPerfConfig(mllog=True),
-        remat=True,
+        remat="full",
         steps=mlperf.MAX_STEPS,
         checkpoint_every=eval_every,
         eval_every=eval_every,
@@ -248,6 +250,7 @@ def from_json(raw: dict[str, Any]) -> Config:
         | {
             "precision": PrecisionConfig(**precision),
             "data": DataConfig(**data),
+            "remat": {True: "full", False: "none"}.get(raw["remat"], raw["remat"]),  # once a bool
             "optimizer": OptimizerConfig(**raw["optimizer"]),
             "mlperf": MLPerfConfig(**raw.get("mlperf", {})),
             "out": _path(raw["out"]),
