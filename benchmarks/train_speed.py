@@ -1,0 +1,299 @@
+"""Training steps of a Llama on GPUs: tokens/s, MFU and peak memory of policies side by side, beside PyTorch.
+
+    python -m benchmarks.train_speed --model llama3.2-1b --batch 4 --seq 4096 --policies bf16 wgrad_hadamard --peer
+
+Runs train.py's step (float32 weights, AdamW, clipping) on other random tokens in each step, the loss fetched
+one step late, every policy in a process of its own, so that the peak memory is its own; `--rounds` repeats the
+cycle. `--peer` adds transformers' Llama in PyTorch with the same dimensions, tokens and optimizer
+(benchmarks/train_peer.py); where its whole logits do not fit, its loss is computed in chunks and its line says so.
+
+Before a line counts, its losses must be finite, must not rise, and the first must be near bf16's, whose weights
+and tokens are the same. FLOPs are the model's, 6 a matrix parameter and token and 6 S d a layer for causal
+attention (`LlamaConfig.flops_per_token`), whatever is recomputed, and the same for the peer. MFU is of the
+published dense bfloat16 peak, and of the fastest bfloat16 GEMM measured in the same run. Prints a table, and as
+its last line JSON, which --out keeps while it grows.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks import trace_table
+from benchmarks.train_job import OURS, PEER, Job
+from models.configs import get_config
+from mxjax.kernels.timing import LATE, commit, print_table
+
+PEAKS = {"H100": 989e12, "H200": 989e12, "MI355X": 2516.6e12}
+"""Dense bfloat16 FLOP/s by a part of the device's name. Source: the makers' data sheets."""
+FIRST_LOSS_TOLERANCE = 0.1  # nats, from bf16's: quantization moves the first loss by about a hundredth
+RISE_TOLERANCE = 0.05  # nats, from the first loss to the last
+OUT_OF_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED", "out of memory")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures what the command line asks for and prints it; exits with 1 if a line of ours failed."""
+    options = parse(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "benchmarks.train_speed", *given]),
+        "commit": options.commit or commit(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "runs": [],
+    }
+    end = time.monotonic() + options.seconds
+    with tempfile.TemporaryDirectory() as cache:
+        environment = child_environment(options, pathlib.Path(options.cache or cache).absolute())
+        for round_ in range(options.rounds):
+            for job in jobs(options, round_):
+                report["runs"].append({"round": round_} | run_with_fallback(job, environment, end))
+                check(report["runs"])
+                report["lines"] = lines(report["runs"])
+                save(options.out, report)
+    print_report(report)
+    print(json.dumps(report), flush=True)
+    failed = [f"{r['name']}: {r['absent']}" for r in report["runs"] if r.get("failed")]
+    if failed:
+        raise SystemExit("failed: " + "; ".join(failed))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the command line's options; exits with an error before anything is started."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_speed", description=__doc__)
+    parser.add_argument("--model", default="llama3.2-1b", help="a name of models/configs.py")
+    parser.add_argument("--batch", type=int, default=4, help="sequences a step, of all devices together")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence")
+    parser.add_argument("--policies", nargs="*", default=["bf16", "fp8", "wgrad_hadamard", "full_hadamard"])
+    parser.add_argument("--implementation", help="of the products; default: the fastest")
+    parser.add_argument("--remat", default="none", help="as train.py's, and of the peer's layers unless none")
+    parser.add_argument("--mesh", help="as train.py's; needed with --devices")
+    parser.add_argument("--devices", type=int, default=1, help="the first GPUs of the machine")
+    parser.add_argument(
+        "--peer", nargs="*", choices=("autocast", "bf16"), help="precisions; default: autocast"
+    )
+    parser.add_argument("--peer-remat", choices=("none", "full"), help="default: full unless --remat none")
+    parser.add_argument("--steps", type=int, default=10, help="timed")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before these, at least 1")
+    parser.add_argument("--rounds", type=int, default=1, help="over all lines, one after another")
+    parser.add_argument(
+        "--profile", type=pathlib.Path, help="folder for a profile of a few more steps of ours"
+    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="file for the numbers as JSON, written after every line"
+    )
+    parser.add_argument("--commit", help="of the code; default: what git says")
+    parser.add_argument(
+        "--cache", type=pathlib.Path, help="folder for what is compiled; default: this run's own"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        get_config(options.model)
+    except ValueError as error:
+        parser.error(str(error))
+    if min(options.batch, options.seq, options.steps, options.warmup, options.rounds, options.devices) < 1:
+        parser.error("--batch, --seq, --steps, --warmup, --rounds and --devices must be at least 1")
+    if options.batch % options.devices:
+        parser.error(f"--batch {options.batch} must be a multiple of --devices {options.devices}")
+    return options
+
+
+def jobs(options: argparse.Namespace, round_: int) -> list[Job]:
+    """Returns a round's jobs: ours, then the peer's."""
+    names = [f.name for f in dataclasses.fields(Job)]
+    common = {name: value for name, value in vars(options).items() if name in names}
+    found = [
+        Job(OURS, policy, **common, trace=_trace_folder(options, policy, round_))
+        for policy in options.policies
+    ]
+    if options.peer is not None:
+        remat = options.peer_remat or ("none" if options.remat == "none" else "full")
+        peers = options.peer or ["autocast"]
+        found += [Job(PEER, precision, **common | {"remat": remat}) for precision in peers]
+    return found
+
+
+def _trace_folder(options: argparse.Namespace, policy: str, round_: int) -> str | None:
+    return str((options.profile / policy).absolute()) if options.profile and round_ == 0 else None
+
+
+def child_environment(options: argparse.Namespace, cache: pathlib.Path) -> dict[str, str]:
+    """Returns this process' environment, with the devices to see and folders for what is compiled."""
+    visible = {}
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        all_devices = os.environ.get(name) or ",".join(map(str, range(options.devices)))
+        visible[name] = ",".join(all_devices.split(",")[: options.devices])
+    defaults = {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",  # more than JAX's 0.75: large models are to fit
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
+    return defaults | dict(os.environ) | visible
+
+
+def run_with_fallback(job: Job, environment: dict[str, str], end: float) -> dict[str, Any]:
+    """Returns a job's outcome; the peer's with its loss in chunks if the memory is not enough otherwise."""
+    outcome = run(job, environment, end)
+    if job.program == PEER and any(text in outcome.get("absent", "") for text in OUT_OF_MEMORY):
+        chunked = dataclasses.replace(job, loss="chunked")
+        return run(chunked, environment, end) | {"whole_loss": outcome["absent"]}
+    return outcome
+
+
+def run(job: Job, environment: dict[str, str], end: float) -> dict[str, Any]:
+    """Returns what a process measures, or under "absent" why it did not."""
+    record = {"name": job.name, "job": dataclasses.asdict(job)}
+    if time.monotonic() > end:
+        return record | {"absent": LATE}
+    print(f"\n{job.name}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        question, answer = pathlib.Path(folder) / "job.json", pathlib.Path(folder) / "outcome.json"
+        question.write_text(json.dumps(record["job"]))
+        command = [sys.executable, "-m", job.program, str(question), str(answer)]
+        with (pathlib.Path(folder) / "log").open("w+") as log:
+            process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                process.wait(None if math.isinf(end) else max(end - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                return record | {"absent": "not finished when --seconds had passed"}
+            finally:
+                stop(process)
+            log.seek(0)
+            said = log.read()
+        if process.returncode or not answer.exists():
+            print(said[-4000:], flush=True)
+            return record | {"absent": cause(said), "failed": job.program == OURS}
+        return record | outcome_with_speed(job, json.loads(answer.read_text()))
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Ends a process and those that it started, which are in its session."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def cause(said: str) -> str:
+    """Returns the last line that names an error, or else the last line, of what a process printed."""
+    found = [line.strip() for line in said.splitlines() if line.strip()] or ["it printed nothing"]
+    named = [line for line in found if "Error: " in line or any(text in line for text in OUT_OF_MEMORY)]
+    return (named or found)[-1][:400]
+
+
+def outcome_with_speed(job: Job, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Returns an outcome with the speed of its median step."""
+    model, seconds = get_config(job.model), statistics.median(outcome["times"])
+    tokens = job.batch * job.seq
+    per_device = tokens * model.flops_per_token(job.seq) / seconds / job.devices
+    return outcome | {"tokens_per_s": tokens / seconds, "flops_per_s_per_device": per_device}
+
+
+def check(runs: list[dict[str, Any]]) -> None:
+    """Turns the last run into an absent one if its losses are wrong."""
+    run = runs[-1]
+    if "absent" in run:
+        return
+    losses = run["losses"]
+    base = next((r["losses"][0] for r in runs if r["name"] == "bf16" and "losses" in r), None)
+    far = base is not None and run["job"]["program"] == OURS and abs(losses[0] - base) > FIRST_LOSS_TOLERANCE
+    if not all(map(math.isfinite, losses)):
+        run["absent"] = f"a loss was not finite: {losses}"
+    elif losses[-1] > losses[0] + RISE_TOLERANCE:
+        run["absent"] = f"the loss rose from {losses[0]:.4f} to {losses[-1]:.4f}"
+    elif far:
+        run["absent"] = f"the first loss is {losses[0]:.4f}, and bf16's {base:.4f}"
+    run["failed"] = "absent" in run and run["job"]["program"] == OURS
+
+
+def lines(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns one line a subject, over all rounds, with its ratios to our bf16 and to the peer."""
+    done = [r for r in runs if "absent" not in r]
+    rates = [rate for r in done for rate in r.get("gemm_flops", {}).values()]
+    found = []
+    for name in dict.fromkeys(r["name"] for r in done):
+        mine = [r for r in done if r["name"] == name]
+        times = [t for r in mine for t in r["times"]]
+        median, p10, p90 = (float(np.quantile(times, q)) for q in (0.5, 0.1, 0.9))
+        speed = outcome_with_speed(Job(**mine[0]["job"]), {"times": times})
+        device = mine[0]["environment"]["device"]
+        peak = next((rate for part, rate in PEAKS.items() if part in device), None)
+        flops = speed["flops_per_s_per_device"]
+        found.append(
+            {
+                "name": name + (", loss in chunks" if mine[0]["job"]["loss"] == "chunked" else ""),
+                "rounds": len(mine),
+                "step_seconds": {"median": median, "p10": p10, "p90": p90},
+                "tokens_per_s": speed["tokens_per_s"],
+                "flops_per_s_per_device": flops,
+                "mfu": flops / peak if peak else None,
+                "mfu_of_measured_gemm": flops / max(rates) if rates else None,
+                "peak_bytes": max((r["peak_bytes"] for r in mine if r["peak_bytes"]), default=None),
+                "compile_seconds": mine[0].get("lower_seconds", 0.0) + mine[0]["compile_seconds"],
+                "first_loss": mine[0]["losses"][0],
+                "last_loss": mine[0]["losses"][-1],
+            }
+        )
+    bf16 = next((f for f in found if f["name"] == "bf16"), None)
+    peer = next((f for f in found if f["name"].startswith("PyTorch")), None)
+    for line in found:
+        for key, base in (("of_bf16", bf16), ("of_peer", peer)):
+            line[key] = line["tokens_per_s"] / base["tokens_per_s"] if base else None
+    return found
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Prints the table, the profiles, and what is absent."""
+    columns = ["", "step ms", "p10", "p90", "tokens/s", "TFLOP/s", "MFU", "of GEMM", "peak GB", "compile s"]
+    rows = []
+    for line in report.get("lines", []):
+        seconds = line["step_seconds"].values()
+        numbers = [*(f"{t * 1e3:.1f}" for t in seconds), f"{line['tokens_per_s']:,.0f}"]
+        numbers += [f"{line['flops_per_s_per_device'] / 1e12:.1f}"]
+        numbers += [_percent(line["mfu"]), _percent(line["mfu_of_measured_gemm"])]
+        numbers += [f"{line['peak_bytes'] / 1e9:.1f}" if line["peak_bytes"] else "-"]
+        numbers += [f"{line['compile_seconds']:.0f}"]
+        numbers += [f"{line[k]:.3f}" if line[k] else "-" for k in ("of_bf16", "of_peer")]
+        rows.append([line["name"], *numbers, f"{line['first_loss']:.4f}", f"{line['last_loss']:.4f}"])
+    print()
+    print_table([*columns, "x bf16", "x PyTorch", "first loss", "last loss"], rows)
+    for run in report["runs"]:
+        if "trace" in run:
+            print(f"\n{run['name']}, profile\n")
+            trace_table.print_summary(run["trace"])
+        if "absent" in run:
+            print(f"absent: {run['name']}: {run['absent']}", flush=True)
+        if "whole_loss" in run:
+            print(f"{run['name']}: loss in chunks, since with transformers' own: {run['whole_loss']}")
+    print()
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.1%}"
+
+
+def save(path: pathlib.Path | None, report: dict[str, Any]) -> None:
+    """Writes the report, all of it or nothing."""
+    if path is not None:
+        partial = path.with_name(path.name + ".tmp")
+        partial.write_text(json.dumps(report, indent=1) + "\n")
+        partial.replace(path)
+
+
+if __name__ == "__main__":
+    main()
