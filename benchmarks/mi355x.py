@@ -10,9 +10,8 @@ the builds' numbers into docs/results/gfx950-builds.json.
 import argparse
 import json
 import pathlib
-import re
-from typing import Any
 
+from benchmarks.markdown import insert, table
 from benchmarks.mi355x_builds import (
     compile_builds,
     find_gemm,
@@ -78,13 +77,6 @@ def step_seconds(policy: str, tokens: int, builds: list[dict], case: Case) -> di
     """Returns the times of the parts of a training step."""
     block = block_seconds(policy, tokens, builds, case)
     return {name: time * MODEL.n_layers for name, time in block.items()} | other_seconds(tokens, case)
-
-
-def table(header: str, rows: list[list[Any]]) -> str:
-    """Returns a Markdown table; the first column is text."""
-    names = header.split(" | ")
-    lines = [names, ["---"] + ["---:"] * (len(names) - 1), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 def rates_table() -> str:
@@ -228,18 +220,6 @@ def tables(builds: list[dict]) -> dict[str, str]:
     for tokens in shapes.TOKENS:
         named[f"steps {tokens}"] = steps_table(tokens, builds)
     return named | {"paper": paper_table(builds)}
-
-
-def insert(text: str, named: dict[str, str]) -> str:
-    """Returns a document with the text between each pair of markers replaced."""
-    for name, content in named.items():
-        start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
-        text, count = re.subn(
-            f"{start}.*?{end}", lambda _, c=content, s=start, e=end: f"{s}\n{c}\n{e}", text, flags=re.S
-        )
-        if count != 1:
-            raise ValueError(f"the document has {count} pairs of markers named {name!r}")
-    return text
 
 
 def main() -> None:

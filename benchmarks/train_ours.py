@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import train_job, trace_table
+from benchmarks import trace_table, train_job
 from benchmarks.train_job import LEARNING_RATE, Job
 from models import llama
 from models.configs import get_config

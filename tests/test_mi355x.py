@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import mi355x, mi355x_builds, mi355x_rates, roofline
+from benchmarks import markdown, mi355x, mi355x_builds, mi355x_rates, roofline
 from mxjax.kernels import shapes
 
 DOCUMENT = (pathlib.Path(__file__).parent.parent / "docs" / "mi355x.md").read_text()
@@ -106,9 +106,9 @@ def test_an_aot_description_is_summarized():
 def test_the_document_holds_the_tables(builds):
     named = mi355x.tables(builds)
     assert re.findall(r"<!-- end (.*?) -->", DOCUMENT) == list(named)
-    assert mi355x.insert(DOCUMENT, named) == DOCUMENT
+    assert markdown.insert(DOCUMENT, named) == DOCUMENT
 
 
 def test_a_document_without_a_marker_is_refused():
     with pytest.raises(ValueError, match="0 pairs of markers named 'rates'"):
-        mi355x.insert("text", {"rates": "table"})
+        markdown.insert("text", {"rates": "table"})
