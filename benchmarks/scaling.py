@@ -65,7 +65,7 @@ def best_table(found: Iterable[dict[str, Any]]) -> str:
 
 
 def parts_table(found: Iterable[dict[str, Any]]) -> str:
-    """Returns the parts of the plans' steps, in hundredths of the step; overlapped, they make more than 100."""
+    """Returns the parts of the plans' steps in hundredths; those that overlap make it more than 100."""
     rows = []
     for f in found:
         if f["plan"]:

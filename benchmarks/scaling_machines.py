@@ -1,4 +1,4 @@
-"""Machines for the cost model of `benchmarks.scaling`: rates in FLOP/s and bytes a second, capacity in bytes."""
+"""Machines for `benchmarks.scaling`: rates in FLOP/s and bytes a second, capacity in bytes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -58,8 +58,8 @@ MACHINES = {
     "mi355x-best": dataclasses.replace(
         _MI355X, name="MI355X, best MXFP4 GEMM", gemm=_GEMM | {"mxfp4": MEASURED["mxfp4"]}
     ),
-    # GEMMs, attention and a copy as measured on one, docs/results/kernels-h200.md; NVLink 4 has 900 GB/s, both
-    # directions counted. MXFP4's values are multiplied in FP8.
+    # GEMMs, attention and a copy as measured on one; NVLink 4 has 900 GB/s, both directions counted. MXFP4's
+    # values are multiplied in FP8.
     "h200": Machine(
         name="H200",
         gemm={"bf16": 803e12, "fp8": 1416e12, "mxfp4": 1416e12},
