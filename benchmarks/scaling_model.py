@@ -1,9 +1,8 @@
 """The cost model of a training step on many devices: seconds and bytes of one device, by arithmetic alone.
 
-A mesh is data x fsdp x tensor, as `mxjax.training.sharding` has it. `fsdp` cuts weights, gradients and optimizer
-state; a layer's weights are quantized where they lie and gathered as operands, in the forward pass for Fprop
-and in the backward pass for Dgrad. `tensor` cuts heads and the MLP's width. The parts of a step that follow
-one another are added; what may overlap is said in `seconds`.
+A mesh is data x fsdp x tensor, as train.py has it. `fsdp` cuts weights, gradients and optimizer state; a
+layer's weights are quantized where they lie and gathered as operands, in the forward pass for Fprop and in
+the backward pass for Dgrad. `tensor` cuts heads and the MLP's width. What may overlap is said in `seconds`.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ from models.configs import LlamaConfig
 from mxjax.kernels.shapes import Linears, gemms, tensors
 
 OVERLAP = 0.8
-"""Of the time of computing, how much can hide collectives over `fsdp` and `data`; the rest is edges of layers."""
+"""Of the time of computing, the part that can hide collectives over `fsdp` and `data`."""
 LOGITS = 2048
 """Tokens whose logits exist at once, `models.llama.LOSS_TOKENS`."""
 GRADIENT_BYTES = 4
@@ -161,7 +160,7 @@ def traffic_parts(model: LlamaConfig, policy: str, machine: Machine, plan: Plan)
 
 
 def seconds(parts: dict[str, float], overlap: float = OVERLAP) -> float:
-    """Returns a step's time: collectives over fsdp and data beside `overlap` of computing, the rest in turn."""
+    """Returns a step's time: collectives over fsdp and data beside `overlap` of computing, all else in turn."""
     hidden = parts["fsdp"] + parts["data"]
     compute = sum(parts.values()) - hidden - parts["tensor"]
     return compute + parts["tensor"] + max(0.0, hidden - overlap * compute)
@@ -184,16 +183,14 @@ def memory_bytes(model: LlamaConfig, policy: str, plan: Plan) -> dict[str, float
     # In bfloat16: the residual stream twice, q, k, v, attention's result, gate and up; operands of Wgrad.
     kept = 2 * (2 * model.d_model + (model.qkv_size + inner + 2 * model.d_ff) / t)
     kept += operand * (2 * model.d_model + (inner + model.d_ff) / t)
-    activations = tokens * (
-        kept + 2 * model.d_model * model.n_layers if plan.remat else kept * model.n_layers
-    )
+    of_layers = kept + 2 * model.d_model * model.n_layers if plan.remat else kept * model.n_layers
     gathered = 2 * block * sum(OPERAND_BYTES[kind_of(policy, use)] for use in ("fprop", "dgrad"))
     # float32: weights, two moments, gradients, and their sum over a step's parts.
     each = 20 if plan.times > 1 else 16
     return {
         "state": each * model.n_params / (plan.fsdp * t),
         "gathered": (gathered + GRADIENT_BYTES * block if plan.fsdp > 1 else 0.0),
-        "activations": activations,
+        "activations": tokens * of_layers,
         "logits": 3 * 4 * min(LOGITS, tokens) * model.vocab_size / t,
     }
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.trace_table FOLDER --steps 3
 
-FOLDER is what `jax.profiler.trace` wrote. Its trace.json.gz holds at most a million events: trace a few steps.
+FOLDER is what `jax.profiler.trace` wrote. Its trace.json.gz has a million events at most: trace a few steps.
 A kernel's kind is read from its name, so "elementwise" is whatever has no other. Kinds may overlap in time on
-several streams; "idle" is the time in which a device runs nothing at all between its first and its last kernel.
+several streams; "idle" is the time in which a device runs nothing, between its first and its last kernel.
 """
 
 import argparse

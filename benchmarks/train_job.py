@@ -1,4 +1,4 @@
-"""What `benchmarks.train_speed` asks of the process that measures, and what that answers. Needs numpy alone."""
+"""What `benchmarks.train_speed` asks of a process that measures, and what it answers. Needs numpy alone."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ LEARNING_RATE = 1e-5
 
 
 def batches(job: Job, vocab_size: int) -> list[np.ndarray]:
-    """Returns the int32 [batch, seq + 1] tokens of each step: other random ones at each, the same for all jobs.
+    """Returns the int32 [batch, seq + 1] tokens of each step, random, and the same for all jobs.
 
     They are for the warm-up, the timed steps and a last one that is not timed.
     """

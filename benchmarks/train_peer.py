@@ -1,8 +1,8 @@
-"""Measures training steps of transformers' Llama in PyTorch, in a process of its own: `train_speed` starts it.
+"""Measures training steps of transformers' Llama in PyTorch, in a process of its own.
 
-The same dimensions, random weights, tokens, AdamW and clipping as ours; SDPA attention, fused AdamW,
-torch.compile. Precisions: "autocast", float32 weights and bfloat16 products, as ours; "bf16", everything in
-bfloat16. On several devices FSDP2 shards each decoder layer, which is compiled by itself.
+`benchmarks.train_speed` starts it. The same dimensions, tokens, AdamW and clipping as ours; SDPA attention,
+fused AdamW, torch.compile. Precisions: "autocast", float32 weights and bfloat16 products, as ours; "bf16",
+everything in bfloat16. On several devices FSDP2 shards each decoder layer, which is compiled by itself.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Peer(nn.Module):
 
 
 def build(job: Job, device: torch.device) -> tuple[Peer, Any]:
-    """Returns the model with transformers' random weights, sharded on several devices, and what a step calls."""
+    """Returns the model with transformers' random weights, sharded if need be, and what a step calls."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16 if job.subject == "bf16" else torch.float32)
     with device:
