@@ -160,7 +160,7 @@ def traffic_parts(model: LlamaConfig, policy: str, machine: Machine, plan: Plan)
 
 
 def seconds(parts: dict[str, float], overlap: float = OVERLAP) -> float:
-    """Returns a step's time: collectives over fsdp and data beside `overlap` of computing, all else in turn."""
+    """Returns a step's time: collectives over fsdp and data beside `overlap` of computing, then the rest."""
     hidden = parts["fsdp"] + parts["data"]
     compute = sum(parts.values()) - hidden - parts["tensor"]
     return compute + parts["tensor"] + max(0.0, hidden - overlap * compute)

@@ -102,7 +102,7 @@ def peak_bytes() -> int | None:
 def trace(step, inputs: list[np.ndarray], folder: pathlib.Path) -> dict[str, Any]:
     """Returns where the time of a few more steps goes, by kind of kernel and for the longest kernels."""
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = options.host_tracer_level = 0  # a trace holds a million events at most
+    options.python_tracer_level, options.host_tracer_level = 0, 1  # a trace has a million events at most
     with jax.profiler.trace(str(folder), profiler_options=options):
         for tokens in inputs[:TRACED_STEPS]:
             loss = step(tokens)

@@ -16,6 +16,7 @@ and as its last line JSON, which --out keeps while it grows.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -164,23 +165,26 @@ def run(job: Job, environment: dict[str, str], end: float) -> dict[str, Any]:
             )
             try:
                 process.wait(None if math.isinf(end) else max(end - time.monotonic(), 0))
+                late = False
             except subprocess.TimeoutExpired:
-                return record | {"absent": "not finished when --seconds had passed"}
+                late = True
             finally:
                 stop(process)
             log.seek(0)
             said = log.read()
         if process.returncode or not answer.exists():
             print(said[-4000:], flush=True)
+            if late:
+                return record | {"absent": "not finished when --seconds had passed"}
             return record | {"absent": cause(said), "failed": job.program == OURS}
         return record | with_speed(job, json.loads(answer.read_text()))
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Ends a process and those that it started, which are in its session."""
-    if process.poll() is None:
+    """Ends a process, if it has not ended, and those that it started, which are in its session."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def cause(said: str) -> str:

@@ -49,7 +49,7 @@ def test_kinds_idle_time_and_launches_by_hand():
     }
     assert summary["span"] == (10 + 6) / 4
     assert summary["idle"] == 2 / 4  # from 6000 to 8000 on the first device
-    assert list(summary["longest"])[0] == "nvjet_tst_128x256_64x4_TNT"
+    assert next(iter(summary["longest"])) == "nvjet_tst_128x256_64x4_TNT"
 
 
 @pytest.mark.parametrize(

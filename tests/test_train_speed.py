@@ -4,6 +4,7 @@ import json
 import math
 import pathlib
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -159,3 +160,10 @@ def test_policies_are_measured_in_processes_of_their_own(capsys):
     assert [line["rounds"] for line in report["lines"]] == [2, 2]
     assert (report["commit"], len(report["runs"])) == ("abc", 4)
     assert sum(line.startswith("| wgrad") for line in printed) == 1
+
+
+def test_a_process_that_takes_too_long_is_ended(monkeypatch, tmp_path):
+    (tmp_path / "sleeps.py").write_text("import time\nprint('asleep', flush=True)\ntime.sleep(600)\n")
+    job = Job("sleeps", "bf16", "tiny", batch=2, seq=16, steps=2, warmup=1)
+    found = train_speed.run(job, {"PYTHONPATH": str(tmp_path)}, time.monotonic() + 2)
+    assert found["absent"] == "not finished when --seconds had passed"
