@@ -11,12 +11,11 @@ from typing import Any
 from benchmarks.roofline import OPERAND_BYTES, gemm_bytes, kind_of, pass_bytes
 from benchmarks.scaling_machines import Machine
 from models.configs import LlamaConfig
+from models.loss import LOSS_TOKENS
 from mxjax.kernels.shapes import Linears, gemms, tensors
 
 OVERLAP = 0.8
 """Of the time of computing, the part that can hide collectives over `fsdp` and `data`."""
-LOGITS = 2048
-"""Tokens whose logits exist at once, `models.llama.LOSS_TOKENS`."""
 GRADIENT_BYTES = 4
 """Of an element of a weight's gradient, as it is reduced: float32."""
 
@@ -102,7 +101,7 @@ def compute_parts(model: LlamaConfig, policy: str, machine: Machine, plan: Plan)
     inner = model.n_heads * model.head_dim
     # A product of causal attention takes S^2 d FLOPs a sequence; two forward, five backward.
     attention = (9 if again else 7) * plan.seq * plan.tokens * inner / t * model.n_layers
-    head = 8 * plan.tokens * model.d_model * model.vocab_size / t  # the logits are computed twice
+    head = 6 * plan.tokens * model.d_model * model.vocab_size / t
     # Elements read and written a token by norms and residual sums, by RoPE and by the gated MLP.
     rope = 2 * (model.n_heads + model.n_kv_heads) * model.head_dim
     forward = 10 * model.d_model + (rope + 3 * model.d_ff) / t
@@ -146,7 +145,7 @@ def traffic_parts(model: LlamaConfig, policy: str, machine: Machine, plan: Plan)
 
     layer = sum(gather(block * OPERAND_BYTES[kind_of(policy, use)]) for use in uses)
     layer += gather(block * GRADIENT_BYTES)
-    ends = 2 * gather(head * OPERAND_BYTES["bf16"]) + gather(head * GRADIENT_BYTES)
+    ends = gather(head * OPERAND_BYTES["bf16"]) + gather(head * GRADIENT_BYTES)
     own = GRADIENT_BYTES * model.n_params / (plan.fsdp * plan.tensor)
     data = 2 * gather_seconds(own, plan.data, plan.fsdp * plan.tensor, machine)
     # A sum over the tensor group after attention.out and mlp.down, and of their inputs' gradients.
@@ -191,7 +190,7 @@ def memory_bytes(model: LlamaConfig, policy: str, plan: Plan) -> dict[str, float
         "state": each * model.n_params / (plan.fsdp * t),
         "gathered": (gathered + GRADIENT_BYTES * block if plan.fsdp > 1 else 0.0),
         "activations": tokens * of_layers,
-        "logits": 3 * 4 * min(LOGITS, tokens) * model.vocab_size / t,
+        "logits": 3 * 4 * min(LOSS_TOKENS, tokens) * model.vocab_size / t,
     }
 
 

@@ -36,7 +36,7 @@ def run(job: Job) -> dict[str, Any]:
     model, optimizer = get_config(job.model), make_optimizer(OptimizerConfig(LEARNING_RATE, 0), 1_000_000)
     policies = llama.layer_policies(model, job.subject)
     options = {"policies": policies, "remat": remat(job.remat), "implementation": job.implementation}
-    train_step = make_train_step(functools.partial(_losses, model, options), optimizer, seed=0)
+    train_step = make_train_step(functools.partial(_loss, model, options), optimizer, seed=0)
     state = init_state(llama.init(model, jax.random.key(0)), optimizer)
     inputs = train_job.batches(job, model.vocab_size)
     start = time.perf_counter()
@@ -66,8 +66,8 @@ def run(job: Job) -> dict[str, Any]:
     return outcome
 
 
-def _losses(model, options, params, batch, key):
-    return llama.losses(model, params, batch, key=key, **options)
+def _loss(model, options, params, batch, key):
+    return llama.mean_loss(model, params, batch, key=key, **options)
 
 
 def remat(name: str) -> bool:

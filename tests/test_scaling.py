@@ -91,7 +91,7 @@ def test_traffic_by_hand():
     parts = scaling_model.traffic_parts(SMALL, "wgrad", SIMPLE, plan(fsdp=4, sequences=8))
     head = 256 * 64
     blocks = 2 * WEIGHTS * (2 * 17 / 32 + 4)  # gathered for Fprop and Dgrad, reduced in float32
-    assert parts["fsdp"] == pytest.approx(2 * 0.75 * (blocks + head * (2 * 2 + 4)) / 1e9)  # two parts a step
+    assert parts["fsdp"] == pytest.approx(2 * 0.75 * (blocks + head * (2 + 4)) / 1e9)  # two parts a step
     assert (parts["data"], parts["tensor"]) == (0, 0)
     parts = scaling_model.traffic_parts(SMALL, "bf16", SIMPLE, plan(data=2, tensor=2, sequences=2))
     assert parts["data"] == pytest.approx(2 * 0.5 * 4 * SMALL.n_params / 2 / 1e9)
