@@ -32,6 +32,8 @@ def main() -> None:
 
 def run(job: Job) -> dict[str, Any]:
     """Returns the job's step times in seconds, losses, compile times, peak memory, and the GEMMs' rate."""
+    if job.devices > 1 or job.mesh is not None:
+        raise ValueError("training on a mesh is not built yet; leave out --mesh and --devices, or --policies")
     rates = gemm_rates()
     model, optimizer = get_config(job.model), make_optimizer(OptimizerConfig(LEARNING_RATE, 0), 1_000_000)
     policies = llama.layer_policies(model, job.subject)

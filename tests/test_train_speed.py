@@ -149,6 +149,8 @@ def test_a_policys_steps_are_measured():
     assert found["losses"][0] == pytest.approx(math.log(get_config("tiny").vocab_size), abs=0.3)
     with pytest.raises(ValueError, match="choose among none"):
         train_ours.run(Job(OURS, "bf16", "tiny", 2, 16, 2, 1, remat="nonsense"))
+    with pytest.raises(ValueError, match="on a mesh is not built yet"):
+        train_ours.run(Job(OURS, "bf16", "tiny", 2, 16, 2, 1, devices=2))
 
 
 @pytest.mark.slow
