@@ -1,6 +1,7 @@
 """Trains a Llama in the precision that a policy names: `python train.py --policy=wgrad_hadamard`."""
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -8,16 +9,19 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grain
 import jax
 import numpy as np
+import optax
 
 from models import llama
 from models.configs import LlamaConfig, from_dict, get_config, to_dict
 from mxjax.gemm import check_plans, choose_implementation
 from mxjax.layers import LayerPolicies
+from mxjax.probes import by_layer, empty_slots, make_layer_stats
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import (
     HUGGINGFACE,
@@ -34,7 +38,10 @@ from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepRepo
 from mxjax.training.mllog import MLPerfLog, settings
 from mxjax.training.optimizer import learning_rate, make_optimizer
 from mxjax.training.packed import PackedCorpus
+from mxjax.training.profiling import StepTracer
+from mxjax.training.schedule import Phase, phase_at, phases_of
 from mxjax.training.step import TrainState, evaluate, init_state, make_eval_step, make_train_step
+from mxjax.training.tensorboard import TensorBoardLog, check_installed
 
 
 class Run(NamedTuple):
@@ -45,7 +52,15 @@ class Run(NamedTuple):
     corpus: Corpus | PackedCorpus
     held_out: list[np.ndarray]
     model: LlamaConfig
-    policies: LayerPolicies
+    phases: tuple[Phase, ...]
+
+
+class Programs(NamedTuple):
+    """What is compiled for the policies of a phase."""
+
+    train_step: Callable
+    eval_step: Callable
+    layer_stats: Callable
 
 
 def train(config: Config) -> dict[str, float]:
@@ -71,11 +86,13 @@ def train(config: Config) -> dict[str, float]:
             if position is not None:
                 stream.set_state(position)
         start = int(state.step)
-        log = MetricsLog(run.folder / "metrics.jsonl", keep_steps=start)
+        open_log = TensorBoardLog if config.observe.tensorboard else MetricsLog
+        log = open_log(run.folder / "metrics.jsonl", keep_steps=start)
         display = Display(config.steps, start, config.log_every)
-        with log, display, open_mllog(run, start, began) as mllog, Interruption() as interruption:
+        tracer = StepTracer(config.observe.profiled_steps, run.folder / "profile")
+        with log, display, tracer, open_mllog(run, start, began) as mllog, Interruption() as interruption:
             display.line(introduction(run))
-            return loop(run, optimizer, state, stream, checkpoints, log, display, mllog, interruption)
+            return loop(run, optimizer, state, stream, checkpoints, log, display, tracer, mllog, interruption)
 
 
 def loop(
@@ -86,14 +103,14 @@ def loop(
     checkpoints: Checkpoints,
     log: MetricsLog,
     display: Display,
+    tracer: StepTracer,
     mllog: MLPerfLog,
     interruption: Interruption,
 ) -> dict[str, float]:
     """Runs the steps that remain; returns the last evaluation."""
     config = run.config
-    losses = make_losses(run)
-    train_step = make_train_step(losses, optimizer, config.seed, config.accumulate)
-    eval_step = make_eval_step(losses)
+    phase = phase_at(run.phases, int(state.step) + 1)
+    programs = make_programs(run, phase, optimizer)
     tokens_a_step = config.data.batch_size * config.data.seq_len
     rate = learning_rate(config.optimizer, config.steps, np)  # on the host: the device would make it wait
     reporter = StepReporter(log, display, tokens_a_step, rate)
@@ -104,12 +121,27 @@ def loop(
     try:
         while not done and step < stop:
             step += 1
-            state, metrics = train_step(state, next(stream))
+            switches = step > 1 and step == phase_at(run.phases, step).first_step
+            if switches:
+                phase = phase_at(run.phases, step)
+                programs = make_programs(run, phase, optimizer)
+                reporter.flush()
+                log.write(step=step, policy=phase.policy)
+                display.line(f"step {step:6d}  policy {phase.policy} from here on, which is compiled first")
+            batch = next(stream)
+            if (every := config.observe.stats_every) is not None and step % every == 0:
+                reporter.flush()
+                measures = by_layer(programs.layer_stats(state.params, batch, state.step))
+                log.write(step=step, policy=phase.policy, layers=measures)
+                reporter.restart_clock()
+            state, metrics = tracer.run(step, programs.train_step, state, batch)
+            if switches:
+                reporter.restart_clock()  # compiled by now
             reporter.step(step, metrics)
             if step % config.eval_every == 0 or step == stop:
                 reporter.flush()
                 mllog.evaluation_starts(step * config.data.batch_size)
-                evaluation = evaluate(eval_step, state.params, run.held_out)
+                evaluation = evaluate(programs.eval_step, state.params, run.held_out)
                 log.write(step=step, tokens=step * tokens_a_step, **evaluation)
                 display.line(f"step {step:6d}  {evaluation_text(evaluation)}")
                 reporter.restart_clock()
@@ -128,7 +160,7 @@ def loop(
         mllog.run_ends(error.step * config.data.batch_size, success=False)
         evidence = save_evidence(run, error, state)
         raise NonFiniteError(
-            f"{error}, policy {config.precision.policy}. The last finite state and the step's batch are in "
+            f"{error}, policy {phase_at(run.phases, error.step).policy}. The last finite state and the step's batch are in "
             f"{evidence}; lower --lr, or train in another --policy",
             error.step,
         ) from None
@@ -157,10 +189,11 @@ def set_up(config: Config) -> Run:
     """Reads and checks all that a run needs, and opens its folder; ValueError before anything is computed."""
     folder = config.folder()
     config, model = choose_model(config, folder)
-    policies = llama.layer_policies(model, config.precision.policy, config.precision.rules())
-    if config.precision.scale_rule is not None:
-        policies = policies.with_scale_rule(config.precision.scale_rule)
-    check_plans(policies.policies, config.precision.implementation)
+    phases = phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
+    for phase in phases:
+        check_plans(phase.layers.policies, config.precision.implementation)
+    if config.observe.tensorboard:
+        check_installed()
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
     n_batches, n_sequences = config.eval_batches, config.eval_sequences
@@ -169,7 +202,7 @@ def set_up(config: Config) -> Run:
             corpus.validation, config.data, n_batches, corpus.vocab_size, n_sequences=n_sequences
         )
     )
-    run = Run(config, folder, corpus, held_out, model, policies)
+    run = Run(config, folder, corpus, held_out, model, phases)
     mllog_settings(run)
     if config.resume:
         check_same_run(config, folder, corpus)
@@ -218,7 +251,9 @@ def mllog_settings(run: Run) -> dict[str, Any]:
     if not run.config.mlperf.mllog:
         return {}
     sequences = sum(len(batch) for batch in run.held_out)
-    return settings(run.config, run.policies, sequences, jax.devices()[0].device_kind)
+    layers = [layer for phase in run.phases for layer in phase.layers.items()]
+    policies = LayerPolicies(*zip(*layers, strict=True))  # of all phases, for their lowest precision
+    return settings(run.config, policies, sequences, jax.devices()[0].device_kind)
 
 
 def open_mllog(run: Run, step: int, began: float) -> MLPerfLog:
@@ -241,14 +276,22 @@ def check_same_run(config: Config, folder: pathlib.Path, corpus: Corpus | Packed
         raise ValueError(f"--resume: the data is {corpus.facts}, but the run began with {saved['data']}")
 
 
-def make_losses(run: Run):
-    """Returns the model's losses as a function of parameters, sequences and key."""
-    options = {"remat": run.config.remat, "implementation": run.config.precision.implementation}
+def make_programs(run: Run, phase: Phase, optimizer: optax.GradientTransformation) -> Programs:
+    """Returns the jitted functions of a phase; each compiles when it is first called."""
+    config = run.config
+    options = {"remat": config.remat, "implementation": config.precision.implementation}
 
-    def losses(params, batch, key):
-        return llama.losses(run.model, params, batch, policies=run.policies, key=key, **options)
+    def losses(params, batch, key, slots=None):
+        policies = phase.layers
+        return llama.losses(run.model, params, batch, policies=policies, key=key, slots=slots, **options)
 
-    return losses
+    tokens_a_step = config.data.batch_size // config.accumulate * config.data.seq_len
+    empty = empty_slots(llama.LINEAR_LAYERS, run.model.n_layers)
+    return Programs(
+        make_train_step(losses, optimizer, config.seed, config.accumulate),
+        make_eval_step(losses),
+        make_layer_stats(losses, empty, config.seed, tokens_a_step),
+    )
 
 
 def write_description(run: Run) -> None:
@@ -256,7 +299,10 @@ def write_description(run: Run) -> None:
     description: dict[str, Any] = {
         "config": to_json(run.config),
         "model": to_dict(run.model),
-        "policies": {name: str(policy) for name, policy in run.policies.items()},
+        "phases": [
+            phase._asdict() | {"layers": {name: str(policy) for name, policy in phase.layers.items()}}
+            for phase in run.phases
+        ],
         "data": run.corpus.facts,
         "implementation": choose_implementation(run.config.precision.implementation),
         "environment": facts(),
@@ -279,12 +325,17 @@ def introduction(run: Run) -> str:
             f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
             f"data {run.corpus.source}: {run.corpus.train_tokens:,} tokens, {tokens:,} to train on "
             f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}",
-            f"policy {config.precision.policy}:",
-            *(f"  {line}" for line in str(run.policies).splitlines()),
+            *(line for phase in run.phases for line in phase_lines(phase)),
             f"run {run.folder} on {jax.devices()[0].device_kind}, "
             f"implementation {choose_implementation(config.precision.implementation)}",
         ]
     )
+
+
+def phase_lines(phase: Phase) -> list[str]:
+    """Returns a phase's policy and what it is for each layer, in lines."""
+    start = "" if phase.first_step == 1 else f" from step {phase.first_step}"
+    return [f"policy {phase.policy}{start}:", *(f"  {line}" for line in str(phase.layers).splitlines())]
 
 
 def summary(run: Run, evaluation: dict[str, float], step_times: list[float]) -> str:
@@ -321,7 +372,7 @@ def save_evidence(run: Run, error: NonFiniteError, state: TrainState) -> pathlib
     with Checkpoints(folder / "checkpoints") as checkpoints:
         checkpoints.save(state._replace(finite=jax.numpy.array(True)), position)
     np.savez_compressed(folder / "batch.npz", batch=next(stream))
-    (folder / "error.txt").write_text(f"{error}\npolicy {run.config.precision.policy}\n")
+    (folder / "error.txt").write_text(f"{error}\npolicy {phase_at(run.phases, error.step).policy}\n")
     return folder
 
 

@@ -27,6 +27,7 @@ from models.configs import LlamaConfig
 from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies, Rules, resolve
 from mxjax.policy import Policy
+from mxjax.probes import Measures, probe
 
 # The GEMMs of a block, in the order in which they run.
 BLOCK_LAYERS = (
@@ -37,6 +38,8 @@ BLOCK_LAYERS = (
     "mlp.gate_up",
     "mlp.down",
 )
+LINEAR_LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+"""Those of them that multiply weights."""
 LOSS_TOKENS = 2048
 """Tokens whose logits exist at once in training: 1 GB of float32 at Llama 3's vocabulary."""
 # What stays in bfloat16 unless a rule names it.
@@ -158,6 +161,7 @@ class Llama(nnx.Module):
         dtype: Any = jnp.bfloat16,
         remat: bool = False,
         implementation: Implementation | None = None,
+        slots: dict[str, Measures] | None = None,
     ) -> Float[Array, "B S D"]:
         """Returns what the head takes: the last block's output, normalized.
 
@@ -168,6 +172,7 @@ class Llama(nnx.Module):
           dtype: of the activations between layers.
           remat: recompute each block in the backward pass instead of keeping its activations.
           implementation: of the products, see `mxjax.dot`.
+          slots: of LINEAR_LAYERS, whose gradient is then their GEMMs' errors; see `mxjax.probes`.
         """
         rope = rope_angles(tokens_BS.shape[1], self.config)
         x_BSD = self.embedding[...][tokens_BS].astype(dtype)
@@ -175,8 +180,9 @@ class Llama(nnx.Module):
         for start, stop, block_policies in _runs(policies, self.config.n_layers):
             run = functools.partial(_run_block, graph, block_policies, implementation, rope, key)
             layers = jnp.arange(start, stop)
-            here = blocks if stop - start == self.config.n_layers else _slice(blocks, start, stop)
-            x_BSD, _ = jax.lax.scan(jax.checkpoint(run) if remat else run, x_BSD, (layers, here))
+            whole = stop - start == self.config.n_layers
+            here = (blocks, slots) if whole else _slice((blocks, slots), start, stop)
+            x_BSD, _ = jax.lax.scan(jax.checkpoint(run) if remat else run, x_BSD, (layers, *here))
         return self.norm(x_BSD)
 
     def logits(
@@ -266,21 +272,30 @@ def _graph(config: LlamaConfig) -> nnx.GraphDef:
 class BlockPolicies:
     """The products of one block: `dot` and `dot_general` in the policy, and by the key, of a named layer."""
 
-    def __init__(self, policies: Sequence[Policy], key: jax.Array | None, implementation=None):
+    def __init__(
+        self,
+        policies: Sequence[Policy],
+        key: jax.Array | None,
+        implementation: Implementation | None = None,
+        slots: dict[str, Measures] | None = None,
+    ):
         self.policies: dict[str, Policy] = dict(zip(BLOCK_LAYERS, policies, strict=True))
         self.key = key
-        self.implementation = implementation
+        self.implementation: Implementation | None = implementation
+        self.slots = slots
 
     def dot(self, name: str, x, w) -> Array:
         """Returns x @ w in x's dtype."""
-        return mxjax.dot(
+        policy, key = self.policies[name], self._key(name)
+        y = mxjax.dot(
             x,
             w,
-            policy=self.policies[name],
-            key=self._key(name),
+            policy=policy,
+            key=key,
             implementation=self.implementation,
             preferred_element_type=x.dtype,
         )
+        return y if self.slots is None else probe(policy, self.implementation, y, x, w, key, self.slots[name])
 
     def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:
         """Returns the product in float32."""
@@ -342,9 +357,10 @@ def _attend(q_BSNH, k_BSGH, v_BSGH, policies: BlockPolicies) -> Float[Array, "B 
 
 def _run_block(graph, policies, implementation, rope, key, x_BSD, layer):
     """The body of the scan over layers: one block, with its own weights and its own random bits."""
-    index, weights = layer
+    index, weights, slots = layer
     key = None if key is None else jax.random.fold_in(key, index)
-    return nnx.merge(graph, weights)(x_BSD, rope, BlockPolicies(policies, key, implementation)), None
+    products = BlockPolicies(policies, key, implementation, slots)
+    return nnx.merge(graph, weights)(x_BSD, rope, products), None
 
 
 def _runs(policies: LayerPolicies, n_layers: int) -> list[tuple[int, int, tuple[Policy, ...]]]:
