@@ -44,7 +44,9 @@ def empty_slots(names: Sequence[str], n_layers: int) -> dict[str, Measures]:
     return {name: jax.tree.map(lambda leaf: jnp.zeros((n_layers, *leaf.shape)), like) for name in names}
 
 
-def measure(x, w, dy, policy: Policy | str, key=None, implementation: Implementation | None = None) -> Measures:
+def measure(
+    x, w, dy, policy: Policy | str, key=None, implementation: Implementation | None = None
+) -> Measures:
     """Returns the measures of `dot(x, w, policy=...)` with the output gradient dy."""
     errors = gemms(x, w, dy, policy=policy, key=key, implementation=implementation)
     return Measures(errors, Amax(*(jnp.max(jnp.abs(t.astype(jnp.float32))) for t in (x, w, dy))))
@@ -104,7 +106,7 @@ def make_layer_stats(losses, empty: dict[str, Measures], seed: int, tokens_a_ste
 
 
 def by_layer(measures: dict[str, Measures]) -> dict[str, dict[str, Any]]:
-    """Returns nested dicts of numbers: of "blocks.0.NAME" and so on, in the model's order.
+    """Returns nested dicts of numbers: of "blocks.0.NAME" and so on.
 
     Each layer has "fprop", "dgrad" and "wgrad", with "sqnr_db" of the product against float32 and the fractions
     "clipped" and "flushed" of both operands, and "amax" of "x", "w" and "dy".

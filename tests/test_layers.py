@@ -48,7 +48,9 @@ def test_a_slice_that_holds_no_layer_is_an_error(pattern):
         resolve(NAMES, "wgrad", [(pattern, "bf16")])
 
 
-@pytest.mark.parametrize("pattern", ["blocks[].*", "blocks[a:].*", "blocks[1-2].*", "blocks[:2]", "layers[0].*"])
+@pytest.mark.parametrize(
+    "pattern", ["blocks[].*", "blocks[a:].*", "blocks[1-2].*", "blocks[:2]", "layers[0].*"]
+)
 def test_other_brackets_match_nothing(pattern):
     with pytest.raises(ValueError, match="matches none of"):
         resolve(NAMES, "wgrad", [(pattern, "bf16")])

@@ -109,12 +109,6 @@ class ObserveConfig:
     profile: str | None = None
     """Trace the steps FIRST:LAST, both included, into the run's folder, for XProf or Perfetto."""
 
-    def __post_init__(self):
-        if self.stats_every is not None and self.stats_every < 1:
-            raise ValueError(f"--stats-every must be at least 1, got {self.stats_every}")
-        if self.profile is not None and not self.profiled_steps:
-            raise ValueError(f"--profile takes FIRST:LAST, steps from 1 on, e.g. 10:15, got {self.profile!r}")
-
     @property
     def profiled_steps(self) -> range:
         """The steps to trace; empty for none."""
@@ -185,8 +179,12 @@ class Config:
             raise ValueError(f"--stop-after must be from 1 to --steps {self.steps}, got {self.stop_after}")
         if self.optimizer.lr <= 0 or self.optimizer.warmup_steps < 0:
             raise ValueError("--lr must be positive and --warmup-steps not negative")
-        if (traced := self.observe.profiled_steps) and traced[-1] > self.steps:
-            raise ValueError(f"--profile {self.observe.profile}: the run's last step is --steps {self.steps}")
+        stats_every, profile = self.observe.stats_every, self.observe.profile
+        if stats_every is not None and stats_every < 1:
+            raise ValueError(f"--stats-every must be at least 1, got {stats_every}")
+        traced = self.observe.profiled_steps
+        if profile is not None and not (traced and traced[-1] <= self.steps):
+            raise ValueError(f"--profile takes FIRST:LAST, from 1 to --steps {self.steps}, got {profile!r}")
         if self.resume and self.out is None:
             raise ValueError("--resume continues the run in --out: name its folder")
 
