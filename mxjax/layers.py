@@ -70,8 +70,8 @@ def resolve(names: Sequence[str], default: Policy | str, rules: Rules = ()) -> L
 def matching(names: Sequence[str], pattern: str) -> list[str]:
     """Returns the names that a pattern matches, one at least.
 
-    Patterns are `fnmatch`'s, e.g. "blocks.*.mlp.*" or "head". After the name of numbered layers, brackets take
-    an index or a slice of their numbers as Python's lists do: "blocks[:2].*" is the first two blocks,
+    Patterns are `fnmatch`'s, e.g. "blocks.*.mlp.*" or "head". After the name of numbered layers, brackets
+    take an index or a slice of their numbers as Python's lists do: "blocks[:2].*" is the first two blocks,
     "blocks[-4:].*" the last four, "blocks[-1].mlp.down" one layer.
 
     Raises:
@@ -87,7 +87,7 @@ def matching(names: Sequence[str], pattern: str) -> list[str]:
 
 
 def _in_slice(names: Sequence[str], stack: str, index: str, rest: str) -> list[str]:
-    """Returns the names that begin with `stack` and a number in the slice, and go on as the pattern `rest`."""
+    """Returns the names that are `stack`, a number in the slice, and what the pattern `rest` matches."""
     bounds = [int(bound) if bound else None for bound in index.split(":")]
     if len(bounds) == 1 and bounds[0] is not None:
         bounds.append(bounds[0] + 1 or None)
