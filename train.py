@@ -45,7 +45,7 @@ from mxjax.training.tensorboard import TensorBoardLog, check_installed
 
 
 class Run(NamedTuple):
-    """What stays the same throughout a run."""
+    """What stays the same throughout a run, or a phase of it."""
 
     config: Config
     folder: pathlib.Path
@@ -53,6 +53,17 @@ class Run(NamedTuple):
     held_out: list[np.ndarray]
     model: LlamaConfig
     phases: tuple[Phase, ...]
+    phase: Phase
+    """The one that is running."""
+
+    @property
+    def policies(self) -> LayerPolicies:
+        """The policy of every layer in this phase."""
+        return self.phase.layers
+
+    def at(self, step: int) -> "Run":
+        """Returns the run in the phase of a step."""
+        return self._replace(phase=phase_at(self.phases, step))
 
 
 class Programs(NamedTuple):
@@ -109,8 +120,8 @@ def loop(
 ) -> dict[str, float]:
     """Runs the steps that remain; returns the last evaluation."""
     config = run.config
-    phase = phase_at(run.phases, int(state.step) + 1)
-    programs = make_programs(run, phase, optimizer)
+    run = run.at(int(state.step) + 1)
+    programs = make_programs(run, optimizer)
     tokens_a_step = config.data.batch_size * config.data.seq_len
     rate = learning_rate(config.optimizer, config.steps, np)  # on the host: the device would make it wait
     reporter = StepReporter(log, display, tokens_a_step, rate)
@@ -121,18 +132,20 @@ def loop(
     try:
         while not done and step < stop:
             step += 1
-            switches = step > 1 and step == phase_at(run.phases, step).first_step
+            switches = step > 1 and step == run.at(step).phase.first_step
             if switches:
-                phase = phase_at(run.phases, step)
-                programs = make_programs(run, phase, optimizer)
                 reporter.flush()
-                log.write(step=step, policy=phase.policy)
-                display.line(f"step {step:6d}  policy {phase.policy} from here on, which is compiled first")
+                run = run.at(step)
+                programs = make_programs(run, optimizer)
+                log.write(step=step, policy=run.phase.policy)
+                display.line(
+                    f"step {step:6d}  policy {run.phase.policy} from here on, which is compiled first"
+                )
             batch = next(stream)
             if (every := config.observe.stats_every) is not None and step % every == 0:
                 reporter.flush()
                 measures = by_layer(programs.layer_stats(state.params, batch, state.step))
-                log.write(step=step, policy=phase.policy, layers=measures)
+                log.write(step=step, policy=run.phase.policy, layers=measures)
                 reporter.restart_clock()
             state, metrics = tracer.run(step, programs.train_step, state, batch)
             if switches:
@@ -160,8 +173,8 @@ def loop(
         mllog.run_ends(error.step * config.data.batch_size, success=False)
         evidence = save_evidence(run, error, state)
         raise NonFiniteError(
-            f"{error}, policy {phase_at(run.phases, error.step).policy}. The last finite state and the step's batch are in "
-            f"{evidence}; lower --lr, or train in another --policy",
+            f"{error}, policy {run.at(error.step).phase.policy}. The last finite state and the step's batch are "
+            f"in {evidence}; lower --lr, or train in another --policy",
             error.step,
         ) from None
     display.line(summary(run, evaluation, reporter.step_times))
@@ -202,7 +215,7 @@ def set_up(config: Config) -> Run:
             corpus.validation, config.data, n_batches, corpus.vocab_size, n_sequences=n_sequences
         )
     )
-    run = Run(config, folder, corpus, held_out, model, phases)
+    run = Run(config, folder, corpus, held_out, model, phases, phases[0])
     mllog_settings(run)
     if config.resume:
         check_same_run(config, folder, corpus)
@@ -276,15 +289,20 @@ def check_same_run(config: Config, folder: pathlib.Path, corpus: Corpus | Packed
         raise ValueError(f"--resume: the data is {corpus.facts}, but the run began with {saved['data']}")
 
 
-def make_programs(run: Run, phase: Phase, optimizer: optax.GradientTransformation) -> Programs:
-    """Returns the jitted functions of a phase; each compiles when it is first called."""
-    config = run.config
-    options = {"remat": config.remat, "implementation": config.precision.implementation}
+def make_losses(run: Run):
+    """Returns the model's losses as a function of parameters, sequences, key and, if wanted, slots."""
+    options = {"remat": run.config.remat, "implementation": run.config.precision.implementation}
 
     def losses(params, batch, key, slots=None):
-        policies = phase.layers
-        return llama.losses(run.model, params, batch, policies=policies, key=key, slots=slots, **options)
+        return llama.losses(run.model, params, batch, policies=run.policies, key=key, slots=slots, **options)
 
+    return losses
+
+
+def make_programs(run: Run, optimizer: optax.GradientTransformation) -> Programs:
+    """Returns the jitted functions of the running phase; each compiles when it is first called."""
+    config = run.config
+    losses = make_losses(run)
     tokens_a_step = config.data.batch_size // config.accumulate * config.data.seq_len
     empty = empty_slots(llama.LINEAR_LAYERS, run.model.n_layers)
     return Programs(
@@ -372,7 +390,7 @@ def save_evidence(run: Run, error: NonFiniteError, state: TrainState) -> pathlib
     with Checkpoints(folder / "checkpoints") as checkpoints:
         checkpoints.save(state._replace(finite=jax.numpy.array(True)), position)
     np.savez_compressed(folder / "batch.npz", batch=next(stream))
-    (folder / "error.txt").write_text(f"{error}\npolicy {phase_at(run.phases, error.step).policy}\n")
+    (folder / "error.txt").write_text(f"{error}\npolicy {run.at(error.step).phase.policy}\n")
     return folder
 
 

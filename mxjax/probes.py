@@ -45,7 +45,12 @@ def empty_slots(names: Sequence[str], n_layers: int) -> dict[str, Measures]:
 
 
 def measure(
-    x, w, dy, policy: Policy | str, key=None, implementation: Implementation | None = None
+    x: Float[Array, "*batch d_in"],
+    w: Float[Array, "d_in d_out"],
+    dy: Float[Array, "*batch d_out"],
+    policy: Policy | str,
+    key: jax.Array | None = None,
+    implementation: Implementation | None = None,
 ) -> Measures:
     """Returns the measures of `dot(x, w, policy=...)` with the output gradient dy."""
     errors = gemms(x, w, dy, policy=policy, key=key, implementation=implementation)
@@ -108,8 +113,8 @@ def make_layer_stats(losses, empty: dict[str, Measures], seed: int, tokens_a_ste
 def by_layer(measures: dict[str, Measures]) -> dict[str, dict[str, Any]]:
     """Returns nested dicts of numbers: of "blocks.0.NAME" and so on.
 
-    Each layer has "fprop", "dgrad" and "wgrad", with "sqnr_db" of the product against float32 and the fractions
-    "clipped" and "flushed" of both operands, and "amax" of "x", "w" and "dy".
+    Each layer has "fprop", "dgrad" and "wgrad", with "sqnr_db" of the product against float32 and the
+    fractions "clipped" and "flushed" of both operands, and "amax" of "x", "w" and "dy".
     """
     found = jax.device_get(measures)
     n_layers = len(jax.tree.leaves(found)[0])

@@ -66,8 +66,8 @@ class PrecisionConfig:
     """In which precision the GEMMs run."""
 
     policy: str = "wgrad_hadamard"
-    """Of the linear layers: a name of mxjax.policies(), or several with the step, or the part of the run, from
-    which each holds: 'wgrad_hadamard; fp8 from 0.82'. 'heal' is 'full_hadamard; fp8 from 0.82'."""
+    """Of the linear layers: a name of mxjax.policies(), or several with the step, or the part of the run,
+    from which each holds: 'wgrad_hadamard; fp8 from 0.82'. 'heal' is 'full_hadamard; fp8 from 0.82'."""
     scale_rule: ScaleRule | None = None
     """Replaces the rule for MXFP4 scales of every layer."""
     layers: tuple[str, ...] = ()

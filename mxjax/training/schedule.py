@@ -4,6 +4,7 @@ A phase is the steps that run in one policy. A change of phase touches no part o
 what stopping after a step and resuming in the other policy would be.
 """
 
+import itertools
 import re
 import types
 from collections.abc import Callable, Mapping
@@ -33,8 +34,8 @@ def parse_schedule(text: str, steps: int) -> tuple[tuple[int, str], ...]:
     """Returns the first step and the name of each policy that a schedule names, in order.
 
     Args:
-      text: `POLICY`, or `POLICY; POLICY from WHEN; ...`, or a name of SCHEDULES. WHEN is the first step in that
-        policy, or, if it lies between 0 and 1, the part of the run before it.
+      text: `POLICY`, or `POLICY; POLICY from WHEN; ...`, or a name of SCHEDULES. WHEN is the first step in
+        that policy, or, if it lies between 0 and 1, the part of the run before it.
       steps: of the whole run.
     Raises:
       ValueError: text of another form, an unknown policy, or phases that are not in order or lie outside the
@@ -51,7 +52,7 @@ def parse_schedule(text: str, steps: int) -> tuple[tuple[int, str], ...]:
         phases.append((_first_step(later[2], steps, text), later[1]))
     for _, name in phases:
         get_policy(name)
-    for (before, _), (after, name) in zip(phases, phases[1:], strict=False):
+    for (before, _), (after, name) in itertools.pairwise(phases):
         if not before < after <= steps:
             raise ValueError(
                 f"--policy {text!r}: {name} begins at step {after}; of --steps {steps}, it must begin at one "
