@@ -40,7 +40,15 @@ from mxjax.training.optimizer import learning_rate, make_optimizer
 from mxjax.training.packed import PackedCorpus
 from mxjax.training.profiling import StepTracer
 from mxjax.training.schedule import Phase, phase_at, phases_of
-from mxjax.training.step import TrainState, evaluate, init_state, make_eval_step, make_train_step
+from mxjax.training.step import (
+    Loss,
+    Losses,
+    TrainState,
+    evaluate,
+    init_state,
+    make_eval_step,
+    make_train_step,
+)
 from mxjax.training.tensorboard import TensorBoardLog, check_installed
 
 
@@ -173,8 +181,8 @@ def loop(
         mllog.run_ends(error.step * config.data.batch_size, success=False)
         evidence = save_evidence(run, error, state)
         raise NonFiniteError(
-            f"{error}, policy {run.at(error.step).phase.policy}. The last finite state and the step's batch are "
-            f"in {evidence}; lower --lr, or train in another --policy",
+            f"{error}, policy {run.at(error.step).phase.policy}. The last finite state and the step's batch "
+            f"are in {evidence}; lower --lr, or train in another --policy",
             error.step,
         ) from None
     display.line(summary(run, evaluation, reporter.step_times))
@@ -289,26 +297,28 @@ def check_same_run(config: Config, folder: pathlib.Path, corpus: Corpus | Packed
         raise ValueError(f"--resume: the data is {corpus.facts}, but the run began with {saved['data']}")
 
 
-def make_losses(run: Run):
-    """Returns the model's losses as a function of parameters, sequences, key and, if wanted, slots."""
+def make_losses(run: Run) -> tuple[Loss, Losses]:
+    """Returns the model's mean loss, to train on, and the losses of all tokens, to evaluate."""
     options = {"remat": run.config.remat, "implementation": run.config.precision.implementation}
 
-    def losses(params, batch, key, slots=None):
-        return llama.losses(run.model, params, batch, policies=run.policies, key=key, slots=slots, **options)
+    def of(function):
+        return lambda params, batch, key, slots=None: function(
+            run.model, params, batch, policies=run.policies, key=key, slots=slots, **options
+        )
 
-    return losses
+    return of(llama.mean_loss), of(llama.losses)
 
 
 def make_programs(run: Run, optimizer: optax.GradientTransformation) -> Programs:
     """Returns the jitted functions of the running phase; each compiles when it is first called."""
     config = run.config
-    losses = make_losses(run)
+    loss, losses = make_losses(run)
     tokens_a_step = config.data.batch_size // config.accumulate * config.data.seq_len
     empty = empty_slots(llama.LINEAR_LAYERS, run.model.n_layers)
     return Programs(
-        make_train_step(losses, optimizer, config.seed, config.accumulate),
+        make_train_step(loss, optimizer, config.seed, config.accumulate),
         make_eval_step(losses),
-        make_layer_stats(losses, empty, config.seed, tokens_a_step),
+        make_layer_stats(loss, empty, config.seed, tokens_a_step),
     )
 
 

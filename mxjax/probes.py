@@ -83,14 +83,14 @@ def _probe_bwd(policy, implementation, residuals, dy):
 probe.defvjp(_probe_fwd, _probe_bwd)
 
 
-def make_layer_stats(losses, empty: dict[str, Measures], seed: int, tokens_a_step: int):
+def make_layer_stats(mean_loss, empty: dict[str, Measures], seed: int, tokens_a_step: int):
     """Returns the jitted `layer_stats(params, batch, step) -> measures` of every probe.
 
     Output gradients are those of the mean loss of a step's tokens, of which only the first sequences are
     measured, or the first part of one: MAX_TOKENS tokens at most. Random bits are drawn as in that step.
 
     Args:
-      losses: of parameters, sequences, key and slots.
+      mean_loss: of parameters, sequences, key and slots.
       empty: the model's slots.
       seed: of the run.
       tokens_a_step: over which the step takes the mean.
@@ -103,7 +103,7 @@ def make_layer_stats(losses, empty: dict[str, Measures], seed: int, tokens_a_ste
         part = batch[: max(1, MAX_TOKENS // length), : length + 1]
 
         def loss(filled):
-            return jnp.sum(losses(params, part, key, filled)) / tokens_a_step
+            return mean_loss(params, part, key, filled) * (part[:, 1:].size / tokens_a_step)
 
         return jax.grad(loss)(empty)
 

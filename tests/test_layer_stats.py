@@ -56,11 +56,11 @@ def test_a_probe_measures_the_tensors_that_meet_in_the_backward_pass(policy):
 def layer_stats(policies, dtype=jnp.float32, tokens=TOKENS, config=CONFIG):
     params = llama.init(config, jax.random.key(0))
 
-    def losses(params, batch, key, slots):
-        return llama.losses(config, params, batch, policies=policies, key=key, dtype=dtype, slots=slots)
+    def loss(params, batch, key, slots):
+        return llama.mean_loss(config, params, batch, policies=policies, key=key, dtype=dtype, slots=slots)
 
     empty = empty_slots(llama.LINEAR_LAYERS, config.n_layers)
-    run = make_layer_stats(losses, empty, seed=0, tokens_a_step=tokens[:, 1:].size)
+    run = make_layer_stats(loss, empty, seed=0, tokens_a_step=tokens[:, 1:].size)
     return params, by_layer(run(params, tokens, jnp.array(0)))
 
 
@@ -114,12 +114,12 @@ def test_no_more_tokens_than_the_limit_are_measured():
     tokens = jnp.zeros((2, MAX_TOKENS + 9), jnp.int32)
     shapes = []
 
-    def losses(params, batch, key, slots):
+    def loss(params, batch, key, slots):
         shapes.append(batch.shape)
-        return llama.losses(config, params, batch, policies=policies, key=key, slots=slots)
+        return llama.mean_loss(config, params, batch, policies=policies, key=key, slots=slots)
 
     empty = empty_slots(llama.LINEAR_LAYERS, 1)
-    run = make_layer_stats(losses, empty, 0, 1)
+    run = make_layer_stats(loss, empty, 0, 1)
     params = jax.eval_shape(lambda: llama.init(config, jax.random.key(0)))
     for batch in (tokens, tokens[:, :1025].repeat(3, 0)):
         jax.eval_shape(run, params, batch, jnp.array(0))

@@ -1,4 +1,4 @@
-"""The training step and the evaluation loop, for any function from parameters and sequences to losses."""
+"""The training step and the evaluation loop, for any functions from parameters and sequences to losses."""
 
 import functools
 import math
@@ -11,8 +11,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float32, Int32
 
+Loss = Callable[[Any, Int32[Array, "batch length+1"], jax.Array], Float32[Array, ""]]
+"""From parameters, sequences and a key to the mean cross-entropy of the tokens but each first, in nats."""
 Losses = Callable[[Any, Int32[Array, "batch length+1"], jax.Array], Float32[Array, "batch length"]]
-"""From parameters, sequences and a key to the cross-entropy of each token but a sequence's first, in nats."""
+"""The same, not averaged."""
 
 
 class TrainState(NamedTuple):
@@ -37,7 +39,7 @@ def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jnp.array(True))
 
 
-def make_train_step(losses: Losses, optimizer: optax.GradientTransformation, seed: int, accumulate: int = 1):
+def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, seed: int, accumulate: int = 1):
     """Returns the jitted `step(state, batch) -> (state, metrics)`; the state is donated.
 
     With `accumulate` the batch is taken in so many parts, one after another, whose gradients are added: every
@@ -46,9 +48,6 @@ def make_train_step(losses: Losses, optimizer: optax.GradientTransformation, see
     The random bits of a step are a function of the seed and the step's number. Once a loss or gradient
     is not finite, the state stays as it was before that step, so that the step can be looked into.
     """
-
-    def loss(params, batch, key):
-        return jnp.mean(losses(params, batch, key))
 
     def loss_and_grads(params, batch, key):
         if accumulate == 1:
