@@ -17,7 +17,7 @@ from mxjax.training.mllog import TOKEN
 from mxjax.training.schedule import SCHEDULES, parse_schedule, phase_at, phases_of
 
 SMALL = ["--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--warmup-steps", "1", "--steps", "6"]
-SWITCHING = "full_sr; fp8 from 4"
+SWITCHING = "wgrad_sr; fp8 from 4"
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_the_phase_of_a_step():
 
 def test_a_run_that_switches_equals_one_stopped_and_resumed_in_the_other_policy(text, switched, tmp_path):
     out = tmp_path / "run"
-    run(text, out, "full_sr", "--stop-after", "3")
+    run(text, out, "wgrad_sr", "--stop-after", "3")
     description = json.loads((out / "config.json").read_text())
     description["config"]["precision"]["policy"] = "fp8"
     (out / "config.json").write_text(json.dumps(description))
@@ -140,7 +140,7 @@ def test_resuming_in_any_phase_equals_an_uninterrupted_run(text, switched, tmp_p
 
 def test_the_record_names_the_phases_and_the_switch(switched):
     description = json.loads((switched / "config.json").read_text())
-    assert [(p["first_step"], p["policy"]) for p in description["phases"]] == [(1, "full_sr"), (4, "fp8")]
+    assert [(p["first_step"], p["policy"]) for p in description["phases"]] == [(1, "wgrad_sr"), (4, "fp8")]
     assert description["phases"][1]["layers"]["blocks.0.mlp.down"].startswith("fprop fp8_e4m3")
     records = lines(switched)
     switch = records.index({"step": 4, "policy": "fp8"})
@@ -151,7 +151,7 @@ def test_the_record_names_the_phases_and_the_switch(switched):
 def test_the_start_prints_the_phases(text, tmp_path, capsys):
     run(text, tmp_path / "run", SWITCHING)
     printed = capsys.readouterr().out
-    assert "policy full_sr:\n" in printed
+    assert "policy wgrad_sr:\n" in printed
     assert "policy fp8 from step 4:\n" in printed
     assert "step      4  policy fp8 from here on" in printed
 
@@ -164,7 +164,7 @@ def test_an_evaluation_runs_in_the_policy_of_its_step(switched):
 
     assert evaluate()["policy"] == "fp8"
     assert evaluate()["eval_loss"] == evaluate(policy="fp8")["eval_loss"] == by_step[6]
-    assert evaluate(step=3)["policy"] == "full_sr"
+    assert evaluate(step=3)["policy"] == "wgrad_sr"
     assert evaluate(step=3)["eval_loss"] != evaluate(step=3, policy="fp8")["eval_loss"]
 
 
