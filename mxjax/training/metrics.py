@@ -46,10 +46,7 @@ class MetricsLog:
 
     def write(self, **values: Any) -> None:
         """Writes one line."""
-        values = {
-            k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
-        }
-        self._file.write(json.dumps(values) + "\n")
+        self._file.write(json_line(values) + "\n")
         self._file.flush()
 
 
