@@ -32,6 +32,10 @@ def run(text, out, *flags):
     return training_program.train(parse([*SMALL, "--data", str(text), "--out", str(out), *flags]))
 
 
+def resume(out, *flags):
+    return training_program.train(parse(["--resume", "--out", str(out), *flags]))
+
+
 def lines(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -82,7 +86,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, tmp_path, f
     out = tmp_path / "resumed"
     run(text, out, "--policy", "full_sr", "--eval-every", "3", "--stop-after", "3")
     assert lines(out)[-1]["step"] == 3
-    run(text, out, "--policy", "full_sr", "--eval-every", "3", "--resume")
+    resume(out)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
     assert without_time(lines(out)) == without_time(lines(finished))
 
@@ -166,11 +170,15 @@ def test_a_folder_in_use_is_not_overwritten(text, finished):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--policy", "bf16"], "policy='full_sr'"), (["--seed", "1"], "seed: the run has 0")],
+    [
+        (["--policy", "bf16"], "--policy: the run has full_sr, the command line bf16"),
+        (["--model", "20m"], "--model: the run has tiny, the command line 20m"),
+        (["--seed", "1"], "--seed: the run has 0, the command line 1"),
+    ],
 )
 def test_resuming_another_run_names_the_difference(text, finished, flags, message):
     with pytest.raises(SystemExit, match=message):
-        run(text, finished, "--policy", "full_sr", "--resume", *flags)
+        resume(finished, *flags)
 
 
 def test_resuming_with_other_data_is_an_error(text, finished, tmp_path):
@@ -205,9 +213,9 @@ def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(training_program.StepReporter, "step", step_and_signal)
-        with pytest.raises(SystemExit, match=r"interrupted after step \d; repeat the command with --out"):
+        with pytest.raises(SystemExit, match=r"interrupted after step \d; continue with: train.py --out"):
             run(text, out, "--policy", "full_sr", "--eval-every", "3")
-    run(text, out, "--policy", "full_sr", "--eval-every", "3", "--resume")
+    resume(out)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
 
 

@@ -1,66 +1,136 @@
-"""Checkpoints of a run: the whole training state and the position in the data, by orbax."""
+"""Checkpoints of a run: the whole training state and the position in the data, by orbax.
 
+A checkpoint appears in one piece, by renaming, once it and its manifest are written: a run that is killed at
+any moment leaves whole ones, and what it was writing is removed at the next start. The random bits of a step
+are a function of the seed and the step, so that the step says all there is of them.
+"""
+
+import contextlib
+import dataclasses
+import logging
 import pathlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN, PreservationPolicy
+from rich.filesize import decimal
 
+from mxjax.training import manifest
 from mxjax.training.step import TrainState
+
+_SMALL = 2**16  # bytes; of older checkpoints, only files up to this are read to find damage
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; those before it are still there."""
 
 
 class Checkpoints:
     """The checkpoints in a folder; saving goes on in the background. A context manager."""
 
-    def __init__(self, folder: pathlib.Path, keep: int | None = None):
-        """Opens the folder; of more than `keep` checkpoints the oldest are removed."""
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        keep: int | None = None,
+        losses: Mapping[int, float] | None = None,
+    ):
+        """Opens the folder.
+
+        Args:
+          folder: of the checkpoints.
+          keep: how many of the newest to keep, and to remove what an interrupted save left; None keeps all.
+          losses: evaluation losses by step; the checkpoint with the lowest is kept in addition.
+        """
+        self._folder = folder.absolute()
+        self.losses = dict(losses or {})  # to which later evaluations are added
+        self._saving: tuple[int, int] | None = None  # the step and its size in bytes
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy([LatestN(keep), _Best(self.losses)]),
+            cleanup_tmp_directories=keep is not None,
+            lightweight_initialize=True,  # reads nothing of what might be damaged
+            enable_async_checkpointing=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
+        )
+        self._manager = _Manager(self._folder, options=options)
+        logging.getLogger("absl").addFilter(_is_no_orbax_error)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *exception) -> None:
-        self._manager.close()  # waits for what is being saved
+        try:
+            self.wait()
+        finally:
+            with contextlib.suppress(OSError, ValueError):  # that of the save which `wait` has reported
+                self._manager.close()
+            logging.getLogger("absl").removeFilter(_is_no_orbax_error)
 
     @property
     def latest(self) -> int | None:
         """The newest step saved, or None."""
         return self._manager.latest_step()
 
+    @property
+    def best(self) -> int | None:
+        """The saved step with the lowest of the losses, or None."""
+        return _best(self._manager.all_steps(), self.losses)
+
     def save(self, state: TrainState, data_position: dict[str, Any]) -> None:
-        """Starts saving the state, and where the data stands, as the checkpoint of the state's step."""
+        """Starts saving the state, and where the data stands, as the checkpoint of the state's step.
+
+        Raises:
+          CheckpointError: this save, or the one before it, has failed.
+        """
         step = int(state.step)
         if step == self.latest:
             return
-        rest = {"step": state.step, "opt_state": state.opt_state, "finite": state.finite}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                rest=ocp.args.StandardSave(rest),
-                data=ocp.args.JsonSave(data_position),
-            ),
-        )
+        self.wait()
+        self._saving = step, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        with self._errors():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(state.params),
+                    rest=ocp.args.StandardSave(_rest(state)),
+                    data=ocp.args.JsonSave(data_position),
+                ),
+            )
+
+    def check(self) -> None:
+        """Raises CheckpointError if the save in the background has failed; does not wait for it."""
+        if self._saving is not None and not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for what is being saved; raises CheckpointError if that fails."""
+        if self._saving is not None:
+            with self._errors():
+                self._manager.wait_until_finished()
+            self._saving = None
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
         """Returns the newest state, with the shapes and dtypes of `like`, and the position in the data.
 
         Of a run that has not begun, see `save_params`, it is `like` with the parameters saved, and None.
+        Damage is not looked for: see `set_aside_damaged`.
 
         Raises:
           ValueError: there is no checkpoint.
         """
         if self.latest is None:
-            raise ValueError(f"no checkpoint in {self._manager.directory}; start a new run")
-        if not (pathlib.Path(self._manager.directory) / str(self.latest) / "rest").exists():
+            raise ValueError(f"no checkpoint in {self._folder}; start a new run")
+        if not (self._folder / str(self.latest) / "rest").exists():
             return like._replace(params=self.restore_params(like.params)), None
-        rest = {"step": like.step, "opt_state": like.opt_state, "finite": like.finite}
         found = self._manager.restore(
             self.latest,
             args=ocp.args.Composite(
                 params=ocp.args.StandardRestore(_abstract(like.params)),
-                rest=ocp.args.StandardRestore(_abstract(rest)),
+                rest=ocp.args.StandardRestore(_abstract(_rest(like))),
                 data=ocp.args.JsonRestore(),
             ),
         )
@@ -70,13 +140,63 @@ class Checkpoints:
         """Returns the parameters alone, of the newest step or the one named.
 
         Raises:
-          ValueError: no such step; the message lists those there are.
+          ValueError: no such step, or its files are damaged; the message lists those there are.
         """
         steps = self._manager.all_steps()
         if not steps or step not in (None, *steps):
             raise ValueError(f"no checkpoint of step {step}; there are {sorted(steps) or 'none'}")
+        step = self.latest if step is None else step
+        if problems := manifest.problems(self._folder / str(step)):
+            others = sorted(set(steps) - {step})
+            raise ValueError(f"{_damage(self._folder / str(step), problems)}; others are {others or 'none'}")
         args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
-        return self._manager.restore(self.latest if step is None else step, args=args)["params"]
+        return self._manager.restore(step, args=args)["params"]
+
+    def _write_manifest(self) -> None:
+        """Is called, by one process, between writing a checkpoint and renaming it."""
+        assert self._saving is not None
+        manifest.write(next(self._folder.glob(f"{self._saving[0]}.orbax-checkpoint-tmp*")))
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Removes what a save that failed left, and raises CheckpointError; tensorstore has ValueError."""
+        assert self._saving is not None
+        step, size = self._saving
+        try:
+            yield
+            return
+        except (OSError, ValueError) as error:
+            self._saving, cause = None, error
+        free = shutil.disk_usage(self._folder).free
+        for partial in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        left = _steps(self._folder)
+        last = f"the last good one is of step {left[-1]}" if left else "there is none yet"
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be saved in {self._folder}, where {decimal(free)} are "
+            f"free; it takes up to {decimal(size)}; {last}. Make room and continue with --resume. {cause}"
+        ) from cause
+
+
+def set_aside_damaged(folder: pathlib.Path) -> list[str]:
+    """Makes the newest checkpoint in a folder a whole one; returns what there is to say of it.
+
+    Damaged ones are renamed damaged-STEP, except that of an older one whose files are only missing, the
+    rest is removed: the run was killed while it removed it. The newest is read in full, older ones only in
+    their small files. With several processes the first does this, while the others wait.
+
+    Raises:
+      ValueError: there are checkpoints, and all are damaged; nothing is changed then.
+    """
+    lines, failure = [], ""
+    if jax.process_index() == 0:
+        try:
+            lines = _set_aside_damaged(folder.absolute())
+        except ValueError as error:
+            failure = str(error)
+    if multihost_utils.broadcast_one_to_all(np.array(bool(failure))):
+        raise ValueError(failure or f"all checkpoints in {folder} are damaged")
+    return lines
 
 
 def save_params(folder: pathlib.Path, params: Any) -> None:
@@ -88,6 +208,85 @@ def save_params(folder: pathlib.Path, params: Any) -> None:
     handler = ocp.StandardCheckpointHandler(save_concurrent_gb=largest // 2**30 + 1)
     with ocp.CheckpointManager(folder.absolute(), item_handlers={"params": handler}) as manager:
         manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+    manifest.write(folder / "0")
+
+
+class _Manager(ocp.CheckpointManager):
+    """Leaves JAX's preemption service, which counts the calls of one caller, to `Interruption`."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
+@dataclasses.dataclass
+class _Best(PreservationPolicy):
+    """Keeps the checkpoint whose step has the lowest loss."""
+
+    losses: Mapping[int, float]
+
+    def should_preserve(self, checkpoints, *, context) -> Sequence[bool]:
+        best = _best([checkpoint.step for checkpoint in checkpoints], self.losses)
+        return [checkpoint.step == best for checkpoint in checkpoints]
+
+
+def _best(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
+    return min((step for step in steps if step in losses), key=lambda step: losses[step], default=None)
+
+
+def _set_aside_damaged(folder: pathlib.Path) -> list[str]:
+    good, removals, renames, damage, lines = None, [], [], [], []
+    for step in reversed(_steps(folder)):
+        path = folder / str(step)
+        problems = manifest.problems(path, float("inf") if good is None else _SMALL)
+        if not problems:
+            good = step if good is None else good
+        elif good is not None and set(problems.values()) == {manifest.MISSING}:
+            removals.append(path)
+            lines.append(f"removed the rest of {path}, whose removal had been interrupted")
+        else:
+            renames.append((path, _unused(folder / f"damaged-{step}")))
+            damage.append(_damage(path, problems))
+            lines.append(f"{damage[-1]}; renamed it {renames[-1][1].name}")
+    if renames and good is None:
+        raise ValueError(
+            f"no good checkpoint remains in {folder}: {'; '.join(damage[:3])}. "
+            "Put a copy back, or start a new run"
+        )
+    for path in removals:
+        shutil.rmtree(path)
+    for path, target in renames:
+        path.rename(target)
+    return [*lines, f"going on from the checkpoint of step {good}"] if renames else lines
+
+
+def _damage(path: pathlib.Path, problems: Mapping[str, str]) -> str:
+    name, problem = next(iter(problems.items()))
+    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return f"the checkpoint {path} is damaged ({name} {problem}{more})"
+
+
+def _unused(path: pathlib.Path) -> pathlib.Path:
+    number, found = 2, path
+    while found.exists():
+        number, found = number + 1, path.with_name(f"{path.name}-{number}")
+    return found
+
+
+def _steps(folder: pathlib.Path) -> list[int]:
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def _is_no_orbax_error(record: logging.LogRecord) -> bool:
+    """Filters out the errors that orbax logs with their tracebacks: it raises them, too."""
+    return record.levelno != logging.ERROR or "orbax" not in record.pathname
+
+
+def _rest(state: TrainState) -> dict[str, Any]:
+    """Returns what a state has besides parameters."""
+    rest = state._asdict()
+    del rest["params"]
+    return rest
 
 
 def _abstract(tree: Any) -> Any:

@@ -5,11 +5,8 @@ import importlib.metadata
 import os
 import pathlib
 import platform
-import signal
 import sys
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -30,33 +27,6 @@ def input_errors() -> Iterator[None]:
         yield
     except (ValueError, NotImplementedError) as error:
         raise SystemExit(f"{pathlib.Path(sys.argv[0]).name}: error: {error}") from error
-
-
-class Interruption:
-    """Whether SIGINT or SIGTERM has arrived, which then no longer end the program; a second one does.
-
-    A context manager, for the main thread; elsewhere it notices nothing.
-    """
-
-    def __init__(self):
-        self.requested = False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "Interruption":
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {s: signal.signal(s, self._notice) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._restore()
-
-    def _notice(self, number: int, frame: Any) -> None:
-        self.requested = True
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
 
 def facts() -> dict[str, str | int]:

@@ -6,22 +6,25 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mxjax.training.step import StepMetrics
 
+if TYPE_CHECKING:
+    from mxjax.training.watch import Watch
+
 _RECENT_STEPS = 10  # over which the speed is averaged
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient of `step` is NaN or infinite."""
+    """The loss or the gradient of `step` is NaN or infinite; `amax` is that of its layers, if it is known."""
 
-    def __init__(self, message: str, step: int):
+    def __init__(self, message: str, step: int, amax: Mapping[str, Any] | None = None):
         super().__init__(message)
-        self.step = step
+        self.step, self.amax = step, amax
 
 
 class MetricsLog:
@@ -39,6 +42,10 @@ class MetricsLog:
         return self
 
     def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
     def write(self, **values: Any) -> None:
@@ -90,9 +97,15 @@ class StepReporter:
     """Fetches the metrics of a step when the next one has been dispatched, so that the device never waits."""
 
     def __init__(
-        self, log: MetricsLog, display: Display, tokens_a_step: int, learning_rate: Callable[[int], Any]
+        self,
+        log: MetricsLog,
+        display: Display,
+        watch: "Watch",
+        tokens_a_step: int,
+        learning_rate: Callable[[int], Any],
     ):
-        self._log, self._display = log, display
+        """Reports to `log`, `display` and `watch`; `learning_rate` is a function of the updates before."""
+        self._log, self._display, self._watch = log, display, watch
         self._tokens_a_step, self._learning_rate = tokens_a_step, learning_rate
         self._pending: tuple[int, StepMetrics] | None = None
         self._clock = time.monotonic()
@@ -102,7 +115,7 @@ class StepReporter:
         """Takes the metrics of a step just dispatched, reports those of the one before.
 
         Raises:
-          NonFiniteError: that one's loss or gradient was not finite.
+          NonFiniteError: that one's loss or gradient was not finite; see `Watch.see`.
         """
         self.flush()
         self._pending = (step, metrics)
@@ -115,17 +128,16 @@ class StepReporter:
         values = {
             "loss": float(metrics.loss),
             "grad_norm": float(metrics.grad_norm),
-            "lr": float(self._learning_rate(step - 1)),
+            "lr": float(self._learning_rate(step - 1 - int(metrics.skipped))),
         }
         self.step_times.append(time.monotonic() - self._clock)
         self._clock = time.monotonic()
         recent = self.step_times[1:][-_RECENT_STEPS:] or self.step_times  # the first one compiles
         values["tokens_per_s"] = self._tokens_a_step * len(recent) / sum(recent)
-        self._log.write(step=step, tokens=step * self._tokens_a_step, **values)
+        skipped = {"skipped": True} if self._watch.skips and not metrics.finite else {}
+        self._log.write(step=step, tokens=step * self._tokens_a_step, **values, **skipped)
         self._display.step(step, values)
-        if not metrics.finite:
-            message = f"loss {values['loss']}, gradient norm {values['grad_norm']} at step {step}"
-            raise NonFiniteError(message, step)
+        self._watch.see(step, values["loss"], values["grad_norm"], metrics)
 
     def restart_clock(self) -> None:
         """Leaves the time since the last report out of the next step's."""
