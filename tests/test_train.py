@@ -121,8 +121,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_evidence(text, tm
         run(text, out, "--policy", "wgrad", "--lr", "1e30", "--clip", "1e30")
     step = caught.value.step
     evidence = out / f"nonfinite-step-{step}"
+    tokens = np.frombuffer(text.read_bytes(), np.uint8)
     with np.load(evidence / "batch.npz") as saved:
-        assert saved["batch"].shape == (4, 33)
+        windows = json.loads((evidence / "batch.json").read_text())["windows"]
+        expected = [tokens[32 * i : 32 * i + 33] for i in windows]
+        np.testing.assert_array_equal(saved["batch"], expected)
+    largest = json.loads((evidence / "amax.json").read_text())
+    assert largest["gradients"].keys() == largest["parameters"].keys() >= {"blocks.3.mlp.down", "head"}
+    assert "nan" in largest["gradients"].values()
+    assert all(isinstance(value, float) for value in largest["parameters"].values())
     before, state = weights(evidence)
     assert before == step - 1
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
@@ -217,6 +224,39 @@ def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_pat
             run(text, out, "--policy", "full_sr", "--eval-every", "3")
     resume(out)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_signal_ends_an_evaluation_which_is_repeated(text, finished, tmp_path, monkeypatch, step):
+    out = tmp_path / "run"
+    original, seen = training_program.evaluate, []
+
+    def evaluate_and_signal(eval_step, params, batches):
+        def interrupted():
+            for batch in batches:
+                seen.append(batch)
+                if len(seen) == 2 * step // 3 - 1:  # the first of two
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+        return original(eval_step, params, interrupted())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_program, "evaluate", evaluate_and_signal)
+        with pytest.raises(SystemExit, match=f"interrupted after step {step}; continue with"):
+            run(text, out, "--policy", "full_sr", "--eval-every", "3")
+    assert len(seen) == 2 * step // 3 - 1
+    assert lines(out)[-1].keys() >= {"loss"}
+    resume(out)
+    assert without_time(lines(out)) == without_time(lines(finished))
+    jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
+
+
+def test_eval_takes_the_best_step(finished, tmp_path):
+    losses = {r["step"]: r["eval_loss"] for r in lines(finished) if "eval_loss" in r}
+    config = evaluation_program.EvalConfig(finished, step="best")
+    assert evaluation_program.main(config)["step"] == 6  # the only one of the two that was saved
+    assert losses[6] < losses[3]
 
 
 def test_an_evaluation_that_is_not_finite_stops_the_run(text, tmp_path, monkeypatch):

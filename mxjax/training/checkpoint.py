@@ -7,7 +7,9 @@ are a function of the seed and the step, so that the step says all there is of t
 
 import contextlib
 import dataclasses
+import errno
 import logging
+import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,8 +92,11 @@ class Checkpoints:
         if step == self.latest:
             return
         self.wait()
-        self._saving = step, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        self._saving = step, size
         with self._errors():
+            if shutil.disk_usage(self._folder).free < size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._manager.save(
                 step,
                 args=ocp.args.Composite(

@@ -1,0 +1,277 @@
+"""Runs that are killed, interrupted, out of space, or not finite: what is lost (nothing) and what is said."""
+
+import json
+import multiprocessing
+import os
+import pathlib
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import train as training_program
+from mxjax.training.checkpoint import Checkpoints
+from mxjax.training.config import parse
+from mxjax.training.metrics import NonFiniteError
+
+ROOT = pathlib.Path(__file__).parent.parent
+SMALL = [
+    "--batch-size",
+    "2",
+    "--seq-len",
+    "16",
+    "--eval-batches",
+    "2",
+    "--warmup-steps",
+    "2",
+    "--policy",
+    "bf16",
+]
+KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
+    return path
+
+
+def arguments(text, out, *flags):
+    return [*SMALL, "--data", str(text), "--out", str(out), *flags]
+
+
+def train(*flags):
+    return training_program.train(parse([str(flag) for flag in flags]))
+
+
+def records(out):
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if k != "tokens_per_s"} for record in found]
+
+
+def state(out):
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        return jax.tree.map(np.asarray, dict(checkpoints._manager.restore(checkpoints.latest)))
+
+
+def poison(monkeypatch, run_of, bad_steps):
+    """Makes the loss of the batches of some steps NaN."""
+    original = training_program.make_losses
+
+    def make_losses(run):
+        losses = original(run)
+        stream = run.corpus.batches(run.config.data, run.config.seed, run.config.steps)
+        batches = [next(stream) for _ in range(run.config.steps)]
+        bad = jnp.array([batches[step - 1] for step in bad_steps])
+
+        def poisoned(params, batch, key):
+            is_bad = jnp.any(jnp.all(batch[None] == bad, axis=(1, 2)))
+            return losses(params, batch, key) * jnp.where(is_bad, jnp.nan, 1.0)
+
+        return poisoned
+
+    monkeypatch.setattr(training_program, "make_losses", make_losses)
+
+
+def test_skipped_steps_leave_the_run_going_and_resuming_equal(text, tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = ["--steps", "8", "--on-nonfinite", "skip"]
+    poison(monkeypatch, whole, (3, 4, 7))
+    train(*arguments(text, whole, *flags))
+    steps = [r for r in records(whole) if "loss" in r]
+    assert [r["step"] for r in steps if r.get("skipped")] == [3, 4, 7]
+    assert [r["step"] for r in steps if r["loss"] == "nan"] == [3, 4, 7]
+    assert [r["lr"] for r in steps[2:5]] == [steps[2]["lr"]] * 3  # of as many updates
+    final = state(whole)
+    assert (final["rest"]["step"], final["rest"]["skipped"]) == (8, 3)
+    assert {path.name for path in whole.glob("nonfinite-*")} == {f"nonfinite-step-{i}" for i in (3, 4, 7)}
+    train(*arguments(text, parts, *flags, "--stop-after", "3"))
+    train("--resume", "--out", parts)
+    assert [r for r in records(parts) if "loss" in r] == steps
+    jax.tree.map(np.testing.assert_array_equal, state(parts), final)
+
+
+def test_a_run_that_stopped_goes_on_by_skipping(text, tmp_path, monkeypatch):
+    poison(monkeypatch, tmp_path, (3,))
+    with pytest.raises(NonFiniteError, match="at step 3, policy bf16.*--resume --on-nonfinite skip"):
+        train(*arguments(text, tmp_path / "run", "--steps", "5", "--checkpoint-every", "1"))
+    train("--resume", "--out", tmp_path / "run", "--on-nonfinite", "skip")
+    assert [r["step"] for r in records(tmp_path / "run") if r.get("skipped")] == [3]
+
+
+def test_ten_skips_in_a_row_end_the_run(text, tmp_path):
+    out = tmp_path / "run"
+    flags = ["--steps", "20", "--on-nonfinite", "skip", "--lr", "1e30", "--clip", "1e30"]
+    with pytest.raises(NonFiniteError, match="the 10th in a row"):
+        train(*arguments(text, out, *flags))
+    assert sum(r.get("skipped", False) for r in records(out)) == 10
+    assert len(list(out.glob("nonfinite-step-*/batch.npz"))) == 4  # the first three and the last
+
+
+def test_a_loss_that_leaps_is_reported_with_its_batch(text, tmp_path, monkeypatch, capsys):
+    original = training_program.StepReporter.step
+
+    def step_30_is_large(self, step, metrics):
+        original(self, step, metrics._replace(loss=metrics.loss * 7) if step == 30 else metrics)
+
+    monkeypatch.setattr(training_program.StepReporter, "step", step_30_is_large)
+    train(*arguments(text, tmp_path / "run", "--steps", "32", "--spike-factor", "3"))
+    (spike,) = [json.loads(line) for line in (tmp_path / "run" / "spikes.jsonl").read_text().splitlines()]
+    assert spike["step"] == 30
+    assert len(spike["batch"]["windows"]) == 2
+    assert "times the recent median" in capsys.readouterr().out
+
+
+def test_a_damaged_newest_checkpoint_costs_its_steps_only(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    train(*arguments(text, out, "--steps", "6", "--checkpoint-every", "2"))
+    before, written = state(out), records(out)
+    (out / "checkpoints" / "6" / "rest" / "manifest.ocdbt").write_bytes(b"")
+    train("--resume", "--out", out)
+    assert "going on from the checkpoint of step 4" in " ".join(capsys.readouterr().out.split())
+    assert records(out) == written
+    jax.tree.map(np.testing.assert_array_equal, state(out), before)
+    for step in (4, 6):
+        (out / "checkpoints" / str(step) / "manifest.json").unlink()
+    with pytest.raises(SystemExit, match="no good checkpoint remains"):
+        train("--resume", "--out", out)
+
+
+def start(*flags, **options):
+    return subprocess.Popen(
+        [sys.executable, "train.py", *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_with_a_message(text, tmp_path):
+    """Files that may not grow past 300 kB stand for it: they fail like that for any user."""
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    train(*arguments(text, whole, "--steps", "4"))
+    train(*arguments(text, out, "--steps", "4", "--stop-after", "2"))
+    limit = (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    run = start("--resume", "--out", out, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    _, errors = run.communicate()
+    assert run.returncode == 1
+    assert "train.py: error: the checkpoint of step 4 could not be saved" in errors
+    assert "the last good one is of step 2" in errors
+    train("--resume", "--out", out)
+    jax.tree.map(np.testing.assert_array_equal, state(out), state(whole))
+
+
+@pytest.mark.slow
+def test_a_second_sigint_ends_the_program_while_it_compiles(text, tmp_path):
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    run = start(*arguments(text, tmp_path / "run"), env=environment)
+    for line in run.stdout:
+        if line.startswith("run "):  # the last before the first step compiles
+            break
+    for _ in range(2):
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    assert run.wait() == 128 + signal.SIGINT
+    run.communicate()
+
+
+COUNT = """
+import sys, time, jax
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+from mxjax.training.interruption import Interruption
+with Interruption() as interruption:
+    print("ready", flush=True)
+    for step in range(3000):
+        if interruption.requested():
+            print(step, flush=True)
+            break
+        time.sleep(0.01 * (1 + int(sys.argv[2])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_processes_agree_where_to_end(number, unused_port):
+    """One of two, of which the other is slower, gets the signal; both end before the same step."""
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", COUNT, f"localhost:{unused_port}", str(i)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )
+        for i in range(2)
+    ]
+    assert [run.stdout.readline() for run in runs] == ["ready\n"] * 2
+    runs[1].send_signal(number)
+    first, second = (run.communicate()[0] for run in runs)
+    assert first == second
+    assert first.strip().isdigit()
+
+
+@pytest.fixture
+def unused_port():
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def life(out, flags):
+    """A process of the loop below: begins the run, or goes on with it."""
+    sys.stdout = open(os.devnull, "w")
+    resumes = ["--resume", "--out", str(out)] if (out / "config.json").exists() else flags
+    training_program.train(parse(resumes))
+
+
+@pytest.mark.slow
+def test_a_run_killed_twenty_times_equals_one_left_alone(text, tmp_path):
+    """SIGKILL at random moments, half of them while a checkpoint is being written."""
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    flags = ["--steps", "60", "--checkpoint-every", "3", "--eval-every", "9", "--keep-checkpoints", "2"]
+    train(*arguments(text, whole, *flags))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train"])
+    moments, kills, during_saves = random.Random(0), 0, 0
+    while True:
+        process = context.Process(target=life, args=(out, arguments(text, out, *flags)))
+        process.start()
+        if kills < KILLS:
+            if kills % 2:
+                aim_at_save(process, out / "checkpoints", moments.uniform(0, 0.03))
+            else:
+                process.join(moments.uniform(0, 6))
+            during_saves += bool(list((out / "checkpoints").glob("*tmp*")))
+            process.kill()
+        process.join()
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        kills += 1
+    assert kills == KILLS
+    assert during_saves > 0
+    jax.tree.map(np.testing.assert_array_equal, state(out), state(whole))
+    assert records(out) == records(whole)
+
+
+def aim_at_save(process, folder, delay):
+    """Returns some time after a save has begun, or when the process has ended."""
+    old = set(folder.glob("*tmp*"))
+    while process.is_alive() and not set(folder.glob("*tmp*")) - old:
+        old &= set(folder.glob("*tmp*"))
+        time.sleep(0.001)
+    time.sleep(delay)
