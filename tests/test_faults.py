@@ -1,5 +1,6 @@
 """Runs that are killed, interrupted, out of space, or not finite: what is lost (nothing) and what is said."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -101,7 +102,7 @@ def test_skipped_steps_leave_the_run_going_and_resuming_equal(text, tmp_path, mo
 
 def test_a_run_that_stopped_goes_on_by_skipping(text, tmp_path, monkeypatch):
     poison(monkeypatch, tmp_path, (3,))
-    with pytest.raises(NonFiniteError, match="at step 3, policy bf16.*--resume --on-nonfinite skip"):
+    with pytest.raises(NonFiniteError, match=r"at step 3, policy bf16.*--resume --on-nonfinite skip"):
         train(*arguments(text, tmp_path / "run", "--steps", "5", "--checkpoint-every", "1"))
     train("--resume", "--out", tmp_path / "run", "--on-nonfinite", "skip")
     assert [r["step"] for r in records(tmp_path / "run") if r.get("skipped")] == [3]
@@ -146,14 +147,9 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_only(text, tmp_path, capsys
 
 
 def start(*flags, **options):
-    return subprocess.Popen(
-        [sys.executable, "train.py", *flags],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+    command = [sys.executable, "train.py", *map(str, flags)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, **pipes, **options)
 
 
 @pytest.mark.slow
@@ -233,45 +229,64 @@ def unused_port():
 
 def life(out, flags):
     """A process of the loop below: begins the run, or goes on with it."""
-    sys.stdout = open(os.devnull, "w")
     resumes = ["--resume", "--out", str(out)] if (out / "config.json").exists() else flags
-    training_program.train(parse(resumes))
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        training_program.train(parse(resumes))
+
+
+def wait_for(process, condition):
+    """Returns when the condition holds, or the process has ended."""
+    while process.is_alive() and not condition():
+        time.sleep(0.001)
 
 
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_equals_one_left_alone(text, tmp_path):
-    """SIGKILL at random moments, half of them while a checkpoint is being written."""
+    """SIGKILL at random moments: while it starts, between steps, and, half of them, while it saves."""
     whole, out = tmp_path / "whole", tmp_path / "run"
-    flags = ["--steps", "60", "--checkpoint-every", "3", "--eval-every", "9", "--keep-checkpoints", "2"]
+    flags = [
+        "--steps",
+        "160",
+        "--checkpoint-every",
+        "3",
+        "--eval-every",
+        "9",
+        "--keep-checkpoints",
+        "2",
+        "--log-every",
+        "50",
+    ]
     train(*arguments(text, whole, *flags))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train"])
-    moments, kills, during_saves = random.Random(0), 0, 0
-    while True:
+    moments, during_saves = random.Random(0), 0
+
+    def saving():
+        return {path.stat().st_ino for path in (out / "checkpoints").glob("*tmp*")}
+
+    def written():
+        return (out / "metrics.jsonl").stat().st_size if (out / "metrics.jsonl").exists() else 0
+
+    for kill in range(KILLS + 1):
         process = context.Process(target=life, args=(out, arguments(text, out, *flags)))
+        before, begun = saving(), written()
         process.start()
-        if kills < KILLS:
-            if kills % 2:
-                aim_at_save(process, out / "checkpoints", moments.uniform(0, 0.03))
-            else:
-                process.join(moments.uniform(0, 6))
-            during_saves += bool(list((out / "checkpoints").glob("*tmp*")))
-            process.kill()
-        process.join()
-        if process.exitcode == 0:
+        if kill == KILLS:
             break
+        if kill % 4 == 0:
+            process.join(moments.uniform(0, 4))
+        elif kill % 4 == 1:
+            more = moments.uniform(0, 1000)
+            wait_for(process, lambda: written() > begun + more)  # noqa: B023
+        else:
+            wait_for(process, lambda: saving() - before)  # noqa: B023
+            time.sleep(moments.uniform(0, 0.03))
+        process.kill()
+        process.join()
         assert process.exitcode == -signal.SIGKILL
-        kills += 1
-    assert kills == KILLS
+        during_saves += bool(saving() - before)
+    process.join()
+    assert process.exitcode == 0
     assert during_saves > 0
     jax.tree.map(np.testing.assert_array_equal, state(out), state(whole))
     assert records(out) == records(whole)
-
-
-def aim_at_save(process, folder, delay):
-    """Returns some time after a save has begun, or when the process has ended."""
-    old = set(folder.glob("*tmp*"))
-    while process.is_alive() and not set(folder.glob("*tmp*")) - old:
-        old &= set(folder.glob("*tmp*"))
-        time.sleep(0.001)
-    time.sleep(delay)
