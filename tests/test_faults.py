@@ -23,19 +23,8 @@ from mxjax.training.config import parse
 from mxjax.training.metrics import NonFiniteError
 
 ROOT = pathlib.Path(__file__).parent.parent
-SMALL = [
-    "--batch-size",
-    "2",
-    "--seq-len",
-    "16",
-    "--eval-batches",
-    "2",
-    "--warmup-steps",
-    "2",
-    "--policy",
-    "bf16",
-]
-KILLS = 20
+SMALL = "--batch-size 2 --seq-len 16 --eval-batches 2 --warmup-steps 2 --policy bf16"
+KILLS, FLAGS = 20, "--steps 160 --checkpoint-every 3 --eval-every 9 --log-every 50"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +35,7 @@ def text(tmp_path_factory):
 
 
 def arguments(text, out, *flags):
-    return [*SMALL, "--data", str(text), "--out", str(out), *flags]
+    return [*SMALL.split(), "--data", str(text), "--out", str(out), *flags]
 
 
 def train(*flags):
@@ -159,7 +148,8 @@ def test_a_full_disk_ends_the_run_with_a_message(text, tmp_path):
     train(*arguments(text, whole, "--steps", "4"))
     train(*arguments(text, out, "--steps", "4", "--stop-after", "2"))
     limit = (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-    run = start("--resume", "--out", out, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    run = start("--resume", "--out", out)
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, limit)
     _, errors = run.communicate()
     assert run.returncode == 1
     assert "train.py: error: the checkpoint of step 4 could not be saved" in errors
