@@ -37,7 +37,15 @@ from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepRepo
 from mxjax.training.mllog import MLPerfLog, settings
 from mxjax.training.optimizer import learning_rate, make_optimizer
 from mxjax.training.packed import PackedCorpus
-from mxjax.training.step import TrainState, evaluate, init_state, make_eval_step, make_train_step
+from mxjax.training.step import (
+    Loss,
+    Losses,
+    TrainState,
+    evaluate,
+    init_state,
+    make_eval_step,
+    make_train_step,
+)
 from mxjax.training.watch import Watch
 
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -114,8 +122,8 @@ def loop(
 ) -> dict[str, float]:
     """Runs the steps that remain; returns the last evaluation."""
     config = run.config
-    losses = make_losses(run)
-    train_step = make_train_step(losses, optimizer, config.seed, config.accumulate, watch.skips)
+    loss, losses = make_losses(run)
+    train_step = make_train_step(loss, optimizer, config.seed, config.accumulate, watch.skips)
     eval_step = make_eval_step(losses)
     tokens_a_step = config.data.batch_size * config.data.seq_len
     rate = learning_rate(config.optimizer, config.steps, np)  # on the host: the device would make it wait
@@ -309,14 +317,16 @@ def check_same_data(folder: pathlib.Path, corpus: Corpus | PackedCorpus) -> None
         raise ValueError(f"--resume: the data is {corpus.facts}, but the run began with {began_with}")
 
 
-def make_losses(run: Run):
-    """Returns the model's losses as a function of parameters, sequences and key."""
+def make_losses(run: Run) -> tuple[Loss, Losses]:
+    """Returns the model's mean loss, to train on, and the losses of all tokens, to evaluate."""
     options = {"remat": run.config.remat, "implementation": run.config.precision.implementation}
 
-    def losses(params, batch, key):
-        return llama.losses(run.model, params, batch, policies=run.policies, key=key, **options)
+    def of(function):
+        return lambda params, batch, key: function(
+            run.model, params, batch, policies=run.policies, key=key, **options
+        )
 
-    return losses
+    return of(llama.mean_loss), of(llama.losses)
 
 
 def write_description(run: Run) -> None:
