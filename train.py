@@ -1,7 +1,6 @@
 """Trains a Llama in the precision that a policy names: `python train.py --policy=wgrad_hadamard`."""
 
 import dataclasses
-import errno
 import json
 import math
 import pathlib
@@ -31,7 +30,7 @@ from mxjax.training.config import (
     to_json,
 )
 from mxjax.training.data import Corpus, evaluation_batches, load_data
-from mxjax.training.environment import enable_compilation_cache, facts, input_errors
+from mxjax.training.environment import disk_errors, enable_compilation_cache, facts, input_errors
 from mxjax.training.interruption import Interrupted, Interruption
 from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter, evaluations
 from mxjax.training.mllog import MLPerfLog, settings
@@ -47,8 +46,6 @@ from mxjax.training.step import (
     make_train_step,
 )
 from mxjax.training.watch import Watch
-
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Run(NamedTuple):
@@ -78,34 +75,31 @@ def train(config: Config) -> dict[str, float]:
             run = set_up(config)
             stream = run.corpus.batches(config.data, config.seed, config.steps)
             damage = set_aside_damaged(run.folder / "checkpoints")
-        write_description(run)  # before what takes long, so that a run killed there can be resumed
-        optimizer = make_optimizer(config.optimizer, config.steps)
-        folder, eval_losses = run.folder / "checkpoints", evaluations(run.folder)
-        with Checkpoints(folder, config.keep_checkpoints, eval_losses) as checkpoints:
-            resumes = config.resume and checkpoints.latest is not None
-            state = init_state(first_params(run, None if resumes else config.init), optimizer)
-            if resumes:
-                state, position = checkpoints.restore(state)
-                if position is not None:
-                    stream.set_state(position)
-            start = int(state.step)
-            log = MetricsLog(run.folder / "metrics.jsonl", keep_steps=start)
-            display = Display(config.steps, start, config.log_every)
-            with log, display, open_mllog(run, start, began) as mllog:
-                display.line("\n".join([introduction(run), *damage]))
-                with make_watch(run, state, display) as watch:
-                    return loop(
-                        run,
-                        optimizer,
-                        state,
-                        stream,
-                        checkpoints,
-                        log,
-                        display,
-                        watch,
-                        mllog,
-                        interruption,
-                    )
+        with disk_errors(run.folder):
+            write_description(run)  # before what takes long, so that a run killed there can be resumed
+            return begin_or_continue(run, stream, interruption, began, damage)
+
+
+def begin_or_continue(
+    run: Run, stream: grain.DatasetIterator, interruption: Interruption, began: float, damage: list[str]
+) -> dict[str, float]:
+    """Opens what a run writes, trains from its newest checkpoint on, and returns the last evaluation."""
+    config = run.config
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    folder, eval_losses = run.folder / "checkpoints", evaluations(run.folder)
+    with Checkpoints(folder, config.keep_checkpoints, eval_losses) as checkpoints:
+        resumes = config.resume and checkpoints.latest is not None
+        state = init_state(first_params(run, None if resumes else config.init), optimizer)
+        if resumes:
+            state, position = checkpoints.restore(state)
+            if position is not None:
+                stream.set_state(position)
+        start = int(state.step)
+        log = MetricsLog(run.folder / "metrics.jsonl", keep_steps=start)
+        display = Display(config.steps, start, config.log_every)
+        with log, display, open_mllog(run, start, began) as mllog, make_watch(run, state, display) as watch:
+            display.line("\n".join([introduction(run), *damage]))
+            return loop(run, optimizer, state, stream, checkpoints, log, display, watch, mllog, interruption)
 
 
 def loop(
@@ -404,7 +398,3 @@ if __name__ == "__main__":
         train(parse())
     except (NonFiniteError, CheckpointError) as error:
         sys.exit(f"train.py: error: {error}")
-    except OSError as error:
-        if error.errno not in FULL_DISK:
-            raise
-        sys.exit(f"train.py: error: {error}: make room, and continue with --resume")

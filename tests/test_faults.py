@@ -8,6 +8,7 @@ import pathlib
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -141,6 +142,16 @@ def start(*flags, **options):
     return subprocess.Popen(command, cwd=ROOT, **pipes, **options)
 
 
+def test_files_that_cannot_be_written_end_the_run_with_a_message(text, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        with pytest.raises(SystemExit, match=r"writing to .*run, where .*B are free: File too large"):
+            train(*arguments(text, tmp_path / "run"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_a_message(text, tmp_path):
     """Files that may not grow past 300 kB stand for it: they fail like that for any user."""
@@ -173,48 +184,70 @@ def test_a_second_sigint_ends_the_program_while_it_compiles(text, tmp_path):
 
 
 COUNT = """
-import sys, time, jax
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
-from mxjax.training.interruption import Interruption
 with Interruption() as interruption:
     print("ready", flush=True)
     for step in range(3000):
         if interruption.requested():
             print(step, flush=True)
             break
-        time.sleep(0.01 * (1 + int(sys.argv[2])))
+        time.sleep(0.01 * (1 + jax.process_index()))
 """
+SAVE = """
+place = jax.sharding.NamedSharding(jax.make_mesh((2,), ("data",)), jax.P("data"))
+params = {"w": jax.device_put(np.arange(4096.0), place)}
+state = jax.jit(lambda w: init_state(w, optax.adam(0.1)))(params)
+at_step = jax.jit(lambda state, step: state._replace(step=step))
+folder = pathlib.Path(sys.argv[3])
+with Checkpoints(folder, keep=2, losses={1: 1.0}) as checkpoints:
+    for step in range(1, 5):
+        checkpoints.save(at_step(state, np.int32(step)), {"next_index": step})
+if jax.process_index() == 0:
+    (folder / "4" / "params" / "_METADATA").write_bytes(b"{}")
+print(set_aside_damaged(folder)[1:])
+with Checkpoints(folder, keep=2) as checkpoints:
+    restored, position = checkpoints.restore(state)
+print(position, restored.params["w"].sharding == place)
+"""
+IMPORTS = """
+import pathlib, sys, time, jax, numpy as np, optax
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+from mxjax.training.checkpoint import Checkpoints, set_aside_damaged
+from mxjax.training.interruption import Interruption
+from mxjax.training.step import init_state
+"""
+
+
+def two_processes(program, *further):
+    """Starts a program as two processes that know of each other."""
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        port = str(unused.getsockname()[1])
+    commands = [[sys.executable, "-c", IMPORTS + program, port, str(i), *further] for i in range(2)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    return [subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) for command in commands]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_processes_agree_where_to_end(number, unused_port):
+def test_processes_agree_where_to_end(number):
     """One of two, of which the other is slower, gets the signal; both end before the same step."""
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", COUNT, f"localhost:{unused_port}", str(i)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        for i in range(2)
-    ]
-    assert [run.stdout.readline() for run in runs] == ["ready\n"] * 2
+    runs = two_processes(COUNT)
+    for run in runs:
+        while run.stdout.readline() not in ("ready\n", ""):
+            pass
     runs[1].send_signal(number)
     first, second = (run.communicate()[0] for run in runs)
     assert first == second
     assert first.strip().isdigit()
 
 
-@pytest.fixture
-def unused_port():
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
+@pytest.mark.slow
+def test_processes_save_together_and_set_aside_what_is_damaged(tmp_path):
+    first, second = (run.communicate()[0].splitlines()[-2:] for run in two_processes(SAVE, str(tmp_path)))
+    assert first == ["['going on from the checkpoint of step 3']", "{'next_index': 3} True"]
+    assert second == ["[]", first[1]]
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "3", "damaged-4"}
 
 
 def life(out, flags):

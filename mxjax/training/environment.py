@@ -1,14 +1,17 @@
 """What surrounds a run: the compilation cache, errors for people, versions and device for the record."""
 
 import contextlib
+import errno
 import importlib.metadata
 import os
 import pathlib
 import platform
+import shutil
 import sys
 from collections.abc import Iterator
 
 import jax
+from rich.filesize import decimal
 
 import mxjax
 
@@ -27,6 +30,21 @@ def input_errors() -> Iterator[None]:
         yield
     except (ValueError, NotImplementedError) as error:
         raise SystemExit(f"{pathlib.Path(sys.argv[0]).name}: error: {error}") from error
+
+
+@contextlib.contextmanager
+def disk_errors(folder: pathlib.Path) -> Iterator[None]:
+    """Ends the program with a message when a file cannot be written because a disk or quota is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise
+        free = decimal(shutil.disk_usage(folder).free)
+        raise SystemExit(
+            f"{pathlib.Path(sys.argv[0]).name}: error: writing to {folder}, where {free} are free: "
+            f"{error.strerror}. Make room and continue with --resume"
+        ) from error
 
 
 def facts() -> dict[str, str | int]:
