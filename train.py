@@ -19,7 +19,7 @@ from models.configs import LlamaConfig, from_dict, get_config, to_dict
 from mxjax.gemm import check_plans, choose_implementation
 from mxjax.layers import LayerPolicies
 from mxjax.training.amax import amax_names
-from mxjax.training.checkpoint import CheckpointError, Checkpoints, set_aside_damaged
+from mxjax.training.checkpoint import CheckpointError, Checkpoints
 from mxjax.training.config import (
     HUGGINGFACE,
     Config,
@@ -29,6 +29,7 @@ from mxjax.training.config import (
     read_description,
     to_json,
 )
+from mxjax.training.damage import set_aside_damaged
 from mxjax.training.data import Corpus, evaluation_batches, load_data
 from mxjax.training.environment import disk_errors, enable_compilation_cache, facts, input_errors
 from mxjax.training.interruption import Interrupted, Interruption

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 from mxjax.training import manifest
-from mxjax.training.checkpoint import CheckpointError, Checkpoints, save_params, set_aside_damaged
+from mxjax.training.checkpoint import CheckpointError, Checkpoints, save_params
+from mxjax.training.damage import set_aside_damaged
 from mxjax.training.step import init_state
 
 

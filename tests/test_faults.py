@@ -211,7 +211,8 @@ print(position, restored.params["w"].sharding == place)
 IMPORTS = """
 import pathlib, sys, time, jax, numpy as np, optax
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
-from mxjax.training.checkpoint import Checkpoints, set_aside_damaged
+from mxjax.training.checkpoint import Checkpoints
+from mxjax.training.damage import set_aside_damaged
 from mxjax.training.interruption import Interruption
 from mxjax.training.step import init_state
 """

@@ -16,16 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN, PreservationPolicy
 from rich.filesize import decimal
 
 from mxjax.training import manifest
+from mxjax.training.damage import describe_damage, saved_steps
 from mxjax.training.step import TrainState
-
-_SMALL = 2**16  # bytes; of older checkpoints, only files up to this are read to find damage
 
 
 class CheckpointError(RuntimeError):
@@ -122,7 +119,7 @@ class Checkpoints:
         """Returns the newest state, with the shapes and dtypes of `like`, and the position in the data.
 
         Of a run that has not begun, see `save_params`, it is `like` with the parameters saved, and None.
-        Damage is not looked for: see `set_aside_damaged`.
+        Damage is not looked for: see `damage.set_aside_damaged`.
 
         Raises:
           ValueError: there is no checkpoint.
@@ -153,7 +150,9 @@ class Checkpoints:
         step = self.latest if step is None else step
         if problems := manifest.problems(self._folder / str(step)):
             others = sorted(set(steps) - {step})
-            raise ValueError(f"{_damage(self._folder / str(step), problems)}; others are {others or 'none'}")
+            raise ValueError(
+                f"{describe_damage(self._folder / str(step), problems)}; others are {others or 'none'}"
+            )
         args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
         return self._manager.restore(step, args=args)["params"]
 
@@ -175,33 +174,12 @@ class Checkpoints:
         free = shutil.disk_usage(self._folder).free
         for partial in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
             shutil.rmtree(partial, ignore_errors=True)
-        left = _steps(self._folder)
+        left = saved_steps(self._folder)
         last = f"the last good one is of step {left[-1]}" if left else "there is none yet"
         raise CheckpointError(
             f"the checkpoint of step {step} could not be saved in {self._folder}, where {decimal(free)} are "
             f"free; it takes up to {decimal(size)}; {last}. Make room and continue with --resume. {cause}"
         ) from cause
-
-
-def set_aside_damaged(folder: pathlib.Path) -> list[str]:
-    """Makes the newest checkpoint in a folder a whole one; returns what there is to say of it.
-
-    Damaged ones are renamed damaged-STEP, except that of an older one whose files are only missing, the
-    rest is removed: the run was killed while it removed it. The newest is read in full, older ones only in
-    their small files. With several processes the first does this, while the others wait.
-
-    Raises:
-      ValueError: there are checkpoints, and all are damaged; nothing is changed then.
-    """
-    lines, failure = [], ""
-    if jax.process_index() == 0:
-        try:
-            lines = _set_aside_damaged(folder.absolute())
-        except ValueError as error:
-            failure = str(error)
-    if multihost_utils.broadcast_one_to_all(np.array(bool(failure))):
-        raise ValueError(failure or f"all checkpoints in {folder} are damaged")
-    return lines
 
 
 def save_params(folder: pathlib.Path, params: Any) -> None:
@@ -236,50 +214,6 @@ class _Best(PreservationPolicy):
 
 def _best(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
     return min((step for step in steps if step in losses), key=lambda step: losses[step], default=None)
-
-
-def _set_aside_damaged(folder: pathlib.Path) -> list[str]:
-    good, removals, renames, damage, lines = None, [], [], [], []
-    for step in reversed(_steps(folder)):
-        path = folder / str(step)
-        problems = manifest.problems(path, float("inf") if good is None else _SMALL)
-        if not problems:
-            good = step if good is None else good
-        elif good is not None and set(problems.values()) == {manifest.MISSING}:
-            removals.append(path)
-            lines.append(f"removed the rest of {path}, whose removal had been interrupted")
-        else:
-            renames.append((path, _unused(folder / f"damaged-{step}")))
-            damage.append(_damage(path, problems))
-            lines.append(f"{damage[-1]}; renamed it {renames[-1][1].name}")
-    if renames and good is None:
-        raise ValueError(
-            f"no good checkpoint remains in {folder}: {'; '.join(damage[:3])}. "
-            "Put a copy back, or start a new run"
-        )
-    for path in removals:
-        shutil.rmtree(path)
-    for path, target in renames:
-        path.rename(target)
-    return [*lines, f"going on from the checkpoint of step {good}"] if renames else lines
-
-
-def _damage(path: pathlib.Path, problems: Mapping[str, str]) -> str:
-    name, problem = next(iter(problems.items()))
-    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return f"the checkpoint {path} is damaged ({name} {problem}{more})"
-
-
-def _unused(path: pathlib.Path) -> pathlib.Path:
-    number, found = 2, path
-    while found.exists():
-        number, found = number + 1, path.with_name(f"{path.name}-{number}")
-    return found
-
-
-def _steps(folder: pathlib.Path) -> list[int]:
-    names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    return sorted(int(name) for name in names if name.isdigit())
 
 
 def _is_no_orbax_error(record: logging.LogRecord) -> bool:
