@@ -12,7 +12,7 @@ import pytest
 
 from mxjax.training import manifest
 from mxjax.training.checkpoint import CheckpointError, Checkpoints, save_params
-from mxjax.training.damage import set_aside_damaged
+from mxjax.training.damage import saved_steps, set_aside_damaged
 from mxjax.training.step import init_state
 
 
@@ -202,8 +202,11 @@ def test_a_save_that_fails_is_said_and_leaves_the_one_before(tmp_path):
                 checkpoints.check()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert saved_steps(tmp_path) == [1]
     assert set_aside_damaged(tmp_path) == []
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(large, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
 
 
 def test_a_save_that_will_not_fit_is_not_begun(tmp_path, state, monkeypatch):

@@ -148,11 +148,10 @@ class Checkpoints:
         if not steps or step not in (None, *steps):
             raise ValueError(f"no checkpoint of step {step}; there are {sorted(steps) or 'none'}")
         step = self.latest if step is None else step
-        if problems := manifest.problems(self._folder / str(step)):
-            others = sorted(set(steps) - {step})
-            raise ValueError(
-                f"{describe_damage(self._folder / str(step), problems)}; others are {others or 'none'}"
-            )
+        folder = self._folder / str(step)
+        if problems := manifest.problems(folder):
+            others = sorted(set(steps) - {step}) or "none"
+            raise ValueError(f"{describe_damage(folder, problems)}; others are {others}")
         args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
         return self._manager.restore(step, args=args)["params"]
 
@@ -163,7 +162,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Removes what a save that failed left, and raises CheckpointError; tensorstore has ValueError."""
+        """Raises CheckpointError for the errors of a save that failed; tensorstore's are ValueError.
+
+        What it left is removed, but for files still being written then, which the next start removes.
+        """
         assert self._saving is not None
         step, size = self._saving
         try:
