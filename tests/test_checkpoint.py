@@ -198,9 +198,7 @@ def test_a_save_that_fails_is_said_and_leaves_the_one_before(tmp_path, state, mo
             checkpoints.save(at_step(state, 2), {})
             while checkpoints._manager.is_saving_in_progress():
                 time.sleep(0.01)
-            with pytest.raises(
-                CheckpointError, match=r"step 2 could not be .* good one is of step 1.* No space"
-            ):
+            with pytest.raises(CheckpointError, match=r"step 2 could .* good one is of step 1.* No space"):
                 checkpoints.check()
     assert saved_steps(tmp_path) == [1]
     assert set_aside_damaged(tmp_path) == []
