@@ -369,7 +369,12 @@ def check_same_data(folder: pathlib.Path, corpus: Corpus | PackedCorpus) -> None
 
 def make_losses(run: Run) -> tuple[Loss, Losses]:
     """Returns the model's mean loss, to train on, and the losses of all tokens, to evaluate."""
-    options = {"remat": run.config.remat, "implementation": run.config.precision.implementation}
+    config = run.config
+    options = {
+        "remat": config.remat,
+        "unroll": config.unroll,
+        "implementation": config.precision.implementation,
+    }
 
     def of(function):
         return lambda params, batch, key, slots=None: function(

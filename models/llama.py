@@ -27,6 +27,7 @@ from models.configs import LlamaConfig
 from models.loss import Head, token_losses
 from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies, Rules, resolve
+from mxjax.packed import on_gpu
 from mxjax.policy import Policy
 from mxjax.probes import Measures, probe
 from mxjax.remat import Remat, product, rematerialize
@@ -153,15 +154,12 @@ class Llama(nnx.Module):
         *,
         policies: LayerPolicies,
         key: jax.Array | None = None,
-        dtype: Any = jnp.bfloat16,
-        remat: Remat = "none",
         implementation: Implementation | None = None,
+        **options,
     ) -> Float32[Array, "B S V"]:
         """Returns the logits of each next token; the arguments are those of `hidden`."""
-        x_BSD = self.hidden(
-            tokens_BS, policies=policies, key=key, dtype=dtype, remat=remat, implementation=implementation
-        )
-        return self.logits(x_BSD, policies=policies, key=key, implementation=implementation)
+        common: Any = {"policies": policies, "key": key, "implementation": implementation}
+        return self.logits(self.hidden(tokens_BS, **common, **options), **common)
 
     def hidden(
         self,
@@ -173,6 +171,7 @@ class Llama(nnx.Module):
         remat: Remat = "none",
         implementation: Implementation | None = None,
         slots: dict[str, Measures] | None = None,
+        unroll: int | None = None,
     ) -> Float[Array, "B S D"]:
         """Returns what the head takes: the last block's output, normalized.
 
@@ -184,17 +183,21 @@ class Llama(nnx.Module):
           remat: what each block keeps for its backward pass, see `mxjax.remat`.
           implementation: of the products, see `mxjax.dot`.
           slots: of LINEAR_LAYERS, whose gradient is then their GEMMs' errors; see `mxjax.probes`.
+          unroll: blocks that the compiled loop takes in a turn. All of them run fastest, since what is kept
+            for the backward pass is then not copied into arrays of all layers, and take longest to compile;
+            default, all on a GPU, one elsewhere.
         """
         rope = rope_angles(tokens_BS.shape[1], self.config)
         x_BSD = self.embedding[...][tokens_BS].astype(dtype)
         graph, blocks = nnx.split(self.blocks)
         for start, stop, block_policies in _runs(policies, self.config.n_layers):
             run = functools.partial(_run_block, graph, block_policies, implementation, rope, key)
-            run = rematerialize(run, remat, in_loop=stop - start > 1)
+            turn = min(unroll or (stop if on_gpu() else 1), stop - start)
+            run = rematerialize(run, remat, in_loop=stop - start > turn)
             layers = jnp.arange(start, stop)
             whole = stop - start == self.config.n_layers
             here = (blocks, slots) if whole else _slice((blocks, slots), start, stop)
-            x_BSD, _ = jax.lax.scan(run, x_BSD, (layers, *here))
+            x_BSD, _ = jax.lax.scan(run, x_BSD, (layers, *here), unroll=turn)
         return self.norm(x_BSD)
 
     def logits(

@@ -182,6 +182,15 @@ def test_remat_replays_the_random_bits(params, policy):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, rematerialized)
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_unrolled_layers_are_those_of_the_loop(params, remat):
+    policies = layer_policies(SMALL, "bf16", random_mlp("full_sr"))
+    loop, unrolled = (
+        gradients(params, policies, remat=remat, unroll=n, dtype=jnp.float32) for n in (1, SMALL.n_layers)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), loop, unrolled)
+
+
 @pytest.mark.parametrize("policy", ["bf16", "wgrad_hadamard"])
 def test_losses_in_pieces_are_those_of_the_logits(params, policy, monkeypatch):
     policies = llama.layer_policies(SMALL, policy)

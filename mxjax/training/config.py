@@ -135,6 +135,9 @@ class Config:
     remat: Remat = "none"
     """What a block computes again in the backward pass instead of keeping it. none: nothing; dots: all but
     the results of matrix products and attention; fp4: all but packed MXFP4 operands; full: everything."""
+    unroll: int | None = None
+    """Blocks that the compiled loop over layers takes in a turn: more compile longer and run faster. Default:
+    all on a GPU, one elsewhere."""
     accumulate: int = 1
     """Parts in which a step takes its batch, one after another: less memory, the same gradient."""
     steps: int = 300
@@ -172,6 +175,8 @@ class Config:
         for name in ("steps", "eval_batches", "keep_checkpoints", *every):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.unroll is not None and self.unroll < 1:
+            raise ValueError(f"--unroll must be at least 1, got {self.unroll}")
         if self.accumulate < 1 or self.data.batch_size % self.accumulate:
             raise ValueError(
                 f"--accumulate {self.accumulate} must divide --batch-size {self.data.batch_size}"
