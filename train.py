@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import numpy as np
+import optax
 
 from models import llama
 from models.configs import LlamaConfig, from_dict, get_config, to_dict
 from mxjax.gemm import check_plans, choose_implementation
 from mxjax.layers import LayerPolicies
+from mxjax.training import sharding
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import (
     HUGGINGFACE,
@@ -41,6 +43,7 @@ class Run(NamedTuple):
     """What stays the same throughout a run."""
 
     config: Config
+    mesh: jax.sharding.Mesh
     folder: pathlib.Path
     corpus: Corpus | PackedCorpus
     held_out: list[np.ndarray]
@@ -59,29 +62,41 @@ def train(config: Config) -> dict[str, float]:
     began = time.time()
     enable_compilation_cache()
     with input_errors():
+        if config.distributed:
+            sharding.join_processes()
         run = set_up(config)
-        stream = run.corpus.batches(config.data, config.seed, config.steps)
-    write_description(run)  # before what takes long, so that a run killed there can be resumed
+        part = sharding.process_part(run.mesh, config.data.batch_size)
+        stream = run.corpus.batches(config.data, config.seed, config.steps, shard=part)
+    sharding.wait_for_all("all processes have checked")
+    if is_first_process():
+        write_description(run)  # before what takes long, so that a run killed there can be resumed
+    sharding.wait_for_all("the run is described")
     optimizer = make_optimizer(config.optimizer, config.steps)
-    with Checkpoints(run.folder / "checkpoints", config.keep_checkpoints) as checkpoints:
+    with (
+        jax.set_mesh(run.mesh),
+        Checkpoints(run.folder / "checkpoints", config.keep_checkpoints) as checkpoints,
+    ):
         resumes = config.resume and checkpoints.latest is not None
-        state = init_state(first_params(run, None if resumes else config.init), optimizer)
+        state, shardings = first_state(run, optimizer, None if resumes else config.init)
         if resumes:
             state, position = checkpoints.restore(state)
             if position is not None:
                 stream.set_state(position)
         start = int(state.step)
-        log = MetricsLog(run.folder / "metrics.jsonl", keep_steps=start)
-        display = Display(config.steps, start, config.log_every)
+        log = MetricsLog(run.folder / "metrics.jsonl" if is_first_process() else None, keep_steps=start)
+        display = Display(config.steps, start, config.log_every, quiet=not is_first_process())
         with log, display, open_mllog(run, start, began) as mllog, Interruption() as interruption:
             display.line(introduction(run))
-            return loop(run, optimizer, state, stream, checkpoints, log, display, mllog, interruption)
+            return loop(
+                run, optimizer, state, shardings, stream, checkpoints, log, display, mllog, interruption
+            )
 
 
 def loop(
     run: Run,
-    optimizer,
+    optimizer: optax.GradientTransformation,
     state: TrainState,
+    shardings: TrainState,
     stream: grain.DatasetIterator,
     checkpoints: Checkpoints,
     log: MetricsLog,
@@ -92,8 +107,8 @@ def loop(
     """Runs the steps that remain; returns the last evaluation."""
     config = run.config
     losses = make_losses(run)
-    train_step = make_train_step(losses, optimizer, config.seed, config.accumulate)
-    eval_step = make_eval_step(losses)
+    train_step = make_train_step(losses, optimizer, config.seed, config.accumulate, shardings)
+    eval_step = sharding.on_mesh(run.mesh, make_eval_step(losses))
     tokens_a_step = config.data.batch_size * config.data.seq_len
     rate = learning_rate(config.optimizer, config.steps, np)  # on the host: the device would make it wait
     reporter = StepReporter(log, display, tokens_a_step, rate)
@@ -104,7 +119,7 @@ def loop(
     try:
         while not done and step < stop:
             step += 1
-            state, metrics = train_step(state, next(stream))
+            state, metrics = train_step(state, sharding.global_batch(run.mesh, next(stream)))
             reporter.step(step, metrics)
             if step % config.eval_every == 0 or step == stop:
                 reporter.flush()
@@ -114,7 +129,7 @@ def loop(
                 display.line(f"step {step:6d}  {evaluation_text(evaluation)}")
                 reporter.restart_clock()
                 check_finite(step, evaluation)
-                done = is_done(run, step)
+                done = step >= config.steps or reaches_target(run, evaluation["eval_loss"])
                 mllog.evaluation_ends(step * config.data.batch_size, evaluation["eval_loss"], last=done)
             if step % config.checkpoint_every == 0 or step == stop or done or interruption.requested:
                 reporter.flush()
@@ -138,8 +153,19 @@ def loop(
 
 def is_on_target(run: Run, step: int) -> bool:
     """Returns whether the evaluation after a step reached the run's target; without a target it need not."""
-    target = run.config.target_loss
-    return target is None or evaluations(run.folder).get(step, math.inf) <= target
+    return run.config.target_loss is None or reaches_target(
+        run, evaluations(run.folder).get(step, math.inf)
+    )
+
+
+def reaches_target(run: Run, loss: float) -> bool:
+    """Returns whether an evaluation's loss is the run's target or less; never without a target."""
+    return run.config.target_loss is not None and loss <= run.config.target_loss
+
+
+def is_first_process() -> bool:
+    """Returns whether this process writes and prints what one of them must."""
+    return jax.process_index() == 0
 
 
 def is_done(run: Run, step: int) -> bool:
@@ -154,30 +180,31 @@ def check_finite(step: int, evaluation: dict[str, float]) -> None:
 
 
 def set_up(config: Config) -> Run:
-    """Reads and checks all that a run needs, and opens its folder; ValueError before anything is computed."""
+    """Reads and checks all that a run needs; ValueError before anything is computed."""
     folder = config.folder()
     config, model = choose_model(config, folder)
     policies = llama.layer_policies(model, config.precision.policy, config.precision.rules())
     if config.precision.scale_rule is not None:
         policies = policies.with_scale_rule(config.precision.scale_rule)
     check_plans(policies.policies, config.precision.implementation)
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check_batch(mesh.shape, config.data.batch_size, config.accumulate)
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
+    axes, units = llama.parameter_axes(model), llama.parameter_units(model, policies)
+    sharding.check_params(mesh.shape, llama.abstract_params(model), axes, units)
     n_batches, n_sequences = config.eval_batches, config.eval_sequences
     held_out = list(
         evaluation_batches(
             corpus.validation, config.data, n_batches, corpus.vocab_size, n_sequences=n_sequences
         )
     )
-    run = Run(config, folder, corpus, held_out, model, policies)
+    run = Run(config, mesh, folder, corpus, held_out, model, policies)
     mllog_settings(run)
     if config.resume:
         check_same_run(config, folder, corpus)
     elif folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    if config.init is not None and (config.init / HUGGINGFACE).exists():
-        shutil.copytree(config.init / HUGGINGFACE, folder / HUGGINGFACE, dirs_exist_ok=True)
     return run
 
 
@@ -204,13 +231,26 @@ def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaCon
     return dataclasses.replace(config, model=name, data=data), model
 
 
-def first_params(run: Run, init: pathlib.Path | None) -> llama.Params:
-    """Returns the parameters to begin with: random ones, or the last of the run in `init`."""
-    key = jax.random.fold_in(jax.random.key(run.config.seed), 2**32 - 1)  # the key of no step
-    if init is None:
-        return llama.init(run.model, key)
-    with Checkpoints(init / "checkpoints") as checkpoints, input_errors():
-        return checkpoints.restore_params(jax.eval_shape(lambda: llama.init(run.model, key)))
+def first_state(
+    run: Run, optimizer: optax.GradientTransformation, init: pathlib.Path | None
+) -> tuple[TrainState, TrainState]:
+    """Returns the state to begin with, made where it lies, and its shardings.
+
+    The parameters are random, or the last of the run in `init`.
+    """
+
+    def make() -> TrainState:
+        key = jax.random.fold_in(jax.random.key(run.config.seed), 2**32 - 1)  # the key of no step
+        return init_state(llama.init(run.model, key), optimizer)
+
+    like = jax.eval_shape(make)
+    params = sharding.param_shardings(run.mesh, llama.parameter_axes(run.model))
+    shardings = sharding.state_shardings(run.mesh, optimizer, like, params)
+    state = jax.jit(make, out_shardings=shardings)()
+    if init is not None:
+        with Checkpoints(init / "checkpoints") as checkpoints, input_errors():
+            state = state._replace(params=checkpoints.restore_params(state.params))
+    return state, shardings
 
 
 def mllog_settings(run: Run) -> dict[str, Any]:
@@ -223,7 +263,7 @@ def mllog_settings(run: Run) -> dict[str, Any]:
 
 def open_mllog(run: Run, step: int, began: float) -> MLPerfLog:
     """Opens MLPerf's log of a run that goes on after `step`; one that writes nothing if it does not."""
-    wanted = run.config.mlperf.mllog and not is_done(run, step)
+    wanted = run.config.mlperf.mllog and is_first_process() and not is_done(run, step)
     path = run.folder / "mllog.txt" if wanted else None
     return MLPerfLog(path, mllog_settings(run), step * run.config.data.batch_size, began)
 
@@ -252,7 +292,7 @@ def make_losses(run: Run):
 
 
 def write_description(run: Run) -> None:
-    """Writes config.json: every resolved value, each layer's policy, the data's and the machine's facts."""
+    """Opens the run's folder and writes config.json: every resolved value, each layer's policy, the data's and the machine's facts."""
     description: dict[str, Any] = {
         "config": to_json(run.config),
         "model": to_dict(run.model),
@@ -260,7 +300,11 @@ def write_description(run: Run) -> None:
         "data": run.corpus.facts,
         "implementation": choose_implementation(run.config.precision.implementation),
         "environment": facts(),
+        "mesh": dict(run.mesh.shape),
     }
+    run.folder.mkdir(parents=True, exist_ok=True)
+    if (init := run.config.init) is not None and (init / HUGGINGFACE).exists():
+        shutil.copytree(init / HUGGINGFACE, run.folder / HUGGINGFACE, dirs_exist_ok=True)
     path = run.folder / "config.json"
     if path.exists() and "imported" in (before := read_description(run.folder)):
         description["imported"] = before["imported"]
@@ -281,10 +325,16 @@ def introduction(run: Run) -> str:
             f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}",
             f"policy {config.precision.policy}:",
             *(f"  {line}" for line in str(run.policies).splitlines()),
-            f"run {run.folder} on {jax.devices()[0].device_kind}, "
+            f"run {run.folder} on {mesh_text(run.mesh)} {jax.devices()[0].device_kind}, "
             f"implementation {choose_implementation(config.precision.implementation)}",
         ]
     )
+
+
+def mesh_text(mesh: jax.sharding.Mesh) -> str:
+    """Returns how many devices there are and what each axis of the mesh has of them."""
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
+    return f"{mesh.size} x ({axes})" if axes else "1 x"
 
 
 def summary(run: Run, evaluation: dict[str, float], step_times: list[float]) -> str:
@@ -320,8 +370,9 @@ def save_evidence(run: Run, error: NonFiniteError, state: TrainState) -> pathlib
     stream = run.corpus.batches(config.data, config.seed, config.steps, position["next_index"])
     with Checkpoints(folder / "checkpoints") as checkpoints:
         checkpoints.save(state._replace(finite=jax.numpy.array(True)), position)
-    np.savez_compressed(folder / "batch.npz", batch=next(stream))
-    (folder / "error.txt").write_text(f"{error}\npolicy {run.config.precision.policy}\n")
+    if is_first_process():
+        np.savez_compressed(folder / "batch.npz", batch=next(stream))
+        (folder / "error.txt").write_text(f"{error}\npolicy {run.config.precision.policy}\n")
     return folder
 
 

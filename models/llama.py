@@ -9,10 +9,11 @@ embedding is a lookup and the norms are no GEMMs, so no policy applies to them.
 Source: "The Llama 3 Herd of Models", arXiv 2407.21783.
 """
 
+import fnmatch
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from models.configs import LlamaConfig
 from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies, Rules, resolve
 from mxjax.policy import Policy
+from mxjax.training.sharding import batch_parts, constrain, weight_layout, whole_units
 
 # The GEMMs of a block, in the order in which they run.
 BLOCK_LAYERS = (
@@ -37,8 +39,17 @@ BLOCK_LAYERS = (
     "mlp.gate_up",
     "mlp.down",
 )
+# The logical axes of every parameter that is not a norm's scale, see `mxjax.training.sharding`.
+_AXES = {
+    "embedding": ("vocab", "embed"),
+    "attention.qkv": ("embed", "heads"),
+    "attention.out": ("heads", "embed"),
+    "mlp.gate_up": ("embed", "mlp"),
+    "mlp.down": ("mlp", "embed"),
+    "head": ("embed", "vocab"),
+}
 LOSS_TOKENS = 2048
-"""Tokens whose logits exist at once in training: 1 GB of float32 at Llama 3's vocabulary."""
+"""Tokens whose logits exist at once on a device in training: 1 GB of float32 at Llama 3's vocabulary."""
 # What stays in bfloat16 unless a rule names it.
 _HIGH_PRECISION: Rules = (
     ("blocks.*.attention.scores", "bf16"),
@@ -68,7 +79,8 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return y.astype(x.dtype) * self.scale.astype(x.dtype)
+        # Spread before it is cast, so that its gradient is summed in float32, whichever device has the tokens.
+        return y.astype(x.dtype) * jnp.broadcast_to(self.scale[...], x.shape).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -119,8 +131,8 @@ class Block(nnx.Module):
         self.mlp = Mlp(config, rngs)
 
     def __call__(self, x: Float[Array, "B S D"], rope, policies: "BlockPolicies") -> Float[Array, "B S D"]:
-        x = x + self.attention(self.attention_norm(x), rope, policies)
-        return x + self.mlp(self.mlp_norm(x), policies)
+        x = constrain(x + self.attention(self.attention_norm(x), rope, policies), "batch", None, None)
+        return constrain(x + self.mlp(self.mlp_norm(x), policies), "batch", None, None)
 
 
 class Llama(nnx.Module):
@@ -170,7 +182,7 @@ class Llama(nnx.Module):
           implementation: of the products, see `mxjax.dot`.
         """
         rope = rope_angles(tokens_BS.shape[1], self.config)
-        x_BSD = self.embedding[...][tokens_BS].astype(dtype)
+        x_BSD = _embed(self.embedding[...], tokens_BS, dtype)
         graph, blocks = nnx.split(self.blocks)
         for start, stop, block_policies in _runs(policies, self.config.n_layers):
             run = functools.partial(_run_block, graph, block_policies, implementation, rope, key)
@@ -197,6 +209,7 @@ class Llama(nnx.Module):
             key=head_key,
             implementation=implementation,
             preferred_element_type=jnp.float32,
+            layout=weight_layout(_AXES["head"]),
         )
 
 
@@ -208,6 +221,41 @@ def init(config: LlamaConfig, key: jax.Array) -> Params:
     """Returns float32 parameters: normal with std `init_std`, over sqrt(2 n_layers) for the matrices that
     write to the residual stream (Megatron's scaled initialization); ones for the norms."""
     return nnx.to_pure_dict(nnx.split(Llama(config, nnx.Rngs(params=key)))[1])
+
+
+def parameter_axes(config: LlamaConfig) -> Params:
+    """Returns the logical axes of every parameter, the layers' first."""
+
+    def axes(name: str, x: jax.ShapeDtypeStruct) -> tuple[str, ...]:
+        own = _AXES.get(name.removeprefix("blocks."), ("norm",))
+        return ("layers", *own) if name.startswith("blocks.") else own
+
+    return _map_named(axes, abstract_params(config))
+
+
+def parameter_units(config: LlamaConfig, policies: LayerPolicies) -> Params:
+    """Returns how many elements along each axis of every parameter must stay on one device: a GEMM's blocks
+    and rotations, and what belongs to a key/value head."""
+
+    def units(name: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+        name = "head" if config.tied and name == "embedding" else name.replace("blocks.", "blocks.*.")
+        own = [p for layer, p in policies.items() if fnmatch.fnmatch(layer, name)]
+        unit = math.lcm(*map(whole_units, own))
+        axes = _AXES.get(name.removeprefix("blocks.*."), ("norm",))
+        sizes = zip(x.shape[-len(axes) :], axes, strict=True)
+        last = (math.lcm(unit, n // config.n_kv_heads) if axis == "heads" else unit for n, axis in sizes)
+        return (*(1 for _ in x.shape[len(axes) :]), *last)
+
+    return _map_named(units, abstract_params(config))
+
+
+def abstract_params(config: LlamaConfig) -> Params:
+    """Returns the shapes and dtypes of the parameters."""
+    return jax.eval_shape(lambda: init(config, jax.random.key(0)))
+
+
+def _map_named(function: Callable[[str, Any], Any], params: Params) -> Params:
+    return jax.tree.map_with_path(lambda path, x: function(".".join(str(p.key) for p in path), x), params)
 
 
 def apply(
@@ -229,18 +277,19 @@ def losses(
 ) -> Float32[Array, "B S"]:
     """Returns the cross-entropy of each token but the first, in nats; options as `Llama.hidden`.
 
-    Logits exist for about LOSS_TOKENS tokens at a time, or one of each sequence if these are more, and are
-    computed again in the backward pass.
+    Logits exist for about LOSS_TOKENS tokens a device at a time, or one of each sequence if these are more,
+    and are computed again in the backward pass.
     """
     model = nnx.merge(_graph(config), params)
     x_BSD = model.hidden(batch[:, :-1], policies=policies, key=key, implementation=implementation, **options)
     targets_BS = batch[:, 1:]
     B, S = targets_BS.shape
-    length = -(-S // min(-(-B * S // LOSS_TOKENS), S))
+    length = -(-S // min(-(-B * S // (LOSS_TOKENS * batch_parts())), S))
     pieces = -(-S // length)
 
     def of_piece(x, targets, key):
         logits = model.logits(x, policies=policies, key=key, implementation=implementation)
+        logits = constrain(logits, "batch", None, "vocab")
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
     if pieces == 1:
@@ -254,6 +303,8 @@ def losses(
     rest = pieces * length - S
     x_piece = jnp.pad(x_BSD, ((0, 0), (0, rest), (0, 0))).reshape(B, pieces, length, -1).swapaxes(0, 1)
     targets_piece = jnp.pad(targets_BS, ((0, 0), (0, rest))).reshape(B, pieces, length).swapaxes(0, 1)
+    x_piece = constrain(x_piece, None, "batch", None, None)
+    targets_piece = constrain(targets_piece, None, "batch", None)
     _, out = jax.lax.scan(next_piece, None, (jnp.arange(pieces), x_piece, targets_piece))
     return out.swapaxes(0, 1).reshape(B, pieces * length)[:, :S]
 
@@ -280,6 +331,7 @@ class BlockPolicies:
             key=self._key(name),
             implementation=self.implementation,
             preferred_element_type=x.dtype,
+            layout=weight_layout(_AXES[name]),
         )
 
     def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:
@@ -315,6 +367,17 @@ def apply_rope(x: Float[Array, "B S N H"], angles: Float32[Array, "S half"]) -> 
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
+
+
+def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtype) -> Float[Array, "B S D"]:
+    """Returns the tokens' rows in dtype.
+
+    On a mesh each device looks up its columns for all the tokens of its `fsdp` group and gives the others
+    theirs: less to send than the table.
+    """
+    tokens_BS = constrain(tokens_BS, "data", None)
+    x_BSD = constrain(embedding_VD[tokens_BS].astype(dtype), "data", None, "embed")
+    return constrain(x_BSD, "batch", None, None)
 
 
 def _attend(q_BSNH, k_BSGH, v_BSGH, policies: BlockPolicies) -> Float[Array, "B S N H"]:

@@ -108,6 +108,13 @@ class Config:
     """A name of models/configs.py; its vocabulary is the data's, see --vocab-size."""
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, which may be an imported checkpoint."""
+    mesh: str | None = None
+    """How the devices share the work, as AXIS=SIZE,...: data and fsdp cut the batch, fsdp and tensor the
+    parameters. A missing axis is 1. Default: fsdp over all devices."""
+    distributed: bool = False
+    """Be one of several processes that train together, each with the same flags and --out: those of a Slurm or
+    Open MPI job, or else as JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process), JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID (from 0) say."""
     remat: bool = False
     """Recompute each block in the backward pass: less memory, more time."""
     accumulate: int = 1
@@ -158,6 +165,8 @@ class Config:
             raise ValueError("--lr must be positive and --warmup-steps not negative")
         if self.resume and self.out is None:
             raise ValueError("--resume continues the run in --out: name its folder")
+        if self.distributed and self.out is None:
+            raise ValueError("--distributed needs --out: the folder that all processes share")
 
     @property
     def last_step(self) -> int:
@@ -182,6 +191,8 @@ _MAY_CHANGE = {
     "eval_sequences",
     "target_loss",
     "log_every",
+    "mesh",
+    "distributed",
 }
 
 
