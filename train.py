@@ -153,9 +153,7 @@ def loop(
 
 def is_on_target(run: Run, step: int) -> bool:
     """Returns whether the evaluation after a step reached the run's target; without a target it need not."""
-    return run.config.target_loss is None or reaches_target(
-        run, evaluations(run.folder).get(step, math.inf)
-    )
+    return run.config.target_loss is None or reaches_target(run, evaluations(run.folder).get(step, math.inf))
 
 
 def reaches_target(run: Run, loss: float) -> bool:
