@@ -20,9 +20,9 @@ from mxjax.training import sharding
 from mxjax.training.config import Config, parse
 
 ROOT = pathlib.Path(__file__).parent.parent
-TOLERANCE = 1e-5
-"""Of losses, relative. The order of float32 sums differs, by 3e-7 at most where nothing else does; now and then that
-flips the rounding of an element, which the steps that follow see: 3e-6 was the most on all shapes and policies."""
+FIRST, LATER = 1e-6, 1e-3
+"""Of losses, relative: of the first, which has the order of float32 sums alone to differ in; and of those after it. A
+last bit sometimes flips the rounding of an element, which all that follows sees. Measured: MEASURED."""
 
 
 def start(arguments, devices=8, **environment):
@@ -47,9 +47,13 @@ def program(*arguments, **environment) -> list[str]:
     return finish(start(["tests/meshes.py", *arguments], **environment))
 
 
-def errors(pairs) -> dict[str, float]:
-    found = map(json.loads, program("curves", *(f"{policy}:{','.join(map(str, s))}" for policy, s in pairs)))
-    return {f"{record['policy']} {record['shape']}": record["error"] for record in found}
+def check_curves(pairs) -> None:
+    found = program("curves", *(f"{policy}:{','.join(map(str, shape))}" for policy, shape in pairs))
+    records = [json.loads(line) for line in found]
+    assert len(records) == len(pairs)
+    for record in records:
+        assert record["errors"][0] < FIRST, record
+        assert max(record["errors"]) < LATER, record
 
 
 @pytest.mark.parametrize(
@@ -160,17 +164,14 @@ def test_every_parameter_has_logical_axes():
 
 def test_losses_on_meshes_are_those_of_one_device():
     """Three steps and an evaluation whose batch the mesh does not divide."""
-    found = errors([("wgrad_rht", (1, 8, 1)), ("wgrad_rht", (2, 2, 2))])
-    assert len(found) == 2
-    assert max(found.values()) < TOLERANCE, found
+    check_curves([("wgrad_rht", (1, 8, 1)), ("wgrad_rht", (2, 2, 2))])
 
 
 @pytest.mark.slow
 def test_every_shape_of_mesh_and_every_policy_gives_the_losses_of_one_device():
     shapes = [shape for shape in meshes.SHAPES if shape != (1, 1, 1)]
-    found = errors(zip(itertools.cycle(meshes.LADDER), shapes, strict=False))
-    assert len(found) == len(shapes) == 19
-    assert max(found.values()) < TOLERANCE, found
+    assert len(shapes) == 19
+    check_curves(list(zip(itertools.cycle(meshes.LADDER), shapes, strict=False)))
 
 
 @pytest.mark.slow
@@ -250,7 +251,7 @@ def test_two_processes_train_as_one_does_and_one_goes_on(tmp_path):
     found, expected = records(tmp_path / "two"), records(tmp_path / "whole")
     assert [step for step, _ in found] == [step for step, _ in expected] == [1, 2, 2, 3, 4, 4]
     for (_, a), (_, b) in zip(found[:3], expected[:3], strict=True):
-        assert a == pytest.approx(b, rel=TOLERANCE)
+        assert a == pytest.approx(b, rel=FIRST)
     for (_, a), (_, b) in zip(found[3:], expected[3:], strict=True):
         assert a == pytest.approx(
             b, rel=2e-2
