@@ -36,7 +36,15 @@ from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepRepo
 from mxjax.training.mllog import MLPerfLog, settings
 from mxjax.training.optimizer import learning_rate, make_optimizer
 from mxjax.training.packed import PackedCorpus
-from mxjax.training.step import TrainState, evaluate, init_state, make_eval_step, make_train_step
+from mxjax.training.step import (
+    Loss,
+    Losses,
+    TrainState,
+    evaluate,
+    init_state,
+    make_eval_step,
+    make_train_step,
+)
 
 
 class Run(NamedTuple):
@@ -106,8 +114,8 @@ def loop(
 ) -> dict[str, float]:
     """Runs the steps that remain; returns the last evaluation."""
     config = run.config
-    losses = make_losses(run)
-    train_step = make_train_step(losses, optimizer, config.seed, config.accumulate, shardings)
+    loss, losses = make_losses(run)
+    train_step = make_train_step(loss, optimizer, config.seed, config.accumulate, shardings)
     eval_step = sharding.on_mesh(run.mesh, make_eval_step(losses))
     tokens_a_step = config.data.batch_size * config.data.seq_len
     rate = learning_rate(config.optimizer, config.steps, np)  # on the host: the device would make it wait
@@ -279,14 +287,16 @@ def check_same_run(config: Config, folder: pathlib.Path, corpus: Corpus | Packed
         raise ValueError(f"--resume: the data is {corpus.facts}, but the run began with {saved['data']}")
 
 
-def make_losses(run: Run):
-    """Returns the model's losses as a function of parameters, sequences and key."""
+def make_losses(run: Run) -> tuple[Loss, Losses]:
+    """Returns the model's mean loss, to train on, and the losses of all tokens, to evaluate."""
     options = {"remat": run.config.remat, "implementation": run.config.precision.implementation}
 
-    def losses(params, batch, key):
-        return llama.losses(run.model, params, batch, policies=run.policies, key=key, **options)
+    def of(function):
+        return lambda params, batch, key: function(
+            run.model, params, batch, policies=run.policies, key=key, **options
+        )
 
-    return losses
+    return of(llama.mean_loss), of(llama.losses)
 
 
 def write_description(run: Run) -> None:

@@ -18,17 +18,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 import mxjax
+from models import loss
 from models.attention import causal_attention
 from models.configs import LlamaConfig
+from models.loss import Head, token_losses
 from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies, Rules, resolve
 from mxjax.policy import Policy
-from mxjax.training.sharding import batch_parts, constrain, weight_layout, whole_units
+from mxjax.training.sharding import constrain, weight_layout, whole_units
 
 # The GEMMs of a block, in the order in which they run.
 BLOCK_LAYERS = (
@@ -48,8 +49,6 @@ _AXES = {
     "mlp.down": ("mlp", "embed"),
     "head": ("embed", "vocab"),
 }
-LOSS_TOKENS = 2048
-"""Tokens whose logits exist at once on a device in training: 1 GB of float32 at Llama 3's vocabulary."""
 # What stays in bfloat16 unless a rule names it.
 _HIGH_PRECISION: Rules = (
     ("blocks.*.attention.scores", "bf16"),
@@ -77,10 +76,22 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        # Spread before it is cast, so that its gradient is summed in float32, whichever device has the tokens.
-        return y.astype(x.dtype) * jnp.broadcast_to(self.scale[...], x.shape).astype(x.dtype)
+        return _rms_norm(x, self.scale[...], self.eps)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _rms_norm(x, scale, eps: float):
+    """Keeps x alone for the backward pass, as `_swiglu` does: the float32 tensors are soon made again."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    # Spread before it is cast, so that its gradient is summed in float32, whichever device has the tokens.
+    return y.astype(x.dtype) * jnp.broadcast_to(scale, x.shape).astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _swiglu(gate_up):
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate_up.dtype)
 
 
 class Attention(nnx.Module):
@@ -116,9 +127,8 @@ class Mlp(nnx.Module):
         self.down = _matrix(rngs, config.d_ff, config.d_model, _residual_std(config))
 
     def __call__(self, x: Float[Array, "B S D"], policies: "BlockPolicies") -> Float[Array, "B S D"]:
-        gate, up = jnp.split(policies.dot("mlp.gate_up", x, self.gate_up[...]), 2, axis=-1)
-        gated = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-        return policies.dot("mlp.down", gated.astype(x.dtype), self.down[...])
+        gated = _swiglu(policies.dot("mlp.gate_up", x, self.gate_up[...]))
+        return policies.dot("mlp.down", gated, self.down[...])
 
 
 class Block(nnx.Module):
@@ -200,17 +210,15 @@ class Llama(nnx.Module):
         implementation: Implementation | None = None,
     ) -> Float32[Array, "B S V"]:
         """Returns the head's product."""
-        head_DV = self.embedding[...].T if self.head is None else self.head[...]
-        head_key = None if key is None else jax.random.fold_in(key, self.config.n_layers)
-        return mxjax.dot(
-            x_BSD,
-            head_DV,
-            policy=policies["head"],
-            key=head_key,
-            implementation=implementation,
-            preferred_element_type=jnp.float32,
-            layout=weight_layout(_AXES["head"]),
-        )
+        return _head(policies, implementation).logits(x_BSD, self.head_matrix(), self.head_key(key))
+
+    def head_matrix(self) -> Float32[Array, "D V"]:
+        """Returns the matrix of the head, which is the embedding's if they are tied."""
+        return self.embedding[...].T if self.head is None else self.head[...]
+
+    def head_key(self, key: jax.Array | None) -> jax.Array | None:
+        """Returns the key of the head's random bits."""
+        return None if key is None else jax.random.fold_in(key, self.config.n_layers)
 
 
 Params = dict[str, Any]  # the parameters as nested dicts of arrays
@@ -266,47 +274,28 @@ def apply(
 
 
 def losses(
-    config: LlamaConfig,
-    params: Params,
-    batch: Int[Array, "B S+1"],
-    *,
-    policies: LayerPolicies,
-    key: jax.Array | None = None,
-    implementation: Implementation | None = None,
-    **options,
+    config: LlamaConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> Float32[Array, "B S"]:
-    """Returns the cross-entropy of each token but the first, in nats; options as `Llama.hidden`.
+    """Returns the cross-entropy of each token but the first, in nats; options as `Llama.hidden`."""
+    return token_losses(*_head_and_input(config, params, batch, **options))
 
-    Logits exist for about LOSS_TOKENS tokens a device at a time, or one of each sequence if these are more,
-    and are computed again in the backward pass.
-    """
+
+def mean_loss(
+    config: LlamaConfig, params: Params, batch: Int[Array, "B S+1"], **options
+) -> Float32[Array, ""]:
+    """Returns the mean of `losses`, for training: see `models.loss.mean_loss`."""
+    return loss.mean_loss(*_head_and_input(config, params, batch, **options))
+
+
+def _head(policies: LayerPolicies, implementation: Implementation | None) -> Head:
+    return Head(policies["head"], implementation, weight_layout(_AXES["head"]))
+
+
+def _head_and_input(config, params, batch, *, policies, key=None, implementation=None, **options):
     model = nnx.merge(_graph(config), params)
     x_BSD = model.hidden(batch[:, :-1], policies=policies, key=key, implementation=implementation, **options)
-    targets_BS = batch[:, 1:]
-    B, S = targets_BS.shape
-    length = -(-S // min(-(-B * S // (LOSS_TOKENS * batch_parts())), S))
-    pieces = -(-S // length)
-
-    def of_piece(x, targets, key):
-        logits = model.logits(x, policies=policies, key=key, implementation=implementation)
-        logits = constrain(logits, "batch", None, "vocab")
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-
-    if pieces == 1:
-        return of_piece(x_BSD, targets_BS, key)
-
-    @jax.checkpoint
-    def next_piece(_, piece):
-        index, x, targets = piece
-        return None, of_piece(x, targets, None if key is None else jax.random.fold_in(key, index))
-
-    rest = pieces * length - S
-    x_piece = jnp.pad(x_BSD, ((0, 0), (0, rest), (0, 0))).reshape(B, pieces, length, -1).swapaxes(0, 1)
-    targets_piece = jnp.pad(targets_BS, ((0, 0), (0, rest))).reshape(B, pieces, length).swapaxes(0, 1)
-    x_piece = constrain(x_piece, None, "batch", None, None)
-    targets_piece = constrain(targets_piece, None, "batch", None)
-    _, out = jax.lax.scan(next_piece, None, (jnp.arange(pieces), x_piece, targets_piece))
-    return out.swapaxes(0, 1).reshape(B, pieces * length)[:, :S]
+    head = _head(policies, implementation)
+    return head, x_BSD, model.head_matrix(), batch[:, 1:], model.head_key(key)
 
 
 @functools.cache

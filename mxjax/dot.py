@@ -180,7 +180,9 @@ def _matmul(policy: Policy, plan: Plan, dtypes: tuple[DTypeLike, ...], precision
 
 
 def _matmul_fwd(policy, plan, dtypes, precision, x, w, key):
-    return _forward(policy, plan, dtypes, precision, x, w, key, keep=True)
+    y, residuals = _forward(policy, plan, dtypes, precision, x, w, key, keep=True)
+    # The argument itself: a scan over layers then keeps no copies of their weights.
+    return y, residuals._replace(w=w) if residuals.w_packed is None else residuals
 
 
 def _matmul_bwd(policy, plan, dtypes, precision, residuals, dy):
@@ -202,7 +204,7 @@ class _Residuals(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), static_argnames="keep")
 def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: bool):
-    """Returns the product and, if wanted, the residuals."""
+    """Returns the product and, if wanted, the residuals but for w itself."""
     x, w = first_order_only(x), first_order_only(w)
     x = lax.optimization_barrier(x)  # several passes read it: computing it again in each costs more
     dgrad, wgrad, seen_w, seen_x = _backward_uses(policy, key)
@@ -214,7 +216,7 @@ def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: 
     if layout is not None and not isinstance(rhs, MXArray):  # K-major
         layout = layout.transposed
     y = multiply(plan.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"), None, layout)
-    return y, _Residuals(None if keep_x else x, x_packed, None if keep_w else w, w_packed, key)
+    return y, _Residuals(None if keep_x else x, x_packed, None, w_packed, key)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -224,6 +226,7 @@ def _backward(policy: Policy, plan: Plan, dtypes, precision, residuals: _Residua
     dy = lax.optimization_barrier(first_order_only(dy))
     dgrad, wgrad, seen_w, seen_x = _backward_uses(policy, key)
     dy_rows, dy_columns = prepare(dy, ((plan.dgrad, dgrad[0]), (plan.wgrad, wgrad[1])))
+    w = None if w is None else first_order_only(w)
     [w_rows] = (w_packed,) if w is None else prepare(seen_w(w), ((plan.dgrad, dgrad[1]),))
     [x_columns] = (x_packed,) if x is None else prepare(seen_x(x), ((plan.wgrad, wgrad[0]),))
     assert w_rows is not None

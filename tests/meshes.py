@@ -42,9 +42,14 @@ class OnMesh:
         devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
         self.mesh = Mesh(devices, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
 
-        def losses(params, batch, key):  # in float32, where the order of sums changes least
-            options = {"dtype": jnp.float32, "implementation": implementation, "remat": remat}
-            return llama.losses(MODEL, params, batch, policies=policies, key=key, **options)
+        # In float32, where the order of sums changes least.
+        options = {"policies": policies, "dtype": jnp.float32, "implementation": implementation, "remat": remat}
+
+        def loss(params, batch, key):
+            return llama.mean_loss(MODEL, params, batch, key=key, **options)
+
+        def losses(params, batch, key):
+            return llama.losses(MODEL, params, batch, key=key, **options)
 
         def make():
             return init_state(llama.init(MODEL, jax.random.key(0)), optimizer)
@@ -55,7 +60,7 @@ class OnMesh:
         self.shardings = sharding.state_shardings(self.mesh, optimizer, like, params)
         with jax.set_mesh(self.mesh):
             self.state = jax.jit(make, out_shardings=self.shardings)()
-        self.step = make_train_step(losses, optimizer, 0, shardings=self.shardings)
+        self.step = make_train_step(loss, optimizer, 0, shardings=self.shardings)
         self.eval_step = sharding.on_mesh(self.mesh, make_eval_step(losses))
 
     def run(self, batches) -> list[float]:

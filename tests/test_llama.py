@@ -196,14 +196,21 @@ def test_losses_in_pieces_are_those_of_the_logits(params, policy, monkeypatch):
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch[:, 1:, None], -1)[..., 0]
         return -chosen.mean(), -chosen
 
+    def mean_loss(p):
+        return llama.mean_loss(SMALL, p, batch, policies=policies)
+
     (_, expected), expected_grads = jax.value_and_grad(by_logits, has_aux=True)(params)
     for tokens in (1000, 20, 16, 10, 1):  # whole, and in pieces with and without a remainder
-        monkeypatch.setattr(llama, "LOSS_TOKENS", tokens)
+        monkeypatch.setattr("models.loss.LOSS_TOKENS", tokens)
         (_, found), grads = jax.value_and_grad(loss, has_aux=True)(params)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-        for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
-            difference = jnp.linalg.norm(got - wanted)
-            assert difference <= 0.01 * jnp.linalg.norm(wanted)  # bfloat16 products of fewer tokens
+        mean, mean_grads = jax.value_and_grad(mean_loss)(params)
+        np.testing.assert_allclose(mean, expected.mean(), rtol=1e-5)
+        np.testing.assert_allclose(mean_loss(params), mean, rtol=1e-6)  # not differentiated
+        for made in (grads, mean_grads):
+            for got, wanted in zip(jax.tree.leaves(made), jax.tree.leaves(expected_grads), strict=True):
+                difference = jnp.linalg.norm(got - wanted)
+                assert difference <= 0.01 * jnp.linalg.norm(wanted)  # bfloat16 products of fewer tokens
 
 
 def test_layers_draw_different_bits(params):

@@ -18,6 +18,14 @@ def noisy(params, batch, key):
     return bigram(params, batch, key, jax.random.normal(key, (*batch[:, 1:].shape, 4)))
 
 
+def mean_bigram(params, batch, key):
+    return bigram(params, batch, key).mean()
+
+
+def mean_noisy(params, batch, key):
+    return noisy(params, batch, key).mean()
+
+
 @pytest.fixture
 def params():
     return {"table": jnp.arange(16, dtype=jnp.float32).reshape(4, 4) / 8}
@@ -31,7 +39,7 @@ def test_a_step_is_the_optimizer_applied_to_the_mean_loss(params):
     expected = jax.grad(lambda p: bigram(p, BATCH, None).mean())(params)
     # Before the step, which gives the memory of its state away.
     expected = params["table"] - 0.5 * expected["table"]
-    state, metrics = make_train_step(bigram, optax.sgd(0.5), seed=0)(state, BATCH)
+    state, metrics = make_train_step(mean_bigram, optax.sgd(0.5), seed=0)(state, BATCH)
     np.testing.assert_allclose(state.params["table"], expected, rtol=1e-6)
     assert int(state.step) == 1
     assert bool(metrics.finite)
@@ -42,7 +50,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(params):
     found = []
     for accumulate in (1, 2, 3):
         state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.5))
-        state, metrics = make_train_step(bigram, optax.sgd(0.5), 0, accumulate)(state, batch)
+        state, metrics = make_train_step(mean_bigram, optax.sgd(0.5), 0, accumulate)(state, batch)
         found.append((state.params["table"], metrics.loss, metrics.grad_norm))
     for other in found[1:]:
         for got, expected in zip(other, found[0], strict=True):
@@ -52,7 +60,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(params):
 def test_parts_of_a_batch_draw_different_bits(params):
     state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.0))
     batch = np.repeat(BATCH[:1], 2, axis=0)
-    _, metrics = make_train_step(noisy, optax.sgd(0.0), 0, 2)(state, batch)
+    _, metrics = make_train_step(mean_noisy, optax.sgd(0.0), 0, 2)(state, batch)
     keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), i) for i in range(2)]
     expected = [noisy(params, batch[:1], key).mean() for key in keys]
     assert abs(expected[0] - expected[1]) > 1e-3
@@ -61,7 +69,7 @@ def test_parts_of_a_batch_draw_different_bits(params):
 
 def test_random_bits_depend_on_seed_and_step(params):
     def losses(seed):
-        step, state, found = make_train_step(noisy, optax.sgd(0.0), seed), None, []
+        step, state, found = make_train_step(mean_noisy, optax.sgd(0.0), seed), None, []
         state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.0))
         for _ in range(3):
             state, metrics = step(state, BATCH)
@@ -74,7 +82,7 @@ def test_random_bits_depend_on_seed_and_step(params):
 
 def test_after_a_step_that_is_not_finite_the_state_stays(params):
     poisoned = {"table": params["table"].at[3, 0].set(jnp.nan)}
-    step = make_train_step(bigram, optax.sgd(0.5), seed=0)
+    step = make_train_step(mean_bigram, optax.sgd(0.5), seed=0)
     state, metrics = step(init_state(poisoned, optax.sgd(0.5)), np.array([[0, 1, 2]], np.int32))
     assert bool(metrics.finite)
     before = np.asarray(state.params["table"])

@@ -1,4 +1,4 @@
-"""The training step and the evaluation loop, for any function from parameters and sequences to losses."""
+"""The training step and the evaluation loop, for any functions from parameters and sequences to losses."""
 
 import functools
 import math
@@ -13,8 +13,10 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from mxjax.training.sharding import constrain
 
+Loss = Callable[[Any, Int32[Array, "batch length+1"], jax.Array], Float32[Array, ""]]
+"""From parameters, sequences and a key to the mean cross-entropy of the tokens but each first, in nats."""
 Losses = Callable[[Any, Int32[Array, "batch length+1"], jax.Array], Float32[Array, "batch length"]]
-"""From parameters, sequences and a key to the cross-entropy of each token but a sequence's first, in nats."""
+"""The same, not averaged."""
 
 
 class TrainState(NamedTuple):
@@ -40,7 +42,7 @@ def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
 
 
 def make_train_step(
-    losses: Losses,
+    loss: Loss,
     optimizer: optax.GradientTransformation,
     seed: int,
     accumulate: int = 1,
@@ -56,9 +58,6 @@ def make_train_step(
     The random bits of a step are a function of the seed and the step's number. Once a loss or gradient
     is not finite, the state stays as it was before that step, so that the step can be looked into.
     """
-
-    def loss(params, batch, key):
-        return jnp.mean(losses(params, batch, key))
 
     def of_part(params, batch, key):
         value, grads = jax.value_and_grad(loss)(params, batch, key)
