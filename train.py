@@ -300,7 +300,8 @@ def make_losses(run: Run) -> tuple[Loss, Losses]:
 
 
 def write_description(run: Run) -> None:
-    """Opens the run's folder and writes config.json: every resolved value, each layer's policy, the data's and the machine's facts."""
+    """Opens the run's folder and writes config.json: every resolved value, each layer's policy, facts of the
+    data and the machine."""
     description: dict[str, Any] = {
         "config": to_json(run.config),
         "model": to_dict(run.model),

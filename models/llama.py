@@ -84,7 +84,7 @@ def _rms_norm(x, scale, eps: float):
     """Keeps x alone for the backward pass, as `_swiglu` does: the float32 tensors are soon made again."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    # Spread before it is cast, so that its gradient is summed in float32, whichever device has the tokens.
+    # Spread before it is cast, so that its gradient is summed in float32, over devices too.
     return y.astype(x.dtype) * jnp.broadcast_to(scale, x.shape).astype(x.dtype)
 
 

@@ -111,8 +111,8 @@ mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 def _pieces(x_BSD, targets_BS):
     """Returns pieces of the sequences, stacked: their numbers, x, targets, and the weights of their losses.
 
-    A piece has about LOSS_TOKENS tokens a device, or one of each sequence if these are more; the last is filled up
-    with tokens of weight zero.
+    A piece has about LOSS_TOKENS tokens a device, or one of each sequence if these are more; the last is
+    filled up with tokens of weight zero.
     """
     B, S = targets_BS.shape
     length = -(-S // min(-(-B * S // (LOSS_TOKENS * batch_parts())), S))

@@ -1,6 +1,6 @@
 """Where a weight lies on a mesh with Auto axes: cut up while it is stored, put together for each product.
 
-Without a word from here the partitioner moves the float32 master weights, or quantizes after it has moved them.
+Without a word from here the partitioner may move the float32 master weights, and quantize what has arrived.
 """
 
 from typing import NamedTuple

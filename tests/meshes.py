@@ -1,5 +1,6 @@
-"""Programs of test_mesh.py on 8 virtual devices, in a process of their own, since that number is fixed when JAX
-starts. `python tests/meshes.py curves` runs every policy of the ladder on every shape of mesh: half an hour.
+"""Programs of test_mesh.py on 8 virtual devices, in processes of their own: JAX fixes the number at its start.
+
+`python tests/meshes.py curves` runs every policy of the ladder on every shape of mesh, in half an hour.
 """
 
 import itertools
@@ -26,24 +27,27 @@ from mxjax.training.step import init_state, make_eval_step, make_train_step
 MODEL = LlamaConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)
 STEPS, BATCH, LENGTH = 3, 8, 32
 SHAPES = [shape for shape in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(shape) <= 8]
-LADDER = ("bf16", "fp8", "fprop", "fprop_dgrad") + tuple(
-    p for p in mxjax.policies() if p.startswith(("wg", "full"))
-)
+LADDER = [name for name in mxjax.policies() if name.startswith(("bf16", "fp8", "fprop", "wgrad", "full"))]
 
 
 class OnMesh:
     """A training state on the first devices, in a mesh of a shape, and its step."""
 
     def __init__(self, policy: str, shape, implementation=None, remat=False):
-        policies = llama.layer_policies(MODEL, policy)
+        # In float32 around the linear layers, where the order of sums changes least.
+        policies = llama.layer_policies(MODEL, policy, [("blocks.*.attention.[sv]*", "fp32")])
         optimizer = make_optimizer(
-            OptimizerConfig(lr=1.0, eps=1.0, warmup_steps=1), 10
+            OptimizerConfig(lr=0.3, eps=1.0, warmup_steps=1), 10
         )  # as SGD: Adam would enlarge the smallest differences
         devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
         self.mesh = Mesh(devices, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
 
-        # In float32, where the order of sums changes least.
-        options = {"policies": policies, "dtype": jnp.float32, "implementation": implementation, "remat": remat}
+        options = {
+            "policies": policies,
+            "dtype": jnp.float32,
+            "implementation": implementation,
+            "remat": remat,
+        }
 
         def loss(params, batch, key):
             return llama.mean_loss(MODEL, params, batch, key=key, **options)
@@ -64,12 +68,14 @@ class OnMesh:
         self.eval_step = sharding.on_mesh(self.mesh, make_eval_step(losses))
 
     def run(self, batches) -> list[float]:
-        """Returns the losses of the batches' steps, then that of all but one sequence of the last batch."""
+        """Returns the losses of the batches' steps, the gradients' norms, and then the loss of all but one
+        sequence of the last batch."""
         found = []
         with jax.set_mesh(self.mesh):
             for batch in batches:
                 self.state, metrics = self.step(self.state, sharding.global_batch(self.mesh, batch))
-                found.append(float(metrics.loss))
+                found.append((float(metrics.loss), float(metrics.grad_norm)))
+            found = [value for values in zip(*found, strict=True) for value in values]
             found.append(float(self.eval_step(self.state.params, batches[-1][:-1], jax.random.key(0))))
         same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), self.state, self.shardings)
         assert all(jax.tree.leaves(same)), same

@@ -20,9 +20,10 @@ from mxjax.training import sharding
 from mxjax.training.config import Config, parse
 
 ROOT = pathlib.Path(__file__).parent.parent
-FIRST, LATER = 1e-6, 1e-3
-"""Of losses, relative: of the first, which has the order of float32 sums alone to differ in; and of those after it. A
-last bit sometimes flips the rounding of an element, which all that follows sees. Measured: MEASURED."""
+FIRST, LATER = 1e-6, 5e-3
+"""Of losses and norms of gradients, relative: of the first loss, in which the order of float32 sums alone differs;
+and of all others. There a last bit sometimes flips the rounding of an element, and what follows sees it: most are
+the same to 1e-6, the largest differences found are MEASURED."""
 
 
 def start(arguments, devices=8, **environment):
@@ -180,8 +181,8 @@ def test_a_checkpoint_is_restored_on_other_meshes(tmp_path):
 
 
 def collectives(folder, policy, shape, implementation) -> list[tuple[str, str, bool]]:
-    """Returns (operation, types of its results, whether it is in a loop) of a step as it was partitioned; the CPU
-    turns bfloat16 into float32 later."""
+    """Returns (operation, type, whether it is in a loop) of a step as it was partitioned: later the CPU turns
+    bfloat16 into float32."""
     dump = f"--xla_dump_to={folder} --xla_dump_hlo_module_re=jit_step --xla_dump_hlo_pass_re=spmd-part"
     program("compile", policy, shape, implementation, XLA_FLAGS=dump)
     [text] = folder.glob("*after_spmd-partitioning*")
@@ -221,7 +222,7 @@ def records(out):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_and_one_goes_on(tmp_path):
-    """By train.py: two processes of two devices each, against one of four; sums differ in their order alone."""
+    """By train.py: two processes of two devices each, against one of four, with sums in another order."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
     with socket.socket() as probe:

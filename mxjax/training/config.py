@@ -112,9 +112,9 @@ class Config:
     """How the devices share the work, as AXIS=SIZE,...: data and fsdp cut the batch, fsdp and tensor the
     parameters. A missing axis is 1. Default: fsdp over all devices."""
     distributed: bool = False
-    """Be one of several processes that train together, each with the same flags and --out: those of a Slurm or
-    Open MPI job, or else as JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process), JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID (from 0) say."""
+    """Be one of several processes that train together, each with the same flags and --out: those of a Slurm,
+    Open MPI or Kubernetes job, or else those that JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process),
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0) name."""
     remat: bool = False
     """Recompute each block in the backward pass: less memory, more time."""
     accumulate: int = 1

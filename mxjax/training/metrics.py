@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import pathlib
 import sys
 import time
@@ -29,9 +28,9 @@ class MetricsLog:
     """Appends one JSON object a line to a file, NaN and infinity as strings. A context manager."""
 
     def __init__(self, path: pathlib.Path | None, keep_steps: int = 0):
-        """Opens the file, keeping of a resumed run's lines those of steps up to keep_steps; None writes none."""
+        """Opens the file, keeping of a resumed run's lines those of steps up to keep_steps; None: no file."""
+        self._file = None
         if path is None:
-            self._file = open(os.devnull, "w")
             return
         kept = [line for line in _json_lines(path) if json.loads(line)["step"] <= keep_steps]
         whole = path.with_suffix(".tmp")
@@ -43,10 +42,13 @@ class MetricsLog:
         return self
 
     def __exit__(self, *exception) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def write(self, **values: Any) -> None:
         """Writes one line."""
+        if self._file is None:
+            return
         values = {
             k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
         }

@@ -1,8 +1,21 @@
-"""The mesh of a run, and how its arrays are cut up: one table of rules from logical axes to those of the mesh.
+"""The mesh of a run, and how its arrays are cut up: rules from logical axes to those of the mesh.
 
-A batch is cut by `data` and `fsdp`, parameters and optimizer state by `fsdp` and `tensor`. Models name the
-logical axes of what they compute; everything else is left to the partitioner. On one device, or without
-`jax.set_mesh`, nothing here does anything.
+A batch is cut by `data` and `fsdp`; parameters, gradients and optimizer state by `fsdp` and `tensor`. Models
+name the logical axes of what they compute; what lies between is left to XLA's partitioner. On one device, or
+without `jax.set_mesh`, nothing here changes a program.
+
+What the partitioned program of a step holds (read on 8 virtual devices; `tests/test_mesh.py` keeps it so):
+  - Each iteration of the loops over layers gathers the weights of its own layer over fsdp, once for the Fprop
+    and once for the Dgrad (and once more with remat), as the GEMM reads them: bfloat16, FP8, or packed
+    elements and scales.
+  - Wgrad is summed and cut up in the same loop, in float32: an all-reduce and a slice, of which XLA makes a
+    reduce-scatter where it has that pass (not on CPUs).
+  - Embedding rows travel by an all-to-all; no other activations move over data or fsdp.
+  - tensor adds an all-reduce of float32 activations behind `attention.out` and `mlp.down`, forward, and
+    behind `attention.qkv` and `mlp.gate_up`, backward. `mlp.gate_up` keeps the gate's columns before the up
+    projection's, an order that its blocks depend on, so that splitting it moves half of both.
+  - The head is gathered, and its gradient summed, once for each piece of the loss; a piece has so many tokens
+    a device, so that larger meshes make no more of them.
 """
 
 import math
@@ -146,8 +159,8 @@ def check_params(sizes: Mapping[str, int], params: Any, axes: Any, units: Any) -
             most = max(n for n in range(1, parts) if size % (n * unit) == 0 or n == 1)
             whole = f", whole runs of {unit} (a block, rotation or key/value head)" if unit > 1 else ""
             raise ValueError(
-                f"--mesh {cut}={parts} cannot cut {parameter}'s axis {name!r} of {size} into equal parts{whole}; "
-                f"reduce {cut}, to {most} at most"
+                f"--mesh {cut}={parts} cannot cut {parameter}'s axis {name!r} of {size} into equal "
+                f"parts{whole}; reduce {cut}, to {most} at most"
             )
 
 
