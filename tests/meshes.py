@@ -1,4 +1,4 @@
-"""Programs of test_mesh.py on 8 virtual devices, in processes of their own: JAX fixes the number at its start.
+"""Programs of test_mesh.py on 8 virtual devices, in processes of their own: JAX fixes it at its start.
 
 `python tests/meshes.py curves` runs every policy of the ladder on every shape of mesh, in half an hour.
 """
@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 import mxjax
 from models import llama
+from models import loss as pieces
 from models.configs import LlamaConfig
 from mxjax.training import sharding
 from mxjax.training.checkpoint import Checkpoints
@@ -33,7 +34,7 @@ LADDER = [name for name in mxjax.policies() if name.startswith(("bf16", "fp8", "
 class OnMesh:
     """A training state on the first devices, in a mesh of a shape, and its step."""
 
-    def __init__(self, policy: str, shape, implementation=None, remat=False):
+    def __init__(self, policy: str, shape, implementation=None, remat=False, accumulate=1):
         # In float32 around the linear layers, where the order of sums changes least.
         policies = llama.layer_policies(MODEL, policy, [("blocks.*.attention.[sv]*", "fp32")])
         optimizer = make_optimizer(
@@ -64,7 +65,7 @@ class OnMesh:
         self.shardings = sharding.state_shardings(self.mesh, optimizer, like, params)
         with jax.set_mesh(self.mesh):
             self.state = jax.jit(make, out_shardings=self.shardings)()
-        self.step = make_train_step(loss, optimizer, 0, shardings=self.shardings)
+        self.step = make_train_step(loss, optimizer, 0, accumulate, self.shardings)
         self.eval_step = sharding.on_mesh(self.mesh, make_eval_step(losses))
 
     def run(self, batches) -> list[float]:
@@ -114,8 +115,9 @@ def restore(folder: str) -> None:
 
 
 def compile_step(policy: str, shape: str, implementation: str) -> None:
-    """Compiles a step, for XLA_FLAGS to dump."""
-    on = OnMesh(policy, tuple(map(int, shape.split(","))), implementation, remat=True)
+    """Compiles a step with all its loops, for XLA_FLAGS to dump."""
+    pieces.LOSS_TOKENS = 16
+    on = OnMesh(policy, tuple(map(int, shape.split(","))), implementation, remat=True, accumulate=2)
     with jax.set_mesh(on.mesh):
         on.step.lower(on.state, sharding.global_batch(on.mesh, all_batches()[0])).compile()
 
