@@ -15,10 +15,11 @@ import jax
 import numpy as np
 import optax
 
-from models import llama
+from models import llama, memory
 from models.configs import LlamaConfig, from_dict, get_config, to_dict
 from mxjax.gemm import check_plans, choose_implementation
 from mxjax.layers import LayerPolicies
+from mxjax.remat import check_remat
 from mxjax.training import sharding
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import (
@@ -36,6 +37,7 @@ from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepRepo
 from mxjax.training.mllog import MLPerfLog, settings
 from mxjax.training.optimizer import learning_rate, make_optimizer
 from mxjax.training.packed import PackedCorpus
+from mxjax.training.rates import gib, memory_limit
 from mxjax.training.step import (
     Loss,
     Losses,
@@ -94,7 +96,7 @@ def train(config: Config) -> dict[str, float]:
         log = MetricsLog(run.folder / "metrics.jsonl" if is_first_process() else None, keep_steps=start)
         display = Display(config.steps, start, config.log_every, quiet=not is_first_process())
         with log, display, open_mllog(run, start, began) as mllog, Interruption() as interruption:
-            display.line(introduction(run))
+            display.line(introduction(run, state))
             return loop(
                 run, optimizer, state, shardings, stream, checkpoints, log, display, mllog, interruption
             )
@@ -119,7 +121,8 @@ def loop(
     eval_step = sharding.on_mesh(run.mesh, make_eval_step(losses))
     tokens_a_step = config.data.batch_size * config.data.seq_len
     rate = learning_rate(config.optimizer, config.steps, np)  # on the host: the device would make it wait
-    reporter = StepReporter(log, display, tokens_a_step, rate)
+    flops_a_step = tokens_a_step * run.model.flops_per_token(config.data.seq_len)
+    reporter = StepReporter(log, display, tokens_a_step, flops_a_step, rate)
     stop = config.last_step
     evaluation: dict[str, float] = {}
     done = is_done(run, int(state.step))
@@ -193,6 +196,7 @@ def set_up(config: Config) -> Run:
     if config.precision.scale_rule is not None:
         policies = policies.with_scale_rule(config.precision.scale_rule)
     check_plans(policies.policies, config.precision.implementation)
+    check_remat(config.remat, policies.policies, config.precision.implementation)
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_batch(mesh.shape, config.data.batch_size, config.accumulate)
     corpus = load_data(config.data, model.vocab_size)
@@ -322,7 +326,7 @@ def write_description(run: Run) -> None:
     partial.replace(path)
 
 
-def introduction(run: Run) -> str:
+def introduction(run: Run, state: TrainState) -> str:
     """Returns what is worth knowing before the first step."""
     config, model = run.config, run.model
     tokens = config.steps * config.data.batch_size * config.data.seq_len
@@ -336,6 +340,7 @@ def introduction(run: Run) -> str:
             *(f"  {line}" for line in str(run.policies).splitlines()),
             f"run {run.folder} on {mesh_text(run.mesh)} {jax.devices()[0].device_kind}, "
             f"implementation {choose_implementation(config.precision.implementation)}",
+            memory_estimate(run, state),
         ]
     )
 
@@ -344,6 +349,33 @@ def mesh_text(mesh: jax.sharding.Mesh) -> str:
     """Returns how many devices there are and what each axis of the mesh has of them."""
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
     return f"{mesh.size} x ({axes})" if axes else "1 x"
+
+
+def memory_estimate(run: Run, state: TrainState) -> str:
+    """Returns what a step takes on a device, its share of what there is, and what to do if it is too much."""
+    config = run.config
+    with jax.set_mesh(sharding.make_mesh(devices=jax.local_devices()[:1])):  # traces what one device has
+        needed = memory.step_memory(
+            run.model,
+            run.policies,
+            state.params,
+            state.opt_state,
+            batch_size=config.data.batch_size,
+            seq_len=config.data.seq_len,
+            accumulate=config.accumulate,
+            batch_shards=sharding.batch_parts_of(run.mesh.shape),
+            remat=config.remat,
+            implementation=config.precision.implementation,
+        )
+    text = f"memory a device, estimated with --remat {config.remat}: {needed}"
+    limit = memory_limit(jax.local_devices()[0])
+    if limit is None:
+        return text
+    text += f", {100 * needed.total / limit:.0f} % of {gib(limit)} GiB"
+    if needed.total > limit:
+        text += "\nwarning: that is more than there is: lower --batch-size, raise --accumulate, or choose "
+        text += "--remat dots, fp4 or full"
+    return text
 
 
 def summary(run: Run, evaluation: dict[str, float], step_times: list[float]) -> str:

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mxjax.carriers import carry
 from mxjax.dot import dot
 from mxjax.formats import get_format
 from mxjax.gemm import ON_PACKED, How, Implementation, Prepared, plan, prepare
 from mxjax.kernels.bench_peers import linears
+from mxjax.kernels.carriers import carry_operand
+from mxjax.kernels.launch import current_target
 from mxjax.operands import fold, uses_of
 from mxjax.packed import Packed, Values
 from mxjax.quantize import block_values
@@ -120,7 +121,9 @@ def as_read(how: How, q: Prepared, carrier):
     """Returns the arrays that a GEMM multiplies, as `mxjax.gemm.multiply` makes them."""
     match q:
         case Packed():
-            return carry(q, carrier) if how == "fp8" else q
+            if how != "fp8":
+                return q
+            return carry_operand(q.elements[None], q.scales[None], carrier, current_target())
         case Values():
             return q.elements
         case _:

@@ -6,6 +6,7 @@ Triton multiplies in bfloat16. Both operands are K-major, so that loads are of 1
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,15 @@ def matmul(
     Raises:
       ValueError: the shapes do not fit, or dtype is another.
     """
+    check_operands(lhs, lhs_scales, rhs, rhs_scales)
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"dtype must be bfloat16 or float32: {dtype}")
+    run = _matmul(jnp.dtype(dtype), current_target())
+    return multiply_flat(run, dtype, lhs, lhs_scales, rhs, rhs_scales)
+
+
+def check_operands(lhs: jax.Array, lhs_scales: jax.Array, rhs: jax.Array, rhs_scales: jax.Array) -> None:
+    """Raises ValueError unless the shapes fit, and offsets of the kernels 32 bits."""
     *batch, m, k = (*lhs.shape[:-1], lhs.shape[-1] * 2)
     n = rhs.shape[-2]
     if k % 32 or rhs.shape[-1] * 2 != k:
@@ -54,26 +64,37 @@ def matmul(
         raise ValueError(
             f"n and k must be less than 2**21 and m than 2**28, for 32-bit offsets: {n}, {k}, {m}"
         )
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"dtype must be bfloat16 or float32: {dtype}")
-    if 0 in (m, n, k, *batch):
+
+
+def multiply_flat(run: Callable, dtype: DTypeLike, *operands: jax.Array) -> Float[Array, "*batch m n"]:
+    """Returns what `run` makes of operands whose batch axes are one; zeros where there is nothing to sum."""
+    *batch, m, _ = operands[0].shape
+    n = operands[2].shape[-2]
+    if 0 in (*operands[0].shape, n):
         return jnp.zeros((*batch, m, n), dtype)
-    flat = [x.reshape(math.prod(batch), *x.shape[-2:]) for x in (lhs, lhs_scales, rhs, rhs_scales)]
-    return _batched(jnp.dtype(dtype), current_target())(*flat).reshape(*batch, m, n)
+    flat = [x.reshape(math.prod(batch), *x.shape[-2:]) for x in operands]
+    return run(*flat).reshape(*batch, m, n)
 
 
 @functools.cache
-def _batched(dtype, target: Target | None):
-    """Returns the product of [batch, ...] operands as a function that vmap turns into one of a larger batch.
+def _matmul(dtype, target: Target | None):
+    """JAX keeps what it traced of the function, hence one for each target."""
+    return batched(lambda *operands, dtype: _launch(*operands, dtype, target), dtype)
 
-    JAX keeps what it traced of the function, hence one for each target.
+
+def batched(part: Callable, dtype):
+    """Returns a product of [batch, ...] operands that vmap makes one of a larger batch, and meshes cut up.
+
+    Args:
+      part: called with the operands, or parts of them, and dtype; where k is cut that is float32.
+      dtype: of the result.
     """
 
     def call(lhs, lhs_scales, rhs, rhs_scales, summed_over=()):
+        operands = lhs, lhs_scales, rhs, rhs_scales
         if not summed_over:
-            return [_launch(lhs, lhs_scales, rhs, rhs_scales, dtype, target)]
-        part = _launch(lhs, lhs_scales, rhs, rhs_scales, jnp.dtype(jnp.float32), target)
-        return [lax.psum(part, summed_over).astype(dtype)]
+            return [part(*operands, dtype=dtype)]
+        return [lax.psum(part(*operands, dtype=jnp.dtype(jnp.float32)), summed_over).astype(dtype)]
 
     @custom_vmap
     def multiply(*operands):
@@ -86,12 +107,12 @@ def _batched(dtype, target: Target | None):
         return out
 
     @multiply.def_vmap
-    def _(size, batched, *operands):
+    def _(size, mapped, *operands):
         operands = [
             x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
-            for x, has_axis in zip(operands, batched, strict=True)
+            for x, has_axis in zip(operands, mapped, strict=True)
         ]
-        return matmul(*operands, dtype=dtype), True
+        return multiply_flat(multiply, dtype, *operands), True
 
     return multiply
 
@@ -178,9 +199,46 @@ def gemm_kernel(
 
     With SHUFFLED the scales are as `shuffle_scales` orders them for gfx950, and BLOCK_K is 256.
     """
-    tile_m, tile_n = _tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, XCDS)
+    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, XCDS)
     batch = tl.program_id(1).to(tl.int64)
+    compute_tile(
+        lhs,
+        lhs_scales,
+        rhs,
+        rhs_scales,
+        out,
+        tile_m,
+        tile_n,
+        batch,
+        M,
+        N,
+        K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SHUFFLED,
+    )
 
+
+@triton.jit
+def compute_tile(
+    lhs,
+    lhs_scales,
+    rhs,
+    rhs_scales,
+    out,
+    tile_m,
+    tile_n,
+    batch,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHUFFLED: tl.constexpr,
+):
+    """Computes and stores one tile of `gemm_kernel`'s."""
     x_rows = _rows(tile_m, M, BLOCK_M)
     y_rows = _rows(tile_n, N, BLOCK_N)
     packed = tl.arange(0, BLOCK_K // 2)
@@ -242,7 +300,7 @@ def gemm_kernel(
 
 
 @triton.jit
-def _tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr, XCDS: tl.constexpr):
+def tile_of(program, tiles_m, tiles_n, GROUP_M: tl.constexpr, XCDS: tl.constexpr):
     """Returns a program's tile: columns of GROUP_M tiles, which share operands in the L2 cache.
 
     Programs are dealt to the XCDS dies of a GPU in turn, each with an L2 cache of its own: here neighbours go

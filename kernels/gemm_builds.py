@@ -1,12 +1,13 @@
-"""The ahead-of-time builds of the GEMM kernel."""
+"""The ahead-of-time builds of the GEMM kernel, and of the one that puts FP8 products right."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from mxjax.kernels import references, shapes
+from mxjax.kernels import fp8, references, shapes
 from mxjax.kernels.builds import Argument, Build
+from mxjax.kernels.carriers import programs_of
 from mxjax.kernels.gemm import constants_of, gemm_kernel, grid_of, shuffle_scales
 from mxjax.kernels.gemm_tiles import OPTIONS, TILES, Tiles, choose_tiles, table_of
 from mxjax.kernels.launch import Target
@@ -23,16 +24,18 @@ _SHUFFLED = (
 def builds(target: Target) -> list[Build]:
     """Returns the builds of Llama 3.1 8B's GEMMs and of small ones, each tile size of the target among them.
 
-    The result is float32 in Wgrad, whose weights are, and else bfloat16.
+    The result is float32 in Wgrad, whose weights are, and else bfloat16. Targets that multiply FP8 and not
+    FP4 have the correction of each.
     """
-    wanted = [
-        _build(shape, "float32" if shape.name.endswith("wgrad") else "bfloat16", target)
+    sizes = [
+        (shape, "float32" if shape.name.endswith("wgrad") else "bfloat16")
         for tokens in shapes.TOKENS
         for shape in shapes.gemms(tokens)
     ]
-    wanted += [
-        _build(shape, dtype, target) for shape in shapes.EDGE_GEMMS for dtype in ("bfloat16", "float32")
-    ]
+    sizes += [(shape, dtype) for shape in shapes.EDGE_GEMMS for dtype in ("bfloat16", "float32")]
+    wanted = [_build(*size, target) for size in sizes]
+    if target.arch == "sm_90":
+        wanted += [_correction(*size, target) for size in sizes]
     wanted += [_build(_small(tiles), "bfloat16", target, tiles) for tiles in TILES[table_of(target)]]
     return list({build.name: build for build in wanted}.values())
 
@@ -69,4 +72,38 @@ def _build(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles | N
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         options=OPTIONS.get(table_of(target), {}),
+    )
+
+
+def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
+    _, m, n, k, batch = shape
+    tiles = fp8.tiles_of(target)
+    left, right = programs_of(m, k // 32), programs_of(n, k // 32)
+    reference = "the scale byte that stands for 1 in each row of the operand's FP8 elements, at least 1"
+    lost = "1 where elements of the operand were lost in FP8"
+    factors = "[:, 0] * [:, 1] is 2**(reference - 127); 1 where out was overwritten"
+    return Build(
+        name=f"correct_{batch}x{m}x{n}x{k}_{dtype}",
+        kernel=fp8.correct_kernel,
+        signature={
+            "before": Argument((batch, m, n), dtype, meaning="what is in the memory of out: its address"),
+            "lhs": Argument((batch, m, k // 2), "uint8", meaning=_ELEMENTS),
+            "lhs_scales": Argument((batch, m, k // 32), "uint8", meaning=_SCALES),
+            "rhs": Argument((batch, n, k // 2), "uint8", meaning=_ELEMENTS),
+            "rhs_scales": Argument((batch, n, k // 32), "uint8", meaning=_SCALES),
+            "lhs_reference": Argument((batch, m), "uint8", meaning=reference),
+            "rhs_reference": Argument((batch, n), "uint8", meaning=reference),
+            "lhs_lost": Argument((batch, left), "uint8", meaning=lost),
+            "rhs_lost": Argument((batch, right), "uint8", meaning=lost),
+            "out": Argument(
+                (batch, m, n), dtype, True, "lhs @ rhs.T, summed in float32, where one of the flags is set"
+            ),
+            "lhs_factors": Argument((batch, 2, m), "float32", True, factors),
+            "rhs_factors": Argument((batch, 2, n), "float32", True, factors),
+        },
+        constants=fp8.constants_of(m, n, k, left, right, tiles),
+        grid=fp8.grid_of(m, n, batch, tiles),
+        reference=references.correction(batch, m, n, k, dtype, (left, right)),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -91,6 +92,7 @@ def triton_call(
     num_warps: int = 4,
     num_stages: int = 1,
     options: Mapping[str, object] | None = None,
+    in_place: bool = False,
     **constants,
 ) -> list[jax.Array]:
     """Returns the arrays that `kernel` writes: its parameters after `arrays` point to them, in order.
@@ -98,16 +100,19 @@ def triton_call(
     Args:
       kernel: a function decorated with `triton.jit`. All its arguments but the pointers are constexpr.
       arrays: inputs, passed as pointers that are multiples of 16 bytes.
-      out: shapes and dtypes of the outputs. The kernel must write every element.
+      out: shapes and dtypes of the outputs. The kernel must write every element, but of the first if that is
+        `in_place`.
       grid: programs along up to three axes.
       options: of the target's compiler; jax-triton 0.3 passes none on, which costs speed and no more.
+      in_place: the first output begins as the first array, whose memory it takes if nothing else needs it.
+        The kernel must not use its first parameter: jax-triton 0.4 passes nothing there.
       constants: the kernel's constexpr arguments.
     """
     if 0 in grid:
         return [jnp.zeros(o.shape, o.dtype) for o in out]
     if isinstance(kernel, InterpretedFunction):
         _interpreter_thread()
-        run = functools.partial(_interpret, kernel, tuple(out), grid, constants)
+        run = functools.partial(_interpret, kernel, tuple(out), grid, constants, in_place)
         return list(jax.pure_callback(run, tuple(out), *arrays, vmap_method="sequential"))
     target = current_target()
     if target is None:
@@ -119,9 +124,8 @@ def triton_call(
             f"CUDA runs at most {MOST_PROGRAMS} programs along an axis but the first, not {grid}: "
             "split the tensor"
         )
-    jax_triton = _import_jax_triton()
-    results = jax_triton.triton_call(
-        *arrays,
+    call = functools.partial(
+        _import_jax_triton().triton_call,
         kernel=kernel,
         grid=grid,
         num_warps=num_warps,
@@ -130,7 +134,7 @@ def triton_call(
         **_version_arguments(tuple(out), dict(options or {})),
         **constants,
     )
-    return list(results)
+    return list(_call_in_place(call, arrays) if in_place else call(*arrays))
 
 
 @functools.cache
@@ -142,22 +146,41 @@ def _import_jax_triton():
     return jax_triton
 
 
+def _call_in_place(call, arrays: tuple[jax.Array, ...]):
+    """Calls jax-triton with the first array's memory for the first output.
+
+    Version 0.3 passes the kernel both pointers. Version 0.4 passes one, in the output's place here, and
+    advises against the argument in favour of references, which 0.3 lacks.
+    """
+    if not _names_out_type():
+        return call(*arrays, input_output_aliases={0: 0})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        return call(0, *arrays[1:], arrays[0], input_output_aliases={len(arrays): 0})
+
+
 def _version_arguments(out: tuple[jax.ShapeDtypeStruct, ...], options: dict) -> dict:
     """Returns what jax-triton 0.3 and 0.4 name differently: the outputs and the compiler's options.
 
     Products are not fused with sums, which would round once where the definitions round twice.
     """
-    parameters = inspect.signature(_import_jax_triton().triton_call).parameters
-    if "out_type" in parameters:
+    if _names_out_type():
         return {"out_type": out, "backend_options": {"enable_fp_fusion": False, **options}}
     return {"out_shape": out, "enable_fp_fusion": False}
 
 
-def _interpret(kernel, out, grid, constants, *arrays) -> tuple[np.ndarray, ...]:
+def _names_out_type() -> bool:
+    """Returns whether this is jax-triton 0.4, not 0.3."""
+    return "out_type" in inspect.signature(_import_jax_triton().triton_call).parameters
+
+
+def _interpret(kernel, out, grid, constants, in_place, *arrays) -> tuple[np.ndarray, ...]:
     """Runs a kernel in Triton's interpreter on host copies of the arrays."""
     inputs = [_HostTensor(np.array(a)) for a in arrays]
     # Poisoned: an element that the kernel fails to write shows.
     outputs = [_HostTensor(np.frombuffer(b"\xa5" * (o.size * o.dtype.itemsize), o.dtype).copy()) for o in out]
+    if in_place:
+        outputs[0] = inputs[0]
     _interpreter_thread().submit(kernel[grid], *inputs, *outputs, **constants).result()
     return tuple(t.array.reshape(o.shape) for t, o in zip(outputs, out, strict=True))
 

@@ -152,23 +152,49 @@ def _carried(values: str, shift: str, scales: str, carrier: str) -> str:
     return f"np.where({nan}, np.float32(np.nan), np.ldexp({values}, {exponent})).astype({FP8[carrier]})"
 
 
-def carrier(blocks: int, carrier: str) -> Reference:
-    """Returns what the carrier kernel makes of `blocks` packed blocks."""
+def carrier(n: int, blocks: int, carrier: str, rows: int, width: int) -> Reference:
+    """Returns what the carrier kernel makes of n rows of packed blocks, by programs of `rows` x `width`."""
     low, high = SHIFTS[carrier]
     given = {
-        "empty": f"rng.random((1, {blocks}, 1)) < 0.2",
-        "codes": f"np.where(empty, 0, rng.integers(0, 256, (1, {blocks}, 16))).astype(np.uint8)",
-        "words": f"codes.view(np.int32).reshape(1, {4 * blocks})",
-        "nan": f"rng.random((1, {blocks})) < 0.1",
-        "scales": f"np.where(nan, 255, rng.integers(90, 124, (1, {blocks}))).astype(np.uint8)",
-        "reference": f"np.array([{123 - high}], np.int32)",
+        "empty": f"rng.random((1, {n}, {blocks}, 1)) < 0.2",
+        "codes": f"np.where(empty, 0, rng.integers(0, 256, (1, {n}, {blocks}, 16))).astype(np.uint8)",
+        "nan": f"rng.random((1, {n}, {blocks})) < 0.1",
+        "scales": f"np.where(nan, 255, rng.integers(90, 124, (1, {n}, {blocks}))).astype(np.uint8)",
     }
+    programs = (-(-n // rows), -(-blocks // width))
     expected = {
         "elements": "np.asarray(mxjax.unpack(jnp.asarray(codes))).astype(np.float32)",
-        "shift": "scales.astype(int) - reference",
-        "out": _carried(f"elements.reshape(1, {BLOCK * blocks})", "shift", "scales", carrier),
-        "lost": f"((shift < {low}) & (scales < 255) & np.any(elements != 0, axis=-1)).astype(np.uint8)",
+        "finite": "np.where(scales == 255, 0, scales).astype(int)",
+        "reference": f"np.maximum(finite.max(-1) - {high}, 1).astype(np.uint8)",
+        "shift": "scales.astype(int) - reference[..., None]",
+        "out": _carried(f"elements.reshape(1, {n}, {BLOCK * blocks})", "shift", "scales", carrier),
+        "changed": f"((shift < {low}) & (scales < 255) & np.any(elements != 0, axis=-1))[0]",
+        "parts": f"np.pad(changed, ((0, {-n % rows}), (0, {-blocks % width})))",
+        "lost": f"parts.reshape({programs[0]}, {rows}, {programs[1]}, {width}).any((1, 3)).reshape(1, -1)"
+        ".astype(np.uint8)",
     }
-    agrees = {name: f"same(got, {name})" for name in ("out", "lost")}
-    note = f"No scale byte but 255 exceeds reference + {high}."
-    return Reference(given, {}, expected, agrees, note)
+    inputs = {"words": f"codes.view(np.int32).reshape(1, {n}, {4 * blocks})"}
+    agrees = {name: f"same(got, {name})" for name in ("out", "reference", "lost")}
+    return Reference(given, inputs, expected, agrees, "")
+
+
+def correction(batch: int, m: int, n: int, k: int, dtype: str, programs: tuple[int, int]) -> Reference:
+    """Returns what `correct_kernel` makes of out [batch, m, n], by flags [batch, programs] of each side."""
+    product = gemm(batch, m, n, k, dtype, False)
+    given, expected = dict(product.given), dict(product.expected)
+    expected["product"] = expected.pop("out")
+    # In the first batch an element of lhs was lost, in the second of rhs, in the others none.
+    for place, side, rows, count in ((0, "lhs", m, programs[0]), (1, "rhs", n, programs[1])):
+        given[f"{side}_reference"] = f"rng.integers(1, 249, ({batch}, {rows})).astype(np.uint8)"
+        flag = f"np.arange({batch})[:, None] == {place}"
+        given[f"{side}_lost"] = f"(({flag}) & (np.arange({count}) == {count - 1})).astype(np.uint8)"
+    given["before"] = f"rng.standard_normal(({batch}, {m}, {n})).astype({FLOAT[dtype]})"
+    expected["lost"] = "np.any(lhs_lost, axis=1) | np.any(rhs_lost, axis=1)"
+    expected["out"] = "np.where(lost[:, None, None], product, before)"
+    for side in ("lhs", "rhs"):
+        exponent = f"np.where(lost[:, None], 0, {side}_reference.astype(int) - 127)"
+        expected[f"{side}_exponent"] = exponent
+        halves = f"[{side}_exponent // 2, {side}_exponent - {side}_exponent // 2]"
+        expected[f"{side}_factors"] = f"np.ldexp(np.float32(1), np.stack({halves}, axis=1))"
+    agrees = {name: f"same(got, {name})" for name in ("out", "lhs_factors", "rhs_factors")}
+    return Reference(given, dict(product.inputs), expected, agrees, product.note)

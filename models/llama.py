@@ -29,6 +29,7 @@ from models.loss import Head, token_losses
 from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies, Rules, resolve
 from mxjax.policy import Policy
+from mxjax.remat import Remat, product, rematerialize
 from mxjax.training.sharding import constrain, weight_layout, whole_units
 
 # The GEMMs of a block, in the order in which they run.
@@ -162,7 +163,7 @@ class Llama(nnx.Module):
         policies: LayerPolicies,
         key: jax.Array | None = None,
         dtype: Any = jnp.bfloat16,
-        remat: bool = False,
+        remat: Remat = "none",
         implementation: Implementation | None = None,
     ) -> Float32[Array, "B S V"]:
         """Returns the logits of each next token; the arguments are those of `hidden`."""
@@ -178,7 +179,7 @@ class Llama(nnx.Module):
         policies: LayerPolicies,
         key: jax.Array | None = None,
         dtype: Any = jnp.bfloat16,
-        remat: bool = False,
+        remat: Remat = "none",
         implementation: Implementation | None = None,
     ) -> Float[Array, "B S D"]:
         """Returns what the head takes: the last block's output, normalized.
@@ -188,7 +189,7 @@ class Llama(nnx.Module):
           policies: from `layer_policies`.
           key: for policies that draw random bits; fold the step into it.
           dtype: of the activations between layers.
-          remat: recompute each block in the backward pass instead of keeping its activations.
+          remat: what each block keeps for its backward pass, see `mxjax.remat`.
           implementation: of the products, see `mxjax.dot`.
         """
         rope = rope_angles(tokens_BS.shape[1], self.config)
@@ -196,9 +197,10 @@ class Llama(nnx.Module):
         graph, blocks = nnx.split(self.blocks)
         for start, stop, block_policies in _runs(policies, self.config.n_layers):
             run = functools.partial(_run_block, graph, block_policies, implementation, rope, key)
+            run = rematerialize(run, remat, in_loop=stop - start > 1)
             layers = jnp.arange(start, stop)
             here = blocks if stop - start == self.config.n_layers else _slice(blocks, start, stop)
-            x_BSD, _ = jax.lax.scan(jax.checkpoint(run) if remat else run, x_BSD, (layers, here))
+            x_BSD, _ = jax.lax.scan(run, x_BSD, (layers, here))
         return self.norm(x_BSD)
 
     def logits(
@@ -313,7 +315,7 @@ class BlockPolicies:
 
     def dot(self, name: str, x, w) -> Array:
         """Returns x @ w in x's dtype."""
-        return mxjax.dot(
+        y = mxjax.dot(
             x,
             w,
             policy=self.policies[name],
@@ -322,6 +324,7 @@ class BlockPolicies:
             preferred_element_type=x.dtype,
             layout=weight_layout(_AXES[name]),
         )
+        return product(y)
 
     def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:
         """Returns the product in float32."""

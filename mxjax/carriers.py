@@ -1,8 +1,10 @@
 """FP8 carriers: MXFP4 operands held exactly in FP8, so that FP8 matrix units multiply them.
 
 An element times its block's scale, both powers of two times at most 1.5, is a power of two times at most 1.5;
-FP8 holds it if the scales of the operand span no more binades than FP8 has to spare: 15 with E4M3, 29 with
-E5M2. Whether they do is known at run time alone, hence `Carried.fits`.
+FP8 holds it if the scales of its row, along which is summed, span no more binades than FP8 has to spare: 15
+with E4M3, 29 with E5M2. Whether they do is known at run time alone, hence `Carried.fits`.
+
+`mxjax.kernels.carriers` does the same.
 """
 
 from typing import Literal, NamedTuple
@@ -14,7 +16,6 @@ from mxjax.packed import (
     BLOCK,
     Packed,
     code_values,
-    kernel_target,
     power_of_two,
     spread_blocks,
     unpack_codes,
@@ -28,14 +29,14 @@ SHIFTS = {"e4m3": (-8, 6), "e5m2": (-15, 13)}
 
 
 class Carried(NamedTuple):
-    """An operand in FP8: its value is elements * 2**exponent, exactly where `fits`.
+    """An operand in FP8: its value is elements * 2**exponent, row by row, exactly where `fits`.
 
     Attributes:
-      fits: whether no element was lost. If not, multiply something else.
+      fits: whether no element of the operand was lost. If not, multiply something else.
     """
 
     elements: Float[Array, "*batch n k"]
-    exponent: Int32[Array, ""]
+    exponent: Int32[Array, "*batch n"]
     fits: Bool[Array, ""]
 
 
@@ -44,14 +45,9 @@ def carry(q: Packed, carrier: Carrier) -> Carried:
     low, high = SHIFTS[carrier]
     byte = q.scales.astype(jnp.int32)
     is_nan = byte == 255
-    reference = jnp.maximum(jnp.max(jnp.where(is_nan, 0, byte), initial=0) - high, 1)
-    target = kernel_target()
-    if target is not None and target.has_fp8 and q.scales.size:
-        from mxjax.kernels.carriers import carry_operand
-
-        elements, fits = carry_operand(q.elements, q.scales, reference, carrier)
-        return Carried(elements, reference - 127, fits)
-    shift = byte - reference
+    largest = jnp.max(jnp.where(is_nan, 0, byte), axis=-1, initial=0)
+    reference = jnp.maximum(largest - high, 1)
+    shift = byte - reference[..., None]
     groups = q.elements.reshape(*q.scales.shape, BLOCK // 2)
     holds_something = jnp.any((groups & 0x77) != 0, axis=-1)
     fits = ~jnp.any((shift < low) & ~is_nan & holds_something)

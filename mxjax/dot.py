@@ -19,6 +19,7 @@ from mxjax.packed import Packed
 from mxjax.policy import Policy
 from mxjax.quantize import MXArray
 from mxjax.recipes import as_policy
+from mxjax.remat import operand
 
 AnyArray = jax.Array | np.ndarray
 DimensionNumbers = tuple  # ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), as in jax.lax
@@ -54,8 +55,8 @@ def dot(
         and the layer.
       implementation: how the MXFP4 products run, whose values are the same in all: "reference" (float32, the
         definition), "xla" (bfloat16, which holds the values exactly), "fp8" (FP8 carriers; bfloat16 where
-        they cannot hold an operand), "triton" or "scaled_dot" (packed FP4), or None for the fastest here.
-        All accumulate in float32.
+        they cannot hold a row of an operand), "triton" or "scaled_dot" (packed FP4), or None for the fastest
+        here. All accumulate in float32.
       preferred_element_type: dtype of the result; default, `jnp.result_type(x, w)`, which for bfloat16
         activations and float32 weights is float32.
       layout: on a mesh with Auto axes, where w lies and in what layout the GEMMs read it.
@@ -212,6 +213,8 @@ def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: 
     keep_x, keep_w = keep and plan.wgrad in ON_PACKED, keep and plan.dgrad in ON_PACKED
     lhs, x_packed = _prepare_two(x, (plan.fprop, left), (plan.wgrad, wgrad[0]) if keep_x else None, seen_x)
     rhs, w_packed = _prepare_two(w, (plan.fprop, right), (plan.dgrad, dgrad[1]) if keep_w else None, seen_w)
+    if w.ndim == 2:  # not attention's, which grow with the square of the sequence
+        lhs, rhs, x_packed, w_packed = (_named(q) for q in (lhs, rhs, x_packed, w_packed))
     layout = plan.layout
     if layout is not None and not isinstance(rhs, MXArray):  # K-major
         layout = layout.transposed
@@ -266,6 +269,11 @@ def residual_bytes(
 
     arrays = jax.eval_shape(kept, x, jax.ShapeDtypeStruct(w.shape, w.dtype), key)
     return {name: sum(a.size * a.dtype.itemsize for a in group) for name, group in arrays.items()}
+
+
+def _named(q):
+    """Returns q, named for `mxjax.remat` if it is packed."""
+    return operand(q) if isinstance(q, Packed) else q
 
 
 def _prepare_two(x, now, later, seen):

@@ -178,7 +178,12 @@ def _multiply_xla(lhs: MXArray, rhs: MXArray, precision, sharding, layout):
 
 
 def _multiply_fp8(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
-    """In FP8, or in bfloat16 when the scales of an operand span more than its carrier holds."""
+    """In FP8, or in bfloat16 when the scales of an operand's row span more than its carrier holds."""
+    target = kernel_target()
+    if target is not None and target.has_fp8:
+        from mxjax.kernels import fp8
+
+        return fp8.matmul(lhs.elements, lhs.scales, rhs.elements, rhs.scales, dtype, carriers)
     left, right = carry(lhs, carriers[0]), carry(rhs, carriers[1])
     fits = left.fits & right.fits
 
@@ -186,9 +191,8 @@ def _multiply_fp8(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
         return _contract(decode(lhs), -1, decode(rhs), -1, None, sharding).astype(dtype)
 
     y = lax.cond(fits, lambda: _contract_fp8(left.elements, right.elements, dtype, sharding), in_bfloat16)
-    # Outside, where XLA fuses it with what uses y; by two factors, since one could overflow.
-    exponent = jnp.where(fits, left.exponent + right.exponent, 0)
-    half = exponent >> 1
+    exponent = jnp.where(fits, left.exponent[..., :, None] + right.exponent[..., None, :], 0)
+    half = exponent >> 1  # in two factors, since one could overflow
     return y * power_of_two(half).astype(dtype) * power_of_two(exponent - half).astype(dtype)
 
 

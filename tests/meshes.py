@@ -34,7 +34,7 @@ LADDER = [name for name in mxjax.policies() if name.startswith(("bf16", "fp8", "
 class OnMesh:
     """A training state on the first devices, in a mesh of a shape, and its step."""
 
-    def __init__(self, policy: str, shape, implementation=None, remat=False, accumulate=1):
+    def __init__(self, policy: str, shape, implementation=None, remat="none", accumulate=1):
         # In float32 around the linear layers, where the order of sums changes least.
         policies = llama.layer_policies(MODEL, policy, [("blocks.*.attention.[sv]*", "fp32")])
         optimizer = make_optimizer(
@@ -117,7 +117,7 @@ def restore(folder: str) -> None:
 def compile_step(policy: str, shape: str, implementation: str) -> None:
     """Compiles a step with all its loops, for XLA_FLAGS to dump."""
     pieces.LOSS_TOKENS = 16
-    on = OnMesh(policy, tuple(map(int, shape.split(","))), implementation, remat=True, accumulate=2)
+    on = OnMesh(policy, tuple(map(int, shape.split(","))), implementation, remat="full", accumulate=2)
     with jax.set_mesh(on.mesh):
         on.step.lower(on.state, sharding.global_batch(on.mesh, all_batches()[0])).compile()
 

@@ -45,7 +45,8 @@ def weights(out):
 
 
 def without_time(records):
-    return [{k: v for k, v in record.items() if k != "tokens_per_s"} for record in records]
+    times = {"tokens_per_s", "tflops_per_device", "step_s"}
+    return [{k: v for k, v in record.items() if k not in times} for record in records]
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +150,24 @@ def test_eval_takes_another_policy_and_step_count(finished):
         (["--seq-len", "1000000"], "shorten --seq-len"),
         (["--resume"], "holds no run"),
         (["--implementation", "triton"], "needs a GPU and jax-triton"),
+        (["--remat", "fp4", "--implementation", "xla"], "keeps packed MXFP4 operands, but no GEMM"),
     ],
 )
 def test_bad_input_ends_with_what_to_do(text, tmp_path, flags, message):
     with pytest.raises(SystemExit, match=message):
         run(text, tmp_path / "run", *flags)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("limit", "warns"), [(None, False), (2**30, False), (2**20, True)])
+def test_the_start_says_what_a_step_takes(text, tmp_path, monkeypatch, capsys, limit, warns):
+    monkeypatch.setattr(training_program, "memory_limit", lambda device: limit)
+    monkeypatch.setattr(training_program, "loop", lambda *_: {})
+    run(text, tmp_path / "run", "--remat", "full")
+    printed = capsys.readouterr().out
+    assert "memory a device, estimated with --remat full: 0.0" in printed
+    assert ("% of" in printed) == (limit is not None)
+    assert ("warning: that is more than there is: lower --batch-size" in printed) == warns
 
 
 def test_a_folder_in_use_is_not_overwritten(text, finished):

@@ -17,6 +17,7 @@ import tyro
 from mxjax.gemm import Implementation
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
+from mxjax.remat import Remat
 from mxjax.scales import ScaleRule
 from mxjax.training import mlperf
 
@@ -115,8 +116,9 @@ class Config:
     """Be one of several processes that train together, each with the same flags and --out: those of a Slurm,
     Open MPI or Kubernetes job, or else those that JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process),
     JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0) name."""
-    remat: bool = False
-    """Recompute each block in the backward pass: less memory, more time."""
+    remat: Remat = "none"
+    """What a block computes again in the backward pass instead of keeping it. none: nothing; dots: all but
+    the results of matrix products and attention; fp4: all but packed MXFP4 operands; full: everything."""
     accumulate: int = 1
     """Parts in which a step takes its batch, one after another: less memory, the same gradient."""
     steps: int = 300
@@ -212,7 +214,7 @@ def mlperf_llama31_8b(batch_size: int = 32) -> Config:
             lr=reference.lr, warmup_steps=round(reference.warmup_sequences / batch_size)
         ),
         mlperf=MLPerfConfig(mllog=True),
-        remat=True,
+        remat="full",
         steps=mlperf.MAX_STEPS,
         checkpoint_every=eval_every,
         eval_every=eval_every,
@@ -259,6 +261,7 @@ def from_json(raw: dict[str, Any]) -> Config:
         | {
             "precision": PrecisionConfig(**precision),
             "data": DataConfig(**data),
+            "remat": {True: "full", False: "none"}.get(raw["remat"], raw["remat"]),  # once a bool
             "optimizer": OptimizerConfig(**raw["optimizer"]),
             "mlperf": MLPerfConfig(**raw.get("mlperf", {})),
             "out": _path(raw["out"]),

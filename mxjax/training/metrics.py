@@ -1,5 +1,6 @@
 """Where a run's numbers go: metrics.jsonl for programs, a progress bar or plain lines for people."""
 
+import datetime
 import json
 import math
 import pathlib
@@ -8,9 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from mxjax.training import rates
 from mxjax.training.step import StepMetrics
 
 _RECENT_STEPS = 10  # over which the speed is averaged
@@ -62,12 +65,11 @@ class Display:
     def __init__(self, steps: int, start: int, every: int, quiet: bool = False):
         """Shows steps start + 1 to steps; plain lines at the first and at every `every`-th step."""
         self._console = Console(highlight=False, soft_wrap=True, quiet=quiet)
-        self._first, self._every = start + 1, every
+        self._first, self._last, self._every = start + 1, steps, every
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
             console=self._console,
             disable=not sys.stdout.isatty(),
         )
@@ -81,8 +83,9 @@ class Display:
         self._bar.stop()
 
     def step(self, step: int, m: Mapping[str, float]) -> None:
-        """Shows the metrics of a step."""
-        text = f"loss {m['loss']:.4f}  {m['tokens_per_s']:,.0f} tokens/s"
+        """Shows the metrics of a step, and how long the steps that remain take, without evaluations."""
+        left = datetime.timedelta(seconds=round((self._last - step) * m["mean_step_s"]))
+        text = f"loss {m['loss']:.4f}  {rates.in_words(m)}  {left} left"
         self._bar.update(self._task, completed=step, description=text)
         if self._bar.disable and (step % self._every == 0 or step == self._first):
             self.line(f"step {step:6d}  {text}  grad norm {m['grad_norm']:.3f}  lr {m['lr']:.2e}")
@@ -96,10 +99,17 @@ class StepReporter:
     """Fetches the metrics of a step when the next one has been dispatched, so that the device never waits."""
 
     def __init__(
-        self, log: MetricsLog, display: Display, tokens_a_step: int, learning_rate: Callable[[int], Any]
+        self,
+        log: MetricsLog,
+        display: Display,
+        tokens_a_step: int,
+        flops_a_step: float,
+        learning_rate: Callable[[int], Any],
     ):
+        """Reports speeds of steps that take so many tokens and model FLOPs, on all devices."""
         self._log, self._display = log, display
-        self._tokens_a_step, self._learning_rate = tokens_a_step, learning_rate
+        self._tokens_a_step, self._flops_a_step = tokens_a_step, flops_a_step
+        self._learning_rate = learning_rate
         self._pending: tuple[int, StepMetrics] | None = None
         self._clock = time.monotonic()
         self.step_times: list[float] = []
@@ -126,9 +136,11 @@ class StepReporter:
         self.step_times.append(time.monotonic() - self._clock)
         self._clock = time.monotonic()
         recent = self.step_times[1:][-_RECENT_STEPS:] or self.step_times  # the first one compiles
-        values["tokens_per_s"] = self._tokens_a_step * len(recent) / sum(recent)
+        mean = sum(recent) / len(recent)
+        values |= rates.speed(self._tokens_a_step, self._flops_a_step, mean, jax.devices())
+        values |= {"step_s": self.step_times[-1]} | rates.memory_use(jax.local_devices()[0])
         self._log.write(step=step, tokens=step * self._tokens_a_step, **values)
-        self._display.step(step, values)
+        self._display.step(step, values | {"mean_step_s": mean})
         if not metrics.finite:
             message = f"loss {values['loss']}, gradient norm {values['grad_norm']} at step {step}"
             raise NonFiniteError(message, step)

@@ -79,12 +79,13 @@ def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
     return sizes
 
 
-def make_mesh(text: str | None = None) -> Mesh:
-    """Returns the mesh over all devices of all processes that `parse_mesh` describes, with Auto axes."""
-    sizes = parse_mesh(text, jax.device_count())
+def make_mesh(text: str | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns the mesh that `parse_mesh` describes, over the devices given or all of all processes, with Auto
+    axes."""
     # In the order of processes, so that each one's part of a batch is a run of rows.
-    devices = np.array(jax.devices()).reshape(*sizes.values())
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    devices = jax.devices() if devices is None else devices
+    sizes = parse_mesh(text, len(devices))
+    return Mesh(np.array(devices).reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def spec(axes: LogicalAxes) -> PartitionSpec:

@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 HAS_GPU = bool(shutil.which("nvidia-smi")) or pathlib.Path("/dev/kfd").exists()
-NATIVE = ("test_carriers", "test_gemm", "test_products", "test_quantize")  # whose tests run on a GPU too
+# Whose tests run on a GPU too.
+NATIVE = ("test_carriers", "test_fp8", "test_gemm", "test_products", "test_quantize")
 
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -4,6 +4,9 @@ Callbacks cannot run inside a partitioned function, so Triton's interpreter cann
 tensors are cut up, and that random bits go by the position in the whole.
 """
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +15,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mxjax
+from mxjax.carriers import carry
 from mxjax.formats import E2M1
-from mxjax.kernels import gemm, operands
+from mxjax.kernels import fp8, gemm, operands
+from mxjax.kernels.carriers import CarriedRows
 from mxjax.kernels.launch import INTERPRETER, use_target
 from mxjax.kernels.operands import Random, quantize_operands
 from mxjax.kernels.sides import Side
@@ -74,6 +79,7 @@ def main() -> None:
             check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
     check_awkward(mesh, quantize)
     check_matmul(mesh)
+    check_fp8(mesh)
     print("all equal")
 
 
@@ -148,6 +154,50 @@ def check_matmul(mesh) -> None:
                 ]
                 got = jax.jit(lambda *t: gemm.matmul(*t, dtype=jnp.float32))(*placed)
                 np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def plain_carry(elements, scales, carrier, target):
+    """What the carrier kernel does, by the definition, with one flag a batch."""
+    del target
+    rows = [carry(Packed(*q), carrier) for q in zip(elements, scales, strict=True)]
+    q = jax.tree.map(lambda *t: jnp.stack(t), *rows)
+    return CarriedRows(q.elements, (q.exponent + 127).astype(jnp.uint8), (~q.fits)[:, None].astype(jnp.uint8))
+
+
+def plain_correct(y, operands, left, right, target):
+    """What `fp8.correct` does, by jax.numpy."""
+    lost = jnp.any(left.lost, axis=1) | jnp.any(right.lost, axis=1)
+    y = jnp.where(lost[:, None, None], plain_product(*operands, y.dtype, target), y)
+    results = [y]
+    for rows in (left, right):
+        exponent = jnp.where(lost[:, None], 0, rows.reference.astype(jnp.int32) - 127)
+        results.append(jnp.exp2(jnp.stack([exponent >> 1, exponent - (exponent >> 1)], axis=1)))
+    return results
+
+
+def check_fp8(mesh) -> None:
+    """As `check_matmul`, where elements are lost too; operands are gathered as they are packed."""
+    fp8.carry_operand, fp8.correct = plain_carry, plain_correct
+    keys = jax.random.split(jax.random.key(5), 2)
+    x, w = jax.random.normal(keys[0], (64, 256)), jax.random.normal(keys[1], (96, 256))
+    multiply = functools.partial(fp8.matmul, dtype=jnp.float32, carriers=("e4m3", "e5m2"))
+    for span in (0, 40):
+        lhs = quantize_plain(x * jnp.exp2(jnp.round(jnp.linspace(-span, 0, 256))))
+        rhs = quantize_plain(w)
+        wanted = plain_product(*(t[None] for t in (*lhs, *rhs)), jnp.float32, None)[0]
+        for left, right, out in (
+            (P("a"), P("a"), P("a")),
+            (P("a"), P(None, "a"), P("a")),
+            (P(None, "a"), P("b", "a"), P(None, "b")),
+            (P(), P("b"), P(None, "b")),
+        ):
+            placed = [jax.device_put(t, NamedSharding(mesh, left)) for t in lhs]
+            placed += [jax.device_put(t, NamedSharding(mesh, right)) for t in rhs]
+            run = jax.jit(lambda *t: multiply(*t), out_shardings=NamedSharding(mesh, out))
+            compiled = run.lower(*placed).compile()
+            np.testing.assert_allclose(compiled(*placed), wanted, rtol=1e-5, atol=1e-5)
+            gathered = re.findall(r"= \(?(\w+)\[.* all-gather(?:-start)?\(", compiled.as_text())
+            assert set(gathered) <= {"u8"}, gathered
 
 
 def quantize_plain(x):

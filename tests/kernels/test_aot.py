@@ -22,7 +22,7 @@ STEP = [
     "quantize_4096x6144_float32_rows_packed-h16_columns_packed-h16",
 ]
 SMALL_TENSORS = ["quantize_65x97_*", "quantize_8192x4096_bfloat16_rows_packed_columns_packed-sr"]
-CARRIERS = ["carry_1048576_*", "carry_33_*"]
+CARRIERS = ["carry_8192x4096_*", "carry_8192x28672_*", "carry_33x96_*", "correct_1x8192x6144x4096_*"]
 
 
 def run(*arguments, env=()):
@@ -209,6 +209,7 @@ def test_cuda_spills_nothing(cuda):
         "gemm_kernel",
         "quantize_kernel",
         "carry_kernel",
+        "correct_kernel",
     }
     for d in cuda.values():
         assert d["resources"]["scratch_bytes"] == d["resources"]["stack_bytes"] == 0, d["name"]
@@ -234,8 +235,9 @@ def test_sm_100_multiplies_in_fp4(cuda):
 
 
 def test_sm_90_multiplies_in_bfloat16(cuda):
-    for name, opcodes in opcodes_of(cuda, "sm_90", "gemm_kernel"):
-        assert starting(opcodes, "HGMMA", "HMMA"), name
+    for kernel in ("gemm_kernel", "correct_kernel"):
+        for name, opcodes in opcodes_of(cuda, "sm_90", kernel):
+            assert starting(opcodes, "HGMMA", "HMMA"), name
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
@@ -259,11 +261,12 @@ def test_cuda_quantizer(cuda, target, name):
 
 
 @pytest.mark.parametrize("carrier", ["e4m3", "e5m2"])
-def test_sm_90_carrier(cuda, carrier):
+@pytest.mark.parametrize("shape", ["8192x4096", "8192x28672"])
+def test_sm_90_carrier(cuda, shape, carrier):
     """A thread takes two blocks: 16 bytes of elements to a load and to a store, and 4 conversions a block."""
-    d = cuda["sm_90", f"carry_1048576_{carrier}"]
+    d = cuda["sm_90", f"carry_{shape}_{carrier}"]
     opcodes = d["whole_kernel"]["opcodes"]
-    blocks = d["constants"]["BLOCKS"] // d["block"][0]
+    blocks = d["constants"]["ROWS"] * d["constants"]["BLOCKS"] // d["block"][0]
     assert starting(opcodes, "LDG.E.128", "STG.E.128") == {"LDG.E.128": blocks, "STG.E.128": 2 * blocks}
     assert sum(n for x, n in opcodes.items() if carrier.upper() in x) == 4 * blocks
 

@@ -26,7 +26,7 @@ DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "kernels-aot.md"
 LARGE = ["gemm_1x8192x6144x4096_bfloat16", "quantize_8192x4096_bfloat16_rows_packed_columns_packed-h16"]
 GEMMS = [f"gemm_{shape}" for shape in ("1x5x7x96_float32", "1x65x33x288_bfloat16", "3x17x130x544_float32")]
 QUANTIZERS = ["quantize_1x1_*", "quantize_65x97_*", "quantize_3x40x70_*"]
-CARRIERS = ["carry_33_*", "carry_513_*"]
+CARRIERS = ["carry_33x96_*", "carry_1x8224_*", "correct_1x65x33x288_*", "correct_3x17x130x544_*"]
 # Inline assembly, which the interpreter lacks, does what these constants choose instead.
 INTERPRETED = {"CONVERT": "software", "NATIVE": False}
 
@@ -213,11 +213,15 @@ def interpret(record, names):
     # The interpreter truncates to bfloat16 where GPUs round.
     dtypes = ["float32" if a["dtype"] == "bfloat16" else a["dtype"] for a in outputs]
     constants = record["constants"]
+    in_place = record["arguments"][0]["name"] == "before"
+    if in_place:
+        inputs[0] = inputs[0].astype(dtypes[0])
     written = triton_call(
         kernel,
         *inputs,
         out=[jax.ShapeDtypeStruct(tuple(a["shape"]), d) for a, d in zip(outputs, dtypes, strict=True)],
         grid=tuple(record["grid"]),
+        in_place=in_place,
         **constants | {name: v for name, v in INTERPRETED.items() if name in constants},
     )
     return {a["name"]: np.asarray(y.astype(a["dtype"])) for a, y in zip(outputs, written, strict=True)}

@@ -100,7 +100,7 @@ def kernel_of(call):
     # MLIR escapes the bytes of a compressed message, which has the kernel's name and its machine code.
     [text] = re.findall(r'opaque = "(.*?)"', call)
     data = re.sub(rb"\\(\\|[0-9A-F]{2})", lambda m: unescape(m[1]), text.encode())
-    return re.search(rb"(quantize|gemm|carry)_kernel", zlib.decompress(data))[0].decode()
+    return re.search(rb"(quantize|gemm|carry|correct)_kernel", zlib.decompress(data))[0].decode()
 
 
 def lower(arch, policy, implementation):
@@ -126,10 +126,10 @@ wanted = json.loads(sys.argv[1])
 print(json.dumps([lower(*arguments) for arguments in wanted]))
 """
 FP8 = {
-    # Fprop, Dgrad (the gradient on the left), Wgrad (on the right), and what each falls back to.
-    "kernels": {"quantize_kernel": 3, "carry_kernel": 6},
-    "products": ["bf16 bf16", "f8E4M3FN f8E4M3FN", "f8E4M3FN f8E5M2", "f8E5M2 f8E4M3FN"],
-    "choices": 3,
+    # Fprop, Dgrad (the gradient on the left), Wgrad (on the right); none falls back to anything of XLA's.
+    "kernels": {"quantize_kernel": 3, "carry_kernel": 6, "correct_kernel": 3},
+    "products": ["f8E4M3FN f8E4M3FN", "f8E4M3FN f8E5M2", "f8E5M2 f8E4M3FN"],
+    "choices": 0,
     "scaled_dots": 0,
 }
 TRITON = {

@@ -1,0 +1,219 @@
+"""Products of packed MXFP4 operands by FP8 matrix units: carried exactly in FP8, or put right by a kernel.
+
+Whether FP8 holds the operands is known at run time alone. XLA's FP8 GEMM always runs; `correct_kernel` after
+it does nothing where they were held, and else computes the product anew from the packed operands. So there
+is no branch in the XLA program, which would copy what goes into it and what comes out.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+from triton import knobs
+
+from mxjax.carriers import Carrier
+from mxjax.kernels.carriers import CarriedRows, carry_operand
+from mxjax.kernels.gemm import batched, check_operands, compute_tile, multiply_flat, tile_of
+from mxjax.kernels.gemm_tiles import TILES, Tiles
+from mxjax.kernels.launch import Target, ceil_div, current_target, triton_call
+
+PROGRAMS = 132  # multiprocessors of Hopper; each holds one program
+
+
+def matmul(
+    lhs: UInt8[Array, "*batch m _"],
+    lhs_scales: UInt8[Array, "*batch m _"],
+    rhs: UInt8[Array, "*batch n _"],
+    rhs_scales: UInt8[Array, "*batch n _"],
+    dtype: DTypeLike,
+    carriers: tuple[Carrier, Carrier],
+) -> Float[Array, "*batch m n"]:
+    """Returns lhs @ rhs.T of packed MXFP4 operands, as `mxjax.kernels.gemm.matmul` does, by FP8 matrix units.
+
+    Args:
+      carriers: of lhs and rhs.
+
+    Raises:
+      ValueError: the shapes do not fit.
+    """
+    check_operands(lhs, lhs_scales, rhs, rhs_scales)
+    run = _matmul(jnp.dtype(dtype), carriers, current_target())
+    return multiply_flat(run, dtype, lhs, lhs_scales, rhs, rhs_scales)
+
+
+@functools.cache
+def _matmul(dtype, carriers: tuple[Carrier, Carrier], target: Target | None) -> Callable:
+    """JAX keeps what it traced of the function, hence one for each target."""
+    return batched(functools.partial(_part, carriers=carriers, target=target), dtype)
+
+
+def _part(lhs, lhs_scales, rhs, rhs_scales, *, dtype, carriers, target):
+    """Returns the product of operands [batch, rows, …] that are all here."""
+    left = carry_operand(lhs, lhs_scales, carriers[0], target)
+    right = carry_operand(rhs, rhs_scales, carriers[1], target)
+    y = _contract(left.elements, right.elements, dtype)
+    y, *factors = correct(y, (lhs, lhs_scales, rhs, rhs_scales), left, right, target)
+    # In two steps, since one could overflow; the exponents of either are at most half of an operand's each.
+    y = y.astype(jnp.float32)
+    for row, column in zip(*(jnp.unstack(factor, axis=1) for factor in factors), strict=True):
+        y = y * (row[:, :, None] * column[:, None, :])
+    return y.astype(dtype)
+
+
+def _contract(left, right, dtype):
+    """Returns the products of elements; HIGHEST: accumulated in no fewer bits than float32 has."""
+    if left.shape[0] == 1:  # an axis less for XLA to recognize
+        return _contract(left[0], right[0], dtype)[None]
+    batch = tuple(range(left.ndim - 2))
+    dims = (((left.ndim - 1,), (right.ndim - 1,)), (batch, batch))
+    return lax.dot_general(left, right, dims, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+
+
+def correct(
+    y: Float[Array, "batch m n"],
+    operands: tuple[jax.Array, ...],
+    left: CarriedRows,
+    right: CarriedRows,
+    target: Target | None,
+) -> list[jax.Array]:
+    """Returns y, or of batches where elements were lost the right product; and factors of rows and columns.
+
+    Args:
+      y: the products of the elements of `left` and `right`. It is overwritten.
+      operands: lhs, lhs_scales, rhs, rhs_scales, as packed.
+
+    Returns:
+      y: to be multiplied by both factors of its row and both of its column.
+      row_factors: [batch, 2, m] float32, powers of two; 1 where y is the right product already.
+      column_factors: [batch, 2, n].
+    """
+    batch, m, n = y.shape
+    # Triton's interpreter truncates to bfloat16 where GPUs round.
+    before = y.astype(jnp.float32) if knobs.runtime.interpret else y
+    tiles = tiles_of(target)
+    corrected, *factors = triton_call(
+        correct_kernel,
+        before,
+        *operands,
+        left.reference,
+        right.reference,
+        left.lost,
+        right.lost,
+        out=[
+            jax.ShapeDtypeStruct(before.shape, before.dtype),
+            jax.ShapeDtypeStruct((batch, 2, m), jnp.float32),
+            jax.ShapeDtypeStruct((batch, 2, n), jnp.float32),
+        ],
+        in_place=True,
+        grid=grid_of(m, n, batch, tiles),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **constants_of(m, n, 2 * operands[0].shape[2], left.lost.shape[1], right.lost.shape[1], tiles),
+    )
+    return [corrected.astype(y.dtype), *factors]
+
+
+def tiles_of(target: Target | None) -> Tiles:
+    """Returns how the right product is cut into tiles."""
+    return TILES["other" if target is not None and target.backend != "interpreter" else "interpreter"][0]
+
+
+def grid_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
+    """Returns the kernel's programs along each axis."""
+    return min(ceil_div(m, tiles.m) * ceil_div(n, tiles.n), PROGRAMS), batch
+
+
+def constants_of(m: int, n: int, k: int, lhs_lost: int, rhs_lost: int, tiles: Tiles) -> dict[str, int]:
+    """Returns the kernel's constexpr arguments."""
+    sizes = {"M": m, "N": n, "K": k, "LHS_LOST": lhs_lost, "RHS_LOST": rhs_lost}
+    return sizes | {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "GROUP_M": 8}
+
+
+@triton.jit
+def correct_kernel(
+    before,
+    lhs,
+    lhs_scales,
+    rhs,
+    rhs_scales,
+    lhs_reference,
+    rhs_reference,
+    lhs_lost,
+    rhs_lost,
+    out,
+    lhs_factors,
+    rhs_factors,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    LHS_LOST: tl.constexpr,
+    RHS_LOST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Overwrites out[b] by lhs[b] @ rhs[b].T where a flag of [b, LHS_LOST] or [b, RHS_LOST] is set.
+
+    Writes the factors [b, 2, M] and [b, 2, N] of the references, or 1 where out was overwritten. `before` is
+    the memory of out. The grid is (programs, batch), of any number of programs.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    lost = _any(lhs_lost + batch * LHS_LOST, LHS_LOST) | _any(rhs_lost + batch * RHS_LOST, RHS_LOST)
+    _write_factors(lhs_reference + batch * M, lhs_factors + batch * (2 * M), lost, M)
+    _write_factors(rhs_reference + batch * N, rhs_factors + batch * (2 * N), lost, N)
+    tiles = tl.where(lost > 0, tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), 0)
+    for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile_m, tile_n = tile_of(index, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, 1)
+        compute_tile(
+            lhs,
+            lhs_scales,
+            rhs,
+            rhs_scales,
+            out,
+            tile_m,
+            tile_n,
+            batch,
+            M,
+            N,
+            K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            False,
+        )
+
+
+@triton.jit
+def _any(flags, COUNT: tl.constexpr):
+    """Returns 1 if one of COUNT flags is set, else 0."""
+    WIDTH: tl.constexpr = 8192
+    found = tl.zeros([WIDTH], tl.uint8)
+    for start in range(0, COUNT, WIDTH):
+        place = start + tl.arange(0, WIDTH)
+        found |= tl.load(flags + place, place < COUNT, 0)
+    return tl.max(found.to(tl.int32), 0)
+
+
+@triton.jit
+def _write_factors(references, factors, lost, LENGTH: tl.constexpr):
+    """Writes this program's part of the two factors of each row, whose product is 2**(reference - 127)."""
+    WIDTH: tl.constexpr = 256
+    for start in range(tl.program_id(0) * WIDTH, LENGTH, tl.num_programs(0) * WIDTH):
+        row = start + tl.arange(0, WIDTH)
+        reference = tl.load(references + row, row < LENGTH, 127).to(tl.int32)
+        exponent = tl.where(lost > 0, 0, reference - 127)
+        half = exponent >> 1
+        tl.store(factors + row, _power_of_two(half), row < LENGTH)
+        tl.store(factors + LENGTH + row, _power_of_two(exponent - half), row < LENGTH)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
