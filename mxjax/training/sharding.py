@@ -79,7 +79,7 @@ def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
     return sizes
 
 
-def make_mesh(text: str | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(text: str | None = None, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh that `parse_mesh` describes, over the devices given or all of all processes, with Auto
     axes."""
     # In the order of processes, so that each one's part of a batch is a run of rows.
