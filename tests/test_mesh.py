@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 FIRST, LATER = 1e-6, 5e-3
 """Of losses and norms of gradients, relative: of the first loss, in which the order of float32 sums alone is
 another; and of all others. There a last bit sometimes flips the rounding of an element, and what follows sees
-it: most are the same to 1e-6, the largest difference found is 1e-3."""
+it: of all shapes, 15 in 19 agree to 1e-6, and the largest difference is 1e-3."""
 
 
 def start(arguments, devices=8, **environment):
