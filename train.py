@@ -1,6 +1,7 @@
 """Trains a Llama in the precision that a policy names: `python train.py --policy=wgrad_hadamard`."""
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -8,6 +9,7 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grain
@@ -19,6 +21,7 @@ from models import llama, memory
 from models.configs import LlamaConfig, from_dict, get_config, to_dict
 from mxjax.gemm import check_plans, choose_implementation
 from mxjax.layers import LayerPolicies
+from mxjax.probes import by_layer, empty_slots, make_layer_stats
 from mxjax.remat import check_remat
 from mxjax.training import sharding
 from mxjax.training.checkpoint import Checkpoints
@@ -37,7 +40,9 @@ from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepRepo
 from mxjax.training.mllog import MLPerfLog, settings
 from mxjax.training.optimizer import learning_rate, make_optimizer
 from mxjax.training.packed import PackedCorpus
+from mxjax.training.profiling import StepTracer
 from mxjax.training.rates import gib, memory_limit
+from mxjax.training.schedule import Phase, phase_at, phases_of
 from mxjax.training.step import (
     Loss,
     Losses,
@@ -47,10 +52,11 @@ from mxjax.training.step import (
     make_eval_step,
     make_train_step,
 )
+from mxjax.training.tensorboard import TensorBoardLog, check_installed
 
 
 class Run(NamedTuple):
-    """What stays the same throughout a run."""
+    """What stays the same throughout a run, or a phase of it."""
 
     config: Config
     mesh: jax.sharding.Mesh
@@ -58,7 +64,26 @@ class Run(NamedTuple):
     corpus: Corpus | PackedCorpus
     held_out: list[np.ndarray]
     model: LlamaConfig
-    policies: LayerPolicies
+    phases: tuple[Phase, ...]
+    phase: Phase
+    """The one that is running."""
+
+    @property
+    def policies(self) -> LayerPolicies:
+        """The policy of every layer in this phase."""
+        return self.phase.layers
+
+    def at(self, step: int) -> "Run":
+        """Returns the run in the phase of a step."""
+        return self._replace(phase=phase_at(self.phases, step))
+
+
+class Programs(NamedTuple):
+    """What is compiled for the policies of a phase."""
+
+    train_step: Callable
+    eval_step: Callable
+    layer_stats: Callable
 
 
 def train(config: Config) -> dict[str, float]:
@@ -93,12 +118,24 @@ def train(config: Config) -> dict[str, float]:
             if position is not None:
                 stream.set_state(position)
         start = int(state.step)
-        log = MetricsLog(run.folder / "metrics.jsonl" if is_first_process() else None, keep_steps=start)
+        open_log = TensorBoardLog if config.observe.tensorboard and is_first_process() else MetricsLog
+        log = open_log(run.folder / "metrics.jsonl" if is_first_process() else None, keep_steps=start)
         display = Display(config.steps, start, config.log_every, quiet=not is_first_process())
-        with log, display, open_mllog(run, start, began) as mllog, Interruption() as interruption:
+        tracer = StepTracer(config.observe.profiled_steps, run.folder / "profile")
+        with log, display, tracer, open_mllog(run, start, began) as mllog, Interruption() as interruption:
             display.line(introduction(run, state))
             return loop(
-                run, optimizer, state, shardings, stream, checkpoints, log, display, mllog, interruption
+                run,
+                optimizer,
+                state,
+                shardings,
+                stream,
+                checkpoints,
+                log,
+                display,
+                tracer,
+                mllog,
+                interruption,
             )
 
 
@@ -111,14 +148,14 @@ def loop(
     checkpoints: Checkpoints,
     log: MetricsLog,
     display: Display,
+    tracer: StepTracer,
     mllog: MLPerfLog,
     interruption: Interruption,
 ) -> dict[str, float]:
     """Runs the steps that remain; returns the last evaluation."""
     config = run.config
-    loss, losses = make_losses(run)
-    train_step = make_train_step(loss, optimizer, config.seed, config.accumulate, shardings)
-    eval_step = sharding.on_mesh(run.mesh, make_eval_step(losses))
+    run = run.at(int(state.step) + 1)
+    programs = make_programs(run, optimizer, shardings)
     tokens_a_step = config.data.batch_size * config.data.seq_len
     rate = learning_rate(config.optimizer, config.steps, np)  # on the host: the device would make it wait
     flops_a_step = tokens_a_step * run.model.flops_per_token(config.data.seq_len)
@@ -130,12 +167,29 @@ def loop(
     try:
         while not done and step < stop:
             step += 1
-            state, metrics = train_step(state, sharding.global_batch(run.mesh, next(stream)))
+            switches = step > 1 and step == run.at(step).phase.first_step
+            if switches:
+                reporter.flush()
+                run = run.at(step)
+                programs = make_programs(run, optimizer, shardings)
+                log.write(step=step, policy=run.phase.policy)
+                display.line(
+                    f"step {step:6d}  policy {run.phase.policy} from here on, which is compiled first"
+                )
+            batch = sharding.global_batch(run.mesh, next(stream))
+            if (every := config.observe.stats_every) is not None and step % every == 0:
+                reporter.flush()
+                measures = by_layer(programs.layer_stats(state.params, batch, state.step))
+                log.write(step=step, policy=run.phase.policy, layers=measures)
+                reporter.restart_clock()
+            state, metrics = tracer.run(step, programs.train_step, state, batch)
+            if switches:
+                reporter.restart_clock()  # compiled by now
             reporter.step(step, metrics)
             if step % config.eval_every == 0 or step == stop:
                 reporter.flush()
                 mllog.evaluation_starts(step * config.data.batch_size)
-                evaluation = evaluate(eval_step, state.params, run.held_out)
+                evaluation = evaluate(programs.eval_step, state.params, run.held_out)
                 log.write(step=step, tokens=step * tokens_a_step, **evaluation)
                 display.line(f"step {step:6d}  {evaluation_text(evaluation)}")
                 reporter.restart_clock()
@@ -154,8 +208,8 @@ def loop(
         mllog.run_ends(error.step * config.data.batch_size, success=False)
         evidence = save_evidence(run, error, state)
         raise NonFiniteError(
-            f"{error}, policy {config.precision.policy}. The last finite state and the step's batch are in "
-            f"{evidence}; lower --lr, or train in another --policy",
+            f"{error}, policy {run.at(error.step).phase.policy}. The last finite state and the step's batch "
+            f"are in {evidence}; lower --lr, or train in another --policy",
             error.step,
         ) from None
     display.line(summary(run, evaluation, reporter.step_times))
@@ -192,24 +246,26 @@ def set_up(config: Config) -> Run:
     """Reads and checks all that a run needs; ValueError before anything is computed."""
     folder = config.folder()
     config, model = choose_model(config, folder)
-    policies = llama.layer_policies(model, config.precision.policy, config.precision.rules())
-    if config.precision.scale_rule is not None:
-        policies = policies.with_scale_rule(config.precision.scale_rule)
-    check_plans(policies.policies, config.precision.implementation)
-    check_remat(config.remat, policies.policies, config.precision.implementation)
+    phases = phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
+    for phase in phases:
+        check_plans(phase.layers.policies, config.precision.implementation)
+        check_remat(config.remat, phase.layers.policies, config.precision.implementation)
+    if config.observe.tensorboard:
+        check_installed()
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_batch(mesh.shape, config.data.batch_size, config.accumulate)
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
-    axes, units = llama.parameter_axes(model), llama.parameter_units(model, policies)
-    sharding.check_params(mesh.shape, llama.abstract_params(model), axes, units)
+    for phase in phases:
+        axes, units = llama.parameter_axes(model), llama.parameter_units(model, phase.layers)
+        sharding.check_params(mesh.shape, llama.abstract_params(model), axes, units)
     n_batches, n_sequences = config.eval_batches, config.eval_sequences
     held_out = list(
         evaluation_batches(
             corpus.validation, config.data, n_batches, corpus.vocab_size, n_sequences=n_sequences
         )
     )
-    run = Run(config, mesh, folder, corpus, held_out, model, policies)
+    run = Run(config, mesh, folder, corpus, held_out, model, phases, phases[0])
     mllog_settings(run)
     if config.resume:
         check_same_run(config, folder, corpus)
@@ -268,7 +324,9 @@ def mllog_settings(run: Run) -> dict[str, Any]:
     if not run.config.mlperf.mllog:
         return {}
     sequences = sum(len(batch) for batch in run.held_out)
-    return settings(run.config, run.policies, sequences, jax.devices()[0].device_kind)
+    layers = [layer for phase in run.phases for layer in phase.layers.items()]
+    policies = LayerPolicies(*zip(*layers, strict=True))  # of all phases, for their lowest precision
+    return settings(run.config, policies, sequences, jax.devices()[0].device_kind)
 
 
 def open_mllog(run: Run, step: int, began: float) -> MLPerfLog:
@@ -296,11 +354,24 @@ def make_losses(run: Run) -> tuple[Loss, Losses]:
     options = {"remat": run.config.remat, "implementation": run.config.precision.implementation}
 
     def of(function):
-        return lambda params, batch, key: function(
-            run.model, params, batch, policies=run.policies, key=key, **options
+        return lambda params, batch, key, slots=None: function(
+            run.model, params, batch, policies=run.policies, key=key, slots=slots, **options
         )
 
     return of(llama.mean_loss), of(llama.losses)
+
+
+def make_programs(run: Run, optimizer: optax.GradientTransformation, shardings: TrainState) -> Programs:
+    """Returns the jitted functions of the running phase; each compiles when it is first called."""
+    config = run.config
+    loss, losses = make_losses(run)
+    tokens_a_step = config.data.batch_size // config.accumulate * config.data.seq_len
+    empty = empty_slots(llama.LINEAR_LAYERS, run.model.n_layers)
+    return Programs(
+        make_train_step(loss, optimizer, config.seed, config.accumulate, shardings),
+        sharding.on_mesh(run.mesh, make_eval_step(losses)),
+        make_layer_stats(loss, empty, config.seed, tokens_a_step),
+    )
 
 
 def write_description(run: Run) -> None:
@@ -309,7 +380,10 @@ def write_description(run: Run) -> None:
     description: dict[str, Any] = {
         "config": to_json(run.config),
         "model": to_dict(run.model),
-        "policies": {name: str(policy) for name, policy in run.policies.items()},
+        "phases": [
+            phase._asdict() | {"layers": {name: str(policy) for name, policy in phase.layers.items()}}
+            for phase in run.phases
+        ],
         "data": run.corpus.facts,
         "implementation": choose_implementation(run.config.precision.implementation),
         "environment": facts(),
@@ -336,8 +410,7 @@ def introduction(run: Run, state: TrainState) -> str:
             f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
             f"data {run.corpus.source}: {run.corpus.train_tokens:,} tokens, {tokens:,} to train on "
             f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}",
-            f"policy {config.precision.policy}:",
-            *(f"  {line}" for line in str(run.policies).splitlines()),
+            *(line for phase in run.phases for line in phase_lines(phase)),
             f"run {run.folder} on {mesh_text(run.mesh)} {jax.devices()[0].device_kind}, "
             f"implementation {choose_implementation(config.precision.implementation)}",
             memory_estimate(run, state),
@@ -378,6 +451,12 @@ def memory_estimate(run: Run, state: TrainState) -> str:
     return text
 
 
+def phase_lines(phase: Phase) -> list[str]:
+    """Returns a phase's policy and what it is for each layer, in lines."""
+    start = "" if phase.first_step == 1 else f" from step {phase.first_step}"
+    return [f"policy {phase.policy}{start}:", *(f"  {line}" for line in str(phase.layers).splitlines())]
+
+
 def summary(run: Run, evaluation: dict[str, float], step_times: list[float]) -> str:
     """Returns what is worth knowing after the last step."""
     if not step_times:
@@ -413,7 +492,7 @@ def save_evidence(run: Run, error: NonFiniteError, state: TrainState) -> pathlib
         checkpoints.save(state._replace(finite=jax.numpy.array(True)), position)
     if is_first_process():
         np.savez_compressed(folder / "batch.npz", batch=next(stream))
-        (folder / "error.txt").write_text(f"{error}\npolicy {run.config.precision.policy}\n")
+        (folder / "error.txt").write_text(f"{error}\npolicy {run.phase.policy}\n")
     return folder
 
 

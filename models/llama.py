@@ -29,6 +29,7 @@ from models.loss import Head, token_losses
 from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies, Rules, resolve
 from mxjax.policy import Policy
+from mxjax.probes import Measures, probe
 from mxjax.remat import Remat, product, rematerialize
 from mxjax.training.sharding import constrain, weight_layout, whole_units
 
@@ -41,6 +42,8 @@ BLOCK_LAYERS = (
     "mlp.gate_up",
     "mlp.down",
 )
+LINEAR_LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+"""Those of them that multiply weights."""
 # The logical axes of every parameter that is not a norm's scale, see `mxjax.training.sharding`.
 _AXES = {
     "embedding": ("vocab", "embed"),
@@ -181,6 +184,7 @@ class Llama(nnx.Module):
         dtype: Any = jnp.bfloat16,
         remat: Remat = "none",
         implementation: Implementation | None = None,
+        slots: dict[str, Measures] | None = None,
     ) -> Float[Array, "B S D"]:
         """Returns what the head takes: the last block's output, normalized.
 
@@ -191,6 +195,7 @@ class Llama(nnx.Module):
           dtype: of the activations between layers.
           remat: what each block keeps for its backward pass, see `mxjax.remat`.
           implementation: of the products, see `mxjax.dot`.
+          slots: of LINEAR_LAYERS, whose gradient is then their GEMMs' errors; see `mxjax.probes`.
         """
         rope = rope_angles(tokens_BS.shape[1], self.config)
         x_BSD = _embed(self.embedding[...], tokens_BS, dtype)
@@ -199,8 +204,9 @@ class Llama(nnx.Module):
             run = functools.partial(_run_block, graph, block_policies, implementation, rope, key)
             run = rematerialize(run, remat, in_loop=stop - start > 1)
             layers = jnp.arange(start, stop)
-            here = blocks if stop - start == self.config.n_layers else _slice(blocks, start, stop)
-            x_BSD, _ = jax.lax.scan(run, x_BSD, (layers, here))
+            whole = stop - start == self.config.n_layers
+            here = (blocks, slots) if whole else _slice((blocks, slots), start, stop)
+            x_BSD, _ = jax.lax.scan(run, x_BSD, (layers, *here))
         return self.norm(x_BSD)
 
     def logits(
@@ -308,23 +314,32 @@ def _graph(config: LlamaConfig) -> nnx.GraphDef:
 class BlockPolicies:
     """The products of one block: `dot` and `dot_general` in the policy, and by the key, of a named layer."""
 
-    def __init__(self, policies: Sequence[Policy], key: jax.Array | None, implementation=None):
+    def __init__(
+        self,
+        policies: Sequence[Policy],
+        key: jax.Array | None,
+        implementation: Implementation | None = None,
+        slots: dict[str, Measures] | None = None,
+    ):
         self.policies: dict[str, Policy] = dict(zip(BLOCK_LAYERS, policies, strict=True))
         self.key = key
-        self.implementation = implementation
+        self.implementation: Implementation | None = implementation
+        self.slots = slots
 
     def dot(self, name: str, x, w) -> Array:
         """Returns x @ w in x's dtype."""
+        policy, key = self.policies[name], self._key(name)
         y = mxjax.dot(
             x,
             w,
-            policy=self.policies[name],
-            key=self._key(name),
+            policy=policy,
+            key=key,
             implementation=self.implementation,
             preferred_element_type=x.dtype,
             layout=weight_layout(_AXES[name]),
         )
-        return product(y)
+        y = product(y)
+        return y if self.slots is None else probe(policy, self.implementation, y, x, w, key, self.slots[name])
 
     def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:
         """Returns the product in float32."""
@@ -397,9 +412,10 @@ def _attend(q_BSNH, k_BSGH, v_BSGH, policies: BlockPolicies) -> Float[Array, "B 
 
 def _run_block(graph, policies, implementation, rope, key, x_BSD, layer):
     """The body of the scan over layers: one block, with its own weights and its own random bits."""
-    index, weights = layer
+    index, weights, slots = layer
     key = None if key is None else jax.random.fold_in(key, index)
-    return nnx.merge(graph, weights)(x_BSD, rope, BlockPolicies(policies, key, implementation)), None
+    products = BlockPolicies(policies, key, implementation, slots)
+    return nnx.merge(graph, weights)(x_BSD, rope, products), None
 
 
 def _runs(policies: LayerPolicies, n_layers: int) -> list[tuple[int, int, tuple[Policy, ...]]]:

@@ -72,8 +72,10 @@ def test_the_description_holds_every_resolved_value(finished):
     assert found["config"]["precision"]["policy"] == "full_sr"
     assert found["config"]["optimizer"]["b2"] == 0.95
     assert found["model"]["d_model"] == 128
-    assert found["policies"]["blocks.3.mlp.down"].startswith("fprop mxfp4:floor:sr x mxfp4:floor:sr |")
-    assert found["policies"]["head"].startswith("fprop bf16")
+    [phase] = found["phases"]
+    assert (phase["first_step"], phase["policy"]) == (1, "full_sr")
+    assert phase["layers"]["blocks.3.mlp.down"].startswith("fprop mxfp4:floor:sr x mxfp4:floor:sr |")
+    assert phase["layers"]["head"].startswith("fprop bf16")
     assert found["environment"]["jax"] == jax.__version__
     assert found["data"]["train_tokens"] > 0
 
@@ -106,7 +108,8 @@ def test_every_policy_sees_the_same_first_batch(text, tmp_path):
 def test_rules_and_scale_rule_reach_the_layers(text, tmp_path):
     flags = ["--policy", "wgrad", "--scale-rule", "even", "--layers", "blocks.0.*=bf16", "head=fp8"]
     run(text, tmp_path / "run", *flags, "--stop-after", "1")
-    policies = json.loads((tmp_path / "run" / "config.json").read_text())["policies"]
+    [phase] = json.loads((tmp_path / "run" / "config.json").read_text())["phases"]
+    policies = phase["layers"]
     assert policies["blocks.0.mlp.down"].startswith("fprop bf16")
     assert policies["blocks.1.mlp.down"].startswith("fprop mxfp4:even")
     assert policies["head"].startswith("fprop fp8_e4m3")

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 import sys
 import time
 import types
@@ -66,11 +67,13 @@ class PrecisionConfig:
     """In which precision the GEMMs run."""
 
     policy: str = "wgrad_hadamard"
-    """Name of the policy of the linear layers; see mxjax.policies()."""
+    """Of the linear layers: a name of mxjax.policies(), or several with the step, or the part of the run,
+    from which each holds: 'wgrad_hadamard; fp8 from 0.82'. 'heal' is 'full_hadamard; fp8 from 0.82'."""
     scale_rule: ScaleRule | None = None
     """Replaces the rule for MXFP4 scales of every layer."""
     layers: tuple[str, ...] = ()
-    """Exceptions, as PATTERN=POLICY, e.g. 'head=fp8' 'blocks.0.*=bf16'; the last match wins."""
+    """Exceptions throughout the run, as PATTERN=POLICY, e.g. 'head=fp8' 'blocks.*.mlp.down=bf16', or for the
+    first 2 and last 4 blocks 'blocks[:2].*=bf16' 'blocks[-4:].*=bf16'; the last match wins."""
     implementation: Implementation | None = None
     """How the GEMMs run; default, the fastest here."""
 
@@ -96,6 +99,25 @@ class MLPerfConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ObserveConfig:
+    """What a run records besides metrics.jsonl; nothing here changes the training."""
+
+    tensorboard: bool = False
+    """Also write what metrics.jsonl gets as TensorBoard event files into the run's folder."""
+    stats_every: int | None = None
+    """At every so many-th step, write the error of each GEMM of each block to metrics.jsonl, measured on at
+    most 2048 tokens of the batch."""
+    profile: str | None = None
+    """Trace the steps FIRST:LAST, both included, into the run's folder, for XProf or Perfetto."""
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps to trace; empty for none."""
+        found = re.fullmatch(r"([1-9]\d*):(\d+)", self.profile or "")
+        return range(int(found[1]), int(found[2]) + 1) if found else range(0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """A training run."""
 
@@ -105,6 +127,7 @@ class Config:
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = DataConfig()
     optimizer: Annotated[OptimizerConfig, tyro.conf.arg(name="")] = OptimizerConfig()
     mlperf: Annotated[MLPerfConfig, tyro.conf.arg(name="")] = MLPerfConfig()
+    observe: Annotated[ObserveConfig, tyro.conf.arg(name="")] = ObserveConfig()
     model: str = "tiny"
     """A name of models/configs.py; its vocabulary is the data's, see --vocab-size."""
     init: pathlib.Path | None = None
@@ -165,6 +188,12 @@ class Config:
             raise ValueError(f"--stop-after must be from 1 to --steps {self.steps}, got {self.stop_after}")
         if self.optimizer.lr <= 0 or self.optimizer.warmup_steps < 0:
             raise ValueError("--lr must be positive and --warmup-steps not negative")
+        stats_every, profile = self.observe.stats_every, self.observe.profile
+        if stats_every is not None and stats_every < 1:
+            raise ValueError(f"--stats-every must be at least 1, got {stats_every}")
+        traced = self.observe.profiled_steps
+        if profile is not None and not (traced and traced[-1] <= self.steps):
+            raise ValueError(f"--profile takes FIRST:LAST, from 1 to --steps {self.steps}, got {profile!r}")
         if self.resume and self.out is None:
             raise ValueError("--resume continues the run in --out: name its folder")
         if self.distributed and self.out is None:
@@ -177,7 +206,8 @@ class Config:
 
     def folder(self) -> pathlib.Path:
         """Returns the run's folder: `out`, or a new name under runs/."""
-        name = f"{self.model}-{self.precision.policy}-{time.strftime('%Y%m%d-%H%M%S')}"
+        policy = re.sub(r"[^\w.]+", "-", self.precision.policy)
+        name = f"{self.model}-{policy}-{time.strftime('%Y%m%d-%H%M%S')}"
         return self.out or pathlib.Path("runs") / name
 
 
@@ -195,6 +225,7 @@ _MAY_CHANGE = {
     "log_every",
     "mesh",
     "distributed",
+    "observe",
 }
 
 
@@ -264,6 +295,7 @@ def from_json(raw: dict[str, Any]) -> Config:
             "remat": {True: "full", False: "none"}.get(raw["remat"], raw["remat"]),  # once a bool
             "optimizer": OptimizerConfig(**raw["optimizer"]),
             "mlperf": MLPerfConfig(**raw.get("mlperf", {})),
+            "observe": ObserveConfig(**raw.get("observe", {})),
             "out": _path(raw["out"]),
             "init": _path(raw.get("init")),
         }

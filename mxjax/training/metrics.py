@@ -52,10 +52,7 @@ class MetricsLog:
         """Writes one line."""
         if self._file is None:
             return
-        values = {
-            k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
-        }
-        self._file.write(json.dumps(values) + "\n")
+        self._file.write(json_line(values) + "\n")
         self._file.flush()
 
 
