@@ -118,8 +118,9 @@ def train(config: Config) -> dict[str, float]:
             if position is not None:
                 stream.set_state(position)
         start = int(state.step)
-        open_log = TensorBoardLog if config.observe.tensorboard and is_first_process() else MetricsLog
-        log = open_log(run.folder / "metrics.jsonl" if is_first_process() else None, keep_steps=start)
+        path = run.folder / "metrics.jsonl"
+        open_log = TensorBoardLog if config.observe.tensorboard else MetricsLog
+        log = open_log(path, keep_steps=start) if is_first_process() else MetricsLog(None)
         display = Display(config.steps, start, config.log_every, quiet=not is_first_process())
         tracer = StepTracer(config.observe.profiled_steps, run.folder / "profile")
         with log, display, tracer, open_mllog(run, start, began) as mllog, Interruption() as interruption:
@@ -492,7 +493,7 @@ def save_evidence(run: Run, error: NonFiniteError, state: TrainState) -> pathlib
         checkpoints.save(state._replace(finite=jax.numpy.array(True)), position)
     if is_first_process():
         np.savez_compressed(folder / "batch.npz", batch=next(stream))
-        (folder / "error.txt").write_text(f"{error}\npolicy {run.phase.policy}\n")
+        (folder / "error.txt").write_text(f"{error}\npolicy {run.at(error.step).phase.policy}\n")
     return folder
 
 
