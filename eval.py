@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import pathlib
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from mxjax.training.compare import CompareConfig, compare
 from mxjax.training.config import Config, from_json, read_description
 from mxjax.training.data import evaluation_batches, load_data, load_held_out
 from mxjax.training.environment import enable_compilation_cache, input_errors
-from mxjax.training.metrics import json_line
+from mxjax.training.metrics import evaluations, json_line
 from mxjax.training.schedule import phase_at, phases_of
 from mxjax.training.step import evaluate, make_eval_step
 
@@ -41,8 +41,8 @@ class EvalConfig:
     """Exceptions, as PATTERN=POLICY."""
     implementation: Implementation | None = None
     """How the GEMMs run."""
-    step: int | None = None
-    """The checkpoint's step; default, the last."""
+    step: int | Literal["best"] | None = None
+    """The checkpoint's step, or best: that of the lowest evaluation loss in training. Default, the last."""
     data: str | None = None
     """Evaluate on the validation part of this text or dataset PREFIX instead."""
     eval_data: str | None = None
@@ -68,8 +68,11 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
             tokens, config.data, n_batches, model.vocab_size, n_sequences=n_sequences
         )
         like = jax.eval_shape(lambda: llama.init(model, jax.random.key(0)))
-        with Checkpoints(arguments.run / "checkpoints") as checkpoints:
+        eval_losses = evaluations(arguments.run)
+        with Checkpoints(arguments.run / "checkpoints", losses=eval_losses) as checkpoints:
             step = checkpoints.latest if arguments.step is None else arguments.step
+            if step == "best" and (step := checkpoints.best) is None:
+                raise ValueError(f"no checkpoint of {arguments.run} is of a step with an evaluation")
             params = checkpoints.restore_params(like, step)
     phase = phase_at(phases, step or 0)
 

@@ -24,7 +24,8 @@ from mxjax.layers import LayerPolicies
 from mxjax.probes import by_layer, empty_slots, make_layer_stats
 from mxjax.remat import check_remat
 from mxjax.training import sharding
-from mxjax.training.checkpoint import Checkpoints
+from mxjax.training.amax import amax_names
+from mxjax.training.checkpoint import CheckpointError, Checkpoints
 from mxjax.training.config import (
     HUGGINGFACE,
     Config,
@@ -34,8 +35,10 @@ from mxjax.training.config import (
     read_description,
     to_json,
 )
+from mxjax.training.damage import set_aside_damaged
 from mxjax.training.data import Corpus, evaluation_batches, load_data
-from mxjax.training.environment import Interruption, enable_compilation_cache, facts, input_errors
+from mxjax.training.environment import disk_errors, enable_compilation_cache, facts, input_errors
+from mxjax.training.interruption import Interrupted, Interruption
 from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter, evaluations
 from mxjax.training.mllog import MLPerfLog, settings
 from mxjax.training.optimizer import learning_rate, make_optimizer
@@ -53,6 +56,7 @@ from mxjax.training.step import (
     make_train_step,
 )
 from mxjax.training.tensorboard import TensorBoardLog, check_installed
+from mxjax.training.watch import Watch
 
 
 class Run(NamedTuple):
@@ -93,24 +97,35 @@ def train(config: Config) -> dict[str, float]:
       SystemExit: what the configuration asks for cannot be done, or SIGINT or SIGTERM has ended the run
         after a checkpoint; the message says so.
       NonFiniteError: a loss or gradient was NaN or infinite; the step's state and batch are saved.
+      CheckpointError: a checkpoint could not be saved.
     """
     began = time.time()
     enable_compilation_cache()
-    with input_errors():
-        if config.distributed:
+    if config.distributed:
+        with input_errors():
             sharding.join_processes()
-        run = set_up(config)
-        part = sharding.process_part(run.mesh, config.data.batch_size)
-        stream = run.corpus.batches(config.data, config.seed, config.steps, shard=part)
-    sharding.wait_for_all("all processes have checked")
-    if is_first_process():
-        write_description(run)  # before what takes long, so that a run killed there can be resumed
-    sharding.wait_for_all("the run is described")
+    with Interruption() as interruption:
+        with input_errors():
+            run = set_up(config)
+            part = sharding.process_part(run.mesh, config.data.batch_size)
+            stream = run.corpus.batches(config.data, config.seed, config.steps, shard=part)
+            sharding.wait_for_all("all processes have checked")
+            damage = set_aside_damaged(run.folder / "checkpoints")
+        with disk_errors(run.folder), jax.set_mesh(run.mesh):
+            if is_first_process():
+                write_description(run)  # before what takes long, so that a run killed there can be resumed
+            sharding.wait_for_all("the run is described")
+            return begin_or_continue(run, stream, interruption, began, damage)
+
+
+def begin_or_continue(
+    run: Run, stream: grain.DatasetIterator, interruption: Interruption, began: float, damage: list[str]
+) -> dict[str, float]:
+    """Opens what a run writes, trains from its newest checkpoint on, and returns the last evaluation."""
+    config = run.config
     optimizer = make_optimizer(config.optimizer, config.steps)
-    with (
-        jax.set_mesh(run.mesh),
-        Checkpoints(run.folder / "checkpoints", config.keep_checkpoints) as checkpoints,
-    ):
+    folder, eval_losses = run.folder / "checkpoints", evaluations(run.folder)
+    with Checkpoints(folder, config.keep_checkpoints, eval_losses) as checkpoints:
         resumes = config.resume and checkpoints.latest is not None
         state, shardings = first_state(run, optimizer, None if resumes else config.init)
         if resumes:
@@ -123,8 +138,10 @@ def train(config: Config) -> dict[str, float]:
         log = open_log(path, keep_steps=start) if is_first_process() else MetricsLog(None)
         display = Display(config.steps, start, config.log_every, quiet=not is_first_process())
         tracer = StepTracer(config.observe.profiled_steps, run.folder / "profile")
-        with log, display, tracer, open_mllog(run, start, began) as mllog, Interruption() as interruption:
-            display.line(introduction(run, state))
+        sharding.wait_for_all("the log is open")  # which the watch reads
+        mllog, watch = open_mllog(run, start, began), make_watch(run, state, display)
+        with log, display, tracer, mllog, watch:
+            display.line("\n".join([introduction(run, state), *damage]))
             return loop(
                 run,
                 optimizer,
@@ -135,6 +152,7 @@ def train(config: Config) -> dict[str, float]:
                 log,
                 display,
                 tracer,
+                watch,
                 mllog,
                 interruption,
             )
@@ -150,6 +168,7 @@ def loop(
     log: MetricsLog,
     display: Display,
     tracer: StepTracer,
+    watch: Watch,
     mllog: MLPerfLog,
     interruption: Interruption,
 ) -> dict[str, float]:
@@ -160,61 +179,99 @@ def loop(
     tokens_a_step = config.data.batch_size * config.data.seq_len
     rate = learning_rate(config.optimizer, config.steps, np)  # on the host: the device would make it wait
     flops_a_step = tokens_a_step * run.model.flops_per_token(config.data.seq_len)
-    reporter = StepReporter(log, display, tokens_a_step, flops_a_step, rate)
+    reporter = StepReporter(log, display, watch, tokens_a_step, flops_a_step, rate)
     stop = config.last_step
     evaluation: dict[str, float] = {}
-    done = is_done(run, int(state.step))
     step = int(state.step)
+    owed = owes_evaluation(run, step)
+    done = is_done(run, step)
+    interrupted = False
     try:
-        while not done and step < stop:
-            step += 1
-            switches = step > 1 and step == run.at(step).phase.first_step
-            if switches:
-                reporter.flush()
-                run = run.at(step)
-                programs = make_programs(run, optimizer, shardings)
-                log.write(step=step, policy=run.phase.policy)
-                display.line(
-                    f"step {step:6d}  policy {run.phase.policy} from here on, which is compiled first"
-                )
-            batch = sharding.global_batch(run.mesh, next(stream))
-            if (every := config.observe.stats_every) is not None and step % every == 0:
-                reporter.flush()
-                measures = by_layer(programs.layer_stats(state.params, batch, state.step))
-                log.write(step=step, policy=run.phase.policy, layers=measures)
-                reporter.restart_clock()
-            state, metrics = tracer.run(step, programs.train_step, state, batch)
-            if switches:
-                reporter.restart_clock()  # compiled by now
-            reporter.step(step, metrics)
-            if step % config.eval_every == 0 or step == stop:
+        while owed or (not done and step < stop):
+            if not owed:
+                step += 1
+                switches = step > 1 and step == run.at(step).phase.first_step
+                if switches:
+                    reporter.flush()
+                    run = run.at(step)
+                    programs = make_programs(run, optimizer, shardings)
+                    log.write(step=step, policy=run.phase.policy)
+                    display.line(
+                        f"step {step:6d}  policy {run.phase.policy} from here on, which is compiled first"
+                    )
+                batch = sharding.global_batch(run.mesh, next(stream))
+                if (every := config.observe.stats_every) is not None and step % every == 0:
+                    reporter.flush()
+                    measures = by_layer(programs.layer_stats(state.params, batch, state.step))
+                    log.write(step=step, policy=run.phase.policy, layers=measures)
+                    reporter.restart_clock()
+                state, metrics = tracer.run(step, programs.train_step, state, batch)
+                if switches:
+                    reporter.restart_clock()  # compiled by now
+                reporter.step(step, metrics)
+            checkpoints.check()
+            if owed or step % config.eval_every == 0 or step == stop:
                 reporter.flush()
                 mllog.evaluation_starts(step * config.data.batch_size)
-                evaluation = evaluate(programs.eval_step, state.params, run.held_out)
-                log.write(step=step, tokens=step * tokens_a_step, **evaluation)
-                display.line(f"step {step:6d}  {evaluation_text(evaluation)}")
+                try:
+                    evaluation = evaluate(programs.eval_step, state.params, interruption.guard(run.held_out))
+                except Interrupted:
+                    interrupted = True
+                else:
+                    log.write(step=step, tokens=step * tokens_a_step, **evaluation)
+                    display.line(f"step {step:6d}  {evaluation_text(evaluation)}")
+                    check_finite(step, evaluation)
+                    checkpoints.losses[step] = evaluation["eval_loss"]
+                    done = step >= config.steps or reaches_target(run, evaluation["eval_loss"])
+                    mllog.evaluation_ends(step * config.data.batch_size, evaluation["eval_loss"], last=done)
+                owed = False
                 reporter.restart_clock()
-                check_finite(step, evaluation)
-                done = step >= config.steps or reaches_target(run, evaluation["eval_loss"])
-                mllog.evaluation_ends(step * config.data.batch_size, evaluation["eval_loss"], last=done)
-            if step % config.checkpoint_every == 0 or step == stop or done or interruption.requested:
+            interrupted = interrupted or interruption.requested()
+            if step % config.checkpoint_every == 0 or step == stop or done or interrupted:
                 reporter.flush()
                 checkpoints.save(state, stream.get_state())
                 reporter.restart_clock()
             if done:
                 mllog.run_ends(step * config.data.batch_size, success=is_on_target(run, step))
-            elif interruption.requested:
-                raise SystemExit(f"interrupted after step {step}; repeat the command with {continuing(run)}")
+            elif interrupted:
+                checkpoints.wait()
+                raise SystemExit(f"interrupted after step {step}; continue with: train.py {continuing(run)}")
     except NonFiniteError as error:
         mllog.run_ends(error.step * config.data.batch_size, success=False)
-        evidence = save_evidence(run, error, state)
+        evidence = save_evidence(run, error, state, watch)
         raise NonFiniteError(
             f"{error}, policy {run.at(error.step).phase.policy}. The last finite state and the step's batch "
-            f"are in {evidence}; lower --lr, or train in another --policy",
+            f"are in {evidence}; lower --lr, train in another --policy, or continue with {continuing(run)} "
+            "--on-nonfinite skip",
             error.step,
         ) from None
     display.line(summary(run, evaluation, reporter.step_times))
     return evaluation
+
+
+def owes_evaluation(run: Run, step: int) -> bool:
+    """Returns whether the evaluation after a step is still to be made: the run was interrupted in it."""
+    regular = step % run.config.eval_every == 0 or step == run.config.steps
+    return step > 0 and regular and step not in evaluations(run.folder)
+
+
+def make_watch(run: Run, state: TrainState, display: Display) -> Watch:
+    """Returns what looks at the metrics of each step."""
+    config = run.config
+
+    def batch_of(step: int) -> tuple[np.ndarray, dict[str, list]]:
+        arguments = config.data, config.seed, config.steps, step - 1
+        return next(run.corpus.batches(*arguments)), run.corpus.batch_indices(*arguments)
+
+    return Watch(
+        run.folder,
+        config.on_nonfinite == "skip",
+        config.spike_factor,
+        batch_of,
+        amax_names(state.params),
+        display.line,
+        int(state.step),
+    )
 
 
 def is_on_target(run: Run, step: int) -> bool:
@@ -234,6 +291,8 @@ def is_first_process() -> bool:
 
 def is_done(run: Run, step: int) -> bool:
     """Returns whether nothing follows a step: it is the schedule's last, or the target is reached."""
+    if owes_evaluation(run, step):
+        return False
     return step >= run.config.steps or (run.config.target_loss is not None and is_on_target(run, step))
 
 
@@ -246,6 +305,8 @@ def check_finite(step: int, evaluation: dict[str, float]) -> None:
 def set_up(config: Config) -> Run:
     """Reads and checks all that a run needs; ValueError before anything is computed."""
     folder = config.folder()
+    if config.resume:
+        check_same_run(config, folder)
     config, model = choose_model(config, folder)
     phases = phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
     for phase in phases:
@@ -269,7 +330,7 @@ def set_up(config: Config) -> Run:
     run = Run(config, mesh, folder, corpus, held_out, model, phases, phases[0])
     mllog_settings(run)
     if config.resume:
-        check_same_run(config, folder, corpus)
+        check_same_data(folder, corpus)
     elif folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
     return run
@@ -337,17 +398,20 @@ def open_mllog(run: Run, step: int, began: float) -> MLPerfLog:
     return MLPerfLog(path, mllog_settings(run), step * run.config.data.batch_size, began)
 
 
-def check_same_run(config: Config, folder: pathlib.Path, corpus: Corpus | PackedCorpus) -> None:
-    """Raises ValueError unless `folder` holds an unfinished run of this configuration on this data."""
-    description = folder / "config.json"
-    if not description.exists():
+def check_same_run(config: Config, folder: pathlib.Path) -> None:
+    """Raises ValueError unless `folder` holds a run of this configuration, or an import not begun."""
+    if not (folder / "config.json").exists():
         raise ValueError(f"--resume: {folder} holds no run; leave out --resume to start one there")
     saved = read_description(folder)
-    if "data" not in saved:  # imported and not begun: nothing to contradict
-        return
-    check_resumable(config, from_json(saved["config"]), folder)
-    if saved["data"] != corpus.facts:
-        raise ValueError(f"--resume: the data is {corpus.facts}, but the run began with {saved['data']}")
+    if "data" in saved:
+        check_resumable(config, from_json(saved["config"]), folder)
+
+
+def check_same_data(folder: pathlib.Path, corpus: Corpus | PackedCorpus) -> None:
+    """Raises ValueError if the run in `folder` began with other data."""
+    began_with = read_description(folder).get("data", corpus.facts)
+    if began_with != corpus.facts:
+        raise ValueError(f"--resume: the data is {corpus.facts}, but the run began with {began_with}")
 
 
 def make_losses(run: Run) -> tuple[Loss, Losses]:
@@ -369,7 +433,9 @@ def make_programs(run: Run, optimizer: optax.GradientTransformation, shardings: 
     tokens_a_step = config.data.batch_size // config.accumulate * config.data.seq_len
     empty = empty_slots(llama.LINEAR_LAYERS, run.model.n_layers)
     return Programs(
-        make_train_step(loss, optimizer, config.seed, config.accumulate, shardings),
+        make_train_step(
+            loss, optimizer, config.seed, config.accumulate, config.on_nonfinite == "skip", shardings
+        ),
         sharding.on_mesh(run.mesh, make_eval_step(losses)),
         make_layer_stats(loss, empty, config.seed, tokens_a_step),
     )
@@ -483,22 +549,17 @@ def evaluation_text(evaluation: dict[str, float]) -> str:
     return f"eval loss {evaluation['eval_loss']:.4f}  perplexity {evaluation['eval_perplexity']:.3f}"
 
 
-def save_evidence(run: Run, error: NonFiniteError, state: TrainState) -> pathlib.Path:
+def save_evidence(run: Run, error: NonFiniteError, state: TrainState, watch: Watch) -> pathlib.Path:
     """Saves what is needed to repeat a step that was not finite; returns the folder."""
-    folder = run.folder / f"nonfinite-step-{error.step}"
-    position = {"next_index": error.step - 1}
-    config = run.config
-    stream = run.corpus.batches(config.data, config.seed, config.steps, position["next_index"])
+    text = f"{error}\npolicy {run.at(error.step).phase.policy}"
+    folder = watch.save_evidence(error.step, text, error.amax or {})
     with Checkpoints(folder / "checkpoints") as checkpoints:
-        checkpoints.save(state._replace(finite=jax.numpy.array(True)), position)
-    if is_first_process():
-        np.savez_compressed(folder / "batch.npz", batch=next(stream))
-        (folder / "error.txt").write_text(f"{error}\npolicy {run.at(error.step).phase.policy}\n")
+        checkpoints.save(state._replace(finite=jax.numpy.array(True)), {"next_index": int(state.step)})
     return folder
 
 
 if __name__ == "__main__":
     try:
         train(parse())
-    except NonFiniteError as error:
+    except (NonFiniteError, CheckpointError) as error:
         sys.exit(f"train.py: error: {error}")

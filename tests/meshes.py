@@ -65,7 +65,7 @@ class OnMesh:
         self.shardings = sharding.state_shardings(self.mesh, optimizer, like, params)
         with jax.set_mesh(self.mesh):
             self.state = jax.jit(make, out_shardings=self.shardings)()
-        self.step = make_train_step(loss, optimizer, 0, accumulate, self.shardings)
+        self.step = make_train_step(loss, optimizer, 0, accumulate, shardings=self.shardings)
         self.eval_step = sharding.on_mesh(self.mesh, make_eval_step(losses))
 
     def run(self, batches) -> list[float]:

@@ -12,7 +12,9 @@ from mxjax.training.step import StepMetrics
 
 
 class Recorder:
-    """Stands in for the log and the display."""
+    """Stands in for the log, the display and the watch."""
+
+    skips = False
 
     def __init__(self):
         self.written, self.shown = [], []
@@ -23,9 +25,14 @@ class Recorder:
     def step(self, step, values):
         self.shown.append(step)
 
+    def see(self, step, loss, grad_norm, metrics):
+        if not metrics.finite and not self.skips:
+            raise NonFiniteError(f"loss {loss}", step)
 
-def metrics(loss=1.0):
-    return StepMetrics(jnp.float32(loss), jnp.float32(2.0), jnp.isfinite(loss))
+
+def metrics(loss=1.0, skipped=0):
+    finite = jnp.isfinite(loss)
+    return StepMetrics(jnp.float32(loss), jnp.float32(2.0), finite, jnp.int32(skipped), jnp.zeros((2, 1)))
 
 
 def test_a_line_is_json_even_of_numbers_that_are_not_finite():
@@ -51,7 +58,9 @@ def test_a_resumed_log_keeps_the_lines_before_it_and_drops_a_torn_one(tmp_path):
 
 def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
     out = Recorder()
-    reporter = StepReporter(out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: step / 10)
+    reporter = StepReporter(
+        out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: step / 10
+    )
     reporter.step(1, metrics())
     assert out.written == []
     reporter.step(2, metrics(loss=0.5))
@@ -66,11 +75,24 @@ def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
 
 def test_a_loss_that_is_not_finite_is_logged_and_raised():
     out = Recorder()
-    reporter = StepReporter(out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: 0.0)
+    reporter = StepReporter(out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: 0.0)
     reporter.step(7, metrics(float("nan")))
-    with pytest.raises(NonFiniteError, match=r"loss nan, gradient norm 2\.0 at step 7"):
+    with pytest.raises(NonFiniteError, match="loss nan"):
         reporter.step(8, metrics())
     assert [w["step"] for w in out.written] == [7]
+
+
+def test_a_skipped_step_is_marked_and_the_learning_rate_is_that_of_the_updates():
+    out = Recorder()
+    out.skips = True
+    reporter = StepReporter(
+        out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda updates: updates
+    )
+    for step, m in enumerate([metrics(), metrics(float("nan")), metrics(skipped=1)], 1):
+        reporter.step(step, m)
+    reporter.flush()
+    assert [w["lr"] for w in out.written] == [0, 1, 1]
+    assert [w.get("skipped", False) for w in out.written] == [False, True, False]
 
 
 @pytest.mark.parametrize(("terminal", "expected"), [(False, ["1", "3", "6"]), (True, [])])

@@ -151,13 +151,13 @@ class Config:
     out: pathlib.Path | None = None
     """The run's folder. Default: runs/MODEL-POLICY-TIME."""
     resume: bool = False
-    """Continue the run in --out from its last checkpoint, bit for bit."""
+    """Continue the run in --out from its last good checkpoint, bit for bit, with all its flags."""
     stop_after: int | None = None
     """Checkpoint and end after this step, as an interrupted run would; --resume continues it."""
     checkpoint_every: int = 100
     """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: int = 2
-    """How many of the newest to keep."""
+    """How many of the newest to keep; in addition that of the lowest evaluation loss."""
     eval_every: int = 100
     """Steps between evaluations; one is always made at the end."""
     eval_batches: int = 32
@@ -166,6 +166,11 @@ class Config:
     """Sequences an evaluation reads, exactly; replaces --eval-batches."""
     target_loss: float | None = None
     """End the run once an evaluation's loss is this or less."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is NaN or infinite does: end the run, or leave that step out; ten such
+    in a row end it, too. Evidence is saved."""
+    spike_factor: float = 2.0
+    """Report losses greater than this times the median of the last 100, in spikes.jsonl too; inf for none."""
     log_every: int = 10
     """Steps between printed lines; metrics.jsonl gets every step."""
 
@@ -194,6 +199,8 @@ class Config:
         traced = self.observe.profiled_steps
         if profile is not None and not (traced and traced[-1] <= self.steps):
             raise ValueError(f"--profile takes FIRST:LAST, from 1 to --steps {self.steps}, got {profile!r}")
+        if not self.spike_factor > 1:
+            raise ValueError(f"--spike-factor must be greater than 1, got {self.spike_factor}")
         if self.resume and self.out is None:
             raise ValueError("--resume continues the run in --out: name its folder")
         if self.distributed and self.out is None:
@@ -226,6 +233,8 @@ _MAY_CHANGE = {
     "mesh",
     "distributed",
     "observe",
+    "on_nonfinite",
+    "spike_factor",
 }
 
 
@@ -263,18 +272,30 @@ PRESETS: Mapping[str, Callable[[int], Config]] = types.MappingProxyType(
 def parse(argv: list[str] | None = None) -> Config:
     """Returns the configuration that the command line asks for; exits with help or an error, as tyro does.
 
-    A preset is made for the batch size first; every other flag then replaces one of its values.
+    A preset is made for the batch size first, or the run to continue is read; every other flag then replaces
+    one of its values.
     """
     argv = sys.argv[1:] if argv is None else argv
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset")
     first.add_argument("--batch-size", "--batch_size", type=int, default=32)
+    first.add_argument("--resume", action="store_true")
+    first.add_argument("--out", type=pathlib.Path)
     default = Config()
     with contextlib.suppress(argparse.ArgumentError):  # what is wrong, tyro will say better
         known, _ = first.parse_known_args(argv)
-        if known.preset in PRESETS and known.batch_size > 0:
+        begun = _begun(known.out) if known.resume and known.out else None
+        if begun is not None:
+            default = dataclasses.replace(begun, stop_after=None)
+        elif known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
     return tyro.cli(Config, args=argv, default=default, description="Train a Llama in MXFP4.")
+
+
+def _begun(folder: pathlib.Path) -> Config | None:
+    """Returns the configuration of the run in a folder; None if there is none, or an import not begun."""
+    description = read_description(folder) if (folder / "config.json").exists() else {}
+    return from_json(description["config"]) if "data" in description else None
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -316,16 +337,25 @@ def read_description(folder: pathlib.Path) -> dict[str, Any]:
 
 def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:
     """Raises ValueError if `config` is not the run that `folder` holds, naming each difference."""
+    asked, begun = (_flat(dataclasses.asdict(c)) for c in (config, saved))
     differences = [
-        f"{name}: the run has {getattr(saved, name)}, the command line {getattr(config, name)}"
-        for name in (f.name for f in dataclasses.fields(Config))
-        if name not in _MAY_CHANGE and getattr(saved, name) != getattr(config, name)
+        f"--{name.replace('_', '-')}: the run has {begun[name]}, the command line {asked[name]}"
+        for name in begun
+        if name not in _MAY_CHANGE and begun[name] != asked[name]
     ]
     if differences:
         raise ValueError(
-            f"--resume: {folder} holds another run; repeat its flags or choose another --out.\n  "
+            f"--resume: {folder} holds another run; leave these flags out or choose another --out.\n  "
             + "\n  ".join(differences)
         )
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of nested dicts by their own names, as the flags have them."""
+    found = {}
+    for name, value in values.items():
+        found |= _flat(value) if isinstance(value, Mapping) else {name: value}
+    return found
 
 
 def _path(value: str | None) -> pathlib.Path | None:

@@ -7,7 +7,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
@@ -16,15 +16,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from mxjax.training import rates
 from mxjax.training.step import StepMetrics
 
+if TYPE_CHECKING:
+    from mxjax.training.watch import Watch
+
 _RECENT_STEPS = 10  # over which the speed is averaged
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient of `step` is NaN or infinite."""
+    """The loss or the gradient of `step` is NaN or infinite; `amax` is that of its layers, if it is known."""
 
-    def __init__(self, message: str, step: int):
+    def __init__(self, message: str, step: int, amax: Mapping[str, Any] | None = None):
         super().__init__(message)
-        self.step = step
+        self.step, self.amax = step, amax
 
 
 class MetricsLog:
@@ -45,6 +48,10 @@ class MetricsLog:
         return self
 
     def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
 
@@ -99,12 +106,14 @@ class StepReporter:
         self,
         log: MetricsLog,
         display: Display,
+        watch: "Watch",
         tokens_a_step: int,
         flops_a_step: float,
         learning_rate: Callable[[int], Any],
     ):
-        """Reports speeds of steps that take so many tokens and model FLOPs, on all devices."""
-        self._log, self._display = log, display
+        """Reports to `log`, `display` and `watch`, with speeds of steps that take so many tokens and model
+        FLOPs on all devices; `learning_rate` is a function of the updates before."""
+        self._log, self._display, self._watch = log, display, watch
         self._tokens_a_step, self._flops_a_step = tokens_a_step, flops_a_step
         self._learning_rate = learning_rate
         self._pending: tuple[int, StepMetrics] | None = None
@@ -115,7 +124,7 @@ class StepReporter:
         """Takes the metrics of a step just dispatched, reports those of the one before.
 
         Raises:
-          NonFiniteError: that one's loss or gradient was not finite.
+          NonFiniteError: that one's loss or gradient was not finite; see `Watch.see`.
         """
         self.flush()
         self._pending = (step, metrics)
@@ -128,7 +137,7 @@ class StepReporter:
         values = {
             "loss": float(metrics.loss),
             "grad_norm": float(metrics.grad_norm),
-            "lr": float(self._learning_rate(step - 1)),
+            "lr": float(self._learning_rate(step - 1 - int(metrics.skipped))),
         }
         self.step_times.append(time.monotonic() - self._clock)
         self._clock = time.monotonic()
@@ -136,11 +145,10 @@ class StepReporter:
         mean = sum(recent) / len(recent)
         values |= rates.speed(self._tokens_a_step, self._flops_a_step, mean, jax.devices())
         values |= {"step_s": self.step_times[-1]} | rates.memory_use(jax.local_devices()[0])
-        self._log.write(step=step, tokens=step * self._tokens_a_step, **values)
+        skipped = {"skipped": True} if self._watch.skips and not metrics.finite else {}
+        self._log.write(step=step, tokens=step * self._tokens_a_step, **values, **skipped)
         self._display.step(step, values | {"mean_step_s": mean})
-        if not metrics.finite:
-            message = f"loss {values['loss']}, gradient norm {values['grad_norm']} at step {step}"
-            raise NonFiniteError(message, step)
+        self._watch.see(step, values["loss"], values["grad_norm"], metrics)
 
     def restart_clock(self) -> None:
         """Leaves the time since the last report out of the next step's."""
