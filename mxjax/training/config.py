@@ -286,7 +286,8 @@ def parse(argv: list[str] | None = None) -> Config:
         known, _ = first.parse_known_args(argv)
         begun = _begun(known.out) if known.resume and known.out else None
         if begun is not None:
-            default = dataclasses.replace(begun, stop_after=None)
+            # Which devices there were says nothing of those there are.
+            default = dataclasses.replace(begun, stop_after=None, mesh=None, distributed=False)
         elif known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
     return tyro.cli(Config, args=argv, default=default, description="Train a Llama in MXFP4.")
