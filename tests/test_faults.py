@@ -23,6 +23,7 @@ from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import parse
 from mxjax.training.metrics import NonFiniteError
 
+TIMES = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
 ROOT = pathlib.Path(__file__).parent.parent
 SMALL = "--batch-size 2 --seq-len 16 --eval-batches 2 --warmup-steps 2 --policy bf16"
 KILLS, FLAGS = 20, "--steps 160 --checkpoint-every 3 --eval-every 9 --log-every 50"
@@ -45,7 +46,7 @@ def train(*flags):
 
 def records(out):
     found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if k != "tokens_per_s"} for record in found]
+    return [{k: v for k, v in record.items() if k not in TIMES} for record in found]
 
 
 def state(out):

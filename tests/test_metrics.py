@@ -98,7 +98,7 @@ def test_a_skipped_step_is_marked_and_the_learning_rate_is_that_of_the_updates()
 @pytest.mark.parametrize(("terminal", "expected"), [(False, ["1", "3", "6"]), (True, [])])
 def test_plain_lines_where_there_is_no_terminal(monkeypatch, capsys, terminal, expected):
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
-    values = {"loss": 1.0, "tokens_per_s": 5.0, "grad_norm": 1.0, "lr": 0.1}
+    values = {"loss": 1.0, "tokens_per_s": 5.0, "tflops_per_device": 1.0, "grad_norm": 1.0, "lr": 0.1}
     values |= {"tflops_per_device": 1e-3, "mean_step_s": 20.0}
     with Display(steps=6, start=0, every=3) as display:
         for step in range(1, 7):
@@ -158,7 +158,7 @@ def test_a_step_is_reported_with_its_rates(monkeypatch):
     clock = iter([0.0, 2.0, 2.0, 10.0, 11.0, 11.0])  # made; read and reset at each flush; reset in between
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     out = Recorder()
-    reporter = StepReporter(out, out, tokens_a_step=8, flops_a_step=2e12, learning_rate=lambda step: 0.0)
+    reporter = StepReporter(out, out, out, tokens_a_step=8, flops_a_step=2e12, learning_rate=lambda step: 0.0)
     reporter.step(1, metrics())
     reporter.flush()
     reporter.restart_clock()  # an evaluation lasted eight seconds

@@ -16,6 +16,7 @@ from mxjax.training.config import Config, PrecisionConfig, parse
 from mxjax.training.mllog import TOKEN
 from mxjax.training.schedule import SCHEDULES, parse_schedule, phase_at, phases_of
 
+TIMES = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
 SMALL = ["--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--warmup-steps", "1", "--steps", "6"]
 SWITCHING = "wgrad_sr; fp8 from 4"
 
@@ -34,7 +35,7 @@ def run(text, out, policy, *flags):
 
 def lines(out):
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if k != "tokens_per_s"} for record in records]
+    return [{k: v for k, v in record.items() if k not in TIMES} for record in records]
 
 
 def state(out):
