@@ -23,6 +23,7 @@ from mxjax.gemm import check_plans, choose_implementation
 from mxjax.layers import LayerPolicies
 from mxjax.probes import by_layer, empty_slots, make_layer_stats
 from mxjax.remat import check_remat
+from mxjax.training import sharding
 from mxjax.training.amax import amax_names
 from mxjax.training.checkpoint import CheckpointError, Checkpoints
 from mxjax.training.config import (
@@ -62,6 +63,7 @@ class Run(NamedTuple):
     """What stays the same throughout a run, or a phase of it."""
 
     config: Config
+    mesh: jax.sharding.Mesh
     folder: pathlib.Path
     corpus: Corpus | PackedCorpus
     held_out: list[np.ndarray]
@@ -99,13 +101,20 @@ def train(config: Config) -> dict[str, float]:
     """
     began = time.time()
     enable_compilation_cache()
+    if config.distributed:
+        with input_errors():
+            sharding.join_processes()
     with Interruption() as interruption:
         with input_errors():
             run = set_up(config)
-            stream = run.corpus.batches(config.data, config.seed, config.steps)
+            part = sharding.process_part(run.mesh, config.data.batch_size)
+            stream = run.corpus.batches(config.data, config.seed, config.steps, shard=part)
+            sharding.wait_for_all("all processes have checked")
             damage = set_aside_damaged(run.folder / "checkpoints")
-        with disk_errors(run.folder):
-            write_description(run)  # before what takes long, so that a run killed there can be resumed
+        with disk_errors(run.folder), jax.set_mesh(run.mesh):
+            if is_first_process():
+                write_description(run)  # before what takes long, so that a run killed there can be resumed
+            sharding.wait_for_all("the run is described")
             return begin_or_continue(run, stream, interruption, began, damage)
 
 
@@ -118,28 +127,42 @@ def begin_or_continue(
     folder, eval_losses = run.folder / "checkpoints", evaluations(run.folder)
     with Checkpoints(folder, config.keep_checkpoints, eval_losses) as checkpoints:
         resumes = config.resume and checkpoints.latest is not None
-        state = init_state(first_params(run, None if resumes else config.init), optimizer)
+        state, shardings = first_state(run, optimizer, None if resumes else config.init)
         if resumes:
             state, position = checkpoints.restore(state)
             if position is not None:
                 stream.set_state(position)
         start = int(state.step)
+        path = run.folder / "metrics.jsonl"
         open_log = TensorBoardLog if config.observe.tensorboard else MetricsLog
-        log = open_log(run.folder / "metrics.jsonl", keep_steps=start)
-        display = Display(config.steps, start, config.log_every)
+        log = open_log(path, keep_steps=start) if is_first_process() else MetricsLog(None)
+        display = Display(config.steps, start, config.log_every, quiet=not is_first_process())
         tracer = StepTracer(config.observe.profiled_steps, run.folder / "profile")
+        sharding.wait_for_all("the log is open")  # which the watch reads
         mllog, watch = open_mllog(run, start, began), make_watch(run, state, display)
         with log, display, tracer, mllog, watch:
             display.line("\n".join([introduction(run, state), *damage]))
             return loop(
-                run, optimizer, state, stream, checkpoints, log, display, tracer, watch, mllog, interruption
+                run,
+                optimizer,
+                state,
+                shardings,
+                stream,
+                checkpoints,
+                log,
+                display,
+                tracer,
+                watch,
+                mllog,
+                interruption,
             )
 
 
 def loop(
     run: Run,
-    optimizer,
+    optimizer: optax.GradientTransformation,
     state: TrainState,
+    shardings: TrainState,
     stream: grain.DatasetIterator,
     checkpoints: Checkpoints,
     log: MetricsLog,
@@ -152,7 +175,7 @@ def loop(
     """Runs the steps that remain; returns the last evaluation."""
     config = run.config
     run = run.at(int(state.step) + 1)
-    programs = make_programs(run, optimizer)
+    programs = make_programs(run, optimizer, shardings)
     tokens_a_step = config.data.batch_size * config.data.seq_len
     rate = learning_rate(config.optimizer, config.steps, np)  # on the host: the device would make it wait
     flops_a_step = tokens_a_step * run.model.flops_per_token(config.data.seq_len)
@@ -171,12 +194,12 @@ def loop(
                 if switches:
                     reporter.flush()
                     run = run.at(step)
-                    programs = make_programs(run, optimizer)
+                    programs = make_programs(run, optimizer, shardings)
                     log.write(step=step, policy=run.phase.policy)
                     display.line(
                         f"step {step:6d}  policy {run.phase.policy} from here on, which is compiled first"
                     )
-                batch = next(stream)
+                batch = sharding.global_batch(run.mesh, next(stream))
                 if (every := config.observe.stats_every) is not None and step % every == 0:
                     reporter.flush()
                     measures = by_layer(programs.layer_stats(state.params, batch, state.step))
@@ -199,7 +222,7 @@ def loop(
                     display.line(f"step {step:6d}  {evaluation_text(evaluation)}")
                     check_finite(step, evaluation)
                     checkpoints.losses[step] = evaluation["eval_loss"]
-                    done = is_done(run, step)
+                    done = step >= config.steps or reaches_target(run, evaluation["eval_loss"])
                     mllog.evaluation_ends(step * config.data.batch_size, evaluation["eval_loss"], last=done)
                 owed = False
                 reporter.restart_clock()
@@ -253,8 +276,17 @@ def make_watch(run: Run, state: TrainState, display: Display) -> Watch:
 
 def is_on_target(run: Run, step: int) -> bool:
     """Returns whether the evaluation after a step reached the run's target; without a target it need not."""
-    target = run.config.target_loss
-    return target is None or evaluations(run.folder).get(step, math.inf) <= target
+    return run.config.target_loss is None or reaches_target(run, evaluations(run.folder).get(step, math.inf))
+
+
+def reaches_target(run: Run, loss: float) -> bool:
+    """Returns whether an evaluation's loss is the run's target or less; never without a target."""
+    return run.config.target_loss is not None and loss <= run.config.target_loss
+
+
+def is_first_process() -> bool:
+    """Returns whether this process writes and prints what one of them must."""
+    return jax.process_index() == 0
 
 
 def is_done(run: Run, step: int) -> bool:
@@ -271,7 +303,7 @@ def check_finite(step: int, evaluation: dict[str, float]) -> None:
 
 
 def set_up(config: Config) -> Run:
-    """Reads and checks all that a run needs, and opens its folder; ValueError before anything is computed."""
+    """Reads and checks all that a run needs; ValueError before anything is computed."""
     folder = config.folder()
     if config.resume:
         check_same_run(config, folder)
@@ -282,23 +314,25 @@ def set_up(config: Config) -> Run:
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
     if config.observe.tensorboard:
         check_installed()
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check_batch(mesh.shape, config.data.batch_size, config.accumulate)
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
+    for phase in phases:
+        axes, units = llama.parameter_axes(model), llama.parameter_units(model, phase.layers)
+        sharding.check_params(mesh.shape, llama.abstract_params(model), axes, units)
     n_batches, n_sequences = config.eval_batches, config.eval_sequences
     held_out = list(
         evaluation_batches(
             corpus.validation, config.data, n_batches, corpus.vocab_size, n_sequences=n_sequences
         )
     )
-    run = Run(config, folder, corpus, held_out, model, phases, phases[0])
+    run = Run(config, mesh, folder, corpus, held_out, model, phases, phases[0])
     mllog_settings(run)
     if config.resume:
         check_same_data(folder, corpus)
     elif folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    if config.init is not None and (config.init / HUGGINGFACE).exists():
-        shutil.copytree(config.init / HUGGINGFACE, folder / HUGGINGFACE, dirs_exist_ok=True)
     return run
 
 
@@ -325,13 +359,26 @@ def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaCon
     return dataclasses.replace(config, model=name, data=data), model
 
 
-def first_params(run: Run, init: pathlib.Path | None) -> llama.Params:
-    """Returns the parameters to begin with: random ones, or the last of the run in `init`."""
-    key = jax.random.fold_in(jax.random.key(run.config.seed), 2**32 - 1)  # the key of no step
-    if init is None:
-        return llama.init(run.model, key)
-    with Checkpoints(init / "checkpoints") as checkpoints, input_errors():
-        return checkpoints.restore_params(jax.eval_shape(lambda: llama.init(run.model, key)))
+def first_state(
+    run: Run, optimizer: optax.GradientTransformation, init: pathlib.Path | None
+) -> tuple[TrainState, TrainState]:
+    """Returns the state to begin with, made where it lies, and its shardings.
+
+    The parameters are random, or the last of the run in `init`.
+    """
+
+    def make() -> TrainState:
+        key = jax.random.fold_in(jax.random.key(run.config.seed), 2**32 - 1)  # the key of no step
+        return init_state(llama.init(run.model, key), optimizer)
+
+    like = jax.eval_shape(make)
+    params = sharding.param_shardings(run.mesh, llama.parameter_axes(run.model))
+    shardings = sharding.state_shardings(run.mesh, optimizer, like, params)
+    state = jax.jit(make, out_shardings=shardings)()
+    if init is not None:
+        with Checkpoints(init / "checkpoints") as checkpoints, input_errors():
+            state = state._replace(params=checkpoints.restore_params(state.params))
+    return state, shardings
 
 
 def mllog_settings(run: Run) -> dict[str, Any]:
@@ -346,7 +393,7 @@ def mllog_settings(run: Run) -> dict[str, Any]:
 
 def open_mllog(run: Run, step: int, began: float) -> MLPerfLog:
     """Opens MLPerf's log of a run that goes on after `step`; one that writes nothing if it does not."""
-    wanted = run.config.mlperf.mllog and not is_done(run, step)
+    wanted = run.config.mlperf.mllog and is_first_process() and not is_done(run, step)
     path = run.folder / "mllog.txt" if wanted else None
     return MLPerfLog(path, mllog_settings(run), step * run.config.data.batch_size, began)
 
@@ -384,21 +431,24 @@ def make_losses(run: Run) -> tuple[Loss, Losses]:
     return of(llama.mean_loss), of(llama.losses)
 
 
-def make_programs(run: Run, optimizer: optax.GradientTransformation) -> Programs:
+def make_programs(run: Run, optimizer: optax.GradientTransformation, shardings: TrainState) -> Programs:
     """Returns the jitted functions of the running phase; each compiles when it is first called."""
     config = run.config
     loss, losses = make_losses(run)
     tokens_a_step = config.data.batch_size // config.accumulate * config.data.seq_len
     empty = empty_slots(llama.LINEAR_LAYERS, run.model.n_layers)
     return Programs(
-        make_train_step(loss, optimizer, config.seed, config.accumulate, config.on_nonfinite == "skip"),
-        make_eval_step(losses),
+        make_train_step(
+            loss, optimizer, config.seed, config.accumulate, config.on_nonfinite == "skip", shardings
+        ),
+        sharding.on_mesh(run.mesh, make_eval_step(losses)),
         make_layer_stats(loss, empty, config.seed, tokens_a_step),
     )
 
 
 def write_description(run: Run) -> None:
-    """Writes config.json: every resolved value, each layer's policy, the data's and the machine's facts."""
+    """Opens the run's folder and writes config.json: every resolved value, each layer's policy, facts of the
+    data and the machine."""
     description: dict[str, Any] = {
         "config": to_json(run.config),
         "model": to_dict(run.model),
@@ -409,7 +459,11 @@ def write_description(run: Run) -> None:
         "data": run.corpus.facts,
         "implementation": choose_implementation(run.config.precision.implementation),
         "environment": facts(),
+        "mesh": dict(run.mesh.shape),
     }
+    run.folder.mkdir(parents=True, exist_ok=True)
+    if (init := run.config.init) is not None and (init / HUGGINGFACE).exists():
+        shutil.copytree(init / HUGGINGFACE, run.folder / HUGGINGFACE, dirs_exist_ok=True)
     path = run.folder / "config.json"
     if path.exists() and "imported" in (before := read_description(run.folder)):
         description["imported"] = before["imported"]
@@ -429,27 +483,35 @@ def introduction(run: Run, state: TrainState) -> str:
             f"data {run.corpus.source}: {run.corpus.train_tokens:,} tokens, {tokens:,} to train on "
             f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}",
             *(line for phase in run.phases for line in phase_lines(phase)),
-            f"run {run.folder} on {jax.devices()[0].device_kind}, "
+            f"run {run.folder} on {mesh_text(run.mesh)} {jax.devices()[0].device_kind}, "
             f"implementation {choose_implementation(config.precision.implementation)}",
             memory_estimate(run, state),
         ]
     )
 
 
+def mesh_text(mesh: jax.sharding.Mesh) -> str:
+    """Returns how many devices there are and what each axis of the mesh has of them."""
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
+    return f"{mesh.size} x ({axes})" if axes else "1 x"
+
+
 def memory_estimate(run: Run, state: TrainState) -> str:
     """Returns what a step takes on a device, its share of what there is, and what to do if it is too much."""
     config = run.config
-    needed = memory.step_memory(
-        run.model,
-        run.policies,
-        state.params,
-        state.opt_state,
-        batch_size=config.data.batch_size,
-        seq_len=config.data.seq_len,
-        accumulate=config.accumulate,
-        remat=config.remat,
-        implementation=config.precision.implementation,
-    )
+    with jax.set_mesh(sharding.make_mesh(devices=jax.local_devices()[:1])):  # traces what one device has
+        needed = memory.step_memory(
+            run.model,
+            run.policies,
+            state.params,
+            state.opt_state,
+            batch_size=config.data.batch_size,
+            seq_len=config.data.seq_len,
+            accumulate=config.accumulate,
+            batch_shards=sharding.batch_parts_of(run.mesh.shape),
+            remat=config.remat,
+            implementation=config.precision.implementation,
+        )
     text = f"memory a device, estimated with --remat {config.remat}: {needed}"
     limit = memory_limit(jax.local_devices()[0])
     if limit is None:

@@ -9,10 +9,11 @@ embedding is a lookup and the norms are no GEMMs, so no policy applies to them.
 Source: "The Llama 3 Herd of Models", arXiv 2407.21783.
 """
 
+import fnmatch
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from mxjax.packed import on_gpu
 from mxjax.policy import Policy
 from mxjax.probes import Measures, probe
 from mxjax.remat import Remat, product, rematerialize
+from mxjax.training.sharding import constrain, weight_layout, whole_units
 
 # The GEMMs of a block, in the order in which they run.
 BLOCK_LAYERS = (
@@ -43,6 +45,15 @@ BLOCK_LAYERS = (
 )
 LINEAR_LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
 """Those of them that multiply weights."""
+# The logical axes of every parameter that is not a norm's scale, see `mxjax.training.sharding`.
+_AXES = {
+    "embedding": ("vocab", "embed"),
+    "attention.qkv": ("embed", "heads"),
+    "attention.out": ("heads", "embed"),
+    "mlp.gate_up": ("embed", "mlp"),
+    "mlp.down": ("mlp", "embed"),
+    "head": ("embed", "vocab"),
+}
 # What stays in bfloat16 unless a rule names it.
 _HIGH_PRECISION: Rules = (
     ("blocks.*.attention.scores", "bf16"),
@@ -78,7 +89,8 @@ def _rms_norm(x, scale, eps: float):
     """Keeps x alone for the backward pass, as `_swiglu` does: the float32 tensors are soon made again."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return y.astype(x.dtype) * scale.astype(x.dtype)
+    # Spread before it is cast, so that its gradient is summed in float32, over devices too.
+    return y.astype(x.dtype) * jnp.broadcast_to(scale, x.shape).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -134,8 +146,8 @@ class Block(nnx.Module):
         self.mlp = Mlp(config, rngs)
 
     def __call__(self, x: Float[Array, "B S D"], rope, policies: "BlockPolicies") -> Float[Array, "B S D"]:
-        x = x + self.attention(self.attention_norm(x), rope, policies)
-        return x + self.mlp(self.mlp_norm(x), policies)
+        x = constrain(x + self.attention(self.attention_norm(x), rope, policies), "batch", None, None)
+        return constrain(x + self.mlp(self.mlp_norm(x), policies), "batch", None, None)
 
 
 class Llama(nnx.Module):
@@ -188,7 +200,7 @@ class Llama(nnx.Module):
             default, all on a GPU, one elsewhere.
         """
         rope = rope_angles(tokens_BS.shape[1], self.config)
-        x_BSD = self.embedding[...][tokens_BS].astype(dtype)
+        x_BSD = _embed(self.embedding[...], tokens_BS, dtype)
         graph, blocks = nnx.split(self.blocks)
         for start, stop, block_policies in _runs(policies, self.config.n_layers):
             run = functools.partial(_run_block, graph, block_policies, implementation, rope, key)
@@ -209,7 +221,7 @@ class Llama(nnx.Module):
         implementation: Implementation | None = None,
     ) -> Float32[Array, "B S V"]:
         """Returns the head's product."""
-        return Head(policies["head"], implementation).logits(x_BSD, self.head_matrix(), self.head_key(key))
+        return _head(policies, implementation).logits(x_BSD, self.head_matrix(), self.head_key(key))
 
     def head_matrix(self) -> Float32[Array, "D V"]:
         """Returns the matrix of the head, which is the embedding's if they are tied."""
@@ -228,6 +240,41 @@ def init(config: LlamaConfig, key: jax.Array) -> Params:
     """Returns float32 parameters: normal with std `init_std`, over sqrt(2 n_layers) for the matrices that
     write to the residual stream (Megatron's scaled initialization); ones for the norms."""
     return nnx.to_pure_dict(nnx.split(Llama(config, nnx.Rngs(params=key)))[1])
+
+
+def parameter_axes(config: LlamaConfig) -> Params:
+    """Returns the logical axes of every parameter, the layers' first."""
+
+    def axes(name: str, x: jax.ShapeDtypeStruct) -> tuple[str, ...]:
+        own = _AXES.get(name.removeprefix("blocks."), ("norm",))
+        return ("layers", *own) if name.startswith("blocks.") else own
+
+    return _map_named(axes, abstract_params(config))
+
+
+def parameter_units(config: LlamaConfig, policies: LayerPolicies) -> Params:
+    """Returns how many elements along each axis of every parameter must stay on one device: a GEMM's blocks
+    and rotations, and what belongs to a key/value head."""
+
+    def units(name: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+        name = "head" if config.tied and name == "embedding" else name.replace("blocks.", "blocks.*.")
+        own = [p for layer, p in policies.items() if fnmatch.fnmatch(layer, name)]
+        unit = math.lcm(*map(whole_units, own))
+        axes = _AXES.get(name.removeprefix("blocks.*."), ("norm",))
+        sizes = zip(x.shape[-len(axes) :], axes, strict=True)
+        last = (math.lcm(unit, n // config.n_kv_heads) if axis == "heads" else unit for n, axis in sizes)
+        return (*(1 for _ in x.shape[len(axes) :]), *last)
+
+    return _map_named(units, abstract_params(config))
+
+
+def abstract_params(config: LlamaConfig) -> Params:
+    """Returns the shapes and dtypes of the parameters."""
+    return jax.eval_shape(lambda: init(config, jax.random.key(0)))
+
+
+def _map_named(function: Callable[[str, Any], Any], params: Params) -> Params:
+    return jax.tree.map_with_path(lambda path, x: function(".".join(str(p.key) for p in path), x), params)
 
 
 def apply(
@@ -251,10 +298,14 @@ def mean_loss(
     return loss.mean_loss(*_head_and_input(config, params, batch, **options))
 
 
+def _head(policies: LayerPolicies, implementation: Implementation | None) -> Head:
+    return Head(policies["head"], implementation, weight_layout(_AXES["head"]))
+
+
 def _head_and_input(config, params, batch, *, policies, key=None, implementation=None, **options):
     model = nnx.merge(_graph(config), params)
     x_BSD = model.hidden(batch[:, :-1], policies=policies, key=key, implementation=implementation, **options)
-    head = Head(policies["head"], implementation)
+    head = _head(policies, implementation)
     return head, x_BSD, model.head_matrix(), batch[:, 1:], model.head_key(key)
 
 
@@ -288,6 +339,7 @@ class BlockPolicies:
             key=key,
             implementation=self.implementation,
             preferred_element_type=x.dtype,
+            layout=weight_layout(_AXES[name]),
         )
         y = product(y)
         return y if self.slots is None else probe(policy, self.implementation, y, x, w, key, self.slots[name])
@@ -325,6 +377,17 @@ def apply_rope(x: Float[Array, "B S N H"], angles: Float32[Array, "S half"]) -> 
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
+
+
+def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtype) -> Float[Array, "B S D"]:
+    """Returns the tokens' rows in dtype.
+
+    On a mesh each device looks up its columns for all the tokens of its `fsdp` group and gives the others
+    theirs: less to send than the table.
+    """
+    tokens_BS = constrain(tokens_BS, "data", None)
+    x_BSD = constrain(embedding_VD[tokens_BS].astype(dtype), "data", None, "embed")
+    return constrain(x_BSD, "batch", None, None)
 
 
 def _attend(q_BSNH, k_BSGH, v_BSGH, policies: BlockPolicies) -> Float[Array, "B S N H"]:

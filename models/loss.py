@@ -13,10 +13,12 @@ from jaxtyping import Array, Float, Float32, Int
 
 import mxjax
 from mxjax.gemm import Implementation
+from mxjax.layout import Layout, as_stored
 from mxjax.policy import Policy
+from mxjax.training.sharding import batch_parts, constrain
 
 LOSS_TOKENS = 2048
-"""Tokens whose logits exist at once in training."""
+"""Tokens whose logits exist at once on a device in training."""
 
 
 class Head(NamedTuple):
@@ -24,17 +26,20 @@ class Head(NamedTuple):
 
     policy: Policy
     implementation: Implementation | None = None
+    layout: Layout | None = None
 
     def logits(self, x: Float[Array, "*B D"], w_DV: Float[Array, "D V"], key) -> Float32[Array, "*B V"]:
         """Returns x @ w_DV."""
-        return mxjax.dot(
+        logits = mxjax.dot(
             x,
             w_DV,
             policy=self.policy,
             key=key,
             implementation=self.implementation,
             preferred_element_type=jnp.float32,
+            layout=self.layout,
         )
+        return constrain(logits, "batch", *(None for _ in logits.shape[2:]), "vocab")
 
     def losses(self, x: Float[Array, "*B D"], w_DV, targets: Int[Array, "*B"], key) -> Float32[Array, "*B"]:
         """Returns the cross-entropy of each token, in nats."""
@@ -116,7 +121,8 @@ def _mean_loss_fwd(head: Head, x_BSD, w_DV, targets_BS, key):
         loss, gradients = jax.value_and_grad(weighted, argnums=(0, 1))(x, w_DV)
         return dw_DV + gradients[1], (loss, gradients[0])
 
-    dw_DV, (losses, dx) = jax.lax.scan(next_piece, jnp.zeros_like(w_DV), _pieces(x_BSD, targets_BS))
+    zero = as_stored(jnp.zeros_like(w_DV), head.layout)
+    dw_DV, (losses, dx) = jax.lax.scan(next_piece, zero, _pieces(x_BSD, targets_BS))
     return jnp.sum(losses), (_whole(dx, S), dw_DV)
 
 
@@ -132,16 +138,17 @@ mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 def _pieces(x_BSD, targets_BS):
     """Returns pieces of the sequences, stacked: their numbers, x, targets, and the weights of their losses.
 
-    A piece has about LOSS_TOKENS tokens, or one of each sequence if these are more; the last is filled up
-    with tokens of weight zero.
+    A piece has about LOSS_TOKENS tokens a device, or one of each sequence if these are more; the last is
+    filled up with tokens of weight zero.
     """
     B, S = targets_BS.shape
-    length = -(-S // min(-(-B * S // LOSS_TOKENS), S))
+    length = -(-S // min(-(-B * S // (LOSS_TOKENS * batch_parts())), S))
     pieces = -(-S // length)
 
     def cut(a):
         a = jnp.pad(a, ((0, 0), (0, pieces * length - S), *((0, 0),) * (a.ndim - 2)))
-        return a.reshape(B, pieces, length, *a.shape[2:]).swapaxes(0, 1)
+        a = a.reshape(B, pieces, length, *a.shape[2:]).swapaxes(0, 1)
+        return constrain(a, None, "batch", *(None for _ in a.shape[2:]))
 
     weights_BS = jnp.full((B, S), 1 / (B * S), jnp.float32)
     return jnp.arange(pieces), cut(x_BSD), cut(targets_BS), cut(weights_BS)

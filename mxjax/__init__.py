@@ -4,6 +4,7 @@ from mxjax import stats
 from mxjax.dot import dot, dot_general, make_dot_general
 from mxjax.formats import FORMATS
 from mxjax.hadamard import hadamard_matrix, random_signs, rotate
+from mxjax.layout import Layout
 from mxjax.policy import Gemm, Operand, Policy, Rotation, with_scale_rule
 from mxjax.quantize import MXArray, dequantize, pack, quantize, unpack
 from mxjax.recipes import get_policy, policies
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMATS",
     "Gemm",
+    "Layout",
     "MXArray",
     "Operand",
     "Policy",

@@ -13,9 +13,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from mxjax.gemm import ON_PACKED, Implementation, Plan, explicit_sharding, multiply, plan, prepare
+from mxjax.layout import Layout, as_stored
 from mxjax.operands import as_backward_sees, first_order_only, fold, uses_of
 from mxjax.packed import Packed
 from mxjax.policy import Policy
+from mxjax.quantize import MXArray
 from mxjax.recipes import as_policy
 from mxjax.remat import operand
 
@@ -31,6 +33,7 @@ def dot(
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
     preferred_element_type: DTypeLike | None = None,
+    layout: Layout | None = None,
 ) -> Float[Array, "*batch _"]:
     """Returns `x @ w`, with each of the three GEMMs (forward and gradients) in the policy's precision.
 
@@ -56,6 +59,7 @@ def dot(
         here. All accumulate in float32.
       preferred_element_type: dtype of the result; default, `jnp.result_type(x, w)`, which for bfloat16
         activations and float32 weights is float32.
+      layout: on a mesh with Auto axes, where w lies and in what layout the GEMMs read it.
 
     Gradients have the dtypes of x and w, products accumulate in float32. There is no second derivative.
 
@@ -82,6 +86,7 @@ def dot(
         policy=policy,
         key=key,
         implementation=implementation,
+        layout=layout,
     )
 
 
@@ -95,6 +100,7 @@ def dot_general(
     policy: Policy | str,
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
+    layout: Layout | None = None,
 ) -> Float[Array, "..."]:
     """Returns `jax.lax.dot_general` of lhs (as x) and rhs (as w), quantized by a policy as in `dot`.
 
@@ -103,6 +109,7 @@ def dot_general(
 
     Args:
       precision: passed to the products; it matters only where a policy keeps operands in float32.
+      layout: for rhs of two axes, [contracting, free].
       Others: as `dot` and `jax.lax.dot_general`.
     Raises: as `dot`.
     """
@@ -121,7 +128,7 @@ def dot_general(
     dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
     dtypes = (dtype, lhs.dtype, rhs.dtype)
     explicit = explicit_sharding(lhs) is not None or explicit_sharding(rhs) is not None
-    how = plan(policy, implementation, explicit)
+    how = plan(policy, implementation, explicit)._replace(layout=layout)
     y: jax.Array = _matmul(policy, how, dtypes, precision, x, w, key)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
     return y.reshape(shape)
@@ -208,7 +215,10 @@ def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: 
     rhs, w_packed = _prepare_two(w, (plan.fprop, right), (plan.dgrad, dgrad[1]) if keep_w else None, seen_w)
     if w.ndim == 2:  # not attention's, which grow with the square of the sequence
         lhs, rhs, x_packed, w_packed = (_named(q) for q in (lhs, rhs, x_packed, w_packed))
-    y = multiply(plan.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"))
+    layout = plan.layout
+    if layout is not None and not isinstance(rhs, MXArray):  # K-major
+        layout = layout.transposed
+    y = multiply(plan.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"), None, layout)
     return y, _Residuals(None if keep_x else x, x_packed, None, w_packed, key)
 
 
@@ -226,9 +236,9 @@ def _backward(policy: Policy, plan: Plan, dtypes, precision, residuals: _Residua
     assert x_columns is not None
     dx_like = None if x is None else explicit_sharding(x)
     dw_like = None if w is None else explicit_sharding(w)
-    dx = multiply(plan.dgrad, dtypes[1], precision, dy_rows, w_rows, ("e5m2", "e4m3"), dx_like)
+    dx = multiply(plan.dgrad, dtypes[1], precision, dy_rows, w_rows, ("e5m2", "e4m3"), dx_like, plan.layout)
     dw = multiply(plan.wgrad, dtypes[2], precision, x_columns, dy_columns, ("e4m3", "e5m2"), dw_like)
-    return dx, dw
+    return dx, as_stored(dw, plan.layout)
 
 
 def residual_bytes(

@@ -3,6 +3,7 @@
 The implementations differ in how they multiply, never in the values that they multiply.
 """
 
+import dataclasses
 import importlib.util
 import logging
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float
 
 from mxjax.carriers import Carrier, carry
 from mxjax.formats import get_format
+from mxjax.layout import Layout, to_multiply
 from mxjax.operands import Use, quantize_operand
 from mxjax.packed import (
     Packed,
@@ -50,6 +52,7 @@ class Plan(NamedTuple):
     dgrad: How
     wgrad: How
     kernels: tuple[str, str] | None  # what Triton kernels run on
+    layout: Layout | None = None  # of w
 
 
 def plan(policy: Policy, implementation: Implementation | None, explicit_axes: bool = False) -> Plan:
@@ -124,11 +127,16 @@ def multiply(
     rhs: Prepared,
     carriers: tuple[Carrier, Carrier],
     sharding: NamedSharding | None = None,
+    layout: Layout | None = None,
 ) -> Float[Array, "*batch m n"]:
     """Returns the product of two prepared operands over the axes that they were prepared along, in dtype.
 
-    Axes before the last two are batch axes. On a mesh with Explicit axes the result has the `sharding` given.
+    Axes before the last two are batch axes. On a mesh with Explicit axes the result has the `sharding` given;
+    with Auto axes, rhs is gathered as its `layout` says, in the form in which it is multiplied.
     """
+    if isinstance(rhs, Packed):
+        elements, scales = (to_multiply(t, layout) for t in (rhs.elements, rhs.scales))
+        rhs = dataclasses.replace(rhs, elements=elements, scales=scales)
     match lhs, rhs:
         case Packed(), Packed() if 0 in (*lhs.elements.shape, *rhs.elements.shape):
             y = _contract(decode(lhs), -1, decode(rhs), -1, precision, sharding)
@@ -137,15 +145,15 @@ def multiply(
             exact = lhs.factor is None and rhs.factor is None and dtype in (jnp.bfloat16, jnp.float32)
             y = run(lhs, rhs, dtype if exact else jnp.float32, carriers, sharding)
         case Values(), Values():
-            y = _contract(lhs.elements, -1, rhs.elements, -1, precision, sharding)
+            y = _contract(lhs.elements, -1, to_multiply(rhs.elements, layout), -1, precision, sharding)
         case MXArray(), MXArray():
             if how == "reference":
-                return _multiply_reference(lhs, rhs, sharding).astype(dtype)
+                return _multiply_reference(lhs, rhs, sharding, layout).astype(dtype)
             tensors = how == "fp8_tensor"
             y = (
-                _multiply_fp8_tensors(lhs, rhs, sharding)
+                _multiply_fp8_tensors(lhs, rhs, sharding, layout)
                 if tensors
-                else _multiply_xla(lhs, rhs, precision, sharding)
+                else _multiply_xla(lhs, rhs, precision, sharding, layout)
             )
         case _:
             raise TypeError(f"operands prepared alike are needed, got {type(lhs)} and {type(rhs)}")
@@ -154,18 +162,19 @@ def multiply(
     return y.astype(dtype)
 
 
-def _multiply_reference(lhs: MXArray, rhs: MXArray, sharding):
+def _multiply_reference(lhs: MXArray, rhs: MXArray, sharding, layout):
     """The definition: float32 products of the dequantized operands."""
-    return _contract(dequantize(lhs), lhs.axis, dequantize(rhs), rhs.axis, lax.Precision.HIGHEST, sharding)
+    right = to_multiply(dequantize(rhs), layout)
+    return _contract(dequantize(lhs), lhs.axis, right, rhs.axis, lax.Precision.HIGHEST, sharding)
 
 
-def _multiply_xla(lhs: MXArray, rhs: MXArray, precision, sharding):
+def _multiply_xla(lhs: MXArray, rhs: MXArray, precision, sharding, layout):
     """The values in bfloat16, which holds elements times block scales exactly; without the factors."""
     keep = any(get_format(q.format).dtype == jnp.float32 for q in (lhs, rhs))
     dtype = jnp.float32 if keep else jnp.bfloat16
     precision = lax.Precision.HIGHEST if keep and precision is None else precision
     left, right = (block_values(q).astype(dtype) for q in (lhs, rhs))
-    return _contract(left, lhs.axis, right, rhs.axis, precision, sharding)
+    return _contract(left, lhs.axis, to_multiply(right, layout), rhs.axis, precision, sharding)
 
 
 def _multiply_fp8(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
@@ -187,9 +196,10 @@ def _multiply_fp8(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
     return y * power_of_two(half).astype(dtype) * power_of_two(exponent - half).astype(dtype)
 
 
-def _multiply_fp8_tensors(lhs: MXArray, rhs: MXArray, sharding):
+def _multiply_fp8_tensors(lhs: MXArray, rhs: MXArray, sharding, layout):
     """In FP8, without the scales of the tensors."""
     left, right = (q.elements.astype(get_format(q.format).dtype) for q in (lhs, rhs))
+    right = to_multiply(right, layout)
     left, right = (t if q.axis == -1 else t.swapaxes(-1, -2) for t, q in ((left, lhs), (right, rhs)))
     return _contract_fp8(left, right, jnp.float32, sharding)
 

@@ -132,6 +132,13 @@ class Config:
     """A name of models/configs.py; its vocabulary is the data's, see --vocab-size."""
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, which may be an imported checkpoint."""
+    mesh: str | None = None
+    """How the devices share the work, as AXIS=SIZE,...: data and fsdp cut the batch, fsdp and tensor the
+    parameters. A missing axis is 1. Default: fsdp over all devices."""
+    distributed: bool = False
+    """Be one of several processes that train together, each with the same flags and --out: those of a Slurm,
+    Open MPI or Kubernetes job, or else those that JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process),
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0) name."""
     remat: Remat = "none"
     """What a block computes again in the backward pass instead of keeping it. none: nothing; dots: all but
     the results of matrix products and attention; fp4: all but packed MXFP4 operands; full: everything."""
@@ -201,6 +208,8 @@ class Config:
             raise ValueError(f"--spike-factor must be greater than 1, got {self.spike_factor}")
         if self.resume and self.out is None:
             raise ValueError("--resume continues the run in --out: name its folder")
+        if self.distributed and self.out is None:
+            raise ValueError("--distributed needs --out: the folder that all processes share")
 
     @property
     def last_step(self) -> int:
@@ -226,6 +235,8 @@ _MAY_CHANGE = {
     "eval_sequences",
     "target_loss",
     "log_every",
+    "mesh",
+    "distributed",
     "observe",
     "on_nonfinite",
     "spike_factor",
@@ -280,7 +291,8 @@ def parse(argv: list[str] | None = None) -> Config:
         known, _ = first.parse_known_args(argv)
         begun = _begun(known.out) if known.resume and known.out else None
         if begun is not None:
-            default = dataclasses.replace(begun, stop_after=None)
+            # Which devices there were says nothing of those there are.
+            default = dataclasses.replace(begun, stop_after=None, mesh=None, distributed=False)
         elif known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
     return tyro.cli(Config, args=argv, default=default, description="Train a Llama in MXFP4.")

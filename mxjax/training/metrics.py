@@ -33,8 +33,11 @@ class NonFiniteError(RuntimeError):
 class MetricsLog:
     """Appends one JSON object a line to a file, NaN and infinity as strings. A context manager."""
 
-    def __init__(self, path: pathlib.Path, keep_steps: int = 0):
-        """Opens the file, keeping of a resumed run's lines those of steps up to keep_steps."""
+    def __init__(self, path: pathlib.Path | None, keep_steps: int = 0):
+        """Opens the file, keeping of a resumed run's lines those of steps up to keep_steps; None: no file."""
+        self._file = None
+        if path is None:
+            return
         kept = [line for line in _json_lines(path) if json.loads(line)["step"] <= keep_steps]
         whole = path.with_suffix(".tmp")
         whole.write_text("".join(line + "\n" for line in kept))
@@ -49,10 +52,13 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def write(self, **values: Any) -> None:
         """Writes one line."""
+        if self._file is None:
+            return
         self._file.write(json_line(values) + "\n")
         self._file.flush()
 
@@ -60,9 +66,9 @@ class MetricsLog:
 class Display:
     """Shows progress: a bar on a terminal, plain lines elsewhere. A context manager."""
 
-    def __init__(self, steps: int, start: int, every: int):
+    def __init__(self, steps: int, start: int, every: int, quiet: bool = False):
         """Shows steps start + 1 to steps; plain lines at the first and at every `every`-th step."""
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Console(highlight=False, soft_wrap=True, quiet=quiet)
         self._first, self._last, self._every = start + 1, steps, every
         self._bar = Progress(
             TextColumn("{task.description}"),

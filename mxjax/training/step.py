@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from mxjax.training.amax import amax
+from mxjax.training.sharding import constrain
 
 Loss = Callable[[Any, Int32[Array, "batch length+1"], jax.Array], Float32[Array, ""]]
 """From parameters, sequences and a key to the mean cross-entropy of the tokens but each first, in nats."""
@@ -64,31 +65,43 @@ def make_train_step(
     seed: int,
     accumulate: int = 1,
     skip_nonfinite: bool = False,
+    shardings: TrainState | None = None,
 ):
     """Returns the jitted `step(state, batch) -> (state, metrics)`; the state is donated.
 
     With `accumulate` the batch is taken in so many parts, one after another, whose gradients are added: every
     token weighs the same.
+    With `shardings` the state stays cut up as they say, and so are the gradients: `state_shardings` of
+    `mxjax.training.sharding` makes them.
 
     The random bits of a step are a function of the seed and the step's number. Once a loss or gradient
     is not finite, the state stays as it was before that step, so that the step can be looked into. With
     skip_nonfinite only that step leaves parameters and optimizer as they were, and is counted.
     """
 
+    def of_part(params, batch, key):
+        value, grads = jax.value_and_grad(loss)(params, batch, key)
+        return value, grads if shardings is None else jax.lax.with_sharding_constraint(
+            grads, shardings.params
+        )
+
     def loss_and_grads(params, batch, key):
         if accumulate == 1:
-            return jax.value_and_grad(loss)(params, batch, key)
+            return of_part(params, batch, key)
         parts = batch.reshape(accumulate, batch.shape[0] // accumulate, batch.shape[1])
+        parts = constrain(parts, None, "batch", None)
 
         def add(total, part):
             index, sequences = part
-            found = jax.value_and_grad(loss)(params, sequences, jax.random.fold_in(key, index))
+            found = of_part(params, sequences, jax.random.fold_in(key, index))
             return jax.tree.map(lambda t, f: t + f / accumulate, total, found), None
 
         zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
         return jax.lax.scan(add, zero, (jnp.arange(accumulate), parts))[0]
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(
+        jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, shardings.finite)
+    )
     def step(state: TrainState, batch: Int32[Array, "batch length"]) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         value, grads = loss_and_grads(state.params, batch, key)
@@ -119,11 +132,17 @@ def make_train_step(
 
 
 def make_eval_step(losses: Losses):
-    """Returns the jitted `eval_step(params, batch, key) -> sum of the batch's token losses`."""
+    """Returns the jitted `eval_step(params, batch, key, weights) -> sum of the batch's token losses`.
+
+    With `weights` [batch] every sequence's losses are multiplied by its own.
+    """
 
     @jax.jit
-    def eval_step(params, batch: Int32[Array, "batch length"], key: jax.Array) -> Float32[Array, ""]:
-        return jnp.sum(losses(params, batch, key))
+    def eval_step(
+        params, batch: Int32[Array, "batch length"], key: jax.Array, weights: Array | None = None
+    ) -> Float32[Array, ""]:
+        found = losses(params, batch, key)
+        return jnp.sum(found if weights is None else found * weights[:, None])
 
     return eval_step
 

@@ -1,0 +1,264 @@
+"""The mesh of a run, and how its arrays are cut up: rules from logical axes to those of the mesh.
+
+A batch is cut by `data` and `fsdp`; parameters, gradients and optimizer state by `fsdp` and `tensor`. Models
+name the logical axes of what they compute; what lies between is left to XLA's partitioner. On one device, or
+without `jax.set_mesh`, nothing here changes a program.
+
+What the partitioned program of a step holds (read on 8 virtual devices; `tests/test_mesh.py` keeps it so):
+  - Each iteration of the loops over layers gathers the weights of its own layer over fsdp, once for the Fprop
+    and once for the Dgrad (and once more with remat), as the GEMM reads them: bfloat16, FP8, or packed
+    elements and scales.
+  - Wgrad is summed and cut up in the same loop, in float32: an all-reduce and a slice, of which XLA makes a
+    reduce-scatter where it has that pass (not on CPUs).
+  - Embedding rows travel by an all-to-all; no other activations move over data or fsdp.
+  - tensor adds an all-reduce of float32 activations behind `attention.out` and `mlp.down`, forward, and
+    behind `attention.qkv` and `mlp.gate_up`, backward. `mlp.gate_up` keeps the gate's columns before the up
+    projection's, an order that its blocks depend on, so that splitting it moves half of both.
+  - The head is gathered, and its gradient summed, once for each piece of the loss; a piece has so many tokens
+    a device, so that larger meshes make no more of them.
+"""
+
+import math
+import os
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mxjax.formats import get_format
+from mxjax.layout import Layout
+from mxjax.policy import Policy
+
+AXES = ("data", "fsdp", "tensor")
+"""Of every mesh, the slowest first: the devices of a `tensor` group are neighbours."""
+
+RULES: Mapping[str, str | tuple[str, ...] | None] = types.MappingProxyType(
+    {
+        "batch": ("data", "fsdp"),
+        "data": "data",
+        "embed": "fsdp",
+        "heads": "tensor",
+        "mlp": "tensor",
+        "vocab": "tensor",
+        "layers": None,
+        "norm": None,
+    }
+)
+"""The axes of the mesh that cut each logical axis."""
+
+LogicalAxes = Sequence[str | None]
+
+
+def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
+    """Returns the size of each of AXES that e.g. "fsdp=4,tensor=2" asks for; None is fsdp over all devices.
+
+    Raises:
+      ValueError: it is written otherwise, or the sizes do not multiply to the number of devices.
+    """
+    if text is None:
+        return {"data": 1, "fsdp": devices, "tensor": 1}
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (word.strip() for word in part.partition("="))
+        if name not in AXES or not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"--mesh takes AXIS=SIZE,..., of the axes {', '.join(AXES)}; got {part!r}")
+        if name in sizes:
+            raise ValueError(f"--mesh {text} names {name} twice; give each axis one size")
+        sizes[name] = int(size)
+    sizes = {name: sizes.get(name, 1) for name in AXES}
+    if (product := math.prod(sizes.values())) != devices:
+        raise ValueError(
+            f"--mesh {text} is for {product} devices and there are {devices}; choose sizes that multiply to "
+            f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out"
+        )
+    return sizes
+
+
+def make_mesh(text: str | None = None, devices: Sequence[Any] | None = None) -> Mesh:
+    """Returns the mesh that `parse_mesh` describes, over the devices given or all of all processes, with Auto
+    axes."""
+    # In the order of processes, so that each one's part of a batch is a run of rows.
+    devices = jax.devices() if devices is None else devices
+    sizes = parse_mesh(text, len(devices))
+    return Mesh(np.array(devices).reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def spec(axes: LogicalAxes) -> PartitionSpec:
+    """Returns how an array with these logical axes is cut up; None is an axis that is not."""
+    return PartitionSpec(*(None if axis is None else RULES[axis] for axis in axes))
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Returns x, cut up by the rules on the mesh that is set."""
+    return jax.lax.with_sharding_constraint(x, spec(axes)) if _cuts() else x
+
+
+def weight_layout(axes: LogicalAxes) -> Layout | None:
+    """Returns the layout of a weight matrix for `mxjax.dot` on the mesh that is set: gathered over fsdp."""
+    whole = [None if RULES[axis or "layers"] == "fsdp" else axis for axis in axes]
+    return Layout(spec(axes), spec(whole)) if _cuts() else None
+
+
+def batch_parts() -> int:
+    """Returns in how many parts a batch is cut on the mesh that is set."""
+    return batch_parts_of(jax.sharding.get_abstract_mesh().shape) if _cuts() else 1
+
+
+def batch_parts_of(sizes: Mapping[str, int]) -> int:
+    """Returns in how many parts a mesh of these sizes cuts a batch."""
+    return math.prod(sizes[axis] for axis in RULES["batch"] or ())
+
+
+def _cuts() -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.size > 1 and mesh.axis_names == AXES
+
+
+def param_shardings(mesh: Mesh, axes: Any) -> Any:
+    """Returns the sharding of each parameter, of a tree of their logical axes."""
+    return jax.tree.map(lambda a: NamedSharding(mesh, spec(a)), axes, is_leaf=lambda a: isinstance(a, tuple))
+
+
+def state_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, state: Any, params: Any) -> Any:
+    """Returns the sharding of each array of a training state (or of its shapes): of what goes with a
+    parameter that one's, of `params`; all others are on every device."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    opt_state = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        state.opt_state,
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    return jax.tree.map(lambda _: everywhere, state._replace(params=None, opt_state=None))._replace(
+        params=params, opt_state=opt_state
+    )
+
+
+def check_params(sizes: Mapping[str, int], params: Any, axes: Any, units: Any) -> None:
+    """Raises ValueError unless a mesh of these sizes cuts every parameter into whole units.
+
+    Args:
+      params: the parameters or their shapes.
+      axes, units: of each parameter, its logical axes, and for each of them the length of what must stay
+        together, such as a block.
+    """
+    flat, structure = jax.tree.flatten_with_path(params)
+    for (path, x), names, lengths in zip(
+        flat, structure.flatten_up_to(axes), structure.flatten_up_to(units), strict=True
+    ):
+        for name, size, unit in zip(names, x.shape, lengths, strict=True):
+            cut = RULES[name]
+            if cut is None or (parts := sizes[str(cut)]) == 1 or size % (parts * unit) == 0:
+                continue
+            parameter = ".".join(str(key.key) for key in path)
+            most = max(n for n in range(1, parts) if size % (n * unit) == 0 or n == 1)
+            whole = f", whole runs of {unit} (a block, rotation or key/value head)" if unit > 1 else ""
+            raise ValueError(
+                f"--mesh {cut}={parts} cannot cut {parameter}'s axis {name!r} of {size} into equal "
+                f"parts{whole}; reduce {cut}, to {most} at most"
+            )
+
+
+def whole_units(policy: Policy) -> int:
+    """Returns how many elements of a weight's axis a device must have, or a multiple of them: those of the
+    Fprop's and Dgrad's blocks and rotations."""
+    sizes = [1]
+    for gemm in (policy.fprop, policy.dgrad):
+        sizes += [gemm.rotation.size] if gemm.rotation else []
+        for operand in (gemm.lhs, gemm.rhs):
+            block = operand.block_shape or get_format(operand.format).block or 1
+            sizes += block if isinstance(block, tuple) else [block]
+    return math.lcm(*sizes)
+
+
+def check_batch(sizes: Mapping[str, int], batch_size: int, accumulate: int) -> None:
+    """Raises ValueError unless every device gets equally many sequences of each part of a batch."""
+    parts = batch_parts_of(sizes)
+    if batch_size % (parts * accumulate):
+        times = f" times --accumulate {accumulate}" if accumulate > 1 else ""
+        raise ValueError(
+            f"--batch-size {batch_size} must be a multiple of the mesh's data x fsdp = {parts}{times}; "
+            f"change it, or use more of --mesh tensor="
+        )
+
+
+def process_part(mesh: Mesh, rows: int) -> tuple[int, int]:
+    """Returns (i, n): this process's devices hold the i-th of n equal parts of a batch of so many rows.
+
+    Raises:
+      ValueError: the devices of a process do not hold such a part.
+    """
+    found = NamedSharding(mesh, spec(("batch",))).addressable_devices_indices_map((rows,)).values()
+    starts, stops = zip(*(index[0].indices(rows)[:2] for index in found if index is not None), strict=True)
+    start, length = min(starts), max(stops) - min(starts)
+    if rows % length or start % length:
+        raise ValueError(
+            f"--mesh tensor={mesh.shape['tensor']} must divide, or be a multiple of, "
+            f"the {jax.local_device_count()} devices of a process"
+        )
+    return start // length, rows // length
+
+
+def global_batch(mesh: Mesh, rows: np.ndarray) -> jax.Array:
+    """Returns the batch [batch, length] of which each process gives the rows that it holds, cut up."""
+    _, parts = process_part(mesh, batch_parts_of(mesh.shape))
+    sharding = NamedSharding(mesh, spec(("batch", None)))
+    shape = (len(rows) * parts, *rows.shape[1:])
+    return jax.make_array_from_process_local_data(sharding, rows, shape)
+
+
+def on_mesh(mesh: Mesh, eval_step: Any) -> Any:
+    """Returns `eval_step` of `mxjax.training.step` for batches of any size, which every process has whole.
+
+    A batch that the mesh cannot cut into equal parts is filled up with its last sequence, whose losses weigh
+    nothing: so filled up, the scales of whole tensors stay those of the batch.
+    """
+    parts = batch_parts_of(mesh.shape)
+
+    def step(params, batch: np.ndarray, key: jax.Array) -> jax.Array:
+        missing, weights = -len(batch) % parts, None
+        if missing:
+            weights = np.repeat(np.array([1, 0], np.float32), [len(batch), missing])
+            batch = np.concatenate([batch, np.repeat(batch[-1:], missing, axis=0)])
+        index, count = process_part(mesh, len(batch))
+        return eval_step(params, global_batch(mesh, np.split(batch, count)[index]), key, weights)
+
+    return step
+
+
+def wait_for_all(what: str) -> None:
+    """Waits until every process is here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
+def join_processes() -> None:
+    """Joins the other processes of the run: those that JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_NUM_PROCESSES
+    and JAX_PROCESS_ID name, else those that JAX finds by itself (Slurm, Open MPI, Kubernetes, Cloud TPU).
+
+    Raises:
+      ValueError: some of the three are missing, or there is nothing to find them by.
+    """
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    missing = [name for name in names if name not in given]
+    if given and missing:
+        raise ValueError(f"--distributed: {', '.join(given)} set, {', '.join(missing)} not; set all or none")
+    if not given:
+        try:
+            jax.distributed.initialize()
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"--distributed: JAX found no other processes ({error}); set {', '.join(names)}"
+            ) from error
+        return
+    address, count, index = given.values()
+    if not count.isdecimal() or not index.isdecimal() or int(index) >= int(count):
+        raise ValueError(f"--distributed: JAX_PROCESS_ID {index} must be one of 0 to {count} - 1")
+    jax.distributed.initialize(address, int(count), int(index))

@@ -1,0 +1,128 @@
+"""Programs of test_mesh.py on 8 virtual devices, in processes of their own: JAX fixes it at its start.
+
+`python tests/meshes.py curves` runs every policy of the ladder on every shape of mesh, in half an hour.
+"""
+
+import itertools
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+import mxjax
+from models import llama
+from models import loss as pieces
+from models.configs import LlamaConfig
+from mxjax.training import sharding
+from mxjax.training.checkpoint import Checkpoints
+from mxjax.training.config import OptimizerConfig
+from mxjax.training.environment import enable_compilation_cache
+from mxjax.training.optimizer import make_optimizer
+from mxjax.training.step import init_state, make_eval_step, make_train_step
+
+# Every axis has 8 whole blocks and rotations of 32.
+MODEL = LlamaConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)
+STEPS, BATCH, LENGTH = 3, 8, 32
+SHAPES = [shape for shape in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(shape) <= 8]
+LADDER = [name for name in mxjax.policies() if name.startswith(("bf16", "fp8", "fprop", "wgrad", "full"))]
+
+
+class OnMesh:
+    """A training state on the first devices, in a mesh of a shape, and its step."""
+
+    def __init__(self, policy: str, shape, implementation=None, remat="none", accumulate=1):
+        # In float32 around the linear layers, where the order of sums changes least.
+        policies = llama.layer_policies(MODEL, policy, [("blocks.*.attention.[sv]*", "fp32")])
+        optimizer = make_optimizer(
+            OptimizerConfig(lr=0.3, eps=1.0, warmup_steps=1), 10
+        )  # as SGD: Adam would enlarge the smallest differences
+        devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+        self.mesh = Mesh(devices, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+
+        options = {
+            "policies": policies,
+            "dtype": jnp.float32,
+            "implementation": implementation,
+            "remat": remat,
+        }
+
+        def loss(params, batch, key):
+            return llama.mean_loss(MODEL, params, batch, key=key, **options)
+
+        def losses(params, batch, key):
+            return llama.losses(MODEL, params, batch, key=key, **options)
+
+        def make():
+            return init_state(llama.init(MODEL, jax.random.key(0)), optimizer)
+
+        like, axes = jax.eval_shape(make), llama.parameter_axes(MODEL)
+        sharding.check_params(self.mesh.shape, like.params, axes, llama.parameter_units(MODEL, policies))
+        params = sharding.param_shardings(self.mesh, axes)
+        self.shardings = sharding.state_shardings(self.mesh, optimizer, like, params)
+        with jax.set_mesh(self.mesh):
+            self.state = jax.jit(make, out_shardings=self.shardings)()
+        self.step = make_train_step(loss, optimizer, 0, accumulate, shardings=self.shardings)
+        self.eval_step = sharding.on_mesh(self.mesh, make_eval_step(losses))
+
+    def run(self, batches) -> list[float]:
+        """Returns the losses of the batches' steps, the gradients' norms, and then the loss of all but one
+        sequence of the last batch."""
+        found = []
+        with jax.set_mesh(self.mesh):
+            for batch in batches:
+                self.state, metrics = self.step(self.state, sharding.global_batch(self.mesh, batch))
+                found.append((float(metrics.loss), float(metrics.grad_norm)))
+            found = [value for values in zip(*found, strict=True) for value in values]
+            found.append(float(self.eval_step(self.state.params, batches[-1][:-1], jax.random.key(0))))
+        same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), self.state, self.shardings)
+        assert all(jax.tree.leaves(same)), same
+        return found
+
+
+def all_batches() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, MODEL.vocab_size, (STEPS, BATCH, LENGTH + 1), np.int32)
+
+
+def curves(*pairs: str) -> None:
+    """For each POLICY:DATA,FSDP,TENSOR prints how far its losses are, relatively, from one device's."""
+    one: dict[str, list[float]] = {}
+    chosen = [(policy, tuple(map(int, shape.split(",")))) for policy, shape in (p.split(":") for p in pairs)]
+    for policy, shape in chosen or itertools.product(LADDER, SHAPES):
+        if policy not in one:
+            one[policy] = OnMesh(policy, (1, 1, 1)).run(all_batches())
+        losses = OnMesh(policy, shape).run(all_batches())
+        errors = [abs(a / b - 1) for a, b in zip(losses, one[policy], strict=True)]
+        print(json.dumps({"policy": policy, "shape": shape, "losses": losses, "errors": errors}), flush=True)
+
+
+def restore(folder: str) -> None:
+    """Saves a state on fsdp=8 and restores it on another mesh and on one device."""
+    saved = OnMesh("bf16", (1, 8, 1)).state
+    with Checkpoints(pathlib.Path(folder)) as checkpoints:
+        checkpoints.save(saved, {"next_index": 3})
+    for shape in ((2, 2, 2), (1, 1, 1)):
+        like = OnMesh("bf16", shape)
+        with Checkpoints(pathlib.Path(folder)) as checkpoints:
+            found, position = checkpoints.restore(like.state)
+        assert position == {"next_index": 3}
+        for a, b, s in zip(*map(jax.tree.leaves, (found, saved, like.shardings)), strict=True):
+            assert a.sharding.is_equivalent_to(s, a.ndim)
+            np.testing.assert_array_equal(a, b)
+
+
+def compile_step(policy: str, shape: str, implementation: str) -> None:
+    """Compiles a step with all its loops, for XLA_FLAGS to dump."""
+    pieces.LOSS_TOKENS = 16
+    on = OnMesh(policy, tuple(map(int, shape.split(","))), implementation, remat="full", accumulate=2)
+    with jax.set_mesh(on.mesh):
+        on.step.lower(on.state, sharding.global_batch(on.mesh, all_batches()[0])).compile()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "curves":
+        enable_compilation_cache()
+    {"curves": curves, "restore": restore, "compile": compile_step}[sys.argv[1]](*sys.argv[2:])
