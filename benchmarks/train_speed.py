@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", nargs="*", default=["bf16", "fp8", "wgrad_hadamard", "full_hadamard"])
     parser.add_argument("--implementation", help="of the products; default: the fastest")
     parser.add_argument("--remat", default="none", help="as train.py's, and of the peer's layers unless none")
-    parser.add_argument("--mesh", help="as train.py's")
+    parser.add_argument("--mesh", help="as train.py's; default: fsdp over all --devices")
     parser.add_argument("--devices", type=int, default=1, help="the first GPUs of the machine")
     parser.add_argument(
         "--peer", nargs="*", choices=("autocast", "bf16"), help="precisions; default: autocast"
