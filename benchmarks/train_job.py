@@ -35,7 +35,7 @@ class Job:
     warmup: int
     devices: int = 1
     remat: str = "none"
-    implementation: str | None = None
+    implementation: Any = None
     mesh: str | None = None
     loss: str = "whole"
     rows: int = 2048

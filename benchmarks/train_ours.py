@@ -127,9 +127,7 @@ def trace(step, inputs: list[np.ndarray], folder: pathlib.Path) -> dict[str, Any
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.host_tracer_level = 0, 1  # a trace has a million events at most
     with jax.profiler.trace(str(folder), profiler_options=options):
-        for tokens in inputs[:TRACED_STEPS]:
-            loss = step(tokens)
-        jax.block_until_ready(loss)
+        jax.block_until_ready([step(tokens) for tokens in inputs[:TRACED_STEPS]])
     return trace_table.summarize(trace_table.read(folder), TRACED_STEPS)
 
 

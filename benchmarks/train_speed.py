@@ -28,13 +28,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.train_job import OURS, PEER, Job
 from benchmarks.train_report import check, lines, print_report, with_speed
 from models.configs import get_config
+from mxjax.gemm import Implementation
 from mxjax.kernels.timing import LATE, commit
+from mxjax.recipes import get_policy
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED", "out of memory")
 
@@ -72,7 +75,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="sequences a step, of all devices together")
     parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence")
     parser.add_argument("--policies", nargs="*", default=["bf16", "fp8", "wgrad_hadamard", "full_hadamard"])
-    parser.add_argument("--implementation", help="of the products; default: the fastest")
+    how = typing.get_args(Implementation)
+    parser.add_argument("--implementation", choices=how, help="of the products; default: the fastest")
     parser.add_argument("--remat", default="none", help="as train.py's, and of the peer's layers unless none")
     parser.add_argument("--mesh", help="as train.py's; default: fsdp over all --devices")
     parser.add_argument("--devices", type=int, default=1, help="the first GPUs of the machine")
@@ -97,6 +101,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     try:
         get_config(options.model)
+        for policy in options.policies:
+            get_policy(policy)
     except ValueError as error:
         parser.error(str(error))
     if min(options.batch, options.seq, options.steps, options.warmup, options.rounds, options.devices) < 1:
@@ -109,15 +115,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def jobs(options: argparse.Namespace, round_: int) -> list[Job]:
     """Returns a round's jobs: ours, then the peer's."""
     names = [f.name for f in dataclasses.fields(Job)]
-    common = {name: value for name, value in vars(options).items() if name in names}
+    common: dict[str, Any] = {name: value for name, value in vars(options).items() if name in names}
     found = [
         Job(OURS, policy, **common, trace=_trace_folder(options, policy, round_))
         for policy in options.policies
     ]
     if options.peer is not None:
         remat = options.peer_remat or ("none" if options.remat == "none" else "full")
-        peers = options.peer or ["autocast"]
-        found += [Job(PEER, precision, **common | {"remat": remat}) for precision in peers]
+        common["remat"] = remat
+        found += [Job(PEER, precision, **common) for precision in options.peer or ["autocast"]]
     return found
 
 

@@ -166,10 +166,10 @@ def _row(description: dict[str, Any]) -> tuple[str, ...]:
         "x".join(str(v) for name, v in constants.items() if name.startswith("BLOCK")),
         str(description["warps"]),
         str(resources.get("vgprs", resources.get("registers"))),
-        str(spills) if "vgprs" in resources else "-",
+        str(spills),
         str(resources["scratch_bytes"]),
         str(description["shared_bytes"]),
-        str(resources.get("waves_per_simd", "-")),
+        str(resources.get("waves_per_simd", resources.get("warps_per_multiprocessor", 0) // 4)),
         " ".join(f"{name} {count}" for name, count in description["main_loop"]["classes"].items()),
     )
 

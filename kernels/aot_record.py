@@ -59,6 +59,10 @@ def describe(build: Build, target: str, compiled: CompiledKernel, resource_usage
         resources = assembly.cuda_resources(resource_usage)
         kernarg_bytes, descriptor = POINTER * len(fields), None
         instructions = assembly.cuda_instructions(compiled.asm["sass"])
+        resources["spills"] = assembly.cuda_spills(instructions)
+        resources["warps_per_multiprocessor"] = assembly.cuda_occupancy(
+            resources["registers"], metadata.shared, metadata.num_warps
+        )
     arguments, more = _arguments(build, fields, launch_values(grid, block, metadata.shared))
     body, is_loop = assembly.main_loop(instructions)
     everything = [x for x in instructions if not isinstance(x, str)]

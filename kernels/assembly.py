@@ -113,6 +113,24 @@ def cuda_resources(usage: str) -> dict[str, int]:
     return {name: _number(rf"\b{field}:(\d+)", usage) for name, field in fields.items()}
 
 
+def cuda_spills(instructions: Sequence[Instruction | str]) -> int:
+    """Returns how many instructions store registers to local memory."""
+    return sum(isinstance(x, Instruction) and x.opcode.startswith("STL") for x in instructions)
+
+
+def cuda_occupancy(registers: int, shared_bytes: int, warps: int) -> int:
+    """Returns warps a multiprocessor of sm_90 or sm_100 holds: at most 64, and 32 programs.
+
+    It has 65,536 registers, given to a warp by 256, and 228 KiB of shared memory, of which a program takes
+    1 KiB more than it asks for, by 128 bytes.
+    Source: CUDA C++ Programming Guide, compute capabilities 9.0 and 10.0.
+    """
+    of_a_warp = -(-registers * 32 // 256) * 256
+    by_registers = 65536 // of_a_warp // warps if registers else 64
+    by_shared = 228 * 1024 // (-(-shared_bytes // 128) * 128 + 1024)
+    return warps * min(64 // warps, 32, by_registers, by_shared)
+
+
 def _number(pattern: str, text: str) -> int:
     match = re.search(pattern, text, re.M)
     if match is None:

@@ -127,6 +127,7 @@ def test_a_process_that_fails_says_why(tmp_path):
 def test_bad_arguments_are_refused_before_anything_runs(capsys):
     for flags, message in [
         (["--model", "nonsense"], "unknown model 'nonsense'"),
+        (["--policies", "nonsense"], "nonsense"),
         (["--warmup", "0"], "must be at least 1"),
         (["--devices", "3"], "must be a multiple of --devices 3"),
     ]:

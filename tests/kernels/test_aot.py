@@ -212,6 +212,8 @@ def test_cuda_spills_nothing(cuda):
     }
     for d in cuda.values():
         assert d["resources"]["scratch_bytes"] == d["resources"]["stack_bytes"] == 0, d["name"]
+        assert d["resources"]["spills"] == 0, d["name"]
+        assert d["resources"]["warps_per_multiprocessor"] >= d["warps"], d["name"]
         assert "scratch" not in d["whole_kernel"]["classes"]
 
 
@@ -351,3 +353,16 @@ def test_without_a_loop_the_whole_kernel_is_counted():
 )
 def test_occupancy(vgprs, lds_bytes, warps, waves):
     assert assembly.amd_occupancy(vgprs, lds_bytes, warps) == waves
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared_bytes", "warps", "resident"),
+    [(32, 0, 4, 64), (33, 0, 4, 48), (96, 0, 4, 20), (255, 0, 8, 8), (32, 227 * 1024, 4, 4), (16, 0, 1, 32)],
+)
+def test_cuda_occupancy(registers, shared_bytes, warps, resident):
+    assert assembly.cuda_occupancy(registers, shared_bytes, warps) == resident
+
+
+def test_cuda_spills_are_stores_to_local_memory():
+    sass = "B--:R\tSTL [R1+0x4], R2;\nB--:R\tLDL R2, [R1+0x4];\nB--:R\tSTL.64 [R1], R4;\nB--:R\tEXIT;\n"
+    assert assembly.cuda_spills(assembly.cuda_instructions(sass)) == 2
