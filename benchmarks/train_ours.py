@@ -8,17 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from benchmarks import trace_table, train_job
 from benchmarks.train_job import LEARNING_RATE, Job
 from models import llama
-from models.configs import get_config
+from models.configs import LlamaConfig, get_config
 from mxjax.gemm import choose_implementation
 from mxjax.kernels.timing import measure
+from mxjax.training import sharding
 from mxjax.training.config import OptimizerConfig
 from mxjax.training.environment import facts
 from mxjax.training.optimizer import make_optimizer
-from mxjax.training.step import init_state, make_train_step
+from mxjax.training.step import TrainState, init_state, make_train_step
 
 GEMMS = ((8192, 8192, 8192), (8192, 4096, 14336))
 TRACED_STEPS = 3
@@ -32,24 +34,34 @@ def main() -> None:
 
 def run(job: Job) -> dict[str, Any]:
     """Returns the job's step times in seconds, losses, compile times, peak memory, and the GEMMs' rate."""
-    if job.devices > 1 or job.mesh is not None:
-        raise ValueError("training on a mesh is not built yet; leave out --mesh and --devices, or --policies")
-    rates = gemm_rates()
+    if job.devices != jax.device_count():
+        raise ValueError(f"--devices is {job.devices}, but JAX sees {jax.device_count()}")
+    mesh = sharding.make_mesh(job.mesh)
+    with jax.set_mesh(mesh):
+        return {"gemm_flops": gemm_rates()} | measure_steps(job, mesh)
+
+
+def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Returns what `run` does, but for the GEMMs' rates."""
     model, optimizer = get_config(job.model), make_optimizer(OptimizerConfig(LEARNING_RATE, 0), 1_000_000)
     policies = llama.layer_policies(model, job.subject)
     options = {"policies": policies, "remat": remat(job.remat), "implementation": job.implementation}
-    train_step = make_train_step(functools.partial(_loss, model, options), optimizer, seed=0)
-    state = init_state(llama.init(model, jax.random.key(0)), optimizer)
+    sharding.check_batch(mesh.shape, job.batch, 1)
+    axes, units = llama.parameter_axes(model), llama.parameter_units(model, policies)
+    sharding.check_params(mesh.shape, llama.abstract_params(model), axes, units)
+    state, shardings = first_state(model, optimizer, mesh)
+    loss = functools.partial(_loss, model, options)
+    train_step = make_train_step(loss, optimizer, seed=0, shardings=shardings)
     inputs = train_job.batches(job, model.vocab_size)
     start = time.perf_counter()
-    lowered = train_step.lower(state, inputs[0])
+    lowered = train_step.lower(state, sharding.global_batch(mesh, inputs[0]))
     lower_seconds = time.perf_counter() - start
     compiled = lowered.compile()
     compile_seconds = time.perf_counter() - start - lower_seconds
 
     def step(tokens: np.ndarray):
         nonlocal state
-        state, metrics = compiled(state, tokens)
+        state, metrics = compiled(state, sharding.global_batch(mesh, tokens))
         return metrics.loss
 
     losses, times = train_job.run_steps(step, float, inputs)
@@ -59,13 +71,25 @@ def run(job: Job) -> dict[str, Any]:
         "lower_seconds": lower_seconds,
         "compile_seconds": compile_seconds,
         "peak_bytes": peak_bytes(),
-        "gemm_flops": rates,
         "implementation": choose_implementation(job.implementation),
         "environment": facts(),
     }
     if job.trace is not None:
         outcome["trace"] = trace(step, inputs, pathlib.Path(job.trace))
     return outcome
+
+
+def first_state(
+    model: LlamaConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+) -> tuple[TrainState, TrainState]:
+    """Returns a random state, made where it lies as in train.py, and its shardings."""
+
+    def make() -> TrainState:
+        return init_state(llama.init(model, jax.random.key(0)), optimizer)
+
+    params = sharding.param_shardings(mesh, llama.parameter_axes(model))
+    shardings = sharding.state_shardings(mesh, optimizer, jax.eval_shape(make), params)
+    return jax.jit(make, out_shardings=shardings)(), shardings
 
 
 def _loss(model, options, params, batch, key):

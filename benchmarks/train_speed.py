@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     how = typing.get_args(Implementation)
     parser.add_argument("--implementation", choices=how, help="of the products; default: the fastest")
     parser.add_argument("--remat", default="none", help="as train.py's, and of the peer's layers unless none")
-    parser.add_argument("--mesh", help="as train.py's")
+    parser.add_argument("--mesh", help="as train.py's; default: fsdp over all --devices")
     parser.add_argument("--devices", type=int, default=1, help="the first GPUs of the machine")
     parser.add_argument(
         "--peer", nargs="*", choices=("autocast", "bf16"), help="precisions; default: autocast"

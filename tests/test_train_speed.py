@@ -150,7 +150,7 @@ def test_a_policys_steps_are_measured():
     assert found["losses"][0] == pytest.approx(math.log(get_config("tiny").vocab_size), abs=0.3)
     with pytest.raises(ValueError, match="choose among none"):
         train_ours.run(Job(OURS, "bf16", "tiny", 2, 16, 2, 1, remat="nonsense"))
-    with pytest.raises(ValueError, match="on a mesh is not built yet"):
+    with pytest.raises(ValueError, match="--devices is 2, but JAX sees 1"):
         train_ours.run(Job(OURS, "bf16", "tiny", 2, 16, 2, 1, devices=2))
 
 
@@ -170,3 +170,11 @@ def test_a_process_that_takes_too_long_is_ended(monkeypatch, tmp_path):
     job = Job("sleeps", "bf16", "tiny", batch=2, seq=16, steps=2, warmup=1)
     found = train_speed.run(job, {"PYTHONPATH": str(tmp_path)}, time.monotonic() + 2)
     assert found["absent"] == "not finished when --seconds had passed"
+
+
+@pytest.mark.slow
+def test_a_mesh_is_measured(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    train_speed.main([*TINY, "--policies", "bf16", "--devices", "2", "--mesh", "fsdp=2"])
+    [line] = json.loads(capsys.readouterr().out.splitlines()[-1])["lines"]
+    assert line["name"] == "bf16"
