@@ -19,8 +19,9 @@ from mxjax.gemm import Implementation, check_plans
 from mxjax.scales import ScaleRule
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.compare import CompareConfig, compare
-from mxjax.training.config import Config, from_json, read_description
+from mxjax.training.config import Config
 from mxjax.training.data import evaluation_batches, load_data, load_held_out
+from mxjax.training.description import from_json, read_description
 from mxjax.training.environment import enable_compilation_cache, input_errors
 from mxjax.training.metrics import evaluations, json_line
 from mxjax.training.schedule import phase_at, phases_of

@@ -12,7 +12,7 @@ import pathlib
 import statistics
 from typing import Any
 
-from mxjax.training.config import parse
+from mxjax.training.command_line import parse
 from mxjax.training.metrics import NonFiniteError
 from train import train
 

@@ -12,7 +12,7 @@ import json
 import pathlib
 import sys
 
-from mxjax.training.config import parse
+from mxjax.training.command_line import parse
 from mxjax.training.environment import input_errors
 from mxjax.training.tokenize import TokenizeConfig, summary, tokenize
 from train import train

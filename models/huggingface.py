@@ -38,14 +38,8 @@ from models.huggingface_tensors import (
 from models.safetensors_files import Reader, Spec, Writer
 from mxjax.scales import ScaleRule
 from mxjax.training.checkpoint import Checkpoints, save_params
-from mxjax.training.config import (
-    HUGGINGFACE,
-    Config,
-    DataConfig,
-    PrecisionConfig,
-    read_description,
-    to_json,
-)
+from mxjax.training.config import Config, DataConfig, PrecisionConfig
+from mxjax.training.description import HUGGINGFACE, read_description, to_json
 from mxjax.training.environment import input_errors
 from mxjax.training.tokenizer import tokenizer_path
 

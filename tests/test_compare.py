@@ -8,8 +8,9 @@ import pytest
 
 import eval as evaluation_program
 from mxjax.training import mlperf
+from mxjax.training.command_line import parse
 from mxjax.training.compare import CompareConfig, compare, first_at, table
-from mxjax.training.config import parse, to_json
+from mxjax.training.description import to_json
 
 
 def make_run(folder, losses, flags=()):

@@ -5,7 +5,9 @@ import pathlib
 
 import pytest
 
-from mxjax.training.config import Config, PrecisionConfig, check_resumable, from_json, parse, to_json
+from mxjax.training.command_line import parse
+from mxjax.training.config import Config, PrecisionConfig
+from mxjax.training.description import check_resumable, from_json, to_json
 
 FLAGS = "--policy wgrad --scale-rule even --lr 1e-3 --batch-size=4 --layers head=fp8 blocks.0.*=bf16 --out a"
 

@@ -20,7 +20,7 @@ import pytest
 
 import train as training_program
 from mxjax.training.checkpoint import Checkpoints
-from mxjax.training.config import parse
+from mxjax.training.command_line import parse
 from mxjax.training.metrics import NonFiniteError
 
 TIMES = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same

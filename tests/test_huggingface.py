@@ -22,7 +22,7 @@ from models.huggingface_config import read_config, write_config
 from models.huggingface_tensors import shapes, views
 from models.safetensors_files import Reader, Spec, Writer
 from mxjax.training.checkpoint import Checkpoints
-from mxjax.training.config import parse
+from mxjax.training.command_line import parse
 from mxjax.training.indexed import IndexedDataset
 from mxjax.training.tokenize import TokenizeConfig, tokenize
 

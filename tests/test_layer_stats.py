@@ -15,7 +15,7 @@ from models import llama
 from models.configs import LlamaConfig
 from mxjax.probes import MAX_TOKENS, Amax, Measures, by_layer, empty_slots, make_layer_stats, probe
 from mxjax.training.checkpoint import Checkpoints
-from mxjax.training.config import parse
+from mxjax.training.command_line import parse
 
 CONFIG = LlamaConfig(64, 64, 2, 2, 1, 32, 96, rope_theta=10_000.0)
 TOKENS = jax.random.randint(jax.random.key(5), (2, 17), 0, 64)

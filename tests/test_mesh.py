@@ -17,7 +17,8 @@ import train as training_program
 from models import llama
 from models.configs import LlamaConfig, get_config
 from mxjax.training import sharding
-from mxjax.training.config import Config, parse
+from mxjax.training.command_line import parse
+from mxjax.training.config import Config
 
 ROOT = pathlib.Path(__file__).parent.parent
 FIRST, LATER = 1e-6, 5e-3

@@ -16,7 +16,9 @@ from models.configs import get_config
 from models.llama import layer_policies
 from mxjax.layers import LayerPolicies
 from mxjax.training import mlperf
-from mxjax.training.config import Config, MLPerfConfig, PrecisionConfig, from_json, parse, to_json
+from mxjax.training.command_line import parse
+from mxjax.training.config import Config, MLPerfConfig, PrecisionConfig
+from mxjax.training.description import from_json, to_json
 from mxjax.training.indexed import IndexedWriter
 from mxjax.training.mllog import TOKEN, MLPerfLog, settings
 from mxjax.training.optimizer import learning_rate

@@ -9,8 +9,10 @@ import pytest
 
 import eval as evaluation_program
 import train as training_program
-from mxjax.training.config import Config, DataConfig, from_json, parse, to_json
+from mxjax.training.command_line import parse
+from mxjax.training.config import Config, DataConfig
 from mxjax.training.data import load_data, load_held_out
+from mxjax.training.description import from_json, to_json
 from mxjax.training.indexed import IndexedDataset, IndexedWriter
 from mxjax.training.packed import Rows, is_packed, load_packed, parse_blend
 from mxjax.training.tokenizer import tokenizer_vocab_size

@@ -13,7 +13,8 @@ from models.configs import LlamaConfig
 from models.memory import kept_bytes
 from mxjax.recipes import get_policy
 from mxjax.remat import check_remat
-from mxjax.training.config import Config, from_json, to_json
+from mxjax.training.config import Config
+from mxjax.training.description import from_json, to_json
 
 SMALL = LlamaConfig(64, 64, 2, 4, 2, 16, 96)
 BATCH, LENGTH = 2, 32

@@ -12,7 +12,8 @@ import train as training_program
 from models import llama
 from models.configs import get_config
 from mxjax.training.checkpoint import Checkpoints
-from mxjax.training.config import Config, PrecisionConfig, parse
+from mxjax.training.command_line import parse
+from mxjax.training.config import Config, PrecisionConfig
 from mxjax.training.mllog import TOKEN
 from mxjax.training.schedule import SCHEDULES, parse_schedule, phase_at, phases_of
 

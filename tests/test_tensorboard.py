@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train as training_program
-from mxjax.training.config import parse
+from mxjax.training.command_line import parse
 from mxjax.training.tensorboard import TensorBoardLog
 
 

@@ -13,8 +13,10 @@ import pytest
 
 import eval as evaluation_program
 import train as training_program
+from models import report
+from mxjax.training import loop
 from mxjax.training.checkpoint import Checkpoints
-from mxjax.training.config import parse
+from mxjax.training.command_line import parse
 from mxjax.training.metrics import NonFiniteError
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -175,8 +177,8 @@ def test_bad_input_ends_with_what_to_do(text, tmp_path, flags, message):
 
 @pytest.mark.parametrize(("limit", "warns"), [(None, False), (2**30, False), (2**20, True)])
 def test_the_start_says_what_a_step_takes(text, tmp_path, monkeypatch, capsys, limit, warns):
-    monkeypatch.setattr(training_program, "memory_limit", lambda device: limit)
-    monkeypatch.setattr(training_program, "loop", lambda *_: {})
+    monkeypatch.setattr(report, "memory_limit", lambda device: limit)
+    monkeypatch.setattr(training_program.Loop, "run", lambda _: {})
     run(text, tmp_path / "run", "--remat", "full")
     printed = capsys.readouterr().out
     assert "memory a device, estimated with --remat full: 0.0" in printed
@@ -245,7 +247,7 @@ def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_pat
 @pytest.mark.parametrize("step", [3, 6])
 def test_a_signal_ends_an_evaluation_which_is_repeated(text, finished, tmp_path, monkeypatch, step):
     out = tmp_path / "run"
-    original, seen = training_program.evaluate, []
+    original, seen = loop.evaluate, []
 
     def evaluate_and_signal(eval_step, params, batches):
         def interrupted():
@@ -258,7 +260,7 @@ def test_a_signal_ends_an_evaluation_which_is_repeated(text, finished, tmp_path,
         return original(eval_step, params, interrupted())
 
     with monkeypatch.context() as patch:
-        patch.setattr(training_program, "evaluate", evaluate_and_signal)
+        patch.setattr(loop, "evaluate", evaluate_and_signal)
         with pytest.raises(SystemExit, match=f"interrupted after step {step}; continue with"):
             run(text, out, "--policy", "full_sr", "--eval-every", "3")
     assert len(seen) == 2 * step // 3 - 1
@@ -277,7 +279,7 @@ def test_eval_takes_the_best_step(finished, tmp_path):
 
 def test_an_evaluation_that_is_not_finite_stops_the_run(text, tmp_path, monkeypatch):
     found = {"eval_loss": float("nan"), "eval_perplexity": float("nan"), "eval_tokens": 1}
-    monkeypatch.setattr(training_program, "evaluate", lambda *_: found)
+    monkeypatch.setattr(loop, "evaluate", lambda *_: found)
     with pytest.raises(NonFiniteError, match="eval loss nan at step 3, policy bf16"):
         run(text, tmp_path / "run", "--policy", "bf16", "--eval-every", "3")
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from mxjax.training import mlperf
-from mxjax.training.config import from_json, read_description
+from mxjax.training.description import from_json, read_description
 from mxjax.training.metrics import evaluations
 
 Losses = Mapping[int, float]  # by sequences trained on

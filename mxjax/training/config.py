@@ -1,17 +1,10 @@
 """The configuration of a run: frozen dataclasses, one a concern, that tyro turns into command-line flags."""
 
-import argparse
-import contextlib
 import dataclasses
-import json
-import math
 import pathlib
 import re
-import sys
 import time
-import types
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -20,10 +13,6 @@ from mxjax.policy import Policy
 from mxjax.recipes import get_policy
 from mxjax.remat import Remat
 from mxjax.scales import ScaleRule
-from mxjax.training import mlperf
-
-HUGGINGFACE = "huggingface"
-"""The folder of a run that holds what an imported checkpoint has besides weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +49,11 @@ class DataConfig:
     """Sequences a step."""
     seq_len: int = 128
     """Tokens a sequence."""
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Tokens that a step trains on."""
+        return self.batch_size * self.seq_len
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,148 +215,3 @@ class Config:
         policy = re.sub(r"[^\w.]+", "-", self.precision.policy)
         name = f"{self.model}-{policy}-{time.strftime('%Y%m%d-%H%M%S')}"
         return self.out or pathlib.Path("runs") / name
-
-
-# A resumed run may differ in these and still be the same run.
-_MAY_CHANGE = {
-    "out",
-    "resume",
-    "stop_after",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "eval_every",
-    "eval_batches",
-    "eval_sequences",
-    "target_loss",
-    "log_every",
-    "mesh",
-    "distributed",
-    "observe",
-    "on_nonfinite",
-    "spike_factor",
-}
-
-
-def mlperf_llama31_8b(batch_size: int = 32) -> Config:
-    """Returns MLPerf Training's llama31_8b at a batch size, but for the data, which --data names.
-
-    The learning rate and the warm-up are those of the reference's runs at that batch size, or at 32 where
-    there are none. A run ends at the target, long before the last step of its schedule.
-    """
-    reference = mlperf.REFERENCES.get(batch_size, mlperf.REFERENCES[32])
-    eval_every = math.ceil(mlperf.EVAL_EVERY / batch_size)
-    return Config(
-        preset="mlperf-llama3.1-8b",
-        model="llama3.1-8b",
-        data=DataConfig(vocab_size=mlperf.VOCAB_SIZE, batch_size=batch_size, seq_len=mlperf.SEQ_LEN),
-        optimizer=OptimizerConfig(
-            lr=reference.lr, warmup_steps=round(reference.warmup_sequences / batch_size)
-        ),
-        mlperf=MLPerfConfig(mllog=True),
-        remat="full",
-        steps=mlperf.MAX_STEPS,
-        checkpoint_every=eval_every,
-        eval_every=eval_every,
-        eval_sequences=mlperf.EVAL_SEQUENCES,
-        target_loss=mlperf.TARGET_LOSS,
-    )
-
-
-PRESETS: Mapping[str, Callable[[int], Config]] = types.MappingProxyType(
-    {"mlperf-llama3.1-8b": mlperf_llama31_8b}
-)
-"""By name, functions of the batch size."""
-
-
-def parse(argv: list[str] | None = None) -> Config:
-    """Returns the configuration that the command line asks for; exits with help or an error, as tyro does.
-
-    A preset is made for the batch size first, or the run to continue is read; every other flag then replaces
-    one of its values.
-    """
-    argv = sys.argv[1:] if argv is None else argv
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--preset")
-    first.add_argument("--batch-size", "--batch_size", type=int, default=32)
-    first.add_argument("--resume", action="store_true")
-    first.add_argument("--out", type=pathlib.Path)
-    default = Config()
-    with contextlib.suppress(argparse.ArgumentError):  # what is wrong, tyro will say better
-        known, _ = first.parse_known_args(argv)
-        begun = _begun(known.out) if known.resume and known.out else None
-        if begun is not None:
-            # Which devices there were says nothing of those there are.
-            default = dataclasses.replace(begun, stop_after=None, mesh=None, distributed=False)
-        elif known.preset in PRESETS and known.batch_size > 0:
-            default = PRESETS[known.preset](known.batch_size)
-    return tyro.cli(Config, args=argv, default=default, description="Train a Llama in MXFP4.")
-
-
-def _begun(folder: pathlib.Path) -> Config | None:
-    """Returns the configuration of the run in a folder; None if there is none, or an import not begun."""
-    description = read_description(folder) if (folder / "config.json").exists() else {}
-    return from_json(description["config"]) if "data" in description else None
-
-
-def to_json(config: Config) -> dict[str, Any]:
-    """Returns the configuration as nested dicts that JSON holds."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
-
-
-def from_json(raw: dict[str, Any]) -> Config:
-    """Returns the configuration that `to_json` made `raw` of."""
-    source = raw["data"]["data"]  # of earlier versions: a path or null
-    data = raw["data"] | {"data": (source,) if isinstance(source, str) else tuple(source or ())}
-    precision = raw["precision"] | {"layers": tuple(raw["precision"]["layers"])}
-    return Config(
-        **raw
-        | {
-            "precision": PrecisionConfig(**precision),
-            "data": DataConfig(**data),
-            "remat": {True: "full", False: "none"}.get(raw["remat"], raw["remat"]),  # once a bool
-            "optimizer": OptimizerConfig(**raw["optimizer"]),
-            "mlperf": MLPerfConfig(**raw.get("mlperf", {})),
-            "observe": ObserveConfig(**raw.get("observe", {})),
-            "out": _path(raw["out"]),
-            "init": _path(raw.get("init")),
-        }
-    )
-
-
-def read_description(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns what config.json says of the run in `folder`.
-
-    Raises:
-      ValueError: there is none.
-    """
-    path = folder / "config.json"
-    if not path.exists():
-        raise ValueError(f"{folder} holds no run: it has no config.json")
-    return json.loads(path.read_text())
-
-
-def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:
-    """Raises ValueError if `config` is not the run that `folder` holds, naming each difference."""
-    asked, begun = (_flat(dataclasses.asdict(c)) for c in (config, saved))
-    differences = [
-        f"--{name.replace('_', '-')}: the run has {begun[name]}, the command line {asked[name]}"
-        for name in begun
-        if name not in _MAY_CHANGE and begun[name] != asked[name]
-    ]
-    if differences:
-        raise ValueError(
-            f"--resume: {folder} holds another run; leave these flags out or choose another --out.\n  "
-            + "\n  ".join(differences)
-        )
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of nested dicts by their own names, as the flags have them."""
-    found = {}
-    for name, value in values.items():
-        found |= _flat(value) if isinstance(value, Mapping) else {name: value}
-    return found
-
-
-def _path(value: str | None) -> pathlib.Path | None:
-    return None if value is None else pathlib.Path(value)

@@ -161,6 +161,11 @@ def evaluations(folder: pathlib.Path) -> dict[int, float]:
     return {line["step"]: float(line["eval_loss"]) for line in lines if "eval_loss" in line}
 
 
+def in_words(evaluation: Mapping[str, float]) -> str:
+    """Returns an evaluation for people."""
+    return f"eval loss {evaluation['eval_loss']:.4f}  perplexity {evaluation['eval_perplexity']:.3f}"
+
+
 def json_line(values: Mapping[str, Any]) -> str:
     """Returns the values as one line of JSON, with NaN and infinity, which JSON lacks, as strings."""
 

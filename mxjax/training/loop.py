@@ -1,0 +1,207 @@
+"""The training loop: steps, evaluations and checkpoints, until the run's end, its target or an interruption.
+
+What it runs is given to it: programs by phase, a state, a stream of batches. It knows nothing of the model.
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import grain
+import jax
+import numpy as np
+
+from mxjax.probes import by_layer
+from mxjax.training import sharding
+from mxjax.training.checkpoint import Checkpoints
+from mxjax.training.config import Config
+from mxjax.training.interruption import Interrupted, Interruption
+from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter, in_words
+from mxjax.training.mllog import MLPerfLog
+from mxjax.training.profiling import StepTracer
+from mxjax.training.progress import is_done, is_on_target, owes_evaluation, reaches_target
+from mxjax.training.schedule import Phase, phase_at
+from mxjax.training.step import TrainState, evaluate
+from mxjax.training.watch import Watch
+
+
+class Programs(NamedTuple):
+    """What is compiled for the policies of a phase, by `make_train_step`, `make_eval_step` (for the mesh, by
+    `sharding.on_mesh`) and `make_layer_stats`."""
+
+    train_step: Callable
+    eval_step: Callable
+    layer_stats: Callable
+
+
+class Records(NamedTuple):
+    """Where a run's numbers go. Each is a context manager."""
+
+    log: MetricsLog
+    display: Display
+    tracer: StepTracer
+    mllog: MLPerfLog
+    watch: Watch
+
+
+@dataclasses.dataclass
+class Loop:
+    """The steps of a run that remain after its state's.
+
+    Attributes:
+      folder: the run's, whose metrics.jsonl the log has opened.
+      make_programs: returns the programs of a phase; each compiles when it is first called.
+      state: the newest; each step donates the one before.
+      stream: of the batches after the state's step, of this process's rows.
+      held_out: the batches of an evaluation, whole in every process.
+      reporter: writes to the records.
+    """
+
+    config: Config
+    folder: pathlib.Path
+    mesh: jax.sharding.Mesh
+    phases: tuple[Phase, ...]
+    make_programs: Callable[[Phase], Programs]
+    state: TrainState
+    stream: grain.DatasetIterator
+    held_out: Sequence[np.ndarray]
+    checkpoints: Checkpoints
+    records: Records
+    reporter: StepReporter
+    interruption: Interruption
+
+    def __post_init__(self):
+        self._step = int(self.state.step)
+        self._begin_phase(self._step + 1)
+        self._owes_evaluation = owes_evaluation(self.config, self.folder, self._step)
+        self._done = is_done(self.config, self.folder, self._step)
+        self._interrupted = False
+        self._evaluation: dict[str, float] = {}
+
+    def run(self) -> dict[str, float]:
+        """Runs the steps that remain; returns the last evaluation, or nothing if there was none to make.
+
+        Raises:
+          SystemExit: SIGINT or SIGTERM has ended the run after a checkpoint; the message says how to go on.
+          NonFiniteError: a loss or gradient was NaN or infinite; the step's state and batch are saved.
+          CheckpointError: a checkpoint could not be saved.
+        """
+        try:
+            while self._owes_evaluation or not (self._done or self._step >= self.config.last_step):
+                if not self._owes_evaluation:
+                    self._train()
+                self.checkpoints.check()
+                if self._owes_evaluation or self._is_due(self.config.eval_every):
+                    self._evaluate()
+                self._interrupted = self._interrupted or self.interruption.requested()
+                if self._is_due(self.config.checkpoint_every) or self._done or self._interrupted:
+                    self._save()
+                self._end_if_it_is_time()
+        except NonFiniteError as error:
+            self.records.mllog.run_ends(self._sequences(error.step), success=False)
+            raise self._with_evidence(error) from None
+        return self._evaluation
+
+    def _train(self) -> None:
+        """Takes a step, and reports the one before."""
+        self._step += 1
+        switches = self._step > 1 and self._step == phase_at(self.phases, self._step).first_step
+        if switches:
+            self._switch_phase()
+        batch = sharding.global_batch(self.mesh, next(self.stream))
+        every = self.config.observe.stats_every
+        if every is not None and self._step % every == 0:
+            self._measure_layers(batch)
+        step = self._programs.train_step
+        self.state, metrics = self.records.tracer.run(self._step, step, self.state, batch)
+        if switches:
+            self.reporter.restart_clock()  # compiled by now
+        self.reporter.step(self._step, metrics)
+
+    def _begin_phase(self, step: int) -> None:
+        self._phase = phase_at(self.phases, step)
+        self._programs = self.make_programs(self._phase)
+
+    def _switch_phase(self) -> None:
+        """Goes on in the policies of the phase that begins with this step, and says so."""
+        self.reporter.flush()
+        self._begin_phase(self._step)
+        self.records.log.write(step=self._step, policy=self._phase.policy)
+        self.records.display.line(
+            f"step {self._step:6d}  policy {self._phase.policy} from here on, which is compiled first"
+        )
+
+    def _measure_layers(self, batch: jax.Array) -> None:
+        """Records the errors of each layer's GEMMs in the step to come."""
+        self.reporter.flush()
+        measures = by_layer(self._programs.layer_stats(self.state.params, batch, self.state.step))
+        self.records.log.write(step=self._step, policy=self._phase.policy, layers=measures)
+        self.reporter.restart_clock()
+
+    def _evaluate(self) -> None:
+        """Evaluates, and finds out whether the run is done; or is interrupted, and leaves it to the next."""
+        self.reporter.flush()
+        self.records.mllog.evaluation_starts(self._sequences(self._step))
+        batches = self.interruption.guard(self.held_out)
+        try:
+            self._evaluation = evaluate(self._programs.eval_step, self.state.params, batches)
+        except Interrupted:
+            self._interrupted = True
+        else:
+            self._record_evaluation()
+        self._owes_evaluation = False
+        self.reporter.restart_clock()
+
+    def _record_evaluation(self) -> None:
+        step, loss = self._step, self._evaluation["eval_loss"]
+        self.records.log.write(step=step, tokens=step * self.config.data.tokens_a_step, **self._evaluation)
+        self.records.display.line(f"step {step:6d}  {in_words(self._evaluation)}")
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"eval loss {loss} at step {step}", step)
+        self.checkpoints.losses[step] = loss
+        self._done = step >= self.config.steps or reaches_target(self.config, loss)
+        self.records.mllog.evaluation_ends(self._sequences(step), loss, last=self._done)
+
+    def _save(self) -> None:
+        self.reporter.flush()
+        self.checkpoints.save(self.state, self.stream.get_state())
+        self.reporter.restart_clock()
+
+    def _end_if_it_is_time(self) -> None:
+        """Says that the run is done, or ends the program if it was interrupted before."""
+        if self._done:
+            success = is_on_target(self.config, self.folder, self._step)
+            self.records.mllog.run_ends(self._sequences(self._step), success)
+        elif self._interrupted:
+            self.checkpoints.wait()
+            raise SystemExit(
+                f"interrupted after step {self._step}; continue with: train.py {self._continuing()}"
+            )
+
+    def _with_evidence(self, error: NonFiniteError) -> NonFiniteError:
+        """Saves what is needed to repeat a step that was not finite; returns the error that says where."""
+        policy, watch = phase_at(self.phases, error.step).policy, self.records.watch
+        folder = watch.save_evidence(error.step, f"{error}\npolicy {policy}", error.amax or {})
+        with Checkpoints(folder / "checkpoints") as checkpoints:
+            finite = self.state._replace(finite=jax.numpy.array(True))
+            checkpoints.save(finite, {"next_index": int(self.state.step)})
+        return NonFiniteError(
+            f"{error}, policy {policy}. The last finite state and the step's batch "
+            f"are in {folder}; lower --lr, train in another --policy, or continue with {self._continuing()} "
+            "--on-nonfinite skip",
+            error.step,
+        )
+
+    def _is_due(self, every: int) -> bool:
+        """Returns whether what happens every so many steps does after this one; it does after the last."""
+        return self._step % every == 0 or self._step == self.config.last_step
+
+    def _sequences(self, step: int) -> int:
+        """Returns how many sequences have been trained on after a step."""
+        return step * self.config.data.batch_size
+
+    def _continuing(self) -> str:
+        """Returns the flags that continue the run."""
+        return f"--out {self.folder} --resume"
