@@ -30,13 +30,14 @@ import tempfile
 import time
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.train_job import OURS, PEER, Job
 from benchmarks.train_report import check, lines, print_report, with_speed
 from models.configs import get_config
 from mxjax.gemm import Implementation
 from mxjax.kernels.timing import LATE, commit
+from mxjax.remat import Remat
 from mxjax.recipes import get_policy
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED", "out of memory")
@@ -77,7 +78,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", nargs="*", default=["bf16", "fp8", "wgrad_hadamard", "full_hadamard"])
     how = typing.get_args(Implementation)
     parser.add_argument("--implementation", choices=how, help="of the products; default: the fastest")
-    parser.add_argument("--remat", default="none", help="as train.py's, and of the peer's layers unless none")
+    parser.add_argument(
+        "--remat",
+        default="none",
+        choices=get_args(Remat),
+        help="as train.py's, and of the peer's layers unless none",
+    )
     parser.add_argument("--mesh", help="as train.py's; default: fsdp over all --devices")
     parser.add_argument("--devices", type=int, default=1, help="the first GPUs of the machine")
     parser.add_argument(
