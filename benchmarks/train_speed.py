@@ -30,15 +30,15 @@ import tempfile
 import time
 import typing
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from benchmarks.train_job import OURS, PEER, Job
 from benchmarks.train_report import check, lines, print_report, with_speed
 from models.configs import get_config
 from mxjax.gemm import Implementation
 from mxjax.kernels.timing import LATE, commit
-from mxjax.remat import Remat
 from mxjax.recipes import get_policy
+from mxjax.remat import Remat
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED", "out of memory")
 
