@@ -4,9 +4,10 @@
 """
 
 import dataclasses
+import functools
 import pathlib
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
@@ -21,7 +22,8 @@ from mxjax.training.compare import CompareConfig, compare
 from mxjax.training.config import Config, from_json, read_description
 from mxjax.training.data import evaluation_batches, load_data, load_held_out
 from mxjax.training.environment import enable_compilation_cache, input_errors
-from mxjax.training.metrics import json_line
+from mxjax.training.metrics import evaluations, json_line
+from mxjax.training.schedule import phase_at, phases_of
 from mxjax.training.step import evaluate, make_eval_step
 
 
@@ -32,15 +34,15 @@ class EvalConfig:
     run: Annotated[pathlib.Path, tyro.conf.Positional]
     """The run's folder."""
     policy: str | None = None
-    """The policy to run the weights in."""
+    """The policy to run the weights in. Default: that of the checkpoint's step."""
     scale_rule: ScaleRule | None = None
     """Replaces the policy's rule for MXFP4 scales."""
     layers: tuple[str, ...] | None = None
     """Exceptions, as PATTERN=POLICY."""
     implementation: Implementation | None = None
     """How the GEMMs run."""
-    step: int | None = None
-    """The checkpoint's step; default, the last."""
+    step: int | Literal["best"] | None = None
+    """The checkpoint's step, or best: that of the lowest evaluation loss in training. Default, the last."""
     data: str | None = None
     """Evaluate on the validation part of this text or dataset PREFIX instead."""
     eval_data: str | None = None
@@ -54,10 +56,9 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
     enable_compilation_cache()
     with input_errors():
         config, precision, model = read_run(arguments)
-        policies = llama.layer_policies(model, precision.policy, precision.rules())
-        if precision.scale_rule is not None:
-            policies = policies.with_scale_rule(precision.scale_rule)
-        check_plans(policies.policies, precision.implementation)
+        phases = phases_of(precision, config.steps, functools.partial(llama.layer_policies, model))
+        for phase in phases:
+            check_plans(phase.layers.policies, precision.implementation)
         n_batches = config.eval_batches if arguments.batches is None else arguments.batches
         if n_batches < 1:
             raise ValueError(f"--batches must be at least 1, got {n_batches}")
@@ -67,16 +68,20 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
             tokens, config.data, n_batches, model.vocab_size, n_sequences=n_sequences
         )
         like = jax.eval_shape(lambda: llama.init(model, jax.random.key(0)))
-        with Checkpoints(arguments.run / "checkpoints") as checkpoints:
+        eval_losses = evaluations(arguments.run)
+        with Checkpoints(arguments.run / "checkpoints", losses=eval_losses) as checkpoints:
             step = checkpoints.latest if arguments.step is None else arguments.step
+            if step == "best" and (step := checkpoints.best) is None:
+                raise ValueError(f"no checkpoint of {arguments.run} is of a step with an evaluation")
             params = checkpoints.restore_params(like, step)
+    phase = phase_at(phases, step or 0)
 
     def losses(params, batch, key):
-        options = {"policies": policies, "key": key, "implementation": precision.implementation}
+        options = {"policies": phase.layers, "key": key, "implementation": precision.implementation}
         return llama.losses(model, params, batch, **options)
 
     result = evaluate(make_eval_step(losses), params, held_out)
-    return {"run": str(arguments.run), "step": step, "policy": precision.policy, **result}
+    return {"run": str(arguments.run), "step": step, "policy": phase.policy, **result}
 
 
 def read_run(arguments: EvalConfig):

@@ -5,9 +5,11 @@ Shared by builds, tests and benchmarks. Source: The Llama 3 Herd of Models, arXi
 projection another.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-# (d_in, d_out) of each linear layer of a block.
+Linears = Mapping[str, tuple[int, int]]
+"""(d_in, d_out) of each linear layer of a block."""
 LINEARS = {
     "attention.qkv": (4096, 6144),
     "attention.out": (4096, 4096),
@@ -35,10 +37,10 @@ class TensorShape(NamedTuple):
     columns: int
 
 
-def gemms(tokens: int) -> list[GemmShape]:
+def gemms(tokens: int, linears: Linears = LINEARS) -> list[GemmShape]:
     """Returns the three GEMMs of each linear layer for so many tokens."""
     shapes = []
-    for layer, (d_in, d_out) in LINEARS.items():
+    for layer, (d_in, d_out) in linears.items():
         shapes += [
             GemmShape(f"{layer}.fprop", tokens, d_out, d_in),
             GemmShape(f"{layer}.dgrad", tokens, d_in, d_out),
@@ -47,10 +49,10 @@ def gemms(tokens: int) -> list[GemmShape]:
     return shapes
 
 
-def tensors(tokens: int) -> list[TensorShape]:
+def tensors(tokens: int, linears: Linears = LINEARS) -> list[TensorShape]:
     """Returns activation, output gradient and weight of each linear layer for so many tokens."""
     shapes = []
-    for layer, (d_in, d_out) in LINEARS.items():
+    for layer, (d_in, d_out) in linears.items():
         shapes += [
             TensorShape(f"{layer}.activation", tokens, d_in),
             TensorShape(f"{layer}.gradient", tokens, d_out),

@@ -107,7 +107,7 @@ class Report:
             "kernels": " ".join(kernel_target() or ["not run: these are the definitions"]),
             "jax": jax.__version__,
             "packages": _versions(),
-            "commit": options.commit or _commit(),
+            "commit": options.commit or commit(),
             "command": shlex.join(["python", "-m", module, *given]),
             "records": [],
         }
@@ -151,7 +151,8 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Returns what git says of the code, "unknown" outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         result = subprocess.run(

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from mxjax.remat import attention
+
 LONGEST_WHOLE = 1024
 """Tokens up to which all scores exist at once; beyond, those of PIECE queries."""
 PIECE = 512
@@ -26,13 +28,14 @@ def causal_attention(
         return jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="cudnn")
     length = q_BSNH.shape[1]
     if length <= LONGEST_WHOLE:
-        return jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="xla")
+        out = jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="xla")
+        return attention(out)
     quarter = -(-length // (4 * PIECE)) * PIECE
     parts = []
     for start in range(0, length, quarter):
         stop = min(start + quarter, length)
         parts.append(_attend_part(start, q_BSNH[:, start:stop], k_BSGH[:, :stop], v_BSGH[:, :stop]))
-    return jnp.concatenate(parts, axis=1)
+    return attention(jnp.concatenate(parts, axis=1))
 
 
 def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH) -> Float[Array, "B P N H"]:

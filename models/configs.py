@@ -57,6 +57,9 @@ class LlamaConfig:
     def flops_per_token(self, seq_len: int) -> float:
         """Returns the training FLOPs of a token: 6 a matrix parameter, and causal attention's 6 S d a layer.
 
+        The embedding's lookup counts nothing (a tied one counts as the head); what `remat` computes again
+        does not count either.
+
         Source: arXiv 2204.02311, appendix B, with half of the attention products masked away.
         """
         matrices = self.n_params - self.vocab_size * self.d_model * (0 if self.tied else 1)

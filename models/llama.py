@@ -27,7 +27,10 @@ from models.configs import LlamaConfig
 from models.loss import Head, token_losses
 from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies, Rules, resolve
+from mxjax.packed import on_gpu
 from mxjax.policy import Policy
+from mxjax.probes import Measures, probe
+from mxjax.remat import Remat, product, rematerialize
 
 # The GEMMs of a block, in the order in which they run.
 BLOCK_LAYERS = (
@@ -38,6 +41,8 @@ BLOCK_LAYERS = (
     "mlp.gate_up",
     "mlp.down",
 )
+LINEAR_LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+"""Those of them that multiply weights."""
 # What stays in bfloat16 unless a rule names it.
 _HIGH_PRECISION: Rules = (
     ("blocks.*.attention.scores", "bf16"),
@@ -149,15 +154,12 @@ class Llama(nnx.Module):
         *,
         policies: LayerPolicies,
         key: jax.Array | None = None,
-        dtype: Any = jnp.bfloat16,
-        remat: bool = False,
         implementation: Implementation | None = None,
+        **options,
     ) -> Float32[Array, "B S V"]:
         """Returns the logits of each next token; the arguments are those of `hidden`."""
-        x_BSD = self.hidden(
-            tokens_BS, policies=policies, key=key, dtype=dtype, remat=remat, implementation=implementation
-        )
-        return self.logits(x_BSD, policies=policies, key=key, implementation=implementation)
+        common: Any = {"policies": policies, "key": key, "implementation": implementation}
+        return self.logits(self.hidden(tokens_BS, **common, **options), **common)
 
     def hidden(
         self,
@@ -166,8 +168,10 @@ class Llama(nnx.Module):
         policies: LayerPolicies,
         key: jax.Array | None = None,
         dtype: Any = jnp.bfloat16,
-        remat: bool = False,
+        remat: Remat = "none",
         implementation: Implementation | None = None,
+        slots: dict[str, Measures] | None = None,
+        unroll: int | None = None,
     ) -> Float[Array, "B S D"]:
         """Returns what the head takes: the last block's output, normalized.
 
@@ -176,17 +180,24 @@ class Llama(nnx.Module):
           policies: from `layer_policies`.
           key: for policies that draw random bits; fold the step into it.
           dtype: of the activations between layers.
-          remat: recompute each block in the backward pass instead of keeping its activations.
+          remat: what each block keeps for its backward pass, see `mxjax.remat`.
           implementation: of the products, see `mxjax.dot`.
+          slots: of LINEAR_LAYERS, whose gradient is then their GEMMs' errors; see `mxjax.probes`.
+          unroll: blocks that the compiled loop takes in a turn. All of them run fastest, since what is kept
+            for the backward pass is then not copied into arrays of all layers, and take longest to compile;
+            default, all on a GPU, one elsewhere.
         """
         rope = rope_angles(tokens_BS.shape[1], self.config)
         x_BSD = self.embedding[...][tokens_BS].astype(dtype)
         graph, blocks = nnx.split(self.blocks)
         for start, stop, block_policies in _runs(policies, self.config.n_layers):
             run = functools.partial(_run_block, graph, block_policies, implementation, rope, key)
+            turn = min(unroll or (stop if on_gpu() else 1), stop - start)
+            run = rematerialize(run, remat, in_loop=stop - start > turn)
             layers = jnp.arange(start, stop)
-            here = blocks if stop - start == self.config.n_layers else _slice(blocks, start, stop)
-            x_BSD, _ = jax.lax.scan(jax.checkpoint(run) if remat else run, x_BSD, (layers, here))
+            whole = stop - start == self.config.n_layers
+            here = (blocks, slots) if whole else _slice((blocks, slots), start, stop)
+            x_BSD, _ = jax.lax.scan(run, x_BSD, (layers, *here), unroll=turn)
         return self.norm(x_BSD)
 
     def logits(
@@ -255,21 +266,31 @@ def _graph(config: LlamaConfig) -> nnx.GraphDef:
 class BlockPolicies:
     """The products of one block: `dot` and `dot_general` in the policy, and by the key, of a named layer."""
 
-    def __init__(self, policies: Sequence[Policy], key: jax.Array | None, implementation=None):
+    def __init__(
+        self,
+        policies: Sequence[Policy],
+        key: jax.Array | None,
+        implementation: Implementation | None = None,
+        slots: dict[str, Measures] | None = None,
+    ):
         self.policies: dict[str, Policy] = dict(zip(BLOCK_LAYERS, policies, strict=True))
         self.key = key
-        self.implementation = implementation
+        self.implementation: Implementation | None = implementation
+        self.slots = slots
 
     def dot(self, name: str, x, w) -> Array:
         """Returns x @ w in x's dtype."""
-        return mxjax.dot(
+        policy, key = self.policies[name], self._key(name)
+        y = mxjax.dot(
             x,
             w,
-            policy=self.policies[name],
-            key=self._key(name),
+            policy=policy,
+            key=key,
             implementation=self.implementation,
             preferred_element_type=x.dtype,
         )
+        y = product(y)
+        return y if self.slots is None else probe(policy, self.implementation, y, x, w, key, self.slots[name])
 
     def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:
         """Returns the product in float32."""
@@ -331,9 +352,10 @@ def _attend(q_BSNH, k_BSGH, v_BSGH, policies: BlockPolicies) -> Float[Array, "B 
 
 def _run_block(graph, policies, implementation, rope, key, x_BSD, layer):
     """The body of the scan over layers: one block, with its own weights and its own random bits."""
-    index, weights = layer
+    index, weights, slots = layer
     key = None if key is None else jax.random.fold_in(key, index)
-    return nnx.merge(graph, weights)(x_BSD, rope, BlockPolicies(policies, key, implementation)), None
+    products = BlockPolicies(policies, key, implementation, slots)
+    return nnx.merge(graph, weights)(x_BSD, rope, products), None
 
 
 def _runs(policies: LayerPolicies, n_layers: int) -> list[tuple[int, int, tuple[Policy, ...]]]:

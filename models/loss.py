@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, Float32, Int
 
 import mxjax
@@ -39,7 +38,35 @@ class Head(NamedTuple):
 
     def losses(self, x: Float[Array, "*B D"], w_DV, targets: Int[Array, "*B"], key) -> Float32[Array, "*B"]:
         """Returns the cross-entropy of each token, in nats."""
-        return optax.softmax_cross_entropy_with_integer_labels(self.logits(x, w_DV, key), targets)
+        return cross_entropy(self.logits(x, w_DV, key), targets)
+
+
+@jax.custom_vjp
+def cross_entropy(
+    logits: Float32[Array, "*shape V"], targets: Int[Array, "*shape"]
+) -> Float32[Array, "*shape"]:
+    """Returns -log softmax(logits)[target], in nats.
+
+    The gradient, g (softmax(logits) - onehot(target)), is one pass over the logits; that of a lookup would
+    write a second array of their size.
+    """
+    return _cross_entropy_fwd(logits, targets)[0]
+
+
+def _cross_entropy_fwd(logits, targets):
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return normalizer - chosen, (logits, targets, normalizer)
+
+
+def _cross_entropy_bwd(residuals, g):
+    logits, targets, normalizer = residuals
+    token = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+    softmax = jnp.exp(logits - normalizer[..., None])
+    return g[..., None] * jnp.where(token == targets[..., None], softmax - 1, softmax), None
+
+
+cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 def token_losses(

@@ -17,6 +17,7 @@ from mxjax.operands import as_backward_sees, first_order_only, fold, uses_of
 from mxjax.packed import Packed
 from mxjax.policy import Policy
 from mxjax.recipes import as_policy
+from mxjax.remat import operand
 
 AnyArray = jax.Array | np.ndarray
 DimensionNumbers = tuple  # ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), as in jax.lax
@@ -205,6 +206,8 @@ def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: 
     keep_x, keep_w = keep and plan.wgrad in ON_PACKED, keep and plan.dgrad in ON_PACKED
     lhs, x_packed = _prepare_two(x, (plan.fprop, left), (plan.wgrad, wgrad[0]) if keep_x else None, seen_x)
     rhs, w_packed = _prepare_two(w, (plan.fprop, right), (plan.dgrad, dgrad[1]) if keep_w else None, seen_w)
+    if w.ndim == 2:  # not attention's, which grow with the square of the sequence
+        lhs, rhs, x_packed, w_packed = (_named(q) for q in (lhs, rhs, x_packed, w_packed))
     y = multiply(plan.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"))
     return y, _Residuals(None if keep_x else x, x_packed, None, w_packed, key)
 
@@ -256,6 +259,11 @@ def residual_bytes(
 
     arrays = jax.eval_shape(kept, x, jax.ShapeDtypeStruct(w.shape, w.dtype), key)
     return {name: sum(a.size * a.dtype.itemsize for a in group) for name, group in arrays.items()}
+
+
+def _named(q):
+    """Returns q, named for `mxjax.remat` if it is packed."""
+    return operand(q) if isinstance(q, Packed) else q
 
 
 def _prepare_two(x, now, later, seen):

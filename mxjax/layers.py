@@ -11,6 +11,7 @@ from mxjax.recipes import as_policy
 from mxjax.scales import ScaleRule
 
 Rules = Sequence[tuple[str, Policy | str]]
+_SLICE = re.compile(r"(\w+)\[(-?\d+|(?:-?\d+)?:(?:-?\d+)?)\](\..+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +57,47 @@ def resolve(names: Sequence[str], default: Policy | str, rules: Rules = ()) -> L
     Args:
       names: the model's layers, such as "blocks.0.mlp.down".
       default: a policy or its name.
-      rules: (pattern, policy) pairs; patterns as in `fnmatch`, e.g. ("blocks.[01].*", "bf16").
+      rules: (pattern, policy) pairs; patterns as in `matching`, e.g. ("blocks[:2].*", "bf16").
     Raises:
       ValueError: an unknown policy, or a pattern that matches no layer.
     """
     chosen = dict.fromkeys(names, as_policy(default))
     for pattern, policy in rules:
-        matching = fnmatch.filter(names, pattern)
-        if not matching:
-            known = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
-            raise ValueError(f"layer pattern {pattern!r} matches none of {', '.join(known)}")
-        chosen |= dict.fromkeys(matching, as_policy(policy))
+        chosen |= dict.fromkeys(matching(names, pattern), as_policy(policy))
     return LayerPolicies(tuple(names), tuple(chosen.values()))
+
+
+def matching(names: Sequence[str], pattern: str) -> list[str]:
+    """Returns the names that a pattern matches, one at least.
+
+    Patterns are `fnmatch`'s, e.g. "blocks.*.mlp.*" or "head". After the name of numbered layers, brackets
+    take an index or a slice of their numbers as Python's lists do: "blocks[:2].*" is the first two blocks,
+    "blocks[-4:].*" the last four, "blocks[-1].mlp.down" one layer.
+
+    Raises:
+      ValueError: no name matches.
+    """
+    sliced = _SLICE.fullmatch(pattern)
+    found = fnmatch.filter(names, pattern) if sliced is None else _in_slice(names, *sliced.groups())
+    if not found:
+        known = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+        count = f"; of {sliced[1]} there are {len(_numbers(names, sliced[1]))}" if sliced else ""
+        raise ValueError(f"layer pattern {pattern!r} matches none of {', '.join(known)}{count}")
+    return found
+
+
+def _in_slice(names: Sequence[str], stack: str, index: str, rest: str) -> list[str]:
+    """Returns the names that are `stack`, a number in the slice, and what the pattern `rest` matches."""
+    bounds = [int(bound) if bound else None for bound in index.split(":")]
+    if len(bounds) == 1 and bounds[0] is not None:
+        bounds.append(bounds[0] + 1 or None)
+    chosen = _numbers(names, stack)[slice(*bounds)]
+    return [name for number in chosen for name in fnmatch.filter(names, f"{stack}.{number}{rest}")]
+
+
+def _numbers(names: Sequence[str], stack: str) -> list[int]:
+    """Returns the numbers of the layers called `stack`, in ascending order."""
+    return sorted({int(m[1]) for name in names if (m := re.match(rf"{stack}\.(\d+)\.", name))})
 
 
 def _numbered(layer: str, blocks: list[int]) -> str:

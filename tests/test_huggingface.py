@@ -306,7 +306,8 @@ def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     jax.tree.map(
         np.testing.assert_array_equal, params_of(tmp_path / "imported")[1], params_of(tmp_path / "tuned")[1]
     )
-    with pytest.raises(SystemExit, match=r"lr=0\.001"):  # from then on it is a run like others
+    # From then on it is a run like others.
+    with pytest.raises(SystemExit, match=r"--lr: the run has 0\.001, the command line 0\.01"):
         run(text, tmp_path / "imported", "--resume", *steps, "--lr", "1e-2")
     # A run that was stopped before its first checkpoint begins anew.
     early = tmp_path / "early"

@@ -3,7 +3,7 @@
 import pytest
 
 import mxjax
-from mxjax.layers import resolve
+from mxjax.layers import matching, resolve
 
 NAMES = [f"blocks.{i}.{layer}" for i in range(4) for layer in ("up", "down")] + ["head"]
 
@@ -23,6 +23,37 @@ def test_a_rule_takes_a_policy_as_well_as_a_name():
 def test_a_pattern_that_matches_nothing_is_an_error():
     with pytest.raises(ValueError, match=r"'block\.\*' matches none of blocks\.\*\.up, "):
         resolve(NAMES, "wgrad", [("block.*", "bf16")])
+
+
+@pytest.mark.parametrize(
+    "index", ["0", "1", "3", "-1", "-4", ":2", "2:", "-1:", "-2:", ":-1", "1:3", "-3:-1", ":", ":99"]
+)
+def test_brackets_take_numbered_layers_as_lists_do(index):
+    found = matching(NAMES, f"blocks[{index}].*")
+    chosen = eval(f"[0, 1, 2, 3][{index}]")
+    expected = [f"blocks.{i}." for i in (chosen if isinstance(chosen, list) else [chosen])]
+    assert sorted({name.removesuffix("up").removesuffix("down") for name in found}) == expected
+    assert len(found) == 2 * len(expected)
+
+
+def test_brackets_count_blocks_by_number_not_by_letter():
+    names = [f"blocks.{i}.up" for i in range(12)]
+    assert matching(names, "blocks[-2:].up") == ["blocks.10.up", "blocks.11.up"]
+    assert matching(names, "blocks[2].*") == ["blocks.2.up"]
+
+
+@pytest.mark.parametrize("pattern", ["blocks[4].*", "blocks[-5].*", "blocks[2:2].*", "blocks[:2].left"])
+def test_a_slice_that_holds_no_layer_is_an_error(pattern):
+    with pytest.raises(ValueError, match=r"matches none of blocks\.\*\.up, .*of blocks there are 4"):
+        resolve(NAMES, "wgrad", [(pattern, "bf16")])
+
+
+@pytest.mark.parametrize(
+    "pattern", ["blocks[].*", "blocks[a:].*", "blocks[1-2].*", "blocks[:2]", "layers[0].*"]
+)
+def test_other_brackets_match_nothing(pattern):
+    with pytest.raises(ValueError, match="matches none of"):
+        resolve(NAMES, "wgrad", [(pattern, "bf16")])
 
 
 def test_resolved_policies_are_hashable_and_equal_by_value():

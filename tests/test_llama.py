@@ -177,9 +177,18 @@ def renamed_full_sr():
 def test_remat_replays_the_random_bits(params, policy):
     policies = layer_policies(SMALL, "fp32", random_mlp(policy))
     plain, rematerialized = (
-        gradients(params, policies, remat=remat, dtype=jnp.float32) for remat in (False, True)
+        gradients(params, policies, remat=remat, dtype=jnp.float32) for remat in ("none", "full")
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, rematerialized)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_unrolled_layers_are_those_of_the_loop(params, remat):
+    policies = layer_policies(SMALL, "bf16", random_mlp("full_sr"))
+    loop, unrolled = (
+        gradients(params, policies, remat=remat, unroll=n, dtype=jnp.float32) for n in (1, SMALL.n_layers)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), loop, unrolled)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "wgrad_hadamard"])

@@ -72,7 +72,7 @@ def test_the_preset_is_the_benchmark():
 
 def test_every_value_of_the_preset_can_be_overridden():
     flags = ["--model", "tiny", "--seq-len=64", "--steps", "9", "--lr", "1e-2", "--eval-every=2"]
-    more = ["--target-loss", "4", "--eval-sequences", "7", "--no-mllog", "--no-remat", "--warmup-steps", "1"]
+    more = ["--target-loss", "4", "--eval-sequences", "7", "--no-mllog", "--remat=none", "--warmup-steps=1"]
     config = parse([*flags, *PRESET, *more, "--b2", "0.9", "--vocab-size", "300", "--policy", "fp8"])
     assert config == dataclasses.replace(
         parse(PRESET),
@@ -81,7 +81,7 @@ def test_every_value_of_the_preset_can_be_overridden():
         eval_every=2,
         target_loss=4.0,
         eval_sequences=7,
-        remat=False,
+        remat="none",
         mlperf=MLPerfConfig(),
         precision=PrecisionConfig("fp8"),
         data=dataclasses.replace(parse(PRESET).data, seq_len=64, vocab_size=300),

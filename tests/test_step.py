@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from mxjax.training.amax import amax, amax_names
 from mxjax.training.step import evaluate, init_state, make_eval_step, make_train_step
 
 
@@ -91,6 +92,40 @@ def test_after_a_step_that_is_not_finite_the_state_stays(params):
         assert not bool(metrics.finite)
         assert int(state.step) == 1
         np.testing.assert_array_equal(state.params["table"], before)
+
+
+def test_a_skipped_step_changes_only_what_is_counted(params):
+    poisoned = {"table": params["table"].at[3, 0].set(jnp.nan)}
+    optimizer = optax.adam(0.5)
+    step = make_train_step(mean_bigram, optimizer, seed=0, skip_nonfinite=True)
+    state = init_state(poisoned, optimizer)
+    before = jax.tree.map(np.asarray, state)
+    state, metrics = step(state, np.array([[3, 1, 2]], np.int32))
+    assert not bool(metrics.finite)
+    assert (int(state.step), int(state.skipped), bool(state.finite)) == (1, 1, True)
+    jax.tree.map(np.testing.assert_array_equal, state[1:3], before[1:3])
+    state, metrics = step(state, np.array([[0, 1, 2]], np.int32))
+    assert bool(metrics.finite)
+    assert (int(state.step), int(state.skipped), int(metrics.skipped)) == (2, 1, 1)
+    assert not np.array_equal(state.params["table"], before.params["table"], equal_nan=True)
+
+
+def test_the_largest_values_of_a_step_that_is_not_finite_are_those_of_gradients_and_parameters(params):
+    expected = jax.grad(lambda p: bigram(p, BATCH, None).mean())(params)["table"]
+    for offset, wanted in ((jnp.inf, [[abs(expected).max()], [15 / 8]]), (0.0, [[0], [0]])):
+        state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.5))
+
+        def loss(*arguments, offset=offset):
+            return mean_bigram(*arguments) + offset
+
+        _, metrics = make_train_step(loss, optax.sgd(0.5), seed=0)(state, BATCH)
+        np.testing.assert_allclose(metrics.amax, wanted, rtol=1e-6)
+
+
+def test_blocks_are_told_apart():
+    tree = {"blocks": {"mlp": {"up": jnp.array([[[1.0, -3.0]], [[2.0, 0.0]]])}}, "head": -jnp.ones((2, 2))}
+    assert amax_names(tree) == ["blocks.0.mlp.up", "blocks.1.mlp.up", "head"]
+    np.testing.assert_array_equal(amax(tree), [3, 2, 1])
 
 
 def test_evaluation_averages_over_tokens_not_batches(params):

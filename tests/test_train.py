@@ -32,6 +32,10 @@ def run(text, out, *flags):
     return training_program.train(parse([*SMALL, "--data", str(text), "--out", str(out), *flags]))
 
 
+def resume(out, *flags):
+    return training_program.train(parse(["--resume", "--out", str(out), *flags]))
+
+
 def lines(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -45,7 +49,8 @@ def weights(out):
 
 
 def without_time(records):
-    return [{k: v for k, v in record.items() if k != "tokens_per_s"} for record in records]
+    times = {"tokens_per_s", "tflops_per_device", "step_s"}
+    return [{k: v for k, v in record.items() if k not in times} for record in records]
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +76,10 @@ def test_the_description_holds_every_resolved_value(finished):
     assert found["config"]["precision"]["policy"] == "full_sr"
     assert found["config"]["optimizer"]["b2"] == 0.95
     assert found["model"]["d_model"] == 128
-    assert found["policies"]["blocks.3.mlp.down"].startswith("fprop mxfp4:floor:sr x mxfp4:floor:sr |")
-    assert found["policies"]["head"].startswith("fprop bf16")
+    [phase] = found["phases"]
+    assert (phase["first_step"], phase["policy"]) == (1, "full_sr")
+    assert phase["layers"]["blocks.3.mlp.down"].startswith("fprop mxfp4:floor:sr x mxfp4:floor:sr |")
+    assert phase["layers"]["head"].startswith("fprop bf16")
     assert found["environment"]["jax"] == jax.__version__
     assert found["data"]["train_tokens"] > 0
 
@@ -82,7 +89,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, tmp_path, f
     out = tmp_path / "resumed"
     run(text, out, "--policy", "full_sr", "--eval-every", "3", "--stop-after", "3")
     assert lines(out)[-1]["step"] == 3
-    run(text, out, "--policy", "full_sr", "--eval-every", "3", "--resume")
+    resume(out)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
     assert without_time(lines(out)) == without_time(lines(finished))
 
@@ -105,7 +112,8 @@ def test_every_policy_sees_the_same_first_batch(text, tmp_path):
 def test_rules_and_scale_rule_reach_the_layers(text, tmp_path):
     flags = ["--policy", "wgrad", "--scale-rule", "even", "--layers", "blocks.0.*=bf16", "head=fp8"]
     run(text, tmp_path / "run", *flags, "--stop-after", "1")
-    policies = json.loads((tmp_path / "run" / "config.json").read_text())["policies"]
+    [phase] = json.loads((tmp_path / "run" / "config.json").read_text())["phases"]
+    policies = phase["layers"]
     assert policies["blocks.0.mlp.down"].startswith("fprop bf16")
     assert policies["blocks.1.mlp.down"].startswith("fprop mxfp4:even")
     assert policies["head"].startswith("fprop fp8_e4m3")
@@ -117,8 +125,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_evidence(text, tm
         run(text, out, "--policy", "wgrad", "--lr", "1e30", "--clip", "1e30")
     step = caught.value.step
     evidence = out / f"nonfinite-step-{step}"
+    tokens = np.frombuffer(text.read_bytes(), np.uint8)
     with np.load(evidence / "batch.npz") as saved:
-        assert saved["batch"].shape == (4, 33)
+        windows = json.loads((evidence / "batch.json").read_text())["windows"]
+        expected = [tokens[32 * i : 32 * i + 33] for i in windows]
+        np.testing.assert_array_equal(saved["batch"], expected)
+    largest = json.loads((evidence / "amax.json").read_text())
+    assert largest["gradients"].keys() == largest["parameters"].keys() >= {"blocks.3.mlp.down", "head"}
+    assert "nan" in largest["gradients"].values()
+    assert all(isinstance(value, float) for value in largest["parameters"].values())
     before, state = weights(evidence)
     assert before == step - 1
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
@@ -149,12 +164,24 @@ def test_eval_takes_another_policy_and_step_count(finished):
         (["--seq-len", "1000000"], "shorten --seq-len"),
         (["--resume"], "holds no run"),
         (["--implementation", "triton"], "needs a GPU and jax-triton"),
+        (["--remat", "fp4", "--implementation", "xla"], "keeps packed MXFP4 operands, but no GEMM"),
     ],
 )
 def test_bad_input_ends_with_what_to_do(text, tmp_path, flags, message):
     with pytest.raises(SystemExit, match=message):
         run(text, tmp_path / "run", *flags)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("limit", "warns"), [(None, False), (2**30, False), (2**20, True)])
+def test_the_start_says_what_a_step_takes(text, tmp_path, monkeypatch, capsys, limit, warns):
+    monkeypatch.setattr(training_program, "memory_limit", lambda device: limit)
+    monkeypatch.setattr(training_program, "loop", lambda *_: {})
+    run(text, tmp_path / "run", "--remat", "full")
+    printed = capsys.readouterr().out
+    assert "memory a device, estimated with --remat full: 0.0" in printed
+    assert ("% of" in printed) == (limit is not None)
+    assert ("warning: that is more than there is: lower --batch-size" in printed) == warns
 
 
 def test_a_folder_in_use_is_not_overwritten(text, finished):
@@ -166,11 +193,15 @@ def test_a_folder_in_use_is_not_overwritten(text, finished):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--policy", "bf16"], "policy='full_sr'"), (["--seed", "1"], "seed: the run has 0")],
+    [
+        (["--policy", "bf16"], "--policy: the run has full_sr, the command line bf16"),
+        (["--model", "20m"], "--model: the run has tiny, the command line 20m"),
+        (["--seed", "1"], "--seed: the run has 0, the command line 1"),
+    ],
 )
 def test_resuming_another_run_names_the_difference(text, finished, flags, message):
     with pytest.raises(SystemExit, match=message):
-        run(text, finished, "--policy", "full_sr", "--resume", *flags)
+        resume(finished, *flags)
 
 
 def test_resuming_with_other_data_is_an_error(text, finished, tmp_path):
@@ -205,10 +236,43 @@ def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(training_program.StepReporter, "step", step_and_signal)
-        with pytest.raises(SystemExit, match=r"interrupted after step \d; repeat the command with --out"):
+        with pytest.raises(SystemExit, match=r"interrupted after step \d; continue with: train.py --out"):
             run(text, out, "--policy", "full_sr", "--eval-every", "3")
-    run(text, out, "--policy", "full_sr", "--eval-every", "3", "--resume")
+    resume(out)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_signal_ends_an_evaluation_which_is_repeated(text, finished, tmp_path, monkeypatch, step):
+    out = tmp_path / "run"
+    original, seen = training_program.evaluate, []
+
+    def evaluate_and_signal(eval_step, params, batches):
+        def interrupted():
+            for batch in batches:
+                seen.append(batch)
+                if len(seen) == 2 * step // 3 - 1:  # the first of two
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+        return original(eval_step, params, interrupted())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_program, "evaluate", evaluate_and_signal)
+        with pytest.raises(SystemExit, match=f"interrupted after step {step}; continue with"):
+            run(text, out, "--policy", "full_sr", "--eval-every", "3")
+    assert len(seen) == 2 * step // 3 - 1
+    assert lines(out)[-1].keys() >= {"loss"}
+    resume(out)
+    assert without_time(lines(out)) == without_time(lines(finished))
+    jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
+
+
+def test_eval_takes_the_best_step(finished, tmp_path):
+    losses = {r["step"]: r["eval_loss"] for r in lines(finished) if "eval_loss" in r}
+    config = evaluation_program.EvalConfig(finished, step="best")
+    assert evaluation_program.main(config)["step"] == 6  # the only one of the two that was saved
+    assert losses[6] < losses[3]
 
 
 def test_an_evaluation_that_is_not_finite_stops_the_run(text, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 import sys
 import time
 import types
@@ -17,6 +18,7 @@ import tyro
 from mxjax.gemm import Implementation
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
+from mxjax.remat import Remat
 from mxjax.scales import ScaleRule
 from mxjax.training import mlperf
 
@@ -65,11 +67,13 @@ class PrecisionConfig:
     """In which precision the GEMMs run."""
 
     policy: str = "wgrad_hadamard"
-    """Name of the policy of the linear layers; see mxjax.policies()."""
+    """Of the linear layers: a name of mxjax.policies(), or several with the step, or the part of the run,
+    from which each holds: 'wgrad_hadamard; fp8 from 0.82'. 'heal' is 'full_hadamard; fp8 from 0.82'."""
     scale_rule: ScaleRule | None = None
     """Replaces the rule for MXFP4 scales of every layer."""
     layers: tuple[str, ...] = ()
-    """Exceptions, as PATTERN=POLICY, e.g. 'head=fp8' 'blocks.0.*=bf16'; the last match wins."""
+    """Exceptions throughout the run, as PATTERN=POLICY, e.g. 'head=fp8' 'blocks.*.mlp.down=bf16', or for the
+    first 2 and last 4 blocks 'blocks[:2].*=bf16' 'blocks[-4:].*=bf16'; the last match wins."""
     implementation: Implementation | None = None
     """How the GEMMs run; default, the fastest here."""
 
@@ -95,6 +99,25 @@ class MLPerfConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ObserveConfig:
+    """What a run records besides metrics.jsonl; nothing here changes the training."""
+
+    tensorboard: bool = False
+    """Also write what metrics.jsonl gets as TensorBoard event files into the run's folder."""
+    stats_every: int | None = None
+    """At every so many-th step, write the error of each GEMM of each block to metrics.jsonl, measured on at
+    most 2048 tokens of the batch."""
+    profile: str | None = None
+    """Trace the steps FIRST:LAST, both included, into the run's folder, for XProf or Perfetto."""
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps to trace; empty for none."""
+        found = re.fullmatch(r"([1-9]\d*):(\d+)", self.profile or "")
+        return range(int(found[1]), int(found[2]) + 1) if found else range(0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """A training run."""
 
@@ -104,12 +127,17 @@ class Config:
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = DataConfig()
     optimizer: Annotated[OptimizerConfig, tyro.conf.arg(name="")] = OptimizerConfig()
     mlperf: Annotated[MLPerfConfig, tyro.conf.arg(name="")] = MLPerfConfig()
+    observe: Annotated[ObserveConfig, tyro.conf.arg(name="")] = ObserveConfig()
     model: str = "tiny"
     """A name of models/configs.py; its vocabulary is the data's, see --vocab-size."""
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, which may be an imported checkpoint."""
-    remat: bool = False
-    """Recompute each block in the backward pass: less memory, more time."""
+    remat: Remat = "none"
+    """What a block computes again in the backward pass instead of keeping it. none: nothing; dots: all but
+    the results of matrix products and attention; fp4: all but packed MXFP4 operands; full: everything."""
+    unroll: int | None = None
+    """Blocks that the compiled loop over layers takes in a turn: more compile longer and run faster. Default:
+    all on a GPU, one elsewhere."""
     accumulate: int = 1
     """Parts in which a step takes its batch, one after another: less memory, the same gradient."""
     steps: int = 300
@@ -119,13 +147,13 @@ class Config:
     out: pathlib.Path | None = None
     """The run's folder. Default: runs/MODEL-POLICY-TIME."""
     resume: bool = False
-    """Continue the run in --out from its last checkpoint, bit for bit."""
+    """Continue the run in --out from its last good checkpoint, bit for bit, with all its flags."""
     stop_after: int | None = None
     """Checkpoint and end after this step, as an interrupted run would; --resume continues it."""
     checkpoint_every: int = 100
     """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: int = 2
-    """How many of the newest to keep."""
+    """How many of the newest to keep; in addition that of the lowest evaluation loss."""
     eval_every: int = 100
     """Steps between evaluations; one is always made at the end."""
     eval_batches: int = 32
@@ -134,6 +162,11 @@ class Config:
     """Sequences an evaluation reads, exactly; replaces --eval-batches."""
     target_loss: float | None = None
     """End the run once an evaluation's loss is this or less."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is NaN or infinite does: end the run, or leave that step out; ten such
+    in a row end it, too. Evidence is saved."""
+    spike_factor: float = 2.0
+    """Report losses greater than this times the median of the last 100, in spikes.jsonl too; inf for none."""
     log_every: int = 10
     """Steps between printed lines; metrics.jsonl gets every step."""
 
@@ -142,6 +175,8 @@ class Config:
         for name in ("steps", "eval_batches", "keep_checkpoints", *every):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.unroll is not None and self.unroll < 1:
+            raise ValueError(f"--unroll must be at least 1, got {self.unroll}")
         if self.accumulate < 1 or self.data.batch_size % self.accumulate:
             raise ValueError(
                 f"--accumulate {self.accumulate} must divide --batch-size {self.data.batch_size}"
@@ -156,6 +191,14 @@ class Config:
             raise ValueError(f"--stop-after must be from 1 to --steps {self.steps}, got {self.stop_after}")
         if self.optimizer.lr <= 0 or self.optimizer.warmup_steps < 0:
             raise ValueError("--lr must be positive and --warmup-steps not negative")
+        stats_every, profile = self.observe.stats_every, self.observe.profile
+        if stats_every is not None and stats_every < 1:
+            raise ValueError(f"--stats-every must be at least 1, got {stats_every}")
+        traced = self.observe.profiled_steps
+        if profile is not None and not (traced and traced[-1] <= self.steps):
+            raise ValueError(f"--profile takes FIRST:LAST, from 1 to --steps {self.steps}, got {profile!r}")
+        if not self.spike_factor > 1:
+            raise ValueError(f"--spike-factor must be greater than 1, got {self.spike_factor}")
         if self.resume and self.out is None:
             raise ValueError("--resume continues the run in --out: name its folder")
 
@@ -166,7 +209,8 @@ class Config:
 
     def folder(self) -> pathlib.Path:
         """Returns the run's folder: `out`, or a new name under runs/."""
-        name = f"{self.model}-{self.precision.policy}-{time.strftime('%Y%m%d-%H%M%S')}"
+        policy = re.sub(r"[^\w.]+", "-", self.precision.policy)
+        name = f"{self.model}-{policy}-{time.strftime('%Y%m%d-%H%M%S')}"
         return self.out or pathlib.Path("runs") / name
 
 
@@ -182,6 +226,9 @@ _MAY_CHANGE = {
     "eval_sequences",
     "target_loss",
     "log_every",
+    "observe",
+    "on_nonfinite",
+    "spike_factor",
 }
 
 
@@ -201,7 +248,7 @@ def mlperf_llama31_8b(batch_size: int = 32) -> Config:
             lr=reference.lr, warmup_steps=round(reference.warmup_sequences / batch_size)
         ),
         mlperf=MLPerfConfig(mllog=True),
-        remat=True,
+        remat="full",
         steps=mlperf.MAX_STEPS,
         checkpoint_every=eval_every,
         eval_every=eval_every,
@@ -219,18 +266,30 @@ PRESETS: Mapping[str, Callable[[int], Config]] = types.MappingProxyType(
 def parse(argv: list[str] | None = None) -> Config:
     """Returns the configuration that the command line asks for; exits with help or an error, as tyro does.
 
-    A preset is made for the batch size first; every other flag then replaces one of its values.
+    A preset is made for the batch size first, or the run to continue is read; every other flag then replaces
+    one of its values.
     """
     argv = sys.argv[1:] if argv is None else argv
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset")
     first.add_argument("--batch-size", "--batch_size", type=int, default=32)
+    first.add_argument("--resume", action="store_true")
+    first.add_argument("--out", type=pathlib.Path)
     default = Config()
     with contextlib.suppress(argparse.ArgumentError):  # what is wrong, tyro will say better
         known, _ = first.parse_known_args(argv)
-        if known.preset in PRESETS and known.batch_size > 0:
+        begun = _begun(known.out) if known.resume and known.out else None
+        if begun is not None:
+            default = dataclasses.replace(begun, stop_after=None)
+        elif known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
     return tyro.cli(Config, args=argv, default=default, description="Train a Llama in MXFP4.")
+
+
+def _begun(folder: pathlib.Path) -> Config | None:
+    """Returns the configuration of the run in a folder; None if there is none, or an import not begun."""
+    description = read_description(folder) if (folder / "config.json").exists() else {}
+    return from_json(description["config"]) if "data" in description else None
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -248,8 +307,10 @@ def from_json(raw: dict[str, Any]) -> Config:
         | {
             "precision": PrecisionConfig(**precision),
             "data": DataConfig(**data),
+            "remat": {True: "full", False: "none"}.get(raw["remat"], raw["remat"]),  # once a bool
             "optimizer": OptimizerConfig(**raw["optimizer"]),
             "mlperf": MLPerfConfig(**raw.get("mlperf", {})),
+            "observe": ObserveConfig(**raw.get("observe", {})),
             "out": _path(raw["out"]),
             "init": _path(raw.get("init")),
         }
@@ -270,16 +331,25 @@ def read_description(folder: pathlib.Path) -> dict[str, Any]:
 
 def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:
     """Raises ValueError if `config` is not the run that `folder` holds, naming each difference."""
+    asked, begun = (_flat(dataclasses.asdict(c)) for c in (config, saved))
     differences = [
-        f"{name}: the run has {getattr(saved, name)}, the command line {getattr(config, name)}"
-        for name in (f.name for f in dataclasses.fields(Config))
-        if name not in _MAY_CHANGE and getattr(saved, name) != getattr(config, name)
+        f"--{name.replace('_', '-')}: the run has {begun[name]}, the command line {asked[name]}"
+        for name in begun
+        if name not in _MAY_CHANGE and begun[name] != asked[name]
     ]
     if differences:
         raise ValueError(
-            f"--resume: {folder} holds another run; repeat its flags or choose another --out.\n  "
+            f"--resume: {folder} holds another run; leave these flags out or choose another --out.\n  "
             + "\n  ".join(differences)
         )
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of nested dicts by their own names, as the flags have them."""
+    found = {}
+    for name, value in values.items():
+        found |= _flat(value) if isinstance(value, Mapping) else {name: value}
+    return found
 
 
 def _path(value: str | None) -> pathlib.Path | None:

@@ -9,6 +9,7 @@ import pathlib
 import sysconfig
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import grain
 import numpy as np
@@ -52,6 +53,14 @@ class Corpus:
     ) -> grain.DatasetIterator:
         """Returns the batches of a run, as `PackedCorpus.batches` does; see `batches`."""
         return batches(self.train, config, seed, start, shard)
+
+    def batch_indices(self, config: DataConfig, seed: int, steps: int, step: int) -> dict[str, list[int]]:
+        """Returns which windows of seq_len tokens make up the batch of a step, counted from 0.
+
+        Window i is of the tokens i * seq_len to (i + 1) * seq_len of `train`.
+        """
+        windows = np.arange(len(_Windows(self.train, config.seq_len, "training")))
+        return {"windows": np.asarray(_in_order(windows, seed, config.batch_size)[step]).tolist()}
 
     @property
     def facts(self) -> dict[str, int | str]:
@@ -144,12 +153,16 @@ def batches(
     index, count = shard
     rows_of_a_shard(config.batch_size, count)
     windows = _Windows(tokens, config.seq_len, "training")
-    dataset = grain.MapDataset.source(windows).shuffle(seed=seed).repeat().batch(config.batch_size)
+    dataset = _in_order(windows, seed, config.batch_size)
     if count > 1:
         dataset = dataset.map(lambda batch: np.split(batch, count)[index])
     iterator = iter(dataset.to_iter_dataset())
     iterator.set_state({"next_index": start})
     return iterator
+
+
+def _in_order(source: Any, seed: int, batch_size: int) -> grain.MapDataset:
+    return grain.MapDataset.source(source).shuffle(seed=seed).repeat().batch(batch_size)
 
 
 def evaluation_batches(

@@ -1,17 +1,17 @@
 """What surrounds a run: the compilation cache, errors for people, versions and device for the record."""
 
 import contextlib
+import errno
 import importlib.metadata
 import os
 import pathlib
 import platform
-import signal
+import shutil
 import sys
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 import jax
+from rich.filesize import decimal
 
 import mxjax
 
@@ -32,31 +32,19 @@ def input_errors() -> Iterator[None]:
         raise SystemExit(f"{pathlib.Path(sys.argv[0]).name}: error: {error}") from error
 
 
-class Interruption:
-    """Whether SIGINT or SIGTERM has arrived, which then no longer end the program; a second one does.
-
-    A context manager, for the main thread; elsewhere it notices nothing.
-    """
-
-    def __init__(self):
-        self.requested = False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "Interruption":
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {s: signal.signal(s, self._notice) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._restore()
-
-    def _notice(self, number: int, frame: Any) -> None:
-        self.requested = True
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+@contextlib.contextmanager
+def disk_errors(folder: pathlib.Path) -> Iterator[None]:
+    """Ends the program with a message when a file cannot be written because a disk or quota is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise
+        free = decimal(shutil.disk_usage(folder).free)
+        raise SystemExit(
+            f"{pathlib.Path(sys.argv[0]).name}: error: writing to {folder}, where {free} are free: "
+            f"{error.strerror}. Make room and continue with --resume"
+        ) from error
 
 
 def facts() -> dict[str, str | int]:

@@ -1,27 +1,33 @@
 """Where a run's numbers go: metrics.jsonl for programs, a progress bar or plain lines for people."""
 
+import datetime
 import json
 import math
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from mxjax.training import rates
 from mxjax.training.step import StepMetrics
+
+if TYPE_CHECKING:
+    from mxjax.training.watch import Watch
 
 _RECENT_STEPS = 10  # over which the speed is averaged
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient of `step` is NaN or infinite."""
+    """The loss or the gradient of `step` is NaN or infinite; `amax` is that of its layers, if it is known."""
 
-    def __init__(self, message: str, step: int):
+    def __init__(self, message: str, step: int, amax: Mapping[str, Any] | None = None):
         super().__init__(message)
-        self.step = step
+        self.step, self.amax = step, amax
 
 
 class MetricsLog:
@@ -39,14 +45,15 @@ class MetricsLog:
         return self
 
     def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
     def write(self, **values: Any) -> None:
         """Writes one line."""
-        values = {
-            k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
-        }
-        self._file.write(json.dumps(values) + "\n")
+        self._file.write(json_line(values) + "\n")
         self._file.flush()
 
 
@@ -56,12 +63,11 @@ class Display:
     def __init__(self, steps: int, start: int, every: int):
         """Shows steps start + 1 to steps; plain lines at the first and at every `every`-th step."""
         self._console = Console(highlight=False, soft_wrap=True)
-        self._first, self._every = start + 1, every
+        self._first, self._last, self._every = start + 1, steps, every
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
             console=self._console,
             disable=not sys.stdout.isatty(),
         )
@@ -75,8 +81,9 @@ class Display:
         self._bar.stop()
 
     def step(self, step: int, m: Mapping[str, float]) -> None:
-        """Shows the metrics of a step."""
-        text = f"loss {m['loss']:.4f}  {m['tokens_per_s']:,.0f} tokens/s"
+        """Shows the metrics of a step, and how long the steps that remain take, without evaluations."""
+        left = datetime.timedelta(seconds=round((self._last - step) * m["mean_step_s"]))
+        text = f"loss {m['loss']:.4f}  {rates.in_words(m)}  {left} left"
         self._bar.update(self._task, completed=step, description=text)
         if self._bar.disable and (step % self._every == 0 or step == self._first):
             self.line(f"step {step:6d}  {text}  grad norm {m['grad_norm']:.3f}  lr {m['lr']:.2e}")
@@ -90,10 +97,19 @@ class StepReporter:
     """Fetches the metrics of a step when the next one has been dispatched, so that the device never waits."""
 
     def __init__(
-        self, log: MetricsLog, display: Display, tokens_a_step: int, learning_rate: Callable[[int], Any]
+        self,
+        log: MetricsLog,
+        display: Display,
+        watch: "Watch",
+        tokens_a_step: int,
+        flops_a_step: float,
+        learning_rate: Callable[[int], Any],
     ):
-        self._log, self._display = log, display
-        self._tokens_a_step, self._learning_rate = tokens_a_step, learning_rate
+        """Reports to `log`, `display` and `watch`, with speeds of steps that take so many tokens and model
+        FLOPs on all devices; `learning_rate` is a function of the updates before."""
+        self._log, self._display, self._watch = log, display, watch
+        self._tokens_a_step, self._flops_a_step = tokens_a_step, flops_a_step
+        self._learning_rate = learning_rate
         self._pending: tuple[int, StepMetrics] | None = None
         self._clock = time.monotonic()
         self.step_times: list[float] = []
@@ -102,7 +118,7 @@ class StepReporter:
         """Takes the metrics of a step just dispatched, reports those of the one before.
 
         Raises:
-          NonFiniteError: that one's loss or gradient was not finite.
+          NonFiniteError: that one's loss or gradient was not finite; see `Watch.see`.
         """
         self.flush()
         self._pending = (step, metrics)
@@ -115,17 +131,18 @@ class StepReporter:
         values = {
             "loss": float(metrics.loss),
             "grad_norm": float(metrics.grad_norm),
-            "lr": float(self._learning_rate(step - 1)),
+            "lr": float(self._learning_rate(step - 1 - int(metrics.skipped))),
         }
         self.step_times.append(time.monotonic() - self._clock)
         self._clock = time.monotonic()
         recent = self.step_times[1:][-_RECENT_STEPS:] or self.step_times  # the first one compiles
-        values["tokens_per_s"] = self._tokens_a_step * len(recent) / sum(recent)
-        self._log.write(step=step, tokens=step * self._tokens_a_step, **values)
-        self._display.step(step, values)
-        if not metrics.finite:
-            message = f"loss {values['loss']}, gradient norm {values['grad_norm']} at step {step}"
-            raise NonFiniteError(message, step)
+        mean = sum(recent) / len(recent)
+        values |= rates.speed(self._tokens_a_step, self._flops_a_step, mean, jax.devices())
+        values |= {"step_s": self.step_times[-1]} | rates.memory_use(jax.local_devices()[0])
+        skipped = {"skipped": True} if self._watch.skips and not metrics.finite else {}
+        self._log.write(step=step, tokens=step * self._tokens_a_step, **values, **skipped)
+        self._display.step(step, values | {"mean_step_s": mean})
+        self._watch.see(step, values["loss"], values["grad_norm"], metrics)
 
     def restart_clock(self) -> None:
         """Leaves the time since the last report out of the next step's."""

@@ -30,6 +30,7 @@ _PRECISIONS = {
     "fp32": "fp32",
 }
 _ENDS = {"epoch_stop", "run_stop", "train_samples"}
+_EVALUATION = {"block_stop", "eval_start", "eval_accuracy"}  # until eval_stop
 
 
 class MLPerfLog:
@@ -181,8 +182,11 @@ def _lines_until(path: pathlib.Path, sequences: int) -> list[str]:
     events = [json.loads(line.removeprefix(TOKEN)) for line in lines]
     if not any(event["key"] == "block_start" for event in events):
         return []
-    return [
-        line
+    kept = [
+        (line, event["key"])
         for line, event in zip(lines, events, strict=True)
         if event["key"] not in _ENDS and event["metadata"].get("samples_count", 0) <= sequences
     ]
+    while kept[-1][1] in _EVALUATION:  # one that was interrupted, and will be repeated
+        kept.pop()
+    return [line for line, _ in kept]

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import grain
 import numpy as np
@@ -139,6 +140,17 @@ class PackedCorpus:
         iterator.set_state({"next_index": start})
         return iterator
 
+    def batch_indices(self, config: DataConfig, seed: int, steps: int, step: int) -> dict[str, list[Any]]:
+        """Returns the samples of a step's batch, counted from 0, and of each its dataset and documents."""
+        samples = self.samples(config.seq_len, seed, steps * config.batch_size)
+        indices = range(step * config.batch_size, (step + 1) * config.batch_size)
+        sources = [samples.source(index) for index in indices]
+        return {
+            "samples": list(indices),
+            "datasets": [prefix for prefix, _ in sources],
+            "documents": [documents for _, documents in sources],
+        }
+
 
 class GPTDataset:
     """The samples of one dataset in megatron-core's order: int32 [seq_len + 1] each.
@@ -176,6 +188,10 @@ class GPTDataset:
         check_tokens(sample, self._vocab_size, f"sample {index} of {self.dataset.prefix}")
         return sample.astype(np.int32)
 
+    def source(self, index: int) -> tuple[str, list[int]]:
+        """Returns the dataset's prefix and the documents that a sample is of."""
+        return self.dataset.prefix, self.order.pieces(index)[0].tolist()
+
 
 class Blend:
     """The samples of several datasets, in the order of megatron-core's BlendedDataset."""
@@ -195,6 +211,11 @@ class Blend:
     def __getitem__(self, index: int) -> Int32[np.ndarray, " length"]:
         dataset, sample = self.order[index]
         return self.datasets[dataset][sample]
+
+    def source(self, index: int) -> tuple[str, list[int]]:
+        """Returns the prefix of the dataset, and the documents, that a sample is of."""
+        dataset, sample = self.order[index]
+        return self.datasets[dataset].source(sample)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float32, Int32
 
+from mxjax.training.amax import amax
+
 Loss = Callable[[Any, Int32[Array, "batch length+1"], jax.Array], Float32[Array, ""]]
 """From parameters, sequences and a key to the mean cross-entropy of the tokens but each first, in nats."""
 Losses = Callable[[Any, Int32[Array, "batch length+1"], jax.Array], Float32[Array, "batch length"]]
@@ -18,35 +20,59 @@ Losses = Callable[[Any, Int32[Array, "batch length+1"], jax.Array], Float32[Arra
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes. `finite` is whether every loss and gradient so far was."""
+    """Everything that a step changes.
+
+    Attributes:
+      step: how many have been taken, those skipped included.
+      finite: whether every loss and gradient so far was, apart from those of steps skipped.
+      skipped: how many steps have been.
+    """
 
     step: Int32[Array, ""]
     params: Any
     opt_state: Any
     finite: Bool[Array, ""]
+    skipped: Int32[Array, ""]
 
 
 class StepMetrics(NamedTuple):
-    """What a step reports; the loss is that of the parameters before it."""
+    """What a step reports; the loss is that of the parameters before it.
+
+    Attributes:
+      finite: whether the state has taken the step.
+      skipped: how many steps before this one were.
+      amax: the layers' largest absolute gradient, and parameter before the step, see `amax_names`; zeros if
+        the step is finite.
+    """
 
     loss: Float32[Array, ""]
     grad_norm: Float32[Array, ""]
     finite: Bool[Array, ""]
+    skipped: Int32[Array, ""]
+    amax: Float32[Array, "2 layers"]
 
 
 def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
     """Returns the state before the first step."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jnp.array(True))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, params, optimizer.init(params), jnp.array(True), jnp.zeros_like(zero))
 
 
-def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, seed: int, accumulate: int = 1):
+def make_train_step(
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    accumulate: int = 1,
+    skip_nonfinite: bool = False,
+):
     """Returns the jitted `step(state, batch) -> (state, metrics)`; the state is donated.
 
     With `accumulate` the batch is taken in so many parts, one after another, whose gradients are added: every
     token weighs the same.
 
     The random bits of a step are a function of the seed and the step's number. Once a loss or gradient
-    is not finite, the state stays as it was before that step, so that the step can be looked into.
+    is not finite, the state stays as it was before that step, so that the step can be looked into. With
+    skip_nonfinite only that step leaves parameters and optimizer as they were, and is counted.
     """
 
     def loss_and_grads(params, batch, key):
@@ -69,10 +95,25 @@ def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, seed: i
         grad_norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        finite = state.finite & jnp.isfinite(value) & jnp.isfinite(grad_norm)
-        new = (state.step + 1, params, opt_state)
-        new = jax.tree.map(lambda n, old: jnp.where(finite, n, old), new, tuple(state[:3]))
-        return TrainState(*new, finite=finite), StepMetrics(value, grad_norm, finite)
+        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite
+        kept = (state.params, state.opt_state)
+        kept = jax.tree.map(lambda n, old: jnp.where(finite, n, old), (params, opt_state), kept)
+        taken = jnp.where(finite | skip_nonfinite, 1, 0)
+        new = TrainState(
+            state.step + taken,
+            *kept,
+            finite=finite | skip_nonfinite,
+            skipped=state.skipped + jnp.where(finite, 0, taken),
+        )
+        trees = (grads, state.params)
+        # Only where they are looked at: another pass over all gradients and parameters takes time.
+        largest = jax.lax.cond(
+            finite,
+            lambda *trees: jnp.stack([jnp.zeros_like(amax(tree)) for tree in trees]),
+            lambda *trees: jnp.stack([amax(tree) for tree in trees]),
+            *trees,
+        )
+        return new, StepMetrics(value, grad_norm, finite, state.skipped, largest)
 
     return step
 

@@ -1,0 +1,153 @@
+"""Where a GPU's time goes: kernels of a profile by kind, and the longest ones.
+
+    python -m benchmarks.trace_table FOLDER --steps 3
+
+FOLDER is what `jax.profiler.trace` wrote. Its trace.json.gz has a million events at most: trace a few steps.
+A kernel's kind is read from its name, so "elementwise" is whatever has no other. Kinds may overlap in time on
+several streams; "idle" is the time in which a device runs nothing, between its first and its last kernel.
+"""
+
+import argparse
+import collections
+import gzip
+import json
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from mxjax.kernels.timing import print_table
+
+# The first that a kernel's name matches.
+KINDS = {
+    "collectives": r"nccl|rccl|all_?reduce_kernel|ragged_all_to_all",
+    "attention": r"sdpa|flash|fmha|attention",
+    "quantize": r"quantize_kernel",
+    "carrier": r"carry_kernel",
+    "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|Cijk_|splitk",
+    "copies": r"memcpy|memset",
+    "elementwise": r"",
+}
+LONGEST = 15
+
+
+class Kernel(NamedTuple):
+    """One kernel's run on a device; times in microseconds."""
+
+    device: str
+    name: str
+    start: float
+    duration: float
+
+
+def read(folder: pathlib.Path) -> list[Kernel]:
+    """Returns the kernels of the newest profile under a folder.
+
+    Raises:
+      ValueError: there is none.
+    """
+    paths = sorted(folder.rglob("*.trace.json.gz"))
+    if not paths:
+        raise ValueError(
+            f"{folder} holds no *.trace.json.gz; name the folder that jax.profiler.trace wrote to"
+        )
+    newest = [path for path in paths if path.parent == paths[-1].parent]
+    return [
+        k for path in newest for k in kernels(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
+    ]
+
+
+def kernels(events: Iterable[dict[str, Any]]) -> list[Kernel]:
+    """Returns the events of GPUs' streams; other threads of a device repeat them by module, step or scope."""
+    names: dict[tuple[str, Any, Any], str] = {}
+    complete = []
+    for event in events:
+        if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name"):
+            thread = event["tid"] if event["name"] == "thread_name" else None
+            names[event["name"], event["pid"], thread] = event["args"]["name"]
+        elif event.get("ph") == "X":
+            complete.append(event)
+    found = []
+    for event in complete:
+        device = names.get(("process_name", event["pid"], None), "")
+        thread = names.get(("thread_name", event["pid"], event["tid"]), "")
+        if device.startswith("/device:GPU") and thread.startswith("Stream #"):
+            found.append(Kernel(device, event["name"], event["ts"], event.get("dur", 0.0)))
+    return found
+
+
+def kind_of(name: str) -> str:
+    """Returns the kind of a kernel."""
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
+
+
+def summarize(found: list[Kernel], steps: int) -> dict[str, Any]:
+    """Returns milliseconds and launches a step and device: by kind, of the longest kernels, and "idle"."""
+    devices = sorted({k.device for k in found})
+    if not devices:
+        return {"devices": 0, "kinds": {}, "longest": {}, "idle": 0.0, "span": 0.0}
+    each = steps * len(devices)
+    by_kind: dict[str, list[float]] = collections.defaultdict(list)
+    by_name: dict[str, list[float]] = collections.defaultdict(list)
+    for kernel in found:
+        by_kind[kind_of(kernel.name)].append(kernel.duration)
+        by_name[kernel.name].append(kernel.duration)
+    span = busy = 0.0
+    for device in devices:
+        mine = [k for k in found if k.device == device]
+        span += max(k.start + k.duration for k in mine) - min(k.start for k in mine)
+        busy += covered(mine)
+    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:LONGEST]
+    return {
+        "devices": len(devices),
+        "kinds": {kind: _each(by_kind[kind], each) for kind in KINDS if kind in by_kind},
+        "longest": {name: _each(times, each) | {"kind": kind_of(name)} for name, times in longest},
+        "idle": (span - busy) / each / 1e3,
+        "span": span / each / 1e3,
+    }
+
+
+def covered(found: list[Kernel]) -> float:
+    """Returns the microseconds in which at least one of the kernels runs."""
+    total, end = 0.0, float("-inf")
+    for kernel in sorted(found, key=lambda k: k.start):
+        stop = kernel.start + kernel.duration
+        total += max(0.0, stop - max(end, kernel.start))
+        end = max(end, stop)
+    return total
+
+
+def _each(times: list[float], runs: int) -> dict[str, Any]:
+    return {"ms": sum(times) / runs / 1e3, "launches": len(times) / runs}
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """Prints the tables of a summary."""
+    span = summary["span"]
+    rows = [
+        [kind, f"{v['ms']:.2f}", f"{v['ms'] / span:.1%}", f"{v['launches']:.0f}"]
+        for kind, v in summary["kinds"].items()
+    ]
+    if span:
+        rows += [["idle", f"{summary['idle']:.2f}", f"{summary['idle'] / span:.1%}", ""]]
+    print_table(["kind", "ms a step", "of the step", "launches"], [*rows, ["step", f"{span:.2f}", "", ""]])
+    rows = [
+        [name[:80], v["kind"], f"{v['ms']:.2f}", f"{v['launches']:.0f}"]
+        for name, v in summary["longest"].items()
+    ]
+    print()
+    print_table(["kernel", "kind", "ms a step", "launches"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trace_table", description=__doc__)
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--steps", type=int, default=1, help="that were traced")
+    options = parser.parse_args()
+    summary = summarize(read(options.folder), options.steps)
+    print_summary(summary)
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Measures training steps of one policy, in a process of its own: `benchmarks.train_speed` starts it."""
+
+import functools
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import trace_table, train_job
+from benchmarks.train_job import LEARNING_RATE, Job
+from models import llama
+from models.configs import get_config
+from mxjax.gemm import choose_implementation
+from mxjax.kernels.timing import measure
+from mxjax.training.config import OptimizerConfig
+from mxjax.training.environment import facts
+from mxjax.training.optimizer import make_optimizer
+from mxjax.training.step import init_state, make_train_step
+
+GEMMS = ((8192, 8192, 8192), (8192, 4096, 14336))
+TRACED_STEPS = 3
+
+
+def main() -> None:
+    """Measures the job that the command line names."""
+    job, path = train_job.read()
+    train_job.write(path, run(job))
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Returns the job's step times in seconds, losses, compile times, peak memory, and the GEMMs' rate."""
+    if job.devices > 1 or job.mesh is not None:
+        raise ValueError("training on a mesh is not built yet; leave out --mesh and --devices, or --policies")
+    rates = gemm_rates()
+    model, optimizer = get_config(job.model), make_optimizer(OptimizerConfig(LEARNING_RATE, 0), 1_000_000)
+    policies = llama.layer_policies(model, job.subject)
+    options = {"policies": policies, "remat": remat(job.remat), "implementation": job.implementation}
+    train_step = make_train_step(functools.partial(_loss, model, options), optimizer, seed=0)
+    state = init_state(llama.init(model, jax.random.key(0)), optimizer)
+    inputs = train_job.batches(job, model.vocab_size)
+    start = time.perf_counter()
+    lowered = train_step.lower(state, inputs[0])
+    lower_seconds = time.perf_counter() - start
+    compiled = lowered.compile()
+    compile_seconds = time.perf_counter() - start - lower_seconds
+
+    def step(tokens: np.ndarray):
+        nonlocal state
+        state, metrics = compiled(state, tokens)
+        return metrics.loss
+
+    losses, times = train_job.run_steps(step, float, inputs)
+    outcome = {
+        "times": times[job.warmup - 1 :],
+        "losses": losses,
+        "lower_seconds": lower_seconds,
+        "compile_seconds": compile_seconds,
+        "peak_bytes": peak_bytes(),
+        "gemm_flops": rates,
+        "implementation": choose_implementation(job.implementation),
+        "environment": facts(),
+    }
+    if job.trace is not None:
+        outcome["trace"] = trace(step, inputs, pathlib.Path(job.trace))
+    return outcome
+
+
+def _loss(model, options, params, batch, key):
+    return llama.mean_loss(model, params, batch, key=key, **options)
+
+
+def remat(name: str) -> bool:
+    """Returns the model's argument for a name of --remat."""
+    choices = {"none": False, "full": True}
+    if name not in choices:
+        raise ValueError(f"--remat {name!r}: choose among {', '.join(choices)}")
+    return choices[name]
+
+
+def gemm_rates() -> dict[str, float]:
+    """Returns the FLOP/s of bfloat16 products of random numbers, by their sizes; none on a CPU."""
+    if jax.default_backend() == "cpu":
+        return {}
+    found = {}
+    for m, n, k in GEMMS:
+        keys = jax.random.split(jax.random.key(0))
+        x, w = (
+            jax.random.normal(keys[0], (m, k), jnp.bfloat16),
+            jax.random.normal(keys[1], (k, n), jnp.bfloat16),
+        )
+        found[f"{m}x{n}x{k}"] = 2 * m * n * k / measure(jax.jit(jnp.dot), x, w, rounds=10).median
+    return found
+
+
+def peak_bytes() -> int | None:
+    """Returns the most memory that was in use on any device, None where the device does not say."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return max((s["peak_bytes_in_use"] for s in stats if s), default=None)
+
+
+def trace(step, inputs: list[np.ndarray], folder: pathlib.Path) -> dict[str, Any]:
+    """Returns where the time of a few more steps goes, by kind of kernel and for the longest kernels."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level, options.host_tracer_level = 0, 1  # a trace has a million events at most
+    with jax.profiler.trace(str(folder), profiler_options=options):
+        jax.block_until_ready([step(tokens) for tokens in inputs[:TRACED_STEPS]])
+    return trace_table.summarize(trace_table.read(folder), TRACED_STEPS)
+
+
+if __name__ == "__main__":
+    main()

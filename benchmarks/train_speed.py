@@ -1,0 +1,212 @@
+"""Training steps of a Llama on GPUs: tokens/s, MFU and peak memory of policies side by side, beside PyTorch.
+
+    python -m benchmarks.train_speed --model llama3.2-1b --batch 4 --seq 4096 --policies bf16 fp8 --peer
+
+Runs train.py's step (float32 weights, AdamW, clipping) on other random tokens in each step, the loss fetched
+one step late, every policy in a process of its own, so that the peak memory is its own; `--rounds` repeats
+the cycle. `--peer` adds transformers' Llama in PyTorch with the same dimensions, tokens and optimizer
+(benchmarks/train_peer.py); where its whole logits do not fit, its loss is computed in chunks and its line
+says so.
+
+Before a line counts, its losses must be finite, must not rise, and the first must be near bf16's, whose
+weights and tokens are the same. FLOPs are the model's, 6 a matrix parameter and token and 6 S d a layer for
+causal attention (`LlamaConfig.flops_per_token`), whatever is recomputed, and the same for the peer. MFU is of
+the published dense bfloat16 peak, and of the fastest bfloat16 GEMM measured in the same run. Prints a table,
+and as its last line JSON, which --out keeps while it grows.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.train_job import OURS, PEER, Job
+from benchmarks.train_report import check, lines, print_report, with_speed
+from models.configs import get_config
+from mxjax.gemm import Implementation
+from mxjax.kernels.timing import LATE, commit
+from mxjax.recipes import get_policy
+
+OUT_OF_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED", "out of memory")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures what the command line asks for and prints it; exits with 1 if a line of ours failed."""
+    options = parse(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "benchmarks.train_speed", *given]),
+        "commit": options.commit or commit(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "runs": [],
+    }
+    end = time.monotonic() + options.seconds
+    with tempfile.TemporaryDirectory() as cache:
+        environment = child_environment(options, pathlib.Path(options.cache or cache).absolute())
+        for round_ in range(options.rounds):
+            for job in jobs(options, round_):
+                report["runs"].append({"round": round_} | run_with_fallback(job, environment, end))
+                check(report["runs"])
+                report["lines"] = lines(report["runs"])
+                save(options.out, report)
+    print_report(report)
+    print(json.dumps(report), flush=True)
+    failed = [f"{r['name']}: {r['absent']}" for r in report["runs"] if r.get("failed")]
+    if failed:
+        raise SystemExit("failed: " + "; ".join(failed))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the command line's options; exits with an error before anything is started."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_speed", description=__doc__)
+    parser.add_argument("--model", default="llama3.2-1b", help="a name of models/configs.py")
+    parser.add_argument("--batch", type=int, default=4, help="sequences a step, of all devices together")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence")
+    parser.add_argument("--policies", nargs="*", default=["bf16", "fp8", "wgrad_hadamard", "full_hadamard"])
+    how = typing.get_args(Implementation)
+    parser.add_argument("--implementation", choices=how, help="of the products; default: the fastest")
+    parser.add_argument("--remat", default="none", help="as train.py's, and of the peer's layers unless none")
+    parser.add_argument("--mesh", help="as train.py's")
+    parser.add_argument("--devices", type=int, default=1, help="the first GPUs of the machine")
+    parser.add_argument(
+        "--peer", nargs="*", choices=("autocast", "bf16"), help="precisions; default: autocast"
+    )
+    parser.add_argument("--peer-remat", choices=("none", "full"), help="default: full unless --remat none")
+    parser.add_argument("--steps", type=int, default=10, help="timed")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before these, at least 1")
+    parser.add_argument("--rounds", type=int, default=1, help="over all lines, one after another")
+    parser.add_argument(
+        "--profile", type=pathlib.Path, help="folder for a profile of a few more steps of ours"
+    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="file for the numbers as JSON, written after every line"
+    )
+    parser.add_argument("--commit", help="of the code; default: what git says")
+    parser.add_argument(
+        "--cache", type=pathlib.Path, help="folder for what is compiled; default: this run's own"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        get_config(options.model)
+        for policy in options.policies:
+            get_policy(policy)
+    except ValueError as error:
+        parser.error(str(error))
+    if min(options.batch, options.seq, options.steps, options.warmup, options.rounds, options.devices) < 1:
+        parser.error("--batch, --seq, --steps, --warmup, --rounds and --devices must be at least 1")
+    if options.batch % options.devices:
+        parser.error(f"--batch {options.batch} must be a multiple of --devices {options.devices}")
+    return options
+
+
+def jobs(options: argparse.Namespace, round_: int) -> list[Job]:
+    """Returns a round's jobs: ours, then the peer's."""
+    names = [f.name for f in dataclasses.fields(Job)]
+    common: dict[str, Any] = {name: value for name, value in vars(options).items() if name in names}
+    found = [
+        Job(OURS, policy, **common, trace=_trace_folder(options, policy, round_))
+        for policy in options.policies
+    ]
+    if options.peer is not None:
+        remat = options.peer_remat or ("none" if options.remat == "none" else "full")
+        common["remat"] = remat
+        found += [Job(PEER, precision, **common) for precision in options.peer or ["autocast"]]
+    return found
+
+
+def _trace_folder(options: argparse.Namespace, policy: str, round_: int) -> str | None:
+    return str((options.profile / policy).absolute()) if options.profile and round_ == 0 else None
+
+
+def child_environment(options: argparse.Namespace, cache: pathlib.Path) -> dict[str, str]:
+    """Returns this process' environment, with the devices to see and folders for what is compiled."""
+    visible = {}
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        all_devices = os.environ.get(name) or ",".join(map(str, range(options.devices)))
+        visible[name] = ",".join(all_devices.split(",")[: options.devices])
+    defaults = {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",  # more than JAX's 0.75: large models are to fit
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
+    return defaults | dict(os.environ) | visible
+
+
+def run_with_fallback(job: Job, environment: dict[str, str], end: float) -> dict[str, Any]:
+    """Returns a job's outcome; the peer's with its loss in chunks if the memory is not enough otherwise."""
+    outcome = run(job, environment, end)
+    if job.program == PEER and any(text in outcome.get("absent", "") for text in OUT_OF_MEMORY):
+        chunked = dataclasses.replace(job, loss="chunked")
+        return run(chunked, environment, end) | {"whole_loss": outcome["absent"]}
+    return outcome
+
+
+def run(job: Job, environment: dict[str, str], end: float) -> dict[str, Any]:
+    """Returns what a process measures, or under "absent" why it did not."""
+    record = {"name": job.name, "job": dataclasses.asdict(job)}
+    if time.monotonic() > end:
+        return record | {"absent": LATE}
+    print(f"\n{job.name}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        question, answer = pathlib.Path(folder) / "job.json", pathlib.Path(folder) / "outcome.json"
+        question.write_text(json.dumps(record["job"]))
+        command = [sys.executable, "-m", job.program, str(question), str(answer)]
+        with (pathlib.Path(folder) / "log").open("w+") as log:
+            process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                process.wait(None if math.isinf(end) else max(end - time.monotonic(), 0))
+                late = False
+            except subprocess.TimeoutExpired:
+                late = True
+            finally:
+                stop(process)
+            log.seek(0)
+            said = log.read()
+        if process.returncode or not answer.exists():
+            print(said[-4000:], flush=True)
+            if late:
+                return record | {"absent": "not finished when --seconds had passed"}
+            return record | {"absent": cause(said), "failed": job.program == OURS}
+        return record | with_speed(job, json.loads(answer.read_text()))
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Ends a process, if it has not ended, and those that it started, which are in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def cause(said: str) -> str:
+    """Returns the last line that names an error, or else the last line, of what a process printed."""
+    found = [line.strip() for line in said.splitlines() if line.strip()] or ["it printed nothing"]
+    named = [line for line in found if "Error: " in line or any(text in line for text in OUT_OF_MEMORY)]
+    return (named or found)[-1][:400]
+
+
+def save(path: pathlib.Path | None, report: dict[str, Any]) -> None:
+    """Writes the report, all of it or nothing."""
+    if path is not None:
+        partial = path.with_name(path.name + ".tmp")
+        partial.write_text(json.dumps(report, indent=1) + "\n")
+        partial.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What a block of a model keeps of its forward pass, and what its backward pass computes again.
+
+The modes, from most to least memory; `rematerialize` wraps a block in one:
+
+  none  everything that the backward pass reads
+  dots  the results of the matrix products and of attention; norms, activations, rotations and
+        quantization are computed again
+  fp4   the packed operands of the products in MXFP4, 17/32 byte an element, of activations and of weights,
+        and attention's result where something reads it; the products are multiplied again, but nothing
+        that is packed is quantized again
+  full  the block's input
+
+The bits of stochastic rounding are functions of the key, so that every mode draws the same,
+and computes the same numbers but for how XLA fuses what is computed again.
+
+A model names the values with `product` and `attention`; `mxjax.dot` names its packed operands with `operand`.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from mxjax.gemm import ON_PACKED, Implementation, plan
+from mxjax.policy import Policy
+
+Remat = Literal["none", "dots", "fp4", "full"]
+
+_PRODUCT, _ATTENTION, _OPERAND = "mxjax.product", "mxjax.attention", "mxjax.operand"
+_KEPT = {"dots": {_PRODUCT, _ATTENTION}, "fp4": {_OPERAND, _ATTENTION}}
+# cuDNN's attention is kept with its softmax statistics, without which its result is of no use backward.
+_CUDNN = "dot_product_attention_fwd_wrapper"
+
+
+def product[T](y: T) -> T:
+    """Returns y, named as the result of a matrix product."""
+    return checkpoint_name(y, _PRODUCT)
+
+
+def attention[T](y: T) -> T:
+    """Returns y, named as the result of attention; not for cuDNN's, which is known by its primitive."""
+    return checkpoint_name(y, _ATTENTION)
+
+
+def operand[T](packed: T) -> T:
+    """Returns a packed operand (or any arrays), named as such."""
+    return checkpoint_name(packed, _OPERAND)
+
+
+def rematerialize(function: Callable, mode: Remat, *, in_loop: bool) -> Callable:
+    """Returns the function, keeping for its backward pass what `mode` says.
+
+    Args:
+      in_loop: it is the body of a loop of several passes, where the compiler cannot undo the recomputation.
+    """
+    if mode == "none":
+        return function
+    policy = None if mode == "full" else _policy(frozenset(_KEPT[mode]))
+    return jax.checkpoint(function, policy=policy, prevent_cse=not in_loop)
+
+
+def check_remat(mode: Remat, policies: Iterable[Policy], implementation: Implementation | None) -> None:
+    """Raises ValueError if `mode` is "fp4" and no GEMM of the policies takes packed operands here."""
+    if mode == "fp4" and not any(
+        how in ON_PACKED for policy in policies for how in plan(policy, implementation)[:3]
+    ):
+        raise ValueError(
+            "remat 'fp4' keeps packed MXFP4 operands, but no GEMM of these policies takes them with "
+            f"implementation {implementation!r} here; use a policy in MXFP4 with implementation 'fp8', "
+            "'scaled_dot' or 'triton', or remat 'dots' or 'full'"
+        )
+
+
+def _policy(names: frozenset[str]) -> Callable[..., Any]:
+    by_name = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def policy(primitive, *avals, **params):
+        return primitive.name == _CUDNN or by_name(primitive, *avals, **params)
+
+    return policy

@@ -1,0 +1,82 @@
+"""SIGINT and SIGTERM as a request that the training loop asks for, the same in all processes of a run."""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import jax
+from jax.experimental import multihost_utils
+
+_T = TypeVar("_T")
+
+
+class Interrupted(Exception):
+    """An evaluation was left because SIGINT or SIGTERM had arrived."""
+
+
+class Interruption:
+    """Whether SIGINT or SIGTERM has arrived, which then does not end the program; a second one does, at once.
+
+    A thread sees that one, which also runs while the main thread compiles: Python writes a byte a signal.
+    With several processes a signal to any of them is one to all: JAX's preemption service, which takes
+    SIGTERM then, finds a call of `requested` that all have yet to make.
+
+    A context manager, for the main thread; elsewhere it notices nothing.
+    """
+
+    def __init__(self):
+        self._arrived = False
+        self._calls = 0
+        self._signals = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interruption":
+        if threading.current_thread() is threading.main_thread():
+            self._receiver, self._sender = socket.socketpair()
+            self._sender.setblocking(False)
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+            self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+            self._previous = {s: signal.signal(s, self._notice) for s in self._signals}
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if not self._previous:
+            return
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        self._sender.close()  # which ends the thread
+        self._thread.join()
+        self._receiver.close()
+
+    def requested(self) -> bool:
+        """Returns whether to save and end now. All processes call it equally often."""
+        if jax.process_count() > 1:
+            self._calls += 1
+            return multihost_utils.reached_preemption_sync_point(self._calls)
+        return self._arrived
+
+    def guard(self, batches: Iterable[_T]) -> Iterator[_T]:
+        """Yields the batches; raises Interrupted before the next one once the end is requested."""
+        for batch in batches:
+            if self.requested():
+                raise Interrupted
+            yield batch
+
+    def _notice(self, number: int, frame: Any) -> None:
+        self._arrived = True
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _watch(self) -> None:
+        """Ends the program at the second of our signals."""
+        arrived = False
+        while numbers := self._receiver.recv(64):
+            for number in numbers:
+                if arrived and number in self._signals:
+                    os._exit(128 + number)
+                arrived |= number in self._signals
