@@ -100,8 +100,8 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
                 (batch, m, n),
                 dtype,
                 True,
-                "lhs @ rhs.T, summed in float32, divided by the factors of its row and column, in each strip of "
-                "BLOCK_M rows or BLOCK_N columns that has a flag set",
+                "lhs @ rhs.T, summed in float32, divided by the factors of its row and column, in each strip "
+                "of BLOCK_M rows or BLOCK_N columns that has a flag set",
             ),
             "lhs_factors": Argument((batch, 2, m), "float32", True, factors),
             "rhs_factors": Argument((batch, 2, n), "float32", True, factors),

@@ -179,12 +179,15 @@ def carrier(n: int, blocks: int, carrier: str, rows: int, width: int) -> Referen
 
 
 def correction(batch: int, m: int, n: int, k: int, dtype: str, constants: dict[str, int]) -> Reference:
-    """Returns what `correct_kernel` makes of out [batch, m, n], by the constants that say whose each flag is."""
+    """Returns what `correct_kernel` makes of out [batch, m, n]; its constants say whose each flag is."""
     product = gemm(batch, m, n, k, dtype, False)
     given, expected = dict(product.given), dict(product.expected)
     del expected["out"]
-    # In the first batch elements of the last rows of lhs were lost, in the second of rhs, in the others none.
-    for place, side, rows, block in ((0, "lhs", m, constants["BLOCK_M"]), (1, "rhs", n, constants["BLOCK_N"])):
+    # Elements were lost of the last rows of lhs in the first batch, of rhs in the second, of none in others.
+    for place, side, rows, block in (
+        (0, "lhs", m, constants["BLOCK_M"]),
+        (1, "rhs", n, constants["BLOCK_N"]),
+    ):
         each, parts = constants["ROWS"], constants["PARTS"]
         programs, strips = -(-rows // each), -(-rows // block)
         given[f"{side}_reference"] = f"rng.integers(77, 178, ({batch}, {rows})).astype(np.uint8)"
