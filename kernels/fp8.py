@@ -169,7 +169,7 @@ def correct_kernel(
 ):
     """Overwrites the strips of tiles of out [b, M, N] where a row of lhs or of rhs was lost.
 
-    Each of PARTS parts of ROWS rows has a flag: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N for M.
+    Each of PARTS parts of ROWS rows has a flag: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N rows.
     A strip becomes that of lhs[b] @ rhs[b].T divided by the factors of its rows and columns, as the rest of
     out is. Writes the factors [b, 2, M] and [b, 2, N] of the references. `before` is the memory of out. The
     grid is (programs, batch), of any number of programs.
