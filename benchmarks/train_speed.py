@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--remat",
         default="none",
-        choices=get_args(Remat),
+        choices=typing.get_args(Remat),
         help="as train.py's, and of the peer's layers unless none",
     )
     parser.add_argument("--mesh", help="as train.py's; default: fsdp over all --devices")
