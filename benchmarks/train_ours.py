@@ -16,6 +16,7 @@ from models import llama
 from models.configs import LlamaConfig, get_config
 from mxjax.gemm import choose_implementation
 from mxjax.kernels.timing import measure
+from mxjax.remat import check_remat
 from mxjax.training import sharding
 from mxjax.training.config import OptimizerConfig
 from mxjax.training.environment import facts
@@ -45,7 +46,8 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Returns what `run` does, but for the GEMMs' rates."""
     model, optimizer = get_config(job.model), make_optimizer(OptimizerConfig(LEARNING_RATE, 0), 1_000_000)
     policies = llama.layer_policies(model, job.subject)
-    options = {"policies": policies, "remat": remat(job.remat), "implementation": job.implementation}
+    options = {"policies": policies, "remat": job.remat, "implementation": job.implementation}
+    check_remat(job.remat, policies.policies, job.implementation)
     sharding.check_batch(mesh.shape, job.batch, 1)
     axes, units = llama.parameter_axes(model), llama.parameter_units(model, policies)
     sharding.check_params(mesh.shape, llama.abstract_params(model), axes, units)
@@ -94,14 +96,6 @@ def first_state(
 
 def _loss(model, options, params, batch, key):
     return llama.mean_loss(model, params, batch, key=key, **options)
-
-
-def remat(name: str) -> bool:
-    """Returns the model's argument for a name of --remat."""
-    choices = {"none": False, "full": True}
-    if name not in choices:
-        raise ValueError(f"--remat {name!r}: choose among {', '.join(choices)}")
-    return choices[name]
 
 
 def gemm_rates() -> dict[str, float]:

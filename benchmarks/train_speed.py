@@ -38,6 +38,7 @@ from models.configs import get_config
 from mxjax.gemm import Implementation
 from mxjax.kernels.timing import LATE, commit
 from mxjax.recipes import get_policy
+from mxjax.remat import Remat
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED", "out of memory")
 
@@ -77,7 +78,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", nargs="*", default=["bf16", "fp8", "wgrad_hadamard", "full_hadamard"])
     how = typing.get_args(Implementation)
     parser.add_argument("--implementation", choices=how, help="of the products; default: the fastest")
-    parser.add_argument("--remat", default="none", help="as train.py's, and of the peer's layers unless none")
+    parser.add_argument(
+        "--remat",
+        default="none",
+        choices=typing.get_args(Remat),
+        help="as train.py's, and of the peer's layers unless none",
+    )
     parser.add_argument("--mesh", help="as train.py's; default: fsdp over all --devices")
     parser.add_argument("--devices", type=int, default=1, help="the first GPUs of the machine")
     parser.add_argument(

@@ -43,7 +43,8 @@ class CarriedRows(NamedTuple):
 
     Attributes:
       reference: the scale byte that is a factor of 1, of each row; at least 1.
-      lost: of each program of the kernel 1 if elements were lost in its part of the operand, else 0.
+      lost: of each program of the kernel 1 if elements were lost in its part of the operand, else 0; in the
+        order of rows, and of the parts of a row (`rows_and_parts`).
     """
 
     elements: Float[Array, "batch n k"]
@@ -80,8 +81,14 @@ def carry_operand(
 
 def programs_of(n: int, blocks: int) -> int:
     """Returns the kernel's programs for an operand of n rows: each takes whole rows, or a part of one."""
+    rows, parts = rows_and_parts(blocks)
+    return ceil_div(n, rows) * parts
+
+
+def rows_and_parts(blocks: int) -> tuple[int, int]:
+    """Returns how many rows a program takes, and how many programs take one row: one of the two is 1."""
     width = _width(blocks)
-    return ceil_div(n, BLOCKS // width) * ceil_div(blocks, width)
+    return BLOCKS // width, ceil_div(blocks, width)
 
 
 def _width(blocks: int) -> int:

@@ -1,8 +1,8 @@
 """Products of packed MXFP4 operands by FP8 matrix units: carried exactly in FP8, or put right by a kernel.
 
 Whether FP8 holds the operands is known at run time alone. XLA's FP8 GEMM always runs; `correct_kernel` after
-it does nothing where they were held, and else computes the product anew from the packed operands. So there
-is no branch in the XLA program, which would copy what goes into it and what comes out.
+it computes anew, from the packed operands, the strips of tiles in which a row was not held. So there is no
+branch in the XLA program, which would copy what goes into it and what comes out.
 """
 
 import functools
@@ -18,8 +18,15 @@ from jaxtyping import Array, Float, UInt8
 from triton import knobs
 
 from mxjax.carriers import Carrier
-from mxjax.kernels.carriers import CarriedRows, carry_operand
-from mxjax.kernels.gemm import batched, check_operands, compute_tile, multiply_flat, tile_of
+from mxjax.kernels.carriers import CarriedRows, carry_operand, rows_and_parts
+from mxjax.kernels.gemm import (
+    accumulate_tile,
+    batched,
+    check_operands,
+    multiply_flat,
+    rows_of,
+    store_tile,
+)
 from mxjax.kernels.gemm_tiles import TILES, Tiles
 from mxjax.kernels.launch import Target, ceil_div, current_target, triton_call
 
@@ -82,15 +89,16 @@ def correct(
     right: CarriedRows,
     target: Target | None,
 ) -> list[jax.Array]:
-    """Returns y, or of batches where elements were lost the right product; and factors of rows and columns.
+    """Returns y, put right where elements of its row or column were lost; and factors of rows and columns.
 
     Args:
       y: the products of the elements of `left` and `right`. It is overwritten.
       operands: lhs, lhs_scales, rhs, rhs_scales, as packed.
 
     Returns:
-      y: to be multiplied by both factors of its row and both of its column.
-      row_factors: [batch, 2, m] float32, powers of two; 1 where y is the right product already.
+      y: to be multiplied by both factors of its row and both of its column. Of what was put right, a result
+        that is more than 126 binades below the product of these four may have become zero.
+      row_factors: [batch, 2, m] float32, powers of two.
       column_factors: [batch, 2, n].
     """
     batch, m, n = y.shape
@@ -114,7 +122,7 @@ def correct(
         grid=grid_of(m, n, batch, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **constants_of(m, n, 2 * operands[0].shape[2], left.lost.shape[1], right.lost.shape[1], tiles),
+        **constants_of(m, n, 2 * operands[0].shape[2], tiles),
     )
     return [corrected.astype(y.dtype), *factors]
 
@@ -129,10 +137,11 @@ def grid_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
     return min(ceil_div(m, tiles.m) * ceil_div(n, tiles.n), PROGRAMS), batch
 
 
-def constants_of(m: int, n: int, k: int, lhs_lost: int, rhs_lost: int, tiles: Tiles) -> dict[str, int]:
+def constants_of(m: int, n: int, k: int, tiles: Tiles) -> dict[str, int]:
     """Returns the kernel's constexpr arguments."""
-    sizes = {"M": m, "N": n, "K": k, "LHS_LOST": lhs_lost, "RHS_LOST": rhs_lost}
-    return sizes | {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "GROUP_M": 8}
+    rows, parts = rows_and_parts(k // 32)
+    flags = {"ROWS": rows, "PARTS": parts}
+    return {"M": m, "N": n, "K": k, **flags, "BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k}
 
 
 @triton.jit
@@ -152,63 +161,108 @@ def correct_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    LHS_LOST: tl.constexpr,
-    RHS_LOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
 ):
-    """Overwrites out[b] by lhs[b] @ rhs[b].T where a flag of [b, LHS_LOST] or [b, RHS_LOST] is set.
+    """Overwrites the strips of tiles of out [b, M, N] where a row of lhs or of rhs was lost.
 
-    Writes the factors [b, 2, M] and [b, 2, N] of the references, or 1 where out was overwritten. `before` is
-    the memory of out. The grid is (programs, batch), of any number of programs.
+    Each of PARTS parts of ROWS rows has a flag: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N rows.
+    A strip becomes that of lhs[b] @ rhs[b].T divided by the factors of its rows and columns, as the rest of
+    out is. Writes the factors [b, 2, M] and [b, 2, N] of the references. `before` is the memory of out. The
+    grid is (programs, batch), of any number of programs.
     """
+    LHS_LOST: tl.constexpr = (M + ROWS - 1) // ROWS * PARTS
+    RHS_LOST: tl.constexpr = (N + ROWS - 1) // ROWS * PARTS
+    TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     batch = tl.program_id(1).to(tl.int64)
-    lost = _any(lhs_lost + batch * LHS_LOST, LHS_LOST) | _any(rhs_lost + batch * RHS_LOST, RHS_LOST)
-    _write_factors(lhs_reference + batch * M, lhs_factors + batch * (2 * M), lost, M)
-    _write_factors(rhs_reference + batch * N, rhs_factors + batch * (2 * N), lost, N)
-    tiles = tl.where(lost > 0, tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), 0)
-    for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile_m, tile_n = tile_of(index, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, 1)
-        compute_tile(
-            lhs,
-            lhs_scales,
-            rhs,
-            rhs_scales,
-            out,
-            tile_m,
-            tile_n,
-            batch,
-            M,
-            N,
-            K,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            False,
-        )
+    lhs_reference += batch * M
+    rhs_reference += batch * N
+    lhs_lost += batch * LHS_LOST
+    rhs_lost += batch * RHS_LOST
+    _write_factors(lhs_reference, lhs_factors + batch * (2 * M), M)
+    _write_factors(rhs_reference, rhs_factors + batch * (2 * N), N)
+    lost = _any(lhs_lost, LHS_LOST, LHS_LOST) | _any(rhs_lost, RHS_LOST, RHS_LOST)
+    # Strips of rows, then of columns. Their tiles are dealt to the programs in turn: `first` is this one's.
+    first = tl.program_id(0)
+    for strip in range(tl.where(lost > 0, TILES_M + TILES_N, 0)):
+        of_rows = strip < TILES_M
+        if of_rows:
+            tiles = TILES_N * _strip_lost(lhs_lost, strip, M, BLOCK_M, ROWS, PARTS)
+        else:
+            tiles = TILES_M * _strip_lost(rhs_lost, strip - TILES_M, N, BLOCK_N, ROWS, PARTS)
+        for tile in range(first, tiles, tl.num_programs(0)):
+            tile_m = tl.where(of_rows, strip, tile)
+            tile_n = tl.where(of_rows, tile, strip - TILES_M)
+            acc = accumulate_tile(
+                lhs,
+                lhs_scales,
+                rhs,
+                rhs_scales,
+                tile_m,
+                tile_n,
+                batch,
+                M,
+                N,
+                K,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                False,
+            )
+            row_exponent = _tile_exponents(lhs_reference, tile_m, M, BLOCK_M)
+            column_exponent = _tile_exponents(rhs_reference, tile_n, N, BLOCK_N)
+            # In two steps of one sign: a factor alone could overflow what both together do not.
+            exponent = row_exponent[:, None] + column_exponent[None, :]
+            half = exponent >> 1
+            acc = acc * _power_of_two(-half) * _power_of_two(half - exponent)
+            store_tile(out, acc, tile_m, tile_n, batch, M, N, BLOCK_M, BLOCK_N)
+        first = (first + tl.num_programs(0) - tiles % tl.num_programs(0)) % tl.num_programs(0)
 
 
 @triton.jit
-def _any(flags, COUNT: tl.constexpr):
-    """Returns 1 if one of COUNT flags is set, else 0."""
-    WIDTH: tl.constexpr = 8192
+def _strip_lost(
+    flags,
+    tile,
+    LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Returns 1 if a flag of a tile's rows is set, else 0; of ROWS rows, where that is more than a tile."""
+    COUNT: tl.constexpr = (BLOCK + ROWS - 1) // ROWS * PARTS
+    first = tile * BLOCK // ROWS * PARTS
+    return _any(flags + first, (LENGTH + ROWS - 1) // ROWS * PARTS - first, COUNT)
+
+
+@triton.jit
+def _any(flags, left, COUNT: tl.constexpr):
+    """Returns 1 if one of COUNT flags is set, else 0; those after the first `left` are none."""
+    WIDTH: tl.constexpr = 8192 if COUNT > 8192 else triton.next_power_of_2(COUNT)
     found = tl.zeros([WIDTH], tl.uint8)
     for start in range(0, COUNT, WIDTH):
         place = start + tl.arange(0, WIDTH)
-        found |= tl.load(flags + place, place < COUNT, 0)
+        found |= tl.load(flags + place, (place < COUNT) & (place < left), 0)
     return tl.max(found.to(tl.int32), 0)
 
 
 @triton.jit
-def _write_factors(references, factors, lost, LENGTH: tl.constexpr):
+def _tile_exponents(references, tile, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the exponents of the factors of a tile's rows."""
+    rows = tile * BLOCK + rows_of(tile, LENGTH, BLOCK)
+    return tl.load(references + rows).to(tl.int32) - 127
+
+
+@triton.jit
+def _write_factors(references, factors, LENGTH: tl.constexpr):
     """Writes this program's part of the two factors of each row, whose product is 2**(reference - 127)."""
     WIDTH: tl.constexpr = 256
     for start in range(tl.program_id(0) * WIDTH, LENGTH, tl.num_programs(0) * WIDTH):
         row = start + tl.arange(0, WIDTH)
-        reference = tl.load(references + row, row < LENGTH, 127).to(tl.int32)
-        exponent = tl.where(lost > 0, 0, reference - 127)
+        exponent = tl.load(references + row, row < LENGTH, 127).to(tl.int32) - 127
         half = exponent >> 1
         tl.store(factors + row, _power_of_two(half), row < LENGTH)
         tl.store(factors + LENGTH + row, _power_of_two(exponent - half), row < LENGTH)

@@ -201,12 +201,11 @@ def gemm_kernel(
     """
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, XCDS)
     batch = tl.program_id(1).to(tl.int64)
-    compute_tile(
+    acc = accumulate_tile(
         lhs,
         lhs_scales,
         rhs,
         rhs_scales,
-        out,
         tile_m,
         tile_n,
         batch,
@@ -218,15 +217,15 @@ def gemm_kernel(
         BLOCK_K,
         SHUFFLED,
     )
+    store_tile(out, acc, tile_m, tile_n, batch, M, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
-def compute_tile(
+def accumulate_tile(
     lhs,
     lhs_scales,
     rhs,
     rhs_scales,
-    out,
     tile_m,
     tile_n,
     batch,
@@ -238,9 +237,9 @@ def compute_tile(
     BLOCK_K: tl.constexpr,
     SHUFFLED: tl.constexpr,
 ):
-    """Computes and stores one tile of `gemm_kernel`'s."""
-    x_rows = _rows(tile_m, M, BLOCK_M)
-    y_rows = _rows(tile_n, N, BLOCK_N)
+    """Returns one tile of lhs[b] @ rhs[b].T in float32, with anything in rows and columns past the end."""
+    x_rows = rows_of(tile_m, M, BLOCK_M)
+    y_rows = rows_of(tile_n, N, BLOCK_N)
     packed = tl.arange(0, BLOCK_K // 2)
     blocks = tl.arange(0, BLOCK_K // 32)[None, :]
     x_offsets = x_rows[:, None] * (K // 2) + packed[None, :]
@@ -287,7 +286,22 @@ def compute_tile(
         x = tl.load(lhs + x_offsets, mask=(packed < REST // 2)[None, :], other=0)
         y = tl.load(rhs + y_offsets, mask=(packed < REST // 2)[:, None], other=0)
         acc = tl.dot_scaled(x, x_scales, "e2m1", y, y_scales, "e2m1", acc)
+    return acc
 
+
+@triton.jit
+def store_tile(
+    out,
+    acc,
+    tile_m,
+    tile_n,
+    batch,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Stores what of a tile lies inside out [batch, M, N], rounded to its dtype."""
     rows = tl.arange(0, BLOCK_M)[:, None]
     columns = tl.arange(0, BLOCK_N)[None, :]
     out += batch * (M * N) + tile_m.to(tl.int64) * (BLOCK_M * N) + tile_n * BLOCK_N
@@ -323,7 +337,7 @@ def _start(batch, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _rows(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def rows_of(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Returns a tile's rows from its first; in place of those past the end the last, which is not stored."""
     rows = tl.arange(0, BLOCK)
     if ROWS % BLOCK != 0:

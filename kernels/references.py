@@ -178,23 +178,32 @@ def carrier(n: int, blocks: int, carrier: str, rows: int, width: int) -> Referen
     return Reference(given, inputs, expected, agrees, "")
 
 
-def correction(batch: int, m: int, n: int, k: int, dtype: str, programs: tuple[int, int]) -> Reference:
-    """Returns what `correct_kernel` makes of out [batch, m, n], by flags [batch, programs] of each side."""
+def correction(batch: int, m: int, n: int, k: int, dtype: str, constants: dict[str, int]) -> Reference:
+    """Returns what `correct_kernel` makes of out [batch, m, n]; its constants say whose each flag is."""
     product = gemm(batch, m, n, k, dtype, False)
     given, expected = dict(product.given), dict(product.expected)
-    expected["product"] = expected.pop("out")
-    # In the first batch an element of lhs was lost, in the second of rhs, in the others none.
-    for place, side, rows, count in ((0, "lhs", m, programs[0]), (1, "rhs", n, programs[1])):
-        given[f"{side}_reference"] = f"rng.integers(1, 249, ({batch}, {rows})).astype(np.uint8)"
+    del expected["out"]
+    # Elements were lost of the last rows of lhs in the first batch, of rhs in the second, of none in others.
+    for place, side, rows, block in (
+        (0, "lhs", m, constants["BLOCK_M"]),
+        (1, "rhs", n, constants["BLOCK_N"]),
+    ):
+        each, parts = constants["ROWS"], constants["PARTS"]
+        programs, strips = -(-rows // each), -(-rows // block)
+        given[f"{side}_reference"] = f"rng.integers(77, 178, ({batch}, {rows})).astype(np.uint8)"
         flag = f"np.arange({batch})[:, None] == {place}"
-        given[f"{side}_lost"] = f"(({flag}) & (np.arange({count}) == {count - 1})).astype(np.uint8)"
-    given["before"] = f"rng.standard_normal(({batch}, {m}, {n})).astype({FLOAT[dtype]})"
-    expected["lost"] = "np.any(lhs_lost, axis=1) | np.any(rhs_lost, axis=1)"
-    expected["out"] = "np.where(lost[:, None, None], product, before)"
-    for side in ("lhs", "rhs"):
-        exponent = f"np.where(lost[:, None], 0, {side}_reference.astype(int) - 127)"
-        expected[f"{side}_exponent"] = exponent
+        last = f"np.arange({programs * parts}) == {programs * parts - 1}"
+        given[f"{side}_lost"] = f"(({flag}) & ({last})).astype(np.uint8)"
+        lost = f"np.repeat({side}_lost.reshape({batch}, {programs}, {parts}).any(2), {each}, 1)[:, :{rows}]"
+        strip = f"np.pad({lost}, ((0, 0), (0, {-rows % block}))).reshape({batch}, {strips}, {block}).any(2)"
+        expected[f"{side}_strips"] = f"np.repeat({strip}, {block}, 1)[:, :{rows}]"
+        expected[f"{side}_exponent"] = f"{side}_reference.astype(int) - 127"
         halves = f"[{side}_exponent // 2, {side}_exponent - {side}_exponent // 2]"
         expected[f"{side}_factors"] = f"np.ldexp(np.float32(1), np.stack({halves}, axis=1))"
+    given["before"] = f"rng.standard_normal(({batch}, {m}, {n})).astype({FLOAT[dtype]})"
+    expected["exponent"] = "lhs_exponent[:, :, None] + rhs_exponent[:, None, :]"
+    expected["anew"] = f"np.ldexp(exact, -exponent).astype({FLOAT[dtype]})"
+    expected["out"] = "np.where(lhs_strips[:, :, None] | rhs_strips[:, None, :], anew, before)"
     agrees = {name: f"same(got, {name})" for name in ("out", "lhs_factors", "rhs_factors")}
-    return Reference(given, dict(product.inputs), expected, agrees, product.note)
+    note = "References of 77 to 177 keep what is divided by their factors normal. " + product.note
+    return Reference(given, dict(product.inputs), expected, agrees, note)

@@ -52,20 +52,29 @@ def assert_right(got, lhs, rhs):
     assert np.all(abs(got - wanted)[known] <= bound[known])
 
 
-@pytest.mark.parametrize("far", [0, 10, 40])
+def without(q: Packed, block: int) -> Packed:
+    """Returns an operand with zeros in a block of each row: what meets it does not count."""
+    return Packed(q.elements.at[..., 16 * block : 16 * block + 16].set(0), q.scales)
+
+
+@pytest.mark.parametrize("far", [0, 10, 40, 100])
 @pytest.mark.parametrize("side", [0, 1])
 def test_elements_that_fp8_does_not_hold_are_multiplied_right(far, side):
     """The block that is far above the others of its row meets zeros, so that the others are all there is."""
     operands = [operand(0, (150, 4), 4), operand(1, (140, 4), 4)]
-    above, zero = operands[side], operands[1 - side]
+    above, other = operands[side], operands[1 - side]
     operands[side] = Packed(above.elements, above.scales.at[:, 0].add(far))
-    operands[1 - side] = Packed(zero.elements.at[:, :16].set(0), zero.scales)
+    operands[1 - side] = without(other, 0)
     assert_right(product(*operands), *operands)
 
 
+@pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("middles", [(20, 20), (90, 20), (240, 20), (20, 240), (180, 185)], ids=str)
-def test_every_exponent_of_rows_is_given_back(middles):
+def test_every_exponent_of_rows_is_given_back(middles, lost):
     lhs, rhs = (operand(i, (9, 2), 8, middle) for i, middle in enumerate(middles))
+    if lost:
+        above = jnp.asarray([middles[0] + 10, middles[0] - 15], jnp.uint8)
+        lhs, rhs = Packed(lhs.elements, lhs.scales.at[4].set(above)), without(rhs, 0)
     wanted, bound = exact(lhs, rhs)
     got = np.asarray(product(lhs, rhs), np.float64)
     normal = abs(wanted) < 2.0**127
@@ -101,6 +110,75 @@ def test_nan_and_zero_blocks_whether_held_or_not(span, dtype):
     np.testing.assert_array_equal(np.isnan(got), nan)
     assert not np.any(np.asarray(got, np.float32)[3, np.arange(30) != 7])
     assert_right(got, lhs, rhs)
+
+
+LOST = [  # m, n, blocks; (batch, row) of lhs and of rhs that are lost
+    ((300, 140, 3), [(0, 130)], []),
+    ((300, 140, 3), [(0, 0), (0, 299)], []),
+    ((140, 300, 3), [], [(0, 127), (0, 256)]),
+    ((300, 290, 3), [(0, 200)], [(0, 20)]),
+    ((256, 140, 2), [(0, 128)], []),
+    ((260, 140, 3), [(0, 259), (2, 5)], [(2, 139)]),
+    ((130, 5, 257), [(0, 129)], []),  # rows that several programs carry
+]
+
+
+def correct_poison(left, right, lhs: Packed, rhs: Packed):
+    """Returns where `correct` overwrites [batch, m, n], and what it writes there, times the factors."""
+    from mxjax.kernels import fp8
+
+    poison = jnp.full((*lhs.scales.shape[:2], rhs.scales.shape[1]), 12345.0)
+    packed = (lhs.elements, lhs.scales, rhs.elements, rhs.scales)
+    y, rows, columns = fp8.correct(poison, packed, left, right, current_target())
+    rows, columns = (np.prod(np.asarray(t, np.float64), axis=1) for t in (rows, columns))
+    return np.asarray(y != poison), np.asarray(y, np.float64) * rows[:, :, None] * columns[:, None, :]
+
+
+def strips_with(rows, batch: int, length: int, block: int):
+    """Returns which of [batch, length] lie in a strip of `block` with one of these rows."""
+    found = np.zeros((batch, length), bool)
+    for b, row in rows:
+        found[b, row // block * block : row // block * block + block] = True
+    return found
+
+
+@pytest.mark.parametrize(("size", "lhs_lost", "rhs_lost"), LOST, ids=str)
+def test_only_strips_with_a_lost_row_are_put_right(size, lhs_lost, rhs_lost):
+    """In a lost row a block is far above the others; it meets zeros, so that the others are all there is."""
+    from mxjax.kernels.carriers import carry_operand
+    from mxjax.kernels.fp8 import tiles_of
+
+    (m, n, blocks), batch = size, 1 + max(b for b, _ in lhs_lost + rhs_lost)
+    far = [np.zeros((batch, length, blocks), np.uint8) for length in (m, n)]
+    for b, row in lhs_lost:
+        far[0][b, row, 0] = 40
+    for b, row in rhs_lost:
+        far[1][b, row, 1] = 40
+    lhs, rhs = (operand(i, (batch, length, blocks), 4) for i, length in enumerate((m, n)))
+    lhs, rhs = Packed(lhs.elements, lhs.scales + far[0]), Packed(rhs.elements, rhs.scales + far[1])
+    lhs, rhs = without(lhs, 1) if rhs_lost else lhs, without(rhs, 0) if lhs_lost else rhs
+    left, right = (carry_operand(q.elements, q.scales, "e4m3", current_target()) for q in (lhs, rhs))
+    overwritten, got = correct_poison(left, right, lhs, rhs)
+    tiles = tiles_of(current_target())
+    in_rows, in_columns = strips_with(lhs_lost, batch, m, tiles.m), strips_with(rhs_lost, batch, n, tiles.n)
+    np.testing.assert_array_equal(overwritten, in_rows[:, :, None] | in_columns[:, None, :])
+    wanted, bound = exact(lhs, rhs)
+    assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])
+
+
+@pytest.mark.parametrize(("flag", "rows"), [(0, slice(0, 256)), (1, slice(256, 300))])
+def test_a_flag_of_more_rows_than_a_tile_has(flag, rows):
+    from mxjax.kernels.carriers import carry_operand
+
+    lhs, rhs = operand(0, (1, 300, 1), 4), operand(1, (1, 9, 1), 4)
+    left, right = (carry_operand(q.elements, q.scales, "e4m3", current_target()) for q in (lhs, rhs))
+    assert left.lost.shape == (1, 2)
+    overwritten, got = correct_poison(left._replace(lost=left.lost.at[0, flag].set(1)), right, lhs, rhs)
+    found = np.zeros_like(overwritten)
+    found[:, rows] = True
+    np.testing.assert_array_equal(overwritten, found)
+    wanted, bound = exact(lhs, rhs)
+    assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])
 
 
 def test_each_of_a_batch_is_put_right_by_itself():
