@@ -88,6 +88,14 @@ def make_mesh(text: str | None = None, devices: Sequence[Any] | None = None) -> 
     return Mesh(np.array(devices).reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def compiler_options(mesh: Mesh) -> dict[str, bool]:
+    """Returns options for `jax.jit(compiler_options=)` of steps on a mesh: on GPUs, to send weights and
+    gradients while other layers are computed."""
+    if mesh.size == 1 or mesh.devices.flat[0].platform != "gpu":
+        return {}
+    return {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
 def spec(axes: LogicalAxes) -> PartitionSpec:
     """Returns how an array with these logical axes is cut up; None is an axis that is not."""
     return PartitionSpec(*(None if axis is None else RULES[axis] for axis in axes))
