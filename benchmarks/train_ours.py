@@ -14,7 +14,7 @@ from benchmarks import trace_table, train_job
 from benchmarks.train_job import LEARNING_RATE, Job
 from models import llama
 from models.configs import LlamaConfig, get_config
-from mxjax.gemm import choose_implementation
+from mxjax.gemm import choose_implementation, compiler_options
 from mxjax.kernels.timing import measure
 from mxjax.remat import check_remat
 from mxjax.training import sharding
@@ -53,7 +53,8 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     sharding.check_params(mesh.shape, llama.abstract_params(model), axes, units)
     state, shardings = first_state(model, optimizer, mesh)
     loss = functools.partial(_loss, model, options)
-    train_step = make_train_step(loss, optimizer, seed=0, shardings=shardings)
+    told = compiler_options(policies.policies, job.implementation) | sharding.compiler_options(mesh)
+    train_step = make_train_step(loss, optimizer, seed=0, shardings=shardings, compiler_options=told)
     inputs = train_job.batches(job, model.vocab_size)
     start = time.perf_counter()
     lowered = train_step.lower(state, sharding.global_batch(mesh, inputs[0]))

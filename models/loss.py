@@ -15,7 +15,7 @@ import mxjax
 from mxjax.gemm import Implementation
 from mxjax.layout import Layout, as_stored
 from mxjax.policy import Policy
-from mxjax.training.sharding import batch_parts, constrain
+from mxjax.training.sharding import batch_parts, constrain, gather, is_data_parallel, spec, sum_over_batch
 
 LOSS_TOKENS = 2048
 """Tokens whose logits exist at once on a device in training."""
@@ -40,6 +40,12 @@ class Head(NamedTuple):
             layout=self.layout,
         )
         return constrain(logits, "batch", *(None for _ in logits.shape[2:]), "vocab")
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether all three GEMMs multiply bfloat16, in which every token is by itself."""
+        gemms = self.policy.gemms.values()
+        return all(not g.rotation and g.lhs.format == g.rhs.format == "bf16" for g in gemms)
 
     def losses(self, x: Float[Array, "*B D"], w_DV, targets: Int[Array, "*B"], key) -> Float32[Array, "*B"]:
         """Returns the cross-entropy of each token, in nats."""
@@ -110,20 +116,48 @@ def mean_loss(
 
 
 def _mean_loss_fwd(head: Head, x_BSD, w_DV, targets_BS, key):
-    S = targets_BS.shape[1]
+    weight = 1 / targets_BS.size
+    if head.is_bfloat16 and is_data_parallel():
+        loss, dx_BSD, dw_DV = _by_device(head, weight, x_BSD, w_DV, targets_BS, key)
+    else:
+        zero = as_stored(jnp.zeros_like(w_DV), head.layout)
+        loss, dx_BSD, dw_DV = _over_pieces(head, weight, x_BSD, w_DV, targets_BS, key, zero)
+    return loss, (dx_BSD, dw_DV)
+
+
+def _over_pieces(head: Head, weight: float, x_BSD, w_DV, targets_BS, key, zero):
+    """Returns the sum of the losses, each times the weight, and its gradients; `zero` is where dw begins."""
 
     def next_piece(dw_DV, piece):
-        index, x, targets, weights = piece
+        index, x, targets, is_token = piece
 
         def weighted(x, w_DV):
-            return jnp.sum(weights * head.losses(x, w_DV, targets, _fold(key, index)))
+            return jnp.sum(weight * is_token * head.losses(x, w_DV, targets, _fold(key, index)))
 
         loss, gradients = jax.value_and_grad(weighted, argnums=(0, 1))(x, w_DV)
         return dw_DV + gradients[1], (loss, gradients[0])
 
-    zero = as_stored(jnp.zeros_like(w_DV), head.layout)
     dw_DV, (losses, dx) = jax.lax.scan(next_piece, zero, _pieces(x_BSD, targets_BS))
-    return jnp.sum(losses), (_whole(dx, S), dw_DV)
+    return jnp.sum(losses), _whole(dx, targets_BS.shape[1]), dw_DV
+
+
+def _by_device(head: Head, weight: float, x_BSD, w_DV, targets_BS, key):
+    """`_over_pieces` of each device's tokens: the head is gathered, and its gradient sent, once."""
+
+    def of_device(x_BSD, w_DV, targets_BS, key):
+        w_DV = gather(w_DV.astype(jnp.bfloat16), "embed", axis=0).astype(w_DV.dtype)
+        alone = head._replace(layout=None)
+        loss, dx, dw = _over_pieces(alone, weight, x_BSD, w_DV, targets_BS, key, jnp.zeros_like(w_DV))
+        return sum_over_batch(loss), dx, sum_over_batch(dw, scattered="embed", axis=0)
+
+    batch, stored = spec(("batch",)), spec(("embed", None))
+    run = jax.shard_map(
+        of_device,
+        in_specs=(batch, stored, batch, spec(())),
+        out_specs=(spec(()), batch, stored),
+        check_vma=False,
+    )
+    return run(x_BSD, w_DV, targets_BS, key)
 
 
 def _mean_loss_bwd(head: Head, gradients, dy):
@@ -136,10 +170,10 @@ mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 
 
 def _pieces(x_BSD, targets_BS):
-    """Returns pieces of the sequences, stacked: their numbers, x, targets, and the weights of their losses.
+    """Returns pieces of the sequences, stacked: their numbers, x, targets, and 1 for each that is a token.
 
     A piece has about LOSS_TOKENS tokens a device, or one of each sequence if these are more; the last is
-    filled up with tokens of weight zero.
+    filled up with zeros.
     """
     B, S = targets_BS.shape
     length = -(-S // min(-(-B * S // (LOSS_TOKENS * batch_parts())), S))
@@ -150,8 +184,7 @@ def _pieces(x_BSD, targets_BS):
         a = a.reshape(B, pieces, length, *a.shape[2:]).swapaxes(0, 1)
         return constrain(a, None, "batch", *(None for _ in a.shape[2:]))
 
-    weights_BS = jnp.full((B, S), 1 / (B * S), jnp.float32)
-    return jnp.arange(pieces), cut(x_BSD), cut(targets_BS), cut(weights_BS)
+    return jnp.arange(pieces), cut(x_BSD), cut(targets_BS), cut(jnp.ones((B, S), jnp.float32))
 
 
 def _whole(pieces: Array, S: int) -> Array:

@@ -226,8 +226,11 @@ def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: 
 def _backward(policy: Policy, plan: Plan, dtypes, precision, residuals: _Residuals, dy):
     """Returns dx and dw."""
     x, x_packed, w, w_packed, key = residuals
-    dy = lax.optimization_barrier(first_order_only(dy))
+    dy = first_order_only(dy)
     dgrad, wgrad, seen_w, seen_x = _backward_uses(policy, key)
+    if all(use.operand.format == "bf16" and use.rotation is None for use in (dgrad[0], wgrad[1])):
+        dy = dy.astype(jnp.bfloat16)  # of float32 logits, half as much is written, and converted once
+    dy = lax.optimization_barrier(dy)
     dy_rows, dy_columns = prepare(dy, ((plan.dgrad, dgrad[0]), (plan.wgrad, wgrad[1])))
     w = None if w is None else first_order_only(w)
     [w_rows] = (w_packed,) if w is None else prepare(seen_w(w), ((plan.dgrad, dgrad[1]),))

@@ -79,6 +79,19 @@ def check_plans(policies: Iterable[Policy], implementation: Implementation | Non
         plan(policy, implementation)
 
 
+def compiler_options(policies: Iterable[Policy], implementation: Implementation | None) -> dict[str, bool]:
+    """Returns options for `jax.jit(compiler_options=)` of a program with GEMMs of these policies.
+
+    Where FP8 matrix units multiply on CUDA, XLA would try Triton's GEMMs for each shape, for minutes, and
+    then take cuBLAS's.
+    """
+    target = kernel_target()
+    hows = {how for policy in policies for how in plan(policy, implementation)[:3]}
+    if target is None or target.backend != "cuda" or not hows & {"fp8", "fp8_tensor"}:
+        return {}
+    return {"xla_gpu_enable_triton_gemm": False}
+
+
 def _how(name: Implementation, gemm: Gemm, explicit: bool) -> How:
     if name in ("reference", "xla"):
         return name

@@ -88,6 +88,14 @@ def make_mesh(text: str | None = None, devices: Sequence[Any] | None = None) -> 
     return Mesh(np.array(devices).reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def compiler_options(mesh: Mesh) -> dict[str, bool]:
+    """Returns options for `jax.jit(compiler_options=)` of steps on a mesh: on GPUs, to send weights and
+    gradients while other layers are computed."""
+    if mesh.size == 1 or mesh.devices.flat[0].platform != "gpu":
+        return {}
+    return {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
 def spec(axes: LogicalAxes) -> PartitionSpec:
     """Returns how an array with these logical axes is cut up; None is an axis that is not."""
     return PartitionSpec(*(None if axis is None else RULES[axis] for axis in axes))
@@ -104,6 +112,28 @@ def weight_layout(axes: LogicalAxes) -> Layout | None:
     return Layout(spec(axes), spec(whole)) if _cuts() else None
 
 
+def is_data_parallel() -> bool:
+    """Returns whether the mesh that is set cuts batches, and weights by their axes over `fsdp` at most."""
+    return _cuts() and jax.sharding.get_abstract_mesh().shape["tensor"] == 1
+
+
+def gather(x: jax.Array, cut: str, axis: int) -> jax.Array:
+    """Returns, inside `jax.shard_map`, the whole of x, whose `axis` is cut as logical axis `cut` is."""
+    return jax.lax.all_gather(x, RULES[cut], axis=axis, tiled=True)
+
+
+def sum_over_batch(x: jax.Array, scattered: str | None = None, axis: int = 0) -> jax.Array:
+    """Returns, inside `jax.shard_map`, the sum over all parts of a batch.
+
+    Of it a device gets the part of `axis` that it holds of logical axis `scattered`, if one is named.
+    """
+    rest = tuple(RULES["batch"] or ())
+    if scattered is not None:
+        x = jax.lax.psum_scatter(x, RULES[scattered], scatter_dimension=axis, tiled=True)
+        rest = tuple(name for name in rest if name != RULES[scattered])
+    return jax.lax.psum(x, rest)
+
+
 def batch_parts() -> int:
     """Returns in how many parts a batch is cut on the mesh that is set."""
     return batch_parts_of(jax.sharding.get_abstract_mesh().shape) if _cuts() else 1
@@ -116,7 +146,7 @@ def batch_parts_of(sizes: Mapping[str, int]) -> int:
 
 def _cuts() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and mesh.size > 1 and mesh.axis_names == AXES
+    return not mesh.empty and mesh.size > 1 and mesh.axis_names == AXES and mesh.are_all_axes_auto
 
 
 def param_shardings(mesh: Mesh, axes: Any) -> Any:

@@ -66,6 +66,7 @@ def make_train_step(
     accumulate: int = 1,
     skip_nonfinite: bool = False,
     shardings: TrainState | None = None,
+    compiler_options: dict[str, Any] | None = None,
 ):
     """Returns the jitted `step(state, batch) -> (state, metrics)`; the state is donated.
 
@@ -73,6 +74,7 @@ def make_train_step(
     token weighs the same.
     With `shardings` the state stays cut up as they say, and so are the gradients: `state_shardings` of
     `mxjax.training.sharding` makes them.
+    With `compiler_options` XLA is told so, see `mxjax.gemm.compiler_options`.
 
     The random bits of a step are a function of the seed and the step's number. Once a loss or gradient
     is not finite, the state stays as it was before that step, so that the step can be looked into. With
@@ -100,7 +102,10 @@ def make_train_step(
         return jax.lax.scan(add, zero, (jnp.arange(accumulate), parts))[0]
 
     @functools.partial(
-        jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, shardings.finite)
+        jax.jit,
+        donate_argnums=0,
+        out_shardings=None if shardings is None else (shardings, shardings.finite),
+        compiler_options=compiler_options,
     )
     def step(state: TrainState, batch: Int32[Array, "batch length"]) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
