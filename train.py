@@ -12,6 +12,7 @@ import optax
 from models import llama
 from models.report import introduction, summary
 from models.run import Run, mllog_settings, set_up, write_description
+from mxjax.gemm import compiler_options
 from mxjax.probes import empty_slots, make_layer_stats
 from mxjax.training import sharding
 from mxjax.training.amax import amax_names
@@ -127,7 +128,14 @@ def make_programs(run: Run, optimizer: optax.GradientTransformation, shardings: 
     empty = empty_slots(llama.LINEAR_LAYERS, run.model.n_layers)
     return Programs(
         make_train_step(
-            loss, optimizer, config.seed, config.accumulate, config.on_nonfinite == "skip", shardings
+            loss,
+            optimizer,
+            config.seed,
+            config.accumulate,
+            config.on_nonfinite == "skip",
+            shardings,
+            compiler_options(run.phase.layers.policies, config.precision.implementation)
+            | sharding.compiler_options(run.mesh),
         ),
         sharding.on_mesh(run.mesh, make_eval_step(losses)),
         make_layer_stats(loss, empty, config.seed, tokens_a_part),

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import os
+import signal
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ import eval as evaluation_program
 import train as training_program
 from models import llama
 from models.configs import get_config
+from mxjax.training import loop
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.command_line import parse
 from mxjax.training.config import Config, PrecisionConfig
@@ -138,6 +141,23 @@ def test_resuming_in_any_phase_equals_an_uninterrupted_run(text, switched, tmp_p
     jax.tree.map(np.testing.assert_array_equal, state(out), state(switched))
     expected = {json.dumps(r) for r in lines(switched)}
     assert {json.dumps(r) for r in lines(out) if r["step"] != step} <= expected
+
+
+def test_an_evaluation_owed_by_a_phase_is_repeated_in_its_policy(text, tmp_path, monkeypatch):
+    schedule, out = "wgrad_sr; fp8 from 3", tmp_path / "run"
+    run(text, tmp_path / "whole", schedule)
+    original = loop.evaluate
+
+    def signal_and_evaluate(eval_step, params, batches):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(eval_step, params, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluate", signal_and_evaluate)
+        with pytest.raises(SystemExit, match="interrupted after step 2"):
+            run(text, out, schedule)
+    run(text, out, schedule, "--resume")
+    assert lines(out) == lines(tmp_path / "whole")
 
 
 def test_the_record_names_the_phases_and_the_switch(switched):

@@ -74,7 +74,7 @@ class Loop:
 
     def __post_init__(self):
         self._step = int(self.state.step)
-        self._begin_phase(self._step + 1)
+        self._begin_phase(self._step)  # whose evaluation may be owed; the next may begin with the next step
         self._owes_evaluation = owes_evaluation(self.config, self.folder, self._step)
         self._done = is_done(self.config, self.folder, self._step)
         self._interrupted = False
