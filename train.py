@@ -138,7 +138,7 @@ def make_programs(run: Run, optimizer: optax.GradientTransformation, shardings: 
             | sharding.compiler_options(run.mesh),
         ),
         sharding.on_mesh(run.mesh, make_eval_step(losses)),
-        make_layer_stats(loss, empty, config.seed, tokens_a_part),
+        make_layer_stats(loss, empty, config.seed, tokens_a_part, sharding.batch_parts_of(run.mesh.shape)),
     )
 
 

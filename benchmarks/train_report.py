@@ -10,9 +10,8 @@ from benchmarks import trace_table
 from benchmarks.train_job import OURS, Job
 from models.configs import get_config
 from mxjax.kernels.timing import print_table
+from mxjax.training.rates import peak_flops
 
-PEAKS = {"H100": 989e12, "H200": 989e12, "MI355X": 2516.6e12}
-"""Dense bfloat16 FLOP/s by a part of the device's name. Source: the makers' data sheets."""
 FIRST_LOSS_TOLERANCE = 0.1  # nats, from bf16's: quantization moves the first loss by about a hundredth
 NOISE = 6.0  # nats, over the root of a step's tokens: by so much the losses of two random batches may differ
 
@@ -53,7 +52,7 @@ def lines(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         median, p10, p90 = (float(np.quantile(times, q)) for q in (0.5, 0.1, 0.9))
         speed = with_speed(Job(**mine[0]["job"]), {"times": times})
         device = mine[0]["environment"]["device"]
-        peak = next((rate for part, rate in PEAKS.items() if part in device), None)
+        peak = peak_flops(device)
         flops = speed["flops_per_s_per_device"]
         found.append(
             {

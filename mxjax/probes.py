@@ -83,7 +83,9 @@ def _probe_bwd(policy, implementation, residuals, dy):
 probe.defvjp(_probe_fwd, _probe_bwd)
 
 
-def make_layer_stats(mean_loss, empty: dict[str, Measures], seed: int, tokens_a_step: int):
+def make_layer_stats(
+    mean_loss, empty: dict[str, Measures], seed: int, tokens_a_step: int, batch_parts: int = 1
+):
     """Returns the jitted `layer_stats(params, batch, step) -> measures` of every probe.
 
     Output gradients are those of the mean loss of a step's tokens, of which only the first sequences are
@@ -94,13 +96,14 @@ def make_layer_stats(mean_loss, empty: dict[str, Measures], seed: int, tokens_a_
       empty: the model's slots.
       seed: of the run.
       tokens_a_step: over which the step takes the mean.
+      batch_parts: in how many a mesh cuts a batch; all get as many sequences.
     """
 
     @jax.jit
     def layer_stats(params, batch, step):
         key = jax.random.fold_in(jax.random.key(seed), step)
-        length = min(batch.shape[1] - 1, MAX_TOKENS)
-        part = batch[: max(1, MAX_TOKENS // length), : length + 1]
+        length = min(batch.shape[1] - 1, max(1, MAX_TOKENS // batch_parts))
+        part = batch[: max(1, MAX_TOKENS // (length * batch_parts)) * batch_parts, : length + 1]
 
         def loss(filled):
             return mean_loss(params, part, key, filled) * (part[:, 1:].size / tokens_a_step)

@@ -119,11 +119,12 @@ def test_no_more_tokens_than_the_limit_are_measured():
         return llama.mean_loss(config, params, batch, policies=policies, key=key, slots=slots)
 
     empty = empty_slots(llama.LINEAR_LAYERS, 1)
-    run = make_layer_stats(loss, empty, 0, 1)
     params = jax.eval_shape(lambda: llama.init(config, jax.random.key(0)))
-    for batch in (tokens, tokens[:, :1025].repeat(3, 0)):
-        jax.eval_shape(run, params, batch, jnp.array(0))
-    assert shapes == [(1, MAX_TOKENS + 1), (2, 1025)]
+    for parts in (1, 4):  # in which a mesh cuts a batch
+        run = make_layer_stats(loss, empty, 0, 1, parts)
+        for batch in (tokens.repeat(2, 0), tokens[:, :1025].repeat(4, 0)):
+            jax.eval_shape(run, params, batch, jnp.array(0))
+    assert shapes == [(1, MAX_TOKENS + 1), (2, 1025), (4, MAX_TOKENS // 4 + 1), (4, MAX_TOKENS // 4 + 1)]
 
 
 def test_by_layer_names_every_number():

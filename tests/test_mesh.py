@@ -170,7 +170,7 @@ def test_losses_on_meshes_are_those_of_one_device():
 
 
 @pytest.mark.slow
-def test_every_shape_of_mesh_and_every_policy_gives_the_losses_of_one_device():
+def test_every_shape_of_mesh_and_every_policy_each_in_one_pair_gives_the_losses_of_one_device():
     shapes = [shape for shape in meshes.SHAPES if shape != (1, 1, 1)]
     assert len(shapes) == 19
     check_curves(list(zip(itertools.cycle(meshes.LADDER), shapes, strict=False)))

@@ -16,7 +16,7 @@ PEAK_FLOPS: Mapping[str, float] = types.MappingProxyType(
         r"GB200": 2500e12,
         # AMD's data sheets; for MI355X see docs/mi355x.md.
         r"MI300X": 1307e12,
-        r"MI355X": 2500e12,
+        r"MI355X": 2516.6e12,
     }
 )
 """Dense BF16 FLOP/s of a device whose name has such a word: the first that matches."""

@@ -14,8 +14,8 @@ What the partitioned program of a step holds (read on 8 virtual devices; `tests/
   - tensor adds an all-reduce of float32 activations behind `attention.out` and `mlp.down`, forward, and
     behind `attention.qkv` and `mlp.gate_up`, backward. `mlp.gate_up` keeps the gate's columns before the up
     projection's, an order that its blocks depend on, so that splitting it moves half of both.
-  - The head is gathered, and its gradient summed, once for each piece of the loss; a piece has so many tokens
-    a device, so that larger meshes make no more of them.
+  - The head is gathered, and its gradient summed, once a step, but with `tensor` or a quantized head once for
+    each piece of the loss; a piece has so many tokens a device, so that larger meshes make no more of them.
 """
 
 import math

@@ -58,9 +58,10 @@ class Watch:
         for line in steps:
             self._row = self._row + 1 if line.get("skipped") else 0
         self._seen = sum(line.get("skipped", False) for line in steps)
-        finite = [line["loss"] for line in steps if not isinstance(line["loss"], str)]
+        finite = [s["loss"] for s in steps if not isinstance(s["loss"], str) and not s.get("skipped")]
         self._recent = collections.deque(finite, _RECENT)
-        self._log = MetricsLog(folder / "spikes.jsonl", keep_steps=start)
+        path = folder / "spikes.jsonl" if jax.process_index() == 0 else None  # one file for all processes
+        self._log = MetricsLog(path, keep_steps=start)
 
     def __enter__(self) -> "Watch":
         return self
