@@ -22,7 +22,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from mxjax.gemm import ON_PACKED, Implementation, plan
+from mxjax.gemm import ON_PACKED, Implementation, choose_implementation, plan
 from mxjax.policy import Policy
 
 Remat = Literal["none", "dots", "fp4", "full"]
@@ -67,8 +67,8 @@ def check_remat(mode: Remat, policies: Iterable[Policy], implementation: Impleme
     ):
         raise ValueError(
             "remat 'fp4' keeps packed MXFP4 operands, but no GEMM of these policies takes them with "
-            f"implementation {implementation!r} here; use a policy in MXFP4 with implementation 'fp8', "
-            "'scaled_dot' or 'triton', or remat 'dots' or 'full'"
+            f"implementation {choose_implementation(implementation)!r}; use a policy in MXFP4 with "
+            "implementation 'fp8' (anywhere) or 'triton' (GPUs), or remat 'dots' or 'full'"
         )
 
 

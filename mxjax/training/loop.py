@@ -187,10 +187,11 @@ class Loop:
         with Checkpoints(folder / "checkpoints") as checkpoints:
             finite = self.state._replace(finite=jax.numpy.array(True))
             checkpoints.save(finite, {"next_index": int(self.state.step)})
+        advice = "begin a new run with a lower --lr or another --policy, from an earlier state with --init"
+        if not watch.skips:
+            advice += f", or continue with {self._continuing()} --on-nonfinite skip"
         return NonFiniteError(
-            f"{error}, policy {policy}. The last finite state and the step's batch "
-            f"are in {folder}; lower --lr, train in another --policy, or continue with {self._continuing()} "
-            "--on-nonfinite skip",
+            f"{error}, policy {policy}. The last finite state and the step's batch are in {folder}; {advice}",
             error.step,
         )
 

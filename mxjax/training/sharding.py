@@ -189,9 +189,10 @@ def check_params(sizes: Mapping[str, int], params: Any, axes: Any, units: Any) -
             parameter = ".".join(str(key.key) for key in path)
             most = max(n for n in range(1, parts) if size % (n * unit) == 0 or n == 1)
             whole = f", whole runs of {unit} (a block, rotation or key/value head)" if unit > 1 else ""
+            more = f", or take --vocab-size {-(-size // parts) * parts}" if name == "vocab" else ""
             raise ValueError(
                 f"--mesh {cut}={parts} cannot cut {parameter}'s axis {name!r} of {size} into equal "
-                f"parts{whole}; reduce {cut}, to {most} at most"
+                f"parts{whole}; reduce {cut}, to {most} at most{more}"
             )
 
 
