@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 FIRST, LATER = 1e-6, 5e-3
 """Of losses and norms of gradients, relative: of the first loss, in which the order of float32 sums alone is
 another; and of all others. There a last bit sometimes flips the rounding of an element, and what follows sees
-it: of all shapes, 15 in 19 agree to 1e-6, and the largest difference is 1e-3."""
+it: of all shapes, 14 in 19 agree to 1e-6, and the largest difference is 1e-3."""
 
 
 def start(arguments, devices=8, **environment):
@@ -40,7 +40,11 @@ def start(arguments, devices=8, **environment):
 
 
 def finish(process) -> list[str]:
-    output, _ = process.communicate(timeout=500)
+    try:
+        output, _ = process.communicate(timeout=1500)  # two slow cores, shared
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == 0, output
     return output.splitlines()
 
@@ -50,7 +54,8 @@ def program(*arguments, **environment) -> list[str]:
 
 
 def check_curves(pairs) -> None:
-    found = program("curves", *(f"{policy}:{','.join(map(str, shape))}" for policy, shape in pairs))
+    arguments = [f"{policy}:{','.join(map(str, shape))}" for policy, shape in pairs]
+    found = program("curves", *arguments, XLA_FLAGS="--xla_llvm_disable_expensive_passes=true")
     records = [json.loads(line) for line in found]
     assert len(records) == len(pairs)
     for record in records:
@@ -173,7 +178,8 @@ def test_losses_on_meshes_are_those_of_one_device():
 def test_every_shape_of_mesh_and_every_policy_each_in_one_pair_gives_the_losses_of_one_device():
     shapes = [shape for shape in meshes.SHAPES if shape != (1, 1, 1)]
     assert len(shapes) == 19
-    check_curves(list(zip(itertools.cycle(meshes.LADDER), shapes, strict=False)))
+    rest = itertools.repeat("bf16", len(shapes) - len(meshes.LADDER))  # which compiles fastest
+    check_curves(list(zip([*meshes.LADDER, *rest], shapes, strict=True)))
 
 
 @pytest.mark.slow
