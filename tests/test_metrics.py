@@ -125,7 +125,7 @@ class Device:
         ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", 2500e12),
         ("AMD Instinct MI300X", 1307e12),
-        ("AMD Instinct MI355X", 2500e12),
+        ("AMD Instinct MI355X", 2516.6e12),
         ("NVIDIA A10", None),
         ("cpu", None),
     ],
