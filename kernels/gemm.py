@@ -199,7 +199,7 @@ def gemm_kernel(
 
     With SHUFFLED the scales are as `shuffle_scales` orders them for gfx950, and BLOCK_K is 256.
     """
-    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, XCDS)
+    tile_m, tile_n = _tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, XCDS)
     batch = tl.program_id(1).to(tl.int64)
     acc = accumulate_tile(
         lhs,
@@ -314,7 +314,7 @@ def store_tile(
 
 
 @triton.jit
-def tile_of(program, tiles_m, tiles_n, GROUP_M: tl.constexpr, XCDS: tl.constexpr):
+def _tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr, XCDS: tl.constexpr):
     """Returns a program's tile: columns of GROUP_M tiles, which share operands in the L2 cache.
 
     Programs are dealt to the XCDS dies of a GPU in turn, each with an L2 cache of its own: here neighbours go

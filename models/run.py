@@ -24,6 +24,8 @@ from mxjax.training.packed import PackedCorpus
 from mxjax.training.schedule import Phase, phases_of
 from mxjax.training.tensorboard import check_installed
 
+_BEFORE_CONFIG = {HUGGINGFACE, "config.tmp"}  # all that a run leaves that is killed before config.json
+
 
 class Run(NamedTuple):
     """What stays the same throughout a run, or a phase of it."""
@@ -75,7 +77,7 @@ def set_up(config: Config) -> Run:
     mllog_settings(run)
     if config.resume:
         check_same_data(folder, corpus)
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and {path.name for path in folder.iterdir()} - _BEFORE_CONFIG:
         raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
     return run
 

@@ -238,10 +238,23 @@ def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(training_program.StepReporter, "step", step_and_signal)
-        with pytest.raises(SystemExit, match=r"interrupted after step \d; continue with: train.py --out"):
+        with pytest.raises(
+            SystemExit, match=r"interrupted after step \d; continue with: train.py --out"
+        ) as end:
             run(text, out, "--policy", "full_sr", "--eval-every", "3")
+    assert end.value.code == 0
     resume(out)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
+
+
+def test_a_run_killed_before_its_description_begins_anew(text, tmp_path):
+    out = tmp_path / "run"
+    (out / "huggingface").mkdir(parents=True)
+    (out / "config.tmp").write_text('{"half')
+    run(text, out, "--policy", "bf16", "--stop-after", "1")
+    assert json.loads((out / "config.json").read_text())["config"]["precision"]["policy"] == "bf16"
+    with pytest.raises(SystemExit, match="is not empty; add --resume"):
+        run(text, out, "--policy", "bf16")
 
 
 @pytest.mark.parametrize("step", [3, 6])

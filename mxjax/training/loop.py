@@ -176,9 +176,11 @@ class Loop:
             self.records.mllog.run_ends(self._sequences(self._step), success)
         elif self._interrupted:
             self.checkpoints.wait()
-            raise SystemExit(
-                f"interrupted after step {self._step}; continue with: train.py {self._continuing()}"
-            )
+            said = f"interrupted after step {self._step}; continue with: train.py {self._continuing()}"
+            self.records.display.line(said)
+            end = SystemExit(said)
+            end.code = 0  # nothing is lost
+            raise end
 
     def _with_evidence(self, error: NonFiniteError) -> NonFiniteError:
         """Saves what is needed to repeat a step that was not finite; returns the error that says where."""

@@ -120,7 +120,7 @@ def exact_in(dtype, shifts):
         return np.all(values.astype(dtype).astype(np.float64) == values, axis=-1)
 
 
-def compare(x, rows=None, columns=None, seed=0):
+def assert_as_defined(x, rows=None, columns=None, seed=0):
     """Quantizes x both ways and checks each side that is wanted."""
     sides, keys, randoms, expected = (rows, columns), [], [], []
     for i, side in enumerate(sides):
@@ -160,7 +160,7 @@ pairs = st.one_of(st.tuples(sides, st.none()), st.tuples(st.none(), sides), st.t
 
 
 def check_options(shape, kind, dtype, pair, seed):
-    compare(draw_tensor(np.random.default_rng(seed), shape, kind, dtype), *pair, seed=seed)
+    assert_as_defined(draw_tensor(np.random.default_rng(seed), shape, kind, dtype), *pair, seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -213,21 +213,25 @@ def test_nvidia_tiles_at_length(shape, kind, dtype, pair, seed):
 def test_rules_and_roundings(rule, rounding, form):
     x = draw_tensor(np.random.default_rng(0), (64, 64), "wide", "bfloat16")
     side = Side(Operand(scale_rule=rule, rounding=rounding), form=form)
-    compare(x, side, dataclasses.replace(side, operand=dataclasses.replace(side.operand, prescale=0.75)))
+    assert_as_defined(
+        x, side, dataclasses.replace(side, operand=dataclasses.replace(side.operand, prescale=0.75))
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("signs", ["none", "redrawn"])
 def test_rotations(size, signs):
     x = draw_tensor(np.random.default_rng(1), (40, 70), "normal", "bfloat16")
-    compare(x, Side(Operand(), Rotation(size, signs)), Side(Operand(), Rotation(size, signs), "bf16"))
+    assert_as_defined(
+        x, Side(Operand(), Rotation(size, signs)), Side(Operand(), Rotation(size, signs), "bf16")
+    )
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_square_blocks(dtype):
     x = draw_tensor(np.random.default_rng(2), (2, 70, 90), "wide", dtype)
     side = Side(Operand(block_shape=(32, 32), scale_rule="even"))
-    compare(x, side, side)
+    assert_as_defined(x, side, side)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -239,7 +243,7 @@ def test_all_bit_patterns(dtype, order):
     if order == "shuffled":
         finite = patterns[np.isfinite(values.astype(np.float32))]
         patterns = np.resize(np.random.default_rng(3).permutation(finite), 2**16)
-    compare(jnp.asarray(patterns.view(DTYPES[dtype]).reshape(1024, 64)), Side(Operand()))
+    assert_as_defined(jnp.asarray(patterns.view(DTYPES[dtype]).reshape(1024, 64)), Side(Operand()))
 
 
 @pytest.mark.parametrize("scale", [-149, -140, -127, -126, -125, 0, 126, 127])
@@ -247,7 +251,7 @@ def test_magnitudes_at_both_ends_of_float32(scale):
     rng = np.random.default_rng(4)
     with np.errstate(over="ignore"):
         x = (rng.uniform(-2, 2, (32, 64)) * 2.0**scale).astype(np.float32)
-    compare(jnp.asarray(x), Side(Operand()), Side(Operand(scale_rule="even"), form="bf16"))
+    assert_as_defined(jnp.asarray(x), Side(Operand()), Side(Operand(scale_rule="even"), form="bf16"))
 
 
 def test_special_values():
@@ -255,7 +259,7 @@ def test_special_values():
     x[0, 3], x[1, 40], x[2, 0], x[3, :32], x[4, :32], x[5, 0] = np.nan, np.inf, -np.inf, 0, -0.0, -np.nan
     x[6, ::2] *= -0.0
     for form in ("packed", "bf16", "e4m3", "e5m2"):
-        compare(jnp.asarray(x), Side(Operand(), form=form), Side(Operand(), Rotation(16), form))
+        assert_as_defined(jnp.asarray(x), Side(Operand(), form=form), Side(Operand(), Rotation(16), form))
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -263,8 +267,8 @@ def test_nan_blocks_leave_their_neighbours_alone(dtype):
     x = np.array(draw_tensor(np.random.default_rng(6), (96, 96), "grid", dtype))
     x[::3, 40] = np.nan
     x[40, ::3] = np.nan
-    compare(jnp.asarray(x), Side(Operand()), Side(Operand()))
-    compare(jnp.asarray(x), None, Side(Operand()))
+    assert_as_defined(jnp.asarray(x), Side(Operand()), Side(Operand()))
+    assert_as_defined(jnp.asarray(x), None, Side(Operand()))
 
 
 def test_blocks_that_fp8_cannot_hold_are_told():
