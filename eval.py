@@ -15,7 +15,7 @@ import tyro
 
 from models import llama
 from models.configs import from_dict
-from mxjax.gemm import Implementation, check_plans
+from mxjax.plan import Implementation, check_plans
 from mxjax.scales import ScaleRule
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.compare import CompareConfig, compare

@@ -12,7 +12,7 @@ import optax
 from models import llama
 from models.report import introduction, summary
 from models.run import Run, mllog_settings, set_up, write_description
-from mxjax.gemm import compiler_options
+from mxjax.plan import compiler_options
 from mxjax.probes import empty_slots, make_layer_stats
 from mxjax.training import sharding
 from mxjax.training.amax import amax_names

@@ -14,8 +14,8 @@ from benchmarks import trace_table, train_job
 from benchmarks.train_job import LEARNING_RATE, Job
 from models import llama
 from models.configs import LlamaConfig, get_config
-from mxjax.gemm import choose_implementation, compiler_options
 from mxjax.kernels.timing import measure
+from mxjax.plan import choose_implementation, compiler_options
 from mxjax.remat import check_remat
 from mxjax.training import sharding
 from mxjax.training.config import OptimizerConfig

@@ -17,8 +17,8 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
-from mxjax.gemm import Implementation
 from mxjax.kernels.bench_lines import make_step
+from mxjax.plan import Implementation
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 
 from mxjax.dot import dot
 from mxjax.formats import get_format
-from mxjax.gemm import ON_PACKED, How, Implementation, Prepared, plan, prepare
+from mxjax.gemm import Prepared, prepare
 from mxjax.kernels.bench_peers import linears
 from mxjax.kernels.carriers import carry_operand
 from mxjax.kernels.launch import current_target
 from mxjax.operands import fold, uses_of
 from mxjax.packed import Packed, Values
+from mxjax.plan import ON_PACKED, How, Implementation, plan
 from mxjax.quantize import block_values
 from mxjax.recipes import get_policy
 

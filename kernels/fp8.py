@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, UInt8
 from triton import knobs
 
 from mxjax.carriers import Carrier
+from mxjax.gemm import Product, contract_fp8
 from mxjax.kernels.carriers import CarriedRows, carry_operand, rows_and_parts
 from mxjax.kernels.gemm import (
     accumulate_tile,
@@ -40,46 +41,51 @@ def matmul(
     rhs_scales: UInt8[Array, "*batch n _"],
     dtype: DTypeLike,
     carriers: tuple[Carrier, Carrier],
-) -> Float[Array, "*batch m n"]:
+) -> Product:
     """Returns lhs @ rhs.T of packed MXFP4 operands, as `mxjax.kernels.gemm.matmul` does, by FP8 matrix units.
 
     Args:
+      dtype: of what is to be multiplied by the factors.
       carriers: of lhs and rhs.
 
     Raises:
       ValueError: the shapes do not fit.
     """
     check_operands(lhs, lhs_scales, rhs, rhs_scales)
+    if 0 in (*lhs.shape, *rhs.shape):
+        return Product(jnp.zeros((*lhs.shape[:-1], rhs.shape[-2]), dtype))
     run = _matmul(jnp.dtype(dtype), carriers, current_target())
-    return multiply_flat(run, dtype, lhs, lhs_scales, rhs, rhs_scales)
+    y, *factors = multiply_flat(run, lhs, lhs_scales, rhs, rhs_scales)
+    rows, columns = (jnp.unstack(factor, axis=-2) for factor in factors)
+    return Product(y, tuple(zip(rows, columns, strict=True)))
 
 
 @functools.cache
 def _matmul(dtype, carriers: tuple[Carrier, Carrier], target: Target | None) -> Callable:
     """JAX keeps what it traced of the function, hence one for each target."""
-    return batched(functools.partial(_part, carriers=carriers, target=target), dtype)
+    part = functools.partial(_part, dtype=dtype, carriers=carriers, target=target)
+    return batched(part, "b m n, b f m, b f n")
 
 
-def _part(lhs, lhs_scales, rhs, rhs_scales, *, dtype, carriers, target):
-    """Returns the product of operands [batch, rows, …] that are all here."""
+def _part(lhs, lhs_scales, rhs, rhs_scales, *, dtype, carriers, target, summed_over):
+    """Returns the product of operands [batch, rows, …], and the factors of its rows and columns; ones where k
+    is cut, since each part has its own."""
     left = carry_operand(lhs, lhs_scales, carriers[0], target)
     right = carry_operand(rhs, rhs_scales, carriers[1], target)
-    y = _contract(left.elements, right.elements, dtype)
-    y, *factors = correct(y, (lhs, lhs_scales, rhs, rhs_scales), left, right, target)
-    # In two steps, since one could overflow; the exponents of either are at most half of an operand's each.
-    y = y.astype(jnp.float32)
-    for row, column in zip(*(jnp.unstack(factor, axis=1) for factor in factors), strict=True):
-        y = y * (row[:, :, None] * column[:, None, :])
-    return y.astype(dtype)
+    y = _contract(left.elements, right.elements, jnp.dtype(jnp.float32) if summed_over else dtype)
+    y, rows, columns = correct(y, (lhs, lhs_scales, rhs, rhs_scales), left, right, target)
+    if not summed_over:
+        return [y, rows, columns]
+    pairs = zip(jnp.unstack(rows, axis=1), jnp.unstack(columns, axis=1), strict=True)
+    y = lax.psum(Product(y, tuple(pairs)).value(jnp.float32), summed_over).astype(dtype)
+    return [y, jnp.ones_like(rows), jnp.ones_like(columns)]
 
 
 def _contract(left, right, dtype):
-    """Returns the products of elements; HIGHEST: accumulated in no fewer bits than float32 has."""
+    """Returns the products of elements."""
     if left.shape[0] == 1:  # an axis less for XLA to recognize
-        return _contract(left[0], right[0], dtype)[None]
-    batch = tuple(range(left.ndim - 2))
-    dims = (((left.ndim - 1,), (right.ndim - 1,)), (batch, batch))
-    return lax.dot_general(left, right, dims, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+        return contract_fp8(left[0], right[0], dtype)[None]
+    return contract_fp8(left, right, dtype)
 
 
 def correct(

@@ -46,8 +46,10 @@ def matmul(
     check_operands(lhs, lhs_scales, rhs, rhs_scales)
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype must be bfloat16 or float32: {dtype}")
-    run = _matmul(jnp.dtype(dtype), current_target())
-    return multiply_flat(run, dtype, lhs, lhs_scales, rhs, rhs_scales)
+    if 0 in (*lhs.shape, *rhs.shape):
+        return jnp.zeros((*lhs.shape[:-1], rhs.shape[-2]), dtype)
+    [y] = multiply_flat(_matmul(jnp.dtype(dtype), current_target()), lhs, lhs_scales, rhs, rhs_scales)
+    return y
 
 
 def check_operands(lhs: jax.Array, lhs_scales: jax.Array, rhs: jax.Array, rhs_scales: jax.Array) -> None:
@@ -66,45 +68,46 @@ def check_operands(lhs: jax.Array, lhs_scales: jax.Array, rhs: jax.Array, rhs_sc
         )
 
 
-def multiply_flat(run: Callable, dtype: DTypeLike, *operands: jax.Array) -> Float[Array, "*batch m n"]:
-    """Returns what `run` makes of operands whose batch axes are one; zeros where there is nothing to sum."""
-    *batch, m, _ = operands[0].shape
-    n = operands[2].shape[-2]
-    if 0 in (*operands[0].shape, n):
-        return jnp.zeros((*batch, m, n), dtype)
+def multiply_flat(run: Callable[..., list[jax.Array]], *operands: jax.Array) -> list[jax.Array]:
+    """Returns what `run` makes of operands whose batch axes are one, with these axes again."""
+    batch = operands[0].shape[:-2]
     flat = [x.reshape(math.prod(batch), *x.shape[-2:]) for x in operands]
-    return run(*flat).reshape(*batch, m, n)
+    return [y.reshape(*batch, *y.shape[1:]) for y in run(*flat)]
 
 
 @functools.cache
 def _matmul(dtype, target: Target | None):
     """JAX keeps what it traced of the function, hence one for each target."""
-    return batched(lambda *operands, dtype: _launch(*operands, dtype, target), dtype)
+
+    def part(*operands, summed_over):
+        if not summed_over:
+            return [_launch(*operands, dtype, target)]
+        y = _launch(*operands, jnp.dtype(jnp.float32), target)
+        return [lax.psum(y, summed_over).astype(dtype)]
+
+    return batched(part, "b m n")
 
 
-def batched(part: Callable, dtype):
+def batched(part: Callable[..., list[jax.Array]], results: str) -> Callable[..., list[jax.Array]]:
     """Returns a product of [batch, ...] operands that vmap makes one of a larger batch, and meshes cut up.
 
     Args:
-      part: called with the operands, or parts of them, and dtype; where k is cut that is float32.
-      dtype: of the result.
+      part: called with the operands, or parts of them, and with `summed_over`: the mesh axes that cut k, over
+        which it must sum.
+      results: the axes of its results, by those of a rule of `partitioned`.
     """
 
     def call(lhs, lhs_scales, rhs, rhs_scales, summed_over=()):
-        operands = lhs, lhs_scales, rhs, rhs_scales
-        if not summed_over:
-            return [part(*operands, dtype=dtype)]
-        return [lax.psum(part(*operands, dtype=jnp.dtype(jnp.float32)), summed_over).astype(dtype)]
+        return part(lhs, lhs_scales, rhs, rhs_scales, summed_over=summed_over)
 
     @custom_vmap
     def multiply(*operands):
         blocks = operands[1].shape[2]
         if blocks > 1 and blocks % jax.device_count() == 0:
-            rule, sizes, whole = "b m (k w), b m k, b n (k w), b n k -> b m n", {"k": blocks, "w": 16}, ["w"]
+            rule, sizes, whole = "b m (k w), b m k, b n (k w), b n k", {"k": blocks, "w": 16}, ["w"]
         else:
-            rule, sizes, whole = "b m w, b m k, b n w, b n k -> b m n", {}, ["w", "k"]
-        [out] = partitioned(call, rule, sizes, whole, "k" if sizes else None)(*operands)
-        return out
+            rule, sizes, whole = "b m w, b m k, b n w, b n k", {}, ["w", "k"]
+        return partitioned(call, f"{rule} -> {results}", sizes, whole, "k" if sizes else None)(*operands)
 
     @multiply.def_vmap
     def _(size, mapped, *operands):
@@ -112,7 +115,8 @@ def batched(part: Callable, dtype):
             x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
             for x, has_axis in zip(operands, mapped, strict=True)
         ]
-        return multiply_flat(multiply, dtype, *operands), True
+        out = multiply_flat(multiply, *operands)
+        return out, [True] * len(out)
 
     return multiply
 

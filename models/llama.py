@@ -26,12 +26,12 @@ from models import loss
 from models.attention import causal_attention
 from models.configs import LlamaConfig
 from models.loss import Head, token_losses
-from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies, Rules, resolve
 from mxjax.packed import on_gpu
+from mxjax.plan import Implementation
 from mxjax.policy import Policy
 from mxjax.probes import Measures, probe
-from mxjax.remat import Remat, product, rematerialize
+from mxjax.remat import Remat, keep_products, rematerialize
 from mxjax.training.sharding import constrain, weight_layout, whole_units
 
 # The GEMMs of a block, in the order in which they run.
@@ -86,14 +86,13 @@ class RMSNorm(nnx.Module):
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _rms_norm(x, scale, eps: float):
-    """Keeps x alone for the backward pass, as `_swiglu` does: the float32 tensors are soon made again."""
+    """Keeps x alone for the backward pass: the float32 tensors are soon made again."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     # Spread before it is cast, so that its gradient is summed in float32, over devices too.
     return y.astype(x.dtype) * jnp.broadcast_to(scale, x.shape).astype(x.dtype)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
 def _swiglu(gate_up):
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate_up.dtype)
@@ -116,9 +115,10 @@ class Attention(nnx.Module):
         groups, rest = c.n_kv_heads, c.n_heads // c.n_kv_heads
         y = policies.dot("attention.qkv", x, self.qkv[...])
         y = y.reshape(*x.shape[:2], groups, rest + 2, c.head_dim)
-        q_BSGRH, k_BSGH, v_BSGH = y[..., :rest, :], y[..., rest, :], y[..., rest + 1, :]
+        # Split, whose gradient is concatenated: those of slices would be filled up with zeros and added.
+        q_BSGRH, k_BSG1H, v_BSG1H = jnp.split(y, [rest, rest + 1], axis=3)
         q_BSNH = apply_rope(q_BSGRH.reshape(*x.shape[:2], c.n_heads, c.head_dim), rope)
-        k_BSGH = apply_rope(k_BSGH, rope)
+        k_BSGH, v_BSGH = apply_rope(k_BSG1H[..., 0, :], rope), v_BSG1H[..., 0, :]
         out_BSNH = _attend(q_BSNH, k_BSGH, v_BSGH, policies)
         out = out_BSNH.reshape(*x.shape[:2], c.n_heads * c.head_dim).astype(x.dtype)
         return policies.dot("attention.out", out, self.out[...])
@@ -132,8 +132,8 @@ class Mlp(nnx.Module):
         self.down = _matrix(rngs, config.d_ff, config.d_model, _residual_std(config))
 
     def __call__(self, x: Float[Array, "B S D"], policies: "BlockPolicies") -> Float[Array, "B S D"]:
-        gated = _swiglu(policies.dot("mlp.gate_up", x, self.gate_up[...]))
-        return policies.dot("mlp.down", gated, self.down[...])
+        gated = keep_products(lambda x, w: _swiglu(policies.dot("mlp.gate_up", x, w)))
+        return policies.dot("mlp.down", gated(x, self.gate_up[...]), self.down[...])
 
 
 class Block(nnx.Module):
@@ -341,7 +341,6 @@ class BlockPolicies:
             preferred_element_type=x.dtype,
             layout=weight_layout(_AXES[name]),
         )
-        y = product(y)
         return y if self.slots is None else probe(policy, self.implementation, y, x, w, key, self.slots[name])
 
     def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 import mxjax
-from mxjax.gemm import Implementation
 from mxjax.layout import Layout, as_stored
+from mxjax.plan import Implementation
 from mxjax.policy import Policy
 from mxjax.training.sharding import batch_parts, constrain, gather, is_data_parallel, spec, sum_over_batch
 

@@ -31,8 +31,8 @@ from jax.extend import core
 from models import llama
 from models.configs import LlamaConfig
 from models.loss import LOSS_TOKENS
-from mxjax.gemm import Implementation
 from mxjax.layers import LayerPolicies
+from mxjax.plan import Implementation
 from mxjax.remat import Remat
 from mxjax.training.rates import gib
 

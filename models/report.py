@@ -7,7 +7,7 @@ import jax
 
 from models import memory
 from models.run import Run
-from mxjax.gemm import choose_implementation
+from mxjax.plan import choose_implementation
 from mxjax.training import sharding
 from mxjax.training.metrics import in_words
 from mxjax.training.rates import gib, memory_limit

@@ -12,8 +12,8 @@ import numpy as np
 
 from models import llama
 from models.configs import LlamaConfig, from_dict, get_config, to_dict
-from mxjax.gemm import check_plans, choose_implementation
 from mxjax.layers import LayerPolicies
+from mxjax.plan import check_plans, choose_implementation
 from mxjax.remat import check_remat
 from mxjax.training import mllog, sharding
 from mxjax.training.config import Config

@@ -12,14 +12,15 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from mxjax.gemm import ON_PACKED, Implementation, Plan, explicit_sharding, multiply, plan, prepare
+from mxjax.gemm import explicit_sharding, multiply, prepare
 from mxjax.layout import Layout, as_stored
 from mxjax.operands import as_backward_sees, first_order_only, fold, uses_of
 from mxjax.packed import Packed
+from mxjax.plan import ON_PACKED, Implementation, Plan, plan
 from mxjax.policy import Policy
 from mxjax.quantize import MXArray
 from mxjax.recipes import as_policy
-from mxjax.remat import operand
+from mxjax.remat import operand, product
 
 AnyArray = jax.Array | np.ndarray
 DimensionNumbers = tuple  # ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), as in jax.lax
@@ -219,7 +220,8 @@ def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: 
     if layout is not None and not isinstance(rhs, MXArray):  # K-major
         layout = layout.transposed
     y = multiply(plan.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"), None, layout)
-    return y, _Residuals(None if keep_x else x, x_packed, None, w_packed, key)
+    y = product(y) if w.ndim == 2 else y
+    return y.value(dtypes[0]), _Residuals(None if keep_x else x, x_packed, None, w_packed, key)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -241,7 +243,7 @@ def _backward(policy: Policy, plan: Plan, dtypes, precision, residuals: _Residua
     dw_like = None if w is None else explicit_sharding(w)
     dx = multiply(plan.dgrad, dtypes[1], precision, dy_rows, w_rows, ("e5m2", "e4m3"), dx_like, plan.layout)
     dw = multiply(plan.wgrad, dtypes[2], precision, x_columns, dy_columns, ("e4m3", "e5m2"), dw_like)
-    return dx, as_stored(dw, plan.layout)
+    return dx.value(dtypes[1]), as_stored(dw.value(dtypes[2]), plan.layout)
 
 
 def residual_bytes(

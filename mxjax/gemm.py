@@ -4,112 +4,25 @@ The implementations differ in how they multiply, never in the values that they m
 """
 
 import dataclasses
-import importlib.util
-import logging
-from collections.abc import Iterable, Sequence
-from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from mxjax.carriers import Carrier, carry
 from mxjax.formats import get_format
 from mxjax.layout import Layout, to_multiply
 from mxjax.operands import Use, quantize_operand
-from mxjax.packed import (
-    Packed,
-    Values,
-    decode,
-    kernel_target,
-    pack_operands,
-    packable,
-    power_of_two,
-    value_operands,
-)
-from mxjax.policy import Gemm, Policy
+from mxjax.packed import Packed, Values, decode, kernel_target, pack_operands, power_of_two, value_operands
+from mxjax.plan import ON_PACKED, How
 from mxjax.quantize import MXArray, block_values, dequantize
 
-Implementation = Literal["reference", "xla", "fp8", "scaled_dot", "triton"]
-How = Literal["reference", "xla", "fp8", "scaled_dot", "triton", "fp8_tensor"]
-"""How one GEMM runs: by its implementation, or in FP8 because its operands are, with a scale a tensor."""
 Prepared = MXArray | Values | Packed
-
-ON_PACKED: tuple[How, ...] = ("fp8", "scaled_dot", "triton")
-"""Those that take packed operands, small enough to be kept from the forward pass for the backward one."""
-
-_log = logging.getLogger("mxjax")
-
-
-class Plan(NamedTuple):
-    """How each GEMM of a policy runs here; hashable."""
-
-    fprop: How
-    dgrad: How
-    wgrad: How
-    kernels: tuple[str, str] | None  # what Triton kernels run on
-    layout: Layout | None = None  # of w
-
-
-def plan(policy: Policy, implementation: Implementation | None, explicit_axes: bool = False) -> Plan:
-    """Returns how each GEMM runs; on a mesh with Explicit axes by "xla", unless something else is named.
-
-    Raises:
-      ValueError, NotImplementedError: as `choose_implementation`; or the implementation is named, and one of
-        the GEMMs has operands that it does not take.
-    """
-    name = choose_implementation(implementation)
-    if explicit_axes and name in ON_PACKED:
-        if implementation is not None:
-            raise NotImplementedError(
-                f"implementation {name!r} does not run on meshes with Explicit axes; use Auto axes, or 'xla'"
-            )
-        name = "xla"
-    hows: list[How] = [_how(name, gemm, implementation is not None) for gemm in policy.gemms.values()]
-    return Plan(hows[0], hows[1], hows[2], kernel_target())
-
-
-def check_plans(policies: Iterable[Policy], implementation: Implementation | None) -> None:
-    """Raises what `plan` raises for any of the policies: to learn it before anything is compiled."""
-    for policy in policies:
-        plan(policy, implementation)
-
-
-def compiler_options(policies: Iterable[Policy], implementation: Implementation | None) -> dict[str, bool]:
-    """Returns options for `jax.jit(compiler_options=)` of a program with GEMMs of these policies.
-
-    Where FP8 matrix units multiply on CUDA, XLA would try Triton's GEMMs for each shape, for minutes, and
-    then take cuBLAS's.
-    """
-    target = kernel_target()
-    hows = {how for policy in policies for how in plan(policy, implementation)[:3]}
-    if target is None or target.backend != "cuda" or not hows & {"fp8", "fp8_tensor"}:
-        return {}
-    return {"xla_gpu_enable_triton_gemm": False}
-
-
-def _how(name: Implementation, gemm: Gemm, explicit: bool) -> How:
-    if name in ("reference", "xla"):
-        return name
-    operands = (gemm.lhs, gemm.rhs)
-    if all(packable(o) for o in operands):
-        return name
-    formats = [get_format(o.format) for o in operands]
-    if all(f.element is None for f in formats):
-        return "xla"  # nothing is quantized
-    per_tensor = all(f.element is not None and f.scale == "none" for f in formats)
-    if per_tensor and not all(o.format == "fp8_e5m2" for o in operands):
-        return "fp8_tensor"
-    if explicit:
-        raise NotImplementedError(
-            f"implementation {name!r} takes MXFP4 in blocks of 32 or 32x32 on both sides, FP8 or BF16, not "
-            f"{gemm}; use 'xla', or None for the fastest"
-        )
-    return "xla"
 
 
 def prepare(x: Float[Array, "*batch r c"], uses: Sequence[tuple[How, Use] | None]) -> tuple[Any, ...]:
@@ -132,6 +45,26 @@ def _prepare_one(x, how: How, use: Use) -> Prepared:
     return quantize_operand(x, use)
 
 
+class Product(NamedTuple):
+    """A product of two operands as the matrix units leave it.
+
+    Attributes:
+      raw: [*batch, m, n].
+      factors: pairs [*batch, m], [*batch, n] of powers of two, by whose outer products raw is to be
+        multiplied, one pair after another: all in one could overflow.
+    """
+
+    raw: Float[Array, "*batch m n"]
+    factors: tuple[tuple[Float32[Array, "*batch m"], Float32[Array, "*batch n"]], ...] = ()
+
+    def value(self, dtype: DTypeLike) -> Float[Array, "*batch m n"]:
+        """Returns the product in dtype."""
+        y = self.raw.astype(jnp.float32) if self.factors else self.raw
+        for row, column in self.factors:
+            y = y * (row[..., :, None] * column[..., None, :])
+        return y.astype(dtype)
+
+
 def multiply(
     how: How,
     dtype: DTypeLike,
@@ -141,8 +74,8 @@ def multiply(
     carriers: tuple[Carrier, Carrier],
     sharding: NamedSharding | None = None,
     layout: Layout | None = None,
-) -> Float[Array, "*batch m n"]:
-    """Returns the product of two prepared operands over the axes that they were prepared along, in dtype.
+) -> Product:
+    """Returns the product of two prepared operands over the axes that they were prepared along, for dtype.
 
     Axes before the last two are batch axes. On a mesh with Explicit axes the result has the `sharding` given;
     with Auto axes, rhs is gathered as its `layout` says, in the form in which it is multiplied.
@@ -161,7 +94,7 @@ def multiply(
             y = _contract(lhs.elements, -1, to_multiply(rhs.elements, layout), -1, precision, sharding)
         case MXArray(), MXArray():
             if how == "reference":
-                return _multiply_reference(lhs, rhs, sharding, layout).astype(dtype)
+                return Product(_multiply_reference(lhs, rhs, sharding, layout).astype(dtype))
             tensors = how == "fp8_tensor"
             y = (
                 _multiply_fp8_tensors(lhs, rhs, sharding, layout)
@@ -170,9 +103,10 @@ def multiply(
             )
         case _:
             raise TypeError(f"operands prepared alike are needed, got {type(lhs)} and {type(rhs)}")
+    raw, factors = y if isinstance(y, Product) else (y, ())
     for factor in (lhs.factor, rhs.factor):
-        y = y if factor is None else y * factor
-    return y.astype(dtype)
+        raw = raw if factor is None else raw * factor
+    return Product(raw, factors) if factors else Product(raw.astype(dtype))
 
 
 def _multiply_reference(lhs: MXArray, rhs: MXArray, sharding, layout):
@@ -203,7 +137,7 @@ def _multiply_fp8(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
     def in_bfloat16():
         return _contract(decode(lhs), -1, decode(rhs), -1, None, sharding).astype(dtype)
 
-    y = lax.cond(fits, lambda: _contract_fp8(left.elements, right.elements, dtype, sharding), in_bfloat16)
+    y = lax.cond(fits, lambda: contract_fp8(left.elements, right.elements, dtype, sharding), in_bfloat16)
     exponent = jnp.where(fits, left.exponent[..., :, None] + right.exponent[..., None, :], 0)
     half = exponent >> 1  # in two factors, since one could overflow
     return y * power_of_two(half).astype(dtype) * power_of_two(exponent - half).astype(dtype)
@@ -214,10 +148,10 @@ def _multiply_fp8_tensors(lhs: MXArray, rhs: MXArray, sharding, layout):
     left, right = (q.elements.astype(get_format(q.format).dtype) for q in (lhs, rhs))
     right = to_multiply(right, layout)
     left, right = (t if q.axis == -1 else t.swapaxes(-1, -2) for t, q in ((left, lhs), (right, rhs)))
-    return _contract_fp8(left, right, jnp.float32, sharding)
+    return contract_fp8(left, right, jnp.float32, sharding)
 
 
-def _contract_fp8(lhs, rhs, dtype, sharding):
+def contract_fp8(lhs, rhs, dtype, sharding=None):
     """Returns lhs @ rhs.T of FP8 operands. HIGHEST: accumulated in no fewer bits than float32 has."""
     return _contract(lhs, -1, rhs, -1, lax.Precision.HIGHEST, sharding, dtype)
 
@@ -261,41 +195,3 @@ def explicit_sharding(x: jax.Array) -> NamedSharding | None:
     """Returns x's sharding where it is part of its type (a mesh with Explicit axes), else None."""
     sharding = jax.typeof(x).sharding
     return sharding if sharding.mesh.are_all_axes_explicit and sharding.mesh.axis_names else None
-
-
-def choose_implementation(implementation: Implementation | None) -> Implementation:
-    """Returns the implementation named, or for None the fastest for MXFP4 here, which is logged once.
-
-    Raises:
-      ValueError: there is none of that name.
-      NotImplementedError: it does not run here.
-    """
-    if implementation is None:
-        name = _fastest(kernel_target())
-        _log_choice(name)
-        return name
-    if implementation not in get_args(Implementation):
-        names = ", ".join(get_args(Implementation))
-        raise ValueError(f"unknown implementation {implementation!r}; use one of {names}, or None")
-    if implementation == "triton" and kernel_target() is None:
-        raise NotImplementedError(
-            "implementation 'triton' needs a GPU and jax-triton (install mxjax[cuda] or mxjax[rocm]); "
-            "use 'xla', or None for the fastest that runs here"
-        )
-    return implementation
-
-
-def _fastest(target) -> Implementation:
-    """Returns where MXFP4 is native Triton's GEMM, else on CUDA with FP8 its carriers, else "xla"."""
-    if target is None:
-        return "xla"
-    if target.arch == "gfx950" or target.arch.startswith(("sm_100", "sm_103")):
-        return "triton"
-    return "fp8" if target.backend == "cuda" and target.has_fp8 else "xla"
-
-
-@cache
-def _log_choice(name: Implementation) -> None:
-    _log.info("mxjax.dot runs its GEMMs by implementation=%r", name)
-    if jax.default_backend() == "gpu" and importlib.util.find_spec("jax_triton") is None:
-        _log.warning("jax-triton is not installed: install mxjax[cuda] or mxjax[rocm] for the fast kernels")

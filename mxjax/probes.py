@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from mxjax.gemm import Implementation
+from mxjax.plan import Implementation
 from mxjax.policy import Policy
 from mxjax.stats import DotErrors, gemms
 

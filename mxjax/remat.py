@@ -22,7 +22,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from mxjax.gemm import ON_PACKED, Implementation, choose_implementation, plan
+from mxjax.plan import ON_PACKED, Implementation, choose_implementation, plan
 from mxjax.policy import Policy
 
 Remat = Literal["none", "dots", "fp4", "full"]
@@ -34,7 +34,7 @@ _CUDNN = "dot_product_attention_fwd_wrapper"
 
 
 def product[T](y: T) -> T:
-    """Returns y, named as the result of a matrix product."""
+    """Returns the result of a matrix product (or arrays that make it), named as such."""
     return checkpoint_name(y, _PRODUCT)
 
 
@@ -58,6 +58,14 @@ def rematerialize(function: Callable, mode: Remat, *, in_loop: bool) -> Callable
         return function
     policy = None if mode == "full" else _policy(frozenset(_KEPT[mode]))
     return jax.checkpoint(function, policy=policy, prevent_cse=not in_loop)
+
+
+def keep_products[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Returns the function, keeping for its backward pass what is named in it, and its arguments.
+
+    What elementwise operations make of a product is then computed again where it is read, rather than kept.
+    """
+    return jax.checkpoint(function, policy=_policy(frozenset().union(*_KEPT.values())))
 
 
 def check_remat(mode: Remat, policies: Iterable[Policy], implementation: Implementation | None) -> None:

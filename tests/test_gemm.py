@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import mxjax
 from mxjax.carriers import SHIFTS, carry
-from mxjax.gemm import plan
 from mxjax.operands import Use
 from mxjax.packed import Packed, decode, pack_operands
+from mxjax.plan import plan
 from mxjax.policy import Gemm, Operand, Policy, Rotation
 
 ON_PACKED = ["fp8", "scaled_dot"]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mxjax.gemm import Implementation
+from mxjax.plan import Implementation
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
 from mxjax.remat import Remat

@@ -74,7 +74,7 @@ def make_train_step(
     token weighs the same.
     With `shardings` the state stays cut up as they say, and so are the gradients: `state_shardings` of
     `mxjax.training.sharding` makes them.
-    With `compiler_options` XLA is told so, see `mxjax.gemm.compiler_options`.
+    With `compiler_options` XLA is told so, see `mxjax.plan.compiler_options`.
 
     The random bits of a step are a function of the seed and the step's number. Once a loss or gradient
     is not finite, the state stays as it was before that step, so that the step can be looked into. With
@@ -111,11 +111,11 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         value, grads = loss_and_grads(state.params, batch, key)
         grad_norm = optax.tree.norm(grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite
-        kept = (state.params, state.opt_state)
-        kept = jax.tree.map(lambda n, old: jnp.where(finite, n, old), (params, opt_state), kept)
+        params, amax_params = _amax_unless(finite, state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params)
+        updated = (optax.apply_updates(params, updates), opt_state)
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, (params, state.opt_state))
         taken = jnp.where(finite | skip_nonfinite, 1, 0)
         new = TrainState(
             state.step + taken,
@@ -123,17 +123,25 @@ def make_train_step(
             finite=finite | skip_nonfinite,
             skipped=state.skipped + jnp.where(finite, 0, taken),
         )
-        trees = (grads, state.params)
-        # Only where they are looked at: another pass over all gradients and parameters takes time.
-        largest = jax.lax.cond(
-            finite,
-            lambda *trees: jnp.stack([jnp.zeros_like(amax(tree)) for tree in trees]),
-            lambda *trees: jnp.stack([amax(tree) for tree in trees]),
-            *trees,
-        )
+        largest = jnp.stack([jnp.where(finite, 0, amax(grads)), amax_params])
         return new, StepMetrics(value, grad_norm, finite, state.skipped, largest)
 
     return step
+
+
+def _amax_unless(finite: Bool[Array, ""], params) -> tuple[Any, Float32[Array, " layers"]]:
+    """Returns the parameters and their `amax`, zeros if `finite`: only where it is looked at, since another
+    pass over all parameters takes time.
+
+    It is made before the parameters that are returned can be overwritten, which else are copied.
+    """
+    largest = jax.lax.cond(
+        finite,
+        lambda tree: jnp.zeros_like(amax(tree)),
+        lambda tree: amax(jax.lax.optimization_barrier(tree)),  # XLA makes cheap branches whatever `finite`
+        params,
+    )
+    return jax.lax.optimization_barrier((params, largest))
 
 
 def make_eval_step(losses: Losses):

@@ -26,7 +26,7 @@ def operand(seed: int, shape: tuple[int, ...], span: int, middle: int = 127) -> 
 def product(lhs: Packed, rhs: Packed, dtype=jnp.float32, carriers=CARRIERS):
     from mxjax.kernels import fp8
 
-    return fp8.matmul(lhs.elements, lhs.scales, rhs.elements, rhs.scales, dtype, carriers)
+    return fp8.matmul(lhs.elements, lhs.scales, rhs.elements, rhs.scales, dtype, carriers).value(dtype)
 
 
 def exact(lhs: Packed, rhs: Packed):
