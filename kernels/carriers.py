@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, UInt8
 
-from mxjax.carriers import DTYPES, SHIFTS, Carrier
+from mxjax.carriers import DTYPES, REFERENCES, SHIFTS, Carrier
 from mxjax.kernels import references, shapes
 from mxjax.kernels.builds import Argument, Build
 from mxjax.kernels.elements import encode_fp8, scale_value
@@ -16,6 +16,7 @@ from mxjax.kernels.launch import Target, ceil_div, triton_call
 
 BLOCKS = 256  # a program
 _WORDS = 4  # of 8 elements, a block
+_LEAST, _LARGEST = tl.constexpr(REFERENCES[0]), tl.constexpr(REFERENCES[1])
 
 # prmt takes a byte of {$4:$3} for each of 4 nibbles: the carrier of a code's magnitude. By a nibble's highest
 # bit it spreads the sign of the byte instead, which for 0x80 tells negative codes (0xff) from others.
@@ -42,7 +43,7 @@ class CarriedRows(NamedTuple):
     """Operands in FP8, as the kernel writes them: the value is elements * 2**(reference - 127).
 
     Attributes:
-      reference: the scale byte that is a factor of 1, of each row; at least 1.
+      reference: the scale byte that is a factor of 1, of each row; within REFERENCES.
       lost: of each program of the kernel 1 if elements were lost in its part of the operand, else 0; in the
         order of rows, and of the parts of a row (`rows_and_parts`).
     """
@@ -189,13 +190,13 @@ def carry_kernel(
         largest = tl.max(tl.reshape(_finite(byte), [ROWS, BLOCKS]), 1)
     else:
         largest = _largest_of_row(scales + first * K, K)
-    factor_one = tl.maximum(largest - HIGH, 1)
+    factor_one = tl.minimum(tl.maximum(largest - HIGH, _LEAST), _LARGEST)
     rows = tl.arange(0, ROWS)
     tl.store(reference + first + rows, factor_one.to(tl.uint8), rows < tl.where(part == 0, rows_left, 0))
     shift = byte - tl.reshape(tl.broadcast_to(factor_one[:, None], [ROWS, BLOCKS]), [ROWS * BLOCKS])
 
     holds_something = tl.max((word & 0x77777777).to(tl.uint32, bitcast=True), 1) > 0
-    missed = (shift < LOW) & (byte < 255) & holds_something
+    missed = ((shift < LOW) | (shift > HIGH)) & (byte < 255) & holds_something
     tl.store(lost + v * tl.num_programs(0) + tl.program_id(0), tl.max(missed.to(tl.int32), 0).to(tl.uint8))
     scale = scale_value(tl.where(byte == 255, 255, tl.minimum(tl.maximum(shift, LOW), HIGH) + 127))
     if NATIVE:

@@ -55,16 +55,15 @@ def matmul(
     if 0 in (*lhs.shape, *rhs.shape):
         return Product(jnp.zeros((*lhs.shape[:-1], rhs.shape[-2]), dtype))
     run = _matmul(jnp.dtype(dtype), carriers, current_target())
-    y, *factors = multiply_flat(run, lhs, lhs_scales, rhs, rhs_scales)
-    rows, columns = (jnp.unstack(factor, axis=-2) for factor in factors)
-    return Product(y, tuple(zip(rows, columns, strict=True)))
+    y, rows, columns = multiply_flat(run, lhs, lhs_scales, rhs, rhs_scales)
+    return Product(y, (rows, columns))
 
 
 @functools.cache
 def _matmul(dtype, carriers: tuple[Carrier, Carrier], target: Target | None) -> Callable:
     """JAX keeps what it traced of the function, hence one for each target."""
     part = functools.partial(_part, dtype=dtype, carriers=carriers, target=target)
-    return batched(part, "b m n, b f m, b f n")
+    return batched(part, "b m n, b m, b n")
 
 
 def _part(lhs, lhs_scales, rhs, rhs_scales, *, dtype, carriers, target, summed_over):
@@ -76,8 +75,7 @@ def _part(lhs, lhs_scales, rhs, rhs_scales, *, dtype, carriers, target, summed_o
     y, rows, columns = correct(y, (lhs, lhs_scales, rhs, rhs_scales), left, right, target)
     if not summed_over:
         return [y, rows, columns]
-    pairs = zip(jnp.unstack(rows, axis=1), jnp.unstack(columns, axis=1), strict=True)
-    y = lax.psum(Product(y, tuple(pairs)).value(jnp.float32), summed_over).astype(dtype)
+    y = lax.psum(Product(y, (rows, columns)).value(jnp.float32), summed_over).astype(dtype)
     return [y, jnp.ones_like(rows), jnp.ones_like(columns)]
 
 
@@ -102,10 +100,10 @@ def correct(
       operands: lhs, lhs_scales, rhs, rhs_scales, as packed.
 
     Returns:
-      y: to be multiplied by both factors of its row and both of its column. Of what was put right, a result
-        that is more than 126 binades below the product of these four may have become zero.
-      row_factors: [batch, 2, m] float32, powers of two.
-      column_factors: [batch, 2, n].
+      y: to be multiplied by the product of the factors of its row and column. Of what was put right, a result
+        that is subnormal before or after that may have become zero.
+      row_factors: [batch, m] float32, powers of two, whose exponents are from -63 to 63.
+      column_factors: [batch, n].
     """
     batch, m, n = y.shape
     # Triton's interpreter truncates to bfloat16 where GPUs round.
@@ -121,8 +119,8 @@ def correct(
         right.lost,
         out=[
             jax.ShapeDtypeStruct(before.shape, before.dtype),
-            jax.ShapeDtypeStruct((batch, 2, m), jnp.float32),
-            jax.ShapeDtypeStruct((batch, 2, n), jnp.float32),
+            jax.ShapeDtypeStruct((batch, m), jnp.float32),
+            jax.ShapeDtypeStruct((batch, n), jnp.float32),
         ],
         in_place=True,
         grid=grid_of(m, n, batch, tiles),
@@ -177,7 +175,7 @@ def correct_kernel(
 
     Each of PARTS parts of ROWS rows has a flag: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N rows.
     A strip becomes that of lhs[b] @ rhs[b].T divided by the factors of its rows and columns, as the rest of
-    out is. Writes the factors [b, 2, M] and [b, 2, N] of the references. `before` is the memory of out. The
+    out is. Writes the factors [b, M] and [b, N] of the references. `before` is the memory of out. The
     grid is (programs, batch), of any number of programs.
     """
     LHS_LOST: tl.constexpr = (M + ROWS - 1) // ROWS * PARTS
@@ -189,8 +187,8 @@ def correct_kernel(
     rhs_reference += batch * N
     lhs_lost += batch * LHS_LOST
     rhs_lost += batch * RHS_LOST
-    _write_factors(lhs_reference, lhs_factors + batch * (2 * M), M)
-    _write_factors(rhs_reference, rhs_factors + batch * (2 * N), N)
+    _write_factors(lhs_reference, lhs_factors + batch * M, M)
+    _write_factors(rhs_reference, rhs_factors + batch * N, N)
     lost = _any(lhs_lost, LHS_LOST, LHS_LOST) | _any(rhs_lost, RHS_LOST, RHS_LOST)
     # Strips of rows, then of columns. Their tiles are dealt to the programs in turn: `first` is this one's.
     first = tl.program_id(0)
@@ -221,10 +219,7 @@ def correct_kernel(
             )
             row_exponent = _tile_exponents(lhs_reference, tile_m, M, BLOCK_M)
             column_exponent = _tile_exponents(rhs_reference, tile_n, N, BLOCK_N)
-            # In two steps of one sign: a factor alone could overflow what both together do not.
-            exponent = row_exponent[:, None] + column_exponent[None, :]
-            half = exponent >> 1
-            acc = acc * _power_of_two(-half) * _power_of_two(half - exponent)
+            acc = acc * _power_of_two(-row_exponent[:, None] - column_exponent[None, :])
             store_tile(out, acc, tile_m, tile_n, batch, M, N, BLOCK_M, BLOCK_N)
         first = (first + tl.num_programs(0) - tiles % tl.num_programs(0)) % tl.num_programs(0)
 
@@ -264,14 +259,12 @@ def _tile_exponents(references, tile, LENGTH: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _write_factors(references, factors, LENGTH: tl.constexpr):
-    """Writes this program's part of the two factors of each row, whose product is 2**(reference - 127)."""
+    """Writes this program's part of the factors of the rows, 2**(reference - 127)."""
     WIDTH: tl.constexpr = 256
     for start in range(tl.program_id(0) * WIDTH, LENGTH, tl.num_programs(0) * WIDTH):
         row = start + tl.arange(0, WIDTH)
         exponent = tl.load(references + row, row < LENGTH, 127).to(tl.int32) - 127
-        half = exponent >> 1
-        tl.store(factors + row, _power_of_two(half), row < LENGTH)
-        tl.store(factors + LENGTH + row, _power_of_two(exponent - half), row < LENGTH)
+        tl.store(factors + row, _power_of_two(exponent), row < LENGTH)
 
 
 @triton.jit

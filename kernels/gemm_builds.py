@@ -80,9 +80,9 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
     tiles = fp8.tiles_of(target)
     left, right = programs_of(m, k // 32), programs_of(n, k // 32)
     constants = fp8.constants_of(m, n, k, tiles)
-    reference = "the scale byte that stands for 1 in each row of the operand's FP8 elements, at least 1"
+    reference = "the scale byte that stands for 1 in each row of the operand's FP8 elements, from 64 to 190"
     lost = "of each of PARTS parts of each ROWS rows, 1 if elements of the operand were lost in FP8"
-    factors = "[:, 0] * [:, 1] is 2**(reference - 127)"
+    factors = "2**(reference - 127)"
     return Build(
         name=f"correct_{batch}x{m}x{n}x{k}_{dtype}",
         kernel=fp8.correct_kernel,
@@ -103,8 +103,8 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
                 "lhs @ rhs.T, summed in float32, divided by the factors of its row and column, in each strip "
                 "of BLOCK_M rows or BLOCK_N columns that has a flag set",
             ),
-            "lhs_factors": Argument((batch, 2, m), "float32", True, factors),
-            "rhs_factors": Argument((batch, 2, n), "float32", True, factors),
+            "lhs_factors": Argument((batch, m), "float32", True, factors),
+            "rhs_factors": Argument((batch, n), "float32", True, factors),
         },
         constants=constants,
         grid=fp8.grid_of(m, n, batch, tiles),

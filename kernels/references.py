@@ -3,7 +3,7 @@
 The expressions use numpy and the public functions of `mxjax` alone, none of the kernels.
 """
 
-from mxjax.carriers import SHIFTS
+from mxjax.carriers import REFERENCES, SHIFTS
 from mxjax.kernels.builds import Reference
 from mxjax.kernels.sides import BLOCK, LARGEST_ROTATION, Side
 
@@ -165,10 +165,11 @@ def carrier(n: int, blocks: int, carrier: str, rows: int, width: int) -> Referen
     expected = {
         "elements": "np.asarray(mxjax.unpack(jnp.asarray(codes))).astype(np.float32)",
         "finite": "np.where(scales == 255, 0, scales).astype(int)",
-        "reference": f"np.maximum(finite.max(-1) - {high}, 1).astype(np.uint8)",
+        "reference": f"np.clip(finite.max(-1) - {high}, *{REFERENCES}).astype(np.uint8)",
         "shift": "scales.astype(int) - reference[..., None]",
         "out": _carried(f"elements.reshape(1, {n}, {BLOCK * blocks})", "shift", "scales", carrier),
-        "changed": f"((shift < {low}) & (scales < 255) & np.any(elements != 0, axis=-1))[0]",
+        "outside": f"(shift < {low}) | (shift > {high})",
+        "changed": "(outside & (scales < 255) & np.any(elements != 0, axis=-1))[0]",
         "parts": f"np.pad(changed, ((0, {-n % rows}), (0, {-blocks % width})))",
         "lost": f"parts.reshape({programs[0]}, {rows}, {programs[1]}, {width}).any((1, 3)).reshape(1, -1)"
         ".astype(np.uint8)",
@@ -198,8 +199,7 @@ def correction(batch: int, m: int, n: int, k: int, dtype: str, constants: dict[s
         strip = f"np.pad({lost}, ((0, 0), (0, {-rows % block}))).reshape({batch}, {strips}, {block}).any(2)"
         expected[f"{side}_strips"] = f"np.repeat({strip}, {block}, 1)[:, :{rows}]"
         expected[f"{side}_exponent"] = f"{side}_reference.astype(int) - 127"
-        halves = f"[{side}_exponent // 2, {side}_exponent - {side}_exponent // 2]"
-        expected[f"{side}_factors"] = f"np.ldexp(np.float32(1), np.stack({halves}, axis=1))"
+        expected[f"{side}_factors"] = f"np.ldexp(np.float32(1), {side}_exponent)"
     given["before"] = f"rng.standard_normal(({batch}, {m}, {n})).astype({FLOAT[dtype]})"
     expected["exponent"] = "lhs_exponent[:, :, None] + rhs_exponent[:, None, :]"
     expected["anew"] = f"np.ldexp(exact, -exponent).astype({FLOAT[dtype]})"

@@ -50,19 +50,19 @@ class Product(NamedTuple):
 
     Attributes:
       raw: [*batch, m, n].
-      factors: pairs [*batch, m], [*batch, n] of powers of two, by whose outer products raw is to be
-        multiplied, one pair after another: all in one could overflow.
+      factors: of its rows and of its columns, by whose products it is to be multiplied: powers of two, with
+        exponents from -63 to 63; None for ones.
     """
 
     raw: Float[Array, "*batch m n"]
-    factors: tuple[tuple[Float32[Array, "*batch m"], Float32[Array, "*batch n"]], ...] = ()
+    factors: tuple[Float32[Array, "*batch m"], Float32[Array, "*batch n"]] | None = None
 
     def value(self, dtype: DTypeLike) -> Float[Array, "*batch m n"]:
         """Returns the product in dtype."""
-        y = self.raw.astype(jnp.float32) if self.factors else self.raw
-        for row, column in self.factors:
-            y = y * (row[..., :, None] * column[..., None, :])
-        return y.astype(dtype)
+        if self.factors is None:
+            return self.raw.astype(dtype)
+        rows, columns = self.factors
+        return (self.raw.astype(jnp.float32) * (rows[..., :, None] * columns[..., None, :])).astype(dtype)
 
 
 def multiply(
@@ -103,7 +103,7 @@ def multiply(
             )
         case _:
             raise TypeError(f"operands prepared alike are needed, got {type(lhs)} and {type(rhs)}")
-    raw, factors = y if isinstance(y, Product) else (y, ())
+    raw, factors = y if isinstance(y, Product) else (y, None)
     for factor in (lhs.factor, rhs.factor):
         raw = raw if factor is None else raw * factor
     return Product(raw, factors) if factors else Product(raw.astype(dtype))
@@ -138,9 +138,8 @@ def _multiply_fp8(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
         return _contract(decode(lhs), -1, decode(rhs), -1, None, sharding).astype(dtype)
 
     y = lax.cond(fits, lambda: contract_fp8(left.elements, right.elements, dtype, sharding), in_bfloat16)
-    exponent = jnp.where(fits, left.exponent[..., :, None] + right.exponent[..., None, :], 0)
-    half = exponent >> 1  # in two factors, since one could overflow
-    return y * power_of_two(half).astype(dtype) * power_of_two(exponent - half).astype(dtype)
+    rows, columns = (power_of_two(jnp.where(fits, carried.exponent, 0)) for carried in (left, right))
+    return Product(y, (rows, columns))
 
 
 def _multiply_fp8_tensors(lhs: MXArray, rhs: MXArray, sharding, layout):

@@ -169,7 +169,7 @@ def plain_correct(y, operands, left, right, target):
     exponent = exponents[0][:, :, None] + exponents[1][:, None, :]
     product = jnp.ldexp(plain_product(*operands, jnp.float32, target), -exponent).astype(y.dtype)
     lost = jnp.any(left.lost, axis=1) | jnp.any(right.lost, axis=1)
-    factors = [jnp.exp2(jnp.stack([e >> 1, e - (e >> 1)], axis=1)) for e in exponents]
+    factors = [jnp.exp2(e) for e in exponents]
     return [jnp.where(lost[:, None, None], product, y), *factors]
 
 
