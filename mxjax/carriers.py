@@ -3,7 +3,7 @@
 An element times its block's scale, both powers of two times at most 1.5, is a power of two times at most 1.5;
 FP8 holds it if the scales of its row, along which is summed, span no more binades than FP8 has to spare: 15
 with E4M3, 29 with E5M2. Whether they do is known at run time alone, hence `Carried.fits`. Scales far above
-2**63 or below 2**-63 do not fit either, so that the exponents of a row and a column add up to one of float32's.
+2**63 or below 2**-63 do not fit either, so that the exponents of a row and a column add up to a float32's.
 
 `mxjax.kernels.carriers` does the same.
 """
