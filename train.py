@@ -26,6 +26,7 @@ from mxjax.training.loop import Loop, Programs, Records
 from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter, evaluations
 from mxjax.training.mllog import MLPerfLog
 from mxjax.training.optimizer import learning_rate, make_optimizer
+from mxjax.training.processes import ProcessError, is_first_process, join_processes, together
 from mxjax.training.profiling import StepTracer
 from mxjax.training.progress import is_done
 from mxjax.training.step import Loss, Losses, TrainState, init_state, make_eval_step, make_train_step
@@ -41,23 +42,24 @@ def train(config: Config) -> dict[str, float]:
         after a checkpoint; the message says so.
       NonFiniteError: a loss or gradient was NaN or infinite; the step's state and batch are saved.
       CheckpointError: a checkpoint could not be saved.
+      ProcessError: another process of the run has failed before its first step.
     """
     began = time.time()
     enable_compilation_cache()
     if config.distributed:
         with input_errors():
-            sharding.join_processes()
+            join_processes()
     with Interruption() as interruption:
         with input_errors():
-            run = set_up(config)
-            part = sharding.process_part(run.mesh, config.data.batch_size)
-            stream = run.corpus.batches(config.data, config.seed, config.steps, shard=part)
-            sharding.wait_for_all("all processes have checked")
+            with together():
+                run = set_up(config)
+                part = sharding.process_part(run.mesh, config.data.batch_size)
+                stream = run.corpus.batches(config.data, config.seed, config.steps, shard=part)
             damage = set_aside_damaged(run.folder / "checkpoints")
         with disk_errors(run.folder), jax.set_mesh(run.mesh):
-            if is_first_process():
-                write_description(run)  # before what takes long, so that a run killed there can be resumed
-            sharding.wait_for_all("the run is described")
+            with together():
+                if is_first_process():
+                    write_description(run)  # before what takes long, so that a run killed there can be resumed
             return begin_or_continue(run, stream, interruption, began, damage)
 
 
@@ -166,10 +168,10 @@ def open_records(run: Run, state: TrainState, began: float) -> Records:
     writes = is_first_process()
     path = run.folder / "metrics.jsonl"
     open_log = TensorBoardLog if config.observe.tensorboard else MetricsLog
-    log = open_log(path, keep_steps=start) if writes else MetricsLog(None)
+    with together():  # what follows reads it
+        log = open_log(path, keep_steps=start) if writes else MetricsLog(None)
     display = Display(config.steps, start, config.log_every, quiet=not writes)
     tracer = StepTracer(config.observe.profiled_steps, run.folder / "profile")
-    sharding.wait_for_all("the log is open")  # which the following read
     wanted = config.mlperf.mllog and writes and not is_done(config, run.folder, start)
     mllog = MLPerfLog(
         run.folder / "mllog.txt" if wanted else None,
@@ -192,13 +194,8 @@ def make_reporter(run: Run, records: Records) -> StepReporter:
     return StepReporter(log, display, watch, data.tokens_a_step, flops_a_step, schedule)
 
 
-def is_first_process() -> bool:
-    """Returns whether this process writes and prints what one of them must."""
-    return jax.process_index() == 0
-
-
 if __name__ == "__main__":
     try:
         train(parse())
-    except (NonFiniteError, CheckpointError) as error:
+    except (NonFiniteError, CheckpointError, ProcessError) as error:
         sys.exit(f"train.py: error: {error}")

@@ -128,6 +128,37 @@ def test_every_byte_of_the_small_files_counts(tmp_path, state):
         assert unnoticed <= (set(b"0123456789") if name == "_CHECKPOINT_METADATA" else set()), name
 
 
+def test_shares_of_the_files_are_all_of_them(tmp_path, state, monkeypatch):
+    save(tmp_path, state, 1)
+    looked_at, original = [], manifest._problem
+    monkeypatch.setattr(manifest, "_problem", lambda path, *rest: looked_at.append(path) or original(path, *rest))
+    manifest.problems(tmp_path / "1")
+    whole = sorted(looked_at)
+    looked_at.clear()
+    flip(tmp_path / "1" / "params" / "_METADATA")
+    found = [manifest.problems(tmp_path / "1", share=(i, 3)) for i in range(3)]
+    assert sorted(looked_at) == whole
+    assert sorted(map(len, found)) == [0, 0, 1]
+
+
+def test_checksums_of_parts_are_taken_over_unless_the_file_has_changed_since(tmp_path, state, monkeypatch):
+    save(tmp_path, state, 1)
+    expected = (tmp_path / "1" / "manifest.json").read_bytes()
+    own = "params/ocdbt.process_0"
+    [name, *_] = [path.name for path in (tmp_path / "1" / own / "d").iterdir()]
+    summed, original = [], manifest._crc32
+    monkeypatch.setattr(manifest, "_crc32", lambda path: summed.append(path) or original(path))
+    manifest.write_part(tmp_path / "1", 0)
+    assert tmp_path / "1" / own / "d" / name in summed
+    (tmp_path / "1" / own / "manifest.ocdbt").write_bytes(b"longer" * 1000)
+    summed.clear()
+    manifest.write(tmp_path / "1")
+    assert {path.parent.name for path in summed if "ocdbt.process_0" in path.parts} == {"ocdbt.process_0"}
+    assert not list(tmp_path.glob("1/manifest-*"))
+    assert manifest.problems(tmp_path / "1") == {}
+    assert (tmp_path / "1" / "manifest.json").read_bytes() != expected
+
+
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(tmp_path, state):
     save(tmp_path, state, 1, 2, 3)
     flip(max((tmp_path / "3" / "params").rglob("d/*"), key=lambda path: path.stat().st_size))

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pathlib
 import random
+import re
 import resource
 import signal
 import socket
@@ -193,15 +194,24 @@ with Interruption() as interruption:
             break
         time.sleep(0.01 * (1 + jax.process_index()))
 """
-SAVE = """
+PARAMS = """
 place = jax.sharding.NamedSharding(jax.make_mesh((2,), ("data",)), jax.P("data"))
 params = {"w": jax.device_put(np.arange(4096.0), place)}
 state = jax.jit(lambda w: init_state(w, optax.adam(0.1)))(params)
+"""
+SAVE = PARAMS + """
 at_step = jax.jit(lambda state, step: state._replace(step=step))
 folder = pathlib.Path(sys.argv[3])
+summed, crc32, problem = set(), manifest._crc32, manifest._problem
+manifest._crc32 = lambda path: summed.add(path.parents[path.parent.name == "d"].name) or crc32(path)
 with Checkpoints(folder, keep=2, losses={1: 1.0}) as checkpoints:
     for step in range(1, 5):
         checkpoints.save(at_step(state, np.int32(step)), {"next_index": step})
+print(json.dumps(sorted(summed)))
+read = set()
+manifest._problem = lambda path, *rest: read.add(str(path.relative_to(folder))) or problem(path, *rest)
+manifest.problems(folder / "4", share=(jax.process_index(), 2))
+print(json.dumps(sorted(read)))
 if jax.process_index() == 0:
     (folder / "4" / "params" / "_METADATA").write_bytes(b"{}")
 print(set_aside_damaged(folder)[1:])
@@ -209,12 +219,38 @@ with Checkpoints(folder, keep=2) as checkpoints:
     restored, position = checkpoints.restore(state)
 print(position, restored.params["w"].sharding == place)
 """
+FAIL = PARAMS + """
+folder = pathlib.Path(sys.argv[3])
+def refuse(*_):
+    raise PermissionError(13, "Permission denied")
+with Checkpoints(folder, keep=2) as checkpoints:
+    usage = shutil.disk_usage
+    if jax.process_index() == 1:
+        shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10, 5, 5)
+    try:
+        checkpoints.save(state, {})
+    except CheckpointError as error:
+        print(error)
+    shutil.disk_usage = usage
+    checkpoints.save(state, {})
+if jax.process_index() == 0:
+    (folder / "0" / "params" / "_METADATA").write_bytes(b"{}")
+    shutil.copytree(folder / "0", folder / "1")
+    manifest.write(folder / "0")
+    pathlib.Path.rename = refuse
+try:
+    set_aside_damaged(folder)
+except (ValueError, ProcessError) as error:
+    print(type(error).__name__, error)
+"""
 IMPORTS = """
-import pathlib, sys, time, jax, numpy as np, optax
+import json, pathlib, shutil, sys, time, jax, numpy as np, optax
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
-from mxjax.training.checkpoint import Checkpoints
+from mxjax.training import manifest
+from mxjax.training.checkpoint import CheckpointError, Checkpoints
 from mxjax.training.damage import set_aside_damaged
 from mxjax.training.interruption import Interruption
+from mxjax.training.processes import ProcessError
 from mxjax.training.step import init_state
 """
 
@@ -246,10 +282,29 @@ def test_processes_agree_where_to_end(number):
 
 @pytest.mark.slow
 def test_processes_save_together_and_set_aside_what_is_damaged(tmp_path):
-    first, second = (run.communicate()[0].splitlines()[-2:] for run in two_processes(SAVE, str(tmp_path)))
-    assert first == ["['going on from the checkpoint of step 3']", "{'next_index': 3} True"]
-    assert second == ["[]", first[1]]
+    first, second = (run.communicate()[0].splitlines()[-4:] for run in two_processes(SAVE, str(tmp_path)))
+    assert first[2:] == ["['going on from the checkpoint of step 3']", "{'next_index': 3} True"]
+    assert second[2:] == first[2:]
     assert {path.name for path in tmp_path.iterdir()} == {"1", "3", "damaged-4"}
+    assert {path.name for path in tmp_path.glob("*/manifest*")} == {"manifest.json"}
+    # Each adds up the bytes of arrays that it wrote itself, the first what belongs to all, too.
+    summed, summed_by_second = (json.loads(lines[0]) for lines in (first, second))
+    assert summed_by_second == ["ocdbt.process_1"]
+    assert "ocdbt.process_0" in summed
+    assert "ocdbt.process_1" not in summed
+    read, read_by_second = (set(json.loads(lines[1])) for lines in (first, second))
+    assert not read & read_by_second
+    assert 0 <= len(read) - len(read_by_second) <= 1
+
+
+@pytest.mark.slow
+def test_what_fails_in_one_process_ends_all(tmp_path):
+    """There is no room for a checkpoint where the second runs; the first may rename nothing."""
+    first, second = (run.communicate()[0].splitlines()[-2:] for run in two_processes(FAIL, str(tmp_path)))
+    assert first[0].endswith("process 1: [Errno 28] No space left on device")
+    assert second[0].endswith("--resume. [Errno 28] No space left on device")
+    assert re.match("ValueError the checkpoints in .* for damage: .* Permission denied", first[1])
+    assert second[1] == "ProcessError process 0: [Errno 13] Permission denied"
 
 
 def life(out, flags):

@@ -21,7 +21,8 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN,
 from rich.filesize import decimal
 
 from mxjax.training import manifest
-from mxjax.training.damage import describe_damage, saved_steps
+from mxjax.training.damage import describe_damage, find_problems, saved_steps
+from mxjax.training.processes import ProcessError, together
 from mxjax.training.step import TrainState
 
 
@@ -53,7 +54,9 @@ class Checkpoints:
             cleanup_tmp_directories=keep is not None,
             lightweight_initialize=True,  # reads nothing of what might be damaged
             enable_async_checkpointing=True,
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._write_manifest, barrier_sync_fn=self._barrier
+            ),
         )
         self._manager = _Manager(self._folder, options=options)
         logging.getLogger("absl").addFilter(_is_no_orbax_error)
@@ -92,8 +95,9 @@ class Checkpoints:
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._saving = step, size
         with self._errors():
-            if shutil.disk_usage(self._folder).free < size:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with together():
+                if shutil.disk_usage(self._folder).free < size:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -149,7 +153,7 @@ class Checkpoints:
             raise ValueError(f"no checkpoint of step {step}; there are {sorted(steps) or 'none'}")
         step = self.latest if step is None else step
         folder = self._folder / str(step)
-        if problems := manifest.problems(folder):
+        if problems := find_problems(folder):
             others = sorted(set(steps) - {step}) or "none"
             raise ValueError(f"{describe_damage(folder, problems)}; others are {others}")
         args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
@@ -157,8 +161,21 @@ class Checkpoints:
 
     def _write_manifest(self) -> None:
         """Is called, by one process, between writing a checkpoint and renaming it."""
+        manifest.write(self._partial())
+
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Waits for all processes, in the background; each first adds up what it has written.
+
+        Should orbax change, this is not found, and the first adds up all.
+        """
+        if "async_write_complete" in key:
+            manifest.write_part(self._partial(), jax.process_index())
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+    def _partial(self) -> pathlib.Path:
+        """Returns the folder of the checkpoint that is being written."""
         assert self._saving is not None
-        manifest.write(next(self._folder.glob(f"{self._saving[0]}.orbax-checkpoint-tmp*")))
+        return next(self._folder.glob(f"{self._saving[0]}.orbax-checkpoint-tmp*"))
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -171,7 +188,7 @@ class Checkpoints:
         try:
             yield
             return
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ProcessError) as error:
             self._saving, cause = None, error
         free = shutil.disk_usage(self._folder).free
         for partial in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):

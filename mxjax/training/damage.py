@@ -1,14 +1,14 @@
 """What is done about checkpoints that are damaged: they are set aside, so that the newest is a whole one."""
 
+import contextlib
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from mxjax.training import manifest
+from mxjax.training.processes import gather, is_first_process
 
 _SMALL = 2**16  # bytes; of older checkpoints, only files up to this are read to find damage
 
@@ -18,30 +18,38 @@ def set_aside_damaged(folder: pathlib.Path) -> list[str]:
 
     Damaged ones are renamed damaged-STEP, except that of an older one whose files are only missing, the
     rest is removed: the run was killed while it removed it. The newest is read in full, older ones only in
-    their small files. With several processes the first does this, while the others wait.
+    their small files. All processes share the reading; the first renames.
 
     Raises:
-      ValueError: there are checkpoints, and all are damaged; nothing is changed then.
+      ValueError: there are checkpoints, and all are damaged; nothing is changed then. Or they cannot be read
+        or renamed.
+      ProcessError: another process has found so.
     """
-    lines, failure = [], ""
-    if jax.process_index() == 0:
-        try:
-            lines = _set_aside_damaged(folder.absolute())
-        except ValueError as error:
-            failure = str(error)
-    if multihost_utils.broadcast_one_to_all(np.array(bool(failure))):
-        raise ValueError(failure or f"all checkpoints in {folder} are damaged")
-    return lines
+    folder = folder.absolute()
+    good, damaged = None, {}
+    with _file_errors(folder):
+        for step in reversed(gather(lambda: saved_steps(folder))[0]):
+            found = find_problems(folder / str(step), float("inf") if good is None else _SMALL)
+            if found:
+                damaged[step] = found
+            elif good is None:
+                good = step
+        return gather(lambda: _set_aside(folder, good, damaged) if is_first_process() else [])[0]
 
 
-def _set_aside_damaged(folder: pathlib.Path) -> list[str]:
-    good, removals, renames, damage, lines = None, [], [], [], []
-    for step in reversed(saved_steps(folder)):
+def find_problems(path: pathlib.Path, largest: float = float("inf")) -> dict[str, str]:
+    """Returns `manifest.problems` of a checkpoint's folder; each process reads its share of the files."""
+    share = jax.process_index(), jax.process_count()
+    shares = gather(lambda: manifest.problems(path, largest, share))
+    return {name: problem for found in shares for name, problem in found.items()}
+
+
+def _set_aside(folder: pathlib.Path, good: int | None, damaged: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """Removes and renames the checkpoints whose problems are given, by step; returns what it did, in lines."""
+    removals, renames, damage, lines = [], [], [], []
+    for step, problems in damaged.items():
         path = folder / str(step)
-        problems = manifest.problems(path, float("inf") if good is None else _SMALL)
-        if not problems:
-            good = step if good is None else good
-        elif good is not None and set(problems.values()) == {manifest.MISSING}:
+        if good is not None and step < good and set(problems.values()) == {manifest.MISSING}:
             removals.append(path)
             lines.append(f"removed the rest of {path}, whose removal had been interrupted")
         else:
@@ -58,6 +66,18 @@ def _set_aside_damaged(folder: pathlib.Path) -> list[str]:
     for path, target in renames:
         path.rename(target)
     return [*lines, f"going on from the checkpoint of step {good}"] if renames else lines
+
+
+@contextlib.contextmanager
+def _file_errors(folder: pathlib.Path) -> Iterator[None]:
+    """Raises ValueError for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"the checkpoints in {folder} cannot be looked through for damage: {error}. Make the folder one "
+            "that can be read and written"
+        ) from error
 
 
 def describe_damage(path: pathlib.Path, problems: Mapping[str, str]) -> str:

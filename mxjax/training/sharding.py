@@ -19,7 +19,6 @@ What the partitioned program of a step holds (read on 8 virtual devices; `tests/
 """
 
 import math
-import os
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +26,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mxjax.formats import get_format
@@ -261,35 +259,3 @@ def on_mesh(mesh: Mesh, eval_step: Any) -> Any:
         return eval_step(params, global_batch(mesh, np.split(batch, count)[index]), key, weights)
 
     return step
-
-
-def wait_for_all(what: str) -> None:
-    """Waits until every process is here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(what)
-
-
-def join_processes() -> None:
-    """Joins the other processes of the run: those that JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_NUM_PROCESSES
-    and JAX_PROCESS_ID name, else those that JAX finds by itself (Slurm, Open MPI, Kubernetes, Cloud TPU).
-
-    Raises:
-      ValueError: some of the three are missing, or there is nothing to find them by.
-    """
-    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    given = {name: os.environ[name] for name in names if name in os.environ}
-    missing = [name for name in names if name not in given]
-    if given and missing:
-        raise ValueError(f"--distributed: {', '.join(given)} set, {', '.join(missing)} not; set all or none")
-    if not given:
-        try:
-            jax.distributed.initialize()
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"--distributed: JAX found no other processes ({error}); set {', '.join(names)}"
-            ) from error
-        return
-    address, count, index = given.values()
-    if not count.isdecimal() or not index.isdecimal() or int(index) >= int(count):
-        raise ValueError(f"--distributed: JAX_PROCESS_ID {index} must be one of 0 to {count} - 1")
-    jax.distributed.initialize(address, int(count), int(index))
