@@ -40,7 +40,7 @@ def train(config: Config) -> dict[str, float]:
     Raises:
       SystemExit: what the configuration asks for cannot be done, or SIGINT or SIGTERM has ended the run
         after a checkpoint; the message says so.
-      NonFiniteError: a loss or gradient was NaN or infinite; the step's state and batch are saved.
+      NonFiniteError: a loss or gradient was NaN or infinite; what is needed to repeat it is saved.
       CheckpointError: a checkpoint could not be saved.
       ProcessError: another process of the run has failed before its first step.
     """
@@ -96,7 +96,7 @@ def begin_or_continue(
                 interruption=interruption,
             )
             evaluation = loop.run()
-            records.display.line(summary(run, evaluation, reporter.step_times))
+            records.display.line(summary(run, loop.step, loop.done, evaluation, reporter.step_times))
             return evaluation
 
 

@@ -72,16 +72,29 @@ def memory_estimate(run: Run, state: TrainState) -> str:
     return text
 
 
-def summary(run: Run, evaluation: dict[str, float], step_times: Sequence[float]) -> str:
-    """Returns what is worth knowing after the last step; `step_times` are in seconds."""
-    if not step_times:
-        return f"nothing left to do: the run in {run.folder} has reached its last step or its target"
-    median = statistics.median(step_times)
-    return "\n".join(
-        [
-            f"final {in_words(evaluation)} (unigram entropy {run.corpus.unigram_entropy():.4f})",
+def summary(
+    run: Run, step: int, done: bool, evaluation: dict[str, float], step_times: Sequence[float]
+) -> str:
+    """Returns what is worth knowing after the last step taken.
+
+    Args:
+      step: that one's.
+      done: nothing of the run remains.
+      evaluation: the last; nothing if this start of the run made none, since it had nothing to do.
+      step_times: in seconds, of this start.
+    """
+    config = run.config
+    if not evaluation:
+        reached = "has reached its last step or its target" if done else f"stands after step {step} already"
+        return f"nothing left to do: the run in {run.folder} {reached}"
+    what = "final" if done else f"stopped after step {step} of {config.steps}:"
+    lines = [f"{what} {in_words(evaluation)} (unigram entropy {run.corpus.unigram_entropy():.4f})"]
+    if step_times:
+        median = statistics.median(step_times)
+        lines.append(
             f"first step after {step_times[0]:.1f} s, then {median:.3f} s a step "
-            f"({run.config.data.tokens_a_step / median:,.0f} tokens/s), {sum(step_times):.1f} s in all",
-            f"evaluate it with: python eval.py {run.folder}",
-        ]
-    )
+            f"({config.data.tokens_a_step / median:,.0f} tokens/s), {sum(step_times):.1f} s in all"
+        )
+    if not done:
+        lines.append(f"continue with: train.py --out {run.folder} --resume")
+    return "\n".join([*lines, f"evaluate it with: python eval.py {run.folder}"])

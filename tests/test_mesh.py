@@ -19,6 +19,7 @@ from models.configs import LlamaConfig, get_config
 from mxjax.training import sharding
 from mxjax.training.command_line import parse
 from mxjax.training.config import Config
+from mxjax.training.processes import join_processes, wait_for_coordinator
 
 ROOT = pathlib.Path(__file__).parent.parent
 FIRST, LATER = 1e-6, 5e-3
@@ -157,7 +158,28 @@ def test_processes_share_a_folder_and_are_named_by_all_three_variables(monkeypat
         Config(distributed=True)
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID not"):
-        sharding.join_processes()
+        join_processes()
+
+
+def test_a_first_process_that_cannot_be_reached_or_cannot_listen_is_an_error(monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"nothing answers at .*{address} .*JAX_PROCESS_ID 0 on that host"):
+            wait_for_coordinator(address, seconds=0.0)
+        probe.listen()
+        wait_for_coordinator(address)
+        for name, value in (("COORDINATOR_ADDRESS", address), ("NUM_PROCESSES", "2"), ("PROCESS_ID", "0")):
+            monkeypatch.setenv(f"JAX_{name}", value)
+
+        def initialize(*arguments):
+            raise RuntimeError("Failed to start RPC server")
+
+        monkeypatch.setattr(jax.distributed, "initialize", initialize)
+        with pytest.raises(ValueError, match="process 0 of 2 cannot join at .*must be a free one"):
+            join_processes()
+    with pytest.raises(ValueError, match="must be HOST:PORT, got 'host'"):
+        wait_for_coordinator("host")
 
 
 def test_every_parameter_has_logical_axes():
@@ -255,8 +277,8 @@ def test_two_processes_train_as_one_does_and_one_goes_on(tmp_path):
     ]
     first, second = (finish(process) for process in processes)
     assert any(line.startswith("final eval loss") for line in whole)
-    assert any(line.startswith("final eval loss") for line in first)
-    assert not any(line.startswith(("step", "final")) for line in second)
+    assert any(line.startswith("stopped after step 2 of 4: eval loss") for line in first)
+    assert not any(line.startswith(("step", "stopped")) for line in second)
     assert [step for step, _ in records(tmp_path / "two")] == [1, 2, 2]
     finish(start(command("two", "--resume", "--mesh", "data=2,fsdp=2"), devices=4))
     found, expected = records(tmp_path / "two"), records(tmp_path / "whole")

@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import eval as evaluation_program
 import train as training_program
 from models import report
-from mxjax.training import loop
+from mxjax.training import loop, metrics
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.command_line import parse
 from mxjax.training.metrics import NonFiniteError
@@ -257,6 +258,62 @@ def test_a_run_killed_before_its_description_begins_anew(text, tmp_path):
         run(text, out, "--policy", "bf16")
 
 
+def test_the_end_says_what_was_done_and_what_remains(text, tmp_path, capsys):
+    out = tmp_path / "run"
+
+    def said():
+        return [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+    run(text, out, "--policy", "bf16", "--stop-after", "4", "--eval-every", "3")
+    printed = said()
+    assert any(line.startswith("stopped after step 4 of 6: eval loss") for line in printed)
+    assert f"continue with: train.py --out {out} --resume" in printed
+    resume(out, "--stop-after", "4")
+    assert said()[-1] == f"nothing left to do: the run in {out} stands after step 4 already"
+    resume(out)
+    printed = said()
+    assert any(line.startswith("final eval loss") for line in printed)
+    assert not any(line.startswith("continue with") for line in printed)
+    resume(out)
+    assert said()[-1].endswith("has reached its last step or its target")
+    owed = [line for line in (out / "metrics.jsonl").read_text().splitlines() if "eval" not in line]
+    (out / "metrics.jsonl").write_text("\n".join(owed) + "\n")
+    resume(out)
+    printed = said()
+    assert any(line.startswith("final eval loss") for line in printed)
+    assert not any("nothing left" in line or "first step after" in line for line in printed)
+
+
+def test_measuring_layers_and_tracing_are_not_in_a_step_s_time(text, tmp_path, monkeypatch):
+    """On a clock that steps move by a second, everything else by a thousand."""
+    now = [0.0]
+    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+
+    def lasting(seconds, function):
+        def lasts(*arguments, **options):
+            now[0] += seconds
+            return function(*arguments, **options)
+
+        return lasts
+
+    original = training_program.make_programs
+
+    def make_programs(*arguments):
+        step, *others = original(*arguments)
+        return loop.Programs(lasting(1, step), *(lasting(1000, other) for other in others))
+
+    monkeypatch.setattr(training_program, "make_programs", make_programs)
+    for name in ("start_trace", "stop_trace"):
+        monkeypatch.setattr(jax.profiler, name, lasting(1000, lambda *_: None))
+    flags = ["--policy", "bf16", "--stats-every", "5", "--profile", "2:3", "--eval-every", "4"]
+    run(text, tmp_path / "run", *flags)
+    times = [r["step_s"] for r in lines(tmp_path / "run") if "step_s" in r]
+    # Reported once the next is under way, at 1 s each; in between 0 s are left.
+    assert len(times) == 6
+    assert sum(times) == 6
+    assert max(times) <= 2
+
+
 @pytest.mark.parametrize("step", [3, 6])
 def test_a_signal_ends_an_evaluation_which_is_repeated(text, finished, tmp_path, monkeypatch, step):
     out = tmp_path / "run"
@@ -293,9 +350,17 @@ def test_eval_takes_the_best_step(finished, tmp_path):
 def test_an_evaluation_that_is_not_finite_stops_the_run(text, tmp_path, monkeypatch):
     found = {"eval_loss": float("nan"), "eval_perplexity": float("nan"), "eval_tokens": 1}
     monkeypatch.setattr(loop, "evaluate", lambda *_: found)
-    with pytest.raises(NonFiniteError, match="eval loss nan at step 3, policy bf16"):
+    with pytest.raises(
+        NonFiniteError, match="eval loss nan at step 3, policy bf16. The state that was eval.* in"
+    ) as caught:
         run(text, tmp_path / "run", "--policy", "bf16", "--eval-every", "3")
+    assert "batch" not in str(caught.value)
+    assert "skip" not in str(caught.value)  # which leaves out steps, not evaluations
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+    [evidence] = (tmp_path / "run").glob("nonfinite-*")
+    assert {path.name for path in evidence.iterdir()} == {"error.txt", "checkpoints"}
+    assert "eval loss nan at step 3" in (evidence / "error.txt").read_text()
+    assert weights(evidence)[0] == 3
 
 
 @pytest.mark.slow

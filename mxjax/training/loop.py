@@ -73,7 +73,7 @@ class Loop:
     interruption: Interruption
 
     def __post_init__(self):
-        self._step = int(self.state.step)
+        self._step = int(self.state.step)  # of the last step taken
         self._begin_phase(self._step)  # whose evaluation may be owed; the next may begin with the next step
         self._owes_evaluation = owes_evaluation(self.config, self.folder, self._step)
         self._done = is_done(self.config, self.folder, self._step)
@@ -85,7 +85,7 @@ class Loop:
 
         Raises:
           SystemExit: SIGINT or SIGTERM has ended the run after a checkpoint; the message says how to go on.
-          NonFiniteError: a loss or gradient was NaN or infinite; the step's state and batch are saved.
+          NonFiniteError: a loss or gradient was NaN or infinite; what is needed to repeat it is saved.
           CheckpointError: a checkpoint could not be saved.
         """
         try:
@@ -104,6 +104,16 @@ class Loop:
             raise self._with_evidence(error) from None
         return self._evaluation
 
+    @property
+    def step(self) -> int:
+        """The last step taken, by this loop or before it."""
+        return self._step
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has taken its last step, or reached its target, with nothing owed."""
+        return self._done
+
     def _train(self) -> None:
         """Takes a step, and reports the one before."""
         self._step += 1
@@ -114,11 +124,13 @@ class Loop:
         every = self.config.observe.stats_every
         if every is not None and self._step % every == 0:
             self._measure_layers(batch)
-        step = self._programs.train_step
-        self.state, metrics = self.records.tracer.run(self._step, step, self.state, batch)
+        tracer, pause = self.records.tracer, self.reporter.pause
+        tracer.before(self._step, pause)
+        self.state, metrics = tracer.run(self._step, self._programs.train_step, self.state, batch)
         if switches:
             self.reporter.restart_clock()  # compiled by now
         self.reporter.step(self._step, metrics)
+        tracer.after(self._step, self.state, pause)
 
     def _begin_phase(self, step: int) -> None:
         self._phase = phase_at(self.phases, step)
@@ -135,24 +147,22 @@ class Loop:
 
     def _measure_layers(self, batch: jax.Array) -> None:
         """Records the errors of each layer's GEMMs in the step to come."""
-        self.reporter.flush()
-        measures = by_layer(self._programs.layer_stats(self.state.params, batch, self.state.step))
-        self.records.log.write(step=self._step, policy=self._phase.policy, layers=measures)
-        self.reporter.restart_clock()
+        with self.reporter.pause():
+            measures = by_layer(self._programs.layer_stats(self.state.params, batch, self.state.step))
+            self.records.log.write(step=self._step, policy=self._phase.policy, layers=measures)
 
     def _evaluate(self) -> None:
         """Evaluates, and finds out whether the run is done; or is interrupted, and leaves it to the next."""
-        self.reporter.flush()
-        self.records.mllog.evaluation_starts(self._sequences(self._step))
-        batches = self.interruption.guard(self.held_out)
-        try:
-            self._evaluation = evaluate(self._programs.eval_step, self.state.params, batches)
-        except Interrupted:
-            self._interrupted = True
-        else:
-            self._record_evaluation()
-        self._owes_evaluation = False
-        self.reporter.restart_clock()
+        with self.reporter.pause():
+            self.records.mllog.evaluation_starts(self._sequences(self._step))
+            batches = self.interruption.guard(self.held_out)
+            try:
+                self._evaluation = evaluate(self._programs.eval_step, self.state.params, batches)
+            except Interrupted:
+                self._interrupted = True
+            else:
+                self._record_evaluation()
+            self._owes_evaluation = False
 
     def _record_evaluation(self) -> None:
         step, loss = self._step, self._evaluation["eval_loss"]
@@ -165,9 +175,8 @@ class Loop:
         self.records.mllog.evaluation_ends(self._sequences(step), loss, last=self._done)
 
     def _save(self) -> None:
-        self.reporter.flush()
-        self.checkpoints.save(self.state, self.stream.get_state())
-        self.reporter.restart_clock()
+        with self.reporter.pause():
+            self.checkpoints.save(self.state, self.stream.get_state())
 
     def _end_if_it_is_time(self) -> None:
         """Says that the run is done, or ends the program if it was interrupted before."""
@@ -183,19 +192,20 @@ class Loop:
             raise end
 
     def _with_evidence(self, error: NonFiniteError) -> NonFiniteError:
-        """Saves what is needed to repeat a step that was not finite; returns the error that says where."""
+        """Saves what is needed to repeat a step or evaluation that was not finite; returns the error that
+        says where."""
         policy, watch = phase_at(self.phases, error.step).policy, self.records.watch
-        folder = watch.save_evidence(error.step, f"{error}\npolicy {policy}", error.amax or {})
+        folder = watch.save_evidence(error.step, f"{error}\npolicy {policy}", error.amax)
         with Checkpoints(folder / "checkpoints") as checkpoints:
             finite = self.state._replace(finite=jax.numpy.array(True))
             checkpoints.save(finite, {"next_index": int(self.state.step)})
         advice = "begin a new run with a lower --lr or another --policy, from an earlier state with --init"
-        if not watch.skips:
-            advice += f", or continue with {self._continuing()} --on-nonfinite skip"
-        return NonFiniteError(
-            f"{error}, policy {policy}. The last finite state and the step's batch are in {folder}; {advice}",
-            error.step,
-        )
+        saved = "The state that was evaluated is"
+        if error.amax is not None:
+            saved = "The last finite state and the step's batch are"
+            if not watch.skips:
+                advice += f", or continue with {self._continuing()} --on-nonfinite skip"
+        return NonFiniteError(f"{error}, policy {policy}. {saved} in {folder}; {advice}", error.step, error.amax)
 
     def _is_due(self, every: int) -> bool:
         """Returns whether what happens every so many steps does after this one; it does after the last."""

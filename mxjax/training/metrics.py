@@ -1,12 +1,13 @@
 """Where a run's numbers go: metrics.jsonl for programs, a progress bar or plain lines for people."""
 
+import contextlib
 import datetime
 import json
 import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,7 +24,8 @@ _RECENT_STEPS = 10  # over which the speed is averaged
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient of `step` is NaN or infinite; `amax` is that of its layers, if it is known."""
+    """The loss or the gradient of `step` is NaN or infinite, and `amax` that of its layers; or the loss of the
+    evaluation after it is, and `amax` is None."""
 
     def __init__(self, message: str, step: int, amax: Mapping[str, Any] | None = None):
         super().__init__(message)
@@ -149,6 +151,13 @@ class StepReporter:
         self._log.write(step=step, tokens=step * self._tokens_a_step, **values, **skipped)
         self._display.step(step, values | {"mean_step_s": mean})
         self._watch.see(step, values["loss"], values["grad_norm"], metrics)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Reports the last step taken, and leaves what is done inside out of the next one's time."""
+        self.flush()
+        yield
+        self.restart_clock()
 
     def restart_clock(self) -> None:
         """Leaves the time since the last report out of the next step's."""

@@ -1,5 +1,6 @@
 """A trace of some steps, by JAX's profiler."""
 
+import contextlib
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -20,19 +21,26 @@ class StepTracer:
     def __exit__(self, *exception) -> None:
         self._stop()
 
+    def before(self, step: int, pause: Callable[[], contextlib.AbstractContextManager]) -> None:
+        """Starts tracing, within `pause()`, if the step is the first to be traced."""
+        if step in self._steps and not self._tracing:
+            with pause():
+                jax.profiler.start_trace(self._folder)
+                self._tracing = True
+
     def run(self, step: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns function(*arguments), the work of a step; waits for it if it is the last to be traced."""
-        if step not in self._steps:
-            return function(*arguments)
+        """Returns function(*arguments), the work of a step."""
         if not self._tracing:
-            jax.profiler.start_trace(self._folder)
-            self._tracing = True
+            return function(*arguments)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            result = function(*arguments)
-        if step == self._steps[-1]:
-            jax.block_until_ready(result)
-            self._stop()
-        return result
+            return function(*arguments)
+
+    def after(self, step: int, result: Any, pause: Callable[[], contextlib.AbstractContextManager]) -> None:
+        """Stops tracing, within `pause()`, if the step, whose result is waited for, is the last to be traced."""
+        if self._tracing and step == self._steps[-1]:
+            with pause():
+                jax.block_until_ready(result)
+                self._stop()
 
     def _stop(self) -> None:
         if self._tracing:

@@ -13,10 +13,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from mxjax.training.metrics import MetricsLog, NonFiniteError, json_line
+from mxjax.training.processes import is_first_process
 from mxjax.training.step import StepMetrics
 
 MOST_SKIPS = 10
@@ -60,7 +60,7 @@ class Watch:
         self._seen = sum(line.get("skipped", False) for line in steps)
         finite = [s["loss"] for s in steps if not isinstance(s["loss"], str) and not s.get("skipped")]
         self._recent = collections.deque(finite, _RECENT)
-        path = folder / "spikes.jsonl" if jax.process_index() == 0 else None  # one file for all processes
+        path = folder / "spikes.jsonl" if is_first_process() else None  # one file for all processes
         self._log = MetricsLog(path, keep_steps=start)
 
     def __enter__(self) -> "Watch":
@@ -97,16 +97,18 @@ class Watch:
             for of, row in zip(("gradients", "parameters"), values, strict=True)
         }
 
-    def save_evidence(self, step: int, message: str, amax: Mapping[str, Any]) -> pathlib.Path:
-        """Saves a step's batch, what of the data it is, and the layers' amax; returns the folder."""
-        folder = self._folder / f"nonfinite-step-{step}"
-        if jax.process_index() == 0:
+    def save_evidence(self, step: int, message: str, amax: Mapping[str, Any] | None) -> pathlib.Path:
+        """Saves a step's batch, what of the data it is, and the layers' amax; without amax, of the evaluation
+        after a step, the message alone. Returns the folder."""
+        folder = self._folder / f"nonfinite-{'step' if amax is not None else 'evaluation'}-{step}"
+        if is_first_process():
             folder.mkdir(exist_ok=True)
-            batch, indices = self._batch_of(step)
-            np.savez_compressed(folder / "batch.npz", batch=batch)
-            (folder / "batch.json").write_text(json_line(indices) + "\n")
-            (folder / "amax.json").write_text(json_line(amax) + "\n")
             (folder / "error.txt").write_text(message + "\n")
+            if amax is not None:
+                batch, indices = self._batch_of(step)
+                np.savez_compressed(folder / "batch.npz", batch=batch)
+                (folder / "batch.json").write_text(json_line(indices) + "\n")
+                (folder / "amax.json").write_text(json_line(amax) + "\n")
         return folder
 
     def _look_for_spike(self, step: int, loss: float) -> None:
