@@ -1,10 +1,12 @@
 """A run that can begin: what it trains, on what and in which phases, all of it checked and described."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import pathlib
 import shutil
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -60,12 +62,11 @@ def set_up(config: Config) -> Run:
     if config.observe.tensorboard:
         check_installed()
     mesh = sharding.make_mesh(config.mesh)
-    sharding.check_batch(mesh.shape, config.data.batch_size, config.accumulate)
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
-    for phase in phases:
-        axes, units = llama.parameter_axes(model), llama.parameter_units(model, phase.layers)
-        sharding.check_params(mesh.shape, llama.abstract_params(model), axes, units)
+    flags = functools.partial(mesh_flags, model, phases)
+    sharding.check_batch(mesh.shape, config.data.batch_size, config.accumulate, flags)
+    check_cuts(mesh.shape, model, phases)
     held_out = evaluation_batches(
         corpus.validation,
         config.data,
@@ -80,6 +81,24 @@ def set_up(config: Config) -> Run:
     elif folder.exists() and {path.name for path in folder.iterdir()} - _BEFORE_CONFIG:
         raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
     return run
+
+
+def check_cuts(sizes: Mapping[str, int], model: LlamaConfig, phases: Sequence[Phase]) -> None:
+    """Raises ValueError unless a mesh of these sizes cuts the model's parameters as every phase needs it."""
+    for phase in phases:
+        axes, units = llama.parameter_axes(model), llama.parameter_units(model, phase.layers)
+        sharding.check_params(sizes, llama.abstract_params(model), axes, units)
+
+
+def mesh_flags(model: LlamaConfig, phases: Sequence[Phase], sizes: Mapping[str, int]) -> str | None:
+    """Returns what train.py needs besides --mesh for a mesh of these sizes: nothing, or a larger vocabulary;
+    None if it cannot cut the model."""
+    tensor = sizes["tensor"]
+    for vocab_size in (model.vocab_size, -(-model.vocab_size // tensor) * tensor):
+        with contextlib.suppress(ValueError):
+            check_cuts(sizes, dataclasses.replace(model, vocab_size=vocab_size), phases)
+            return f" --vocab-size {vocab_size}" if vocab_size != model.vocab_size else ""
+    return None
 
 
 def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaConfig]:

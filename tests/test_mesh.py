@@ -1,5 +1,6 @@
 """Meshes: what they are asked for, what they refuse, and that training on them is that on one device."""
 
+import functools
 import itertools
 import json
 import os
@@ -16,10 +17,12 @@ import pytest
 import train as training_program
 from models import llama
 from models.configs import LlamaConfig, get_config
+from models.run import mesh_flags
 from mxjax.training import sharding
 from mxjax.training.command_line import parse
 from mxjax.training.config import Config
 from mxjax.training.processes import join_processes, wait_for_coordinator
+from mxjax.training.schedule import Phase
 
 ROOT = pathlib.Path(__file__).parent.parent
 FIRST, LATER = 1e-6, 5e-3
@@ -145,6 +148,26 @@ def test_every_device_gets_as_many_sequences():
             ValueError, match=f"--batch-size {batch_size} must be a multiple of .* data x fsdp = 4"
         ):
             sharding.check_batch(sizes, batch_size, accumulate)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch_size", "accumulate", "vocab_size", "advice"),
+    [
+        ((1, 8, 1), 12, 1, 256, "take --batch-size 8 or 16, or --mesh fsdp=4,tensor=2"),
+        ((1, 8, 1), 12, 1, 257, "take --batch-size 8 or 16, or --mesh fsdp=4,tensor=2 --vocab-size 258"),
+        ((2, 2, 2), 2, 2, 256, "take --batch-size 8"),  # but for 8 parts, for which there are too few heads
+        ((1, 2, 1), 1, 1, 256, "take --batch-size 2, or --mesh tensor=2"),
+        ((1, 3, 1), 7, 1, 256, "take --batch-size 6 or 9"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_an_error_with_what_can(
+    sizes, batch_size, accumulate, vocab_size, advice
+):
+    model = LlamaConfig(vocab_size, 256, 2, 4, 4, 32, 256)
+    phases = [Phase(1, "wgrad", llama.layer_policies(model, "wgrad"))]
+    flags = functools.partial(mesh_flags, model, phases)
+    with pytest.raises(ValueError, match=f"data x fsdp = .*; {advice}$"):
+        sharding.check_batch(dict(zip(sharding.AXES, sizes, strict=True)), batch_size, accumulate, flags)
 
 
 def test_train_ends_with_what_to_change(tmp_path):

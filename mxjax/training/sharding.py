@@ -20,7 +20,7 @@ What the partitioned program of a step holds (read on 8 virtual devices; `tests/
 
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -206,15 +206,35 @@ def whole_units(policy: Policy) -> int:
     return math.lcm(*sizes)
 
 
-def check_batch(sizes: Mapping[str, int], batch_size: int, accumulate: int) -> None:
-    """Raises ValueError unless every device gets equally many sequences of each part of a batch."""
-    parts = batch_parts_of(sizes)
-    if batch_size % (parts * accumulate):
-        times = f" times --accumulate {accumulate}" if accumulate > 1 else ""
-        raise ValueError(
-            f"--batch-size {batch_size} must be a multiple of the mesh's data x fsdp = {parts}{times}; "
-            f"change it, or use more of --mesh tensor="
-        )
+def check_batch(
+    sizes: Mapping[str, int],
+    batch_size: int,
+    accumulate: int,
+    flags: Callable[[Mapping[str, int]], str | None] = lambda sizes: "",
+) -> None:
+    """Raises ValueError unless every device gets equally many sequences of each part of a batch.
+
+    The message names batch sizes and, if there is one, a mesh that would do: `flags` returns what else the
+    command line needs for a mesh of some sizes, None if the parameters cannot be cut so.
+    """
+    unit = batch_parts_of(sizes) * accumulate
+    if batch_size % unit == 0:
+        return
+    below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
+    advice = f"take --batch-size {f'{below} or ' if below else ''}{above}"
+    devices = math.prod(sizes.values())
+    for tensor in (n for n in range(2, devices + 1) if devices % n == 0):
+        rest = devices // tensor
+        further = flags({"data": 1, "fsdp": rest, "tensor": tensor})
+        if batch_size % (rest * accumulate) == 0 and further is not None:
+            fsdp = f"fsdp={rest}," if rest > 1 else ""
+            advice += f", or --mesh {fsdp}tensor={tensor}{further}"
+            break
+    times = f" times --accumulate {accumulate}" if accumulate > 1 else ""
+    raise ValueError(
+        f"--batch-size {batch_size} must be a multiple of the mesh's data x fsdp = {unit // accumulate}{times}; "
+        f"{advice}"
+    )
 
 
 def process_part(mesh: Mesh, rows: int) -> tuple[int, int]:
