@@ -59,7 +59,7 @@ def train(config: Config) -> dict[str, float]:
         with disk_errors(run.folder), jax.set_mesh(run.mesh):
             with together():
                 if is_first_process():
-                    write_description(run)  # before what takes long, so that a run killed there can be resumed
+                    write_description(run)  # before what takes long: a run killed there can be resumed
             return begin_or_continue(run, stream, interruption, began, damage)
 
 

@@ -131,7 +131,9 @@ def test_every_byte_of_the_small_files_counts(tmp_path, state):
 def test_shares_of_the_files_are_all_of_them(tmp_path, state, monkeypatch):
     save(tmp_path, state, 1)
     looked_at, original = [], manifest._problem
-    monkeypatch.setattr(manifest, "_problem", lambda path, *rest: looked_at.append(path) or original(path, *rest))
+    monkeypatch.setattr(
+        manifest, "_problem", lambda path, *rest: looked_at.append(path) or original(path, *rest)
+    )
     manifest.problems(tmp_path / "1")
     whole = sorted(looked_at)
     looked_at.clear()

@@ -188,7 +188,9 @@ def test_a_first_process_that_cannot_be_reached_or_cannot_listen_is_an_error(mon
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-        with pytest.raises(ValueError, match=f"nothing answers at .*{address} .*JAX_PROCESS_ID 0 on that host"):
+        with pytest.raises(
+            ValueError, match=f"nothing answers at .*{address} .*JAX_PROCESS_ID 0 on that host"
+        ):
             wait_for_coordinator(address, seconds=0.0)
         probe.listen()
         wait_for_coordinator(address)
@@ -199,7 +201,7 @@ def test_a_first_process_that_cannot_be_reached_or_cannot_listen_is_an_error(mon
             raise RuntimeError("Failed to start RPC server")
 
         monkeypatch.setattr(jax.distributed, "initialize", initialize)
-        with pytest.raises(ValueError, match="process 0 of 2 cannot join at .*must be a free one"):
+        with pytest.raises(ValueError, match=r"process 0 of 2 cannot join at .*must be a free one"):
             join_processes()
     with pytest.raises(ValueError, match="must be HOST:PORT, got 'host'"):
         wait_for_coordinator("host")

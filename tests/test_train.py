@@ -351,7 +351,7 @@ def test_an_evaluation_that_is_not_finite_stops_the_run(text, tmp_path, monkeypa
     found = {"eval_loss": float("nan"), "eval_perplexity": float("nan"), "eval_tokens": 1}
     monkeypatch.setattr(loop, "evaluate", lambda *_: found)
     with pytest.raises(
-        NonFiniteError, match="eval loss nan at step 3, policy bf16. The state that was eval.* in"
+        NonFiniteError, match=r"eval loss nan at step 3, policy bf16\. The state that was eval.* in"
     ) as caught:
         run(text, tmp_path / "run", "--policy", "bf16", "--eval-every", "3")
     assert "batch" not in str(caught.value)

@@ -45,7 +45,7 @@ def find_problems(path: pathlib.Path, largest: float = float("inf")) -> dict[str
 
 
 def _set_aside(folder: pathlib.Path, good: int | None, damaged: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Removes and renames the checkpoints whose problems are given, by step; returns what it did, in lines."""
+    """Removes and renames checkpoints whose problems are given, by step; returns what it did, in lines."""
     removals, renames, damage, lines = [], [], [], []
     for step, problems in damaged.items():
         path = folder / str(step)

@@ -205,7 +205,9 @@ class Loop:
             saved = "The last finite state and the step's batch are"
             if not watch.skips:
                 advice += f", or continue with {self._continuing()} --on-nonfinite skip"
-        return NonFiniteError(f"{error}, policy {policy}. {saved} in {folder}; {advice}", error.step, error.amax)
+        return NonFiniteError(
+            f"{error}, policy {policy}. {saved} in {folder}; {advice}", error.step, error.amax
+        )
 
     def _is_due(self, every: int) -> bool:
         """Returns whether what happens every so many steps does after this one; it does after the last."""

@@ -27,7 +27,9 @@ def write(folder: pathlib.Path) -> None:
     Of files in parts, see `write_part`, it takes the checksums from there; the parts are removed.
     """
     parts = list(folder.glob(_PART.format("*")))
-    known = {name: tuple(sums) for part in parts for name, sums in (_read(part) or {"files": {}})["files"].items()}
+    known = {
+        name: tuple(sums) for part in parts for name, sums in (_read(part) or {"files": {}})["files"].items()
+    }
     for part in parts:
         part.unlink()
     found = _files(folder)
@@ -49,7 +51,9 @@ def write_part(folder: pathlib.Path, process: int) -> None:
     (folder / _PART.format(process)).write_text(_text({"files": sums}))
 
 
-def problems(folder: pathlib.Path, largest: float = float("inf"), share: tuple[int, int] = (0, 1)) -> dict[str, str]:
+def problems(
+    folder: pathlib.Path, largest: float = float("inf"), share: tuple[int, int] = (0, 1)
+) -> dict[str, str]:
     """Returns what is wrong with a checkpoint's files, by name; nothing if it is as it was written.
 
     Any changed byte is found, but in the time of saving that orbax notes and in its top commit_success.txt,

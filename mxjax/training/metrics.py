@@ -24,8 +24,8 @@ _RECENT_STEPS = 10  # over which the speed is averaged
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient of `step` is NaN or infinite, and `amax` that of its layers; or the loss of the
-    evaluation after it is, and `amax` is None."""
+    """The loss or the gradient of `step` is NaN or infinite, and `amax` that of its layers; or the loss of
+    the evaluation after it is, and `amax` is None."""
 
     def __init__(self, message: str, step: int, amax: Mapping[str, Any] | None = None):
         super().__init__(message)

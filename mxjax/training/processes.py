@@ -6,13 +6,12 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-_T = TypeVar("_T")
 _ERRORS = (OSError, ValueError, NotImplementedError)
 _PATIENCE = 300  # seconds, as long as JAX waits for all to join
 
@@ -38,7 +37,7 @@ def together() -> Iterator[None]:
     _exchange(None, None)
 
 
-def gather(function: Callable[[], _T]) -> list[_T]:
+def gather[T](function: Callable[[], T]) -> list[T]:
     """Returns what the function, of which JSON can be made, returns in each process; errors as `together`."""
     try:
         value = function()
@@ -123,7 +122,7 @@ def wait_for_coordinator(address: str, seconds: float = _PATIENCE) -> None:
         except OSError as error:
             if time.monotonic() >= end:
                 raise ValueError(
-                    f"--distributed: nothing answers at JAX_COORDINATOR_ADDRESS {address} ({error}); start the "
-                    "process with JAX_PROCESS_ID 0 on that host, and let its port through firewalls"
+                    f"--distributed: nothing answers at JAX_COORDINATOR_ADDRESS {address} ({error}); start "
+                    "the process with JAX_PROCESS_ID 0 on that host, and let its port through firewalls"
                 ) from error
         time.sleep(min(1.0, seconds))

@@ -36,7 +36,7 @@ class StepTracer:
             return function(*arguments)
 
     def after(self, step: int, result: Any, pause: Callable[[], contextlib.AbstractContextManager]) -> None:
-        """Stops tracing, within `pause()`, if the step, whose result is waited for, is the last to be traced."""
+        """Stops tracing, within `pause()`, if the step, whose result is waited for, is the last traced."""
         if self._tracing and step == self._steps[-1]:
             with pause():
                 jax.block_until_ready(result)

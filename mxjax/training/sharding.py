@@ -232,8 +232,8 @@ def check_batch(
             break
     times = f" times --accumulate {accumulate}" if accumulate > 1 else ""
     raise ValueError(
-        f"--batch-size {batch_size} must be a multiple of the mesh's data x fsdp = {unit // accumulate}{times}; "
-        f"{advice}"
+        f"--batch-size {batch_size} must be a multiple of the mesh's data x fsdp = "
+        f"{unit // accumulate}{times}; {advice}"
     )
 
 
