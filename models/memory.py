@@ -1,7 +1,8 @@
 """An estimate of the memory that a training step takes on one device, by tracing alone: nothing is compiled.
 
 With T tokens in a device's part of a batch, L layers, D d_model, N query heads times head_dim, Q the width
-of query, key and value together, F d_ff, V vocabulary, W = D Q + N D + 3 D F weights of a block, in bytes:
+of query, key and value together, F d_ff, V vocabulary, W = D Q + N D + 3 D F weights of a block, where N, Q, F
+and V are a device's part by the mesh's axis `tensor`, in bytes:
 
     parameters, optimizer   4 and 8 a parameter, as the state's arrays have them
     gradients               4 a parameter; 8 with --accumulate
@@ -20,6 +21,7 @@ Attention by cuDNN adds 2 T N and its statistics to `dots` and `fp4`. What a com
 not in it: tests hold XLA's CPU, which computes bfloat16 in float32, to within a factor of two.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -67,6 +69,7 @@ def step_memory(
     seq_len: int,
     accumulate: int = 1,
     batch_shards: int = 1,
+    tensor: int = 1,
     remat: Remat = "none",
     implementation: Implementation | None = None,
 ) -> Memory:
@@ -77,10 +80,13 @@ def step_memory(
       batch_size: sequences a step, on all devices.
       accumulate: parts in which a step takes its batch.
       batch_shards: devices that share a part's sequences; a rest counts as a whole sequence.
+      tensor: devices that share the heads, the MLP's width and the vocabulary of each sequence.
       Others: as `llama.mean_loss`.
     """
     sequences = -(-batch_size // (accumulate * batch_shards))
     tokens = sequences * seq_len
+    config = part_of(config, tensor)
+    shapes = llama.abstract_params(config)
 
     def kept(mode: Remat) -> int:
         loss = functools.partial(
@@ -89,7 +95,7 @@ def step_memory(
         head = (
             4 * config.d_model * config.vocab_size
         )  # its gradient, made in the forward pass, counts as such
-        return kept_bytes(loss, params, (sequences, seq_len + 1)) - head
+        return kept_bytes(loss, shapes, (sequences, seq_len + 1)) - head
 
     activations = kept(remat)
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
@@ -100,6 +106,17 @@ def step_memory(
         gradients=own * (1 if accumulate == 1 else 2),
         activations=activations,
         working=max(again + _block_bytes(config, tokens), _logits_bytes(config, tokens)),
+    )
+
+
+def part_of(config: LlamaConfig, tensor: int) -> LlamaConfig:
+    """Returns the model of which a device computes all if `tensor` of them share each layer of the given one."""
+    return dataclasses.replace(
+        config,
+        n_heads=config.n_heads // tensor,
+        n_kv_heads=config.n_kv_heads // tensor,
+        d_ff=config.d_ff // tensor,
+        vocab_size=config.vocab_size // tensor,
     )
 
 

@@ -58,6 +58,7 @@ def memory_estimate(run: Run, state: TrainState) -> str:
             seq_len=config.data.seq_len,
             accumulate=config.accumulate,
             batch_shards=sharding.batch_parts_of(run.mesh.shape),
+            tensor=run.mesh.shape["tensor"],
             remat=config.remat,
             implementation=config.precision.implementation,
         )

@@ -7,6 +7,7 @@ import itertools
 import json
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import mxjax
 from models import llama
 from models import loss as pieces
 from models.configs import LlamaConfig
+from models.memory import step_memory
 from mxjax.training import sharding
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import OptimizerConfig
@@ -34,9 +36,19 @@ LADDER = [name for name in mxjax.policies() if name.startswith(("bf16", "fp8", "
 class OnMesh:
     """A training state on the first devices, in a mesh of a shape, and its step."""
 
-    def __init__(self, policy: str, shape, implementation=None, remat="none", accumulate=1):
+    def __init__(
+        self,
+        policy: str,
+        shape,
+        implementation=None,
+        remat="none",
+        accumulate=1,
+        model=MODEL,
+        dtype: Any = jnp.float32,
+    ):
         # In float32 around the linear layers, where the order of sums changes least.
-        policies = llama.layer_policies(MODEL, policy, [("blocks.*.attention.[sv]*", "fp32")])
+        rules = [("blocks.*.attention.[sv]*", "fp32")] if dtype == jnp.float32 else []
+        self.policies = policies = llama.layer_policies(model, policy, rules)
         optimizer = make_optimizer(
             OptimizerConfig(lr=0.3, eps=1.0, warmup_steps=1), 10
         )  # as SGD: Adam would enlarge the smallest differences
@@ -45,22 +57,22 @@ class OnMesh:
 
         options = {
             "policies": policies,
-            "dtype": jnp.float32,
+            "dtype": dtype,
             "implementation": implementation,
             "remat": remat,
         }
 
         def loss(params, batch, key):
-            return llama.mean_loss(MODEL, params, batch, key=key, **options)
+            return llama.mean_loss(model, params, batch, key=key, **options)
 
         def losses(params, batch, key):
-            return llama.losses(MODEL, params, batch, key=key, **options)
+            return llama.losses(model, params, batch, key=key, **options)
 
         def make():
-            return init_state(llama.init(MODEL, jax.random.key(0)), optimizer)
+            return init_state(llama.init(model, jax.random.key(0)), optimizer)
 
-        like, axes = jax.eval_shape(make), llama.parameter_axes(MODEL)
-        sharding.check_params(self.mesh.shape, like.params, axes, llama.parameter_units(MODEL, policies))
+        like, axes = jax.eval_shape(make), llama.parameter_axes(model)
+        sharding.check_params(self.mesh.shape, like.params, axes, llama.parameter_units(model, policies))
         params = sharding.param_shardings(self.mesh, axes)
         self.shardings = sharding.state_shardings(self.mesh, optimizer, like, params)
         with jax.set_mesh(self.mesh):
@@ -122,7 +134,34 @@ def compile_step(policy: str, shape: str, implementation: str) -> None:
         on.step.lower(on.state, sharding.global_batch(on.mesh, all_batches()[0])).compile()
 
 
+def memory(*cases: str) -> None:
+    """For each DATA,FSDP,TENSOR:POLICY:REMAT:VOCABULARY prints the estimate of a step's memory, and what XLA
+    allocates on a device, in bytes."""
+    for case in cases:
+        shape, policy, remat, vocab = case.split(":")
+        model = LlamaConfig(int(vocab), 128, 4, 4, 4, 32, 384, rope_theta=10_000.0)
+        on = OnMesh(policy, tuple(map(int, shape.split(","))), remat=remat, model=model, dtype=jnp.bfloat16)
+        batch = np.zeros((BATCH, 129), np.int32)
+        with jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
+            estimate = step_memory(
+                model,
+                on.policies,
+                on.state.params,
+                on.state.opt_state,
+                batch_size=BATCH,
+                seq_len=128,
+                batch_shards=sharding.batch_parts_of(on.mesh.shape),
+                tensor=on.mesh.shape["tensor"],
+                remat=remat,
+            )
+        with jax.set_mesh(on.mesh):
+            step = on.step.lower(on.state, sharding.global_batch(on.mesh, batch)).compile()
+        m = step.memory_analysis()
+        held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+        print(json.dumps({"case": case, "estimate": estimate, "allocated": held + m.temp_size_in_bytes}))
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "curves":
         enable_compilation_cache()
-    {"curves": curves, "restore": restore, "compile": compile_step}[sys.argv[1]](*sys.argv[2:])
+    {"curves": curves, "restore": restore, "compile": compile_step, "memory": memory}[sys.argv[1]](*sys.argv[2:])

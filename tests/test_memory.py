@@ -1,5 +1,6 @@
 """The estimate of a step's memory against what XLA's CPU allocates; the logits, of which pieces exist."""
 
+import dataclasses
 import functools
 import re
 
@@ -80,6 +81,16 @@ def test_parts_and_devices_share_a_batch():
     parts = estimate(batch_size=16, accumulate=2)
     assert parts.activations == estimate(batch_size=8).activations
     assert parts.gradients == 2 * whole.gradients
+
+
+def test_devices_share_heads_width_and_vocabulary():
+    model = dataclasses.replace(SMALL, vocab_size=256)
+    alike = dataclasses.replace(model, n_heads=2, n_kv_heads=1, d_ff=96, vocab_size=128)
+    params = llama.abstract_params(alike)  # as a device has them
+    policies = llama.layer_policies(SMALL, "bf16")
+    options = {"batch_size": 16, "seq_len": 64, "remat": "full"}
+    expected = step_memory(alike, policies, params, params, **options)
+    assert step_memory(model, policies, params, params, tensor=2, **options) == expected
 
 
 def test_a_device_holds_its_shards():

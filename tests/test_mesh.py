@@ -221,6 +221,12 @@ def test_losses_on_meshes_are_those_of_one_device():
     check_curves([("wgrad_rht", (1, 8, 1)), ("wgrad_rht", (2, 2, 2))])
 
 
+def test_the_memory_estimate_is_near_what_a_device_of_a_mesh_allocates():
+    for line in program("memory", "1,1,4:bf16:none:256", "2,2,2:wgrad_hadamard:full:4096"):
+        found = json.loads(line)
+        assert 0.7 < found["allocated"] / sum(found["estimate"]) < 1.4, found
+
+
 @pytest.mark.slow
 def test_every_shape_of_mesh_and_every_policy_each_in_one_pair_gives_the_losses_of_one_device():
     shapes = [shape for shape in meshes.SHAPES if shape != (1, 1, 1)]
