@@ -171,7 +171,7 @@ def step_parts(model: LlamaConfig, policy: str, machine: Machine, plan: Plan) ->
 
 
 def memory_bytes(model: LlamaConfig, policy: str, plan: Plan) -> dict[str, float]:
-    """Returns what a device holds at most: state, gathered layers, activations, logits.
+    """Returns what a device holds at most: state, gathered layers and head, activations, logits.
 
     An estimate from below: what XLA keeps besides is not known before compiling.
     """
@@ -184,11 +184,14 @@ def memory_bytes(model: LlamaConfig, policy: str, plan: Plan) -> dict[str, float
     kept += operand * (2 * model.d_model + (inner + model.d_ff) / t)
     of_layers = kept + 2 * model.d_model * model.n_layers if plan.remat else kept * model.n_layers
     gathered = 2 * block * sum(OPERAND_BYTES[kind_of(policy, use)] for use in ("fprop", "dgrad"))
+    # A whole head, see `models.loss`: in bfloat16, in float32, and its gradient; with `tensor` a part, not in float32.
+    whole_head = 10 if t == 1 and plan.data * plan.fsdp > 1 else 6 if plan.fsdp > 1 else 0
     # float32: weights, two moments, gradients, and their sum over a step's parts.
     each = 20 if plan.times > 1 else 16
     return {
         "state": each * model.n_params / (plan.fsdp * t),
         "gathered": (gathered + GRADIENT_BYTES * block if plan.fsdp > 1 else 0.0),
+        "head": whole_head * model.vocab_size * model.d_model / t,
         "activations": tokens * of_layers,
         "logits": 3 * 4 * min(LOSS_TOKENS, tokens) * model.vocab_size / t,
     }

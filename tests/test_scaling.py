@@ -109,13 +109,18 @@ def test_overlap_hides_collectives_beside_computing():
 def test_memory_by_hand():
     held = scaling_model.memory_bytes(SMALL, "bf16", plan(remat=True))
     assert held["state"] == 16 * SMALL.n_params
-    assert held["gathered"] == 0
+    assert held["gathered"] == held["head"] == 0
     inside = 2 * (2 * 64 + 128 + 64 + 2 * 96) + 2 * (2 * 64 + 64 + 96)
     assert held["activations"] == 32 * (inside + 2 * 64 * 2)
     assert held["logits"] == 3 * 4 * 32 * 256
     held = scaling_model.memory_bytes(SMALL, "bf16", plan(fsdp=2, tensor=2, sequences=4))
     assert held["state"] == 20 * SMALL.n_params / 4  # gradients of two parts are added up
     assert held["gathered"] == (2 * (2 + 2) + 4) * WEIGHTS / 2
+    assert held["head"] == (2 + 4) * 256 * 64 / 2
+    assert scaling_model.memory_bytes(SMALL, "bf16", plan(tensor=2))["head"] == 0
+    for mesh in ({"fsdp": 2}, {"data": 2}):
+        held = scaling_model.memory_bytes(SMALL, "bf16", plan(**mesh, sequences=4))
+        assert held["head"] == (2 + 4 + 4) * 256 * 64
 
 
 def test_what_does_not_fit_has_no_plan():
