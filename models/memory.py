@@ -1,8 +1,8 @@
 """An estimate of the memory that a training step takes on one device, by tracing alone: nothing is compiled.
 
 With T tokens in a device's part of a batch, L layers, D d_model, N query heads times head_dim, Q the width
-of query, key and value together, F d_ff, V vocabulary, W = D Q + N D + 3 D F weights of a block, where N, Q, F
-and V are a device's part by the mesh's axis `tensor`, in bytes:
+of query, key and value together, F d_ff, V vocabulary, W = D Q + N D + 3 D F weights of a block, where N, Q,
+F and V are a device's part by the mesh's axis `tensor`, in bytes:
 
     parameters, optimizer   4 and 8 a parameter, as the state's arrays have them
     gradients               4 a parameter; 8 with --accumulate
@@ -110,7 +110,7 @@ def step_memory(
 
 
 def part_of(config: LlamaConfig, tensor: int) -> LlamaConfig:
-    """Returns the model of which a device computes all if `tensor` of them share each layer of the given one."""
+    """Returns the model that is a device's part of the given one if `tensor` of them share each layer."""
     return dataclasses.replace(
         config,
         n_heads=config.n_heads // tensor,

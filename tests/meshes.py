@@ -164,4 +164,6 @@ def memory(*cases: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "curves":
         enable_compilation_cache()
-    {"curves": curves, "restore": restore, "compile": compile_step, "memory": memory}[sys.argv[1]](*sys.argv[2:])
+    {"curves": curves, "restore": restore, "compile": compile_step, "memory": memory}[sys.argv[1]](
+        *sys.argv[2:]
+    )
