@@ -1,6 +1,19 @@
-"""Shape and dtype annotations are checked in every test; hypothesis draws the same examples every time."""
+"""Shape and dtype annotations are checked in every test; hypothesis draws the same examples every time.
+
+Most of the suite's time is compilation, so LLVM optimizes only what is compared bit for bit with a
+definition, where an optimization could show. XLA's own passes always run.
+"""
+
+import os
+import pathlib
 
 import hypothesis
+import pytest
+
+# In the environment, for the programs that tests start too, and before JAX reads it.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 import jax
 from jaxtyping import install_import_hook
 
@@ -10,6 +23,19 @@ hypothesis.settings.load_profile("mxjax")
 with install_import_hook(("mxjax", "models"), "beartype.beartype"):
     from mxjax.training.environment import enable_compilation_cache
 
-# Most of the suite's time is compilation: a second run finds it done.
+# A second run, and the programs that tests start, find done what was compiled.
 enable_compilation_cache()
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
+
+BIT_FOR_BIT = {f"test_{name}" for name in ("dot", "hadamard", "philox", "quantize", "rounding", "scales")}
+KERNELS = pathlib.Path(__file__).parent / "kernels"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimization(request):
+    """Lets LLVM optimize in the modules whose numbers it must not change."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    wanted = request.path.stem not in BIT_FOR_BIT and request.path.parent != KERNELS
+    if wanted != before:
+        jax.clear_caches()
+        jax.config.update("jax_disable_most_optimizations", wanted)

@@ -27,7 +27,7 @@ from mxjax.training.metrics import NonFiniteError
 TIMES = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
 ROOT = pathlib.Path(__file__).parent.parent
 SMALL = "--batch-size 2 --seq-len 16 --eval-batches 2 --warmup-steps 2 --policy bf16"
-KILLS, FLAGS = 20, "--steps 160 --checkpoint-every 3 --eval-every 9 --log-every 50"
+KILLS = 20
 
 
 @pytest.fixture(scope="module")

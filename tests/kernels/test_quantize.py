@@ -174,7 +174,7 @@ def nvidia_tiles():
     kernel_operands._quantizer.cache_clear()
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(*tensors, pairs, st.integers(0, 2**16))
 @example((1, 1), "normal", "bfloat16", (Side(Operand()), Side(Operand())), 0)
 @example((2, 1, 33), "normal", "float32", (Side(Operand()), Side(Operand(), Rotation(16))), 0)
@@ -183,7 +183,7 @@ def test_any_options(shape, kind, dtype, pair, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(*tensors, pairs, st.integers(0, 2**16))
 def test_any_options_at_length(shape, kind, dtype, pair, seed):
     check_options(shape, kind, dtype, pair, seed)
@@ -201,7 +201,7 @@ def test_nvidia_tiles(shape, kind, dtype, pair, seed):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvidia_tiles")
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(*tensors, pairs, st.integers(0, 2**16))
 def test_nvidia_tiles_at_length(shape, kind, dtype, pair, seed):
     check_options(shape, kind, dtype, pair, seed)
