@@ -184,7 +184,7 @@ def memory_bytes(model: LlamaConfig, policy: str, plan: Plan) -> dict[str, float
     kept += operand * (2 * model.d_model + (inner + model.d_ff) / t)
     of_layers = kept + 2 * model.d_model * model.n_layers if plan.remat else kept * model.n_layers
     gathered = 2 * block * sum(OPERAND_BYTES[kind_of(policy, use)] for use in ("fprop", "dgrad"))
-    # The head gathered over fsdp, see `models.loss`: in bfloat16, its gradient and, without `tensor`, in float32.
+    # The head gathered over fsdp (`models.loss`): bfloat16, its gradient and, without `tensor`, float32.
     whole_head = 10 if t == 1 and plan.data * plan.fsdp > 1 else 6 if plan.fsdp > 1 else 0
     # float32: weights, two moments, gradients, and their sum over a step's parts.
     each = 20 if plan.times > 1 else 16
