@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import optax
 
-from models import llama
+from models import llama, parameters
+from models.block import LINEAR_LAYERS
 from models.report import introduction, summary
 from models.run import Run, mllog_settings, set_up, write_description
-from mxjax.plan import compiler_options
 from mxjax.probes import empty_slots, make_layer_stats
 from mxjax.training import sharding
 from mxjax.training.amax import amax_names
@@ -29,7 +29,7 @@ from mxjax.training.optimizer import learning_rate, make_optimizer
 from mxjax.training.processes import ProcessError, is_first_process, join_processes, together
 from mxjax.training.profiling import StepTracer
 from mxjax.training.progress import is_done
-from mxjax.training.step import Loss, Losses, TrainState, init_state, make_eval_step, make_train_step
+from mxjax.training.step import Loss, Losses, TrainState, make_eval_step, make_train_step
 from mxjax.training.tensorboard import TensorBoardLog
 from mxjax.training.watch import Watch
 
@@ -107,15 +107,8 @@ def first_state(
 
     The parameters are random, or the last of the run in `init`.
     """
-
-    def make() -> TrainState:
-        key = jax.random.fold_in(jax.random.key(run.config.seed), 2**32 - 1)  # the key of no step
-        return init_state(llama.init(run.model, key), optimizer)
-
-    like = jax.eval_shape(make)
-    params = sharding.param_shardings(run.mesh, llama.parameter_axes(run.model))
-    shardings = sharding.state_shardings(run.mesh, optimizer, like, params)
-    state = jax.jit(make, out_shardings=shardings)()
+    key = jax.random.fold_in(jax.random.key(run.config.seed), 2**32 - 1)  # the key of no step
+    state, shardings = parameters.first_state(run.model, optimizer, run.mesh, key)
     if init is not None:
         with Checkpoints(init / "checkpoints") as checkpoints, input_errors():
             state = state._replace(params=checkpoints.restore_params(state.params))
@@ -127,7 +120,7 @@ def make_programs(run: Run, optimizer: optax.GradientTransformation, shardings: 
     config = run.config
     loss, losses = make_losses(run)
     tokens_a_part = config.data.batch_size // config.accumulate * config.data.seq_len
-    empty = empty_slots(llama.LINEAR_LAYERS, run.model.n_layers)
+    empty = empty_slots(LINEAR_LAYERS, run.model.n_layers)
     return Programs(
         make_train_step(
             loss,
@@ -136,8 +129,7 @@ def make_programs(run: Run, optimizer: optax.GradientTransformation, shardings: 
             config.accumulate,
             config.on_nonfinite == "skip",
             shardings,
-            compiler_options(run.phase.layers.policies, config.precision.implementation)
-            | sharding.compiler_options(run.mesh),
+            sharding.compiler_options(run.mesh, run.phase.layers.policies, config.precision.implementation),
         ),
         sharding.on_mesh(run.mesh, make_eval_step(losses)),
         make_layer_stats(loss, empty, config.seed, tokens_a_part, sharding.batch_parts_of(run.mesh.shape)),

@@ -8,20 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from benchmarks import trace_table, train_job
 from benchmarks.train_job import LEARNING_RATE, Job
-from models import llama
-from models.configs import LlamaConfig, get_config
+from models import llama, parameters
+from models.configs import get_config
 from mxjax.kernels.timing import measure
-from mxjax.plan import choose_implementation, compiler_options
+from mxjax.plan import choose_implementation
 from mxjax.remat import check_remat
 from mxjax.training import sharding
 from mxjax.training.config import OptimizerConfig
 from mxjax.training.environment import facts
 from mxjax.training.optimizer import make_optimizer
-from mxjax.training.step import TrainState, init_state, make_train_step
+from mxjax.training.step import make_train_step
 
 GEMMS = ((8192, 8192, 8192), (8192, 4096, 14336))
 TRACED_STEPS = 3
@@ -49,11 +48,10 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     options = {"policies": policies, "remat": job.remat, "implementation": job.implementation}
     check_remat(job.remat, policies.policies, job.implementation)
     sharding.check_batch(mesh.shape, job.batch, 1)
-    axes, units = llama.parameter_axes(model), llama.parameter_units(model, policies)
-    sharding.check_params(mesh.shape, llama.abstract_params(model), axes, units)
-    state, shardings = first_state(model, optimizer, mesh)
+    parameters.check_cuts(mesh.shape, model, policies)
+    state, shardings = parameters.first_state(model, optimizer, mesh, jax.random.key(0))
     loss = functools.partial(_loss, model, options)
-    told = compiler_options(policies.policies, job.implementation) | sharding.compiler_options(mesh)
+    told = sharding.compiler_options(mesh, policies.policies, job.implementation)
     train_step = make_train_step(loss, optimizer, seed=0, shardings=shardings, compiler_options=told)
     inputs = train_job.batches(job, model.vocab_size)
     start = time.perf_counter()
@@ -80,19 +78,6 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     if job.trace is not None:
         outcome["trace"] = trace(step, inputs, pathlib.Path(job.trace))
     return outcome
-
-
-def first_state(
-    model: LlamaConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
-) -> tuple[TrainState, TrainState]:
-    """Returns a random state, made where it lies as in train.py, and its shardings."""
-
-    def make() -> TrainState:
-        return init_state(llama.init(model, jax.random.key(0)), optimizer)
-
-    params = sharding.param_shardings(mesh, llama.parameter_axes(model))
-    shardings = sharding.state_shardings(mesh, optimizer, jax.eval_shape(make), params)
-    return jax.jit(make, out_shardings=shardings)(), shardings
 
 
 def _loss(model, options, params, batch, key):

@@ -9,11 +9,8 @@ embedding is a lookup and the norms are no GEMMs, so no policy applies to them.
 Source: "The Llama 3 Herd of Models", arXiv 2407.21783.
 """
 
-import fnmatch
 import functools
 import itertools
-import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,46 +18,27 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-import mxjax
-from models import loss
-from models.attention import causal_attention
+from models import block, loss
+from models.block import BLOCK_LAYERS, Block, BlockPolicies, RMSNorm, random_matrix
 from models.configs import LlamaConfig
 from models.loss import Head, token_losses
+from models.rope import rope_angles
 from mxjax.layers import LayerPolicies, Rules, resolve
 from mxjax.packed import on_gpu
 from mxjax.plan import Implementation
 from mxjax.policy import Policy
-from mxjax.probes import Measures, probe
-from mxjax.remat import Remat, keep_products, rematerialize
-from mxjax.training.sharding import constrain, weight_layout, whole_units
+from mxjax.probes import Measures
+from mxjax.remat import Remat, rematerialize
+from mxjax.training.sharding import constrain, weight_layout
 
-# The GEMMs of a block, in the order in which they run.
-BLOCK_LAYERS = (
-    "attention.qkv",
-    "attention.scores",
-    "attention.values",
-    "attention.out",
-    "mlp.gate_up",
-    "mlp.down",
-)
-LINEAR_LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
-"""Those of them that multiply weights."""
-# The logical axes of every parameter that is not a norm's scale, see `mxjax.training.sharding`.
-_AXES = {
-    "embedding": ("vocab", "embed"),
-    "attention.qkv": ("embed", "heads"),
-    "attention.out": ("heads", "embed"),
-    "mlp.gate_up": ("embed", "mlp"),
-    "mlp.down": ("mlp", "embed"),
-    "head": ("embed", "vocab"),
-}
+AXES = block.AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
+"""The logical axes of every parameter that is not a norm's scale, see `mxjax.training.sharding`."""
 # What stays in bfloat16 unless a rule names it.
 _HIGH_PRECISION: Rules = (
     ("blocks.*.attention.scores", "bf16"),
     ("blocks.*.attention.values", "bf16"),
     ("head", "bf16"),
 )
-_FUSED_ATTENTION = {mxjax.get_policy("bf16"): jnp.bfloat16, mxjax.get_policy("fp32"): jnp.float32}
 
 
 def layer_policies(config: LlamaConfig, default: Policy | str, rules: Rules = ()) -> LayerPolicies:
@@ -73,92 +51,16 @@ def layer_policies(config: LlamaConfig, default: Policy | str, rules: Rules = ()
     return resolve([*names, "head"], default, (*_HIGH_PRECISION, *rules))
 
 
-class RMSNorm(nnx.Module):
-    """Root-mean-square normalization in float32."""
-
-    def __init__(self, size: int, eps: float):
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
-        self.eps = eps
-
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        return _rms_norm(x, self.scale[...], self.eps)
-
-
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _rms_norm(x, scale, eps: float):
-    """Keeps x alone for the backward pass: the float32 tensors are soon made again."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    # Spread before it is cast, so that its gradient is summed in float32, over devices too.
-    return y.astype(x.dtype) * jnp.broadcast_to(scale, x.shape).astype(x.dtype)
-
-
-def _swiglu(gate_up):
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate_up.dtype)
-
-
-class Attention(nnx.Module):
-    """Causal grouped-query attention.
-
-    The columns of `qkv` are grouped by key/value head: its R query heads, its key, its value.
-    """
-
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        self.config = config
-        inner = config.n_heads * config.head_dim
-        self.qkv = _matrix(rngs, config.d_model, config.qkv_size, config.init_std)
-        self.out = _matrix(rngs, inner, config.d_model, _residual_std(config))
-
-    def __call__(self, x, rope, policies: "BlockPolicies") -> Float[Array, "B S D"]:
-        c = self.config
-        groups, rest = c.n_kv_heads, c.n_heads // c.n_kv_heads
-        y = policies.dot("attention.qkv", x, self.qkv[...])
-        y = y.reshape(*x.shape[:2], groups, rest + 2, c.head_dim)
-        # Split, whose gradient is concatenated: those of slices would be filled up with zeros and added.
-        q_BSGRH, k_BSG1H, v_BSG1H = jnp.split(y, [rest, rest + 1], axis=3)
-        q_BSNH = apply_rope(q_BSGRH.reshape(*x.shape[:2], c.n_heads, c.head_dim), rope)
-        k_BSGH, v_BSGH = apply_rope(k_BSG1H[..., 0, :], rope), v_BSG1H[..., 0, :]
-        out_BSNH = _attend(q_BSNH, k_BSGH, v_BSGH, policies)
-        out = out_BSNH.reshape(*x.shape[:2], c.n_heads * c.head_dim).astype(x.dtype)
-        return policies.dot("attention.out", out, self.out[...])
-
-
-class Mlp(nnx.Module):
-    """The gated MLP (SwiGLU); `gate_up` holds the gate's columns, then the up projection's."""
-
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        self.gate_up = _matrix(rngs, config.d_model, 2 * config.d_ff, config.init_std)
-        self.down = _matrix(rngs, config.d_ff, config.d_model, _residual_std(config))
-
-    def __call__(self, x: Float[Array, "B S D"], policies: "BlockPolicies") -> Float[Array, "B S D"]:
-        gated = keep_products(lambda x, w: _swiglu(policies.dot("mlp.gate_up", x, w)))
-        return policies.dot("mlp.down", gated(x, self.gate_up[...]), self.down[...])
-
-
-class Block(nnx.Module):
-    """One layer: attention and MLP, each after a norm and added to the residual stream."""
-
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = Attention(config, rngs)
-        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = Mlp(config, rngs)
-
-    def __call__(self, x: Float[Array, "B S D"], rope, policies: "BlockPolicies") -> Float[Array, "B S D"]:
-        x = constrain(x + self.attention(self.attention_norm(x), rope, policies), "batch", None, None)
-        return constrain(x + self.mlp(self.mlp_norm(x), policies), "batch", None, None)
-
-
 class Llama(nnx.Module):
     """The language model: embedding, stacked blocks, final norm, head."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         self.config = config
-        self.embedding = _matrix(rngs, config.vocab_size, config.d_model, config.init_std)
+        self.embedding = random_matrix(rngs, config.vocab_size, config.d_model, config.init_std)
         self.blocks = _stack(config, rngs)
         self.norm = RMSNorm(config.d_model, config.norm_eps)
-        self.head = None if config.tied else _matrix(rngs, config.d_model, config.vocab_size, config.init_std)
+        head = config.d_model, config.vocab_size, config.init_std
+        self.head = None if config.tied else random_matrix(rngs, *head)
 
     def __call__(
         self,
@@ -242,41 +144,6 @@ def init(config: LlamaConfig, key: jax.Array) -> Params:
     return nnx.to_pure_dict(nnx.split(Llama(config, nnx.Rngs(params=key)))[1])
 
 
-def parameter_axes(config: LlamaConfig) -> Params:
-    """Returns the logical axes of every parameter, the layers' first."""
-
-    def axes(name: str, x: jax.ShapeDtypeStruct) -> tuple[str, ...]:
-        own = _AXES.get(name.removeprefix("blocks."), ("norm",))
-        return ("layers", *own) if name.startswith("blocks.") else own
-
-    return _map_named(axes, abstract_params(config))
-
-
-def parameter_units(config: LlamaConfig, policies: LayerPolicies) -> Params:
-    """Returns how many elements along each axis of every parameter must stay on one device: a GEMM's blocks
-    and rotations, and what belongs to a key/value head."""
-
-    def units(name: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-        name = "head" if config.tied and name == "embedding" else name.replace("blocks.", "blocks.*.")
-        own = [p for layer, p in policies.items() if fnmatch.fnmatch(layer, name)]
-        unit = math.lcm(*map(whole_units, own))
-        axes = _AXES.get(name.removeprefix("blocks.*."), ("norm",))
-        sizes = zip(x.shape[-len(axes) :], axes, strict=True)
-        last = (math.lcm(unit, n // config.n_kv_heads) if axis == "heads" else unit for n, axis in sizes)
-        return (*(1 for _ in x.shape[len(axes) :]), *last)
-
-    return _map_named(units, abstract_params(config))
-
-
-def abstract_params(config: LlamaConfig) -> Params:
-    """Returns the shapes and dtypes of the parameters."""
-    return jax.eval_shape(lambda: init(config, jax.random.key(0)))
-
-
-def _map_named(function: Callable[[str, Any], Any], params: Params) -> Params:
-    return jax.tree.map_with_path(lambda path, x: function(".".join(str(p.key) for p in path), x), params)
-
-
 def apply(
     config: LlamaConfig, params: Params, tokens: Int[Array, "B S"], **options
 ) -> Float32[Array, "B S V"]:
@@ -299,7 +166,7 @@ def mean_loss(
 
 
 def _head(policies: LayerPolicies, implementation: Implementation | None) -> Head:
-    return Head(policies["head"], implementation, weight_layout(_AXES["head"]))
+    return Head(policies["head"], implementation, weight_layout(AXES["head"]))
 
 
 def _head_and_input(config, params, batch, *, policies, key=None, implementation=None, **options):
@@ -314,70 +181,6 @@ def _graph(config: LlamaConfig) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(params=0))))[0]
 
 
-class BlockPolicies:
-    """The products of one block: `dot` and `dot_general` in the policy, and by the key, of a named layer."""
-
-    def __init__(
-        self,
-        policies: Sequence[Policy],
-        key: jax.Array | None,
-        implementation: Implementation | None = None,
-        slots: dict[str, Measures] | None = None,
-    ):
-        self.policies: dict[str, Policy] = dict(zip(BLOCK_LAYERS, policies, strict=True))
-        self.key = key
-        self.implementation: Implementation | None = implementation
-        self.slots = slots
-
-    def dot(self, name: str, x, w) -> Array:
-        """Returns x @ w in x's dtype."""
-        policy, key = self.policies[name], self._key(name)
-        y = mxjax.dot(
-            x,
-            w,
-            policy=policy,
-            key=key,
-            implementation=self.implementation,
-            preferred_element_type=x.dtype,
-            layout=weight_layout(_AXES[name]),
-        )
-        return y if self.slots is None else probe(policy, self.implementation, y, x, w, key, self.slots[name])
-
-    def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:
-        """Returns the product in float32."""
-        return mxjax.dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            preferred_element_type=jnp.float32,
-            policy=self.policies[name],
-            key=self._key(name),
-            implementation=self.implementation,
-        )
-
-    def _key(self, name: str) -> jax.Array | None:
-        return None if self.key is None else jax.random.fold_in(self.key, BLOCK_LAYERS.index(name))
-
-
-def rope_angles(length: int, config: LlamaConfig) -> Float32[Array, "S half"]:
-    """Returns the rotation angle of each position and pair of channels, with Llama 3.1's scaling if set."""
-    frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
-    if (s := config.rope_scaling) is not None:
-        turns = s.original_context * frequency / (2 * math.pi)
-        smooth = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-        smooth = jnp.clip(smooth, 0.0, 1.0)
-        frequency = (1 - smooth) * frequency / s.factor + smooth * frequency
-    return jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
-
-
-def apply_rope(x: Float[Array, "B S N H"], angles: Float32[Array, "S half"]) -> Float[Array, "B S N H"]:
-    """Returns x with channels i and i + H/2 rotated by the angle of their position ("rotate half")."""
-    cos, sin = (f(angles)[:, None, :] for f in (jnp.cos, jnp.sin))
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
-
-
 def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtype) -> Float[Array, "B S D"]:
     """Returns the tokens' rows in dtype.
 
@@ -387,29 +190,6 @@ def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtyp
     tokens_BS = constrain(tokens_BS, "data", None)
     x_BSD = constrain(embedding_VD[tokens_BS].astype(dtype), "data", None, "embed")
     return constrain(x_BSD, "batch", None, None)
-
-
-def _attend(q_BSNH, k_BSGH, v_BSGH, policies: BlockPolicies) -> Float[Array, "B S N H"]:
-    """Returns causal attention: fused if neither product is quantized, else through `dot_general`."""
-    scores, values = policies.policies["attention.scores"], policies.policies["attention.values"]
-    if scores == values and scores in _FUSED_ATTENTION:
-        dtype = _FUSED_ATTENTION[scores]
-        q, k, v = (t.astype(dtype) for t in (q_BSNH, k_BSGH, v_BSGH))
-        with jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default"):
-            return causal_attention(q, k, v)
-    B, S, N, H = q_BSNH.shape
-    G = k_BSGH.shape[2]
-    q_BSGRH = q_BSNH.reshape(B, S, G, N // G, H)
-    scores_BGSRT = policies.dot_general(
-        "attention.scores", q_BSGRH, k_BSGH, (((4,), (3,)), ((0, 2), (0, 2)))
-    ) * (H**-0.5)
-    visible_ST = jnp.tril(jnp.ones((S, S), bool))
-    scores_BGSRT = jnp.where(visible_ST[:, None, :], scores_BGSRT, jnp.finfo(jnp.float32).min)
-    weights_BGSRT = jax.nn.softmax(scores_BGSRT, axis=-1).astype(q_BSNH.dtype)
-    out_BGSRH = policies.dot_general(
-        "attention.values", weights_BGSRT, v_BSGH, (((4,), (1,)), ((0, 1), (0, 2)))
-    )
-    return out_BGSRH.transpose(0, 2, 1, 3, 4).reshape(B, S, N, H).astype(q_BSNH.dtype)
 
 
 def _run_block(graph, policies, implementation, rope, key, x_BSD, layer):
@@ -424,9 +204,9 @@ def _runs(policies: LayerPolicies, n_layers: int) -> list[tuple[int, int, tuple[
     """Returns (start, stop, policies) of each run of consecutive blocks with the same policies."""
     blocks = [tuple(policies[f"blocks.{i}.{layer}"] for layer in BLOCK_LAYERS) for i in range(n_layers)]
     runs, start = [], 0
-    for block, group in itertools.groupby(blocks):
+    for of_block, group in itertools.groupby(blocks):
         stop = start + len(list(group))
-        runs.append((start, stop, block))
+        runs.append((start, stop, of_block))
         start = stop
     return runs
 
@@ -444,11 +224,3 @@ def _stack(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
         return Block(config, rngs)
 
     return make(rngs)
-
-
-def _matrix(rngs: nnx.Rngs, rows: int, columns: int, std: float) -> nnx.Param:
-    return nnx.Param(std * jax.random.normal(rngs.params(), (rows, columns), jnp.float32))
-
-
-def _residual_std(config: LlamaConfig) -> float:
-    return config.init_std / math.sqrt(2 * config.n_layers)

@@ -33,6 +33,7 @@ from jax.extend import core
 from models import llama
 from models.configs import LlamaConfig
 from models.loss import LOSS_TOKENS
+from models.parameters import abstract_params
 from mxjax.layers import LayerPolicies
 from mxjax.plan import Implementation
 from mxjax.remat import Remat
@@ -86,7 +87,7 @@ def step_memory(
     sequences = -(-batch_size // (accumulate * batch_shards))
     tokens = sequences * seq_len
     config = part_of(config, tensor)
-    shapes = llama.abstract_params(config)
+    shapes = abstract_params(config)
 
     def kept(mode: Remat) -> int:
         loss = functools.partial(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from models import llama
+from models import llama, parameters
 from models.configs import LlamaConfig, from_dict, get_config, to_dict
 from mxjax.layers import LayerPolicies
 from mxjax.plan import check_plans, choose_implementation
@@ -86,8 +86,7 @@ def set_up(config: Config) -> Run:
 def check_cuts(sizes: Mapping[str, int], model: LlamaConfig, phases: Sequence[Phase]) -> None:
     """Raises ValueError unless a mesh of these sizes cuts the model's parameters as every phase needs it."""
     for phase in phases:
-        axes, units = llama.parameter_axes(model), llama.parameter_units(model, phase.layers)
-        sharding.check_params(sizes, llama.abstract_params(model), axes, units)
+        parameters.check_cuts(sizes, model, phase.layers)
 
 
 def mesh_flags(model: LlamaConfig, phases: Sequence[Phase], sizes: Mapping[str, int]) -> str | None:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import mxjax
-from models import llama
+from models import llama, parameters
 from models import loss as pieces
 from models.configs import LlamaConfig
 from models.memory import step_memory
@@ -24,7 +24,7 @@ from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import OptimizerConfig
 from mxjax.training.environment import enable_compilation_cache
 from mxjax.training.optimizer import make_optimizer
-from mxjax.training.step import init_state, make_eval_step, make_train_step
+from mxjax.training.step import make_eval_step, make_train_step
 
 # Every axis has 8 whole blocks and rotations of 32.
 MODEL = LlamaConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)
@@ -68,15 +68,10 @@ class OnMesh:
         def losses(params, batch, key):
             return llama.losses(model, params, batch, key=key, **options)
 
-        def make():
-            return init_state(llama.init(model, jax.random.key(0)), optimizer)
-
-        like, axes = jax.eval_shape(make), llama.parameter_axes(model)
-        sharding.check_params(self.mesh.shape, like.params, axes, llama.parameter_units(model, policies))
-        params = sharding.param_shardings(self.mesh, axes)
-        self.shardings = sharding.state_shardings(self.mesh, optimizer, like, params)
+        parameters.check_cuts(self.mesh.shape, model, policies)
         with jax.set_mesh(self.mesh):
-            self.state = jax.jit(make, out_shardings=self.shardings)()
+            first = parameters.first_state(model, optimizer, self.mesh, jax.random.key(0))
+        self.state, self.shardings = first
         self.step = make_train_step(loss, optimizer, 0, accumulate, shardings=self.shardings)
         self.eval_step = sharding.on_mesh(self.mesh, make_eval_step(losses))
 

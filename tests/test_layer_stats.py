@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mxjax
 import train as training_program
 from models import llama
+from models.block import BLOCK_LAYERS, LINEAR_LAYERS, BlockPolicies
 from models.configs import LlamaConfig
+from models.rope import rope_angles
 from mxjax.probes import MAX_TOKENS, Amax, Measures, by_layer, empty_slots, make_layer_stats, probe
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.command_line import parse
@@ -59,14 +62,14 @@ def layer_stats(policies, dtype=jnp.float32, tokens=TOKENS, config=CONFIG):
     def loss(params, batch, key, slots):
         return llama.mean_loss(config, params, batch, policies=policies, key=key, dtype=dtype, slots=slots)
 
-    empty = empty_slots(llama.LINEAR_LAYERS, config.n_layers)
+    empty = empty_slots(LINEAR_LAYERS, config.n_layers)
     run = make_layer_stats(loss, empty, seed=0, tokens_a_step=tokens[:, 1:].size)
     return params, by_layer(run(params, tokens, jnp.array(0)))
 
 
 def test_a_llama_s_measures_are_those_of_its_own_tensors():
     params, found = layer_stats(llama.layer_policies(CONFIG, "fp32", [("*", "fp32")]))
-    assert sorted(found) == [f"blocks.{i}.{layer}" for i in range(2) for layer in sorted(llama.LINEAR_LAYERS)]
+    assert sorted(found) == [f"blocks.{i}.{layer}" for i in range(2) for layer in sorted(LINEAR_LAYERS)]
     for i in range(2):
         w = params["blocks"]["mlp"]["gate_up"][i]
         assert found[f"blocks.{i}.mlp.gate_up"]["amax"]["w"] == pytest.approx(float(jnp.abs(w).max()))
@@ -80,13 +83,13 @@ def test_a_llama_s_measures_are_those_of_its_own_tensors():
 def test_the_last_output_gradient_is_that_of_the_mean_loss():
     policies = llama.layer_policies(CONFIG, "fp32", [("*", "fp32")])
     params, found = layer_stats(policies)
-    model = llama.nnx.merge(llama._graph(CONFIG), params)
-    graph, blocks = llama.nnx.split(model.blocks)
-    rope, x = llama.rope_angles(16, CONFIG), params["embedding"][TOKENS[:, :-1]]
+    model = nnx.merge(llama._graph(CONFIG), params)
+    graph, blocks = nnx.split(model.blocks)
+    rope, x = rope_angles(16, CONFIG), params["embedding"][TOKENS[:, :-1]]
     for i in range(2):
         weights = jax.tree.map(lambda leaf, i=i: leaf[i], blocks)
-        products = llama.BlockPolicies([mxjax.get_policy("fp32")] * len(llama.BLOCK_LAYERS), None)
-        x = llama.nnx.merge(graph, weights)(x, rope, products)
+        products = BlockPolicies([mxjax.get_policy("fp32")] * len(BLOCK_LAYERS), None)
+        x = nnx.merge(graph, weights)(x, rope, products)
 
     def loss(x):
         logits = model.norm(x) @ params["head"]
@@ -118,7 +121,7 @@ def test_no_more_tokens_than_the_limit_are_measured():
         shapes.append(batch.shape)
         return llama.mean_loss(config, params, batch, policies=policies, key=key, slots=slots)
 
-    empty = empty_slots(llama.LINEAR_LAYERS, 1)
+    empty = empty_slots(LINEAR_LAYERS, 1)
     params = jax.eval_shape(lambda: llama.init(config, jax.random.key(0)))
     for parts in (1, 4):  # in which a mesh cuts a batch
         run = make_layer_stats(loss, empty, 0, 1, parts)
@@ -157,7 +160,7 @@ def test_measuring_changes_no_training(tmp_path):
     same = ("step", "loss", "grad_norm", "eval_loss")
     assert [[r.get(k) for k in same] for r in rest] == [[r.get(k) for k in same] for r in found["without"]]
     assert [r["step"] for r in measured] == [2, 4]
-    assert len(measured[0]["layers"]) == 4 * len(llama.LINEAR_LAYERS)
+    assert len(measured[0]["layers"]) == 4 * len(LINEAR_LAYERS)
     assert 10 < measured[0]["layers"]["blocks.3.mlp.down"]["wgrad"]["sqnr_db"] < 20
     assert list((tmp_path / "with" / "profile").rglob("*.xplane.pb"))
 

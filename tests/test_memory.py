@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from models import llama
+from models import llama, parameters
 from models.configs import LlamaConfig
 from models.loss import LOSS_TOKENS, cross_entropy
 from models.memory import Memory, device_bytes, step_memory
@@ -86,7 +86,7 @@ def test_parts_and_devices_share_a_batch():
 def test_devices_share_heads_width_and_vocabulary():
     model = dataclasses.replace(SMALL, vocab_size=256)
     alike = dataclasses.replace(model, n_heads=2, n_kv_heads=1, d_ff=96, vocab_size=128)
-    params = llama.abstract_params(alike)  # as a device has them
+    params = parameters.abstract_params(alike)  # as a device has them
     policies = llama.layer_policies(SMALL, "bf16")
     options = {"batch_size": 16, "seq_len": 64, "remat": "full"}
     expected = step_memory(alike, policies, params, params, **options)

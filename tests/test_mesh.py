@@ -15,7 +15,7 @@ import meshes
 import pytest
 
 import train as training_program
-from models import llama
+from models import llama, parameters
 from models.configs import LlamaConfig, get_config
 from models.run import mesh_flags
 from mxjax.training import sharding
@@ -97,11 +97,8 @@ def test_a_mesh_that_cannot_be_is_an_error(text, message):
 
 
 def check(model, policy, text, devices):
-    axes, units = (
-        llama.parameter_axes(model),
-        llama.parameter_units(model, llama.layer_policies(model, policy)),
-    )
-    sharding.check_params(sharding.parse_mesh(text, devices), llama.abstract_params(model), axes, units)
+    policies = llama.layer_policies(model, policy)
+    parameters.check_cuts(sharding.parse_mesh(text, devices), model, policies)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +206,7 @@ def test_a_first_process_that_cannot_be_reached_or_cannot_listen_is_an_error(mon
 
 def test_every_parameter_has_logical_axes():
     model = LlamaConfig(256, 128, 2, 4, 2, 32, 384)
-    axes, params = llama.parameter_axes(model), llama.abstract_params(model)
+    axes, params = parameters.parameter_axes(model), parameters.abstract_params(model)
     jax.tree.map(lambda x, a: pytest.fail(f"{a} of {x}") if len(a) != x.ndim else None, params, axes)
     cut = [a for a in jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, tuple)) if "norm" not in a]
     assert len(cut) == 6

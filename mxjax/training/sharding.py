@@ -20,7 +20,7 @@ What the partitioned program of a step holds (read on 8 virtual devices; `tests/
 
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,8 +28,10 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from mxjax import plan
 from mxjax.formats import get_format
 from mxjax.layout import Layout
+from mxjax.plan import Implementation
 from mxjax.policy import Policy
 
 AXES = ("data", "fsdp", "tensor")
@@ -86,12 +88,15 @@ def make_mesh(text: str | None = None, devices: Sequence[Any] | None = None) -> 
     return Mesh(np.array(devices).reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def compiler_options(mesh: Mesh) -> dict[str, bool]:
-    """Returns options for `jax.jit(compiler_options=)` of steps on a mesh: on GPUs, to send weights and
-    gradients while other layers are computed."""
-    if mesh.size == 1 or mesh.devices.flat[0].platform != "gpu":
-        return {}
-    return {"xla_gpu_enable_latency_hiding_scheduler": True}
+def compiler_options(
+    mesh: Mesh, policies: Iterable[Policy], implementation: Implementation | None
+) -> dict[str, bool]:
+    """Returns options for `jax.jit(compiler_options=)` of steps on a mesh: those of `mxjax.plan`, and on GPUs
+    to send weights and gradients while other layers are computed."""
+    options = plan.compiler_options(policies, implementation)
+    if mesh.size > 1 and mesh.devices.flat[0].platform == "gpu":
+        options["xla_gpu_enable_latency_hiding_scheduler"] = True
+    return options
 
 
 def spec(axes: LogicalAxes) -> PartitionSpec:

@@ -1,0 +1,197 @@
+"""A block of Llama: attention and MLP, every matrix product through `mxjax.dot` in its own policy.
+
+Shapes in names as in `models.llama`.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+import mxjax
+from models.attention import causal_attention
+from models.configs import LlamaConfig
+from models.rope import apply_rope
+from mxjax.plan import Implementation
+from mxjax.policy import Policy
+from mxjax.probes import Measures, probe
+from mxjax.remat import keep_products
+from mxjax.training.sharding import constrain, weight_layout
+
+# The GEMMs of a block, in the order in which they run.
+BLOCK_LAYERS = (
+    "attention.qkv",
+    "attention.scores",
+    "attention.values",
+    "attention.out",
+    "mlp.gate_up",
+    "mlp.down",
+)
+LINEAR_LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+"""Those of them that multiply weights."""
+AXES = {
+    "attention.qkv": ("embed", "heads"),
+    "attention.out": ("heads", "embed"),
+    "mlp.gate_up": ("embed", "mlp"),
+    "mlp.down": ("mlp", "embed"),
+}
+"""The logical axes of the weights of LINEAR_LAYERS, see `mxjax.training.sharding`."""
+_FUSED_ATTENTION = {mxjax.get_policy("bf16"): jnp.bfloat16, mxjax.get_policy("fp32"): jnp.float32}
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalization in float32."""
+
+    def __init__(self, size: int, eps: float):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        return _rms_norm(x, self.scale[...], self.eps)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _rms_norm(x, scale, eps: float):
+    """Keeps x alone for the backward pass: the float32 tensors are soon made again."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    # Spread before it is cast, so that its gradient is summed in float32, over devices too.
+    return y.astype(x.dtype) * jnp.broadcast_to(scale, x.shape).astype(x.dtype)
+
+
+def _swiglu(gate_up):
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate_up.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention.
+
+    The columns of `qkv` are grouped by key/value head: its R query heads, its key, its value.
+    """
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        self.config = config
+        inner = config.n_heads * config.head_dim
+        self.qkv = random_matrix(rngs, config.d_model, config.qkv_size, config.init_std)
+        self.out = random_matrix(rngs, inner, config.d_model, _residual_std(config))
+
+    def __call__(self, x, rope, policies: "BlockPolicies") -> Float[Array, "B S D"]:
+        c = self.config
+        groups, rest = c.n_kv_heads, c.n_heads // c.n_kv_heads
+        y = policies.dot("attention.qkv", x, self.qkv[...])
+        y = y.reshape(*x.shape[:2], groups, rest + 2, c.head_dim)
+        # Split, whose gradient is concatenated: those of slices would be filled up with zeros and added.
+        q_BSGRH, k_BSG1H, v_BSG1H = jnp.split(y, [rest, rest + 1], axis=3)
+        q_BSNH = apply_rope(q_BSGRH.reshape(*x.shape[:2], c.n_heads, c.head_dim), rope)
+        k_BSGH, v_BSGH = apply_rope(k_BSG1H[..., 0, :], rope), v_BSG1H[..., 0, :]
+        out_BSNH = _attend(q_BSNH, k_BSGH, v_BSGH, policies)
+        out = out_BSNH.reshape(*x.shape[:2], c.n_heads * c.head_dim).astype(x.dtype)
+        return policies.dot("attention.out", out, self.out[...])
+
+
+class Mlp(nnx.Module):
+    """The gated MLP (SwiGLU); `gate_up` holds the gate's columns, then the up projection's."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        self.gate_up = random_matrix(rngs, config.d_model, 2 * config.d_ff, config.init_std)
+        self.down = random_matrix(rngs, config.d_ff, config.d_model, _residual_std(config))
+
+    def __call__(self, x: Float[Array, "B S D"], policies: "BlockPolicies") -> Float[Array, "B S D"]:
+        gated = keep_products(lambda x, w: _swiglu(policies.dot("mlp.gate_up", x, w)))
+        return policies.dot("mlp.down", gated(x, self.gate_up[...]), self.down[...])
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = Mlp(config, rngs)
+
+    def __call__(self, x: Float[Array, "B S D"], rope, policies: "BlockPolicies") -> Float[Array, "B S D"]:
+        x = constrain(x + self.attention(self.attention_norm(x), rope, policies), "batch", None, None)
+        return constrain(x + self.mlp(self.mlp_norm(x), policies), "batch", None, None)
+
+
+class BlockPolicies:
+    """The products of one block: `dot` and `dot_general` in the policy, and by the key, of a named layer."""
+
+    def __init__(
+        self,
+        policies: Sequence[Policy],
+        key: jax.Array | None,
+        implementation: Implementation | None = None,
+        slots: dict[str, Measures] | None = None,
+    ):
+        self.policies: dict[str, Policy] = dict(zip(BLOCK_LAYERS, policies, strict=True))
+        self.key = key
+        self.implementation: Implementation | None = implementation
+        self.slots = slots
+
+    def dot(self, name: str, x, w) -> Array:
+        """Returns x @ w in x's dtype."""
+        policy, key = self.policies[name], self._key(name)
+        y = mxjax.dot(
+            x,
+            w,
+            policy=policy,
+            key=key,
+            implementation=self.implementation,
+            preferred_element_type=x.dtype,
+            layout=weight_layout(AXES[name]),
+        )
+        return y if self.slots is None else probe(policy, self.implementation, y, x, w, key, self.slots[name])
+
+    def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:
+        """Returns the product in float32."""
+        return mxjax.dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            preferred_element_type=jnp.float32,
+            policy=self.policies[name],
+            key=self._key(name),
+            implementation=self.implementation,
+        )
+
+    def _key(self, name: str) -> jax.Array | None:
+        return None if self.key is None else jax.random.fold_in(self.key, BLOCK_LAYERS.index(name))
+
+
+def _attend(q_BSNH, k_BSGH, v_BSGH, policies: BlockPolicies) -> Float[Array, "B S N H"]:
+    """Returns causal attention: fused if neither product is quantized, else through `dot_general`."""
+    scores, values = policies.policies["attention.scores"], policies.policies["attention.values"]
+    if scores == values and scores in _FUSED_ATTENTION:
+        dtype = _FUSED_ATTENTION[scores]
+        q, k, v = (t.astype(dtype) for t in (q_BSNH, k_BSGH, v_BSGH))
+        with jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default"):
+            return causal_attention(q, k, v)
+    B, S, N, H = q_BSNH.shape
+    G = k_BSGH.shape[2]
+    q_BSGRH = q_BSNH.reshape(B, S, G, N // G, H)
+    scores_BGSRT = policies.dot_general(
+        "attention.scores", q_BSGRH, k_BSGH, (((4,), (3,)), ((0, 2), (0, 2)))
+    ) * (H**-0.5)
+    visible_ST = jnp.tril(jnp.ones((S, S), bool))
+    scores_BGSRT = jnp.where(visible_ST[:, None, :], scores_BGSRT, jnp.finfo(jnp.float32).min)
+    weights_BGSRT = jax.nn.softmax(scores_BGSRT, axis=-1).astype(q_BSNH.dtype)
+    out_BGSRH = policies.dot_general(
+        "attention.values", weights_BGSRT, v_BSGH, (((4,), (1,)), ((0, 1), (0, 2)))
+    )
+    return out_BGSRH.transpose(0, 2, 1, 3, 4).reshape(B, S, N, H).astype(q_BSNH.dtype)
+
+
+def random_matrix(rngs: nnx.Rngs, rows: int, columns: int, std: float) -> nnx.Param:
+    """Returns a parameter, normal with this standard deviation."""
+    return nnx.Param(std * jax.random.normal(rngs.params(), (rows, columns), jnp.float32))
+
+
+def _residual_std(config: LlamaConfig) -> float:
+    return config.init_std / math.sqrt(2 * config.n_layers)
