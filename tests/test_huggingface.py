@@ -4,32 +4,19 @@ import dataclasses
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from llamas import GOLDEN, NAMES, SMALL, golden_raw, logits_of, params_of, rewrite_params, tensors
 
-import eval as evaluation_program
 import mxjax
-import train as training_program
 from models import llama
-from models.configs import LlamaConfig, RopeScaling, from_dict, get_config, to_dict
+from models.configs import LlamaConfig, RopeScaling
 from models.huggingface import export_checkpoint, import_checkpoint
-from models.huggingface_config import read_config, write_config
-from models.huggingface_tensors import shapes, views
+from models.huggingface_tensors import views
 from models.safetensors_files import Reader, Spec, Writer
-from mxjax.training.checkpoint import Checkpoints
-from mxjax.training.command_line import parse
-from mxjax.training.indexed import IndexedDataset
-from mxjax.training.tokenize import TokenizeConfig, tokenize
-
-ROOT = pathlib.Path(__file__).parent.parent
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "huggingface"
-NAMES = ("llama2", "llama3", "llama3.1", "llama3.2")
-SMALL = LlamaConfig(300, 64, 2, 4, 2, 16, 96, rope_theta=10_000.0)
 
 
 @pytest.fixture(scope="module")
@@ -39,23 +26,6 @@ def imported(tmp_path_factory):
     for name in NAMES:
         import_checkpoint(GOLDEN / name, folder / name)
     return {name: folder / name for name in NAMES}
-
-
-def params_of(run):
-    config = from_dict(json.loads((run / "config.json").read_text())["model"])
-    with Checkpoints(run / "checkpoints") as checkpoints:
-        return config, checkpoints.restore_params(shapes(config))
-
-
-def logits_of(config, params, tokens):
-    policies = llama.layer_policies(config, "fp32", [("*", "fp32")])
-    run = jax.jit(lambda p, t: llama.apply(config, p, t, policies=policies, dtype=jnp.float32))
-    return np.asarray(run(params, jnp.asarray(tokens)))
-
-
-def tensors(folder):
-    with Reader(folder) as reader:
-        return {name: (spec, reader.read(name).tobytes()) for name, spec in reader.specs.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,70 +66,6 @@ def test_configurations_are_read(imported):
             rope_scaling=dataclasses.replace(llama31, factor=32.0),
         ),
     }
-
-
-@pytest.mark.parametrize("name", ["tiny", "350m", "llama3.2-1b", "llama3.1-405b"])
-def test_configurations_round_trip(name):
-    config = get_config(name)
-    assert read_config(json.loads(json.dumps(write_config(config, 2048)))) == config
-    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
-
-
-def test_meta_s_llama_2_needs_no_rope_fields():
-    """meta-llama/Llama-2-7b-hf's config.json: no head_dim, rope_theta or attention_bias."""
-    raw = {
-        "architectures": ["LlamaForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "initializer_range": 0.02,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 4096,
-        "model_type": "llama",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 32,
-        "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-        "use_cache": True,
-        "vocab_size": 32000,
-    }
-    config = read_config(raw)
-    assert config == LlamaConfig(32_000, 4096, 32, 32, 32, 128, 11_008, rope_theta=10_000.0)
-    assert config.n_params == 6_738_415_616  # the size of that checkpoint
-
-
-def golden_raw(name="llama3.2"):
-    return json.loads((GOLDEN / name / "config.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "qwen2"}, "model_type is 'qwen2'"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"hidden_size": None}, "hidden_size must be a positive integer"),
-        ({"num_hidden_layers": "2"}, "num_hidden_layers must be"),
-        ({"num_key_value_heads": 3}, "multiple of n_kv_heads"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks high_freq_factor, low_freq"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "does not take full_attention"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"rope_parameters": 3}, "must be an object"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
-    ],
-)
-def test_other_models_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        read_config(golden_raw() | change)
 
 
 def rewrite(folder, change):
@@ -248,116 +154,6 @@ def test_other_dtypes_are_exported(imported, tmp_path):
         )
 
 
-# Whole runs: their vocabulary holds the bytes of a text.
-
-FLAGS = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A random Llama with a vocabulary of 300, as a Hugging Face checkpoint with a tokenizer."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    config = SMALL
-    params = jax.tree.map(np.asarray, llama.init(config, jax.random.key(0)))
-    rewrite_params(folder, config, params)
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-    (folder / "README.md").write_text("of the original")
-    return folder
-
-
-def rewrite_params(folder, config, params):
-    named = {n: v if v.ndim == 1 else v.reshape(-1, v.shape[-1]) for n, v in views(config, params).items()}
-    with Writer(folder, {n: Spec("F32", v.shape) for n, v in named.items()}, 2**30) as writer:
-        for name, value in named.items():
-            writer.write(name, value)
-    (folder / "config.json").write_text(json.dumps(write_config(config, 64)))
-
-
-def run(text, out, *flags):
-    return training_program.train(parse([*FLAGS, "--data", str(text), "--out", str(out), *flags]))
-
-
-def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
-    import_checkpoint(checkpoint, tmp_path / "imported")
-    before = evaluation_program.main(
-        evaluation_program.EvalConfig(tmp_path / "imported", data=str(text), batches=2)
-    )
-    assert (before["step"], before["policy"]) == (0, "bf16")
-    shutil.copytree(tmp_path / "imported", tmp_path / "begin")
-    steps = ["--steps", "4", "--policy", "bf16", "--lr", "1e-3"]
-    run(text, tmp_path / "tuned", "--init", str(tmp_path / "begin"), *steps)
-    description = json.loads((tmp_path / "tuned" / "config.json").read_text())
-    assert description["model"] == to_dict(SMALL)
-    first = json.loads((tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()[0])
-    assert abs(first["loss"] - before["eval_loss"]) < 0.1
-    export_checkpoint(tmp_path / "tuned", tmp_path / "out")
-    kept = sorted(f.name for f in (tmp_path / "out").iterdir())
-    assert kept == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert tensors(tmp_path / "out").keys() == tensors(checkpoint).keys()
-    # In place, the same weights and steps give the same run.
-    run(text, tmp_path / "imported", "--resume", *steps)
-    jax.tree.map(
-        np.testing.assert_array_equal, params_of(tmp_path / "imported")[1], params_of(tmp_path / "tuned")[1]
-    )
-    # From then on it is a run like others.
-    with pytest.raises(SystemExit, match=r"--lr: the run has 0\.001, the command line 0\.01"):
-        run(text, tmp_path / "imported", "--resume", *steps, "--lr", "1e-2")
-    # A run that was stopped before its first checkpoint begins anew.
-    early = tmp_path / "early"
-    early.mkdir()
-    shutil.copyfile(tmp_path / "tuned" / "config.json", early / "config.json")
-    run(text, early, "--init", str(tmp_path / "begin"), *steps, "--resume")
-    jax.tree.map(np.testing.assert_array_equal, params_of(early)[1], params_of(tmp_path / "tuned")[1])
-    # Resuming takes the model from the run's own folder.
-    shutil.rmtree(tmp_path / "begin")
-    out = run(text, tmp_path / "tuned", "--init", str(tmp_path / "begin"), *steps, "--resume")
-    assert out == {}
-
-
-def test_the_tokenizer_of_the_data_is_exported(checkpoint, tmp_path):
-    """From text to a checkpoint with its tokenizer, which encodes as it did for training."""
-    lines = [json.dumps({"text": f"line {i}: the square is {i * i}"}) for i in range(500)]
-    (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    prefix = str(tmp_path / "data")
-    options = {"train_tokenizer": True, "vocab_size": 290, "append_eod": True, "workers": 1}
-    tokenize(TokenizeConfig((str(tmp_path / "text.jsonl"),), prefix, **options))
-    import_checkpoint(checkpoint, tmp_path / "imported")
-    (tmp_path / "imported" / "huggingface" / "tokenizer.json").unlink()
-    run(prefix, tmp_path / "run", "--init", str(tmp_path / "imported"), "--steps", "2", "--policy", "bf16")
-    export_checkpoint(tmp_path / "run", tmp_path / "out")
-    written = (tmp_path / "out" / "tokenizer.json").read_bytes()
-    assert written == (tmp_path / "data.tokenizer.json").read_bytes()
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    first = IndexedDataset(prefix)[0]
-    assert tokenizer("line 0: the square is 0")["input_ids"] == list(first[:-1])
-
-
-def test_beginning_with_another_model_is_refused(checkpoint, imported, text, tmp_path):
-    import_checkpoint(checkpoint, tmp_path / "imported")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    shutil.copyfile(tmp_path / "imported" / "config.json", empty / "config.json")
-    init = ["--init", str(tmp_path / "imported")]
-    for flags, message in [
-        ([*init, "--model", "60m"], "leave out --model"),
-        ([*init, "--vocab-size", "301"], "holds other with 300 tokens"),
-        (["--init", str(imported["llama2"])], "text is read as 257 ids, which --vocab-size 64 does not hold"),
-        (["--init", str(tmp_path)], "holds no run"),
-        (["--init", str(empty)], "has no checkpoint to begin with"),
-    ]:
-        with pytest.raises(SystemExit, match=message):
-            run(text, tmp_path / "run", *flags)
-        assert not (tmp_path / "run").exists()
-
-
 def gpt_oss_values(blocks, scales):
     """What transformers 5.23's convert_moe_packed_tensors computes, in float32: E2M1, low nibble first."""
     e2m1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -439,26 +235,3 @@ def test_transformers_loads_exports_and_agrees(tmp_path, config, dtype):
     export_checkpoint(tmp_path / "run2", tmp_path / "ours")
     file = "model.safetensors"
     assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes()
-
-
-@pytest.mark.slow
-def test_the_commands_run(checkpoint, tmp_path):
-    def command(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "models.huggingface", *map(str, arguments)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-
-    assert "100,160 parameters" in command("import", checkpoint, tmp_path / "run").stdout
-    done = command("export", tmp_path / "run", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert tensors(tmp_path / "out") == tensors(checkpoint)
-    failed = command("import", checkpoint, tmp_path / "run")
-    assert failed.returncode == 1
-    assert "error:" in failed.stderr
-    assert "is not an empty folder" in failed.stderr
-    assert "Traceback" not in failed.stderr

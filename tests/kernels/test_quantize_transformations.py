@@ -1,0 +1,138 @@
+"""The quantizer kernel under transformations, on a part of a tensor, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quantizer import check, define, draw_side_random
+
+import mxjax
+from mxjax.kernels import sides as kernel_sides
+from mxjax.kernels.launch import MOST_PROGRAMS, Target, current_target
+from mxjax.kernels.operands import Random, _call, _from_words, quantize_operands
+from mxjax.kernels.sides import Side
+from mxjax.operands import Use
+from mxjax.packed import pack_by_definition
+from mxjax.policy import Operand, Rotation
+
+# --- transformations
+
+STOCHASTIC = Side(Operand(rounding="stochastic"), Rotation(16, "redrawn"))
+
+
+def quantize_both(x, key):
+    """Returns what the kernel makes of x: row-wise by nearest, column-wise with all that a key draws."""
+    _, random = draw_side_random(key, STOCHASTIC)
+    rows, columns = quantize_operands(x, Side(Operand()), STOCHASTIC, column_random=random)
+    return (*rows, *columns)
+
+
+def assert_each(got, x, keys):
+    """Checks results with a leading axis against one call for each."""
+    for i in range(len(got[0])):
+        for a, b in zip(got, quantize_both(x[i], keys[i]), strict=True):
+            np.testing.assert_array_equal(a[i], b)
+
+
+X = np.asarray(jax.random.normal(jax.random.key(8), (3, 2, 33, 40)))
+KEYS = jax.random.split(jax.random.key(9), 3)
+
+
+def test_jit():
+    for a, b in zip(jax.jit(quantize_both)(X[0], KEYS[0]), quantize_both(X[0], KEYS[0]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    check(quantize_operands(jnp.asarray(X[0]), Side(Operand()))[0], Side(Operand()), *define_nearest(X[0]))
+
+
+def define_nearest(x):
+    return define(jnp.asarray(x), Side(Operand()), -1, None, None)
+
+
+def test_vmap_over_tensor_and_key():
+    assert_each(jax.vmap(quantize_both)(X, KEYS), X, KEYS)
+
+
+def test_vmap_over_tensor():
+    """With one key each tensor has the same random bits, as by `jax.vmap` of `mxjax.quantize`."""
+    assert_each(jax.vmap(quantize_both, (0, None))(X, KEYS[0]), X, [KEYS[0]] * 3)
+
+
+def test_vmap_over_key():
+    assert_each(jax.vmap(quantize_both, (None, 0))(X[0], KEYS), [X[0]] * 3, KEYS)
+
+
+def test_vmap_twice():
+    grid = jax.vmap(jax.vmap(quantize_both, (None, 0)), (0, None))(X[:2, 0], KEYS)
+    for i in range(2):
+        assert_each([a[i] for a in grid], [X[i, 0]] * 3, KEYS)
+    grid = jax.vmap(jax.vmap(quantize_both, (0, None)))(X, KEYS)
+    for i in range(3):
+        assert_each([a[i] for a in grid], X[i], [KEYS[i]] * 2)
+
+
+def test_vmap_equals_vmap_of_the_definition():
+    side = Side(Operand(rounding="stochastic"))
+
+    def kernel(x, key):
+        random = Random(jax.random.bits(key, (2,), jnp.uint32))
+        return quantize_operands(x, side, row_random=random)[0].elements
+
+    def definition(x, key):
+        return mxjax.pack(mxjax.quantize(x, rounding="stochastic", key=key))
+
+    x = X[..., :32]
+    for axes in ((0, 0), (0, None), (None, 0)):
+        args = (x if axes[0] == 0 else x[0], KEYS if axes[1] == 0 else KEYS[0])
+        np.testing.assert_array_equal(jax.vmap(kernel, axes)(*args), jax.vmap(definition, axes)(*args))
+
+
+def test_scan():
+    _, got = jax.lax.scan(lambda carry, xs: (carry, quantize_both(*xs)), 0, (X, KEYS))
+    assert_each(got, X, KEYS)
+
+
+def test_rows_in_any_number_are_few_programs():
+    """CUDA runs 65535 programs along all axes but one."""
+    side = Side(Operand())
+    for rows, columns in ((side, None), (None, side), (side, side)):
+        for shape in ((1, 1, 2**21, 64), (1, 1, 64, 2**21)):
+            launch = kernel_sides.launch_of(rows, columns, Target("cuda", "sm_90"), shape, "bfloat16")
+            assert max(launch.grid[1:]) <= MOST_PROGRAMS, (rows, columns, shape)
+
+
+def test_a_part_draws_the_bits_of_its_place_in_the_whole():
+    whole = jax.random.normal(jax.random.key(0), (3, 256, 192))
+    keys = [jax.random.key(i) for i in (1, 2)]
+    sides = Side(Operand(rounding="stochastic")), Side(Operand(rounding="stochastic"), Rotation(16))
+    words = [jax.random.bits(key, (2,), jnp.uint32) for key in keys]
+    scalars = jnp.stack([*words[0], jnp.uint32(0), *words[1], jnp.uint32(0)])[None]
+    b, r, c = slice(1, 3), slice(64, 192), slice(32, 160)
+    places = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in (b, r, c)]
+    part = whole[b, r, c][None]
+    got = _call(*sides, current_target(), (256, 192), part, scalars, jnp.ones((1, 2, 64)), *places)
+    for side, key, axis, (elements, scales) in zip(sides, keys, (-1, -2), (got[:2], got[2:]), strict=True):
+        q = pack_by_definition(whole, Use(axis, side.operand, side.rotation, None, key))
+        other, blocked = (r, c) if axis == -1 else (c, r)
+        packed = q.elements[b, other, blocked.start // 2 : blocked.stop // 2]
+        np.testing.assert_array_equal(_from_words(elements, "packed")[0], packed)
+        np.testing.assert_array_equal(scales[0], q.scales[b, other, blocked.start // 32 : blocked.stop // 32])
+
+
+# --- what it refuses
+
+
+@pytest.mark.parametrize(
+    "operand", [Operand("mxfp8_e4m3"), Operand("nvfp4"), Operand(block_shape=16), Operand(block_shape=(1, 8))]
+)
+def test_refuses_other_formats_and_blocks(operand):
+    with pytest.raises(NotImplementedError, match="mxfp4"):
+        Side(operand)
+
+
+def test_refuses_larger_rotations_and_longer_axes():
+    with pytest.raises(NotImplementedError, match="H64"):
+        Side(Operand(), Rotation(128))
+    with pytest.raises(ValueError, match="shorter"):
+        jax.eval_shape(
+            lambda x: quantize_operands(x, Side(Operand())), jax.ShapeDtypeStruct((1, 2**24), jnp.bfloat16)
+        )
