@@ -23,8 +23,8 @@ from models.block import BLOCK_LAYERS, Block, BlockPolicies, RMSNorm, random_mat
 from models.configs import LlamaConfig
 from models.loss import Head, token_losses
 from models.rope import rope_angles
+from mxjax.devices import on_gpu
 from mxjax.layers import LayerPolicies, Rules, resolve
-from mxjax.packed import on_gpu
 from mxjax.plan import Implementation
 from mxjax.policy import Policy
 from mxjax.probes import Measures

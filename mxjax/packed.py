@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 
 from mxjax.blocks import pad
+from mxjax.devices import on_gpu
 from mxjax.operands import Use, quantize_operand
 from mxjax.policy import Operand
 from mxjax.quantize import float4_codes, pack_codes
@@ -158,13 +159,6 @@ def kernel_target():
             return None
         launch = importlib.import_module("mxjax.kernels.launch")
     return launch.current_target()
-
-
-def on_gpu() -> bool:
-    """Returns whether JAX computes on a GPU unless told otherwise."""
-    device = jax.config.jax_default_device
-    platform = getattr(device, "platform", device) or jax.default_backend()
-    return platform in ("gpu", "cuda", "rocm")
 
 
 def _run_kernel(kernel, x: jax.Array, uses: dict[int, tuple[Use, str]]) -> dict:

@@ -16,6 +16,8 @@ from jax import lax
 from jaxtyping import Array, UInt16, UInt32
 from numpy.lib.array_utils import normalize_axis_index
 
+from mxjax.devices import on_gpu
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
@@ -24,18 +26,24 @@ PER_COUNTER = 8  # 16-bit numbers in the 128 bits of one counter
 Word = UInt32[Array, "*#shape"]
 
 
+@jax.jit
 def philox_4x32(
     counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]
 ) -> tuple[Word, Word, Word, Word]:
     """Returns the four 32-bit words that Philox 4x32-10 makes of a counter and a key, elementwise."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        hi0, lo0 = _multiply(_MULTIPLIERS[0], c0)
-        hi1, lo1 = _multiply(_MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
-        k0, k1 = k0 + jnp.uint32(_WEYL[0]), k1 + jnp.uint32(_WEYL[1])
-    return c0, c1, c2, c3
+    shape = jnp.broadcast_shapes(*(jnp.shape(word) for word in (*counter, *key)))
+
+    def one_round(i, c):
+        i = jnp.asarray(i, jnp.uint32)
+        k0, k1 = (word + i * jnp.uint32(weyl) for word, weyl in zip(key, _WEYL, strict=True))
+        hi0, lo0 = _multiply(_MULTIPLIERS[0], c[0])
+        hi1, lo1 = _multiply(_MULTIPLIERS[1], c[2])
+        return hi1 ^ c[1] ^ k0, lo1, hi0 ^ c[3] ^ k1, lo0
+
+    words = tuple(jnp.broadcast_to(word, shape) for word in counter)
+    # Without a loop CPUs would compute each of the words for itself from the start, and compile it for long;
+    # on GPUs a turn of a loop is another kernel.
+    return lax.fori_loop(0, _ROUNDS, one_round, words, unroll=on_gpu())
 
 
 def _multiply(a: int, b: Word) -> tuple[Word, Word]:

@@ -1,18 +1,13 @@
-"""Shape and dtype annotations are checked in every test; hypothesis draws the same examples every time.
+"""Shape and dtype annotations are checked in every test; hypothesis draws the same examples every time."""
 
-Most of the suite's time is compilation, so LLVM optimizes only what is compared bit for bit with a
-definition, where an optimization could show. XLA's own passes always run.
-"""
-
+import gc
 import os
-import pathlib
 
 import hypothesis
 import pytest
 
 # In the environment, for the programs that tests start too, and before JAX reads it.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 from jaxtyping import install_import_hook
@@ -30,18 +25,15 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_ca
 # Helpers whose failed assertions are shown with their values, as those of test modules are.
 pytest.register_assert_rewrite("dots", "llamas", "quantizer", "tensors")
 
-# How the names of modules begin that LLVM optimizes.
-BIT_FOR_BIT = tuple(
-    f"test_{name}" for name in ("dot", "hadamard", "philox", "quantize", "rounding", "scales")
-)
-KERNELS = pathlib.Path(__file__).parent / "kernels"
+# What JAX has traced is kept, millions of objects: to look through them often took a tenth of the time.
+gc.set_threshold(100_000, 20, 50)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def optimization(request):
-    """Lets LLVM optimize in the modules whose numbers it must not change."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    wanted = not request.path.stem.startswith(BIT_FOR_BIT) and request.path.parent != KERNELS
-    if wanted != before:
-        jax.clear_caches()
-        jax.config.update("jax_disable_most_optimizations", wanted)
+@pytest.fixture(scope="module")
+def unoptimized():
+    """Spares LLVM's optimization, which takes longer than what it makes faster; XLA's passes run."""
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -22,13 +22,12 @@ def loss(x, w, policy):
     return (mxjax.dot(x, w, policy=policy, key=jax.random.key(2)) ** 2).sum()
 
 gradients = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
-# Each kind takes half of the pairs of a policy and a layout, with every policy and every layout among them.
-for i, policy in enumerate(("wgrad_hadamard", "full_sr", "full_rht", "fp8")):
+for policy in ("wgrad_hadamard", "full_sr", "full_rht", "fp8"):
     one = gradients(x, w, policy)
     mesh = jax.make_mesh((2, 2), ("d", "t"), axis_types=(kind, kind))
     with jax.set_mesh(mesh):
         x_sharded = jax.device_put(x, NamedSharding(mesh, P("d", None, None)))
-        for name, layout in list(layouts.items())[(i + (kind == AxisType.Auto)) % 2 :: 2]:
+        for name, layout in layouts.items():
             four = gradients(x_sharded, jax.device_put(w, NamedSharding(mesh, layout)), policy)
             assert len(four[1].devices()) == 4
             for a, b in zip(one, four):
@@ -41,4 +40,5 @@ for i, policy in enumerate(("wgrad_hadamard", "full_sr", "full_rht", "fp8")):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_gradients_do_not_depend_on_sharding(kind):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    flags |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     subprocess.run([sys.executable, "-c", PROGRAM, kind], check=True, env=os.environ | flags)
