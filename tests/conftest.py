@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 
 import hypothesis
 import pytest
@@ -29,11 +30,18 @@ pytest.register_assert_rewrite("dots", "llamas", "quantizer", "tensors")
 gc.set_threshold(100_000, 20, 50)
 
 
-@pytest.fixture(scope="module")
-def unoptimized():
-    """Spares LLVM's optimization, which takes longer than what it makes faster; XLA's passes run."""
-    jax.clear_caches()
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.clear_caches()
-    jax.config.update("jax_disable_most_optimizations", False)
+# How the names begin of modules that LLVM optimizes: what is compared bit for bit with a definition, and what
+# trains for many steps. Elsewhere that takes longer than it saves.
+BIT_FOR_BIT = ("hadamard", "philox", "quantize", "rounding", "scales")
+TRAINING = ("faults", "huggingface_runs", "mlperf", "packed", "readme", "tensorboard", "train")
+OPTIMIZED = tuple(f"test_{name}" for name in BIT_FOR_BIT + TRAINING)
+KERNELS = pathlib.Path(__file__).parent / "kernels"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimization(request):
+    """Whether LLVM optimizes; XLA's own passes always run."""
+    spared = not request.path.stem.startswith(OPTIMIZED) and request.path.parent != KERNELS
+    if spared != jax.config.read("jax_disable_most_optimizations"):
+        jax.clear_caches()
+        jax.config.update("jax_disable_most_optimizations", spared)

@@ -3,6 +3,7 @@
 `python tests/meshes.py curves` runs every policy of the ladder on every shape of mesh, in half an hour.
 """
 
+import functools
 import itertools
 import json
 import pathlib
@@ -76,18 +77,20 @@ class OnMesh:
         self.eval_step = sharding.on_mesh(self.mesh, make_eval_step(losses))
 
     def run(self, batches) -> list[float]:
-        """Returns the losses of the batches' steps, the gradients' norms, and then the loss of all but one
-        sequence of the last batch."""
+        """Returns the losses of the batches' steps, then the gradients' norms."""
         found = []
         with jax.set_mesh(self.mesh):
             for batch in batches:
                 self.state, metrics = self.step(self.state, sharding.global_batch(self.mesh, batch))
                 found.append((float(metrics.loss), float(metrics.grad_norm)))
-            found = [value for values in zip(*found, strict=True) for value in values]
-            found.append(float(self.eval_step(self.state.params, batches[-1][:-1], jax.random.key(0))))
         same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), self.state, self.shardings)
         assert all(jax.tree.leaves(same)), same
-        return found
+        return [value for values in zip(*found, strict=True) for value in values]
+
+    def evaluate(self, batch) -> float:
+        """Returns the loss of all but one sequence of the batch, which no mesh divides."""
+        with jax.set_mesh(self.mesh):
+            return float(self.eval_step(self.state.params, batch[:-1], jax.random.key(0)))
 
 
 def all_batches() -> np.ndarray:
@@ -95,15 +98,23 @@ def all_batches() -> np.ndarray:
 
 
 def curves(*pairs: str) -> None:
-    """For each POLICY:DATA,FSDP,TENSOR prints how far its losses are, relatively, from one device's."""
-    one: dict[str, list[float]] = {}
-    chosen = [(policy, tuple(map(int, shape.split(",")))) for policy, shape in (p.split(":") for p in pairs)]
-    for policy, shape in chosen or itertools.product(LADDER, SHAPES):
-        if policy not in one:
-            one[policy] = OnMesh(policy, (1, 1, 1)).run(all_batches())
-        losses = OnMesh(policy, shape).run(all_batches())
-        errors = [abs(a / b - 1) for a, b in zip(losses, one[policy], strict=True)]
-        print(json.dumps({"policy": policy, "shape": shape, "losses": losses, "errors": errors}), flush=True)
+    """For each POLICY:DATA,FSDP,TENSOR prints how far its losses are, relatively, from one device's.
+
+    That of an evaluation too where :evaluate follows; without pairs, for all there are.
+    """
+    chosen = [pair.split(":") for pair in pairs] or [
+        [policy, ",".join(map(str, shape)), "evaluate"] for policy, shape in itertools.product(LADDER, SHAPES)
+    ]
+
+    @functools.cache
+    def losses(policy: str, shape: str, *evaluate: str) -> list[float]:
+        on, batches = OnMesh(policy, tuple(map(int, shape.split(",")))), all_batches()
+        return on.run(batches) + [on.evaluate(batches[-1]) for _ in evaluate]
+
+    for policy, shape, *evaluate in chosen:
+        found, wanted = losses(policy, shape, *evaluate), losses(policy, "1,1,1", *evaluate)
+        errors = [abs(a / b - 1) for a, b in zip(found, wanted, strict=True)]
+        print(json.dumps({"policy": policy, "shape": shape, "losses": found, "errors": errors}), flush=True)
 
 
 def restore(folder: str) -> None:

@@ -16,8 +16,6 @@ from mxjax.packed import Packed, decode, pack_operands
 from mxjax.plan import plan
 from mxjax.policy import Gemm, Operand, Policy, Rotation
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 ON_PACKED = ["fp8", "scaled_dot"]
 POLICIES = ["wgrad", "wgrad_hadamard", "full_hadamard", "full_rht", "wgrad_sr", "tetrajet", "lumen", "fprop"]
 

@@ -20,8 +20,6 @@ from mxjax.probes import MAX_TOKENS, Amax, Measures, by_layer, empty_slots, make
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.command_line import parse
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 CONFIG = LlamaConfig(64, 64, 2, 2, 1, 32, 96, rope_theta=10_000.0)
 TOKENS = jax.random.randint(jax.random.key(5), (2, 17), 0, 64)
 SMALL = ["--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--warmup-steps", "1", "--steps", "4"]

@@ -14,8 +14,6 @@ from models import llama
 from models.configs import CONFIGS, LlamaConfig, RopeScaling, get_config
 from models.llama import layer_policies
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "llama.npz"
 SMALL = LlamaConfig(64, 32, 3, 4, 2, 16, 96)
 

@@ -19,8 +19,6 @@ from mxjax.training.config import OptimizerConfig
 from mxjax.training.optimizer import make_optimizer
 from mxjax.training.step import init_state, make_train_step
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 SMALL = LlamaConfig(257, 64, 4, 4, 2, 16, 192)
 
 

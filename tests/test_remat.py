@@ -16,8 +16,6 @@ from mxjax.remat import check_remat
 from mxjax.training.config import Config
 from mxjax.training.description import from_json, to_json
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 SMALL = LlamaConfig(64, 64, 2, 4, 2, 16, 96)
 BATCH, LENGTH = 2, 32
 TOKENS = BATCH * LENGTH

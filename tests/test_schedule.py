@@ -20,8 +20,6 @@ from mxjax.training.config import Config, PrecisionConfig
 from mxjax.training.mllog import TOKEN
 from mxjax.training.schedule import SCHEDULES, parse_schedule, phase_at, phases_of
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 TIMES = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
 SMALL = ["--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--warmup-steps", "1", "--steps", "6"]
 SWITCHING = "wgrad_sr; fp8 from 4"

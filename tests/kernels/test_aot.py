@@ -27,7 +27,8 @@ CARRIERS = ["carry_8192x4096_*", "carry_8192x28672_*", "carry_33x96_*", "correct
 
 def run(*arguments, env=()):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | dict(env)
-    command = [sys.executable, "-m", "mxjax.kernels.aot", *map(str, arguments)]
+    # One process, as tests run in two already: each imports JAX and Triton.
+    command = [sys.executable, "-m", "mxjax.kernels.aot", "--jobs=1", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 

@@ -73,7 +73,7 @@ def test_any_options(shape, kind, dtype, pair, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(*tensors, pairs, st.integers(0, 2**16))
 def test_any_options_at_length(shape, kind, dtype, pair, seed):
     check_options(shape, kind, dtype, pair, seed)
@@ -91,7 +91,7 @@ def test_nvidia_tiles(shape, kind, dtype, pair, seed):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvidia_tiles")
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(*tensors, pairs, st.integers(0, 2**16))
 def test_nvidia_tiles_at_length(shape, kind, dtype, pair, seed):
     check_options(shape, kind, dtype, pair, seed)
