@@ -21,7 +21,7 @@ from mxjax.training.command_line import parse
 from mxjax.training.config import Config
 from mxjax.training.damage import set_aside_damaged
 from mxjax.training.environment import disk_errors, enable_compilation_cache, input_errors
-from mxjax.training.interruption import Interruption
+from mxjax.training.interruption import Interruption, RunInterrupted
 from mxjax.training.loop import Loop, Programs, Records
 from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter, evaluations
 from mxjax.training.mllog import MLPerfLog
@@ -38,8 +38,8 @@ def train(config: Config) -> dict[str, float]:
     """Trains, evaluates and checkpoints; returns the last evaluation.
 
     Raises:
-      SystemExit: what the configuration asks for cannot be done, or SIGINT or SIGTERM has ended the run
-        after a checkpoint; the message says so.
+      SystemExit: what the configuration asks for cannot be done; the message says so.
+      RunInterrupted: SIGINT or SIGTERM has ended the run after a checkpoint.
       NonFiniteError: a loss or gradient was NaN or infinite; what is needed to repeat it is saved.
       CheckpointError: a checkpoint could not be saved.
       ProcessError: another process of the run has failed before its first step.
@@ -72,7 +72,7 @@ def begin_or_continue(
     folder, eval_losses = run.folder / "checkpoints", evaluations(run.folder)
     with Checkpoints(folder, config.keep_checkpoints, eval_losses) as checkpoints:
         resumes = config.resume and checkpoints.latest is not None
-        state, shardings = first_state(run, optimizer, None if resumes else config.init)
+        state, shardings = initial_state(run, optimizer, None if resumes else config.init)
         if resumes:
             state, position = checkpoints.restore(state)
             if position is not None:
@@ -100,7 +100,7 @@ def begin_or_continue(
             return evaluation
 
 
-def first_state(
+def initial_state(
     run: Run, optimizer: optax.GradientTransformation, init: pathlib.Path | None
 ) -> tuple[TrainState, TrainState]:
     """Returns the state to begin with, made where it lies, and its shardings.
@@ -160,19 +160,20 @@ def open_records(run: Run, state: TrainState, began: float) -> Records:
     writes = is_first_process()
     path = run.folder / "metrics.jsonl"
     open_log = TensorBoardLog if config.observe.tensorboard else MetricsLog
-    with together():  # what follows reads it
+    with together():  # all read it
         log = open_log(path, keep_steps=start) if writes else MetricsLog(None)
     display = Display(config.steps, start, config.log_every, quiet=not writes)
     tracer = StepTracer(config.observe.profiled_steps, run.folder / "profile")
-    wanted = config.mlperf.mllog and writes and not is_done(config, run.folder, start)
-    mllog = MLPerfLog(
-        run.folder / "mllog.txt" if wanted else None,
-        mllog_settings(run),
-        start * config.data.batch_size,
-        began,
-    )
-    skips, names = config.on_nonfinite == "skip", amax_names(state.params)
-    watch = Watch(run.folder, skips, config.spike_factor, run.batch_of, names, display.line, start)
+    with together():
+        wanted = config.mlperf.mllog and writes and not is_done(config, run.folder, start)
+        mllog = MLPerfLog(
+            run.folder / "mllog.txt" if wanted else None,
+            mllog_settings(run),
+            start * config.data.batch_size,
+            began,
+        )
+        skips, names = config.on_nonfinite == "skip", amax_names(state.params)
+        watch = Watch(run.folder, skips, config.spike_factor, run.batch_of, names, display.line, start)
     return Records(log, display, tracer, mllog, watch)
 
 
@@ -189,5 +190,7 @@ def make_reporter(run: Run, records: Records) -> StepReporter:
 if __name__ == "__main__":
     try:
         train(parse())
+    except RunInterrupted:
+        pass  # said already, and nothing is lost
     except (NonFiniteError, CheckpointError, ProcessError) as error:
         sys.exit(f"train.py: error: {error}")

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     given = sys.argv[1:] if arguments is None else list(arguments)
     report: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.train_speed", *given]),
+        "command": shlex.join(["python", "-m", "benchmarks.train_speed", *_without_places(given)]),
         "commit": options.commit or commit(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "runs": [],
@@ -133,6 +133,13 @@ def jobs(options: argparse.Namespace, round_: int) -> list[Job]:
     return found
 
 
+def _without_places(given: Sequence[str]) -> list[str]:
+    """Returns the command line without what says where on this machine something is written."""
+    places = {i for i, word in enumerate(given) if word in ("--out", "--cache", "--profile")}
+    words = [word for i, word in enumerate(given) if i not in places and i - 1 not in places]
+    return [word for word in words if not word.startswith(("--out=", "--cache=", "--profile="))]
+
+
 def _trace_folder(options: argparse.Namespace, policy: str, round_: int) -> str | None:
     return str((options.profile / policy).absolute()) if options.profile and round_ == 0 else None
 
@@ -163,7 +170,7 @@ def run_with_fallback(job: Job, environment: dict[str, str], end: float) -> dict
 
 def run(job: Job, environment: dict[str, str], end: float) -> dict[str, Any]:
     """Returns what a process measures, or under "absent" why it did not."""
-    record = {"name": job.name, "job": dataclasses.asdict(job)}
+    record = {"name": job.name, "job": dataclasses.asdict(job) | {"trace": job.trace is not None}}
     if time.monotonic() > end:
         return record | {"absent": LATE}
     print(f"\n{job.name}", flush=True)

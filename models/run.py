@@ -64,9 +64,10 @@ def set_up(config: Config) -> Run:
     mesh = sharding.make_mesh(config.mesh)
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
-    flags = functools.partial(mesh_flags, model, phases)
+    fixed = config.resume or config.init is not None
+    flags = functools.partial(mesh_flags, model, phases, fixed)
     sharding.check_batch(mesh.shape, config.data.batch_size, config.accumulate, flags)
-    check_cuts(mesh.shape, model, phases)
+    check_phases(mesh.shape, model, phases)
     held_out = evaluation_batches(
         corpus.validation,
         config.data,
@@ -83,19 +84,21 @@ def set_up(config: Config) -> Run:
     return run
 
 
-def check_cuts(sizes: Mapping[str, int], model: LlamaConfig, phases: Sequence[Phase]) -> None:
+def check_phases(sizes: Mapping[str, int], model: LlamaConfig, phases: Sequence[Phase]) -> None:
     """Raises ValueError unless a mesh of these sizes cuts the model's parameters as every phase needs it."""
     for phase in phases:
         parameters.check_cuts(sizes, model, phase.layers)
 
 
-def mesh_flags(model: LlamaConfig, phases: Sequence[Phase], sizes: Mapping[str, int]) -> str | None:
-    """Returns what train.py needs besides --mesh for a mesh of these sizes: nothing, or a larger vocabulary;
-    None if it cannot cut the model."""
-    tensor = sizes["tensor"]
+def mesh_flags(
+    model: LlamaConfig, phases: Sequence[Phase], fixed: bool, sizes: Mapping[str, int]
+) -> str | None:
+    """Returns what train.py needs besides --mesh for a mesh of these sizes: nothing, or, unless the model is
+    fixed, a larger vocabulary; None if it cannot cut the model."""
+    tensor = 1 if fixed else sizes["tensor"]
     for vocab_size in (model.vocab_size, -(-model.vocab_size // tensor) * tensor):
         with contextlib.suppress(ValueError):
-            check_cuts(sizes, dataclasses.replace(model, vocab_size=vocab_size), phases)
+            check_phases(sizes, dataclasses.replace(model, vocab_size=vocab_size), phases)
             return f" --vocab-size {vocab_size}" if vocab_size != model.vocab_size else ""
     return None
 
@@ -165,6 +168,8 @@ def write_description(run: Run) -> None:
         "mesh": dict(run.mesh.shape),
     }
     run.folder.mkdir(parents=True, exist_ok=True)
+    if not (run.folder / "config.json").exists():  # what a start that was killed has left
+        shutil.rmtree(run.folder / HUGGINGFACE, ignore_errors=True)
     if (init := run.config.init) is not None and (init / HUGGINGFACE).exists():
         shutil.copytree(init / HUGGINGFACE, run.folder / HUGGINGFACE, dirs_exist_ok=True)
     path = run.folder / "config.json"

@@ -8,7 +8,9 @@ Kernels must reproduce `random_uint16` bit for bit.
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
+import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,6 @@ def philox_4x32(
     counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]
 ) -> tuple[Word, Word, Word, Word]:
     """Returns the four 32-bit words that Philox 4x32-10 makes of a counter and a key, elementwise."""
-    shape = jnp.broadcast_shapes(*(jnp.shape(word) for word in (*counter, *key)))
 
     def one_round(i, c):
         i = jnp.asarray(i, jnp.uint32)
@@ -40,7 +41,9 @@ def philox_4x32(
         hi1, lo1 = _multiply(_MULTIPLIERS[1], c[2])
         return hi1 ^ c[1] ^ k0, lo1, hi0 ^ c[3] ^ k1, lo0
 
-    words = tuple(jnp.broadcast_to(word, shape) for word in counter)
+    # A zero of the shape of all that in shard_map varies with all, as a loop's state must before it too.
+    zero = functools.reduce(operator.xor, (word ^ word for word in (*counter, *key)))
+    words = tuple(word ^ zero for word in counter)
     # Without a loop CPUs would compute each of the words for itself from the start, and compile it for long;
     # on GPUs a turn of a loop is another kernel.
     return lax.fori_loop(0, _ROUNDS, one_round, words, unroll=on_gpu())

@@ -310,7 +310,7 @@ def test_what_fails_in_one_process_ends_all(tmp_path):
     assert first[0].endswith("process 1: [Errno 28] No space left on device")
     assert second[0].endswith("--resume. [Errno 28] No space left on device")
     assert re.match("ValueError the checkpoints in .* for damage: .* Permission denied", first[1])
-    assert second[1] == "ProcessError process 0: [Errno 13] Permission denied"
+    assert second[1] == first[1].replace("ValueError", "ProcessError process 0:")
 
 
 def life(out, flags):

@@ -101,6 +101,19 @@ for a, b in ((one.elements, four.elements), (one.scales, four.scales)):
 """
 
 
+def test_parts_of_a_shard_map_take_keys_of_their_own():
+    x, key = gaussian(4, 64), jax.random.key(0)
+
+    def of_part(x):
+        own = jax.random.fold_in(key, jax.lax.axis_index("x"))
+        return mxjax.dequantize(mxjax.quantize(x, rounding="stochastic", key=own))
+
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    got = jax.shard_map(of_part, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))(x)
+    wanted = mxjax.quantize(x, rounding="stochastic", key=jax.random.fold_in(key, 0))
+    np.testing.assert_array_equal(got, mxjax.dequantize(wanted))
+
+
 def test_stochastic_bits_do_not_depend_on_sharding():
     # In a process of its own, since the number of devices is fixed when JAX starts.
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from models import report
 from mxjax.training import loop, metrics
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.command_line import parse
+from mxjax.training.interruption import RunInterrupted
 from mxjax.training.metrics import NonFiniteError
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -239,13 +241,25 @@ def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(training_program.StepReporter, "step", step_and_signal)
-        with pytest.raises(
-            SystemExit, match=r"interrupted after step \d; continue with: train.py --out"
-        ) as end:
+        with pytest.raises(RunInterrupted, match=r"interrupted after step \d; continue with: train.py --out"):
             run(text, out, "--policy", "full_sr", "--eval-every", "3")
-    assert end.value.code == 0
     resume(out)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
+
+
+def test_an_interrupted_program_ends_with_success(text, tmp_path, monkeypatch):
+    step = metrics.StepReporter.step
+
+    def step_and_signal(self, number, measured):
+        step(self, number, measured)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(metrics.StepReporter, "step", step_and_signal)
+    flags = [*SMALL, "--data", str(text), "--out", str(tmp_path / "run"), "--policy", "bf16"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags])
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")  # ends as a program would, if by an error
+    assert not (tmp_path / "run" / "checkpoints" / "6").exists()
+    assert list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
 
 
 def test_a_run_killed_before_its_description_begins_anew(text, tmp_path):

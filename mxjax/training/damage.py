@@ -27,20 +27,26 @@ def set_aside_damaged(folder: pathlib.Path) -> list[str]:
     """
     folder = folder.absolute()
     good, damaged = None, {}
-    with _file_errors(folder):
-        for step in reversed(gather(lambda: saved_steps(folder))[0]):
-            found = find_problems(folder / str(step), float("inf") if good is None else _SMALL)
-            if found:
-                damaged[step] = found
-            elif good is None:
-                good = step
-        return gather(lambda: _set_aside(folder, good, damaged) if is_first_process() else [])[0]
+    for step in reversed(gather(_file_errors(folder)(lambda: saved_steps(folder)))[0]):
+        found = find_problems(folder / str(step), float("inf") if good is None else _SMALL)
+        if found:
+            damaged[step] = found
+        elif good is None:
+            good = step
+    if not is_first_process():
+        return gather(list)[0]
+    return gather(_file_errors(folder)(lambda: _set_aside(folder, good, damaged)))[0]
 
 
 def find_problems(path: pathlib.Path, largest: float = float("inf")) -> dict[str, str]:
-    """Returns `manifest.problems` of a checkpoint's folder; each process reads its share of the files."""
+    """Returns `manifest.problems` of a checkpoint's folder; each process reads its share of the files.
+
+    Raises:
+      ValueError: they cannot be read.
+      ProcessError: another process has found so.
+    """
     share = jax.process_index(), jax.process_count()
-    shares = gather(lambda: manifest.problems(path, largest, share))
+    shares = gather(_file_errors(path.parent)(lambda: manifest.problems(path, largest, share)))
     return {name: problem for found in shares for name, problem in found.items()}
 
 

@@ -13,6 +13,10 @@ from jax.experimental import multihost_utils
 _T = TypeVar("_T")
 
 
+class RunInterrupted(SystemExit):
+    """SIGINT or SIGTERM has ended the run after a checkpoint; the message says how to go on."""
+
+
 class Interrupted(Exception):
     """An evaluation was left because SIGINT or SIGTERM had arrived."""
 

@@ -17,7 +17,7 @@ from mxjax.probes import by_layer
 from mxjax.training import sharding
 from mxjax.training.checkpoint import Checkpoints
 from mxjax.training.config import Config
-from mxjax.training.interruption import Interrupted, Interruption
+from mxjax.training.interruption import Interrupted, Interruption, RunInterrupted
 from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter, in_words
 from mxjax.training.mllog import MLPerfLog
 from mxjax.training.profiling import StepTracer
@@ -84,7 +84,8 @@ class Loop:
         """Runs the steps that remain; returns the last evaluation, or nothing if there was none to make.
 
         Raises:
-          SystemExit: SIGINT or SIGTERM has ended the run after a checkpoint; the message says how to go on.
+          RunInterrupted: SIGINT or SIGTERM has ended the run after a checkpoint; the message says how to
+            go on.
           NonFiniteError: a loss or gradient was NaN or infinite; what is needed to repeat it is saved.
           CheckpointError: a checkpoint could not be saved.
         """
@@ -187,9 +188,7 @@ class Loop:
             self.checkpoints.wait()
             said = f"interrupted after step {self._step}; continue with: train.py {self._continuing()}"
             self.records.display.line(said)
-            end = SystemExit(said)
-            end.code = 0  # nothing is lost
-            raise end
+            raise RunInterrupted(said)
 
     def _with_evidence(self, error: NonFiniteError) -> NonFiniteError:
         """Saves what is needed to repeat a step or evaluation that was not finite; returns the error that

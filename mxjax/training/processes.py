@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-_ERRORS = (OSError, ValueError, NotImplementedError)
 _PATIENCE = 300  # seconds, as long as JAX waits for all to join
 
 
@@ -27,11 +26,11 @@ def together() -> Iterator[None]:
     The block itself must not wait for other processes.
 
     Raises:
-      ProcessError: in another process there was an OSError, ValueError or NotImplementedError.
+      ProcessError: in another process there was an error.
     """
     try:
         yield
-    except _ERRORS as error:
+    except Exception as error:
         _exchange(error, None)
         raise
     _exchange(None, None)
@@ -41,7 +40,7 @@ def gather[T](function: Callable[[], T]) -> list[T]:
     """Returns what the function, of which JSON can be made, returns in each process; errors as `together`."""
     try:
         value = function()
-    except _ERRORS as error:
+    except Exception as error:
         _exchange(error, None)
         raise
     return _exchange(None, value)
@@ -49,7 +48,8 @@ def gather[T](function: Callable[[], T]) -> list[T]:
 
 def _exchange(error: Exception | None, value: Any) -> list[Any]:
     """Returns the values of all processes; raises ProcessError if this one had no error and another did."""
-    said = [json.loads(text) for text in _all_texts(json.dumps([error and str(error), value]))]
+    message = error and (str(error) or repr(error))
+    said = [json.loads(text) for text in _all_texts(json.dumps([message, value]))]
     for index, (message, _) in enumerate(said):
         if message is not None and error is None:
             raise ProcessError(f"process {index}: {message}")
@@ -94,15 +94,28 @@ def join_processes() -> None:
     address, count, index = given.values()
     if not count.isdecimal() or not index.isdecimal() or int(index) >= int(count):
         raise ValueError(f"--distributed: JAX_PROCESS_ID {index} must be one of 0 to {count} - 1")
-    if index != "0":
+    parse_address(address)
+    if int(index) != 0:
         wait_for_coordinator(address)
     try:
         jax.distributed.initialize(address, int(count), int(index))
     except RuntimeError as error:
         raise ValueError(
             f"--distributed: process {index} of {count} cannot join at JAX_COORDINATOR_ADDRESS {address} "
-            f"({error}); the port must be a free one of the first process's host"
+            f"({error}); start all {count}, and let the port be a free one of the first process's host"
         ) from error
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Returns host and port of HOST:PORT.
+
+    Raises:
+      ValueError: this is no such address.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"--distributed: JAX_COORDINATOR_ADDRESS must be HOST:PORT, got {address!r}")
+    return host.strip("[]"), int(port)
 
 
 def wait_for_coordinator(address: str, seconds: float = _PATIENCE) -> None:
@@ -111,13 +124,10 @@ def wait_for_coordinator(address: str, seconds: float = _PATIENCE) -> None:
     Raises:
       ValueError: nothing has listened there for so many seconds, or this is no such address.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f"--distributed: JAX_COORDINATOR_ADDRESS must be HOST:PORT, got {address!r}")
     end = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+            socket.create_connection(parse_address(address), timeout=10).close()
             return
         except OSError as error:
             if time.monotonic() >= end:

@@ -74,7 +74,7 @@ def make_train_step(
     token weighs the same.
     With `shardings` the state stays cut up as they say, and so are the gradients: `state_shardings` of
     `mxjax.training.sharding` makes them.
-    With `compiler_options` XLA is told so, see `mxjax.plan.compiler_options`.
+    With `compiler_options` XLA is told so, see `compiler_options` of `mxjax.training.sharding`.
 
     The random bits of a step are a function of the seed and the step's number. Once a loss or gradient
     is not finite, the state stays as it was before that step, so that the step can be looked into. With

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mxjax.training.metrics import MetricsLog, NonFiniteError, json_line
-from mxjax.training.processes import is_first_process
+from mxjax.training.processes import is_first_process, together
 from mxjax.training.step import StepMetrics
 
 MOST_SKIPS = 10
@@ -101,14 +101,15 @@ class Watch:
         """Saves a step's batch, what of the data it is, and the layers' amax; without amax, of the evaluation
         after a step, the message alone. Returns the folder."""
         folder = self._folder / f"nonfinite-{'step' if amax is not None else 'evaluation'}-{step}"
-        if is_first_process():
-            folder.mkdir(exist_ok=True)
-            (folder / "error.txt").write_text(message + "\n")
-            if amax is not None:
-                batch, indices = self._batch_of(step)
-                np.savez_compressed(folder / "batch.npz", batch=batch)
-                (folder / "batch.json").write_text(json_line(indices) + "\n")
-                (folder / "amax.json").write_text(json_line(amax) + "\n")
+        with together():
+            if is_first_process():
+                folder.mkdir(exist_ok=True)
+                (folder / "error.txt").write_text(message + "\n")
+                if amax is not None:
+                    batch, indices = self._batch_of(step)
+                    np.savez_compressed(folder / "batch.npz", batch=batch)
+                    (folder / "batch.json").write_text(json_line(indices) + "\n")
+                    (folder / "amax.json").write_text(json_line(amax) + "\n")
         return folder
 
     def _look_for_spike(self, step: int, loss: float) -> None:
