@@ -176,7 +176,7 @@ def run(job: Job, environment: dict[str, str], end: float) -> dict[str, Any]:
     print(f"\n{job.name}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         question, answer = pathlib.Path(folder) / "job.json", pathlib.Path(folder) / "outcome.json"
-        question.write_text(json.dumps(record["job"]))
+        question.write_text(json.dumps(dataclasses.asdict(job)))
         command = [sys.executable, "-m", job.program, str(question), str(answer)]
         with (pathlib.Path(folder) / "log").open("w+") as log:
             process = subprocess.Popen(

@@ -99,7 +99,6 @@ def step_memory(
         return kept_bytes(loss, shapes, (sequences, seq_len + 1)) - head
 
     activations = kept(remat)
-    gathered = batch_shards > 1 and tensor == 1  # the head, in float32 too; see `models.loss`
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own = device_bytes(params)
     return Memory(
@@ -107,7 +106,7 @@ def step_memory(
         optimizer=device_bytes(opt_state),
         gradients=own * (1 if accumulate == 1 else 2),
         activations=activations,
-        working=max(again + _block_bytes(config, tokens), _logits_bytes(config, tokens, gathered)),
+        working=max(again + _block_bytes(config, tokens), _logits_bytes(config, tokens)),
     )
 
 
@@ -150,6 +149,5 @@ def _block_bytes(c: LlamaConfig, tokens: int) -> int:
     return 32 * tokens * c.d_ff + 6 * weights
 
 
-def _logits_bytes(c: LlamaConfig, tokens: int, gathered: bool) -> int:
-    head = (10 if gathered else 6) * c.d_model * c.vocab_size
-    return 10 * min(tokens, LOSS_TOKENS) * c.vocab_size + head
+def _logits_bytes(c: LlamaConfig, tokens: int) -> int:
+    return 10 * min(tokens, LOSS_TOKENS) * c.vocab_size + 6 * c.d_model * c.vocab_size
