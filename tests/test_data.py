@@ -111,6 +111,13 @@ def test_batches_are_a_function_of_seed_and_step():
     assert not np.array_equal(whole, take(batches(TOKENS, CONFIG, seed=4), 12))
 
 
+def test_batches_of_one_are_the_rows_of_larger_ones():
+    rows = take(batches(TOKENS, DataConfig(batch_size=1, seq_len=8), seed=3), 12)
+    np.testing.assert_array_equal(
+        np.concatenate(rows), np.concatenate(take(batches(TOKENS, CONFIG, seed=3), 3))
+    )
+
+
 def test_the_position_is_the_number_of_batches_taken():
     stream = batches(TOKENS, CONFIG, seed=0)
     take(stream, 5)

@@ -162,7 +162,9 @@ def batches(
 
 
 def _in_order(source: Any, seed: int, batch_size: int) -> grain.MapDataset:
-    return grain.MapDataset.source(source).shuffle(seed=seed).repeat().batch(batch_size)
+    # For ever, as good as: of an endless dataset, batches of one overflow grain's count.
+    epochs = 2**62 // max(len(source), 1)
+    return grain.MapDataset.source(source).shuffle(seed=seed).repeat(epochs).batch(batch_size)
 
 
 def evaluation_batches(
