@@ -79,6 +79,8 @@ def begin_or_continue(
                 stream.set_state(position)
         records = open_records(run, state, began)
         with records.log, records.display, records.tracer, records.mllog, records.watch:
+            if config.resume and not resumes:
+                damage = [*damage, f"no checkpoint in {folder}: beginning at step 1"]
             records.display.line("\n".join([introduction(run, state), *damage]))
             reporter = make_reporter(run, records)
             loop = Loop(
