@@ -9,7 +9,6 @@ Prints a table, and as its last line a summary in JSON.
 
 import argparse
 import concurrent.futures
-import contextlib
 import fnmatch
 import importlib
 import json
@@ -94,13 +93,13 @@ def build_all(
     """Compiles (module, target, name), by so many processes; returns descriptions, and errors by target and
     name."""
     done, failed = [], {}
-    with contextlib.ExitStack() as stack:
-        submit = _run_here
-        if jobs > 1:
-            context = multiprocessing.get_context("spawn")
-            pool = concurrent.futures.ProcessPoolExecutor(min(jobs, len(wanted)), mp_context=context)
-            submit = stack.enter_context(pool).submit
-        futures = {submit(build_one, *job, out): job for job in wanted}
+    if jobs == 1:  # here: another process would import JAX and Triton again
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+    else:
+        context = multiprocessing.get_context("spawn")
+        pool = concurrent.futures.ProcessPoolExecutor(min(jobs, len(wanted)), mp_context=context)
+    with pool:
+        futures = {pool.submit(build_one, *job, out): job for job in wanted}
         for future in concurrent.futures.as_completed(futures):
             _, target, name = futures[future]
             try:
@@ -108,16 +107,6 @@ def build_all(
             except Exception as error:
                 failed[f"{target} {name}"] = str(error).strip().splitlines()[-1][:500]
     return sorted(done, key=lambda d: (d["target"], d["name"])), failed
-
-
-def _run_here(function, *arguments) -> concurrent.futures.Future:
-    """Returns the future of a call that has been made."""
-    future = concurrent.futures.Future()
-    try:
-        future.set_result(function(*arguments))
-    except Exception as error:
-        future.set_exception(error)
-    return future
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

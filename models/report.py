@@ -10,6 +10,7 @@ from models.run import Run
 from mxjax.plan import choose_implementation
 from mxjax.training import sharding
 from mxjax.training.metrics import in_words
+from mxjax.training.progress import command_to_continue
 from mxjax.training.rates import gib, memory_limit
 from mxjax.training.schedule import Phase
 from mxjax.training.step import TrainState
@@ -97,5 +98,5 @@ def summary(
             f"({config.data.tokens_a_step / median:,.0f} tokens/s), {sum(step_times):.1f} s in all"
         )
     if not done:
-        lines.append(f"continue with: train.py --out {run.folder} --resume")
+        lines.append(f"continue with: {command_to_continue(run.folder)}")
     return "\n".join([*lines, f"evaluate it with: python eval.py {run.folder}"])

@@ -21,7 +21,13 @@ from mxjax.training.interruption import Interrupted, Interruption, RunInterrupte
 from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter, in_words
 from mxjax.training.mllog import MLPerfLog
 from mxjax.training.profiling import StepTracer
-from mxjax.training.progress import is_done, is_on_target, owes_evaluation, reaches_target
+from mxjax.training.progress import (
+    command_to_continue,
+    is_done,
+    is_on_target,
+    owes_evaluation,
+    reaches_target,
+)
 from mxjax.training.schedule import Phase, phase_at
 from mxjax.training.step import TrainState, evaluate
 from mxjax.training.watch import Watch
@@ -186,7 +192,7 @@ class Loop:
             self.records.mllog.run_ends(self._sequences(self._step), success)
         elif self._interrupted:
             self.checkpoints.wait()
-            said = f"interrupted after step {self._step}; continue with: train.py {self._continuing()}"
+            said = f"interrupted after step {self._step}; continue with: {command_to_continue(self.folder)}"
             self.records.display.line(said)
             raise RunInterrupted(said)
 
@@ -203,7 +209,7 @@ class Loop:
         if error.amax is not None:
             saved = "The last finite state and the step's batch are"
             if not watch.skips:
-                advice += f", or continue with {self._continuing()} --on-nonfinite skip"
+                advice += f", or continue with {command_to_continue(self.folder)} --on-nonfinite skip"
         return NonFiniteError(
             f"{error}, policy {policy}. {saved} in {folder}; {advice}", error.step, error.amax
         )
@@ -215,7 +221,3 @@ class Loop:
     def _sequences(self, step: int) -> int:
         """Returns how many sequences have been trained on after a step."""
         return step * self.config.data.batch_size
-
-    def _continuing(self) -> str:
-        """Returns the flags that continue the run."""
-        return f"--out {self.folder} --resume"

@@ -1,10 +1,16 @@
-"""How far a run is, by its configuration and metrics.jsonl: whether it owes an evaluation, or is done."""
+"""How far a run is, by its configuration and metrics.jsonl: whether it owes an evaluation, or is done; and
+how it goes on."""
 
 import math
 import pathlib
 
 from mxjax.training.config import Config
 from mxjax.training.metrics import evaluations
+
+
+def command_to_continue(folder: pathlib.Path) -> str:
+    """Returns the command that continues the run in a folder."""
+    return f"train.py --out {folder} --resume"
 
 
 def owes_evaluation(config: Config, folder: pathlib.Path, step: int) -> bool:
