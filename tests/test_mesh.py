@@ -25,10 +25,11 @@ from mxjax.training.processes import join_processes, wait_for_coordinator
 from mxjax.training.schedule import Phase
 
 ROOT = pathlib.Path(__file__).parent.parent
-FIRST, LATER = 1e-6, 5e-3
+FIRST, LATER = 2e-6, 5e-3
 """Of losses and norms of gradients, relative: of the first loss, in which the order of float32 sums alone is
 another; and of all others. There a last bit sometimes flips the rounding of an element, and what follows sees
-it: of all shapes, 14 in 19 agree to 1e-6, and the largest difference is 1e-3."""
+it: of all 247 pairs of a policy and a shape, 179 agree to 1e-6, and the largest difference is 4.4e-3
+(docs/results/mesh-cpu.md)."""
 
 
 def start(arguments, devices=8, **environment):

@@ -1,71 +1,15 @@
 """What the compiled machine code says; the compiler runs in a process without the interpreter."""
 
-import json
-import os
-import re
-import subprocess
-import sys
-
 import pytest
+from code_objects import LLAMA, STEP, build, elements_of, run_aot, starting
 
 from mxjax.kernels import aot, assembly
 
 pytestmark = pytest.mark.slow
 
-LLAMA = ["gemm_1x8192x6144x4096_bfloat16", "gemm_1x4096x6144x8192_float32", "gemm_1x8192x4096x14336_bfloat16"]
 SMALL = ["gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16", "gemm_2x*_tile*"]
-# Activation or gradient and weight, of wgrad_hadamard and full_hadamard.
-STEP = [
-    "quantize_8192x4096_bfloat16_rows_packed_columns_packed-h16",
-    "quantize_8192x4096_bfloat16_rows_packed-h16_columns_packed-h16",
-    "quantize_4096x6144_float32_rows_packed_columns_packed",
-    "quantize_4096x6144_float32_rows_packed-h16_columns_packed-h16",
-]
 SMALL_TENSORS = ["quantize_65x97_*", "quantize_8192x4096_bfloat16_rows_packed_columns_packed-sr"]
 CARRIERS = ["carry_8192x4096_*", "carry_8192x28672_*", "carry_33x96_*", "correct_1x8192x6144x4096_*"]
-
-
-def run(*arguments, env=()):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | dict(env)
-    # One process, as tests run in two already: each imports JAX and Triton.
-    command = [sys.executable, "-m", "mxjax.kernels.aot", "--jobs=1", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-
-def build(out, targets, patterns=()):
-    """Returns the descriptions of builds by name."""
-    done = run(*(f"--target={t}" for t in targets), "--out", out, *(f"--only={name}" for name in patterns))
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
-    assert summary["failed"] == {}
-    found = {(d["target"], d["name"]): d for d in (json.loads(p.read_text()) for p in out.glob("*/*.json"))}
-    assert {(d["target"], d["name"]) for d in summary["builds"]} <= found.keys()
-    assert summary["built"] == len(summary["builds"])
-    return found
-
-
-def starting(opcodes, *prefixes):
-    return {x: n for x, n in opcodes.items() if x.startswith(prefixes)}
-
-
-@pytest.fixture(scope="module")
-def gfx950(tmp_path_factory):
-    """Every build for gfx950."""
-    return {name: d for (_, name), d in build(tmp_path_factory.mktemp("gfx950"), ["gfx950"]).items()}
-
-
-@pytest.fixture(scope="module")
-def gemms(gfx950):
-    found = [d for d in gfx950.values() if d["kernel"] == "gemm_kernel"]
-    assert len(found) == len(aot.list_builds("gemm_builds", "gfx950"))
-    return found
-
-
-@pytest.fixture(scope="module")
-def quantizers(gfx950):
-    found = [d for d in gfx950.values() if d["kernel"] == "quantize_kernel"]
-    assert len(found) == len(aot.list_builds("quantize_builds", "gfx950"))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -73,138 +17,6 @@ def cuda(tmp_path_factory):
     out, patterns = tmp_path_factory.mktemp("cuda"), LLAMA[:1] + SMALL + STEP
     build(out, ["sm_90"], SMALL_TENSORS + CARRIERS)
     return build(out, ["sm_90", "sm_100"], patterns)
-
-
-def test_gfx950_spills_nothing(gfx950):
-    for name, d in gfx950.items():
-        resources = d["resources"]
-        assert resources["vgpr_spills"] == resources["sgpr_spills"] == resources["scratch_bytes"] == 0, name
-        assert d["shared_bytes"] <= 160 * 1024
-        assert resources["waves_per_simd"] >= 1
-        assert "scratch" not in d["whole_kernel"]["classes"]
-
-
-def test_gfx950_multiplies_in_fp4(gemms):
-    for d in gemms:
-        matrix = starting(d["whole_kernel"]["opcodes"], "v_mfma", "v_smfmac", "v_dot")
-        assert list(matrix) == ["v_mfma_scale_f32_16x16x128_f8f6f4"], d["name"]
-
-
-def test_gfx950_gemms_load_words(gemms):
-    """Elements by 16 bytes and scales by 4, each once, from memory; both by 4 or 16 from LDS.
-
-    In the main loop as in what stands before and after it: no byte of a tile is loaded by anything else.
-    """
-    for d in gemms:
-        c, threads = d["constants"], d["block"][0]
-        tile = (c["BLOCK_M"] + c["BLOCK_N"]) * c["BLOCK_K"]  # elements
-        elements, scales = tile // 2 // (16 * threads), tile // 32 // (4 * threads)
-        loops = [d["main_loop"]["opcodes"]] if d["main_loop"]["is_loop"] else []
-        for opcodes in [d["whole_kernel"]["opcodes"], *loops]:
-            loads = starting(opcodes, "global_load", "buffer_load", "flat_load")
-            wide = sum(n for x, n in loads.items() if re.search(r"dwordx4\b", x))
-            narrow = sum(n for x, n in loads.items() if re.search(r"dword\b", x))
-            assert wide + narrow == sum(loads.values()), (d["name"], loads)
-            passes = wide // elements
-            assert (wide, narrow) == (passes * elements, passes * scales), (d["name"], loads)
-            assert passes == 1 or opcodes not in loops
-            reads = starting(opcodes, "ds_read", "ds_load")
-            assert set(reads) <= {"ds_read_b128", "ds_read_b32", "ds_read2st64_b32", "ds_read2_b32"}, d[
-                "name"
-            ]
-
-
-def test_gfx950_scales_are_few_words_of_lds(gemms):
-    """A word has the scales of 32 rows and both halves of k; a wave reads its part of a tile's once."""
-    for d in (d for d in gemms if d["main_loop"]["is_loop"]):
-        rows, columns = d["constants"]["BLOCK_M"] // 32, d["constants"]["BLOCK_N"] // 32
-        splits = [(i, d["warps"] // i) for i in (1, 2, 4, 8) if i <= d["warps"]]
-        opcodes = d["main_loop"]["opcodes"]
-        words = opcodes.get("ds_read_b32", 0) + 2 * opcodes.get("ds_read2st64_b32", 0)
-        assert words == min(rows // i + columns // j for i, j in splits), d["name"]
-
-
-def test_gfx950_main_loop(gemms):
-    """One pass over 256 of k: operands go straight into LDS, and nothing is written there from registers."""
-    loops = [d for d in gemms if d["main_loop"]["is_loop"]]
-    assert {d["name"] for d in loops} >= set(LLAMA)
-    for d in loops:
-        loop = d["main_loop"]
-        tile = d["constants"]["BLOCK_M"] * d["constants"]["BLOCK_N"] * d["constants"]["BLOCK_K"]
-        assert loop["classes"]["matrix"] == tile // (16 * 16 * 128) // d["warps"]
-        assert set(starting(loop["opcodes"], "buffer_load", "global_load")) <= {
-            "buffer_load_dword lds",
-            "buffer_load_dwordx4 lds",
-            "global_load_lds_dword lds",
-            "global_load_lds_dwordx4 lds",
-        }
-        assert not {"global_load", "lds_write", "lds_permute", "scratch"} & set(loop["classes"])
-
-
-def sides_of(d):
-    """Returns form and whether rounding is stochastic of each side that a quantizer writes."""
-    c = d["constants"]
-    sides = [(c[f"{side}_FORM"], c[f"{side}_STOCHASTIC"]) for side in ("ROW", "COLUMN")]
-    return [side for side in sides if side[0]]
-
-
-def elements_of(d):
-    """Returns the elements that a thread of a quantizer takes."""
-    return d["constants"]["BLOCK_R"] * d["constants"]["BLOCK_C"] // d["block"][0]
-
-
-def row_bytes(d):
-    return d["constants"]["C"] * (4 if d["arguments"][0]["dtype"] == "float32" else 2)
-
-
-def test_gfx950_quantizers_convert_by_the_hardware(quantizers):
-    """Each pair of elements that is rounded to nearest; the others, and bfloat16, by no FP4 conversion."""
-    for d in quantizers:
-        pairs = elements_of(d) // 2
-        found = starting(d["whole_kernel"]["opcodes"], "v_cvt_scalef32")
-        wanted = pairs * sum(side == ("packed", False) for side in sides_of(d))
-        assert found == ({"v_cvt_scalef32_pk_fp4_f32": wanted} if wanted else {}), d["name"]
-
-
-def test_gfx950_quantizers_load_16_bytes(quantizers):
-    """All of the tensor where its rows start at multiples of 16 bytes; signs and keys by words or more."""
-    aligned = [d for d in quantizers if row_bytes(d) % 16 == 0]
-    assert len(aligned) > len(quantizers) // 2
-    for d in aligned:
-        c, loads = d["constants"], starting(d["whole_kernel"]["opcodes"], "global_load", "buffer_load")
-        assert not starting(d["whole_kernel"]["opcodes"], "flat_load")
-        wide = sum(loads.pop(f"{space}_load_dwordx4", 0) for space in ("global", "buffer"))
-        wanted = elements_of(d) * row_bytes(d) // c["C"] // 16
-        if c["ROW_SIGNS"] or c["COLUMN_SIGNS"] or c["ROW_STOCHASTIC"] or c["COLUMN_STOCHASTIC"]:
-            assert wide >= wanted, d["name"]
-            assert set(loads) <= {"buffer_load_dword", "global_load_dwordx2"}, (d["name"], loads)
-        else:
-            assert (wide, loads) == (wanted, {}), d["name"]
-
-
-def test_gfx950_quantizers_store_16_bytes(quantizers):
-    """All elements, whose rows are filled up to 16 bytes whatever the shape; the scales are bytes."""
-    for d in quantizers:
-        stores = starting(d["whole_kernel"]["opcodes"], "global_store", "buffer_store", "flat_store")
-        bits = sum({"packed": 4, "bf16": 16}[form] for form, _ in sides_of(d))
-        assert stores.pop("buffer_store_dwordx4") == elements_of(d) * bits // 128, d["name"]
-        assert set(stores) <= {"buffer_store_short", "buffer_store_byte"}
-        assert sum(stores.values()) <= 2 * len(sides_of(d)), d["name"]
-
-
-LIMITS = [(5, 18), (4, 22), (5, 13), (4, 24)]  # of STEP: waves a SIMD, instructions an element
-
-
-@pytest.mark.parametrize(
-    ("name", "waves", "limit"), [(name, *limits) for name, limits in zip(STEP, LIMITS, strict=True)]
-)
-def test_gfx950_quantizer_is_short(gfx950, name, waves, limit):
-    d = gfx950[name]
-    assert d["resources"]["waves_per_simd"] >= waves
-    assert sum(d["whole_kernel"]["opcodes"].values()) <= limit * elements_of(d)
-    assert starting(d["whole_kernel"]["opcodes"], "buffer_store_short", "buffer_store_byte") == {
-        "buffer_store_short": 2
-    }
 
 
 def test_cuda_spills_nothing(cuda):
@@ -283,16 +95,16 @@ def test_builds_have_names_of_their_own(target):
 
 
 def test_unknown_target_names_those_there_are(tmp_path):
-    done = run("--target", "gfx000", "--out", tmp_path)
+    done = run_aot("--target", "gfx000", "--out", tmp_path)
     assert done.returncode != 0
     assert "gfx950, sm_90, sm_100" in done.stderr
 
 
 def test_refuses_the_interpreter_and_unknown_names(tmp_path):
-    done = run("--target", "gfx950", "--out", tmp_path, env={"TRITON_INTERPRET": "1"})
+    done = run_aot("--target", "gfx950", "--out", tmp_path, env={"TRITON_INTERPRET": "1"})
     assert done.returncode != 0
     assert "TRITON_INTERPRET" in done.stderr
-    done = run("--target", "gfx950", "--out", tmp_path, "--only", "nothing")
+    done = run_aot("--target", "gfx950", "--out", tmp_path, "--only", "nothing")
     assert done.returncode != 0
     assert "nothing" in done.stderr
 

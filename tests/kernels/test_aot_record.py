@@ -2,17 +2,15 @@
 
 import importlib
 import json
-import os
-import pathlib
 import re
 import struct
 import subprocess
-import sys
 
 import jax
 import msgpack
 import numpy as np
 import pytest
+from code_objects import DOCUMENT, build, documented
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -20,8 +18,6 @@ from mxjax.kernels import aot, aot_record
 from mxjax.kernels.launch import triton_call
 
 pytestmark = pytest.mark.slow
-
-DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "kernels-aot.md"
 
 LARGE = ["gemm_1x8192x6144x4096_bfloat16", "quantize_8192x4096_bfloat16_rows_packed_columns_packed-h16"]
 GEMMS = [f"gemm_{shape}" for shape in ("1x5x7x96_float32", "1x65x33x288_bfloat16", "3x17x130x544_float32")]
@@ -40,13 +36,8 @@ INTERPRETED = {"CONVERT": "software", "NATIVE": False}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("aot")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     for target, patterns in PATTERNS.items():
-        command = [sys.executable, "-m", "mxjax.kernels.aot", "--jobs=1", "--out", str(out)]
-        command += ["--target", target]
-        command += [f"--only={name}" for name in patterns]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
+        build(out, [target], patterns)
     return out
 
 
@@ -57,13 +48,6 @@ def records(folder, target, pattern="*"):
     ]
     assert found
     return found
-
-
-def documented():
-    """Returns the functions in docs/kernels-aot.md, which are those of whoever has the files alone."""
-    names = {}
-    exec(re.search(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[1], names)
-    return names
 
 
 def addresses_of(record):
@@ -248,12 +232,6 @@ def assert_computes_its_reference(record):
         assert given["agrees"](record, names, a["name"], memory) is True, a["name"]
         other = bytes(255 - x for x in memory)
         assert given["agrees"](record, names, a["name"], other) is False, a["name"]
-
-
-@pytest.mark.parametrize("pattern", [*GEMMS, *QUANTIZERS])
-def test_gfx950_kernels_compute_their_references(folder, pattern):
-    for _, record in records(folder, "gfx950", pattern):
-        assert_computes_its_reference(record)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,134 @@
+"""The instructions that move data between registers, LDS and global memory.
+
+Each reads its registers at once. What it does with them is returned, to be done by the time it is waited for.
+"""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from gfx950.assembly import M0, Instruction
+from gfx950.wave import U32, Wave
+
+
+def words_of(wave: Wave, first: int, size: int) -> np.ndarray:
+    """Returns uint8[64, size] from the registers from `first` on."""
+    count = -(-size // 4)
+    words = np.ascontiguousarray(wave.v[first : first + count].T)
+    return words.view(np.uint8)[:, :size]
+
+
+def write_words(wave: Wave, first: int, data: np.ndarray, mask: np.ndarray) -> None:
+    """Writes uint8[64, size] to registers, narrow ones with zeros above."""
+    size = data.shape[1]
+    filled = np.zeros((64, -(-size // 4) * 4), np.uint8)
+    filled[:, :size] = data
+    for i, word in enumerate(filled.view(U32).T):
+        np.copyto(wave.v[first + i], word, where=mask)
+
+
+def size_of(opcode: str) -> int:
+    """Returns the bytes a lane that an opcode moves."""
+    if wide := re.search(r"dword(?:x(\d))?$", opcode):
+        return 4 * int(wide[1] or 1)
+    narrow = {"ubyte": 1, "byte": 1, "ushort": 2, "short": 2}
+    return narrow[opcode.rsplit("_", 1)[1]]
+
+
+def load(memory, addresses: np.ndarray, size: int, mask: np.ndarray) -> np.ndarray:
+    data = np.zeros((64, size), np.uint8)
+    if mask.any():
+        data[mask] = memory.load(addresses[mask], size)
+    return data
+
+
+def into_lds(wave: Wave, i: Instruction, size: int) -> Callable[[np.ndarray], None]:
+    """Returns what writes lane n's bytes to n times their number past the 18 bits of M0."""
+    assert not i.integer("offset"), i.text
+    places, mask = (wave.s[M0] & 0x3FFFF) + size * np.arange(64), wave.lanes
+    return lambda data: wave.lds.store(places[mask], data[mask])
+
+
+def buffer(wave: Wave, i: Instruction) -> Callable[[], None]:
+    """Offsets past the descriptor's size give zeros and store nothing."""
+    *data, offsets, descriptor, scalar_offset = i.operands
+    base = wave.read_scalar(descriptor, 2) & (2**48 - 1)
+    stride = wave.s[descriptor.index + 1] >> 16 & 0x3FFF
+    records = wave.s[descriptor.index + 2]
+    assert "offen" in i.modifiers, i.text
+    assert stride == 0, i.text
+    within = wave.v[offsets.index].astype(np.int64) + i.integer("offset")
+    added = wave.read_scalar(scalar_offset, 1)
+    inside = within + size_of(i.opcode) <= records - added
+    return transfer(wave, i, data, base + within + added, inside)
+
+
+def through_global(wave: Wave, i: Instruction) -> Callable[[], None]:
+    *data, address, base = i.operands
+    if base.kind == "s":
+        addresses = wave.read_scalar(base, 2) + wave.v[address.index].astype(np.int64)
+    else:
+        addresses = wave.read(address, "w").astype(np.int64)
+    return transfer(wave, i, data, addresses + i.integer("offset"), np.ones(64, bool))
+
+
+def transfer(
+    wave: Wave, i: Instruction, data, addresses: np.ndarray, inside: np.ndarray
+) -> Callable[[], None]:
+    size, lanes = size_of(i.opcode), wave.lanes
+    mask = lanes & inside
+    if "store" in i.opcode:
+        values = words_of(wave, data[0].index, size)[mask]
+        return lambda: wave.memory.store(addresses[mask], values)
+    if "lds" in i.modifiers or "_lds_" in i.opcode:
+        store = into_lds(wave, i, size)
+        return lambda: store(load(wave.memory, addresses, size, mask))
+    first = data[0].index
+    return lambda: write_words(wave, first, load(wave.memory, addresses, size, mask), lanes)
+
+
+def permute(wave: Wave, i: Instruction) -> Callable[[], None]:
+    to, address, source = i.operands
+    lanes = (wave.v[address.index] + U32(i.integer("offset"))) // U32(4) % U32(64)
+    mask, values = wave.lanes, np.where(wave.lanes, wave.v[source.index], U32(0))[lanes]
+    return lambda: np.copyto(wave.v[to.index], values, where=mask)
+
+
+def share(wave: Wave, i: Instruction) -> Callable[[], None]:
+    """LDS: one place an instruction, or two, whose offsets count elements, or 64 of them."""
+    name = re.fullmatch(r"ds_(read|write)(2?)(st64)?_[bu](\d+)(_d16_hi)?", i.opcode)
+    assert name, i.text
+    kind, two, far, bits, high = name.groups()
+    size = int(bits) // 8
+    address, values = (i.operands[1], i.operands[:1]) if kind == "read" else (i.operands[0], i.operands[1:])
+    unit = size * (64 if far else 1)
+    offsets = [i.integer("offset")]
+    if two:
+        offsets = [unit * i.integer("offset0"), unit * i.integer("offset1")]
+    places = [wave.v[address.index].astype(np.int64) + offset for offset in offsets]
+    mask = wave.lanes
+
+    def write(taken):
+        for place, data in zip(places, taken, strict=True):
+            wave.lds.store(place[mask], data[mask])
+
+    def read():
+        for n, place in enumerate(places):
+            data = load(wave.lds, place, size, mask)
+            write_words(wave, values[0].index + n * size // 4, data, mask)
+
+    if kind == "read":
+        return read
+    whole = [words_of(wave, o.index, 4 if high else size).copy() for o in values]
+    return lambda: write([data[:, 2:] if high else data for data in whole])
+
+
+def run(wave: Wave, i: Instruction) -> None:
+    if i.opcode == "ds_bpermute_b32":
+        wave.later("lgkmcnt", permute(wave, i))
+    elif i.opcode.startswith("ds_"):
+        wave.later("lgkmcnt", share(wave, i))
+    else:
+        move = buffer if i.opcode.startswith("buffer_") else through_global
+        wave.later("vmcnt", move(wave, i))

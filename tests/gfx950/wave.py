@@ -1,0 +1,78 @@
+"""The registers of a wave of 64 lanes."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from gfx950.assembly import EXEC, Operand
+from gfx950.memory import Memory
+
+U32, U64, LANES = np.uint32, np.uint64, 64
+VIEWS = {"u": np.uint32, "i": np.int32, "f": np.float32}
+
+
+class Wave:
+    """A wave's registers: v of uint32[512, 64], s of integers, SCC; `lanes` is the mask of EXEC.
+
+    Transfers are done at once, or, if the wave is `lazy`, only when it waits for them: code that is right
+    gives the same either way.
+    """
+
+    def __init__(self, memory: Memory, lds: Memory, lazy: bool):
+        self.memory, self.lds, self.lazy, self.scc, self.place = memory, lds, lazy, False, 0
+        self.pending: dict[str, list[Callable[[], None]]] = {"vmcnt": [], "lgkmcnt": []}
+        noise = np.random.default_rng(2)  # what nothing has written must not matter
+        self.v = noise.integers(0, 2**32, (512, LANES), U32)
+        self.s = [int(x) for x in noise.integers(0, 2**32, 128)]
+        self.write_scalar(EXEC, 2**64 - 1, 2)
+
+    def later(self, counter: str, effect: Callable[[], None]) -> None:
+        self.pending[counter].append(effect)
+        if not self.lazy:
+            self.wait(counter, 0)
+
+    def wait(self, counter: str, most: int) -> None:
+        """Does the oldest transfers until at most so many are left."""
+        pending = self.pending[counter]
+        while len(pending) > most:
+            pending.pop(0)()
+
+    def read_scalar(self, o: Operand, words: int) -> int:
+        if o.kind == "constant":
+            return o.value & (2 ** (32 * words) - 1)
+        assert o.kind == "s", o
+        return sum(self.s[o.index + i] << (32 * i) for i in range(words))
+
+    def write_scalar(self, index: int, value: int, words: int) -> None:
+        for i in range(words):
+            self.s[index + i] = value >> (32 * i) & (2**32 - 1)
+        if index == EXEC:
+            self.lanes = as_mask(value)
+
+    def read(self, o: Operand, kind: str) -> np.ndarray:
+        """Returns an operand's values of [64] as a kind in arithmetic.OPERATIONS."""
+        if kind == "w":
+            if o.kind == "v":
+                return self.v[o.index].astype(U64) | (self.v[o.index + 1].astype(U64) << U64(32))
+            return np.full(LANES, self.read_scalar(o, 2), U64)
+        bits = self.v[o.index] if o.kind == "v" else np.full(LANES, self.read_scalar(o, 1), U32)
+        values = bits.view(VIEWS[kind])
+        if kind == "f":
+            values = np.abs(values) if o.absolute else values
+            values = -values if o.negative else values
+        return values
+
+    def write(self, index: int, values: np.ndarray) -> None:
+        """Writes words, or pairs of them, in the lanes that EXEC names."""
+        if values.dtype == U64:
+            self.write(index + 1, (values >> U64(32)).astype(U32))
+            values = values.astype(U32)
+        np.copyto(self.v[index], np.asarray(values).view(U32), where=self.lanes)
+
+    def write_mask(self, o: Operand, mask: np.ndarray) -> None:
+        bits = np.packbits(mask & self.lanes, bitorder="little").tobytes()
+        self.write_scalar(o.index, int.from_bytes(bits, "little"), 2)
+
+
+def as_mask(value: int) -> np.ndarray:
+    return np.unpackbits(np.frombuffer(value.to_bytes(8, "little"), np.uint8), bitorder="little").astype(bool)

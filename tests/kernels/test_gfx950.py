@@ -1,0 +1,213 @@
+"""What gfx950's machine code says, and what it computes when run by the emulator in tests/gfx950."""
+
+import fnmatch
+import re
+
+import numpy as np
+import pytest
+from code_objects import LLAMA, STEP, build, documented, elements_of, starting
+from gfx950 import machine
+from gfx950.memory import BASE, Memory
+
+from mxjax.kernels import aot
+
+pytestmark = pytest.mark.slow
+
+
+# What the emulator takes seconds for, in shapes with edges.
+SHAPES = ["1x1x1x32", "1x5x7x96", "1x64x64x256", "1x65x33x288", "1x256x256x512", "1x1100x70x32"]
+GEMMS = ["gemm_2x*_tile*", *(f"gemm_{shape}_*" for shape in [*SHAPES, "3x17x130x544"])]
+TENSORS = ["1x1", "1x33", "32x32", "33x1", "65x97", "3x40x70", "256x256"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("aot")
+
+
+@pytest.fixture(scope="module")
+def gfx950(folder):
+    """Every build for gfx950."""
+    return {name: d for (_, name), d in build(folder, ["gfx950"]).items()}
+
+
+@pytest.fixture(scope="module")
+def gemms(gfx950):
+    found = [d for d in gfx950.values() if d["kernel"] == "gemm_kernel"]
+    assert len(found) == len(aot.list_builds("gemm_builds", "gfx950"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def quantizers(gfx950):
+    found = [d for d in gfx950.values() if d["kernel"] == "quantize_kernel"]
+    assert len(found) == len(aot.list_builds("quantize_builds", "gfx950"))
+    return found
+
+
+def test_spills_nothing(gfx950):
+    for name, d in gfx950.items():
+        resources = d["resources"]
+        assert resources["vgpr_spills"] == resources["sgpr_spills"] == resources["scratch_bytes"] == 0, name
+        assert d["shared_bytes"] <= 160 * 1024
+        assert resources["waves_per_simd"] >= 1
+        assert "scratch" not in d["whole_kernel"]["classes"]
+
+
+def test_multiplies_in_fp4(gemms):
+    for d in gemms:
+        matrix = starting(d["whole_kernel"]["opcodes"], "v_mfma", "v_smfmac", "v_dot")
+        assert list(matrix) == ["v_mfma_scale_f32_16x16x128_f8f6f4"], d["name"]
+
+
+def test_gemms_load_words(gemms):
+    """Elements by 16 bytes and scales by 4, each once, from memory; both by 4 or 16 from LDS.
+
+    In the main loop as in what stands before and after it: no byte of a tile is loaded by anything else.
+    """
+    for d in gemms:
+        c, threads = d["constants"], d["block"][0]
+        tile = (c["BLOCK_M"] + c["BLOCK_N"]) * c["BLOCK_K"]  # elements
+        elements, scales = tile // 2 // (16 * threads), tile // 32 // (4 * threads)
+        loops = [d["main_loop"]["opcodes"]] if d["main_loop"]["is_loop"] else []
+        for opcodes in [d["whole_kernel"]["opcodes"], *loops]:
+            loads = starting(opcodes, "global_load", "buffer_load", "flat_load")
+            wide = sum(n for x, n in loads.items() if re.search(r"dwordx4\b", x))
+            narrow = sum(n for x, n in loads.items() if re.search(r"dword\b", x))
+            assert wide + narrow == sum(loads.values()), (d["name"], loads)
+            passes = wide // elements
+            assert (wide, narrow) == (passes * elements, passes * scales), (d["name"], loads)
+            assert passes == 1 or opcodes not in loops
+            reads = starting(opcodes, "ds_read", "ds_load")
+            assert set(reads) <= {"ds_read_b128", "ds_read_b32", "ds_read2st64_b32", "ds_read2_b32"}, d[
+                "name"
+            ]
+
+
+def test_scales_are_few_words_of_lds(gemms):
+    """A word has the scales of 32 rows and both halves of k; a wave reads its part of a tile's once."""
+    for d in (d for d in gemms if d["main_loop"]["is_loop"]):
+        rows, columns = d["constants"]["BLOCK_M"] // 32, d["constants"]["BLOCK_N"] // 32
+        splits = [(i, d["warps"] // i) for i in (1, 2, 4, 8) if i <= d["warps"]]
+        opcodes = d["main_loop"]["opcodes"]
+        words = opcodes.get("ds_read_b32", 0) + 2 * opcodes.get("ds_read2st64_b32", 0)
+        assert words == min(rows // i + columns // j for i, j in splits), d["name"]
+
+
+def test_main_loop(gemms):
+    """One pass over 256 of k: operands go straight into LDS, and nothing is written there from registers."""
+    loops = [d for d in gemms if d["main_loop"]["is_loop"]]
+    assert {d["name"] for d in loops} >= set(LLAMA)
+    for d in loops:
+        loop = d["main_loop"]
+        tile = d["constants"]["BLOCK_M"] * d["constants"]["BLOCK_N"] * d["constants"]["BLOCK_K"]
+        assert loop["classes"]["matrix"] == tile // (16 * 16 * 128) // d["warps"]
+        assert set(starting(loop["opcodes"], "buffer_load", "global_load")) <= {
+            "buffer_load_dword lds",
+            "buffer_load_dwordx4 lds",
+            "global_load_lds_dword lds",
+            "global_load_lds_dwordx4 lds",
+        }
+        assert not {"global_load", "lds_write", "lds_permute", "scratch"} & set(loop["classes"])
+
+
+def sides_of(d):
+    """Returns form and whether rounding is stochastic of each side that a quantizer writes."""
+    c = d["constants"]
+    sides = [(c[f"{side}_FORM"], c[f"{side}_STOCHASTIC"]) for side in ("ROW", "COLUMN")]
+    return [side for side in sides if side[0]]
+
+
+def row_bytes(d):
+    return d["constants"]["C"] * (4 if d["arguments"][0]["dtype"] == "float32" else 2)
+
+
+def test_quantizers_convert_by_the_hardware(quantizers):
+    """Each pair of elements that is rounded to nearest; the others, and bfloat16, by no FP4 conversion."""
+    for d in quantizers:
+        pairs = elements_of(d) // 2
+        found = starting(d["whole_kernel"]["opcodes"], "v_cvt_scalef32")
+        wanted = pairs * sum(side == ("packed", False) for side in sides_of(d))
+        assert found == ({"v_cvt_scalef32_pk_fp4_f32": wanted} if wanted else {}), d["name"]
+
+
+def test_quantizers_load_16_bytes(quantizers):
+    """All of the tensor where its rows start at multiples of 16 bytes; signs and keys by words or more."""
+    aligned = [d for d in quantizers if row_bytes(d) % 16 == 0]
+    assert len(aligned) > len(quantizers) // 2
+    for d in aligned:
+        c, loads = d["constants"], starting(d["whole_kernel"]["opcodes"], "global_load", "buffer_load")
+        assert not starting(d["whole_kernel"]["opcodes"], "flat_load")
+        wide = sum(loads.pop(f"{space}_load_dwordx4", 0) for space in ("global", "buffer"))
+        wanted = elements_of(d) * row_bytes(d) // c["C"] // 16
+        if c["ROW_SIGNS"] or c["COLUMN_SIGNS"] or c["ROW_STOCHASTIC"] or c["COLUMN_STOCHASTIC"]:
+            assert wide >= wanted, d["name"]
+            assert set(loads) <= {"buffer_load_dword", "global_load_dwordx2"}, (d["name"], loads)
+        else:
+            assert (wide, loads) == (wanted, {}), d["name"]
+
+
+def test_quantizers_store_16_bytes(quantizers):
+    """All elements, whose rows are filled up to 16 bytes whatever the shape; the scales are bytes."""
+    for d in quantizers:
+        stores = starting(d["whole_kernel"]["opcodes"], "global_store", "buffer_store", "flat_store")
+        bits = sum({"packed": 4, "bf16": 16}[form] for form, _ in sides_of(d))
+        assert stores.pop("buffer_store_dwordx4") == elements_of(d) * bits // 128, d["name"]
+        assert set(stores) <= {"buffer_store_short", "buffer_store_byte"}
+        assert sum(stores.values()) <= 2 * len(sides_of(d)), d["name"]
+
+
+LIMITS = [(5, 18), (4, 22), (5, 13), (4, 24)]  # of STEP: waves a SIMD, instructions an element
+
+
+@pytest.mark.parametrize(
+    ("name", "waves", "limit"), [(name, *limits) for name, limits in zip(STEP, LIMITS, strict=True)]
+)
+def test_quantizer_is_short(gfx950, name, waves, limit):
+    d = gfx950[name]
+    assert d["resources"]["waves_per_simd"] >= waves
+    assert sum(d["whole_kernel"]["opcodes"].values()) <= limit * elements_of(d)
+    assert starting(d["whole_kernel"]["opcodes"], "buffer_store_short", "buffer_store_byte") == {
+        "buffer_store_short": 2
+    }
+
+
+def place(record, names):
+    """Returns memory with a record's inputs, the addresses of its arrays and that of its arguments."""
+    arrays = [a for a in record["arguments"] if not a["output"] or a["written"]]
+    memory = Memory(BASE, sum(a["bytes"] + 8192 for a in arrays) + 16384)
+    # Nothing may be read or written where a side is left out.
+    addresses = {a["name"]: 2**44 for a in record["arguments"]}
+    for a in arrays:
+        addresses[a["name"]] = memory.allocate(a["bytes"], a["alignment"])
+        if not a["output"]:
+            data = np.ascontiguousarray(names[a["name"]]).view(np.uint8).reshape(-1)
+            memory.at(addresses[a["name"]], a["bytes"])[:] = data
+    segment = documented()["kernarg"](record, addresses)
+    kernarg = memory.allocate(len(segment), 16)
+    memory.at(kernarg, len(segment))[:] = np.frombuffer(segment, np.uint8)
+    return memory, addresses, kernarg
+
+
+def assert_writes_its_reference(record, text, **options):
+    given = documented()
+    names = given["reference"](record)
+    memory, addresses, kernarg = place(record, names)
+    machine.run(record, text, memory, kernarg, **options)
+    for a in record["arguments"]:
+        if a["output"] and a["written"]:
+            written = memory.at(addresses[a["name"]], a["bytes"]).tobytes()
+            assert given["agrees"](record, names, a["name"], written) is True, a["name"]
+            other = bytes(255 - x for x in written)
+            assert given["agrees"](record, names, a["name"], other) is False, a["name"]
+
+
+@pytest.mark.parametrize("pattern", [*GEMMS, *(f"quantize_{shape}_*" for shape in TENSORS)])
+def test_code_objects_write_their_references(gfx950, folder, pattern):
+    """Begun at either entry, and with transfers done at once or as late as the code waits for them."""
+    names = fnmatch.filter(gfx950, pattern)
+    assert names
+    for name in names:
+        text = (folder / "gfx950" / f"{name}.amdgcn").read_text()
+        assert_writes_its_reference(gfx950[name], text)
+        assert_writes_its_reference(gfx950[name], text, preloaded=True, lazy=True)
