@@ -1,6 +1,7 @@
 """Trains a Llama in the precision that a policy names: `python train.py --policy=wgrad_hadamard`."""
 
 import pathlib
+import signal
 import sys
 import time
 
@@ -74,7 +75,8 @@ def begin_or_continue(
         resumes = config.resume and checkpoints.latest is not None
         state, shardings = initial_state(run, optimizer, None if resumes else config.init)
         if resumes:
-            state, position = checkpoints.restore(state)
+            with input_errors():
+                state, position = checkpoints.restore(state)
             if position is not None:
                 stream.set_state(position)
         records = open_records(run, state, began)
@@ -192,7 +194,7 @@ def make_reporter(run: Run, records: Records) -> StepReporter:
 if __name__ == "__main__":
     try:
         train(parse())
-    except RunInterrupted:
-        pass  # said already, and nothing is lost
+    except RunInterrupted:  # said already, and nothing is lost
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # that another process passes on once more
     except (NonFiniteError, CheckpointError, ProcessError) as error:
         sys.exit(f"train.py: error: {error}")

@@ -92,11 +92,12 @@ def summary(
     what = "final" if done else f"stopped after step {step} of {config.steps}:"
     lines = [f"{what} {in_words(evaluation)} (unigram entropy {run.corpus.unigram_entropy():.4f})"]
     if step_times:
-        median = statistics.median(step_times)
-        lines.append(
-            f"first step after {step_times[0]:.1f} s, then {median:.3f} s a step "
-            f"({config.data.tokens_a_step / median:,.0f} tokens/s), {sum(step_times):.1f} s in all"
-        )
+        compiling, *later = step_times
+        then = ""
+        if later:
+            median = statistics.median(later)
+            then = f"then {median:.3f} s a step ({config.data.tokens_a_step / median:,.0f} tokens/s), "
+        lines.append(f"first step after {compiling:.1f} s, {then}{sum(step_times):.1f} s in all")
     if not done:
         lines.append(f"continue with: {command_to_continue(run.folder)}")
     return "\n".join([*lines, f"evaluate it with: python eval.py {run.folder}"])

@@ -62,6 +62,19 @@ def test_nothing_to_restore_is_an_error(tmp_path, state):
             checkpoints.restore_params(state.params)
 
 
+def test_a_checkpoint_of_another_model_is_said_to_be_one(tmp_path, state):
+    save(tmp_path, state, 1)
+    name, *_ = state.params
+    longer = jax.tree.map(lambda x: np.zeros((*x.shape, 1)), state.params[name])
+    fewer = {key: value for key, value in state.params.items() if key != name}
+    with Checkpoints(tmp_path) as checkpoints:
+        for params, found in ((state.params | {name: longer}, "not \\("), (fewer, "not None")):
+            with pytest.raises(ValueError, match=f"{name}.* has shape .* {found}"):
+                checkpoints.restore(state._replace(params=params))
+            with pytest.raises(ValueError, match="Put back"):
+                checkpoints.restore_params(params)
+
+
 def save(folder, state, *steps):
     with Checkpoints(folder) as checkpoints:
         for step in steps:

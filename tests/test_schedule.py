@@ -80,6 +80,7 @@ def test_named_schedules_resolve(name):
         ("wgrad; fp8", "'fp8' is no later policy; write 'POLICY; POLICY from WHEN'"),
         ("wgrad; ", "'' is no later policy"),
         ("wgrad from 3", "unknown policy 'wgrad from 3'"),
+        ("heel", "there is also the schedule heal"),
         ("wgrad; fp8 from 0", "'from 0' must be a step, 1 or more, or a part of the run between 0 and 1"),
         ("wgrad; fp8 from 1.5", "'from 1.5' must be a step"),
         ("wgrad; fp8 from 0.0", "'from 0.0' must be a step"),

@@ -242,7 +242,7 @@ def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(training_program.StepReporter, "step", step_and_signal)
-        with pytest.raises(RunInterrupted, match=r"interrupted after step \d; continue with: train.py --out"):
+        with pytest.raises(RunInterrupted, match=r"interrupted after step \d; continue with: python"):
             run(text, out, "--policy", "full_sr", "--eval-every", "3")
     resume(out)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
@@ -282,7 +282,7 @@ def test_the_end_says_what_was_done_and_what_remains(text, tmp_path, capsys):
     run(text, out, "--policy", "bf16", "--stop-after", "4", "--eval-every", "3")
     printed = said()
     assert any(line.startswith("stopped after step 4 of 6: eval loss") for line in printed)
-    assert f"continue with: train.py --out {out} --resume" in printed
+    assert f"continue with: python train.py --out {out} --resume" in printed
     resume(out, "--stop-after", "4")
     assert said()[-1] == f"nothing left to do: the run in {out} stands after step 4 already"
     resume(out)

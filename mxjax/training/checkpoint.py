@@ -126,12 +126,13 @@ class Checkpoints:
         Damage is not looked for: see `damage.set_aside_damaged`.
 
         Raises:
-          ValueError: there is no checkpoint.
+          ValueError: there is no checkpoint, or it is of another model.
         """
         if self.latest is None:
             raise ValueError(f"no checkpoint in {self._folder}; start a new run")
         if not (self._folder / str(self.latest) / "rest").exists():
             return like._replace(params=self.restore_params(like.params)), None
+        self._check_model(self.latest, like.params)
         found = self._manager.restore(
             self.latest,
             args=ocp.args.Composite(
@@ -146,18 +147,33 @@ class Checkpoints:
         """Returns the parameters alone, of the newest step or the one named.
 
         Raises:
-          ValueError: no such step, or its files are damaged; the message lists those there are.
+          ValueError: no such step, or its files are damaged, and the message lists those there are; or it is
+            of another model.
         """
         steps = self._manager.all_steps()
         if not steps or step not in (None, *steps):
             raise ValueError(f"no checkpoint of step {step}; there are {sorted(steps) or 'none'}")
-        step = self.latest if step is None else step
+        step = max(steps) if step is None else step
         folder = self._folder / str(step)
         if problems := find_problems(folder):
             others = sorted(set(steps) - {step}) or "none"
             raise ValueError(f"{describe_damage(folder, problems)}; others are {others}")
+        self._check_model(step, like)
         args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
         return self._manager.restore(step, args=args)["params"]
+
+    def _check_model(self, step: int, like: Any) -> None:
+        """Raises ValueError unless a checkpoint's parameters have the names and shapes of `like`."""
+        folder, handler = self._manager.directory / str(step), ocp.StandardCheckpointHandler()
+        saved, wanted = _shapes(handler.metadata(folder / "params")), _shapes(like)
+        handler.close()
+        if other := sorted(name for name in saved.keys() | wanted if saved.get(name) != wanted.get(name)):
+            name = other[0]
+            raise ValueError(
+                f"checkpoint {folder} is not of the model that config.json beside it describes: {name} has "
+                f"shape {saved.get(name)}, not {wanted.get(name)}; {len(other) - 1} more differ. Put "
+                "back the config.json that it was written with"
+            )
 
     def _write_manifest(self) -> None:
         """Is called, by one process, between writing a checkpoint and renaming it."""
@@ -200,6 +216,11 @@ class Checkpoints:
             f"the checkpoint of step {step} could not be saved in {self._folder}, where {decimal(free)} are "
             f"free; it takes up to {decimal(size)}; {last}. Make room and continue with --resume. {cause}"
         ) from cause
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): tuple(x.shape) for path, x in leaves}
 
 
 def save_params(folder: pathlib.Path, params: Any) -> None:

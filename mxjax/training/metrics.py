@@ -78,6 +78,7 @@ class Display:
             MofNCompleteColumn(),
             console=self._console,
             disable=not sys.stdout.isatty(),
+            transient=True,  # what is said last stands below all else
         )
         self._task = self._bar.add_task("compiling", total=steps, completed=start)
 

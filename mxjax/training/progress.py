@@ -3,6 +3,7 @@ how it goes on."""
 
 import math
 import pathlib
+import shlex
 
 from mxjax.training.config import Config
 from mxjax.training.metrics import evaluations
@@ -10,7 +11,7 @@ from mxjax.training.metrics import evaluations
 
 def command_to_continue(folder: pathlib.Path) -> str:
     """Returns the command that continues the run in a folder."""
-    return f"train.py --out {folder} --resume"
+    return f"python train.py --out {shlex.quote(str(folder))} --resume"
 
 
 def owes_evaluation(config: Config, folder: pathlib.Path, step: int) -> bool:

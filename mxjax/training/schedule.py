@@ -50,8 +50,13 @@ def parse_schedule(text: str, steps: int) -> tuple[tuple[int, str], ...]:
                 "e.g. 'wgrad_hadamard; fp8 from 0.82'"
             )
         phases.append((_first_step(later[2], steps, text), later[1]))
-    for _, name in phases:
-        get_policy(name)
+    try:
+        for _, name in phases:
+            get_policy(name)
+    except ValueError as error:
+        raise ValueError(
+            f"--policy {text!r}: {error}; there is also the schedule {', '.join(SCHEDULES)}"
+        ) from None
     for (before, _), (after, name) in itertools.pairwise(phases):
         if not before < after <= steps:
             raise ValueError(

@@ -3,6 +3,7 @@
 import fnmatch
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 from code_objects import LLAMA, STEP, build, documented, elements_of, starting
@@ -211,3 +212,28 @@ def test_code_objects_write_their_references(gfx950, folder, pattern):
         text = (folder / "gfx950" / f"{name}.amdgcn").read_text()
         assert_writes_its_reference(gfx950[name], text)
         assert_writes_its_reference(gfx950[name], text, preloaded=True, lazy=True)
+
+
+def test_a_work_group_of_a_llama_gemm(gfx950, folder):
+    """Sixteen passes through the main loop: nothing but a tile is written, and that is right."""
+    record = gfx950[LLAMA[0]]
+    expected = record["reference"]["expected"]
+    names = documented()["reference"](record | {"reference": record["reference"] | {"expected": {}}})
+    memory, addresses, kernarg = place(record, names)
+    before = memory.bytes.copy()
+    text = (folder / "gfx950" / f"{LLAMA[0]}.amdgcn").read_text()
+    machine.run(record, text, memory, kernarg, lazy=True, groups=[(0, 0, record["grid"][0] // 2 + 1)])
+
+    [out] = [a for a in record["arguments"] if a["output"]]
+    first, shape = addresses["out"] - BASE, out["shape"][1:]
+    changed = memory.bytes != before
+    written = changed[first : first + out["bytes"]].reshape(*shape, 2).any(axis=-1)
+    assert written.sum() == changed.reshape(-1, 2).any(axis=-1).sum()
+    rows, columns = (slice(found.min(), found.max() + 1) for found in np.nonzero(written))
+    tile = memory.at(addresses["out"], out["bytes"]).view(ml_dtypes.bfloat16).reshape(shape)[rows, columns]
+    assert tile.shape == (record["constants"]["BLOCK_M"], record["constants"]["BLOCK_N"])
+    for name, part in (("lhs", rows), ("rhs", columns)):
+        names |= {x: names[x][:, part] for x in (name, f"{name}_bytes")}
+    for name in ("lhs_values", "rhs_values", "exact", "out"):
+        names[name] = eval(expected[name], names)
+    np.testing.assert_array_equal(tile, names["out"][0])
