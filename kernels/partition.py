@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 Axis = tuple[str, dict[str, int], list[str]]
 """How a rule writes an axis; the sizes of the factors of compounds; the factors that stay whole."""
@@ -41,7 +41,8 @@ def partitioned(
         of_results = [_sharding(mesh, axes, cuts) for axes in results_rule]
 
         def on_part(*parts):
-            return run(*parts, cuts.get(summed, ())) if summed else run(*parts)
+            with use_abstract_mesh(AbstractMesh((), ())):  # a part is whole to who holds it
+                return run(*parts, cuts.get(summed, ())) if summed else run(*parts)
 
         structure = jax.tree.structure(results)
         return mesh, on_part, jax.tree.unflatten(structure, of_results), tuple(of_arguments)

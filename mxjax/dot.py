@@ -12,8 +12,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from mxjax.gemm import explicit_sharding, multiply, prepare
-from mxjax.layout import Layout, as_stored
+from mxjax.gemm import multiply, prepare
+from mxjax.layout import Layout, as_stored, on_auto_axes
 from mxjax.operands import as_backward_sees, first_order_only, fold, uses_of
 from mxjax.packed import Packed
 from mxjax.plan import ON_PACKED, Implementation, Plan, plan
@@ -66,13 +66,14 @@ def dot(
 
     Special values: a block with NaN or infinity makes the results that it enters NaN.
     Sharding: works on meshes with Auto and with Explicit axes and gives the values of one device; with
-      Explicit axes the gradients have the shardings of x and w.
+      Explicit axes the result is cut up as the tokens of x are, and, by the mesh axes that do not cut those,
+      as d_out of w is; the gradients have the shardings of x and w.
     Raises:
       ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
         random bits without a key.
       TypeError: x, w or the result's dtype is not floating point.
-      NotImplementedError: an implementation that does not run here, or does not take the policy's formats or
-        a mesh with Explicit axes; a second derivative.
+      NotImplementedError: an implementation that does not run here, or does not take the policy's formats; a
+        second derivative.
     Source: arXiv 2605.09825, section 3; arXiv 2502.20586, algorithm 3.
     """
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
@@ -124,15 +125,18 @@ def dot_general(
         raise ValueError(f"dot_general: {lhs.shape} and {rhs.shape} do not match along {dimension_numbers}")
     lhs_free = _remaining_axes(lhs, lhs_contract, lhs_batch)
     rhs_free = _remaining_axes(rhs, rhs_contract, rhs_batch)
-    x = _group_axes(lhs, lhs_batch, lhs_free, lhs_contract)
-    w = _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
     dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
     dtypes = (dtype, lhs.dtype, rhs.dtype)
-    explicit = explicit_sharding(lhs) is not None or explicit_sharding(rhs) is not None
-    how = plan(policy, implementation, explicit)._replace(layout=layout)
-    y: jax.Array = _matmul(policy, how, dtypes, precision, x, w, key)
+    how = plan(policy, implementation)._replace(layout=layout)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
-    return y.reshape(shape)
+
+    def product(lhs, rhs, key):
+        x = _group_axes(lhs, lhs_batch, lhs_free, lhs_contract)
+        w = _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
+        y: jax.Array = _matmul(policy, how, dtypes, precision, x, w, key)
+        return y.reshape(shape)
+
+    return on_auto_axes(product, lhs, rhs, key, kept=((*lhs_batch, *lhs_free), rhs_free))
 
 
 def make_dot_general(
@@ -219,7 +223,7 @@ def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: 
     layout = plan.layout
     if layout is not None and not isinstance(rhs, MXArray):  # K-major
         layout = layout.transposed
-    y = multiply(plan.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"), None, layout)
+    y = multiply(plan.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"), layout)
     y = product(y) if w.ndim == 2 else y
     return y.value(dtypes[0]), _Residuals(None if keep_x else x, x_packed, None, w_packed, key)
 
@@ -239,10 +243,8 @@ def _backward(policy: Policy, plan: Plan, dtypes, precision, residuals: _Residua
     [x_columns] = (x_packed,) if x is None else prepare(seen_x(x), ((plan.wgrad, wgrad[0]),))
     assert w_rows is not None
     assert x_columns is not None
-    dx_like = None if x is None else explicit_sharding(x)
-    dw_like = None if w is None else explicit_sharding(w)
-    dx = multiply(plan.dgrad, dtypes[1], precision, dy_rows, w_rows, ("e5m2", "e4m3"), dx_like, plan.layout)
-    dw = multiply(plan.wgrad, dtypes[2], precision, x_columns, dy_columns, ("e4m3", "e5m2"), dw_like)
+    dx = multiply(plan.dgrad, dtypes[1], precision, dy_rows, w_rows, ("e5m2", "e4m3"), plan.layout)
+    dw = multiply(plan.wgrad, dtypes[2], precision, x_columns, dy_columns, ("e4m3", "e5m2"))
     return dx.value(dtypes[1]), as_stored(dw.value(dtypes[2]), plan.layout)
 
 

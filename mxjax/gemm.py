@@ -7,10 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
@@ -30,7 +28,7 @@ def prepare(x: Float[Array, "*batch r c"], uses: Sequence[tuple[How, Use] | None
     wanted = [use for use in uses if use is not None]
     if wanted and all(how in ON_PACKED for how, _ in wanted):
         return pack_operands(x, *(use and use[1] for use in uses))
-    if wanted and all(how == "xla" for how, _ in wanted) and explicit_sharding(x) is None:
+    if wanted and all(how == "xla" for how, _ in wanted):
         values = value_operands(x, *(use and use[1] for use in uses))
         if values is not None:
             return values
@@ -72,34 +70,33 @@ def multiply(
     lhs: Prepared,
     rhs: Prepared,
     carriers: tuple[Carrier, Carrier],
-    sharding: NamedSharding | None = None,
     layout: Layout | None = None,
 ) -> Product:
     """Returns the product of two prepared operands over the axes that they were prepared along, for dtype.
 
-    Axes before the last two are batch axes. On a mesh with Explicit axes the result has the `sharding` given;
-    with Auto axes, rhs is gathered as its `layout` says, in the form in which it is multiplied.
+    Axes before the last two are batch axes. On a mesh rhs is gathered as its `layout` says, in the form in
+    which it is multiplied.
     """
     if isinstance(rhs, Packed):
         elements, scales = (to_multiply(t, layout) for t in (rhs.elements, rhs.scales))
         rhs = dataclasses.replace(rhs, elements=elements, scales=scales)
     match lhs, rhs:
         case Packed(), Packed() if 0 in (*lhs.elements.shape, *rhs.elements.shape):
-            y = _contract(decode(lhs), -1, decode(rhs), -1, precision, sharding)
+            y = _contract(decode(lhs), -1, decode(rhs), -1, precision)
         case Packed(), Packed():
             run = {"fp8": _multiply_fp8, "scaled_dot": _multiply_scaled_dot, "triton": _multiply_triton}[how]
             exact = lhs.factor is None and rhs.factor is None and dtype in (jnp.bfloat16, jnp.float32)
-            y = run(lhs, rhs, dtype if exact else jnp.float32, carriers, sharding)
+            y = run(lhs, rhs, dtype if exact else jnp.float32, carriers)
         case Values(), Values():
-            y = _contract(lhs.elements, -1, to_multiply(rhs.elements, layout), -1, precision, sharding)
+            y = _contract(lhs.elements, -1, to_multiply(rhs.elements, layout), -1, precision)
         case MXArray(), MXArray():
             if how == "reference":
-                return Product(_multiply_reference(lhs, rhs, sharding, layout).astype(dtype))
+                return Product(_multiply_reference(lhs, rhs, layout).astype(dtype))
             tensors = how == "fp8_tensor"
             y = (
-                _multiply_fp8_tensors(lhs, rhs, sharding, layout)
+                _multiply_fp8_tensors(lhs, rhs, layout)
                 if tensors
-                else _multiply_xla(lhs, rhs, precision, sharding, layout)
+                else _multiply_xla(lhs, rhs, precision, layout)
             )
         case _:
             raise TypeError(f"operands prepared alike are needed, got {type(lhs)} and {type(rhs)}")
@@ -109,22 +106,22 @@ def multiply(
     return Product(raw, factors) if factors else Product(raw.astype(dtype))
 
 
-def _multiply_reference(lhs: MXArray, rhs: MXArray, sharding, layout):
+def _multiply_reference(lhs: MXArray, rhs: MXArray, layout):
     """The definition: float32 products of the dequantized operands."""
     right = to_multiply(dequantize(rhs), layout)
-    return _contract(dequantize(lhs), lhs.axis, right, rhs.axis, lax.Precision.HIGHEST, sharding)
+    return _contract(dequantize(lhs), lhs.axis, right, rhs.axis, lax.Precision.HIGHEST)
 
 
-def _multiply_xla(lhs: MXArray, rhs: MXArray, precision, sharding, layout):
+def _multiply_xla(lhs: MXArray, rhs: MXArray, precision, layout):
     """The values in bfloat16, which holds elements times block scales exactly; without the factors."""
     keep = any(get_format(q.format).dtype == jnp.float32 for q in (lhs, rhs))
     dtype = jnp.float32 if keep else jnp.bfloat16
     precision = lax.Precision.HIGHEST if keep and precision is None else precision
     left, right = (block_values(q).astype(dtype) for q in (lhs, rhs))
-    return _contract(left, lhs.axis, to_multiply(right, layout), rhs.axis, precision, sharding)
+    return _contract(left, lhs.axis, to_multiply(right, layout), rhs.axis, precision)
 
 
-def _multiply_fp8(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
+def _multiply_fp8(lhs: Packed, rhs: Packed, dtype, carriers):
     """In FP8, or in bfloat16 when the scales of an operand's row span more than its carrier holds."""
     target = kernel_target()
     if target is not None and target.has_fp8:
@@ -135,28 +132,28 @@ def _multiply_fp8(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
     fits = left.fits & right.fits
 
     def in_bfloat16():
-        return _contract(decode(lhs), -1, decode(rhs), -1, None, sharding).astype(dtype)
+        return _contract(decode(lhs), -1, decode(rhs), -1, None).astype(dtype)
 
-    y = lax.cond(fits, lambda: contract_fp8(left.elements, right.elements, dtype, sharding), in_bfloat16)
+    y = lax.cond(fits, lambda: contract_fp8(left.elements, right.elements, dtype), in_bfloat16)
     rows, columns = (power_of_two(jnp.where(fits, carried.exponent, 0)) for carried in (left, right))
     return Product(y, (rows, columns))
 
 
-def _multiply_fp8_tensors(lhs: MXArray, rhs: MXArray, sharding, layout):
+def _multiply_fp8_tensors(lhs: MXArray, rhs: MXArray, layout):
     """In FP8, without the scales of the tensors."""
     left, right = (q.elements.astype(get_format(q.format).dtype) for q in (lhs, rhs))
     right = to_multiply(right, layout)
     left, right = (t if q.axis == -1 else t.swapaxes(-1, -2) for t, q in ((left, lhs), (right, rhs)))
-    return contract_fp8(left, right, jnp.float32, sharding)
+    return contract_fp8(left, right, jnp.float32)
 
 
-def contract_fp8(lhs, rhs, dtype, sharding=None):
+def contract_fp8(lhs, rhs, dtype):
     """Returns lhs @ rhs.T of FP8 operands. HIGHEST: accumulated in no fewer bits than float32 has."""
-    return _contract(lhs, -1, rhs, -1, lax.Precision.HIGHEST, sharding, dtype)
+    return _contract(lhs, -1, rhs, -1, lax.Precision.HIGHEST, dtype)
 
 
-def _multiply_scaled_dot(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
-    del carriers, sharding
+def _multiply_scaled_dot(lhs: Packed, rhs: Packed, dtype, carriers):
+    del carriers
     sides = []
     for q in (lhs, rhs):
         shape = (*q.elements.shape[:-1], 2 * q.elements.shape[-1])
@@ -174,23 +171,15 @@ def _multiply_scaled_dot(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
     )
 
 
-def _multiply_triton(lhs: Packed, rhs: Packed, dtype, carriers, sharding):
-    del carriers, sharding
+def _multiply_triton(lhs: Packed, rhs: Packed, dtype, carriers):
+    del carriers
     from mxjax.kernels.gemm import matmul
 
     return matmul(lhs.elements, lhs.scales, rhs.elements, rhs.scales, dtype)
 
 
-def _contract(lhs, lhs_axis, rhs, rhs_axis, precision, sharding, dtype=jnp.float32):
+def _contract(lhs, lhs_axis, rhs, rhs_axis, precision, dtype=jnp.float32):
     """Returns the product over the two axes (negative), batched over axes before the last two."""
     batch = tuple(range(lhs.ndim - 2))
     dims = (((lhs.ndim + lhs_axis,), (rhs.ndim + rhs_axis,)), (batch, batch))
-    return lax.dot_general(
-        lhs, rhs, dims, precision=precision, preferred_element_type=dtype, out_sharding=sharding
-    )
-
-
-def explicit_sharding(x: jax.Array) -> NamedSharding | None:
-    """Returns x's sharding where it is part of its type (a mesh with Explicit axes), else None."""
-    sharding = jax.typeof(x).sharding
-    return sharding if sharding.mesh.are_all_axes_explicit and sharding.mesh.axis_names else None
+    return lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=dtype)

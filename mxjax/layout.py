@@ -1,13 +1,16 @@
-"""Where a weight lies on a mesh with Auto axes: cut up while it is stored, put together for each product.
+"""Where the arrays of a product lie on a mesh.
 
-Without a word from here the partitioner may move the float32 master weights, and quantize what has arrived.
+With Auto axes, a weight is cut up while it is stored, and put together for each product: without a word from
+here the partitioner may move the float32 master weights, and quantize what has arrived. With Explicit axes,
+which are Auto inside of a product, the types of its operands say where its result lies.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 from jaxtyping import Array, Shaped
 
 
@@ -40,3 +43,32 @@ def to_multiply(x: Shaped[Array, "*shape"], layout: Layout | None) -> Shaped[Arr
 def as_stored(gradient: jax.Array, layout: Layout | None) -> jax.Array:
     """Returns a weight's gradient cut up as the weight is."""
     return gradient if layout is None else lax.with_sharding_constraint(gradient, layout.stored)
+
+
+def on_auto_axes(
+    product: Callable[..., jax.Array],
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *more: Any,
+    kept: tuple[Sequence[int], Sequence[int]],
+) -> jax.Array:
+    """Returns product(lhs, rhs, *more), computed where the Explicit axes of the operands' mesh are Auto.
+
+    Args:
+      kept: the axes of lhs, and those of rhs after them, that the result has; it is cut up as these are, and
+        by no mesh axis twice.
+    """
+    meshes = [mesh for mesh in (jax.typeof(x).sharding.mesh for x in (lhs, rhs)) if mesh.explicit_axes]
+    if not meshes:
+        return product(lhs, rhs, *more)
+    used: set[str] = set()
+    cuts = []
+    for x, axes in zip((lhs, rhs), kept, strict=True):
+        spec = (*jax.typeof(x).sharding.spec, *(None for _ in x.shape))
+        for axis in axes:
+            cut: Any = spec[axis]
+            names = {cut} if isinstance(cut, str) else set(cut or ())
+            cuts.append(None if used & names else cut)
+            used |= names
+    on_auto: Any = auto_axes(product, axes=tuple(meshes[0].explicit_axes))
+    return on_auto(lhs, rhs, *more, out_sharding=NamedSharding(meshes[0], PartitionSpec(*cuts)))

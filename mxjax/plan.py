@@ -33,20 +33,14 @@ class Plan(NamedTuple):
     layout: Layout | None = None  # of w
 
 
-def plan(policy: Policy, implementation: Implementation | None, explicit_axes: bool = False) -> Plan:
-    """Returns how each GEMM runs; on a mesh with Explicit axes by "xla", unless something else is named.
+def plan(policy: Policy, implementation: Implementation | None) -> Plan:
+    """Returns how each GEMM runs.
 
     Raises:
       ValueError, NotImplementedError: as `choose_implementation`; or the implementation is named, and one of
         the GEMMs has operands that it does not take.
     """
     name = choose_implementation(implementation)
-    if explicit_axes and name in ON_PACKED:
-        if implementation is not None:
-            raise NotImplementedError(
-                f"implementation {name!r} does not run on meshes with Explicit axes; use Auto axes, or 'xla'"
-            )
-        name = "xla"
     hows: list[How] = [_how(name, gemm, implementation is not None) for gemm in policy.gemms.values()]
     return Plan(hows[0], hows[1], hows[2], kernel_target())
 

@@ -201,13 +201,6 @@ def test_keeps_packed_operands_for_the_backward_pass(implementation):
     assert residuals(implementation="xla") == {"x": x.nbytes, "w": w.nbytes}
 
 
-def test_explicit_axes_take_xla():
-    fp8 = plan(mxjax.get_policy("wgrad"), "xla", explicit_axes=True)
-    assert fp8[:3] == plan(mxjax.get_policy("wgrad"), None, explicit_axes=True)[:3] == ("xla", "xla", "xla")
-    with pytest.raises(NotImplementedError, match="Explicit axes; use Auto axes, or 'xla'"):
-        plan(mxjax.get_policy("wgrad"), "fp8", explicit_axes=True)
-
-
 @pytest.mark.parametrize("implementation", ["reference", "xla", *ON_PACKED])
 def test_no_tokens_give_no_results(implementation):
     x, w, dy = (t[:0] if i != 1 else t for i, t in enumerate(tensors()))

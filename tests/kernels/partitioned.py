@@ -78,6 +78,7 @@ def main() -> None:
             check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
     check_awkward(mesh, quantize)
     check_matmul(mesh)
+    check_explicit()
     check_fp8(mesh)
     print("all equal")
 
@@ -153,6 +154,29 @@ def check_matmul(mesh) -> None:
                 ]
                 got = jax.jit(lambda *t: gemm.matmul(*t, dtype=jnp.float32))(*placed)
                 np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def check_explicit() -> None:
+    """`dot` by both kernels, on a mesh whose axes are in the types of its arrays."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.random.normal(jax.random.key(6), (8, 32, 128))
+    w = jax.random.normal(jax.random.key(7), (128, 64))
+
+    def gradients(x, w, key):
+        def loss(x, w):
+            return (mxjax.dot(x, w, policy="full_sr", key=key, implementation="triton") ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    with use_target(INTERPRETER):
+        wanted = jax.jit(gradients)(x, w, keys := jax.random.key(8))
+        with jax.set_mesh(mesh):
+            for left, right in ((P("a"), P(None, "b")), (P("b", "a"), P("a", None)), (P(), P())):
+                placed = jax.device_put(x, P(*left)), jax.device_put(w, P(*right))
+                compiled = jax.jit(gradients).lower(*placed, keys).compile()
+                for got, one, like in zip(compiled(*placed, keys), wanted, placed, strict=True):
+                    assert got.sharding.is_equivalent_to(like.sharding, got.ndim)
+                    np.testing.assert_allclose(got, one, rtol=1e-4, atol=1e-4)
 
 
 def plain_carry(elements, scales, carrier, target):
