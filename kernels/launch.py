@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.layout import varying_as
 from mxjax.packed import on_gpu
 
 try:
@@ -97,6 +98,8 @@ def triton_call(
 ) -> list[jax.Array]:
     """Returns the arrays that `kernel` writes: its parameters after `arrays` point to them, in order.
 
+    In `jax.shard_map` they vary with all inputs.
+
     Args:
       kernel: a function decorated with `triton.jit`. All its arguments but the pointers are constexpr.
       arrays: inputs, passed as pointers that are multiples of 16 bytes.
@@ -113,7 +116,8 @@ def triton_call(
     if isinstance(kernel, InterpretedFunction):
         _interpreter_thread()
         run = functools.partial(_interpret, kernel, tuple(out), grid, constants, in_place)
-        return list(jax.pure_callback(run, tuple(out), *arrays, vmap_method="sequential"))
+        written = jax.pure_callback(run, tuple(out), *arrays, vmap_method="sequential")
+        return [varying_as(y, *arrays) for y in written]
     target = current_target()
     if target is None:
         raise NotImplementedError(
@@ -134,7 +138,8 @@ def triton_call(
         **_version_arguments(tuple(out), dict(options or {})),
         **constants,
     )
-    return list(_call_in_place(call, arrays) if in_place else call(*arrays))
+    written = _call_in_place(call, arrays) if in_place else call(*arrays)
+    return [varying_as(y, *arrays) for y in written]
 
 
 @functools.cache

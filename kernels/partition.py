@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
 Axis = tuple[str, dict[str, int], list[str]]
 """How a rule writes an axis; the sizes of the factors of compounds; the factors that stay whole."""
@@ -47,7 +47,10 @@ def partitioned(
         structure = jax.tree.structure(results)
         return mesh, on_part, jax.tree.unflatten(structure, of_results), tuple(of_arguments)
 
-    function = custom_partitioning(lambda *arguments: run(*arguments, ()) if summed else run(*arguments))
+    def on_all(*arguments):
+        return run(*arguments, ()) if summed else run(*arguments)
+
+    function = custom_partitioning(on_all)
     axes = [axis[0] for term in (*arguments_rule, *results_rule) for axis in term if len(axis) == 1]
     function.def_partition(
         partition,
@@ -56,7 +59,12 @@ def partitioned(
         reduction_factors=(summed,) if summed else (),
         **{factor: size for factor, size in sizes.items() if factor not in axes},
     )
-    return function
+
+    def call(*arguments):
+        """In `jax.shard_map` over all axes what is there is a part already."""
+        return (on_all if get_abstract_mesh().are_all_axes_manual else function)(*arguments)
+
+    return call
 
 
 def _parse(terms: str) -> list[list[tuple[str, ...]]]:

@@ -25,6 +25,10 @@ def builds(target: Target) -> list[Build]:
     edges = [(tensor.rows, tensor.columns) for tensor in shapes.EDGE_TENSORS] + [_BATCH]
     wanted += [_build(shape, dtype, sides, target) for shape in edges for dtype, sides in _EDGE_SIDES]
     wanted += [_build(shape, "bfloat16", sides, target) for shape in edges for sides in _fp8_sides(target)]
+    if target.arch == "gfx950":  # where an emulator runs what is small
+        wanted += [
+            _build(shape, dtype, sides, target) for shape in _SMALL for dtype, sides in _all_sides(target)
+        ]
     return list({build.name: build for build in wanted}.values())
 
 
@@ -34,6 +38,7 @@ _STOCHASTIC = Side(Operand(rounding="stochastic"))
 _SQUARE = Side(Operand(block_shape=(32, 32)))
 _Sides = tuple[Side | None, Side | None]
 _BATCH = (3, 40, 70)
+_SMALL = [(256, 256), (65, 97)]
 _EDGE_SIDES: list[tuple[str, _Sides]] = [
     ("bfloat16", (_PLAIN, _H16)),
     ("float32", (_PLAIN, _H16)),
@@ -59,6 +64,12 @@ def _other_sides(target: Target) -> list[_Sides]:
     sides.append((_PLAIN, Side(Operand(), Rotation(16, "redrawn"))))
     sides.append((Side(Operand(), form="bf16"), Side(Operand(), Rotation(16), "bf16")))
     return sides + _fp8_sides(target)
+
+
+def _all_sides(target: Target) -> list[tuple[str, _Sides]]:
+    """Returns what a training step and other policies take of tensors of a dtype."""
+    step: list[tuple[str, _Sides]] = [("float32", (_PLAIN, _PLAIN)), ("float32", (_H16, _H16))]
+    return [*step, *(("bfloat16", sides) for sides in [(_H16, _H16), *_other_sides(target)])]
 
 
 def _fp8_sides(target: Target) -> list[_Sides]:

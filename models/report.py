@@ -92,12 +92,17 @@ def summary(
     what = "final" if done else f"stopped after step {step} of {config.steps}:"
     lines = [f"{what} {in_words(evaluation)} (unigram entropy {run.corpus.unigram_entropy():.4f})"]
     if step_times:
-        compiling, *later = step_times
-        then = ""
-        if later:
-            median = statistics.median(later)
-            then = f"then {median:.3f} s a step ({config.data.tokens_a_step / median:,.0f} tokens/s), "
-        lines.append(f"first step after {compiling:.1f} s, {then}{sum(step_times):.1f} s in all")
+        lines.append(times_in_words(step_times, config.data.tokens_a_step))
     if not done:
         lines.append(f"continue with: {command_to_continue(run.folder)}")
     return "\n".join([*lines, f"evaluate it with: python eval.py {run.folder}"])
+
+
+def times_in_words(step_times: Sequence[float], tokens_a_step: int) -> str:
+    """Returns what steps took, in seconds; the first one compiles."""
+    compiling, *later = step_times
+    then = ""
+    if later:
+        median = statistics.median(later)
+        then = f"then {median:.3f} s a step ({tokens_a_step / median:,.0f} tokens/s), "
+    return f"first step after {compiling:.1f} s, {then}{sum(step_times):.1f} s in all"

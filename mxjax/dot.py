@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from mxjax.gemm import multiply, prepare
-from mxjax.layout import Layout, as_stored, on_auto_axes
+from mxjax.layout import Layout, as_stored, on_auto_axes, varying_as
 from mxjax.operands import as_backward_sees, first_order_only, fold, uses_of
 from mxjax.packed import Packed
 from mxjax.plan import ON_PACKED, Implementation, Plan, plan
@@ -131,11 +131,14 @@ def dot_general(
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
 
     def product(lhs, rhs, key):
+        # So the gradient of what does not vary is summed, as of any function.
+        lhs, rhs = varying_as(lhs, rhs, key), varying_as(rhs, lhs, key)
         x = _group_axes(lhs, lhs_batch, lhs_free, lhs_contract)
         w = _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
         y: jax.Array = _matmul(policy, how, dtypes, precision, x, w, key)
         return y.reshape(shape)
 
+    key = key if policy.needs_key else None
     return on_auto_axes(product, lhs, rhs, key, kept=((*lhs_batch, *lhs_free), rhs_free))
 
 

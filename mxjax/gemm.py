@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32
 
 from mxjax.carriers import Carrier, carry
 from mxjax.formats import get_format
-from mxjax.layout import Layout, to_multiply
+from mxjax.layout import Layout, to_multiply, varying_as
 from mxjax.operands import Use, quantize_operand
 from mxjax.packed import Packed, Values, decode, kernel_target, pack_operands, power_of_two, value_operands
 from mxjax.plan import ON_PACKED, How
@@ -161,7 +161,7 @@ def _multiply_scaled_dot(lhs: Packed, rhs: Packed, dtype, carriers):
         sides.append((elements, lax.bitcast_convert_type(q.scales, jnp.float8_e8m0fnu)))
     (left, left_scale), (right, right_scale) = sides
     batch = tuple(range(left.ndim - 2))
-    return lax.scaled_dot(
+    y = lax.scaled_dot(
         left,
         right,
         lhs_scale=left_scale,
@@ -169,6 +169,7 @@ def _multiply_scaled_dot(lhs: Packed, rhs: Packed, dtype, carriers):
         dimension_numbers=(((left.ndim - 1,), (right.ndim - 1,)), (batch, batch)),
         preferred_element_type=dtype,
     )
+    return varying_as(y, left, right)
 
 
 def _multiply_triton(lhs: Packed, rhs: Packed, dtype, carriers):

@@ -2,13 +2,15 @@
 
 With Auto axes, a weight is cut up while it is stored, and put together for each product: without a word from
 here the partitioner may move the float32 master weights, and quantize what has arrived. With Explicit axes,
-which are Auto inside of a product, the types of its operands say where its result lies.
+which are Auto inside of a product, the types of its operands say where its result lies. In `jax.shard_map`
+they say what differs from device to device.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 from jaxtyping import Array, Shaped
@@ -67,8 +69,15 @@ def on_auto_axes(
         spec = (*jax.typeof(x).sharding.spec, *(None for _ in x.shape))
         for axis in axes:
             cut: Any = spec[axis]
-            names = {cut} if isinstance(cut, str) else set(cut or ())
-            cuts.append(None if used & names else cut)
-            used |= names
+            names = (cut,) if isinstance(cut, str) else tuple(cut or ())
+            cuts.append(tuple(name for name in names if name not in used) or None)
+            used.update(names)
     on_auto: Any = auto_axes(product, axes=tuple(meshes[0].explicit_axes))
     return on_auto(lhs, rhs, *more, out_sharding=NamedSharding(meshes[0], PartitionSpec(*cuts)))
+
+
+def varying_as(x: jax.Array, *like: jax.Array | np.ndarray | None) -> jax.Array:
+    """Returns x with the type that, in `jax.shard_map`, it has where it varies with any of the others."""
+    axes = {axis for other in like if other is not None for axis in jax.typeof(other).mat.varying}
+    more = tuple(sorted(axes - jax.typeof(x).mat.varying))
+    return lax.pcast(x, more, to="varying") if more else x

@@ -87,8 +87,20 @@ def test_nothing_past_an_array_is_touched():
 def test_unknown_instructions_and_modifiers_stop_the_run():
     with pytest.raises(KeyError, match="v_unheard_of"):
         run(PROGRAM.replace("v_xor_b32_e32", "v_unheard_of"))
-    with pytest.raises(AssertionError, match="mul:2"):
-        run(PROGRAM.replace("v_xor_b32_e32 v3, 0x100, v1", "v_xor_b32_e32 v3, 0x100, v1 mul:2"))
+    for line in (
+        "v_xor_b32_e32 v3, 0x100, v1 mul:2",
+        "v_cndmask_b32_e64 v3, -v1, v1, s[4:5]",
+        "v_fmac_f32_e64 v3, v1, v1 clamp",
+        "v_and_b32_sdwa v3, v1, v2 dst_sel:WORD_1 src0_sel:WORD_1 src1_sel:WORD_1",
+        "ds_read_u16_d16_hi v3, v1",
+        "s_load_dword s9, s[0:1], s3",
+        "s_load_dword s9, s[0:1], 0x0\n\ts_waitcnt lgkmcnt(1)",
+    ):
+        with pytest.raises(AssertionError):
+            run(PROGRAM.replace("v_xor_b32_e32 v3, 0x100, v1", line), lazy=True)
+    for line in ("flat_store_dword v[0:1], v2", "v_cmp_gt_u16_e32 vcc, v1, v2"):
+        with pytest.raises(KeyError):
+            run(PROGRAM.replace("v_xor_b32_e32 v3, 0x100, v1", line))
 
 
 def test_operands():

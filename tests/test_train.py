@@ -299,6 +299,12 @@ def test_the_end_says_what_was_done_and_what_remains(text, tmp_path, capsys):
     assert not any("nothing left" in line or "first step after" in line for line in printed)
 
 
+def test_the_first_step_s_time_is_no_other_s():
+    said = "first step after 9.0 s, then 0.500 s a step (200 tokens/s), 9.5 s in all"
+    assert report.times_in_words([9.0, 0.5], 100) == said
+    assert report.times_in_words([9.0], 100) == "first step after 9.0 s, 9.0 s in all"
+
+
 def test_measuring_layers_and_tracing_are_not_in_a_step_s_time(text, tmp_path, monkeypatch):
     """On a clock that steps move by a second, everything else by a thousand."""
     now = [0.0]

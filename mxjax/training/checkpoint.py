@@ -170,9 +170,9 @@ class Checkpoints:
         if other := sorted(name for name in saved.keys() | wanted if saved.get(name) != wanted.get(name)):
             name = other[0]
             raise ValueError(
-                f"checkpoint {folder} is not of the model that config.json beside it describes: {name} has "
-                f"shape {saved.get(name)}, not {wanted.get(name)}; {len(other) - 1} more differ. Put "
-                "back the config.json that it was written with"
+                f"checkpoint {folder} is of another model: of {len(other)} parameters that differ, {name} "
+                f"has shape {saved.get(name, 'none')} there, and {wanted.get(name, 'none')} here. Does it "
+                "belong to this run's config.json?"
             )
 
     def _write_manifest(self) -> None:

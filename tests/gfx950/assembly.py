@@ -98,6 +98,6 @@ def read(text: str) -> tuple[list[Instruction], dict[str, int]]:
             break
         if line.endswith(":"):
             labels[line[:-1]] = len(program)
-        elif re.match(r"(s|v|ds|buffer|global)_\w+", line):
+        elif line and not line.startswith("."):
             program.append(instruction(line))
     return program, labels

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from gfx950 import assembly, scalar, transfers, vector
-from gfx950.assembly import VCC, Instruction, Operand
+from gfx950.assembly import Instruction
 from gfx950.memory import Memory
 from gfx950.wave import LANES, Wave
 
@@ -30,9 +30,7 @@ def steps(w: Wave, program: list[Instruction], labels: dict[str, int]) -> Iterat
             taken = {
                 "s_branch": lambda: True,
                 "s_cbranch_scc1": lambda: w.scc,
-                "s_cbranch_scc0": lambda: not w.scc,
                 "s_cbranch_execz": lambda: not w.lanes.any(),
-                "s_cbranch_vccz": lambda: w.read_scalar(Operand("s", VCC), 2) == 0,
             }[i.opcode]()
             w.place = labels[i.target] if taken else w.place
         elif i.opcode.startswith("s_"):

@@ -96,6 +96,7 @@ COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 
 def run(w: Wave, i: Instruction) -> None:
     name = i.opcode
+    assert name == "s_waitcnt" or not i.modifiers, i.text
     if name in COMPARISONS:
         w.scc = COMPARISONS[name](*(w.read_scalar(o, 1) for o in i.operands))
         return
@@ -106,9 +107,10 @@ def run(w: Wave, i: Instruction) -> None:
     to, *sources = i.operands
     if name.startswith("s_load_dword"):
         words = int(name.removeprefix("s_load_dwordx")) if "x" in name else 1
+        assert sources[1].kind == "constant", i.text
         data = w.memory.load(np.array([w.read_scalar(sources[0], 2) + sources[1].value]), 4 * words)
         loaded = int.from_bytes(data.tobytes(), "little")
-        w.later("lgkmcnt", lambda: w.write_scalar(to.index, loaded, words))
+        w.later("lgkmcnt", lambda: w.write_scalar(to.index, loaded, words), scalar=True)
     elif name == "s_mulk_i32":
         w.write_scalar(to.index, w.s[to.index] * short(sources[0].value) & WORD, 1)
     elif name == "s_and_saveexec_b64":

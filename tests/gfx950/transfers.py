@@ -100,6 +100,7 @@ def share(wave: Wave, i: Instruction) -> Callable[[], None]:
     name = re.fullmatch(r"ds_(read|write)(2?)(st64)?_[bu](\d+)(_d16_hi)?", i.opcode)
     assert name, i.text
     kind, two, far, bits, high = name.groups()
+    assert kind == "write" or not high, i.text
     size = int(bits) // 8
     address, values = (i.operands[1], i.operands[:1]) if kind == "read" else (i.operands[0], i.operands[1:])
     unit = size * (64 if far else 1)
@@ -124,11 +125,15 @@ def share(wave: Wave, i: Instruction) -> Callable[[], None]:
     return lambda: write([data[:, 2:] if high else data for data in whole])
 
 
+KNOWN = {"offset", "offset0", "offset1", "offen", "lds"}
+
+
 def run(wave: Wave, i: Instruction) -> None:
+    assert i.modifiers.keys() <= KNOWN, i.text
     if i.opcode == "ds_bpermute_b32":
         wave.later("lgkmcnt", permute(wave, i))
     elif i.opcode.startswith("ds_"):
         wave.later("lgkmcnt", share(wave, i))
     else:
-        move = buffer if i.opcode.startswith("buffer_") else through_global
+        move = {"buffer": buffer, "global": through_global}[i.opcode.split("_")[0]]
         wave.later("vmcnt", move(wave, i))

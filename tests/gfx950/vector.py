@@ -25,15 +25,25 @@ def lanes_of(modifiers: dict) -> np.ndarray:
     return (LANE & ~15) + (LANE + 8) % 16
 
 
+def part_of(values: np.ndarray, name: str) -> np.ndarray:
+    """Returns the part of each word that an SDWA modifier names."""
+    if name == "DWORD":
+        return values
+    kind, number = name.split("_")
+    width = {"WORD": 16, "BYTE": 8}[kind]
+    return (values >> U32(width * int(number))) & U32(2**width - 1)
+
+
 def run(w: Wave, i: Instruction) -> None:
     name = i.opcode.removesuffix("_e32").removesuffix("_e64").removesuffix("_dpp").removesuffix("_sdwa")
+    assert i.modifiers.keys() <= KNOWN.get(name, KNOWN[""]), i.text
     if name in SPECIAL:
         SPECIAL[name](w, i)
         return
     to, *sources = i.operands
     if name.startswith("v_cmp_"):
         _, _, relation, kind = name.split("_")
-        a, b = (w.read(o, kind[0]) for o in sources)
+        a, b = (w.read(o, {"u32": "u", "i32": "i"}[kind]) for o in sources)
         w.write_mask(to, arithmetic.COMPARISONS[relation](a, b))
         return
     if name.startswith("v_bitop3"):
@@ -41,23 +51,34 @@ def run(w: Wave, i: Instruction) -> None:
         function = arithmetic.low16(function) if name.endswith("b16") else function
     else:
         kinds, function = arithmetic.OPERATIONS[name]
-    assert set(i.modifiers) <= KNOWN, i.text
     taken = [w.read(o, kind) for o, kind in zip(sources, kinds, strict=True)]
     if i.opcode.endswith("_dpp"):
         taken[0] = taken[0][lanes_of(i.modifiers)]
     if i.opcode.endswith("_sdwa"):
         assert i.modifiers["dst_sel"] == "DWORD", i.text
-        part = {"WORD_0": 0, "WORD_1": 16}[str(i.modifiers["src0_sel"])]
-        taken[0] = (taken[0] >> U32(part)) & U32(0xFFFF)
+        for n, values in enumerate(taken):
+            taken[n] = part_of(values, str(i.modifiers[f"src{n}_sel"]))
     if i.modifiers.get("clamp"):
-        assert name == "v_sub_u32", i.text
         function = arithmetic.saturating_subtract
     w.write(to.index, function(*taken))
 
 
+PACKED = {"op_sel", "op_sel_hi", "neg_lo", "neg_hi"}
+# The modifiers that instructions may have; "" is all others.
 KNOWN = {
-    *("clamp", "bitop3", "dst_sel", "dst_unused", "src0_sel", "src1_sel"),
-    *("quad_perm", "row_half_mirror", "row_ror", "row_mask", "bank_mask", "bound_ctrl"),
+    "": {
+        *("dst_sel", "dst_unused", "src0_sel", "src1_sel"),
+        *("quad_perm", "row_half_mirror", "row_ror", "row_mask", "bank_mask", "bound_ctrl"),
+    },
+    "v_sub_u32": {"clamp"},
+    "v_bitop3_b32": {"bitop3"},
+    "v_bitop3_b16": {"bitop3"},
+    "v_pk_mov_b32": {"op_sel"},
+    "v_pk_add_f32": PACKED,
+    "v_pk_mul_f32": PACKED,
+    "v_pk_fma_f32": PACKED,
+    "v_cvt_scalef32_pk_fp4_f32": {"op_sel"},
+    "v_mfma_scale_f32_16x16x128_f8f6f4": {"op_sel", "op_sel_hi", "cbsz", "blgp"},
 }
 
 

@@ -21,19 +21,24 @@ class Wave:
     def __init__(self, memory: Memory, lds: Memory, lazy: bool):
         self.memory, self.lds, self.lazy, self.scc, self.place = memory, lds, lazy, False, 0
         self.pending: dict[str, list[Callable[[], None]]] = {"vmcnt": [], "lgkmcnt": []}
+        self.scalar_loads: list[Callable[[], None]] = []
         noise = np.random.default_rng(2)  # what nothing has written must not matter
         self.v = noise.integers(0, 2**32, (512, LANES), U32)
         self.s = [int(x) for x in noise.integers(0, 2**32, 128)]
         self.write_scalar(EXEC, 2**64 - 1, 2)
 
-    def later(self, counter: str, effect: Callable[[], None]) -> None:
-        self.pending[counter].append(effect)
+    def later(self, counter: str, effect: Callable[[], None], scalar: bool = False) -> None:
+        (self.scalar_loads if scalar else self.pending[counter]).append(effect)
         if not self.lazy:
             self.wait(counter, 0)
 
     def wait(self, counter: str, most: int) -> None:
-        """Does the oldest transfers until at most so many are left."""
+        """Does the oldest transfers until at most so many are left; scalar loads have no order."""
         pending = self.pending[counter]
+        if counter == "lgkmcnt" and self.scalar_loads:
+            assert most == 0, "a scalar load is waited for by its number"
+            pending += self.scalar_loads
+            self.scalar_loads = []
         while len(pending) > most:
             pending.pop(0)()
 
@@ -51,6 +56,7 @@ class Wave:
 
     def read(self, o: Operand, kind: str) -> np.ndarray:
         """Returns an operand's values of [64] as a kind in arithmetic.OPERATIONS."""
+        assert kind == "f" or not (o.negative or o.absolute), o
         if kind == "w":
             if o.kind == "v":
                 return self.v[o.index].astype(U64) | (self.v[o.index + 1].astype(U64) << U64(32))

@@ -1,7 +1,7 @@
 """Run by test_partition.py on 8 virtual devices: the quantizer on meshes, with a jax.numpy kernel.
 
-Callbacks cannot run inside a partitioned function, so Triton's interpreter cannot. What is tested is how
-tensors are cut up, and that random bits go by the position in the whole.
+Callbacks cannot run inside a partitioned function, so Triton's interpreter cannot but in shard_map. What is
+tested is how tensors are cut up, and that random bits go by the position in the whole.
 """
 
 import re
@@ -59,7 +59,28 @@ def plain_kernel(kernel, x, scalars, signs, *, out, **constants):
     return written
 
 
+def check_shard_map() -> None:
+    """Parts of a mesh by hand, by the kernels themselves, and a gradient that is summed over them."""
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    x = jax.random.normal(jax.random.key(0), (4, 32, 64))
+    w = jax.random.normal(jax.random.key(1), (64, 32))
+
+    def loss(x, w):
+        return (mxjax.dot(x, w, policy="wgrad_hadamard", implementation="triton") ** 2).sum()
+
+    def of_part(x, w):
+        return lax.psum(loss(x, w), "a")
+
+    by_hand = jax.shard_map(of_part, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    with use_target(INTERPRETER):
+        wanted = jax.jit(jax.grad(loss, (0, 1)))(x, w)
+        got = jax.jit(jax.grad(by_hand, (0, 1)))(x, w)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+
+
 def main() -> None:
+    check_shard_map()
     operands.triton_call = plain_kernel
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     stochastic = Operand(rounding="stochastic")
