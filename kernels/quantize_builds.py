@@ -38,7 +38,7 @@ _STOCHASTIC = Side(Operand(rounding="stochastic"))
 _SQUARE = Side(Operand(block_shape=(32, 32)))
 _Sides = tuple[Side | None, Side | None]
 _BATCH = (3, 40, 70)
-_SMALL = [(256, 256), (65, 97)]
+_SMALL = [(128, 128), (65, 97)]
 _EDGE_SIDES: list[tuple[str, _Sides]] = [
     ("bfloat16", (_PLAIN, _H16)),
     ("float32", (_PLAIN, _H16)),

@@ -1,5 +1,6 @@
 """Builds of `python -m mxjax.kernels.aot`, and what their document says of them."""
 
+import fcntl
 import json
 import os
 import pathlib
@@ -20,23 +21,39 @@ STEP = [
 
 def run_aot(*arguments, env=()):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | dict(env)
-    # One process, as tests run in two already: each imports JAX and Triton.
-    command = [sys.executable, "-m", "mxjax.kernels.aot", "--jobs=1", *map(str, arguments)]
+    command = [sys.executable, "-m", "mxjax.kernels.aot", "--jobs=2", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def build(out, targets, patterns=()):
-    """Returns the descriptions of builds by name."""
+def build_once(tmp_path_factory, name, *wanted):
+    """Returns a folder, the same in all processes of pytest-xdist, with builds of targets and patterns."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    out, done = base / name, base / f"{name}.done"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            for targets, patterns in wanted:
+                _build(out, targets, patterns)
+            done.touch()
+    return out
+
+
+def records(out):
+    """Returns what the JSON in a folder of builds says, by target and name."""
+    found = [json.loads(path.read_text()) for path in out.glob("*/*.json")]
+    return {(d["target"], d["name"]): d for d in found}
+
+
+def _build(out, targets, patterns):
     done = run_aot(
         *(f"--target={t}" for t in targets), "--out", out, *(f"--only={name}" for name in patterns)
     )
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["failed"] == {}
-    found = {(d["target"], d["name"]): d for d in (json.loads(p.read_text()) for p in out.glob("*/*.json"))}
-    assert {(d["target"], d["name"]) for d in summary["builds"]} <= found.keys()
+    assert {(d["target"], d["name"]) for d in summary["builds"]} <= records(out).keys()
     assert summary["built"] == len(summary["builds"])
-    return found
 
 
 def starting(opcodes, *prefixes):

@@ -1,7 +1,7 @@
 """What the compiled machine code says; the compiler runs in a process without the interpreter."""
 
 import pytest
-from code_objects import LLAMA, STEP, build, elements_of, run_aot, starting
+from code_objects import LLAMA, STEP, build_once, elements_of, records, run_aot, starting
 
 from mxjax.kernels import aot, assembly
 
@@ -14,9 +14,8 @@ CARRIERS = ["carry_8192x4096_*", "carry_8192x28672_*", "carry_33x96_*", "correct
 
 @pytest.fixture(scope="module")
 def cuda(tmp_path_factory):
-    out, patterns = tmp_path_factory.mktemp("cuda"), LLAMA[:1] + SMALL + STEP
-    build(out, ["sm_90"], SMALL_TENSORS + CARRIERS)
-    return build(out, ["sm_90", "sm_100"], patterns)
+    wanted = [(["sm_90"], SMALL_TENSORS + CARRIERS), (["sm_90", "sm_100"], LLAMA[:1] + SMALL + STEP)]
+    return records(build_once(tmp_path_factory, "cuda", *wanted))
 
 
 def test_cuda_spills_nothing(cuda):

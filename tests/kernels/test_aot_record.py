@@ -10,7 +10,7 @@ import jax
 import msgpack
 import numpy as np
 import pytest
-from code_objects import DOCUMENT, build, documented
+from code_objects import DOCUMENT, build_once, documented
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -35,10 +35,7 @@ INTERPRETED = {"CONVERT": "software", "NATIVE": False}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    out = tmp_path_factory.mktemp("aot")
-    for target, patterns in PATTERNS.items():
-        build(out, [target], patterns)
-    return out
+    return build_once(tmp_path_factory, "records", *(([t], patterns) for t, patterns in PATTERNS.items()))
 
 
 def records(folder, target, pattern="*"):

@@ -6,7 +6,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from code_objects import LLAMA, STEP, build, documented, elements_of, starting
+from code_objects import LLAMA, STEP, build_once, documented, elements_of, records, starting
 from gfx950 import machine
 from gfx950.memory import BASE, Memory
 
@@ -18,18 +18,18 @@ pytestmark = pytest.mark.slow
 # What the emulator takes seconds for, in shapes with edges.
 SHAPES = ["1x1x1x32", "1x5x7x96", "1x64x64x256", "1x65x33x288", "1x256x256x512", "1x1100x70x32"]
 GEMMS = ["gemm_2x*_tile*", *(f"gemm_{shape}_*" for shape in [*SHAPES, "3x17x130x544"])]
-TENSORS = ["1x1", "1x33", "32x32", "33x1", "65x97", "3x40x70", "256x256"]
+TENSORS = ["1x1", "1x33", "32x32", "33x1", "65x97", "3x40x70", "128x128", "256x256"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("aot")
+    """Every build for gfx950."""
+    return build_once(tmp_path_factory, "gfx950", (["gfx950"], []))
 
 
 @pytest.fixture(scope="module")
 def gfx950(folder):
-    """Every build for gfx950."""
-    return {name: d for (_, name), d in build(folder, ["gfx950"]).items()}
+    return {name: d for (_, name), d in records(folder).items()}
 
 
 @pytest.fixture(scope="module")
