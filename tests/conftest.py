@@ -38,6 +38,16 @@ OPTIMIZED = tuple(f"test_{name}" for name in BIT_FOR_BIT + TRAINING)
 KERNELS = pathlib.Path(__file__).parent / "kernels"
 
 
+# Modules whose tests take longest: begun first, so that pytest-xdist's processes end together.
+LONGEST = tuple(
+    f"test_{name}" for name in ("mesh", "faults", "aot", "gfx950", "lowering", "remat", "sharding")
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.path.stem.startswith(LONGEST))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def optimization(request):
     """Whether LLVM optimizes; XLA's own passes always run."""
