@@ -221,7 +221,7 @@ def test_every_parameter_has_logical_axes():
 
 def test_losses_on_meshes_are_those_of_one_device():
     """Three steps and an evaluation whose batch the mesh does not divide."""
-    check_curves([("wgrad_rht", (1, 8, 1)), ("wgrad_rht", (2, 2, 2))], "wgrad_rht")
+    check_curves([("wgrad_rht", (2, 2, 2))], "wgrad_rht")
 
 
 def test_the_memory_estimate_is_near_what_a_device_of_a_mesh_allocates():
