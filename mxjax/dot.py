@@ -67,7 +67,9 @@ def dot(
     Special values: a block with NaN or infinity makes the results that it enters NaN.
     Sharding: works on meshes with Auto and with Explicit axes and gives the values of one device; with
       Explicit axes the result is cut up as the tokens of x are, and, by the mesh axes that do not cut those,
-      as d_out of w is; the gradients have the shardings of x and w.
+      as d_out of w is; the gradients have the shardings of x and w. In `jax.shard_map` a part is a tensor
+      of its own: Wgrad's blocks begin at its first token, scales of tensors are the part's, and random bits
+      go by the position in it, so fold `jax.lax.axis_index` into the key.
     Raises:
       ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
         random bits without a key.
