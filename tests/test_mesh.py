@@ -25,11 +25,11 @@ from mxjax.training.processes import join_processes, wait_for_coordinator
 from mxjax.training.schedule import Phase
 
 ROOT = pathlib.Path(__file__).parent.parent
-FIRST, LATER = 2e-6, 5e-3
+FIRST, LATER = 1e-6, 5e-3
 """Of losses and norms of gradients, relative: of the first loss, in which the order of float32 sums alone is
 another; and of all others. There a last bit sometimes flips the rounding of an element, and what follows sees
 it: of all 247 pairs of a policy and a shape, 179 agree to 1e-6, and the largest difference is 4.4e-3
-(docs/results/mesh-cpu.md)."""
+(docs/results/mesh-cpu.md). Three pairs of bf16 that are not run here pass 1e-6 in the first loss, by 3 %."""
 
 
 def start(arguments, devices=8, **environment):
@@ -221,7 +221,7 @@ def test_every_parameter_has_logical_axes():
 
 def test_losses_on_meshes_are_those_of_one_device():
     """Three steps and an evaluation whose batch the mesh does not divide."""
-    check_curves([("wgrad_rht", (2, 2, 2))], "wgrad_rht")
+    check_curves([("wgrad_rht", (1, 8, 1)), ("wgrad_rht", (2, 2, 2))], "wgrad_rht")
 
 
 def test_the_memory_estimate_is_near_what_a_device_of_a_mesh_allocates():
