@@ -174,8 +174,19 @@ def _call(
 ) -> list[jax.Array]:
     """Runs the kernel on x, a part of a tensor of `whole` rows and columns at the `places` given."""
     launch = launch_of(rows, columns, target, x.shape, x.dtype, whole)
-    place = jnp.stack([axis[0] for axis in places])
-    scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
+    sides = [side for side in (rows, columns) if side]
+    # What no side reads is not made, which would be a kernel of its own: x stands in its place.
+    scalars_stride = signs_stride = 0
+    if any(side.reads_scalars for side in sides):
+        place = jnp.stack([axis[0] for axis in places])
+        scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
+        scalars_stride = SCALARS if scalars.shape[0] > 1 else 0
+    else:
+        scalars = x
+    if any(side.reads_signs for side in sides):
+        signs_stride = 2 * LARGEST_ROTATION if signs.shape[0] > 1 else 0
+    else:
+        signs = x
     results = triton_call(
         quantize_kernel,
         x,
@@ -185,7 +196,7 @@ def _call(
         grid=launch.grid,
         num_warps=launch.num_warps,
         **launch.constants,
-        SCALARS_STRIDE=SCALARS if scalars.shape[0] > 1 else 0,
-        SIGNS_STRIDE=2 * LARGEST_ROTATION if signs.shape[0] > 1 else 0,
+        SCALARS_STRIDE=scalars_stride,
+        SIGNS_STRIDE=signs_stride,
     )
     return [y for y, side in zip(results, (rows, rows, columns, columns), strict=True) if side]

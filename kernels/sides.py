@@ -40,6 +40,16 @@ class Side:
         if self.rotation and self.rotation.size > LARGEST_ROTATION:
             raise NotImplementedError(f"the quantizer kernel rotates by H{LARGEST_ROTATION} at most")
 
+    @property
+    def reads_scalars(self) -> bool:
+        """Whether the kernel reads random bits' key and place, or an FP8 form's reference."""
+        return self.operand.rounding == "stochastic" or self.form in ("e4m3", "e5m2")
+
+    @property
+    def reads_signs(self) -> bool:
+        """Whether the rotation has signs."""
+        return self.rotation is not None and self.rotation.signs != "none"
+
     def length(self, axis: int) -> int:
         """Returns the length of the blocked axis, filled up to whole blocks and runs of the rotation."""
         multiple = max(BLOCK, self.rotation.size if self.rotation else 1)
@@ -109,7 +119,7 @@ def side_constants(side: Side, length: int) -> dict[str, object]:
         "LENGTH": length,
         "ROTATION": size,
         "FACTOR": float(np.float32(size**-0.5)),
-        "SIGNS": side.rotation is not None and side.rotation.signs != "none",
+        "SIGNS": side.reads_signs,
         "CARRY": rule_carry(side.operand.scale_rule, E2M1),
         "SQUARE": side.operand.block_shape == (32, 32),
         "STOCHASTIC": side.operand.rounding == "stochastic",
