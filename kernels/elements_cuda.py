@@ -25,7 +25,23 @@ lop3.b32 {pair}, t, {pair}, 0x80008000, 0xF8;
 """
 
 
-def _join(into: str, parts: list[str]) -> str:
+PAIR_CONSTANTS = """
+mov.b32 least, 0x42C042C0;
+mov.b32 one, 0xBF80BF80;
+mov.b32 small, 0x00800080;
+mov.b32 zero, 0x80008000;
+mov.b32 most, 0x01C001C0;
+"""
+# Makes two bfloat16 their nibbles, at the top of each half. The inverse scales are negative, so that a byte
+# of 255 does not borrow from the other half's; signs go their own way.
+PAIR_CODE = f"""{_BASE}
+fma.rn.bf16x2 t, {{pair}}, inverse, base;
+fma.rn.bf16x2 t, base, one, t;
+fma.rn.bf16x2 t, t, small, zero;
+{_NIBBLE.replace("{left}", "6")}"""
+
+
+def join_nibbles(into: str, parts: list[str]) -> str:
     """Joins the nibbles of four words, the first one lowest."""
     text = f"mov.b32 {into}, {parts[0]};\n"
     for part in parts[1:]:
@@ -33,45 +49,34 @@ def _join(into: str, parts: list[str]) -> str:
     return text
 
 
-def _encode_pairs() -> str:
-    """Two groups: $2 … $9 hold an element of each, $10 and $11 their scale bytes, $0 and $1 the results.
+def encode_pairs_text(scales: str) -> str:
+    """Two groups: $2 … $9 hold an element of each; $0 and $1 are the results.
 
-    The inverse scales are negative, so that a byte of 255 does not borrow from the other group's; signs go
-    their own way.
+    scales: makes `t` 128 times the scale bytes, of each group in a half.
     """
-    text = """{
+    text = f"""{{
 .reg .b32 inverse, shift, least, base, t, one, small, zero, most, low, high, p0, p1, p2, p3, p4, p5, p6, p7;
-mov.b32 least, 0x42C042C0;
-mov.b32 one, 0xBF80BF80;
-mov.b32 small, 0x00800080;
-mov.b32 zero, 0x80008000;
-mov.b32 most, 0x01C001C0;
-prmt.b32 t, $10, $11, 0x5410;
-shl.b32 t, t, 7;
-sub.u32 inverse, 0xFF00FF00, t;
+{PAIR_CONSTANTS}{scales}sub.u32 inverse, 0xFF00FF00, t;
 mov.b32 shift, 0x43C043C0;
 add.s16x2 shift, inverse, shift;
 """
     for i in range(8):
-        pair = f"p{i}"
-        text += f"mov.b32 {pair}, ${i + 2};" + _BASE.format(pair=pair)
-        text += f"fma.rn.bf16x2 t, {pair}, inverse, base;\n"
-        text += "fma.rn.bf16x2 t, base, one, t;\nfma.rn.bf16x2 t, t, small, zero;"
-        text += _NIBBLE.format(pair=pair, left=6)
-    text += _join("low", ["p0", "p1", "p2", "p3"]) + _join("high", ["p4", "p5", "p6", "p7"])
+        text += f"mov.b32 p{i}, ${i + 2};" + PAIR_CODE.format(pair=f"p{i}")
+    text += join_nibbles("low", ["p0", "p1", "p2", "p3"]) + join_nibbles("high", ["p4", "p5", "p6", "p7"])
     return text + "prmt.b32 $0, low, high, 0x5410;\nprmt.b32 $1, low, high, 0x7632;\n}"
 
 
-def _encode_floats() -> str:
-    """One group: $1 … $8 are its elements, $9 is the scale byte and $10 the inverse scale times 2**-14."""
-    text = """{
+def encode_floats_text(scale: str) -> str:
+    """One group: $1 … $8 are its elements, $10 is the inverse scale times 2**-14.
+
+    scale: makes both halves of `t` 128 times the scale byte.
+    """
+    text = f"""{{
 .reg .b32 shift, least, base, t, most, p0, p1, p2, p3;
 .reg .f32 base0, base1, x0, x1;
 mov.b32 least, 0x43C043C0;
 mov.b32 most, 0x0E000E00;
-prmt.b32 t, $9, $9, 0x5410;
-shl.b32 t, t, 7;
-sub.u32 t, 0x7F007F00, t;
+{scale}sub.u32 t, 0x7F007F00, t;
 mov.b32 shift, 0xC4C0C4C0;
 add.s16x2 shift, t, shift;
 """
@@ -91,7 +96,7 @@ sub.rn.f32 x0, x0, base0;
 sub.rn.f32 x1, x1, base1;
 cvt.rn.f16x2.f32 t, x1, x0;"""
         text += _NIBBLE.format(pair=pair, left=3)
-    return text + _join("$0", ["p0", "p1", "p2", "p3"]) + "}"
+    return text + join_nibbles("$0", ["p0", "p1", "p2", "p3"]) + "}"
 
 
 @triton.constexpr_function
@@ -116,8 +121,8 @@ def _largest_exponent(elements: int) -> str:
     return text + "shl.b32 t, m, 16;\nand.b32 m, m, 0xFFFF0000;\nmax.u32 $0, m, t;\n}"
 
 
-_ENCODE_PAIRS = tl.constexpr(_encode_pairs())
-_ENCODE_FLOATS = tl.constexpr(_encode_floats())
+_ENCODE_PAIRS = tl.constexpr(encode_pairs_text("prmt.b32 t, $10, $11, 0x5410;\nshl.b32 t, t, 7;\n"))
+_ENCODE_FLOATS = tl.constexpr(encode_floats_text("prmt.b32 t, $9, $9, 0x5410;\nshl.b32 t, t, 7;\n"))
 
 
 @triton.jit

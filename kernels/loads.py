@@ -96,3 +96,18 @@ def _split(x, R: tl.constexpr, G: tl.constexpr, PART: tl.constexpr):
         x1, x3 = tl.split(odd)
         y = (tl.trans(x0), tl.trans(x1), tl.trans(x2), tl.trans(x3))
     return y
+
+
+@triton.jit
+def join_tensors(tensors, COUNT: tl.constexpr):
+    """Returns tensors, a power of two and at most 16, as one with an axis of 2 for each bit of their index.
+
+    The axes come after the tensors' own, that of the highest bit first.
+    """
+    for stage in tl.static_range(4):
+        if COUNT >> stage > 1:
+            joined = ()
+            for i in tl.static_range(COUNT >> (stage + 1)):
+                joined = joined + (tl.join(tensors[i], tensors[i + (COUNT >> (stage + 1))]),)
+            tensors = joined
+    return tensors[0]

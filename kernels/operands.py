@@ -174,29 +174,35 @@ def _call(
 ) -> list[jax.Array]:
     """Runs the kernel on x, a part of a tensor of `whole` rows and columns at the `places` given."""
     launch = launch_of(rows, columns, target, x.shape, x.dtype, whole)
-    sides = [side for side in (rows, columns) if side]
-    # What no side reads is not made, which would be a kernel of its own: x stands in its place.
-    scalars_stride = signs_stride = 0
-    if any(side.reads_scalars for side in sides):
-        place = jnp.stack([axis[0] for axis in places])
-        scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
-        scalars_stride = SCALARS if scalars.shape[0] > 1 else 0
-    else:
-        scalars = x
-    if any(side.reads_signs for side in sides):
-        signs_stride = 2 * LARGEST_ROTATION if signs.shape[0] > 1 else 0
-    else:
-        signs = x
+    inputs, strides = (x,), {}
+    if launch.kernel is quantize_kernel:
+        inputs, strides = _inputs([side for side in (rows, columns) if side], x, scalars, signs, places)
     results = triton_call(
-        quantize_kernel,
-        x,
-        scalars,
-        signs,
+        launch.kernel,
+        *inputs,
         out=launch.out,
         grid=launch.grid,
         num_warps=launch.num_warps,
         **launch.constants,
-        SCALARS_STRIDE=scalars_stride,
-        SIGNS_STRIDE=signs_stride,
+        **strides,
     )
     return [y for y, side in zip(results, (rows, rows, columns, columns), strict=True) if side]
+
+
+def _inputs(sides: list[Side], x, scalars, signs, places) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
+    """Returns the arrays that `quantize_kernel` takes, and the strides of the latter two.
+
+    What no side reads is not made, which would be a kernel of its own: x stands in its place.
+    """
+    strides = {"SCALARS_STRIDE": 0, "SIGNS_STRIDE": 0}
+    if any(side.reads_scalars for side in sides):
+        place = jnp.stack([axis[0] for axis in places])
+        scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
+        strides["SCALARS_STRIDE"] = SCALARS if scalars.shape[0] > 1 else 0
+    else:
+        scalars = x
+    if any(side.reads_signs for side in sides):
+        strides["SIGNS_STRIDE"] = 2 * LARGEST_ROTATION if signs.shape[0] > 1 else 0
+    else:
+        signs = x
+    return (x, scalars, signs), strides

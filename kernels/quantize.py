@@ -23,7 +23,7 @@ from mxjax.kernels.elements import (
 )
 from mxjax.kernels.elements_cuda import encode_pairs, largest_exponent, largest_pairs
 from mxjax.kernels.hadamard import rotate_groups
-from mxjax.kernels.loads import column_groups, row_groups, transpose_groups
+from mxjax.kernels.loads import column_groups, join_tensors, row_groups, transpose_groups
 from mxjax.kernels.philox import random_halves
 
 SCALARS = 9  # uint32: two key words and the FP8 reference, for rows and for columns; x's place in the whole
@@ -311,14 +311,7 @@ def _words(form):
 @triton.jit
 def _join_words(ws, WORDS: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr):
     """Returns [GROUPS * WORDS, OTHER] from WORDS tensors [GROUPS, OTHER], a power of two of them."""
-    for stage in tl.static_range(4):
-        if WORDS >> stage > 1:
-            # Halves are joined first: their axis is the first of the new ones, of the highest bit.
-            joined = ()
-            for i in tl.static_range(WORDS >> (stage + 1)):
-                joined = joined + (tl.join(ws[i], ws[i + (WORDS >> (stage + 1))]),)
-            ws = joined
-    word = ws[0]
+    word = join_tensors(ws, WORDS)
     if WORDS > 1:
         word = tl.permute(tl.reshape(word, [GROUPS, OTHER, WORDS]), [0, 2, 1])
         word = tl.reshape(word, [GROUPS * WORDS, OTHER])

@@ -1,5 +1,6 @@
 """The ahead-of-time builds of the quantizer kernel."""
 
+import dataclasses
 import math
 
 from mxjax.kernels import references, shapes
@@ -82,11 +83,15 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) ->
     *batch, r, c = shape
     b = math.prod(batch)
     launch = launch_of(*sides, target, (1, b, r, c), dtype)
-    arguments = {
-        "x": Argument((1, b, r, c), dtype, meaning="the tensor, row-major"),
-        "scalars": Argument((1, SCALARS), "uint32", meaning=_SCALARS_MEANING),
-        "signs": Argument((1, 2, LARGEST_ROTATION), "float32", meaning=_SIGNS_MEANING),
-    }
+    reference = references.quantizer((b, r, c), dtype, sides)
+    constants = launch.constants
+    arguments = {"x": Argument((1, b, r, c), dtype, meaning="the tensor, row-major")}
+    if launch.kernel is quantize_kernel:
+        constants = {**constants, "SCALARS_STRIDE": 0, "SIGNS_STRIDE": 0}
+        arguments["scalars"] = Argument((1, SCALARS), "uint32", meaning=_SCALARS_MEANING)
+        arguments["signs"] = Argument((1, 2, LARGEST_ROTATION), "float32", meaning=_SIGNS_MEANING)
+    else:
+        reference = dataclasses.replace(reference, inputs={})
     outputs = iter(launch.out)
     for name, side in zip(("row", "column"), sides, strict=True):
         words, scales = next(outputs), next(outputs)
@@ -97,11 +102,11 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) ->
     size = "x".join(map(str, shape))
     return Build(
         name=f"quantize_{size}_{dtype}_rows_{_label(sides[0])}_columns_{_label(sides[1])}",
-        kernel=quantize_kernel,
+        kernel=launch.kernel,
         signature=arguments,
-        constants={**launch.constants, "SCALARS_STRIDE": 0, "SIGNS_STRIDE": 0},
+        constants=constants,
         grid=launch.grid,
-        reference=references.quantizer((b, r, c), dtype, sides),
+        reference=reference,
         num_warps=launch.num_warps,
     )
 

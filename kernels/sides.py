@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 
 from mxjax.formats import E2M1
 from mxjax.kernels.launch import MOST_PROGRAMS, Target, ceil_div
+from mxjax.kernels.quantize import quantize_kernel
+from mxjax.kernels.quantize_pairs import quantize_pairs_kernel
 from mxjax.policy import Operand, Rotation
 from mxjax.scales import rule_carry
 
@@ -50,15 +52,31 @@ class Side:
         """Whether the rotation has signs."""
         return self.rotation is not None and self.rotation.signs != "none"
 
+    @property
+    def size(self) -> int:
+        """Of the rotation, or 1."""
+        return self.rotation.size if self.rotation else 1
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether it is packed by the rule `floor`, to nearest, in blocks along an axis, without signs."""
+        o = self.operand
+        usual = self.form == "packed" and o.scale_rule == "floor" and o.rounding == "nearest"
+        return usual and not o.prescale and o.block_shape != (BLOCK, BLOCK) and not self.reads_signs
+
     def length(self, axis: int) -> int:
         """Returns the length of the blocked axis, filled up to whole blocks and runs of the rotation."""
-        multiple = max(BLOCK, self.rotation.size if self.rotation else 1)
+        multiple = max(BLOCK, self.size)
         return ceil_div(axis, multiple) * multiple
 
 
 class Launch(NamedTuple):
-    """How the kernel is launched: outputs of both sides, wanted or not; programs; constants but strides."""
+    """Which kernel is launched, and how: outputs of both sides, wanted or not; programs; constants.
 
+    `quantize_kernel` takes strides as well, which its other arrays decide.
+    """
+
+    kernel: Any
     out: list[jax.ShapeDtypeStruct]
     grid: tuple[int, ...]
     num_warps: int
@@ -78,24 +96,51 @@ def launch_of(
     whole: rows and columns of the tensor that x is a part of; default, x itself.
     """
     v, b, r, c = shape
-    tile = _tile(target, rows, columns, r, c * jnp.dtype(dtype).itemsize)
-    constants: dict[str, Any] = {"BATCH": b, "R": r, "C": c}
-    constants |= {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "GROUP": tile.group}
-    constants["CONVERT"] = conversion(target)
-    constants["R_ALL"], constants["C_ALL"] = whole or (r, c)
     out = []
-    for name, side, length, other in (("ROW", rows, c, r), ("COLUMN", columns, r, c)):
+    for side, length, other in ((rows, c, r), (columns, r, c)):
         if side is None:
             out += [jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.uint8)]
-            values = _ABSENT
         else:
             n = side.length(length)
             out.append(jax.ShapeDtypeStruct((v, b, other, n // 8 * WORDS[side.form]), jnp.int32))
             out.append(jax.ShapeDtypeStruct((v, b, other, n // BLOCK), jnp.uint8))
-            values = side_constants(side, n)
-        constants |= {f"{name}_{k}": value for k, value in values.items()}
+    if _are_pairs(rows, columns, target, c, dtype):
+        tile = Tile(128, 128, 4, 16)
+        kernel, constants = quantize_pairs_kernel, _pairs_constants(rows, columns, r, c)
+    else:
+        tile = _tile(target, rows, columns, r, c * jnp.dtype(dtype).itemsize)
+        kernel, constants = quantize_kernel, _constants(rows, columns, b, r, c, whole or (r, c))
+        constants |= {"GROUP": tile.group, "CONVERT": conversion(target)}
+    constants |= {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns}
     tiles = (ceil_div(r, tile.rows), ceil_div(c, tile.columns))
-    return Launch(out, (*(tiles if columns else tiles[::-1]), v * b), tile.warps, constants)
+    return Launch(kernel, out, (*(tiles if columns else tiles[::-1]), v * b), tile.warps, constants)
+
+
+def _are_pairs(
+    rows: Side | None, columns: Side | None, target: Target | None, c: int, dtype: DTypeLike
+) -> bool:
+    """Returns whether `quantize_pairs_kernel` takes the sides of a tensor with c columns."""
+    if conversion(target) != "sm_90" or jnp.dtype(dtype) != jnp.bfloat16 or c % 8:
+        return False
+    if columns is None or not columns.is_simple or columns.size not in (1, 4, 16):
+        return False
+    return rows is None or (rows.is_simple and rows.size == 1)
+
+
+def _pairs_constants(rows: Side | None, columns: Side | None, r: int, c: int) -> dict[str, Any]:
+    assert columns is not None
+    lengths = {"ROW_LENGTH": rows.length(c) if rows else 0, "COLUMN_LENGTH": columns.length(r)}
+    return {"R": r, "C": c, **lengths, "ROTATION": columns.size, "FOLDED": columns.size.bit_length() // 2}
+
+
+def _constants(
+    rows: Side | None, columns: Side | None, b: int, r: int, c: int, whole: tuple[int, int]
+) -> dict[str, Any]:
+    constants: dict[str, Any] = {"BATCH": b, "R": r, "C": c, "R_ALL": whole[0], "C_ALL": whole[1]}
+    for name, side, length in (("ROW", rows, c), ("COLUMN", columns, r)):
+        values = side_constants(side, side.length(length)) if side else _ABSENT
+        constants |= {f"{name}_{k}": value for k, value in values.items()}
+    return constants
 
 
 _ABSENT: Mapping[str, object] = {
@@ -113,12 +158,11 @@ _ABSENT: Mapping[str, object] = {
 
 def side_constants(side: Side, length: int) -> dict[str, object]:
     """Returns the constants of the kernel for one side whose blocked axis is `length` long when filled up."""
-    size = side.rotation.size if side.rotation else 1
     return {
         "FORM": side.form,
         "LENGTH": length,
-        "ROTATION": size,
-        "FACTOR": float(np.float32(size**-0.5)),
+        "ROTATION": side.size,
+        "FACTOR": float(np.float32(side.size**-0.5)),
         "SIGNS": side.reads_signs,
         "CARRY": rule_carry(side.operand.scale_rule, E2M1),
         "SQUARE": side.operand.block_shape == (32, 32),
@@ -145,7 +189,7 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     warps: int
-    group: Literal[8, 32]
+    group: Literal[8, 16, 32]
 
 
 def _tile(target: Target | None, rows: Side | None, columns: Side | None, r: int, row_bytes: int) -> Tile:

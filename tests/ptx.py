@@ -99,3 +99,21 @@ OPCODES = {
     "sub.rn.f32": _f32(np.subtract),
     "cvt.rn.f16x2.f32": _two_f16,
 }
+
+
+def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack, _semantic=None):
+    """Takes the place of Triton's function in its interpreter, for 32-bit elements one at a time."""
+    from triton.language import core
+    from triton.runtime.interpreter import TensorHandle
+
+    assert int(pack) == 1
+    outputs = str(getattr(constraints, "value", constraints)).count("=")
+    arrays = np.broadcast_arrays(*(a.handle.data for a in args))
+    inputs = {f"r{outputs + i}": np.ascontiguousarray(a).view(U32) for i, a in enumerate(arrays)}
+    registers = run(str(getattr(asm, "value", asm)), **inputs)
+    shape = list(arrays[0].shape)
+    results = []
+    for i in range(outputs):
+        data = np.ascontiguousarray(np.broadcast_to(registers[f"${i}"], shape)).view(np.int32)
+        results.append(core.tensor(TensorHandle(data, core.int32), core.block_type(core.int32, shape)))
+    return core.tuple(results) if outputs > 1 else results[0]
