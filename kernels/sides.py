@@ -202,6 +202,7 @@ def _tile(target: Target | None, rows: Side | None, columns: Side | None, r: int
     if target.backend == "hip":
         return Tile(64 if row_bytes % 16 else 128, 64, 2, 8)
     if rows and columns is None and rows.operand.block_shape != (BLOCK, BLOCK) and r <= 16 * MOST_PROGRAMS:
-        return Tile(16, 512, 4, 32)  # wide, so that the scale bytes of a row are written 16 at a time
+        # Wide, so that the scale bytes of a row are written 16 at a time or more.
+        return Tile(4, 1024, 2, 32) if rows.rotation and r <= 4 * MOST_PROGRAMS else Tile(16, 512, 4, 32)
     rotated = any(side and side.rotation for side in (rows, columns))
     return Tile(128, 64, 4, 32 if rows is None or rotated else 8)
