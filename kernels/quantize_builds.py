@@ -26,6 +26,8 @@ def builds(target: Target) -> list[Build]:
     edges = [(tensor.rows, tensor.columns) for tensor in shapes.EDGE_TENSORS] + [_BATCH]
     wanted += [_build(shape, dtype, sides, target) for shape in edges for dtype, sides in _EDGE_SIDES]
     wanted += [_build(shape, "bfloat16", sides, target) for shape in edges for sides in _fp8_sides(target)]
+    if target.arch == "sm_90":  # edges of the kernel for pairs
+        wanted += [_build((200, 136), "bfloat16", sides, target) for sides in _PAIRS]
     if target.arch == "gfx950":  # where an emulator runs what is small
         wanted += [
             _build(shape, dtype, sides, target) for shape in _SMALL for dtype, sides in _all_sides(target)
@@ -38,6 +40,7 @@ _H16 = Side(Operand(), Rotation(16))
 _STOCHASTIC = Side(Operand(rounding="stochastic"))
 _SQUARE = Side(Operand(block_shape=(32, 32)))
 _Sides = tuple[Side | None, Side | None]
+_PAIRS: list[_Sides] = [(_PLAIN, _PLAIN), (_PLAIN, _H16), (None, _H16)]
 _BATCH = (3, 40, 70)
 _SMALL = [(128, 128), (65, 97)]
 _EDGE_SIDES: list[tuple[str, _Sides]] = [

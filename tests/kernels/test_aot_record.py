@@ -10,7 +10,9 @@ import subprocess
 import jax
 import msgpack
 import numpy as np
+import ptx
 import pytest
+import triton.language as tl
 from code_objects import DOCUMENT, build_once, documented
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
@@ -23,12 +25,16 @@ pytestmark = pytest.mark.slow
 LARGE = ["gemm_1x8192x6144x4096_bfloat16", "quantize_8192x4096_bfloat16_rows_packed_columns_packed-h16"]
 GEMMS = [f"gemm_{shape}" for shape in ("1x5x7x96_float32", "1x65x33x288_bfloat16", "3x17x130x544_float32")]
 CARRIERS = ["carry_33x96_*", "carry_1x8224_*", "correct_1x65x33x288_*", "correct_3x17x130x544_*"]
+QUANTIZERS = ["quantize_65x97_*", "quantize_200x136_*", "quantize_3x40x70_*_e5m2_*"]
 # Of CUDA's quantizers those of one shape, and what is computed here: ptxas takes 10 s for a stochastic one.
 PATTERNS = {
-    "sm_90": LARGE + GEMMS + ["quantize_65x97_*", "quantize_3x40x70_*_e5m2_*"] + CARRIERS,
+    "sm_90": LARGE
+    + GEMMS
+    + ["quantize_65x97_*", "quantize_200x136_*", "quantize_3x40x70_*_e5m2_*"]
+    + CARRIERS,
     "sm_100": LARGE + GEMMS + ["quantize_65x97_*_packed_columns_packed-h16"],
 }
-# Inline assembly, which the interpreter lacks, does what these constants choose instead.
+# Where inline assembly can be chosen, the interpreter, which lacks it, takes what these constants choose.
 INTERPRETED = {"CONVERT": "software", "NATIVE": False}
 
 
@@ -234,8 +240,10 @@ def assert_computes_its_reference(record):
 
 
 @pytest.mark.parametrize(
-    "pattern", [GEMMS[1], "quantize_65x97_*_e4m3_*", "quantize_3x40x70_*_e5m2_*", *CARRIERS]
+    "pattern",
+    [GEMMS[1], "quantize_65x97_*_e4m3_*", "quantize_200x136_*", "quantize_3x40x70_*_e5m2_*", *CARRIERS],
 )
-def test_sm_90_kernels_compute_their_references(folder, pattern):
+def test_sm_90_kernels_compute_their_references(folder, pattern, monkeypatch):
+    monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
     for _, record in records(folder, "sm_90", pattern):
         assert_computes_its_reference(record)
