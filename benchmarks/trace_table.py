@@ -22,7 +22,7 @@ from mxjax.kernels.timing import print_table
 KINDS = {
     "collectives": r"nccl|rccl|all_?reduce_kernel|ragged_all_to_all",
     "attention": r"sdpa|flash|fmha|attention",
-    "quantize": r"quantize_kernel",
+    "quantize": r"quantize_(pairs_)?kernel",
     "carrier": r"carry_kernel",
     "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|Cijk_|splitk",
     "copies": r"memcpy|memset",

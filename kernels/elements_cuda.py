@@ -110,15 +110,24 @@ def _largest_pairs(elements: int, exponent_only: bool) -> str:
 
 
 @triton.constexpr_function
-def _largest_exponent(elements: int) -> str:
-    """One group: $1 … are its elements, $0 the power of two in the largest one's binade."""
+def largest_floats_text(elements: int) -> str:
+    """One group: $1 … are its elements. In one half of `m` is the power of two in the largest one's binade.
+
+    They are paired as they are encoded, so that this is done once.
+    """
     text = "{\n.reg .b32 m, t;\n"
     for i in range(0, elements, 8):
         for k in range(i, i + 4):
             into = "t" if k else "m"
             text += f"prmt.b32 {into}, ${k + 1}, ${k + 5}, 0x7632;\nand.b32 {into}, {into}, 0x7F807F80;\n"
             text += "max.bf16x2 m, m, t;\n" if k else ""
-    return text + "shl.b32 t, m, 16;\nand.b32 m, m, 0xFFFF0000;\nmax.u32 $0, m, t;\n}"
+    return text
+
+
+@triton.constexpr_function
+def _largest_exponent(elements: int) -> str:
+    tail = "shl.b32 t, m, 16;\nand.b32 m, m, 0xFFFF0000;\nmax.u32 $0, m, t;\n}"
+    return largest_floats_text(elements) + tail
 
 
 _ENCODE_PAIRS = tl.constexpr(encode_pairs_text("prmt.b32 t, $10, $11, 0x5410;\nshl.b32 t, t, 7;\n"))

@@ -90,7 +90,7 @@ def _signs(random: Random) -> Float32[Array, "64"]:
 def _from_words(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, "*b n _"]:
     """Returns the elements in 32-bit words, which is a matter of types alone."""
     elements = lax.bitcast_convert_type(words, DTYPES[form])
-    return elements.reshape(*words.shape[:-1], -1)
+    return elements.reshape(*words.shape[:-1], words.shape[-1] * 4 // jnp.dtype(DTYPES[form]).itemsize)
 
 
 @functools.cache
@@ -196,7 +196,7 @@ def _inputs(sides: list[Side], x, scalars, signs, places) -> tuple[tuple[jax.Arr
     """
     strides = {"SCALARS_STRIDE": 0, "SIGNS_STRIDE": 0}
     if any(side.reads_scalars for side in sides):
-        place = jnp.stack([axis[0] for axis in places])
+        place = jnp.stack([axis[0] if axis.size else jnp.uint32(0) for axis in places])
         scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
         strides["SCALARS_STRIDE"] = SCALARS if scalars.shape[0] > 1 else 0
     else:

@@ -1,13 +1,19 @@
 """Two elements to a word on Hopper: E2M1 codes of pairs of bfloat16, and of float32 after a rotation.
 
-Scales go in pairs as well, of two columns or two rows: each half of a word is 128 times a scale byte, the
-bits of a power of two in bfloat16. They are those of the rule `floor`, which takes exponents alone.
+Scales go in pairs as well, of two columns or two rows: each half of a word is 128 times a scale byte, which
+then lies where bfloat16 has its exponent. They are those of the rule `floor`, which takes exponents alone.
 """
 
 import triton
 import triton.language as tl
 
-from mxjax.kernels.elements_cuda import PAIR_CODE, PAIR_CONSTANTS, encode_floats_text, encode_pairs_text
+from mxjax.kernels.elements_cuda import (
+    PAIR_CODE,
+    PAIR_CONSTANTS,
+    encode_floats_text,
+    encode_pairs_text,
+    largest_floats_text,
+)
 
 _SPREAD = ("0x1010", "0x3232")  # to prmt: the low or the high half of a word in both
 
@@ -22,14 +28,7 @@ def _largest(words: int) -> str:
 
 @triton.constexpr_function
 def _largest_floats(elements: int) -> str:
-    """The elements are paired as `_ENCODE_FLOATS` does, which then need not pair them again."""
-    text = "{\n.reg .b32 t;\n"
-    for i in range(0, elements, 8):
-        for k in range(i, i + 4):
-            into = "t" if k else "$0"
-            text += f"prmt.b32 {into}, ${k + 1}, ${k + 5}, 0x7632;\nand.b32 {into}, {into}, 0x7F807F80;\n"
-            text += "max.bf16x2 $0, $0, t;\n" if k else ""
-    return text + "}"
+    return largest_floats_text(elements) + "mov.b32 $0, m;\n}"
 
 
 @triton.constexpr_function

@@ -79,7 +79,8 @@ def quantize_kernel(
         (4 words: the dequantized values).
       LENGTH: of the blocked axis, filled up. ROTATION: the Hadamard size, or 1. SIGNS: whether it has signs.
       CARRY: the scale rule, as `mxjax.scales.rule_carry`. SQUARE: blocks of 32 x 32. PRESCALE: or 1.
-    scalars: uint32 [V or 1, SCALARS]; signs: float32 [V or 1, 2, 64], for rows and for columns.
+    scalars: uint32 [V or 1, SCALARS]; signs: float32 [V or 1, 2, 64], for rows and for columns. Where no side
+    is stochastic, of an FP8 form or has signs, they are not read and may be anything.
 
     x is a part of a tensor whose last two axes are R_ALL and C_ALL long, from the batch, row and column that
     scalars 6, 7 and 8 say: random bits go by the position in the whole.
@@ -96,8 +97,10 @@ def quantize_kernel(
     x += matrix * R * C + r0.to(tl.int64) * C + c0
     scalars += v * SCALARS_STRIDE
     signs += v * SIGNS_STRIDE
-    batch = tl.load(scalars + 6).to(tl.int32) + b.to(tl.int32)
-    r_all, c_all = tl.load(scalars + 7).to(tl.int32), tl.load(scalars + 8).to(tl.int32)
+    batch, r_all, c_all = b.to(tl.int32), 0, 0
+    if ROW_STOCHASTIC or COLUMN_STOCHASTIC:
+        batch += tl.load(scalars + 6).to(tl.int32)
+        r_all, c_all = tl.load(scalars + 7).to(tl.int32), tl.load(scalars + 8).to(tl.int32)
     EXACT: tl.constexpr = R % BLOCK_R == 0 and C % BLOCK_C == 0
     if ROW_FORM != "" and GROUP == 32:
         row_xs = row_groups(x, R - r0, C - c0, C, GROUPS_C, BLOCK_R, EXACT)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from mxjax.formats import E2M1
 from mxjax.kernels.launch import MOST_PROGRAMS, Target, ceil_div
 from mxjax.kernels.quantize import quantize_kernel
-from mxjax.kernels.quantize_pairs import quantize_pairs_kernel
+from mxjax.kernels.quantize_pairs import GROUP, quantize_pairs_kernel
 from mxjax.policy import Operand, Rotation
 from mxjax.scales import rule_carry
 
@@ -105,7 +105,7 @@ def launch_of(
             out.append(jax.ShapeDtypeStruct((v, b, other, n // 8 * WORDS[side.form]), jnp.int32))
             out.append(jax.ShapeDtypeStruct((v, b, other, n // BLOCK), jnp.uint8))
     if _are_pairs(rows, columns, target, c, dtype):
-        tile = Tile(128, 128, 4, 16)
+        tile = Tile(128, 128, 4, GROUP.value)
         kernel, constants = quantize_pairs_kernel, _pairs_constants(rows, columns, r, c)
     else:
         tile = _tile(target, rows, columns, r, c * jnp.dtype(dtype).itemsize)
@@ -138,7 +138,7 @@ def _constants(
 ) -> dict[str, Any]:
     constants: dict[str, Any] = {"BATCH": b, "R": r, "C": c, "R_ALL": whole[0], "C_ALL": whole[1]}
     for name, side, length in (("ROW", rows, c), ("COLUMN", columns, r)):
-        values = side_constants(side, side.length(length)) if side else _ABSENT
+        values = _side_constants(side, side.length(length)) if side else _ABSENT
         constants |= {f"{name}_{k}": value for k, value in values.items()}
     return constants
 
@@ -156,7 +156,7 @@ _ABSENT: Mapping[str, object] = {
 }
 
 
-def side_constants(side: Side, length: int) -> dict[str, object]:
+def _side_constants(side: Side, length: int) -> dict[str, object]:
     """Returns the constants of the kernel for one side whose blocked axis is `length` long when filled up."""
     return {
         "FORM": side.form,
@@ -189,7 +189,7 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     warps: int
-    group: Literal[8, 16, 32]
+    group: int
 
 
 def _tile(target: Target | None, rows: Side | None, columns: Side | None, r: int, row_bytes: int) -> Tile:
@@ -203,6 +203,7 @@ def _tile(target: Target | None, rows: Side | None, columns: Side | None, r: int
         return Tile(64 if row_bytes % 16 else 128, 64, 2, 8)
     if rows and columns is None and rows.operand.block_shape != (BLOCK, BLOCK) and r <= 16 * MOST_PROGRAMS:
         # Wide, so that the scale bytes of a row are written 16 at a time or more.
-        return Tile(4, 1024, 2, 32) if rows.rotation and r <= 4 * MOST_PROGRAMS else Tile(16, 512, 4, 32)
+        lower = rows.rotation and row_bytes >= 2048 and r <= 4 * MOST_PROGRAMS
+        return Tile(4, 1024, 2, 32) if lower else Tile(16, 512, 4, 32)
     rotated = any(side and side.rotation for side in (rows, columns))
     return Tile(128, 64, 4, 32 if rows is None or rotated else 8)

@@ -27,7 +27,7 @@ EVENTS = [
     meta(3, "/device:GPU:1"),
     meta(3, "Stream #13(Compute)", 10),
     event(1, 10, "nvjet_tst_128x256_64x4_TNT", 0, 4000),
-    event(1, 10, "quantize_kernel", 4000, 1000),
+    event(1, 10, "quantize_pairs_kernel", 4000, 1000),
     event(1, 11, "ncclDevKernel_AllGather_RING_LL", 3000, 3000),  # half of it beside the others
     event(1, 10, "loop_multiply_fusion", 8000, 2000),
     event(1, 12, "loop_multiply_fusion", 8000, 2000),  # the same, by operation

@@ -22,6 +22,7 @@ def test_cuda_spills_nothing(cuda):
     assert {kernel["kernel"] for kernel in cuda.values()} == {
         "gemm_kernel",
         "quantize_kernel",
+        "quantize_pairs_kernel",
         "carry_kernel",
         "correct_kernel",
     }
@@ -59,11 +60,18 @@ def test_sm_90_multiplies_in_bfloat16(cuda):
 def test_cuda_quantizer(cuda, target, name):
     """Loads of the tensor and stores of the words are of 16 bytes, and on sm_100 the hardware converts.
 
-    Where a thread takes whole blocks, columns are loaded row by row, two columns to a thread.
+    Where a thread takes whole blocks, columns are loaded row by row, two columns to a thread. The kernel for
+    pairs stores a word of each row from where it is, 16 threads beside each other.
     """
     d = cuda[target, name]
     opcodes, elements = d["whole_kernel"]["opcodes"], elements_of(d)
     float32 = "float32" in name
+    if d["kernel"] == "quantize_pairs_kernel":
+        assert (target, elements) == ("sm_90", 128)
+        assert starting(opcodes, "LDG") == {"LDG.E.128": elements // 8}
+        assert starting(opcodes, "STG") == {"STG.E": elements // 8 + 2, "STG.E.128": elements // 32}
+        assert d["resources"]["registers"] <= 128  # four programs a multiprocessor
+        return
     loads = {"LDG.E.128": elements // (4 if float32 else 8)}
     if d["constants"]["GROUP"] == 32:
         loads["LDG.E.64" if float32 else "LDG.E"] = elements // 2

@@ -28,10 +28,7 @@ CARRIERS = ["carry_33x96_*", "carry_1x8224_*", "correct_1x65x33x288_*", "correct
 QUANTIZERS = ["quantize_65x97_*", "quantize_200x136_*", "quantize_3x40x70_*_e5m2_*"]
 # Of CUDA's quantizers those of one shape, and what is computed here: ptxas takes 10 s for a stochastic one.
 PATTERNS = {
-    "sm_90": LARGE
-    + GEMMS
-    + ["quantize_65x97_*", "quantize_200x136_*", "quantize_3x40x70_*_e5m2_*"]
-    + CARRIERS,
+    "sm_90": LARGE + GEMMS + QUANTIZERS + CARRIERS,
     "sm_100": LARGE + GEMMS + ["quantize_65x97_*_packed_columns_packed-h16"],
 }
 # Where inline assembly can be chosen, the interpreter, which lacks it, takes what these constants choose.

@@ -84,6 +84,7 @@ def test_any_options_at_length(shape, kind, dtype, pair, seed):
 @given(*tensors, pairs, st.integers(0, 2**16))
 @example((2, 33, 70), "normal", "float32", (Side(Operand()), Side(Operand(), Rotation(64, "redrawn"))), 0)
 @example((17, 600), "wide", "bfloat16", (Side(Operand(), Rotation(16)), None), 0)
+@example((5, 1100), "wide", "bfloat16", (Side(Operand(), Rotation(16)), None), 0)
 @example((33, 70), "normal", "bfloat16", (Side(Operand(block_shape=(32, 32))), None), 0)
 def test_nvidia_tiles(shape, kind, dtype, pair, seed):
     check_options(shape, kind, dtype, pair, seed)
