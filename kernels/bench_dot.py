@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures what the command line asks for and prints it; exits with 1 if a line of ours failed."""
     parser = argparse.ArgumentParser(prog="python -m mxjax.kernels.bench_dot", description=__doc__)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--linears", nargs="+", default=list(LINEARS), help=", ".join(LINEARS))
+    linears = list(LINEARS)
+    parser.add_argument("--linears", nargs="+", default=linears, choices=linears, help=", ".join(linears))
     parser.add_argument("--policies", nargs="*", default=list(POLICIES))
     parser.add_argument("--implementations", nargs="+", default=["xla", "fp8"])
     parser.add_argument("--peers", nargs="*", default=[""], help="others whose names hold one of these")

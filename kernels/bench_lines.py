@@ -92,10 +92,11 @@ def make_tensors(tokens: int, d_in: int, d_out: int) -> Tensors:
 
 
 def parts_of(name: str, implementation: Implementation) -> Iterator[tuple[str, Callable]]:
-    """Yields the parts of a policy's step."""
-    if name == "bf16":
+    """Yields the parts of a policy's step; none by FP8 where no kernels run, whose parts they are."""
+    in_fp8 = "fp8" in plan(get_policy(name), implementation)[:3]
+    if name == "bf16" or (in_fp8 and current_target() is None):
         return
-    if "fp8" in plan(get_policy(name), implementation)[:3]:
+    if in_fp8:
         yield "quantize", jax.jit(functools.partial(make_operands, name, implementation, carried=False))
     yield "operands", jax.jit(functools.partial(make_operands, name, implementation))
 

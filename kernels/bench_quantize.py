@@ -66,15 +66,16 @@ class Result(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures what the command line asks for and prints it; exits with 1 if a line of ours failed."""
     parser = argparse.ArgumentParser(prog="python -m mxjax.kernels.bench_quantize", description=__doc__)
-    parser.add_argument("--shapes", nargs="+", default=["8192x14336", "16384x4096"], help="ROWSxCOLUMNS")
+    shapes = [(8192, 14336), (16384, 4096)]
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=shapes, help="ROWSxCOLUMNS")
     parser.add_argument("--only", nargs="+", default=[""], help="lines whose names hold one of these")
     add_arguments(parser)
     options = parser.parse_args(arguments)
     # torch has its own share of the memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     report = Report("mxjax.kernels.bench_quantize", arguments, options)
-    for shape in options.shapes:
-        rows, columns = (int(n) for n in shape.split("x"))
+    for rows, columns in options.shapes:
+        shape = f"{rows}x{columns}"
         x = jax.random.normal(jax.random.key(0), (rows, columns), jnp.bfloat16)
         results = []
         for name, run in lines(x, report.rounds):
@@ -85,6 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"\n{shape} bfloat16\n")
         print_results(results)
     report.print()
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """Returns the rows and columns that ROWSxCOLUMNS says."""
+    try:
+        rows, columns = (int(n) for n in text.split("x"))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 8192x14336") from error
+    return rows, columns
 
 
 def lines(x: jax.Array, rounds: int) -> Iterator[tuple[str, Callable[[], Result | Absent]]]:
