@@ -23,9 +23,7 @@ min.f16x2 t, t, most;
 shl.b32 t, t, {left};
 lop3.b32 {pair}, t, {pair}, 0x80008000, 0xF8;
 """
-
-
-PAIR_CONSTANTS = """
+_PAIR_CONSTANTS = """
 mov.b32 least, 0x42C042C0;
 mov.b32 one, 0xBF80BF80;
 mov.b32 small, 0x00800080;
@@ -41,6 +39,14 @@ fma.rn.bf16x2 t, t, small, zero;
 {_NIBBLE.replace("{left}", "6")}"""
 
 
+def pair_start(scales: str) -> str:
+    """Sets what `PAIR_CODE` takes. scales: makes `t` 128 times the scale byte of each half."""
+    return f"""{_PAIR_CONSTANTS}{scales}sub.u32 inverse, 0xFF00FF00, t;
+mov.b32 shift, 0x43C043C0;
+add.s16x2 shift, inverse, shift;
+"""
+
+
 def join_nibbles(into: str, parts: list[str]) -> str:
     """Joins the nibbles of four words, the first one lowest."""
     text = f"mov.b32 {into}, {parts[0]};\n"
@@ -50,16 +56,10 @@ def join_nibbles(into: str, parts: list[str]) -> str:
 
 
 def encode_pairs_text(scales: str) -> str:
-    """Two groups: $2 … $9 hold an element of each; $0 and $1 are the results.
-
-    scales: makes `t` 128 times the scale bytes, of each group in a half.
-    """
+    """Two groups: $2 … $9 hold an element of each; $0 and $1 are the results. scales: see `pair_start`."""
     text = f"""{{
 .reg .b32 inverse, shift, least, base, t, one, small, zero, most, low, high, p0, p1, p2, p3, p4, p5, p6, p7;
-{PAIR_CONSTANTS}{scales}sub.u32 inverse, 0xFF00FF00, t;
-mov.b32 shift, 0x43C043C0;
-add.s16x2 shift, inverse, shift;
-"""
+{pair_start(scales)}"""
     for i in range(8):
         text += f"mov.b32 p{i}, ${i + 2};" + PAIR_CODE.format(pair=f"p{i}")
     text += join_nibbles("low", ["p0", "p1", "p2", "p3"]) + join_nibbles("high", ["p4", "p5", "p6", "p7"])

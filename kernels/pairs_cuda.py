@@ -9,10 +9,10 @@ import triton.language as tl
 
 from mxjax.kernels.elements_cuda import (
     PAIR_CODE,
-    PAIR_CONSTANTS,
     encode_floats_text,
     encode_pairs_text,
     largest_floats_text,
+    pair_start,
 )
 
 _SPREAD = ("0x1010", "0x3232")  # to prmt: the low or the high half of a word in both
@@ -45,13 +45,10 @@ max.s16x2 $0, less, zero;
 
 def _encode_row(half: int) -> str:
     """Two elements of one row each in $1 … $4; $5 holds the scales of two rows, $0 is the result."""
+    spread = f"prmt.b32 t, $5, $5, {_SPREAD[half]};\n"
     text = f"""{{
 .reg .b32 inverse, shift, least, base, t, one, small, zero, most, low, high, p0, p1, p2, p3;
-{PAIR_CONSTANTS}prmt.b32 t, $5, $5, {_SPREAD[half]};
-sub.u32 inverse, 0xFF00FF00, t;
-mov.b32 shift, 0x43C043C0;
-add.s16x2 shift, inverse, shift;
-"""
+{pair_start(spread)}"""
     for i in range(4):
         text += f"mov.b32 p{i}, ${i + 1};" + PAIR_CODE.format(pair=f"p{i}")
     # Nibbles of even elements come to the low halves, and of odd ones to the high halves.

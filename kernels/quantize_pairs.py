@@ -137,15 +137,14 @@ def _quantize_rows(
         second = largest_pair((w0[i + 1], w1[i + 1], w2[i + 1], w3[i + 1]), 4)
         largest = tl.reshape(larger_halves(first, second), [GROUPS, QUADS // 4, 4])
         pair = pair_scales(tl.reduce(largest, 2, larger), 0)
-        both = tl.reshape(tl.broadcast_to(pair[:, :, None], [GROUPS, QUADS // 4, 4]), [GROUPS, QUADS])
+        both = _along_row(pair, GROUPS, QUADS)
         for k in tl.static_range(2):
             byte, is_nan = _bytes(pair, k, 0)
             written = written + (byte,)
-            is_nan = tl.reshape(tl.broadcast_to(is_nan[:, :, None], [GROUPS, QUADS // 4, 4]), [GROUPS, QUADS])
             codes = encode_row(w0[i + k], w1[i + k], w2[i + k], w3[i + k], both, k)
             inside = (row + (i + k) < rows) & (word < length // 8)
             pointers = words + (i + k) * (LENGTH // 8) + (row * (LENGTH // 8) + word)
-            _store(pointers, tl.where(is_nan, 0, codes), inside, EXACT)
+            _store(pointers, tl.where(_along_row(is_nan, GROUPS, QUADS), 0, codes), inside, EXACT)
     byte = tl.reshape(join_tensors(written, GROUP), [GROUPS, QUADS // 4, GROUP])
     byte = tl.reshape(tl.permute(byte, [0, 2, 1]), [BLOCK_R, QUADS // 4])
     row, block = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, QUADS // 4)[None, :]
@@ -212,8 +211,8 @@ def _quantize_two_columns(
     pair = pair_scales(largest, FOLDED)
     low_byte, low_nan = _bytes(pair, 0, FOLDED)
     high_byte, high_nan = _bytes(pair, 1, FOLDED)
-    low_nan, high_nan = _spread(low_nan, GROUPS, QUADS), _spread(high_nan, GROUPS, QUADS)
-    divisors = _spread(pair, GROUPS, QUADS) + 0x00800080 * FOLDED
+    low_nan, high_nan = _along_columns(low_nan, GROUPS, QUADS), _along_columns(high_nan, GROUPS, QUADS)
+    divisors = _along_columns(pair, GROUPS, QUADS) + 0x00800080 * FOLDED
     words = ()
     for i in tl.static_range(0, GROUP, 8):
         if ROTATION > 1:
@@ -234,7 +233,13 @@ def _bytes(pair, HIGH: tl.constexpr, FOLDED: tl.constexpr):
 
 
 @triton.jit
-def _spread(x, GROUPS: tl.constexpr, QUADS: tl.constexpr):
+def _along_row(x, GROUPS: tl.constexpr, QUADS: tl.constexpr):
+    """Returns what holds for blocks of a row [GROUPS, QUADS / 4] for quads."""
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [GROUPS, QUADS // 4, 4]), [GROUPS, QUADS])
+
+
+@triton.jit
+def _along_columns(x, GROUPS: tl.constexpr, QUADS: tl.constexpr):
     """Returns what holds for blocks of rows [GROUPS / 2, QUADS] for groups."""
     return tl.reshape(tl.broadcast_to(x[:, None, :], [GROUPS // 2, 2, QUADS]), [GROUPS, QUADS])
 
