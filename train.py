@@ -129,11 +129,12 @@ def make_programs(run: Run, optimizer: optax.GradientTransformation, shardings: 
         make_train_step(
             loss,
             optimizer,
-            config.seed,
-            config.accumulate,
-            config.on_nonfinite == "skip",
-            shardings,
-            sharding.compiler_options(run.mesh, run.phase.layers.policies, config.precision.implementation),
+            accumulate=config.accumulate,
+            skip_nonfinite=config.on_nonfinite == "skip",
+            shardings=shardings,
+            compiler_options=sharding.compiler_options(
+                run.mesh, run.phase.layers.policies, config.precision.implementation
+            ),
         ),
         sharding.on_mesh(run.mesh, make_eval_step(losses)),
         make_layer_stats(loss, empty, config.seed, tokens_a_part, sharding.batch_parts_of(run.mesh.shape)),

@@ -52,17 +52,17 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     state, shardings = parameters.first_state(model, optimizer, mesh, jax.random.key(0))
     loss = functools.partial(_loss, model, options)
     told = sharding.compiler_options(mesh, policies.policies, job.implementation)
-    train_step = make_train_step(loss, optimizer, seed=0, shardings=shardings, compiler_options=told)
-    inputs = train_job.batches(job, model.vocab_size)
+    train_step = make_train_step(loss, optimizer, shardings=shardings, compiler_options=told)
+    inputs, key = train_job.batches(job, model.vocab_size), jax.random.key(0)
     start = time.perf_counter()
-    lowered = train_step.lower(state, sharding.global_batch(mesh, inputs[0]))
+    lowered = train_step.lower(state, sharding.global_batch(mesh, inputs[0]), key)
     lower_seconds = time.perf_counter() - start
     compiled = lowered.compile()
     compile_seconds = time.perf_counter() - start - lower_seconds
 
     def step(tokens: np.ndarray):
         nonlocal state
-        state, metrics = compiled(state, sharding.global_batch(mesh, tokens))
+        state, metrics = compiled(state, sharding.global_batch(mesh, tokens), key)
         return metrics.loss
 
     losses, times = train_job.run_steps(step, float, inputs)

@@ -73,7 +73,7 @@ class OnMesh:
         with jax.set_mesh(self.mesh):
             first = parameters.first_state(model, optimizer, self.mesh, jax.random.key(0))
         self.state, self.shardings = first
-        self.step = make_train_step(loss, optimizer, 0, accumulate, shardings=self.shardings)
+        self.step = make_train_step(loss, optimizer, accumulate=accumulate, shardings=self.shardings)
         self.eval_step = sharding.on_mesh(self.mesh, make_eval_step(losses))
 
     def run(self, batches) -> list[float]:
@@ -81,7 +81,9 @@ class OnMesh:
         found = []
         with jax.set_mesh(self.mesh):
             for batch in batches:
-                self.state, metrics = self.step(self.state, sharding.global_batch(self.mesh, batch))
+                self.state, metrics = self.step(
+                    self.state, sharding.global_batch(self.mesh, batch), jax.random.key(0)
+                )
                 found.append((float(metrics.loss), float(metrics.grad_norm)))
         same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), self.state, self.shardings)
         assert all(jax.tree.leaves(same)), same

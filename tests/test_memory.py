@@ -42,9 +42,9 @@ def compare(config, batch_size, seq_len, accumulate, policy, implementation, rem
     def loss(params, batch, key):
         return llama.mean_loss(config, params, batch, policies=policies, key=key, **options)
 
-    step = make_train_step(loss, optimizer, 0, accumulate)
+    step = make_train_step(loss, optimizer, accumulate=accumulate)
     batch = jax.ShapeDtypeStruct((batch_size, seq_len + 1), jnp.int32)
-    m = step.lower(state, batch).compile().memory_analysis()
+    m = step.lower(state, batch, jax.eval_shape(lambda: jax.random.key(0))).compile().memory_analysis()
     held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
     return estimate, held + m.temp_size_in_bytes
 

@@ -33,6 +33,7 @@ def params():
 
 
 BATCH = np.array([[0, 1, 2], [3, 0, 1]], np.int32)
+KEY = jax.random.key(0)
 
 
 def test_a_step_is_the_optimizer_applied_to_the_mean_loss(params):
@@ -40,7 +41,7 @@ def test_a_step_is_the_optimizer_applied_to_the_mean_loss(params):
     expected = jax.grad(lambda p: bigram(p, BATCH, None).mean())(params)
     # Before the step, which gives the memory of its state away.
     expected = params["table"] - 0.5 * expected["table"]
-    state, metrics = make_train_step(mean_bigram, optax.sgd(0.5), seed=0)(state, BATCH)
+    state, metrics = make_train_step(mean_bigram, optax.sgd(0.5))(state, BATCH, KEY)
     np.testing.assert_allclose(state.params["table"], expected, rtol=1e-6)
     assert int(state.step) == 1
     assert bool(metrics.finite)
@@ -51,7 +52,9 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(params):
     found = []
     for accumulate in (1, 2, 3):
         state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.5))
-        state, metrics = make_train_step(mean_bigram, optax.sgd(0.5), 0, accumulate)(state, batch)
+        state, metrics = make_train_step(mean_bigram, optax.sgd(0.5), accumulate=accumulate)(
+            state, batch, KEY
+        )
         found.append((state.params["table"], metrics.loss, metrics.grad_norm))
     for other in found[1:]:
         for got, expected in zip(other, found[0], strict=True):
@@ -61,7 +64,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(params):
 def test_parts_of_a_batch_draw_different_bits(params):
     state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.0))
     batch = np.repeat(BATCH[:1], 2, axis=0)
-    _, metrics = make_train_step(mean_noisy, optax.sgd(0.0), 0, 2)(state, batch)
+    _, metrics = make_train_step(mean_noisy, optax.sgd(0.0), accumulate=2)(state, batch, KEY)
     keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), i) for i in range(2)]
     expected = [noisy(params, batch[:1], key).mean() for key in keys]
     assert abs(expected[0] - expected[1]) > 1e-3
@@ -70,10 +73,10 @@ def test_parts_of_a_batch_draw_different_bits(params):
 
 def test_random_bits_depend_on_seed_and_step(params):
     def losses(seed):
-        step, state, found = make_train_step(mean_noisy, optax.sgd(0.0), seed), None, []
+        step, state, found = make_train_step(mean_noisy, optax.sgd(0.0)), None, []
         state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.0))
         for _ in range(3):
-            state, metrics = step(state, BATCH)
+            state, metrics = step(state, BATCH, jax.random.key(seed))
             found.append(float(metrics.loss))
         return found
 
@@ -83,12 +86,12 @@ def test_random_bits_depend_on_seed_and_step(params):
 
 def test_after_a_step_that_is_not_finite_the_state_stays(params):
     poisoned = {"table": params["table"].at[3, 0].set(jnp.nan)}
-    step = make_train_step(mean_bigram, optax.sgd(0.5), seed=0)
-    state, metrics = step(init_state(poisoned, optax.sgd(0.5)), np.array([[0, 1, 2]], np.int32))
+    step = make_train_step(mean_bigram, optax.sgd(0.5))
+    state, metrics = step(init_state(poisoned, optax.sgd(0.5)), np.array([[0, 1, 2]], np.int32), KEY)
     assert bool(metrics.finite)
     before = np.asarray(state.params["table"])
     for batch in (np.array([[3, 1, 2]], np.int32), np.array([[0, 1, 2]], np.int32)):
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch, KEY)
         assert not bool(metrics.finite)
         assert int(state.step) == 1
         np.testing.assert_array_equal(state.params["table"], before)
@@ -97,14 +100,14 @@ def test_after_a_step_that_is_not_finite_the_state_stays(params):
 def test_a_skipped_step_changes_only_what_is_counted(params):
     poisoned = {"table": params["table"].at[3, 0].set(jnp.nan)}
     optimizer = optax.adam(0.5)
-    step = make_train_step(mean_bigram, optimizer, seed=0, skip_nonfinite=True)
+    step = make_train_step(mean_bigram, optimizer, skip_nonfinite=True)
     state = init_state(poisoned, optimizer)
     before = jax.tree.map(np.asarray, state)
-    state, metrics = step(state, np.array([[3, 1, 2]], np.int32))
+    state, metrics = step(state, np.array([[3, 1, 2]], np.int32), KEY)
     assert not bool(metrics.finite)
     assert (int(state.step), int(state.skipped), bool(state.finite)) == (1, 1, True)
     jax.tree.map(np.testing.assert_array_equal, state[1:3], before[1:3])
-    state, metrics = step(state, np.array([[0, 1, 2]], np.int32))
+    state, metrics = step(state, np.array([[0, 1, 2]], np.int32), KEY)
     assert bool(metrics.finite)
     assert (int(state.step), int(state.skipped), int(metrics.skipped)) == (2, 1, 1)
     assert not np.array_equal(state.params["table"], before.params["table"], equal_nan=True)
@@ -118,7 +121,7 @@ def test_the_largest_values_of_a_step_that_is_not_finite_are_those_of_gradients_
         def loss(*arguments, offset=offset):
             return mean_bigram(*arguments) + offset
 
-        _, metrics = make_train_step(loss, optax.sgd(0.5), seed=0)(state, BATCH)
+        _, metrics = make_train_step(loss, optax.sgd(0.5))(state, BATCH, KEY)
         np.testing.assert_allclose(metrics.amax, wanted, rtol=1e-6)
 
 

@@ -79,6 +79,7 @@ class Loop:
     interruption: Interruption
 
     def __post_init__(self):
+        self._key = jax.random.key(self.config.seed)
         self._step = int(self.state.step)  # of the last step taken
         self._begin_phase(self._step)  # whose evaluation may be owed; the next may begin with the next step
         self._owes_evaluation = owes_evaluation(self.config, self.folder, self._step)
@@ -133,7 +134,7 @@ class Loop:
             self._measure_layers(batch)
         tracer, pause = self.records.tracer, self.reporter.pause
         tracer.before(self._step, pause)
-        self.state, metrics = tracer.run(self._step, self._programs.train_step, self.state, batch)
+        self.state, metrics = tracer.run(self._step, self._programs.train_step, self.state, batch, self._key)
         if switches:
             self.reporter.restart_clock()  # compiled by now
         self.reporter.step(self._step, metrics)

@@ -62,13 +62,13 @@ def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
 def make_train_step(
     loss: Loss,
     optimizer: optax.GradientTransformation,
-    seed: int,
+    *,
     accumulate: int = 1,
     skip_nonfinite: bool = False,
     shardings: TrainState | None = None,
     compiler_options: dict[str, Any] | None = None,
 ):
-    """Returns the jitted `step(state, batch) -> (state, metrics)`; the state is donated.
+    """Returns the jitted `step(state, batch, key) -> (state, metrics)`; the state is donated.
 
     With `accumulate` the batch is taken in so many parts, one after another, whose gradients are added: every
     token weighs the same.
@@ -76,7 +76,7 @@ def make_train_step(
     `mxjax.training.sharding` makes them.
     With `compiler_options` XLA is told so, see `compiler_options` of `mxjax.training.sharding`.
 
-    The random bits of a step are a function of the seed and the step's number. Once a loss or gradient
+    The random bits of a step are a function of the run's key and the step's number. Once a loss or gradient
     is not finite, the state stays as it was before that step, so that the step can be looked into. With
     skip_nonfinite only that step leaves parameters and optimizer as they were, and is counted.
     """
@@ -107,8 +107,10 @@ def make_train_step(
         out_shardings=None if shardings is None else (shardings, shardings.finite),
         compiler_options=compiler_options,
     )
-    def step(state: TrainState, batch: Int32[Array, "batch length"]) -> tuple[TrainState, StepMetrics]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+    def step(
+        state: TrainState, batch: Int32[Array, "batch length"], key: jax.Array
+    ) -> tuple[TrainState, StepMetrics]:
+        key = jax.random.fold_in(key, state.step)
         value, grads = loss_and_grads(state.params, batch, key)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite

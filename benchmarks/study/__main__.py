@@ -1,0 +1,80 @@
+"""Runs and reports the study of the paper's ladder.
+
+    python -m benchmarks.study run ladder-60m --out DIR --data PREFIX --eval-data PREFIX --minutes 25
+    python -m benchmarks.study report DIR
+
+A run that is done is skipped, so the same command continues after an interruption. `--minutes` ends in time,
+with every finished run kept.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Annotated
+
+import tyro
+
+from benchmarks.study import report, runner
+from benchmarks.study.cells import STUDIES
+from mxjax.training.environment import enable_compilation_cache, input_errors
+
+
+def run(
+    study: Annotated[str, tyro.conf.Positional],
+    *,
+    out: pathlib.Path,
+    data: str,
+    eval_data: str,
+    vocab_size: int = 16_384,
+    minutes: float | None = None,
+    workers: int = 1,
+    commit: str | None = None,
+) -> None:
+    """Trains the cells of a study that are missing.
+
+    Args:
+      study: a name of `benchmarks.study.cells.STUDIES`, or several joined by commas, in that order.
+      out: folder of the runs' JSON files; files of other studies there are left alone.
+      data: prefix of the tokenized dataset to train on (see `benchmarks.study_data`).
+      eval_data: prefix of the one to evaluate on.
+      vocab_size: of the datasets' tokenizer.
+      minutes: end by then; default, when all is done.
+      workers: processes that share the cells, each on a GPU of its own.
+      commit: for the record. Default: that of the checkout.
+    """
+    with input_errors():
+        names = study.split(",")
+        if unknown := [name for name in names if name not in STUDIES]:
+            raise ValueError(f"unknown study {', '.join(unknown)}; the studies are {', '.join(STUDIES)}")
+        if workers > 1:
+            sys.exit(_run_workers(workers))
+        enable_compilation_cache()
+        deadline = None if minutes is None else time.monotonic() + 60 * minutes
+        commit = commit or runner.current_commit()
+        for name in names:
+            settings = runner.Settings(name, out, data, eval_data, vocab_size, commit, deadline)
+            if not runner.run_cells(STUDIES[name], settings):
+                break
+            print(f"{name}: no run is missing, or other processes are at the rest")
+
+
+def _run_workers(count: int) -> int:
+    """Starts this command once a GPU; returns the highest exit status."""
+    position = sys.argv.index("--workers")
+    arguments = [*sys.argv[1:position], *sys.argv[position + 2 :]]
+    command = [sys.executable, "-m", "benchmarks.study", *arguments]
+    processes = [
+        subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": str(i)}) for i in range(count)
+    ]
+    return max(process.wait() for process in processes)
+
+
+def main() -> None:
+    """Runs the subcommand that the command line names."""
+    tyro.extras.subcommand_cli_from_dict({"run": run, "report": report.main}, description=__doc__)
+
+
+if __name__ == "__main__":
+    main()

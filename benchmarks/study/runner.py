@@ -1,0 +1,248 @@
+"""Trains the cells of a study: each finished run is one small JSON file, and what is there is not repeated.
+
+Every policy of a seed has the same initial weights and the same batches. All seeds of a cell share one
+compilation. Several processes, one a GPU, share the cells by file locks.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import json
+import math
+import os
+import pathlib
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.study.cells import PROTOCOLS, Cell, Protocol, policy_of
+from models import llama
+from models.configs import LlamaConfig, get_config
+from mxjax.training.config import DataConfig, OptimizerConfig
+from mxjax.training.environment import facts
+from mxjax.training.optimizer import make_optimizer
+from mxjax.training.packed import PackedCorpus, load_packed
+from mxjax.training.step import evaluate, init_state, make_eval_step, make_train_step
+
+IMPLEMENTATION = "xla"
+"""Of every cell: bfloat16 products of the exact values, so that nothing but the policy varies."""
+_COMPILATION = 60.0  # seconds to allow for a cell's first run, until one has been timed
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a study is run with.
+
+    Attributes:
+      study: its name, for the record.
+      out: folder of the runs' JSON files.
+      data, eval_data: prefixes of tokenized datasets.
+      vocab_size: of the tokens, and so of the models.
+      commit: of the code, for the record.
+      deadline: `time.monotonic()` after which no run must last; None is never.
+    """
+
+    study: str
+    out: pathlib.Path
+    data: str
+    eval_data: str
+    vocab_size: int
+    commit: str
+    deadline: float | None = None
+
+
+def run_path(out: pathlib.Path, cell: Cell, seed: int) -> pathlib.Path:
+    """Returns the file of one run."""
+    return out / f"{cell.name}.s{seed}.json"
+
+
+def missing_seeds(out: pathlib.Path, cell: Cell) -> list[int]:
+    """Returns the seeds of a cell that have no file yet."""
+    return [seed for seed in range(cell.seeds) if not run_path(out, cell, seed).exists()]
+
+
+def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
+    """Trains what is missing, in order; returns whether nothing was left for want of time.
+
+    Cells that another process is training are passed over.
+    """
+    settings.out.mkdir(parents=True, exist_ok=True)
+    data = DataConfig(data=(settings.data,), eval_data=settings.eval_data, vocab_size=settings.vocab_size)
+    corpus = load_packed(data, settings.vocab_size)
+    for cell in cells:
+        with _claimed(settings.out / f".{cell.name}.lock") as mine:
+            if mine and missing_seeds(settings.out, cell) and not run_cell(cell, cells, corpus, settings):
+                return False
+    return True
+
+
+def run_cell(cell: Cell, cells: Sequence[Cell], corpus: PackedCorpus, settings: Settings) -> bool:
+    """Trains the missing seeds of a cell; returns whether time sufficed."""
+    programs = None
+    for seed in missing_seeds(settings.out, cell):
+        if not _fits(cell, settings, compiles=programs is None):
+            print(f"{cell.name}: no time left for another run; the same command continues", flush=True)
+            return False
+        if programs is None:
+            programs = Programs(cell, corpus)
+        outcome = programs.train(seed)
+        record = {"study": settings.study, "commit": settings.commit, **outcome}
+        _write(run_path(settings.out, cell, seed), record)
+        left = sum(len(missing_seeds(settings.out, c)) for c in cells)
+        print(
+            f"{cell.name} seed {seed}: final loss {outcome['final_loss']:.4f}, {outcome['seconds']:.1f} s; "
+            f"{left} runs left, about {remaining_seconds(cells, settings.out) / 60:.0f} min of one device",
+            flush=True,
+        )
+    return True
+
+
+class Programs:
+    """A cell's compiled functions, which all its seeds share."""
+
+    def __init__(self, cell: Cell, corpus: PackedCorpus):
+        """Prepares to train a cell; compilation happens at the first step."""
+        self.cell, self.corpus, self.protocol = cell, corpus, PROTOCOLS[cell.protocol]
+        p = self.protocol
+        self.model = model_of(cell, corpus.vocab_size)
+        self.data = DataConfig(batch_size=p.batch, seq_len=p.seq)
+        optimizer = make_optimizer(OptimizerConfig(lr=p.lr, warmup_steps=p.warmup), p.horizon or p.steps)
+        self.policy = policy_of(cell)
+        options = {
+            "policies": llama.layer_policies(self.model, self.policy),
+            "implementation": IMPLEMENTATION,
+        }
+        loss = functools.partial(_call, llama.mean_loss, self.model, options)
+        losses = functools.partial(_call, llama.losses, self.model, options)
+        self.train_step = make_train_step(loss, optimizer)
+        self.eval_step = make_eval_step(losses)
+        self.first_state = jax.jit(lambda key: init_state(llama.init(self.model, key), optimizer))
+        self.held_out = held_out_batches(corpus.validation, p)
+        self.compile_seconds: float | None = None
+
+    def train(self, seed: int) -> dict[str, Any]:
+        """Returns the record of one run."""
+        p, cell = self.protocol, self.cell
+        key = jax.random.key(seed)
+        state = self.first_state(jax.random.fold_in(key, 2**32 - 1))  # the key of no step, as in train.py
+        samples = self.corpus.samples(p.seq, seed, p.steps * p.batch)
+        due = {round(p.steps * (i + 1) / p.evaluations) for i in range(p.evaluations)}
+        losses, evaluations = [], []
+        began = time.perf_counter()
+        for step in range(1, p.steps + 1):
+            batch = np.stack([samples[i] for i in range((step - 1) * p.batch, step * p.batch)])
+            state, metrics = self.train_step(state, batch, key)
+            losses.append(metrics.loss)
+            if step == 1 and self.compile_seconds is None:
+                jax.block_until_ready(metrics.loss)
+                self.compile_seconds = time.perf_counter() - began
+                began = time.perf_counter()
+            if step in due:
+                found = evaluate(self.eval_step, state.params, self.held_out)["eval_loss"]
+                evaluations.append([step * p.batch * p.seq, round(found, 6)])
+                if not math.isfinite(found) or not bool(state.finite):
+                    break
+        seconds = time.perf_counter() - began
+        train_losses = np.array(jax.device_get(losses), np.float64)
+        return {
+            "cell": cell.name,
+            "policy": cell.policy,
+            "rules": cell.rules,
+            "seed": seed,
+            "model": cell.model,
+            "parameters": self.model.n_params,
+            "protocol": {"name": cell.protocol, **dataclasses.asdict(p)},
+            "resolved_policy": str(self.policy),
+            "implementation": IMPLEMENTATION,
+            "tokens": len(losses) * p.batch * p.seq,
+            "final_loss": evaluations[-1][1] if bool(state.finite) else float("nan"),
+            "evaluations": evaluations,
+            "train_losses": [round(float(x.mean()), 5) for x in np.array_split(train_losses, p.evaluations)],
+            "finite": bool(state.finite),
+            "seconds": round(seconds, 2),
+            "compile_seconds": round(self.compile_seconds or 0.0, 2),
+            "data": self.corpus.facts | {"source": os.path.basename(self.corpus.source)},
+            "device": jax.devices()[0].device_kind,
+            "versions": facts(),
+        }
+
+
+def model_of(cell: Cell, vocab_size: int) -> LlamaConfig:
+    """Returns the cell's Llama, with the vocabulary of the data."""
+    return dataclasses.replace(get_config(cell.model), vocab_size=vocab_size)
+
+
+def held_out_batches(tokens: np.ndarray, protocol: Protocol) -> list[np.ndarray]:
+    """Returns all whole batches of the validation tokens, so that one program evaluates them all."""
+    n = (len(tokens) - 1) // protocol.seq // protocol.batch
+    if not n:
+        raise ValueError(
+            f"--eval-data has {len(tokens):,} tokens, fewer than a batch of {protocol.batch} x {protocol.seq}"
+        )
+    rows = range(0, n * protocol.batch * protocol.seq, protocol.seq)
+    windows = np.stack([tokens[i : i + protocol.seq + 1].astype(np.int32) for i in rows])
+    return np.split(windows, n)
+
+
+def remaining_seconds(cells: Sequence[Cell], out: pathlib.Path) -> float:
+    """Returns how long the missing runs would take one device, by the runs that are there; NaN for none."""
+    timed = [_seconds_a_token(cell, out) for cell in cells]
+    known = [t for t in timed if t]
+    typical = sum(known) / len(known) if known else math.nan
+    return sum(
+        len(missing_seeds(out, cell)) * PROTOCOLS[cell.protocol].tokens * (t or typical)
+        for cell, t in zip(cells, timed, strict=True)
+    )
+
+
+def current_commit() -> str:
+    """Returns the commit of the checkout, marked if files differ from it; "unknown" outside of git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _call(function, model, options, params, batch, key):
+    return function(model, params, batch, key=key, **options)
+
+
+def _fits(cell: Cell, settings: Settings, compiles: bool) -> bool:
+    """Whether a run of the cell would end before the deadline, as far as one can tell."""
+    if settings.deadline is None:
+        return True
+    seconds = PROTOCOLS[cell.protocol].tokens * (_seconds_a_token(cell, settings.out) or 0.0)
+    return time.monotonic() + 1.15 * seconds + (_COMPILATION if compiles else 0) < settings.deadline
+
+
+def _seconds_a_token(cell: Cell, out: pathlib.Path) -> float | None:
+    """Returns the slowest rate among a few runs of the same model, None if there is none."""
+    records = [json.loads(path.read_text()) for path in sorted(out.glob(f"*.{cell.model}.*.json"))[-8:]]
+    return max((record["seconds"] / record["tokens"] for record in records), default=None)
+
+
+def _write(path: pathlib.Path, record: dict[str, Any]) -> None:
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.replace(path)
+
+
+@contextlib.contextmanager
+def _claimed(path: pathlib.Path) -> Iterator[bool]:
+    """Holds a lock that the system releases when the process ends; gives False if another has it."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
