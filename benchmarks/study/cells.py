@@ -66,7 +66,7 @@ def _protocols() -> dict[str, Protocol]:
     """One epoch of the corpus is 717 steps of 64 x 512 tokens at a vocabulary of 16,384."""
     decay = Protocol(lr=1e-3)
     found = {"decay": decay, "decay125m": dataclasses.replace(decay, lr=6e-4)}
-    for lr in ("2e-3", "3e-3"):
+    for lr in ("1e-3", "2e-3", "3e-3"):
         found[f"decay-w150-lr{lr}"] = dataclasses.replace(decay, lr=float(lr), warmup=150)
     for lr in ("2.5e-4", "5e-4", "1e-3", "1.5e-3", "2e-3", "4e-3"):
         found[f"decay-lr{lr}"] = dataclasses.replace(decay, lr=float(lr))
@@ -163,7 +163,7 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
     {
         # The learning rate of each size: the lowest loss, then the highest rate at which seeds agree.
         "tune-60m": _tuning("60m", "decay", ("1e-3", "1.5e-3", "2e-3", "5e-4", "4e-3"), 3),
-        "tune-60m-warmup": _tuning("60m", "decay-w150", ("2e-3", "3e-3"), 3),
+        "tune-60m-warmup": _tuning("60m", "decay-w150", ("1e-3", "2e-3", "3e-3"), 3),
         "tune-125m": _tuning("125m", "decay", ("5e-4", "1e-3", "2.5e-4"), 2),
         "ladder-60m": (
             *_ladder_cells("60m", "decay", ("floor", "even"), 8),
