@@ -15,17 +15,17 @@ import tyro
 
 from models import llama
 from models.configs import from_dict
-from mxjax.plan import Implementation, check_plans
+from mxjax.implementations import Implementation, check_plans
 from mxjax.scales import ScaleRule
-from mxjax.training.checkpoint import Checkpoints
-from mxjax.training.compare import CompareConfig, compare
-from mxjax.training.config import Config
-from mxjax.training.data import evaluation_batches, load_data, load_held_out
-from mxjax.training.description import from_json, read_description
-from mxjax.training.environment import enable_compilation_cache, input_errors
-from mxjax.training.metrics import evaluations, json_line
-from mxjax.training.schedule import phase_at, phases_of
-from mxjax.training.step import evaluate, make_eval_step
+from training.checkpoint.checkpoints import Checkpoints
+from training.compare import CompareConfig, compare
+from training.config import Config
+from training.data.text import evaluation_batches, load_data, load_held_out
+from training.environment import enable_compilation_cache, input_errors
+from training.metrics import evaluations, json_line
+from training.run_config import from_json, read_description
+from training.schedule import phase_at, phases_of
+from training.step import evaluate, make_eval_step
 
 
 @dataclasses.dataclass(frozen=True)

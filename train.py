@@ -10,29 +10,31 @@ import jax
 import numpy as np
 import optax
 
-from models import llama, parameters
+from models import llama
 from models.block import LINEAR_LAYERS
-from models.report import introduction, summary
-from models.run import Run, mllog_settings, set_up, write_description
-from mxjax.probes import empty_slots, make_layer_stats
-from mxjax.training import sharding
-from mxjax.training.amax import amax_names
-from mxjax.training.checkpoint import CheckpointError, Checkpoints
-from mxjax.training.command_line import parse
-from mxjax.training.config import Config
-from mxjax.training.damage import set_aside_damaged
-from mxjax.training.environment import disk_errors, enable_compilation_cache, input_errors
-from mxjax.training.interruption import Interruption, RunInterrupted
-from mxjax.training.loop import Loop, Programs, Records
-from mxjax.training.metrics import Display, MetricsLog, NonFiniteError, StepReporter, evaluations
-from mxjax.training.mllog import MLPerfLog
-from mxjax.training.optimizer import learning_rate, make_optimizer
-from mxjax.training.processes import ProcessError, is_first_process, join_processes, together
-from mxjax.training.profiling import StepTracer
-from mxjax.training.progress import is_done
-from mxjax.training.step import Loss, Losses, TrainState, make_eval_step, make_train_step
-from mxjax.training.tensorboard import TensorBoardLog
-from mxjax.training.watch import Watch
+from models.sharding import batch_parts_of
+from mxjax.layer_stats import empty_slots, make_layer_stats
+from training import parameters
+from training.anomalies import Watch
+from training.checkpoint.checkpoints import CheckpointError, Checkpoints
+from training.checkpoint.recovery import set_aside_damaged
+from training.command_line import parse
+from training.config import Config
+from training.environment import disk_errors, enable_compilation_cache, input_errors
+from training.interruption import Interruption, RunInterrupted
+from training.layer_amax import amax_names
+from training.loop import Loop, Programs, Records
+from training.mesh import compiler_options, on_mesh, process_part
+from training.metrics import Display, MetricsLog, NonFiniteError, StepReporter, evaluations
+from training.mllog import MLPerfLog
+from training.optimizer import learning_rate, make_optimizer
+from training.processes import ProcessError, is_first_process, join_processes, together
+from training.profiling import StepTracer
+from training.progress import is_done
+from training.report import introduction, summary
+from training.setup import Run, mllog_settings, set_up, write_description
+from training.step import Loss, Losses, TrainState, make_eval_step, make_train_step
+from training.tensorboard import TensorBoardLog
 
 
 def train(config: Config) -> dict[str, float]:
@@ -54,7 +56,7 @@ def train(config: Config) -> dict[str, float]:
         with input_errors():
             with together():
                 run = set_up(config)
-                part = sharding.process_part(run.mesh, config.data.batch_size)
+                part = process_part(run.mesh, config.data.batch_size)
                 stream = run.corpus.batches(config.data, config.seed, config.steps, shard=part)
             damage = set_aside_damaged(run.folder / "checkpoints")
         with disk_errors(run.folder), jax.set_mesh(run.mesh):
@@ -132,12 +134,12 @@ def make_programs(run: Run, optimizer: optax.GradientTransformation, shardings: 
             accumulate=config.accumulate,
             skip_nonfinite=config.on_nonfinite == "skip",
             shardings=shardings,
-            compiler_options=sharding.compiler_options(
+            compiler_options=compiler_options(
                 run.mesh, run.phase.layers.policies, config.precision.implementation
             ),
         ),
-        sharding.on_mesh(run.mesh, make_eval_step(losses)),
-        make_layer_stats(loss, empty, config.seed, tokens_a_part, sharding.batch_parts_of(run.mesh.shape)),
+        on_mesh(run.mesh, make_eval_step(losses)),
+        make_layer_stats(loss, empty, config.seed, tokens_a_part, batch_parts_of(run.mesh.shape)),
     )
 
 

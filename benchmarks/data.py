@@ -2,7 +2,7 @@
 
     python -m benchmarks.data CORPUS [--documents 45000000] [--repeats 3]
 
-CORPUS is a folder in C4's layout. Measures `mxjax.training.tokenize` from files to dataset beside the
+CORPUS is a folder in C4's layout. Measures `training.tokenize` from files to dataset beside the
 package tokenizers alone (`encode_batch` on the same texts, read before, as many threads as there are cores);
 the reader's tokens/s through grain; and, in a process of its own, the time to the first batch and the memory
 on a dataset of --documents simulated documents, whose .bin is a file with holes. Prints a table, and JSON
@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from mxjax.training.config import DataConfig
-from mxjax.training.documents import Document, Documents, find_files
-from mxjax.training.indexed import IndexedDataset, write_index
-from mxjax.training.packed import load_packed
-from mxjax.training.tokenize import _cores
-from mxjax.training.tokenizer import load_tokenizer, train_tokenizer
+from training.config import DataConfig
+from training.data.indexed_dataset import IndexedDataset, write_index
+from training.data.megatron import load_packed
+from training.data.tokenizer import load_tokenizer, train_tokenizer
+from training.tokenize.documents import Document, Documents, find_files
+from training.tokenize.tokenize import _cores
 
 VOCABULARY = 32_000
 # A lognormal of about C4's mean document: 156 G tokens in 365 M documents (arXiv 1910.10683, 2104.08758).
@@ -50,9 +50,9 @@ def library(tokenizer: pathlib.Path, texts: list[str]) -> int:
 
 
 def command(files: list[str], prefix: pathlib.Path, tokenizer: pathlib.Path) -> dict[str, Any]:
-    """Runs `python -m mxjax.training.tokenize`, its start included; returns its record."""
+    """Runs `python -m training.tokenize`, its start included; returns its record."""
     flags = ["--input", *files, "--output", str(prefix), "--tokenizer", str(tokenizer)]
-    subprocess.run([sys.executable, "-m", "mxjax.training.tokenize", *flags], check=True)
+    subprocess.run([sys.executable, "-m", "training.tokenize", *flags], check=True)
     with contextlib.suppress(ChildProcessError):
         while True:  # its processes are ours now, and their time counts once they are waited for
             os.waitpid(-1, 0)

@@ -12,9 +12,9 @@ import pathlib
 import statistics
 from typing import Any
 
-from mxjax.training.command_line import parse
-from mxjax.training.metrics import NonFiniteError
 from train import train
+from training.command_line import parse
+from training.metrics import NonFiniteError
 
 LADDER = (
     "bf16",

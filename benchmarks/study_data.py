@@ -12,10 +12,10 @@ import json
 import pathlib
 import sys
 
-from mxjax.training.command_line import parse
-from mxjax.training.environment import input_errors
-from mxjax.training.tokenize import TokenizeConfig, summary, tokenize
 from train import train
+from training.command_line import parse
+from training.environment import input_errors
+from training.tokenize.tokenize import TokenizeConfig, summary, tokenize
 
 
 def pack(corpus: pathlib.Path, out: pathlib.Path, vocab_size: int) -> list[str]:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from mxjax.kernels.timing import print_table
+from mxjax.kernels.bench.timing import print_table
 
 # The first that a kernel's name matches.
 KINDS = {

@@ -11,16 +11,17 @@ import numpy as np
 
 from benchmarks import trace_table, train_job
 from benchmarks.train_job import LEARNING_RATE, Job
-from models import llama, parameters
+from models import llama
 from models.configs import get_config
-from mxjax.kernels.timing import measure
-from mxjax.plan import choose_implementation
+from mxjax.implementations import choose_implementation
+from mxjax.kernels.bench.timing import measure
 from mxjax.remat import check_remat
-from mxjax.training import sharding
-from mxjax.training.config import OptimizerConfig
-from mxjax.training.environment import facts
-from mxjax.training.optimizer import make_optimizer
-from mxjax.training.step import make_train_step
+from training import parameters
+from training.config import OptimizerConfig
+from training.environment import facts
+from training.mesh import check_batch, compiler_options, global_batch, make_mesh
+from training.optimizer import make_optimizer
+from training.step import make_train_step
 
 GEMMS = ((8192, 8192, 8192), (8192, 4096, 14336))
 TRACED_STEPS = 3
@@ -36,7 +37,7 @@ def run(job: Job) -> dict[str, Any]:
     """Returns the job's step times in seconds, losses, compile times, peak memory, and the GEMMs' rate."""
     if job.devices != jax.device_count():
         raise ValueError(f"--devices is {job.devices}, but JAX sees {jax.device_count()}")
-    mesh = sharding.make_mesh(job.mesh)
+    mesh = make_mesh(job.mesh)
     with jax.set_mesh(mesh):
         return {"gemm_flops": gemm_rates()} | measure_steps(job, mesh)
 
@@ -47,22 +48,22 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     policies = llama.layer_policies(model, job.subject)
     options = {"policies": policies, "remat": job.remat, "implementation": job.implementation}
     check_remat(job.remat, policies.policies, job.implementation)
-    sharding.check_batch(mesh.shape, job.batch, 1)
+    check_batch(mesh.shape, job.batch, 1)
     parameters.check_cuts(mesh.shape, model, policies)
     state, shardings = parameters.first_state(model, optimizer, mesh, jax.random.key(0))
     loss = functools.partial(_loss, model, options)
-    told = sharding.compiler_options(mesh, policies.policies, job.implementation)
+    told = compiler_options(mesh, policies.policies, job.implementation)
     train_step = make_train_step(loss, optimizer, shardings=shardings, compiler_options=told)
     inputs, key = train_job.batches(job, model.vocab_size), jax.random.key(0)
     start = time.perf_counter()
-    lowered = train_step.lower(state, sharding.global_batch(mesh, inputs[0]), key)
+    lowered = train_step.lower(state, global_batch(mesh, inputs[0]), key)
     lower_seconds = time.perf_counter() - start
     compiled = lowered.compile()
     compile_seconds = time.perf_counter() - start - lower_seconds
 
     def step(tokens: np.ndarray):
         nonlocal state
-        state, metrics = compiled(state, sharding.global_batch(mesh, tokens), key)
+        state, metrics = compiled(state, global_batch(mesh, tokens), key)
         return metrics.loss
 
     losses, times = train_job.run_steps(step, float, inputs)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import train_job
 from benchmarks.train_job import LEARNING_RATE, Job
 from models.configs import get_config
-from models.huggingface_config import write_config
+from models.huggingface.config import write_config
 
 PRECISIONS = ("autocast", "bf16")
 ON_GPU = torch.cuda.is_available()

@@ -35,8 +35,8 @@ from typing import Any
 from benchmarks.train_job import OURS, PEER, Job
 from benchmarks.train_report import check, lines, print_report, with_speed
 from models.configs import get_config
-from mxjax.kernels.timing import LATE, commit
-from mxjax.plan import Implementation
+from mxjax.implementations import Implementation
+from mxjax.kernels.bench.timing import LATE, commit
 from mxjax.recipes import get_policy
 from mxjax.remat import Remat
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.layout import varying_as
-from mxjax.packed import on_gpu
+from mxjax.packing import on_gpu
+from mxjax.weight_layout import varying_as
 
 try:
     from triton.runtime.interpreter import InterpretedFunction

@@ -16,11 +16,11 @@ import mxjax
 from models.attention import causal_attention
 from models.configs import LlamaConfig
 from models.rope import apply_rope
-from mxjax.plan import Implementation
+from models.sharding import constrain, weight_layout
+from mxjax.implementations import Implementation
+from mxjax.layer_stats import Measures, probe
 from mxjax.policy import Policy
-from mxjax.probes import Measures, probe
 from mxjax.remat import keep_products
-from mxjax.training.sharding import constrain, weight_layout
 
 # The GEMMs of a block, in the order in which they run.
 BLOCK_LAYERS = (
@@ -39,7 +39,7 @@ AXES = {
     "mlp.gate_up": ("embed", "mlp"),
     "mlp.down": ("mlp", "embed"),
 }
-"""The logical axes of the weights of LINEAR_LAYERS, see `mxjax.training.sharding`."""
+"""The logical axes of the weights of LINEAR_LAYERS, see `models.sharding`."""
 _FUSED_ATTENTION = {mxjax.get_policy("bf16"): jnp.bfloat16, mxjax.get_policy("fp32"): jnp.float32}
 
 

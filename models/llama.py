@@ -23,16 +23,16 @@ from models.block import BLOCK_LAYERS, Block, BlockPolicies, RMSNorm, random_mat
 from models.configs import LlamaConfig
 from models.loss import Head, token_losses
 from models.rope import rope_angles
+from models.sharding import constrain, weight_layout
 from mxjax.devices import on_gpu
+from mxjax.implementations import Implementation
+from mxjax.layer_stats import Measures
 from mxjax.layers import LayerPolicies, Rules, resolve
-from mxjax.plan import Implementation
 from mxjax.policy import Policy
-from mxjax.probes import Measures
 from mxjax.remat import Remat, rematerialize
-from mxjax.training.sharding import constrain, weight_layout
 
 AXES = block.AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
-"""The logical axes of every parameter that is not a norm's scale, see `mxjax.training.sharding`."""
+"""The logical axes of every parameter that is not a norm's scale, see `models.sharding`."""
 # What stays in bfloat16 unless a rule names it.
 _HIGH_PRECISION: Rules = (
     ("blocks.*.attention.scores", "bf16"),
@@ -96,7 +96,7 @@ class Llama(nnx.Module):
           dtype: of the activations between layers.
           remat: what each block keeps for its backward pass, see `mxjax.remat`.
           implementation: of the products, see `mxjax.dot`.
-          slots: of LINEAR_LAYERS, whose gradient is then their GEMMs' errors; see `mxjax.probes`.
+          slots: of LINEAR_LAYERS, whose gradient is then their GEMMs' errors; see `mxjax.layer_stats`.
           unroll: blocks that the compiled loop takes in a turn. All of them run fastest, since what is kept
             for the backward pass is then not copied into arrays of all layers, and take longest to compile;
             default, all on a GPU, one elsewhere.

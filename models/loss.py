@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 import mxjax
-from mxjax.layout import Layout, as_stored
-from mxjax.plan import Implementation
+from models.sharding import batch_parts, constrain, gather, is_data_parallel, spec, sum_over_batch
+from mxjax.implementations import Implementation
 from mxjax.policy import Policy
-from mxjax.training.sharding import batch_parts, constrain, gather, is_data_parallel, spec, sum_over_batch
+from mxjax.weight_layout import Layout, as_stored
 
 LOSS_TOKENS = 2048
 """Tokens whose logits exist at once on a device in training."""

@@ -4,10 +4,10 @@ from mxjax import stats
 from mxjax.dot import dot, dot_general, make_dot_general
 from mxjax.formats import FORMATS
 from mxjax.hadamard import hadamard_matrix, random_signs, rotate
-from mxjax.layout import Layout
 from mxjax.policy import Gemm, Operand, Policy, Rotation, with_scale_rule
 from mxjax.quantize import MXArray, dequantize, pack, quantize, unpack
 from mxjax.recipes import get_policy, policies
+from mxjax.weight_layout import Layout
 
 __version__ = "0.1.0"
 

@@ -13,14 +13,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from mxjax.gemm import multiply, prepare
-from mxjax.layout import Layout, as_stored, on_auto_axes, varying_as
+from mxjax.implementations import ON_PACKED, Implementation, Plan, plan
 from mxjax.operands import as_backward_sees, first_order_only, fold, uses_of
-from mxjax.packed import Packed
-from mxjax.plan import ON_PACKED, Implementation, Plan, plan
+from mxjax.packing import Packed
 from mxjax.policy import Policy
 from mxjax.quantize import MXArray
 from mxjax.recipes import as_policy
 from mxjax.remat import operand, product
+from mxjax.weight_layout import Layout, as_stored, on_auto_axes, varying_as
 
 AnyArray = jax.Array | np.ndarray
 DimensionNumbers = tuple  # ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), as in jax.lax

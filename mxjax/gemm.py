@@ -12,13 +12,13 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from mxjax.carriers import Carrier, carry
 from mxjax.formats import get_format
-from mxjax.layout import Layout, to_multiply, varying_as
+from mxjax.fp8_carriers import Carrier, carry
+from mxjax.implementations import ON_PACKED, How
 from mxjax.operands import Use, quantize_operand
-from mxjax.packed import Packed, Values, decode, kernel_target, pack_operands, power_of_two, value_operands
-from mxjax.plan import ON_PACKED, How
+from mxjax.packing import Packed, Values, decode, kernel_target, pack_operands, power_of_two, value_operands
 from mxjax.quantize import MXArray, block_values, dequantize
+from mxjax.weight_layout import Layout, to_multiply, varying_as
 
 Prepared = MXArray | Values | Packed
 
@@ -125,9 +125,9 @@ def _multiply_fp8(lhs: Packed, rhs: Packed, dtype, carriers):
     """In FP8, or in bfloat16 when the scales of an operand's row span more than its carrier holds."""
     target = kernel_target()
     if target is not None and target.has_fp8:
-        from mxjax.kernels import fp8
+        from mxjax.kernels.matmul import fp8_matmul
 
-        return fp8.matmul(lhs.elements, lhs.scales, rhs.elements, rhs.scales, dtype, carriers)
+        return fp8_matmul.matmul(lhs.elements, lhs.scales, rhs.elements, rhs.scales, dtype, carriers)
     left, right = carry(lhs, carriers[0]), carry(rhs, carriers[1])
     fits = left.fits & right.fits
 
@@ -174,7 +174,7 @@ def _multiply_scaled_dot(lhs: Packed, rhs: Packed, dtype, carriers):
 
 def _multiply_triton(lhs: Packed, rhs: Packed, dtype, carriers):
     del carriers
-    from mxjax.kernels.gemm import matmul
+    from mxjax.kernels.matmul.fp4_gemm import matmul
 
     return matmul(lhs.elements, lhs.scales, rhs.elements, rhs.scales, dtype)
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from mxjax.plan import ON_PACKED, Implementation, choose_implementation, plan
+from mxjax.implementations import ON_PACKED, Implementation, choose_implementation, plan
 from mxjax.policy import Policy
 
 Remat = Literal["none", "dots", "fp4", "full"]

@@ -10,8 +10,8 @@ from mxjax.blocks import BlockShape
 from mxjax.dot import dot
 from mxjax.dot import residual_bytes as residual_bytes
 from mxjax.formats import get_format
+from mxjax.implementations import Implementation
 from mxjax.operands import as_backward_sees, fold, quantize_operand, rotate_operand, uses_of
-from mxjax.plan import Implementation
 from mxjax.policy import Policy
 from mxjax.quantize import MXArray, dequantize, quantize
 from mxjax.recipes import as_policy

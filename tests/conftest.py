@@ -16,15 +16,15 @@ from jaxtyping import install_import_hook
 hypothesis.settings.register_profile("mxjax", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("mxjax")
 
-with install_import_hook(("mxjax", "models"), "beartype.beartype"):
-    from mxjax.training.environment import enable_compilation_cache
+with install_import_hook(("mxjax", "models", "training"), "beartype.beartype"):
+    from training.environment import enable_compilation_cache
 
 # A second run, and the programs that tests start, find done what was compiled.
 enable_compilation_cache()
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
 
 # Helpers whose failed assertions are shown with their values, as those of test modules are.
-pytest.register_assert_rewrite("dots", "llamas", "quantizer", "tensors")
+pytest.register_assert_rewrite(*(f"support.{name}" for name in ("dots", "llamas", "quantizer", "tensors")))
 
 # What JAX has traced is kept, millions of objects: to look through them often took a tenth of the time.
 gc.set_threshold(100_000, 20, 50)
@@ -33,7 +33,7 @@ gc.set_threshold(100_000, 20, 50)
 # How the names begin of modules that LLVM optimizes: what is compared bit for bit with a definition, and what
 # trains for many steps. Elsewhere that takes longer than it saves.
 BIT_FOR_BIT = ("hadamard", "philox", "quantize", "rounding", "scales")
-TRAINING = ("faults", "huggingface_runs", "mlperf", "packed", "readme", "tensorboard", "train")
+TRAINING = ("faults", "huggingface_runs", "mlperf", "megatron", "readme", "tensorboard", "train")
 OPTIMIZED = tuple(f"test_{name}" for name in BIT_FOR_BIT + TRAINING)
 KERNELS = pathlib.Path(__file__).parent / "kernels"
 

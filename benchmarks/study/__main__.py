@@ -18,7 +18,7 @@ import tyro
 
 from benchmarks.study import report, runner
 from benchmarks.study.cells import STUDIES
-from mxjax.training.environment import enable_compilation_cache, input_errors
+from training.environment import enable_compilation_cache, input_errors
 
 
 def run(

@@ -23,11 +23,11 @@ import numpy as np
 from benchmarks.study.cells import PROTOCOLS, Cell, Protocol, policy_of
 from models import llama
 from models.configs import LlamaConfig, get_config
-from mxjax.training.config import DataConfig, OptimizerConfig
-from mxjax.training.environment import facts
-from mxjax.training.optimizer import make_optimizer
-from mxjax.training.packed import PackedCorpus, load_packed
-from mxjax.training.step import evaluate, init_state, make_eval_step, make_train_step
+from training.config import DataConfig, OptimizerConfig
+from training.data.megatron import PackedCorpus, load_packed
+from training.environment import facts
+from training.optimizer import make_optimizer
+from training.step import evaluate, init_state, make_eval_step, make_train_step
 
 IMPLEMENTATION = "xla"
 """Of every cell: bfloat16 products of the exact values, so that nothing but the policy varies."""

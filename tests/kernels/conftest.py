@@ -8,7 +8,7 @@ import pytest
 
 HAS_GPU = bool(shutil.which("nvidia-smi")) or pathlib.Path("/dev/kfd").exists()
 # How the names of modules begin whose tests run on a GPU too.
-NATIVE = ("test_carriers", "test_fp8", "test_gemm", "test_products", "test_quantize")
+NATIVE = ("test_carry", "test_fp4_gemm", "test_fp8_matmul", "test_products", "test_quantize")
 
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,4 +1,4 @@
-"""Run by test_partition.py on 8 virtual devices: the quantizer on meshes, with a jax.numpy kernel.
+"""Run by test_mesh.py on 8 virtual devices: the quantizer on meshes, with a jax.numpy kernel.
 
 Callbacks cannot run inside a partitioned function, so Triton's interpreter cannot but in shard_map. What is
 tested is how tensors are cut up, and that random bits go by the position in the whole.
@@ -14,15 +14,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mxjax
-from mxjax.carriers import carry
 from mxjax.formats import E2M1
-from mxjax.kernels import fp8, gemm, operands
-from mxjax.kernels.carriers import CarriedRows
+from mxjax.fp8_carriers import carry
 from mxjax.kernels.launch import INTERPRETER, use_target
-from mxjax.kernels.operands import Random, quantize_operands
-from mxjax.kernels.sides import Side
+from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
+from mxjax.kernels.matmul.carry import CarriedRows
+from mxjax.kernels.quantize import quantizer
+from mxjax.kernels.quantize.launch_plan import Side
+from mxjax.kernels.quantize.quantizer import Random, quantize_operands
 from mxjax.operands import Use
-from mxjax.packed import Packed, decode, pack_by_definition
+from mxjax.packing import Packed, decode, pack_by_definition
 from mxjax.philox import philox_4x32
 from mxjax.policy import Operand, Rotation
 from mxjax.quantize import float4_codes, pack_codes
@@ -81,7 +82,7 @@ def check_shard_map() -> None:
 
 def main() -> None:
     check_shard_map()
-    operands.triton_call = plain_kernel
+    quantizer.triton_call = plain_kernel
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     stochastic = Operand(rounding="stochastic")
     keys = [jax.random.key(i) for i in range(2)]
@@ -158,7 +159,7 @@ def plain_product(lhs, lhs_scales, rhs, rhs_scales, dtype, target):
 
 def check_matmul(mesh) -> None:
     """However its operands are cut, K too, and by one mesh axis twice."""
-    gemm._launch = plain_product
+    fp4_gemm._launch = plain_product
     for k, cuts in ((256, ("a", "b", None)), (32, (None, "a")), (96, (None, "b"))):
         keys = jax.random.split(jax.random.key(4), 2)
         lhs, rhs = (
@@ -173,7 +174,7 @@ def check_matmul(mesh) -> None:
                     jax.device_put(t, NamedSharding(mesh, P(rows, cut if t.shape[1] % 8 == 0 else None)))
                     for t in (*lhs, *rhs)
                 ]
-                got = jax.jit(lambda *t: gemm.matmul(*t, dtype=jnp.float32))(*placed)
+                got = jax.jit(lambda *t: fp4_gemm.matmul(*t, dtype=jnp.float32))(*placed)
                 np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -209,7 +210,7 @@ def plain_carry(elements, scales, carrier, target):
 
 
 def plain_correct(y, operands, left, right, target):
-    """What `fp8.correct` does, by jax.numpy, with one strip a batch."""
+    """What `fp8_matmul.correct` does, by jax.numpy, with one strip a batch."""
     exponents = [rows.reference.astype(jnp.int32) - 127 for rows in (left, right)]
     exponent = exponents[0][:, :, None] + exponents[1][:, None, :]
     product = jnp.ldexp(plain_product(*operands, jnp.float32, target), -exponent).astype(y.dtype)
@@ -220,12 +221,12 @@ def plain_correct(y, operands, left, right, target):
 
 def check_fp8(mesh) -> None:
     """As `check_matmul`, where elements are lost too; what is gathered is packed, or a factor a row."""
-    fp8.carry_operand, fp8.correct = plain_carry, plain_correct
+    fp8_matmul.carry_operand, fp8_matmul.correct = plain_carry, plain_correct
     keys = jax.random.split(jax.random.key(5), 2)
     x, w = jax.random.normal(keys[0], (64, 256)), jax.random.normal(keys[1], (96, 256))
 
     def multiply(*operands):
-        return fp8.matmul(*operands, jnp.float32, ("e4m3", "e5m2")).value(jnp.float32)
+        return fp8_matmul.matmul(*operands, jnp.float32, ("e4m3", "e5m2")).value(jnp.float32)
 
     for left, right, out in (
         (P("a"), P("a"), P("a")),

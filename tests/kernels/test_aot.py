@@ -1,9 +1,10 @@
 """What the compiled machine code says; the compiler runs in a process without the interpreter."""
 
 import pytest
-from code_objects import LLAMA, STEP, build_once, elements_of, records, run_aot, starting
+from support.code_objects import LLAMA, STEP, build_once, elements_of, records, run_aot, starting
 
-from mxjax.kernels import aot, assembly
+from mxjax.kernels.aot import assembly
+from mxjax.kernels.aot import compile as aot
 
 pytestmark = pytest.mark.slow
 

@@ -10,14 +10,15 @@ import subprocess
 import jax
 import msgpack
 import numpy as np
-import ptx
 import pytest
 import triton.language as tl
-from code_objects import DOCUMENT, build_once, documented
+from support import ptx
+from support.code_objects import DOCUMENT, build_once, documented
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
-from mxjax.kernels import aot, aot_record
+from mxjax.kernels.aot import compile as aot
+from mxjax.kernels.aot import record as aot_record
 from mxjax.kernels.launch import triton_call
 
 pytestmark = pytest.mark.slow
@@ -173,7 +174,7 @@ def test_arrays_come_in_the_order_of_the_kernel(folder, target):
 
 
 def test_refuses_another_order_or_type():
-    [build] = [b for b in aot.list_builds("gemm_builds", "gfx950") if b.name == "gemm_1x1x1x32_float32"]
+    [build] = [b for b in aot.list_builds("aot.gemm_builds", "gfx950") if b.name == "gemm_1x1x1x32_float32"]
     types = dict.fromkeys(build.signature, "i8") | {"out": "f32"}
 
     def check(types):

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mxjax.kernels import bench_compile, bench_dot, bench_quantize
-from mxjax.kernels.timing import Timing, measure
+from mxjax.kernels.bench import bench_compile, bench_dot, bench_quantize
+from mxjax.kernels.bench.timing import Timing, measure
 
 HEADER = {"device", "jax", "packages", "commit", "command", "kernels", "records"}
 
@@ -47,7 +47,7 @@ def test_quantize_reports_every_line_with_its_time_or_why_there_is_none(capsys, 
     assert set(report) == HEADER
     assert report["commit"] == "abc"
     assert "not run" not in report["kernels"]
-    assert report["command"].startswith("python -m mxjax.kernels.bench_quantize --shapes 32x64 ")
+    assert report["command"].startswith("python -m mxjax.kernels.bench.bench_quantize --shapes 32x64 ")
     records = {r["name"]: r for r in report["records"]}
     assert records["rows, jax.numpy"]["bytes"] == 2 * 32 * 64 + 32 * 64 // 2 + 64
     values = records["both, H16 on columns, to bfloat16"]

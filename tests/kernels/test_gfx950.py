@@ -1,4 +1,4 @@
-"""What gfx950's machine code says, and what it computes when run by the emulator in tests/gfx950."""
+"""What gfx950's machine code says, and what it computes when run by the emulator in tests/kernels/gfx950."""
 
 import fnmatch
 import re
@@ -6,11 +6,11 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from code_objects import LLAMA, STEP, build_once, documented, elements_of, records, starting
 from gfx950 import machine
 from gfx950.memory import BASE, Memory
+from support.code_objects import LLAMA, STEP, build_once, documented, elements_of, records, starting
 
-from mxjax.kernels import aot
+from mxjax.kernels.aot import compile as aot
 
 pytestmark = pytest.mark.slow
 
@@ -35,14 +35,14 @@ def gfx950(folder):
 @pytest.fixture(scope="module")
 def gemms(gfx950):
     found = [d for d in gfx950.values() if d["kernel"] == "gemm_kernel"]
-    assert len(found) == len(aot.list_builds("gemm_builds", "gfx950"))
+    assert len(found) == len(aot.list_builds("aot.gemm_builds", "gfx950"))
     return found
 
 
 @pytest.fixture(scope="module")
 def quantizers(gfx950):
     found = [d for d in gfx950.values() if d["kernel"] == "quantize_kernel"]
-    assert len(found) == len(aot.list_builds("quantize_builds", "gfx950"))
+    assert len(found) == len(aot.list_builds("aot.quantize_builds", "gfx950"))
     return found
 
 

@@ -11,10 +11,10 @@ import pytest
 SCRIPT = """
 import jax
 import jax.numpy as jnp
-from mxjax.kernels.gemm import matmul
+from mxjax.kernels.matmul.fp4_gemm import matmul
 from mxjax.kernels.launch import Target, use_target
-from mxjax.kernels.operands import Random, quantize_operands
-from mxjax.kernels.sides import Side
+from mxjax.kernels.quantize.quantizer import Random, quantize_operands
+from mxjax.kernels.quantize.launch_plan import Side
 from mxjax.policy import Operand, Rotation
 
 SR = Side(Operand(rounding="stochastic"), Rotation(16, "redrawn"))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import mxjax
+from mxjax.implementations import plan
 from mxjax.kernels.launch import current_target
-from mxjax.plan import plan
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
 

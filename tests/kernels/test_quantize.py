@@ -8,22 +8,21 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import oracles
 import pytest
 import triton
 import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from quantizer import DTYPES, assert_as_defined, draw_tensor
+from support import oracles
+from support.quantizer import DTYPES, assert_as_defined, draw_tensor
 
 import mxjax
-from mxjax.kernels import operands as kernel_operands
-from mxjax.kernels import sides as kernel_sides
-from mxjax.kernels.hadamard import rotate_groups
 from mxjax.kernels.launch import Target, triton_call
-from mxjax.kernels.operands import Random, quantize_operands
-from mxjax.kernels.philox import random_halves
-from mxjax.kernels.sides import Side
+from mxjax.kernels.quantize import launch_plan, quantizer
+from mxjax.kernels.quantize.hadamard import rotate_groups
+from mxjax.kernels.quantize.launch_plan import Side
+from mxjax.kernels.quantize.philox import random_halves
+from mxjax.kernels.quantize.quantizer import Random, quantize_operands
 from mxjax.philox import random_uint16
 from mxjax.policy import Operand, Rotation
 
@@ -56,12 +55,12 @@ def check_options(shape, kind, dtype, pair, seed):
 @pytest.fixture(scope="module")
 def nvidia_tiles():
     """Makes the kernel take the tiles of NVIDIA GPUs, with groups of 32 mostly, in the interpreter too."""
-    tile = kernel_sides._tile
+    tile = launch_plan._tile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_sides, "_tile", lambda _, *args: tile(Target("cuda", "sm_90"), *args))
-        kernel_operands._quantizer.cache_clear()
+        patch.setattr(launch_plan, "_tile", lambda _, *args: tile(Target("cuda", "sm_90"), *args))
+        quantizer._quantizer.cache_clear()
         yield
-    kernel_operands._quantizer.cache_clear()
+    quantizer._quantizer.cache_clear()
 
 
 @settings(max_examples=15)

@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quantizer import check, define, draw_side_random
+from support.quantizer import check, define, draw_side_random
 
 import mxjax
-from mxjax.kernels import sides as kernel_sides
 from mxjax.kernels.launch import MOST_PROGRAMS, Target, current_target
-from mxjax.kernels.operands import Random, _call, _from_words, quantize_operands
-from mxjax.kernels.sides import Side
+from mxjax.kernels.quantize import launch_plan
+from mxjax.kernels.quantize.launch_plan import Side
+from mxjax.kernels.quantize.quantizer import Random, _call, _from_words, quantize_operands
 from mxjax.operands import Use
-from mxjax.packed import pack_by_definition
+from mxjax.packing import pack_by_definition
 from mxjax.policy import Operand, Rotation
 
 # --- transformations
@@ -96,7 +96,7 @@ def test_rows_in_any_number_are_few_programs():
     side = Side(Operand())
     for rows, columns in ((side, None), (None, side), (side, side)):
         for shape in ((1, 1, 2**21, 64), (1, 1, 64, 2**21)):
-            launch = kernel_sides.launch_of(rows, columns, Target("cuda", "sm_90"), shape, "bfloat16")
+            launch = launch_plan.launch_of(rows, columns, Target("cuda", "sm_90"), shape, "bfloat16")
             assert max(launch.grid[1:]) <= MOST_PROGRAMS, (rows, columns, shape)
 
 

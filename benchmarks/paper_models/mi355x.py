@@ -1,0 +1,249 @@
+"""A roofline on paper for AMD MI355X: the time of a Llama 3.1 8B training step from published rates.
+
+    python -m benchmarks.paper_models.mi355x [--builds DIR] [--write docs/mi355x.md]
+
+Compiles the gfx950 kernels that the model needs (no GPU is used), or reads what `mxjax.kernels.aot --out DIR`
+wrote. Prints the tables of docs/mi355x.md, and JSON last. `--write` puts the tables into that document and
+the builds' numbers into docs/results/gfx950-builds.json.
+"""
+
+import argparse
+import json
+import pathlib
+
+from benchmarks.markdown import insert, table
+from benchmarks.paper_models.mi355x_builds import (
+    compile_builds,
+    find_gemm,
+    find_quantizer,
+    loop_cycles,
+    read_builds,
+    rounds,
+    vector_per_element,
+)
+from benchmarks.paper_models.mi355x_rates import CASES, HBM, MEASURED, PEAK, VECTOR_RATE, Case, gemm_seconds
+from benchmarks.paper_models.roofline import kind_of, pass_bytes
+from models.configs import get_config
+from mxjax.kernels import shapes
+
+POLICIES = ("bf16", "fp8", "wgrad_hadamard", "full_hadamard")
+MODEL = get_config("llama3.1-8b")
+SEQUENCE = 8192
+DEVICES = 8  # that the optimizer's state is sharded over
+RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results" / "gfx950-builds.json"
+
+
+def quantize_seconds(
+    tensor: shapes.TensorShape, policy: str, builds: list[dict], case: Case
+) -> tuple[float, str]:
+    """Returns the larger of the times to move bytes and to issue vector instructions, and which it is."""
+    kind = kind_of(policy, "fprop")
+    memory = pass_bytes(tensor, kind, case.fp8_reads) / (HBM * case.memory)
+    vector = 0.0
+    if kind == "mxfp4":
+        per_element = vector_per_element(find_quantizer(builds, tensor, policy))
+        vector = per_element * tensor.rows * tensor.columns / VECTOR_RATE
+    return max((memory, "HBM"), (vector, "vector"))
+
+
+def block_seconds(policy: str, tokens: int, builds: list[dict], case: Case) -> dict[str, float]:
+    """Returns the times of the four linear layers of one block, forward and backward."""
+    gemms = sum(
+        gemm_seconds(s, kind_of(policy, s.name.split(".")[-1]), case)[0] for s in shapes.gemms(tokens)
+    )
+    passes = sum(quantize_seconds(t, policy, builds, case)[0] for t in shapes.tensors(tokens))
+    return {"gemms": gemms, "quantization": passes}
+
+
+def other_seconds(tokens: int, case: Case) -> dict[str, float]:
+    """Returns the times of what no policy changes: attention, head, passes over memory, optimizer."""
+    m = MODEL
+    # A product of causal attention takes S^2 d FLOPs a sequence; two products forward, five backward.
+    attention = 7 * SEQUENCE * tokens * m.n_heads * m.head_dim * m.n_layers
+    head = 6 * tokens * m.d_model * m.vocab_size
+    d, f, rope = m.d_model, m.d_ff, 2 * (m.n_heads + m.n_kv_heads) * m.head_dim
+    # Elements read and written a token by norms, residual sums, RoPE and the gated MLP, forward and backward.
+    moved = (4 * d + 6 * d + rope + 3 * f) + (6 * d + 6 * d + rope + 5 * f)
+    return {
+        "attention": attention / (PEAK["bf16"] * case.attention),
+        "head": head / (PEAK["bf16"] * case.gemm["bf16"]),
+        "elementwise": 2 * moved * tokens * m.n_layers / (HBM * case.memory),
+        # float32: gradient, weight, two moments read; the last three written; the gradient read for its norm.
+        "optimizer": 32 * m.n_params / DEVICES / (HBM * case.memory),
+    }
+
+
+def step_seconds(policy: str, tokens: int, builds: list[dict], case: Case) -> dict[str, float]:
+    """Returns the times of the parts of a training step."""
+    block = block_seconds(policy, tokens, builds, case)
+    return {name: time * MODEL.n_layers for name, time in block.items()} | other_seconds(tokens, case)
+
+
+def rates_table() -> str:
+    rows = [
+        [
+            f"{label} matrix, TFLOP/s",
+            f"{PEAK[k] / 1e12:,.1f}",
+            f"{MEASURED[k] / 1e12:,.1f}",
+            MEASURED[k] / PEAK[k],
+        ]
+        for k, label in (("bf16", "BF16"), ("fp8", "FP8"), ("mxfp4", "MXFP4"))
+    ]
+    slow, attention, best = MEASURED["hipblaslt_mxfp4"], MEASURED["attention"], CASES[1]
+    rows += [
+        [
+            "the same by hipBLASLt",
+            f"{PEAK['mxfp4'] / 1e12:,.1f}",
+            f"{slow / 1e12:,.1f}",
+            slow / PEAK["mxfp4"],
+        ],
+        [
+            "BF16 attention, TFLOP/s",
+            f"{PEAK['bf16'] / 1e12:,.1f}",
+            f"{attention / 1e12:,.1f}",
+            best.attention,
+        ],
+        ["HBM, TB/s", HBM / 1e12, MEASURED["memory"] / 1e12, best.memory],
+        ["vector, 10^12 lane instructions/s", f"{VECTOR_RATE / 1e12:.1f}", "-", 1.0],
+    ]
+    return table("rate | peak | measured | fraction", [[*r[:3], f"{r[3]:.3f}"] for r in rows])
+
+
+def kernels_table(builds: list[dict]) -> str:
+    groups: dict[tuple, list[dict]] = {}
+    for b in builds:
+        c = b["constants"]
+        turns = [f"H{c[k]}" if c.get(k, 1) > 1 else "none" for k in ("ROW_ROTATION", "COLUMN_ROTATION")]
+        kind = "GEMM" if "M" in c else f"quantizer, {turns[0]} and {turns[1]}"
+        tile = "x".join(str(v) for k, v in c.items() if k.startswith("BLOCK"))
+        groups.setdefault((kind, b["dtype"], tile), []).append(b)
+    rows = []
+    for (kind, dtype, tile), group in groups.items():
+        r = [b["resources"] for b in group]
+        spills = max(x["vgpr_spills"] + x["sgpr_spills"] + x["scratch_bytes"] for x in r)
+        row = [kind, dtype, tile, len(group), group[0]["warps"], max(x["vgprs"] for x in r), spills]
+        rows.append([*row, group[0]["shared_bytes"], min(x["waves_per_simd"] for x in r)])
+    header = "kernel | dtype | tile | builds | waves | VGPRs | spills and scratch | LDS bytes | waves a SIMD"
+    return table(header, rows)
+
+
+def loop_table(builds: list[dict]) -> str:
+    gemms = [b for b in builds if "M" in b["constants"]]
+    rows = {}
+    for b in gemms:
+        tile = "x".join(str(v) for k, v in b["constants"].items() if k.startswith("BLOCK"))
+        rows[tile, b["dtype"]] = [f"{tile} {b['dtype']}", *(f"{n:,.0f}" for n in loop_cycles(b).values())]
+    return table(
+        "tile, result | matrix | LDS reads | vector | instructions | bytes loaded", list(rows.values())
+    )
+
+
+def gemms_table(tokens: int, builds: list[dict]) -> str:
+    rows = []
+    for s in shapes.gemms(tokens):
+        peak, reached = ([f"{gemm_seconds(s, k, case)[0] * 1e6:,.0f}" for k in PEAK] for case in CASES[:2])
+        count, full = rounds(find_gemm(builds, s))
+        limit = gemm_seconds(s, "mxfp4", CASES[0])[1]
+        size = f"{s.m} x {s.n} x {s.k}"
+        rows.append([s.name, size, *peak, limit, *reached, count, f"{full:.3f}"])
+    kinds = "BF16 | FP8 | MXFP4"
+    return table(f"GEMM | m x n x k | {kinds} | limit | {kinds} | rounds | full", rows)
+
+
+def passes_table(tokens: int, builds: list[dict]) -> str:
+    rows = []
+    for t in shapes.tensors(tokens):
+        row = [t.name, f"{t.rows} x {t.columns}"]
+        for policy in POLICIES[1:]:
+            seconds, limit = quantize_seconds(t, policy, builds, CASES[0])
+            row.append(f"{seconds * 1e6:,.1f} {limit}")
+        moved = [pass_bytes(t, kind) / 1e6 for kind in ("fp8", "mxfp4")]
+        counts = [vector_per_element(find_quantizer(builds, t, p)) for p in POLICIES[2:]]
+        rows.append([*row, *(f"{n:,.0f}" for n in moved), *(f"{n:.1f}" for n in counts)])
+    header = " | ".join(POLICIES[1:])
+    return table(f"tensor | size | {header} | MB, FP8 | MB, MXFP4 | vector, wgrad | vector, full", rows)
+
+
+def blocks_table(builds: list[dict]) -> str:
+    rows = []
+    for tokens in shapes.TOKENS:
+        for policy in POLICIES:
+            row = [policy, f"{tokens:,}"]
+            for case in CASES[:2]:
+                parts = block_seconds(policy, tokens, builds, case)
+                base = sum(block_seconds("fp8", tokens, builds, case).values())
+                row += [f"{t * 1e3:.3f}" for t in parts.values()] + [f"{sum(parts.values()) / base:.3f}"]
+            rows.append(row)
+    each = "GEMMs | quantization | of fp8"
+    return table(f"policy | tokens | {each} | {each}", rows)
+
+
+def steps_table(tokens: int, builds: list[dict]) -> str:
+    rows = []
+    for case in CASES[:3]:
+        for policy in POLICIES:
+            parts = step_seconds(policy, tokens, builds, case)
+            total = sum(parts.values())
+            row = [policy, case.name, *(f"{t * 1e3:.1f}" for t in parts.values())]
+            rows.append([*row, f"{total * 1e3:.1f}", f"{tokens / total:,.0f}"])
+    names = "GEMMs | quantization | attention | head | elementwise | optimizer | step | tokens/s"
+    return table(f"policy | rates | {names}", rows)
+
+
+def gain(policy: str, tokens: int, builds: list[dict], case: Case, block: bool = False) -> float:
+    """Returns by how much more steps, or blocks' linear layers, a policy does in a time than fp8."""
+    seconds = block_seconds if block else step_seconds
+    fp8, other = (sum(seconds(p, tokens, builds, case).values()) for p in ("fp8", policy))
+    return fp8 / other - 1
+
+
+def paper_table(builds: list[dict]) -> str:
+    rows = []
+    for case in CASES:
+        for block in (True, False):
+            row = [case.name, "linear layers" if block else "step"]
+            for policy in POLICIES[2:]:
+                row += [f"{gain(policy, tokens, builds, case, block):+.1%}" for tokens in shapes.TOKENS]
+            rows.append(row)
+    rows.append(["the paper, measured", "step", "+20%", "", "+20%", ""])
+    each = [f"{policy}, {tokens:,}" for policy in POLICIES[2:] for tokens in shapes.TOKENS]
+    return table(f"rates | of | {' | '.join(each)}", rows)
+
+
+def tables(builds: list[dict]) -> dict[str, str]:
+    """Returns the document's tables by the names of their markers."""
+    named = {"rates": rates_table(), "kernels": kernels_table(builds), "loop": loop_table(builds)}
+    for tokens in shapes.TOKENS:
+        named[f"gemms {tokens}"] = gemms_table(tokens, builds)
+    named["passes"] = passes_table(shapes.TOKENS[0], builds)
+    named["blocks"] = blocks_table(builds)
+    for tokens in shapes.TOKENS:
+        named[f"steps {tokens}"] = steps_table(tokens, builds)
+    return named | {"paper": paper_table(builds)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paper_models.mi355x", description="A roofline for MI355X."
+    )
+    parser.add_argument("--builds", type=pathlib.Path, help="folder that mxjax.kernels.aot wrote")
+    parser.add_argument("--write", type=pathlib.Path, help="document to put the tables into")
+    options = parser.parse_args()
+    builds = read_builds(options.builds) if options.builds else compile_builds()
+    named = tables(builds)
+    if options.write:
+        options.write.write_text(insert(options.write.read_text(), named))
+        RESULTS.write_text("[\n" + ",\n".join(json.dumps(b) for b in builds) + "\n]\n")
+    for name, content in named.items():
+        print(f"{name}\n\n{content}\n")
+    gains = [
+        {"rates": case.name, "policy": policy, "tokens": tokens, "gain": gain(policy, tokens, builds, case)}
+        for case in CASES
+        for policy in POLICIES[2:]
+        for tokens in shapes.TOKENS
+    ]
+    print(json.dumps({"builds": len(builds), "step_gain_over_fp8": gains}))
+
+
+if __name__ == "__main__":
+    main()

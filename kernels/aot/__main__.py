@@ -1,0 +1,13 @@
+"""Compiles every kernel for the shapes of Llama 3.1 8B, on a machine with or without a GPU.
+
+    python -m mxjax.kernels.aot --target gfx950 --target sm_100 --out DIR
+
+Writes for each build DIR/<target>/<name>.hsaco (or .cubin), its assembly (.amdgcn, or .ptx and .sass), and
+a .json with all that launching it takes, what it computes and what the assembly says (docs/kernels-aot.md).
+Prints a table, and as its last line a summary in JSON.
+"""
+
+from mxjax.kernels.aot.compile import main
+
+if __name__ == "__main__":
+    main()

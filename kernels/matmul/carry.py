@@ -1,0 +1,243 @@
+"""FP8 carriers of packed MXFP4 operands (`mxjax.fp8_carriers`) by a kernel: half a byte an element to one."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, UInt8
+
+from mxjax.fp8_carriers import DTYPES, REFERENCES, SHIFTS, Carrier
+from mxjax.kernels import shapes
+from mxjax.kernels.aot import expected
+from mxjax.kernels.aot.builds import Argument, Build
+from mxjax.kernels.launch import Target, ceil_div, triton_call
+from mxjax.kernels.quantize.elements import encode_fp8, scale_value
+
+BLOCKS = 256  # a program
+_WORDS = 4  # of 8 elements, a block
+_LEAST, _LARGEST = tl.constexpr(REFERENCES[0]), tl.constexpr(REFERENCES[1])
+
+# prmt takes a byte of {$4:$3} for each of 4 nibbles: the carrier of a code's magnitude. By a nibble's highest
+# bit it spreads the sign of the byte instead, which for 0x80 tells negative codes (0xff) from others.
+_DECODE = tl.constexpr("""{
+.reg .b32 select, sign, rest;
+and.b32 select, $2, 0x77777777;
+prmt.b32 $0, $3, $4, select;
+shr.u32 select, select, 16;
+prmt.b32 $1, $3, $4, select;
+mov.b32 sign, 0x80808080;
+shr.u32 rest, $2, 16;
+prmt.b32 rest, sign, sign, rest;
+prmt.b32 sign, sign, sign, $2;
+shl.b32 rest, rest, 7;
+shl.b32 sign, sign, 7;
+and.b32 rest, rest, 0x80808080;
+and.b32 sign, sign, 0x80808080;
+or.b32 $0, $0, sign;
+or.b32 $1, $1, rest;
+}""")
+
+
+class CarriedRows(NamedTuple):
+    """Operands in FP8, as the kernel writes them: the value is elements * 2**(reference - 127).
+
+    Attributes:
+      reference: the scale byte that is a factor of 1, of each row; within REFERENCES.
+      lost: of each program of the kernel 1 if elements were lost in its part of the operand, else 0; in the
+        order of rows, and of the parts of a row (`rows_and_parts`).
+    """
+
+    elements: Float[Array, "batch n k"]
+    reference: UInt8[Array, "batch n"]
+    lost: UInt8[Array, "batch programs"]
+
+
+def carry_operand(
+    elements: UInt8[Array, "batch n bytes"],
+    scales: UInt8[Array, "batch n blocks"],
+    carrier: Carrier,
+    target: Target | None,
+) -> CarriedRows:
+    """Returns packed operands in FP8, as `mxjax.fp8_carriers.carry` does."""
+    batch, n, blocks = scales.shape
+    words = jax.lax.bitcast_convert_type(elements.reshape(batch, n, _WORDS * blocks, 4), jnp.int32)
+    programs = programs_of(n, blocks)
+    carried, reference, lost = triton_call(
+        carry_kernel,
+        words,
+        scales,
+        out=[
+            jax.ShapeDtypeStruct((batch, n, 2 * _WORDS * blocks), jnp.int32),
+            jax.ShapeDtypeStruct((batch, n), jnp.uint8),
+            jax.ShapeDtypeStruct((batch, programs), jnp.uint8),
+        ],
+        grid=(programs, batch),
+        num_warps=4,
+        **_constants(n, blocks, carrier, target),
+    )
+    fp8 = jax.lax.bitcast_convert_type(carried, DTYPES[carrier])
+    return CarriedRows(fp8.reshape(batch, n, 32 * blocks), reference, lost)
+
+
+def programs_of(n: int, blocks: int) -> int:
+    """Returns the kernel's programs for an operand of n rows: each takes whole rows, or a part of one."""
+    rows, parts = rows_and_parts(blocks)
+    return ceil_div(n, rows) * parts
+
+
+def rows_and_parts(blocks: int) -> tuple[int, int]:
+    """Returns how many rows a program takes, and how many programs take one row: one of the two is 1."""
+    width = _width(blocks)
+    return BLOCKS // width, ceil_div(blocks, width)
+
+
+def _width(blocks: int) -> int:
+    """Returns the blocks of a row that a program takes."""
+    return min(BLOCKS, triton.next_power_of_2(blocks))
+
+
+def _constants(n: int, blocks: int, carrier: Carrier, target: Target | None) -> dict[str, int | bool]:
+    low, high = SHIFTS[carrier]
+    width = _width(blocks)
+    return {
+        "N": n,
+        "K": blocks,
+        "ROWS": BLOCKS // width,
+        "BLOCKS": width,
+        "LOW": low,
+        "HIGH": high,
+        "E5M2": carrier == "e5m2",
+        "NATIVE": target is not None and target.backend == "cuda",
+    }
+
+
+def builds(target: Target) -> list[Build]:
+    """Returns builds of Llama 3.1 8B's operands and small ones, for targets that multiply FP8 and not FP4."""
+    if target.arch != "sm_90":
+        return []
+    tensors = [t for tokens in shapes.TOKENS for t in shapes.tensors(tokens)]
+    sizes = {(t.rows, t.columns // 32) for t in tensors} | {(t.columns, t.rows // 32) for t in tensors}
+    sizes |= {(1, 1), (33, 3), (1, BLOCKS + 1), (3, 2 * BLOCKS)}
+    return [_build(*size, carrier, target) for size in sorted(sizes) for carrier in DTYPES]
+
+
+_ELEMENTS = "E2M1, eight a word, element 8 i + j in bits 4 j to 4 j + 3; [1, rows, 4 words a block of 32]"
+
+
+def _build(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
+    programs = programs_of(n, blocks)
+    constants = _constants(n, blocks, carrier, target)
+    return Build(
+        name=f"carry_{n}x{32 * blocks}_{carrier}",
+        kernel=carry_kernel,
+        signature={
+            "words": Argument((1, n, _WORDS * blocks), "int32", False, _ELEMENTS),
+            "scales": Argument((1, n, blocks), "uint8", False, "E8M0 bytes"),
+            "out": Argument(
+                (1, n, 2 * _WORDS * blocks),
+                "int32",
+                True,
+                "the elements times 2**(scale byte - reference), the shift clipped to LOW and HIGH",
+                ((1, n, 32 * blocks), jnp.dtype(DTYPES[carrier]).name),
+            ),
+            "reference": Argument((1, n), "uint8", True, "the scale byte that becomes a factor of 1"),
+            "lost": Argument(
+                (1, programs),
+                "uint8",
+                True,
+                "of each program, which takes ROWS rows of BLOCKS blocks, 1 if a shift changed elements",
+            ),
+        },
+        constants=constants,
+        grid=(programs, 1),
+        reference=expected.carrier(n, blocks, carrier, constants["ROWS"], constants["BLOCKS"]),
+    )
+
+
+@triton.jit
+def carry_kernel(
+    words,
+    scales,
+    out,
+    reference,
+    lost,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Carries BLOCKS of the K blocks of ROWS rows of words [v, N, 4 K] and scales [v, N, K].
+
+    The grid is (programs, v), and out [v, N, 8 K], reference [v, N], lost [v, programs].
+    """
+    PARTS: tl.constexpr = (K + BLOCKS - 1) // BLOCKS  # of a row; if more than one, ROWS is 1
+    v = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    first = v * N + tl.program_id(0) // PARTS * ROWS  # row
+    rows_left = N - tl.program_id(0) // PARTS * ROWS
+    index = tl.arange(0, ROWS * BLOCKS)
+    row, column = index // BLOCKS, part * BLOCKS + index % BLOCKS
+    inside = (row < rows_left) & (column < K)
+    block = first * K + row * K + column
+    word = tl.load(words + 4 * block[:, None] + tl.arange(0, 4)[None, :], inside[:, None], 0)
+    byte = tl.load(scales + block, inside, 0).to(tl.int32)
+    if PARTS == 1:
+        largest = tl.max(tl.reshape(_finite(byte), [ROWS, BLOCKS]), 1)
+    else:
+        largest = _largest_of_row(scales + first * K, K)
+    factor_one = tl.minimum(tl.maximum(largest - HIGH, _LEAST), _LARGEST)
+    rows = tl.arange(0, ROWS)
+    tl.store(reference + first + rows, factor_one.to(tl.uint8), rows < tl.where(part == 0, rows_left, 0))
+    shift = byte - tl.reshape(tl.broadcast_to(factor_one[:, None], [ROWS, BLOCKS]), [ROWS * BLOCKS])
+
+    holds_something = tl.max((word & 0x77777777).to(tl.uint32, bitcast=True), 1) > 0
+    missed = ((shift < LOW) | (shift > HIGH)) & (byte < 255) & holds_something
+    tl.store(lost + v * tl.num_programs(0) + tl.program_id(0), tl.max(missed.to(tl.int32), 0).to(tl.uint8))
+    scale = scale_value(tl.where(byte == 255, 255, tl.minimum(tl.maximum(shift, LOW), HIGH) + 127))
+    if NATIVE:
+        magnitudes = (0 * scale, 0.5 * scale, scale, 1.5 * scale, 2 * scale, 3 * scale, 4 * scale, 6 * scale)
+        small = encode_fp8(magnitudes, E5M2, True)
+        low = tl.broadcast_to(small[0][:, None], word.shape)
+        high = tl.broadcast_to(small[1][:, None], word.shape)
+        halves = tl.inline_asm_elementwise(
+            _DECODE, "=&r,=&r,r,r,r", [word, low, high], (tl.int32, tl.int32), True, 1
+        )
+    else:
+        values = ()
+        for i in tl.static_range(8):
+            values = values + (_code_value((word >> (4 * i)) & 15) * scale[:, None],)
+        halves = encode_fp8(values, E5M2, False)
+    carried = tl.reshape(tl.join(halves[0], halves[1]), [ROWS * BLOCKS, 8])
+    tl.store(out + 8 * block[:, None] + tl.arange(0, 8)[None, :], carried, inside[:, None])
+
+
+@triton.jit
+def _largest_of_row(scales, K: tl.constexpr):
+    """Returns the largest of K scale bytes but 255, [1]; 0 if there is none."""
+    WIDTH: tl.constexpr = 1024
+    largest = tl.zeros([WIDTH], tl.int32)
+    for start in range(0, K, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        largest = tl.maximum(largest, _finite(tl.load(scales + column, column < K, 0).to(tl.int32)))
+    return tl.max(tl.reshape(largest, [1, WIDTH]), 1)
+
+
+@triton.jit
+def _finite(byte):
+    """Returns scale bytes, 0 for NaN."""
+    return tl.where(byte == 255, 0, byte)
+
+
+@triton.jit
+def _code_value(code):
+    """Returns the values of E2M1 codes in float32."""
+    magnitude = code & 7
+    normal = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
+    bits = tl.where(magnitude < 2, magnitude * 0x3F000000, normal)
+    return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)

@@ -1,0 +1,357 @@
+"""GEMM of packed MXFP4 operands by `tl.dot_scaled`: E2M1 elements, E8M0 scales, float32 accumulation.
+
+On gfx950 it compiles to v_mfma_scale_f32_16x16x128_f8f6f4, on sm_100 to tcgen05.mma kind::mxf4; elsewhere
+Triton multiplies in bfloat16. Both operands are K-major, so that loads are of 16 bytes.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+from triton import knobs
+
+from mxjax.kernels.launch import Target, ceil_div, current_target, triton_call
+from mxjax.kernels.matmul.tiles import OPTIONS, Tiles, choose_tiles, table_of
+from mxjax.kernels.mesh import partitioned
+
+
+def matmul(
+    lhs: UInt8[Array, "*batch m _"],
+    lhs_scales: UInt8[Array, "*batch m _"],
+    rhs: UInt8[Array, "*batch n _"],
+    rhs_scales: UInt8[Array, "*batch n _"],
+    dtype: DTypeLike = jnp.bfloat16,
+) -> Float[Array, "*batch m n"]:
+    """Returns lhs @ rhs.T of packed MXFP4 operands, accumulated in float32 and rounded to dtype.
+
+    A scale byte of 255 makes the results it takes part in NaN; byte 0 is 2**-127. Where Triton multiplies in
+    bfloat16 an element times its scale saturates or underflows as a bfloat16 does, on Hopper below 2**-126.
+
+    Args:
+      lhs, rhs: two E2M1 elements a byte along k, the even one in the low nibble; k is a multiple of 32.
+      lhs_scales, rhs_scales: an E8M0 byte for each 32 elements.
+      dtype: bfloat16 or float32.
+
+    Raises:
+      ValueError: the shapes do not fit, or dtype is another.
+    """
+    check_operands(lhs, lhs_scales, rhs, rhs_scales)
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"dtype must be bfloat16 or float32: {dtype}")
+    if 0 in (*lhs.shape, *rhs.shape):
+        return jnp.zeros((*lhs.shape[:-1], rhs.shape[-2]), dtype)
+    [y] = multiply_flat(_matmul(jnp.dtype(dtype), current_target()), lhs, lhs_scales, rhs, rhs_scales)
+    return y
+
+
+def check_operands(lhs: jax.Array, lhs_scales: jax.Array, rhs: jax.Array, rhs_scales: jax.Array) -> None:
+    """Raises ValueError unless the shapes fit, and offsets of the kernels 32 bits."""
+    *batch, m, k = (*lhs.shape[:-1], lhs.shape[-1] * 2)
+    n = rhs.shape[-2]
+    if k % 32 or rhs.shape[-1] * 2 != k:
+        raise ValueError(f"lhs and rhs must have the same multiple of 32 elements: {lhs.shape}, {rhs.shape}")
+    if lhs_scales.shape != (*batch, m, k // 32) or rhs_scales.shape != (*batch, n, k // 32):
+        raise ValueError(
+            f"scales must be {(m, k // 32)}, {(n, k // 32)}: {lhs_scales.shape}, {rhs_scales.shape}"
+        )
+    if max(n, k) >= 2**21 or m >= 2**28:
+        raise ValueError(
+            f"n and k must be less than 2**21 and m than 2**28, for 32-bit offsets: {n}, {k}, {m}"
+        )
+
+
+def multiply_flat(run: Callable[..., list[jax.Array]], *operands: jax.Array) -> list[jax.Array]:
+    """Returns what `run` makes of operands whose batch axes are one, with these axes again."""
+    batch = operands[0].shape[:-2]
+    flat = [x.reshape(math.prod(batch), *x.shape[-2:]) for x in operands]
+    return [y.reshape(*batch, *y.shape[1:]) for y in run(*flat)]
+
+
+@functools.cache
+def _matmul(dtype, target: Target | None):
+    """JAX keeps what it traced of the function, hence one for each target."""
+
+    def part(*operands, summed_over):
+        if not summed_over:
+            return [_launch(*operands, dtype, target)]
+        y = _launch(*operands, jnp.dtype(jnp.float32), target)
+        return [lax.psum(y, summed_over).astype(dtype)]
+
+    return batched(part, "b m n")
+
+
+def batched(part: Callable[..., list[jax.Array]], results: str) -> Callable[..., list[jax.Array]]:
+    """Returns a product of [batch, ...] operands that vmap makes one of a larger batch, and meshes cut up.
+
+    Args:
+      part: called with the operands, or parts of them, and with `summed_over`: the mesh axes that cut k, over
+        which it must sum.
+      results: the axes of its results, by those of a rule of `partitioned`.
+    """
+
+    def call(lhs, lhs_scales, rhs, rhs_scales, summed_over=()):
+        return part(lhs, lhs_scales, rhs, rhs_scales, summed_over=summed_over)
+
+    @custom_vmap
+    def multiply(*operands):
+        blocks = operands[1].shape[2]
+        if blocks > 1 and blocks % jax.device_count() == 0:
+            rule, sizes, whole = "b m (k w), b m k, b n (k w), b n k", {"k": blocks, "w": 16}, ["w"]
+        else:
+            rule, sizes, whole = "b m w, b m k, b n w, b n k", {}, ["w", "k"]
+        return partitioned(call, f"{rule} -> {results}", sizes, whole, "k" if sizes else None)(*operands)
+
+    @multiply.def_vmap
+    def _(size, mapped, *operands):
+        operands = [
+            x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+            for x, has_axis in zip(operands, mapped, strict=True)
+        ]
+        out = multiply_flat(multiply, *operands)
+        return out, [True] * len(out)
+
+    return multiply
+
+
+def _launch(lhs, lhs_scales, rhs, rhs_scales, dtype, target):
+    batch, m, k = lhs.shape[0], lhs.shape[1], lhs.shape[2] * 2
+    n = rhs.shape[1]
+    tiles = choose_tiles(m, n, k, batch, target)
+    [out] = triton_call(
+        gemm_kernel,
+        lhs,
+        shuffle_scales(lhs_scales, target),
+        rhs,
+        shuffle_scales(rhs_scales, target),
+        # Triton's interpreter truncates to bfloat16 where GPUs round.
+        out=[jax.ShapeDtypeStruct((batch, m, n), jnp.float32 if knobs.runtime.interpret else dtype)],
+        grid=grid_of(m, n, batch, tiles),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        options=OPTIONS.get(table_of(target), {}),
+        **constants_of(m, n, k, tiles, target),
+    )
+    return out.astype(dtype)
+
+
+def shuffle_scales(
+    scales: UInt8[Array, "batch rows blocks"], target: Target | None
+) -> UInt8[Array, "batch rows_ blocks_"]:
+    """Returns scales in the order in which the target's matrix instructions take them.
+
+    On gfx950 [batch, ceil(blocks / 8), ceil(rows / 256) * 2048], filled up with 1 (byte 127): of each 32 rows
+    and 8 blocks the bytes are ordered [4, 16, 2, 2] from [2, 16 rows, 2, 4 blocks], so that the four bytes
+    which a lane of v_mfma_scale_f32_16x16x128 uses in turn are one word, as in Triton's tutorial on
+    block-scaled matrix multiplication. Elsewhere as they are.
+    """
+    if table_of(target) != "gfx950":
+        return scales
+    batch, rows, blocks = scales.shape
+    rows_, blocks_ = ceil_div(rows, 256) * 256, ceil_div(blocks, 8) * 8
+    scales = jnp.pad(scales, ((0, 0), (0, rows_ - rows), (0, blocks_ - blocks)), constant_values=127)
+    scales = scales.reshape(batch, rows_ // 32, 2, 16, blocks_ // 8, 2, 4).transpose(0, 4, 1, 6, 3, 5, 2)
+    return scales.reshape(batch, blocks_ // 8, rows_ * 8)
+
+
+def grid_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
+    """Returns the kernel's programs along each axis."""
+    return (ceil_div(m, tiles.m) * ceil_div(n, tiles.n), batch)
+
+
+def constants_of(m: int, n: int, k: int, tiles: Tiles, target: Target | None) -> dict[str, int | bool]:
+    """Returns the kernel's constexpr arguments."""
+    native_amd = table_of(target) == "gfx950"
+    return {
+        "M": m,
+        "N": n,
+        "K": k,
+        "BLOCK_M": tiles.m,
+        "BLOCK_N": tiles.n,
+        "BLOCK_K": tiles.k,
+        "GROUP_M": 8,
+        "SHUFFLED": native_amd,
+        "XCDS": 8 if native_amd else 1,
+    }
+
+
+@triton.jit
+def gemm_kernel(
+    lhs,
+    lhs_scales,
+    rhs,
+    rhs_scales,
+    out,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SHUFFLED: tl.constexpr,
+    XCDS: tl.constexpr,
+):
+    """Computes one BLOCK_M x BLOCK_N tile of out[b] = lhs[b] @ rhs[b].T; the grid is (tiles, batch).
+
+    With SHUFFLED the scales are as `shuffle_scales` orders them for gfx950, and BLOCK_K is 256.
+    """
+    tile_m, tile_n = _tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, XCDS)
+    batch = tl.program_id(1).to(tl.int64)
+    acc = accumulate_tile(
+        lhs,
+        lhs_scales,
+        rhs,
+        rhs_scales,
+        tile_m,
+        tile_n,
+        batch,
+        M,
+        N,
+        K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SHUFFLED,
+    )
+    store_tile(out, acc, tile_m, tile_n, batch, M, N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def accumulate_tile(
+    lhs,
+    lhs_scales,
+    rhs,
+    rhs_scales,
+    tile_m,
+    tile_n,
+    batch,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHUFFLED: tl.constexpr,
+):
+    """Returns one tile of lhs[b] @ rhs[b].T in float32, with anything in rows and columns past the end."""
+    x_rows = rows_of(tile_m, M, BLOCK_M)
+    y_rows = rows_of(tile_n, N, BLOCK_N)
+    packed = tl.arange(0, BLOCK_K // 2)
+    blocks = tl.arange(0, BLOCK_K // 32)[None, :]
+    x_offsets = x_rows[:, None] * (K // 2) + packed[None, :]
+    # Transposed offsets, not a transposed tile: only so is the tile's place in LDS free of bank conflicts.
+    y_offsets = y_rows[None, :] * (K // 2) + packed[:, None]
+    lhs += _start(batch, tile_m, M, K // 2, BLOCK_M)
+    rhs += _start(batch, tile_n, N, K // 2, BLOCK_N)
+    if SHUFFLED:
+        X_STEP: tl.constexpr = tl.cdiv(M, 256) * 2048
+        Y_STEP: tl.constexpr = tl.cdiv(N, 256) * 2048
+        x_scale_offsets = tl.arange(0, BLOCK_M * 8)
+        y_scale_offsets = tl.arange(0, BLOCK_N * 8)
+        lhs_scales += batch * (tl.cdiv(K, 256) * X_STEP) + tile_m * (BLOCK_M * 8)
+        rhs_scales += batch * (tl.cdiv(K, 256) * Y_STEP) + tile_n * (BLOCK_N * 8)
+    else:
+        X_STEP: tl.constexpr = BLOCK_K // 32
+        Y_STEP: tl.constexpr = BLOCK_K // 32
+        x_scale_offsets = x_rows[:, None] * (K // 32) + blocks
+        y_scale_offsets = y_rows[:, None] * (K // 32) + blocks
+        lhs_scales += _start(batch, tile_m, M, K // 32, BLOCK_M)
+        rhs_scales += _start(batch, tile_n, N, K // 32, BLOCK_N)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in range(K // BLOCK_K):
+        x_scales = _unshuffle(tl.load(lhs_scales + x_scale_offsets), BLOCK_M, SHUFFLED)
+        y_scales = _unshuffle(tl.load(rhs_scales + y_scale_offsets), BLOCK_N, SHUFFLED)
+        x = tl.load(lhs + x_offsets)
+        y = tl.load(rhs + y_offsets)
+        acc = tl.dot_scaled(x, x_scales, "e2m1", y, y_scales, "e2m1", acc)
+        lhs += BLOCK_K // 2
+        rhs += BLOCK_K // 2
+        lhs_scales += X_STEP
+        rhs_scales += Y_STEP
+
+    # What is left of K, with elements past the end zero and their scales 1.
+    REST: tl.constexpr = K % BLOCK_K
+    if REST > 0:
+        if SHUFFLED:
+            x_scales = _unshuffle(tl.load(lhs_scales + x_scale_offsets), BLOCK_M, SHUFFLED)
+            y_scales = _unshuffle(tl.load(rhs_scales + y_scale_offsets), BLOCK_N, SHUFFLED)
+        else:
+            x_scales = tl.load(lhs_scales + x_scale_offsets, mask=blocks < REST // 32, other=127)
+            y_scales = tl.load(rhs_scales + y_scale_offsets, mask=blocks < REST // 32, other=127)
+        x = tl.load(lhs + x_offsets, mask=(packed < REST // 2)[None, :], other=0)
+        y = tl.load(rhs + y_offsets, mask=(packed < REST // 2)[:, None], other=0)
+        acc = tl.dot_scaled(x, x_scales, "e2m1", y, y_scales, "e2m1", acc)
+    return acc
+
+
+@triton.jit
+def store_tile(
+    out,
+    acc,
+    tile_m,
+    tile_n,
+    batch,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Stores what of a tile lies inside out [batch, M, N], rounded to its dtype."""
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    columns = tl.arange(0, BLOCK_N)[None, :]
+    out += batch * (M * N) + tile_m.to(tl.int64) * (BLOCK_M * N) + tile_n * BLOCK_N
+    offsets = rows * N + columns
+    if M % BLOCK_M == 0 and N % BLOCK_N == 0:
+        tl.store(out + offsets, acc.to(out.dtype.element_ty))
+    else:
+        inside = (rows < M - tile_m * BLOCK_M) & (columns < N - tile_n * BLOCK_N)
+        tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr, XCDS: tl.constexpr):
+    """Returns a program's tile: columns of GROUP_M tiles, which share operands in the L2 cache.
+
+    Programs are dealt to the XCDS dies of a GPU in turn, each with an L2 cache of its own: here neighbours go
+    to one die.
+    """
+    if XCDS > 1:
+        total = tiles_m * tiles_n
+        die = program % XCDS
+        program = die * (total // XCDS) + tl.minimum(die, total % XCDS) + program // XCDS
+    group = program // (GROUP_M * tiles_n)
+    rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    within = program % (GROUP_M * tiles_n)
+    return group * GROUP_M + within % rows, within // rows
+
+
+@triton.jit
+def _start(batch, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns where a tile of BLOCK rows begins in a [batch, ROWS, WIDTH] array, in int64."""
+    return batch * (ROWS * WIDTH) + tile.to(tl.int64) * (BLOCK * WIDTH)
+
+
+@triton.jit
+def rows_of(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns a tile's rows from its first; in place of those past the end the last, which is not stored."""
+    rows = tl.arange(0, BLOCK)
+    if ROWS % BLOCK != 0:
+        rows = tl.minimum(rows, ROWS - 1 - tile * BLOCK)
+    return rows
+
+
+@triton.jit
+def _unshuffle(scales, BLOCK: tl.constexpr, SHUFFLED: tl.constexpr):
+    """Returns the scales [BLOCK, 8] of a tile that `shuffle_scales` ordered; others as they are."""
+    if SHUFFLED:
+        scales = scales.reshape(BLOCK // 32, 4, 16, 2, 2).permute(0, 4, 2, 3, 1).reshape(BLOCK, 8)
+    return scales

@@ -1,0 +1,272 @@
+"""Products of packed MXFP4 operands by FP8 matrix units: carried exactly in FP8, or put right by a kernel.
+
+Whether FP8 holds the operands is known at run time alone. XLA's FP8 GEMM always runs; `correct_kernel` after
+it computes anew, from the packed operands, the strips of tiles in which a row was not held. So there is no
+branch in the XLA program, which would copy what goes into it and what comes out.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+from triton import knobs
+
+from mxjax.fp8_carriers import Carrier
+from mxjax.gemm import Product, contract_fp8
+from mxjax.kernels.launch import Target, ceil_div, current_target, triton_call
+from mxjax.kernels.matmul.carry import CarriedRows, carry_operand, rows_and_parts
+from mxjax.kernels.matmul.fp4_gemm import (
+    accumulate_tile,
+    batched,
+    check_operands,
+    multiply_flat,
+    rows_of,
+    store_tile,
+)
+from mxjax.kernels.matmul.tiles import TILES, Tiles
+
+PROGRAMS = 132  # multiprocessors of Hopper; each holds one program
+
+
+def matmul(
+    lhs: UInt8[Array, "*batch m _"],
+    lhs_scales: UInt8[Array, "*batch m _"],
+    rhs: UInt8[Array, "*batch n _"],
+    rhs_scales: UInt8[Array, "*batch n _"],
+    dtype: DTypeLike,
+    carriers: tuple[Carrier, Carrier],
+) -> Product:
+    """Returns lhs @ rhs.T of packed MXFP4 operands, as `matmul` of `fp4_gemm` does, by FP8 matrix units.
+
+    Args:
+      dtype: of what is to be multiplied by the factors.
+      carriers: of lhs and rhs.
+
+    Raises:
+      ValueError: the shapes do not fit.
+    """
+    check_operands(lhs, lhs_scales, rhs, rhs_scales)
+    if 0 in (*lhs.shape, *rhs.shape):
+        return Product(jnp.zeros((*lhs.shape[:-1], rhs.shape[-2]), dtype))
+    run = _matmul(jnp.dtype(dtype), carriers, current_target())
+    y, rows, columns = multiply_flat(run, lhs, lhs_scales, rhs, rhs_scales)
+    return Product(y, (rows, columns))
+
+
+@functools.cache
+def _matmul(dtype, carriers: tuple[Carrier, Carrier], target: Target | None) -> Callable:
+    """JAX keeps what it traced of the function, hence one for each target."""
+    part = functools.partial(_part, dtype=dtype, carriers=carriers, target=target)
+    return batched(part, "b m n, b m, b n")
+
+
+def _part(lhs, lhs_scales, rhs, rhs_scales, *, dtype, carriers, target, summed_over):
+    """Returns the product of operands [batch, rows, …], and the factors of its rows and columns; ones where k
+    is cut, since each part has its own."""
+    left = carry_operand(lhs, lhs_scales, carriers[0], target)
+    right = carry_operand(rhs, rhs_scales, carriers[1], target)
+    y = _contract(left.elements, right.elements, jnp.dtype(jnp.float32) if summed_over else dtype)
+    y, rows, columns = correct(y, (lhs, lhs_scales, rhs, rhs_scales), left, right, target)
+    if not summed_over:
+        return [y, rows, columns]
+    y = lax.psum(Product(y, (rows, columns)).value(jnp.float32), summed_over).astype(dtype)
+    return [y, jnp.ones_like(rows), jnp.ones_like(columns)]
+
+
+def _contract(left, right, dtype):
+    """Returns the products of elements."""
+    if left.shape[0] == 1:  # an axis less for XLA to recognize
+        return contract_fp8(left[0], right[0], dtype)[None]
+    return contract_fp8(left, right, dtype)
+
+
+def correct(
+    y: Float[Array, "batch m n"],
+    operands: tuple[jax.Array, ...],
+    left: CarriedRows,
+    right: CarriedRows,
+    target: Target | None,
+) -> list[jax.Array]:
+    """Returns y, put right where elements of its row or column were lost; and factors of rows and columns.
+
+    Args:
+      y: the products of the elements of `left` and `right`. It is overwritten.
+      operands: lhs, lhs_scales, rhs, rhs_scales, as packed.
+
+    Returns:
+      y: to be multiplied by the product of the factors of its row and column. Of what was put right, a result
+        that is subnormal before or after that may have become zero.
+      row_factors: [batch, m] float32, powers of two, whose exponents are from -63 to 63.
+      column_factors: [batch, n].
+    """
+    batch, m, n = y.shape
+    # Triton's interpreter truncates to bfloat16 where GPUs round.
+    before = y.astype(jnp.float32) if knobs.runtime.interpret else y
+    tiles = tiles_of(target)
+    corrected, *factors = triton_call(
+        correct_kernel,
+        before,
+        *operands,
+        left.reference,
+        right.reference,
+        left.lost,
+        right.lost,
+        out=[
+            jax.ShapeDtypeStruct(before.shape, before.dtype),
+            jax.ShapeDtypeStruct((batch, m), jnp.float32),
+            jax.ShapeDtypeStruct((batch, n), jnp.float32),
+        ],
+        in_place=True,
+        grid=grid_of(m, n, batch, tiles),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **constants_of(m, n, 2 * operands[0].shape[2], tiles),
+    )
+    return [corrected.astype(y.dtype), *factors]
+
+
+def tiles_of(target: Target | None) -> Tiles:
+    """Returns how the right product is cut into tiles."""
+    return TILES["other" if target is not None and target.backend != "interpreter" else "interpreter"][0]
+
+
+def grid_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
+    """Returns the kernel's programs along each axis."""
+    return min(ceil_div(m, tiles.m) * ceil_div(n, tiles.n), PROGRAMS), batch
+
+
+def constants_of(m: int, n: int, k: int, tiles: Tiles) -> dict[str, int]:
+    """Returns the kernel's constexpr arguments."""
+    rows, parts = rows_and_parts(k // 32)
+    flags = {"ROWS": rows, "PARTS": parts}
+    return {"M": m, "N": n, "K": k, **flags, "BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k}
+
+
+@triton.jit
+def correct_kernel(
+    before,
+    lhs,
+    lhs_scales,
+    rhs,
+    rhs_scales,
+    lhs_reference,
+    rhs_reference,
+    lhs_lost,
+    rhs_lost,
+    out,
+    lhs_factors,
+    rhs_factors,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Overwrites the strips of tiles of out [b, M, N] where a row of lhs or of rhs was lost.
+
+    Each of PARTS parts of ROWS rows has a flag: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N rows.
+    A strip becomes that of lhs[b] @ rhs[b].T divided by the factors of its rows and columns, as the rest of
+    out is. Writes the factors [b, M] and [b, N] of the references. `before` is the memory of out. The
+    grid is (programs, batch), of any number of programs.
+    """
+    LHS_LOST: tl.constexpr = (M + ROWS - 1) // ROWS * PARTS
+    RHS_LOST: tl.constexpr = (N + ROWS - 1) // ROWS * PARTS
+    TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    batch = tl.program_id(1).to(tl.int64)
+    lhs_reference += batch * M
+    rhs_reference += batch * N
+    lhs_lost += batch * LHS_LOST
+    rhs_lost += batch * RHS_LOST
+    _write_factors(lhs_reference, lhs_factors + batch * M, M)
+    _write_factors(rhs_reference, rhs_factors + batch * N, N)
+    lost = _any(lhs_lost, LHS_LOST, LHS_LOST) | _any(rhs_lost, RHS_LOST, RHS_LOST)
+    # Strips of rows, then of columns. Their tiles are dealt to the programs in turn: `first` is this one's.
+    first = tl.program_id(0)
+    for strip in range(tl.where(lost > 0, TILES_M + TILES_N, 0)):
+        of_rows = strip < TILES_M
+        if of_rows:
+            tiles = TILES_N * _strip_lost(lhs_lost, strip, M, BLOCK_M, ROWS, PARTS)
+        else:
+            tiles = TILES_M * _strip_lost(rhs_lost, strip - TILES_M, N, BLOCK_N, ROWS, PARTS)
+        for tile in range(first, tiles, tl.num_programs(0)):
+            tile_m = tl.where(of_rows, strip, tile)
+            tile_n = tl.where(of_rows, tile, strip - TILES_M)
+            acc = accumulate_tile(
+                lhs,
+                lhs_scales,
+                rhs,
+                rhs_scales,
+                tile_m,
+                tile_n,
+                batch,
+                M,
+                N,
+                K,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                False,
+            )
+            row_exponent = _tile_exponents(lhs_reference, tile_m, M, BLOCK_M)
+            column_exponent = _tile_exponents(rhs_reference, tile_n, N, BLOCK_N)
+            acc = acc * _power_of_two(-row_exponent[:, None] - column_exponent[None, :])
+            store_tile(out, acc, tile_m, tile_n, batch, M, N, BLOCK_M, BLOCK_N)
+        first = (first + tl.num_programs(0) - tiles % tl.num_programs(0)) % tl.num_programs(0)
+
+
+@triton.jit
+def _strip_lost(
+    flags,
+    tile,
+    LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Returns 1 if a flag of a tile's rows is set, else 0; of ROWS rows, where that is more than a tile."""
+    COUNT: tl.constexpr = (BLOCK + ROWS - 1) // ROWS * PARTS
+    first = tile * BLOCK // ROWS * PARTS
+    return _any(flags + first, (LENGTH + ROWS - 1) // ROWS * PARTS - first, COUNT)
+
+
+@triton.jit
+def _any(flags, left, COUNT: tl.constexpr):
+    """Returns 1 if one of COUNT flags is set, else 0; those after the first `left` are none."""
+    WIDTH: tl.constexpr = 8192 if COUNT > 8192 else triton.next_power_of_2(COUNT)
+    found = tl.zeros([WIDTH], tl.uint8)
+    for start in range(0, COUNT, WIDTH):
+        place = start + tl.arange(0, WIDTH)
+        found |= tl.load(flags + place, (place < COUNT) & (place < left), 0)
+    return tl.max(found.to(tl.int32), 0)
+
+
+@triton.jit
+def _tile_exponents(references, tile, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the exponents of the factors of a tile's rows."""
+    rows = tile * BLOCK + rows_of(tile, LENGTH, BLOCK)
+    return tl.load(references + rows).to(tl.int32) - 127
+
+
+@triton.jit
+def _write_factors(references, factors, LENGTH: tl.constexpr):
+    """Writes this program's part of the factors of the rows, 2**(reference - 127)."""
+    WIDTH: tl.constexpr = 256
+    for start in range(tl.program_id(0) * WIDTH, LENGTH, tl.num_programs(0) * WIDTH):
+        row = start + tl.arange(0, WIDTH)
+        exponent = tl.load(references + row, row < LENGTH, 127).to(tl.int32) - 127
+        tl.store(factors + row, _power_of_two(exponent), row < LENGTH)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)

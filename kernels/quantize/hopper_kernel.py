@@ -1,0 +1,252 @@
+"""The quantizer kernel for Hopper, of what training takes most: bfloat16 along columns, or along both axes.
+
+Two neighbouring elements of a row stay in the word that they are loaded in: along a column they belong to
+two blocks, along the row to one. A thread holds 16 rows of 8 elements, from one read of 16 bytes a row, so
+that blocks along columns are in 2 threads, whole runs of H16 in one, and blocks along rows in 4. It computes
+what `mxjax.kernels.quantize.kernel` does, in fewer instructions, for packed operands, rounded to nearest,
+with the rule `floor`; columns may be rotated by H4 or H16 (`mxjax.kernels.quantize.launch_plan` chooses).
+"""
+
+import triton
+import triton.language as tl
+
+from mxjax.kernels.quantize.hadamard import rotate_groups
+from mxjax.kernels.quantize.hopper_ptx import (
+    encode_columns,
+    encode_rotated,
+    encode_row,
+    larger,
+    larger_halves,
+    largest_floats,
+    largest_pair,
+    pair_scales,
+)
+from mxjax.kernels.quantize.loads import join_tensors
+
+GROUP = tl.constexpr(16)  # rows of a thread
+
+
+@triton.jit
+def quantize_pairs_kernel(
+    x,
+    row_words,
+    row_scales,
+    column_words,
+    column_scales,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ROW_LENGTH: tl.constexpr,
+    COLUMN_LENGTH: tl.constexpr,
+    ROTATION: tl.constexpr,
+    FOLDED: tl.constexpr,
+):
+    """Quantizes x [matrices, R, C] (bfloat16, C a multiple of 8) along its columns, and its rows if wanted.
+
+    The operands are written as by `mxjax.kernels.quantize.kernel`: words int32 and scales uint8,
+    [matrices, R, ROW_LENGTH / 8] and [matrices, R, ROW_LENGTH / 32], those of columns with C and
+    COLUMN_LENGTH. The grid is tiles along R, along C, matrices.
+
+    Args:
+      ROW_LENGTH: C filled up to whole blocks, 0 if rows are not wanted. COLUMN_LENGTH: R filled up.
+      ROTATION: of columns, 1, 4 or 16; FOLDED: log2 of sqrt(ROTATION), which scales take up.
+    """
+    EXACT: tl.constexpr = R % BLOCK_R == 0 and C % BLOCK_C == 0
+    r0, c0 = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_C
+    matrix = tl.program_id(2).to(tl.int64)
+    x += matrix * R * C + r0.to(tl.int64) * C + c0
+    x = x.to(tl.pointer_type(tl.int32))
+    columns = _load_words(x, R - r0, (C - c0) // 2, C // 2, BLOCK_R, BLOCK_C, EXACT)
+    if ROW_LENGTH > 0:
+        row = matrix * R + r0
+        words = row_words + row * (ROW_LENGTH // 8) + c0 // 8
+        scales = row_scales + row * (ROW_LENGTH // 32) + c0 // 32
+        _quantize_rows(columns, words, scales, R - r0, ROW_LENGTH - c0, ROW_LENGTH, BLOCK_R, BLOCK_C, EXACT)
+    column = matrix * C + c0
+    words = column_words + column * (COLUMN_LENGTH // 8) + r0 // 8
+    scales = column_scales + column * (COLUMN_LENGTH // 32) + r0 // 32
+    _quantize_columns(
+        columns,
+        words,
+        scales,
+        COLUMN_LENGTH - r0,
+        C - c0,
+        COLUMN_LENGTH,
+        BLOCK_R,
+        BLOCK_C,
+        ROTATION,
+        FOLDED,
+        EXACT,
+    )
+
+
+@triton.jit
+def _load_words(
+    x, rows, words, STRIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EXACT: tl.constexpr
+):
+    """Returns 4 tuples of GROUP tensors [BLOCK_R / GROUP, BLOCK_C / 8]: word 4 q + j of row GROUP g + i.
+
+    Zero outside of x [rows, words].
+    """
+    GROUPS: tl.constexpr = BLOCK_R // GROUP
+    QUADS: tl.constexpr = BLOCK_C // 8
+    row, word = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, BLOCK_C // 2)[None, :]
+    loaded = ()
+    for i in tl.static_range(GROUP):
+        pointers = x + i * STRIDE + (row * STRIDE + word)
+        if EXACT:
+            loaded = loaded + (tl.load(pointers),)
+        else:
+            loaded = loaded + (tl.load(pointers, (row + i < rows) & (word < words), 0),)
+    w0 = ()
+    w1 = ()
+    w2 = ()
+    w3 = ()
+    for i in tl.static_range(GROUP):
+        even, odd = tl.split(tl.reshape(loaded[i], [GROUPS, QUADS, 2, 2]))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        w0 = w0 + (first,)
+        w1 = w1 + (second,)
+        w2 = w2 + (third,)
+        w3 = w3 + (fourth,)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _quantize_rows(
+    columns,
+    words,
+    scales,
+    rows,
+    length,
+    LENGTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Quantizes along rows, two at a time; stores words [rows, length / 8] and scales [rows, length / 32]."""
+    GROUPS: tl.constexpr = BLOCK_R // GROUP
+    QUADS: tl.constexpr = BLOCK_C // 8
+    row, word = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, QUADS)[None, :]
+    w0, w1, w2, w3 = columns
+    written = ()
+    for i in tl.static_range(0, GROUP, 2):
+        first = largest_pair((w0[i], w1[i], w2[i], w3[i]), 4)
+        second = largest_pair((w0[i + 1], w1[i + 1], w2[i + 1], w3[i + 1]), 4)
+        largest = tl.reshape(larger_halves(first, second), [GROUPS, QUADS // 4, 4])
+        pair = pair_scales(tl.reduce(largest, 2, larger), 0)
+        both = _along_row(pair, GROUPS, QUADS)
+        for k in tl.static_range(2):
+            byte, is_nan = _bytes(pair, k, 0)
+            written = written + (byte,)
+            codes = encode_row(w0[i + k], w1[i + k], w2[i + k], w3[i + k], both, k)
+            inside = (row + (i + k) < rows) & (word < length // 8)
+            pointers = words + (i + k) * (LENGTH // 8) + (row * (LENGTH // 8) + word)
+            _store(pointers, tl.where(_along_row(is_nan, GROUPS, QUADS), 0, codes), inside, EXACT)
+    byte = tl.reshape(join_tensors(written, GROUP), [GROUPS, QUADS // 4, GROUP])
+    byte = tl.reshape(tl.permute(byte, [0, 2, 1]), [BLOCK_R, QUADS // 4])
+    row, block = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, QUADS // 4)[None, :]
+    inside = (row < rows) & (block < length // 32)
+    _store(scales + (row * (LENGTH // 32) + block), byte.to(tl.uint8), inside, EXACT)
+
+
+@triton.jit
+def _quantize_columns(
+    columns,
+    words,
+    scales,
+    length,
+    others,
+    LENGTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ROTATION: tl.constexpr,
+    FOLDED: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Quantizes along columns, two at a time; stores words and scales as those of rows, with `others`."""
+    GROUPS: tl.constexpr = BLOCK_R // GROUP
+    QUADS: tl.constexpr = BLOCK_C // 8
+    bytes_written = ()
+    words_written = ()
+    for j in tl.static_range(4):
+        two_bytes, four_words = _quantize_two_columns(columns[j], ROTATION, FOLDED, GROUPS, QUADS)
+        bytes_written = bytes_written + two_bytes
+        words_written = words_written + four_words
+    column = tl.arange(0, BLOCK_C)[None, :]
+    byte = tl.reshape(join_tensors(bytes_written, 8), [GROUPS // 2, BLOCK_C])
+    block = tl.arange(0, GROUPS // 2)[:, None]
+    inside = (column < others) & (block < length // 32)
+    _store(scales + (column * (LENGTH // 32) + block), byte.to(tl.uint8), inside, EXACT)
+    word = tl.reshape(join_tensors(words_written, 16), [GROUPS, QUADS, 4, 2, 2])
+    word = tl.reshape(tl.permute(word, [0, 3, 1, 2, 4]), [GROUPS * 2, BLOCK_C])
+    at = tl.arange(0, GROUPS * 2)[:, None]
+    inside = (column < others) & (at < length // 8)
+    _store(words + (column * (LENGTH // 8) + at), word, inside, EXACT)
+
+
+@triton.jit
+def _quantize_two_columns(
+    ws, ROTATION: tl.constexpr, FOLDED: tl.constexpr, GROUPS: tl.constexpr, QUADS: tl.constexpr
+):
+    """Quantizes the columns in the low and in the high halves of GROUP tensors of words.
+
+    Returns the scale bytes of both, [GROUPS / 2, QUADS], and words [GROUPS, QUADS]: of the upper 8 rows, low
+    and high, and of the lower 8 rows.
+    """
+    if ROTATION > 1:
+        lows = ()
+        highs = ()
+        for i in tl.static_range(GROUP):
+            lows = lows + ((ws[i] << 16).to(tl.float32, bitcast=True),)
+            highs = highs + ((ws[i] & -65536).to(tl.float32, bitcast=True),)
+        lows = rotate_groups(lows, ROTATION, GROUP, GROUPS, QUADS, 1)
+        highs = rotate_groups(highs, ROTATION, GROUP, GROUPS, QUADS, 1)
+        largest = larger_halves(largest_floats(lows, GROUP), largest_floats(highs, GROUP))
+    else:
+        largest = largest_pair(ws, GROUP)
+    largest = tl.reduce(tl.reshape(largest, [GROUPS // 2, 2, QUADS]), 1, larger)
+    pair = pair_scales(largest, FOLDED)
+    low_byte, low_nan = _bytes(pair, 0, FOLDED)
+    high_byte, high_nan = _bytes(pair, 1, FOLDED)
+    low_nan, high_nan = _along_columns(low_nan, GROUPS, QUADS), _along_columns(high_nan, GROUPS, QUADS)
+    divisors = _along_columns(pair, GROUPS, QUADS) + 0x00800080 * FOLDED
+    words = ()
+    for i in tl.static_range(0, GROUP, 8):
+        if ROTATION > 1:
+            low = encode_rotated(lows, i, divisors, 0)
+            high = encode_rotated(highs, i, divisors, 1)
+        else:
+            low, high = encode_columns(ws, i, divisors)
+        words = words + (tl.where(low_nan, 0, low), tl.where(high_nan, 0, high))
+    return (low_byte, high_byte), words
+
+
+@triton.jit
+def _bytes(pair, HIGH: tl.constexpr, FOLDED: tl.constexpr):
+    """Returns the scale bytes in a half of `pair_scales`, and whether they are NaN."""
+    byte = pair >> 23 if HIGH else (pair >> 7) & 255
+    is_nan = byte == 253 - FOLDED
+    return tl.where(is_nan, 255, byte), is_nan
+
+
+@triton.jit
+def _along_row(x, GROUPS: tl.constexpr, QUADS: tl.constexpr):
+    """Returns what holds for blocks of a row [GROUPS, QUADS / 4] for quads."""
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [GROUPS, QUADS // 4, 4]), [GROUPS, QUADS])
+
+
+@triton.jit
+def _along_columns(x, GROUPS: tl.constexpr, QUADS: tl.constexpr):
+    """Returns what holds for blocks of rows [GROUPS / 2, QUADS] for groups."""
+    return tl.reshape(tl.broadcast_to(x[:, None, :], [GROUPS // 2, 2, QUADS]), [GROUPS, QUADS])
+
+
+@triton.jit
+def _store(pointers, value, inside, EXACT: tl.constexpr):
+    if EXACT:
+        tl.store(pointers, value)
+    else:
+        tl.store(pointers, value, inside)

@@ -1,0 +1,321 @@
+"""The quantizer kernel: rotates, scales and encodes a tensor along its rows, columns or both, in one read.
+
+A program takes a tile of BLOCK_R x BLOCK_C elements, in groups along the blocked axis that lie in the
+registers of a thread. Groups of 8 are loaded by 16 bytes once for both sides, and the rest of a block is in
+neighbouring lanes. Groups of 32 are whole blocks: scales and rotations up to H32 take no exchange of lanes,
+and the second side finds its tile in the L1 cache. What is written is K-major: groups along the blocked axis,
+which a GEMM contracts, are contiguous, so the column-wise operand is transposed.
+"""
+
+import triton
+import triton.language as tl
+
+from mxjax.kernels.quantize.elements import (
+    MAGNITUDE,
+    block_scale,
+    element_values,
+    encode_bf16,
+    encode_fp4,
+    encode_fp8,
+    largest,
+    scale_value,
+    widen,
+)
+from mxjax.kernels.quantize.elements_ptx import encode_pairs, largest_exponent, largest_pairs
+from mxjax.kernels.quantize.hadamard import rotate_groups
+from mxjax.kernels.quantize.loads import column_groups, join_tensors, row_groups, transpose_groups
+from mxjax.kernels.quantize.philox import random_halves
+
+SCALARS = 9  # uint32: two key words and the FP8 reference, for rows and for columns; x's place in the whole
+
+
+@triton.jit
+def quantize_kernel(
+    x,
+    scalars,
+    signs,
+    row_words,
+    row_scales,
+    column_words,
+    column_scales,
+    BATCH: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    R_ALL: tl.constexpr,
+    C_ALL: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALARS_STRIDE: tl.constexpr,
+    SIGNS_STRIDE: tl.constexpr,
+    CONVERT: tl.constexpr,
+    ROW_FORM: tl.constexpr,
+    ROW_LENGTH: tl.constexpr,
+    ROW_ROTATION: tl.constexpr,
+    ROW_FACTOR: tl.constexpr,
+    ROW_SIGNS: tl.constexpr,
+    ROW_CARRY: tl.constexpr,
+    ROW_SQUARE: tl.constexpr,
+    ROW_STOCHASTIC: tl.constexpr,
+    ROW_PRESCALE: tl.constexpr,
+    COLUMN_FORM: tl.constexpr,
+    COLUMN_LENGTH: tl.constexpr,
+    COLUMN_ROTATION: tl.constexpr,
+    COLUMN_FACTOR: tl.constexpr,
+    COLUMN_SIGNS: tl.constexpr,
+    COLUMN_CARRY: tl.constexpr,
+    COLUMN_SQUARE: tl.constexpr,
+    COLUMN_STOCHASTIC: tl.constexpr,
+    COLUMN_PRESCALE: tl.constexpr,
+):
+    """Quantizes x [V, BATCH, R, C] (any float dtype, row-major) into the operands of one or two GEMMs.
+
+    Each operand is written as words [V, BATCH, other, length / 8, words a group] int32 and scales
+    [V, BATCH, other, length / 32] uint8: `length` is the blocked axis filled up to whole blocks and runs.
+
+    Arguments of a side (ROW: blocks along C, other = R; COLUMN: blocks along R, other = C):
+      FORM: "" (not wanted), "packed" (E2M1, 1 word a group), "e4m3" or "e5m2" (2 words: the elements times
+        2**(scale byte - reference); `scales` then holds 1 where a block does not fit and else 0), "bf16"
+        (4 words: the dequantized values).
+      LENGTH: of the blocked axis, filled up. ROTATION: the Hadamard size, or 1. SIGNS: whether it has signs.
+      CARRY: the scale rule, as `mxjax.scales.rule_carry`. SQUARE: blocks of 32 x 32. PRESCALE: or 1.
+    scalars: uint32 [V or 1, SCALARS]; signs: float32 [V or 1, 2, 64], for rows and for columns. Where no side
+    is stochastic, of an FP8 form or has signs, they are not read and may be anything.
+
+    x is a part of a tensor whose last two axes are R_ALL and C_ALL long, from the batch, row and column that
+    scalars 6, 7 and 8 say: random bits go by the position in the whole.
+    """
+    GROUPS_R: tl.constexpr = BLOCK_R // GROUP
+    GROUPS_C: tl.constexpr = BLOCK_C // GROUP
+    if COLUMN_FORM == "":
+        tile_r, tile_c = tl.program_id(1), tl.program_id(0)
+    else:
+        tile_r, tile_c = tl.program_id(0), tl.program_id(1)
+    r0, c0 = tile_r * BLOCK_R, tile_c * BLOCK_C
+    matrix = tl.program_id(2).to(tl.int64)
+    v, b = matrix // BATCH, matrix % BATCH
+    x += matrix * R * C + r0.to(tl.int64) * C + c0
+    scalars += v * SCALARS_STRIDE
+    signs += v * SIGNS_STRIDE
+    batch, r_all, c_all = b.to(tl.int32), 0, 0
+    if ROW_STOCHASTIC or COLUMN_STOCHASTIC:
+        batch += tl.load(scalars + 6).to(tl.int32)
+        r_all, c_all = tl.load(scalars + 7).to(tl.int32), tl.load(scalars + 8).to(tl.int32)
+    EXACT: tl.constexpr = R % BLOCK_R == 0 and C % BLOCK_C == 0
+    if ROW_FORM != "" and GROUP == 32:
+        row_xs = row_groups(x, R - r0, C - c0, C, GROUPS_C, BLOCK_R, EXACT)
+    if COLUMN_FORM != "" or GROUP == 8:
+        xs = column_groups(x, R - r0, C - c0, C, GROUP, GROUPS_R, BLOCK_C, EXACT)
+    if COLUMN_FORM != "":
+        _quantize_groups(
+            xs,
+            scalars + 3,
+            signs + 64,
+            column_words + matrix * C * (COLUMN_LENGTH // 8) * _words(COLUMN_FORM),
+            column_scales + matrix * C * (COLUMN_LENGTH // 32),
+            r0,
+            c0,
+            r_all // 8,
+            batch * C_ALL + c_all,
+            C,
+            GROUP,
+            GROUPS_R,
+            BLOCK_C,
+            CONVERT,
+            COLUMN_FORM,
+            COLUMN_LENGTH,
+            COLUMN_ROTATION,
+            COLUMN_FACTOR,
+            COLUMN_SIGNS,
+            COLUMN_CARRY,
+            COLUMN_SQUARE,
+            COLUMN_STOCHASTIC,
+            COLUMN_PRESCALE,
+        )
+    if ROW_FORM != "":
+        if GROUP == 8:
+            row_xs = transpose_groups(xs, GROUPS_R, BLOCK_C)
+        _quantize_groups(
+            row_xs,
+            scalars,
+            signs,
+            row_words + matrix * R * (ROW_LENGTH // 8) * _words(ROW_FORM),
+            row_scales + matrix * R * (ROW_LENGTH // 32),
+            c0,
+            r0,
+            c_all // 8,
+            batch * R_ALL + r_all,
+            R,
+            GROUP,
+            GROUPS_C,
+            BLOCK_R,
+            CONVERT,
+            ROW_FORM,
+            ROW_LENGTH,
+            ROW_ROTATION,
+            ROW_FACTOR,
+            ROW_SIGNS,
+            ROW_CARRY,
+            ROW_SQUARE,
+            ROW_STOCHASTIC,
+            ROW_PRESCALE,
+        )
+
+
+@triton.jit
+def _quantize_groups(
+    xs,
+    scalars,
+    signs,
+    words,
+    scales,
+    start,
+    other0,
+    counter0,
+    row0,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OTHER: tl.constexpr,
+    CONVERT: tl.constexpr,
+    FORM: tl.constexpr,
+    LENGTH: tl.constexpr,
+    ROTATION: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SIGNS: tl.constexpr,
+    CARRY: tl.constexpr,
+    SQUARE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    PRESCALE: tl.constexpr,
+):
+    """Quantizes GROUP tensors [GROUPS, OTHER], see `rotate_groups`; stores them at [other, group].
+
+    The tile begins at element `start` of the blocked axis and at `other0` of the other one.
+    """
+    PAIRS: tl.constexpr = (
+        CONVERT == "sm_90"
+        and FORM == "packed"
+        and ROTATION == 1
+        and not STOCHASTIC
+        and PRESCALE == 1
+        and xs[0].dtype == tl.bfloat16
+    )
+    # On gfx950 LLVM makes packed sums of what no product follows, and moves their operands around.
+    FOLDED: tl.constexpr = 0 if CONVERT == "gfx950" else _folded(ROTATION)
+    WORDS: tl.constexpr = GROUP // 8 * _words(FORM)
+    NATIVE_FP8: tl.constexpr = CONVERT == "sm_89" or CONVERT == "sm_90" or CONVERT == "sm_100"
+    group, other = tl.arange(0, GROUPS), tl.arange(0, OTHER)
+    if PAIRS:
+        amax = largest_pairs(xs, GROUP, CARRY == 0)
+    else:
+        ys = ()
+        for i in tl.static_range(GROUP):
+            y = widen(xs[i])
+            if SIGNS:
+                y = y * tl.load(signs + (group * GROUP + i) % ROTATION)[:, None]
+            ys = ys + (y,)
+        xs = ys
+        if ROTATION > 1:
+            xs = rotate_groups(xs, ROTATION, GROUP, GROUPS, OTHER, FACTOR if FOLDED == 0 else 1)
+        if CONVERT == "sm_90" and CARRY == 0 and (FORM == "packed" or FORM == "bf16"):
+            amax = largest_exponent(xs, GROUP)
+        else:
+            amax = largest(xs, GROUP)
+    scales += other0.to(tl.int64) * (LENGTH // 32) + start // 32
+    blocks, others = (LENGTH - start) // 32, N - other0
+    byte = _store_scales(
+        amax, scalars, scales, blocks, others, GROUP, GROUPS, OTHER, FORM, LENGTH, CARRY, SQUARE, 2.0**-FOLDED
+    )
+    divisor = tl.minimum(byte + FOLDED, 255)
+    ws = ()
+    for i in tl.static_range(0, GROUP, 8):
+        eight = (xs[i], xs[i + 1], xs[i + 2], xs[i + 3], xs[i + 4], xs[i + 5], xs[i + 6], xs[i + 7])
+        random = (byte, byte, byte, byte, byte, byte, byte, byte)
+        if STOCHASTIC:
+            # What depends on `byte`, never negative, has its layout: random bits need no conversion.
+            counter = (counter0 + start // 8 + group * (GROUP // 8) + i // 8)[:, None]
+            counter = tl.where(byte >= 0, counter, 0).to(tl.uint32)
+            row = tl.where(byte >= 0, (row0 + other0 + other)[None, :], 0).to(tl.uint32)
+            random = random_halves(counter, row, tl.load(scalars), tl.load(scalars + 1))
+        if PAIRS:
+            ws = ws + (tl.where(byte == 255, 0, encode_pairs(eight, byte)),)
+        elif FORM == "packed":
+            ws = ws + (encode_fp4(eight, random, divisor, PRESCALE, STOCHASTIC, CONVERT),)
+        elif FORM == "bf16":
+            scale = scale_value(byte)
+            ws = ws + encode_bf16(element_values(eight, random, divisor, scale, PRESCALE, STOCHASTIC))
+        else:
+            reference = tl.load(scalars + 2).to(tl.int32)
+            shifted = tl.minimum(tl.maximum(byte - reference + 127, 0), 254)
+            scale = scale_value(tl.where(byte == 255, 255, shifted))
+            values = element_values(eight, random, divisor, scale, PRESCALE, STOCHASTIC)
+            ws = ws + encode_fp8(values, FORM == "e5m2", NATIVE_FP8)
+    words += other0.to(tl.int64) * (LENGTH // 8 * _words(FORM)) + start // 8 * _words(FORM)
+    at = tl.arange(0, GROUPS * WORDS)[:, None]
+    mask = (at < (LENGTH - start) // 8 * _words(FORM)) & (other[None, :] < others)
+    word = _join_words(ws, WORDS, GROUPS, OTHER)
+    tl.store(words + (other[None, :] * (LENGTH // 8 * _words(FORM)) + at), word, mask)
+
+
+@triton.jit
+def _store_scales(
+    amax,
+    scalars,
+    scales,
+    blocks,
+    others,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OTHER: tl.constexpr,
+    FORM: tl.constexpr,
+    LENGTH: tl.constexpr,
+    CARRY: tl.constexpr,
+    SQUARE: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """Stores the scale bytes [others, blocks] and returns those of the tile, one a group [GROUPS, OTHER].
+
+    amax: the bits of the largest magnitudes but for FACTOR, in float32.
+    """
+    BLOCKS: tl.constexpr = GROUPS * GROUP // 32
+    if GROUP < 32:
+        amax = tl.max(tl.reshape(amax, [BLOCKS, 32 // GROUP, OTHER]), 1)
+    if FACTOR != 1:
+        amax = (amax.to(tl.float32, bitcast=True) * FACTOR).to(tl.int32, bitcast=True) & MAGNITUDE
+    if SQUARE:
+        amax = tl.max(tl.reshape(amax, [BLOCKS, OTHER // 32, 32]), 2, keep_dims=True)
+        amax = tl.reshape(tl.broadcast_to(amax, [BLOCKS, OTHER // 32, 32]), [BLOCKS, OTHER])
+    byte = block_scale(amax, CARRY)
+    out = byte
+    if FORM == "e4m3" or FORM == "e5m2":
+        shift = byte - tl.load(scalars + 2).to(tl.int32)
+        fits = (shift >= (-8 if FORM == "e4m3" else -15)) & (shift <= (6 if FORM == "e4m3" else 13))
+        out = (~(fits | (amax == 0) | (byte == 255))).to(tl.int32)
+    block, other = tl.arange(0, BLOCKS)[:, None], tl.arange(0, OTHER)[None, :]
+    mask = (block < blocks) & (other < others)
+    tl.store(scales + (other * (LENGTH // 32) + block), out.to(tl.uint8), mask)
+    if GROUP < 32:
+        byte = tl.reshape(tl.broadcast_to(byte[:, None, :], [BLOCKS, 32 // GROUP, OTHER]), [GROUPS, OTHER])
+    return byte
+
+
+@triton.constexpr_function
+def _folded(rotation):
+    """Returns log2 of 1 / FACTOR where that is whole: scales take it up then, and elements do not."""
+    return {4: 1, 16: 2, 64: 3}.get(rotation, 0)
+
+
+@triton.constexpr_function
+def _words(form):
+    """Words a group of 8 elements."""
+    return {"": 0, "packed": 1, "e4m3": 2, "e5m2": 2, "bf16": 4}[form]
+
+
+@triton.jit
+def _join_words(ws, WORDS: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr):
+    """Returns [GROUPS * WORDS, OTHER] from WORDS tensors [GROUPS, OTHER], a power of two of them."""
+    word = join_tensors(ws, WORDS)
+    if WORDS > 1:
+        word = tl.permute(tl.reshape(word, [GROUPS, OTHER, WORDS]), [0, 2, 1])
+        word = tl.reshape(word, [GROUPS * WORDS, OTHER])
+    return word

@@ -1,0 +1,146 @@
+"""The tensors of Hugging Face's Llamas, and where each of them lies in the parameters of `models.llama`.
+
+Ours are [in, out] and stacked over layers, with query, key and value in one matrix and gate and up projection
+in another; Hugging Face's are one [out, in] a layer.
+"""
+
+import types
+from collections.abc import Iterator, Mapping
+
+import jax
+import numpy as np
+
+import mxjax
+from models import llama
+from models.configs import LlamaConfig
+from models.huggingface.safetensors_files import DTYPES as NUMPY
+from models.huggingface.safetensors_files import Reader, Spec
+from mxjax.packing import BLOCK
+from mxjax.scales import ScaleRule
+
+DTYPES: Mapping[str, str] = types.MappingProxyType({"float32": "F32", "bfloat16": "BF16", "float16": "F16"})
+"""The dtypes of weights as transformers and as safetensors spell them."""
+QUANTIZATION: Mapping[str, object] = types.MappingProxyType(
+    {"quant_method": "mxfp4", "modules_to_not_convert": ("model.embed_tokens", "model.norm", "lm_head")}
+)
+"""What config.json says of weights in MXFP4."""
+_SHOWN = 8  # problems in an error message
+
+
+def shapes(config: LlamaConfig) -> llama.Params:
+    """Returns the parameters as shapes and dtypes."""
+    return jax.eval_shape(lambda: llama.init(config, jax.random.key(0)))
+
+
+def views(config: LlamaConfig, params: llama.Params) -> dict[str, np.ndarray]:
+    """Returns every tensor of a Llama under its Hugging Face name, in their order, as a view of `params`.
+
+    A view's last axis is the layer's input and the others, flattened, its output: flattened so, it is Hugging
+    Face's tensor; assigning to the view writes it into `params`.
+    """
+    c = config
+    blocks = params["blocks"]
+    attention, mlp = blocks["attention"], blocks["mlp"]
+    heads = c.n_heads // c.n_kv_heads
+    found = {"model.embed_tokens.weight": params["embedding"]}
+    for i in range(c.n_layers):
+        qkv_DGRH = attention["qkv"][i].reshape(c.d_model, c.n_kv_heads, heads + 2, c.head_dim)
+        qkv_GRHD = qkv_DGRH.transpose(1, 2, 3, 0)
+        gate_up_FD = mlp["gate_up"][i].T
+        layer = {
+            "self_attn.q_proj": qkv_GRHD[:, :heads],
+            "self_attn.k_proj": qkv_GRHD[:, heads],
+            "self_attn.v_proj": qkv_GRHD[:, heads + 1],
+            "self_attn.o_proj": attention["out"][i].T,
+            "mlp.gate_proj": gate_up_FD[: c.d_ff],
+            "mlp.up_proj": gate_up_FD[c.d_ff :],
+            "mlp.down_proj": mlp["down"][i].T,
+            "input_layernorm": blocks["attention_norm"]["scale"][i],
+            "post_attention_layernorm": blocks["mlp_norm"]["scale"][i],
+        }
+        found |= {f"model.layers.{i}.{name}.weight": view for name, view in layer.items()}
+    found["model.norm.weight"] = params["norm"]["scale"]
+    if not c.tied:
+        found["lm_head.weight"] = params["head"].T
+    return found
+
+
+def flat_shape(view: np.ndarray) -> tuple[int, ...]:
+    """Returns Hugging Face's shape of a view: [out, in], or [n] for a norm."""
+    return view.shape if view.ndim == 1 else (view.size // view.shape[-1], view.shape[-1])
+
+
+def check_tensors(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
+    """Raises ValueError unless these are the tensors of that Llama, by name, shape and dtype."""
+    empty = jax.tree.map(lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), shapes(config))
+    wanted = {name: flat_shape(view) for name, view in views(config, empty).items()}
+    found = {name: spec for name, spec in specs.items() if not _is_derived(name, config)}
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} does not belong to such a Llama" for name in sorted(found) if name not in wanted]
+    for name, spec in found.items():
+        if name not in wanted:
+            continue
+        if spec.shape != wanted[name]:
+            problems.append(f"{name} is {list(spec.shape)} and config.json makes it {list(wanted[name])}")
+        if spec.dtype not in DTYPES.values():
+            problems.append(f"{name} is in {spec.dtype}; only {', '.join(DTYPES.values())} can be imported")
+    if problems:
+        shown = problems[:_SHOWN]
+        more = [f"and {len(problems) - len(shown)} more"] if problems[_SHOWN:] else []
+        raise ValueError("\n  ".join(["the tensors are not config.json's:", *shown, *more]))
+
+
+def quantized(specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    """Returns the specs with two tensors in place of each linear layer's one."""
+    found: dict[str, Spec] = {}
+    for name, spec in specs.items():
+        if not _is_linear(name):
+            found[name] = spec
+            continue
+        rows, columns = spec.shape
+        if columns % BLOCK:
+            raise ValueError(f"--mxfp4 needs inputs in multiples of {BLOCK}; {name} is {list(spec.shape)}")
+        found[f"{name}_blocks"] = Spec("U8", (rows, columns // BLOCK, BLOCK // 2))
+        found[f"{name}_scales"] = Spec("U8", (rows, columns // BLOCK))
+    return found
+
+
+def parts(
+    name: str, view: np.ndarray, specs: Mapping[str, Spec], mxfp4: ScaleRule | None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors to write for one of the model's, as their specs say.
+
+    Raises:
+      ValueError: a value does not fit the format.
+    """
+    value = view.reshape(flat_shape(view))
+    if mxfp4 is None or not _is_linear(name):
+        spec = specs[name]
+        if spec.dtype == "F16" and not np.max(np.abs(value)) <= np.finfo(np.float16).max:
+            raise ValueError(f"{name} does not fit float16; export in bfloat16 or float32")
+        yield name, value.astype(NUMPY[spec.dtype])
+        return
+    if not np.isfinite(value).all():
+        raise ValueError(f"{name} holds NaN or infinity, which these tools' MXFP4 cannot hold")
+    q = mxjax.quantize(value, axis=-1, scale_rule=mxfp4)
+    assert q.scales is not None
+    yield f"{name}_blocks", np.asarray(mxjax.pack(q)).reshape(specs[f"{name}_blocks"].shape)
+    yield f"{name}_scales", np.asarray(q.scales).view(np.uint8)
+
+
+def check_tied_head(reader: Reader, config: LlamaConfig) -> None:
+    """Raises ValueError if a head that config.json ties to the embedding is there and differs from it."""
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    if config.tied and names[0] in reader.specs:
+        head, embedding = (reader.read(name) for name in names)
+        if head.shape != embedding.shape or not np.array_equal(head, embedding):
+            raise ValueError("config.json ties the head to the embedding, but lm_head.weight is another")
+
+
+def _is_derived(name: str, config: LlamaConfig) -> bool:
+    """Whether a tensor holds nothing of its own: old checkpoints have frequencies, some a tied head."""
+    return name.endswith(".rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+
+
+def _is_linear(name: str) -> bool:
+    return name.endswith("_proj.weight")

@@ -1,0 +1,122 @@
+"""How each GEMM of a policy runs: the implementations, and which of them is taken."""
+
+import importlib.util
+import logging
+from collections.abc import Iterable
+from functools import cache
+from typing import Literal, NamedTuple, get_args
+
+import jax
+
+from mxjax.formats import get_format
+from mxjax.packing import kernel_target, packable
+from mxjax.policy import Gemm, Policy
+from mxjax.weight_layout import Layout
+
+Implementation = Literal["reference", "xla", "fp8", "scaled_dot", "triton"]
+How = Literal["reference", "xla", "fp8", "scaled_dot", "triton", "fp8_tensor"]
+"""How one GEMM runs: by its implementation, or in FP8 because its operands are, with a scale a tensor."""
+
+ON_PACKED: tuple[How, ...] = ("fp8", "scaled_dot", "triton")
+"""Those that take packed operands, small enough to be kept from the forward pass for the backward one."""
+
+_log = logging.getLogger("mxjax")
+
+
+class Plan(NamedTuple):
+    """How each GEMM of a policy runs here; hashable."""
+
+    fprop: How
+    dgrad: How
+    wgrad: How
+    kernels: tuple[str, str] | None  # what Triton kernels run on
+    layout: Layout | None = None  # of w
+
+
+def plan(policy: Policy, implementation: Implementation | None) -> Plan:
+    """Returns how each GEMM runs.
+
+    Raises:
+      ValueError, NotImplementedError: as `choose_implementation`; or the implementation is named, and one of
+        the GEMMs has operands that it does not take.
+    """
+    name = choose_implementation(implementation)
+    hows: list[How] = [_how(name, gemm, implementation is not None) for gemm in policy.gemms.values()]
+    return Plan(hows[0], hows[1], hows[2], kernel_target())
+
+
+def check_plans(policies: Iterable[Policy], implementation: Implementation | None) -> None:
+    """Raises what `plan` raises for any of the policies: to learn it before anything is compiled."""
+    for policy in policies:
+        plan(policy, implementation)
+
+
+def compiler_options(policies: Iterable[Policy], implementation: Implementation | None) -> dict[str, bool]:
+    """Returns options for `jax.jit(compiler_options=)` of a program with GEMMs of these policies.
+
+    Where FP8 matrix units multiply on CUDA, XLA would try Triton's GEMMs for each shape, for minutes, and
+    then take cuBLAS's.
+    """
+    target = kernel_target()
+    hows = {how for policy in policies for how in plan(policy, implementation)[:3]}
+    if target is None or target.backend != "cuda" or not hows & {"fp8", "fp8_tensor"}:
+        return {}
+    return {"xla_gpu_enable_triton_gemm": False}
+
+
+def _how(name: Implementation, gemm: Gemm, explicit: bool) -> How:
+    if name in ("reference", "xla"):
+        return name
+    operands = (gemm.lhs, gemm.rhs)
+    if all(packable(o) for o in operands):
+        return name
+    formats = [get_format(o.format) for o in operands]
+    if all(f.element is None for f in formats):
+        return "xla"  # nothing is quantized
+    per_tensor = all(f.element is not None and f.scale == "none" for f in formats)
+    if per_tensor and not all(o.format == "fp8_e5m2" for o in operands):
+        return "fp8_tensor"
+    if explicit:
+        raise NotImplementedError(
+            f"implementation {name!r} takes MXFP4 in blocks of 32 or 32x32 on both sides, FP8 or BF16, not "
+            f"{gemm}; use 'xla', or None for the fastest"
+        )
+    return "xla"
+
+
+def choose_implementation(implementation: Implementation | None) -> Implementation:
+    """Returns the implementation named, or for None the fastest for MXFP4 here, which is logged once.
+
+    Raises:
+      ValueError: there is none of that name.
+      NotImplementedError: it does not run here.
+    """
+    if implementation is None:
+        name = _fastest(kernel_target())
+        _log_choice(name)
+        return name
+    if implementation not in get_args(Implementation):
+        names = ", ".join(get_args(Implementation))
+        raise ValueError(f"unknown implementation {implementation!r}; use one of {names}, or None")
+    if implementation == "triton" and kernel_target() is None:
+        raise NotImplementedError(
+            "implementation 'triton' needs a GPU and jax-triton (install mxjax[cuda] or mxjax[rocm]); "
+            "use 'xla', or None for the fastest that runs here"
+        )
+    return implementation
+
+
+def _fastest(target) -> Implementation:
+    """Returns where MXFP4 is native Triton's GEMM, else on CUDA with FP8 its carriers, else "xla"."""
+    if target is None:
+        return "xla"
+    if target.arch == "gfx950" or target.arch.startswith(("sm_100", "sm_103")):
+        return "triton"
+    return "fp8" if target.backend == "cuda" and target.has_fp8 else "xla"
+
+
+@cache
+def _log_choice(name: Implementation) -> None:
+    _log.info("mxjax.dot runs its GEMMs by implementation=%r", name)
+    if jax.default_backend() == "gpu" and importlib.util.find_spec("jax_triton") is None:
+        _log.warning("jax-triton is not installed: install mxjax[cuda] or mxjax[rocm] for the fast kernels")

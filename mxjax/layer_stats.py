@@ -1,0 +1,138 @@
+"""Errors of the GEMMs inside a model, found while it runs forward and backward.
+
+A probe gives a product on as it is. In the backward pass, where its x, w and dy meet, it measures them and
+returns the measures as the gradient of its slot, an argument that holds zeros and changes nothing. So `scan`
+stacks the measures of layers as it stacks gradients, and no layer's tensors are kept for them.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from mxjax.implementations import Implementation
+from mxjax.policy import Policy
+from mxjax.stats import DotErrors, gemms
+
+MAX_TOKENS = 2048
+"""Tokens that are measured, at most."""
+_OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
+
+
+class Amax(NamedTuple):
+    """The largest magnitude of each tensor of a linear layer."""
+
+    x: Float32[Array, "*layers"]
+    w: Float32[Array, "*layers"]
+    dy: Float32[Array, "*layers"]
+
+
+class Measures(NamedTuple):
+    """What a probe finds: `mxjax.stats.gemms` of its tensors, and their largest magnitudes."""
+
+    errors: DotErrors
+    amax: Amax
+
+
+def empty_slots(names: Sequence[str], n_layers: int) -> dict[str, Measures]:
+    """Returns a slot for each name, of n_layers stacked layers."""
+    tensor = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    like = jax.eval_shape(lambda x, w, dy: measure(x, w, dy, "fp32"), tensor, tensor, tensor)
+    return {name: jax.tree.map(lambda leaf: jnp.zeros((n_layers, *leaf.shape)), like) for name in names}
+
+
+def measure(
+    x: Float[Array, "*batch d_in"],
+    w: Float[Array, "d_in d_out"],
+    dy: Float[Array, "*batch d_out"],
+    policy: Policy | str,
+    key: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> Measures:
+    """Returns the measures of `dot(x, w, policy=...)` with the output gradient dy."""
+    errors = gemms(x, w, dy, policy=policy, key=key, implementation=implementation)
+    return Measures(errors, Amax(*(jnp.max(jnp.abs(t.astype(jnp.float32))) for t in (x, w, dy))))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def probe(
+    policy: Policy,
+    implementation: Implementation | None,
+    y: Float[Array, "*batch d_out"],
+    x: Float[Array, "*batch d_in"],
+    w: Float[Array, "d_in d_out"],
+    key: jax.Array | None,
+    slot: Measures,
+) -> Float[Array, "*batch d_out"]:
+    """Returns y, the product of x and w; the gradient of `slot` is the measures of its three GEMMs."""
+    return y
+
+
+def _probe_fwd(policy, implementation, y, x, w, key, slot):
+    return y, (x, w, key)
+
+
+def _probe_bwd(policy, implementation, residuals, dy):
+    x, w, key = residuals
+    return dy, None, None, None, measure(x, w, dy, policy, key, implementation)
+
+
+probe.defvjp(_probe_fwd, _probe_bwd)
+
+
+def make_layer_stats(
+    mean_loss, empty: dict[str, Measures], seed: int, tokens_a_step: int, batch_parts: int = 1
+):
+    """Returns the jitted `layer_stats(params, batch, step) -> measures` of every probe.
+
+    Output gradients are those of the mean loss of a step's tokens, of which only the first sequences are
+    measured, or the first part of one: MAX_TOKENS tokens at most. Random bits are drawn as in that step.
+
+    Args:
+      mean_loss: of parameters, sequences, key and slots.
+      empty: the model's slots.
+      seed: of the run.
+      tokens_a_step: over which the step takes the mean.
+      batch_parts: in how many a mesh cuts a batch; all get as many sequences.
+    """
+
+    @jax.jit
+    def layer_stats(params, batch, step):
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        length = min(batch.shape[1] - 1, max(1, MAX_TOKENS // batch_parts))
+        part = batch[: max(1, MAX_TOKENS // (length * batch_parts)) * batch_parts, : length + 1]
+
+        def loss(filled):
+            return mean_loss(params, part, key, filled) * (part[:, 1:].size / tokens_a_step)
+
+        return jax.grad(loss)(empty)
+
+    return layer_stats
+
+
+def by_layer(measures: dict[str, Measures]) -> dict[str, dict[str, Any]]:
+    """Returns nested dicts of numbers: of "blocks.0.NAME" and so on.
+
+    Each layer has "fprop", "dgrad" and "wgrad", with "sqnr_db" of the product against float32 and the
+    fractions "clipped" and "flushed" of both operands, and "amax" of "x", "w" and "dy".
+    """
+    found = jax.device_get(measures)
+    n_layers = len(jax.tree.leaves(found)[0])
+    return {
+        f"blocks.{i}.{name}": _numbers(jax.tree.map(lambda leaf, i=i: float(leaf[i]), stacked))
+        for i in range(n_layers)
+        for name, stacked in found.items()
+    }
+
+
+def _numbers(m: Measures) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, gemm in m.errors._asdict().items():
+        sides = zip(_OPERANDS[name], (gemm.lhs, gemm.rhs), strict=True)
+        result[name] = {"sqnr_db": gemm.product.sqnr_db} | {
+            side: {"clipped": error.clipped, "flushed": error.flushed} for side, error in sides
+        }
+    return result | {"amax": m.amax._asdict()}

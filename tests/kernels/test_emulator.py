@@ -1,0 +1,147 @@
+"""The emulator of gfx950 in tests/kernels/gfx950: its arithmetic, its bounds and its waits."""
+
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gfx950 import arithmetic, assembly, machine
+from gfx950.memory import BASE, Memory
+
+LANES = 64
+RECORD = {
+    "grid": [2, 1, 1],
+    "block": [128, 1, 1],
+    "shared_bytes": 1024,
+    "descriptor": {
+        **dict.fromkeys(("user_sgpr_dispatch_ptr", "user_sgpr_queue_ptr", "user_sgpr_dispatch_id"), 0),
+        **dict.fromkeys(("user_sgpr_private_segment_size", "user_sgpr_kernarg_preload_length"), 0),
+        "user_sgpr_kernarg_segment_ptr": 1,
+        "user_sgpr_count": 2,
+        "system_sgpr_workgroup_id_x": 1,
+        "system_sgpr_workgroup_id_y": 0,
+        "system_sgpr_workgroup_id_z": 0,
+    },
+}
+# Loads a word for each of 256 work-items, hands it to another wave through LDS, and stores it there.
+PROGRAM = """
+kernel:
+	s_load_dwordx2 s[4:5], s[0:1], 0x0
+	v_lshlrev_b32_e32 v1, 2, v0
+	s_lshl_b32 s3, s2, 9
+	s_waitcnt lgkmcnt(0)
+	s_add_u32 s4, s4, s3
+	s_addc_u32 s5, s5, 0
+	s_mov_b32 s6, 0x7ffffffe
+	s_mov_b32 s7, 0x27000
+	buffer_load_dword v2, v1, s[4:7], 0 offen
+	v_xor_b32_e32 v3, 0x100, v1
+	s_waitcnt vmcnt(0)
+	ds_write_b32 v1, v2
+	s_waitcnt lgkmcnt(0)
+	s_barrier
+	ds_read_b32 v2, v3
+	s_waitcnt lgkmcnt(0)
+	buffer_store_dword v2, v1, s[4:7], 0 offen
+	s_endpgm
+.Lfunc_end0:
+"""
+
+
+def run(text, words=256, **options):
+    """Returns the words that a program left of 0, 1, 2, ..."""
+    memory = Memory(BASE, 1 << 16)
+    address = memory.allocate(4 * words, 16)
+    memory.at(address, 4 * words)[:] = np.arange(words, dtype=np.uint32).view(np.uint8)
+    kernarg = memory.allocate(8, 8)
+    memory.at(kernarg, 8)[:] = np.frombuffer(address.to_bytes(8, "little"), np.uint8)
+    machine.run(RECORD, text, memory, kernarg, **options)
+    return memory.at(address, 4 * words).view(np.uint32)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_waves_exchange_words(lazy):
+    wanted = np.arange(256).reshape(2, 2, 64)[:, ::-1].reshape(-1)
+    np.testing.assert_array_equal(run(PROGRAM, lazy=lazy), wanted)
+
+
+@pytest.mark.parametrize("wait", ["s_waitcnt vmcnt(0)\n\tds_write", "s_waitcnt lgkmcnt(0)\n\ts_barrier"])
+def test_a_missing_wait_shows_when_transfers_are_late(wait):
+    text = PROGRAM.replace(wait, wait.split("\n\t")[1])
+    assert text != PROGRAM
+    wanted = run(PROGRAM)
+    np.testing.assert_array_equal(run(text), wanted)
+    assert (run(text, lazy=True) != wanted).any()
+
+
+def test_a_missing_barrier_shows():
+    text = PROGRAM.replace("\ts_barrier\n", "")
+    assert (run(text) != run(PROGRAM)).any()
+
+
+def test_nothing_past_an_array_is_touched():
+    with pytest.raises(AssertionError, match="outside of every array"):
+        run(PROGRAM, words=255)
+
+
+def test_unknown_instructions_and_modifiers_stop_the_run():
+    with pytest.raises(KeyError, match="v_unheard_of"):
+        run(PROGRAM.replace("v_xor_b32_e32", "v_unheard_of"))
+    for line in (
+        "v_xor_b32_e32 v3, 0x100, v1 mul:2",
+        "v_cndmask_b32_e64 v3, -v1, v1, s[4:5]",
+        "v_fmac_f32_e64 v3, v1, v1 clamp",
+        "v_and_b32_sdwa v3, v1, v2 dst_sel:WORD_1 src0_sel:WORD_1 src1_sel:WORD_1",
+        "ds_read_u16_d16_hi v3, v1",
+        "s_load_dword s9, s[0:1], s3",
+        "s_load_dword s9, s[0:1], 0x0\n\ts_waitcnt lgkmcnt(1)",
+    ):
+        with pytest.raises(AssertionError):
+            run(PROGRAM.replace("v_xor_b32_e32 v3, 0x100, v1", line), lazy=True)
+    for line in ("flat_store_dword v[0:1], v2", "v_cmp_gt_u16_e32 vcc, v1, v2"):
+        with pytest.raises(KeyError):
+            run(PROGRAM.replace("v_xor_b32_e32 v3, 0x100, v1", line))
+
+
+def test_operands():
+    read = assembly.instruction("v_maximum3_f32 v[2:3], -|v7|, s[4:5], 0x80 op_sel:[0,1]")
+    to, a, b, c = read.operands
+    assert (to.kind, to.index, to.words) == ("v", 2, 2)
+    assert (a.index, a.negative, a.absolute) == (7, True, True)
+    assert (b.kind, b.index) == ("s", 4)
+    assert (c.kind, c.value) == ("constant", 128)
+    assert read.modifiers == {"op_sel": [0, 1]}
+    assert assembly.operand("-1").value == 2**64 - 1
+    assert assembly.operand("-0.5").value == np.float32(-0.5).view(np.uint32)
+
+
+@pytest.mark.parametrize("exponent", [-126, -3, 0, 5, 100])
+def test_conversion_to_e2m1_is_that_of_ml_dtypes(exponent):
+    x = np.concatenate([np.arange(-70, 70) / 8, [np.inf, -np.inf, -0.0]]).astype(np.float32)
+    scaled = np.ldexp(x, exponent).astype(np.float32)
+    found = arithmetic.to_e2m1(scaled, np.full(x.shape, 2.0**exponent, np.float32))
+    wanted = np.clip(x, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_fused_multiply_add_rounds_once():
+    """Against exact fractions, whose nearest float32 is the nearer of two neighbours."""
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 2000)).astype(np.float32)
+    c = (-a * b * np.exp2(rng.integers(-30, 2, 2000))).astype(np.float32)
+    found = arithmetic.fma(a, b, c)
+    for x, y, z, got in zip(a, b, c, found, strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        around = [np.nextafter(got, np.float32(side)) for side in (-np.inf, np.inf)]
+        distance = abs(Fraction(float(got)) - exact)
+        assert all(distance <= abs(Fraction(float(other)) - exact) for other in around)
+
+
+def test_bytes_and_fields():
+    a, b = np.full(LANES, 0x33221100, np.uint32), np.full(LANES, 0x77665544, np.uint32)
+    assert arithmetic.bytes_of(b, a, np.full(LANES, 0x07000C05, np.uint32))[0] == 0x77000055
+    one = np.uint32(1)
+    assert arithmetic.signed_field(a, one * 20, one * 2)[0] == 2**32 - 2
+    assert arithmetic.reverse_bits(np.full(LANES, 0b1101, np.uint32))[0] == 0b1011 << 28
+    table = arithmetic.truth_table(0xE8)  # the majority
+    assert table(a, b, a & b)[0] == a[0] & b[0]

@@ -1,0 +1,212 @@
+"""Products by FP8 matrix units, put right where FP8 does not hold the operands, against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.kernels.launch import current_target
+from mxjax.packing import Packed, decode
+
+pytestmark = pytest.mark.usefixtures("kernels_run")
+
+CARRIERS = ("e4m3", "e5m2")
+
+
+def operand(seed: int, shape: tuple[int, ...], span: int, middle: int = 127) -> Packed:
+    """Returns a packed operand of [*batch, n, blocks], whose scales span so many binades in each row."""
+    rng = np.random.default_rng(seed)
+    elements = rng.integers(0, 256, (*shape, 16), np.uint8)
+    scales = rng.integers(middle - span // 2, middle - span // 2 + span, shape).astype(np.uint8)
+    return Packed(jnp.asarray(elements.reshape(*shape[:-1], -1)), jnp.asarray(scales))
+
+
+def product(lhs: Packed, rhs: Packed, dtype=jnp.float32, carriers=CARRIERS):
+    from mxjax.kernels.matmul import fp8_matmul
+
+    return fp8_matmul.matmul(lhs.elements, lhs.scales, rhs.elements, rhs.scales, dtype, carriers).value(dtype)
+
+
+def exact(lhs: Packed, rhs: Packed):
+    """Returns the product in float64, and what bounds the error of sums in float32, or in Hopper's FP8 units.
+
+    Those align 32 products at a time, and keep 13 bits. An element that FP8 does not hold is off by more.
+    """
+    left, right = (np.asarray(decode(q, jnp.float32)).astype(np.float64) for q in (lhs, rhs))
+    right = right.swapaxes(-1, -2)
+    target = current_target()
+    native = target is not None and target.backend != "interpreter"
+    relative = 2.0**-11 if native else left.shape[-1] * 2.0**-24
+    return left @ right, relative * (abs(left) @ abs(right))
+
+
+def assert_right(got, lhs, rhs):
+    wanted, bound = exact(lhs, rhs)
+    if got.dtype == jnp.bfloat16:
+        bound = bound + 2.0**-8 * abs(wanted)
+    got = np.asarray(got, np.float64)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
+    known = ~np.isnan(wanted)
+    assert np.all(abs(got - wanted)[known] <= bound[known])
+
+
+def without(q: Packed, block: int) -> Packed:
+    """Returns an operand with zeros in a block of each row: what meets it does not count."""
+    return Packed(q.elements.at[..., 16 * block : 16 * block + 16].set(0), q.scales)
+
+
+@pytest.mark.parametrize("far", [0, 10, 40, 100])
+@pytest.mark.parametrize("side", [0, 1])
+def test_elements_that_fp8_does_not_hold_are_multiplied_right(far, side):
+    """The block that is far above the others of its row meets zeros, so that the others are all there is."""
+    operands = [operand(0, (150, 4), 4), operand(1, (140, 4), 4)]
+    above, other = operands[side], operands[1 - side]
+    operands[side] = Packed(above.elements, above.scales.at[:, 0].add(far))
+    operands[1 - side] = without(other, 0)
+    assert_right(product(*operands), *operands)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("middles", [(20, 20), (90, 20), (240, 20), (20, 240), (180, 185)], ids=str)
+def test_every_exponent_of_rows_is_given_back(middles, lost):
+    lhs, rhs = (operand(i, (9, 2), 8, middle) for i, middle in enumerate(middles))
+    if lost:
+        above = jnp.asarray([middles[0] + 10, middles[0] - 15], jnp.uint8)
+        lhs, rhs = Packed(lhs.elements, lhs.scales.at[4].set(above)), without(rhs, 0)
+    wanted, bound = exact(lhs, rhs)
+    got = np.asarray(product(lhs, rhs), np.float64)
+    normal = abs(wanted) < 2.0**127
+    assert np.all(abs(got - wanted)[normal] <= bound[normal] + 2.0**-126)  # CPUs flush what is below to zero
+    assert np.all(np.isinf(got[abs(wanted) > 2.0**128]))
+
+
+def test_rows_of_other_magnitudes_are_held():
+    """A tensor may span what FP8 does not, as long as each of its rows does not."""
+    lhs, rhs = operand(2, (64, 3), 4), operand(3, (64, 3), 4)
+    lhs = Packed(lhs.elements, lhs.scales + jnp.arange(64, dtype=jnp.uint8)[:, None])
+    from mxjax.kernels.matmul.carry import carry_operand
+
+    assert not np.any(carry_operand(lhs.elements[None], lhs.scales[None], "e4m3", current_target()).lost)
+    assert_right(product(lhs, rhs), lhs, rhs)
+
+
+@pytest.mark.parametrize("span", [6, 40])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_nan_and_zero_blocks_whether_held_or_not(span, dtype):
+    lhs, rhs = operand(4, (20, 5), span), operand(5, (30, 5), 6)
+    elements = np.array(lhs.elements).reshape(20, 5, 16)
+    scales = np.array(lhs.scales)
+    elements[3], scales[3] = 0, 0  # a row
+    elements[4, 1], scales[4, 1] = 0, 0  # a block
+    scales[5, 2] = scales[6] = 255
+    lhs = Packed(jnp.asarray(elements.reshape(20, 80)), jnp.asarray(scales))
+    rhs = Packed(rhs.elements, rhs.scales.at[7, 0].set(255))
+    got = product(lhs, rhs, dtype)
+    assert got.dtype == dtype
+    nan = np.zeros((20, 30), bool)
+    nan[5] = nan[6] = nan[:, 7] = True
+    np.testing.assert_array_equal(np.isnan(got), nan)
+    assert not np.any(np.asarray(got, np.float32)[3, np.arange(30) != 7])
+    assert_right(got, lhs, rhs)
+
+
+LOST = [  # m, n, blocks; (batch, row) of lhs and of rhs that are lost
+    ((300, 140, 3), [(0, 130)], []),
+    ((300, 140, 3), [(0, 0), (0, 299)], []),
+    ((140, 300, 3), [], [(0, 127), (0, 256)]),
+    ((300, 290, 3), [(0, 200)], [(0, 20)]),
+    ((256, 140, 2), [(0, 128)], []),
+    ((260, 140, 3), [(0, 259), (2, 5)], [(2, 139)]),
+    ((130, 5, 257), [(0, 129)], []),  # rows that several programs carry
+]
+
+
+def correct_poison(left, right, lhs: Packed, rhs: Packed):
+    """Returns where `correct` overwrites [batch, m, n], and what it writes there, times the factors."""
+    from mxjax.kernels.matmul import fp8_matmul
+
+    poison = jnp.full((*lhs.scales.shape[:2], rhs.scales.shape[1]), 12345.0)
+    packed = (lhs.elements, lhs.scales, rhs.elements, rhs.scales)
+    y, rows, columns = fp8_matmul.correct(poison, packed, left, right, current_target())
+    rows, columns = (np.asarray(t, np.float64) for t in (rows, columns))
+    return np.asarray(y != poison), np.asarray(y, np.float64) * rows[:, :, None] * columns[:, None, :]
+
+
+def strips_with(rows, batch: int, length: int, block: int):
+    """Returns which of [batch, length] lie in a strip of `block` with one of these rows."""
+    found = np.zeros((batch, length), bool)
+    for b, row in rows:
+        found[b, row // block * block : row // block * block + block] = True
+    return found
+
+
+@pytest.mark.parametrize(("size", "lhs_lost", "rhs_lost"), LOST, ids=str)
+def test_only_strips_with_a_lost_row_are_put_right(size, lhs_lost, rhs_lost):
+    """In a lost row a block is far above the others; it meets zeros, so that the others are all there is."""
+    from mxjax.kernels.matmul.carry import carry_operand
+    from mxjax.kernels.matmul.fp8_matmul import tiles_of
+
+    (m, n, blocks), batch = size, 1 + max(b for b, _ in lhs_lost + rhs_lost)
+    far = [np.zeros((batch, length, blocks), np.uint8) for length in (m, n)]
+    for b, row in lhs_lost:
+        far[0][b, row, 0] = 40
+    for b, row in rhs_lost:
+        far[1][b, row, 1] = 40
+    lhs, rhs = (operand(i, (batch, length, blocks), 4) for i, length in enumerate((m, n)))
+    lhs, rhs = Packed(lhs.elements, lhs.scales + far[0]), Packed(rhs.elements, rhs.scales + far[1])
+    lhs, rhs = without(lhs, 1) if rhs_lost else lhs, without(rhs, 0) if lhs_lost else rhs
+    left, right = (carry_operand(q.elements, q.scales, "e4m3", current_target()) for q in (lhs, rhs))
+    overwritten, got = correct_poison(left, right, lhs, rhs)
+    tiles = tiles_of(current_target())
+    in_rows, in_columns = strips_with(lhs_lost, batch, m, tiles.m), strips_with(rhs_lost, batch, n, tiles.n)
+    np.testing.assert_array_equal(overwritten, in_rows[:, :, None] | in_columns[:, None, :])
+    wanted, bound = exact(lhs, rhs)
+    assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])
+
+
+@pytest.mark.parametrize(("flag", "rows"), [(0, slice(0, 256)), (1, slice(256, 300))])
+def test_a_flag_of_more_rows_than_a_tile_has(flag, rows):
+    from mxjax.kernels.matmul.carry import carry_operand
+
+    lhs, rhs = operand(0, (1, 300, 1), 4), operand(1, (1, 9, 1), 4)
+    left, right = (carry_operand(q.elements, q.scales, "e4m3", current_target()) for q in (lhs, rhs))
+    assert left.lost.shape == (1, 2)
+    overwritten, got = correct_poison(left._replace(lost=left.lost.at[0, flag].set(1)), right, lhs, rhs)
+    found = np.zeros_like(overwritten)
+    found[:, rows] = True
+    np.testing.assert_array_equal(overwritten, found)
+    wanted, bound = exact(lhs, rhs)
+    assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])
+
+
+def test_each_of_a_batch_is_put_right_by_itself():
+    lhs = jax.tree.map(lambda *t: jnp.stack(t), *(operand(i, (17, 3), 4) for i in range(3)))
+    rhs = jax.tree.map(lambda *t: jnp.stack(t), *(operand(9 + i, (19, 3), 3) for i in range(3)))
+    lhs = Packed(lhs.elements, lhs.scales.at[1, :, 0].add(40))
+    rhs = Packed(rhs.elements.at[1, :, :16].set(0), rhs.scales)
+    batch = product(lhs, rhs)
+    assert_right(batch, lhs, rhs)
+    assert_right(jax.vmap(product)(lhs, rhs), lhs, rhs)
+    one = jax.tree.map(lambda t: t[0], rhs)
+    shared = jax.jit(jax.vmap(product, (0, None)))(lhs, one)
+    for i in range(3):
+        assert_right(shared[i], Packed(lhs.elements[i], lhs.scales[i]), one)
+
+
+def test_composes_under_scan_and_remat():
+    lhs = jax.tree.map(lambda *t: jnp.stack(t), *(operand(i, (6, 2), s) for i, s in enumerate((5, 40))))
+    rhs = operand(2, (7, 2), 3)
+    step = jax.checkpoint(functools.partial(product, rhs=rhs))
+    _, scanned = jax.lax.scan(lambda c, q: (c, step(q)), 0, lhs)
+    for i in range(2):
+        assert_right(scanned[i], Packed(lhs.elements[i], lhs.scales[i]), rhs)
+
+
+def test_no_rows_give_no_results():
+    rhs = operand(0, (7, 2), 3)
+    empty = Packed(rhs.elements[:0], rhs.scales[:0])
+    assert product(empty, rhs).shape == (0, 7)
+    nothing = Packed(rhs.elements[:, :0], rhs.scales[:, :0])
+    np.testing.assert_array_equal(product(nothing, nothing), np.zeros((7, 7)))

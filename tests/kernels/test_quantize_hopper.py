@@ -1,0 +1,118 @@
+"""Hopper's quantizer kernel against the definitions, bit for bit; its inline assembly is run by `ptx`."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import triton.language as tl
+from support import ptx
+from support.quantizer import assert_as_defined, draw_tensor
+
+from mxjax.kernels.launch import INTERPRETER, Target, current_target, use_target
+from mxjax.kernels.quantize.hopper_kernel import quantize_pairs_kernel
+from mxjax.kernels.quantize.launch_plan import Side, launch_of
+from mxjax.kernels.quantize.quantizer import quantize_operands
+from mxjax.policy import Operand, Rotation
+
+PLAIN = Side(Operand())
+COLUMNS = [PLAIN, Side(Operand(block_shape=32), Rotation(4)), Side(Operand(), Rotation(16))]
+HOPPER = Target("cuda", "sm_90")
+ELSEWHERE = [INTERPRETER, Target("cuda", "sm_89"), Target("cuda", "sm_100"), Target("hip", "gfx950")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_hopper(kernels_run):
+    if current_target() != INTERPRETER:
+        if current_target() != HOPPER:
+            pytest.skip("a kernel for Hopper")
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch, use_target(HOPPER):
+        patch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
+        yield
+
+
+def kernel_of(rows, columns, shape, dtype="bfloat16", target=HOPPER):
+    return launch_of(rows, columns, target, (1, 1, *shape), dtype).kernel
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("rows", [None, PLAIN])
+@pytest.mark.parametrize("kind", ["normal", "special", "grid"])
+def test_as_defined(rows, columns, kind):
+    """Edges on both axes: rows end within a group, a block and a tile, columns within a block and a tile."""
+    assert kernel_of(rows, columns, (37, 136)) is quantize_pairs_kernel
+    assert_as_defined(draw_tensor(np.random.default_rng(0), (37, 136), kind, "bfloat16"), rows, columns)
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (2, 1, 8), (3, 200, 48)])
+def test_shapes(shape):
+    x = draw_tensor(np.random.default_rng(1), shape, "wide", "bfloat16")
+    assert_as_defined(x, PLAIN, COLUMNS[2])
+
+
+@pytest.mark.parametrize("exponent", [-112, 113, 118, 124])
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_magnitudes_at_both_ends(columns, exponent):
+    """Short of subnormal sums, which XLA flushes; with 124 some rotated elements overflow."""
+    x = np.random.default_rng(4).standard_normal((64, 64)) * 2.0**exponent
+    assert_as_defined(jnp.asarray(x, jnp.bfloat16), PLAIN, columns)
+
+
+def test_vmap():
+    xs = draw_tensor(np.random.default_rng(5), (2, 3, 48, 40), "normal", "bfloat16")
+    got = jax.vmap(lambda x: quantize_operands(x, PLAIN, COLUMNS[2]))(xs)
+    for i in range(2):
+        for y, wanted in zip(
+            jax.tree.leaves(got), jax.tree.leaves(quantize_operands(xs[i], PLAIN, COLUMNS[2])), strict=True
+        ):
+            np.testing.assert_array_equal(y[i], wanted)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (2, 0, 64), (0, 8, 64)])
+def test_nothing_to_quantize(shape):
+    rows, columns = quantize_operands(jnp.zeros(shape, jnp.bfloat16), PLAIN, COLUMNS[2])
+    *batch, r, c = shape
+    length = COLUMNS[2].length(r)
+    assert [a.shape for a in rows] == [(*batch, r, c // 2), (*batch, r, c // 32)]
+    assert [a.shape for a in columns] == [(*batch, c, length // 2), (*batch, c, length // 32)]
+
+
+@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+def test_all_bit_patterns(order):
+    """Sorted, each is among the largest of its blocks; shuffled, it is beside any other finite one."""
+    patterns = np.arange(2**16, dtype=np.uint16)
+    if order == "shuffled":
+        finite = patterns[np.isfinite(patterns.view(ml_dtypes.bfloat16).astype(np.float32))]
+        patterns = np.resize(np.random.default_rng(3).permutation(finite), 2**16)
+    x = jnp.asarray(patterns.view(ml_dtypes.bfloat16).reshape(512, 128))
+    assert_as_defined(x, PLAIN, PLAIN)
+    assert_as_defined(x.T, PLAIN, PLAIN)
+
+
+def test_what_it_does_not_take_goes_to_the_general_kernel():
+    taken = kernel_of(PLAIN, COLUMNS[2], (64, 64))
+    others = [
+        kernel_of(PLAIN, PLAIN, (64, 60)),
+        kernel_of(PLAIN, PLAIN, (64, 64), "float32"),
+        kernel_of(PLAIN, PLAIN, (64, 64), "float16"),
+        kernel_of(PLAIN, None, (64, 64)),
+        kernel_of(COLUMNS[2], COLUMNS[2], (64, 64)),
+        kernel_of(COLUMNS[2], PLAIN, (64, 64)),
+        *(kernel_of(None, Side(Operand(), Rotation(size)), (64, 64)) for size in (2, 8, 32, 64)),
+        *(kernel_of(PLAIN, PLAIN, (64, 64), target=target) for target in ELSEWHERE),
+        kernel_of(None, Side(Operand(), Rotation(16, "fixed")), (64, 64)),
+        *(
+            kernel_of(PLAIN, Side(Operand(**options)), (64, 64))
+            for options in (
+                {"scale_rule": "even"},
+                {"rounding": "stochastic"},
+                {"prescale": 0.75},
+                {"block_shape": (32, 32)},
+            )
+        ),
+        kernel_of(PLAIN, Side(Operand(), form="bf16"), (64, 64)),
+    ]
+    assert taken is quantize_pairs_kernel
+    assert quantize_pairs_kernel not in others

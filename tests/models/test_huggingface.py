@@ -1,0 +1,237 @@
+"""Hugging Face checkpoints to and from runs, against files that transformers 4 and 5 wrote, and live."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.llamas import GOLDEN, NAMES, SMALL, golden_raw, logits_of, params_of, rewrite_params, tensors
+
+import mxjax
+from models import llama
+from models.configs import LlamaConfig, RopeScaling
+from models.huggingface.safetensors_files import Reader, Spec, Writer
+from models.huggingface.tensors import views
+from training.huggingface_runs import export_checkpoint, import_checkpoint
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """The runs made of the golden checkpoints, by name."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in NAMES:
+        import_checkpoint(GOLDEN / name, folder / name)
+    return {name: folder / name for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_transformers(imported, name):
+    with np.load(GOLDEN / name / "logits.npz") as golden:
+        ours = logits_of(*params_of(imported[name]), golden["tokens"])
+        assert np.max(np.abs(ours - golden["logits"])) < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_export_gives_back_the_bytes_that_were_imported(imported, tmp_path, name):
+    shard = {"llama3.1": 40_000, "llama3.2": 20_000}.get(name, 1e9) / 1e9
+    export_checkpoint(imported[name], tmp_path / "out", shard_gb=shard)
+    assert tensors(tmp_path / "out") == tensors(GOLDEN / name)
+    weights = [*(GOLDEN / name).glob("*.safetensors"), *(GOLDEN / name).glob("*.index.json")]
+    for file in weights:
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / file).read_text()) == json.loads(
+            (GOLDEN / name / file).read_text()
+        )
+
+
+def test_configurations_are_read(imported):
+    found = {name: params_of(run)[0] for name, run in imported.items()}
+    small = LlamaConfig(64, 32, 2, 4, 4, 8, 64, rope_theta=10_000.0)
+    llama31 = RopeScaling(8.0, 1.0, 4.0, 16)
+    grouped = dataclasses.replace(small, n_kv_heads=2, rope_theta=500_000.0, norm_eps=1e-6)
+    assert found == {
+        "llama2": small,
+        "llama3": grouped,
+        "llama3.1": dataclasses.replace(grouped, rope_scaling=llama31),
+        "llama3.2": dataclasses.replace(
+            grouped,
+            n_kv_heads=1,
+            head_dim=16,
+            tied=True,
+            rope_scaling=dataclasses.replace(llama31, factor=32.0),
+        ),
+    }
+
+
+def rewrite(folder, change):
+    """Replaces a one-file checkpoint's tensors by change(tensors)."""
+    with Reader(folder) as reader:
+        values = change({name: (spec, reader.read(name)) for name, spec in reader.specs.items()})
+    with Writer(folder, {name: spec for name, (spec, _) in values.items()}, 2**30) as writer:
+        for name, (_, value) in values.items():
+            writer.write(name, value)
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+BYTES = (Spec("U8", (32, 32)), np.zeros((32, 32), np.uint8))
+FREQUENCIES = (Spec("F32", (4,)), np.ones(4, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {k: v for k, v in t.items() if k != Q}, f"{Q} is missing"),
+        (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": t["model.norm.weight"]}, "does not belong"),
+        (
+            lambda t: t | {Q: t["model.layers.1.mlp.up_proj.weight"]},
+            r"is \[64, 32\] and .* makes it \[32, 32\]",
+        ),
+        (lambda t: t | {Q: BYTES}, "is in U8"),
+    ],
+)
+def test_other_tensors_are_refused(tmp_path, change, message):
+    folder = pathlib.Path(shutil.copytree(GOLDEN / "llama3", tmp_path / "llama3"))
+    rewrite(folder, change)
+    with pytest.raises(ValueError, match=message):
+        import_checkpoint(folder, tmp_path / "run")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["llama3"]  # nothing half-made is left
+
+
+def test_tensors_that_hold_nothing_of_their_own_are_left_out(tmp_path, imported):
+    folder = pathlib.Path(shutil.copytree(GOLDEN / "llama2", tmp_path / "llama2"))
+    rewrite(folder, lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": FREQUENCIES})
+    import_checkpoint(folder, tmp_path / "run")
+    jax.tree.map(
+        np.testing.assert_array_equal, params_of(tmp_path / "run")[1], params_of(imported["llama2"])[1]
+    )
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path, same):
+    folder = pathlib.Path(shutil.copytree(GOLDEN / "llama3", tmp_path / "llama3"))
+    raw = golden_raw("llama3") | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(raw))
+    if same:
+        rewrite(folder, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"]})
+        assert import_checkpoint(folder, tmp_path / "run").tied
+    else:
+        with pytest.raises(ValueError, match=r"lm_head\.weight is another"):
+            import_checkpoint(folder, tmp_path / "run")
+
+
+def test_folders_in_use_and_no_checkpoints_are_refused(tmp_path, imported):
+    with pytest.raises(ValueError, match="is not an empty folder"):
+        import_checkpoint(GOLDEN / "llama2", imported["llama2"])
+    with pytest.raises(ValueError, match=r"no Hugging Face checkpoint: it has no config\.json"):
+        import_checkpoint(tmp_path, tmp_path / "run")
+    with pytest.raises(ValueError, match="holds no run"):
+        export_checkpoint(tmp_path, tmp_path / "out")
+    with pytest.raises(ValueError, match="no checkpoint of step 7"):
+        export_checkpoint(imported["llama2"], tmp_path / "out", step=7)
+    with pytest.raises(ValueError, match="must be positive"):
+        export_checkpoint(imported["llama2"], tmp_path / "out", shard_gb=0)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        import_checkpoint(tmp_path, tmp_path / "run")
+
+
+def test_other_dtypes_are_exported(imported, tmp_path):
+    for dtype, spelled in (("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")):
+        export_checkpoint(imported["llama3"], tmp_path / dtype, dtype=dtype)
+        found = tensors(tmp_path / dtype)
+        assert {spec.dtype for spec, _ in found.values()} == {spelled}
+        assert json.loads((tmp_path / dtype / "config.json").read_text())["dtype"] == dtype
+        import_checkpoint(tmp_path / dtype, tmp_path / f"{dtype}-run")
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            params_of(tmp_path / f"{dtype}-run")[1],
+            params_of(imported["llama3"])[1],
+        )
+
+
+def gpt_oss_values(blocks, scales):
+    """What transformers 5.23's convert_moe_packed_tensors computes, in float32: E2M1, low nibble first."""
+    e2m1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    values = np.stack([e2m1[blocks & 15], e2m1[blocks >> 4]], axis=-1)
+    values = values.reshape(*blocks.shape[:-1], -1) * np.exp2(scales.astype(np.float32) - 127)[..., None]
+    return values.reshape(len(blocks), -1)
+
+
+def quantized(imported, tmp_path):
+    export_checkpoint(imported["llama3.2"], tmp_path / "out", mxfp4="even")
+    config, params = params_of(imported["llama3.2"])
+    weights = views(config, jax.tree.map(np.asarray, params))
+    reader = Reader(tmp_path / "out")
+    for name, view in weights.items():
+        if "_proj" in name:
+            expected = mxjax.quantize(jnp.asarray(view.reshape(-1, view.shape[-1])), scale_rule="even")
+            pair = (reader.read(f"{name}_{part}") for part in ("blocks", "scales"))
+            yield *pair, np.asarray(mxjax.dequantize(expected))
+
+
+def test_mxfp4_weights_have_the_layout_of_gpt_oss(imported, tmp_path):
+    count = 0
+    for blocks, scales, expected in quantized(imported, tmp_path):
+        assert blocks.shape == (*scales.shape, 16)
+        np.testing.assert_array_equal(gpt_oss_values(blocks, scales), expected)
+        count += 1
+    assert count == 14
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["quantization_config"]["quant_method"] == "mxfp4"
+    with Reader(tmp_path / "out") as reader:
+        assert reader.specs["model.embed_tokens.weight"].dtype == "BF16"
+    with pytest.raises(ValueError, match="quantization_config"):
+        import_checkpoint(tmp_path / "out", tmp_path / "run")
+
+
+# With transformers installed.
+
+
+def test_mxfp4_weights_are_what_transformers_dequantizes(imported, tmp_path):
+    torch = pytest.importorskip("torch")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    for blocks, scales, expected in quantized(imported, tmp_path):
+        pair = (torch.from_numpy(a.copy())[None] for a in (blocks, scales))
+        theirs = mxfp4.convert_moe_packed_tensors(*pair, dtype=torch.float32)[0].T
+        np.testing.assert_array_equal(theirs.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (SMALL, "float32"),
+        (dataclasses.replace(SMALL, tied=True, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 16)), "bfloat16"),
+        (dataclasses.replace(SMALL, n_kv_heads=4, head_dim=32, norm_eps=1e-6), "float16"),
+    ],
+)
+def test_transformers_loads_exports_and_agrees(tmp_path, config, dtype):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = dataclasses.replace(config, init_std=0.2)  # logits of a size to compare
+    (tmp_path / "seed").mkdir()
+    rewrite_params(tmp_path / "seed", config, jax.tree.map(np.asarray, llama.init(config, jax.random.key(1))))
+    import_checkpoint(tmp_path / "seed", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "huggingface")  # as if it had been trained here
+    export_checkpoint(tmp_path / "run", tmp_path / "out", dtype=dtype, shard_gb=1e-4)
+    load = transformers.LlamaForCausalLM.from_pretrained
+    model, report = load(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not any(report.values()), report
+    assert str(model.dtype) == f"torch.{dtype}"
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 60))
+    with torch.no_grad():
+        theirs = model.float()(torch.from_numpy(tokens)).logits.numpy()
+    import_checkpoint(tmp_path / "out", tmp_path / "again")
+    ours = logits_of(*params_of(tmp_path / "again"), tokens)
+    print("largest logit", np.max(np.abs(theirs)), "largest difference", np.max(np.abs(ours - theirs)))
+    assert np.max(np.abs(ours - theirs)) < 1e-4
+    # What transformers saves comes back byte for byte.
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "theirs")
+    import_checkpoint(tmp_path / "theirs", tmp_path / "run2")
+    export_checkpoint(tmp_path / "run2", tmp_path / "ours")
+    file = "model.safetensors"
+    assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes()

@@ -1,0 +1,69 @@
+"""Hugging Face configurations: read, written and refused."""
+
+import json
+
+import pytest
+from support.llamas import golden_raw
+
+from models.configs import LlamaConfig, from_dict, get_config, to_dict
+from models.huggingface.config import read_config, write_config
+
+
+@pytest.mark.parametrize("name", ["tiny", "350m", "llama3.2-1b", "llama3.1-405b"])
+def test_configurations_round_trip(name):
+    config = get_config(name)
+    assert read_config(json.loads(json.dumps(write_config(config, 2048)))) == config
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_meta_s_llama_2_needs_no_rope_fields():
+    """meta-llama/Llama-2-7b-hf's config.json: no head_dim, rope_theta or attention_bias."""
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "use_cache": True,
+        "vocab_size": 32000,
+    }
+    config = read_config(raw)
+    assert config == LlamaConfig(32_000, 4096, 32, 32, 32, 128, 11_008, rope_theta=10_000.0)
+    assert config.n_params == 6_738_415_616  # the size of that checkpoint
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen2"}, "model_type is 'qwen2'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"hidden_size": None}, "hidden_size must be a positive integer"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers must be"),
+        ({"num_key_value_heads": 3}, "multiple of n_kv_heads"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks high_freq_factor, low_freq"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "does not take full_attention"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": 3}, "must be an object"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
+    ],
+)
+def test_other_models_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(golden_raw() | change)

@@ -1,0 +1,323 @@
+"""The Llama against transformers' LlamaForCausalLM (golden file), and its policies against one another."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mxjax
+from models import llama
+from models.configs import CONFIGS, LlamaConfig, RopeScaling, get_config
+from models.llama import layer_policies
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "llama.npz"
+SMALL = LlamaConfig(64, 32, 3, 4, 2, 16, 96)
+
+
+def golden_config(raw: dict) -> LlamaConfig:
+    rope = raw["rope_parameters"]
+    return LlamaConfig(
+        vocab_size=raw["vocab_size"],
+        d_model=raw["hidden_size"],
+        n_layers=raw["num_hidden_layers"],
+        n_heads=raw["num_attention_heads"],
+        n_kv_heads=raw["num_key_value_heads"],
+        head_dim=raw["head_dim"],
+        d_ff=raw["intermediate_size"],
+        rope_theta=rope["rope_theta"],
+        rope_scaling=RopeScaling(
+            rope["factor"],
+            rope["low_freq_factor"],
+            rope["high_freq_factor"],
+            rope["original_max_position_embeddings"],
+        ),
+        norm_eps=raw["rms_norm_eps"],
+    )
+
+
+def group_qkv(q, k, v, config: LlamaConfig) -> np.ndarray:
+    """Our column order: the query heads of a key/value head, its key, its value."""
+    d, g, h = config.d_model, config.n_kv_heads, config.head_dim
+    parts = (q.T.reshape(d, g, -1, h), k.T.reshape(d, g, 1, h), v.T.reshape(d, g, 1, h))
+    return np.concatenate(parts, axis=2).reshape(d, -1)
+
+
+def golden_params(golden, config: LlamaConfig) -> dict:
+    def layers(name):
+        return [golden[f"state/model.layers.{i}.{name}.weight"] for i in range(config.n_layers)]
+
+    def stacked(name):
+        return np.stack([w.T for w in layers(name)])
+
+    qkv = zip(*(layers(f"self_attn.{n}_proj") for n in "qkv"), strict=True)
+    gate_up = zip(layers("mlp.gate_proj"), layers("mlp.up_proj"), strict=True)
+    return {
+        "embedding": golden["state/model.embed_tokens.weight"],
+        "blocks": {
+            "attention_norm": {"scale": np.stack(layers("input_layernorm"))},
+            "attention": {
+                "qkv": np.stack([group_qkv(*heads, config) for heads in qkv]),
+                "out": stacked("self_attn.o_proj"),
+            },
+            "mlp_norm": {"scale": np.stack(layers("post_attention_layernorm"))},
+            "mlp": {
+                "gate_up": np.stack([np.concatenate([g.T, u.T], axis=1) for g, u in gate_up]),
+                "down": stacked("mlp.down_proj"),
+            },
+        },
+        "norm": {"scale": golden["state/model.norm.weight"]},
+        "head": golden["state/lm_head.weight"].T,
+    }
+
+
+def logits(config, params, tokens, policies, **options):
+    def run(params, tokens, key):
+        return llama.apply(config, params, tokens, policies=policies, key=key, **options)
+
+    return jax.jit(run)(params, tokens, jax.random.key(7))
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDEN) as f:
+        return dict(f)
+
+
+@pytest.mark.parametrize("attention", ["fused", "through dot_general"])
+def test_logits_equal_transformers(golden, attention):
+    config = golden_config(json.loads(str(golden["config"])))
+    rules = [("*", "fp32")]
+    if attention == "through dot_general":  # a float32 product, but not of the fused kind
+        rules.append(("*.attention.scores", unfused_fp32()))
+    policies = layer_policies(config, "fp32", rules)
+    params = jax.tree.map(jnp.asarray, golden_params(golden, config))
+    ours = logits(config, params, jnp.asarray(golden["tokens"]), policies, dtype=jnp.float32)
+    assert np.max(np.abs(ours - golden["logits"])) < 1e-5
+
+
+def unfused_fp32():
+    fp32 = mxjax.get_policy("fp32")
+    operand = mxjax.Operand("fp32", source="dequantized")  # the same values under another name
+    return dataclasses.replace(fp32, dgrad=mxjax.Gemm(fp32.dgrad.lhs, operand))
+
+
+def test_loss_and_gradients_equal_transformers(golden):
+    config = golden_config(json.loads(str(golden["config"])))
+    policies = layer_policies(config, "fp32", [("*", "fp32")])
+    params = jax.tree.map(jnp.asarray, golden_params(golden, config))
+    tokens = jnp.asarray(golden["tokens"])
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params):
+        out = llama.apply(config, params, tokens, policies=policies, dtype=jnp.float32)
+        logp = jax.nn.log_softmax(out[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1))
+
+    value, grads = loss(params)
+    np.testing.assert_allclose(value, golden["loss"], rtol=1e-6)
+    theirs = golden["grad/model.embed_tokens.weight"]
+    np.testing.assert_allclose(grads["embedding"], theirs, atol=2e-6)
+    theirs = golden["grad/model.layers.2.mlp.down_proj.weight"].T
+    np.testing.assert_allclose(grads["blocks"]["mlp"]["down"][2], theirs, atol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return llama.init(SMALL, jax.random.key(0))
+
+
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, SMALL.vocab_size, (2, 24)), jnp.int32)
+
+
+def gradients(params, policies, **options):
+    def loss(params):
+        out = llama.apply(SMALL, params, TOKENS, policies=policies, key=jax.random.key(7), **options)
+        return jnp.mean(jax.nn.logsumexp(out, axis=-1) ** 2)
+
+    return jax.jit(jax.grad(loss))(params)
+
+
+def test_high_precision_layers_unless_a_rule_names_them():
+    policies = layer_policies(SMALL, "wgrad", [("blocks.1.attention.scores", "fp8")])
+    bf16 = mxjax.get_policy("bf16")
+    assert policies["head"] == policies["blocks.0.attention.scores"] == bf16
+    assert policies["blocks.1.attention.scores"] == mxjax.get_policy("fp8")
+    assert policies["blocks.2.attention.qkv"] == mxjax.get_policy("wgrad")
+
+
+def random_mlp(policy):
+    """Random bits in one product of each block: enough to see them, quick to compile."""
+    return [("*.mlp.down", policy)]
+
+
+def test_blocks_of_other_policies_take_their_own_weights_and_bits(params):
+    """Blocks of different policies run in separate scans; splitting one must change nothing."""
+    whole = layer_policies(SMALL, "fp32", random_mlp("full_sr"))
+    split = layer_policies(SMALL, "fp32", [*random_mlp("full_sr"), ("blocks.1.mlp.down", renamed_full_sr())])
+    other = layer_policies(SMALL, "fp32", [*random_mlp("full_sr"), ("blocks.1.mlp.down", "fp32")])
+    one_scan, three_scans, without = (
+        logits(SMALL, params, TOKENS, policies, dtype=jnp.float32) for policies in (whole, split, other)
+    )
+    np.testing.assert_allclose(one_scan, three_scans, atol=1e-6)
+    assert np.max(np.abs(one_scan - without)) > 1e-3
+
+
+def renamed_full_sr():
+    """The same Fprop in a policy that differs in its Wgrad."""
+    policy = mxjax.get_policy("full_sr")
+    return dataclasses.replace(policy, wgrad=mxjax.Gemm())
+
+
+@pytest.mark.parametrize("policy", ["full_sr", "full_rht"])
+def test_remat_replays_the_random_bits(params, policy):
+    policies = layer_policies(SMALL, "fp32", random_mlp(policy))
+    plain, rematerialized = (
+        gradients(params, policies, remat=remat, dtype=jnp.float32) for remat in ("none", "full")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, rematerialized)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_unrolled_layers_are_those_of_the_loop(params, remat):
+    policies = layer_policies(SMALL, "bf16", random_mlp("full_sr"))
+    loop, unrolled = (
+        gradients(params, policies, remat=remat, unroll=n, dtype=jnp.float32) for n in (1, SMALL.n_layers)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), loop, unrolled)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "wgrad_hadamard"])
+def test_losses_in_pieces_are_those_of_the_logits(params, policy, monkeypatch):
+    policies = llama.layer_policies(SMALL, policy)
+    batch = jax.random.randint(jax.random.key(1), (2, 25), 0, SMALL.vocab_size)
+
+    def loss(p):
+        found = llama.losses(SMALL, p, batch, policies=policies)
+        return found.mean(), found
+
+    def by_logits(p):
+        logits = llama.apply(SMALL, p, batch[:, :-1], policies=policies)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch[:, 1:, None], -1)[..., 0]
+        return -chosen.mean(), -chosen
+
+    def mean_loss(p):
+        return llama.mean_loss(SMALL, p, batch, policies=policies)
+
+    (_, expected), expected_grads = jax.value_and_grad(by_logits, has_aux=True)(params)
+    for tokens in (1000, 20, 16, 10, 1):  # whole, and in pieces with and without a remainder
+        monkeypatch.setattr("models.loss.LOSS_TOKENS", tokens)
+        (_, found), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        mean, mean_grads = jax.value_and_grad(mean_loss)(params)
+        np.testing.assert_allclose(mean, expected.mean(), rtol=1e-5)
+        np.testing.assert_allclose(mean_loss(params), mean, rtol=1e-6)  # not differentiated
+        for made in (grads, mean_grads):
+            for got, wanted in zip(jax.tree.leaves(made), jax.tree.leaves(expected_grads), strict=True):
+                difference = jnp.linalg.norm(got - wanted)
+                assert difference <= 0.01 * jnp.linalg.norm(wanted)  # bfloat16 products of fewer tokens
+
+
+def test_layers_draw_different_bits(params):
+    """With the same weights in every block, blocks differ only by their bits."""
+    same = jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), params["blocks"])
+    policies = layer_policies(SMALL, "bf16", random_mlp("full_sr"))
+    grads = gradients(params | {"blocks": same}, policies)["blocks"]["mlp"]["down"]
+    assert not np.array_equal(grads[0], grads[1])
+
+
+def test_attention_products_quantize_when_a_rule_says_so(params):
+    fused = logits(SMALL, params, TOKENS, layer_policies(SMALL, "bf16"))
+    rules = [("*.attention.scores", "fp8"), ("*.attention.values", "fp8")]
+    quantized = logits(SMALL, params, TOKENS, layer_policies(SMALL, "bf16", rules))
+    assert 1e-4 < np.max(np.abs(fused - quantized)) < 0.1
+
+
+def test_the_implementation_reaches_every_product(params, monkeypatch):
+    seen = []
+    for name in ("dot", "dot_general"):
+        original = getattr(mxjax, name)
+
+        def spy(*args, implementation, original=original, **options):
+            seen.append(implementation)
+            return original(*args, implementation=implementation, **options)
+
+        monkeypatch.setattr(mxjax, name, spy)
+    policies = layer_policies(SMALL, "bf16", [("*.attention.*", "fp8")])
+    logits(SMALL, params, TOKENS, policies, implementation="reference")
+    assert seen == ["reference"] * 7
+
+
+def test_a_token_sees_nothing_after_it(params):
+    policies = layer_policies(SMALL, "fp32", [("*", "fp32")])
+    changed = TOKENS.at[:, 12:].set(0)
+    before, after = (logits(SMALL, params, t, policies, dtype=jnp.float32) for t in (TOKENS, changed))
+    np.testing.assert_array_equal(before[:, :12], after[:, :12])
+    assert not np.array_equal(before[:, 12:], after[:, 12:])
+
+
+def test_a_tied_head_is_the_embedding():
+    config = dataclasses.replace(SMALL, tied=True)
+    params = llama.init(config, jax.random.key(0))
+    assert "head" not in params or params["head"] is None
+    untied = params | {"head": params["embedding"].T}
+    policies = layer_policies(SMALL, "bf16")
+    np.testing.assert_array_equal(
+        logits(config, params, TOKENS, policies), logits(SMALL, untied, TOKENS, policies)
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_counted(tied):
+    config = dataclasses.replace(SMALL, tied=tied)
+    shapes = jax.eval_shape(lambda: llama.init(config, jax.random.key(0)))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.n_params
+
+
+def test_initialization_has_the_stds_of_the_recipe():
+    config = LlamaConfig(512, 256, 8, 4, 2, 64, 512)
+    params = llama.init(config, jax.random.key(0))
+    stds = {name: float(jnp.std(params["blocks"]["mlp"][name])) for name in ("gate_up", "down")}
+    np.testing.assert_allclose(stds["gate_up"], 0.02, rtol=0.01)
+    np.testing.assert_allclose(stds["down"], 0.02 / 4, rtol=0.01)
+    layers = params["blocks"]["attention"]["qkv"]
+    assert not np.array_equal(layers[0], layers[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama3.2-1b", 1_235_814_400),  # the sizes that Meta's checkpoints have
+        ("llama3.1-8b", 8_030_261_248),
+        ("llama3.1-70b", 70_553_706_496),
+        ("llama3.1-405b", 405_853_388_800),
+    ],
+)
+def test_configurations_have_the_published_sizes(name, parameters):
+    assert get_config(name).n_params == parameters
+
+
+def test_every_configuration_can_be_built():
+    for config in CONFIGS.values():
+        assert layer_policies(config, "wgrad_hadamard")
+        jax.eval_shape(lambda c=config: llama.init(c, jax.random.key(0)))
+
+
+def test_flops_count_matrices_and_causal_attention():
+    config = dataclasses.replace(SMALL, n_layers=1)
+    matrices = 32 * config.qkv_size + 64 * 32 + 3 * 32 * 96 + 32 * 64
+    norms = 3 * 32
+    assert config.flops_per_token(24) == 6 * (matrices + norms) + 6 * 64 * 24
+
+
+def test_bad_configurations_say_why():
+    with pytest.raises(ValueError, match="unknown model 'big'; the models are tiny"):
+        get_config("big")
+    with pytest.raises(ValueError, match="multiple of n_kv_heads"):
+        dataclasses.replace(SMALL, n_kv_heads=3)
+    with pytest.raises(ValueError, match="must be even"):
+        dataclasses.replace(SMALL, head_dim=15)

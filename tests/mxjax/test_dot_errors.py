@@ -1,0 +1,82 @@
+"""What `dot` refuses, and what its errors say."""
+
+import re
+
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+from support.dots import everywhere, inputs
+from support.oracles import types_unchecked
+
+import mxjax
+from mxjax import Operand
+
+
+@pytest.mark.parametrize(
+    ("policy", "drawing"),
+    [
+        ("wgrad_sr", "wgrad"),
+        ("wgrad_rht", "wgrad"),
+        ("amazon", "dgrad, wgrad"),
+        ("full_sr", "fprop, dgrad, wgrad"),
+    ],
+)
+def test_a_missing_key_raises_and_names_the_gemms(policy, drawing):
+    x, w, _ = inputs()
+    with pytest.raises(ValueError, match=f"draws random bits in {drawing} and needs key="):
+        mxjax.dot(x, w, policy=policy)
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Turns off the tests' annotation checks, which would reject a wrong Literal before the library does."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def test_an_implementation_that_does_not_run_here_raises():
+    x, w, _ = inputs()
+    with pytest.raises(NotImplementedError, match=r"'triton' needs a GPU and jax-triton.*use 'xla'"):
+        mxjax.dot(x, w, policy="wgrad", implementation="triton")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_unknown_implementation_raises():
+    x, w, _ = inputs()
+    with pytest.raises(ValueError, match=r"unknown implementation 'cuda'.*reference, xla, fp8"):
+        mxjax.dot(x, w, policy="wgrad", implementation="cuda")
+
+
+def test_an_unknown_policy_raises():
+    x, w, _ = inputs()
+    with pytest.raises(ValueError, match="unknown policy 'wgrad_hadamar'; did you mean"):
+        mxjax.dot(x, w, policy="wgrad_hadamar")
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "w_shape"), [((4, 5), (4, 5)), ((4, 5), (5,)), ((4, 5), (2, 5, 3)), ((), (5, 3))], ids=str
+)
+@pytest.mark.usefixtures("unchecked")
+def test_shapes_that_do_not_match_raise(x_shape, w_shape):
+    with pytest.raises(ValueError, match=re.escape(f"got {x_shape} and {w_shape}")):
+        mxjax.dot(jnp.ones(x_shape), jnp.ones(w_shape), policy="wgrad")
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "w_dtype", "name"), [("int32", "float32", "x"), ("float32", "int8", "w")]
+)
+def test_integers_raise(x_dtype, w_dtype, name):
+    with pytest.raises(TypeError, match=rf"floating-point operands, but .hs \({name}\) is int"):
+        mxjax.dot(jnp.ones((4, 5), x_dtype), jnp.ones((5, 3), w_dtype), policy="wgrad")
+
+
+@pytest.mark.parametrize("block_shape", [0, -32, (0, 32), (32, -1)], ids=str)
+def test_a_block_shape_that_is_not_positive_raises(block_shape):
+    x, w, _ = inputs()
+    with pytest.raises(ValueError, match="block_shape"):
+        mxjax.dot(x, w, policy=everywhere(Operand(block_shape=block_shape)))
+
+
+@pytest.mark.parametrize("policy", [None, 3])
+def test_what_is_no_policy_is_refused(policy):
+    with types_unchecked(), pytest.raises(TypeError, match=r"policy must be a mxjax\.Policy"):
+        mxjax.dot(jnp.ones((2, 3)), jnp.ones((3, 2)), policy=policy)

@@ -1,0 +1,234 @@
+"""`dot_general` against that of lax, and `make_dot_general` in NNX and Linen layers."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax import lax
+from support.dots import (
+    ASSORTED,
+    IMPLEMENTATIONS,
+    NEAREST,
+    RANDOM_FPROP,
+    assert_same,
+    check_products,
+    draw,
+    float64,
+    inputs,
+    operand_values,
+    products,
+)
+
+import mxjax
+from mxjax import Operand, Policy
+
+# (lhs shape, rhs shape, dimension numbers) as jax.lax.dot_general takes them.
+DIMENSION_NUMBERS = {
+    "matrices": ((4, 5), (5, 6), (((1,), (0,)), ((), ()))),
+    "transposed": ((5, 4), (6, 5), (((0,), (1,)), ((), ()))),
+    "batch first": ((2, 4, 5), (2, 5, 6), (((2,), (1,)), ((0,), (0,)))),
+    "batch in odd places": ((4, 2, 5, 3), (3, 6, 5, 2), (((2,), (2,)), ((1, 3), (3, 0)))),
+    "batch in another order": ((4, 2, 5, 3), (3, 6, 5, 2), (((2,), (2,)), ((3, 1), (0, 3)))),
+    "several contracting": ((4, 3, 5), (5, 6, 3), (((1, 2), (2, 0)), ((), ()))),
+    "several contracting, in another order": ((4, 3, 5), (5, 6, 3), (((2, 1), (0, 2)), ((), ()))),
+    "several free": ((4, 5, 2), (3, 5, 6), (((1,), (1,)), ((), ()))),
+    "no free axes": ((5,), (5,), (((0,), (0,)), ((), ()))),
+    "no free axes, batched": ((5, 2), (2, 5), (((0,), (1,)), ((1,), (0,)))),
+    "no free axis on the left": ((5,), (5, 6), (((0,), (0,)), ((), ()))),
+    "outer product": ((4,), (6,), (((), ()), ((), ()))),
+    "scalars": ((), (), (((), ()), ((), ()))),
+}
+
+
+@pytest.mark.parametrize("name", DIMENSION_NUMBERS)
+def test_dot_general_is_that_of_lax(name):
+    lhs_shape, rhs_shape, dims = DIMENSION_NUMBERS[name]
+    lhs, rhs = draw(*lhs_shape, seed=7), draw(*rhs_shape, seed=8)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(dot_general, lhs, rhs):
+        y, vjp = jax.vjp(lambda lhs, rhs: dot_general(lhs, rhs, dims), lhs, rhs)
+        return y, *vjp(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+
+    actual = run(functools.partial(mxjax.dot_general, policy="fp32"), lhs, rhs)
+    expected = run(functools.partial(lax.dot_general, precision=lax.Precision.HIGHEST), lhs, rhs)
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6 * np.max(np.abs(e)), strict=True)
+
+
+def test_dot_general_contracts_several_axes_as_one():
+    lhs, rhs = draw(4, 3, 20, seed=7), draw(20, 6, 3, seed=8)
+    actual = mxjax.dot_general(lhs, rhs, (((1, 2), (2, 0)), ((), ())), policy=NEAREST)
+    flat = mxjax.dot(lhs.reshape(4, 60), rhs.transpose(2, 0, 1).reshape(60, 6), policy=NEAREST)
+    np.testing.assert_array_equal(actual, flat)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_dot_general_quantizes_each_matrix_of_a_batch(implementation):
+    # Attention scores: q [batch, query, head, channel] and k [batch, key, head, channel].
+    q, k, dy = draw(2, 37, 3, 40, seed=7), draw(2, 34, 3, 40, seed=8), draw(2, 3, 37, 34, seed=9)
+    dims = (((3,), (3,)), ((0, 2), (0, 2)))
+    policy = mxjax.get_policy("wgrad")
+
+    @jax.jit
+    def run(q, k, dy):
+        y, vjp = jax.vjp(
+            lambda q, k: mxjax.dot_general(q, k, dims, policy=policy, implementation=implementation), q, k
+        )
+        return y, *vjp(dy)
+
+    def values(t, axis):
+        return float64(operand_values(t, axis, Operand()))
+
+    def product(equation, lhs, rhs):
+        return np.einsum(equation, lhs, rhs), np.einsum(equation, np.abs(lhs), np.abs(rhs))
+
+    expected = (
+        product("bqhc,bkhc->bhqk", values(q, 3), values(k, 3)),
+        product("bhqk,bkhc->bqhc", values(dy, 3), values(k, 1)),
+        product("bqhc,bhqk->bkhc", values(q, 1), values(dy, 2)),
+    )
+    check_products(run(q, k, dy), expected)
+
+
+@pytest.mark.parametrize(
+    ("lhs_shape", "rhs_shape", "dims"),
+    [
+        ((4, 5), (4, 5), (((1,), (0,)), ((), ()))),
+        ((2, 4, 5), (3, 5, 6), (((2,), (1,)), ((0,), (0,)))),
+        ((2, 4, 5), (2, 5, 6), (((2,), (1, 2)), ((0,), (0,)))),
+        # Equal products of unequal sizes.
+        ((2, 3, 4), (3, 2, 4), (((2,), (2,)), ((0, 1), (0, 1)))),
+        ((7, 2, 3), (3, 2, 4), (((1, 2), (0, 1)), ((), ()))),
+    ],
+    ids=["contracting", "batch", "numbers of axes", "batch axes swapped", "contracting axes swapped"],
+)
+def test_dot_general_of_shapes_that_do_not_match_raises(lhs_shape, rhs_shape, dims):
+    with pytest.raises(ValueError, match="do not match along"):
+        mxjax.dot_general(jnp.ones(lhs_shape), jnp.ones(rhs_shape), dims, policy="fp32")
+
+
+def test_dot_general_passes_precision_to_the_products():
+    dims = (((1,), (0,)), ((), ()))
+
+    def run(x, precision):
+        return mxjax.dot_general(x, x, dims, precision, policy="fp32")
+
+    def dots(precision):
+        text = jax.jit(run, static_argnums=1).lower(jnp.ones((4, 4)), precision).as_text()
+        return [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+
+    assert all("precision = [DEFAULT, DEFAULT]" in line for line in dots(lax.Precision.DEFAULT))
+    # float32 operands are there to be exact, unless told otherwise.
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in dots(None))
+
+
+def nnx_products(layer: nnx.Module, kernel: nnx.Param, x, w, dy):
+    """Returns y, dx and dw of an NNX layer with the given weight."""
+    kernel.set_value(w)
+    gradient, dx = nnx.grad(lambda layer, x: jnp.vdot(layer(x), dy), argnums=(0, 1))(layer, x)
+    (dw,) = jax.tree.leaves(gradient)
+    return layer(x), dx, dw
+
+
+def test_make_dot_general_in_an_nnx_linear():
+    x, w, dy = inputs()
+    key = jax.random.key(2)
+    dot_general = mxjax.make_dot_general(ASSORTED, key=key)
+    layer = nnx.Linear(48, 56, use_bias=False, dot_general=dot_general, rngs=nnx.Rngs(0))
+    assert_same(nnx_products(layer, layer.kernel, x, w, dy), products(x, w, dy, key, policy=ASSORTED))
+
+
+class KeyedLinear(nnx.Module):
+    """An NNX layer that draws its keys from its own "mxjax" stream, as transformations need."""
+
+    def __init__(self, policy: Policy, rngs: nnx.Rngs):
+        self.policy = policy
+        self.linear = nnx.Linear(48, 56, use_bias=False, rngs=rngs)
+        self.rngs = rngs
+
+    def __call__(self, x):
+        self.linear.dot_general = mxjax.make_dot_general(self.policy, key=lambda: self.rngs.mxjax())
+        return self.linear(x)
+
+
+def test_make_dot_general_draws_keys_in_an_nnx_module():
+    x, w, dy = inputs()
+    layer = KeyedLinear(ASSORTED, nnx.Rngs(params=0, mxjax=1))
+    _, dx, dw = nnx_products(layer, layer.linear.kernel, x, w, dy)
+    first_key = nnx.Rngs(mxjax=1).mxjax()
+    _, *expected = products(x, w, dy, first_key, policy=ASSORTED)
+    assert_same((dx, dw), expected)
+
+
+class KeyedDense(linen.Module):
+    """A Linen layer that draws its keys from the "mxjax" stream, and tells which."""
+
+    policy: Policy
+    tell: Callable[[jax.Array], None]
+
+    @linen.compact
+    def __call__(self, x):
+        def draw_key():
+            key = self.make_rng("mxjax")
+            self.tell(key)
+            return key
+
+        dot_general = mxjax.make_dot_general(self.policy, key=draw_key)
+        return linen.Dense(56, use_bias=False, dot_general=dot_general)(x)
+
+
+def test_make_dot_general_in_a_linen_dense():
+    x, w, dy = inputs()
+    keys = []
+
+    def forward(x, w):
+        variables = {"params": {"Dense_0": {"kernel": w}}}
+        return KeyedDense(ASSORTED, keys.append).apply(variables, x, rngs={"mxjax": jax.random.key(2)})
+
+    y, vjp = jax.vjp(forward, x, w)
+    assert len(keys) == 1
+    assert_same((y, *vjp(dy)), products(x, w, dy, keys[0], policy=ASSORTED))
+
+
+def test_make_dot_general_asks_a_callable_for_a_key_at_every_call():
+    x, w, _ = inputs()
+    keys = jax.random.split(jax.random.key(0), 2)
+    dot_general = mxjax.make_dot_general(RANDOM_FPROP, key=iter(keys).__next__)
+    for key in keys:
+        y = dot_general(x, w, (((1,), (0,)), ((), ())))
+        np.testing.assert_array_equal(y, mxjax.dot(x, w, policy=RANDOM_FPROP, key=key))
+
+
+def test_make_dot_general_uses_a_given_key_at_every_call():
+    x, w, _ = inputs()
+    key = jax.random.key(3)
+    dot_general = mxjax.make_dot_general(RANDOM_FPROP, key=key, implementation="reference")
+    for _ in range(2):
+        y = dot_general(x, w, (((1,), (0,)), ((), ())))
+        expected = mxjax.dot(x, w, policy=RANDOM_FPROP, key=key, implementation="reference")
+        np.testing.assert_array_equal(y, expected)
+
+
+def test_make_dot_general_passes_the_implementation_on():
+    x, w, _ = inputs()
+    dot_general = mxjax.make_dot_general("wgrad", implementation="triton")
+    with pytest.raises(NotImplementedError, match="'triton' needs a GPU"):
+        dot_general(x, w, (((1,), (0,)), ((), ())))
+
+
+def test_make_dot_general_refuses_an_out_sharding():
+    x, w, _ = inputs()
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with pytest.raises(NotImplementedError, match="out_sharding"):
+        mxjax.make_dot_general("wgrad")(x, w, (((1,), (0,)), ((), ())), out_sharding=sharding)
+
+
+@pytest.mark.parametrize(("policy", "message"), [("foo", "unknown policy"), ("full_sr", "needs key=")])
+def test_make_dot_general_checks_its_policy_at_once(policy, message):
+    with pytest.raises(ValueError, match=message):
+        mxjax.make_dot_general(policy)

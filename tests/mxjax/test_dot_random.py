@@ -1,0 +1,138 @@
+"""What `dot` draws from its key: signs of rotations and bits of stochastic rounding."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.dots import (
+    AMAZON,
+    ASSORTED,
+    DEQUANTIZED,
+    FP32,
+    IMPLEMENTATIONS,
+    RANDOM_FPROP,
+    STOCHASTIC,
+    assert_same,
+    draw,
+    everywhere,
+    float64,
+    gemm,
+    inputs,
+    lowered,
+    products,
+)
+
+import mxjax
+from mxjax import Gemm, Operand, Policy, Rotation
+
+
+def test_implementations_agree_on_the_same_random_bits():
+    x, w, dy = inputs()
+    key = jax.random.key(3)
+    reference, xla = (products(x, w, dy, key, policy=ASSORTED, implementation=i) for i in IMPLEMENTATIONS)
+    for r, a in zip(reference, xla, strict=True):
+        np.testing.assert_allclose(a, r, rtol=0, atol=1e-6 * np.max(np.abs(r)))
+
+
+def test_a_rotation_without_quantization_cancels():
+    x, w, dy = inputs()
+    rotations = (Rotation(16), Rotation(32, "fixed"), Rotation(64, "redrawn"))
+    policy = Policy(*(gemm(Operand("fp32"), rotation) for rotation in rotations))
+    actual = products(x, w, dy, jax.random.key(0), policy=policy)
+    # A rotation mixes the terms of each sum, so the bound is by the norms of its operands.
+    norms = [np.linalg.norm(t) for t in (x, w, dy)]
+    bounds = (norms[0] * norms[1], norms[2] * norms[1], norms[0] * norms[2])
+    for a, e, bound in zip(actual, products(x, w, dy, policy=FP32), bounds, strict=True):
+        assert np.max(np.abs(a - e)) < 2e-7 * bound
+        assert not np.array_equal(a, e)
+
+
+@pytest.mark.parametrize("signs", ["none", "fixed", "redrawn"])
+def test_only_redrawn_signs_depend_on_the_key(signs):
+    x, w, _ = inputs()
+    policy = dataclasses.replace(FP32, fprop=gemm(Operand(), Rotation(16, signs)))
+    first, second = (mxjax.dot(x, w, policy=policy, key=jax.random.key(i)) for i in range(2))
+    assert np.array_equal(first, second) == (signs != "redrawn")
+
+
+def test_fixed_signs_depend_on_their_seed():
+    x, w, _ = inputs()
+    first, second = (
+        mxjax.dot(x, w, policy=everywhere(Operand(), Rotation(16, "fixed", seed))) for seed in (0, 1)
+    )
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("operand", range(2), ids=["lhs", "rhs"])
+def test_the_same_key_gives_the_same_bits_and_another_key_others(operand):
+    x, w, _ = inputs()
+    operands = [Operand("bf16"), Operand("bf16")]
+    operands[operand] = STOCHASTIC
+    policy = dataclasses.replace(FP32, fprop=Gemm(*operands))
+    first, again, other = (mxjax.dot(x, w, policy=policy, key=jax.random.key(i)) for i in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_raw_keys_work_too():
+    x, w, dy = inputs()
+    key = jax.random.key(0)
+    raw = jax.random.key_data(key)
+    assert_same(products(x, w, dy, raw, policy=RANDOM_FPROP), products(x, w, dy, key, policy=RANDOM_FPROP))
+
+
+def z_scores(policy: Policy, draws: int = 512) -> np.ndarray:
+    """Returns how many standard errors the mean over keys of y, dx and dw lies from the exact products.
+
+    x, w and dy are one symmetric matrix, so that its elements meet themselves on the products' diagonals:
+    if the operands of a GEMM drew the same random bits, their errors would be correlated there, and biased.
+    """
+    s = draw(32, 32, seed=6)
+    s = (s + s.T) / 2
+
+    @jax.jit
+    def moments(s, key):
+        keys = jax.random.split(key, draws)
+        values = jax.vmap(lambda k: jnp.stack(products(s, s, s, k, policy=policy)))(keys)
+        return jnp.mean(values, 0), jnp.std(values, 0, ddof=1)
+
+    mean, std = (float64(m) for m in moments(s, jax.random.key(1)))
+    return (mean - float64(s) @ float64(s)) / (std / np.sqrt(draws) + 1e-6)
+
+
+def test_stochastic_rounding_without_clipping_has_unbiased_products():
+    rceil = Operand("mxfp4", scale_rule="rceil", rounding="stochastic")
+    z = z_scores(Policy(gemm(AMAZON), gemm(AMAZON, Rotation(64, "redrawn")), gemm(rceil)))
+    # A normal number exceeds 5 once in 1.7 million; there are 3072 products.
+    assert np.max(np.abs(z)) < 5
+    np.testing.assert_allclose(np.std(z, axis=(1, 2)), 1, atol=0.12)
+
+
+def test_stochastic_rounding_after_clipping_is_biased():
+    y, _, _ = z_scores(dataclasses.replace(FP32, fprop=gemm(STOCHASTIC)))
+    assert np.std(y) > 2
+
+
+# An identity matrix in the other operand shows what was multiplied.
+def test_dequantized_operands_are_those_of_the_same_forward_pass():
+    bf16 = Operand("bf16")  # holds values of MXFP4 exactly
+    policy = Policy(gemm(STOCHASTIC), Gemm(bf16, DEQUANTIZED), Gemm(DEQUANTIZED, bf16))
+    t, eye = draw(32, 32, seed=4), jnp.eye(32)
+    key = jax.random.key(0)
+    w_multiplied, w_seen, _ = products(eye, t, eye, key, policy=policy)
+    np.testing.assert_array_equal(w_seen.T, w_multiplied)
+    x_multiplied, _, x_seen = products(t, eye, eye, key, policy=policy)
+    np.testing.assert_array_equal(x_seen.T, x_multiplied)
+
+
+@pytest.mark.parametrize("name", ["wgrad_hadamard", "primus_turbo", "fp8"])
+def test_no_random_bits_are_generated_without_need(name):
+    assert not re.search("threefry|rng|random|philox|mulhi", lowered(name, jnp.bfloat16))
+
+
+def test_random_bits_show_in_the_lowered_text():
+    # The search of the test above finds what it looks for.
+    assert re.search("threefry|rng|random|philox|mulhi", lowered("wgrad_sr", jnp.float32, jax.random.key(0)))

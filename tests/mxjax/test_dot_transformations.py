@@ -1,0 +1,119 @@
+"""`dot` under jit, vmap, scan, remat and derivatives."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support.dots import (
+    ASSORTED,
+    FP32,
+    NEAREST,
+    RANDOM_FPROP,
+    STOCHASTIC,
+    assert_same,
+    draw,
+    inputs,
+    jitted_products,
+    products,
+)
+
+import mxjax
+from mxjax import Gemm, Operand
+
+RANDOM_WGRAD = dataclasses.replace(FP32, fprop=NEAREST.fprop, wgrad=Gemm(STOCHASTIC, Operand()))
+
+
+@pytest.mark.parametrize("policy", [NEAREST, ASSORTED], ids=["nearest", "assorted"])
+def test_jit_and_eager_agree_bit_for_bit(policy):
+    x, w, dy = inputs()
+    key = jax.random.key(0)
+    assert_same(jitted_products(x, w, dy, key, policy=policy), products(x, w, dy, key, policy=policy))
+
+
+# A scale for the whole tensor (FP8) is one for each of the batch, and all draw the same random bits.
+def test_vmap_equals_a_loop():
+    stacked = [jnp.stack([t, 3 * t[::-1]]) for t in inputs()]
+    key = jax.random.key(0)
+    run = functools.partial(products, policy=ASSORTED)
+    mapped = jax.jit(jax.vmap(run, in_axes=(0, 0, 0, None)))(*stacked, key)
+    looped = [run(*(t[i] for t in stacked), key) for i in range(2)]
+    for m, *one_by_one in zip(mapped, *looped, strict=True):
+        expected = np.stack(one_by_one)
+        np.testing.assert_allclose(m, expected, rtol=0, atol=1e-6 * np.max(np.abs(expected)))
+
+
+def test_vmap_over_x_alone_equals_a_loop():
+    x, w, dy = inputs()
+    xs, dys = jnp.stack([x, 2 * x[::-1]]), jnp.stack([dy, dy[::-1]])
+    run = functools.partial(products, policy=NEAREST)
+    mapped = jax.jit(jax.vmap(run, in_axes=(0, None, 0)))(xs, w, dys)
+    for m, *one_by_one in zip(mapped, *(run(xs[i], w, dys[i]) for i in range(2)), strict=True):
+        expected = np.stack(one_by_one)
+        np.testing.assert_allclose(m, expected, rtol=0, atol=1e-6 * np.max(np.abs(expected)))
+
+
+def test_scan_over_stacked_weights_equals_a_loop():
+    x, ws = draw(33, 40, seed=4), draw(2, 40, 40, seed=5) / 8
+
+    def layer(x, w, i, key):
+        return jnp.tanh(mxjax.dot(x, w, policy=RANDOM_WGRAD, key=jax.random.fold_in(key, i)))
+
+    def scanned(ws, key):
+        def body(x, layer_inputs):
+            return layer(x, *layer_inputs, key), None
+
+        return jnp.sum(lax.scan(body, x, (ws, jnp.arange(2)))[0] ** 2)
+
+    def looped(ws, key):
+        y = x
+        for i, w in enumerate(ws):
+            y = layer(y, w, i, key)
+        return jnp.sum(y**2)
+
+    value, gradient = jax.jit(jax.value_and_grad(scanned))(ws, jax.random.key(0))
+    expected_value, expected = jax.jit(jax.value_and_grad(looped))(ws, jax.random.key(0))
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-5 * np.max(np.abs(expected)))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [mxjax.get_policy("wgrad_sr"), mxjax.get_policy("wgrad_rht"), RANDOM_FPROP],
+    ids=["wgrad_sr", "wgrad_rht", "random fprop"],
+)
+def test_remat_replays_the_random_bits(policy):
+    x, w, _ = inputs()
+
+    # The slope of the last tanh needs y, which remat computes again.
+    def block(x, w, key):
+        return jnp.tanh(mxjax.dot(jnp.tanh(x), w, policy=policy, key=key))
+
+    def gradients(block):
+        return jax.grad(lambda x, w, key: jnp.sum(block(x, w, key) ** 2), argnums=(0, 1))
+
+    remat, plain = gradients(jax.checkpoint(block)), gradients(block)
+    key = jax.random.key(0)
+    tanhs = [jax.jit(f).lower(x, w, key).as_text().count("stablehlo.tanh") for f in (remat, plain)]
+    assert tanhs == [4, 2]
+    for actual, expected in zip(jax.jit(remat)(x, w, key), jax.jit(plain)(x, w, key), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["fp32", "wgrad"])
+def test_a_second_derivative_raises(name):
+    x, w, _ = inputs()
+
+    def loss(x):
+        return jnp.sum(mxjax.dot(x, w, policy=name) ** 2)
+
+    with pytest.raises(NotImplementedError, match=r"mxjax\.dot has no second derivative"):
+        jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
+
+
+def test_a_hessian_raises():
+    with pytest.raises((TypeError, NotImplementedError), match=r"forward-mode|second derivative"):
+        jax.hessian(lambda x: jnp.sum(mxjax.dot(x, jnp.ones((3, 2)), policy="wgrad") ** 2))(jnp.ones((2, 3)))

@@ -1,0 +1,209 @@
+"""Implementations of a GEMM: each multiplies the same values, whatever it carries them in."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import mxjax
+from mxjax.fp8_carriers import SHIFTS, carry
+from mxjax.implementations import plan
+from mxjax.operands import Use
+from mxjax.packing import Packed, decode, pack_operands
+from mxjax.policy import Gemm, Operand, Policy, Rotation
+
+ON_PACKED = ["fp8", "scaled_dot"]
+POLICIES = ["wgrad", "wgrad_hadamard", "full_hadamard", "full_rht", "wgrad_sr", "tetrajet", "lumen", "fprop"]
+
+
+def tensors(m=40, k=96, n=72, dtype=jnp.bfloat16, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (m, k), dtype)
+    w = 0.02 * jax.random.normal(keys[1], (k, n))
+    return x, w, (1e-5 * jax.random.normal(keys[2], (m, n))).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "implementation", "dtype"))
+def all_three(x, w, dy, policy, implementation, dtype=None):
+    """Returns y, dx and dw."""
+
+    def product(x, w):
+        key = jax.random.key(7)
+        return mxjax.dot(
+            x, w, policy=policy, key=key, implementation=implementation, preferred_element_type=dtype
+        )
+
+    y, vjp = jax.vjp(product, x, w)
+    return y, *vjp(dy.astype(y.dtype))
+
+
+def distance(a, b):
+    a, b = (np.asarray(t, np.float64) for t in (a, b))
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("implementation", ON_PACKED)
+def test_multiplies_the_values_of_the_reference(policy, implementation):
+    args = tensors()
+    expected = all_three(*args, policy, "reference")
+    for got, wanted in zip(all_three(*args, policy, implementation), expected, strict=True):
+        assert got.dtype == wanted.dtype
+        assert distance(got, wanted) < 1e-4
+
+
+@pytest.mark.parametrize("implementation", ON_PACKED)
+def test_is_within_its_bound_of_float64(implementation):
+    x, w, dy = tensors(m=64, k=256, n=128)
+    got = all_three(x, w, dy, "wgrad", implementation, jnp.float32)
+    operands = [
+        (mxjax.quantize(x), mxjax.quantize(w, axis=0), "mk,kn->mn"),
+        (mxjax.quantize(dy, axis=1), mxjax.quantize(w, axis=1), "mn,kn->mk"),
+        (mxjax.quantize(x, axis=0), mxjax.quantize(dy, axis=0), "mk,mn->kn"),
+    ]
+    for result, (lhs, rhs, dims) in zip(got, operands, strict=True):
+        lhs, rhs = (np.asarray(mxjax.dequantize(q), np.float64) for q in (lhs, rhs))
+        bound = 2e-4 if result.dtype == jnp.float32 else 4e-3  # dx is rounded to x's bfloat16
+        assert distance(result, np.einsum(dims, lhs, rhs)) < bound
+
+
+@pytest.mark.parametrize("implementation", ON_PACKED)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_scales_that_span_more_than_any_carrier_are_multiplied_right(implementation, which):
+    args = list(tensors())
+    span = jnp.exp2(jnp.round(jnp.linspace(-40, 0, args[which].shape[0])))[:, None]
+    args[which] = (args[which] * span).astype(args[which].dtype)
+    expected = all_three(*args, "wgrad_hadamard", "reference")
+    for got, wanted in zip(all_three(*args, "wgrad_hadamard", implementation), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-2, atol=0)  # element by element: none is lost
+
+
+@pytest.mark.parametrize("carrier", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_carrier_holds_what_its_range_does_and_says_when_not(carrier, beyond):
+    low, high = SHIFTS[carrier]
+    scales = np.array([[130, 130 - (high - low) - beyond, 0]], np.uint8)
+    codes = np.arange(96, dtype=np.uint8) % 16
+    codes[64:] = 0  # an all-zero block, of scale byte 0, is no loss
+    q = Packed(jnp.asarray(codes[None, ::2] | codes[None, 1::2] << 4), jnp.asarray(scales))
+    carried = carry(q, carrier)
+    assert bool(carried.fits) == (beyond == 0)
+    if not beyond:
+        values = carried.elements.astype(jnp.float32) * 2.0 ** carried.exponent[:, None]
+        np.testing.assert_array_equal(values, decode(q, jnp.float32))
+
+
+def test_a_tiny_block_that_a_carrier_loses_is_noticed():
+    elements = jnp.zeros((1, 32), jnp.uint8).at[0, 20].set(1)
+    assert not carry(Packed(elements, jnp.array([[127, 0]], jnp.uint8)), "e5m2").fits
+
+
+@settings(max_examples=7)
+@given(
+    m=st.integers(1, 40),
+    k=st.integers(1, 70),
+    axis=st.sampled_from([-1, -2]),
+    square=st.booleans(),
+    rotation=st.sampled_from([None, Rotation(16), Rotation(64)]),
+)
+@example(m=40, k=70, axis=-1, square=True, rotation=Rotation(16))
+@example(m=33, k=65, axis=-2, square=True, rotation=None)
+@example(m=17, k=48, axis=-2, square=False, rotation=Rotation(64))
+def test_packed_operands_are_quantized_ones(m, k, axis, square, rotation):
+    x = jax.random.normal(jax.random.key(m * 100 + k), (2, m, k))
+    operand = Operand(block_shape=(32, 32) if square else None, scale_rule="even")
+    [q] = pack_operands(x, Use(axis, operand, rotation, None, None))
+    widths = [(0, 0), (0, 0), (0, 0)]
+    widths[axis] = (0, -x.shape[axis] % (rotation.size if rotation else 1))
+    padded = jnp.pad(x, widths)
+    rotated = mxjax.rotate(padded, rotation.size, axis=axis) if rotation else padded
+    expected = mxjax.dequantize(
+        mxjax.quantize(rotated, axis=axis, scale_rule="even", block_shape=operand.block_shape)
+    )
+    expected = expected if axis == -1 else expected.swapaxes(-1, -2)
+    got = decode(q, jnp.float32)
+    assert got.shape[-1] % 32 == 0
+    np.testing.assert_array_equal(got[..., : expected.shape[-1]], expected)
+    assert not np.any(got[..., expected.shape[-1] :])
+
+
+@pytest.mark.parametrize("byte", [0, 1, 127, 253, 254])
+def test_decodes_every_code_at_extreme_scales(byte):
+    codes = jnp.arange(32, dtype=jnp.uint8) % 16
+    q = Packed((codes[::2] | codes[1::2] << 4)[None], jnp.array([[byte]], jnp.uint8))
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.where(np.arange(16) < 8, 1, -1) * np.tile(magnitudes, 2) * 2.0 ** (byte - 127)
+    values = np.where(np.abs(values) < 2.0**-126, 0, values)  # XLA's CPU flushes subnormals
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(decode(q, jnp.float32)[0, :16], values.astype(np.float32))
+
+
+@pytest.mark.parametrize("implementation", ON_PACKED)
+def test_nan_reaches_the_results_that_its_block_enters(implementation):
+    x, w, dy = tensors()
+    x = x.at[3, 5].set(jnp.nan)
+    expected = all_three(x, w, dy, "wgrad", "reference")
+    for got, wanted in zip(all_three(x, w, dy, "wgrad", implementation), expected, strict=True):
+        np.testing.assert_array_equal(jnp.isnan(got), jnp.isnan(wanted))
+
+
+@pytest.mark.parametrize("implementation", ON_PACKED)
+def test_composes_under_vmap_scan_and_remat(implementation):
+    x, w, dy = tensors()
+    ws = jnp.stack([w, 2 * w])
+    run = functools.partial(all_three, policy="wgrad_sr", implementation=implementation)
+    expected = [run(x, v, dy) for v in ws]
+    mapped = jax.vmap(lambda v: run(x, v, dy))(ws)
+    remat = jax.checkpoint(lambda v: run(x, v, dy))
+    _, scanned = jax.lax.scan(lambda carry, v: (carry, remat(v)), 0, ws)
+    for i in range(2):
+        for got, again, wanted in zip(mapped, scanned, expected[i], strict=True):
+            np.testing.assert_array_equal(got[i], wanted)
+            np.testing.assert_array_equal(again[i], wanted)
+
+
+def test_a_named_implementation_refuses_operands_that_it_does_not_take():
+    x, w, _ = tensors()
+    for implementation in ON_PACKED:
+        with pytest.raises(NotImplementedError, match=r"takes MXFP4 in blocks of 32.*nvfp4.*use 'xla'"):
+            mxjax.dot(x, w, policy="nvfp4", key=jax.random.key(0), implementation=implementation)
+
+
+def test_gemms_without_mxfp4_run_in_fp8_or_bfloat16():
+    assert plan(mxjax.get_policy("fprop"), "fp8")[:3] == ("fp8", "fp8_tensor", "fp8_tensor")
+    assert plan(mxjax.get_policy("bf16"), "fp8")[:3] == ("xla", "xla", "xla")
+    both_e5m2 = Gemm(Operand("fp8_e5m2"), Operand("fp8_e5m2"))  # which no GPU multiplies
+    with pytest.raises(NotImplementedError):
+        plan(Policy(both_e5m2, both_e5m2, both_e5m2), "fp8")
+
+
+def test_the_fastest_here_is_xla():
+    assert plan(mxjax.get_policy("wgrad"), None)[:3] == ("xla", "xla", "xla")
+
+
+@pytest.mark.parametrize("implementation", ON_PACKED)
+def test_keeps_packed_operands_for_the_backward_pass(implementation):
+    x, w, _ = tensors(m=64, k=128, n=256)
+
+    def kept(policy, implementation):
+        _, vjp = jax.vjp(lambda x, w: mxjax.dot(x, w, policy=policy, implementation=implementation), x, w)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(vjp) if leaf.ndim > 1)
+
+    packed = {"x": 17 * x.size // 32, "w": 17 * w.size // 32}
+    assert kept("wgrad_hadamard", implementation) == sum(packed.values())
+    assert kept("wgrad_hadamard", "xla") == x.nbytes + w.nbytes
+    residuals = functools.partial(mxjax.stats.residual_bytes, x, w, policy="wgrad_hadamard")
+    assert residuals(implementation=implementation) == packed
+    assert residuals(implementation="xla") == {"x": x.nbytes, "w": w.nbytes}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", *ON_PACKED])
+def test_no_tokens_give_no_results(implementation):
+    x, w, dy = (t[:0] if i != 1 else t for i, t in enumerate(tensors()))
+    y, dx, dw = all_three(x, w, dy, "wgrad_hadamard", implementation)
+    assert (y.shape, dx.shape) == ((0, 72), (0, 96))
+    np.testing.assert_array_equal(dw, np.zeros((96, 72)))

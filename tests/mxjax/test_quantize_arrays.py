@@ -1,0 +1,86 @@
+"""Quantized arrays packed to bytes, as pytrees under transformations, and in print."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support import oracles
+from support.tensors import assert_parts, assert_same, elements, gaussian, scale_bytes, wide_range
+
+import mxjax
+
+# --- packing
+
+
+def test_pack_puts_the_first_of_two_in_the_low_nibble():
+    # Codes 1, 2, 15, and a zero to fill up.
+    packed = mxjax.pack(jnp.array([0.5, 1, -6], jnp.float4_e2m1fn))
+    assert packed.dtype == jnp.uint8
+    np.testing.assert_array_equal(packed, [0x21, 0x0F])
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_unpack_undoes_pack_along_any_axis(axis):
+    q = mxjax.quantize(gaussian(6, 4, 8))
+    packed = mxjax.pack(q.elements, axis=axis)
+    assert packed.shape[axis] == q.elements.shape[axis] // 2
+    unpacked = np.asarray(mxjax.unpack(packed, axis=axis), np.float32)
+    np.testing.assert_array_equal(oracles.bits(unpacked), oracles.bits(elements(q)))
+
+
+def test_pack_fills_an_odd_axis_up_with_a_zero():
+    q = mxjax.quantize(gaussian(3, 33))
+    unpacked = np.asarray(mxjax.unpack(mxjax.pack(q)), np.float32)
+    np.testing.assert_array_equal(unpacked, np.pad(elements(q), [(0, 0), (0, 1)]))
+
+
+def test_pack_takes_the_axis_of_a_quantized_tensor():
+    q = mxjax.quantize(gaussian(64, 6), axis=0)
+    np.testing.assert_array_equal(mxjax.pack(q), mxjax.pack(q.elements, axis=0))
+
+
+def test_every_packed_byte_comes_back():
+    packed = jnp.arange(256, dtype=jnp.uint8)
+    np.testing.assert_array_equal(mxjax.pack(mxjax.unpack(packed)), packed)
+
+
+def test_pack_refuses_elements_that_are_not_four_bits():
+    with pytest.raises(ValueError, match="needs float4_e2m1fn elements, got float8_e4m3fn"):
+        mxjax.pack(mxjax.quantize(gaussian(8, 70), "mxfp8_e4m3"))
+
+
+# --- MXArray is a pytree
+
+
+def test_quantized_tensors_pass_through_jit():
+    q = mxjax.quantize(gaussian(8, 64), axis=0, prescale=0.75)
+    assert_same(jax.jit(lambda q: q)(q), q)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1, -2])
+def test_vmap_quantizes_each_and_dequantizes_the_stack(axis):
+    x = wide_range(3, 64, 40)
+    q = jax.vmap(lambda v: mxjax.quantize(v, axis=axis))(x)
+    each = [mxjax.quantize(v, axis=axis) for v in x]
+    assert q.axis == each[0].axis
+    assert_parts(q, *(np.stack([f(e) for e in each]) for f in (scale_bytes, elements)))
+    np.testing.assert_array_equal(mxjax.dequantize(q), [mxjax.dequantize(e) for e in each])
+
+
+def test_scan_stacks_and_slices_quantized_tensors():
+    x = wide_range(3, 64, 40)
+    _, q = lax.scan(lambda _, v: (None, mxjax.quantize(v, axis=0)), None, x)
+    assert_same(q, mxjax.quantize(x, axis=1))
+    _, values = lax.scan(lambda _, e: (None, mxjax.dequantize(e)), None, q)
+    np.testing.assert_array_equal(values, mxjax.dequantize(q))
+
+
+def test_axis_counts_from_the_end():
+    assert [mxjax.quantize(gaussian(3, 64), axis=axis).axis for axis in (0, 1, -1, -2)] == [-2, -1, -1, -2]
+
+
+def test_a_quantized_array_prints_in_one_line():
+    q = mxjax.quantize(np.ones((4, 40), np.float32))
+    assert q.shape == (4, 40)
+    assert repr(q) == "MXArray(mxfp4, shape (4, 40), blocks of 1x32 along axis -1)"

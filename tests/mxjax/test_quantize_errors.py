@@ -1,0 +1,44 @@
+"""What `quantize` refuses, and what its errors say."""
+
+import numpy as np
+import pytest
+from support import oracles
+
+import mxjax
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.bool_])
+def test_integers_are_refused(dtype):
+    with pytest.raises(TypeError, match=r"needs a floating-point tensor, got \w+; cast it"):
+        mxjax.quantize(np.ones((3, 64), dtype))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"format": "mxfp5"}, "unknown format 'mxfp5'"),
+        ({"scale_rule": "round"}, "unknown scale_rule 'round'; the rules are floor"),
+        ({"rounding": "up"}, "unknown rounding 'up'; use one of nearest, stochastic"),
+        ({"format": "mxfp8_e4m3", "scale_rule": "uos"}, "'uos' is defined for E2M1"),
+        ({"rounding": "stochastic"}, r"needs key=; pass jax.random.key\(0\)"),
+        ({"block_shape": 0}, "positive sizes, got 0"),
+        ({"block_shape": -32}, "positive sizes, got -32"),
+        ({"block_shape": (0, 32)}, r"positive sizes, got \(0, 32\)"),
+        ({"block_shape": (32, 0)}, r"positive sizes, got \(32, 0\)"),
+        ({"axis": 0, "block_shape": (32, 32)}, "axis to be one of the last two, got -3 of 3"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with oracles.types_unchecked(), pytest.raises(ValueError, match=message):
+        mxjax.quantize(np.ones((3, 64, 32), np.float32), **arguments)
+
+
+def test_square_blocks_need_two_axes():
+    with pytest.raises(ValueError, match="axis to be one of the last two, got -1 of 1"):
+        mxjax.quantize(np.ones(64, np.float32), block_shape=(32, 32))
+
+
+@pytest.mark.parametrize("axis", [2, -3])
+def test_an_axis_that_is_not_there_is_refused(axis):
+    with pytest.raises(ValueError, match="axis"):
+        mxjax.quantize(np.ones((3, 64), np.float32), axis=axis)

@@ -1,0 +1,120 @@
+"""Stochastic rounding's bits and mean, and the prescale that keeps it from clipping."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from support import oracles
+from support.tensors import E2M1, KEY, assert_parts, assert_same, elements, gaussian, scale_bytes, wide_range
+
+import mxjax
+
+stochastic = functools.partial(mxjax.quantize, rounding="stochastic")
+
+
+def test_same_key_gives_same_bits_and_another_key_others():
+    x = gaussian(8, 64)
+    q = stochastic(x, key=KEY)
+    assert_same(stochastic(x, key=jax.random.key(0)), q)
+    assert np.mean(elements(stochastic(x, key=jax.random.key(1))) != elements(q)) > 0.1
+
+
+def test_nearest_rounding_ignores_the_key():
+    x = gaussian(8, 64)
+    assert_same(mxjax.quantize(x, key=KEY), mxjax.quantize(x))
+
+
+def test_stochastic_bits_do_not_depend_on_jit():
+    x = gaussian(8, 64)
+    inside = jax.jit(lambda x: stochastic(x * 2, key=KEY))(x)
+    assert_same(inside, stochastic(x * 2, key=KEY))
+
+
+def test_stochastic_bits_move_with_the_axis():
+    x = gaussian(8, 64)
+    q = stochastic(x, key=KEY)
+    moved = stochastic(x.T, axis=0, key=KEY)
+    assert_parts(moved, scale_bytes(q).T, elements(q).T)
+
+
+@pytest.mark.parametrize("longer", [(8, 96), (9, 64)])
+def test_stochastic_bits_do_not_depend_on_what_follows(longer):
+    x = gaussian(*longer)
+    q = stochastic(x, key=KEY)
+    assert_parts(stochastic(x[:8, :64], key=KEY), scale_bytes(q)[:8, :2], elements(q)[:8, :64])
+
+
+# Scales are 1 for the former two and 2 for rceil: 7.9 clips to 6 in the first alone.
+@pytest.mark.parametrize(
+    ("rule", "prescale", "clips"), [("floor", None, True), ("floor", 0.75, False), ("rceil", None, False)]
+)
+def test_stochastic_mean_is_x_unless_it_clips(rule, prescale, clips):
+    n = 4096
+    x = np.linspace(-7.9, 7.9, 32, dtype=np.float32)
+    draw = functools.partial(stochastic, x, scale_rule=rule, prescale=prescale)
+    drawn = jax.vmap(lambda key: mxjax.dequantize(draw(key=key)))(jax.random.split(KEY, n))
+    grid = oracles.grid(E2M1) * (2 if rule == "rceil" else 1 / (prescale or 1))
+    below = np.searchsorted(grid, np.minimum(np.abs(x), grid[-1]), "right") - 1
+    step = np.diff(grid, append=grid[-1])[below]
+    p = (np.abs(x) - grid[below]) / np.where(step, step, 1)
+    deviation = np.abs(np.float64(drawn).mean(axis=0) - x)
+    # Five standard errors, and the probabilities' own 2**-17.
+    unbiased = deviation <= 5 * step * np.sqrt(np.clip(p * (1 - p), 0, 1) / n) + step * 2.0**-17 + 1e-6
+    np.testing.assert_array_equal(unbiased, np.abs(x) <= 6 if clips else True)
+
+
+@pytest.mark.parametrize("prescale", [0.75, 0.5])
+def test_prescale_shrinks_the_elements_and_not_the_scales(prescale):
+    x = wide_range(8, 70)
+    q = mxjax.quantize(x, prescale=prescale)
+    scales, values = oracles.quantize(x, E2M1, prescale=prescale)
+    assert_parts(q, scales, values)
+    spread = np.repeat(2.0 ** (scales.astype(int) - 127), 32, axis=1)[:, :70]
+    np.testing.assert_allclose(mxjax.dequantize(q), values * spread / prescale, rtol=2.0**-23)
+
+
+def test_prescale_works_with_a_tensor_scale():
+    x = gaussian(8, 64)
+    q = mxjax.quantize(x, "fp8_e4m3", prescale=0.5)
+    assert np.abs(elements(q)).max() == 224
+    np.testing.assert_allclose(mxjax.dequantize(q), mxjax.dequantize(mxjax.quantize(x, "fp8_e4m3")), rtol=0.1)
+
+
+SHARDED = """
+import jax, numpy as np
+import mxjax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+x = np.random.default_rng(0).standard_normal((8, 128)).astype(np.float32)
+quantize = jax.jit(lambda x, key: mxjax.quantize(x, rounding="stochastic", key=key))
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("rows", "columns"))
+sharded = jax.device_put(x, NamedSharding(mesh, P("rows", "columns")))
+assert len(sharded.addressable_shards) == 4
+one, four = (quantize(v, jax.random.key(0)) for v in (x, sharded))
+assert len(four.elements.devices()) == 4
+for a, b in ((one.elements, four.elements), (one.scales, four.scales)):
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+"""
+
+
+def test_parts_of_a_shard_map_take_keys_of_their_own():
+    x, key = gaussian(4, 64), jax.random.key(0)
+
+    def of_part(x):
+        own = jax.random.fold_in(key, jax.lax.axis_index("x"))
+        return mxjax.dequantize(mxjax.quantize(x, rounding="stochastic", key=own))
+
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    got = jax.shard_map(of_part, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))(x)
+    wanted = mxjax.quantize(x, rounding="stochastic", key=jax.random.fold_in(key, 0))
+    np.testing.assert_array_equal(got, mxjax.dequantize(wanted))
+
+
+def test_stochastic_bits_do_not_depend_on_sharding():
+    # In a process of its own, since the number of devices is fixed when JAX starts.
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", SHARDED], check=True, env=os.environ | flags)

@@ -1,0 +1,384 @@
+"""Runs that are killed, interrupted, out of space, or not finite: what is lost (nothing) and what is said."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pathlib
+import random
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import train as training_program
+from training.checkpoint.checkpoints import Checkpoints
+from training.command_line import parse
+from training.metrics import NonFiniteError
+
+TIMES = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
+ROOT = pathlib.Path(__file__).parents[2]
+SMALL = "--batch-size 2 --seq-len 16 --eval-batches 2 --warmup-steps 2 --policy bf16"
+KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
+    return path
+
+
+def arguments(text, out, *flags):
+    return [*SMALL.split(), "--data", str(text), "--out", str(out), *flags]
+
+
+def train(*flags):
+    return training_program.train(parse([str(flag) for flag in flags]))
+
+
+def records(out):
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if k not in TIMES} for record in found]
+
+
+def state(out):
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        return jax.tree.map(np.asarray, dict(checkpoints._manager.restore(checkpoints.latest)))
+
+
+def poison(monkeypatch, bad_steps):
+    """Makes the loss of the batches of some steps NaN."""
+    original = training_program.make_losses
+
+    def make_losses(run):
+        loss, losses = original(run)
+        stream = run.corpus.batches(run.config.data, run.config.seed, run.config.steps)
+        batches = [next(stream) for _ in range(run.config.steps)]
+        bad = jnp.array([batches[step - 1] for step in bad_steps])
+
+        def poisoned(params, batch, key):
+            is_bad = jnp.any(jnp.all(batch[None] == bad, axis=(1, 2)))
+            return loss(params, batch, key) * jnp.where(is_bad, jnp.nan, 1.0)
+
+        return poisoned, losses
+
+    monkeypatch.setattr(training_program, "make_losses", make_losses)
+
+
+def test_skipped_steps_leave_the_run_going_and_resuming_equal(text, tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = ["--steps", "8", "--on-nonfinite", "skip"]
+    poison(monkeypatch, (3, 4, 7))
+    train(*arguments(text, whole, *flags))
+    steps = [r for r in records(whole) if "loss" in r]
+    assert [r["step"] for r in steps if r.get("skipped")] == [3, 4, 7]
+    assert [r["step"] for r in steps if r["loss"] == "nan"] == [3, 4, 7]
+    assert [r["lr"] for r in steps[2:5]] == [steps[2]["lr"]] * 3  # of as many updates
+    final = state(whole)
+    assert (final["rest"]["step"], final["rest"]["skipped"]) == (8, 3)
+    assert {path.name for path in whole.glob("nonfinite-*")} == {f"nonfinite-step-{i}" for i in (3, 4, 7)}
+    train(*arguments(text, parts, *flags, "--stop-after", "3"))
+    train("--resume", "--out", parts)
+    assert [r for r in records(parts) if "loss" in r] == steps
+    jax.tree.map(np.testing.assert_array_equal, state(parts), final)
+
+
+def test_a_run_that_stopped_goes_on_by_skipping(text, tmp_path, monkeypatch):
+    poison(monkeypatch, (3,))
+    with pytest.raises(NonFiniteError, match=r"at step 3, policy bf16.*--resume --on-nonfinite skip"):
+        train(*arguments(text, tmp_path / "run", "--steps", "5", "--checkpoint-every", "1"))
+    train("--resume", "--out", tmp_path / "run", "--on-nonfinite", "skip")
+    assert [r["step"] for r in records(tmp_path / "run") if r.get("skipped")] == [3]
+
+
+def test_ten_skips_in_a_row_end_the_run(text, tmp_path):
+    out = tmp_path / "run"
+    flags = ["--steps", "20", "--on-nonfinite", "skip", "--lr", "1e30", "--clip", "1e30"]
+    with pytest.raises(NonFiniteError, match="the 10th in a row"):
+        train(*arguments(text, out, *flags))
+    assert sum(r.get("skipped", False) for r in records(out)) == 10
+    assert len(list(out.glob("nonfinite-step-*/batch.npz"))) == 4  # the first three and the last
+
+
+def test_a_loss_that_leaps_is_reported_with_its_batch(text, tmp_path, monkeypatch, capsys):
+    original = training_program.StepReporter.step
+
+    def step_30_is_large(self, step, metrics):
+        original(self, step, metrics._replace(loss=metrics.loss * 7) if step == 30 else metrics)
+
+    monkeypatch.setattr(training_program.StepReporter, "step", step_30_is_large)
+    train(*arguments(text, tmp_path / "run", "--steps", "32", "--spike-factor", "3"))
+    (spike,) = [json.loads(line) for line in (tmp_path / "run" / "spikes.jsonl").read_text().splitlines()]
+    assert spike["step"] == 30
+    assert len(spike["batch"]["windows"]) == 2
+    assert "times the recent median" in capsys.readouterr().out
+
+
+def test_a_damaged_newest_checkpoint_costs_its_steps_only(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    train(*arguments(text, out, "--steps", "6", "--checkpoint-every", "2"))
+    before, written = state(out), records(out)
+    (out / "checkpoints" / "6" / "rest" / "manifest.ocdbt").write_bytes(b"")
+    train("--resume", "--out", out)
+    assert "going on from the checkpoint of step 4" in " ".join(capsys.readouterr().out.split())
+    assert records(out) == written
+    jax.tree.map(np.testing.assert_array_equal, state(out), before)
+    for step in (4, 6):
+        (out / "checkpoints" / str(step) / "manifest.json").unlink()
+    with pytest.raises(SystemExit, match="no good checkpoint remains"):
+        train("--resume", "--out", out)
+
+
+def start(*flags, **options):
+    command = [sys.executable, "train.py", *map(str, flags)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, **pipes, **options)
+
+
+def test_files_that_cannot_be_written_end_the_run_with_a_message(text, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        with pytest.raises(SystemExit, match=r"writing to .*run, where .*B are free: File too large"):
+            train(*arguments(text, tmp_path / "run"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_with_a_message(text, tmp_path):
+    """Files that may not grow past 300 kB stand for it: they fail like that for any user."""
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    train(*arguments(text, whole, "--steps", "4"))
+    train(*arguments(text, out, "--steps", "4", "--stop-after", "2"))
+    limit = (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    run = start("--resume", "--out", out)
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, limit)
+    _, errors = run.communicate()
+    assert run.returncode == 1
+    assert "train.py: error: the checkpoint of step 4 could not be saved" in errors
+    assert "the last good one is of step 2" in errors
+    train("--resume", "--out", out)
+    jax.tree.map(np.testing.assert_array_equal, state(out), state(whole))
+
+
+@pytest.mark.slow
+def test_a_second_sigint_ends_the_program_while_it_compiles(text, tmp_path):
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    run = start(*arguments(text, tmp_path / "run"), env=environment)
+    for line in run.stdout:
+        if line.startswith("run "):  # the last before the first step compiles
+            break
+    for _ in range(2):
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    assert run.wait() == 128 + signal.SIGINT
+    run.communicate()
+
+
+COUNT = """
+with Interruption() as interruption:
+    print("ready", flush=True)
+    for step in range(3000):
+        if interruption.requested():
+            print(step, flush=True)
+            break
+        time.sleep(0.01 * (1 + jax.process_index()))
+"""
+PARAMS = """
+place = jax.sharding.NamedSharding(jax.make_mesh((2,), ("data",)), jax.P("data"))
+params = {"w": jax.device_put(np.arange(4096.0), place)}
+state = jax.jit(lambda w: init_state(w, optax.adam(0.1)))(params)
+"""
+SAVE = (
+    PARAMS
+    + """
+at_step = jax.jit(lambda state, step: state._replace(step=step))
+folder = pathlib.Path(sys.argv[3])
+summed, crc32, problem = set(), manifest._crc32, manifest._problem
+manifest._crc32 = lambda path: summed.add(path.parents[path.parent.name == "d"].name) or crc32(path)
+with Checkpoints(folder, keep=2, losses={1: 1.0}) as checkpoints:
+    for step in range(1, 5):
+        checkpoints.save(at_step(state, np.int32(step)), {"next_index": step})
+print(json.dumps(sorted(summed)))
+read = set()
+manifest._problem = lambda path, *rest: read.add(str(path.relative_to(folder))) or problem(path, *rest)
+manifest.problems(folder / "4", share=(jax.process_index(), 2))
+print(json.dumps(sorted(read)))
+if jax.process_index() == 0:
+    (folder / "4" / "params" / "_METADATA").write_bytes(b"{}")
+print(set_aside_damaged(folder)[1:])
+with Checkpoints(folder, keep=2) as checkpoints:
+    restored, position = checkpoints.restore(state)
+print(position, restored.params["w"].sharding == place)
+"""
+)
+FAIL = (
+    PARAMS
+    + """
+folder = pathlib.Path(sys.argv[3])
+def refuse(*_):
+    raise PermissionError(13, "Permission denied")
+with Checkpoints(folder, keep=2) as checkpoints:
+    usage = shutil.disk_usage
+    if jax.process_index() == 1:
+        shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10, 5, 5)
+    try:
+        checkpoints.save(state, {})
+    except CheckpointError as error:
+        print(error)
+    shutil.disk_usage = usage
+    checkpoints.save(state, {})
+if jax.process_index() == 0:
+    (folder / "0" / "params" / "_METADATA").write_bytes(b"{}")
+    shutil.copytree(folder / "0", folder / "1")
+    manifest.write(folder / "0")
+    pathlib.Path.rename = refuse
+try:
+    set_aside_damaged(folder)
+except (ValueError, ProcessError) as error:
+    print(type(error).__name__, error)
+"""
+)
+IMPORTS = """
+import json, pathlib, shutil, sys, time, jax, numpy as np, optax
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+from training.checkpoint import manifest
+from training.checkpoint.checkpoints import CheckpointError, Checkpoints
+from training.checkpoint.recovery import set_aside_damaged
+from training.interruption import Interruption
+from training.processes import ProcessError
+from training.step import init_state
+"""
+
+
+def two_processes(program, *further):
+    """Starts a program as two processes that know of each other."""
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        port = str(unused.getsockname()[1])
+    commands = [[sys.executable, "-c", IMPORTS + program, port, str(i), *further] for i in range(2)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    return [subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) for command in commands]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_processes_agree_where_to_end(number):
+    """One of two, of which the other is slower, gets the signal; both end before the same step."""
+    runs = two_processes(COUNT)
+    for run in runs:
+        while run.stdout.readline() not in ("ready\n", ""):
+            pass
+    runs[1].send_signal(number)
+    first, second = (run.communicate()[0] for run in runs)
+    assert first == second
+    assert first.strip().isdigit()
+
+
+@pytest.mark.slow
+def test_processes_save_together_and_set_aside_what_is_damaged(tmp_path):
+    first, second = (run.communicate()[0].splitlines()[-4:] for run in two_processes(SAVE, str(tmp_path)))
+    assert first[2:] == ["['going on from the checkpoint of step 3']", "{'next_index': 3} True"]
+    assert second[2:] == first[2:]
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "3", "damaged-4"}
+    assert {path.name for path in tmp_path.glob("*/manifest*")} == {"manifest.json"}
+    # Each adds up the bytes of arrays that it wrote itself, the first what belongs to all, too.
+    summed, summed_by_second = (json.loads(lines[0]) for lines in (first, second))
+    assert summed_by_second == ["ocdbt.process_1"]
+    assert "ocdbt.process_0" in summed
+    assert "ocdbt.process_1" not in summed
+    read, read_by_second = (set(json.loads(lines[1])) for lines in (first, second))
+    assert not read & read_by_second
+    assert 0 <= len(read) - len(read_by_second) <= 1
+
+
+@pytest.mark.slow
+def test_what_fails_in_one_process_ends_all(tmp_path):
+    """There is no room for a checkpoint where the second runs; the first may rename nothing."""
+    first, second = (run.communicate()[0].splitlines()[-2:] for run in two_processes(FAIL, str(tmp_path)))
+    assert first[0].endswith("process 1: [Errno 28] No space left on device")
+    assert second[0].endswith("--resume. [Errno 28] No space left on device")
+    assert re.match("ValueError the checkpoints in .* for damage: .* Permission denied", first[1])
+    assert second[1] == first[1].replace("ValueError", "ProcessError process 0:")
+
+
+def life(out, flags):
+    """A process of the loop below: begins the run, or goes on with it."""
+    resumes = ["--resume", "--out", str(out)] if (out / "config.json").exists() else flags
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        training_program.train(parse(resumes))
+
+
+def wait_for(process, condition):
+    """Returns when the condition holds, or the process has ended."""
+    while process.is_alive() and not condition():
+        time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_a_run_killed_twenty_times_equals_one_left_alone(text, tmp_path):
+    """SIGKILL at random moments: while it starts, between steps, and, half of them, while it saves."""
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    flags = [
+        "--steps",
+        "160",
+        "--checkpoint-every",
+        "3",
+        "--eval-every",
+        "9",
+        "--keep-checkpoints",
+        "2",
+        "--log-every",
+        "50",
+    ]
+    train(*arguments(text, whole, *flags))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train"])
+    moments, during_saves = random.Random(0), 0
+
+    def saving():
+        """Returns the inodes of what is being saved, which may be renamed or removed any time."""
+        folder = out / "checkpoints"
+        return (
+            {entry.inode() for entry in os.scandir(folder) if "tmp" in entry.name}
+            if folder.exists()
+            else set()
+        )
+
+    def written():
+        return (out / "metrics.jsonl").stat().st_size if (out / "metrics.jsonl").exists() else 0
+
+    for kill in range(KILLS + 1):
+        process = context.Process(target=life, args=(out, arguments(text, out, *flags)))
+        before, begun = saving(), written()
+        process.start()
+        if kill == KILLS:
+            break
+        if kill % 4 == 0:
+            process.join(moments.uniform(0, 4))
+        elif kill % 4 == 1:
+            more = moments.uniform(0, 1000)
+            wait_for(process, lambda: written() > begun + more)  # noqa: B023
+        else:
+            wait_for(process, lambda: saving() - before)  # noqa: B023
+            time.sleep(moments.uniform(0, 0.03))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        during_saves += bool(saving() - before)
+    process.join()
+    assert process.exitcode == 0
+    assert during_saves > 0
+    jax.tree.map(np.testing.assert_array_equal, state(out), state(whole))
+    assert records(out) == records(whole)

@@ -1,0 +1,162 @@
+"""What users import: names, signatures, docstrings, and nothing that they did not ask for."""
+
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import mxjax
+
+ROOT = Path(__file__).parents[2]
+KEYWORD_ONLY = "*"
+
+# Parameters in order; those with a default as (name, default).
+SIGNATURES = {
+    "quantize": [
+        "x",
+        ("format", "mxfp4"),
+        KEYWORD_ONLY,
+        ("axis", -1),
+        ("scale_rule", "floor"),
+        ("rounding", "nearest"),
+        ("block_shape", None),
+        ("prescale", None),
+        ("key", None),
+    ],
+    "dequantize": ["q", ("dtype", jnp.float32)],
+    "pack": ["q", KEYWORD_ONLY, ("axis", -1)],
+    "unpack": ["packed", KEYWORD_ONLY, ("axis", -1)],
+    "rotate": ["x", ("size", 16), KEYWORD_ONLY, ("axis", -1), ("signs", None)],
+    "hadamard_matrix": ["n"],
+    "random_signs": ["key", "n"],
+    "dot": ["x", "w", KEYWORD_ONLY, "policy", ("key", None), ("implementation", None)],
+    "dot_general": [
+        "lhs",
+        "rhs",
+        "dimension_numbers",
+        ("precision", None),
+        ("preferred_element_type", None),
+        KEYWORD_ONLY,
+        "policy",
+        ("key", None),
+        ("implementation", None),
+    ],
+    "make_dot_general": ["policy", KEYWORD_ONLY, ("key", None), ("implementation", None)],
+    "get_policy": ["name"],
+    "policies": [],
+    "with_scale_rule": ["policy", "rule"],
+    "Operand": [
+        ("format", "mxfp4"),
+        ("block_shape", None),
+        ("scale_rule", "floor"),
+        ("rounding", "nearest"),
+        ("prescale", None),
+        ("source", "original"),
+    ],
+    "Rotation": [("size", 16), ("signs", "none"), ("seed", 0)],
+    "Gemm": [("lhs", mxjax.Operand()), ("rhs", mxjax.Operand()), ("rotation", None)],
+    "Policy": [("fprop", mxjax.Gemm()), ("dgrad", mxjax.Gemm()), ("wgrad", mxjax.Gemm())],
+}
+
+
+def signature(function) -> list:
+    parameters: list = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and KEYWORD_ONLY not in parameters:
+            parameters.append(KEYWORD_ONLY)
+        parameters.append(name if parameter.default is parameter.empty else (name, parameter.default))
+    return parameters
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_begin_with_these_parameters(name):
+    expected = SIGNATURES[name]
+    actual = signature(getattr(mxjax, name))
+    assert actual[: len(expected)] == expected
+    # What follows must not be needed, nor be taken by position.
+    assert all(isinstance(parameter, tuple) for parameter in actual[len(expected) :])
+    assert KEYWORD_ONLY in expected or len(actual) == len(expected)
+
+
+def test_all_is_sorted_and_every_name_exists():
+    assert mxjax.__all__ == sorted(set(mxjax.__all__))
+    assert all(hasattr(mxjax, name) for name in mxjax.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(set(mxjax.__all__) - {"FORMATS"}))
+def test_every_public_name_has_a_docstring(name):
+    public = getattr(mxjax, name)
+    text = inspect.getdoc(public)
+    assert text
+    assert not text.startswith(f"{name}("), "a dataclass without a docstring gets its signature"
+
+
+def test_every_public_name_of_stats_has_a_docstring():
+    defined = [f for f in vars(mxjax.stats).values() if getattr(f, "__module__", None) == "mxjax.stats"]
+    assert {"error", "quantization", "gemms"} <= {f.__name__ for f in defined}
+    texts = {f.__name__: inspect.getdoc(f) or "" for f in defined}
+    # A named tuple without a docstring gets its signature.
+    assert not [name for name, text in texts.items() if not text or text.startswith(f"{name}(")]
+
+
+def run_python(code: str, **options) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, **options
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_brings_in_no_training_library():
+    code = """
+import sys, mxjax
+mxjax.dot, mxjax.stats.gemms
+heavy = ("flax", "optax", "grain", "orbax", "tyro", "rich", "torch", "beartype", "transformers")
+print(*[name for name in heavy if name in sys.modules])
+print(*[name for name in sys.modules if name.startswith("training")])
+"""
+    assert run_python(code, cwd=ROOT).split() == []
+
+
+def test_import_starts_no_backend():
+    # Programs choose the platform and its devices after they import libraries.
+    code = """
+import jax, mxjax
+jax.config.update("jax_num_cpu_devices", 2)
+print(jax.device_count("cpu"))
+"""
+    assert run_python(code, cwd=ROOT).split() == ["2"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("uv"), reason="uv builds the wheel")
+def test_the_wheel_holds_the_package_alone_and_imports_elsewhere(tmp_path):
+    subprocess.run(
+        ["uv", "build", "--wheel", "--python", sys.executable, "--out-dir", str(tmp_path), str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "installed")
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"mxjax", f"mxjax-{mxjax.__version__}.dist-info"}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "mxjax").rglob("*.py")}
+    assert sources <= set(names)
+    assert not [name for name in names if "__pycache__" in name or "test" in Path(name).name]
+
+    code = """
+import jax.numpy as jnp, mxjax
+print(mxjax.__file__)
+print(mxjax.dot(jnp.ones(3), jnp.ones((3, 2)), policy="fp32"))
+"""
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
+    out = run_python(code, cwd=tmp_path, env=environment)
+    assert out.splitlines() == [str(tmp_path / "installed/mxjax/__init__.py"), "[3. 3.]"]

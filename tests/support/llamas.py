@@ -1,0 +1,48 @@
+"""Hugging Face checkpoints of small Llamas, and what the tests read of checkpoints and runs."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import llama
+from models.configs import LlamaConfig, from_dict
+from models.huggingface.config import write_config
+from models.huggingface.safetensors_files import Reader, Spec, Writer
+from models.huggingface.tensors import shapes, views
+from training.checkpoint.checkpoints import Checkpoints
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
+NAMES = ("llama2", "llama3", "llama3.1", "llama3.2")
+SMALL = LlamaConfig(300, 64, 2, 4, 2, 16, 96, rope_theta=10_000.0)
+
+
+def params_of(run):
+    config = from_dict(json.loads((run / "config.json").read_text())["model"])
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        return config, checkpoints.restore_params(shapes(config))
+
+
+def logits_of(config, params, tokens):
+    policies = llama.layer_policies(config, "fp32", [("*", "fp32")])
+    run = jax.jit(lambda p, t: llama.apply(config, p, t, policies=policies, dtype=jnp.float32))
+    return np.asarray(run(params, jnp.asarray(tokens)))
+
+
+def tensors(folder):
+    with Reader(folder) as reader:
+        return {name: (spec, reader.read(name).tobytes()) for name, spec in reader.specs.items()}
+
+
+def golden_raw(name="llama3.2"):
+    return json.loads((GOLDEN / name / "config.json").read_text())
+
+
+def rewrite_params(folder, config, params):
+    named = {n: v if v.ndim == 1 else v.reshape(-1, v.shape[-1]) for n, v in views(config, params).items()}
+    with Writer(folder, {n: Spec("F32", v.shape) for n, v in named.items()}, 2**30) as writer:
+        for name, value in named.items():
+            writer.write(name, value)
+    (folder / "config.json").write_text(json.dumps(write_config(config, 64)))

@@ -1,0 +1,177 @@
+"""Programs of training/test_mesh.py on 8 virtual devices, in processes of their own: JAX fixes it at start.
+
+`python tests/support/meshes.py curves` runs every policy of the ladder on every mesh, in half an hour.
+"""
+
+import functools
+import itertools
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+import mxjax
+from models import llama
+from models import loss as pieces
+from models.configs import LlamaConfig
+from models.sharding import AXES, batch_parts_of
+from training import parameters
+from training.checkpoint.checkpoints import Checkpoints
+from training.config import OptimizerConfig
+from training.environment import enable_compilation_cache
+from training.memory import step_memory
+from training.mesh import global_batch, make_mesh, on_mesh
+from training.optimizer import make_optimizer
+from training.step import make_eval_step, make_train_step
+
+# Every axis has 8 whole blocks and rotations of 32.
+MODEL = LlamaConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)
+STEPS, BATCH, LENGTH = 3, 8, 32
+SHAPES = [shape for shape in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(shape) <= 8]
+LADDER = [name for name in mxjax.policies() if name.startswith(("bf16", "fp8", "fprop", "wgrad", "full"))]
+
+
+class OnMesh:
+    """A training state on the first devices, in a mesh of a shape, and its step."""
+
+    def __init__(
+        self,
+        policy: str,
+        shape,
+        implementation=None,
+        remat="none",
+        accumulate=1,
+        model=MODEL,
+        dtype: Any = jnp.float32,
+    ):
+        # In float32 around the linear layers, where the order of sums changes least.
+        rules = [("blocks.*.attention.[sv]*", "fp32")] if dtype == jnp.float32 else []
+        self.policies = policies = llama.layer_policies(model, policy, rules)
+        optimizer = make_optimizer(
+            OptimizerConfig(lr=0.3, eps=1.0, warmup_steps=1), 10
+        )  # as SGD: Adam would enlarge the smallest differences
+        devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+        self.mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+
+        options = {
+            "policies": policies,
+            "dtype": dtype,
+            "implementation": implementation,
+            "remat": remat,
+        }
+
+        def loss(params, batch, key):
+            return llama.mean_loss(model, params, batch, key=key, **options)
+
+        def losses(params, batch, key):
+            return llama.losses(model, params, batch, key=key, **options)
+
+        parameters.check_cuts(self.mesh.shape, model, policies)
+        with jax.set_mesh(self.mesh):
+            first = parameters.first_state(model, optimizer, self.mesh, jax.random.key(0))
+        self.state, self.shardings = first
+        self.step = make_train_step(loss, optimizer, accumulate=accumulate, shardings=self.shardings)
+        self.eval_step = on_mesh(self.mesh, make_eval_step(losses))
+
+    def run(self, batches) -> list[float]:
+        """Returns the losses of the batches' steps, then the gradients' norms."""
+        found = []
+        with jax.set_mesh(self.mesh):
+            for batch in batches:
+                self.state, metrics = self.step(self.state, global_batch(self.mesh, batch), jax.random.key(0))
+                found.append((float(metrics.loss), float(metrics.grad_norm)))
+        same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), self.state, self.shardings)
+        assert all(jax.tree.leaves(same)), same
+        return [value for values in zip(*found, strict=True) for value in values]
+
+    def evaluate(self, batch) -> float:
+        """Returns the loss of all but one sequence of the batch, which no mesh divides."""
+        with jax.set_mesh(self.mesh):
+            return float(self.eval_step(self.state.params, batch[:-1], jax.random.key(0)))
+
+
+def all_batches() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, MODEL.vocab_size, (STEPS, BATCH, LENGTH + 1), np.int32)
+
+
+def curves(*pairs: str) -> None:
+    """For each POLICY:DATA,FSDP,TENSOR prints how far its losses are, relatively, from one device's.
+
+    That of an evaluation too where :evaluate follows; without pairs, for all there are.
+    """
+    chosen = [pair.split(":") for pair in pairs] or [
+        [policy, ",".join(map(str, shape)), "evaluate"] for policy, shape in itertools.product(LADDER, SHAPES)
+    ]
+
+    @functools.cache
+    def losses(policy: str, shape: str, *evaluate: str) -> list[float]:
+        on, batches = OnMesh(policy, tuple(map(int, shape.split(",")))), all_batches()
+        return on.run(batches) + [on.evaluate(batches[-1]) for _ in evaluate]
+
+    for policy, shape, *evaluate in chosen:
+        found, wanted = losses(policy, shape, *evaluate), losses(policy, "1,1,1", *evaluate)
+        errors = [abs(a / b - 1) for a, b in zip(found, wanted, strict=True)]
+        print(json.dumps({"policy": policy, "shape": shape, "losses": found, "errors": errors}), flush=True)
+
+
+def restore(folder: str) -> None:
+    """Saves a state on fsdp=8 and restores it on another mesh and on one device."""
+    saved = OnMesh("bf16", (1, 8, 1)).state
+    with Checkpoints(pathlib.Path(folder)) as checkpoints:
+        checkpoints.save(saved, {"next_index": 3})
+    for shape in ((2, 2, 2), (1, 1, 1)):
+        like = OnMesh("bf16", shape)
+        with Checkpoints(pathlib.Path(folder)) as checkpoints:
+            found, position = checkpoints.restore(like.state)
+        assert position == {"next_index": 3}
+        for a, b, s in zip(*map(jax.tree.leaves, (found, saved, like.shardings)), strict=True):
+            assert a.sharding.is_equivalent_to(s, a.ndim)
+            np.testing.assert_array_equal(a, b)
+
+
+def compile_step(policy: str, shape: str, implementation: str) -> None:
+    """Compiles a step with all its loops, for XLA_FLAGS to dump."""
+    pieces.LOSS_TOKENS = 16
+    on = OnMesh(policy, tuple(map(int, shape.split(","))), implementation, remat="full", accumulate=2)
+    with jax.set_mesh(on.mesh):
+        on.step.lower(on.state, global_batch(on.mesh, all_batches()[0])).compile()
+
+
+def memory(*cases: str) -> None:
+    """For each DATA,FSDP,TENSOR:POLICY:REMAT:VOCABULARY prints the estimate of a step's memory, and what XLA
+    allocates on a device, in bytes."""
+    for case in cases:
+        shape, policy, remat, vocab = case.split(":")
+        model = LlamaConfig(int(vocab), 128, 4, 4, 4, 32, 384, rope_theta=10_000.0)
+        on = OnMesh(policy, tuple(map(int, shape.split(","))), remat=remat, model=model, dtype=jnp.bfloat16)
+        batch = np.zeros((BATCH, 129), np.int32)
+        with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
+            estimate = step_memory(
+                model,
+                on.policies,
+                on.state.params,
+                on.state.opt_state,
+                batch_size=BATCH,
+                seq_len=128,
+                batch_shards=batch_parts_of(on.mesh.shape),
+                tensor=on.mesh.shape["tensor"],
+                remat=remat,
+            )
+        with jax.set_mesh(on.mesh):
+            step = on.step.lower(on.state, global_batch(on.mesh, batch)).compile()
+        m = step.memory_analysis()
+        held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+        print(json.dumps({"case": case, "estimate": estimate, "allocated": held + m.temp_size_in_bytes}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "curves":
+        enable_compilation_cache()
+    {"curves": curves, "restore": restore, "compile": compile_step, "memory": memory}[sys.argv[1]](
+        *sys.argv[2:]
+    )

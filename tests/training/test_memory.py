@@ -1,0 +1,144 @@
+"""The estimate of a step's memory against what XLA's CPU allocates; the logits, of which pieces exist."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from models import llama
+from models.configs import LlamaConfig
+from models.loss import LOSS_TOKENS, cross_entropy
+from training import parameters
+from training.config import OptimizerConfig
+from training.memory import Memory, device_bytes, step_memory
+from training.optimizer import make_optimizer
+from training.step import init_state, make_train_step
+
+SMALL = LlamaConfig(257, 64, 4, 4, 2, 16, 192)
+
+
+def compare(config, batch_size, seq_len, accumulate, policy, implementation, remat):
+    """Returns the estimate and what the compiled step takes, in bytes."""
+    policies = llama.layer_policies(config, policy)
+    optimizer = make_optimizer(OptimizerConfig(), 10)
+    state = jax.eval_shape(lambda: init_state(llama.init(config, jax.random.key(0)), optimizer))
+    options = {"implementation": implementation, "remat": remat}
+    estimate = step_memory(
+        config,
+        policies,
+        state.params,
+        state.opt_state,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        accumulate=accumulate,
+        **options,
+    )
+
+    def loss(params, batch, key):
+        return llama.mean_loss(config, params, batch, policies=policies, key=key, **options)
+
+    step = make_train_step(loss, optimizer, accumulate=accumulate)
+    batch = jax.ShapeDtypeStruct((batch_size, seq_len + 1), jnp.int32)
+    m = step.lower(state, batch, jax.eval_shape(lambda: jax.random.key(0))).compile().memory_analysis()
+    held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+    return estimate, held + m.temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "batch_size", "seq_len", "accumulate", "policy", "implementation", "remat"),
+    [
+        (SMALL, 8, 64, 1, "bf16", "xla", "none"),
+        (SMALL, 8, 64, 1, "bf16", "xla", "dots"),
+        (SMALL, 16, 128, 2, "bf16", "xla", "full"),
+        (SMALL, 8, 128, 1, "wgrad_hadamard", "fp8", "fp4"),
+        (LlamaConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),
+        (LlamaConfig(4096, 64, 2, 4, 2, 16, 192), 4, 64, 1, "bf16", "xla", "full"),
+    ],
+)
+def test_the_estimate_is_near_what_is_allocated(
+    config, batch_size, seq_len, accumulate, policy, implementation, remat
+):
+    estimate, allocated = compare(config, batch_size, seq_len, accumulate, policy, implementation, remat)
+    assert estimate.parameters == 4 * config.n_params
+    assert estimate.optimizer == pytest.approx(8 * config.n_params, rel=0.01)
+    assert 0.7 < allocated / estimate.total < 1.4
+
+
+def estimate(**options):
+    policies = llama.layer_policies(SMALL, "bf16")
+    params = jax.eval_shape(lambda: llama.init(SMALL, jax.random.key(0)))
+    return step_memory(SMALL, policies, params, params, seq_len=64, **options)
+
+
+def test_parts_and_devices_share_a_batch():
+    whole = estimate(batch_size=16)
+    assert estimate(batch_size=16, batch_shards=2) == estimate(batch_size=8) < whole
+    parts = estimate(batch_size=16, accumulate=2)
+    assert parts.activations == estimate(batch_size=8).activations
+    assert parts.gradients == 2 * whole.gradients
+
+
+def test_devices_share_heads_width_and_vocabulary():
+    model = dataclasses.replace(SMALL, vocab_size=256)
+    alike = dataclasses.replace(model, n_heads=2, n_kv_heads=1, d_ff=96, vocab_size=128)
+    params = parameters.abstract_params(alike)  # as a device has them
+    policies = llama.layer_policies(SMALL, "bf16")
+    options = {"batch_size": 16, "seq_len": 64, "remat": "full"}
+    expected = step_memory(alike, policies, params, params, **options)
+    assert step_memory(model, policies, params, params, tensor=2, **options) == expected
+
+
+def test_a_device_holds_its_shards():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    array = jax.ShapeDtypeStruct((6, 2), jnp.float32, sharding=sharding)
+    assert device_bytes({"a": array, "b": jnp.zeros(3, jnp.bfloat16)}) == 6 * 2 * 4 + 6
+    abstract = AbstractMesh((2,), ("x",))
+    array = jax.ShapeDtypeStruct((6, 2), jnp.float32, sharding=NamedSharding(abstract, PartitionSpec("x")))
+    assert device_bytes(array) == 3 * 2 * 4
+
+
+def test_an_estimate_reads_in_gib():
+    memory = Memory(2**30, 2**31, 2**30, 150 * 2**30, 2**20)
+    assert str(memory) == (
+        "154 GiB (parameters 1, optimizer 2, gradients 1, activations 150, working 0.000977)"
+    )
+
+
+def test_cross_entropy_and_its_gradient_are_optax_s():
+    logits = jax.random.normal(jax.random.key(0), (3, 5, 17)) * 4
+    targets = jax.random.randint(jax.random.key(1), (3, 5), 0, 17)
+
+    def both(f):
+        return jax.value_and_grad(lambda x: jnp.sum(jnp.sin(f(x, targets))))(logits)
+
+    found = both(cross_entropy)
+    expected = both(optax.softmax_cross_entropy_with_integer_labels)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_logits_exist_in_pieces_and_the_head_is_converted_once():
+    vocab, d = 128_256, 32
+    config = LlamaConfig(vocab, d, 1, 2, 1, 16, 32)
+    policies = llama.layer_policies(config, "bf16")
+    params = jax.eval_shape(lambda: llama.init(config, jax.random.key(0)))
+
+    def loss(params, batch):
+        return llama.mean_loss(config, params, batch, policies=policies)
+
+    batch = jax.ShapeDtypeStruct((8, 1025), jnp.int32)  # four pieces
+    hlo = jax.jit(jax.value_and_grad(loss)).lower(params, batch).compile().as_text()
+    shapes = [
+        [int(n) for n in found.split(",")] for found in re.findall(rf"\w\[((?:\d+,)*{vocab}(?:,\d+)*)\]", hlo)
+    ]
+    assert max(np.prod(shape) for shape in shapes) == LOSS_TOKENS * vocab
+    head = rf"bf16\[{d},{vocab}\]\S* convert\(%?\S+\)"
+    assert len(re.findall(head, hlo)) == 1
+    # Float32 of the head's shape: its weight, its gradient's accumulator, and one piece's part of that.
+    assert len(re.findall(rf"= f32\[{d},{vocab}\]\S* dot\(", hlo)) == 1

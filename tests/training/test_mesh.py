@@ -1,0 +1,331 @@
+"""Meshes: what they are asked for, what they refuse, and that training on them is that on one device."""
+
+import functools
+import itertools
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+
+import jax
+import pytest
+from support import meshes
+
+import train as training_program
+from models import llama
+from models.configs import LlamaConfig, get_config
+from models.sharding import AXES
+from training import parameters
+from training.command_line import parse
+from training.config import Config
+from training.mesh import check_batch, parse_mesh
+from training.processes import join_processes, wait_for_coordinator
+from training.schedule import Phase
+from training.setup import mesh_flags
+
+ROOT = pathlib.Path(__file__).parents[2]
+FIRST, LATER = 1e-6, 5e-3
+"""Of losses and norms of gradients, relative: of the first loss, in which the order of float32 sums alone is
+another; and of all others. There a last bit sometimes flips the rounding of an element, and what follows sees
+it: of all 247 pairs of a policy and a shape, 179 agree to 1e-6, and the largest difference is 4.4e-3
+(docs/results/mesh-cpu.md). Three pairs of bf16 that are not run here pass 1e-6 in the first loss, by 3 %."""
+
+
+def start(arguments, devices=8, **environment):
+    flags = f"--xla_force_host_platform_device_count={devices} {environment.pop('XLA_FLAGS', '')}"
+    environment = (
+        os.environ | environment | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    )
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM's, which would take longer than the steps
+    command = [sys.executable, *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process) -> list[str]:
+    try:
+        output, _ = process.communicate(timeout=1500)  # two slow cores, shared
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, output
+    return output.splitlines()
+
+
+def program(*arguments, **environment) -> list[str]:
+    return finish(start(["tests/support/meshes.py", *arguments], **environment))
+
+
+def check_curves(pairs, evaluated: str) -> None:
+    """Compares the losses of training, and of the policy `evaluated` those of evaluations too."""
+    options = {evaluated: ":evaluate"}
+    arguments = [f"{policy}:{','.join(map(str, shape))}{options.get(policy, '')}" for policy, shape in pairs]
+    found = program("curves", *arguments)
+    records = [json.loads(line) for line in found]
+    assert len(records) == len(pairs)
+    for record in records:
+        assert record["errors"][0] < FIRST, record
+        assert max(record["errors"]) < LATER, record
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        (None, (1, 8, 1)),
+        ("data=8", (8, 1, 1)),
+        ("tensor=2, data=4", (4, 1, 2)),
+        ("data=2,fsdp=2,tensor=2", (2, 2, 2)),
+    ],
+)
+def test_a_mesh_is_written_as_sizes(text, sizes):
+    assert tuple(parse_mesh(text, 8).values()) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fsdp=4", "is for 4 devices and there are 8; choose sizes that multiply to 8"),
+        ("data=4,fsdp=4", "is for 16 devices"),
+        ("model=8", "of the axes data, fsdp, tensor; got 'model=8'"),
+        ("fsdp", "takes AXIS=SIZE"),
+        ("fsdp=0", "takes AXIS=SIZE"),
+        ("fsdp=2,fsdp=4", "names fsdp twice"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_an_error(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_mesh(text, 8)
+
+
+def check(model, policy, text, devices):
+    policies = llama.layer_policies(model, policy)
+    parameters.check_cuts(parse_mesh(text, devices), model, policies)
+
+
+@pytest.mark.parametrize(
+    ("model", "policy", "text", "message"),
+    [
+        (
+            {},
+            "wgrad",
+            "fsdp=8",
+            r"fsdp=8 cannot cut blocks.attention.out's axis 'embed' of 128 .* reduce fsdp, to 4",
+        ),
+        ({}, "full_hadamard32", "fsdp=8", "runs of 32"),
+        ({"d_model": 192}, "amazon", "fsdp=2", r"'embed' of 192 .* runs of 64 .* reduce fsdp, to 1"),
+        ({"d_ff": 96}, "wgrad", "tensor=2", r"blocks.mlp.down's axis 'mlp' of 96 .* reduce tensor"),
+        ({}, "bf16", "tensor=4", r"blocks.attention.out's axis 'heads' of 128 .* reduce tensor, to 2"),
+        (
+            {"vocab_size": 257},
+            "bf16",
+            "tensor=2",
+            "embedding's axis 'vocab' of 257 into equal parts; reduce tensor",
+        ),
+    ],
+)
+def test_parameters_are_cut_between_blocks_rotations_and_heads(model, policy, text, message):
+    model = LlamaConfig(**{"vocab_size": 256, "d_model": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2,
+                           "head_dim": 32, "d_ff": 384} | model)  # fmt: skip
+    devices = int(text[-1])
+    with pytest.raises(ValueError, match=message):
+        check(model, policy, text, devices)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("llama3.1-8b", "fsdp=64"), ("llama3.1-8b", "data=2,fsdp=4,tensor=8")]
+)
+def test_the_published_models_fit_large_meshes(name, text):
+    check(get_config(name), "full_hadamard32", text, 64)
+
+
+def test_every_device_gets_as_many_sequences():
+    sizes = {"data": 2, "fsdp": 2, "tensor": 2}
+    check_batch(sizes, 8, 2)
+    for batch_size, accumulate in ((6, 1), (4, 2)):
+        with pytest.raises(
+            ValueError, match=f"--batch-size {batch_size} must be a multiple of .* data x fsdp = 4"
+        ):
+            check_batch(sizes, batch_size, accumulate)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch_size", "accumulate", "vocab_size", "advice"),
+    [
+        ((1, 8, 1), 12, 1, 256, "take --batch-size 8 or 16, or --mesh fsdp=4,tensor=2"),
+        ((1, 8, 1), 12, 1, 257, "take --batch-size 8 or 16, or --mesh fsdp=4,tensor=2 --vocab-size 258"),
+        ((2, 2, 2), 2, 2, 256, "take --batch-size 8"),  # but for 8 parts, for which there are too few heads
+        ((1, 2, 1), 1, 1, 256, "take --batch-size 2, or --mesh tensor=2"),
+        ((1, 3, 1), 7, 1, 256, "take --batch-size 6 or 9"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_an_error_with_what_can(
+    sizes, batch_size, accumulate, vocab_size, advice
+):
+    model = LlamaConfig(vocab_size, 256, 2, 4, 4, 32, 256)
+    phases = [Phase(1, "wgrad", llama.layer_policies(model, "wgrad"))]
+    flags = functools.partial(mesh_flags, model, phases, False)
+    with pytest.raises(ValueError, match=f"data x fsdp = .*; {advice}$"):
+        check_batch(dict(zip(AXES, sizes, strict=True)), batch_size, accumulate, flags)
+
+
+def test_train_ends_with_what_to_change(tmp_path):
+    with pytest.raises(SystemExit, match="is for 2 devices and there are 1"):
+        training_program.train(parse(["--mesh", "data=2", "--out", str(tmp_path / "run")]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_share_a_folder_and_are_named_by_all_three_variables(monkeypatch):
+    with pytest.raises(ValueError, match="--distributed needs --out"):
+        Config(distributed=True)
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID not"):
+        join_processes()
+
+
+def test_a_first_process_that_cannot_be_reached_or_cannot_listen_is_an_error(monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        with pytest.raises(
+            ValueError, match=f"nothing answers at .*{address} .*JAX_PROCESS_ID 0 on that host"
+        ):
+            wait_for_coordinator(address, seconds=0.0)
+        probe.listen()
+        wait_for_coordinator(address)
+        for name, value in (("COORDINATOR_ADDRESS", address), ("NUM_PROCESSES", "2"), ("PROCESS_ID", "0")):
+            monkeypatch.setenv(f"JAX_{name}", value)
+
+        def initialize(*arguments):
+            raise RuntimeError("Failed to start RPC server")
+
+        monkeypatch.setattr(jax.distributed, "initialize", initialize)
+        with pytest.raises(ValueError, match=r"process 0 of 2 cannot join at .*be a free one"):
+            join_processes()
+    for address in ("host", "host:", ":80", "host:70000"):
+        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+        with pytest.raises(ValueError, match=f"must be HOST:PORT, got '{address}'"):
+            join_processes()
+
+
+def test_every_parameter_has_logical_axes():
+    model = LlamaConfig(256, 128, 2, 4, 2, 32, 384)
+    axes, params = parameters.parameter_axes(model), parameters.abstract_params(model)
+    jax.tree.map(lambda x, a: pytest.fail(f"{a} of {x}") if len(a) != x.ndim else None, params, axes)
+    cut = [a for a in jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, tuple)) if "norm" not in a]
+    assert len(cut) == 6
+    assert all("embed" in a for a in cut)
+
+
+def test_losses_on_meshes_are_those_of_one_device():
+    """Three steps and an evaluation whose batch the mesh does not divide."""
+    check_curves([("wgrad_rht", (1, 8, 1)), ("wgrad_rht", (2, 2, 2))], "wgrad_rht")
+
+
+def test_the_memory_estimate_is_near_what_a_device_of_a_mesh_allocates():
+    cases = "1,1,4:bf16:none:256", "2,2,2:wgrad_hadamard:full:4096", "1,8,1:bf16:full:4096"
+    for line in program("memory", *cases):
+        found = json.loads(line)
+        assert 0.7 < found["allocated"] / sum(found["estimate"]) < 1.4, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [0, 1])
+def test_every_shape_of_mesh_and_every_policy_each_in_one_pair_gives_the_losses_of_one_device(half):
+    shapes = [shape for shape in meshes.SHAPES if shape != (1, 1, 1)]
+    assert len(shapes) == 19
+    rest = itertools.repeat("bf16", len(shapes) - len(meshes.LADDER))  # which compiles fastest
+    pairs = list(zip([*meshes.LADDER, *rest], shapes, strict=True))
+    check_curves(pairs[half::2], "bf16")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_restored_on_other_meshes(tmp_path):
+    program("restore", tmp_path)
+
+
+def partitioned_step(folder, *arguments) -> str:
+    """Returns the program of a step as it was partitioned: later the CPU turns bfloat16 into float32."""
+    dump = f"--xla_dump_to={folder} --xla_dump_hlo_module_re=jit_step --xla_dump_hlo_pass_re=spmd-part"
+    # Nothing is dumped of a program that the cache holds.
+    program("compile", *arguments, XLA_FLAGS=dump, JAX_ENABLE_COMPILATION_CACHE="false")
+    [text] = folder.glob("*after_spmd-partitioning*")
+    return text.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "implementation", "dtypes"),
+    [
+        ("bf16", "xla", {"bf16"}),
+        ("fp8", "fp8", {"f8e4m3fn", "bf16"}),
+        ("wgrad", "scaled_dot", {"u8", "bf16"}),
+    ],
+)
+def test_layers_are_gathered_one_at_a_time_as_the_gemms_read_them(tmp_path, policy, implementation, dtypes):
+    """The head is in bfloat16. With remat, a loss in pieces and a batch in parts."""
+    text = partitioned_step(tmp_path, policy, "1,4,1", implementation)
+    found = re.findall(r" = (\w+)\[([\d,]*)\]\S* (all-gather|all-to-all|collective-permute)\(", text)
+    moved = [(name, dtype, shape) for dtype, shape, name in found if dtype != "s32"]  # which are tokens
+    gathered = {(dtype, shape) for name, dtype, shape in moved if name == "all-gather"}
+    assert {dtype for dtype, _ in gathered} == dtypes
+    assert all(shape.count(",") == 1 for _, shape in gathered), gathered  # one layer's; nothing of a sequence
+    # The only activations that move are those of the embedding's lookup, forward and backward.
+    assert [name for name, *_ in moved if name != "all-gather"] == ["all-to-all"] * 2
+    # The gradient of gate_up is whole while it is summed, one layer's at a time.
+    assert set(re.findall(r"f32\[256,512\]\S* ([\w-]+)\(", text)) == {"dot", "all-reduce"}
+    assert "f32[2,256,512]" not in text
+
+
+SMALL = [
+    *("--policy", "wgrad_hadamard", "--batch-size", "8", "--seq-len", "32", "--eval-batches", "2"),
+    *("--warmup-steps", "2", "--steps", "4", "--eval-every", "2", "--checkpoint-every", "2"),
+]
+
+
+def records(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r.get("loss", r.get("eval_loss"))) for r in lines]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does_and_one_goes_on(tmp_path):
+    """By train.py: two processes of two devices each, against one of four, with sums in another order."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+
+    def command(out, *flags):
+        return ["train.py", *SMALL, "--data", text, "--out", tmp_path / out, *flags]
+
+    whole = finish(start(command("whole"), devices=4))
+    processes = [
+        start(
+            command("two", "--stop-after", "2", "--distributed"),
+            devices=2,
+            JAX_COORDINATOR_ADDRESS=address,
+            JAX_NUM_PROCESSES="2",
+            JAX_PROCESS_ID=str(i),
+        )
+        for i in range(2)
+    ]
+    first, second = (finish(process) for process in processes)
+    assert any(line.startswith("final eval loss") for line in whole)
+    assert any(line.startswith("stopped after step 2 of 4: eval loss") for line in first)
+    assert not any(line.startswith(("step", "stopped")) for line in second)
+    assert [step for step, _ in records(tmp_path / "two")] == [1, 2, 2]
+    finish(start(command("two", "--resume", "--mesh", "data=2,fsdp=2"), devices=4))
+    found, expected = records(tmp_path / "two"), records(tmp_path / "whole")
+    assert [step for step, _ in found] == [step for step, _ in expected] == [1, 2, 2, 3, 4, 4]
+    for (_, a), (_, b) in zip(found[:3], expected[:3], strict=True):
+        assert a == pytest.approx(b, rel=FIRST)
+    for (_, a), (_, b) in zip(found[3:], expected[3:], strict=True):
+        assert a == pytest.approx(
+            b, rel=2e-2
+        )  # activations are in bfloat16, rounded elsewhere on another mesh

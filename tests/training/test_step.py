@@ -1,0 +1,147 @@
+"""The training step and the evaluation loop, on a model small enough to check by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from training.layer_amax import amax, amax_names
+from training.step import evaluate, init_state, make_eval_step, make_train_step
+
+
+def bigram(params, batch, key, noise=0.0):
+    logits = params["table"][batch[:, :-1]] + noise
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
+
+
+def noisy(params, batch, key):
+    return bigram(params, batch, key, jax.random.normal(key, (*batch[:, 1:].shape, 4)))
+
+
+def mean_bigram(params, batch, key):
+    return bigram(params, batch, key).mean()
+
+
+def mean_noisy(params, batch, key):
+    return noisy(params, batch, key).mean()
+
+
+@pytest.fixture
+def params():
+    return {"table": jnp.arange(16, dtype=jnp.float32).reshape(4, 4) / 8}
+
+
+BATCH = np.array([[0, 1, 2], [3, 0, 1]], np.int32)
+KEY = jax.random.key(0)
+
+
+def test_a_step_is_the_optimizer_applied_to_the_mean_loss(params):
+    state = init_state(params, optax.sgd(0.5))
+    expected = jax.grad(lambda p: bigram(p, BATCH, None).mean())(params)
+    # Before the step, which gives the memory of its state away.
+    expected = params["table"] - 0.5 * expected["table"]
+    state, metrics = make_train_step(mean_bigram, optax.sgd(0.5))(state, BATCH, KEY)
+    np.testing.assert_allclose(state.params["table"], expected, rtol=1e-6)
+    assert int(state.step) == 1
+    assert bool(metrics.finite)
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(params):
+    batch = np.random.default_rng(0).integers(0, 4, (6, 5), np.int32)
+    found = []
+    for accumulate in (1, 2, 3):
+        state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.5))
+        state, metrics = make_train_step(mean_bigram, optax.sgd(0.5), accumulate=accumulate)(
+            state, batch, KEY
+        )
+        found.append((state.params["table"], metrics.loss, metrics.grad_norm))
+    for other in found[1:]:
+        for got, expected in zip(other, found[0], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_parts_of_a_batch_draw_different_bits(params):
+    state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.0))
+    batch = np.repeat(BATCH[:1], 2, axis=0)
+    _, metrics = make_train_step(mean_noisy, optax.sgd(0.0), accumulate=2)(state, batch, KEY)
+    keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), i) for i in range(2)]
+    expected = [noisy(params, batch[:1], key).mean() for key in keys]
+    assert abs(expected[0] - expected[1]) > 1e-3
+    np.testing.assert_allclose(metrics.loss, sum(expected) / 2, rtol=1e-6)
+
+
+def test_random_bits_depend_on_seed_and_step(params):
+    def losses(seed):
+        step, state, found = make_train_step(mean_noisy, optax.sgd(0.0)), None, []
+        state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.0))
+        for _ in range(3):
+            state, metrics = step(state, BATCH, jax.random.key(seed))
+            found.append(float(metrics.loss))
+        return found
+
+    assert losses(0) == losses(0)
+    assert len(set(losses(0) + losses(1))) == 6
+
+
+def test_after_a_step_that_is_not_finite_the_state_stays(params):
+    poisoned = {"table": params["table"].at[3, 0].set(jnp.nan)}
+    step = make_train_step(mean_bigram, optax.sgd(0.5))
+    state, metrics = step(init_state(poisoned, optax.sgd(0.5)), np.array([[0, 1, 2]], np.int32), KEY)
+    assert bool(metrics.finite)
+    before = np.asarray(state.params["table"])
+    for batch in (np.array([[3, 1, 2]], np.int32), np.array([[0, 1, 2]], np.int32)):
+        state, metrics = step(state, batch, KEY)
+        assert not bool(metrics.finite)
+        assert int(state.step) == 1
+        np.testing.assert_array_equal(state.params["table"], before)
+
+
+def test_a_skipped_step_changes_only_what_is_counted(params):
+    poisoned = {"table": params["table"].at[3, 0].set(jnp.nan)}
+    optimizer = optax.adam(0.5)
+    step = make_train_step(mean_bigram, optimizer, skip_nonfinite=True)
+    state = init_state(poisoned, optimizer)
+    before = jax.tree.map(np.asarray, state)
+    state, metrics = step(state, np.array([[3, 1, 2]], np.int32), KEY)
+    assert not bool(metrics.finite)
+    assert (int(state.step), int(state.skipped), bool(state.finite)) == (1, 1, True)
+    jax.tree.map(np.testing.assert_array_equal, state[1:3], before[1:3])
+    state, metrics = step(state, np.array([[0, 1, 2]], np.int32), KEY)
+    assert bool(metrics.finite)
+    assert (int(state.step), int(state.skipped), int(metrics.skipped)) == (2, 1, 1)
+    assert not np.array_equal(state.params["table"], before.params["table"], equal_nan=True)
+
+
+def test_the_largest_values_of_a_step_that_is_not_finite_are_those_of_gradients_and_parameters(params):
+    expected = jax.grad(lambda p: bigram(p, BATCH, None).mean())(params)["table"]
+    for offset, wanted in ((jnp.inf, [[abs(expected).max()], [15 / 8]]), (0.0, [[0], [0]])):
+        state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.5))
+
+        def loss(*arguments, offset=offset):
+            return mean_bigram(*arguments) + offset
+
+        _, metrics = make_train_step(loss, optax.sgd(0.5))(state, BATCH, KEY)
+        np.testing.assert_allclose(metrics.amax, wanted, rtol=1e-6)
+
+
+def test_blocks_are_told_apart():
+    tree = {"blocks": {"mlp": {"up": jnp.array([[[1.0, -3.0]], [[2.0, 0.0]]])}}, "head": -jnp.ones((2, 2))}
+    assert amax_names(tree) == ["blocks.0.mlp.up", "blocks.1.mlp.up", "head"]
+    np.testing.assert_array_equal(amax(tree), [3, 2, 1])
+
+
+def test_evaluation_averages_over_tokens_not_batches(params):
+    batches = [BATCH, BATCH[:1]]
+    all_losses = [bigram(params, b, None) for b in batches]
+    expected = np.concatenate([np.asarray(x).ravel() for x in all_losses]).mean()
+    found = evaluate(make_eval_step(bigram), params, batches)
+    np.testing.assert_allclose(found["eval_loss"], expected, rtol=1e-6)
+    np.testing.assert_allclose(found["eval_perplexity"], np.exp(expected), rtol=1e-6)
+    assert found["eval_tokens"] == 6
+    assert abs(found["eval_loss"] - np.mean([np.mean(x) for x in all_losses])) > 1e-4
+
+
+def test_evaluation_draws_the_same_bits_every_time(params):
+    step = make_eval_step(noisy)
+    assert evaluate(step, params, [BATCH]) == evaluate(step, params, [BATCH])

@@ -1,0 +1,142 @@
+"""Corpora and batches: what is read, how it is split, and that batches depend on seed and step alone."""
+
+import numpy as np
+import pytest
+
+from training.config import DataConfig
+from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE, batches, evaluation_batches, load_corpus
+
+CONFIG = DataConfig(batch_size=4, seq_len=8)
+TOKENS = np.arange(200, dtype=np.uint16)
+
+
+def take(stream, n):
+    return [next(stream) for _ in range(n)]
+
+
+def test_the_default_is_the_standard_library():
+    corpus = load_corpus(None)
+    assert len(corpus.train) > 2_000_000
+    assert len(corpus.validation) > 100_000
+    assert corpus.train.max() == END_OF_DOCUMENT == VOCAB_SIZE - 1
+    assert b"import" in corpus.validation[corpus.validation < 256].astype(np.uint8).tobytes()
+    assert load_corpus(None).facts == corpus.facts
+
+
+def test_a_file_is_split_near_its_end(tmp_path):
+    text = bytes(range(256)) * 4
+    (tmp_path / "a.txt").write_bytes(text)
+    corpus = load_corpus(tmp_path / "a.txt")
+    joined = np.concatenate([corpus.train, corpus.validation])
+    np.testing.assert_array_equal(joined, [*text, END_OF_DOCUMENT])
+    assert 0 < len(corpus.validation) < len(corpus.train)
+
+
+def test_a_folder_is_split_by_file_and_adding_files_moves_none(tmp_path):
+    def split():
+        corpus = load_corpus(tmp_path)
+        parts = (corpus.train, corpus.validation)
+        return [set(bytes(p[p != END_OF_DOCUMENT].astype(np.uint8)).split()) for p in parts]
+
+    for i in range(60):
+        (tmp_path / f"{i}.txt").write_text(f"document{i} ")
+    (tmp_path / ".hidden").write_text("hidden ")
+    train, validation = split()
+    assert validation
+    assert len(train) + len(validation) == 60
+    for i in range(60, 90):
+        (tmp_path / f"{i}.txt").write_text(f"document{i} ")
+    more_train, more_validation = split()
+    assert train <= more_train
+    assert validation <= more_validation
+
+
+def test_what_is_no_text_is_refused(tmp_path):
+    (tmp_path / "lone.bin").write_bytes(b"some text, whatever its name")
+    load_corpus(tmp_path / "lone.bin")
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"a.data{suffix}").write_bytes(b"0123")
+    for path in (tmp_path / "a.data.bin", tmp_path / "a.data.idx", tmp_path):
+        with pytest.raises(ValueError, match=r"holds tokens.*name the dataset as .*/a.data$"):
+            load_corpus(path)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c4-train.0.json.gz").write_bytes(b"0123")
+    with pytest.raises(ValueError, match=r"c4-train.0.json.gz is compressed.*training.tokenize"):
+        load_corpus(tmp_path / "b")
+
+
+def test_a_folder_of_one_file_is_split_as_the_file_is(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(range(100)))
+    folder, file = load_corpus(tmp_path), load_corpus(tmp_path / "a")
+    np.testing.assert_array_equal(folder.train, file.train)
+    np.testing.assert_array_equal(folder.validation, file.validation)
+    assert len(file.validation) == 5
+
+
+@pytest.mark.parametrize("name", ["missing", "empty"])
+def test_nothing_to_read_is_an_error(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=f"--data .*{name}: no"):
+        load_corpus(tmp_path / name)
+
+
+def test_unigram_entropy_is_that_of_the_validation_bytes(tmp_path):
+    (tmp_path / "a").write_bytes(b"x" * 90 + b"abcdefgh" * 2)
+    corpus = load_corpus(tmp_path / "a")
+    counts = np.bincount(corpus.validation)
+    share = counts[counts > 0] / counts.sum()
+    np.testing.assert_allclose(corpus.unigram_entropy(), -(share * np.log(share)).sum())
+
+
+def test_targets_are_inputs_shifted_by_one():
+    batch = next(batches(TOKENS, CONFIG, seed=0))
+    assert batch.shape == (4, 9)
+    assert batch.dtype == np.int32
+    np.testing.assert_array_equal(np.diff(batch, axis=1), 1)
+
+
+def test_an_epoch_visits_every_window_once_and_the_next_in_another_order():
+    rows = np.concatenate(take(batches(TOKENS, CONFIG, seed=0), 12))[:, 0]
+    n_windows = (len(TOKENS) - 1) // CONFIG.seq_len
+    first, second = rows[:n_windows], rows[n_windows : 2 * n_windows]
+    np.testing.assert_array_equal(np.sort(first), CONFIG.seq_len * np.arange(n_windows))
+    np.testing.assert_array_equal(np.sort(first), np.sort(second))
+    assert first.tolist() != second.tolist()
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    whole = take(batches(TOKENS, CONFIG, seed=3), 12)
+    resumed = take(batches(TOKENS, CONFIG, seed=3, start=7), 5)
+    np.testing.assert_array_equal(whole[7:], resumed)
+    assert not np.array_equal(whole, take(batches(TOKENS, CONFIG, seed=4), 12))
+
+
+def test_batches_of_one_are_the_rows_of_larger_ones():
+    rows = take(batches(TOKENS, DataConfig(batch_size=1, seq_len=8), seed=3), 12)
+    np.testing.assert_array_equal(
+        np.concatenate(rows), np.concatenate(take(batches(TOKENS, CONFIG, seed=3), 3))
+    )
+
+
+def test_the_position_is_the_number_of_batches_taken():
+    stream = batches(TOKENS, CONFIG, seed=0)
+    take(stream, 5)
+    assert stream.get_state() == {"next_index": 5}
+
+
+def test_evaluation_reads_in_order_and_to_the_end():
+    found = list(evaluation_batches(TOKENS, CONFIG, 100))
+    assert [len(b) for b in found] == [4] * 6
+    np.testing.assert_array_equal(np.concatenate(found)[:, 0], CONFIG.seq_len * np.arange(24))
+    assert [len(b) for b in evaluation_batches(TOKENS[:60], CONFIG, 100)] == [4, 3]
+    assert len(list(evaluation_batches(TOKENS, CONFIG, 2))) == 2
+
+
+@pytest.mark.parametrize(
+    "read", [lambda t, c: batches(t, c, 0), lambda t, c: list(evaluation_batches(t, c, 1))]
+)
+def test_a_sequence_longer_than_the_data_is_an_error(read):
+    with pytest.raises(
+        ValueError, match=r"needs --seq-len \+ 1 = 201 tokens and the (training|validation) data has 200"
+    ):
+        read(TOKENS, DataConfig(seq_len=200))

@@ -1,0 +1,351 @@
+"""Tokenizing: the library's own ids in order, with any number of processes, through any interruption."""
+
+import contextlib
+import gzip
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from training.data.indexed_dataset import IndexedDataset
+from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_vocab_size, train_tokenizer
+from training.tokenize import workers
+from training.tokenize.tokenize import TokenizeConfig, main, tokenize
+
+tokenizers = pytest.importorskip("tokenizers")
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def write_files(folder, n_files, n_documents, words=8):
+    """Writes C4-like files; returns the texts in order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    texts = []
+    for f in range(n_files):
+        mine = [
+            " ".join(f"word{n} über," for n in rng.integers(0, 50, words)) + f" {f} {d}"
+            for d in range(n_documents)
+        ]
+        lines = "".join(json.dumps({"text": t, "url": "u"}) + "\n" for t in mine)
+        (folder / f"c4-train.{f:05d}.json.gz").write_bytes(gzip.compress(lines.encode()))
+        texts += mine
+    return texts
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    return folder, write_files(folder, 3, 40)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    files = sorted(map(str, corpus[0].iterdir()))
+    path.write_text(train_tokenizer(files, "text", 300, 10**6))
+    return path
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Makes the parts in this process: starting others takes seconds each."""
+
+    def make(job, files, numbers, processes, show):
+        monkeypatch.setattr(
+            workers, "_process", (job, _State(), load_tokenizer(job.tokenizer)), raising=False
+        )
+        for number in numbers:
+            workers._make(number, files[number])
+            show(0, 0)
+            yield workers._read(job.folder, number, files[number])
+
+    monkeypatch.setattr(workers, "make", make)
+
+
+class _State(list):
+    def __init__(self):
+        super().__init__([0, 0, 0])
+
+    def get_lock(self):
+        return contextlib.nullcontext()
+
+
+def config(folder, prefix, tokenizer=None, **options):
+    return TokenizeConfig((str(folder / "*"),), str(prefix), tokenizer, **options)
+
+
+def test_ids_are_the_librarys_in_order(here, corpus, tokenizer, tmp_path):
+    folder, texts = corpus
+    record = tokenize(config(folder, tmp_path / "new" / "d", tokenizer))
+    library = tokenizers.Tokenizer.from_file(str(tokenizer))
+    data = IndexedDataset(tmp_path / "new" / "d")
+    assert [data[i].tolist() for i in range(len(data))] == [library.encode(text).ids for text in texts]
+    assert data.dtype == np.uint16
+    assert (record["documents"], record["tokens"]) == (len(texts), len(data.tokens))
+    assert record["left_out"] == {}
+    assert (tmp_path / "new" / "d.tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    names = ["d.bin", "d.idx", "d.json", "d.tokenizer.json"]
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == names
+
+
+def test_each_document_can_end_with_a_token(here, corpus, tokenizer, tmp_path):
+    folder, texts = corpus
+    record = tokenize(config(folder, tmp_path / "d", tokenizer, append_eod=True))
+    data = IndexedDataset(tmp_path / "d")
+    library = tokenizers.Tokenizer.from_file(str(tokenizer))
+    assert record["eod"] == "<|endoftext|>"
+    assert data[5].tolist() == [*library.encode(texts[5]).ids, record["eod_id"]]
+
+
+def test_what_is_left_out_is_counted_and_listed(here, tokenizer, tmp_path, capsys):
+    good = json.dumps({"text": "word1 word2"}) + "\n"
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text(good + "{broken\n" + '{"text": ""}\n' + good)
+    content = gzip.compress((good * 5000).encode())
+    (tmp_path / "in" / "b.json.gz").write_bytes(content[:-20])
+    record = tokenize(config(tmp_path / "in", tmp_path / "d", tokenizer))
+    assert record["left_out"] == {"empty document": 1, "malformed line": 1, "truncated gzip": 1}
+    listed = (tmp_path / "d.problems.txt").read_text().splitlines()
+    starts = [f"{tmp_path}/in/a.jsonl:2: malformed line: ", f"{tmp_path}/in/a.jsonl:3: empty document: "]
+    starts.append(f"{tmp_path}/in/b.json.gz:{record['documents'] - 2 + 1}: truncated gzip: ")
+    assert all(line.startswith(start) for line, start in zip(listed, starts, strict=True))
+    printed = capsys.readouterr().out.splitlines()
+    assert set(listed) <= set(printed)
+
+
+def test_a_text_without_tokens_is_listed_too(here, tmp_path):
+    path = tmp_path / "words.json"
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    library.save(str(path))
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "a a"}\n{"text": " "}\n')
+    assert tokenize(config(tmp_path / "in", tmp_path / "d", path))["left_out"] == {"empty document": 1}
+
+
+def test_a_tokenizer_that_truncates_or_adds_tokens_does_neither(here, corpus, tokenizer, tmp_path):
+    library = tokenizers.Tokenizer.from_file(str(tokenizer))
+    library.enable_truncation(3)
+    library.enable_padding(length=5)
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    library.save(str(tmp_path / "t.json"))
+    for name, path in (("plain", tokenizer), ("other", tmp_path / "t.json")):
+        tokenize(config(corpus[0], tmp_path / name, path))
+    assert (tmp_path / "plain.bin").read_bytes() == (tmp_path / "other.bin").read_bytes()
+
+
+def test_training_a_tokenizer_gives_the_same_bytes_every_time(corpus, tmp_path):
+    files = sorted(map(str, corpus[0].iterdir()))
+    first = train_tokenizer(files, "text", 320, 10**6)
+    assert train_tokenizer(files, "text", 320, 10**6) == first
+    assert train_tokenizer(files, "text", 320, 300) != first
+    path = tmp_path / "t.json"
+    path.write_text(first)
+    assert tokenizer_vocab_size(path) == 320
+    library = load_tokenizer(path)
+    text = "any text, 大 and \x00 too"
+    assert library.decode(library.encode(text).ids) == text
+    assert end_of_document(library, None) == ("<|endoftext|>", 0)
+
+
+def test_a_tokenizer_is_trained_with_the_data(here, corpus, tmp_path, capsys):
+    options = {"train_tokenizer": True, "vocab_size": 5000}
+    record = tokenize(config(corpus[0], tmp_path / "d", tmp_path / "copy.json", **options))
+    assert "fewer than the 5,000 asked for" in capsys.readouterr().out
+    assert 257 < record["vocab_size"] < 5000
+    assert (tmp_path / "copy.json").read_bytes() == (tmp_path / "d.tokenizer.json").read_bytes()
+
+
+def test_the_same_command_again_does_nothing(here, corpus, tokenizer, tmp_path, monkeypatch):
+    record = tokenize(config(corpus[0], tmp_path / "d", tokenizer))
+    monkeypatch.setattr(workers, "make", None)
+    assert tokenize(config(corpus[0], tmp_path / "d", tokenizer)) == json.loads(json.dumps(record))
+    with pytest.raises(ValueError, match=r"already there: .*d.bin, .*d.idx; remove them"):
+        tokenize(config(corpus[0], tmp_path / "d", tokenizer, append_eod=True))
+
+
+def interrupted(folder, prefix, tokenizer, monkeypatch, **options):
+    """Runs until two parts are done."""
+    make = workers.make
+
+    def some(*arguments):
+        for i, shard in enumerate(make(*arguments)):
+            yield shard
+            if i == 1:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "make", some)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(config(folder, prefix, tokenizer, **options))
+
+
+def test_an_interrupted_run_goes_on(here, corpus, tokenizer, tmp_path, monkeypatch, capsys):
+    interrupted(corpus[0], tmp_path / "d", tokenizer, monkeypatch)
+    assert not (tmp_path / "d.idx").exists()
+    (tmp_path / "d.partial" / "00002.bin.tmp").write_bytes(b"half of a part")
+    tokenize(config(corpus[0], tmp_path / "d", tokenizer))
+    assert "2 of 3 files were done before" in capsys.readouterr().out
+    tokenize(config(corpus[0], tmp_path / "whole", tokenizer))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"d{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+    assert not (tmp_path / "d.partial").exists()
+
+
+def test_an_interrupted_run_is_not_mixed_with_another(here, corpus, tokenizer, tmp_path, monkeypatch):
+    interrupted(corpus[0], tmp_path / "d", tokenizer, monkeypatch)
+    with pytest.raises(ValueError, match=r"d.partial holds an interrupted run that differs in append_eod"):
+        tokenize(config(corpus[0], tmp_path / "d", tokenizer, append_eod=True))
+
+
+@pytest.mark.parametrize("after", [".bin", ".idx", ".tokenizer.json", ".json"])
+def test_a_run_killed_while_it_joins_the_parts_goes_on(here, corpus, tokenizer, tmp_path, monkeypatch, after):
+    """Whatever was the last file to take its name."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill_after(function):
+        def wrapper(source, target):
+            function(source, target)
+            if str(target) == str(tmp_path / f"d{after}"):
+                raise Killed
+
+        return wrapper
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", kill_after(os.replace))
+        patch.setattr(pathlib.Path, "replace", kill_after(pathlib.Path.replace))
+        with pytest.raises(Killed):
+            tokenize(config(corpus[0], tmp_path / "d", tokenizer))
+    tokenize(config(corpus[0], tmp_path / "d", tokenizer))
+    tokenize(config(corpus[0], tmp_path / "whole", tokenizer))
+    for suffix in (".bin", ".idx", ".tokenizer.json"):
+        assert (tmp_path / f"d{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+    assert not (tmp_path / "d.partial").exists()
+
+
+def test_two_runs_do_not_write_the_same_prefix(here, corpus, tokenizer, tmp_path, monkeypatch):
+    make = workers.make
+
+    def meanwhile(*arguments):
+        with pytest.raises(ValueError, match="another process is writing it"):
+            tokenize(config(corpus[0], tmp_path / "d", tokenizer))
+        yield from make(*arguments)
+
+    monkeypatch.setattr(workers, "make", meanwhile)
+    tokenize(config(corpus[0], tmp_path / "d", tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give --tokenizer FILE, or train one"),
+        ({"tokenizer": "missing.json"}, "missing.json: no such file; train one with"),
+        ({"tokenizer": "broken.json"}, "broken.json is not a tokenizer.json"),
+        ({"tokenizer": "t.json", "vocab_size": 300}, "or train one with --train-tokenizer"),
+        ({"tokenizer": "t.json", "eod": "<eos>"}, "give both"),
+        (
+            {"tokenizer": "t.json", "append_eod": True, "eod": "<end>"},
+            "--eod '<end>': the tokenizer has no such",
+        ),
+        ({"tokenizer": "t.json", "append_eod": True}, "the tokenizer has none of <|endoftext|>"),
+        ({"tokenizer": "t.json", "workers": 0}, "--workers must be at least 1"),
+        ({"train_tokenizer": True, "vocab_size": 256}, "at least 257 tokens"),
+        ({"tokenizer": "t.json", "field": "body"}, "no file holds a document"),
+    ],
+)
+def test_bad_input_ends_with_what_to_do(here, corpus, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save("t.json")
+    pathlib.Path("broken.json").write_text('{"a": 1}')
+    if "tokenizer" in options:
+        options = options | {"tokenizer": pathlib.Path(options["tokenizer"])}
+    with pytest.raises(ValueError) as caught:  # noqa: PT011, the message is compared as it is
+        tokenize(config(corpus[0], tmp_path / "d", **options))
+    assert message in str(caught.value)
+    assert not (tmp_path / "d.idx").exists()
+
+
+def test_text_alone_trains_a_tokenizer(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="hold no text to train on"):
+        train_tokenizer([str(tmp_path / "a.jsonl")], "text", 300, 1000)
+
+
+def command(folder, prefix, *flags):
+    pattern = str(folder / "c4-train.*.json.gz")
+    return [
+        sys.executable,
+        "-m",
+        "training.tokenize",
+        "--input",
+        pattern,
+        "--output",
+        str(prefix),
+        *flags,
+    ]
+
+
+@pytest.mark.slow
+def test_the_command_line_gives_the_same_with_any_number_of_processes(corpus, tmp_path):
+    folder, texts = corpus
+    flags = ["--train-tokenizer", "--vocab-size", "300", "--append-eod"]
+    for name, count in (("one", "1"), ("threads", "6")):
+        full = command(folder, tmp_path / name, *flags, "--workers", count)
+        done = subprocess.run(full, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+        assert f"{len(texts)} documents" in done.stdout
+    for suffix in (".bin", ".idx", ".tokenizer.json"):
+        files = {(tmp_path / f"{name}{suffix}").read_bytes() for name in ("one", "threads")}
+        assert len(files) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_command_goes_on_and_its_processes_end(here, tokenizer, tmp_path, number):
+    folder = tmp_path / "in"
+    write_files(folder, 12, 2000, words=40)
+    full = command(folder, tmp_path / "d", "--tokenizer", str(tokenizer), "--workers", "2")
+    parts = tmp_path / "d.partial"
+    process = subprocess.Popen(full, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
+    while len(list(parts.glob("0*.json"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    if number == signal.SIGINT:
+        assert errors.strip() == "interrupted; the same command goes on where it ended"
+    time.sleep(1.5)
+    done = sorted(parts.glob("0*.json"))
+    state = {path: path.stat().st_mtime_ns for path in parts.iterdir()}
+    assert 2 <= len(done) < 12
+    assert not (tmp_path / "d.idx").exists()
+    time.sleep(1)
+    assert {path: path.stat().st_mtime_ns for path in parts.iterdir()} == state, "a process still writes"
+    again = subprocess.run(full, cwd=ROOT, capture_output=True, text=True, check=True, timeout=200)
+    assert f"{len(done)} of 12 files were done before" in again.stdout
+    tokenize(config(folder, tmp_path / "whole", tokenizer))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"d{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_without_a_word_ends_the_run(corpus, tmp_path):
+    files = sorted(map(str, corpus[0].iterdir()))
+    job = workers.Job(tmp_path, tmp_path / "missing.json", "text", None, "uint16", 1)
+    with pytest.raises(ValueError, match="a process has ended without a word"):
+        list(workers.make(job, files, [0], 1, lambda *_: None))
+
+
+def test_the_command_line_ends_with_the_message_alone(tmp_path):
+    with pytest.raises(SystemExit, match="error: --input 'nothing' matches no file"):
+        main(["--input", "nothing", "--output", str(tmp_path / "d"), "--train-tokenizer"])

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: writing, reading, and finding what is damaged."""

@@ -1,0 +1,280 @@
+"""Megatron indexed datasets: token sequences in PREFIX.bin, memory-mapped, and where each lies in PREFIX.idx.
+
+The .bin holds the sequences one after another and nothing else. The .idx, little-endian: the magic
+`MMIDIDX\\0\\0`, u64 version 1, u8 code of the tokens' dtype, u64 number of sequences n, u64 number of
+document bounds d, then i32 lengths[n], i64 byte offsets[n], i64 bounds[d] (the first sequence of each
+document, and n). Some writers add i8 modes[n], which are not read.
+
+Source: megatron-core 0.16, `megatron/core/datasets/indexed_dataset.py`.
+"""
+
+import itertools
+import mmap
+import os
+import pathlib
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32, Int64, Integer
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+# Codes 6 and 7 are float64 and float32: no token ids.
+_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+_CHUNK = 2**22  # sequences looked at at a time, to keep temporaries small
+_SAMPLES, _SAMPLE = 64, 2**20  # pieces of a .bin that are read at start, and the tokens in each
+
+_ADVISES = hasattr(mmap, "MADV_RANDOM")  # not on every system
+
+Tokens = Integer[np.ndarray, " n"]
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Returns the dtype of token ids: uint16 for vocabularies below 65,500, else int32, as Megatron does."""
+    return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)
+
+
+class IndexedDataset:
+    """The sequences of PREFIX.bin and PREFIX.idx. Pickles as its prefix.
+
+    Attributes:
+      lengths: tokens of each sequence.
+      offsets: bytes of the .bin before each sequence.
+      bounds: the first sequence of each document, and the number of sequences.
+      tokens: all tokens, in the order of the file; memory-mapped, like the others.
+    """
+
+    lengths: Int32[np.ndarray, " sequences"]
+    offsets: Int64[np.ndarray, " sequences"]
+    bounds: Int64[np.ndarray, " bounds"]
+    tokens: Tokens
+
+    def __init__(self, prefix: str | os.PathLike[str]):
+        """Opens and checks the two files; reads the .idx once and none of the .bin.
+
+        Raises:
+          ValueError: they are missing, truncated, not of this format, or do not belong together.
+        """
+        self.prefix = os.fspath(prefix)
+        self._index_path, self._bin_path = self.prefix + ".idx", self.prefix + ".bin"
+        for path in (self._index_path, self._bin_path):
+            if not os.path.isfile(path):
+                raise ValueError(f"{path}: no such file; a dataset PREFIX is PREFIX.bin and PREFIX.idx")
+        self._map_index()
+        self._check_index()
+        self._map_tokens()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Tokens:
+        """Returns the tokens of a sequence, not copied."""
+        start = int(self.offsets[index]) // self.tokens.itemsize
+        return self.tokens[start : start + int(self.lengths[index])]
+
+    def gather(self, starts: list[int], stops: list[int]) -> Tokens:
+        """Returns copies of tokens[start:stop] of several places of the file, one after another.
+
+        Their pages, and no others, are asked for before the first is waited for: what the system reads ahead
+        around a page serves reading in order, and costs a hundred times what is wanted here.
+        """
+        if _ADVISES:
+            size = self._scattered.itemsize
+            for start, stop in zip(starts, stops, strict=True):
+                if stop > start:
+                    page = start * size // mmap.PAGESIZE * mmap.PAGESIZE
+                    self._map.madvise(mmap.MADV_WILLNEED, page, stop * size - page)
+        return np.concatenate([self._scattered[a:b] for a, b in zip(starts, stops, strict=True)])
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return type(self), (self.prefix,)
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Checks ids against a vocabulary: all of a file below 64 M tokens, 64 pieces of a larger one.
+
+        The pieces are spread evenly from the first to the last token, so that this takes seconds whatever
+        the size. What it passes over, `check_tokens` catches when it is read.
+
+        Raises:
+          ValueError: an id that is negative, or vocab_size or greater.
+        """
+        for start, piece in self._pieces():
+            check_tokens(piece, vocab_size, f"{self._bin_path}, from token {start:,} on,")
+
+    def checksum(self) -> str:
+        """Returns a CRC-32 of the lengths and of the pieces of the .bin that `check_ids` reads."""
+        crc = zlib.crc32(self.lengths)
+        for _, piece in self._pieces():
+            crc = zlib.crc32(np.ascontiguousarray(piece), crc)
+        return f"{crc:08x}"
+
+    def _pieces(self) -> Iterator[tuple[int, Tokens]]:
+        total = len(self.tokens)
+        if total <= _SAMPLES * _SAMPLE:
+            starts = range(0, total, _SAMPLE)
+        else:
+            starts = [(total - _SAMPLE) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
+        for start in starts:
+            yield start, self.tokens[start : start + _SAMPLE]
+
+    def _map_index(self) -> None:
+        path, size = self._index_path, os.path.getsize(self._index_path)
+        with open(path, "rb") as file:
+            header = file.read(_HEADER.size)
+        if not header.startswith(MAGIC):
+            raise ValueError(
+                f"{path} does not begin with {MAGIC!r}: it is not the index of a Megatron dataset; make one "
+                "with `python -m training.tokenize`"
+            )
+        if len(header) < _HEADER.size:
+            raise ValueError(
+                f"{path} is truncated: {len(header)} bytes are less than its header's {_HEADER.size}"
+            )
+        _, version, code, sequences, bounds = _HEADER.unpack(header)
+        if version != VERSION:
+            raise ValueError(f"{path} is of version {version}; only version {VERSION} can be read")
+        if code not in _DTYPES:
+            raise ValueError(
+                f"{path}: the dtype code {code} is none of token ids, which are {sorted(_DTYPES)}"
+            )
+        expected = _HEADER.size + 12 * sequences + 8 * bounds
+        if size not in (expected, expected + sequences):
+            state = "truncated" if size < expected else "longer than it should be"
+            raise ValueError(
+                f"{path} is {state}: {sequences:,} sequences and {bounds:,} document bounds take "
+                f"{expected:,} bytes and it has {size:,}; copy it again"
+            )
+        self.dtype = np.dtype(_DTYPES[code])
+        data = np.asarray(np.memmap(path, np.uint8, "r"))  # slices of a plain array are much cheaper
+        cuts = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * bounds])
+        parts = [data[a:b] for a, b in itertools.pairwise(cuts)]
+        self.lengths, self.offsets = parts[0].view(np.int32), parts[1].view(np.int64)
+        self.bounds = parts[2].view(np.int64)
+
+    def _check_index(self) -> None:
+        """Checks that the sequences follow each other in the .bin and fill it."""
+        size, end = os.path.getsize(self._bin_path), 0
+        for start in range(0, len(self), _CHUNK):
+            lengths = self.lengths[start : start + _CHUNK]
+            offsets = np.concatenate([[end], lengths]).cumsum(dtype=np.int64)
+            offsets = end + (offsets - end) * self.dtype.itemsize
+            if lengths.min() < 0 or not np.array_equal(self.offsets[start : start + _CHUNK], offsets[:-1]):
+                raise ValueError(
+                    f"{self._index_path}: lengths and offsets of the sequences disagree; copy it again"
+                )
+            end = int(offsets[-1])
+        if end != size:
+            state = "truncated" if size < end else "longer than it should be"
+            raise ValueError(
+                f"{self._bin_path} is {state}: the sequences of the .idx take {end:,} bytes and it has "
+                f"{size:,}; copy both files again"
+            )
+        if end == 0:
+            raise ValueError(f"{self.prefix} holds no tokens")
+
+    def _map_tokens(self) -> None:
+        self.tokens = np.asarray(np.memmap(self._bin_path, self.dtype, "r"))
+        with open(self._bin_path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if _ADVISES:
+            self._map.madvise(mmap.MADV_RANDOM)
+        self._scattered = np.frombuffer(self._map, self.dtype)
+
+
+def check_tokens(tokens: Tokens, vocab_size: int, what: str) -> None:
+    """Raises ValueError if an id is negative, or vocab_size or greater; `what` says in the message where."""
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{what} holds the token id {low if low < 0 else high}, and the vocabulary has {vocab_size:,}: "
+            "the data is of another tokenizer; pass its --vocab-size, or tokenize again"
+        )
+
+
+class IndexedWriter:
+    """Writes PREFIX.bin and PREFIX.idx, under temporary names until all is written. A context manager.
+
+    On leaving its block both files take their names; when an exception leaves it, neither does.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: Any):
+        """Opens the files; their folder is made if need be.
+
+        Raises:
+          ValueError: dtype is none that token ids can have.
+        """
+        self.prefix, self.dtype = os.fspath(prefix), np.dtype(dtype)
+        if self.dtype not in _CODES:
+            raise ValueError(
+                f"token ids are written as one of {', '.join(map(str, _CODES))}, not as {self.dtype}"
+            )
+        pathlib.Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._lengths: list[np.ndarray] = []
+
+    def __enter__(self) -> "IndexedWriter":
+        self._file = open(self._temporary(".bin"), "wb")
+        return self
+
+    def __exit__(self, kind: type | None, *exception: Any) -> None:
+        with self._file:
+            if kind is None:
+                sync(self._file)
+        if kind is None:
+            lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])
+            write_index(self._temporary(".idx"), self.dtype, lengths)
+            for suffix in (".bin", ".idx"):  # the .idx last: it makes the dataset one
+                os.replace(self._temporary(suffix), self.prefix + suffix)
+        else:
+            pathlib.Path(self._temporary(".bin")).unlink()
+
+    def add(self, tokens: Tokens) -> None:
+        """Appends a document of one sequence.
+
+        Raises:
+          ValueError: an id that the dtype cannot hold.
+        """
+        ids = tokens.astype(self.dtype)
+        if not np.array_equal(ids, tokens):
+            raise ValueError(f"token ids from {tokens.min()} to {tokens.max()} do not fit into {self.dtype}")
+        self._file.write(ids.tobytes())
+        self._lengths.append(np.array([len(ids)], np.int32))
+
+    def add_file(self, path: str | os.PathLike[str], lengths: Int32[np.ndarray, " documents"]) -> None:
+        """Appends documents of one sequence each, whose ids, in this dtype, are all that the file holds.
+
+        Raises:
+          ValueError: the file is shorter or longer than the lengths say.
+        """
+        expected = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        if os.path.getsize(path) != expected:
+            raise ValueError(
+                f"{path} should have {expected:,} bytes and has {os.path.getsize(path):,}; remove it"
+            )
+        with open(path, "rb") as file:
+            while block := file.read(2**24):
+                self._file.write(block)
+        self._lengths.append(lengths)
+
+    def _temporary(self, suffix: str) -> str:
+        return f"{self.prefix}{suffix}.tmp"
+
+
+def sync(file: Any) -> None:
+    """Waits until what was written to an open file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def write_index(path: str, dtype: np.dtype, lengths: Int32[np.ndarray, " n"]) -> None:
+    """Writes an .idx in which each document is one sequence; not atomically."""
+    offsets = np.concatenate([[0], lengths]).cumsum(dtype=np.int64)[:-1] * dtype.itemsize
+    with open(path, "wb") as file:
+        file.write(_HEADER.pack(MAGIC, VERSION, _CODES[dtype], len(lengths), len(lengths) + 1))
+        for part in (lengths, offsets, np.arange(len(lengths) + 1, dtype=np.int64)):
+            file.write(np.ascontiguousarray(part, part.dtype.newbyteorder("<")))
+        sync(file)

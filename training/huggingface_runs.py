@@ -1,0 +1,141 @@
+"""Runs made of Hugging Face checkpoints, and checkpoints made of runs: see `models.huggingface`."""
+
+import pathlib
+import shutil
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+import jax
+import numpy as np
+import tyro
+
+from models.configs import LlamaConfig, from_dict, name_of, to_dict
+from models.huggingface.config import read_config, write_config
+from models.huggingface.convert import (
+    dtype_field,
+    new_folder,
+    progress,
+    read_json,
+    read_params,
+    small_files,
+    specs_of,
+    spelled,
+    write_json,
+)
+from models.huggingface.safetensors_files import Writer
+from models.huggingface.tensors import (
+    QUANTIZATION,
+    parts,
+    quantized,
+    shapes,
+    views,
+)
+from mxjax.scales import ScaleRule
+from training.checkpoint.checkpoints import Checkpoints, save_params
+from training.config import Config, DataConfig, PrecisionConfig
+from training.data.tokenizer import tokenizer_path
+from training.run_config import HUGGINGFACE, read_description, to_json
+
+_TENSOR_DTYPES = "dtypes.json"  # in RUN/huggingface: the dtype that each tensor came in
+_EVAL_SEQ_LEN = 2048  # unless the model's context is shorter
+
+CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+RunFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+
+
+def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> LlamaConfig:
+    """Makes a run's folder of a Hugging Face Llama, for train.py --init and eval.py.
+
+    Args:
+      source: the checkpoint's folder: config.json, and safetensors in float32, bfloat16 or float16.
+      run: the folder to make.
+    Raises:
+      ValueError: `run` is in use, or the checkpoint is no Llama, incomplete or damaged.
+    """
+    raw = read_json(source / "config.json")
+    config = read_config(raw)
+    with new_folder(run) as folder:
+        params, dtypes = read_params(source, config)
+        save_params(folder / "checkpoints", params)
+        kept = folder / HUGGINGFACE
+        kept.mkdir()
+        for file in small_files(source):
+            shutil.copyfile(file, kept / file.name)
+        write_json(kept / _TENSOR_DTYPES, dtypes)
+        description = {
+            "config": to_json(_evaluation_config(config, raw)),
+            "model": to_dict(config),
+            "imported": str(source),
+        }
+        write_json(folder / "config.json", description)
+    return config
+
+
+def export_checkpoint(
+    run: RunFolder,
+    target: CheckpointFolder,
+    *,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    step: int | None = None,
+    mxfp4: ScaleRule | None = None,
+    shard_gb: float = 5.0,
+) -> LlamaConfig:
+    """Writes a run's parameters as a Hugging Face checkpoint that transformers loads.
+
+    Args:
+      run: the run's folder.
+      target: the folder to make.
+      dtype: of the weights. Default, as each tensor was imported, or float32, which loses nothing.
+      step: the checkpoint's step. Default, the last.
+      mxfp4: quantize the blocks' linear layers to MXFP4 by this scale rule, to nearest. Each NAME becomes
+        NAME_blocks, uint8 [out, in / 32, 16], and NAME_scales, uint8 [out, in / 32], the layout of
+        transformers' gpt-oss; transformers itself loads no Llama in it.
+      shard_gb: largest size of a file's tensors, in 10**9 bytes.
+    Raises:
+      ValueError: no such run or step, `target` is in use, or the weights do not fit what is asked for.
+    """
+    if shard_gb <= 0:
+        raise ValueError(f"--shard-gb must be positive, got {shard_gb}")
+    description = read_description(run)
+    config = from_dict(description["model"])
+    with new_folder(target) as folder:
+        with Checkpoints(run / "checkpoints") as checkpoints:
+            params = jax.tree.map(np.asarray, checkpoints.restore_params(shapes(config), step))
+        named = views(config, params)
+        specs = specs_of(named, dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
+        raw = _export_config(run / HUGGINGFACE / "config.json", description, config)
+        raw |= {dtype_field(raw): spelled(specs["model.embed_tokens.weight"].dtype)}
+        if mxfp4 is not None:
+            specs, raw = quantized(specs), raw | {"quantization_config": dict(QUANTIZATION)}
+        with Writer(folder, specs, int(shard_gb * 1e9)) as writer:
+            for name, view in progress(named, "exporting"):
+                for part, value in parts(name, view, specs, mxfp4):
+                    writer.write(part, value)
+        for file in small_files(run / HUGGINGFACE):
+            if file.name != _TENSOR_DTYPES:
+                shutil.copyfile(file, folder / file.name)
+        _add_tokenizer(folder, description["config"]["data"]["data"] or ())
+        write_json(folder / "config.json", raw)
+    return config
+
+
+def _evaluation_config(model: LlamaConfig, raw: Mapping[str, Any]) -> Config:
+    """Returns how eval.py runs an imported model unless told otherwise."""
+    seq_len = min(raw.get("max_position_embeddings") or _EVAL_SEQ_LEN, _EVAL_SEQ_LEN)
+    data = DataConfig(vocab_size=model.vocab_size, batch_size=1, seq_len=seq_len)
+    return Config(precision=PrecisionConfig("bf16"), data=data, model=name_of(model))
+
+
+def _export_config(kept: pathlib.Path, description: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
+    """Returns config.json: the imported one if there is one."""
+    if kept.exists():
+        return read_json(kept)
+    return write_config(config, description["config"]["data"]["seq_len"])
+
+
+def _add_tokenizer(folder: pathlib.Path, prefixes: Iterable[str]) -> None:
+    """Adds the tokenizer of the data that a run was trained on, if there is one and the folder has none."""
+    found = [path for path in map(tokenizer_path, prefixes) if path.exists()]
+    if found and not (folder / "tokenizer.json").exists():
+        shutil.copyfile(found[0], folder / "tokenizer.json")
+        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})

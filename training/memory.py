@@ -1,0 +1,153 @@
+"""An estimate of the memory that a training step takes on one device, by tracing alone: nothing is compiled.
+
+With T tokens in a device's part of a batch, L layers, D d_model, N query heads times head_dim, Q the width
+of query, key and value together, F d_ff, V vocabulary, W = D Q + N D + 3 D F weights of a block, where N, Q,
+F and V are a device's part by the mesh's axis `tensor`, in bytes:
+
+    parameters, optimizer   4 and 8 a parameter, as the state's arrays have them
+    gradients               4 a parameter; 8 with --accumulate
+    activations             what the forward pass keeps for the backward pass, counted in its jaxpr. Of each
+                            block, by `mxjax.remat`'s modes:
+      full                  2 T D, its input
+      dots                  2 T (2 D + Q + N + 2 F)
+      fp4                   2 T D + 17/32 (T (4 D + 2 N + F) + 2 W - D F) with all GEMMs in MXFP4
+      none                  everything that the policy's and the attention's backward passes read
+    working                 what exists for a while, the larger of
+      a block               its activations of mode `none` where they are computed again, 32 T F for SwiGLU
+                            and its gradient in float32, 6 W for its gradients and bfloat16 weights
+      the logits            10 V a token of one piece (see `models.loss`), 6 D V for the head
+
+Attention by cuDNN adds 2 T N and its statistics to `dots` and `fp4`. What a compiler adds or saves is
+not in it: tests hold XLA's CPU, which computes bfloat16 in float32, to within a factor of two.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from models import llama
+from models.configs import LlamaConfig
+from models.loss import LOSS_TOKENS
+from mxjax.implementations import Implementation
+from mxjax.layers import LayerPolicies
+from mxjax.remat import Remat
+from training.parameters import abstract_params
+from training.rates import gib
+
+
+class Memory(NamedTuple):
+    """Bytes on one device; the module's docstring says of what."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """All of it, in bytes."""
+        return sum(self)
+
+    def __str__(self) -> str:
+        """In GiB, with its parts."""
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in self._asdict().items())
+        return f"{gib(self.total)} GiB ({parts})"
+
+
+def step_memory(
+    config: LlamaConfig,
+    policies: LayerPolicies,
+    params: Any,
+    opt_state: Any,
+    *,
+    batch_size: int,
+    seq_len: int,
+    accumulate: int = 1,
+    batch_shards: int = 1,
+    tensor: int = 1,
+    remat: Remat = "none",
+    implementation: Implementation | None = None,
+) -> Memory:
+    """Returns what a step takes on each device.
+
+    Args:
+      params, opt_state: arrays, of which a device's own shards count, or their shapes and dtypes.
+      batch_size: sequences a step, on all devices.
+      accumulate: parts in which a step takes its batch.
+      batch_shards: devices that share a part's sequences; a rest counts as a whole sequence.
+      tensor: devices that share the heads, the MLP's width and the vocabulary of each sequence.
+      Others: as `llama.mean_loss`.
+    """
+    sequences = -(-batch_size // (accumulate * batch_shards))
+    tokens = sequences * seq_len
+    config = part_of(config, tensor)
+    shapes = abstract_params(config)
+
+    def kept(mode: Remat) -> int:
+        loss = functools.partial(
+            llama.mean_loss, config, policies=policies, remat=mode, implementation=implementation
+        )
+        head = (
+            4 * config.d_model * config.vocab_size
+        )  # its gradient, made in the forward pass, counts as such
+        return kept_bytes(loss, shapes, (sequences, seq_len + 1)) - head
+
+    activations = kept(remat)
+    again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
+    own = device_bytes(params)
+    return Memory(
+        parameters=own,
+        optimizer=device_bytes(opt_state),
+        gradients=own * (1 if accumulate == 1 else 2),
+        activations=activations,
+        working=max(again + _block_bytes(config, tokens), _logits_bytes(config, tokens)),
+    )
+
+
+def part_of(config: LlamaConfig, tensor: int) -> LlamaConfig:
+    """Returns the model that is a device's part of the given one if `tensor` of them share each layer."""
+    return dataclasses.replace(
+        config,
+        n_heads=config.n_heads // tensor,
+        n_kv_heads=config.n_kv_heads // tensor,
+        d_ff=config.d_ff // tensor,
+        vocab_size=config.vocab_size // tensor,
+    )
+
+
+def kept_bytes(loss, params: Any, batch_shape: tuple[int, int]) -> int:
+    """Returns the bytes of all that `loss(params, batch, key=)` keeps for its gradient besides params."""
+
+    def backward(params, batch, key):
+        return jax.vjp(lambda p: loss(p, batch, key=key), params)[1]
+
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    jaxpr = jax.make_jaxpr(backward)(shapes, jax.ShapeDtypeStruct(batch_shape, jnp.int32), key).jaxpr
+    kept = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)} - set(jaxpr.invars)
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)  # pyright: ignore
+
+
+def device_bytes(arrays: Any) -> int:
+    """Returns the bytes that arrays, or arrays of such shapes and dtypes, take on one device."""
+
+    def size(a) -> int:
+        shape = a.shape if a.sharding is None else a.sharding.shard_shape(a.shape)
+        return math.prod(shape) * a.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(arrays)))
+
+
+def _block_bytes(c: LlamaConfig, tokens: int) -> int:
+    weights = c.d_model * (c.qkv_size + c.n_heads * c.head_dim + 3 * c.d_ff)
+    return 32 * tokens * c.d_ff + 6 * weights
+
+
+def _logits_bytes(c: LlamaConfig, tokens: int) -> int:
+    return 10 * min(tokens, LOSS_TOKENS) * c.vocab_size + 6 * c.d_model * c.vocab_size

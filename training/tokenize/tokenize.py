@@ -1,0 +1,274 @@
+"""Turns text into a Megatron indexed dataset, in parallel: what `python -m training.tokenize` does."""
+
+import collections
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from training.data.indexed_dataset import IndexedWriter, token_dtype
+from training.data.tokenizer import (
+    end_of_document,
+    load_tokenizer,
+    tokenizer_path,
+    tokenizer_vocab_size,
+    train_tokenizer,
+)
+from training.environment import input_errors
+from training.tokenize import workers
+from training.tokenize.documents import find_files
+
+_SHOWN = 20  # problems printed; the file has all
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizeConfig:
+    """What to tokenize, with what, and where to."""
+
+    input: tuple[str, ...]
+    """Files, patterns or folders: .json.gz, .jsonl.gz, .json and .jsonl (a document a line), .txt and .txt.gz
+    (a document a file), .parquet (a document a row)."""
+    output: str
+    """PREFIX of the files to write."""
+    tokenizer: pathlib.Path | None = None
+    """A tokenizer.json of the package tokenizers; with --train-tokenizer, where to put a copy."""
+    train_tokenizer: bool = False
+    """Train a byte-level BPE on the input first."""
+    vocab_size: int | None = None
+    """Of the tokenizer to train; default 32,000."""
+    train_characters: int = 2_000_000_000
+    """How much text to train the tokenizer on, an equal share from the start of each file."""
+    append_eod: bool = False
+    """End each document with the token --eod."""
+    eod: str | None = None
+    """Default: the tokenizer's <|endoftext|>, <|end_of_text|>, </s> or <eos>."""
+    field: str = "text"
+    """Field or column that holds the text."""
+    workers: int | None = None
+    """Processor cores to use; default, all."""
+
+
+def tokenize(config: TokenizeConfig) -> dict[str, Any]:
+    """Tokenizes as configured, or goes on where an interrupted run ended; returns the record in PREFIX.json.
+
+    Raises:
+      ValueError: the input cannot be read as asked, or PREFIX is in use; the message says what to do.
+    """
+    _check(config)
+    files = find_files(config.input)
+    plan = _plan(config, files)
+    prefix = pathlib.Path(config.output)
+    folder = _beside(prefix, ".partial")
+    if _is_done(prefix, plan):
+        print(f"{prefix} is there already: nothing to do")
+        shutil.rmtree(folder, ignore_errors=True)  # of a run killed at its very end
+        return json.loads(_beside(prefix, ".json").read_text())
+    if not folder.exists():
+        _check_free(config, prefix)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, prefix):
+        _check_plan(folder, plan)
+        path = _tokenizer(config, folder, files)
+        tokenizer = load_tokenizer(path)
+        name, eod = end_of_document(tokenizer, config.eod) if config.append_eod else (None, None)
+        size = tokenizer_vocab_size(path)
+        cores = config.workers or _cores()
+        processes = min(cores, len(files))
+        job = workers.Job(folder, path, config.field, eod, token_dtype(size).name, max(cores // processes, 1))
+        made = _shards(job, files, processes)
+        record = {"plan": plan, "vocab_size": size, "eod": name, "eod_id": eod, **_counts(made)}
+        _write(prefix, job, made, record)
+    shutil.rmtree(folder)
+    return record
+
+
+def _check(config: TokenizeConfig) -> None:
+    if config.train_tokenizer is False and (config.tokenizer is None or config.vocab_size is not None):
+        raise ValueError("give --tokenizer FILE, or train one with --train-tokenizer [--vocab-size N]")
+    if config.eod is not None and not config.append_eod:
+        raise ValueError("--eod names the token that --append-eod appends: give both")
+    for name in ("workers", "train_characters"):
+        if getattr(config, name) is not None and getattr(config, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(config, name)}")
+
+
+def _plan(config: TokenizeConfig, files: list[str]) -> dict[str, Any]:
+    """Returns what the result is a function of; a run that goes on must have the same."""
+    training = config.train_tokenizer
+    given = b"" if training else _given_tokenizer(config)
+    return {
+        "input": [[path, os.path.getsize(path), os.stat(path).st_mtime_ns] for path in files],
+        "tokenizer": None if training else hashlib.sha256(given).hexdigest(),
+        "train": [config.vocab_size or 32_000, config.train_characters] if training else None,
+        "append_eod": config.append_eod,
+        "eod": config.eod,
+        "field": config.field,
+    }
+
+
+def _is_done(prefix: pathlib.Path, plan: dict[str, Any]) -> bool:
+    files = [_beside(prefix, suffix) for suffix in (".json", ".bin", ".idx")]
+    return all(f.exists() for f in files) and json.loads(files[0].read_text()).get("plan") == plan
+
+
+def _check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:
+    taken = [path for path in (_beside(prefix, s) for s in (".bin", ".idx")) if path.exists()]
+    if config.train_tokenizer and config.tokenizer is not None and config.tokenizer.exists():
+        taken.append(config.tokenizer)
+    if taken:
+        raise ValueError(f"already there: {', '.join(map(str, taken))}; remove them, or choose another name")
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path, prefix: pathlib.Path) -> Iterator[None]:
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"--output {prefix}: another process is writing it") from error
+        yield
+
+
+def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
+    path = folder / "plan.json"
+    if not path.exists():
+        workers.replace(path, json.dumps(plan).encode())
+    saved = json.loads(path.read_text())
+    different = [name for name in plan if saved[name] != plan[name]]
+    if different:
+        raise ValueError(
+            f"{folder} holds an interrupted run that differs in {', '.join(different)}: repeat its "
+            "command to go on with it, or remove the folder to start over"
+        )
+
+
+def _tokenizer(config: TokenizeConfig, folder: pathlib.Path, files: list[str]) -> pathlib.Path:
+    """Returns the run's own copy of the tokenizer; trains it if it is to be trained and has not been."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        if config.train_tokenizer:
+            start, size = time.monotonic(), config.vocab_size or 32_000
+            text = train_tokenizer(files, config.field, size, config.train_characters)
+            workers.replace(path, text.encode())
+            made = tokenizer_vocab_size(path)
+            fewer = "" if made == size else f", fewer than the {size:,} asked for: there is too little text"
+            print(f"trained a tokenizer of {made:,} tokens in {time.monotonic() - start:.0f} s{fewer}")
+        else:
+            workers.replace(path, _given_tokenizer(config))
+    if config.train_tokenizer and config.tokenizer is not None:
+        config.tokenizer.parent.mkdir(parents=True, exist_ok=True)
+        workers.replace(config.tokenizer, path.read_bytes())
+    return path
+
+
+def _given_tokenizer(config: TokenizeConfig) -> bytes:
+    path = config.tokenizer or pathlib.Path()
+    load_tokenizer(path)  # says what is wrong with it
+    return path.read_bytes()
+
+
+def _shards(job: workers.Job, files: list[str], processes: int) -> list[workers.Shard]:
+    """Returns all parts, in order, once they are done; shows how it goes and what is left out."""
+    done = workers.finished(job.folder, files)
+    missing = [i for i in range(len(files)) if i not in done]
+    if done:
+        print(f"{len(done)} of {len(files)} files were done before")
+    sizes = [os.path.getsize(path) for path in files]
+    before = sum(sizes[i] for i in done)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(highlight=False, soft_wrap=True),
+        disable=not sys.stdout.isatty(),
+    )
+    task, start, shown = bar.add_task("starting", total=sum(sizes), completed=before), time.monotonic(), 0
+
+    def show(read: int, tokens: int) -> None:
+        speed = tokens / (time.monotonic() - start)
+        bar.update(task, completed=before + read, description=f"{speed:,.0f} tokens/s")
+
+    with bar:
+        for shard in workers.make(job, files, missing, processes, show) if missing else ():
+            done[shard.number] = shard
+            line = f"{shard.path}: {shard.documents:,} documents, {shard.tokens:,} tokens"
+            bar.console.print(line, markup=False)
+            for line in _problem_lines(shard)[: _SHOWN - shown]:
+                bar.console.print(line, markup=False)
+                shown += 1
+    return [done[i] for i in range(len(files))]
+
+
+def _counts(made: list[workers.Shard]) -> dict[str, Any]:
+    left_out = collections.Counter(problem.kind for shard in made for problem in shard.problems)
+    return {
+        "documents": sum(shard.documents for shard in made),
+        "tokens": sum(shard.tokens for shard in made),
+        "left_out": dict(sorted(left_out.items())),
+    }
+
+
+def _write(prefix: pathlib.Path, job: workers.Job, made: list[workers.Shard], record: dict[str, Any]) -> None:
+    """Joins the parts; PREFIX.json comes last and says that all is there."""
+    if not record["tokens"]:
+        raise ValueError(f"--input: no file holds a document; see {job.folder} for what was left out")
+    with IndexedWriter(prefix, job.dtype) as writer:
+        for shard in made:
+            writer.add_file(workers.bin_path(job.folder, shard), workers.lengths(job.folder, shard))
+    workers.replace(tokenizer_path(str(prefix)), job.tokenizer.read_bytes())
+    problems = "".join(line + "\n" for shard in made for line in _problem_lines(shard))
+    _beside(prefix, ".problems.txt").unlink(missing_ok=True)
+    if problems:
+        workers.replace(_beside(prefix, ".problems.txt"), problems.encode())
+    workers.replace(_beside(prefix, ".json"), (json.dumps(record, indent=1) + "\n").encode())
+
+
+def _problem_lines(shard: workers.Shard) -> list[str]:
+    return [f"{shard.path}:{p.line}: {p.kind}: {p.what}" for p in shard.problems]
+
+
+def _beside(prefix: pathlib.Path, suffix: str) -> pathlib.Path:
+    return prefix.with_name(prefix.name + suffix)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def summary(prefix: str, record: dict[str, Any]) -> str:
+    """Returns what was made and what was left out, in words."""
+    lines = [f"{prefix}: {record['documents']:,} documents, {record['tokens']:,} tokens"]
+    if record["left_out"]:
+        kinds = ", ".join(f"{count:,} x {kind}" for kind, count in record["left_out"].items())
+        lines.append(f"left out, see {prefix}.problems.txt: {kinds}")
+    lines.append(f"train on it with: python train.py --data {prefix}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    config = tyro.cli(
+        TokenizeConfig,
+        args=argv,
+        prog="python -m training.tokenize",
+        description="Turn text into a Megatron indexed dataset.",
+    )
+    with input_errors():
+        try:
+            record = tokenize(config)
+        except KeyboardInterrupt:
+            raise SystemExit("interrupted; the same command goes on where it ended") from None
+    print(summary(config.output, record))

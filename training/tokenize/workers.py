@@ -1,0 +1,199 @@
+"""The parts of a tokenization, one for each input file, made by several processes and kept until all are.
+
+Part i is FOLDER/i.bin (token ids), i.lengths (int32, tokens of each document) and i.json (counts, problems).
+The .json comes last, so that a part is either there as a whole or made again, whenever a process is killed.
+"""
+
+import concurrent.futures
+import concurrent.futures.process
+import ctypes
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from training.data.indexed_dataset import sync
+from training.data.tokenizer import load_tokenizer
+from training.tokenize.documents import Document, Documents, Problem
+
+_BATCH = 2**17  # characters encoded at a time
+
+
+class Job(NamedTuple):
+    """What every process needs to know."""
+
+    folder: pathlib.Path
+    tokenizer: pathlib.Path
+    field: str
+    eod: int | None
+    dtype: str
+    threads: int
+
+
+class Shard(NamedTuple):
+    """A finished part: its number, its file, and what came of it."""
+
+    number: int
+    path: str
+    documents: int
+    tokens: int
+    problems: list[Problem]
+
+
+class Interrupted(Exception):
+    """The run is to end; raised in the processes."""
+
+
+def finished(folder: pathlib.Path, files: Sequence[str]) -> dict[int, Shard]:
+    """Returns the parts that are done, by number."""
+    return {i: _read(folder, i, path) for i, path in enumerate(files) if _path(folder, i, "json").exists()}
+
+
+def make(
+    job: Job, files: Sequence[str], numbers: Sequence[int], processes: int, show: Callable[[int, int], None]
+) -> Iterator[Shard]:
+    """Makes the parts of the numbers given and yields each when it is done.
+
+    Args:
+      show: called several times a second with the bytes of the input read, and the tokens made, so far.
+    Raises:
+      ValueError: a file cannot be read as asked, or a process was killed. Parts that are done are kept.
+    """
+    # Forked from a process that has imported all and started no threads, they share its memory.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "training.environment", "rich.progress", "tyro"])
+    state = context.Array(ctypes.c_int64, 3)  # bytes, tokens, stop
+    largest_first = sorted(numbers, key=lambda i: -os.path.getsize(files[i]))
+    with concurrent.futures.ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_start, initargs=(job, state)
+    ) as pool:
+        waiting = {pool.submit(_make, i, files[i]) for i in largest_first}
+        try:
+            while waiting:
+                done, waiting = concurrent.futures.wait(
+                    waiting, timeout=0.2, return_when=concurrent.futures.FIRST_COMPLETED
+                )
+                show(state[0], state[1])
+                for number in sorted(future.result() for future in done):
+                    yield _read(job.folder, number, files[number])
+        except concurrent.futures.process.BrokenProcessPool as error:
+            raise ValueError(
+                "a process has ended without a word, for want of memory perhaps; the same command goes on, "
+                "and needs less memory with fewer --workers"
+            ) from error
+        except BaseException:
+            state[2] = 1
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def lengths(folder: pathlib.Path, shard: Shard) -> np.ndarray:
+    """Returns the int32 lengths of a part's documents."""
+    return np.fromfile(_path(folder, shard.number, "lengths"), np.int32)
+
+
+def bin_path(folder: pathlib.Path, shard: Shard) -> pathlib.Path:
+    """Returns the file of a part's token ids."""
+    return _path(folder, shard.number, "bin")
+
+
+def replace(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file that is there as a whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        sync(file)
+    temporary.replace(path)
+
+
+_process: tuple[Job, Any, Any]  # of each process: what it knows, the shared counts, the tokenizer
+
+
+def _start(job: Job, state: Any) -> None:
+    global _process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["RAYON_NUM_THREADS"] = str(job.threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if job.threads > 1 else "false"
+    _process = job, state, load_tokenizer(job.tokenizer)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its parent has been killed, so that it writes no more."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _make(number: int, path: str) -> int:
+    job, state, tokenizer = _process
+    documents, read = Documents(path, job.field), 0
+    counts: list[int] = []
+    problems: list[Problem] = []
+    temporary = _path(job.folder, number, "bin.tmp")
+    with temporary.open("wb") as file:
+        for batch in _batches(documents, problems):
+            ids = _encode(tokenizer, batch, job, counts, problems)
+            file.write(ids.tobytes())
+            with state.get_lock():
+                state[0] += documents.position - read
+                state[1] += len(ids)
+                if state[2]:
+                    raise Interrupted
+            read = documents.position
+        sync(file)
+    temporary.replace(_path(job.folder, number, "bin"))
+    replace(_path(job.folder, number, "lengths"), np.array(counts, np.int32).tobytes())
+    record = {"documents": len(counts), "tokens": sum(counts), "problems": sorted(problems)}
+    replace(_path(job.folder, number, "json"), json.dumps(record).encode())
+    return number
+
+
+def _batches(documents: Documents, problems: list[Problem]) -> Iterator[list[Document]]:
+    """Yields the documents by about a hundred thousand characters, and appends the problems to their list."""
+    batch, size = [], 0
+    for item in documents:
+        if isinstance(item, Problem):
+            problems.append(item)
+            continue
+        batch.append(item)
+        size += len(item.text)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _encode(
+    tokenizer: Any, batch: list[Document], job: Job, counts: list[int], problems: list[Problem]
+) -> np.ndarray:
+    """Returns the ids of all documents, one after another; appends their lengths to `counts`."""
+    # "fast" keeps no offsets into the text, which nobody asks for here.
+    encodings = tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
+    parts = [encoding.ids for encoding in encodings]
+    for document, part in zip(batch, parts, strict=True):
+        if not part:
+            problems.append(Problem(document.line, "empty document", "the text has no tokens"))
+            continue
+        if job.eod is not None:
+            part.append(job.eod)
+        counts.append(len(part))
+    return np.fromiter(itertools.chain.from_iterable(parts), job.dtype, sum(map(len, parts)))
+
+
+def _read(folder: pathlib.Path, number: int, path: str) -> Shard:
+    record = json.loads(_path(folder, number, "json").read_text())
+    problems = [Problem(*problem) for problem in record["problems"]]
+    return Shard(number, path, record["documents"], record["tokens"], problems)
+
+
+def _path(folder: pathlib.Path, number: int, suffix: str) -> pathlib.Path:
+    return folder / f"{number:05d}.{suffix}"
