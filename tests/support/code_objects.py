@@ -1,10 +1,9 @@
-"""Builds of `python -m mxjax.kernels.aot`, and what their document says of them."""
+"""Builds by `python -m mxjax.kernels.aot`, made once for all tests that read them."""
 
 import fcntl
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -63,10 +62,3 @@ def starting(opcodes, *prefixes):
 def elements_of(d):
     """Returns the elements that a thread of a quantizer takes."""
     return d["constants"]["BLOCK_R"] * d["constants"]["BLOCK_C"] // d["block"][0]
-
-
-def documented():
-    """Returns the functions in docs/kernels-aot.md, which are those of whoever has the files alone."""
-    names = {}
-    exec(re.search(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[1], names)
-    return names
