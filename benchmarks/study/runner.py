@@ -232,7 +232,7 @@ def _seconds_a_token(cell: Cell, out: pathlib.Path) -> float | None:
 
 def _write(path: pathlib.Path, record: dict[str, Any]) -> None:
     partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.write_text(json.dumps(record) + "\n")
     partial.replace(path)
 
 
