@@ -109,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--target", action="append", required=True, help=f"one of {', '.join(TARGETS)}; repeatable"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--only", action="append", default=[], help="pattern of names to build; repeatable")
+    only = "pattern of NAME or TARGET/NAME to build; repeatable"
+    parser.add_argument("--only", action="append", default=[], help=only)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiles at a time")
     options = parser.parse_args(arguments)
     for target in options.target:
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for target in dict.fromkeys(options.target)
         for module in MODULES
         for build in list_builds(module, target)
-        if not options.only or any(fnmatch.fnmatch(build.name, pattern) for pattern in options.only)
+        if not options.only or _matches(target, build.name, options.only)
     ]
     if not wanted:
         parser.error(f"no build is named like {', '.join(options.only)}")
@@ -133,6 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(summarize(done, failed)))
     if failed:
         sys.exit(1)
+
+
+def _matches(target: str, name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(x, pattern) for x in (name, f"{target}/{name}") for pattern in patterns)
 
 
 COLUMNS = "target | name | tile | warps | registers | spills | scratch | shared | waves | main loop"

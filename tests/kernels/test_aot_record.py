@@ -1,6 +1,5 @@
 """A build's record against the compiled code: arguments as a loader sees them, results as the kernel's."""
 
-import contextlib
 import importlib
 import json
 import re
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import triton.language as tl
 from support import ptx
-from support.code_objects import DOCUMENT, build_once
+from support.code_objects import DOCUMENT, INTERPRETED
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -23,27 +22,8 @@ from mxjax.kernels.aot import record as aot_record
 from mxjax.kernels.launch import Target, triton_call
 from mxjax.kernels.matmul.fp4_gemm import shuffle_scales
 
-pytestmark = pytest.mark.slow
-
-LARGE = ["gemm_1x8192x6144x4096_bfloat16", "quantize_8192x4096_bfloat16_rows_packed_columns_packed-h16"]
-GEMMS = [f"gemm_{shape}" for shape in ("1x5x7x96_float32", "1x65x33x288_bfloat16", "3x17x130x544_float32")]
-CARRIERS = ["carry_33x96_*", "carry_1x8224_*", "correct_1x65x33x288_*", "correct_3x17x130x544_*"]
-QUANTIZERS = ["quantize_65x97_*", "quantize_200x136_*"]
-# Of CUDA's quantizers those of one shape, and what is computed here: ptxas takes 10 s for a stochastic one.
-PATTERNS = {
-    "sm_90": LARGE + GEMMS + QUANTIZERS + CARRIERS,
-    "sm_100": LARGE + GEMMS + ["quantize_65x97_*_packed_columns_packed-h16"],
-}
 # Where inline assembly can be chosen, the interpreter, which lacks it, takes what these constants choose.
-INTERPRETED = {"CONVERT": "software", "NATIVE": False}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    out = build_once(tmp_path_factory, "cuda-records", *(([t], names) for t, names in PATTERNS.items()))
-    with contextlib.suppress(FileExistsError):
-        (out / "gfx950").symlink_to(build_once(tmp_path_factory, "gfx950", (["gfx950"], [])) / "gfx950")
-    return out
+WITHOUT_ASSEMBLY = {"CONVERT": "software", "NATIVE": False}
 
 
 def records(folder, target, pattern="*"):
@@ -91,19 +71,21 @@ def test_values_of_hidden_arguments():
     assert HIDDEN.items() <= aot_record.launch_values((6, 5, 1), (512, 1, 1), 1000).items()
 
 
-def test_document_names_every_field(folder):
+@pytest.mark.slow
+def test_document_names_every_field(builds):
     table = DOCUMENT.read_text().split("## The JSON")[1].split("## Launching")[0]
     described = set(re.findall(r"`(\w+)`", table)) | {"name", "target", "files", "triton"}
     for target in aot.TARGETS:
-        for _, record in records(folder, target):
+        for _, record in records(builds, target):
             assert set(record) <= described
             assert set(record["arguments"][0]) <= described
 
 
-def test_arguments_are_those_of_the_gfx950_code_objects(folder):
+@pytest.mark.slow
+def test_arguments_are_those_of_the_gfx950_code_objects(builds):
     """Offset, size, kind and address space of each, and the bytes that make them up."""
     kinds = set()
-    for path, record in records(folder, "gfx950"):
+    for path, record in records(builds, "gfx950"):
         kernel = loaded_metadata(path.with_suffix(".hsaco").read_bytes())
         listed = record["arguments"] + record["more_arguments"]
         assert [(a["offset"], a["size"], a["kind"], a["address_space"]) for a in listed] == [
@@ -133,11 +115,12 @@ def test_arguments_are_those_of_the_gfx950_code_objects(folder):
     assert {"global_buffer", "hidden_block_count_x"} <= kinds
 
 
-def test_gfx950_code_reads_no_hidden_argument(folder):
+@pytest.mark.slow
+def test_gfx950_code_reads_no_hidden_argument(builds):
     """Scalar loads, by which a kernel reads its arguments, end before them."""
     hiding = [
         (path, record)
-        for path, record in records(folder, "gfx950")
+        for path, record in records(builds, "gfx950")
         if record["more_arguments"][-1]["name"].startswith("hidden_")
     ]
     assert hiding
@@ -150,9 +133,10 @@ def test_gfx950_code_reads_no_hidden_argument(folder):
         assert max(ends) <= first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-def test_arguments_are_those_of_the_cubins(folder, target):
-    for path, record in records(folder, target):
+def test_arguments_are_those_of_the_cubins(builds, target):
+    for path, record in records(builds, target):
         command = [knobs.nvidia.cuobjdump.path, "-elf", str(path.with_suffix(".cubin"))]
         elf = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         found = re.findall(r"Ordinal : 0x(\w+)\s+Offset\s+: 0x(\w+)\s+Size\s+: 0x(\w+)", elf)
@@ -167,9 +151,10 @@ def test_arguments_are_those_of_the_cubins(folder, target):
         assert record["block"] == [int(threads[1]), 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", aot.TARGETS)
-def test_arrays_come_in_the_order_of_the_kernel(folder, target):
-    for _, record in records(folder, target):
+def test_arrays_come_in_the_order_of_the_kernel(builds, target):
+    for _, record in records(builds, target):
         names, count = find_kernel(record).arg_names, len(record["arguments"])
         assert [a["name"] for a in record["arguments"]] == names[:count]
         assert set(record["constants"]) == set(names[count:])
@@ -218,7 +203,7 @@ def interpret(record, given):
         out=[jax.ShapeDtypeStruct(tuple(a["shape"]), d) for a, d in zip(outputs, dtypes, strict=True)],
         grid=tuple(record["grid"]),
         in_place=in_place,
-        **constants | {name: v for name, v in INTERPRETED.items() if name in constants},
+        **constants | {name: v for name, v in WITHOUT_ASSEMBLY.items() if name in constants},
     )
     return {a["name"]: np.asarray(y.astype(a["dtype"])) for a, y in zip(outputs, written, strict=True)}
 
@@ -239,10 +224,11 @@ def assert_computes_what_is_expected(record):
         assert not check.output_agrees(record, name, other, wanted[name]), name
 
 
-@pytest.mark.parametrize("pattern", [GEMMS[1], "quantize_65x97_*", "quantize_200x136_*", *CARRIERS])
-def test_sm_90_kernels_compute_what_is_expected(folder, pattern, monkeypatch):
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", INTERPRETED)
+def test_sm_90_kernels_compute_what_is_expected(builds, pattern, monkeypatch):
     monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
-    for _, record in records(folder, "sm_90", pattern):
+    for _, record in records(builds, "sm_90", pattern):
         assert_computes_what_is_expected(record)
 
 

@@ -8,43 +8,34 @@ import numpy as np
 import pytest
 from gfx950 import machine
 from gfx950.memory import BASE, Memory
-from support.code_objects import LLAMA, STEP, build_once, elements_of, records, starting
+from support.code_objects import (
+    EMULATED_GEMMS,
+    EMULATED_QUANTIZERS,
+    LLAMA,
+    STEP,
+    elements_of,
+    records,
+    starting,
+)
 
 from mxjax.kernels.aot import check, expected
-from mxjax.kernels.aot import compile as aot
 
 pytestmark = pytest.mark.slow
 
 
-# What the emulator takes seconds for, in shapes with edges.
-SHAPES = ["1x1x1x32", "1x5x7x96", "1x64x64x256", "1x65x33x288", "1x256x256x512", "1x1100x70x32"]
-GEMMS = ["gemm_2x*_tile*", *(f"gemm_{shape}_*" for shape in [*SHAPES, "3x17x130x544"])]
-TENSORS = ["1x1", "1x33", "32x32", "33x1", "65x97", "3x40x70", "128x128", "256x256"]
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Every build for gfx950."""
-    return build_once(tmp_path_factory, "gfx950", (["gfx950"], []))
-
-
-@pytest.fixture(scope="module")
-def gfx950(folder):
-    return {name: d for (_, name), d in records(folder).items()}
+def gfx950(builds):
+    return {name: record for (target, name), record in records(builds).items() if target == "gfx950"}
 
 
 @pytest.fixture(scope="module")
 def gemms(gfx950):
-    found = [d for d in gfx950.values() if d["kernel"] == "gemm_kernel"]
-    assert len(found) == len(aot.list_builds("gemm_builds", "gfx950"))
-    return found
+    return [record for record in gfx950.values() if record["kernel"] == "gemm_kernel"]
 
 
 @pytest.fixture(scope="module")
 def quantizers(gfx950):
-    found = [d for d in gfx950.values() if d["kernel"] == "quantize_kernel"]
-    assert len(found) == len(aot.list_builds("quantize_builds", "gfx950"))
-    return found
+    return [record for record in gfx950.values() if record["kernel"] == "quantize_kernel"]
 
 
 def test_spills_nothing(gfx950):
@@ -203,14 +194,14 @@ def assert_writes_what_is_expected(record, text, inputs, wanted, **options):
             assert not check.output_agrees(record, name, other, wanted[name]), name
 
 
-@pytest.mark.parametrize("pattern", [*GEMMS, *(f"quantize_{shape}_*" for shape in TENSORS)])
-def test_code_objects_write_what_is_expected(gfx950, folder, pattern):
+@pytest.mark.parametrize("pattern", [*EMULATED_GEMMS, *EMULATED_QUANTIZERS])
+def test_code_objects_write_what_is_expected(gfx950, builds, pattern):
     """Runs each code object with transfers as late as it waits for them; GEMMs also with immediate ones."""
     names = fnmatch.filter(gfx950, pattern)
     assert names
     for i, name in enumerate(names):
         record = gfx950[name]
-        text = (folder / "gfx950" / f"{name}.amdgcn").read_text()
+        text = (builds / "gfx950" / f"{name}.amdgcn").read_text()
         inputs = check.make_inputs(record)
         wanted = check.expected_outputs(record, inputs)
         assert_writes_what_is_expected(record, text, inputs, wanted, lazy=True, preloaded=i % 2 == 0)
@@ -218,13 +209,13 @@ def test_code_objects_write_what_is_expected(gfx950, folder, pattern):
             assert_writes_what_is_expected(record, text, inputs, wanted, preloaded=i % 2 == 1)
 
 
-def test_a_work_group_of_a_llama_gemm(gfx950, folder):
+def test_a_work_group_of_a_llama_gemm(gfx950, builds):
     """Sixteen passes through the main loop write one tile, the right one, and nothing else."""
     record = gfx950[LLAMA[0]]
     inputs = check.make_inputs(record)
     memory, addresses, kernarg = place(record, inputs)
     before = memory.bytes.copy()
-    text = (folder / "gfx950" / f"{LLAMA[0]}.amdgcn").read_text()
+    text = (builds / "gfx950" / f"{LLAMA[0]}.amdgcn").read_text()
     machine.run(record, text, memory, kernarg, lazy=True, groups=[(0, 0, record["grid"][0] // 2 + 1)])
 
     [out] = [a for a in record["arguments"] if a["role"] == "output"]
