@@ -1,4 +1,4 @@
-"""What training Llama 3.1 would take on 8 to 8,192 MI355X, on paper: time, memory and the best mesh.
+"""Time, memory and the best mesh for training Llama 3.1 on 8 to 8,192 MI355X, on paper.
 
     python -m benchmarks.paper_models.scaling [--machine mi355x] [--write docs/scaling.md] [--out FILE]
     python -m benchmarks.paper_models.scaling --check RESULTS.json [RESULTS.json …]
@@ -16,25 +16,26 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.markdown import insert, table
+from benchmarks.markdown import insert
 from benchmarks.paper_models.scaling_machines import MACHINES, Machine
 from benchmarks.paper_models.scaling_model import Plan, best_plan, describe
 from models.configs import get_config
+from mxjax.kernels.tables import table
 
 MODELS = ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b")
 DEVICES = (8, 32, 128, 512, 2048, 8192)
 POLICIES = ("bf16", "fp8", "full_hadamard")
 SEQUENCES = 2048
-"""A step's, of 8,192 tokens: 16.8 million tokens, about what Llama 3 405B ended with (arXiv 2407.21783)."""
+"""Sequences of 8,192 tokens in a step: 16.8 M tokens, as at the end of Llama 3 405B (arXiv 2407.21783)."""
 
 DOCUMENTED = ("summary",)
 """The tables that docs/scaling.md holds; the others are printed only."""
 
 
 def survey(machine: Machine, devices: Sequence[int] = DEVICES) -> list[dict[str, Any]]:
-    """Returns the best plan of every model, number of devices and policy, with "plan" None where none fits.
+    """Returns the best plan of every model, number of devices and policy; "plan" is None where none fits.
 
-    Where there are more devices than sequences in a step, also with one sequence for each device.
+    If there are more devices than sequences in a step, a second line has one sequence a device.
     """
     found = []
     for model in MODELS:
@@ -49,7 +50,7 @@ def survey(machine: Machine, devices: Sequence[int] = DEVICES) -> list[dict[str,
 
 
 def best_table(found: Iterable[dict[str, Any]]) -> str:
-    """Returns each plan in a line: mesh, memory, time, and its speed over fp8's with as many devices."""
+    """Returns a line for each plan: mesh, memory, time, and its gain over fp8 on as many devices."""
     found = list(found)
     fp8 = {_key(f): f["step_seconds"] for f in found if f["policy"] == "fp8" and f["plan"]}
     rows = []
@@ -88,7 +89,7 @@ def summary_table(found: Iterable[dict[str, Any]]) -> str:
 
 
 def parts_table(found: Iterable[dict[str, Any]]) -> str:
-    """Returns the parts of the plans' steps in hundredths; those that overlap make it more than 100."""
+    """Returns the parts of the plans' steps in percent; overlapping parts add up to more than 100."""
     rows = []
     for f in found:
         if f["plan"]:
@@ -99,7 +100,7 @@ def parts_table(found: Iterable[dict[str, Any]]) -> str:
 
 
 def machines_table() -> str:
-    """Returns the rates that the model takes."""
+    """Returns the rates of the machines."""
     rows = []
     for machine in MACHINES.values():
         rates = [f"{machine.gemm[kind] / 1e12:,.0f}" for kind in ("bf16", "fp8", "mxfp4")]
@@ -130,7 +131,7 @@ def _mesh(plan: dict[str, Any]) -> str:
 def plan_of(job: dict[str, Any]) -> Plan:
     """Returns the plan of a measured job; without a mesh, fsdp over all its devices.
 
-    Of `--remat`, "full" alone counts as recomputing: what the others recompute is not in the model.
+    Only `--remat full` counts as recomputing: the model has no other recomputation.
     """
     sizes = {"data": 1, "fsdp": 1, "tensor": 1}
     for part in (job["mesh"] or f"fsdp={job['devices']}").split(","):
@@ -141,9 +142,9 @@ def plan_of(job: dict[str, Any]) -> Plan:
 
 
 def compare(results: Iterable[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:
-    """Returns measured and computed step times of every policy of ours that was measured.
+    """Returns measured and computed step times of each of our measured policies.
 
-    "scaling" is tokens/s a device over that of the same policy on the fewest devices.
+    "scaling" is tokens/s a device relative to the same policy on the fewest devices.
     """
     times: dict[str, list[float]] = {}
     jobs: dict[str, dict[str, Any]] = {}
@@ -180,7 +181,7 @@ def _rate(f: dict[str, Any], name: str) -> float:
 
 
 def compare_table(found: Iterable[dict[str, Any]]) -> str:
-    """Returns the comparison in lines."""
+    """Returns the comparison as a table."""
     rows = []
     for f in found:
         row = [f["policy"], f["model"], f["devices"], f["mesh"] or "-", f["batch"], f["remat"]]
@@ -192,11 +193,11 @@ def compare_table(found: Iterable[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints what the command line asks for."""
+    """Prints the survey or the comparison that the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paper_models.scaling", description=__doc__)
     parser.add_argument("--machine", choices=sorted(MACHINES), help="default: mi355x; to check: h200")
     parser.add_argument("--write", type=pathlib.Path, help="document to put the tables into")
-    parser.add_argument("--check", type=pathlib.Path, nargs="+", help="what train_speed measured")
+    parser.add_argument("--check", type=pathlib.Path, nargs="+", help="results of train_speed")
     parser.add_argument("--out", type=pathlib.Path, help="file for the numbers as JSON")
     options = parser.parse_args(arguments)
     if options.check:

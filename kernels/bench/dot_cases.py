@@ -1,4 +1,4 @@
-"""The lines of `bench_dot`: forward and backward passes of one linear layer, and of their operands alone."""
+"""The cases of `bench_dot`: forward and backward passes of one linear layer, and their operands alone."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,14 +27,14 @@ LARGEST_DIFFERENCE = 0.5  # against the baseline: all quantization errs by less,
 Tensors = tuple[jax.Array, jax.Array, jax.Array]  # x, w, dy
 
 
-class Line(NamedTuple):
-    """One line of the table.
+class Case(NamedTuple):
+    """A linear layer to time.
 
     Attributes:
-      run: of x, w and dy gives y, dx and dw.
-      policy: what `dot`'s reference takes, or None: the line is the baseline or somebody else's.
-      parts: what comes before the GEMMs, each from the start: "quantize" (the packed operands, where they
-        are not yet what the GEMMs read) and "operands" (what they read).
+      run: takes x, w and dy and returns y, dx and dw.
+      policy: policy of `dot`; None for the baseline and other libraries.
+      parts: the work before the GEMMs, each from the start: "operands" makes what the GEMMs read, and
+        "quantize" the packed operands, if the GEMMs read others.
     """
 
     name: str
@@ -43,21 +43,21 @@ class Line(NamedTuple):
     parts: Mapping[str, Callable] = {}
 
 
-def lines_of(
+def dot_cases(
     policies: Sequence[str], implementations: Sequence[Implementation], peers: Sequence[str]
-) -> Iterator[Line]:
-    """Yields the baseline, every policy by every implementation that differs for it, and others' products.
+) -> Iterator[Case]:
+    """Yields the baseline, the policies by each implementation, and other libraries' linear layers.
 
     Args:
-      peers: parts of the names of the others.
+      peers: parts of the names of other libraries' cases.
     """
-    yield Line(BASELINE, jax.jit(functools.partial(both_ways, in_bfloat16)))
+    yield Case(BASELINE, jax.jit(functools.partial(both_ways, in_bfloat16)))
     for name in policies:
         for how in implementations if name != "bf16" else implementations[:1]:
-            yield Line(f"{name}, {how}", make_step(name, how), name, dict(parts_of(name, how)))
+            yield Case(f"{name}, {how}", make_step(name, how), name, dict(parts_of(name, how)))
     for name, product in linears().items():
         if any(part in name for part in peers):
-            yield Line(name, jax.jit(functools.partial(both_ways, product)))
+            yield Case(name, jax.jit(functools.partial(both_ways, product)))
 
 
 def make_step(policy: str, implementation: Implementation) -> Callable:
@@ -73,7 +73,7 @@ def make_step(policy: str, implementation: Implementation) -> Callable:
 
 
 def in_bfloat16(x, w):
-    """The baseline's product."""
+    """Returns the baseline's product."""
     return jnp.dot(x, w.astype(jnp.bfloat16))
 
 
@@ -92,7 +92,7 @@ def make_tensors(tokens: int, d_in: int, d_out: int) -> Tensors:
 
 
 def parts_of(name: str, implementation: Implementation) -> Iterator[tuple[str, Callable]]:
-    """Yields the parts of a policy's step; none by FP8 where no kernels run, whose parts they are."""
+    """Yields the parts of a policy's step; none by FP8 carriers without kernels."""
     in_fp8 = "fp8" in plan(get_policy(name), implementation)[:3]
     if name == "bf16" or (in_fp8 and current_target() is None):
         return
@@ -102,7 +102,10 @@ def parts_of(name: str, implementation: Implementation) -> Iterator[tuple[str, C
 
 
 def make_operands(name: str, implementation: Implementation, x, w, dy, carried: bool = True):
-    """Returns the six operands of a policy's GEMMs, each tensor's two in one go, as the GEMMs read them."""
+    """Returns the six operands of a policy's GEMMs, both of a tensor from one call.
+
+    carried: encode them as the GEMMs read them.
+    """
     policy, key = get_policy(name), jax.random.key(1)
     hows = plan(policy, implementation)
     x_use, w_use = uses_of(policy.fprop, -1, -2, fold(key, 0))
@@ -136,15 +139,15 @@ def as_read(how: How, q: Prepared, carrier):
             return elements if q.axis == -1 else elements.swapaxes(-1, -2)
 
 
-def check(line: Line, tensors: Tensors) -> None:
-    """Raises AssertionError unless the results, on a part of the tensors, are the reference's."""
-    if line.policy is None:
+def check(case: Case, tensors: Tensors) -> None:
+    """Raises AssertionError unless the results on a part of the tensors are the reference's."""
+    if case.policy is None:
         return
     x, w, dy = tensors
     part = x[:512, :1024], w[:1024, :768], dy[:512, :768]
-    wanted = _reference(line.policy)(*part)
-    for got, expected in zip(line.run(*part), wanted, strict=True):
-        assert distance(got, expected) < TOLERANCE, f"{line.name} is not the reference's"
+    wanted = _reference(case.policy)(*part)
+    for got, expected in zip(case.run(*part), wanted, strict=True):
+        assert distance(got, expected) < TOLERANCE, f"{case.name} differs from the reference"
 
 
 @functools.cache
@@ -154,6 +157,6 @@ def _reference(policy: str) -> Callable:
 
 @jax.jit
 def distance(got: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Returns the norm of the difference over the norm of what is wanted."""
+    """Returns the norm of the difference over the norm of the wanted array."""
     got, wanted = got.astype(jnp.float32), wanted.astype(jnp.float32)
     return jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted)
