@@ -100,6 +100,12 @@ def test_every_public_name_has_a_docstring(name):
     assert not text.startswith(f"{name}("), "a dataclass without a docstring gets its signature"
 
 
+def test_the_documentation_lists_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text()
+    listed = set(re.findall(r"^\.\. (?:auto\w+|py:data):: (?:mxjax\.)?(\w+)$", text, re.MULTILINE))
+    assert set(mxjax.__all__) <= listed
+
+
 def test_every_public_name_of_stats_has_a_docstring():
     defined = [f for f in vars(mxjax.stats).values() if getattr(f, "__module__", None) == "mxjax.stats"]
     assert {"error", "quantization", "gemms"} <= {f.__name__ for f in defined}
