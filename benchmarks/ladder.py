@@ -14,7 +14,7 @@ from typing import Any
 
 from train import train
 from training.command_line import parse
-from training.metrics import NonFiniteError
+from training.nonfinite import NonFiniteError
 
 LADDER = (
     "bf16",
