@@ -12,14 +12,15 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from mxjax.gemm import multiply, prepare
-from mxjax.implementations import ON_PACKED, Implementation, Plan, plan
-from mxjax.operands import as_backward_sees, first_order_only, fold, uses_of
-from mxjax.packing import Packed
+from mxjax.gemm import multiply
+from mxjax.gemm_input import GemmInput, as_backward_sees, first_order_only, fold, gemm_inputs
+from mxjax.implementations import ON_PACKED, How, Implementation, Plan, plan
+from mxjax.kmajor import KMajor
 from mxjax.policy import Policy
+from mxjax.prepare import Prepared, prepare
 from mxjax.quantize import MXArray
 from mxjax.recipes import as_policy
-from mxjax.remat import operand, product
+from mxjax.remat import tag_operand, tag_product
 from mxjax.weight_layout import Layout, as_stored, on_auto_axes, varying_as
 
 AnyArray = jax.Array | np.ndarray
@@ -207,9 +208,9 @@ class _Residuals(NamedTuple):
     """What the backward pass takes: an operand packed, where its GEMM takes it so, else the tensor itself."""
 
     x: jax.Array | None
-    x_packed: Packed | None
+    x_packed: Prepared | None
     w: jax.Array | None
-    w_packed: Packed | None
+    w_packed: Prepared | None
     key: jax.Array | None
 
 
@@ -218,18 +219,18 @@ def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: 
     """Returns the product and, if wanted, the residuals but for w itself."""
     x, w = first_order_only(x), first_order_only(w)
     x = lax.optimization_barrier(x)  # several passes read it: computing it again in each costs more
-    dgrad, wgrad, seen_w, seen_x = _backward_uses(policy, key)
-    left, right = uses_of(policy.fprop, -1, -2, fold(key, 0))
+    dgrad, wgrad, seen_w, seen_x = _backward_inputs(policy, key)
+    left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
     keep_x, keep_w = keep and plan.wgrad in ON_PACKED, keep and plan.dgrad in ON_PACKED
     lhs, x_packed = _prepare_two(x, (plan.fprop, left), (plan.wgrad, wgrad[0]) if keep_x else None, seen_x)
     rhs, w_packed = _prepare_two(w, (plan.fprop, right), (plan.dgrad, dgrad[1]) if keep_w else None, seen_w)
     if w.ndim == 2:  # not attention's, which grow with the square of the sequence
-        lhs, rhs, x_packed, w_packed = (_named(q) for q in (lhs, rhs, x_packed, w_packed))
+        lhs, rhs, x_packed, w_packed = _tagged(lhs), _tagged(rhs), _tagged(x_packed), _tagged(w_packed)
     layout = plan.layout
     if layout is not None and not isinstance(rhs, MXArray):  # K-major
         layout = layout.transposed
     y = multiply(plan.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"), layout)
-    y = product(y) if w.ndim == 2 else y
+    y = tag_product(y) if w.ndim == 2 else y
     return y.value(dtypes[0]), _Residuals(None if keep_x else x, x_packed, None, w_packed, key)
 
 
@@ -238,14 +239,14 @@ def _backward(policy: Policy, plan: Plan, dtypes, precision, residuals: _Residua
     """Returns dx and dw."""
     x, x_packed, w, w_packed, key = residuals
     dy = first_order_only(dy)
-    dgrad, wgrad, seen_w, seen_x = _backward_uses(policy, key)
-    if all(use.operand.format == "bf16" and use.rotation is None for use in (dgrad[0], wgrad[1])):
+    dgrad, wgrad, seen_w, seen_x = _backward_inputs(policy, key)
+    if all(how.operand.format == "bf16" and how.rotation is None for how in (dgrad[0], wgrad[1])):
         dy = dy.astype(jnp.bfloat16)  # of float32 logits, half as much is written, and converted once
     dy = lax.optimization_barrier(dy)
-    dy_rows, dy_columns = prepare(dy, ((plan.dgrad, dgrad[0]), (plan.wgrad, wgrad[1])))
+    dy_rows, dy_columns = prepare(dy, [(plan.dgrad, dgrad[0]), (plan.wgrad, wgrad[1])])
     w = None if w is None else first_order_only(w)
-    [w_rows] = (w_packed,) if w is None else prepare(seen_w(w), ((plan.dgrad, dgrad[1]),))
-    [x_columns] = (x_packed,) if x is None else prepare(seen_x(x), ((plan.wgrad, wgrad[0]),))
+    w_rows = w_packed if w is None else prepare(seen_w(w), [(plan.dgrad, dgrad[1])])[0]
+    x_columns = x_packed if x is None else prepare(seen_x(x), [(plan.wgrad, wgrad[0])])[0]
     assert w_rows is not None
     assert x_columns is not None
     dx = multiply(plan.dgrad, dtypes[1], precision, dy_rows, w_rows, ("e5m2", "e4m3"), plan.layout)
@@ -283,22 +284,27 @@ def residual_bytes(
     return {name: sum(a.size * a.dtype.itemsize for a in group) for name, group in arrays.items()}
 
 
-def _named(q):
-    """Returns q, named for `mxjax.remat` if it is packed."""
-    return operand(q) if isinstance(q, Packed) else q
+def _tagged[T](q: T) -> T:
+    """Returns q, tagged for `mxjax.remat` if it is packed."""
+    return tag_operand(q) if isinstance(q, KMajor) and q.scales is not None else q
 
 
-def _prepare_two(x, now, later, seen):
-    """Returns x as the Fprop takes it, and as a backward GEMM does, if that is wanted now."""
-    if later is None or later[1].operand.source == "original":
-        return prepare(x, (now, later))
-    return *prepare(x, (now,)), *prepare(seen(x), (later,))
+def _prepare_two(
+    x: jax.Array, now: tuple[How, GemmInput], later: tuple[How, GemmInput] | None, seen
+) -> tuple[Prepared, Prepared | None]:
+    """Returns x as the Fprop takes it, and as a backward GEMM does if `later` says so."""
+    if later is None:
+        return prepare(x, [now])[0], None
+    if later[1].operand.source == "original":
+        first, second = prepare(x, [now, later])
+        return first, second
+    return prepare(x, [now])[0], prepare(seen(x), [later])[0]
 
 
-def _backward_uses(policy: Policy, key):
+def _backward_inputs(policy: Policy, key):
     """Returns the uses of Dgrad (dy, w) and Wgrad (x, dy), and what they see in place of w and of x."""
-    dgrad = uses_of(policy.dgrad, -1, -1, fold(key, 1))
-    wgrad = uses_of(policy.wgrad, -2, -2, fold(key, 2))
+    dgrad = gemm_inputs(policy.dgrad, -1, -1, fold(key, 1))
+    wgrad = gemm_inputs(policy.wgrad, -2, -2, fold(key, 2))
 
     def seen_w(w):
         return as_backward_sees(w, policy.dgrad.rhs, policy.fprop.rhs, -2, fold(key, 0, 1))

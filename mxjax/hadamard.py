@@ -31,7 +31,6 @@ def random_signs(key: jax.Array, n: int) -> Float32[Array, "n"]:
     return jax.random.rademacher(key, (n,), jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("size", "axis"))
 def rotate(
     x: Float[Array | np.ndarray, "*shape"],
     size: int = 16,
@@ -55,6 +54,11 @@ def rotate(
       ValueError: a size that is no such power of two, or an axis that it does not divide.
     Source: Sylvester (1867); for MXFP4 training arXiv 2502.20586, arXiv 2605.09825.
     """
+    return _rotate(x, size, axis, signs)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _rotate(x, size: int, axis: int, signs) -> Float32[Array, "*shape"]:
     if size not in SIZES:
         raise ValueError(f"rotate needs a size that is one of {SIZES}, got {size}")
     axis = normalize_axis_index(axis, x.ndim)

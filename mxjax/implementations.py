@@ -1,6 +1,5 @@
 """How each GEMM of a policy runs: the implementations, and which of them is taken."""
 
-import importlib.util
 import logging
 from collections.abc import Iterable
 from functools import cache
@@ -8,16 +7,16 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 
+from mxjax.devices import Target, current_target, has_jax_triton
 from mxjax.formats import get_format
-from mxjax.packing import kernel_target, packable
 from mxjax.policy import Gemm, Policy
 from mxjax.weight_layout import Layout
 
-Implementation = Literal["reference", "xla", "fp8", "scaled_dot", "triton"]
-How = Literal["reference", "xla", "fp8", "scaled_dot", "triton", "fp8_tensor"]
+Implementation = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton"]
+How = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton", "fp8_tensor"]
 """How one GEMM runs: by its implementation, or in FP8 because its operands are, with a scale a tensor."""
 
-ON_PACKED: tuple[How, ...] = ("fp8", "scaled_dot", "triton")
+ON_PACKED: tuple[How, ...] = ("fp8_carriers", "scaled_dot", "triton")
 """Those that take packed operands, small enough to be kept from the forward pass for the backward one."""
 
 _log = logging.getLogger("mxjax")
@@ -29,7 +28,7 @@ class Plan(NamedTuple):
     fprop: How
     dgrad: How
     wgrad: How
-    kernels: tuple[str, str] | None  # what Triton kernels run on
+    kernels: Target | None  # what Triton kernels run on
     layout: Layout | None = None  # of w
 
 
@@ -42,7 +41,7 @@ def plan(policy: Policy, implementation: Implementation | None) -> Plan:
     """
     name = choose_implementation(implementation)
     hows: list[How] = [_how(name, gemm, implementation is not None) for gemm in policy.gemms.values()]
-    return Plan(hows[0], hows[1], hows[2], kernel_target())
+    return Plan(hows[0], hows[1], hows[2], current_target())
 
 
 def check_plans(policies: Iterable[Policy], implementation: Implementation | None) -> None:
@@ -57,9 +56,9 @@ def compiler_options(policies: Iterable[Policy], implementation: Implementation 
     Where FP8 matrix units multiply on CUDA, XLA would try Triton's GEMMs for each shape, for minutes, and
     then take cuBLAS's.
     """
-    target = kernel_target()
+    target = current_target()
     hows = {how for policy in policies for how in plan(policy, implementation)[:3]}
-    if target is None or target.backend != "cuda" or not hows & {"fp8", "fp8_tensor"}:
+    if target is None or target.backend != "cuda" or not hows & {"fp8_carriers", "fp8_tensor"}:
         return {}
     return {"xla_gpu_enable_triton_gemm": False}
 
@@ -68,7 +67,7 @@ def _how(name: Implementation, gemm: Gemm, explicit: bool) -> How:
     if name in ("reference", "xla"):
         return name
     operands = (gemm.lhs, gemm.rhs)
-    if all(packable(o) for o in operands):
+    if all(o.is_packable for o in operands):
         return name
     formats = [get_format(o.format) for o in operands]
     if all(f.element is None for f in formats):
@@ -92,13 +91,13 @@ def choose_implementation(implementation: Implementation | None) -> Implementati
       NotImplementedError: it does not run here.
     """
     if implementation is None:
-        name = _fastest(kernel_target())
+        name = _fastest(current_target())
         _log_choice(name)
         return name
     if implementation not in get_args(Implementation):
         names = ", ".join(get_args(Implementation))
         raise ValueError(f"unknown implementation {implementation!r}; use one of {names}, or None")
-    if implementation == "triton" and kernel_target() is None:
+    if implementation == "triton" and current_target() is None:
         raise NotImplementedError(
             "implementation 'triton' needs a GPU and jax-triton (install mxjax[cuda] or mxjax[rocm]); "
             "use 'xla', or None for the fastest that runs here"
@@ -106,17 +105,17 @@ def choose_implementation(implementation: Implementation | None) -> Implementati
     return implementation
 
 
-def _fastest(target) -> Implementation:
+def _fastest(target: Target | None) -> Implementation:
     """Returns where MXFP4 is native Triton's GEMM, else on CUDA with FP8 its carriers, else "xla"."""
     if target is None:
         return "xla"
     if target.arch == "gfx950" or target.arch.startswith(("sm_100", "sm_103")):
         return "triton"
-    return "fp8" if target.backend == "cuda" and target.has_fp8 else "xla"
+    return "fp8_carriers" if target.backend == "cuda" and target.has_fp8 else "xla"
 
 
 @cache
 def _log_choice(name: Implementation) -> None:
     _log.info("mxjax.dot runs its GEMMs by implementation=%r", name)
-    if jax.default_backend() == "gpu" and importlib.util.find_spec("jax_triton") is None:
+    if jax.default_backend() == "gpu" and not has_jax_triton():
         _log.warning("jax-triton is not installed: install mxjax[cuda] or mxjax[rocm] for the fast kernels")

@@ -10,72 +10,14 @@ Variations are made with `dataclasses.replace`; `mxjax.recipes` holds the named 
 """
 
 import dataclasses
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Literal
 
-from mxjax.blocks import resolve_block_shape
-from mxjax.formats import get_format
 from mxjax.hadamard import SIZES
-from mxjax.rounding import Rounding
-from mxjax.scales import ScaleRule, check_rule
+from mxjax.operand import Operand, check_choice
+from mxjax.scales import ScaleRule
 
-Source = Literal["original", "dequantized"]
 Signs = Literal["none", "fixed", "redrawn"]
-
-
-def _check_choice(name: str, value: str, choices) -> None:
-    if value not in get_args(choices):
-        raise ValueError(f"unknown {name} {value!r}; use one of {', '.join(get_args(choices))}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """How one operand of a GEMM is quantized, along the axis that the GEMM contracts.
-
-    Attributes:
-      format: a name of `mxjax.formats.FORMATS`.
-      block_shape: elements that share a scale, see `mxjax.quantize`; None for the format's own.
-      scale_rule: see `mxjax.scales.block_scale`; formats without E8M0 scales ignore it.
-      rounding: "nearest" or "stochastic".
-      prescale: shrinks the elements after the scale is chosen; the GEMM's result is divided by it.
-      source: "original", or "dequantized": what the Fprop's quantization left of the tensor.
-    """
-
-    format: str = "mxfp4"
-    block_shape: int | tuple[int, int] | None = None
-    scale_rule: ScaleRule = "floor"
-    rounding: Rounding = "nearest"
-    prescale: float | None = None
-    source: Source = "original"
-
-    def __post_init__(self):
-        f = get_format(self.format)
-        _check_choice("rounding", self.rounding, Rounding)
-        _check_choice("source", self.source, Source)
-        if f.element and f.scale == "e8m0":
-            check_rule(self.scale_rule, f.element)
-        resolve_block_shape(f, self.block_shape, ndim=2, axis=-1)
-        if self.prescale is not None and not 0 < self.prescale <= 1:
-            raise ValueError(f"prescale must be in (0, 1], got {self.prescale}")
-        if f.element is None and (self.rounding == "stochastic" or self.prescale):
-            raise ValueError(
-                f"{self.format} is not quantized: it takes no stochastic rounding and no prescale"
-            )
-
-    def __str__(self) -> str:
-        f = get_format(self.format)
-        parts = [self.format]
-        if self.block_shape is not None:
-            pair = self.block_shape if isinstance(self.block_shape, tuple) else (1, self.block_shape)
-            parts.append(f"{pair[0]}x{pair[1]}")
-        if f.scale == "e8m0":
-            parts.append(self.scale_rule)
-        if self.rounding == "stochastic":
-            parts.append("sr")
-        if self.prescale is not None:
-            parts.append(f"*{self.prescale:g}")
-        if self.source == "dequantized":
-            parts.append("dequantized")
-        return ":".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +36,7 @@ class Rotation:
     seed: int = 0
 
     def __post_init__(self):
-        _check_choice("signs", self.signs, Signs)
+        check_choice("signs", self.signs, Signs)
         if self.size not in SIZES:
             raise ValueError(f"Rotation needs a size that is one of {SIZES}, got {self.size}")
 
@@ -104,12 +46,15 @@ class Rotation:
         )
 
 
+_MXFP4 = Operand()
+
+
 @dataclasses.dataclass(frozen=True)
 class Gemm:
     """The operands of one GEMM and the rotation both take before they are quantized."""
 
-    lhs: Operand = Operand()
-    rhs: Operand = Operand()
+    lhs: Operand = _MXFP4
+    rhs: Operand = _MXFP4
     rotation: Rotation | None = None
 
     @property
@@ -167,7 +112,7 @@ class Policy:
         return " | ".join(f"{name} {gemm}" for name, gemm in self.gemms.items())
 
 
-def map_operands(policy: Policy, change) -> Policy:
+def map_operands(policy: Policy, change: Callable[[Operand], Operand]) -> Policy:
     """Returns the policy with `change(operand) -> Operand` applied to all six operands."""
 
     def gemm(g: Gemm) -> Gemm:

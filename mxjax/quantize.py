@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,8 @@ from jaxtyping import Array, Float, Float32, Shaped, UInt8
 from numpy.lib.array_utils import normalize_axis_index
 
 from mxjax.blocks import BlockShape, block_max, magnitude_bits, pad, resolve_block_shape, spread
-from mxjax.formats import E2M1, E4M3, Element, Format, get_format
+from mxjax.formats import E2M1, E4M3, Element, Format, FormatName, get_format
+from mxjax.operand import Operand
 from mxjax.philox import random_uint16
 from mxjax.rounding import Rounding, round_nearest, stochastic_round
 from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale
@@ -42,7 +42,7 @@ class MXArray:
     elements: Shaped[Array, "*shape"]
     scales: Shaped[Array, "*blocks"] | None
     tensor_scale: Float32[Array, ""] | None
-    format: str
+    format: FormatName
     axis: int
     block_shape: tuple[int, int]
     prescale: float | None = None
@@ -65,12 +65,9 @@ class MXArray:
         return self.tensor_scale / self.prescale if self.prescale else self.tensor_scale
 
 
-@functools.partial(
-    jax.jit, static_argnames=("format", "axis", "scale_rule", "rounding", "block_shape", "prescale")
-)
 def quantize(
     x: Shaped[Array | np.ndarray, "*shape"],
-    format: str = "mxfp4",
+    format: FormatName = "mxfp4",
     *,
     axis: int = -1,
     scale_rule: ScaleRule = "floor",
@@ -106,20 +103,15 @@ def quantize(
       TypeError: x is not floating point.
     Source: OCP MX v1.0, section 6.3; arXiv 2605.09825, appendix.
     """
-    q = quantize_unpacked(
-        x,
-        format,
-        axis=axis,
-        scale_rule=scale_rule,
-        rounding=rounding,
-        block_shape=block_shape,
-        prescale=prescale,
-        key=key,
-    )
-    return dataclasses.replace(q, elements=_store(q.elements, get_format(format).dtype))
+    return _quantize(x, Operand(format, block_shape, scale_rule, rounding, prescale), axis, key)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantize(x: Shaped[Array | np.ndarray, "*shape"], operand: Operand, axis: int, key) -> MXArray:
+    q = quantize_unpacked(x, operand, axis, key)
+    return dataclasses.replace(q, elements=_store(q.elements, get_format(operand.format).dtype))
+
+
 def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*shape"]:
     """Returns the values that q stands for.
 
@@ -129,6 +121,11 @@ def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*sha
     Special values: NaN for a block whose scale is NaN; infinity where a rule other than `floor` has
     rounded a magnitude near float32's largest up to 2**128.
     """
+    return _dequantize(q, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _dequantize(q: MXArray, dtype: DTypeLike) -> Float[Array, "*shape"]:
     values = block_values(q)
     return (values if q.factor is None else values * q.factor).astype(dtype)
 
@@ -166,36 +163,31 @@ def pack_codes(codes: UInt8[Array, "*shape"], axis: int) -> UInt8[Array, "*packe
 
 
 def quantize_unpacked(
-    x: Shaped[Array | np.ndarray, "*shape"],
-    format: str,
-    *,
-    axis: int,
-    scale_rule: ScaleRule,
-    rounding: Rounding,
-    block_shape: BlockShape,
-    prescale: float | None,
-    key: jax.Array | None,
+    x: Shaped[Array | np.ndarray, "*shape"], operand: Operand, axis: int, key: jax.Array | None
 ) -> MXArray:
-    """Returns `quantize`'s result with the elements left in float32: what a GEMM needs, with no detour."""
-    f = get_format(format)
+    """Returns x quantized as `operand` says, with blocks along `axis` and the elements left in float32.
+
+    `quantize` without its last step: a GEMM reads the values anyway. Only stochastic rounding uses `key`.
+    """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize needs a floating-point tensor, got {x.dtype}; cast it")
+    f = get_format(operand.format)
     axis = normalize_axis_index(axis, x.ndim) - x.ndim
-    block_shape = resolve_block_shape(f, block_shape, x.ndim, axis)
-    _check_options(scale_rule, rounding, prescale, key)
+    block_shape = resolve_block_shape(f, operand.block_shape, x.ndim, axis)
+    stochastic = operand.rounding == "stochastic"
+    if stochastic and key is None:
+        raise ValueError("quantize rounds stochastically and needs key=; pass jax.random.key(0)")
     if f.element is None:
-        if rounding == "stochastic" or prescale is not None:
-            raise ValueError(f"{format} is not quantized: it takes no stochastic rounding and no prescale")
-        return MXArray(jnp.asarray(x, f.dtype), None, None, format, axis, block_shape)
+        return MXArray(jnp.asarray(x, f.dtype), None, None, f.name, axis, block_shape)
     x = jnp.asarray(x, jnp.float32)
-    scales, tensor_scale, scaled = _scale(x, f, f.element, scale_rule, block_shape, axis)
-    if prescale is not None:
-        scaled = scaled * jnp.float32(prescale)
-    if key is not None and rounding == "stochastic":
+    scales, tensor_scale, scaled = _scale(x, f, f.element, operand.scale_rule, block_shape, axis)
+    if operand.prescale is not None:
+        scaled = scaled * jnp.float32(operand.prescale)
+    if stochastic and key is not None:
         elements = stochastic_round(scaled, f.element, random_uint16(key, x.shape, axis))
     else:
         elements = round_nearest(scaled, f.element)
-    return MXArray(elements, scales, tensor_scale, format, axis, block_shape, prescale)
+    return MXArray(elements, scales, tensor_scale, f.name, axis, block_shape, operand.prescale)
 
 
 def block_values(q: MXArray) -> Float32[Array, "*shape"]:
@@ -255,14 +247,3 @@ def _divide(x: Float32[Array, "*blocks"], divisor: float | Float32[Array, ""]) -
     """Returns x / divisor, rounded once: XLA would multiply by the inverse, or merge two divisions."""
     divisors = lax.optimization_barrier(jnp.full(x.shape, divisor, jnp.float32))
     return lax.optimization_barrier(x / divisors)
-
-
-def _check_options(rule: ScaleRule, rounding: Rounding, prescale: float | None, key) -> None:
-    if rule not in get_args(ScaleRule):
-        raise ValueError(f"unknown scale_rule {rule!r}; the rules are {', '.join(get_args(ScaleRule))}")
-    if rounding not in get_args(Rounding):
-        raise ValueError(f"unknown rounding {rounding!r}; use one of {', '.join(get_args(Rounding))}")
-    if rounding == "stochastic" and key is None:
-        raise ValueError("quantize rounds stochastically and needs key=; pass jax.random.key(0)")
-    if prescale is not None and not 0 < prescale <= 1:
-        raise ValueError(f"prescale must be in (0, 1], got {prescale}")

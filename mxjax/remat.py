@@ -13,7 +13,7 @@ The modes, from most to least memory; `rematerialize` wraps a block in one:
 The bits of stochastic rounding are functions of the key, so that every mode draws the same,
 and computes the same numbers but for how XLA fuses what is computed again.
 
-A model names the values with `product` and `attention`; `mxjax.dot` names its packed operands with `operand`.
+Values are found by their tags: models use `tag_attention`, `mxjax.dot` uses `tag_product` and `tag_operand`.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,17 +33,17 @@ _KEPT = {"dots": {_PRODUCT, _ATTENTION}, "fp4": {_OPERAND, _ATTENTION}}
 _CUDNN = "dot_product_attention_fwd_wrapper"
 
 
-def product[T](y: T) -> T:
+def tag_product[T](y: T) -> T:
     """Returns the result of a matrix product (or arrays that make it), named as such."""
     return checkpoint_name(y, _PRODUCT)
 
 
-def attention[T](y: T) -> T:
+def tag_attention[T](y: T) -> T:
     """Returns y, named as the result of attention; not for cuDNN's, which is known by its primitive."""
     return checkpoint_name(y, _ATTENTION)
 
 
-def operand[T](packed: T) -> T:
+def tag_operand[T](packed: T) -> T:
     """Returns a packed operand (or any arrays), named as such."""
     return checkpoint_name(packed, _OPERAND)
 
@@ -76,7 +76,7 @@ def check_remat(mode: Remat, policies: Iterable[Policy], implementation: Impleme
         raise ValueError(
             "remat 'fp4' keeps packed MXFP4 operands, but no GEMM of these policies takes them with "
             f"implementation {choose_implementation(implementation)!r}; use a policy in MXFP4 with "
-            "implementation 'fp8' (anywhere) or 'triton' (GPUs), or remat 'dots' or 'full'"
+            "implementation 'fp8_carriers' (anywhere) or 'triton' (GPUs), or remat 'dots' or 'full'"
         )
 
 

@@ -6,17 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from mxjax.blocks import BlockShape
 from mxjax.dot import dot
 from mxjax.dot import residual_bytes as residual_bytes
 from mxjax.formats import get_format
+from mxjax.gemm_input import as_backward_sees, fold, gemm_inputs, quantize_input, rotate_input
 from mxjax.implementations import Implementation
-from mxjax.operands import as_backward_sees, fold, quantize_operand, rotate_operand, uses_of
 from mxjax.policy import Policy
-from mxjax.quantize import MXArray, dequantize, quantize
+from mxjax.quantize import MXArray, dequantize
 from mxjax.recipes import as_policy
-from mxjax.rounding import Rounding
-from mxjax.scales import ScaleRule
 
 
 class Error(NamedTuple):
@@ -79,33 +76,8 @@ def error(x: Float[Array, "*shape"], approximation: Float[Array, "*shape"]) -> E
     )
 
 
-def quantization(
-    x: Float[Array, "*shape"],
-    format: str = "mxfp4",
-    *,
-    axis: int = -1,
-    scale_rule: ScaleRule = "floor",
-    rounding: Rounding = "nearest",
-    block_shape: BlockShape = None,
-    prescale: float | None = None,
-    key: jax.Array | None = None,
-) -> QuantizationError:
-    """Returns the error of `dequantize(quantize(x, ...))`; arguments as `mxjax.quantize`."""
-    q = quantize(
-        x,
-        format,
-        axis=axis,
-        scale_rule=scale_rule,
-        rounding=rounding,
-        block_shape=block_shape,
-        prescale=prescale,
-        key=key,
-    )
-    return _compare(x, q)
-
-
-def _compare(x: Float[Array, "*shape"], q: MXArray) -> QuantizationError:
-    """Returns the error of q, a quantization of x."""
+def quantization(x: Float[Array, "*shape"], q: MXArray) -> QuantizationError:
+    """Returns the error of q, a quantization of x such as `mxjax.quantize(x)`."""
     x, value = x.astype(jnp.float32), dequantize(q)
     element = get_format(q.format).element
     at_limit = jnp.abs(q.elements.astype(jnp.float32)) == (element.max if element else jnp.inf)
@@ -144,10 +116,10 @@ def gemms(
     errors = []
     for i, gemm in enumerate(policy.gemms.values()):
         (lhs, lhs_axis), (rhs, rhs_axis) = tensors[i]
-        uses = uses_of(gemm, lhs_axis, rhs_axis, fold(key, i))
-        sides = [
-            _compare(rotate_operand(t, use.axis, use.rotation, use.signs), quantize_operand(t, use))
-            for t, use in zip((lhs, rhs), uses, strict=True)
+        inputs = gemm_inputs(gemm, lhs_axis, rhs_axis, fold(key, i))
+        operands = [
+            quantization(rotate_input(t, how), quantize_input(t, how))
+            for t, how in zip((lhs, rhs), inputs, strict=True)
         ]
-        errors.append(GemmError(error(exact[i], quantized[i]), *sides))
+        errors.append(GemmError(error(exact[i], quantized[i]), *operands))
     return DotErrors(*errors)

@@ -20,13 +20,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from mxjax.devices import Target
 from mxjax.kernels.aot.builds import Build
 from mxjax.kernels.aot.record import ALIGNMENT, TYPES, describe
-from mxjax.kernels.launch import Target
 
 DESCRIPTION = "Compiles every kernel for the shapes of Llama 3.1 8B, on a machine with or without a GPU."
 TARGETS = ("gfx950", "sm_90", "sm_100")
-MODULES = ("aot.gemm_builds", "aot.quantize_builds", "matmul.carry")
+MODULES = ("aot.gemm_builds", "aot.quantize_builds", "aot.carry_builds")
 
 
 def list_builds(module: str, target: str) -> list[Build]:

@@ -3,9 +3,10 @@
 The expressions use numpy and the public functions of `mxjax` alone, none of the kernels.
 """
 
-from mxjax.fp8_carriers import REFERENCES, SHIFTS
-from mxjax.kernels.aot.builds import Reference
-from mxjax.kernels.quantize.launch_plan import BLOCK, LARGEST_ROTATION, Side
+from mxjax.formats import BLOCK
+from mxjax.fp8_carriers import SHIFTS, UNIT_BYTES
+from mxjax.kernels.aot.builds import Reference, Side
+from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION
 
 PREAMBLE = '''\
 import jax, jax.numpy as jnp, ml_dtypes, numpy as np, mxjax
@@ -73,23 +74,19 @@ def quantizer(shape: tuple[int, int, int], dtype: str, sides: _Sides) -> Referen
     words, signs = [], []
     expected, agrees = {}, {}
     for name, side, length, other in zip(_SIDES, sides, (c, r), (r, c), strict=True):
-        word, reference, sign = "[0, 0]", "[0]", f"np.ones({LARGEST_ROTATION})"
+        word, sign = "[0, 0]", f"np.ones({LARGEST_ROTATION})"
         if side and side.operand.rounding == "stochastic":
             given[f"{name}_key"] = f"jax.random.key({len(given)})"
             word = f"np.asarray(jax.random.bits({name}_key, (2,), np.uint32))"
-        if side and side.form in FP8:
-            given[f"{name}_reference"] = "130"
-            reference = f"[{name}_reference]"
         if side and _signed(side):
             size = side.rotation.size
             given[f"{name}_signs"] = f"mxjax.random_signs(jax.random.key({len(given)}), {size})"
             sign = f"np.tile({name}_signs, {LARGEST_ROTATION // size})"
-        words += [word, reference]
+        words.append(word)
         signs.append(sign)
         if side:
             expected |= _side(name, side, length, other)
-            where = f", np.repeat({name}_scales == 0, 32, axis=-1)" if side.form in FP8 else ""
-            agrees[f"{name}_words"] = f"same(got, {name}_words{where})"
+            agrees[f"{name}_words"] = f"same(got, {name}_words)"
             agrees[f"{name}_scales"] = f"same(got, {name}_scales)"
     inputs = {
         "scalars": f"np.concatenate([{', '.join(words)}, [0, 0, 0]]).astype(np.uint32)[None]",
@@ -110,7 +107,7 @@ def _side(name: str, side: Side, length: int, other: int) -> dict[str, str]:
     o, axis = side.operand, -1 if name == "row" else -2
     # The blocked axis is the last of what is written.
     turned = "" if axis == -1 else ".swapaxes(-1, -2)"
-    more = f"(0, {side.length(length) - length})"
+    more = f"(0, {side.along(axis).padded(length) - length})"
     widths = f"(0, 0), (0, 0), (0, 0), {more}" if axis == -1 else f"(0, 0), (0, 0), {more}, (0, 0)"
     x = f"np.pad(x, ({widths}))"
     if side.rotation:
@@ -127,20 +124,10 @@ def _side(name: str, side: Side, length: int, other: int) -> dict[str, str]:
     }
     if side.form == "packed":
         words, scales = f"np.asarray(mxjax.pack({name})){turned}", f"{name}_bytes"
-    elif side.form == "bf16":
+    else:
         # Not divided by the prescale.
         array = f"mxjax.MXArray({name}.elements, {name}.scales, None, 'mxfp4', {axis}, {name}.block_shape)"
         words, scales = f"np.asarray(mxjax.dequantize({array}, jnp.bfloat16)){turned}", f"{name}_bytes"
-    else:
-        low, high = SHIFTS[side.form]
-        steps[f"{name}_shift"] = f"{name}_bytes.astype(int) - {name}_reference"
-        steps[f"{name}_zero"] = (
-            f"~np.any((np.asarray({name}_x){turned} != 0).reshape(*{name}_bytes.shape, 32), axis=-1)"
-        )
-        fits = f"({name}_shift >= {low}) & ({name}_shift <= {high})"
-        scales = f"(~({fits} | {name}_zero | ({name}_bytes == 255))).astype(np.uint8)"
-        values = f"np.asarray({name}.elements).astype(np.float32){turned}"
-        words = _carried(values, f"{name}_shift", f"{name}_bytes", side.form)
     return steps | {f"{name}_words": words, f"{name}_scales": scales}
 
 
@@ -165,7 +152,7 @@ def carrier(n: int, blocks: int, carrier: str, rows: int, width: int) -> Referen
     expected = {
         "elements": "np.asarray(mxjax.unpack(jnp.asarray(codes))).astype(np.float32)",
         "finite": "np.where(scales == 255, 0, scales).astype(int)",
-        "reference": f"np.clip(finite.max(-1) - {high}, *{REFERENCES}).astype(np.uint8)",
+        "reference": f"np.clip(finite.max(-1) - {high}, *{UNIT_BYTES}).astype(np.uint8)",
         "shift": "scales.astype(int) - reference[..., None]",
         "out": _carried(f"elements.reshape(1, {n}, {BLOCK * blocks})", "shift", "scales", carrier),
         "outside": f"(shift < {low}) | (shift > {high})",

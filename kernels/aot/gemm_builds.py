@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from mxjax.devices import Target
 from mxjax.kernels import shapes
 from mxjax.kernels.aot import expected
 from mxjax.kernels.aot.builds import Argument, Build
-from mxjax.kernels.launch import Target
 from mxjax.kernels.matmul import fp8_matmul
 from mxjax.kernels.matmul.carry import programs_of
 from mxjax.kernels.matmul.fp4_gemm import constants_of, gemm_kernel, grid_of, shuffle_scales

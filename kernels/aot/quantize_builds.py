@@ -3,13 +3,14 @@
 import dataclasses
 import math
 
+from mxjax.devices import Target
 from mxjax.kernels import shapes
 from mxjax.kernels.aot import expected
-from mxjax.kernels.aot.builds import Argument, Build
-from mxjax.kernels.launch import Target
+from mxjax.kernels.aot.builds import Argument, Build, Side
 from mxjax.kernels.quantize.kernel import SCALARS, quantize_kernel
-from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION, Form, Side, launch_of
-from mxjax.policy import Operand, Rotation
+from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION, launch_of
+from mxjax.operand import Operand
+from mxjax.policy import Rotation
 
 
 def builds(target: Target) -> list[Build]:
@@ -21,18 +22,13 @@ def builds(target: Target) -> list[Build]:
         for sides in _step_sides(tensor)
     ]
     [tensor] = [t for t in shapes.tensors(shapes.TOKENS[0]) if t.name == "attention.qkv.activation"]
-    wanted += [
-        _build((tensor.rows, tensor.columns), "bfloat16", sides, target) for sides in _other_sides(target)
-    ]
+    wanted += [_build((tensor.rows, tensor.columns), "bfloat16", sides, target) for sides in _other_sides()]
     edges = [(tensor.rows, tensor.columns) for tensor in shapes.EDGE_TENSORS] + [_BATCH]
     wanted += [_build(shape, dtype, sides, target) for shape in edges for dtype, sides in _EDGE_SIDES]
-    wanted += [_build(shape, "bfloat16", sides, target) for shape in edges for sides in _fp8_sides(target)]
     if target.arch == "sm_90":  # edges of the kernel for pairs
         wanted += [_build((200, 136), "bfloat16", sides, target) for sides in _PAIRS]
     if target.arch == "gfx950":  # where an emulator runs what is small
-        wanted += [
-            _build(shape, dtype, sides, target) for shape in _SMALL for dtype, sides in _all_sides(target)
-        ]
+        wanted += [_build(shape, dtype, sides, target) for shape in _SMALL for dtype, sides in _all_sides()]
     return list({build.name: build for build in wanted}.values())
 
 
@@ -62,31 +58,28 @@ def _step_sides(tensor: shapes.TensorShape) -> list[_Sides]:
     return [(_PLAIN, _PLAIN if tensor.name.endswith("weight") else _H16), (_H16, _H16)]
 
 
-def _other_sides(target: Target) -> list[_Sides]:
+def _other_sides() -> list[_Sides]:
     """Returns what other policies and implementations take."""
     sides: list[_Sides] = [(_PLAIN, None), (_H16, None), (None, _PLAIN), (None, _H16)]
     sides += [(_PLAIN, _STOCHASTIC), (_STOCHASTIC, _STOCHASTIC), (_SQUARE, _SQUARE)]
     sides.append((_PLAIN, Side(Operand(), Rotation(16, "redrawn"))))
     sides.append((Side(Operand(), form="bf16"), Side(Operand(), Rotation(16), "bf16")))
-    return sides + _fp8_sides(target)
+    return sides
 
 
-def _all_sides(target: Target) -> list[tuple[str, _Sides]]:
+def _all_sides() -> list[tuple[str, _Sides]]:
     """Returns what a training step and other policies take of tensors of a dtype."""
     step: list[tuple[str, _Sides]] = [("float32", (_PLAIN, _PLAIN)), ("float32", (_H16, _H16))]
-    return [*step, *(("bfloat16", sides) for sides in [(_H16, _H16), *_other_sides(target)])]
-
-
-def _fp8_sides(target: Target) -> list[_Sides]:
-    """Returns those that a target takes whose GEMMs multiply FP8 and not FP4."""
-    forms: list[Form] = ["e4m3", "e5m2"] if target.arch == "sm_90" else []
-    return [(Side(Operand(), form=f), Side(Operand(), Rotation(16), f)) for f in forms]
+    return [*step, *(("bfloat16", sides) for sides in [(_H16, _H16), *_other_sides()])]
 
 
 def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) -> Build:
     *batch, r, c = shape
     b = math.prod(batch)
-    launch = launch_of(*sides, target, (1, b, r, c), dtype)
+    rows, columns = sides
+    form = next(side.form for side in sides if side)
+    pair = rows and rows.along(-1), columns and columns.along(-2)
+    launch = launch_of(pair, form, target, (1, b, r, c), dtype)
     reference = expected.quantizer((b, r, c), dtype, sides)
     constants = launch.constants
     arguments = {"x": Argument((1, b, r, c), dtype, meaning="the tensor, row-major")}
@@ -116,8 +109,8 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) ->
 
 
 _SCALARS_MEANING = (
-    "0, 1: Philox key words of the rows' random bits; 2: the rows' FP8 reference (an int32's bits); 3 to 5: "
-    "the same of the columns; 6 to 8: batch, row and column of the whole tensor at which x begins, here 0"
+    "0, 1: Philox key words of the rows' random bits; 2, 3: of the columns'; 4 to 6: batch, row and column "
+    "of the whole tensor at which x begins, here 0"
 )
 _SIGNS_MEANING = (
     "[0]: 1 or -1 for each element of a run along the rows, repeated to 64; [1]: along the columns"
@@ -126,8 +119,6 @@ _NOT_WANTED = "not wanted, not written"
 _WORDS_MEANINGS = {
     "packed": "E2M1, two a byte along the blocked axis, element 2 i in the low nibble",
     "bf16": "the dequantized elements, before the division by a prescale",
-    "e4m3": "the elements times 2**(scale byte - reference)",
-    "e5m2": "the elements times 2**(scale byte - reference)",
 }
 
 
@@ -140,15 +131,14 @@ def _words_meaning(side: Side | None) -> str:
 def _scales_meaning(side: Side | None) -> str:
     if side is None:
         return _NOT_WANTED
-    what = "1 where a block does not fit and else 0" if side.form in expected.FP8 else "E8M0 bytes"
-    return f"{what}; [1, batch, other axis, blocks along the blocked axis]"
+    return "E8M0 bytes; [1, batch, other axis, blocks along the blocked axis]"
 
 
 def _view(side: Side | None, words: tuple[int, ...]) -> tuple[tuple[int, ...], str] | None:
     """Returns the shape and dtype of the elements in int32 words."""
     if side is None:
         return None
-    dtype = {"packed": "uint8", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[side.form]
+    dtype = {"packed": "uint8", "bf16": "bfloat16"}[side.form]
     return (*words[:-1], words[-1] * (2 if side.form == "bf16" else 4)), dtype
 
 

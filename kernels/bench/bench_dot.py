@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     linears = list(LINEARS)
     parser.add_argument("--linears", nargs="+", default=linears, choices=linears, help=", ".join(linears))
     parser.add_argument("--policies", nargs="*", default=list(POLICIES))
-    parser.add_argument("--implementations", nargs="+", default=["xla", "fp8"])
+    parser.add_argument("--implementations", nargs="+", default=["xla", "fp8_carriers"])
     parser.add_argument("--peers", nargs="*", default=[""], help="others whose names hold one of these")
     parser.add_argument("--compile", nargs="*", default=["wgrad_hadamard"], help="policies, by fp8")
     parser.add_argument("--cache", type=Path, help="folder of JAX's compilation cache")
@@ -153,7 +153,9 @@ def time_compilation(report: Report, policy: str, tokens: int, linear: str) -> N
     seconds: dict[str, dict[str, float]] | Absent
     try:
         late = report.is_late
-        seconds = Absent(name, LATE) if late else compile_seconds(policy, "fp8", tokens, *LINEARS[linear])
+        seconds = (
+            Absent(name, LATE) if late else compile_seconds(policy, "fp8_carriers", tokens, *LINEARS[linear])
+        )
     except RuntimeError as error:
         seconds = Absent(name, first_line(error), ours=True)
     record = {} if isinstance(seconds, Absent) else {"seconds": seconds}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mxjax.packing import kernel_target
+from mxjax.devices import current_target
 
 PACKAGES = ("jaxlib", "jax-triton", "triton", "torch", "torchao", "qwix", "flax")
 
@@ -104,7 +104,7 @@ class Report:
         self._failures: list[str] = []
         self.content: dict[str, Any] = {
             "device": jax.devices()[0].device_kind,
-            "kernels": " ".join(kernel_target() or ["not run: these are the definitions"]),
+            "kernels": " ".join(current_target() or ["not run: these are the definitions"]),
             "jax": jax.__version__,
             "packages": _versions(),
             "commit": options.commit or commit(),

@@ -15,7 +15,7 @@ from models import llama
 from models.configs import LlamaConfig
 from models.huggingface.safetensors_files import DTYPES as NUMPY
 from models.huggingface.safetensors_files import Reader, Spec
-from mxjax.packing import BLOCK
+from mxjax.formats import BLOCK
 from mxjax.scales import ScaleRule
 
 DTYPES: Mapping[str, str] = types.MappingProxyType({"float32": "F32", "bfloat16": "BF16", "float16": "F16"})
