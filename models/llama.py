@@ -11,6 +11,7 @@ Source: "The Llama 3 Herd of Models", arXiv 2407.21783.
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,28 +28,28 @@ from models.sharding import constrain, weight_layout
 from mxjax.devices import on_gpu
 from mxjax.implementations import Implementation
 from mxjax.layer_stats import Measures
-from mxjax.layers import LayerPolicies, Rules, resolve
+from mxjax.layers import LayerPolicies, resolve
 from mxjax.policy import Policy
+from mxjax.recipes import as_policy
 from mxjax.remat import Remat, rematerialize
 
 AXES = block.AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
 """The logical axes of every parameter that is not a norm's scale, see `models.sharding`."""
 # What stays in bfloat16 unless a rule names it.
-_HIGH_PRECISION: Rules = (
-    ("blocks.*.attention.scores", "bf16"),
-    ("blocks.*.attention.values", "bf16"),
-    ("head", "bf16"),
-)
+_HIGH_PRECISION = ("blocks.*.attention.scores", "blocks.*.attention.values", "head")
 
 
-def layer_policies(config: LlamaConfig, default: Policy | str, rules: Rules = ()) -> LayerPolicies:
+def layer_policies(
+    config: LlamaConfig, default: Policy | str, rules: Sequence[tuple[str, Policy | str]] = ()
+) -> LayerPolicies:
     """Returns the policy of every GEMM: `default` for the linear layers of the blocks, then the rules.
 
     The head and the attention products stay in bfloat16 unless a rule names them. Quantizing
     "attention.values" is not causal: its blocks, along the sequence, share scales with later tokens.
     """
     names = [f"blocks.{i}.{layer}" for i in range(config.n_layers) for layer in BLOCK_LAYERS]
-    return resolve([*names, "head"], default, (*_HIGH_PRECISION, *rules))
+    exceptions = [*((pattern, "bf16") for pattern in _HIGH_PRECISION), *rules]
+    return resolve([*names, "head"], as_policy(default), [(p, as_policy(policy)) for p, policy in exceptions])
 
 
 class Llama(nnx.Module):

@@ -82,16 +82,9 @@ def dot(
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"dot needs x [..., d_in] and w [d_in, d_out], got {x.shape} and {w.shape}")
     contract_last = (((x.ndim - 1,), (0,)), ((), ()))
-    return dot_general(
-        x,
-        w,
-        contract_last,
-        None,
-        preferred_element_type,
-        policy=policy,
-        key=key,
-        implementation=implementation,
-        layout=layout,
+    policy = as_policy(policy)
+    return _dot_general(
+        x, w, contract_last, None, preferred_element_type, policy, key, implementation, layout
     )
 
 
@@ -118,8 +111,31 @@ def dot_general(
       Others: as `dot` and `jax.lax.dot_general`.
     Raises: as `dot`.
     """
+    return _dot_general(
+        lhs,
+        rhs,
+        dimension_numbers,
+        precision,
+        preferred_element_type,
+        as_policy(policy),
+        key,
+        implementation,
+        layout,
+    )
+
+
+def _dot_general(
+    lhs,
+    rhs,
+    dimension_numbers: DimensionNumbers,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None,
+    policy: Policy,
+    key: jax.Array | None,
+    implementation: Implementation | None,
+    layout: Layout | None,
+) -> jax.Array:
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    policy = as_policy(policy)
     _check(lhs, rhs, preferred_element_type, policy, key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     if [[lhs.shape[i] for i in axes] for axes in (lhs_contract, lhs_batch)] != [
@@ -134,7 +150,7 @@ def dot_general(
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
 
     def product(lhs, rhs, key):
-        # So the gradient of what does not vary is summed, as of any function.
+        # shard_map sums the gradients of replicated operands once they are varying.
         lhs, rhs = varying_as(lhs, rhs, key), varying_as(rhs, lhs, key)
         x = _group_axes(lhs, lhs_batch, lhs_free, lhs_contract)
         w = _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
@@ -163,23 +179,25 @@ def make_dot_general(
     A layer's own `dtype=bfloat16` rounds its weights to bfloat16 before they arrive here.
     """
 
-    policy = as_policy(policy)
-    _check_key(policy, key)
+    resolved = as_policy(policy)
+    _check_key(resolved, key)
 
     def dot_general_with_policy(
         lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None
     ):
         if out_sharding is not None:
             raise NotImplementedError("out_sharding: use jax.lax.with_sharding_constraint on the result")
-        return dot_general(
+        drawn = key() if callable(key) else key
+        return _dot_general(
             lhs,
             rhs,
             dimension_numbers,
             precision,
             preferred_element_type,
-            policy=policy,
-            key=key() if callable(key) else key,
-            implementation=implementation,
+            resolved,
+            drawn,
+            implementation,
+            layout=None,
         )
 
     return dot_general_with_policy
@@ -270,13 +288,13 @@ def residual_bytes(
       x, w: [..., d_in] and [d_in, d_out], arrays or their shapes and dtypes.
       Others: as `dot`.
     """
-    policy = as_policy(policy)
+    resolved = as_policy(policy)
     x = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-    key = jax.eval_shape(lambda: jax.random.key(0)) if policy.needs_key else None
-    how = plan(policy, implementation)
+    key = jax.eval_shape(lambda: jax.random.key(0)) if resolved.needs_key else None
+    how = plan(resolved, implementation)
 
     def kept(x, w, key):
-        _, residuals = _matmul_fwd(policy, how, (x.dtype,) * 3, None, x, w, key)
+        _, residuals = _matmul_fwd(resolved, how, (x.dtype,) * 3, None, x, w, key)
         x_, x_packed, w_, w_packed, _ = residuals
         return {"x": jax.tree.leaves((x_, x_packed)), "w": jax.tree.leaves((w_, w_packed))}
 

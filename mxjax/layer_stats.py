@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32
 
 from mxjax.implementations import Implementation
 from mxjax.policy import Policy
+from mxjax.recipes import get_policy
 from mxjax.stats import DotErrors, gemms
 
 MAX_TOKENS = 2048
@@ -40,7 +41,7 @@ class Measures(NamedTuple):
 def empty_slots(names: Sequence[str], n_layers: int) -> dict[str, Measures]:
     """Returns a slot for each name, of n_layers stacked layers."""
     tensor = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    like = jax.eval_shape(lambda x, w, dy: measure(x, w, dy, "fp32"), tensor, tensor, tensor)
+    like = jax.eval_shape(lambda x, w, dy: measure(x, w, dy, get_policy("fp32")), tensor, tensor, tensor)
     return {name: jax.tree.map(lambda leaf: jnp.zeros((n_layers, *leaf.shape)), like) for name in names}
 
 
@@ -48,7 +49,7 @@ def measure(
     x: Float[Array, "*batch d_in"],
     w: Float[Array, "d_in d_out"],
     dy: Float[Array, "*batch d_out"],
-    policy: Policy | str,
+    policy: Policy,
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> Measures:

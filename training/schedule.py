@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from mxjax.layers import LayerPolicies, Rules
+from mxjax.policy import Policy
 from mxjax.recipes import get_policy
 from training.config import PrecisionConfig
 
@@ -67,7 +68,7 @@ def parse_schedule(text: str, steps: int) -> tuple[tuple[int, str], ...]:
 
 
 def phases_of(
-    precision: PrecisionConfig, steps: int, layer_policies: Callable[[str, Rules], LayerPolicies]
+    precision: PrecisionConfig, steps: int, layer_policies: Callable[[Policy, Rules], LayerPolicies]
 ) -> tuple[Phase, ...]:
     """Returns the phases of a run, each with the policy of every layer.
 
@@ -80,7 +81,7 @@ def phases_of(
     """
     phases, rule = [], precision.scale_rule
     for first_step, name in parse_schedule(precision.policy, steps):
-        phases.append(Phase(first_step, name, layer_policies(name, precision.rules())))
+        phases.append(Phase(first_step, name, layer_policies(get_policy(name), precision.rules())))
     if rule is None:
         return tuple(phases)
     has_mxfp4 = [any(policy.has_mxfp4 for policy in phase.layers.policies) for phase in phases]

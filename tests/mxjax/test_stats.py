@@ -200,16 +200,20 @@ def test_gemms_takes_leading_axes_and_other_dtypes():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), leading, flat)
 
 
+def quantization_error(x, **arguments):
+    return stats.quantization(x, mxjax.quantize(x, **arguments))
+
+
 def test_gemms_reports_each_operand_as_it_is_quantized():
     x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(64, 48), (48, 56), (64, 56)]))
     errors = stats.gemms(x, w, dy, policy="wgrad_hadamard")
     alone = {
-        (0, "lhs"): stats.quantization(x, mxjax.quantize(x, axis=-1)),
-        (0, "rhs"): stats.quantization(w, mxjax.quantize(w, axis=0)),
-        (1, "lhs"): stats.quantization(dy, mxjax.quantize(dy, axis=-1)),
-        (1, "rhs"): stats.quantization(w, mxjax.quantize(w, axis=-1)),
-        (2, "lhs"): stats.quantization(mxjax.rotate(x, axis=0), axis=0),
-        (2, "rhs"): stats.quantization(mxjax.rotate(dy, axis=0), axis=0),
+        (0, "lhs"): quantization_error(x, axis=-1),
+        (0, "rhs"): quantization_error(w, axis=0),
+        (1, "lhs"): quantization_error(dy, axis=-1),
+        (1, "rhs"): quantization_error(w, axis=-1),
+        (2, "lhs"): quantization_error(mxjax.rotate(x, axis=0), axis=0),
+        (2, "rhs"): quantization_error(mxjax.rotate(dy, axis=0), axis=0),
     }
     for (gemm, side), expected in alone.items():
         np.testing.assert_allclose(getattr(errors[gemm], side), expected, rtol=1e-6)
