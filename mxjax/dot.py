@@ -1,4 +1,4 @@
-"""`dot`: a linear layer's matrix product whose three GEMMs run in the precision that a policy names."""
+"""`dot`: a linear layer's matrix product, each of its three GEMMs in the precision that a policy names."""
 
 import functools
 import math
@@ -44,39 +44,39 @@ def dot(
         lhs, rhs = (rotate(pad(t), axis=contracted) for t in (x, w))      # if the policy rotates
         dequantize(quantize(lhs, axis=-1)) @ dequantize(quantize(rhs, axis=0))
 
-    where the axis that a GEMM contracts (see `mxjax.policy`) is the one that is blocked and rotated,
-    filled up with zeros where the block or the rotation does not divide it, which changes nothing.
-    Wgrad contracts the tokens: all leading axes of x, flattened.
+    Each GEMM rotates and quantizes its operands along the axis that it contracts (see `mxjax.policy`),
+    padded with zeros to whole blocks and rotations, which changes nothing. Wgrad contracts the tokens: all
+    leading axes of x, flattened.
 
     Args:
       x: activations, float32, bfloat16 or float16.
-      w: weights [d_in, d_out], any of these; quantized from this dtype, so give it the float32 master
-        weights.
+      w: weights [d_in, d_out], any of these dtypes. Pass the float32 master weights: they are quantized from
+        the dtype given.
       policy: a `Policy` or the name of one.
       key: needed by policies that draw random bits. The same key draws the same bits: fold in the step
         and the layer.
-      implementation: how the MXFP4 products run, whose values are the same in all: "reference" (float32, the
-        definition), "xla" (bfloat16, which holds the values exactly), "fp8" (FP8 carriers; bfloat16 where
-        they cannot hold a row of an operand), "triton" or "scaled_dot" (packed FP4), or None for the fastest
-        here. All accumulate in float32.
+      implementation: how the MXFP4 products run. All multiply the same values and accumulate in float32.
+        "reference": float32, the definition. "xla": bfloat16, which holds the values exactly.
+        "fp8_carriers": FP8, or bfloat16 where FP8 cannot hold a row of an operand. "triton", "scaled_dot":
+        packed FP4. None: the fastest here.
       preferred_element_type: dtype of the result; default, `jnp.result_type(x, w)`, which for bfloat16
         activations and float32 weights is float32.
-      layout: on a mesh with Auto axes, where w lies and in what layout the GEMMs read it.
+      layout: on a mesh with Auto axes, how w is sharded where it is stored and where GEMMs read it.
 
     Gradients have the dtypes of x and w, products accumulate in float32. There is no second derivative.
 
     Special values: a block with NaN or infinity makes the results that it enters NaN.
-    Sharding: works on meshes with Auto and with Explicit axes and gives the values of one device; with
-      Explicit axes the result is cut up as the tokens of x are, and, by the mesh axes that do not cut those,
-      as d_out of w is; the gradients have the shardings of x and w. In `jax.shard_map` a part is a tensor
-      of its own: Wgrad's blocks begin at its first token, scales of tensors are the part's, and random bits
-      go by the position in it, so fold `jax.lax.axis_index` into the key.
+    Sharding: meshes with Auto and with Explicit axes give the values of one device. With Explicit axes the
+      result is sharded like x's token axes; remaining mesh axes shard d_out as in w. The gradients have the
+      shardings of x and w. Under `jax.shard_map` each shard is quantized independently: Wgrad's blocks begin
+      at its first token, and tensor scales and random bits are its own. Fold `jax.lax.axis_index` into its
+      key.
     Raises:
       ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
         random bits without a key.
       TypeError: x, w or the result's dtype is not floating point.
-      NotImplementedError: an implementation that does not run here, or does not take the policy's formats; a
-        second derivative.
+      NotImplementedError: an implementation that does not run here or does not take the policy's formats, or
+        a second derivative.
     Source: arXiv 2605.09825, section 3; arXiv 2502.20586, algorithm 3.
     """
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
@@ -102,11 +102,11 @@ def dot_general(
 ) -> Float[Array, "..."]:
     """Returns `jax.lax.dot_general` of lhs (as x) and rhs (as w), quantized by a policy as in `dot`.
 
-    Any contracting and batch axes; several contracting axes are flattened, in the order given, into
-    the one that is blocked. The result has batch, lhs's free, then rhs's free axes.
+    Takes any contracting and batch axes. Several contracting axes are flattened, in the order given, into
+    the one that is quantized. The result has batch, lhs's free, then rhs's free axes.
 
     Args:
-      precision: passed to the products; it matters only where a policy keeps operands in float32.
+      precision: precision of the products; it matters only where a policy keeps operands in float32.
       layout: for rhs of two axes, [contracting, free].
       Others: as `dot` and `jax.lax.dot_general`.
     Raises: as `dot`.
@@ -170,13 +170,13 @@ def make_dot_general(
     """Returns a `dot_general` for `flax.nnx.Linear(dot_general=...)` and `flax.linen.Dense(dot_general=...)`.
 
     Args:
-      key: for policies that draw random bits: a key, which draws the same bits at every call, or a
-        function that returns one at each call, such as `lambda: self.make_rng("mxjax")` in Linen. In NNX,
-        where a captured stream is not lifted into nnx.jit, call `mxjax.dot(x, self.kernel[...], ...,
-        key=self.rngs.mxjax())` in a layer of your own instead.
+      key: for policies that draw random bits. A key draws the same bits at every call; a function returns a
+        new one at each call, such as `lambda: self.make_rng("mxjax")` in Linen. NNX does not lift a captured
+        stream into nnx.jit: call `mxjax.dot(x, self.kernel[...], ..., key=self.rngs.mxjax())` in a layer of
+        your own instead.
       Others: as `dot`.
 
-    A layer's own `dtype=bfloat16` rounds its weights to bfloat16 before they arrive here.
+    A layer with `dtype=bfloat16` rounds its weights to bfloat16 before this function sees them.
     """
 
     resolved = as_policy(policy)
@@ -205,13 +205,13 @@ def make_dot_general(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _matmul(policy: Policy, plan: Plan, dtypes: tuple[DTypeLike, ...], precision, x, w, key) -> jax.Array:
-    """Returns x [*b, m, k] @ w [*b, k, n] by the policy's Fprop, in dtypes[0]; the others are x's and w's."""
+    """Returns x [*b, m, k] @ w [*b, k, n] by the policy's Fprop. dtypes: of the result, of x and of w."""
     return _forward(policy, plan, dtypes, precision, x, w, key, keep=False)[0]
 
 
 def _matmul_fwd(policy, plan, dtypes, precision, x, w, key):
     y, residuals = _forward(policy, plan, dtypes, precision, x, w, key, keep=True)
-    # The argument itself: a scan over layers then keeps no copies of their weights.
+    # Keep the argument itself: a scan over layers then makes no copies of their weights.
     return y, residuals._replace(w=w) if residuals.w_packed is None else residuals
 
 
@@ -223,7 +223,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass takes: an operand packed, where its GEMM takes it so, else the tensor itself."""
+    """What the backward pass reads: packed operands for the GEMMs that take them, else the tensors."""
 
     x: jax.Array | None
     x_packed: Prepared | None
@@ -236,13 +236,13 @@ class _Residuals(NamedTuple):
 def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: bool):
     """Returns the product and, if wanted, the residuals but for w itself."""
     x, w = first_order_only(x), first_order_only(w)
-    x = lax.optimization_barrier(x)  # several passes read it: computing it again in each costs more
+    x = lax.optimization_barrier(x)  # several passes read it; XLA would recompute it in each
     dgrad, wgrad, seen_w, seen_x = _backward_inputs(policy, key)
     left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
     keep_x, keep_w = keep and plan.wgrad in ON_PACKED, keep and plan.dgrad in ON_PACKED
     lhs, x_packed = _prepare_two(x, (plan.fprop, left), (plan.wgrad, wgrad[0]) if keep_x else None, seen_x)
     rhs, w_packed = _prepare_two(w, (plan.fprop, right), (plan.dgrad, dgrad[1]) if keep_w else None, seen_w)
-    if w.ndim == 2:  # not attention's, which grow with the square of the sequence
+    if w.ndim == 2:  # attention's products grow with the square of the sequence and are not tagged
         lhs, rhs, x_packed, w_packed = _tagged(lhs), _tagged(rhs), _tagged(x_packed), _tagged(w_packed)
     layout = plan.layout
     if layout is not None and not isinstance(rhs, MXArray):  # K-major
@@ -259,7 +259,7 @@ def _backward(policy: Policy, plan: Plan, dtypes, precision, residuals: _Residua
     dy = first_order_only(dy)
     dgrad, wgrad, seen_w, seen_x = _backward_inputs(policy, key)
     if all(how.operand.format == "bf16" and how.rotation is None for how in (dgrad[0], wgrad[1])):
-        dy = dy.astype(jnp.bfloat16)  # of float32 logits, half as much is written, and converted once
+        dy = dy.astype(jnp.bfloat16)  # halves the bytes of float32 logits and converts them once
     dy = lax.optimization_barrier(dy)
     dy_rows, dy_columns = prepare(dy, [(plan.dgrad, dgrad[0]), (plan.wgrad, wgrad[1])])
     w = None if w is None else first_order_only(w)
@@ -279,10 +279,10 @@ def residual_bytes(
     policy: Policy | str,
     implementation: Implementation | None = None,
 ) -> dict[str, int]:
-    """Returns the bytes that `dot(x, w, ...)` keeps for its backward pass: of x ("x") and of w ("w").
+    """Returns the bytes that `dot(x, w, ...)` keeps for its backward pass, by tensor ("x", "w").
 
-    Packed operands take 17/32 byte an element; what a GEMM does not take packed is kept as it is, which costs
-    nothing more where it is kept anyway, as weights are.
+    Packed operands take 17/32 byte an element. An operand that its GEMM does not take packed is kept as the
+    tensor itself, which costs nothing for weights: they stay in memory anyway.
 
     Args:
       x, w: [..., d_in] and [d_in, d_out], arrays or their shapes and dtypes.
@@ -320,7 +320,7 @@ def _prepare_two(
 
 
 def _backward_inputs(policy: Policy, key):
-    """Returns the uses of Dgrad (dy, w) and Wgrad (x, dy), and what they see in place of w and of x."""
+    """Returns the inputs of Dgrad (dy, w) and Wgrad (x, dy), and functions from w and x to what they read."""
     dgrad = gemm_inputs(policy.dgrad, -1, -1, fold(key, 1))
     wgrad = gemm_inputs(policy.wgrad, -2, -2, fold(key, 2))
 
@@ -340,7 +340,7 @@ def _check(lhs, rhs, dtype, policy: Policy, key) -> None:
                 f"mxjax.dot needs floating-point operands, but {name} is {x.dtype}; cast it first"
             )
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"mxjax.dot gives floating-point results, not {jnp.dtype(dtype)}")
+        raise TypeError(f"mxjax.dot returns floating-point results, not {jnp.dtype(dtype)}")
     _check_key(policy, key)
 
 
@@ -358,7 +358,7 @@ def _remaining_axes(x, contract, batch) -> tuple[int, ...]:
 
 
 def _group_axes(x, batch, *groups):
-    """Returns x transposed and reshaped to one axis a group, behind one for the batch axes, if any."""
+    """Returns x transposed and reshaped to one axis a group, after one for the batch axes, if any."""
     x = x.transpose(*batch, *(i for group in groups for i in group))
     shape = [math.prod(x.shape[: len(batch)])] if batch else []
     start = len(batch)

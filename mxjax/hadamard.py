@@ -1,6 +1,6 @@
 """Blockwise Hadamard rotation of the axis that a GEMM contracts.
 
-Rotating both operands of a GEMM leaves their product unchanged, because H is orthogonal, but spreads
+Rotating both operands of a GEMM leaves their product unchanged, because H is orthogonal, and spreads
 each outlier over its block before quantization. The definition is a butterfly with a fixed order of
 float32 operations, so that kernels can match it bit for bit.
 """
@@ -45,8 +45,8 @@ def rotate(
     multiplication by 1/sqrt(size). To invert a rotation with signs, rotate without and multiply by them.
 
     Args:
-      x: any floating dtype; the result is float32 whatever it is, since rounding a rotated bfloat16
-        tensor to bfloat16 again would keep two rotations of one GEMM from cancelling.
+      x: any floating dtype. The result is always float32: rounded to bfloat16, the two rotations of a GEMM
+        would not cancel.
       size: a power of two from 2 to 256 that divides the axis.
       signs: `size` values of +1 or -1, the same for every run.
     Special values: NaN and infinity make their whole run NaN or infinite.

@@ -1,4 +1,4 @@
-"""How each GEMM of a policy runs: the implementations, and which of them is taken."""
+"""How each GEMM of a policy runs: the implementations, and the choice among them."""
 
 import logging
 from collections.abc import Iterable
@@ -14,10 +14,10 @@ from mxjax.weight_layout import Layout
 
 Implementation = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton"]
 How = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton", "fp8_tensor"]
-"""How one GEMM runs: by its implementation, or in FP8 because its operands are, with a scale a tensor."""
+"""How one GEMM runs: by an implementation, or "fp8_tensor": FP8 operands with one scale a tensor."""
 
 ON_PACKED: tuple[How, ...] = ("fp8_carriers", "scaled_dot", "triton")
-"""Those that take packed operands, small enough to be kept from the forward pass for the backward one."""
+"""Implementations that take packed operands, which the forward pass can keep for the backward pass."""
 
 _log = logging.getLogger("mxjax")
 
@@ -28,16 +28,16 @@ class Plan(NamedTuple):
     fprop: How
     dgrad: How
     wgrad: How
-    kernels: Target | None  # what Triton kernels run on
-    layout: Layout | None = None  # of w
+    kernels: Target | None  # the target of Triton kernels
+    layout: Layout | None = None  # the layout of w
 
 
 def plan(policy: Policy, implementation: Implementation | None) -> Plan:
     """Returns how each GEMM runs.
 
     Raises:
-      ValueError, NotImplementedError: as `choose_implementation`; or the implementation is named, and one of
-        the GEMMs has operands that it does not take.
+      ValueError, NotImplementedError: as `choose_implementation`; also if a named implementation does not
+        take the operands of one of the GEMMs.
     """
     name = choose_implementation(implementation)
     hows: list[How] = [_how(name, gemm, implementation is not None) for gemm in policy.gemms.values()]
@@ -45,7 +45,7 @@ def plan(policy: Policy, implementation: Implementation | None) -> Plan:
 
 
 def check_plans(policies: Iterable[Policy], implementation: Implementation | None) -> None:
-    """Raises what `plan` raises for any of the policies: to learn it before anything is compiled."""
+    """Raises what `plan` raises for any of the policies, before anything is compiled."""
     for policy in policies:
         plan(policy, implementation)
 
@@ -53,8 +53,8 @@ def check_plans(policies: Iterable[Policy], implementation: Implementation | Non
 def compiler_options(policies: Iterable[Policy], implementation: Implementation | None) -> dict[str, bool]:
     """Returns options for `jax.jit(compiler_options=)` of a program with GEMMs of these policies.
 
-    Where FP8 matrix units multiply on CUDA, XLA would try Triton's GEMMs for each shape, for minutes, and
-    then take cuBLAS's.
+    For FP8 products on CUDA, XLA would tune Triton's GEMMs for each shape, for minutes, and then choose
+    cuBLAS's.
     """
     target = current_target()
     hows = {how for policy in policies for how in plan(policy, implementation)[:3]}
@@ -84,11 +84,11 @@ def _how(name: Implementation, gemm: Gemm, explicit: bool) -> How:
 
 
 def choose_implementation(implementation: Implementation | None) -> Implementation:
-    """Returns the implementation named, or for None the fastest for MXFP4 here, which is logged once.
+    """Returns the implementation named, or for None the fastest here for MXFP4, which is logged once.
 
     Raises:
-      ValueError: there is none of that name.
-      NotImplementedError: it does not run here.
+      ValueError: the name is unknown.
+      NotImplementedError: the implementation does not run here.
     """
     if implementation is None:
         name = _fastest(current_target())
@@ -106,7 +106,7 @@ def choose_implementation(implementation: Implementation | None) -> Implementati
 
 
 def _fastest(target: Target | None) -> Implementation:
-    """Returns where MXFP4 is native Triton's GEMM, else on CUDA with FP8 its carriers, else "xla"."""
+    """Returns "triton" where MXFP4 is native, else "fp8_carriers" on CUDA with FP8, else "xla"."""
     if target is None:
         return "xla"
     if target.arch == "gfx950" or target.arch.startswith(("sm_100", "sm_103")):

@@ -28,7 +28,7 @@ class Rotation:
       size: 16 for H16, and so on.
       signs: "none" (deterministic), "fixed" (one random vector, drawn from `seed`), or "redrawn" from
         the key at every call.
-      seed: of the fixed signs.
+      seed: the seed of the fixed signs.
     """
 
     size: int = 16
@@ -71,11 +71,11 @@ class Gemm:
 class Policy:
     """The precision of a linear layer: Fprop (x, w), Dgrad (dy, w) and Wgrad (x, dy).
 
-    A GEMM or operand left out is MXFP4 by `floor`, to nearest, without rotation.
+    The default of a GEMM and of an operand is MXFP4 by `floor`, to nearest, without rotation.
 
     Raises:
-      ValueError: an operand whose source is "dequantized" but that the Fprop does not quantize (dy), or
-        quantizes in a rotated basis.
+      ValueError: an operand with source "dequantized" that the Fprop does not quantize (dy), or quantizes in
+        a rotated basis.
     """
 
     fprop: Gemm = Gemm()
@@ -89,7 +89,9 @@ class Policy:
                     f"{name}.{gradient} is dy, which the Fprop does not quantize; use 'original'"
                 )
         if any(o.source == "dequantized" for o in (self.fprop.lhs, self.fprop.rhs)):
-            raise ValueError("source='dequantized' is what the Fprop left; its own operands are 'original'")
+            raise ValueError(
+                "source='dequantized' is for backward GEMMs; the Fprop's operands are 'original'"
+            )
         if self.fprop.rotation and "dequantized" in (self.dgrad.rhs.source, self.wgrad.lhs.source):
             raise ValueError("source='dequantized' needs an Fprop without rotation")
 

@@ -1,4 +1,4 @@
-"""Quantization of tensors to block formats, and back: the definitions that kernels reproduce bit for bit."""
+"""Quantization of tensors to block formats and back: the definitions that kernels reproduce bit for bit."""
 
 import dataclasses
 import functools
@@ -30,13 +30,14 @@ class MXArray:
 
     Attributes:
       elements: x's shape, in the format's dtype (`float4_e2m1fn` for MXFP4).
-      scales: one a block: the blocked axis divided by the block, rounded up (both axes, for 2-D blocks);
-        `float8_e8m0fnu` (2**(byte - 127), byte 255 is NaN), `float8_e4m3fn` for NVFP4, None for FP8 and BF16.
+      scales: one a block: x's shape with the blocked axis (both axes for 2-D blocks) divided by the block and
+        rounded up. `float8_e8m0fnu` for MX (2**(byte - 127), byte 255 is NaN), `float8_e4m3fn` for NVFP4,
+        None for FP8 and BF16.
       tensor_scale: the float32 scale of the whole tensor (NVFP4, FP8), or None.
       format: name of the format.
       axis: the blocked axis, counted from the end (negative), so that it survives vmap and scan.
       block_shape: (elements along the other of the last two axes, elements along `axis`) that share a scale.
-      prescale: the factor the elements were shrunk by after the scale was chosen, or None.
+      prescale: the factor by which the elements were shrunk after the scale was chosen, or None.
     """
 
     elements: Shaped[Array, "*shape"]
@@ -59,7 +60,7 @@ class MXArray:
 
     @property
     def factor(self) -> Float32[Array, ""] | float | None:
-        """What remains to multiply `block_values` by: tensor_scale / prescale, or None for one."""
+        """The factor to multiply `block_values` by: tensor_scale / prescale, or None for one."""
         if self.tensor_scale is None:
             return 1 / self.prescale if self.prescale else None
         return self.tensor_scale / self.prescale if self.prescale else self.tensor_scale
@@ -92,12 +93,12 @@ def quantize(
         last two axes, b along `axis`. Default: the format's own, 1 x 32 for MX and 1 x 16 for NVFP4.
       prescale: shrinks the elements (not the scale), e.g. 3/4 so that `floor` clips nothing and
         stochastic rounding is unbiased; `dequantize` undoes it.
-      key: JAX random key; the bits of an element depend on it and on the element's position alone.
-        Under vmap and shard_map that is the position in the mapped part: give each part its own key.
+      key: JAX random key. An element's bits depend only on the key and on the element's position. Under vmap
+        and shard_map that is the position in the mapped part: give each part its own key.
     Special values: an all-zero block has scale byte 0; a block that holds NaN or infinity has scale
       byte 255, elements 0, and dequantizes to NaN; magnitudes too small for the scale 2**-127 become 0.
-      With a tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN; an NVFP4 block so
-      far below the largest that its E4M3 scale is zero becomes zero.
+      With a tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN. An NVFP4 block
+      becomes zero if it is so far below the largest that its E4M3 scale is zero.
     Raises:
       ValueError: unknown format, rule or rounding; stochastic rounding without a key; bad block_shape.
       TypeError: x is not floating point.
@@ -113,7 +114,7 @@ def _quantize(x: Shaped[Array | np.ndarray, "*shape"], operand: Operand, axis: i
 
 
 def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*shape"]:
-    """Returns the values that q stands for.
+    """Returns the values of a quantized tensor.
 
     Exact in float32 for formats with E8M0 scales (MXFP4 in bfloat16 too) without prescale; rounded to
     float32 after the multiplication by a tensor scale or the division by a prescale.
@@ -134,8 +135,8 @@ def pack(q: MXArray | Shaped[Array, "*shape"], *, axis: int = -1) -> UInt8[Array
     """Returns 4-bit elements two a byte along the blocked axis, element 2i in the low nibble.
 
     Args:
-      q: a quantized tensor, or its `float4_e2m1fn` elements with the `axis` to pack. An odd axis is
-        filled up with a zero.
+      q: a quantized tensor, or its `float4_e2m1fn` elements with the `axis` to pack. An axis of odd length is
+        padded with a zero.
     Raises:
       ValueError: the elements are not 4-bit.
     """
@@ -147,7 +148,7 @@ def pack(q: MXArray | Shaped[Array, "*shape"], *, axis: int = -1) -> UInt8[Array
 
 
 def unpack(packed: UInt8[Array, "*packed"], *, axis: int = -1) -> Shaped[Array, "*shape"]:
-    """Returns the `float4_e2m1fn` elements that `pack` packed along `axis`, twice as many."""
+    """Returns the `float4_e2m1fn` elements, two a byte, that `pack` packed along `axis`."""
     axis = normalize_axis_index(axis, packed.ndim)
     codes = jnp.stack([packed & 0xF, packed >> 4], axis=axis + 1).astype(jnp.uint4)
     shape = (*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
@@ -155,7 +156,7 @@ def unpack(packed: UInt8[Array, "*packed"], *, axis: int = -1) -> Shaped[Array, 
 
 
 def pack_codes(codes: UInt8[Array, "*shape"], axis: int) -> UInt8[Array, "*packed"]:
-    """Returns 4-bit codes, given one a byte, two a byte along `axis` (from 0); see `pack`."""
+    """Returns 4-bit codes packed from one to two a byte along `axis` (counted from 0); see `pack`."""
     codes = pad(codes, axis, 2)
     pairs = codes.reshape(*codes.shape[:axis], codes.shape[axis] // 2, 2, *codes.shape[axis + 1 :])
     low, high = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
@@ -193,7 +194,7 @@ def quantize_unpacked(
 def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     """Returns elements * scales, without the factor, in float32.
 
-    bfloat16 holds them exactly, but for `fp32` and for magnitudes under its own range (2**-133).
+    bfloat16 holds them exactly, except those of `fp32` and magnitudes below its range (2**-133).
     """
     values = q.elements.astype(jnp.float32)
     if q.scales is None:
@@ -214,7 +215,7 @@ def float4_codes(values: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
 
 
 def _store(values: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*shape"]:
-    """Returns values that dtype holds exactly, in it."""
+    """Returns values in dtype, which holds them exactly."""
     if dtype != jnp.float4_e2m1fn:
         return values.astype(dtype)
     return lax.bitcast_convert_type(float4_codes(values).astype(jnp.uint4), dtype)

@@ -1,4 +1,4 @@
-"""Measures of what quantization does to a tensor, and to each GEMM of a `dot`, against float32."""
+"""Errors of quantization against float32: of a tensor, and of each GEMM of a `dot`."""
 
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ from mxjax.recipes import as_policy
 
 
 class Error(NamedTuple):
-    """How far an approximation lies from a float32 tensor; scalars.
+    """The distance of an approximation from a float32 tensor; scalars.
 
     Attributes:
       sqnr_db: signal to quantization noise, 10 log10(sum x^2 / sum (x - approximation)^2), in dB.
       relative_error: ||x - approximation|| / ||x||.
-      cosine: of the angle between the two.
+      cosine: the cosine of the angle between the two.
     """
 
     sqnr_db: Float32[Array, ""]
@@ -34,8 +34,8 @@ class QuantizationError(NamedTuple):
     """`Error`'s fields, and two fractions of all elements.
 
     Attributes:
-      clipped: whose magnitude was past the largest that their block can hold.
-      flushed: that were not zero and became zero.
+      clipped: the elements whose magnitude exceeds the largest that their block can hold.
+      flushed: the nonzero elements that became zero.
     """
 
     sqnr_db: Float32[Array, ""]
@@ -46,7 +46,7 @@ class QuantizationError(NamedTuple):
 
 
 class GemmError(NamedTuple):
-    """The error of one GEMM's product, and of its operands as they are quantized (rotated, if they are)."""
+    """The errors of one GEMM: of its product, and of its (rotated) operands."""
 
     product: Error
     lhs: QuantizationError
@@ -54,7 +54,7 @@ class GemmError(NamedTuple):
 
 
 class DotErrors(NamedTuple):
-    """The errors of the GEMMs that make y, dx and dw."""
+    """The errors of the GEMMs that compute y, dx and dw."""
 
     fprop: GemmError
     dgrad: GemmError
@@ -62,10 +62,10 @@ class DotErrors(NamedTuple):
 
 
 def error(x: Float[Array, "*shape"], approximation: Float[Array, "*shape"]) -> Error:
-    """Returns how far `approximation` lies from x.
+    """Returns the distance of `approximation` from x.
 
-    Special values: infinite dB where exact; for an all-zero x the cosine is NaN, and so are the others if
-    the approximation is all zero too (else -infinite dB and an infinite relative error).
+    Special values: infinite dB if exact. For an all-zero x the cosine is NaN; the others are NaN if the
+    approximation is all zero too, else -infinite dB and an infinite relative error.
     """
     x, a = x.astype(jnp.float32), approximation.astype(jnp.float32)
     signal, noise, norm = jnp.sum(x * x), jnp.sum((x - a) ** 2), jnp.sum(a * a)
