@@ -41,8 +41,8 @@ def fake_quantize(x: jax.Array, rounding: str = "nearest", rotated: bool = False
     """What the `xla` implementation of `dot` multiplies: values in bfloat16."""
     key = jax.random.key(0) if rounding == "stochastic" else None
     x = mxjax.rotate(x) if rotated else x
-    options = {"scale_rule": "floor", "rounding": rounding, "block_shape": None, "prescale": None}
-    return block_values(quantize_unpacked(x, "mxfp4", axis=-1, key=key, **options)).astype(jnp.bfloat16)
+    operand = mxjax.Operand(rounding=rounding)
+    return block_values(quantize_unpacked(x, operand, -1, key)).astype(jnp.bfloat16)
 
 
 def seconds(f, *args, repeats: int) -> list[float]:

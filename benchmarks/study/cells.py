@@ -9,7 +9,8 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from mxjax.policy import Gemm, Operand, Policy, Rotation, with_scale_rule
+from mxjax.operand import Operand
+from mxjax.policy import Gemm, Policy, Rotation, with_scale_rule
 from mxjax.recipes import get_policy
 from mxjax.scales import ScaleRule
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import jax
 
+from mxjax.devices import Target
 from mxjax.kernels import shapes
-from mxjax.kernels.aot.builds import Argument, Build, Expected
-from mxjax.kernels.launch import Target
+from mxjax.kernels.aot.builds import Argument, Build, Expected, Side
 from mxjax.kernels.quantize.kernel import SCALARS, quantize_kernel
-from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION, Side, launch_of
-from mxjax.policy import Operand, Rotation
+from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION, launch_of
+from mxjax.operand import Operand
+from mxjax.policy import Rotation
 
 
 def builds(target: Target) -> list[Build]:
@@ -75,7 +76,10 @@ def _step_sides(tensor: shapes.TensorShape) -> list[_Sides]:
 def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) -> Build:
     *batch, r, c = shape
     b = math.prod(batch)
-    launch = launch_of(*sides, target, (1, b, r, c), dtype)
+    rows, columns = sides
+    form = next(side.form for side in sides if side)
+    pair = rows and rows.along(-1), columns and columns.along(-2)
+    launch = launch_of(pair, form, target, (1, b, r, c), dtype)
     constants = launch.constants
     arguments = {"x": Argument((1, b, r, c), dtype, meaning="the tensor, row-major")}
     if launch.kernel is quantize_kernel:
@@ -88,7 +92,6 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) ->
         arguments[f"{name}_words"] = _output(words, side, _WORDS_MEANINGS, _view(side, words.shape))
         arguments[f"{name}_scales"] = _output(scales, side, _SCALES_MEANINGS)
     size = "x".join(map(str, shape))
-    rows, columns = map(_expected_side, sides)
     return Build(
         name=f"quantize_{size}_{dtype}_rows_{_label(sides[0])}_columns_{_label(sides[1])}",
         kernel=launch.kernel,
@@ -96,14 +99,20 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) ->
         constants=constants,
         grid=launch.grid,
         expected=Expected(
-            "quantizer", {"shape": [b, r, c], "dtype": dtype, "rows": rows, "columns": columns}
+            "quantizer",
+            {
+                "shape": [b, r, c],
+                "dtype": dtype,
+                "rows": _expected_side(rows),
+                "columns": _expected_side(columns),
+            },
         ),
         num_warps=launch.num_warps,
     )
 
 
 _SCALARS_MEANING = (
-    "0, 1: Philox key words of the rows' random bits; 3, 4: of the columns'; 6 to 8: batch, row and column "
+    "0, 1: Philox key words of the rows' random bits; 2, 3: of the columns'; 4 to 6: batch, row and column "
     "of the whole tensor at which x begins, here 0"
 )
 _SIGNS_MEANING = "1 or -1 for each element of a run along [0] the rows, [1] the columns; repeated to 64"
@@ -144,7 +153,7 @@ def _expected_side(side: Side | None) -> dict[str, Any] | None:
     o = side.operand
     return {
         "form": side.form,
-        "rotation": side.size,
+        "rotation": side.rotation.size if side.rotation else 1,
         "signs": side.rotation.signs if side.rotation else "none",
         "scale_rule": o.scale_rule,
         "rounding": o.rounding,

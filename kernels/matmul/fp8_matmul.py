@@ -17,10 +17,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 from triton import knobs
 
-from mxjax.fp8_carriers import Carrier
-from mxjax.gemm import Product, contract_fp8
-from mxjax.kernels.launch import Target, ceil_div, current_target, triton_call
-from mxjax.kernels.matmul.carry import CarriedRows, carry_operand, rows_and_parts
+from mxjax.devices import Target, current_target
+from mxjax.fp8_carriers import Carried, Carrier
+from mxjax.kernels.launch import ceil_div, triton_call
+from mxjax.kernels.matmul.carry import carry_operand, rows_and_parts
 from mxjax.kernels.matmul.fp4_gemm import (
     accumulate_tile,
     batched,
@@ -30,6 +30,7 @@ from mxjax.kernels.matmul.fp4_gemm import (
     store_tile,
 )
 from mxjax.kernels.matmul.tiles import TILES, Tiles
+from mxjax.product import Product, contract_fp8
 
 PROGRAMS = 132  # multiprocessors of Hopper; each holds one program
 
@@ -89,8 +90,8 @@ def _contract(left, right, dtype):
 def correct(
     y: Float[Array, "batch m n"],
     operands: tuple[jax.Array, ...],
-    left: CarriedRows,
-    right: CarriedRows,
+    left: Carried,
+    right: Carried,
     target: Target | None,
 ) -> list[jax.Array]:
     """Returns y, put right where elements of its row or column were lost; and factors of rows and columns.
@@ -113,8 +114,8 @@ def correct(
         correct_kernel,
         before,
         *operands,
-        left.reference,
-        right.reference,
+        left.unit,
+        right.unit,
         left.lost,
         right.lost,
         out=[

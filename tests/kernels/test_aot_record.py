@@ -16,10 +16,11 @@ from support.code_objects import DOCUMENT, INTERPRETED
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
+from mxjax.devices import Target
 from mxjax.kernels.aot import check, expected
 from mxjax.kernels.aot import compile as aot
 from mxjax.kernels.aot import record as aot_record
-from mxjax.kernels.launch import Target, triton_call
+from mxjax.kernels.launch import triton_call
 from mxjax.kernels.matmul.fp4_gemm import shuffle_scales
 
 # Where inline assembly can be chosen, the interpreter, which lacks it, takes what these constants choose.

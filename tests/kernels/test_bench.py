@@ -81,7 +81,7 @@ def test_quantize_times_nothing_that_is_not_the_definition(monkeypatch, capsys):
 
 
 def test_dot_reports_ratios_and_parts(capsys):
-    lines = ["--policies", "wgrad", "--implementations", "fp8", "--peers", "qwix QtProvider, fp8"]
+    lines = ["--policies", "wgrad", "--implementations", "fp8_carriers", "--peers", "qwix QtProvider, fp8"]
     bench_dot.main([*DOT, *lines, "--compile"])
     _, report = printed(capsys)
     assert set(report) == HEADER

@@ -263,7 +263,7 @@ def partitioned_step(folder, *arguments) -> str:
     ("policy", "implementation", "dtypes"),
     [
         ("bf16", "xla", {"bf16"}),
-        ("fp8", "fp8", {"f8e4m3fn", "bf16"}),
+        ("fp8", "fp8_carriers", {"f8e4m3fn", "bf16"}),
         ("wgrad", "scaled_dot", {"u8", "bf16"}),
     ],
 )
