@@ -15,8 +15,9 @@ from models import llama
 from models.configs import get_config
 from mxjax.implementations import choose_implementation
 from mxjax.kernels.bench.timing import measure
+from mxjax.recipes import get_policy
 from mxjax.remat import check_remat
-from training import parameters
+from training import parameter_sharding
 from training.config import OptimizerConfig
 from training.environment import facts
 from training.mesh import check_batch, compiler_options, global_batch, make_mesh
@@ -45,12 +46,12 @@ def run(job: Job) -> dict[str, Any]:
 def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Measures all that `run` returns except the GEMMs' rates."""
     model, optimizer = get_config(job.model), make_optimizer(OptimizerConfig(LEARNING_RATE, 0), 1_000_000)
-    policies = llama.layer_policies(model, job.subject)
+    policies = llama.layer_policies(model, get_policy(job.subject))
     options = {"policies": policies, "remat": job.remat, "implementation": job.implementation}
     check_remat(job.remat, policies.policies, job.implementation)
     check_batch(mesh.shape, job.batch, 1)
-    parameters.check_cuts(mesh.shape, model, policies)
-    state, shardings = parameters.first_state(model, optimizer, mesh, jax.random.key(0))
+    parameter_sharding.check_shards(mesh.shape, model, policies)
+    state, shardings = parameter_sharding.first_state(model, optimizer, mesh, jax.random.key(0))
     loss = functools.partial(_loss, model, options)
     told = compiler_options(mesh, policies.policies, job.implementation)
     train_step = make_train_step(loss, optimizer, shardings=shardings, compiler_options=told)

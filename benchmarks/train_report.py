@@ -10,7 +10,7 @@ from benchmarks import trace_table
 from benchmarks.train_job import OURS, Job
 from models.configs import get_config
 from mxjax.kernels.tables import table
-from training.rates import peak_flops
+from training.throughput import peak_flops
 
 FIRST_LOSS_TOLERANCE = 0.1  # nats from bf16's; quantization moves the first loss by about 0.01
 NOISE = 6.0  # nats times the root of a step's tokens: the most that two random batches' losses differ

@@ -3,9 +3,10 @@
     python -m benchmarks.paper_models.scaling [--machine mi355x] [--write docs/scaling.md] [--out FILE]
     python -m benchmarks.paper_models.scaling --check RESULTS.json [RESULTS.json …]
 
-The first command searches the meshes for each model, number of devices and policy (scaling_model.py) and
-prints the tables of docs/scaling.md. The second compares the model, at an H200's rates, with measurements of
-`benchmarks.train_speed --out`: give it runs on one device and on several. JSON comes last.
+The first searches the meshes for each model, number of devices and policy (scaling_model.py) and prints all
+tables; `--write` puts those of `DOCUMENTED` into docs/scaling.md. The second compares the same model, at an
+H200's rates, with what `benchmarks.train_speed --out` measured: give it the runs on one device and on
+several. JSON comes last.
 """
 
 import argparse
@@ -26,6 +27,9 @@ DEVICES = (8, 32, 128, 512, 2048, 8192)
 POLICIES = ("bf16", "fp8", "full_hadamard")
 SEQUENCES = 2048
 """Sequences of 8,192 tokens in a step: 16.8 M tokens, as at the end of Llama 3 405B (arXiv 2407.21783)."""
+
+DOCUMENTED = ("summary",)
+"""The tables that docs/scaling.md holds; the others are printed only."""
 
 
 def survey(machine: Machine, devices: Sequence[int] = DEVICES) -> list[dict[str, Any]]:
@@ -65,6 +69,25 @@ def best_table(found: Iterable[dict[str, Any]]) -> str:
     return table(f"{names} | step, s | without overlap | tokens/s a GPU | MFU | over fp8", rows)
 
 
+def summary_table(found: Iterable[dict[str, Any]]) -> str:
+    """Returns full_hadamard's plans and their gain over fp8, a line for each model and number of devices."""
+    pairs: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for f in found:
+        pairs.setdefault(_key(f), {})[f["policy"]] = f
+    rows = []
+    for (model, devices, sequences), plans in pairs.items():
+        fp8, mxfp4 = plans["fp8"], plans["full_hadamard"]
+        if sequences != SEQUENCES or devices == 32:  # 32 GPUs show nothing that 8 and 128 do not
+            continue
+        if fp8["plan"] is None or mxfp4["plan"] is None:
+            rows.append([model, devices, "does not fit", *[""] * 4])
+            continue
+        row = [model, devices, _mesh(mxfp4["plan"]), f"{sum(mxfp4['memory_bytes'].values()) / 1e9:.0f}"]
+        row += [f"{mxfp4['step_seconds']:.3g}", f"{mxfp4['tokens_per_s_per_device']:,.0f}"]
+        rows.append([*row, f"{fp8['step_seconds'] / mxfp4['step_seconds'] - 1:+.0%}"])
+    return table("model | GPUs | mesh | GB | step, s | tokens/s a GPU | over fp8", rows)
+
+
 def parts_table(found: Iterable[dict[str, Any]]) -> str:
     """Returns the parts of the plans' steps in percent; overlapping parts add up to more than 100."""
     rows = []
@@ -89,8 +112,8 @@ def machines_table() -> str:
 
 
 def tables(found: list[dict[str, Any]]) -> dict[str, str]:
-    """Returns the document's tables by the names of their markers."""
-    named = {"machines": machines_table()}
+    """Returns all tables by name, which is also that of their markers in the document."""
+    named = {"machines": machines_table(), "summary": summary_table(found)}
     for model in MODELS:
         named[model] = best_table(f for f in found if f["model"] == model)
     shown = [f for f in found if f["devices"] in (8, 512, 2048) and f["policy"] != "bf16"]
@@ -187,7 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         numbers = survey(MACHINES[options.machine or "mi355x"])
         named = tables(numbers)
         if options.write:
-            options.write.write_text(insert(options.write.read_text(), named))
+            shown = {name: named[name] for name in DOCUMENTED}
+            options.write.write_text(insert(options.write.read_text(), shown))
         for name, content in named.items():
             print(f"{name}\n\n{content}\n")
     if options.out:

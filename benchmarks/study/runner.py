@@ -24,7 +24,7 @@ from benchmarks.study.cells import PROTOCOLS, Cell, Protocol, policy_of
 from models import llama
 from models.configs import LlamaConfig, get_config
 from training.config import DataConfig, OptimizerConfig
-from training.data.megatron import PackedCorpus, load_packed
+from training.data.megatron import MegatronCorpus, load_megatron
 from training.environment import facts
 from training.files import write_atomically
 from training.optimizer import make_optimizer
@@ -74,7 +74,7 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
     """
     settings.out.mkdir(parents=True, exist_ok=True)
     data = DataConfig(data=(settings.data,), eval_data=settings.eval_data, vocab_size=settings.vocab_size)
-    corpus = load_packed(data, settings.vocab_size)
+    corpus = load_megatron(data, settings.vocab_size)
     for cell in cells:
         with _claimed(settings.out / f".{cell.name}.lock") as mine:
             if mine and missing_seeds(settings.out, cell) and not run_cell(cell, cells, corpus, settings):
@@ -82,7 +82,7 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
     return True
 
 
-def run_cell(cell: Cell, cells: Sequence[Cell], corpus: PackedCorpus, settings: Settings) -> bool:
+def run_cell(cell: Cell, cells: Sequence[Cell], corpus: MegatronCorpus, settings: Settings) -> bool:
     """Trains the missing seeds of a cell; returns whether the time sufficed."""
     programs = None
     for seed in missing_seeds(settings.out, cell):
@@ -106,7 +106,7 @@ def run_cell(cell: Cell, cells: Sequence[Cell], corpus: PackedCorpus, settings: 
 class Programs:
     """A cell's compiled functions, which all its seeds share."""
 
-    def __init__(self, cell: Cell, corpus: PackedCorpus):
+    def __init__(self, cell: Cell, corpus: MegatronCorpus):
         """Prepares to train a cell; compilation happens at the first step."""
         self.cell, self.corpus, self.protocol = cell, corpus, PROTOCOLS[cell.protocol]
         p = self.protocol

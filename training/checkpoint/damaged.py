@@ -1,4 +1,4 @@
-"""What is done about checkpoints that are damaged: they are set aside, so that the newest is a whole one."""
+"""Damaged checkpoints: they are renamed at the start, so that the newest checkpoint is a good one."""
 
 import contextlib
 import pathlib
@@ -7,23 +7,22 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from training.checkpoint import manifest
+from training.checkpoint import checksums
 from training.processes import gather, is_first_process
 
-_SMALL = 2**16  # bytes; of older checkpoints, only files up to this are read to find damage
+_SMALL = 2**16  # bytes; in older checkpoints only files up to this size are read
 
 
 def set_aside_damaged(folder: pathlib.Path) -> list[str]:
-    """Makes the newest checkpoint in a folder a whole one; returns what there is to say of it.
+    """Renames damaged checkpoints to damaged-STEP; returns messages about them.
 
-    Damaged ones are renamed damaged-STEP, except that of an older one whose files are only missing, the
-    rest is removed: the run was killed while it removed it. The newest is read in full, older ones only in
-    their small files. All processes share the reading; the first renames.
+    If an older one only lacks files, the run was killed while removing it, and its rest is removed. The
+    newest is read in full, older ones only in their small files. All processes share the reading; the first
+    one renames.
 
     Raises:
-      ValueError: there are checkpoints, and all are damaged; nothing is changed then. Or they cannot be read
-        or renamed.
-      ProcessError: another process has found so.
+      ValueError: all checkpoints are damaged, and nothing is changed; or they cannot be read or renamed.
+      ProcessError: another process raised this error.
     """
     folder = folder.absolute()
     good, damaged = None, {}
@@ -39,29 +38,29 @@ def set_aside_damaged(folder: pathlib.Path) -> list[str]:
 
 
 def find_problems(path: pathlib.Path, largest: float = float("inf")) -> dict[str, str]:
-    """Returns `manifest.problems` of a checkpoint's folder; each process reads its share of the files.
+    """Returns `checksums.problems` of a checkpoint's folder; each process reads its share of the files.
 
     Raises:
-      ValueError: they cannot be read.
-      ProcessError: another process has found so.
+      ValueError: the files cannot be read.
+      ProcessError: another process raised this error.
     """
     share = jax.process_index(), jax.process_count()
-    shares = gather(_file_errors(path.parent)(lambda: manifest.problems(path, largest, share)))
+    shares = gather(_file_errors(path.parent)(lambda: checksums.problems(path, largest, share)))
     return {name: problem for found in shares for name, problem in found.items()}
 
 
 def _set_aside(folder: pathlib.Path, good: int | None, damaged: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Removes and renames checkpoints whose problems are given, by step; returns what it did, in lines."""
-    removals, renames, damage, lines = [], [], [], []
+    """Removes or renames the damaged checkpoints, given by step; returns messages."""
+    removals, renames, damage, messages = [], [], [], []
     for step, problems in damaged.items():
         path = folder / str(step)
-        if good is not None and step < good and set(problems.values()) == {manifest.MISSING}:
+        if good is not None and step < good and set(problems.values()) == {checksums.MISSING}:
             removals.append(path)
-            lines.append(f"removed the rest of {path}, whose removal had been interrupted")
+            messages.append(f"removed the rest of {path}, whose removal was interrupted")
         else:
             renames.append((path, _unused(folder / f"damaged-{step}")))
             damage.append(describe_damage(path, problems))
-            lines.append(f"{damage[-1]}; renamed it {renames[-1][1].name}")
+            messages.append(f"{damage[-1]}; renamed it {renames[-1][1].name}")
     if renames and good is None:
         raise ValueError(
             f"no good checkpoint remains in {folder}: {'; '.join(damage[:3])}. "
@@ -71,23 +70,23 @@ def _set_aside(folder: pathlib.Path, good: int | None, damaged: Mapping[int, Map
         shutil.rmtree(path)
     for path, target in renames:
         path.rename(target)
-    return [*lines, f"going on from the checkpoint of step {good}"] if renames else lines
+    return [*messages, f"continuing from the checkpoint of step {good}"] if renames else messages
 
 
 @contextlib.contextmanager
 def _file_errors(folder: pathlib.Path) -> Iterator[None]:
-    """Raises ValueError for an OSError."""
+    """Turns an OSError into a ValueError."""
     try:
         yield
     except OSError as error:
         raise ValueError(
-            f"the checkpoints in {folder} cannot be looked through for damage: {error}. Make the folder one "
-            "that can be read and written"
+            f"the checkpoints in {folder} cannot be checked for damage: {error}. Make the folder readable "
+            "and writable"
         ) from error
 
 
 def describe_damage(path: pathlib.Path, problems: Mapping[str, str]) -> str:
-    """Returns a sentence on what `manifest.problems` found wrong with a checkpoint's folder."""
+    """Returns a sentence on the problems of a checkpoint's folder."""
     name, problem = next(iter(problems.items()))
     more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
     return f"the checkpoint {path} is damaged ({name} {problem}{more})"
@@ -101,6 +100,6 @@ def _unused(path: pathlib.Path) -> pathlib.Path:
 
 
 def saved_steps(folder: pathlib.Path) -> list[int]:
-    """Returns the steps of the checkpoints in a folder, whole or not, in ascending order."""
+    """Returns the steps of the checkpoints in a folder, damaged ones included, in ascending order."""
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     return sorted(int(name) for name in names if name.isdigit())

@@ -1,7 +1,10 @@
-"""MLPerf's log of a run: lines that its compliance checker reads, for Training's llama31_8b.
+"""MLPerf's log of a run, for Training's llama31_8b: lines that its compliance checker reads.
 
-Source: mlcommons/logging 4.1.68, mllog/mllog.py (a line's form) and compliance_checker/training_6.1.0 (the
-keys; that version adds the lowest precisions and the degrees of parallelism).
+The lines are written here and not by mlperf_logging: that adds file and line of the caller to every event,
+and needs pandas and scipy. The tests pass the log to its checker.
+
+Source: mlcommons/logging 4.1.68, mllog/mllog.py (the form of a line) and compliance_checker/training_6.1.0
+(the keys).
 """
 
 import json
@@ -14,9 +17,10 @@ from mxjax.layers import LayerPolicies
 from mxjax.policy import Policy
 from training import mlperf
 from training.config import Config
+from training.files import whole_lines, write_atomically
 
 TOKEN = ":::MLLOG "
-# MLPerf's names for our formats, the lowest precision first.
+# MLPerf's names of our formats, lowest precision first.
 _PRECISIONS = {
     "mxfp4": "mxfp4",
     "nvfp4": "nvfp4",
@@ -30,35 +34,33 @@ _PRECISIONS = {
     "fp32": "fp32",
 }
 _ENDS = {"epoch_stop", "run_stop", "train_samples"}
-_EVALUATION = {"block_stop", "eval_start", "eval_accuracy"}  # until eval_stop
+_EVALUATION = {"block_stop", "eval_start", "eval_accuracy"}  # before eval_stop
 
 
 class MLPerfLog:
-    """Appends to MLPerf's log of a run, or, without a path, does nothing. A context manager.
+    """Appends to MLPerf's log of a run; without a path it does nothing. A context manager.
 
-    Points in the run are counted in sequences trained on.
+    Positions in the run are counted in sequences trained on.
     """
 
     def __init__(self, path: pathlib.Path | None, settings: Mapping[str, Any], start: int, since: float):
-        """Opens the log and says that the run begins, or goes on where it was.
+        """Opens the log; logs the start of a new run, or continues the log of a resumed one.
 
         Args:
           path: the file, or None for no log.
           settings: from `settings`; written once.
-          start: sequences trained on so far; what the file says of later ones is dropped.
+          start: sequences trained on so far; later events in the file are dropped.
           since: the time, in seconds since 1970, at which initialization began.
         """
         self._file = None
         if path is None:
             return
         lines = _lines_until(path, start)
-        partial = path.with_suffix(".tmp")
-        partial.write_text("".join(line + "\n" for line in lines))
-        partial.replace(path)
+        write_atomically(path, "".join(line + "\n" for line in lines))
         self._file = path.open("a")
         if lines:
             return
-        # The program clears no caches of the system; who submits a result does, and says so.
+        # A submitter clears the system's caches and logs it; this program does not.
         self._event("cache_clear", False, time_s=since)
         self._event("init_start", kind="INTERVAL_START", time_s=since)
         for key, value in settings.items():
@@ -76,19 +78,19 @@ class MLPerfLog:
             self._file.close()
 
     def evaluation_starts(self, sequences: int) -> None:
-        """Says that training pauses for an evaluation."""
+        """Logs that training pauses for an evaluation."""
         self._event("block_stop", kind="INTERVAL_END", at=sequences)
         self._event("eval_start", kind="INTERVAL_START", at=sequences)
 
     def evaluation_ends(self, sequences: int, loss: float, last: bool) -> None:
-        """Says what the evaluation found, and that training goes on unless it was the last."""
+        """Logs the evaluation's loss, and that training continues unless it was the last."""
         self._event("eval_accuracy", loss, at=sequences)
         self._event("eval_stop", kind="INTERVAL_END", at=sequences)
         if not last:
             self._event("block_start", kind="INTERVAL_START", at=sequences)
 
     def run_ends(self, sequences: int, success: bool) -> None:
-        """Says that the run is over, and whether it reached its target."""
+        """Logs the end of the run, and whether it reached its target."""
         self._event("epoch_stop", kind="INTERVAL_END", at=sequences)
         self._event("run_stop", kind="INTERVAL_END", at=sequences, status="success" if success else "aborted")
         self._event("train_samples", sequences)
@@ -118,13 +120,13 @@ class MLPerfLog:
 
 
 def settings(config: Config, policies: LayerPolicies, eval_sequences: int, device: str) -> dict[str, Any]:
-    """Returns what the log says of a run before it begins, in the order in which the checker wants it.
+    """Returns the settings at the head of the log, in the order that the checker wants.
 
     Args:
       config: the run's configuration.
-      policies: of its layers.
-      eval_sequences: sequences an evaluation reads.
-      device: the name of the platform, unless the configuration gives one.
+      policies: the policy of every layer.
+      eval_sequences: sequences that an evaluation reads.
+      device: name of the platform, unless the configuration gives one.
     Raises:
       ValueError: MLPerf has no name for a format that a layer uses.
     """
@@ -139,7 +141,7 @@ def settings(config: Config, policies: LayerPolicies, eval_sequences: int, devic
         "submission_platform": config.mlperf.submission_platform or device,
         "lowest_numerical_precision_in_linear": _lowest_precision(linear),
         "lowest_numerical_precision_in_attn": _lowest_precision(attention),
-        "lowest_numerical_precision_in_comm": "fp32",  # gradients are float32 wherever they are summed
+        "lowest_numerical_precision_in_comm": "fp32",  # gradients are summed in float32
         "tensor_parallelism": 1,
         "pipeline_parallelism": 1,
         "context_parallelism": 1,
@@ -167,7 +169,7 @@ def settings(config: Config, policies: LayerPolicies, eval_sequences: int, devic
 
 
 def _lowest_precision(policies: Iterable[Policy]) -> str:
-    """Returns MLPerf's name of the lowest precision that an operand of these GEMMs has."""
+    """Returns MLPerf's name of the lowest precision among the operands of these policies."""
     gemms = (gemm for policy in policies for gemm in (policy.fprop, policy.dgrad, policy.wgrad))
     formats = {operand.format for gemm in gemms for operand in (gemm.lhs, gemm.rhs)}
     if unknown := formats - _PRECISIONS.keys():
@@ -176,9 +178,8 @@ def _lowest_precision(policies: Iterable[Policy]) -> str:
 
 
 def _lines_until(path: pathlib.Path, sequences: int) -> list[str]:
-    """Returns the lines of a log that hold after so many sequences; none if the run had not begun."""
-    text = path.read_text() if path.exists() else ""
-    lines = text[: text.rfind("\n") + 1].splitlines()
+    """Returns the lines of a log up to `sequences`; none if the run had not begun."""
+    lines = whole_lines(path)
     events = [json.loads(line.removeprefix(TOKEN)) for line in lines]
     if not any(event["key"] == "block_start" for event in events):
         return []
@@ -187,6 +188,6 @@ def _lines_until(path: pathlib.Path, sequences: int) -> list[str]:
         for line, event in zip(lines, events, strict=True)
         if event["key"] not in _ENDS and event["metadata"].get("samples_count", 0) <= sequences
     ]
-    while kept[-1][1] in _EVALUATION:  # one that was interrupted, and will be repeated
+    while kept[-1][1] in _EVALUATION:  # interrupted, and repeated on resume
         kept.pop()
     return [line for line, _ in kept]

@@ -1,6 +1,6 @@
-"""Checksums of a checkpoint's files, by which one that is damaged or half-written is told from a whole one.
+"""Checksums of a checkpoint's files, which detect damaged and half-written checkpoints.
 
-Neither OCDBT nor zarr checks the arrays' bytes when reading, so a manifest lists every file's size and CRC32.
+Neither OCDBT nor zarr verifies array bytes when reading, so checksums.json lists every file's size and CRC32.
 """
 
 import concurrent.futures
@@ -10,21 +10,23 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-NAME = "manifest.json"
+from training.files import write_atomically
+
+NAME = "checksums.json"
 MISSING = "is missing"
 _METADATA = "_CHECKPOINT_METADATA"
-# Orbax completes these after the manifest has been written: the first gets a time, the second holds no data.
+# Orbax completes these after checksums.json is written: the first gets a time, the second holds no data.
 _COMPLETED_LATER = {_METADATA, "commit_success.txt", NAME}
-_PART = "manifest-{}.json"  # of a process; none is left beside a manifest
-_OWN = "ocdbt.process_{}"  # the folders of arrays' bytes that orbax has each process write
+_PART = "checksums-{}.json"  # one a process; removed once checksums.json is written
+_OWN = "ocdbt.process_{}"  # the folders into which each process writes array bytes
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _CHUNK = 2**24
 
 
 def write(folder: pathlib.Path) -> None:
-    """Writes the manifest of a checkpoint's folder, all of whose files are there.
+    """Writes checksums.json for a checkpoint's folder, in which all other files are complete.
 
-    Of files in parts, see `write_part`, it takes the checksums from there; the parts are removed.
+    Checksums that `write_part` has computed are reused; its files are removed.
     """
     parts = list(folder.glob(_PART.format("*")))
     known = {
@@ -36,17 +38,17 @@ def write(folder: pathlib.Path) -> None:
     rest = {name: size for name, size in found.items() if known.get(name, (None,))[0] != size}
     files = known | _sums(folder, rest)
     content = {"files": {name: files[name] for name in found}, "metadata": _read_metadata(folder)}
-    (folder / NAME).write_text(_text(content))
+    write_atomically(folder / NAME, _text(content))
 
 
 def write_part(folder: pathlib.Path, process: int) -> None:
-    """Writes the checksums of the arrays' bytes that a process has written, for `write` in the first one.
+    """Writes the checksums of the array bytes that a process wrote, for `write` in the first process.
 
-    Others may still be writing theirs, so that nothing else is looked at.
+    Other processes may still be writing, so nothing else is read.
     """
     sums = {}
     for own in folder.glob(f"*/{_OWN.format(process)}"):
-        item = own.parent.name.removesuffix(_UNFINISHED)  # orbax renames it before the manifest is written
+        item = own.parent.name.removesuffix(_UNFINISHED)  # orbax renames it before checksums.json is written
         sums |= {f"{item}/{own.name}/{name}": found for name, found in _sums(own, _files(own)).items()}
     (folder / _PART.format(process)).write_text(_text({"files": sums}))
 
@@ -54,15 +56,15 @@ def write_part(folder: pathlib.Path, process: int) -> None:
 def problems(
     folder: pathlib.Path, largest: float = float("inf"), share: tuple[int, int] = (0, 1)
 ) -> dict[str, str]:
-    """Returns what is wrong with a checkpoint's files, by name; nothing if it is as it was written.
+    """Returns the problems of a checkpoint's files, by file name; empty if there are none.
 
-    Any changed byte is found, but in the time of saving that orbax notes and in its top commit_success.txt,
-    neither of which is used.
+    Every changed byte is found, except in orbax's time of saving and in its commit_success.txt, which are not
+    used.
 
     Args:
-      folder: of the checkpoint.
-      largest: of longer files, in bytes, only the size is compared.
-      share: (i, n) looks at every n-th file from the i-th on, the largest first.
+      folder: the checkpoint's folder.
+      largest: size in bytes above which only a file's size is compared.
+      share: (i, n) checks every n-th file from the i-th on, largest first.
     """
     if not (folder / NAME).exists():
         return {NAME: MISSING}
@@ -82,7 +84,7 @@ def problems(
 
 
 def _files(folder: pathlib.Path) -> dict[str, int]:
-    """Returns the size of each file that a manifest lists, by name."""
+    """Returns the size of each file to list, by name."""
     paths = ((path, path.relative_to(folder).as_posix()) for path in folder.rglob("*") if path.is_file())
     return {name: path.stat().st_size for path, name in sorted(paths) if name not in _COMPLETED_LATER}
 
@@ -95,7 +97,7 @@ def _sums(folder: pathlib.Path, sizes: Mapping[str, int]) -> dict[str, tuple[int
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns what a manifest says; None if it is damaged."""
+    """Returns the contents of a file of checksums; None if it is damaged."""
     try:
         text = path.read_text()
         content = json.loads(text)
@@ -128,7 +130,7 @@ def _crc32(path: pathlib.Path) -> str:
 
 
 def _read_metadata(folder: pathlib.Path) -> dict[str, Any] | None:
-    """Returns orbax's metadata of a checkpoint without the time of saving; None if they are damaged."""
+    """Returns orbax's metadata of a checkpoint without the time of saving; None if damaged."""
     try:
         found = json.loads((folder / _METADATA).read_text())
         time = found.pop("commit_timestamp_nsecs", None)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import eval as evaluation_program
+import mxjax
 import train as training_program
 from models import llama
 from models.configs import get_config
@@ -17,8 +18,8 @@ from training import loop
 from training.checkpoint.checkpoints import Checkpoints
 from training.command_line import parse
 from training.config import Config, PrecisionConfig
-from training.mllog import TOKEN
-from training.schedule import SCHEDULES, parse_schedule, phase_at, phases_of
+from training.mlperf_log import TOKEN
+from training.policy_schedule import SCHEDULES, parse_schedule, phase_at, phases_of
 
 TIMES = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
 SMALL = ["--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--warmup-steps", "1", "--steps", "6"]
@@ -65,7 +66,9 @@ def switched(text, tmp_path_factory):
     ],
 )
 def test_a_schedule_names_first_steps(schedule, expected):
-    assert parse_schedule(schedule, 300) == expected
+    found = parse_schedule(schedule, 300)
+    assert tuple((part.first_step, part.name) for part in found) == expected
+    assert all(part.policy == mxjax.get_policy(part.name) for part in found)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -81,12 +84,12 @@ def test_named_schedules_resolve(name):
         ("wgrad; ", "'' is no later policy"),
         ("wgrad from 3", "unknown policy 'wgrad from 3'"),
         ("heel", "there is also the schedule heal"),
-        ("wgrad; fp8 from 0", "'from 0' must be a step, 1 or more, or a part of the run between 0 and 1"),
+        ("wgrad; fp8 from 0", "'from 0' must be a step, 1 or more, or a share of the run between 0 and 1"),
         ("wgrad; fp8 from 1.5", "'from 1.5' must be a step"),
         ("wgrad; fp8 from 0.0", "'from 0.0' must be a step"),
         ("wgrad; fp8 from soon", "'from soon' must be a step"),
-        ("wgrad; fp8 from 1", "fp8 begins at step 1; of --steps 300, it must begin at one from 2 to 300"),
-        ("wgrad; fp8 from 301", "fp8 begins at step 301; of --steps 300, it must"),
+        ("wgrad; fp8 from 1", "fp8 begins at step 1; with --steps 300 it must begin at one from 2 to 300"),
+        ("wgrad; fp8 from 301", "fp8 begins at step 301; with --steps 300 it must"),
         ("wgrad; fp8 from 0.999", "fp8 begins at step 301"),
         ("wgrad; fp8 from 9; bf16 from 9", "bf16 begins at step 9; .* from 10 to 300"),
     ],
@@ -107,10 +110,10 @@ def test_exceptions_by_layer_and_the_scale_rule_hold_in_every_phase():
     precision = PrecisionConfig("wgrad; fp8 from 2", "even", ("blocks[:1].*=bf16", "head=wgrad"))
     first, second = phases_of(precision, 4, layer_policies)
     rules = precision.rules()
-    assert first.layers == layer_policies("wgrad", rules).with_scale_rule("even")
-    assert second.layers == layer_policies("fp8", rules).with_scale_rule("even")
+    assert first.layers == layer_policies(mxjax.get_policy("wgrad"), rules).with_scale_rule("even")
+    assert second.layers == layer_policies(mxjax.get_policy("fp8"), rules).with_scale_rule("even")
     plain = phases_of(PrecisionConfig("wgrad; fp8 from 2", "even"), 4, layer_policies)
-    assert plain[1].layers == layer_policies("fp8")
+    assert plain[1].layers == layer_policies(mxjax.get_policy("fp8"))
     with pytest.raises(ValueError, match="no operand of any layer is in mxfp4"):
         phases_of(PrecisionConfig("fp8; bf16 from 2", "even"), 4, layer_policies)
 

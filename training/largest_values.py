@@ -1,4 +1,4 @@
-"""The largest absolute values of a model's arrays, by layer."""
+"""The largest absolute value of each array of a model, layer by layer."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 
-def amax(tree: Any) -> Float32[Array, " layers"]:
-    """Returns the largest absolute value in each array of a tree, of arrays in `blocks` for each layer."""
-    parts = [_amax(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+def largest_values(tree: Any) -> Float32[Array, " layers"]:
+    """Returns the largest absolute value of each array; arrays under `blocks` give one value a layer."""
+    parts = [_largest(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     return jnp.concatenate(parts)
 
 
-def amax_names(tree: Any) -> list[str]:
-    """Returns what the values of `amax` are of, such as blocks.0.mlp.down.kernel."""
+def layer_names(tree: Any) -> list[str]:
+    """Returns the name of each of `largest_values`, such as blocks.0.mlp.down."""
     names = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         keys = [str(part.key) for part in path]
@@ -25,6 +25,6 @@ def amax_names(tree: Any) -> list[str]:
     return names
 
 
-def _amax(path: Any, leaf: Array) -> Float32[Array, " layers"]:
+def _largest(path: Any, leaf: Array) -> Float32[Array, " layers"]:
     axes = tuple(range(1 if path[0].key == "blocks" else 0, leaf.ndim))
     return jnp.atleast_1d(jnp.max(jnp.abs(leaf), axis=axes)).astype(jnp.float32)
