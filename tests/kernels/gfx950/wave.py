@@ -33,7 +33,7 @@ class Wave:
             self.wait(counter, 0)
 
     def wait(self, counter: str, most: int) -> None:
-        """Completes the oldest transfers until at most `count` are left; scalar loads have no order."""
+        """Completes the oldest transfers until at most `most` are left; scalar loads have no order."""
         pending = self.pending[counter]
         if counter == "lgkmcnt" and self.scalar_loads:
             assert most == 0, "a scalar load is waited for by its number"
