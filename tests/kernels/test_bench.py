@@ -1,4 +1,4 @@
-"""The benchmarks end to end on tiny shapes: what they report, and that wrong results are no times."""
+"""The benchmarks end to end on tiny shapes: their reports, and that wrong results get no times."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ HEADER = {"device", "jax", "packages", "commit", "command", "kernels", "records"
 
 
 class NotInstalled:
-    """Finds no module of the packages that the benchmarks compare with."""
+    """Hides the packages that the benchmarks compare with."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
