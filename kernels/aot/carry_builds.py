@@ -5,9 +5,12 @@ import jax.numpy as jnp
 from mxjax.devices import Target
 from mxjax.fp8_carriers import DTYPES, Carrier
 from mxjax.kernels import shapes
-from mxjax.kernels.aot import expected
-from mxjax.kernels.aot.builds import Argument, Build
+from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.matmul.carry import BLOCKS, carry_kernel, constants_of, programs_of
+
+_ELEMENTS = "E2M1, eight a word, element 8 i + j in bits 4 j to 4 j + 3; [1, rows, 4 words a block of 32]"
+_OUT = "the elements times 2**(scale byte - reference), the shift clipped to LOW and HIGH"
+_LOST = "1 if a shift changed elements, for each program's ROWS rows of BLOCKS blocks"
 
 
 def builds(target: Target) -> list[Build]:
@@ -20,34 +23,22 @@ def builds(target: Target) -> list[Build]:
     return [_build(*size, carrier, target) for size in sorted(sizes) for carrier in DTYPES]
 
 
-_ELEMENTS = "E2M1, eight a word, element 8 i + j in bits 4 j to 4 j + 3; [1, rows, 4 words a block of 32]"
-
-
 def _build(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
     programs = programs_of(n, blocks)
     constants = constants_of(n, blocks, carrier, target)
+    view = ((1, n, 32 * blocks), jnp.dtype(DTYPES[carrier]).name)
+    tile = [constants["ROWS"], constants["BLOCKS"]]
     return Build(
         name=f"carry_{n}x{32 * blocks}_{carrier}",
         kernel=carry_kernel,
         signature={
-            "words": Argument((1, n, 4 * blocks), "int32", False, _ELEMENTS),
-            "scales": Argument((1, n, blocks), "uint8", False, "E8M0 bytes"),
-            "out": Argument(
-                (1, n, 8 * blocks),
-                "int32",
-                True,
-                "the elements times 2**(scale byte - reference), the shift clipped to LOW and HIGH",
-                ((1, n, 32 * blocks), jnp.dtype(DTYPES[carrier]).name),
-            ),
-            "reference": Argument((1, n), "uint8", True, "the scale byte that becomes a factor of 1"),
-            "lost": Argument(
-                (1, programs),
-                "uint8",
-                True,
-                "of each program, which takes ROWS rows of BLOCKS blocks, 1 if a shift changed elements",
-            ),
+            "words": Argument((1, n, 4 * blocks), "int32", meaning=_ELEMENTS),
+            "scales": Argument((1, n, blocks), "uint8", meaning="E8M0 bytes"),
+            "out": Argument((1, n, 8 * blocks), "int32", "output", _OUT, view),
+            "reference": Argument((1, n), "uint8", "output", "the scale byte that becomes a factor of 1"),
+            "lost": Argument((1, programs), "uint8", "output", _LOST),
         },
         constants=constants,
         grid=(programs, 1),
-        reference=expected.carrier(n, blocks, carrier, constants["ROWS"], constants["BLOCKS"]),
+        expected=Expected("carrier", {"rows": n, "blocks": blocks, "carrier": carrier, "tile": tile}),
     )
