@@ -144,7 +144,7 @@ def _dot_general(
         raise ValueError(f"dot_general: {lhs.shape} and {rhs.shape} do not match along {dimension_numbers}")
     lhs_free = _remaining_axes(lhs, lhs_contract, lhs_batch)
     rhs_free = _remaining_axes(rhs, rhs_contract, rhs_batch)
-    dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    dtype = _result_dtype(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
     dtypes = (dtype, lhs.dtype, rhs.dtype)
     how = plan(policy, implementation)._replace(layout=layout)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
@@ -351,6 +351,12 @@ def _check_key(policy: Policy, key) -> None:
             f"the policy draws random bits in {drawing} and needs key=; "
             "pass jax.random.key(0), folded with the step and the layer"
         )
+
+
+def _result_dtype(lhs: jax.Array, rhs: jax.Array) -> DTypeLike:
+    """Returns JAX's standard promotion of both dtypes, also where a program forbids implicit ones."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(lhs, rhs)
 
 
 def _remaining_axes(x, contract, batch) -> tuple[int, ...]:

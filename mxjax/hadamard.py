@@ -68,8 +68,8 @@ def _rotate(x, size: int, axis: int, signs) -> Float32[Array, "*shape"]:
     runs = (*before, length // size, size, *after)
     y = x.astype(jnp.float32).reshape(runs)
     if signs is not None:
-        y = y * signs.reshape(size, *(1,) * len(after))
-    sign = jnp.array([1, -1], jnp.float32).reshape(2, *(1,) * (len(after) + 1))
+        y = y * signs.reshape(*(1,) * (axis + 1), size, *(1,) * len(after))
+    sign = jnp.array([1, -1], jnp.float32).reshape(*(1,) * (axis + 2), 2, *(1,) * (len(after) + 1))
     stride = 1
     while stride < size:
         pairs = y.reshape(*before, length // size, size // (2 * stride), 2, stride, *after)

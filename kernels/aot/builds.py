@@ -3,11 +3,6 @@
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
-from mxjax.gemm_input import GemmInput
-from mxjax.kernels.quantize.kernel import Form
-from mxjax.operand import Operand
-from mxjax.policy import Rotation
-
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
@@ -62,15 +57,3 @@ class Build:
     num_warps: int = 4
     num_stages: int = 1
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-class Side(NamedTuple):
-    """How a build of the quantizer takes a tensor along one of its axes, and the form that it writes."""
-
-    operand: Operand
-    rotation: Rotation | None = None
-    form: Form = "packed"
-
-    def along(self, axis: int) -> GemmInput:
-        """Returns it as the input of a GEMM that contracts `axis`."""
-        return GemmInput(axis, self.operand, self.rotation)

@@ -1,17 +1,30 @@
 """The ahead-of-time builds of the quantizer kernel."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from mxjax.devices import Target
+from mxjax.gemm_input import GemmInput
 from mxjax.kernels import shapes
-from mxjax.kernels.aot.builds import Argument, Build, Expected, Side
-from mxjax.kernels.quantize.kernel import SCALARS, quantize_kernel
+from mxjax.kernels.aot.builds import Argument, Build, Expected
+from mxjax.kernels.quantize.kernel import SCALARS, Form, quantize_kernel
 from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION, launch_of
 from mxjax.operand import Operand
 from mxjax.policy import Rotation
+
+
+class Side(NamedTuple):
+    """How a build quantizes a tensor along one of its axes, and the form that it writes."""
+
+    operand: Operand
+    rotation: Rotation | None = None
+    form: Form = "packed"
+
+    def along(self, axis: int) -> GemmInput:
+        """Returns it as the input of a GEMM that contracts `axis`."""
+        return GemmInput(axis, self.operand, self.rotation)
 
 
 def builds(target: Target) -> list[Build]:
@@ -76,9 +89,8 @@ def _step_sides(tensor: shapes.TensorShape) -> list[_Sides]:
 def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) -> Build:
     *batch, r, c = shape
     b = math.prod(batch)
-    rows, columns = sides
     form = next(side.form for side in sides if side)
-    pair = rows and rows.along(-1), columns and columns.along(-2)
+    pair = sides[0] and sides[0].along(-1), sides[1] and sides[1].along(-2)
     launch = launch_of(pair, form, target, (1, b, r, c), dtype)
     constants = launch.constants
     arguments = {"x": Argument((1, b, r, c), dtype, meaning="the tensor, row-major")}
@@ -92,6 +104,7 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) ->
         arguments[f"{name}_words"] = _output(words, side, _WORDS_MEANINGS, _view(side, words.shape))
         arguments[f"{name}_scales"] = _output(scales, side, _SCALES_MEANINGS)
     size = "x".join(map(str, shape))
+    rows, columns = map(_expected_side, sides)
     return Build(
         name=f"quantize_{size}_{dtype}_rows_{_label(sides[0])}_columns_{_label(sides[1])}",
         kernel=launch.kernel,
@@ -99,13 +112,7 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) ->
         constants=constants,
         grid=launch.grid,
         expected=Expected(
-            "quantizer",
-            {
-                "shape": [b, r, c],
-                "dtype": dtype,
-                "rows": _expected_side(rows),
-                "columns": _expected_side(columns),
-            },
+            "quantizer", {"shape": [b, r, c], "dtype": dtype, "rows": rows, "columns": columns}
         ),
         num_warps=launch.num_warps,
     )

@@ -144,8 +144,8 @@ def row(result: Result, baseline: Result) -> list[str]:
 
 
 def time_compilation(report: Report, policy: str, tokens: int, linear: str) -> None:
-    """Times the compilation of `dot` by fp8 at one shape, and prints it."""
-    name = f"{policy}, fp8: compilation"
+    """Times the compilation of `dot` by fp8_carriers at one shape, and prints it."""
+    name = f"{policy}, fp8_carriers: compilation"
     seconds: dict[str, dict[str, float]] | Absent
     try:
         late = report.is_late

@@ -101,7 +101,7 @@ def test_dot_starts_no_line_after_its_seconds(capsys):
     bench_dot.main([*DOT, "--policies", "wgrad", "--peers", "--seconds", "0"])
     _, report = printed(capsys)
     late = [r["name"] for r in report["records"] if "absent" in r]
-    assert late == ["wgrad, xla", "wgrad, fp8", "wgrad_hadamard, fp8: compilation"]
+    assert late == ["wgrad, xla", "wgrad, fp8_carriers", "wgrad_hadamard, fp8_carriers: compilation"]
 
 
 @pytest.mark.slow
