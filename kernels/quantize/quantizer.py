@@ -105,9 +105,9 @@ def _quantizer(pair: Pair, form: Form, target: Target | None):
 
 
 def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, keys: int, signs: int):
-    """Returns the call that a mesh may cut up along all axes of x, but not within blocks or runs.
+    """Returns the call that a mesh may shard along all axes of x, but not within blocks or runs.
 
-    It takes the places of x's batches, rows and columns in the whole too, from which a part learns its own.
+    It also takes the positions of x's batches, rows and columns, from which a shard learns its own.
     """
     *_, r, c = shape
     rows, columns = pair
@@ -138,7 +138,7 @@ def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, keys: int, si
 
 
 def _unit(blocked: GemmInput | None, other: GemmInput | None) -> int:
-    """Returns what an axis must be cut in multiples of, that `blocked` blocks and `other` does not."""
+    """Returns the unit that shards of an axis must be multiples of; `blocked` is blocked along it."""
     unit = blocked.padded(1) if blocked else 1
     return max(unit, BLOCK) if other and other.operand.is_square else unit
 
