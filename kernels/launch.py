@@ -1,4 +1,4 @@
-"""The one place where Triton kernels meet JAX: as calls inside jit on GPUs, and in Triton's interpreter.
+"""The one place where Triton kernels meet JAX: as calls inside jit on GPUs, or in Triton's interpreter.
 
 `triton_call` takes the same arguments with jax-triton 0.3 and 0.4, and runs under `TRITON_INTERPRET=1` on the
 CPU (as a host callback), so that every function built on a kernel can be tested without a GPU.
@@ -26,7 +26,7 @@ except ImportError as error:
     ) from error
 
 
-MOST_PROGRAMS = 65535  # that CUDA runs along an axis but the first
+MOST_PROGRAMS = 65535  # CUDA's limit along every grid axis but the first
 
 
 def triton_call(
@@ -40,19 +40,19 @@ def triton_call(
     in_place: bool = False,
     **constants,
 ) -> list[jax.Array]:
-    """Returns the arrays that `kernel` writes: its parameters after `arrays` point to them, in order.
+    """Returns the arrays that `kernel` writes, its pointer parameters after those of `arrays`, in order.
 
-    In `jax.shard_map` they vary with all inputs.
+    Under `jax.shard_map` the outputs vary over every mesh axis that an input varies over.
 
     Args:
-      kernel: a function decorated with `triton.jit`. All its arguments but the pointers are constexpr.
-      arrays: inputs, passed as pointers that are multiples of 16 bytes.
-      out: shapes and dtypes of the outputs. The kernel must write every element, but of the first if that is
-        `in_place`.
+      kernel: a function decorated with `triton.jit`. All parameters but the pointers are constexpr.
+      arrays: inputs, passed as pointers aligned to 16 bytes.
+      out: shapes and dtypes of the outputs. The kernel must write every element, except those
+        of an `in_place` output.
       grid: programs along up to three axes.
-      options: of the target's compiler; jax-triton 0.3 passes none on, which costs speed and no more.
-      in_place: the first output begins as the first array, whose memory it takes if nothing else needs it.
-        The kernel must not use its first parameter: jax-triton 0.4 passes nothing there.
+      options: options of the target's compiler. jax-triton 0.3 ignores them, which costs only speed.
+      in_place: whether the first output starts as the first array and reuses its memory if nothing else
+        reads it. The kernel must not use its first parameter: jax-triton 0.4 passes no pointer there.
       constants: the kernel's constexpr arguments.
     """
     if 0 in grid:
@@ -65,13 +65,13 @@ def triton_call(
     target = current_target()
     if target is None:
         raise NotImplementedError(
-            "Triton kernels need a GPU and jax-triton (install mxjax[cuda] or mxjax[rocm]), or Triton's "
-            "interpreter: TRITON_INTERPRET=1 and use_target(INTERPRETER)"
+            "triton_call needs a GPU and jax-triton (install mxjax[cuda] or mxjax[rocm]), or Triton's "
+            "interpreter (set TRITON_INTERPRET=1 and call use_target(INTERPRETER))"
         )
     if target.backend == "cuda" and max(grid[1:], default=1) > MOST_PROGRAMS:
         raise ValueError(
-            f"CUDA runs at most {MOST_PROGRAMS} programs along an axis but the first, not {grid}: "
-            "split the tensor"
+            f"triton_call needs at most {MOST_PROGRAMS} programs along each axis but the first on CUDA, "
+            f"got {grid}; split the tensor"
         )
     call = functools.partial(
         _import_jax_triton().triton_call,
@@ -92,15 +92,15 @@ def _import_jax_triton():
     try:
         import jax_triton
     except ImportError as error:
-        raise ImportError("Triton kernels run by jax-triton: install mxjax[cuda] or mxjax[rocm]") from error
+        raise ImportError("Triton kernels need jax-triton: install mxjax[cuda] or mxjax[rocm]") from error
     return jax_triton
 
 
 def _call_in_place(call, arrays: tuple[jax.Array, ...]):
     """Calls jax-triton with the first array's memory for the first output.
 
-    Version 0.3 passes the kernel both pointers. Version 0.4 passes one, in the output's place here, and
-    advises against the argument in favour of references, which 0.3 lacks.
+    Version 0.3 passes the kernel both pointers. Version 0.4 passes one, here in the output's place. It
+    deprecates `input_output_aliases` in favour of `jax.Ref`s, which 0.3 does not take.
     """
     if not _names_out_type():
         return call(*arrays, input_output_aliases={0: 0})
@@ -110,9 +110,9 @@ def _call_in_place(call, arrays: tuple[jax.Array, ...]):
 
 
 def _version_arguments(out: tuple[jax.ShapeDtypeStruct, ...], options: dict) -> dict:
-    """Returns what jax-triton 0.3 and 0.4 name differently: the outputs and the compiler's options.
+    """Returns the outputs and the compiler's options under the names that this jax-triton gives them.
 
-    Products are not fused with sums, which would round once where the definitions round twice.
+    Multiply-add fusion is off: it would round once where the definitions round twice.
     """
     if _names_out_type():
         return {"out_type": out, "backend_options": {"enable_fp_fusion": False, **options}}
@@ -120,14 +120,14 @@ def _version_arguments(out: tuple[jax.ShapeDtypeStruct, ...], options: dict) -> 
 
 
 def _names_out_type() -> bool:
-    """Returns whether this is jax-triton 0.4, not 0.3."""
+    """Whether this is jax-triton 0.4, not 0.3."""
     return "out_type" in inspect.signature(_import_jax_triton().triton_call).parameters
 
 
 def _interpret(kernel, out, grid, constants, in_place, *arrays) -> tuple[np.ndarray, ...]:
     """Runs a kernel in Triton's interpreter on host copies of the arrays."""
     inputs = [_HostTensor(np.array(a)) for a in arrays]
-    # Poisoned: an element that the kernel fails to write shows.
+    # Poison the outputs, so that elements which the kernel fails to write show.
     outputs = [_HostTensor(np.frombuffer(b"\xa5" * (o.size * o.dtype.itemsize), o.dtype).copy()) for o in out]
     if in_place:
         outputs[0] = inputs[0]
@@ -137,9 +137,9 @@ def _interpret(kernel, out, grid, constants, in_place, *arrays) -> tuple[np.ndar
 
 @functools.cache
 def _interpreter_thread() -> concurrent.futures.Executor:
-    """Returns a thread of its own for the interpreter: XLA's CPU threads flush subnormals to zero.
+    """Returns a dedicated thread for the interpreter, because XLA's CPU threads flush subnormals to zero.
 
-    There numpy says nothing of NaN and infinity, as GPUs do not.
+    numpy's warnings about NaN and infinity are off in it.
     """
     executor = concurrent.futures.ThreadPoolExecutor(1, initializer=np.seterr, initargs=("ignore",))
     executor.submit(int).result()
