@@ -1,15 +1,13 @@
 """The one place where Triton kernels meet JAX: as calls inside jit on GPUs, and in Triton's interpreter.
 
-`triton_call` takes the same arguments with jax-triton 0.3 and 0.4, and runs under `TRITON_INTERPRET=1` on the
-CPU (as a host callback), so that every function built on a kernel can be tested without a GPU.
+On a GPU a call is `lowering.kernel_call`. Under `TRITON_INTERPRET=1` it is a host callback on the CPU: every
+function built on a kernel can be tested without a GPU.
 """
 
 import concurrent.futures
 import contextlib
 import functools
-import inspect
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.kernels.lowering import TYPES, kernel_call
 from mxjax.packing import on_gpu
 from mxjax.weight_layout import varying_as
 
@@ -106,9 +105,9 @@ def triton_call(
       out: shapes and dtypes of the outputs. The kernel must write every element, but of the first if that is
         `in_place`.
       grid: programs along up to three axes.
-      options: of the target's compiler; jax-triton 0.3 passes none on, which costs speed and no more.
+      options: the target's compiler options; those that it does not know are ignored.
       in_place: the first output begins as the first array, whose memory it takes if nothing else needs it.
-        The kernel must not use its first parameter: jax-triton 0.4 passes nothing there.
+        The kernel gets a pointer to the same memory for both.
       constants: the kernel's constexpr arguments.
     """
     if 0 in grid:
@@ -128,55 +127,20 @@ def triton_call(
             f"CUDA runs at most {MOST_PROGRAMS} programs along an axis but the first, not {grid}: "
             "split the tensor"
         )
-    call = functools.partial(
-        _import_jax_triton().triton_call,
-        kernel=kernel,
-        grid=grid,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        compute_capability=target.compute_capability,
-        **_version_arguments(tuple(out), dict(options or {})),
-        **constants,
+    written = kernel_call(
+        kernel,
+        arrays,
+        out,
+        grid,
+        backend=target.backend,
+        arch=target.arch,
+        # Products are not fused with sums, which would round once where the definitions round twice.
+        options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+        | dict(options or {}),
+        constants=constants,
+        in_place=in_place,
     )
-    written = _call_in_place(call, arrays) if in_place else call(*arrays)
     return [varying_as(y, *arrays) for y in written]
-
-
-@functools.cache
-def _import_jax_triton():
-    try:
-        import jax_triton
-    except ImportError as error:
-        raise ImportError("Triton kernels run by jax-triton: install mxjax[cuda] or mxjax[rocm]") from error
-    return jax_triton
-
-
-def _call_in_place(call, arrays: tuple[jax.Array, ...]):
-    """Calls jax-triton with the first array's memory for the first output.
-
-    Version 0.3 passes the kernel both pointers. Version 0.4 passes one, in the output's place here, and
-    advises against the argument in favour of references, which 0.3 lacks.
-    """
-    if not _names_out_type():
-        return call(*arrays, input_output_aliases={0: 0})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-        return call(0, *arrays[1:], arrays[0], input_output_aliases={len(arrays): 0})
-
-
-def _version_arguments(out: tuple[jax.ShapeDtypeStruct, ...], options: dict) -> dict:
-    """Returns what jax-triton 0.3 and 0.4 name differently: the outputs and the compiler's options.
-
-    Products are not fused with sums, which would round once where the definitions round twice.
-    """
-    if _names_out_type():
-        return {"out_type": out, "backend_options": {"enable_fp_fusion": False, **options}}
-    return {"out_shape": out, "enable_fp_fusion": False}
-
-
-def _names_out_type() -> bool:
-    """Returns whether this is jax-triton 0.4, not 0.3."""
-    return "out_type" in inspect.signature(_import_jax_triton().triton_call).parameters
 
 
 def _interpret(kernel, out, grid, constants, in_place, *arrays) -> tuple[np.ndarray, ...]:
@@ -201,26 +165,12 @@ def _interpreter_thread() -> concurrent.futures.Executor:
     return executor
 
 
-_TRITON_DTYPES = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5",
-    "uint8": "u8",
-    "int8": "i8",
-    "uint16": "u16",
-    "int32": "i32",
-    "uint32": "u32",
-}
-
-
 class _HostTensor:
     """The part of a torch.Tensor that Triton's interpreter uses, around a numpy array."""
 
     def __init__(self, array: np.ndarray):
         self.array = array
-        self.dtype = _TRITON_DTYPES[array.dtype.name]
+        self.dtype = TYPES[array.dtype.name]
         self.shape = array.shape
 
     def data_ptr(self) -> int:
