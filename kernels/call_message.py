@@ -2,8 +2,8 @@
 
 jaxlib's custom call `triton_kernel_call_ffi` reads a zlib-compressed protocol buffer from its attribute
 `opaque`: `jax_triton.TritonAnyKernelCall`. Its field `module_image` holds machine code: then jaxlib runs no
-ptxas and reads no file. jaxlib's Python bindings cannot write it, so the message is written here. A test
-checks the field numbers against jaxlib's own schema.
+ptxas and reads no file. jaxlib's Python bindings cannot write it, so the message is written here. Tests
+hand such messages to jaxlib's own code.
 """
 
 import hashlib

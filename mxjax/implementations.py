@@ -100,7 +100,7 @@ def choose_implementation(implementation: Implementation | None) -> Implementati
         raise ValueError(f"unknown implementation {implementation!r}; use one of {names}, or None")
     if implementation == "triton" and kernel_target() is None:
         raise NotImplementedError(
-            "implementation 'triton' needs a GPU and jax-triton (install mxjax[cuda] or mxjax[rocm]); "
+            "implementation 'triton' needs a GPU and Triton (install mxjax[cuda] or mxjax[rocm]); "
             "use 'xla', or None for the fastest that runs here"
         )
     return implementation
@@ -118,5 +118,5 @@ def _fastest(target) -> Implementation:
 @cache
 def _log_choice(name: Implementation) -> None:
     _log.info("mxjax.dot runs its GEMMs by implementation=%r", name)
-    if jax.default_backend() == "gpu" and importlib.util.find_spec("jax_triton") is None:
-        _log.warning("jax-triton is not installed: install mxjax[cuda] or mxjax[rocm] for the fast kernels")
+    if jax.default_backend() == "gpu" and importlib.util.find_spec("triton") is None:
+        _log.warning("Triton is not installed: install mxjax[cuda] or mxjax[rocm] for the fast kernels")

@@ -155,7 +155,7 @@ def kernel_target():
     """Returns the `mxjax.kernels.launch.Target` that Triton kernels run on, or None where they do not run."""
     launch = sys.modules.get("mxjax.kernels.launch")
     if launch is None:
-        if not on_gpu() or importlib.util.find_spec("jax_triton") is None:
+        if not on_gpu() or importlib.util.find_spec("triton") is None:
             return None
         launch = importlib.import_module("mxjax.kernels.launch")
     return launch.current_target()

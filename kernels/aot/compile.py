@@ -46,7 +46,7 @@ def compile_build(build: Build, target: str) -> CompiledKernel:
     signature = {
         n: "*" + TYPES[build.signature[n].dtype] if n in build.signature else "constexpr" for n in names
     }
-    # What jax-triton knows of pointers too, and no more: the code is the code that runs.
+    # As in `lowering.compile_kernel`: the code is the code that runs.
     attributes = {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in build.signature}
     source = ASTSource(
         fn=build.kernel,

@@ -17,7 +17,7 @@ import numpy as np
 
 from mxjax.packing import kernel_target
 
-PACKAGES = ("jaxlib", "jax-triton", "triton", "torch", "torchao", "qwix", "flax")
+PACKAGES = ("jaxlib", "triton", "torch", "torchao", "qwix", "flax")
 
 
 class Timing(NamedTuple):
