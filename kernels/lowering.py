@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -87,7 +88,7 @@ _kernel_call.multiple_results = True
 
 @_kernel_call.def_abstract_eval
 def _(*arrays, out, **_):
-    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in out]
+    return [ShapedArray(shape, dtype) for shape, dtype in out]
 
 
 @_kernel_call.def_impl
@@ -129,8 +130,12 @@ def _register() -> None:
 def compile_kernel(
     kernel, dtypes: tuple[str, ...], backend: str, arch: str, options: Frozen, constants: Frozen
 ) -> MachineCode:
-    """Returns a kernel compiled for pointers to arrays of `dtypes`, which are multiples of 16 bytes."""
+    """Returns a kernel compiled for pointers to arrays of `dtypes`, which are multiples of 16 bytes.
+
+    Without line information, which would name the folder of the installation and quadruple the size.
+    """
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -150,7 +155,9 @@ def compile_kernel(
     )
     capability = int(arch.removeprefix("sm_")) if backend == "cuda" else 0
     target = GPUTarget("cuda", capability, 32) if capability else GPUTarget("hip", arch, 64)
-    compiled = triton.compile(source, target=target, options=_thaw(options))
+    with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True
+        compiled = triton.compile(source, target=target, options=_thaw(options))
     about = compiled.metadata
     return MachineCode(
         image=compiled.asm["cubin" if capability else "hsaco"],

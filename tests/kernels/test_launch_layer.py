@@ -99,6 +99,14 @@ def test_programs_are_the_same_in_every_process(rocm_program, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["cache"]
 
 
+def test_transformations_of_calls():
+    said = json.loads(run("support.calls"))
+    assert said["aliased"] == ["0"]
+    assert [said[name] for name in ("unused", "remat", "twice", "sharded")] == [0, 1, 2, True]
+    assert "double_kernel was traced for gfx950, and cannot be lowered for cuda" in said["other platform"]
+    assert "double_kernel takes pointers to x, y; it was called with 3 arrays" in said["arrays"]
+
+
 LAUNCH = """
 import json, pathlib, sys
 
