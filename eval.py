@@ -1,6 +1,6 @@
 """Evaluates a run's checkpoint, in its own precision or another: `python eval.py RUN --policy=bf16`.
 
-`python eval.py compare RUN [RUN ...]` puts the evaluations that runs have made side by side.
+`python eval.py compare RUN [RUN ...]` compares the evaluations of several runs.
 """
 
 import dataclasses
@@ -9,7 +9,6 @@ import pathlib
 import sys
 from typing import Annotated, Literal
 
-import jax
 import numpy as np
 import tyro
 
@@ -20,40 +19,41 @@ from mxjax.scales import ScaleRule
 from training.checkpoint.checkpoints import Checkpoints
 from training.compare import CompareConfig, compare
 from training.config import Config
-from training.data.text import evaluation_batches, load_data, load_held_out
+from training.data.load import load_data, load_held_out
+from training.data.windows import evaluation_batches
 from training.environment import enable_compilation_cache, input_errors
 from training.metrics import evaluations, json_line
-from training.run_config import from_json, read_description
-from training.schedule import phase_at, phases_of
+from training.policy_schedule import phase_at, phases_of
+from training.run_config import from_json, read_run_config
 from training.step import evaluate, make_eval_step
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """An evaluation; what is not given is as in the run."""
+    """An evaluation. A flag that is not given takes the run's value."""
 
     run: Annotated[pathlib.Path, tyro.conf.Positional]
     """The run's folder."""
     policy: str | None = None
-    """The policy to run the weights in. Default: that of the checkpoint's step."""
+    """Run the weights in this policy. Default: the policy of the checkpoint's step."""
     scale_rule: ScaleRule | None = None
-    """Replaces the policy's rule for MXFP4 scales."""
+    """Use this rule for MXFP4 scales instead of the policy's."""
     layers: tuple[str, ...] | None = None
-    """Exceptions, as PATTERN=POLICY."""
+    """Exceptions by layer, as PATTERN=POLICY."""
     implementation: Implementation | None = None
-    """How the GEMMs run."""
+    """How the GEMMs run. Default: as in the run."""
     step: int | Literal["best"] | None = None
-    """The checkpoint's step, or best: that of the lowest evaluation loss in training. Default, the last."""
+    """Evaluate the checkpoint of this step, or the best one by evaluation loss. Default: the last."""
     data: str | None = None
-    """Evaluate on the validation part of this text or dataset PREFIX instead."""
+    """Evaluate on the validation part of this text or dataset PREFIX."""
     eval_data: str | None = None
-    """Evaluate on all of this text or dataset PREFIX instead."""
+    """Evaluate on all of this text or dataset PREFIX."""
     batches: int | None = None
-    """How many batches of the validation data to read."""
+    """Number of batches to read."""
 
 
 def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
-    """Returns the mean loss over all tokens, its perplexity, and what they are of."""
+    """Returns the run, step and policy, the mean loss over all tokens, and its perplexity."""
     enable_compilation_cache()
     with input_errors():
         config, precision, model = read_run(arguments)
@@ -68,13 +68,14 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
         held_out = evaluation_batches(
             tokens, config.data, n_batches, model.vocab_size, n_sequences=n_sequences
         )
-        like = jax.eval_shape(lambda: llama.init(model, jax.random.key(0)))
         eval_losses = evaluations(arguments.run)
         with Checkpoints(arguments.run / "checkpoints", losses=eval_losses) as checkpoints:
             step = checkpoints.latest if arguments.step is None else arguments.step
             if step == "best" and (step := checkpoints.best) is None:
-                raise ValueError(f"no checkpoint of {arguments.run} is of a step with an evaluation")
-            params = checkpoints.restore_params(like, step)
+                raise ValueError(
+                    f"--step best: {arguments.run} has no checkpoint at a step with an evaluation"
+                )
+            params = checkpoints.restore_params(llama.abstract_params(model), step)
     phase = phase_at(phases, step or 0)
 
     def losses(params, batch, key):
@@ -86,21 +87,21 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
 
 
 def read_run(arguments: EvalConfig):
-    """Returns the run's configuration, its precision with what the command line changes, and its model."""
-    description = read_description(arguments.run)
-    config = from_json(description["config"])
+    """Returns the run's configuration, its precision with the flags' changes, and its model."""
+    saved = read_run_config(arguments.run)
+    config = from_json(saved["config"])
     names = ("policy", "scale_rule", "layers", "implementation")
     changes = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
-    if "policy" in changes:  # the run's other choices belong to the run's policy
+    if "policy" in changes:  # the run's scale rule and exceptions belong to the run's policy
         changes = {"scale_rule": None, "layers": ()} | changes
-    return config, dataclasses.replace(config.precision, **changes), from_dict(description["model"])
+    return config, dataclasses.replace(config.precision, **changes), from_dict(saved["model"])
 
 
 def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.ndarray:
     """Returns the tokens to evaluate on."""
     if arguments.data is not None and arguments.eval_data is not None:
         raise ValueError(
-            "--data evaluates on a validation part and --eval-data on all of it: give one of them"
+            "--data evaluates on the validation part and --eval-data on everything: give one of them"
         )
     if arguments.data is not None:
         return load_held_out(arguments.data, vocab_size, whole=False)
@@ -110,7 +111,7 @@ def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.nd
 
 
 def compare_runs(argv: list[str]) -> None:
-    """Compares the runs that the command line names."""
+    """Compares the runs on the command line."""
     with input_errors():
         print(json_line(compare(tyro.cli(CompareConfig, args=argv, prog="eval.py compare"))))
 

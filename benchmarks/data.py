@@ -28,10 +28,11 @@ import numpy as np
 
 from training.config import DataConfig
 from training.data.indexed_dataset import IndexedDataset, write_index
-from training.data.megatron import load_packed
-from training.data.tokenizer import load_tokenizer, train_tokenizer
+from training.data.megatron import load_megatron
+from training.data.tokenizer import load_tokenizer
 from training.tokenize.documents import Document, Documents, find_files
 from training.tokenize.tokenize import _cores
+from training.tokenize.train_tokenizer import train_tokenizer
 
 VOCABULARY = 32_000
 # A lognormal of about C4's mean document: 156 G tokens in 365 M documents (arXiv 1910.10683, 2104.08758).
@@ -114,7 +115,7 @@ def tokenizing(folder: pathlib.Path, files: list[str], repeats: int, number: int
 def reading(prefix: str, seq_len: int, repeats: int, seconds: float = 5.0) -> list[float]:
     """Returns tokens/s of batches of 32 sequences, each over some seconds after the first batch."""
     config, speeds = DataConfig((prefix,), batch_size=32, seq_len=seq_len), []
-    corpus = load_packed(config, VOCABULARY)
+    corpus = load_megatron(config, VOCABULARY)
     for seed in range(repeats):
         stream = corpus.batches(config, seed, steps=100_000)
         next(stream)
@@ -133,7 +134,7 @@ def simulate(prefix: pathlib.Path, documents: int) -> int:
     tokens = int(lengths.sum(dtype=np.int64))
     with prefix.with_suffix(".bin").open("wb") as file:
         file.truncate(tokens * 2)
-    write_index(str(prefix.with_suffix(".idx")), np.dtype(np.uint16), lengths)
+    write_index(prefix.with_suffix(".idx"), np.dtype(np.uint16), lengths)
     return tokens
 
 
@@ -148,7 +149,7 @@ def first_batch(prefix: str, seq_len: int, steps: int) -> dict[str, float]:
     before = memory("RssAnon")
     IndexedDataset(prefix)
     lap("open_check_s")
-    corpus = load_packed(config, VOCABULARY)
+    corpus = load_megatron(config, VOCABULARY)
     lap("load_s")
     _ = corpus.facts
     lap("facts_s")

@@ -1,10 +1,10 @@
-"""Where a GPU's time goes: kernels of a profile by kind, and the longest ones.
+"""Where a GPU's time goes: a profile's kernels by kind, and the longest ones.
 
     python -m benchmarks.trace_table FOLDER --steps 3
 
-FOLDER is what `jax.profiler.trace` wrote. Its trace.json.gz has a million events at most: trace a few steps.
-A kernel's kind is read from its name, so "elementwise" is whatever has no other. Kinds may overlap in time on
-several streams; "idle" is the time in which a device runs nothing, between its first and its last kernel.
+FOLDER is what `jax.profiler.trace` wrote. Its trace.json.gz has at most a million events: trace a few steps.
+A kernel's kind follows from its name; "elementwise" are all others. Kinds on several streams may overlap in
+time. "idle" is the time between a device's first and last kernel in which it runs nothing.
 """
 
 import argparse
@@ -16,9 +16,9 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from mxjax.kernels.bench.timing import print_table
+from mxjax.kernels.tables import table
 
-# The first that a kernel's name matches.
+# The first pattern that a kernel's name matches decides.
 KINDS = {
     "collectives": r"nccl|rccl|all_?reduce_kernel|ragged_all_to_all",
     "attention": r"sdpa|flash|fmha|attention",
@@ -41,10 +41,10 @@ class Kernel(NamedTuple):
 
 
 def read(folder: pathlib.Path) -> list[Kernel]:
-    """Returns the kernels of the newest profile under a folder.
+    """Reads the kernels of the newest profile under a folder.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is no profile.
     """
     paths = sorted(folder.rglob("*.trace.json.gz"))
     if not paths:
@@ -58,7 +58,7 @@ def read(folder: pathlib.Path) -> list[Kernel]:
 
 
 def kernels(events: Iterable[dict[str, Any]]) -> list[Kernel]:
-    """Returns the events of GPUs' streams; other threads of a device repeat them by module, step or scope."""
+    """Returns the kernels on GPU streams; a device's other threads repeat them by module, step or scope."""
     names: dict[tuple[str, Any, Any], str] = {}
     complete = []
     for event in events:
@@ -82,7 +82,7 @@ def kind_of(name: str) -> str:
 
 
 def summarize(found: list[Kernel], steps: int) -> dict[str, Any]:
-    """Returns milliseconds and launches a step and device: by kind, of the longest kernels, and "idle"."""
+    """Returns milliseconds and launches a step and device, by kind and by longest kernel, and "idle"."""
     devices = sorted({k.device for k in found})
     if not devices:
         return {"devices": 0, "kinds": {}, "longest": {}, "idle": 0.0, "span": 0.0}
@@ -130,19 +130,21 @@ def print_summary(summary: dict[str, Any]) -> None:
     ]
     if span:
         rows += [["idle", f"{summary['idle']:.2f}", f"{summary['idle'] / span:.1%}", ""]]
-    print_table(["kind", "ms a step", "of the step", "launches"], [*rows, ["step", f"{span:.2f}", "", ""]])
+    rows.append(["step", f"{span:.2f}", "", ""])
+    print(table("kind | ms a step | of the step | launches", rows, padded=True))
     rows = [
         [name[:80], v["kind"], f"{v['ms']:.2f}", f"{v['launches']:.0f}"]
         for name, v in summary["longest"].items()
     ]
     print()
-    print_table(["kernel", "kind", "ms a step", "launches"], rows)
+    print(table("kernel | kind | ms a step | launches", rows, padded=True))
 
 
 def main() -> None:
+    """Prints the tables of the profile that the command line names, and JSON last."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trace_table", description=__doc__)
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--steps", type=int, default=1, help="that were traced")
+    parser.add_argument("--steps", type=int, default=1, help="steps that were traced")
     options = parser.parse_args()
     summary = summarize(read(options.folder), options.steps)
     print_summary(summary)

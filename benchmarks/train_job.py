@@ -1,4 +1,4 @@
-"""What `benchmarks.train_speed` asks of a process that measures, and what it answers. Needs numpy alone."""
+"""The job that `benchmarks.train_speed` gives to a measuring process, and its outcome; needs no JAX."""
 
 import dataclasses
 import json
@@ -13,16 +13,16 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one process measures.
+    """The measurement of one process.
 
     Attributes:
       program: the module to run, "benchmarks.train_ours" or "benchmarks.train_peer".
       subject: a policy of ours, or a precision of the peer's.
-      batch: sequences a step, of all devices together.
-      devices: how many of the machine's to use.
-      remat, implementation, mesh: as train.py has them.
-      loss: how the peer computes it, "whole" or "chunked".
-      rows: tokens whose logits a chunk of the peer's loss holds.
+      batch: sequences a step on all devices together.
+      devices: number of devices to use.
+      remat, implementation, mesh: train.py's flags.
+      loss: "whole" logits, or "chunked" in the peer.
+      rows: tokens in a chunk of the peer's loss.
       trace: folder for a profile of a few steps after the timed ones, or None.
     """
 
@@ -49,13 +49,13 @@ class Job:
 
 OURS, PEER = "benchmarks.train_ours", "benchmarks.train_peer"
 LEARNING_RATE = 1e-5
-"""Of both, without warm-up, so small that a few steps on random tokens do not raise the loss."""
+"""Ours and the peer's, without warm-up: too small to raise the loss in a few steps on random tokens."""
 
 
 def batches(job: Job, vocab_size: int) -> list[np.ndarray]:
-    """Returns the int32 [batch, seq + 1] tokens of each step, random, and the same for all jobs.
+    """Draws the int32 [batch, seq + 1] tokens of each step, the same for all jobs.
 
-    They are for the warm-up, the timed steps and a last one that is not timed.
+    They suffice for the warm-up, the timed steps and a last step that is not timed.
     """
     generator, shape = np.random.default_rng(0), (job.batch, job.seq + 1)
     return [
@@ -66,10 +66,11 @@ def batches(job: Job, vocab_size: int) -> list[np.ndarray]:
 def run_steps(
     step: Callable[[np.ndarray], Any], fetch: Callable[[Any], float], inputs: Sequence[np.ndarray]
 ) -> tuple[list[float], list[float]]:
-    """Runs the steps as training does, each loss fetched once the next step is under way.
+    """Runs the steps as training does: fetches each loss after it has dispatched the next step.
 
     Returns:
-      The losses, and the seconds from one loss to the next, but to the last: nothing is dispatched before it.
+      The losses, and the seconds from each loss to the next. The last loss has no time, because no step
+      follows it.
     """
     losses, arrivals = [], []
     pending = step(inputs[0])
@@ -82,13 +83,11 @@ def run_steps(
 
 
 def read() -> tuple[Job, pathlib.Path]:
-    """Returns the job in the file that the command line names, and the file for its outcome."""
+    """Reads the job from the file that the command line names; returns it and the outcome's path."""
     job, outcome = map(pathlib.Path, sys.argv[1:])
     return Job(**json.loads(job.read_text())), outcome
 
 
 def write(path: pathlib.Path, outcome: dict[str, Any]) -> None:
-    """Writes what was measured, all of it or nothing."""
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(outcome))
-    partial.replace(path)
+    """Writes the outcome for the parent process."""
+    path.write_text(json.dumps(outcome))

@@ -1,4 +1,4 @@
-"""Measures training steps of one policy, in a process of its own: `benchmarks.train_speed` starts it."""
+"""Measures training steps of one policy in its own process, which `benchmarks.train_speed` starts."""
 
 import functools
 import pathlib
@@ -15,8 +15,9 @@ from models import llama
 from models.configs import get_config
 from mxjax.implementations import choose_implementation
 from mxjax.kernels.bench.timing import measure
+from mxjax.recipes import get_policy
 from mxjax.remat import check_remat
-from training import parameters
+from training import parameter_sharding
 from training.config import OptimizerConfig
 from training.environment import facts
 from training.mesh import check_batch, compiler_options, global_batch, make_mesh
@@ -34,7 +35,7 @@ def main() -> None:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Returns the job's step times in seconds, losses, compile times, peak memory, and the GEMMs' rate."""
+    """Measures a job's step times in seconds, losses, compile times, peak memory, and the GEMMs' rates."""
     if job.devices != jax.device_count():
         raise ValueError(f"--devices is {job.devices}, but JAX sees {jax.device_count()}")
     mesh = make_mesh(job.mesh)
@@ -43,14 +44,14 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """Returns what `run` does, but for the GEMMs' rates."""
+    """Measures all that `run` returns except the GEMMs' rates."""
     model, optimizer = get_config(job.model), make_optimizer(OptimizerConfig(LEARNING_RATE, 0), 1_000_000)
-    policies = llama.layer_policies(model, job.subject)
+    policies = llama.layer_policies(model, get_policy(job.subject))
     options = {"policies": policies, "remat": job.remat, "implementation": job.implementation}
     check_remat(job.remat, policies.policies, job.implementation)
     check_batch(mesh.shape, job.batch, 1)
-    parameters.check_cuts(mesh.shape, model, policies)
-    state, shardings = parameters.first_state(model, optimizer, mesh, jax.random.key(0))
+    parameter_sharding.check_shards(mesh.shape, model, policies)
+    state, shardings = parameter_sharding.first_state(model, optimizer, mesh, jax.random.key(0))
     loss = functools.partial(_loss, model, options)
     told = compiler_options(mesh, policies.policies, job.implementation)
     train_step = make_train_step(loss, optimizer, shardings=shardings, compiler_options=told)
@@ -86,7 +87,7 @@ def _loss(model, options, params, batch, key):
 
 
 def gemm_rates() -> dict[str, float]:
-    """Returns the FLOP/s of bfloat16 products of random numbers, by their sizes; none on a CPU."""
+    """Measures the FLOP/s of bfloat16 products of random numbers, by size; none on a CPU."""
     if jax.default_backend() == "cpu":
         return {}
     found = {}
@@ -101,15 +102,15 @@ def gemm_rates() -> dict[str, float]:
 
 
 def peak_bytes() -> int | None:
-    """Returns the most memory that was in use on any device, None where the device does not say."""
+    """Returns the peak memory in use on any device; None if the devices do not report it."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     return max((s["peak_bytes_in_use"] for s in stats if s), default=None)
 
 
 def trace(step, inputs: list[np.ndarray], folder: pathlib.Path) -> dict[str, Any]:
-    """Returns where the time of a few more steps goes, by kind of kernel and for the longest kernels."""
+    """Profiles a few more steps; returns their time by kind of kernel and for the longest kernels."""
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level, options.host_tracer_level = 0, 1  # a trace has a million events at most
+    options.python_tracer_level, options.host_tracer_level = 0, 1  # a trace holds at most a million events
     with jax.profiler.trace(str(folder), profiler_options=options):
         jax.block_until_ready([step(tokens) for tokens in inputs[:TRACED_STEPS]])
     return trace_table.summarize(trace_table.read(folder), TRACED_STEPS)

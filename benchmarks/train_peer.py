@@ -1,8 +1,8 @@
-"""Measures training steps of transformers' Llama in PyTorch, in a process of its own.
+"""Measures training steps of transformers' Llama in PyTorch; `benchmarks.train_speed` starts the process.
 
-`benchmarks.train_speed` starts it. The same dimensions, tokens, AdamW and clipping as ours; SDPA attention,
-fused AdamW, torch.compile. Precisions: "autocast", float32 weights and bfloat16 products, as ours; "bf16",
-everything in bfloat16. On several devices FSDP2 shards each decoder layer, which is compiled by itself.
+Dimensions, tokens, AdamW and clipping are ours; attention is SDPA, AdamW is fused, and torch.compile compiles
+the model. Precisions: "autocast" has float32 weights and bfloat16 products, as ours; "bf16" has everything in
+bfloat16. On several devices FSDP2 shards each decoder layer, and each layer is compiled by itself.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Peer(nn.Module):
 
 
 def build(job: Job, device: torch.device) -> tuple[Peer, Any]:
-    """Returns the model with transformers' random weights, sharded if need be, and what a step calls."""
+    """Returns the model with random weights, sharded over several devices, and the function to call."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16 if job.subject == "bf16" else torch.float32)
     with device:
@@ -76,7 +76,7 @@ def build(job: Job, device: torch.device) -> tuple[Peer, Any]:
 
 
 def measure(job: Job, rank: int) -> dict[str, Any]:
-    """Returns one device's step times in seconds, losses, peak memory."""
+    """Measures one device's step times in seconds, losses and peak memory."""
     device = torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
     if ON_GPU:
         torch.cuda.set_device(device)
@@ -131,7 +131,7 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
 
 
 def to_host(loss: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Returns the loss on the host, once the event that comes with it has happened; nothing waits here."""
+    """Starts copying the loss to the host; it is there after the event, which is None on a CPU."""
     if not ON_GPU:
         return loss, None
     host = loss.to("cpu", non_blocking=True)
@@ -141,7 +141,7 @@ def to_host(loss: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
 
 def average(losses: list[float], device: torch.device) -> list[float]:
-    """Returns the losses' means over the devices, which have equal shares of a batch."""
+    """Averages the losses over the devices, which have equal shares of a batch."""
     total = torch.tensor(losses, device=device)
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()

@@ -1,4 +1,4 @@
-"""What `benchmarks.train_speed` makes of what its processes measured: checks, ratios and tables."""
+"""Checks, ratios and tables of what the processes of `benchmarks.train_speed` measured."""
 
 import math
 import statistics
@@ -9,15 +9,15 @@ import numpy as np
 from benchmarks import trace_table
 from benchmarks.train_job import OURS, Job
 from models.configs import get_config
-from mxjax.kernels.bench.timing import print_table
-from training.rates import peak_flops
+from mxjax.kernels.tables import table
+from training.throughput import peak_flops
 
-FIRST_LOSS_TOLERANCE = 0.1  # nats, from bf16's: quantization moves the first loss by about a hundredth
-NOISE = 6.0  # nats, over the root of a step's tokens: by so much the losses of two random batches may differ
+FIRST_LOSS_TOLERANCE = 0.1  # nats from bf16's; quantization moves the first loss by about 0.01
+NOISE = 6.0  # nats times the root of a step's tokens: the most that two random batches' losses differ
 
 
 def with_speed(job: Job, outcome: dict[str, Any]) -> dict[str, Any]:
-    """Returns an outcome with the speed of its median step."""
+    """Adds the speed of the median step to an outcome."""
     model, seconds = get_config(job.model), statistics.median(outcome["times"])
     tokens = job.batch * job.seq
     per_device = tokens * model.flops_per_token(job.seq) / seconds / job.devices
@@ -25,7 +25,7 @@ def with_speed(job: Job, outcome: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(runs: list[dict[str, Any]]) -> None:
-    """Turns the last run into an absent one if its losses are wrong."""
+    """Marks the last run as absent if its losses are wrong."""
     run = runs[-1]
     if "absent" in run:
         return
@@ -42,7 +42,7 @@ def check(runs: list[dict[str, Any]]) -> None:
 
 
 def lines(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns one line a subject, over all rounds, with its ratios to our bf16 and to the peer."""
+    """Returns one line a subject over all rounds, with its ratios to our bf16 and to the peer."""
     done = [r for r in runs if "absent" not in r]
     rates = [rate for r in done for rate in r.get("gemm_flops", {}).values()]
     found = []
@@ -78,8 +78,8 @@ def lines(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Prints the table, the profiles, and what is absent."""
-    columns = ["", "step ms", "p10", "p90", "tokens/s", "TFLOP/s", "MFU", "of GEMM", "peak GB", "compile s"]
+    """Prints the table, the profiles, and the runs that are absent."""
+    header = " | step ms | p10 | p90 | tokens/s | TFLOP/s | MFU | of GEMM | peak GB | compile s"
     rows = []
     for line in report.get("lines", []):
         seconds = line["step_seconds"].values()
@@ -91,7 +91,7 @@ def print_report(report: dict[str, Any]) -> None:
         numbers += [f"{line[k]:.3f}" if line[k] else "-" for k in ("of_bf16", "of_peer")]
         rows.append([line["name"], *numbers, f"{line['first_loss']:.4f}", f"{line['last_loss']:.4f}"])
     print()
-    print_table([*columns, "x bf16", "x PyTorch", "first loss", "last loss"], rows)
+    print(table(f"{header} | x bf16 | x PyTorch | first loss | last loss", rows, padded=True))
     for run in report["runs"]:
         if "trace" in run:
             print(f"\n{run['name']}, profile\n")

@@ -2,17 +2,17 @@
 
     python -m benchmarks.train_speed --model llama3.2-1b --batch 4 --seq 4096 --policies bf16 fp8 --peer
 
-Runs train.py's step (float32 weights, AdamW, clipping) on other random tokens in each step, the loss fetched
-one step late, every policy in a process of its own, so that the peak memory is its own; `--rounds` repeats
+Runs train.py's step (float32 weights, AdamW, clipping) on new random tokens each step, and fetches each loss
+one step late. Every policy runs in its own process, so that its peak memory is its own; `--rounds` repeats
 the cycle. `--peer` adds transformers' Llama in PyTorch with the same dimensions, tokens and optimizer
-(benchmarks/train_peer.py); where its whole logits do not fit, its loss is computed in chunks and its line
-says so.
+(benchmarks/train_peer.py). If its whole logits do not fit, it computes its loss in chunks, and its line says
+so.
 
-Before a line counts, its losses must be finite, must not rise, and the first must be near bf16's, whose
-weights and tokens are the same. FLOPs are the model's, 6 a matrix parameter and token and 6 S d a layer for
-causal attention (`LlamaConfig.flops_per_token`), whatever is recomputed, and the same for the peer. MFU is of
-the published dense bfloat16 peak, and of the fastest bfloat16 GEMM measured in the same run. Prints a table,
-and as its last line JSON, which --out keeps while it grows.
+A line counts only if its losses are finite and do not rise, and if the first is near bf16's, which has the
+same weights and tokens. FLOPs are the model's: 6 a matrix parameter and token, and 6 S d a layer for causal
+attention (`LlamaConfig.flops_per_token`), no matter what is recomputed, and the same for the peer. MFU is
+relative to the published dense bfloat16 peak, and to the fastest bfloat16 GEMM measured in the same run.
+Prints a table, and JSON as the last line; --out has the JSON while it grows.
 """
 
 import argparse
@@ -36,15 +36,16 @@ from benchmarks.train_job import OURS, PEER, Job
 from benchmarks.train_report import check, lines, print_report, with_speed
 from models.configs import get_config
 from mxjax.implementations import Implementation
-from mxjax.kernels.bench.timing import LATE, commit
+from mxjax.kernels.bench.report import LATE, commit
 from mxjax.recipes import get_policy
 from mxjax.remat import Remat
+from training.files import write_atomically
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED", "out of memory")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures what the command line asks for and prints it; exits with 1 if a line of ours failed."""
+    """Measures what the command line names and prints it; exits with 1 if a line of ours failed."""
     options = parse(arguments)
     given = sys.argv[1:] if arguments is None else list(arguments)
     report: dict[str, Any] = {
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 report["runs"].append({"round": round_} | run_with_fallback(job, environment, end))
                 check(report["runs"])
                 report["lines"] = lines(report["runs"])
-                save(options.out, report)
+                if options.out:
+                    write_atomically(options.out, json.dumps(report, indent=1) + "\n")
     print_report(report)
     print(json.dumps(report), flush=True)
     failed = [f"{r['name']}: {r['absent']}" for r in report["runs"] if r.get("failed")]
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the command line's options; exits with an error before anything is started."""
+    """Parses the command line; exits with an error before any process starts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_speed", description=__doc__)
     parser.add_argument("--model", default="llama3.2-1b", help="a name of models/configs.py")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step, of all devices together")
@@ -134,7 +136,7 @@ def jobs(options: argparse.Namespace, round_: int) -> list[Job]:
 
 
 def _without_places(given: Sequence[str]) -> list[str]:
-    """Returns the command line without what says where on this machine something is written."""
+    """Removes the flags that name files of this machine from a command line."""
     places = {i for i, word in enumerate(given) if word in ("--out", "--cache", "--profile")}
     words = [word for i, word in enumerate(given) if i not in places and i - 1 not in places]
     return [word for word in words if not word.startswith(("--out=", "--cache=", "--profile="))]
@@ -145,13 +147,13 @@ def _trace_folder(options: argparse.Namespace, policy: str, round_: int) -> str 
 
 
 def child_environment(options: argparse.Namespace, cache: pathlib.Path) -> dict[str, str]:
-    """Returns this process' environment, with the devices to see and folders for what is compiled."""
+    """Returns this process's environment with the visible devices and the compilation caches."""
     visible = {}
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         all_devices = os.environ.get(name) or ",".join(map(str, range(options.devices)))
         visible[name] = ",".join(all_devices.split(",")[: options.devices])
     defaults = {
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",  # more than JAX's 0.75: large models are to fit
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",  # JAX's default of 0.75 is too little for large models
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
@@ -160,7 +162,7 @@ def child_environment(options: argparse.Namespace, cache: pathlib.Path) -> dict[
 
 
 def run_with_fallback(job: Job, environment: dict[str, str], end: float) -> dict[str, Any]:
-    """Returns a job's outcome; the peer's with its loss in chunks if the memory is not enough otherwise."""
+    """Runs a job; runs the peer again with its loss in chunks if memory was not enough."""
     outcome = run(job, environment, end)
     if job.program == PEER and any(text in outcome.get("absent", "") for text in OUT_OF_MEMORY):
         chunked = dataclasses.replace(job, loss="chunked")
@@ -169,7 +171,7 @@ def run_with_fallback(job: Job, environment: dict[str, str], end: float) -> dict
 
 
 def run(job: Job, environment: dict[str, str], end: float) -> dict[str, Any]:
-    """Returns what a process measures, or under "absent" why it did not."""
+    """Runs a job in a process; returns its outcome, or the reason under "absent"."""
     record = {"name": job.name, "job": dataclasses.asdict(job) | {"trace": job.trace is not None}}
     if time.monotonic() > end:
         return record | {"absent": LATE}
@@ -200,25 +202,17 @@ def run(job: Job, environment: dict[str, str], end: float) -> dict[str, Any]:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Ends a process, if it has not ended, and those that it started, which are in its session."""
+    """Ends a process and the processes that it started, which are in its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def cause(said: str) -> str:
-    """Returns the last line that names an error, or else the last line, of what a process printed."""
+    """Returns the last line of a process's output that names an error, or else its last line."""
     found = [line.strip() for line in said.splitlines() if line.strip()] or ["it printed nothing"]
     named = [line for line in found if "Error: " in line or any(text in line for text in OUT_OF_MEMORY)]
     return (named or found)[-1][:400]
-
-
-def save(path: pathlib.Path | None, report: dict[str, Any]) -> None:
-    """Writes the report, all of it or nothing."""
-    if path is not None:
-        partial = path.with_name(path.name + ".tmp")
-        partial.write_text(json.dumps(report, indent=1) + "\n")
-        partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""The shapes of Llama 3.1 8B's linear layers, and small odd ones, as plain data.
+"""The shapes of Llama 3.1 8B's linear layers, and small odd ones: shared by builds, tests and benchmarks.
 
-Shared by builds, tests and benchmarks. Source: The Llama 3 Herd of Models, arXiv 2407.21783: width 4096,
-32 query and 8 key-value heads of 128, hidden width 14336. Query, key and value are one GEMM, gate and up
-projection another.
+Source: The Llama 3 Herd of Models, arXiv 2407.21783: width 4096, 32 query and 8 key-value heads of 128,
+hidden width 14336. Query, key and value are one GEMM, as are the gate and up projections.
 """
 
 from collections.abc import Mapping
@@ -38,7 +37,7 @@ class TensorShape(NamedTuple):
 
 
 def gemms(tokens: int, linears: Linears = LINEARS) -> list[GemmShape]:
-    """Returns the three GEMMs of each linear layer for so many tokens."""
+    """Returns the three GEMMs of each linear layer at a number of tokens."""
     shapes = []
     for layer, (d_in, d_out) in linears.items():
         shapes += [
@@ -50,7 +49,7 @@ def gemms(tokens: int, linears: Linears = LINEARS) -> list[GemmShape]:
 
 
 def tensors(tokens: int, linears: Linears = LINEARS) -> list[TensorShape]:
-    """Returns activation, output gradient and weight of each linear layer for so many tokens."""
+    """Returns activation, output gradient and weight of each linear layer at a number of tokens."""
     shapes = []
     for layer, (d_in, d_out) in linears.items():
         shapes += [
@@ -61,8 +60,8 @@ def tensors(tokens: int, linears: Linears = LINEARS) -> list[TensorShape]:
     return shapes
 
 
-# m and n off every tile, k of one block, of less than one tile, of whole tiles, and of tiles and a remainder;
-# and more rows of tiles than one group takes.
+# m and n that are no multiples of a tile; k of one block, less than a tile, whole tiles, and a remainder; and
+# more rows of tiles than one group takes.
 EDGE_GEMMS = [
     GemmShape("edge.one", 1, 1, 32),
     GemmShape("edge.short", 5, 7, 96),

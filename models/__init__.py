@@ -1,1 +1,9 @@
-"""Models whose linear layers run through `mxjax.dot`."""
+"""Models whose linear layers run through `mxjax.dot`. They need the extra `train`."""
+
+import importlib.util
+
+for _module in ("flax", "rich", "safetensors"):
+    if importlib.util.find_spec(_module) is None:
+        raise ImportError(
+            f"models needs {_module}: pip install 'mxjax[train]', or in a checkout uv sync --extra train"
+        )

@@ -1,4 +1,4 @@
-"""Causal attention: fused by cuDNN on NVIDIA GPUs, elsewhere in pieces of the sequence once that is long.
+"""Causal attention: cuDNN's fused kernel on NVIDIA GPUs, elsewhere long sequences in pieces.
 
 Shapes in names as in `models.llama`. The result is exact; only the order of summation differs.
 """
@@ -10,19 +10,20 @@ from jaxtyping import Array, Float
 from mxjax.remat import attention
 
 LONGEST_WHOLE = 1024
-"""Tokens up to which all scores exist at once; beyond, those of PIECE queries."""
+"""Longest sequence whose scores exist all at once."""
 PIECE = 512
+"""Queries whose scores exist at once in longer sequences."""
 _CUDNN_HEAD_DIM = 128
 
 
 def causal_attention(
     q_BSNH: Float[Array, "B S N H"], k_BSGH: Float[Array, "B S G H"], v_BSGH: Float[Array, "B S G H"]
 ) -> Float[Array, "B S N H"]:
-    """Returns softmax(q @ k.T / sqrt(H)) @ v, each position seeing itself and those before it.
+    """Returns softmax(q @ k.T / sqrt(H)) @ v, where each position sees itself and earlier ones.
 
-    Query head n reads key and value head n // (N / G). The softmax is in float32. Without cuDNN, a sequence
-    of more than LONGEST_WHOLE tokens is taken PIECE queries at a time, and the scores of a piece are computed
-    again in the backward pass: memory grows with B N PIECE S, not with B N S**2.
+    Query head n reads key and value head n // (N / G). The softmax is in float32. Without cuDNN, sequences
+    longer than LONGEST_WHOLE are processed PIECE queries at a time, and the backward pass recomputes their
+    scores: memory grows with B N PIECE S instead of B N S**2.
     """
     if _cudnn_takes(q_BSNH):
         return jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="cudnn")
@@ -39,10 +40,10 @@ def causal_attention(
 
 
 def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH) -> Float[Array, "B P N H"]:
-    """Returns the attention of queries from position `start` on to the keys, PIECE queries after another.
+    """Returns the attention of the queries from position `start` on, PIECE queries at a time.
 
-    All pieces see the keys of the last one, masked: a quarter more products than a sequence needs, in one
-    loop whose memory is that of a piece.
+    Every piece multiplies all keys of the last piece, and a mask removes the later ones. That is a quarter
+    more products than necessary, but one loop with the memory of one piece.
     """
     B, P, N, H = q_BPNH.shape
     pieces = -(-P // PIECE)
@@ -61,7 +62,7 @@ def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH) -> Float[Array, "B P N H"]:
 
 
 def _cudnn_takes(q: jax.Array) -> bool:
-    """Returns whether cuDNN's fused attention runs here and takes such heads and lengths."""
+    """Returns whether cuDNN's fused attention runs here and supports these heads and lengths."""
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= _CUDNN_HEAD_DIM and q.shape[1] % 2 == 0
     return fits and q.dtype in (jnp.bfloat16, jnp.float16) and on_cuda()
 

@@ -1,4 +1,4 @@
-"""A block of Llama: attention and MLP, every matrix product through `mxjax.dot` in its own policy.
+"""A block of Llama: attention and MLP, where every GEMM runs through `mxjax.dot` in its own policy.
 
 Shapes in names as in `models.llama`.
 """
@@ -22,7 +22,6 @@ from mxjax.layer_stats import Measures, probe
 from mxjax.policy import Policy
 from mxjax.remat import keep_products
 
-# The GEMMs of a block, in the order in which they run.
 BLOCK_LAYERS = (
     "attention.qkv",
     "attention.scores",
@@ -31,15 +30,16 @@ BLOCK_LAYERS = (
     "mlp.gate_up",
     "mlp.down",
 )
+"""The GEMMs of a block, in the order in which they run."""
 LINEAR_LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
-"""Those of them that multiply weights."""
+"""The GEMMs of a block that multiply weights."""
 AXES = {
     "attention.qkv": ("embed", "heads"),
     "attention.out": ("heads", "embed"),
     "mlp.gate_up": ("embed", "mlp"),
     "mlp.down": ("mlp", "embed"),
 }
-"""The logical axes of the weights of LINEAR_LAYERS, see `models.sharding`."""
+"""The logical axes of the weights; see `models.sharding`."""
 _FUSED_ATTENTION = {mxjax.get_policy("bf16"): jnp.bfloat16, mxjax.get_policy("fp32"): jnp.float32}
 
 
@@ -56,10 +56,10 @@ class RMSNorm(nnx.Module):
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _rms_norm(x, scale, eps: float):
-    """Keeps x alone for the backward pass: the float32 tensors are soon made again."""
+    """Keeps only x for the backward pass, which recomputes the float32 tensors quickly."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    # Spread before it is cast, so that its gradient is summed in float32, over devices too.
+    # Broadcast before the cast, so that the scale's gradient is summed in float32, across devices too.
     return y.astype(x.dtype) * jnp.broadcast_to(scale, x.shape).astype(x.dtype)
 
 
@@ -80,18 +80,18 @@ class Attention(nnx.Module):
         self.qkv = random_matrix(rngs, config.d_model, config.qkv_size, config.init_std)
         self.out = random_matrix(rngs, inner, config.d_model, _residual_std(config))
 
-    def __call__(self, x, rope, policies: "BlockPolicies") -> Float[Array, "B S D"]:
+    def __call__(self, x, rope, gemms: "BlockGemms") -> Float[Array, "B S D"]:
         c = self.config
         groups, rest = c.n_kv_heads, c.n_heads // c.n_kv_heads
-        y = policies.dot("attention.qkv", x, self.qkv[...])
+        y = gemms.dot("attention.qkv", x, self.qkv[...])
         y = y.reshape(*x.shape[:2], groups, rest + 2, c.head_dim)
-        # Split, whose gradient is concatenated: those of slices would be filled up with zeros and added.
+        # The gradient of a split is one concatenation; slices would be padded with zeros and added.
         q_BSGRH, k_BSG1H, v_BSG1H = jnp.split(y, [rest, rest + 1], axis=3)
         q_BSNH = apply_rope(q_BSGRH.reshape(*x.shape[:2], c.n_heads, c.head_dim), rope)
         k_BSGH, v_BSGH = apply_rope(k_BSG1H[..., 0, :], rope), v_BSG1H[..., 0, :]
-        out_BSNH = _attend(q_BSNH, k_BSGH, v_BSGH, policies)
+        out_BSNH = _attend(q_BSNH, k_BSGH, v_BSGH, gemms)
         out = out_BSNH.reshape(*x.shape[:2], c.n_heads * c.head_dim).astype(x.dtype)
-        return policies.dot("attention.out", out, self.out[...])
+        return gemms.dot("attention.out", out, self.out[...])
 
 
 class Mlp(nnx.Module):
@@ -101,9 +101,9 @@ class Mlp(nnx.Module):
         self.gate_up = random_matrix(rngs, config.d_model, 2 * config.d_ff, config.init_std)
         self.down = random_matrix(rngs, config.d_ff, config.d_model, _residual_std(config))
 
-    def __call__(self, x: Float[Array, "B S D"], policies: "BlockPolicies") -> Float[Array, "B S D"]:
-        gated = keep_products(lambda x, w: _swiglu(policies.dot("mlp.gate_up", x, w)))
-        return policies.dot("mlp.down", gated(x, self.gate_up[...]), self.down[...])
+    def __call__(self, x: Float[Array, "B S D"], gemms: "BlockGemms") -> Float[Array, "B S D"]:
+        gated = keep_products(lambda x, w: _swiglu(gemms.dot("mlp.gate_up", x, w)))
+        return gemms.dot("mlp.down", gated(x, self.gate_up[...]), self.down[...])
 
 
 class Block(nnx.Module):
@@ -115,13 +115,13 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = Mlp(config, rngs)
 
-    def __call__(self, x: Float[Array, "B S D"], rope, policies: "BlockPolicies") -> Float[Array, "B S D"]:
-        x = constrain(x + self.attention(self.attention_norm(x), rope, policies), "batch", None, None)
-        return constrain(x + self.mlp(self.mlp_norm(x), policies), "batch", None, None)
+    def __call__(self, x: Float[Array, "B S D"], rope, gemms: "BlockGemms") -> Float[Array, "B S D"]:
+        x = constrain(x + self.attention(self.attention_norm(x), rope, gemms), "batch", None, None)
+        return constrain(x + self.mlp(self.mlp_norm(x), gemms), "batch", None, None)
 
 
-class BlockPolicies:
-    """The products of one block: `dot` and `dot_general` in the policy, and by the key, of a named layer."""
+class BlockGemms:
+    """The GEMMs of one block: each runs in the policy, and with the random bits, of its layer."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class BlockPolicies:
         self.slots = slots
 
     def dot(self, name: str, x, w) -> Array:
-        """Returns x @ w in x's dtype."""
+        """Returns x @ w in x's dtype, for the linear layer `name`."""
         policy, key = self.policies[name], self._key(name)
         y = mxjax.dot(
             x,
@@ -150,7 +150,7 @@ class BlockPolicies:
         return y if self.slots is None else probe(policy, self.implementation, y, x, w, key, self.slots[name])
 
     def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:
-        """Returns the product in float32."""
+        """Returns the product of two activations in float32, for the layer `name`."""
         return mxjax.dot_general(
             lhs,
             rhs,
@@ -165,9 +165,9 @@ class BlockPolicies:
         return None if self.key is None else jax.random.fold_in(self.key, BLOCK_LAYERS.index(name))
 
 
-def _attend(q_BSNH, k_BSGH, v_BSGH, policies: BlockPolicies) -> Float[Array, "B S N H"]:
-    """Returns causal attention: fused if neither product is quantized, else through `dot_general`."""
-    scores, values = policies.policies["attention.scores"], policies.policies["attention.values"]
+def _attend(q_BSNH, k_BSGH, v_BSGH, gemms: BlockGemms) -> Float[Array, "B S N H"]:
+    """Returns causal attention: fused if its GEMMs are not quantized, else through `dot_general`."""
+    scores, values = gemms.policies["attention.scores"], gemms.policies["attention.values"]
     if scores == values and scores in _FUSED_ATTENTION:
         dtype = _FUSED_ATTENTION[scores]
         q, k, v = (t.astype(dtype) for t in (q_BSNH, k_BSGH, v_BSGH))
@@ -176,20 +176,18 @@ def _attend(q_BSNH, k_BSGH, v_BSGH, policies: BlockPolicies) -> Float[Array, "B 
     B, S, N, H = q_BSNH.shape
     G = k_BSGH.shape[2]
     q_BSGRH = q_BSNH.reshape(B, S, G, N // G, H)
-    scores_BGSRT = policies.dot_general(
+    scores_BGSRT = gemms.dot_general(
         "attention.scores", q_BSGRH, k_BSGH, (((4,), (3,)), ((0, 2), (0, 2)))
     ) * (H**-0.5)
     visible_ST = jnp.tril(jnp.ones((S, S), bool))
     scores_BGSRT = jnp.where(visible_ST[:, None, :], scores_BGSRT, jnp.finfo(jnp.float32).min)
     weights_BGSRT = jax.nn.softmax(scores_BGSRT, axis=-1).astype(q_BSNH.dtype)
-    out_BGSRH = policies.dot_general(
-        "attention.values", weights_BGSRT, v_BSGH, (((4,), (1,)), ((0, 1), (0, 2)))
-    )
+    out_BGSRH = gemms.dot_general("attention.values", weights_BGSRT, v_BSGH, (((4,), (1,)), ((0, 1), (0, 2))))
     return out_BGSRH.transpose(0, 2, 1, 3, 4).reshape(B, S, N, H).astype(q_BSNH.dtype)
 
 
 def random_matrix(rngs: nnx.Rngs, rows: int, columns: int, std: float) -> nnx.Param:
-    """Returns a parameter, normal with this standard deviation."""
+    """Returns a parameter with normal entries of this standard deviation."""
     return nnx.Param(std * jax.random.normal(rngs.params(), (rows, columns), jnp.float32))
 
 

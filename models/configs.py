@@ -1,4 +1,4 @@
-"""Llama configurations by name, each with its source. Vocabulary sizes are their tokenizers' own."""
+"""Llama configurations by name, each with its source and the vocabulary of its own tokenizer."""
 
 import dataclasses
 import types
@@ -44,23 +44,23 @@ class LlamaConfig:
 
     @property
     def qkv_size(self) -> int:
-        """Width of the fused query, key and value projection."""
+        """The width of the fused query, key and value projection."""
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
 
     @property
     def n_params(self) -> int:
-        """Number of parameters."""
+        """The number of parameters."""
         block = self.d_model * (self.qkv_size + self.n_heads * self.head_dim + 3 * self.d_ff + 2)
         embeddings = self.vocab_size * self.d_model * (1 if self.tied else 2)
         return self.n_layers * block + embeddings + self.d_model
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Returns the training FLOPs of a token: 6 a matrix parameter, and causal attention's 6 S d a layer.
+        """Returns the training FLOPs of a token: 6 per matrix parameter, and 6 S d per layer for attention.
 
-        The embedding's lookup counts nothing (a tied one counts as the head); what `remat` computes again
-        does not count either.
+        The embedding lookup does not count, but a tied embedding counts as the head. Recomputation by `remat`
+        does not count.
 
-        Source: arXiv 2204.02311, appendix B, with half of the attention products masked away.
+        Source: arXiv 2204.02311, appendix B; the causal mask removes half of the attention products.
         """
         matrices = self.n_params - self.vocab_size * self.d_model * (0 if self.tied else 1)
         return 6.0 * matrices + 6.0 * self.n_layers * self.n_heads * self.head_dim * seq_len
@@ -71,7 +71,7 @@ _LLAMA_32 = RopeScaling(factor=32.0)
 
 CONFIGS: Mapping[str, LlamaConfig] = types.MappingProxyType(
     {
-        # The default: bytes as tokens, trains on two CPU cores in about a minute. Ours.
+        # The default, our own: bytes as tokens; trains on two CPU cores in about a minute.
         "tiny": LlamaConfig(257, 128, 4, 4, 2, 32, 384, rope_theta=10_000.0),
         # GaLore's Llamas (arXiv 2403.03507, configs/llama_{20,60,350}m.json), norm_eps 1e-6 as there.
         "20m": LlamaConfig(32_000, 256, 4, 4, 4, 64, 688, rope_theta=10_000.0, norm_eps=1e-6),
@@ -92,7 +92,7 @@ def get_config(name: str) -> LlamaConfig:
     """Returns the configuration called `name`.
 
     Raises:
-      ValueError: no such configuration; the message lists those there are.
+      ValueError: there is no such configuration; the message lists all.
     """
     if name not in CONFIGS:
         raise ValueError(f"unknown model {name!r}; the models are {', '.join(CONFIGS)}")
@@ -100,17 +100,17 @@ def get_config(name: str) -> LlamaConfig:
 
 
 def name_of(config: LlamaConfig) -> str:
-    """Returns the name of a configuration, "other" if it has none."""
+    """Returns the name of a configuration, or "other"."""
     return next((name for name, known in CONFIGS.items() if known == config), "other")
 
 
 def to_dict(config: LlamaConfig) -> dict[str, Any]:
-    """Returns the configuration as nested dicts that JSON holds, with the number of parameters."""
+    """Returns the configuration as nested dicts for JSON, with the number of parameters."""
     return dataclasses.asdict(config) | {"parameters": config.n_params}
 
 
 def from_dict(raw: Mapping[str, Any]) -> LlamaConfig:
-    """Returns the configuration that `to_dict` made `raw` of."""
+    """Returns the configuration from which `to_dict` made `raw`."""
     values: dict[str, Any] = {field.name: raw[field.name] for field in dataclasses.fields(LlamaConfig)}
     if values["rope_scaling"] is not None:
         values["rope_scaling"] = RopeScaling(**values["rope_scaling"])

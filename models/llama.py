@@ -1,10 +1,10 @@
-"""Llama 3.1 in Flax NNX, every matrix product through `mxjax.dot` in its own policy.
+"""Llama 3.1 in Flax NNX, where every GEMM runs through `mxjax.dot` in its own policy.
 
 Shapes in names: B batch, S sequence, D d_model, G key/value heads, R query heads a key/value head,
-H head_dim, F d_ff, V vocabulary. Parameters are float32 and stacked over layers; activations have the
-dtype given to the call. Policies are arguments: one set of weights runs in any of them. Query, key and value
-are one GEMM ("attention.qkv"), gate and up projection another ("mlp.gate_up"), each with one policy; the
-embedding is a lookup and the norms are no GEMMs, so no policy applies to them.
+H head_dim, F d_ff, V vocabulary. Parameters are float32 and stacked over layers; activations have the dtype
+that the call names. Policies are arguments, so that one set of weights runs in any of them. Query, key and
+value are one GEMM ("attention.qkv"), gate and up projection another ("mlp.gate_up"), each with one policy.
+The embedding is a lookup and norms are no GEMMs, so they have no policy.
 
 Source: "The Llama 3 Herd of Models", arXiv 2407.21783.
 """
@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import block, loss
-from models.block import BLOCK_LAYERS, Block, BlockPolicies, RMSNorm, random_matrix
+from models.block import BLOCK_LAYERS, Block, BlockGemms, RMSNorm, random_matrix
 from models.configs import LlamaConfig
 from models.loss import Head, token_losses
 from models.rope import rope_angles
@@ -29,26 +29,23 @@ from mxjax.implementations import Implementation
 from mxjax.layer_stats import Measures
 from mxjax.layers import LayerPolicies, Rules, resolve
 from mxjax.policy import Policy
+from mxjax.recipes import get_policy
 from mxjax.remat import Remat, rematerialize
 
 AXES = block.AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
-"""The logical axes of every parameter that is not a norm's scale, see `models.sharding`."""
-# What stays in bfloat16 unless a rule names it.
-_HIGH_PRECISION: Rules = (
-    ("blocks.*.attention.scores", "bf16"),
-    ("blocks.*.attention.values", "bf16"),
-    ("head", "bf16"),
-)
+"""The logical axes of every parameter except the scales of norms; see `models.sharding`."""
+_HIGH_PRECISION = ("blocks.*.attention.scores", "blocks.*.attention.values", "head")
+_BF16 = get_policy("bf16")
 
 
-def layer_policies(config: LlamaConfig, default: Policy | str, rules: Rules = ()) -> LayerPolicies:
+def layer_policies(config: LlamaConfig, default: Policy, rules: Rules = ()) -> LayerPolicies:
     """Returns the policy of every GEMM: `default` for the linear layers of the blocks, then the rules.
 
     The head and the attention products stay in bfloat16 unless a rule names them. Quantizing
-    "attention.values" is not causal: its blocks, along the sequence, share scales with later tokens.
+    "attention.values" is not causal: its blocks lie along the sequence and share scales with later tokens.
     """
     names = [f"blocks.{i}.{layer}" for i in range(config.n_layers) for layer in BLOCK_LAYERS]
-    return resolve([*names, "head"], default, (*_HIGH_PRECISION, *rules))
+    return resolve([*names, "head"], default, (*((name, _BF16) for name in _HIGH_PRECISION), *rules))
 
 
 class Llama(nnx.Module):
@@ -71,7 +68,7 @@ class Llama(nnx.Module):
         implementation: Implementation | None = None,
         **options,
     ) -> Float32[Array, "B S V"]:
-        """Returns the logits of each next token; the arguments are those of `hidden`."""
+        """Returns the logits of each next token; arguments as in `hidden`."""
         common: Any = {"policies": policies, "key": key, "implementation": implementation}
         return self.logits(self.hidden(tokens_BS, **common, **options), **common)
 
@@ -87,19 +84,19 @@ class Llama(nnx.Module):
         slots: dict[str, Measures] | None = None,
         unroll: int | None = None,
     ) -> Float[Array, "B S D"]:
-        """Returns what the head takes: the last block's output, normalized.
+        """Returns the input of the head: the output of the last block, normalized.
 
         Args:
           tokens_BS: token ids.
-          policies: from `layer_policies`.
-          key: for policies that draw random bits; fold the step into it.
-          dtype: of the activations between layers.
-          remat: what each block keeps for its backward pass, see `mxjax.remat`.
-          implementation: of the products, see `mxjax.dot`.
-          slots: of LINEAR_LAYERS, whose gradient is then their GEMMs' errors; see `mxjax.layer_stats`.
-          unroll: blocks that the compiled loop takes in a turn. All of them run fastest, since what is kept
-            for the backward pass is then not copied into arrays of all layers, and take longest to compile;
-            default, all on a GPU, one elsewhere.
+          policies: the policy of every layer, from `layer_policies`.
+          key: random bits for policies that draw any; fold the step into it.
+          dtype: dtype of the activations between layers.
+          remat: what each block keeps for its backward pass; see `mxjax.remat`.
+          implementation: how the GEMMs run; see `mxjax.dot`.
+          slots: arrays whose gradients are the errors of the linear layers' GEMMs; see `mxjax.layer_stats`.
+          unroll: blocks in one iteration of the compiled loop. All blocks run fastest, because residuals are
+            then not copied into arrays of all layers, and compile longest. Default: all on a GPU, one
+            elsewhere.
         """
         rope = rope_angles(tokens_BS.shape[1], self.config)
         x_BSD = _embed(self.embedding[...], tokens_BS, dtype)
@@ -122,11 +119,11 @@ class Llama(nnx.Module):
         key: jax.Array | None = None,
         implementation: Implementation | None = None,
     ) -> Float32[Array, "B S V"]:
-        """Returns the head's product."""
+        """Returns the product of the head."""
         return _head(policies, implementation).logits(x_BSD, self.head_matrix(), self.head_key(key))
 
     def head_matrix(self) -> Float32[Array, "D V"]:
-        """Returns the matrix of the head, which is the embedding's if they are tied."""
+        """Returns the matrix of the head: the embedding's if they are tied."""
         return self.embedding[...].T if self.head is None else self.head[...]
 
     def head_key(self, key: jax.Array | None) -> jax.Array | None:
@@ -134,34 +131,43 @@ class Llama(nnx.Module):
         return None if key is None else jax.random.fold_in(key, self.config.n_layers)
 
 
-Params = dict[str, Any]  # the parameters as nested dicts of arrays
+Params = dict[str, Any]
+"""Parameters as nested dicts of arrays."""
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def init(config: LlamaConfig, key: jax.Array) -> Params:
-    """Returns float32 parameters: normal with std `init_std`, over sqrt(2 n_layers) for the matrices that
-    write to the residual stream (Megatron's scaled initialization); ones for the norms."""
+    """Returns random float32 parameters.
+
+    Matrices are normal with standard deviation `init_std`, or `init_std / sqrt(2 n_layers)` if they write to
+    the residual stream (Megatron's scaled initialization). Scales of norms are one.
+    """
     return nnx.to_pure_dict(nnx.split(Llama(config, nnx.Rngs(params=key)))[1])
+
+
+def abstract_params(config: LlamaConfig) -> Params:
+    """Returns the shapes and dtypes of the parameters."""
+    return jax.eval_shape(lambda: init(config, jax.random.key(0)))
 
 
 def apply(
     config: LlamaConfig, params: Params, tokens: Int[Array, "B S"], **options
 ) -> Float32[Array, "B S V"]:
-    """Returns the logits of the Llama with these parameters; options as `Llama.__call__`."""
+    """Returns the logits of the Llama with these parameters; options as in `Llama.__call__`."""
     return nnx.merge(_graph(config), params)(tokens, **options)
 
 
 def losses(
     config: LlamaConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> Float32[Array, "B S"]:
-    """Returns the cross-entropy of each token but the first, in nats; options as `Llama.hidden`."""
+    """Returns the cross-entropy of each token but the first, in nats; options as in `Llama.hidden`."""
     return token_losses(*_head_and_input(config, params, batch, **options))
 
 
 def mean_loss(
     config: LlamaConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> Float32[Array, ""]:
-    """Returns the mean of `losses`, for training: see `models.loss.mean_loss`."""
+    """Returns the mean of `losses`, for training; see `models.loss.mean_loss`."""
     return loss.mean_loss(*_head_and_input(config, params, batch, **options))
 
 
@@ -182,10 +188,10 @@ def _graph(config: LlamaConfig) -> nnx.GraphDef:
 
 
 def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtype) -> Float[Array, "B S D"]:
-    """Returns the tokens' rows in dtype.
+    """Returns the tokens' rows of the embedding in dtype.
 
-    On a mesh each device looks up its columns for all the tokens of its `fsdp` group and gives the others
-    theirs: less to send than the table.
+    On a mesh each device looks up its columns for all tokens of its `fsdp` group, and an all-to-all sends the
+    rows to their devices. That moves less than gathering the table.
     """
     tokens_BS = constrain(tokens_BS, "data", None)
     x_BSD = constrain(embedding_VD[tokens_BS].astype(dtype), "data", None, "embed")
@@ -193,15 +199,15 @@ def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtyp
 
 
 def _run_block(graph, policies, implementation, rope, key, x_BSD, layer):
-    """The body of the scan over layers: one block, with its own weights and its own random bits."""
+    """Runs one block with its own weights and random bits: the body of the scan over layers."""
     index, weights, slots = layer
     key = None if key is None else jax.random.fold_in(key, index)
-    products = BlockPolicies(policies, key, implementation, slots)
-    return nnx.merge(graph, weights)(x_BSD, rope, products), None
+    gemms = BlockGemms(policies, key, implementation, slots)
+    return nnx.merge(graph, weights)(x_BSD, rope, gemms), None
 
 
 def _runs(policies: LayerPolicies, n_layers: int) -> list[tuple[int, int, tuple[Policy, ...]]]:
-    """Returns (start, stop, policies) of each run of consecutive blocks with the same policies."""
+    """Returns (start, stop, policies) for each run of consecutive blocks with the same policies."""
     blocks = [tuple(policies[f"blocks.{i}.{layer}"] for layer in BLOCK_LAYERS) for i in range(n_layers)]
     runs, start = [], 0
     for of_block, group in itertools.groupby(blocks):

@@ -1,7 +1,8 @@
-"""The head and its cross-entropy, for a part of the tokens at a time.
+"""The head and the cross-entropy loss, one piece of the tokens at a time.
 
-Logits of a large vocabulary are the largest tensors of a training step: 1 GB of float32 for LOSS_TOKENS
-tokens of Llama 3's. They exist for one piece at a time. Shapes in names as in `models.llama`.
+The logits of a large vocabulary are the largest tensors of a training step: for LOSS_TOKENS tokens and Llama
+3's vocabulary 1 GB of float32. So only the logits of one piece exist at a time. Shapes in names as in
+`models.llama`.
 """
 
 import functools
@@ -18,7 +19,7 @@ from mxjax.policy import Policy
 from mxjax.weight_layout import Layout, as_stored
 
 LOSS_TOKENS = 2048
-"""Tokens whose logits exist at once on a device in training."""
+"""Tokens a device whose logits exist at once in training."""
 
 
 class Head(NamedTuple):
@@ -43,7 +44,7 @@ class Head(NamedTuple):
 
     @property
     def is_bfloat16(self) -> bool:
-        """Whether all three GEMMs multiply bfloat16, in which every token is by itself."""
+        """Whether all three GEMMs multiply bfloat16, so that tokens are independent of each other."""
         gemms = self.policy.gemms.values()
         return all(not g.rotation and g.lhs.format == g.rhs.format == "bf16" for g in gemms)
 
@@ -58,8 +59,8 @@ def cross_entropy(
 ) -> Float32[Array, "*shape"]:
     """Returns -log softmax(logits)[target], in nats.
 
-    The gradient, g (softmax(logits) - onehot(target)), is one pass over the logits; that of a lookup would
-    write a second array of their size.
+    The gradient, g (softmax(logits) - onehot(target)), is one pass over the logits. The gradient of a lookup
+    would write a second array of their size.
     """
     return _cross_entropy_fwd(logits, targets)[0]
 
@@ -87,10 +88,10 @@ def token_losses(
     targets_BS: Int[Array, "B S"],
     key: jax.Array | None,
 ) -> Float32[Array, "B S"]:
-    """Returns the cross-entropy of each token, in nats; its logits are computed again in a backward pass."""
+    """Returns the cross-entropy of each token, in nats. A backward pass recomputes the logits."""
     S = targets_BS.shape[1]
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # in a loop, nothing undoes it
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # unnecessary inside a loop
     def next_piece(_, piece):
         index, x, targets, _ = piece
         return None, head.losses(x, w_DV, targets, _fold(key, index))
@@ -109,8 +110,8 @@ def mean_loss(
 ) -> Float32[Array, ""]:
     """Returns the mean cross-entropy of all tokens, in nats.
 
-    To be differentiated: the gradients are made in the forward pass, while a piece's logits are there, and
-    multiplied by the one of the result in the backward pass. So no logits are computed twice.
+    Differentiate it: the forward pass computes the gradients while a piece's logits exist, and the backward
+    pass multiplies them by the gradient of the result. So no logits are computed twice.
     """
     return jnp.mean(token_losses(head, x_BSD, w_DV, targets_BS, key))
 
@@ -126,7 +127,7 @@ def _mean_loss_fwd(head: Head, x_BSD, w_DV, targets_BS, key):
 
 
 def _over_pieces(head: Head, weight: float, x_BSD, w_DV, targets_BS, key, zero):
-    """Returns the sum of the losses, each times the weight, and its gradients; `zero` is where dw begins."""
+    """Returns the weighted sum of the losses and its gradients; `zero` is the initial dw."""
 
     def next_piece(dw_DV, piece):
         index, x, targets, is_token = piece
@@ -142,7 +143,7 @@ def _over_pieces(head: Head, weight: float, x_BSD, w_DV, targets_BS, key, zero):
 
 
 def _by_device(head: Head, weight: float, x_BSD, w_DV, targets_BS, key):
-    """`_over_pieces` of each device's tokens: the head is gathered, and its gradient sent, once."""
+    """Runs `_over_pieces` on each device's tokens: gathers the head and sums its gradient once."""
 
     def of_device(x_BSD, w_DV, targets_BS, key):
         w_DV = gather(w_DV.astype(jnp.bfloat16), "embed", axis=0).astype(w_DV.dtype)
@@ -170,25 +171,25 @@ mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 
 
 def _pieces(x_BSD, targets_BS):
-    """Returns pieces of the sequences, stacked: their numbers, x, targets, and 1 for each that is a token.
+    """Returns the stacked pieces of the sequences: numbers, x, targets, and a mask that is 1 for tokens.
 
-    A piece has about LOSS_TOKENS tokens a device, or one of each sequence if these are more; the last is
-    filled up with zeros.
+    A piece has about LOSS_TOKENS tokens a device, but at least one of each sequence. The last piece is padded
+    with zeros.
     """
     B, S = targets_BS.shape
     length = -(-S // min(-(-B * S // (LOSS_TOKENS * batch_parts())), S))
     pieces = -(-S // length)
 
-    def cut(a):
+    def split(a):
         a = jnp.pad(a, ((0, 0), (0, pieces * length - S), *((0, 0),) * (a.ndim - 2)))
         a = a.reshape(B, pieces, length, *a.shape[2:]).swapaxes(0, 1)
         return constrain(a, None, "batch", *(None for _ in a.shape[2:]))
 
-    return jnp.arange(pieces), cut(x_BSD), cut(targets_BS), cut(jnp.ones((B, S), jnp.float32))
+    return jnp.arange(pieces), split(x_BSD), split(targets_BS), split(jnp.ones((B, S), jnp.float32))
 
 
 def _whole(pieces: Array, S: int) -> Array:
-    """Returns what `_pieces` cut, put together again."""
+    """Concatenates pieces to whole sequences: the inverse of `_pieces`."""
     pieces = pieces.swapaxes(0, 1)
     return pieces.reshape(pieces.shape[0], -1, *pieces.shape[3:])[:, :S]
 

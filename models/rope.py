@@ -13,7 +13,7 @@ from models.configs import LlamaConfig
 
 
 def rope_angles(length: int, config: LlamaConfig) -> Float32[Array, "S half"]:
-    """Returns the rotation angle of each position and pair of channels, with Llama 3.1's scaling if set."""
+    """Returns the rotation angle of each position and pair of channels, with the configured scaling."""
     frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     if (s := config.rope_scaling) is not None:
         turns = s.original_context * frequency / (2 * math.pi)
@@ -24,7 +24,7 @@ def rope_angles(length: int, config: LlamaConfig) -> Float32[Array, "S half"]:
 
 
 def apply_rope(x: Float[Array, "B S N H"], angles: Float32[Array, "S half"]) -> Float[Array, "B S N H"]:
-    """Returns x with channels i and i + H/2 rotated by the angle of their position ("rotate half")."""
+    """Rotates channels i and i + H/2 by the angle of their position ("rotate half")."""
     cos, sin = (f(angles)[:, None, :] for f in (jnp.cos, jnp.sin))
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,22 +1,21 @@
-"""How arrays are cut up on a mesh: rules from logical axes to those of the mesh.
+"""Sharding of arrays on a mesh: rules from logical axes to mesh axes, constraints, weight layouts.
 
-A batch is cut by `data` and `fsdp`; parameters, gradients and optimizer state by `fsdp` and `tensor`. Models
-name the logical axes of what they compute; what lies between is left to XLA's partitioner. On one device, or
-without `jax.set_mesh`, nothing here changes a program.
+`data` and `fsdp` shard a batch; `fsdp` and `tensor` shard parameters, gradients and optimizer state. Models
+name the logical axes of their results; XLA's partitioner decides the rest. On one device, or without
+`jax.set_mesh`, nothing here changes a program.
 
-What the partitioned program of a step holds (read on 8 virtual devices; `tests/training/test_mesh.py` keeps
-it so):
-  - Each iteration of the loops over layers gathers the weights of its own layer over fsdp, once for the Fprop
-    and once for the Dgrad (and once more with remat), as the GEMM reads them: bfloat16, FP8, or packed
+The partitioned program of a step (read on 8 virtual devices; `tests/training/test_mesh.py` checks it):
+  - Each iteration of the loops over layers gathers the weights of its own layer over fsdp, once for Fprop and
+    once for Dgrad (and once more with remat), in the form that the GEMM reads: bfloat16, FP8, or packed
     elements and scales.
-  - Wgrad is summed and cut up in the same loop, in float32: an all-reduce and a slice, of which XLA makes a
+  - The same loop sums Wgrad in float32 and shards it: an all-reduce and a slice, which XLA turns into a
     reduce-scatter where it has that pass (not on CPUs).
-  - Embedding rows travel by an all-to-all; no other activations move over data or fsdp.
-  - tensor adds an all-reduce of float32 activations behind `attention.out` and `mlp.down`, forward, and
-    behind `attention.qkv` and `mlp.gate_up`, backward. `mlp.gate_up` keeps the gate's columns before the up
-    projection's, an order that its blocks depend on, so that splitting it moves half of both.
-  - The head is gathered, and its gradient summed, once a step, but with `tensor` or a quantized head once for
-    each piece of the loss; a piece has so many tokens a device, so that larger meshes make no more of them.
+  - Embedding rows move by an all-to-all. No other activations move over data or fsdp.
+  - tensor adds all-reduces of float32 activations: after `attention.out` and `mlp.down` in the forward pass,
+    after `attention.qkv` and `mlp.gate_up` in the backward pass. `mlp.gate_up` holds the gate's columns, then
+    those of the up projection, because its blocks depend on the order; splitting it moves half of both.
+  - The head is gathered, and its gradient summed, once a step; with `tensor` or a quantized head, once for
+    each piece of the loss. A piece has a fixed number of tokens a device, so larger meshes have no more.
 """
 
 import math
@@ -29,7 +28,7 @@ from jax.sharding import PartitionSpec
 from mxjax.weight_layout import Layout
 
 AXES = ("data", "fsdp", "tensor")
-"""Of every mesh, the slowest first: the devices of a `tensor` group are neighbours."""
+"""The axes of every mesh, slowest first: the devices of a `tensor` group are neighbours."""
 
 RULES: Mapping[str, str | tuple[str, ...] | None] = types.MappingProxyType(
     {
@@ -43,41 +42,41 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = types.MappingProxyType(
         "norm": None,
     }
 )
-"""The axes of the mesh that cut each logical axis."""
+"""The mesh axes that shard each logical axis."""
 
 LogicalAxes = Sequence[str | None]
 
 
 def spec(axes: LogicalAxes) -> PartitionSpec:
-    """Returns how an array with these logical axes is cut up; None is an axis that is not."""
+    """Returns the partition of an array with these logical axes; None is not sharded."""
     return PartitionSpec(*(None if axis is None else RULES[axis] for axis in axes))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Returns x, cut up by the rules on the mesh that is set."""
-    return jax.lax.with_sharding_constraint(x, spec(axes)) if _cuts() else x
+    """Returns x, sharded by the rules on the current mesh."""
+    return jax.lax.with_sharding_constraint(x, spec(axes)) if _is_sharded() else x
 
 
 def weight_layout(axes: LogicalAxes) -> Layout | None:
-    """Returns the layout of a weight matrix for `mxjax.dot` on the mesh that is set: gathered over fsdp."""
+    """Returns the layout of a weight matrix for `mxjax.dot` on the current mesh: gathered over fsdp."""
     whole = [None if RULES[axis or "layers"] == "fsdp" else axis for axis in axes]
-    return Layout(spec(axes), spec(whole)) if _cuts() else None
+    return Layout(spec(axes), spec(whole)) if _is_sharded() else None
 
 
 def is_data_parallel() -> bool:
-    """Returns whether the mesh that is set cuts batches, and weights by their axes over `fsdp` at most."""
-    return _cuts() and jax.sharding.get_abstract_mesh().shape["tensor"] == 1
+    """Returns whether the current mesh shards batches, and weights over `fsdp` at most."""
+    return _is_sharded() and jax.sharding.get_abstract_mesh().shape["tensor"] == 1
 
 
-def gather(x: jax.Array, cut: str, axis: int) -> jax.Array:
-    """Returns, inside `jax.shard_map`, the whole of x, whose `axis` is cut as logical axis `cut` is."""
-    return jax.lax.all_gather(x, RULES[cut], axis=axis, tiled=True)
+def gather(x: jax.Array, logical: str, axis: int) -> jax.Array:
+    """Gathers x inside `jax.shard_map`; its `axis` is sharded as the logical axis is."""
+    return jax.lax.all_gather(x, RULES[logical], axis=axis, tiled=True)
 
 
 def sum_over_batch(x: jax.Array, scattered: str | None = None, axis: int = 0) -> jax.Array:
-    """Returns, inside `jax.shard_map`, the sum over all parts of a batch.
+    """Returns the sum over all parts of a batch, inside `jax.shard_map`.
 
-    Of it a device gets the part of `axis` that it holds of logical axis `scattered`, if one is named.
+    If `scattered` names a logical axis, each device gets its shard of the sum along `axis`.
     """
     rest = tuple(RULES["batch"] or ())
     if scattered is not None:
@@ -87,15 +86,15 @@ def sum_over_batch(x: jax.Array, scattered: str | None = None, axis: int = 0) ->
 
 
 def batch_parts() -> int:
-    """Returns in how many parts a batch is cut on the mesh that is set."""
-    return batch_parts_of(jax.sharding.get_abstract_mesh().shape) if _cuts() else 1
+    """Returns the number of parts of a batch on the current mesh."""
+    return batch_parts_of(jax.sharding.get_abstract_mesh().shape) if _is_sharded() else 1
 
 
 def batch_parts_of(sizes: Mapping[str, int]) -> int:
-    """Returns in how many parts a mesh of these sizes cuts a batch."""
+    """Returns the number of parts of a batch on a mesh of these sizes."""
     return math.prod(sizes[axis] for axis in RULES["batch"] or ())
 
 
-def _cuts() -> bool:
+def _is_sharded() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.size > 1 and mesh.axis_names == AXES and mesh.are_all_axes_auto

@@ -1,1 +1,8 @@
-"""What a training run needs around the model: configuration, data, optimizer, steps, checkpoints, metrics."""
+"""The training workshop: configuration, data, optimizer, training step, checkpoints, metrics.
+
+It needs the extra `train`; `training.extras` names the extra of every other optional dependency.
+"""
+
+from training.extras import check_extra
+
+check_extra("train", "training", "flax", "grain", "optax", "orbax", "rich", "safetensors", "tyro")

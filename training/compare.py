@@ -1,32 +1,35 @@
-"""Runs side by side, and beside the runs that MLPerf publishes: `python eval.py compare RUN [RUN ...]`."""
+"""Comparison of runs, also with MLPerf's published ones: `python eval.py compare RUN [RUN ...]`."""
 
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import tyro
 
 from training import mlperf
+from training.display import text_table
+from training.extras import require
 from training.metrics import evaluations
-from training.run_config import from_json, read_description
+from training.run_config import from_json, read_run_config
 
-Losses = Mapping[int, float]  # by sequences trained on
+Losses = Mapping[int, float]
+"""Validation losses by sequences trained on."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig:
-    """Which runs to compare, by the losses of their evaluations."""
+    """The runs to compare by the losses of their evaluations."""
 
     runs: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional]
     """The runs' folders."""
     mlperf: bool = False
-    """Beside MLPerf's published runs of llama31_8b, as is done for runs of its preset anyway."""
+    """Also show MLPerf's published runs of llama31_8b; runs of its preset always do."""
     target: float | None = None
-    """Say when this loss was reached. Default: the runs' --target-loss."""
+    """Report when this loss was reached. Default: the runs' --target-loss."""
     plot: pathlib.Path | None = None
-    """Also draw the curves into this file (.svg, .png, .pdf); needs matplotlib."""
+    """Also draw the curves into this file (.svg, .png, .pdf)."""
 
     def __post_init__(self):
         if not self.runs:
@@ -34,14 +37,14 @@ class CompareConfig:
 
 
 def compare(arguments: CompareConfig) -> dict[str, Any]:
-    """Prints a table of the losses and returns the curves by name, and when each run reached the target.
+    """Prints a table of the losses; returns the curves by name and when each run reached the target.
 
     Raises:
       ValueError: a folder holds no run, or a run has not been evaluated.
     """
     curves, target, published = {}, arguments.target, arguments.mlperf
     for folder in arguments.runs:
-        config = from_json(read_description(folder)["config"])
+        config = from_json(read_run_config(folder)["config"])
         found = {step * config.data.batch_size: loss for step, loss in evaluations(folder).items()}
         if not found:
             raise ValueError(f"{folder} has no evaluation to compare")
@@ -52,14 +55,14 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
         target = mlperf.TARGET_LOSS
     reached = {} if target is None else {name: first_at(losses, target) for name, losses in curves.items()}
     if published:
-        curves |= {curve.name: dict(curve.losses) for curve in mlperf.CURVES}
+        curves |= {curve.name: dict(curve.losses) for curve in mlperf.PUBLISHED_CURVES}
     print(table(curves))
     if target is not None:
         print(f"\nsequences until loss {target:g}")
         for name, sequences in reached.items():
             print(f"  {name}: {'not reached' if sequences is None else f'{sequences:,}'}")
     if published:
-        for r in mlperf.REFERENCES.values():
+        for r in mlperf.PUBLISHED_RUNS.values():
             print(
                 f"  reference bf16, {r.batch_size} sequences a step: {r.mean_sequences:,.0f} "
                 f"({r.sequences[0]:,} to {r.sequences[-1]:,} in {len(r.sequences)} runs)"
@@ -70,30 +73,25 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
 
 
 def first_at(losses: Losses, target: float) -> int | None:
-    """Returns the sequences after which a loss was first at or under the target, None if never."""
+    """Returns the number of sequences until a loss is at most the target; None if none is."""
     return next((n for n, loss in sorted(losses.items()) if loss <= target), None)
 
 
 def table(curves: Mapping[str, Losses]) -> str:
-    """Returns the losses as text: a row for each number of sequences, a column for each run."""
+    """Returns the losses as a table: a row for each number of sequences, a column for each run."""
     points = sorted(set(itertools.chain.from_iterable(curves.values())))
-    header = ["sequences", *curves]
     rows = [[f"{n:,}", *(f"{c[n]:.4f}" if n in c else "" for c in curves.values())] for n in points]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join(_line(row, widths) for row in [header, *rows])
+    return text_table(["sequences", *curves], rows)
 
 
 def plot(curves: Mapping[str, Losses], target: float | None, path: pathlib.Path) -> None:
     """Draws the losses over the sequences into a file.
 
     Raises:
-      ValueError: matplotlib is not installed, or does not write such a file.
+      MissingExtraError: matplotlib is not installed.
+      ValueError: matplotlib cannot write this kind of file.
     """
-    try:
-        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = require("plot", "--plot", "matplotlib.figure").Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for name, losses in curves.items():
         axes.plot(*zip(*sorted(losses.items()), strict=True), marker=".", label=name)
@@ -102,7 +100,3 @@ def plot(curves: Mapping[str, Losses], target: float | None, path: pathlib.Path)
     axes.set(xlabel="sequences", ylabel="validation loss, nats a token")
     axes.legend()
     figure.savefig(path)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()

@@ -1,4 +1,7 @@
-"""The configuration of a run: frozen dataclasses, one a concern, that tyro turns into command-line flags."""
+"""The configuration of a run: one frozen dataclass per concern, whose fields tyro turns into flags.
+
+The docstrings of the fields are the help that users read.
+"""
 
 import dataclasses
 import pathlib
@@ -24,27 +27,31 @@ class OptimizerConfig:
     warmup_steps: int = 30
     """Steps of linear warm-up."""
     min_lr_ratio: float = 0.1
-    """Final learning rate over the peak."""
+    """Final learning rate as a fraction of the peak."""
     b1: float = 0.9
+    """Decay of the first moment."""
     b2: float = 0.95
+    """Decay of the second moment."""
     eps: float = 1e-5
+    """Added to the root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled; not applied to 1-D parameters (the norms)."""
+    """Decoupled weight decay; norms have none."""
     clip: float = 1.0
-    """Largest global norm of the gradient."""
+    """Clip gradients to this global norm."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What to train on. Batches are a function of the seed and the step alone."""
+    """The training data. Batches are a function of the seed and the step alone."""
 
     data: tuple[str, ...] = ()
-    """A text file, or a folder of them, read as bytes; or the PREFIX of a tokenized dataset, or several:
-    PREFIX PREFIX by size, WEIGHT PREFIX WEIGHT PREFIX by weight. Default: Python's own library, as text."""
+    """A text file or a folder of text files, read as bytes; or tokenized datasets: PREFIX, PREFIX PREFIX ...
+    (mixed by size) or WEIGHT PREFIX WEIGHT PREFIX ... Default: the source of Python's standard library."""
     eval_data: str | None = None
-    """What to evaluate on, all of it. Default: a part of --data that is then not trained on, 5 %."""
+    """Text or dataset PREFIX to evaluate on. Default: 5 % of --data, which are held out from training."""
     vocab_size: int | None = None
-    """Of the model. Default: that of PREFIX.tokenizer.json, or else the model's own; 257 for text."""
+    """Vocabulary of the model. Default: that of PREFIX.tokenizer.json, or else the model's own; 257 for
+    text."""
     batch_size: int = 16
     """Sequences a step."""
     seq_len: int = 128
@@ -52,27 +59,29 @@ class DataConfig:
 
     @property
     def tokens_a_step(self) -> int:
-        """Tokens that a step trains on."""
+        """Tokens a step."""
         return self.batch_size * self.seq_len
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
-    """In which precision the GEMMs run."""
+    """The precision of the GEMMs."""
 
     policy: str = "wgrad_hadamard"
-    """Of the linear layers: a name of mxjax.policies(), or several with the step, or the part of the run,
-    from which each holds: 'wgrad_hadamard; fp8 from 0.82'. 'heal' is 'full_hadamard; fp8 from 0.82'."""
+    """Policy of the linear layers: a name of mxjax.policies(). Or a schedule, where each later policy begins
+    at a step or after a share of the run: 'wgrad_hadamard; fp8 from 0.82'. 'heal' is 'full_hadamard; fp8 from
+    0.82'."""
     scale_rule: ScaleRule | None = None
-    """Replaces the rule for MXFP4 scales of every layer."""
+    """Use this rule for the MXFP4 scales of every layer instead of the policy's."""
     layers: tuple[str, ...] = ()
-    """Exceptions throughout the run, as PATTERN=POLICY, e.g. 'head=fp8' 'blocks.*.mlp.down=bf16', or for the
-    first 2 and last 4 blocks 'blocks[:2].*=bf16' 'blocks[-4:].*=bf16'; the last match wins."""
+    """Exceptions by layer, as PATTERN=POLICY, e.g. 'head=fp8' 'blocks.*.mlp.down=bf16', or for the first 2
+    and last 4 blocks 'blocks[:2].*=bf16' 'blocks[-4:].*=bf16'. They hold in every phase. The last match
+    wins."""
     implementation: Implementation | None = None
-    """How the GEMMs run; default, the fastest here."""
+    """How the GEMMs run. Default: the fastest that works here."""
 
     def rules(self) -> list[tuple[str, Policy]]:
-        """Returns the layer exceptions as (pattern, policy)."""
+        """Returns the exceptions by layer as (pattern, policy)."""
         for rule in self.layers:
             if rule.count("=") != 1:
                 raise ValueError(f"--layers takes PATTERN=POLICY, got {rule!r}")
@@ -81,32 +90,33 @@ class PrecisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MLPerfConfig:
-    """MLPerf's log of a run, and what it says of who ran it."""
+    """MLPerf's log of a run, and its entries about the submitter."""
 
     mllog: bool = False
-    """Also write mllog.txt, which MLPerf's compliance checker reads."""
+    """Also write mllog.txt for MLPerf's compliance checker."""
     submission_org: str = "none"
-    """Who submits the result."""
+    """Organization that submits the result."""
     submission_platform: str | None = None
-    """What it ran on. Default: the device's name."""
+    """Name of the platform. Default: the device's name."""
     submission_division: Literal["closed", "open"] = "closed"
+    """Division of the submission."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ObserveConfig:
-    """What a run records besides metrics.jsonl; nothing here changes the training."""
+    """Records besides metrics.jsonl; nothing here changes the training."""
 
     tensorboard: bool = False
-    """Also write what metrics.jsonl gets as TensorBoard event files into the run's folder."""
+    """Also write TensorBoard event files into the run's folder."""
     stats_every: int | None = None
-    """At every so many-th step, write the error of each GEMM of each block to metrics.jsonl, measured on at
-    most 2048 tokens of the batch."""
+    """Steps between measurements of the error of each GEMM of each block, on at most 2048 tokens of the
+    batch; they go to metrics.jsonl. Default: none."""
     profile: str | None = None
-    """Trace the steps FIRST:LAST, both included, into the run's folder, for XProf or Perfetto."""
+    """Trace the steps FIRST:LAST, inclusive, into the run's folder, for XProf or Perfetto."""
 
     @property
     def profiled_steps(self) -> range:
-        """The steps to trace; empty for none."""
+        """The steps to trace; empty by default."""
         found = re.fullmatch(r"([1-9]\d*):(\d+)", self.profile or "")
         return range(int(found[1]), int(found[2]) + 1) if found else range(0)
 
@@ -116,60 +126,61 @@ class Config:
     """A training run."""
 
     preset: Literal["mlperf-llama3.1-8b"] | None = None
-    """Defaults for all the other flags: MLPerf Training's llama31_8b, at --batch-size sequences a step."""
+    """Defaults for all other flags: MLPerf Training's llama31_8b at --batch-size sequences a step."""
     precision: Annotated[PrecisionConfig, tyro.conf.arg(name="")] = PrecisionConfig()
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = DataConfig()
     optimizer: Annotated[OptimizerConfig, tyro.conf.arg(name="")] = OptimizerConfig()
     mlperf: Annotated[MLPerfConfig, tyro.conf.arg(name="")] = MLPerfConfig()
     observe: Annotated[ObserveConfig, tyro.conf.arg(name="")] = ObserveConfig()
     model: str = "tiny"
-    """A name of models/configs.py; its vocabulary is the data's, see --vocab-size."""
+    """Name of a model in models/configs.py. Its vocabulary comes from the data, see --vocab-size."""
     init: pathlib.Path | None = None
-    """Begin with the model and the last weights of this run, which may be an imported checkpoint."""
+    """Begin with the model and the last weights of this run, or of an imported checkpoint."""
     mesh: str | None = None
-    """How the devices share the work, as AXIS=SIZE,...: data and fsdp cut the batch, fsdp and tensor the
+    """Sizes of the mesh axes, as AXIS=SIZE,...: data and fsdp shard the batch, fsdp and tensor the
     parameters. A missing axis is 1. Default: fsdp over all devices."""
     distributed: bool = False
-    """Be one of several processes that train together, each with the same flags and --out: those of a Slurm,
-    Open MPI or Kubernetes job, or else those that JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process),
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0) name."""
+    """Train together with other processes that have the same flags and --out. JAX finds the processes of a
+    Slurm, Open MPI or Kubernetes job; elsewhere set JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process),
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0)."""
     remat: Remat = "none"
-    """What a block computes again in the backward pass instead of keeping it. none: nothing; dots: all but
-    the results of matrix products and attention; fp4: all but packed MXFP4 operands; full: everything."""
+    """Recomputation of a block in the backward pass, to save memory. none: keep everything; dots: keep the
+    results of matrix products and attention; fp4: keep packed MXFP4 operands; full: keep only the input."""
     unroll: int | None = None
-    """Blocks that the compiled loop over layers takes in a turn: more compile longer and run faster. Default:
+    """Blocks in one iteration of the compiled loop over layers. More run faster and compile longer. Default:
     all on a GPU, one elsewhere."""
     accumulate: int = 1
-    """Parts in which a step takes its batch, one after another: less memory, the same gradient."""
+    """Parts of a batch that run one after another: less memory, the same gradient."""
     steps: int = 300
     """Length of the run, and of the learning-rate schedule."""
     seed: int = 0
-    """Of the weights, the order of the data, and the random bits of the policy."""
+    """Seed of the weights, the order of the data, and the policy's random bits."""
     out: pathlib.Path | None = None
-    """The run's folder. Default: runs/MODEL-POLICY-TIME."""
+    """Folder of the run. Default: runs/MODEL-POLICY-TIME."""
     resume: bool = False
-    """Continue the run in --out from its last good checkpoint, bit for bit, with all its flags."""
+    """Resume the run in --out from its last good checkpoint, bit for bit, with all its flags."""
     stop_after: int | None = None
-    """Checkpoint and end after this step, as an interrupted run would; --resume continues it."""
+    """Checkpoint and end after this step; --resume continues the run."""
     checkpoint_every: int = 100
-    """Steps between checkpoints; one is always written at the end."""
+    """Steps between checkpoints. The last step always writes one."""
     keep_checkpoints: int = 2
-    """How many of the newest to keep; in addition that of the lowest evaluation loss."""
+    """Number of newest checkpoints to keep, besides the one with the lowest evaluation loss."""
     eval_every: int = 100
-    """Steps between evaluations; one is always made at the end."""
+    """Steps between evaluations. The last step is always evaluated."""
     eval_batches: int = 32
-    """Batches an evaluation reads, from the start of the validation data."""
+    """Batches of an evaluation, from the start of the validation data."""
     eval_sequences: int | None = None
-    """Sequences an evaluation reads, exactly; replaces --eval-batches."""
+    """Exact number of sequences of an evaluation; replaces --eval-batches."""
     target_loss: float | None = None
-    """End the run once an evaluation's loss is this or less."""
+    """End the run once the evaluation loss is at most this."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is NaN or infinite does: end the run, or leave that step out; ten such
-    in a row end it, too. Evidence is saved."""
+    """End the run at a loss or gradient that is NaN or infinite, or skip that step; ten skipped steps in a
+    row end the run. Either way the evidence is saved."""
     spike_factor: float = 2.0
-    """Report losses greater than this times the median of the last 100, in spikes.jsonl too; inf for none."""
+    """Report losses above this multiple of the median of the last 100, also in spikes.jsonl; inf reports
+    none."""
     log_every: int = 10
-    """Steps between printed lines; metrics.jsonl gets every step."""
+    """Steps between printed lines. metrics.jsonl gets every step."""
 
     def __post_init__(self):
         every = ("checkpoint_every", "eval_every", "log_every")

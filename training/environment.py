@@ -1,4 +1,4 @@
-"""What surrounds a run: the compilation cache, errors for people, versions and device for the record."""
+"""The environment of a run: compilation cache, error messages, and the versions and devices to record."""
 
 import contextlib
 import errno
@@ -14,10 +14,11 @@ import jax
 from rich.filesize import decimal
 
 import mxjax
+from training.extras import MissingExtraError
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs in ~/.cache/mxjax, unless JAX_COMPILATION_CACHE_DIR names another folder."""
+    """Caches compiled programs in ~/.cache/mxjax, or in JAX_COMPILATION_CACHE_DIR."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "mxjax"
         jax.config.update("jax_compilation_cache_dir", str(cache))
@@ -25,16 +26,16 @@ def enable_compilation_cache() -> None:
 
 @contextlib.contextmanager
 def input_errors() -> Iterator[None]:
-    """Ends the program with the message alone of an error that says what cannot be done as asked."""
+    """Ends the program with the message of an error in its input, without a traceback."""
     try:
         yield
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, MissingExtraError) as error:
         raise SystemExit(f"{pathlib.Path(sys.argv[0]).name}: error: {error}") from error
 
 
 @contextlib.contextmanager
 def disk_errors(folder: pathlib.Path) -> Iterator[None]:
-    """Ends the program with a message when a file cannot be written because a disk or quota is full."""
+    """Ends the program with a message when a disk or quota is full."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Runs made of Hugging Face checkpoints, and checkpoints made of runs: see `models.huggingface`."""
+"""Import of Hugging Face checkpoints as runs, and export of runs: see `models.huggingface`."""
 
 import pathlib
 import shutil
@@ -19,24 +19,18 @@ from models.huggingface.convert import (
     read_params,
     small_files,
     specs_of,
-    spelled,
     write_json,
 )
 from models.huggingface.safetensors_files import Writer
-from models.huggingface.tensors import (
-    QUANTIZATION,
-    parts,
-    quantized,
-    shapes,
-    views,
-)
+from models.huggingface.tensors import QUANTIZATION, parts, quantized, views
+from models.llama import abstract_params
 from mxjax.scales import ScaleRule
 from training.checkpoint.checkpoints import Checkpoints, save_params
 from training.config import Config, DataConfig, PrecisionConfig
 from training.data.tokenizer import tokenizer_path
-from training.run_config import HUGGINGFACE, read_description, to_json
+from training.run_config import HUGGINGFACE, read_run_config, to_json, write_run_config
 
-_TENSOR_DTYPES = "dtypes.json"  # in RUN/huggingface: the dtype that each tensor came in
+_TENSOR_DTYPES = "dtypes.json"  # in RUN/huggingface: the original dtype of each tensor
 _EVAL_SEQ_LEN = 2048  # unless the model's context is shorter
 
 CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -44,13 +38,13 @@ RunFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar=
 
 
 def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> LlamaConfig:
-    """Makes a run's folder of a Hugging Face Llama, for train.py --init and eval.py.
+    """Imports a Hugging Face Llama as a run, for train.py --init and eval.py.
 
     Args:
       source: the checkpoint's folder: config.json, and safetensors in float32, bfloat16 or float16.
-      run: the folder to make.
+      run: the folder to create.
     Raises:
-      ValueError: `run` is in use, or the checkpoint is no Llama, incomplete or damaged.
+      ValueError: `run` is in use, or the checkpoint is not a Llama, is incomplete or damaged.
     """
     raw = read_json(source / "config.json")
     config = read_config(raw)
@@ -62,12 +56,12 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> LlamaConfig:
         for file in small_files(source):
             shutil.copyfile(file, kept / file.name)
         write_json(kept / _TENSOR_DTYPES, dtypes)
-        description = {
+        values = {
             "config": to_json(_evaluation_config(config, raw)),
             "model": to_dict(config),
             "imported": str(source),
         }
-        write_json(folder / "config.json", description)
+        write_run_config(folder, values)
     return config
 
 
@@ -84,27 +78,27 @@ def export_checkpoint(
 
     Args:
       run: the run's folder.
-      target: the folder to make.
-      dtype: of the weights. Default, as each tensor was imported, or float32, which loses nothing.
-      step: the checkpoint's step. Default, the last.
-      mxfp4: quantize the blocks' linear layers to MXFP4 by this scale rule, to nearest. Each NAME becomes
-        NAME_blocks, uint8 [out, in / 32, 16], and NAME_scales, uint8 [out, in / 32], the layout of
-        transformers' gpt-oss; transformers itself loads no Llama in it.
+      target: the folder to create.
+      dtype: dtype of the weights. Default: as each tensor was imported, or float32, which loses nothing.
+      step: the checkpoint's step. Default: the last.
+      mxfp4: quantize the blocks' linear layers to MXFP4 by this scale rule, rounding to nearest. Each NAME
+        becomes NAME_blocks, uint8 [out, in / 32, 16], and NAME_scales, uint8 [out, in / 32], as in gpt-oss;
+        transformers loads no Llama in this layout.
       shard_gb: largest size of a file's tensors, in 10**9 bytes.
     Raises:
-      ValueError: no such run or step, `target` is in use, or the weights do not fit what is asked for.
+      ValueError: no such run or step, `target` is in use, or the weights do not fit the requested format.
     """
     if shard_gb <= 0:
         raise ValueError(f"--shard-gb must be positive, got {shard_gb}")
-    description = read_description(run)
-    config = from_dict(description["model"])
+    saved = read_run_config(run)
+    config = from_dict(saved["model"])
     with new_folder(target) as folder:
         with Checkpoints(run / "checkpoints") as checkpoints:
-            params = jax.tree.map(np.asarray, checkpoints.restore_params(shapes(config), step))
+            params = jax.tree.map(np.asarray, checkpoints.restore_params(abstract_params(config), step))
         named = views(config, params)
         specs = specs_of(named, dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
-        raw = _export_config(run / HUGGINGFACE / "config.json", description, config)
-        raw |= {dtype_field(raw): spelled(specs["model.embed_tokens.weight"].dtype)}
+        raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
+        raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
         if mxfp4 is not None:
             specs, raw = quantized(specs), raw | {"quantization_config": dict(QUANTIZATION)}
         with Writer(folder, specs, int(shard_gb * 1e9)) as writer:
@@ -114,27 +108,27 @@ def export_checkpoint(
         for file in small_files(run / HUGGINGFACE):
             if file.name != _TENSOR_DTYPES:
                 shutil.copyfile(file, folder / file.name)
-        _add_tokenizer(folder, description["config"]["data"]["data"] or ())
+        _add_tokenizer(folder, saved["config"]["data"]["data"])
         write_json(folder / "config.json", raw)
     return config
 
 
 def _evaluation_config(model: LlamaConfig, raw: Mapping[str, Any]) -> Config:
-    """Returns how eval.py runs an imported model unless told otherwise."""
+    """Returns the configuration in which eval.py runs an imported model by default."""
     seq_len = min(raw.get("max_position_embeddings") or _EVAL_SEQ_LEN, _EVAL_SEQ_LEN)
     data = DataConfig(vocab_size=model.vocab_size, batch_size=1, seq_len=seq_len)
     return Config(precision=PrecisionConfig("bf16"), data=data, model=name_of(model))
 
 
-def _export_config(kept: pathlib.Path, description: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
-    """Returns config.json: the imported one if there is one."""
+def _export_config(kept: pathlib.Path, saved: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
+    """Returns the imported config.json, or a new one."""
     if kept.exists():
         return read_json(kept)
-    return write_config(config, description["config"]["data"]["seq_len"])
+    return write_config(config, saved["config"]["data"]["seq_len"])
 
 
 def _add_tokenizer(folder: pathlib.Path, prefixes: Iterable[str]) -> None:
-    """Adds the tokenizer of the data that a run was trained on, if there is one and the folder has none."""
+    """Copies the tokenizer of a run's training data, if there is one and the folder has none."""
     found = [path for path in map(tokenizer_path, prefixes) if path.exists()]
     if found and not (folder / "tokenizer.json").exists():
         shutil.copyfile(found[0], folder / "tokenizer.json")

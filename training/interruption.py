@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a request that the training loop asks for, the same in all processes of a run."""
+"""Interruption by SIGINT or SIGTERM: the training loop asks for it, and all processes get the same answer."""
 
 import os
 import signal
@@ -14,21 +14,22 @@ _T = TypeVar("_T")
 
 
 class RunInterrupted(SystemExit):
-    """SIGINT or SIGTERM has ended the run after a checkpoint; the message says how to go on."""
+    """SIGINT or SIGTERM ended the run after a checkpoint; the message says how to resume."""
 
 
 class Interrupted(Exception):
-    """An evaluation was left because SIGINT or SIGTERM had arrived."""
+    """SIGINT or SIGTERM ended an evaluation."""
 
 
 class Interruption:
-    """Whether SIGINT or SIGTERM has arrived, which then does not end the program; a second one does, at once.
+    """Notes SIGINT or SIGTERM without ending the program; a second signal ends it at once.
 
-    A thread sees that one, which also runs while the main thread compiles: Python writes a byte a signal.
-    With several processes a signal to any of them is one to all: JAX's preemption service, which takes
-    SIGTERM then, finds a call of `requested` that all have yet to make.
+    A thread catches the second signal, because it also runs while the main thread compiles; Python writes a
+    byte to its socket for every signal. With several processes a signal to one is a signal to all: JAX's
+    preemption service, which then takes SIGTERM, finds a call of `requested` that every process has yet to
+    make.
 
-    A context manager, for the main thread; elsewhere it notices nothing.
+    A context manager for the main thread; in other threads it notes nothing.
     """
 
     def __init__(self):
@@ -41,10 +42,10 @@ class Interruption:
         if threading.current_thread() is threading.main_thread():
             self._receiver, self._sender = socket.socketpair()
             self._sender.setblocking(False)
-            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread = threading.Thread(target=self._end_at_second_signal, daemon=True)
             self._thread.start()
             self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-            self._previous = {s: signal.signal(s, self._notice) for s in self._signals}
+            self._previous = {s: signal.signal(s, self._note) for s in self._signals}
         return self
 
     def __exit__(self, *exception) -> None:
@@ -53,31 +54,30 @@ class Interruption:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)
-        self._sender.close()  # which ends the thread
+        self._sender.close()  # ends the thread
         self._thread.join()
         self._receiver.close()
 
     def requested(self) -> bool:
-        """Returns whether to save and end now. All processes call it equally often."""
+        """Returns whether to save and end now. All processes must call it equally often."""
         if jax.process_count() > 1:
             self._calls += 1
             return multihost_utils.reached_preemption_sync_point(self._calls)
         return self._arrived
 
     def guard(self, batches: Iterable[_T]) -> Iterator[_T]:
-        """Yields the batches; raises Interrupted before the next one once the end is requested."""
+        """Yields the batches; raises Interrupted instead of a batch once a signal has arrived."""
         for batch in batches:
             if self.requested():
                 raise Interrupted
             yield batch
 
-    def _notice(self, number: int, frame: Any) -> None:
+    def _note(self, number: int, frame: Any) -> None:
         self._arrived = True
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _watch(self) -> None:
-        """Ends the program at the second of our signals."""
+    def _end_at_second_signal(self) -> None:
         arrived = False
         while numbers := self._receiver.recv(64):
             for number in numbers:

@@ -1,29 +1,31 @@
-"""An estimate of the memory that a training step takes on one device, by tracing alone: nothing is compiled.
+"""An estimate of the memory that a training step takes on one device, by tracing alone: nothing compiles.
 
-With T tokens in a device's part of a batch, L layers, D d_model, N query heads times head_dim, Q the width
-of query, key and value together, F d_ff, V vocabulary, W = D Q + N D + 3 D F weights of a block, where N, Q,
-F and V are a device's part by the mesh's axis `tensor`, in bytes:
+T tokens of a batch part on a device, L layers, D d_model, N query heads times head_dim, Q width of the fused
+query, key and value, F d_ff, V vocabulary, W = D Q + N D + 3 D F weights of a block. N, Q, F and V are a
+device's share by the mesh axis `tensor`. In bytes:
 
     parameters, optimizer   4 and 8 a parameter, as the state's arrays have them
     gradients               4 a parameter; 8 with --accumulate
-    activations             what the forward pass keeps for the backward pass, counted in its jaxpr. Of each
-                            block, by `mxjax.remat`'s modes:
+    activations             what the forward pass keeps for the backward pass, counted in its jaxpr;
+                            per block, by `mxjax.remat`'s modes:
       full                  2 T D, its input
       dots                  2 T (2 D + Q + N + 2 F)
       fp4                   2 T D + 17/32 (T (4 D + 2 N + F) + 2 W - D F) with all GEMMs in MXFP4
-      none                  everything that the policy's and the attention's backward passes read
-    working                 what exists for a while, the larger of
-      a block               its activations of mode `none` where they are computed again, 32 T F for SwiGLU
+      none                  everything that the backward passes of policy and attention read
+    working                 temporary arrays, the larger of
+      a block               its activations of mode `none` if they are recomputed, 32 T F for SwiGLU
                             and its gradient in float32, 6 W for its gradients and bfloat16 weights
       the logits            10 V a token of one piece (see `models.loss`), 6 D V for the head
 
-Attention by cuDNN adds 2 T N and its statistics to `dots` and `fp4`. What a compiler adds or saves is
-not in it: tests hold XLA's CPU, which computes bfloat16 in float32, to within a factor of two.
+Attention by cuDNN adds 2 T N and its statistics to `dots` and `fp4`. The compiler's own additions and
+savings are left out: tests hold XLA's CPU, which computes bfloat16 in float32, to within a factor of two.
 """
 
 import dataclasses
 import functools
 import math
+import types
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -32,16 +34,19 @@ from jax.extend import core
 
 from models import llama
 from models.configs import LlamaConfig
+from models.llama import abstract_params
 from models.loss import LOSS_TOKENS
+from models.sharding import batch_parts_of
 from mxjax.implementations import Implementation
 from mxjax.layers import LayerPolicies
 from mxjax.remat import Remat
-from training.parameters import abstract_params
-from training.rates import gib
+from training.device_memory import gib
+
+ONE_DEVICE: Mapping[str, int] = types.MappingProxyType({"data": 1, "fsdp": 1, "tensor": 1})
 
 
 class Memory(NamedTuple):
-    """Bytes on one device; the module's docstring says of what."""
+    """Bytes on one device, by the parts in the module's docstring."""
 
     parameters: int
     optimizer: int
@@ -51,11 +56,11 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it, in bytes."""
+        """The sum of all parts."""
         return sum(self)
 
     def __str__(self) -> str:
-        """In GiB, with its parts."""
+        """Returns the total and its parts in GiB."""
         parts = ", ".join(f"{name} {gib(size)}" for name, size in self._asdict().items())
         return f"{gib(self.total)} GiB ({parts})"
 
@@ -69,33 +74,31 @@ def step_memory(
     batch_size: int,
     seq_len: int,
     accumulate: int = 1,
-    batch_shards: int = 1,
-    tensor: int = 1,
+    mesh: Mapping[str, int] = ONE_DEVICE,
     remat: Remat = "none",
     implementation: Implementation | None = None,
 ) -> Memory:
-    """Returns what a step takes on each device.
+    """Returns the memory of a step on each device.
 
     Args:
-      params, opt_state: arrays, of which a device's own shards count, or their shapes and dtypes.
+      config, policies: the model and the policy of every layer.
+      params, opt_state: arrays, whose shards on a device count, or their shapes and dtypes.
       batch_size: sequences a step, on all devices.
-      accumulate: parts in which a step takes its batch.
-      batch_shards: devices that share a part's sequences; a rest counts as a whole sequence.
-      tensor: devices that share the heads, the MLP's width and the vocabulary of each sequence.
-      Others: as `llama.mean_loss`.
+      seq_len: tokens a sequence.
+      accumulate: parts of a batch that run one after another.
+      mesh: the size of each mesh axis.
+      remat, implementation: as in `llama.mean_loss`.
     """
-    sequences = -(-batch_size // (accumulate * batch_shards))
+    sequences = -(-batch_size // (accumulate * batch_parts_of(mesh)))
     tokens = sequences * seq_len
-    config = part_of(config, tensor)
+    config = device_share(config, mesh["tensor"])
     shapes = abstract_params(config)
 
     def kept(mode: Remat) -> int:
         loss = functools.partial(
             llama.mean_loss, config, policies=policies, remat=mode, implementation=implementation
         )
-        head = (
-            4 * config.d_model * config.vocab_size
-        )  # its gradient, made in the forward pass, counts as such
+        head = 4 * config.d_model * config.vocab_size  # a gradient, though the forward pass computes it
         return kept_bytes(loss, shapes, (sequences, seq_len + 1)) - head
 
     activations = kept(remat)
@@ -110,8 +113,8 @@ def step_memory(
     )
 
 
-def part_of(config: LlamaConfig, tensor: int) -> LlamaConfig:
-    """Returns the model that is a device's part of the given one if `tensor` of them share each layer."""
+def device_share(config: LlamaConfig, tensor: int) -> LlamaConfig:
+    """Returns the model that one device computes if `tensor` devices share each layer."""
     return dataclasses.replace(
         config,
         n_heads=config.n_heads // tensor,
@@ -122,7 +125,7 @@ def part_of(config: LlamaConfig, tensor: int) -> LlamaConfig:
 
 
 def kept_bytes(loss, params: Any, batch_shape: tuple[int, int]) -> int:
-    """Returns the bytes of all that `loss(params, batch, key=)` keeps for its gradient besides params."""
+    """Returns the bytes that `loss(params, batch, key=)` keeps for its gradient besides params."""
 
     def backward(params, batch, key):
         return jax.vjp(lambda p: loss(p, batch, key=key), params)[1]
@@ -135,7 +138,7 @@ def kept_bytes(loss, params: Any, batch_shape: tuple[int, int]) -> int:
 
 
 def device_bytes(arrays: Any) -> int:
-    """Returns the bytes that arrays, or arrays of such shapes and dtypes, take on one device."""
+    """Returns the bytes that arrays, or their shapes and dtypes, take on one device."""
 
     def size(a) -> int:
         shape = a.shape if a.sharding is None else a.sharding.shard_shape(a.shape)

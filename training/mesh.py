@@ -1,6 +1,6 @@
-"""The mesh of a run: its sizes, what they must divide, and how states and batches lie on it.
+"""The mesh of a run: the flag --mesh, the batch on the mesh, and XLA's options.
 
-`models.sharding` has the rules by which arrays are cut up.
+`training.parameter_sharding` has the sharding of parameters, `models.sharding` the rules for all arrays.
 """
 
 import math
@@ -9,21 +9,19 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
-from models.sharding import AXES, RULES, batch_parts_of, spec
+from models.sharding import AXES, batch_parts_of, spec
 from mxjax import implementations
-from mxjax.formats import get_format
 from mxjax.implementations import Implementation
 from mxjax.policy import Policy
 
 
 def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
-    """Returns the size of each of AXES that e.g. "fsdp=4,tensor=2" asks for; None is fsdp over all devices.
+    """Returns the size of each mesh axis, e.g. of "fsdp=4,tensor=2"; None is fsdp over all devices.
 
     Raises:
-      ValueError: it is written otherwise, or the sizes do not multiply to the number of devices.
+      ValueError: malformed text, or sizes that do not multiply to the number of devices.
     """
     if text is None:
         return {"data": 1, "fsdp": devices, "tensor": 1}
@@ -45,9 +43,8 @@ def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
 
 
 def make_mesh(text: str | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """Returns the mesh that `parse_mesh` describes, over the devices given or all of all processes, with Auto
-    axes."""
-    # In the order of processes, so that each one's part of a batch is a run of rows.
+    """Returns the mesh that `parse_mesh` reads, with Auto axes, over the given devices or all devices."""
+    # In the order of processes, so that each process holds consecutive rows of a batch.
     devices = jax.devices() if devices is None else devices
     sizes = parse_mesh(text, len(devices))
     return Mesh(np.array(devices).reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -56,71 +53,14 @@ def make_mesh(text: str | None = None, devices: Sequence[Any] | None = None) -> 
 def compiler_options(
     mesh: Mesh, policies: Iterable[Policy], implementation: Implementation | None
 ) -> dict[str, bool]:
-    """Returns options for `jax.jit(compiler_options=)` of steps on a mesh: those of `mxjax.implementations`,
-    and on GPUs to send weights and gradients while other layers are computed."""
+    """Returns XLA options for `jax.jit` of a step: those of `mxjax.implementations`, and latency hiding.
+
+    On GPUs latency hiding overlaps the communication of weights and gradients with the computation.
+    """
     options = implementations.compiler_options(policies, implementation)
     if mesh.size > 1 and mesh.devices.flat[0].platform == "gpu":
         options["xla_gpu_enable_latency_hiding_scheduler"] = True
     return options
-
-
-def param_shardings(mesh: Mesh, axes: Any) -> Any:
-    """Returns the sharding of each parameter, of a tree of their logical axes."""
-    return jax.tree.map(lambda a: NamedSharding(mesh, spec(a)), axes, is_leaf=lambda a: isinstance(a, tuple))
-
-
-def state_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, state: Any, params: Any) -> Any:
-    """Returns the sharding of each array of a training state (or of its shapes): of what goes with a
-    parameter that one's, of `params`; all others are on every device."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    opt_state = optax.tree.map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        state.opt_state,
-        params,
-        transform_non_params=lambda _: everywhere,
-    )
-    return jax.tree.map(lambda _: everywhere, state._replace(params=None, opt_state=None))._replace(
-        params=params, opt_state=opt_state
-    )
-
-
-def check_params(sizes: Mapping[str, int], params: Any, axes: Any, units: Any) -> None:
-    """Raises ValueError unless a mesh of these sizes cuts every parameter into whole units.
-
-    Args:
-      params: the parameters or their shapes.
-      axes, units: of each parameter, its logical axes, and for each of them the length of what must stay
-        together, such as a block.
-    """
-    flat, structure = jax.tree.flatten_with_path(params)
-    for (path, x), names, lengths in zip(
-        flat, structure.flatten_up_to(axes), structure.flatten_up_to(units), strict=True
-    ):
-        for name, size, unit in zip(names, x.shape, lengths, strict=True):
-            cut = RULES[name]
-            if cut is None or (parts := sizes[str(cut)]) == 1 or size % (parts * unit) == 0:
-                continue
-            parameter = ".".join(str(key.key) for key in path)
-            most = max(n for n in range(1, parts) if size % (n * unit) == 0 or n == 1)
-            whole = f", whole runs of {unit} (a block, rotation or key/value head)" if unit > 1 else ""
-            more = f", or take --vocab-size {-(-size // parts) * parts}" if name == "vocab" else ""
-            raise ValueError(
-                f"--mesh {cut}={parts} cannot cut {parameter}'s axis {name!r} of {size} into equal "
-                f"parts{whole}; reduce {cut}, to {most} at most{more}"
-            )
-
-
-def whole_units(policy: Policy) -> int:
-    """Returns how many elements of a weight's axis a device must have, or a multiple of them: those of the
-    Fprop's and Dgrad's blocks and rotations."""
-    sizes = [1]
-    for gemm in (policy.fprop, policy.dgrad):
-        sizes += [gemm.rotation.size] if gemm.rotation else []
-        for operand in (gemm.lhs, gemm.rhs):
-            block = operand.block_shape or get_format(operand.format).block or 1
-            sizes += block if isinstance(block, tuple) else [block]
-    return math.lcm(*sizes)
 
 
 def check_batch(
@@ -131,8 +71,13 @@ def check_batch(
 ) -> None:
     """Raises ValueError unless every device gets equally many sequences of each part of a batch.
 
-    The message names batch sizes and, if there is one, a mesh that would do: `flags` returns what else the
-    command line needs for a mesh of some sizes, None if the parameters cannot be cut so.
+    The message suggests batch sizes and, if there is one, a mesh that fits.
+
+    Args:
+      sizes: the size of each mesh axis.
+      batch_size: sequences a step.
+      accumulate: parts of a batch.
+      flags: returns further flags that a mesh needs; None if the parameters cannot be sharded on it.
     """
     unit = batch_parts_of(sizes) * accumulate
     if batch_size % unit == 0:
@@ -155,10 +100,10 @@ def check_batch(
 
 
 def process_part(mesh: Mesh, rows: int) -> tuple[int, int]:
-    """Returns (i, n): this process's devices hold the i-th of n equal parts of a batch of so many rows.
+    """Returns (i, n): this process's devices hold the i-th of n equal parts of a batch of `rows` rows.
 
     Raises:
-      ValueError: the devices of a process do not hold such a part.
+      ValueError: the devices of a process hold no such part.
     """
     found = NamedSharding(mesh, spec(("batch",))).addressable_devices_indices_map((rows,)).values()
     starts, stops = zip(*(index[0].indices(rows)[:2] for index in found if index is not None), strict=True)
@@ -172,7 +117,7 @@ def process_part(mesh: Mesh, rows: int) -> tuple[int, int]:
 
 
 def global_batch(mesh: Mesh, rows: np.ndarray) -> jax.Array:
-    """Returns the batch [batch, length] of which each process gives the rows that it holds, cut up."""
+    """Returns the sharded batch [batch, length], to which each process contributes the rows it holds."""
     _, parts = process_part(mesh, batch_parts_of(mesh.shape))
     sharding = NamedSharding(mesh, spec(("batch", None)))
     shape = (len(rows) * parts, *rows.shape[1:])
@@ -180,10 +125,10 @@ def global_batch(mesh: Mesh, rows: np.ndarray) -> jax.Array:
 
 
 def on_mesh(mesh: Mesh, eval_step: Any) -> Any:
-    """Returns `eval_step` of `training.step` for batches of any size, which every process has whole.
+    """Returns `eval_step` of `training.step` for whole batches of any size, the same in every process.
 
-    A batch that the mesh cannot cut into equal parts is filled up with its last sequence, whose losses weigh
-    nothing: so filled up, the scales of whole tensors stay those of the batch.
+    A batch that the mesh does not divide is padded with copies of its last sequence, whose losses get weight
+    0. Copies leave the scales of whole tensors unchanged.
     """
     parts = batch_parts_of(mesh.shape)
 

@@ -1,8 +1,8 @@
-"""MLPerf Training's llama31_8b benchmark as data: its rules, and what its reference reaches.
+"""MLPerf Training's llama31_8b benchmark as data: its rules, and published runs.
 
 Sources: mlcommons/logging 4.1.68, compliance_checker/training_6.1.0/closed_llama31_8b.yaml (rules) and
-rcp_checker/training_6.1.0/rcps_llama31_8b.json (reference convergence points); mlcommons/training,
-small_llm_pretraining/nemo (evaluation, schedule).
+rcp_checker/training_6.1.0/rcps_llama31_8b.json (runs that submissions are checked against);
+mlcommons/training, small_llm_pretraining/nemo (evaluation, schedule).
 """
 
 import dataclasses
@@ -13,20 +13,21 @@ from collections.abc import Mapping
 BENCHMARK = "llama31_8b"
 VOCAB_SIZE = 128_256  # rows of the embedding; the tokenizer uses 128,000 of them and 256 special tokens
 SEQ_LEN = 8192
-MAX_STEPS = 1_200_000  # of the schedule, at every batch size
+MAX_STEPS = 1_200_000  # length of the schedule at every batch size
 EVAL_EVERY = 12_288  # sequences trained on between evaluations
-EVAL_SEQUENCES = 1024  # the first of the validation data, not shuffled
+EVAL_SEQUENCES = 1024  # the first ones of the validation data, not shuffled
 TARGET_LOSS = 3.3  # nats a token, averaged over all tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Reference:
-    """Runs of the reference implementation in bfloat16 at one batch size.
+class PublishedRuns:
+    """Published runs of the reference implementation in bfloat16 at one batch size.
 
     Attributes:
+      batch_size: sequences a step.
       lr: peak learning rate.
-      warmup_sequences: the length of the warm-up.
-      sequences: trained on when an evaluation first reached the target, one entry a run, sorted.
+      warmup_sequences: length of the warm-up.
+      sequences: sequences trained on until an evaluation reached the target, one a run, sorted.
     """
 
     batch_size: int
@@ -36,39 +37,39 @@ class Reference:
 
     @property
     def mean_sequences(self) -> float:
-        """The mean of `sequences` over all runs."""
+        """The mean of `sequences`."""
         return statistics.fmean(self.sequences)
 
 
-def _reference(batch_size: int, lr: float, warmup_sequences: int, runs: Mapping[int, int]) -> Reference:
+def _runs(batch_size: int, lr: float, warmup_sequences: int, runs: Mapping[int, int]) -> PublishedRuns:
     sequences = (count for count, n in sorted(runs.items()) for _ in range(n))
-    return Reference(batch_size, lr, warmup_sequences, tuple(sequences))
+    return PublishedRuns(batch_size, lr, warmup_sequences, tuple(sequences))
 
 
-_REFERENCES = (
-    _reference(16, 4e-4, 256, {159_744: 17, 172_032: 3}),
-    _reference(32, 8e-4, 4096, {172_032: 9, 184_320: 10, 196_608: 1}),
-    _reference(64, 8e-4, 6144, {208_896: 4, 221_184: 4, 233_472: 11, 245_760: 1}),
+_PUBLISHED = (
+    _runs(16, 4e-4, 256, {159_744: 17, 172_032: 3}),
+    _runs(32, 8e-4, 4096, {172_032: 9, 184_320: 10, 196_608: 1}),
+    _runs(64, 8e-4, 6144, {208_896: 4, 221_184: 4, 233_472: 11, 245_760: 1}),
     # 16,348 warm-up sequences, as published, are 170.3 steps.
-    _reference(96, 1e-3, 16_348, {260_064: 2, 272_448: 10, 284_832: 4, 297_216: 4}),
-    _reference(
+    _runs(96, 1e-3, 16_348, {260_064: 2, 272_448: 10, 284_832: 4, 297_216: 4}),
+    _runs(
         128,
         2e-3,
         32_768,
         {307_200: 2, 319_488: 2, 331_776: 4, 344_064: 4, 356_352: 3, 368_640: 3, 380_928: 1, 405_504: 1},
     ),
 )
-REFERENCES: Mapping[int, Reference] = types.MappingProxyType({r.batch_size: r for r in _REFERENCES})
-"""By batch size, the runs on DGX-B200 that submissions are checked against."""
+PUBLISHED_RUNS: Mapping[int, PublishedRuns] = types.MappingProxyType({r.batch_size: r for r in _PUBLISHED})
+"""The runs on DGX-B200 that submissions are checked against, by batch size."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Curve:
+class PublishedCurve:
     """Validation losses by sequences trained on.
 
     Attributes:
-      name: what was run, in words.
-      source: where the numbers are from.
+      name: label in tables and plots.
+      source: origin of the numbers.
       losses: nats a token, by sequences.
     """
 
@@ -77,15 +78,15 @@ class Curve:
     losses: Mapping[int, float]
 
 
-CURVES = (
-    Curve(
+PUBLISHED_CURVES = (
+    PublishedCurve(
         "reference bf16",
         "means over runs of the bfloat16 reference at batch size 32, as the project's design notes have them",
         types.MappingProxyType(
             {12_288: 5.631, 24_576: 4.474, 49_152: 3.887, 98_304: 3.517, 147_456: 3.361, 172_032: 3.312}
         ),
     ),
-    Curve(
+    PublishedCurve(
         "AMD fp8",
         "mlcommons/training_results_v5.1, AMD/results/MI355X_EPYC_9575F_pytorch/llama31_8b/result_0.txt: "
         "one run at batch size 32",
@@ -109,4 +110,4 @@ CURVES = (
         ),
     ),
 )
-"""Published runs at batch size 32, to draw a run beside."""
+"""Loss curves at batch size 32, for comparison with a run."""

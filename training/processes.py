@@ -1,4 +1,4 @@
-"""The processes of a run: joining them, and errors of one that end all, since the rest would wait for it."""
+"""The processes of a run: joining them, and ending all when one fails, so that none waits forever."""
 
 import contextlib
 import json
@@ -12,21 +12,21 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-_PATIENCE = 300  # seconds, as long as JAX waits for all to join
+_PATIENCE = 300  # seconds; JAX waits as long for all processes to join
 
 
 class ProcessError(RuntimeError):
-    """Another process of the run has failed; the message is that of its error."""
+    """Another process of the run failed; the message is that of its error."""
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Ends the block when all processes are at its end, or with an error in all if there was one in any.
+    """Waits at the end of the block for all processes; an error in one is an error in all.
 
     The block itself must not wait for other processes.
 
     Raises:
-      ProcessError: in another process there was an error.
+      ProcessError: another process raised an error.
     """
     try:
         yield
@@ -37,7 +37,7 @@ def together() -> Iterator[None]:
 
 
 def gather[T](function: Callable[[], T]) -> list[T]:
-    """Returns what the function, of which JSON can be made, returns in each process; errors as `together`."""
+    """Returns the function's JSON-compatible result in each process; errors are as in `together`."""
     try:
         value = function()
     except Exception as error:
@@ -49,11 +49,11 @@ def gather[T](function: Callable[[], T]) -> list[T]:
 def _exchange(error: Exception | None, value: Any) -> list[Any]:
     """Returns the values of all processes; raises ProcessError if this one had no error and another did."""
     message = error and (str(error) or repr(error))
-    said = [json.loads(text) for text in _all_texts(json.dumps([message, value]))]
-    for index, (message, _) in enumerate(said):
+    answers = [json.loads(text) for text in _all_texts(json.dumps([message, value]))]
+    for index, (message, _) in enumerate(answers):
         if message is not None and error is None:
             raise ProcessError(f"process {index}: {message}")
-    return [value for _, value in said]
+    return [value for _, value in answers]
 
 
 def _all_texts(text: str) -> list[str]:
@@ -66,16 +66,18 @@ def _all_texts(text: str) -> list[str]:
 
 
 def is_first_process() -> bool:
-    """Returns whether this process writes and prints what one of them must."""
+    """Returns whether this process does what only one process may do, such as printing."""
     return jax.process_index() == 0
 
 
 def join_processes() -> None:
-    """Joins the other processes of the run: those that JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_NUM_PROCESSES
-    and JAX_PROCESS_ID name, else those that JAX finds by itself (Slurm, Open MPI, Kubernetes, Cloud TPU).
+    """Joins the other processes of the run.
+
+    They are named by JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_NUM_PROCESSES and JAX_PROCESS_ID, or else found
+    by JAX (Slurm, Open MPI, Kubernetes, Cloud TPU).
 
     Raises:
-      ValueError: some of the three are missing, there is nothing to find them by, or the first process cannot
+      ValueError: some of the three variables are missing, JAX finds no processes, or the first process cannot
         be reached or cannot listen.
     """
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -102,7 +104,7 @@ def join_processes() -> None:
     except RuntimeError as error:
         raise ValueError(
             f"--distributed: process {index} of {count} cannot join at JAX_COORDINATOR_ADDRESS {address} "
-            f"({error}); start all {count}, and let the port be a free one of the first process's host"
+            f"({error}); start all {count}, and choose a free port on the first process's host"
         ) from error
 
 
@@ -110,7 +112,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """Returns host and port of HOST:PORT.
 
     Raises:
-      ValueError: this is no such address.
+      ValueError: the address is malformed.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -119,10 +121,10 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def wait_for_coordinator(address: str, seconds: float = _PATIENCE) -> None:
-    """Returns once something listens at HOST:PORT: JAX ends a program at once that cannot reach it.
+    """Waits until something listens at HOST:PORT, because JAX aborts a program that cannot reach it.
 
     Raises:
-      ValueError: nothing has listened there for so many seconds, or this is no such address.
+      ValueError: nothing listens there within `seconds`, or the address is malformed.
     """
     end = time.monotonic() + seconds
     while True:
@@ -133,6 +135,6 @@ def wait_for_coordinator(address: str, seconds: float = _PATIENCE) -> None:
             if time.monotonic() >= end:
                 raise ValueError(
                     f"--distributed: nothing answers at JAX_COORDINATOR_ADDRESS {address} ({error}); start "
-                    "the process with JAX_PROCESS_ID 0 on that host, and let its port through firewalls"
+                    "the process with JAX_PROCESS_ID 0 on that host, and open its port in firewalls"
                 ) from error
         time.sleep(min(1.0, seconds))

@@ -1,4 +1,4 @@
-"""A trace of some steps, by JAX's profiler."""
+"""Traces of some steps by JAX's profiler."""
 
 import contextlib
 import pathlib
@@ -9,10 +9,10 @@ import jax
 
 
 class StepTracer:
-    """Traces the steps in a range into a folder, and no others. A context manager."""
+    """Traces a range of steps into a folder. A context manager."""
 
     def __init__(self, steps: range, folder: pathlib.Path):
-        """Takes consecutive steps; the folder is made when the first of them runs."""
+        """Takes consecutive steps; the folder is created when the first of them runs."""
         self._steps, self._folder, self._tracing = steps, folder, False
 
     def __enter__(self) -> "StepTracer":
@@ -22,7 +22,7 @@ class StepTracer:
         self._stop()
 
     def before(self, step: int, pause: Callable[[], contextlib.AbstractContextManager]) -> None:
-        """Starts tracing, within `pause()`, if the step is the first to be traced."""
+        """Starts the trace, within `pause()`, before the first traced step."""
         if step in self._steps and not self._tracing:
             with pause():
                 jax.profiler.start_trace(self._folder)
@@ -36,7 +36,7 @@ class StepTracer:
             return function(*arguments)
 
     def after(self, step: int, result: Any, pause: Callable[[], contextlib.AbstractContextManager]) -> None:
-        """Stops tracing, within `pause()`, if the step, whose result is waited for, is the last traced."""
+        """Stops the trace, within `pause()`, once the last traced step has its result."""
         if self._tracing and step == self._steps[-1]:
             with pause():
                 jax.block_until_ready(result)

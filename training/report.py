@@ -1,24 +1,23 @@
-"""What a run says of itself to people, before its first step and after its last."""
+"""The printed report of a run: an introduction before the first step, a summary after the last."""
 
 import statistics
 from collections.abc import Sequence
 
 import jax
 
-from models.sharding import batch_parts_of
 from mxjax.implementations import choose_implementation
 from training import memory
+from training.device_memory import gib, memory_limit
 from training.mesh import make_mesh
 from training.metrics import in_words
-from training.progress import command_to_continue
-from training.rates import gib, memory_limit
-from training.schedule import Phase
+from training.policy_schedule import Phase, phase_at
+from training.resume import command_to_continue
 from training.setup import Run
 from training.step import TrainState
 
 
 def introduction(run: Run, state: TrainState) -> str:
-    """Returns what is worth knowing before the first step."""
+    """Returns the introduction: model, data, policies, devices and the memory estimate."""
     config, model = run.config, run.model
     tokens = config.steps * config.data.tokens_a_step
     return "\n".join(
@@ -36,31 +35,30 @@ def introduction(run: Run, state: TrainState) -> str:
 
 
 def mesh_text(mesh: jax.sharding.Mesh) -> str:
-    """Returns how many devices there are and what each axis of the mesh has of them."""
+    """Returns the number of devices and the mesh axes that share them."""
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
     return f"{mesh.size} x ({axes})" if axes else "1 x"
 
 
 def phase_lines(phase: Phase) -> list[str]:
-    """Returns a phase's policy and what it is for each layer, in lines."""
+    """Returns lines with a phase's policy and that of each layer."""
     start = "" if phase.first_step == 1 else f" from step {phase.first_step}"
     return [f"policy {phase.policy}{start}:", *(f"  {line}" for line in str(phase.layers).splitlines())]
 
 
 def memory_estimate(run: Run, state: TrainState) -> str:
-    """Returns what a step takes on a device, its share of what there is, and what to do if it is too much."""
+    """Returns the memory of a step on a device, its share of the total, and advice if it is too much."""
     config = run.config
-    with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces what one device has
+    with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
         needed = memory.step_memory(
             run.model,
-            run.phase.layers,
+            phase_at(run.phases, int(state.step)).layers,
             state.params,
             state.opt_state,
             batch_size=config.data.batch_size,
             seq_len=config.data.seq_len,
             accumulate=config.accumulate,
-            batch_shards=batch_parts_of(run.mesh.shape),
-            tensor=run.mesh.shape["tensor"],
+            mesh=run.mesh.shape,
             remat=config.remat,
             implementation=config.precision.implementation,
         )
@@ -78,13 +76,14 @@ def memory_estimate(run: Run, state: TrainState) -> str:
 def summary(
     run: Run, step: int, done: bool, evaluation: dict[str, float], step_times: Sequence[float]
 ) -> str:
-    """Returns what is worth knowing after the last step taken.
+    """Returns the summary: the last evaluation, the speed, and the commands that come next.
 
     Args:
-      step: that one's.
-      done: nothing of the run remains.
-      evaluation: the last; nothing if this start of the run made none, since it had nothing to do.
-      step_times: in seconds, of this start.
+      run: the run.
+      step: the last step taken.
+      done: the run is complete.
+      evaluation: the last evaluation; empty if there was nothing left to do.
+      step_times: seconds of each step since this start.
     """
     config = run.config
     if not evaluation:
@@ -100,7 +99,7 @@ def summary(
 
 
 def times_in_words(step_times: Sequence[float], tokens_a_step: int) -> str:
-    """Returns what steps took, in seconds; the first one compiles."""
+    """Returns the printed form of step times; the first step compiles."""
     compiling, *later = step_times
     then = ""
     if later:

@@ -1,4 +1,4 @@
-"""The training step and the evaluation loop, for any functions from parameters and sequences to losses."""
+"""The training step and the evaluation, for any function from parameters and sequences to losses."""
 
 import functools
 import math
@@ -12,21 +12,21 @@ import optax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from models.sharding import constrain
-from training.layer_amax import amax
+from training.largest_values import largest_values
 
 Loss = Callable[[Any, Int32[Array, "batch length+1"], jax.Array], Float32[Array, ""]]
-"""From parameters, sequences and a key to the mean cross-entropy of the tokens but each first, in nats."""
+"""Maps parameters, sequences and a key to the mean cross-entropy of all tokens but the first, in nats."""
 Losses = Callable[[Any, Int32[Array, "batch length+1"], jax.Array], Float32[Array, "batch length"]]
-"""The same, not averaged."""
+"""Maps the same to the cross-entropy of each token."""
 
 
 class TrainState(NamedTuple):
     """Everything that a step changes.
 
     Attributes:
-      step: how many have been taken, those skipped included.
-      finite: whether every loss and gradient so far was, apart from those of steps skipped.
-      skipped: how many steps have been.
+      step: number of steps taken, skipped ones included.
+      finite: whether every loss and gradient so far was finite, apart from those of skipped steps.
+      skipped: number of skipped steps.
     """
 
     step: Int32[Array, ""]
@@ -37,20 +37,22 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What a step reports; the loss is that of the parameters before it.
+    """The metrics of a step.
 
     Attributes:
-      finite: whether the state has taken the step.
-      skipped: how many steps before this one were.
-      amax: the layers' largest absolute gradient, and parameter before the step, see `amax_names`; zeros if
-        the step is finite.
+      loss: mean loss before the update.
+      grad_norm: global norm of the gradient, before clipping.
+      finite: whether the state has been updated.
+      skipped: number of steps skipped before this one.
+      largest: `largest_values` of the gradients and of the parameters before the step; zeros if the step is
+        finite.
     """
 
     loss: Float32[Array, ""]
     grad_norm: Float32[Array, ""]
     finite: Bool[Array, ""]
     skipped: Int32[Array, ""]
-    amax: Float32[Array, "2 layers"]
+    largest: Float32[Array, "2 layers"]
 
 
 def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -70,36 +72,18 @@ def make_train_step(
 ):
     """Returns the jitted `step(state, batch, key) -> (state, metrics)`; the state is donated.
 
-    With `accumulate` the batch is taken in so many parts, one after another, whose gradients are added: every
-    token weighs the same.
-    With `shardings` the state stays cut up as they say, and so are the gradients: `state_shardings` of
-    `training.mesh` makes them.
-    With `compiler_options` XLA is told so, see `compiler_options` of `training.mesh`.
-
     The random bits of a step are a function of the run's key and the step's number. Once a loss or gradient
-    is not finite, the state stays as it was before that step, so that the step can be looked into. With
-    skip_nonfinite only that step leaves parameters and optimizer as they were, and is counted.
+    is not finite, the state stays as it was before that step, so that the step can be examined.
+
+    Args:
+      loss: the loss to minimize.
+      optimizer: computes the update from the gradients.
+      accumulate: number of parts of a batch that run one after another; their gradients are averaged.
+      skip_nonfinite: skip only the steps that are not finite, and count them.
+      shardings: shardings of the state and gradients, from `training.parameter_sharding`.
+      compiler_options: options for XLA, from `training.mesh.compiler_options`.
     """
-
-    def of_part(params, batch, key):
-        value, grads = jax.value_and_grad(loss)(params, batch, key)
-        return value, grads if shardings is None else jax.lax.with_sharding_constraint(
-            grads, shardings.params
-        )
-
-    def loss_and_grads(params, batch, key):
-        if accumulate == 1:
-            return of_part(params, batch, key)
-        parts = batch.reshape(accumulate, batch.shape[0] // accumulate, batch.shape[1])
-        parts = constrain(parts, None, "batch", None)
-
-        def add(total, part):
-            index, sequences = part
-            found = of_part(params, sequences, jax.random.fold_in(key, index))
-            return jax.tree.map(lambda t, f: t + f / accumulate, total, found), None
-
-        zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        return jax.lax.scan(add, zero, (jnp.arange(accumulate), parts))[0]
+    loss_and_grads = _make_loss_and_grads(loss, accumulate, shardings)
 
     @functools.partial(
         jax.jit,
@@ -114,7 +98,7 @@ def make_train_step(
         value, grads = loss_and_grads(state.params, batch, key)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite
-        params, amax_params = _amax_unless(finite, state.params)
+        params, largest_params = _largest_unless(finite, state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, params)
         updated = (optax.apply_updates(params, updates), opt_state)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, (params, state.opt_state))
@@ -125,22 +109,49 @@ def make_train_step(
             finite=finite | skip_nonfinite,
             skipped=state.skipped + jnp.where(finite, 0, taken),
         )
-        largest = jnp.stack([jnp.where(finite, 0, amax(grads)), amax_params])
+        largest = jnp.stack([jnp.where(finite, 0, largest_values(grads)), largest_params])
         return new, StepMetrics(value, grad_norm, finite, state.skipped, largest)
 
     return step
 
 
-def _amax_unless(finite: Bool[Array, ""], params) -> tuple[Any, Float32[Array, " layers"]]:
-    """Returns the parameters and their `amax`, zeros if `finite`: only where it is looked at, since another
-    pass over all parameters takes time.
+def _make_loss_and_grads(loss: Loss, accumulate: int, shardings: TrainState | None):
+    """Returns `loss_and_grads(params, batch, key)`, which accumulates over parts of the batch."""
 
-    It is made before the parameters that are returned can be overwritten, which else are copied.
+    def of_part(params, batch, key):
+        value, grads = jax.value_and_grad(loss)(params, batch, key)
+        return value, grads if shardings is None else jax.lax.with_sharding_constraint(
+            grads, shardings.params
+        )
+
+    if accumulate == 1:
+        return of_part
+
+    def loss_and_grads(params, batch, key):
+        parts = batch.reshape(accumulate, batch.shape[0] // accumulate, batch.shape[1])
+        parts = constrain(parts, None, "batch", None)
+
+        def add(total, part):
+            index, sequences = part
+            found = of_part(params, sequences, jax.random.fold_in(key, index))
+            return jax.tree.map(lambda t, f: t + f / accumulate, total, found), None
+
+        zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        return jax.lax.scan(add, zero, (jnp.arange(accumulate), parts))[0]
+
+    return loss_and_grads
+
+
+def _largest_unless(finite: Bool[Array, ""], params) -> tuple[Any, Float32[Array, " layers"]]:
+    """Returns the parameters and their largest values, or zeros if `finite`.
+
+    A pass over all parameters takes time, so it happens only when its result is needed. The barrier makes it
+    happen before the returned parameters can be overwritten; otherwise XLA copies them.
     """
     largest = jax.lax.cond(
         finite,
-        lambda tree: jnp.zeros_like(amax(tree)),
-        lambda tree: amax(jax.lax.optimization_barrier(tree)),  # XLA makes cheap branches whatever `finite`
+        lambda tree: jnp.zeros_like(largest_values(tree)),
+        lambda tree: largest_values(jax.lax.optimization_barrier(tree)),  # or XLA runs both branches
         params,
     )
     return jax.lax.optimization_barrier((params, largest))
@@ -149,7 +160,7 @@ def _amax_unless(finite: Bool[Array, ""], params) -> tuple[Any, Float32[Array, "
 def make_eval_step(losses: Losses):
     """Returns the jitted `eval_step(params, batch, key, weights) -> sum of the batch's token losses`.
 
-    With `weights` [batch] every sequence's losses are multiplied by its own.
+    `weights` [batch] multiply the losses of each sequence; None weighs all by 1.
     """
 
     @jax.jit
@@ -165,7 +176,7 @@ def make_eval_step(losses: Losses):
 def evaluate(eval_step, params, batches: Iterable[Int32[np.ndarray, "batch length"]]) -> dict[str, float]:
     """Returns the mean loss over all tokens of all batches, its perplexity, and the number of tokens.
 
-    Random bits, where a policy draws any, are the same at every evaluation.
+    A policy that draws random bits draws the same ones in every evaluation.
     """
     total, tokens = 0.0, 0
     for i, batch in enumerate(batches):

@@ -2,16 +2,16 @@
 
     python -m benchmarks.paper_models.mi355x [--builds DIR] [--write docs/mi355x.md]
 
-Compiles the gfx950 kernels that the model needs (no GPU is used), or reads what `mxjax.kernels.aot --out DIR`
-wrote. Prints the tables of docs/mi355x.md, and JSON last. `--write` puts the tables into that document and
-the builds' numbers into docs/results/gfx950-builds.json.
+Compiles the gfx950 kernels that the model needs, without a GPU, or reads the builds in the folder that
+`mxjax.kernels.aot --out DIR` wrote. Prints all tables, and JSON last. `--write` puts those of
+`DOCUMENTED` into docs/mi355x.md and the builds' numbers into docs/results/gfx950-builds.json.
 """
 
 import argparse
 import json
 import pathlib
 
-from benchmarks.markdown import insert, table
+from benchmarks.markdown import insert
 from benchmarks.paper_models.mi355x_builds import (
     compile_builds,
     find_gemm,
@@ -21,65 +21,25 @@ from benchmarks.paper_models.mi355x_builds import (
     rounds,
     vector_per_element,
 )
-from benchmarks.paper_models.mi355x_rates import CASES, HBM, MEASURED, PEAK, VECTOR_RATE, Case, gemm_seconds
-from benchmarks.paper_models.roofline import kind_of, pass_bytes
-from models.configs import get_config
+from benchmarks.paper_models.mi355x_model import (
+    POLICIES,
+    block_seconds,
+    gain,
+    quantize_seconds,
+    step_seconds,
+)
+from benchmarks.paper_models.mi355x_rates import CASES, HBM, MEASURED, PEAK, VECTOR_RATE, gemm_seconds
+from benchmarks.paper_models.roofline import pass_bytes
 from mxjax.kernels import shapes
+from mxjax.kernels.tables import table
 
-POLICIES = ("bf16", "fp8", "wgrad_hadamard", "full_hadamard")
-MODEL = get_config("llama3.1-8b")
-SEQUENCE = 8192
-DEVICES = 8  # that the optimizer's state is sharded over
+DOCUMENTED = ("rates", "steps 8192", "paper")
+"""The tables that docs/mi355x.md holds; the others are printed only."""
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results" / "gfx950-builds.json"
 
 
-def quantize_seconds(
-    tensor: shapes.TensorShape, policy: str, builds: list[dict], case: Case
-) -> tuple[float, str]:
-    """Returns the larger of the times to move bytes and to issue vector instructions, and which it is."""
-    kind = kind_of(policy, "fprop")
-    memory = pass_bytes(tensor, kind, case.fp8_reads) / (HBM * case.memory)
-    vector = 0.0
-    if kind == "mxfp4":
-        per_element = vector_per_element(find_quantizer(builds, tensor, policy))
-        vector = per_element * tensor.rows * tensor.columns / VECTOR_RATE
-    return max((memory, "HBM"), (vector, "vector"))
-
-
-def block_seconds(policy: str, tokens: int, builds: list[dict], case: Case) -> dict[str, float]:
-    """Returns the times of the four linear layers of one block, forward and backward."""
-    gemms = sum(
-        gemm_seconds(s, kind_of(policy, s.name.split(".")[-1]), case)[0] for s in shapes.gemms(tokens)
-    )
-    passes = sum(quantize_seconds(t, policy, builds, case)[0] for t in shapes.tensors(tokens))
-    return {"gemms": gemms, "quantization": passes}
-
-
-def other_seconds(tokens: int, case: Case) -> dict[str, float]:
-    """Returns the times of what no policy changes: attention, head, passes over memory, optimizer."""
-    m = MODEL
-    # A product of causal attention takes S^2 d FLOPs a sequence; two products forward, five backward.
-    attention = 7 * SEQUENCE * tokens * m.n_heads * m.head_dim * m.n_layers
-    head = 6 * tokens * m.d_model * m.vocab_size
-    d, f, rope = m.d_model, m.d_ff, 2 * (m.n_heads + m.n_kv_heads) * m.head_dim
-    # Elements read and written a token by norms, residual sums, RoPE and the gated MLP, forward and backward.
-    moved = (4 * d + 6 * d + rope + 3 * f) + (6 * d + 6 * d + rope + 5 * f)
-    return {
-        "attention": attention / (PEAK["bf16"] * case.attention),
-        "head": head / (PEAK["bf16"] * case.gemm["bf16"]),
-        "elementwise": 2 * moved * tokens * m.n_layers / (HBM * case.memory),
-        # float32: gradient, weight, two moments read; the last three written; the gradient read for its norm.
-        "optimizer": 32 * m.n_params / DEVICES / (HBM * case.memory),
-    }
-
-
-def step_seconds(policy: str, tokens: int, builds: list[dict], case: Case) -> dict[str, float]:
-    """Returns the times of the parts of a training step."""
-    block = block_seconds(policy, tokens, builds, case)
-    return {name: time * MODEL.n_layers for name, time in block.items()} | other_seconds(tokens, case)
-
-
 def rates_table() -> str:
+    """Returns the peaks, the measured rates and their ratios."""
     rows = [
         [
             f"{label} matrix, TFLOP/s",
@@ -110,6 +70,7 @@ def rates_table() -> str:
 
 
 def kernels_table(builds: list[dict]) -> str:
+    """Returns the resources of the builds, by kernel, dtype and tile."""
     groups: dict[tuple, list[dict]] = {}
     for b in builds:
         c = b["constants"]
@@ -128,6 +89,7 @@ def kernels_table(builds: list[dict]) -> str:
 
 
 def loop_table(builds: list[dict]) -> str:
+    """Returns the cycles of the GEMMs' main loops by resource."""
     gemms = [b for b in builds if "M" in b["constants"]]
     rows = {}
     for b in gemms:
@@ -139,6 +101,7 @@ def loop_table(builds: list[dict]) -> str:
 
 
 def gemms_table(tokens: int, builds: list[dict]) -> str:
+    """Returns the times of each GEMM by format."""
     rows = []
     for s in shapes.gemms(tokens):
         peak, reached = ([f"{gemm_seconds(s, k, case)[0] * 1e6:,.0f}" for k in PEAK] for case in CASES[:2])
@@ -151,6 +114,7 @@ def gemms_table(tokens: int, builds: list[dict]) -> str:
 
 
 def passes_table(tokens: int, builds: list[dict]) -> str:
+    """Returns the times, bytes and vector instructions of each quantization pass."""
     rows = []
     for t in shapes.tensors(tokens):
         row = [t.name, f"{t.rows} x {t.columns}"]
@@ -165,6 +129,7 @@ def passes_table(tokens: int, builds: list[dict]) -> str:
 
 
 def blocks_table(builds: list[dict]) -> str:
+    """Returns the times of a block's linear layers by policy."""
     rows = []
     for tokens in shapes.TOKENS:
         for policy in POLICIES:
@@ -179,6 +144,7 @@ def blocks_table(builds: list[dict]) -> str:
 
 
 def steps_table(tokens: int, builds: list[dict]) -> str:
+    """Returns the times of a step's parts by policy."""
     rows = []
     for case in CASES[:3]:
         for policy in POLICIES:
@@ -190,14 +156,8 @@ def steps_table(tokens: int, builds: list[dict]) -> str:
     return table(f"policy | rates | {names}", rows)
 
 
-def gain(policy: str, tokens: int, builds: list[dict], case: Case, block: bool = False) -> float:
-    """Returns by how much more steps, or blocks' linear layers, a policy does in a time than fp8."""
-    seconds = block_seconds if block else step_seconds
-    fp8, other = (sum(seconds(p, tokens, builds, case).values()) for p in ("fp8", policy))
-    return fp8 / other - 1
-
-
 def paper_table(builds: list[dict]) -> str:
+    """Returns each policy's gain over fp8 beside the paper's."""
     rows = []
     for case in CASES:
         for block in (True, False):
@@ -211,7 +171,7 @@ def paper_table(builds: list[dict]) -> str:
 
 
 def tables(builds: list[dict]) -> dict[str, str]:
-    """Returns the document's tables by the names of their markers."""
+    """Returns all tables by name, which is also that of their markers in the document."""
     named = {"rates": rates_table(), "kernels": kernels_table(builds), "loop": loop_table(builds)}
     for tokens in shapes.TOKENS:
         named[f"gemms {tokens}"] = gemms_table(tokens, builds)
@@ -223,6 +183,7 @@ def tables(builds: list[dict]) -> dict[str, str]:
 
 
 def main() -> None:
+    """Prints the tables, and writes them if the command line says so."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.paper_models.mi355x", description="A roofline for MI355X."
     )
@@ -232,7 +193,7 @@ def main() -> None:
     builds = read_builds(options.builds) if options.builds else compile_builds()
     named = tables(builds)
     if options.write:
-        options.write.write_text(insert(options.write.read_text(), named))
+        options.write.write_text(insert(options.write.read_text(), {k: named[k] for k in DOCUMENTED}))
         RESULTS.write_text("[\n" + ",\n".join(json.dumps(b) for b in builds) + "\n]\n")
     for name, content in named.items():
         print(f"{name}\n\n{content}\n")

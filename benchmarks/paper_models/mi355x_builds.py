@@ -1,4 +1,4 @@
-"""The gfx950 builds that the roofline for MI355X reads: which ones, and what their machine code says."""
+"""The gfx950 builds that the roofline for MI355X needs, and the numbers that it takes from their code."""
 
 import json
 import pathlib
@@ -14,7 +14,7 @@ from mxjax.policy import Rotation
 
 
 def sides(tensor: shapes.TensorShape, policy: str) -> tuple[int, int]:
-    """Returns the sizes of the rotations along the rows and along the columns of a tensor, 1 without."""
+    """Returns the rotation sizes along the rows and the columns of a tensor; 1 is no rotation."""
     p = mxjax.get_policy(policy)
     rows, columns = {
         "activation": (p.fprop, p.wgrad),
@@ -29,7 +29,7 @@ def _size(rotation: Rotation | None) -> int:
 
 
 def find_quantizer(builds: list[dict], tensor: shapes.TensorShape, policy: str) -> dict:
-    """Returns the build that quantizes a tensor along both axes, if possible that of its own shape."""
+    """Returns a build that quantizes a tensor along both axes, the one for its shape if there is one."""
     rows, columns = sides(tensor, policy)
     dtype = "float32" if tensor.name.endswith("weight") else "bfloat16"
     wanted = {"ROW_FORM": "packed", "COLUMN_FORM": "packed", "ROW_ROTATION": rows, "COLUMN_ROTATION": columns}
@@ -52,20 +52,20 @@ def find_gemm(builds: list[dict], shape: shapes.GemmShape) -> dict:
 
 
 def vector_per_element(build: dict) -> float:
-    """Returns the vector instructions that a lane executes for each element of a quantizer's tile."""
+    """Returns the vector instructions of a lane for each element of a quantizer's tile."""
     count = sum(build["kernel"].get(name, 0) for name in ("vector", "convert", "accumulator_move"))
     return count * build["warps"] * WAVE / (build["constants"]["BLOCK_R"] * build["constants"]["BLOCK_C"])
 
 
 def rounds(build: dict) -> tuple[int, float]:
-    """Returns how often the compute units take a program each, and the fraction of them that is busy."""
+    """Returns the rounds in which each compute unit runs one program, and the fraction of busy units."""
     c = build["constants"]
     programs = -(-c["M"] // c["BLOCK_M"]) * -(-c["N"] // c["BLOCK_N"])
     return -(-programs // UNITS), programs / (-(-programs // UNITS) * UNITS)
 
 
 def loop_cycles(build: dict) -> dict[str, float]:
-    """Returns the cycles that a pass of a GEMM's main loop takes of each resource, and the bytes it loads."""
+    """Returns the cycles of each resource in one pass of a GEMM's main loop, and the bytes loaded."""
     c, waves, loop = build["constants"], build["warps"], build["main_loop"]
     return {
         "matrix": 2 * c["BLOCK_M"] * c["BLOCK_N"] * c["BLOCK_K"] / MATRIX_FLOPS["mxfp4"],
@@ -77,32 +77,32 @@ def loop_cycles(build: dict) -> dict[str, float]:
 
 
 def needed(builds: list[dict]) -> list[dict]:
-    """Returns the builds that the model reads, each once."""
+    """Returns the builds that the model needs, each once."""
     found = [find_gemm(builds, s) for tokens in shapes.TOKENS for s in shapes.gemms(tokens)]
     for policy in ("wgrad_hadamard", "full_hadamard"):
         found += [find_quantizer(builds, t, policy) for n in shapes.TOKENS for t in shapes.tensors(n)]
     return list({build["name"]: build for build in found}.values())
 
 
-def summarize(description: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the model reads of a build that `mxjax.kernels.aot` describes."""
-    opcodes = description["main_loop"]["opcodes"]
+def summarize(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the numbers that the model takes from a record of `mxjax.kernels.aot`."""
+    opcodes = record["main_loop"]["opcodes"]
     widths = [(re.match(r"ds_read(2\w*)?_[bui](\d+)", name), count) for name, count in opcodes.items()]
     return {
-        "name": description["name"],
-        "dtype": next(a["dtype"] for a in description["arguments"] if a["name"] in ("x", "out")),
-        "constants": description["constants"],
-        "warps": description["warps"],
-        "shared_bytes": description["shared_bytes"],
-        "resources": description["resources"],
-        "main_loop": description["main_loop"]["classes"],
-        "kernel": description["whole_kernel"]["classes"],
+        "name": record["name"],
+        "dtype": next(a["dtype"] for a in record["arguments"] if a["name"] in ("x", "out")),
+        "constants": record["constants"],
+        "warps": record["warps"],
+        "shared_bytes": record["shared_bytes"],
+        "resources": record["resources"],
+        "main_loop": record["main_loop"]["classes"],
+        "kernel": record["whole_kernel"]["classes"],
         "lds_bytes": sum((2 if m[1] else 1) * int(m[2]) // 8 * count for m, count in widths if m),
     }
 
 
 def read_builds(folder: pathlib.Path) -> list[dict]:
-    """Returns the needed ones of the builds under a folder that `mxjax.kernels.aot` wrote."""
+    """Reads the needed builds from a folder that `mxjax.kernels.aot` wrote."""
     paths = sorted((folder / "gfx950").glob("*.json"))
     return needed([summarize(json.loads(path.read_text())) for path in paths])
 

@@ -1,4 +1,4 @@
-"""What an MI355X reaches: AMD's published peaks, rates that others measured, and a GEMM's time by them."""
+"""Rates of an MI355X: AMD's published peaks, rates that others measured, and a GEMM's time from them."""
 
 from typing import NamedTuple
 
@@ -6,22 +6,22 @@ from benchmarks.paper_models.roofline import gemm_bytes
 from mxjax.kernels import shapes
 
 UNITS, SIMDS, CLOCK = 256, 4, 2.4e9
-WAVE, ISSUE_CYCLES = 64, 4  # a SIMD of 16 lanes takes a vector instruction of 64 lanes in 4 cycles
-LDS_BYTES = 256  # read in a cycle by a compute unit
-# FLOPs in a cycle of a compute unit; times UNITS * CLOCK these are AMD's 2.5166, 5.0332, 10.0663 PFLOP/s.
+WAVE, ISSUE_CYCLES = 64, 4  # a SIMD of 16 lanes issues an instruction for 64 lanes in 4 cycles
+LDS_BYTES = 256  # that a compute unit reads in a cycle
+# FLOPs of a compute unit in a cycle; times UNITS * CLOCK they are AMD's 2.5166, 5.0332 and 10.0663 PFLOP/s.
 MATRIX_FLOPS = {"bf16": 4096, "fp8": 8192, "mxfp4": 16384}
 PEAK = {kind: flops * UNITS * CLOCK for kind, flops in MATRIX_FLOPS.items()}
 HBM = 8e12
-VECTOR_RATE = UNITS * SIMDS * WAVE / ISSUE_CYCLES * CLOCK  # instructions of one lane, a second
+VECTOR_RATE = UNITS * SIMDS * WAVE / ISSUE_CYCLES * CLOCK  # lane instructions a second
 
 
 class Case(NamedTuple):
-    """What is assumed: the fractions of the peaks that are reached, and how FP8 finds its scales.
+    """Assumptions: the fractions of the peaks that are reached, and how FP8 finds its scales.
 
     Attributes:
-      gemm: the fraction that each kind of GEMM reaches.
-      attention, memory: those of attention and of passes over memory.
-      fp8_reads: of a tensor that is quantized to FP8: 2 with current scaling, 1 with delayed scaling.
+      gemm: fraction of the peak for each kind of GEMM.
+      attention, memory: fractions for attention and for passes over memory.
+      fp8_reads: reads of a tensor that is quantized to FP8: 2 with current scaling, 1 with delayed scaling.
     """
 
     name: str
@@ -47,7 +47,7 @@ CASES = (
 
 
 def gemm_seconds(shape: shapes.GemmShape, kind: str, case: Case) -> tuple[float, str]:
-    """Returns the larger of the matrix cores' time and of the time to move operands and result once."""
+    """Returns the larger of the matrix cores' time and the time to move operands and result once."""
     matrix = 2 * shape.m * shape.n * shape.k / (PEAK[kind] * case.gemm[kind])
     memory = gemm_bytes(shape, kind) / (HBM * case.memory)
     return max((matrix, "matrix"), (memory, "HBM"))

@@ -1,20 +1,20 @@
-"""What a linear layer's GEMMs and quantization passes move, by format: shared by the models of machines."""
+"""Bytes that a linear layer's GEMMs and quantization passes move: shared by the models of machines."""
 
 import mxjax
 from mxjax.kernels import shapes
 
 OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 0.5 + 1 / 32}
-"""Of an element of a GEMM's operand, scales included."""
+"""Bytes an element of a GEMM's operand, scales included, by format."""
 
 
 def kind_of(policy: str, gemm: str) -> str:
-    """Returns in which of OPERAND_BYTES' formats a GEMM of a policy multiplies."""
+    """Returns the format, a key of OPERAND_BYTES, in which a GEMM of a policy multiplies."""
     name = getattr(mxjax.get_policy(policy), gemm).lhs.format
     return "fp8" if name.startswith("fp8") else name
 
 
 def gemm_bytes(shape: shapes.GemmShape, kind: str) -> float:
-    """Returns the bytes of both operands and of the result: bfloat16, in Wgrad float32."""
+    """Returns the bytes of both operands and of the result, float32 in Wgrad and else bfloat16."""
     result = 4 if shape.name.endswith("wgrad") else 2
     return (shape.m + shape.n) * shape.k * OPERAND_BYTES[kind] + shape.m * shape.n * result
 
@@ -22,8 +22,8 @@ def gemm_bytes(shape: shapes.GemmShape, kind: str) -> float:
 def pass_bytes(tensor: shapes.TensorShape, kind: str, fp8_reads: int = 2) -> float:
     """Returns the bytes that quantizing a tensor reads and writes.
 
-    MXFP4: one read, both operands. FP8: with current scaling one read for the largest magnitude and one to
-    convert; one operand that both GEMMs share. BF16: the weights are cast. Weights are float32, the others
+    MXFP4 reads once and writes both operands. FP8 with current scaling reads once for the largest magnitude
+    and once to convert; both GEMMs share one operand. BF16 casts the weights. Weights are float32, others
     bfloat16.
     """
     weight = tensor.name.endswith("weight")

@@ -1,11 +1,12 @@
-"""What training Llama 3.1 would take on 8 to 8,192 MI355X, on paper: time, memory and the best mesh.
+"""Time, memory and the best mesh for training Llama 3.1 on 8 to 8,192 MI355X, on paper.
 
     python -m benchmarks.paper_models.scaling [--machine mi355x] [--write docs/scaling.md] [--out FILE]
     python -m benchmarks.paper_models.scaling --check RESULTS.json [RESULTS.json …]
 
-The first searches the meshes for each model, number of devices and policy (scaling_model.py) and
-prints the tables of docs/scaling.md. The second compares the same model, at an H200's rates, with what
-`benchmarks.train_speed --out` measured: give it the runs on one device and on several. JSON comes last.
+The first searches the meshes for each model, number of devices and policy (scaling_model.py) and prints all
+tables; `--write` puts those of `DOCUMENTED` into docs/scaling.md. The second compares the same model, at an
+H200's rates, with what `benchmarks.train_speed --out` measured: give it the runs on one device and on
+several. JSON comes last.
 """
 
 import argparse
@@ -15,22 +16,26 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.markdown import insert, table
+from benchmarks.markdown import insert
 from benchmarks.paper_models.scaling_machines import MACHINES, Machine
 from benchmarks.paper_models.scaling_model import Plan, best_plan, describe
 from models.configs import get_config
+from mxjax.kernels.tables import table
 
 MODELS = ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b")
 DEVICES = (8, 32, 128, 512, 2048, 8192)
 POLICIES = ("bf16", "fp8", "full_hadamard")
 SEQUENCES = 2048
-"""A step's, of 8,192 tokens: 16.8 million tokens, about what Llama 3 405B ended with (arXiv 2407.21783)."""
+"""Sequences of 8,192 tokens in a step: 16.8 M tokens, as at the end of Llama 3 405B (arXiv 2407.21783)."""
+
+DOCUMENTED = ("summary",)
+"""The tables that docs/scaling.md holds; the others are printed only."""
 
 
 def survey(machine: Machine, devices: Sequence[int] = DEVICES) -> list[dict[str, Any]]:
-    """Returns the best plan of every model, number of devices and policy, with "plan" None where none fits.
+    """Returns the best plan of every model, number of devices and policy; "plan" is None where none fits.
 
-    Where there are more devices than sequences in a step, also with one sequence for each device.
+    If there are more devices than sequences in a step, a second line has one sequence a device.
     """
     found = []
     for model in MODELS:
@@ -45,7 +50,7 @@ def survey(machine: Machine, devices: Sequence[int] = DEVICES) -> list[dict[str,
 
 
 def best_table(found: Iterable[dict[str, Any]]) -> str:
-    """Returns each plan in a line: mesh, memory, time, and its speed over fp8's with as many devices."""
+    """Returns a line for each plan: mesh, memory, time, and its gain over fp8 on as many devices."""
     found = list(found)
     fp8 = {_key(f): f["step_seconds"] for f in found if f["policy"] == "fp8" and f["plan"]}
     rows = []
@@ -64,8 +69,27 @@ def best_table(found: Iterable[dict[str, Any]]) -> str:
     return table(f"{names} | step, s | without overlap | tokens/s a GPU | MFU | over fp8", rows)
 
 
+def summary_table(found: Iterable[dict[str, Any]]) -> str:
+    """Returns full_hadamard's plans and their gain over fp8, a line for each model and number of devices."""
+    pairs: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for f in found:
+        pairs.setdefault(_key(f), {})[f["policy"]] = f
+    rows = []
+    for (model, devices, sequences), plans in pairs.items():
+        fp8, mxfp4 = plans["fp8"], plans["full_hadamard"]
+        if sequences != SEQUENCES or devices == 32:  # 32 GPUs show nothing that 8 and 128 do not
+            continue
+        if fp8["plan"] is None or mxfp4["plan"] is None:
+            rows.append([model, devices, "does not fit", *[""] * 4])
+            continue
+        row = [model, devices, _mesh(mxfp4["plan"]), f"{sum(mxfp4['memory_bytes'].values()) / 1e9:.0f}"]
+        row += [f"{mxfp4['step_seconds']:.3g}", f"{mxfp4['tokens_per_s_per_device']:,.0f}"]
+        rows.append([*row, f"{fp8['step_seconds'] / mxfp4['step_seconds'] - 1:+.0%}"])
+    return table("model | GPUs | mesh | GB | step, s | tokens/s a GPU | over fp8", rows)
+
+
 def parts_table(found: Iterable[dict[str, Any]]) -> str:
-    """Returns the parts of the plans' steps in hundredths; those that overlap make it more than 100."""
+    """Returns the parts of the plans' steps in percent; overlapping parts add up to more than 100."""
     rows = []
     for f in found:
         if f["plan"]:
@@ -76,7 +100,7 @@ def parts_table(found: Iterable[dict[str, Any]]) -> str:
 
 
 def machines_table() -> str:
-    """Returns the rates that the model takes."""
+    """Returns the rates of the machines."""
     rows = []
     for machine in MACHINES.values():
         rates = [f"{machine.gemm[kind] / 1e12:,.0f}" for kind in ("bf16", "fp8", "mxfp4")]
@@ -88,8 +112,8 @@ def machines_table() -> str:
 
 
 def tables(found: list[dict[str, Any]]) -> dict[str, str]:
-    """Returns the document's tables by the names of their markers."""
-    named = {"machines": machines_table()}
+    """Returns all tables by name, which is also that of their markers in the document."""
+    named = {"machines": machines_table(), "summary": summary_table(found)}
     for model in MODELS:
         named[model] = best_table(f for f in found if f["model"] == model)
     shown = [f for f in found if f["devices"] in (8, 512, 2048) and f["policy"] != "bf16"]
@@ -107,7 +131,7 @@ def _mesh(plan: dict[str, Any]) -> str:
 def plan_of(job: dict[str, Any]) -> Plan:
     """Returns the plan of a measured job; without a mesh, fsdp over all its devices.
 
-    Of `--remat`, "full" alone counts as recomputing: what the others recompute is not in the model.
+    Only `--remat full` counts as recomputing: the model has no other recomputation.
     """
     sizes = {"data": 1, "fsdp": 1, "tensor": 1}
     for part in (job["mesh"] or f"fsdp={job['devices']}").split(","):
@@ -118,9 +142,9 @@ def plan_of(job: dict[str, Any]) -> Plan:
 
 
 def compare(results: Iterable[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:
-    """Returns measured and computed step times of every policy of ours that was measured.
+    """Returns measured and computed step times of each of our measured policies.
 
-    "scaling" is tokens/s a device over that of the same policy on the fewest devices.
+    "scaling" is tokens/s a device relative to the same policy on the fewest devices.
     """
     times: dict[str, list[float]] = {}
     jobs: dict[str, dict[str, Any]] = {}
@@ -157,7 +181,7 @@ def _rate(f: dict[str, Any], name: str) -> float:
 
 
 def compare_table(found: Iterable[dict[str, Any]]) -> str:
-    """Returns the comparison in lines."""
+    """Returns the comparison as a table."""
     rows = []
     for f in found:
         row = [f["policy"], f["model"], f["devices"], f["mesh"] or "-", f["batch"], f["remat"]]
@@ -169,11 +193,11 @@ def compare_table(found: Iterable[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints what the command line asks for."""
+    """Prints the survey or the comparison that the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paper_models.scaling", description=__doc__)
     parser.add_argument("--machine", choices=sorted(MACHINES), help="default: mi355x; to check: h200")
     parser.add_argument("--write", type=pathlib.Path, help="document to put the tables into")
-    parser.add_argument("--check", type=pathlib.Path, nargs="+", help="what train_speed measured")
+    parser.add_argument("--check", type=pathlib.Path, nargs="+", help="results of train_speed")
     parser.add_argument("--out", type=pathlib.Path, help="file for the numbers as JSON")
     options = parser.parse_args(arguments)
     if options.check:
@@ -186,7 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         numbers = survey(MACHINES[options.machine or "mi355x"])
         named = tables(numbers)
         if options.write:
-            options.write.write_text(insert(options.write.read_text(), named))
+            shown = {name: named[name] for name in DOCUMENTED}
+            options.write.write_text(insert(options.write.read_text(), shown))
         for name, content in named.items():
             print(f"{name}\n\n{content}\n")
     if options.out:

@@ -8,18 +8,18 @@ from benchmarks.paper_models.mi355x_rates import MEASURED
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A GPU and what connects it.
+    """A GPU and its network.
 
     Attributes:
       gemm: FLOP/s by format of the operands.
-      attention: FLOP/s of causal attention, forward and backward, the masked half not counted.
+      attention: FLOP/s of causal attention, forward and backward, without the masked half.
       memory: bytes a second, reads and writes together.
       capacity: bytes of memory.
-      node: GPUs of a node.
-      fast, slow: bytes a second that a GPU sends, and receives, within the node and to other nodes.
+      node: GPUs in a node.
+      fast, slow: bytes a second that a GPU sends and receives, within the node and between nodes.
       latency: seconds of each step of a ring between nodes.
-      carried: MXFP4 operands are written once more, in FP8, for the GEMMs to read.
-      peak: the published dense bfloat16 FLOP/s, which MFU is of.
+      carried: whether MXFP4 operands are written once more, in FP8, for the GEMMs.
+      peak: published dense bfloat16 FLOP/s, the base of MFU.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Machine:
 
 
 USABLE_LINK, USABLE_NIC = 0.75, 0.8
-"""Of a link's and a network card's published rate. The first is what AMD measured of MI300X's links
-(64 GB/s, of which 48 can be used), taken for all; the second is assumed."""
+"""Usable fractions of the published rates of a link and of a network card. The first is AMD's measurement
+of MI300X's links (48 of 64 GB/s), used for all machines; the second is an assumption."""
 NIC = 400e9 / 8 * USABLE_NIC
-"""One of 400 Gb/s for each GPU."""
+"""One card of 400 Gb/s for each GPU."""
 
 _GEMM = {kind: MEASURED[kind] for kind in ("bf16", "fp8")}
-# Seven links of 153.6 GB/s, both directions counted, one to each other GPU of the node.
+# Seven links of 153.6 GB/s in both directions together, one to each other GPU of the node.
 _MI355X = Machine(
     name="MI355X",
     gemm=_GEMM | {"mxfp4": MEASURED["hipblaslt_mxfp4"]},
@@ -58,8 +58,8 @@ MACHINES = {
     "mi355x-best": dataclasses.replace(
         _MI355X, name="MI355X, best MXFP4 GEMM", gemm=_GEMM | {"mxfp4": MEASURED["mxfp4"]}
     ),
-    # GEMMs, attention and a copy as measured on one; NVLink 4 has 900 GB/s, both directions counted. MXFP4's
-    # values are multiplied in FP8.
+    # GEMMs, attention and a copy as measured; NVLink 4 has 900 GB/s in both directions together. MXFP4 values
+    # are multiplied in FP8.
     "h200": Machine(
         name="H200",
         gemm={"bf16": 803e12, "fp8": 1416e12, "mxfp4": 1416e12},

@@ -1,8 +1,8 @@
 """The cost model of a training step on many devices: seconds and bytes of one device, by arithmetic alone.
 
-A mesh is data x fsdp x tensor, as train.py has it. `fsdp` cuts weights, gradients and optimizer state; a
-layer's weights are quantized where they lie and gathered as operands, in the forward pass for Fprop and in
-the backward pass for Dgrad. `tensor` cuts heads and the MLP's width. What may overlap is said in `seconds`.
+A mesh is data x fsdp x tensor, as in train.py. `fsdp` shards weights, gradients and optimizer state. Each
+shard of a layer's weights is quantized locally and gathered as an operand, in the forward pass for Fprop and
+in the backward pass for Dgrad. `tensor` shards heads and the MLP's width. `seconds` says what may overlap.
 """
 
 import dataclasses
@@ -15,20 +15,20 @@ from models.loss import LOSS_TOKENS
 from mxjax.kernels.shapes import Linears, gemms, tensors
 
 OVERLAP = 0.8
-"""Of the time of computing, the part that can hide collectives over `fsdp` and `data`."""
+"""Fraction of the computing time that can hide collectives over `fsdp` and `data`."""
 GRADIENT_BYTES = 4
-"""Of an element of a weight's gradient, as it is reduced: float32."""
+"""Bytes an element of a weight's gradient, which is reduced in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a step is cut up.
+    """How a step is distributed.
 
     Attributes:
       data, fsdp, tensor: the mesh.
-      sequences: of a step, on all devices.
-      micro: sequences that a tensor group takes at once; it takes its share of a step one after another.
-      remat: blocks are computed again in the backward pass.
+      sequences: sequences in a step on all devices.
+      micro: sequences in a microbatch of a tensor group.
+      remat: whether blocks are recomputed in the backward pass.
     """
 
     data: int
@@ -41,22 +41,22 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """Of the mesh."""
+        """Devices of the mesh."""
         return self.data * self.fsdp * self.tensor
 
     @property
     def times(self) -> int:
-        """How many parts, one after another, a tensor group takes of a step."""
+        """Microbatches of a tensor group in a step."""
         return self.sequences // (self.data * self.fsdp * self.micro)
 
     @property
     def tokens(self) -> int:
-        """Of one such part."""
+        """Tokens of a microbatch."""
         return self.micro * self.seq
 
 
 def linears(model: LlamaConfig, tensor: int) -> Linears:
-    """Returns the (d_in, d_out) of a device's part of a block's linear layers."""
+    """Returns the (d_in, d_out) of a device's shard of a block's linear layers."""
     inner = model.n_heads * model.head_dim
     return {
         "attention.qkv": (model.d_model, model.qkv_size // tensor),
@@ -67,7 +67,7 @@ def linears(model: LlamaConfig, tensor: int) -> Linears:
 
 
 def gemm_seconds(model: LlamaConfig, policy: str, machine: Machine, plan: Plan) -> float:
-    """Returns the time of a part's linear layers; recomputed, Fprop runs twice, but not mlp.down's."""
+    """Returns the time of a microbatch's linear layers; remat runs Fprop twice, except mlp.down's."""
     total = 0.0
     for shape in gemms(plan.tokens, linears(model, plan.tensor)):
         layer, use = shape.name.rsplit(".", 1)
@@ -79,14 +79,14 @@ def gemm_seconds(model: LlamaConfig, policy: str, machine: Machine, plan: Plan) 
 
 
 def quantize_seconds(model: LlamaConfig, policy: str, machine: Machine, plan: Plan) -> float:
-    """Returns the time to quantize a part's operands: each device its own shard of the weights.
+    """Returns the time to quantize a microbatch's operands; each device quantizes its shard of the weights.
 
-    Recomputed, activations and weights are quantized twice. The passes are limited by memory.
+    Remat quantizes activations and weights twice. Memory limits these passes.
     """
     kind, total = kind_of(policy, "fprop"), 0.0
     for tensor in tensors(plan.tokens, linears(model, plan.tensor)):
         moved = pass_bytes(tensor, kind)
-        if machine.carried and kind == "mxfp4":  # both operands, read packed and written in FP8
+        if machine.carried and kind == "mxfp4":  # both operands are read packed and written in FP8
             moved += 2 * (OPERAND_BYTES["mxfp4"] + OPERAND_BYTES["fp8"]) * tensor.rows * tensor.columns
         what = tensor.name.rsplit(".", 1)[-1]
         shards = plan.fsdp if what == "weight" else 1
@@ -96,7 +96,7 @@ def quantize_seconds(model: LlamaConfig, policy: str, machine: Machine, plan: Pl
 
 
 def compute_parts(model: LlamaConfig, policy: str, machine: Machine, plan: Plan) -> dict[str, float]:
-    """Returns the seconds of a step in which a device computes, by what."""
+    """Returns the seconds in which a device computes in a step, by part."""
     t, again = plan.tensor, plan.remat
     inner = model.n_heads * model.head_dim
     # A product of causal attention takes S^2 d FLOPs a sequence; two forward, five backward.
@@ -120,10 +120,10 @@ def compute_parts(model: LlamaConfig, policy: str, machine: Machine, plan: Plan)
 
 
 def gather_seconds(size: float, group: int, stride: int, machine: Machine) -> float:
-    """Returns the time to gather `size` bytes from a group of devices, or to sum and scatter so many.
+    """Returns the time to all-gather, or reduce-scatter, `size` bytes over a group of devices.
 
-    The group takes every `stride`-th device. Its part in a node goes over the fast links; each node
-    receives the others' parts through the network cards of its members. Both go on at once, in rings.
+    The group has every `stride`-th device. Traffic within a node takes the fast links; each node receives
+    the others' data through its members' network cards. Both run at once, in rings.
     """
     if group == 1:
         return 0.0
@@ -159,21 +159,21 @@ def traffic_parts(model: LlamaConfig, policy: str, machine: Machine, plan: Plan)
 
 
 def seconds(parts: dict[str, float], overlap: float = OVERLAP) -> float:
-    """Returns a step's time: collectives over fsdp and data beside `overlap` of computing, then the rest."""
+    """Returns a step's time if collectives over fsdp and data hide behind `overlap` of the computing."""
     hidden = parts["fsdp"] + parts["data"]
     compute = sum(parts.values()) - hidden - parts["tensor"]
     return compute + parts["tensor"] + max(0.0, hidden - overlap * compute)
 
 
 def step_parts(model: LlamaConfig, policy: str, machine: Machine, plan: Plan) -> dict[str, float]:
-    """Returns the seconds of everything in a step of one device."""
+    """Returns the seconds of all parts of a step on one device."""
     return compute_parts(model, policy, machine, plan) | traffic_parts(model, policy, machine, plan)
 
 
 def memory_bytes(model: LlamaConfig, policy: str, plan: Plan) -> dict[str, float]:
-    """Returns what a device holds at most: state, gathered layers and head, activations, logits.
+    """Returns a device's peak memory: state, gathered layers and head, activations, logits.
 
-    An estimate from below: what XLA keeps besides is not known before compiling.
+    This is a lower bound: XLA's own buffers are known only after compiling.
     """
     t, tokens = plan.tensor, plan.tokens
     block = sum(d_in * d_out for d_in, d_out in linears(model, t).values())
@@ -198,7 +198,7 @@ def memory_bytes(model: LlamaConfig, policy: str, plan: Plan) -> dict[str, float
 
 
 def describe(model: LlamaConfig, policy: str, machine: Machine, plan: Plan) -> dict[str, Any]:
-    """Returns a plan's step in numbers, and whether it fits."""
+    """Returns a plan's times, speed and memory, and whether it fits."""
     parts, memory = step_parts(model, policy, machine, plan), memory_bytes(model, policy, plan)
     tokens, time = plan.sequences * plan.seq, seconds(parts)
     flops = tokens * model.flops_per_token(plan.seq) / time / plan.devices
@@ -216,14 +216,14 @@ def describe(model: LlamaConfig, policy: str, machine: Machine, plan: Plan) -> d
 
 
 def fits(memory: dict[str, float], machine: Machine) -> bool:
-    """Returns whether all of it takes nine tenths of the memory at most."""
+    """Whether it takes at most nine tenths of the memory."""
     return sum(memory.values()) <= 0.9 * machine.capacity
 
 
 def best_plan(
     model: LlamaConfig, policy: str, machine: Machine, devices: int, sequences: int, seq: int = 8192
 ) -> Plan | None:
-    """Returns the fastest plan that fits, None if none does; all sizes but `devices` are powers of two."""
+    """Returns the fastest plan that fits, or None; all sizes but `devices` are powers of two."""
     found = []
     for tensor in (1, 2, 4, 8):
         for fsdp in _powers(devices // tensor):

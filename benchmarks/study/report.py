@@ -1,4 +1,4 @@
-"""Tables of a study, made of its runs' JSON files: final losses and differences to fp8, paired by seed."""
+"""Tables of a study from its runs' JSON files: final losses and differences to fp8, paired by seed."""
 
 import json
 import math
@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from benchmarks.markdown import table
 from benchmarks.study.statistics import detectable, has_diverged, holm, paired_difference
+from mxjax.kernels.tables import table
 
 BASELINE = "fp8"
 
 
 def read_runs(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the records of all runs in a folder, ordered by file name."""
+    """Reads the records of all runs in a folder, ordered by file name."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 

@@ -24,7 +24,7 @@ from benchmarks.study.cells import PROTOCOLS, Cell, Protocol, policy_of
 from models import llama
 from models.configs import LlamaConfig, get_config
 from training.config import DataConfig, OptimizerConfig
-from training.data.megatron import PackedCorpus, load_packed
+from training.data.megatron import MegatronCorpus, load_megatron
 from training.environment import facts
 from training.optimizer import make_optimizer
 from training.step import evaluate, init_state, make_eval_step, make_train_step
@@ -73,7 +73,7 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
     """
     settings.out.mkdir(parents=True, exist_ok=True)
     data = DataConfig(data=(settings.data,), eval_data=settings.eval_data, vocab_size=settings.vocab_size)
-    corpus = load_packed(data, settings.vocab_size)
+    corpus = load_megatron(data, settings.vocab_size)
     for cell in cells:
         with _claimed(settings.out / f".{cell.name}.lock") as mine:
             if mine and missing_seeds(settings.out, cell) and not run_cell(cell, cells, corpus, settings):
@@ -81,7 +81,7 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
     return True
 
 
-def run_cell(cell: Cell, cells: Sequence[Cell], corpus: PackedCorpus, settings: Settings) -> bool:
+def run_cell(cell: Cell, cells: Sequence[Cell], corpus: MegatronCorpus, settings: Settings) -> bool:
     """Trains the missing seeds of a cell; returns whether time sufficed."""
     programs = None
     for seed in missing_seeds(settings.out, cell):
@@ -105,7 +105,7 @@ def run_cell(cell: Cell, cells: Sequence[Cell], corpus: PackedCorpus, settings: 
 class Programs:
     """A cell's compiled functions, which all its seeds share."""
 
-    def __init__(self, cell: Cell, corpus: PackedCorpus):
+    def __init__(self, cell: Cell, corpus: MegatronCorpus):
         """Prepares to train a cell; compilation happens at the first step."""
         self.cell, self.corpus, self.protocol = cell, corpus, PROTOCOLS[cell.protocol]
         p = self.protocol
@@ -232,7 +232,7 @@ def _seconds_a_token(cell: Cell, out: pathlib.Path) -> float | None:
 
 def _write(path: pathlib.Path, record: dict[str, Any]) -> None:
     partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.write_text(json.dumps(record) + "\n")
     partial.replace(path)
 
 

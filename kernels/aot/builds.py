@@ -1,46 +1,37 @@
-"""What a kernel module says of each of its ahead-of-time builds, as plain data."""
+"""Ahead-of-time builds as plain data: kernels, their arrays and constants, how to compute their results."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An array that a kernel takes a pointer to.
+    """An array whose address a kernel takes.
 
     Attributes:
-      shape, dtype: as the kernel is compiled for it; row-major.
-      output: whether the kernel writes it.
-      meaning: what it holds, in words.
-      view: shape and dtype by which the reference takes the same bytes, if others.
+      shape, dtype: as the kernel is compiled for; row-major.
+      role: "unused" is an output that this build neither reads nor writes.
+      meaning: what it contains, in words.
+      view: shape and dtype in which the result is defined, if the kernel writes its bytes as other words.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    output: bool = False
+    role: Literal["input", "output", "unused"] = "input"
     meaning: str = ""
     view: tuple[tuple[int, ...], str] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """What a kernel computes, as Python expressions in mxjax's public functions, evaluated in order.
-
-    Each is a value of the namespace under its key. Names of arguments are the arguments' arrays.
+class Expected(NamedTuple):
+    """Names the functions of `mxjax.kernels.aot.expected` that compute a build's inputs and outputs.
 
     Attributes:
-      given: an example of what may be chosen freely.
-      inputs: the inputs that follow from it.
-      expected: what the outputs hold, and what leads there. An output that is missing is not written.
-      agrees: for each output whether `got`, what the kernel wrote, is right.
-      note: what bounds the choice.
+      kind: `gemm` stands for `gemm_inputs` and `gemm_outputs`.
+      arguments: keyword arguments of both, as JSON can hold them.
     """
 
-    given: dict[str, str]
-    inputs: dict[str, str]
-    expected: dict[str, str]
-    agrees: dict[str, str]
-    note: str = ""
+    kind: str
+    arguments: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +39,13 @@ class Build:
     """One kernel to compile.
 
     Attributes:
-      name: of the files written.
+      name: stem of the files that are written.
       kernel: a function decorated with `triton.jit`.
       signature: its pointer arguments in order.
       constants: its constexpr arguments.
       grid: programs along each axis.
-      reference: what it computes.
-      options: of the compiler's backend.
+      expected: how to compute what it must write.
+      options: options of the compiler's backend.
     """
 
     name: str
@@ -62,7 +53,7 @@ class Build:
     signature: dict[str, Argument]
     constants: dict[str, Any]
     grid: tuple[int, ...]
-    reference: Reference
+    expected: Expected
     num_warps: int = 4
     num_stages: int = 1
     options: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -21,17 +21,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from mxjax.kernels.aot.builds import Build
-from mxjax.kernels.aot.record import ALIGNMENT, TYPES, describe
+from mxjax.kernels.aot.record import ALIGNMENT, TYPES, make_record
 from mxjax.kernels.launch import Target
+from mxjax.kernels.tables import table
 
 DESCRIPTION = "Compiles every kernel for the shapes of Llama 3.1 8B, on a machine with or without a GPU."
 TARGETS = ("gfx950", "sm_90", "sm_100")
-MODULES = ("aot.gemm_builds", "aot.quantize_builds", "matmul.carry")
+MODULES = ("gemm_builds", "quantize_builds", "carry_builds")
 
 
 def list_builds(module: str, target: str) -> list[Build]:
-    """Returns the builds of one kernel module."""
-    return importlib.import_module(f"mxjax.kernels.{module}").builds(parse_target(target))
+    """Returns the builds of one of MODULES."""
+    return importlib.import_module(f"mxjax.kernels.aot.{module}").builds(parse_target(target))
 
 
 def parse_target(name: str) -> Target:
@@ -40,13 +41,13 @@ def parse_target(name: str) -> Target:
 
 
 def compile_build(build: Build, target: str) -> CompiledKernel:
-    """Returns the compiled kernel: pointers are multiples of 16 bytes, products and sums are not fused."""
+    """Compiles a build with pointers aligned to 16 bytes, and without fusing products and sums."""
     hip = target.startswith("gfx")
     names = build.kernel.arg_names
     signature = {
         n: "*" + TYPES[build.signature[n].dtype] if n in build.signature else "constexpr" for n in names
     }
-    # As in `lowering.compile_kernel`: the code is the code that runs.
+    # `lowering.compile_kernel` says the same of pointers, so this is the code that runs.
     attributes = {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in build.signature}
     source = ASTSource(
         fn=build.kernel,
@@ -60,33 +61,32 @@ def compile_build(build: Build, target: str) -> CompiledKernel:
 
 
 def build_one(module: str, target: str, name: str, out: Path) -> dict[str, Any]:
-    """Compiles one build, writes its files and returns its description."""
+    """Compiles one build, writes its files and returns its record."""
     [build] = [b for b in list_builds(module, target) if b.name == name]
     compiled = compile_build(build, target)
     hip = target.startswith("gfx")
-    description = describe(build, target, compiled, "" if hip else _resource_usage(compiled.asm["cubin"]))
+    record = make_record(build, target, compiled, "" if hip else _resource_usage(compiled.asm["cubin"]))
     kinds = ("hsaco", "amdgcn") if hip else ("cubin", "ptx", "sass")
-    description["files"] = {kind: f"{name}.{kind}" for kind in kinds}
-    for kind in kinds:
-        _write(out / target / f"{name}.{kind}", compiled.asm[kind])
-    _write(out / target / f"{name}.json", json.dumps(description, indent=2) + "\n")
-    return description
-
-
-def _write(path: Path, content: str | bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_bytes(content if isinstance(content, bytes) else content.encode())
-    os.replace(unfinished, path)
+    record["files"] = {kind: f"{name}.{kind}" for kind in kinds}
+    folder = out / target
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind, file in record["files"].items():
+        content = compiled.asm[kind]
+        (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    return record
 
 
 def build_all(
     wanted: Sequence[tuple[str, str, str]], out: Path, jobs: int
 ) -> tuple[list[dict], dict[str, str]]:
-    """Compiles (module, target, name), by so many processes; returns descriptions, and errors by target and
-    name."""
+    """Compiles each (module, target, name) in `jobs` processes.
+
+    Returns:
+      The records, and the errors by target and name.
+    """
     done, failed = [], {}
-    if jobs == 1:  # here: another process would import JAX and Triton again
+    if jobs == 1:  # in this process: another would import JAX and Triton again
         pool = concurrent.futures.ThreadPoolExecutor(1)
     else:
         context = multiprocessing.get_context("spawn")
@@ -99,7 +99,7 @@ def build_all(
                 done.append(future.result())
             except Exception as error:
                 failed[f"{target} {name}"] = str(error).strip().splitlines()[-1][:500]
-    return sorted(done, key=lambda d: (d["target"], d["name"])), failed
+    return sorted(done, key=lambda record: (record["target"], record["name"])), failed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -109,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--target", action="append", required=True, help=f"one of {', '.join(TARGETS)}; repeatable"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--only", action="append", default=[], help="pattern of names to build; repeatable")
+    only = "pattern of NAME or TARGET/NAME to build; repeatable"
+    parser.add_argument("--only", action="append", default=[], help=only)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiles at a time")
     options = parser.parse_args(arguments)
     for target in options.target:
@@ -122,12 +123,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for target in dict.fromkeys(options.target)
         for module in MODULES
         for build in list_builds(module, target)
-        if not options.only or any(fnmatch.fnmatch(build.name, pattern) for pattern in options.only)
+        if not options.only or _matches(target, build.name, options.only)
     ]
     if not wanted:
         parser.error(f"no build is named like {', '.join(options.only)}")
     done, failed = build_all(wanted, options.out, options.jobs)
-    print_table(done)
+    print(table(COLUMNS, [_row(record) for record in done], padded=True))
     for name, error in sorted(failed.items()):
         print(f"failed: {name}: {error}", file=sys.stderr)
     print(json.dumps(summarize(done, failed)))
@@ -135,47 +136,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def print_table(descriptions: Sequence[dict[str, Any]]) -> None:
-    """Prints one line for each build."""
-    columns = (
-        "target",
-        "name",
-        "tile",
-        "warps",
-        "registers",
-        "spills",
-        "scratch",
-        "shared",
-        "waves",
-        "main loop",
-    )
-    rows = [columns, *(_row(d) for d in descriptions)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+def _matches(target: str, name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(x, pattern) for x in (name, f"{target}/{name}") for pattern in patterns)
 
 
-def _row(description: dict[str, Any]) -> tuple[str, ...]:
-    resources, constants = description["resources"], description["constants"]
-    spills = sum(count for name, count in resources.items() if name.endswith("spills"))
-    return (
-        description["target"],
-        description["name"],
+COLUMNS = "target | name | tile | warps | registers | spills | scratch | shared | waves | main loop"
+
+
+def _row(record: dict[str, Any]) -> list[object]:
+    resources, constants = record["resources"], record["constants"]
+    return [
+        record["target"],
+        record["name"],
         "x".join(str(v) for name, v in constants.items() if name.startswith("BLOCK")),
-        str(description["warps"]),
-        str(resources.get("vgprs", resources.get("registers"))),
-        str(spills),
-        str(resources["scratch_bytes"]),
-        str(description["shared_bytes"]),
-        str(resources.get("waves_per_simd", resources.get("warps_per_multiprocessor", 0) // 4)),
-        " ".join(f"{name} {count}" for name, count in description["main_loop"]["classes"].items()),
-    )
+        record["warps"],
+        resources.get("vgprs", resources.get("registers")),
+        sum(count for name, count in resources.items() if name.endswith("spills")),
+        resources["scratch_bytes"],
+        record["shared_bytes"],
+        resources.get("waves_per_simd", resources.get("warps_per_multiprocessor", 0) // 4),
+        " ".join(f"{name} {count}" for name, count in record["main_loop"]["classes"].items()),
+    ]
 
 
 def summarize(done: Sequence[dict[str, Any]], failed: dict[str, str]) -> dict[str, Any]:
-    """Returns what the last line prints."""
+    """Returns the content of the last line printed."""
     kept = ("target", "name", "shared_bytes", "resources")
-    builds = [{k: d[k] for k in kept} | {"main_loop": d["main_loop"]["classes"]} for d in done]
+    builds = [{k: r[k] for k in kept} | {"main_loop": r["main_loop"]["classes"]} for r in done]
     return {"built": len(done), "failed": failed, "builds": builds}
 
 

@@ -1,209 +1,237 @@
-"""What the kernels compute, as `Reference`s: text that whoever runs a code object can evaluate.
+"""What each kernel must write, computed by numpy and by the definitions in `mxjax`.
 
-The expressions use numpy and the public functions of `mxjax` alone, none of the kernels.
+Every kind of kernel has two functions that take the same keyword arguments: KIND_inputs draws example inputs,
+and KIND_outputs computes the outputs for any inputs. A build's record names the kind and the arguments, and
+`mxjax.kernels.aot.check` calls the functions. Nothing here may import a kernel or Triton: expected results
+must not depend on the code that they check.
 """
 
-from mxjax.fp8_carriers import REFERENCES, SHIFTS
-from mxjax.kernels.aot.builds import Reference
-from mxjax.kernels.quantize.launch_plan import BLOCK, LARGEST_ROTATION, Side
+from collections.abc import Mapping
+from typing import Any
 
-PREAMBLE = '''\
-import jax, jax.numpy as jnp, ml_dtypes, numpy as np, mxjax
-rng = np.random.default_rng(0)
-def same(got, expected, where=True):
-    """Returns whether the bits are the same, any NaN for any other, where asked."""
-    bits = f"u{expected.dtype.itemsize}"
-    nan = np.isnan(got.astype(np.float64)) & np.isnan(expected.astype(np.float64))
-    equal = (got.view(bits) == expected.view(bits)) | nan | ~np.asarray(where)
-    return got.shape == expected.shape and got.dtype == expected.dtype and bool(np.all(equal))
-'''
-FLOAT = {"float32": "np.float32", "float16": "np.float16", "bfloat16": "ml_dtypes.bfloat16"}
-FP8 = {"e4m3": "ml_dtypes.float8_e4m3fn", "e5m2": "ml_dtypes.float8_e5m2"}
-_SIDES = ("row", "column")
-_Sides = tuple[Side | None, Side | None]
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import mxjax
+from mxjax.fp8_carriers import DTYPES, REFERENCES, SHIFTS, Carrier
+
+BLOCK = 32
+E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+SIGNS = 64
+"""Signs that the quantizer kernel takes of each side; shorter runs repeat."""
+
+Arrays = dict[str, np.ndarray]
+Side = Mapping[str, Any]
+"""How the quantizer makes one operand: `form`, `rotation` (1 is none), `signs`, and mxjax.quantize's
+`scale_rule`, `rounding`, `block_shape` and `prescale`."""
 
 
-def gemm(batch: int, m: int, n: int, k: int, dtype: str, shuffled: bool) -> Reference:
-    """Returns out [batch, m, n] = lhs @ rhs.T of packed operands with scale bytes [batch, rows, k / 32]."""
-    given, inputs, expected = {}, {}, {}
+def decode(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Returns the float64 values of packed E2M1 codes [..., k / 2] with scale bytes [..., k / 32]."""
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    factors = np.where(scales == 255, np.nan, np.ldexp(1.0, scales.astype(int) - 127))
+    return E2M1[codes] * np.repeat(factors, BLOCK, axis=-1)
+
+
+def gemm_inputs(*, batch: int, m: int, n: int, k: int, shuffled: bool, **_: object) -> Arrays:
+    """Draws packed operands with scale bytes from 126 to 128.
+
+    With these, float32 holds every partial sum in any order: multiples of 2**-4 below 2**20. With others a
+    float32 result may differ from the exact one by k * 2**-24 * (|lhs| @ |rhs|.T), and a bfloat16 result by
+    another 2**-8 * |exact|. A scale byte of 255 makes its row or column NaN.
+    """
+    rng, arrays = np.random.default_rng(0), {}
     for side, rows in (("lhs", m), ("rhs", n)):
-        given[side] = f"rng.integers(0, 256, ({batch}, {rows}, {k // 2}), np.uint8)"
-        given[f"{side}_bytes"] = f"rng.integers(126, 129, ({batch}, {rows}, {k // BLOCK}), np.uint8)"
-        inputs[f"{side}_scales"] = _shuffled(f"{side}_bytes", batch, rows, k // BLOCK, shuffled)
-        scales = f"jnp.asarray({side}_bytes.view(ml_dtypes.float8_e8m0fnu))"
-        array = f"mxjax.MXArray(mxjax.unpack(jnp.asarray({side})), {scales}, None, 'mxfp4', -1, (1, 32))"
-        expected[f"{side}_values"] = f"np.asarray(mxjax.dequantize({array})).astype(np.float64)"
-    expected["exact"] = "lhs_values @ rhs_values.swapaxes(-1, -2)"
-    expected["out"] = f"exact.astype({FLOAT[dtype]})"
-    note = (
-        "Scale bytes of 126 to 128 keep every partial sum a multiple of 2**-4, which float32 holds in any "
-        f"order below 2**20. With others, of float32: np.all(abs(got - exact) <= {k} * 2.0**-24 * "
-        "(abs(lhs_values) @ abs(rhs_values).swapaxes(-1, -2))); bfloat16 adds 2.0**-8 * abs(exact). "
-        "A byte of 255 makes its row or column NaN."
-    )
-    return Reference(given, inputs, expected, {"out": "same(got, out)"}, note)
+        arrays[side] = rng.integers(0, 256, (batch, rows, k // 2), np.uint8)
+        scales = rng.integers(126, 129, (batch, rows, k // BLOCK), np.uint8)
+        arrays[f"{side}_scales"] = shuffle(scales) if shuffled else scales
+    return arrays
 
 
-def _shuffled(name: str, batch: int, rows: int, blocks: int, shuffled: bool) -> str:
-    """Returns the expression for `shuffle_scales` of `matmul.fp4_gemm`, of [batch, rows, blocks] bytes."""
-    if not shuffled:
-        return name
-    more, more_blocks = -rows % 256, -blocks % 8
-    tiles, eights = (rows + more) // 32, (blocks + more_blocks) // 8
-    return (
-        f"np.ascontiguousarray(np.pad({name}, ((0, 0), (0, {more}), (0, {more_blocks})), constant_values=127)"
-        f".reshape({batch}, {tiles}, 2, 16, {eights}, 2, 4).transpose(0, 4, 1, 6, 3, 5, 2)"
-        f".reshape({batch}, {eights}, {tiles * 256}))"
-    )
+def gemm_outputs(
+    inputs: Arrays, *, m: int, n: int, k: int, dtype: str, shuffled: bool, **_: object
+) -> Arrays:
+    """Computes out [batch, m, n] = lhs @ rhs.T."""
+    values = []
+    for side, rows in (("lhs", m), ("rhs", n)):
+        scales = inputs[f"{side}_scales"]
+        values.append(decode(inputs[side], unshuffle(scales, rows, k // BLOCK) if shuffled else scales))
+    return {"out": _product(*values).astype(dtype)}
 
 
-def quantizer(shape: tuple[int, int, int], dtype: str, sides: _Sides) -> Reference:
-    """Returns what the quantizer makes of x [1, *shape] for its rows and its columns."""
-    b, r, c = shape
-    # Ties, zeros of both signs, and where XLA does not flush them blocks whose scale byte is 0.
-    tiny = dtype != "float16" and not any(side and side.rotation for side in sides)
-    given = {
-        "factor": f"np.exp2(rng.integers(-8, 8, (1, {b}, {r}, 1)))",
-        "normal": f"rng.standard_normal((1, {b}, {r}, {c}))",
-        "numbers": f"factor * np.where(rng.random((1, {b}, {r}, 1)) < 0.5, np.round(4 * normal) / 4, normal)",
-    }
-    if tiny:
-        given["numbers"] = f"np.where(np.arange({c}) < 32, 2.0**-134, 1) * {given['numbers']}"
-    given["x"] = f"np.where(rng.random(numbers.shape) < 0.002, np.inf, numbers).astype({FLOAT[dtype]})"
-    words, signs = [], []
-    expected, agrees = {}, {}
-    for name, side, length, other in zip(_SIDES, sides, (c, r), (r, c), strict=True):
-        word, reference, sign = "[0, 0]", "[0]", f"np.ones({LARGEST_ROTATION})"
-        if side and side.operand.rounding == "stochastic":
-            given[f"{name}_key"] = f"jax.random.key({len(given)})"
-            word = f"np.asarray(jax.random.bits({name}_key, (2,), np.uint32))"
-        if side and side.form in FP8:
-            given[f"{name}_reference"] = "130"
-            reference = f"[{name}_reference]"
-        if side and _signed(side):
-            size = side.rotation.size
-            given[f"{name}_signs"] = f"mxjax.random_signs(jax.random.key({len(given)}), {size})"
-            sign = f"np.tile({name}_signs, {LARGEST_ROTATION // size})"
-        words += [word, reference]
-        signs.append(sign)
+def _product(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    return lhs @ rhs.swapaxes(-1, -2)
+
+
+def shuffle(scales: np.ndarray) -> np.ndarray:
+    """Reorders scale bytes [batch, rows, blocks] as the gfx950 GEMM reads them.
+
+    Pads with 127 to multiples of 256 rows and 8 blocks, and orders each 32 rows x 8 blocks so that the four
+    bytes that a lane uses in turn are one word.
+    """
+    batch, rows, blocks = scales.shape
+    padding = ((0, 0), (0, -rows % 256), (0, -blocks % 8))
+    padded = np.pad(scales, padding, constant_values=127)
+    tiles, eights = padded.shape[1] // 32, padded.shape[2] // 8
+    parts = padded.reshape(batch, tiles, 2, 16, eights, 2, 4).transpose(0, 4, 1, 6, 3, 5, 2)
+    return np.ascontiguousarray(parts).reshape(batch, eights, tiles * 256)
+
+
+def unshuffle(shuffled: np.ndarray, rows: int, blocks: int) -> np.ndarray:
+    """Restores the scale bytes [batch, rows, blocks] that `shuffle` reordered."""
+    batch, eights, width = shuffled.shape
+    parts = shuffled.reshape(batch, eights, width // 256, 4, 16, 2, 2).transpose(0, 2, 6, 4, 1, 5, 3)
+    return parts.reshape(batch, width // 8, 8 * eights)[:, :rows, :blocks]
+
+
+def quantizer_inputs(*, shape: list[int], dtype: str, rows: Side | None, columns: Side | None) -> Arrays:
+    """Draws x [1, batch, rows, columns] with ties, both zeros and infinities, and what the sides draw.
+
+    x has tiny blocks too, whose scale byte is 0, except where it is rotated: XLA flushes subnormals on CPUs.
+    """
+    rng, whole = np.random.default_rng(0), (1, *shape)
+    normal = rng.standard_normal(whole)
+    numbers = np.where(rng.random((*whole[:-1], 1)) < 0.5, np.round(4 * normal) / 4, normal)
+    numbers *= np.exp2(rng.integers(-8, 8, (*whole[:-1], 1)))
+    sides = (rows, columns)
+    if dtype != "float16" and not any(side and side["rotation"] > 1 for side in sides):
+        numbers[..., :BLOCK] *= 2.0**-134
+    x = np.where(rng.random(whole) < 0.002, np.inf, numbers).astype(dtype)
+    scalars, signs = np.zeros((1, 9), np.uint32), np.ones((1, 2, SIGNS), np.float32)
+    for i, side in enumerate(sides):
+        if side and side["rounding"] == "stochastic":
+            scalars[0, 3 * i : 3 * i + 2] = jax.random.bits(_random_key(i), (2,), np.uint32)
+        if side and side["signs"] != "none":
+            signs[0, i] = np.tile(_random_signs(i, side), SIGNS // side["rotation"])
+    return {"x": x, "scalars": scalars, "signs": signs}
+
+
+def _random_key(side: int) -> jax.Array:
+    return jax.random.key(side)
+
+
+def _random_signs(i: int, side: Side) -> jax.Array:
+    return mxjax.random_signs(jax.random.key(2 + i), side["rotation"])
+
+
+def quantizer_outputs(inputs: Arrays, *, rows: Side | None, columns: Side | None, **_: object) -> Arrays:
+    """Computes the words and scale bytes of the sides that are wanted, the blocked axis last.
+
+    The sides' random bits and signs are those of `quantizer_inputs`; x may be any.
+    """
+    outputs = {}
+    for i, (name, side) in enumerate((("row", rows), ("column", columns))):
         if side:
-            expected |= _side(name, side, length, other)
-            where = f", np.repeat({name}_scales == 0, 32, axis=-1)" if side.form in FP8 else ""
-            agrees[f"{name}_words"] = f"same(got, {name}_words{where})"
-            agrees[f"{name}_scales"] = f"same(got, {name}_scales)"
-    inputs = {
-        "scalars": f"np.concatenate([{', '.join(words)}, [0, 0, 0]]).astype(np.uint32)[None]",
-        "signs": f"np.stack([{', '.join(signs)}]).astype(np.float32)[None]",
-    }
-    note = (
-        "x may hold any values but, where it is rotated, subnormal ones, which XLA flushes to zero on CPUs."
+            words, scales = _quantize(inputs["x"], i, side)
+            outputs |= {f"{name}_words": words, f"{name}_scales": scales}
+    return outputs
+
+
+def _quantize(x: np.ndarray, i: int, side: Side) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the words and scale bytes of x by rows (i is 0) or by columns (1)."""
+    axis = (-1, -2)[i]
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % max(BLOCK, side["rotation"]))
+    padded: np.ndarray | jax.Array = np.pad(x, widths)
+    if side["rotation"] > 1:
+        signs = _random_signs(i, side) if side["signs"] != "none" else None
+        padded = mxjax.rotate(jnp.asarray(padded), side["rotation"], axis=axis, signs=signs)
+    block_shape = side["block_shape"]
+    q = mxjax.quantize(
+        np.asarray(padded).astype(np.float32),
+        axis=axis,
+        scale_rule=side["scale_rule"],
+        rounding=side["rounding"],
+        block_shape=tuple(block_shape) if isinstance(block_shape, list) else block_shape,
+        prescale=side["prescale"],
+        key=_random_key(i) if side["rounding"] == "stochastic" else None,
     )
-    return Reference(given, inputs, expected, agrees, note)
+    words, scales = np.asarray(mxjax.pack(q)), np.asarray(q.scales).view(np.uint8)
+    if axis == -2:
+        words, scales = words.swapaxes(-1, -2), scales.swapaxes(-1, -2)
+    if scales.shape[-2] != words.shape[-2]:  # blocks of 32x32
+        scales = np.repeat(scales, BLOCK, axis=-2)[..., : words.shape[-2], :]
+    if side["form"] == "bf16":  # not divided by the prescale
+        words = decode(words, scales).astype(ml_dtypes.bfloat16)
+    return words, scales
 
 
-def _signed(side: Side) -> bool:
-    return side.rotation is not None and side.rotation.signs != "none"
+def carrier_inputs(*, rows: int, blocks: int, **_: object) -> Arrays:
+    """Draws packed rows with zero and NaN blocks; not all of their scales fit into the carrier."""
+    rng = np.random.default_rng(0)
+    empty = rng.random((1, rows, blocks, 1)) < 0.2
+    codes = np.where(empty, 0, rng.integers(0, 256, (1, rows, blocks, 16))).astype(np.uint8)
+    is_nan = rng.random((1, rows, blocks)) < 0.1
+    scales = np.where(is_nan, 255, rng.integers(90, 124, (1, rows, blocks))).astype(np.uint8)
+    return {"words": codes.view(np.int32).reshape(1, rows, 4 * blocks), "scales": scales}
 
 
-def _side(name: str, side: Side, length: int, other: int) -> dict[str, str]:
-    """Returns what the kernel writes of one side, and what leads there."""
-    o, axis = side.operand, -1 if name == "row" else -2
-    # The blocked axis is the last of what is written.
-    turned = "" if axis == -1 else ".swapaxes(-1, -2)"
-    more = f"(0, {side.length(length) - length})"
-    widths = f"(0, 0), (0, 0), (0, 0), {more}" if axis == -1 else f"(0, 0), (0, 0), {more}, (0, 0)"
-    x = f"np.pad(x, ({widths}))"
-    if side.rotation:
-        signs = f", signs={name}_signs" if _signed(side) else ""
-        x = f"np.asarray(mxjax.rotate({x}, {side.rotation.size}, axis={axis}{signs}))"
-    key = f", key={name}_key" if o.rounding == "stochastic" else ""
-    arguments = f"axis={axis}, scale_rule={o.scale_rule!r}, rounding={o.rounding!r}"
-    arguments += f", block_shape={o.block_shape!r}, prescale={o.prescale!r}{key}"
-    repeated = f".repeat(32, axis=-2)[..., :{other}, :]" if o.block_shape == (BLOCK, BLOCK) else ""
-    steps = {
-        f"{name}_x": f"{x}.astype(np.float32)",
-        name: f"mxjax.quantize({name}_x, {arguments})",
-        f"{name}_bytes": f"np.asarray({name}.scales).view(np.uint8){turned}{repeated}",
-    }
-    if side.form == "packed":
-        words, scales = f"np.asarray(mxjax.pack({name})){turned}", f"{name}_bytes"
-    elif side.form == "bf16":
-        # Not divided by the prescale.
-        array = f"mxjax.MXArray({name}.elements, {name}.scales, None, 'mxfp4', {axis}, {name}.block_shape)"
-        words, scales = f"np.asarray(mxjax.dequantize({array}, jnp.bfloat16)){turned}", f"{name}_bytes"
-    else:
-        low, high = SHIFTS[side.form]
-        steps[f"{name}_shift"] = f"{name}_bytes.astype(int) - {name}_reference"
-        steps[f"{name}_zero"] = (
-            f"~np.any((np.asarray({name}_x){turned} != 0).reshape(*{name}_bytes.shape, 32), axis=-1)"
-        )
-        fits = f"({name}_shift >= {low}) & ({name}_shift <= {high})"
-        scales = f"(~({fits} | {name}_zero | ({name}_bytes == 255))).astype(np.uint8)"
-        values = f"np.asarray({name}.elements).astype(np.float32){turned}"
-        words = _carried(values, f"{name}_shift", f"{name}_bytes", side.form)
-    return steps | {f"{name}_words": words, f"{name}_scales": scales}
+def carrier_outputs(inputs: Arrays, *, rows: int, blocks: int, carrier: Carrier, tile: list[int]) -> Arrays:
+    """Computes the rows in FP8, each row's scale byte that stands for 1, and which tiles lost elements.
 
-
-def _carried(values: str, shift: str, scales: str, carrier: str) -> str:
-    """Returns the expression for values [..., 32 blocks] times 2**shift in FP8; NaN where the scale is."""
+    tile: rows and blocks of one program.
+    """
     low, high = SHIFTS[carrier]
-    exponent = f"np.repeat(np.clip({shift}, {low}, {high}), 32, axis=-1)"
-    nan = f"np.repeat({scales} == 255, 32, axis=-1)"
-    return f"np.where({nan}, np.float32(np.nan), np.ldexp({values}, {exponent})).astype({FP8[carrier]})"
-
-
-def carrier(n: int, blocks: int, carrier: str, rows: int, width: int) -> Reference:
-    """Returns what the carrier kernel makes of n rows of packed blocks, by programs of `rows` x `width`."""
-    low, high = SHIFTS[carrier]
-    given = {
-        "empty": f"rng.random((1, {n}, {blocks}, 1)) < 0.2",
-        "codes": f"np.where(empty, 0, rng.integers(0, 256, (1, {n}, {blocks}, 16))).astype(np.uint8)",
-        "nan": f"rng.random((1, {n}, {blocks})) < 0.1",
-        "scales": f"np.where(nan, 255, rng.integers(90, 124, (1, {n}, {blocks}))).astype(np.uint8)",
+    codes = inputs["words"].view(np.uint8).reshape(1, rows, 16 * blocks)
+    scales = inputs["scales"]
+    is_nan = scales == 255
+    unit = np.clip(np.where(is_nan, 0, scales).astype(int).max(-1) - high, *REFERENCES)
+    shift = scales.astype(int) - unit[..., None]
+    elements = decode(codes, np.full_like(scales, 127))
+    factors = np.where(is_nan, np.nan, np.ldexp(1.0, np.clip(shift, low, high)))
+    nonzero = (elements != 0).reshape(*scales.shape, BLOCK).any(-1)
+    lost = ((shift < low) | (shift > high)) & ~is_nan & nonzero
+    tiles = np.pad(lost[0], ((0, -rows % tile[0]), (0, -blocks % tile[1])))
+    tiles = tiles.reshape(-(-rows // tile[0]), tile[0], -(-blocks // tile[1]), tile[1]).any((1, 3))
+    return {
+        "out": (elements * np.repeat(factors, BLOCK, axis=-1)).astype(DTYPES[carrier]),
+        "reference": unit.astype(np.uint8),
+        "lost": tiles.reshape(1, -1).astype(np.uint8),
     }
-    programs = (-(-n // rows), -(-blocks // width))
-    expected = {
-        "elements": "np.asarray(mxjax.unpack(jnp.asarray(codes))).astype(np.float32)",
-        "finite": "np.where(scales == 255, 0, scales).astype(int)",
-        "reference": f"np.clip(finite.max(-1) - {high}, *{REFERENCES}).astype(np.uint8)",
-        "shift": "scales.astype(int) - reference[..., None]",
-        "out": _carried(f"elements.reshape(1, {n}, {BLOCK * blocks})", "shift", "scales", carrier),
-        "outside": f"(shift < {low}) | (shift > {high})",
-        "changed": "(outside & (scales < 255) & np.any(elements != 0, axis=-1))[0]",
-        "parts": f"np.pad(changed, ((0, {-n % rows}), (0, {-blocks % width})))",
-        "lost": f"parts.reshape({programs[0]}, {rows}, {programs[1]}, {width}).any((1, 3)).reshape(1, -1)"
-        ".astype(np.uint8)",
+
+
+def correction_inputs(
+    *, batch: int, m: int, n: int, k: int, dtype: str, strips: dict[str, list[int]]
+) -> Arrays:
+    """Draws what `gemm_inputs` does, an earlier result, and factors and lost elements of both operands.
+
+    The last part of lhs lost elements in the first batch, of rhs in the second, and none in others. Bytes
+    from 77 to 177 for a factor of 1 keep the result normal.
+    """
+    arrays = gemm_inputs(batch=batch, m=m, n=n, k=k, shuffled=False)
+    rng = np.random.default_rng(1)
+    for place, (side, length) in enumerate((("lhs", m), ("rhs", n))):
+        rows, parts, _ = strips[side]
+        arrays[f"{side}_reference"] = rng.integers(77, 178, (batch, length)).astype(np.uint8)
+        lost = np.zeros((batch, -(-length // rows) * parts), np.uint8)
+        lost[place : place + 1, -1] = 1
+        arrays[f"{side}_lost"] = lost
+    arrays["before"] = rng.standard_normal((batch, m, n)).astype(dtype)
+    return arrays
+
+
+def correction_outputs(
+    inputs: Arrays, *, batch: int, m: int, n: int, dtype: str, strips: dict[str, list[int]], **_: object
+) -> Arrays:
+    """Computes the row and column factors, and the result with the strips recomputed that lost elements.
+
+    strips: for lhs and rhs the rows that share a flag, the flags of these rows, and the rows of a strip.
+    """
+    exponents, affected, values = [], [], []
+    for side, length in (("lhs", m), ("rhs", n)):
+        rows, parts, strip = strips[side]
+        flags = inputs[f"{side}_lost"].reshape(batch, -1, parts).any(2)
+        lost = np.repeat(flags, rows, axis=1)[:, :length]
+        lost = np.pad(lost, ((0, 0), (0, -length % strip))).reshape(batch, -1, strip).any(2)
+        affected.append(np.repeat(lost, strip, axis=1)[:, :length])
+        exponents.append(inputs[f"{side}_reference"].astype(int) - 127)
+        values.append(decode(inputs[side], inputs[f"{side}_scales"]))
+    exponent = exponents[0][:, :, None] + exponents[1][:, None, :]
+    recomputed = np.ldexp(_product(*values), -exponent).astype(dtype)
+    return {
+        "out": np.where(affected[0][:, :, None] | affected[1][:, None, :], recomputed, inputs["before"]),
+        "lhs_factors": np.ldexp(np.float32(1), exponents[0]),
+        "rhs_factors": np.ldexp(np.float32(1), exponents[1]),
     }
-    inputs = {"words": f"codes.view(np.int32).reshape(1, {n}, {4 * blocks})"}
-    agrees = {name: f"same(got, {name})" for name in ("out", "reference", "lost")}
-    return Reference(given, inputs, expected, agrees, "")
-
-
-def correction(batch: int, m: int, n: int, k: int, dtype: str, constants: dict[str, int]) -> Reference:
-    """Returns what `correct_kernel` makes of out [batch, m, n]; its constants say whose each flag is."""
-    product = gemm(batch, m, n, k, dtype, False)
-    given, expected = dict(product.given), dict(product.expected)
-    del expected["out"]
-    # Elements were lost of the last rows of lhs in the first batch, of rhs in the second, of none in others.
-    for place, side, rows, block in (
-        (0, "lhs", m, constants["BLOCK_M"]),
-        (1, "rhs", n, constants["BLOCK_N"]),
-    ):
-        each, parts = constants["ROWS"], constants["PARTS"]
-        programs, strips = -(-rows // each), -(-rows // block)
-        given[f"{side}_reference"] = f"rng.integers(77, 178, ({batch}, {rows})).astype(np.uint8)"
-        flag = f"np.arange({batch})[:, None] == {place}"
-        last = f"np.arange({programs * parts}) == {programs * parts - 1}"
-        given[f"{side}_lost"] = f"(({flag}) & ({last})).astype(np.uint8)"
-        lost = f"np.repeat({side}_lost.reshape({batch}, {programs}, {parts}).any(2), {each}, 1)[:, :{rows}]"
-        strip = f"np.pad({lost}, ((0, 0), (0, {-rows % block}))).reshape({batch}, {strips}, {block}).any(2)"
-        expected[f"{side}_strips"] = f"np.repeat({strip}, {block}, 1)[:, :{rows}]"
-        expected[f"{side}_exponent"] = f"{side}_reference.astype(int) - 127"
-        expected[f"{side}_factors"] = f"np.ldexp(np.float32(1), {side}_exponent)"
-    given["before"] = f"rng.standard_normal(({batch}, {m}, {n})).astype({FLOAT[dtype]})"
-    expected["exponent"] = "lhs_exponent[:, :, None] + rhs_exponent[:, None, :]"
-    expected["anew"] = f"np.ldexp(exact, -exponent).astype({FLOAT[dtype]})"
-    expected["out"] = "np.where(lhs_strips[:, :, None] | rhs_strips[:, None, :], anew, before)"
-    agrees = {name: f"same(got, {name})" for name in ("out", "lhs_factors", "rhs_factors")}
-    note = "References of 77 to 177 keep what is divided by their factors normal. " + product.note
-    return Reference(given, dict(product.inputs), expected, agrees, note)

@@ -1,19 +1,20 @@
 """The ahead-of-time builds of the quantizer kernel."""
 
-import dataclasses
 import math
+from typing import Any
+
+import jax
 
 from mxjax.kernels import shapes
-from mxjax.kernels.aot import expected
-from mxjax.kernels.aot.builds import Argument, Build
+from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.launch import Target
 from mxjax.kernels.quantize.kernel import SCALARS, quantize_kernel
-from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION, Form, Side, launch_of
+from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION, Side, launch_of
 from mxjax.policy import Operand, Rotation
 
 
 def builds(target: Target) -> list[Build]:
-    """Returns the builds of what a training step of Llama 3.1 8B quantizes, of other options, of edges."""
+    """Returns builds for a training step of Llama 3.1 8B, for the quantizer's other options, and of edges."""
     wanted = [
         _build((tensor.rows, tensor.columns), _dtype(tensor), sides, target)
         for tokens in shapes.TOKENS
@@ -21,18 +22,13 @@ def builds(target: Target) -> list[Build]:
         for sides in _step_sides(tensor)
     ]
     [tensor] = [t for t in shapes.tensors(shapes.TOKENS[0]) if t.name == "attention.qkv.activation"]
-    wanted += [
-        _build((tensor.rows, tensor.columns), "bfloat16", sides, target) for sides in _other_sides(target)
-    ]
+    wanted += [_build((tensor.rows, tensor.columns), "bfloat16", sides, target) for sides in _OTHER_SIDES]
     edges = [(tensor.rows, tensor.columns) for tensor in shapes.EDGE_TENSORS] + [_BATCH]
     wanted += [_build(shape, dtype, sides, target) for shape in edges for dtype, sides in _EDGE_SIDES]
-    wanted += [_build(shape, "bfloat16", sides, target) for shape in edges for sides in _fp8_sides(target)]
-    if target.arch == "sm_90":  # edges of the kernel for pairs
+    if target.arch == "sm_90":  # edges of Hopper's kernel
         wanted += [_build((200, 136), "bfloat16", sides, target) for sides in _PAIRS]
-    if target.arch == "gfx950":  # where an emulator runs what is small
-        wanted += [
-            _build(shape, dtype, sides, target) for shape in _SMALL for dtype, sides in _all_sides(target)
-        ]
+    if target.arch == "gfx950":  # small enough for the emulator
+        wanted += [_build(shape, dtype, sides, target) for shape in _SMALL for dtype, sides in _ALL_SIDES]
     return list({build.name: build for build in wanted}.values())
 
 
@@ -52,104 +48,109 @@ _EDGE_SIDES: list[tuple[str, _Sides]] = [
     ("float32", (Side(Operand(prescale=0.75, block_shape=(32, 32))), _SQUARE)),
 ]
 
+_OTHER_SIDES: list[_Sides] = [
+    *[(_PLAIN, None), (_H16, None), (None, _PLAIN), (None, _H16)],
+    *[(_PLAIN, _STOCHASTIC), (_STOCHASTIC, _STOCHASTIC), (_SQUARE, _SQUARE)],
+    (_PLAIN, Side(Operand(), Rotation(16, "redrawn"))),
+    (Side(Operand(), form="bf16"), Side(Operand(), Rotation(16), "bf16")),
+]
+"""Sides that other policies and implementations take."""
+_ALL_SIDES: list[tuple[str, _Sides]] = [
+    ("float32", (_PLAIN, _PLAIN)),
+    ("float32", (_H16, _H16)),
+    *(("bfloat16", sides) for sides in [(_H16, _H16), *_OTHER_SIDES]),
+]
+"""Dtypes and sides of a training step and of other policies."""
+
 
 def _dtype(tensor: shapes.TensorShape) -> str:
     return "float32" if tensor.name.endswith("weight") else "bfloat16"
 
 
 def _step_sides(tensor: shapes.TensorShape) -> list[_Sides]:
-    """Returns how wgrad_hadamard and full_hadamard take a tensor along its rows and its columns."""
+    """Returns the rows and columns of a tensor under wgrad_hadamard and under full_hadamard."""
     return [(_PLAIN, _PLAIN if tensor.name.endswith("weight") else _H16), (_H16, _H16)]
-
-
-def _other_sides(target: Target) -> list[_Sides]:
-    """Returns what other policies and implementations take."""
-    sides: list[_Sides] = [(_PLAIN, None), (_H16, None), (None, _PLAIN), (None, _H16)]
-    sides += [(_PLAIN, _STOCHASTIC), (_STOCHASTIC, _STOCHASTIC), (_SQUARE, _SQUARE)]
-    sides.append((_PLAIN, Side(Operand(), Rotation(16, "redrawn"))))
-    sides.append((Side(Operand(), form="bf16"), Side(Operand(), Rotation(16), "bf16")))
-    return sides + _fp8_sides(target)
-
-
-def _all_sides(target: Target) -> list[tuple[str, _Sides]]:
-    """Returns what a training step and other policies take of tensors of a dtype."""
-    step: list[tuple[str, _Sides]] = [("float32", (_PLAIN, _PLAIN)), ("float32", (_H16, _H16))]
-    return [*step, *(("bfloat16", sides) for sides in [(_H16, _H16), *_other_sides(target)])]
-
-
-def _fp8_sides(target: Target) -> list[_Sides]:
-    """Returns those that a target takes whose GEMMs multiply FP8 and not FP4."""
-    forms: list[Form] = ["e4m3", "e5m2"] if target.arch == "sm_90" else []
-    return [(Side(Operand(), form=f), Side(Operand(), Rotation(16), f)) for f in forms]
 
 
 def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) -> Build:
     *batch, r, c = shape
     b = math.prod(batch)
     launch = launch_of(*sides, target, (1, b, r, c), dtype)
-    reference = expected.quantizer((b, r, c), dtype, sides)
     constants = launch.constants
     arguments = {"x": Argument((1, b, r, c), dtype, meaning="the tensor, row-major")}
     if launch.kernel is quantize_kernel:
         constants = {**constants, "SCALARS_STRIDE": 0, "SIGNS_STRIDE": 0}
         arguments["scalars"] = Argument((1, SCALARS), "uint32", meaning=_SCALARS_MEANING)
         arguments["signs"] = Argument((1, 2, LARGEST_ROTATION), "float32", meaning=_SIGNS_MEANING)
-    else:
-        reference = dataclasses.replace(reference, inputs={})
     outputs = iter(launch.out)
     for name, side in zip(("row", "column"), sides, strict=True):
         words, scales = next(outputs), next(outputs)
-        arguments[f"{name}_words"] = Argument(
-            words.shape, words.dtype.name, True, _words_meaning(side), _view(side, words.shape)
-        )
-        arguments[f"{name}_scales"] = Argument(scales.shape, scales.dtype.name, True, _scales_meaning(side))
+        arguments[f"{name}_words"] = _output(words, side, _WORDS_MEANINGS, _view(side, words.shape))
+        arguments[f"{name}_scales"] = _output(scales, side, _SCALES_MEANINGS)
     size = "x".join(map(str, shape))
+    rows, columns = map(_expected_side, sides)
     return Build(
         name=f"quantize_{size}_{dtype}_rows_{_label(sides[0])}_columns_{_label(sides[1])}",
         kernel=launch.kernel,
         signature=arguments,
         constants=constants,
         grid=launch.grid,
-        reference=reference,
+        expected=Expected(
+            "quantizer", {"shape": [b, r, c], "dtype": dtype, "rows": rows, "columns": columns}
+        ),
         num_warps=launch.num_warps,
     )
 
 
 _SCALARS_MEANING = (
-    "0, 1: Philox key words of the rows' random bits; 2: the rows' FP8 reference (an int32's bits); 3 to 5: "
-    "the same of the columns; 6 to 8: batch, row and column of the whole tensor at which x begins, here 0"
+    "0, 1: Philox key words of the rows' random bits; 3, 4: of the columns'; 6 to 8: batch, row and column "
+    "of the whole tensor at which x begins, here 0"
 )
-_SIGNS_MEANING = (
-    "[0]: 1 or -1 for each element of a run along the rows, repeated to 64; [1]: along the columns"
-)
-_NOT_WANTED = "not wanted, not written"
+_SIGNS_MEANING = "1 or -1 for each element of a run along [0] the rows, [1] the columns; repeated to 64"
 _WORDS_MEANINGS = {
-    "packed": "E2M1, two a byte along the blocked axis, element 2 i in the low nibble",
-    "bf16": "the dequantized elements, before the division by a prescale",
-    "e4m3": "the elements times 2**(scale byte - reference)",
-    "e5m2": "the elements times 2**(scale byte - reference)",
+    "packed": "E2M1, two a byte along the blocked axis, element 2 i in the low nibble; "
+    "[1, batch, other axis, blocked axis padded with zeros]",
+    "bf16": "the dequantized elements, before the division by a prescale; "
+    "[1, batch, other axis, blocked axis padded with zeros]",
 }
+_SCALES_MEANINGS = dict.fromkeys(
+    _WORDS_MEANINGS, "E8M0 bytes; [1, batch, other axis, blocks along the blocked axis]"
+)
 
 
-def _words_meaning(side: Side | None) -> str:
+def _output(
+    array: jax.ShapeDtypeStruct,
+    side: Side | None,
+    meanings: dict[str, str],
+    view: tuple[tuple[int, ...], str] | None = None,
+) -> Argument:
     if side is None:
-        return _NOT_WANTED
-    return f"{_WORDS_MEANINGS[side.form]}; [1, batch, other axis, blocked axis filled up with zeros]"
-
-
-def _scales_meaning(side: Side | None) -> str:
-    if side is None:
-        return _NOT_WANTED
-    what = "1 where a block does not fit and else 0" if side.form in expected.FP8 else "E8M0 bytes"
-    return f"{what}; [1, batch, other axis, blocks along the blocked axis]"
+        return Argument(array.shape, array.dtype.name, "unused", "not wanted, not written")
+    return Argument(array.shape, array.dtype.name, "output", meanings[side.form], view)
 
 
 def _view(side: Side | None, words: tuple[int, ...]) -> tuple[tuple[int, ...], str] | None:
     """Returns the shape and dtype of the elements in int32 words."""
     if side is None:
         return None
-    dtype = {"packed": "uint8", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[side.form]
-    return (*words[:-1], words[-1] * (2 if side.form == "bf16" else 4)), dtype
+    elements, dtype = {"packed": (4, "uint8"), "bf16": (2, "bfloat16")}[side.form]
+    return (*words[:-1], words[-1] * elements), dtype
+
+
+def _expected_side(side: Side | None) -> dict[str, Any] | None:
+    """Returns a side as `mxjax.kernels.aot.expected` takes it."""
+    if side is None:
+        return None
+    o = side.operand
+    return {
+        "form": side.form,
+        "rotation": side.size,
+        "signs": side.rotation.signs if side.rotation else "none",
+        "scale_rule": o.scale_rule,
+        "rounding": o.rounding,
+        "block_shape": o.block_shape,
+        "prescale": o.prescale,
+    }
 
 
 def _label(side: Side | None) -> str:

@@ -1,12 +1,11 @@
-"""What is written of a compiled build as JSON: all that launching it takes, what it computes, how it looks.
+"""The record of a compiled build, written as JSON: how to launch it, what it computes, how its code looks.
 
 docs/kernels-aot.md describes the fields.
 """
 
-import dataclasses
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton
@@ -15,26 +14,15 @@ from triton.compiler import CompiledKernel
 
 from mxjax.kernels.aot import assembly
 from mxjax.kernels.aot.builds import Argument, Build
-from mxjax.kernels.aot.expected import PREAMBLE
+from mxjax.kernels.call_message import ALIGNMENT
+from mxjax.kernels.lowering import TYPES
 
-ALIGNMENT = 16  # of every array, which the compiled code relies on
 POINTER = 8
 SCRATCH = ("global_scratch", "profile_scratch")  # Triton's own arguments, after a kernel's
-TYPES = {
-    "uint8": "u8",
-    "uint32": "u32",
-    "int32": "i32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5",
-}
-"""Triton's names of dtypes."""
 
 
-def describe(build: Build, target: str, compiled: CompiledKernel, resource_usage: str) -> dict[str, Any]:
-    """Returns what is written as JSON; `resource_usage` is what cuobjdump says of a cubin.
+def make_record(build: Build, target: str, compiled: CompiledKernel, resource_usage: str) -> dict[str, Any]:
+    """Returns the record of a build; `resource_usage` is cuobjdump's output for a cubin.
 
     Raises:
       RuntimeError: the compiled kernel takes other arguments than the build says.
@@ -45,36 +33,18 @@ def describe(build: Build, target: str, compiled: CompiledKernel, resource_usage
         raise RuntimeError(f"{build.name} needs scratch buffers, which no launch here provides")
     block = (metadata.num_warps * metadata.target.warp_size, 1, 1)
     grid = (*build.grid, 1, 1)[:3]
-    if target.startswith("gfx"):
-        text = compiled.asm["amdgcn"]
-        fields = assembly.amd_arguments(text)
-        resources = assembly.amd_resources(text)
-        resources["waves_per_simd"] = assembly.amd_occupancy(
-            resources["vgprs"], metadata.shared, metadata.num_warps
-        )
-        kernarg_bytes, descriptor = resources["kernarg_bytes"], assembly.amd_descriptor(text)
-        instructions = assembly.amd_instructions(text)
-    else:
-        fields = assembly.cuda_arguments(compiled.asm["ptx"])
-        resources = assembly.cuda_resources(resource_usage)
-        kernarg_bytes, descriptor = POINTER * len(fields), None
-        instructions = assembly.cuda_instructions(compiled.asm["sass"])
-        resources["spills"] = assembly.cuda_spills(instructions)
-        resources["warps_per_multiprocessor"] = assembly.cuda_occupancy(
-            resources["registers"], metadata.shared, metadata.num_warps
-        )
-    arguments, more = _arguments(build, fields, launch_values(grid, block, metadata.shared))
-    body, is_loop = assembly.main_loop(instructions)
-    everything = [x for x in instructions if not isinstance(x, str)]
+    code = _amd_code(compiled) if target.startswith("gfx") else _cuda_code(compiled, resource_usage)
+    arguments, more = _arguments(build, code.fields, launch_values(grid, block, metadata.shared))
+    body, is_loop = assembly.main_loop(code.instructions)
     return {
         "name": build.name,
         "target": target,
         "kernel": metadata.name,
-        "descriptor_symbol": f"{metadata.name}.kd" if descriptor else None,
+        "descriptor_symbol": f"{metadata.name}.kd" if code.descriptor else None,
         "source": f"{build.kernel.__module__}:{build.kernel.__name__}",
         "arguments": arguments,
         "more_arguments": more,
-        "kernarg_bytes": kernarg_bytes,
+        "kernarg_bytes": code.kernarg_bytes,
         "constants": build.constants,
         "grid": grid,
         "block": block,
@@ -83,13 +53,48 @@ def describe(build: Build, target: str, compiled: CompiledKernel, resource_usage
         "stages": build.num_stages,
         "options": build.options,
         "shared_bytes": metadata.shared,
-        "reference": {"preamble": PREAMBLE, **dataclasses.asdict(build.reference)},
-        "resources": resources,
-        "descriptor": descriptor,
+        "expected": build.expected._asdict(),
+        "resources": code.resources,
+        "descriptor": code.descriptor,
         "main_loop": {"is_loop": is_loop, **_count(body)},
-        "whole_kernel": _count(everything),
+        "whole_kernel": _count([x for x in code.instructions if not isinstance(x, str)]),
         "triton": triton.__version__,
     }
+
+
+class _Code(NamedTuple):
+    """What the assembly of a kernel says."""
+
+    fields: list[dict[str, Any]]
+    kernarg_bytes: int
+    resources: dict[str, int]
+    descriptor: dict[str, int] | None
+    instructions: list[assembly.Instruction | str]
+
+
+def _amd_code(compiled: CompiledKernel) -> _Code:
+    metadata, text = compiled.metadata, compiled.asm["amdgcn"]
+    resources = assembly.amd_resources(text)
+    waves = assembly.amd_occupancy(resources["vgprs"], metadata.shared, metadata.num_warps)
+    return _Code(
+        assembly.amd_arguments(text),
+        resources["kernarg_bytes"],
+        resources | {"waves_per_simd": waves},
+        assembly.amd_descriptor(text),
+        assembly.amd_instructions(text),
+    )
+
+
+def _cuda_code(compiled: CompiledKernel, resource_usage: str) -> _Code:
+    metadata = compiled.metadata
+    fields = assembly.cuda_arguments(compiled.asm["ptx"])
+    instructions = assembly.cuda_instructions(compiled.asm["sass"])
+    resources = assembly.cuda_resources(resource_usage)
+    resources["spills"] = assembly.cuda_spills(instructions)
+    resources["warps_per_multiprocessor"] = assembly.cuda_occupancy(
+        resources["registers"], metadata.shared, metadata.num_warps
+    )
+    return _Code(fields, POINTER * len(fields), resources, None, instructions)
 
 
 def check_order(build: Build, ttir: str) -> None:
@@ -106,7 +111,7 @@ def check_order(build: Build, ttir: str) -> None:
 
 
 def launch_values(grid, block, shared_bytes: int) -> dict[str, int]:
-    """Returns the values of arguments that a runtime adds: 0 for buffers that these kernels have no use for.
+    """Returns the values of the arguments that a runtime adds: 0 for buffers that these kernels do not use.
 
     Source: LLVM's User Guide for the AMDGPU Backend, code object V5 metadata.
     """
@@ -120,26 +125,27 @@ def launch_values(grid, block, shared_bytes: int) -> dict[str, int]:
 
 
 def _arguments(build: Build, fields: list[dict], values: dict[str, int]) -> tuple[list[dict], list[dict]]:
-    """Returns the arrays and what follows them, each with its place among the compiled kernel's arguments."""
+    """Returns the arrays and the arguments after them, each with its place in the argument segment."""
     explicit = [f for f in fields if not f["kind"].startswith("hidden_")]
     hidden = fields[len(explicit) :]
     names = [*build.signature, *SCRATCH]
     if [f["size"] for f in explicit] != [POINTER] * len(names):
         raise RuntimeError(f"{build.name} takes {names}, but the compiled kernel {explicit}")
     arrays = [
-        _array(name, a, build) | field
-        for (name, a), field in zip(build.signature.items(), explicit, strict=False)
+        _array(name, a) | field for (name, a), field in zip(build.signature.items(), explicit, strict=False)
     ]
     scratch = zip(SCRATCH, explicit[len(arrays) :], strict=True)
     more = [{"name": name, **field} for name, field in (*scratch, *((f["kind"], f) for f in hidden))]
     for field in more:
         if field["name"] not in values:
-            raise RuntimeError(f"{build.name}: nobody says what value {field['name']} takes")
+            raise RuntimeError(
+                f"{build.name}: no value is known for {field['name']}; add it to launch_values"
+            )
         field["value"] = values[field["name"]]
     return arrays, more
 
 
-def _array(name: str, argument: Argument, build: Build) -> dict[str, Any]:
+def _array(name: str, argument: Argument) -> dict[str, Any]:
     shape, dtype = argument.view or (argument.shape, argument.dtype)
     return {
         "name": name,
@@ -148,8 +154,7 @@ def _array(name: str, argument: Argument, build: Build) -> dict[str, Any]:
         "dtype": argument.dtype,
         "bytes": math.prod(argument.shape) * to_dtype(argument.dtype).itemsize,
         "alignment": ALIGNMENT,
-        "output": argument.output,
-        "written": name in build.reference.agrees,
+        "role": argument.role,
         "meaning": argument.meaning,
         "view": {"shape": shape, "dtype": np.dtype(dtype).name},
     }

@@ -2,7 +2,7 @@
 
     python -m mxjax.kernels.bench.bench_compile POLICY IMPLEMENTATION TOKENS D_IN D_OUT
 
-compiles once, with the caches that the environment names, and prints JSON; `compile_seconds` runs it twice.
+It compiles once with the caches that the environment names and prints JSON; `compile_seconds` runs it twice.
 """
 
 import json
@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.implementations import Implementation
-from mxjax.kernels.bench.lines import make_step
+from mxjax.kernels.bench.dot_cases import make_step
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compiles one `dot` with its gradients, as the command line says, and prints the seconds."""
+    """Compiles the `dot` that the command line names with its gradients, and prints the seconds."""
     policy, implementation, *sizes = sys.argv[1:] if arguments is None else arguments
     assert implementation in get_args(Implementation), implementation
     tokens, d_in, d_out = (int(n) for n in sizes)
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def compile_seconds(
     policy: str, implementation: str, tokens: int, d_in: int, d_out: int
 ) -> dict[str, dict[str, float]]:
-    """Returns the seconds of lowering and of compiling, "cold" and "warm", in processes of their own.
+    """Times lowering and compiling in separate processes, "cold" and "warm".
 
     Raises:
-      RuntimeError: such a process failed; the message is the last line that it wrote.
+      RuntimeError: a process failed; the message is its last line.
     """
     command = [sys.executable, "-m", "mxjax.kernels.bench.bench_compile", policy, implementation]
     command += [str(n) for n in (tokens, d_in, d_out)]

@@ -2,12 +2,12 @@
 
     python -m mxjax.kernels.bench.bench_quantize [--shapes 8192x14336 …] [--only H16 copy] [--out FILE]
 
-Each result is first compared with the definition, in the shape that is timed: the kernel's must be its bits;
-of others' casts, "differs" is the share of elements that are not mxjax's by the same scale rule. Bytes are
-those read and written once. Our lines, jax.numpy's and the copies by XLA are timed as 4 calls on 4 tensors in
-one program, so that starting programs is not counted, as in a training step; others' casts and torch's copy
-one call after another. A cast that does not run here is listed with the reason.
-Prints a table a shape, and as its last line JSON.
+Before a result is timed, it is compared with the definition at the same shape. The kernel's must have equal
+bits; for other libraries, "differs" is the share of elements unlike mxjax's under the same scale rule. Bytes
+count each array read or written once. Our cases, jax.numpy's and XLA's copies run 4 calls on 4 tensors in one
+program, because a training step does not pay for starting programs either; other libraries' casts and torch's
+copy run one call after another. A cast that cannot run here is listed with the reason.
+Prints one table a shape, and JSON as the last line.
 """
 
 import argparse
@@ -20,17 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.kernels.bench import peers
-from mxjax.kernels.bench.timing import (
-    LATE,
-    Absent,
-    Report,
-    Timing,
-    add_arguments,
-    first_line,
-    measure,
-    print_absent,
-    print_table,
-)
+from mxjax.kernels.bench.report import LATE, Absent, Report, add_arguments, first_line, print_absent
+from mxjax.kernels.bench.timing import Timing, measure
+from mxjax.kernels.tables import table
 from mxjax.operands import Use
 from mxjax.packing import Packed, decode, kernel_target, pack_by_definition, pack_operands, value_operands
 from mxjax.policy import Operand, Rotation
@@ -41,11 +33,11 @@ SQUARE = Operand(block_shape=(32, 32))
 STOCHASTIC = Operand(rounding="stochastic")
 
 
-TENSORS = 4  # a program
+TENSORS = 4  # in one program
 
 
 class Case(NamedTuple):
-    """One line of the table: what runs on x, the bytes it must read and write, what its result must be."""
+    """A function of x to time, the bytes that it must read and write, and the result that it must have."""
 
     name: str
     function: Callable[[jax.Array], object]
@@ -55,7 +47,7 @@ class Case(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A line's time, and the share of its result that differs from mxjax's."""
+    """A case's time, and the share of its result that differs from mxjax's."""
 
     name: str
     bytes: int
@@ -64,11 +56,11 @@ class Result(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures what the command line asks for and prints it; exits with 1 if a line of ours failed."""
+    """Measures the cases that the command line names and prints them; exits with 1 if one of ours failed."""
     parser = argparse.ArgumentParser(prog="python -m mxjax.kernels.bench.bench_quantize", description=__doc__)
     shapes = [(8192, 14336), (16384, 4096)]
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=shapes, help="ROWSxCOLUMNS")
-    parser.add_argument("--only", nargs="+", default=[""], help="lines whose names hold one of these")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of the cases to run")
     add_arguments(parser)
     options = parser.parse_args(arguments)
     # torch has its own share of the memory.
@@ -78,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shape = f"{rows}x{columns}"
         x = jax.random.normal(jax.random.key(0), (rows, columns), jnp.bfloat16)
         results = []
-        for name, run in lines(x, report.rounds):
+        for name, run in runs(x, report.rounds):
             if any(part in name for part in options.only):
                 result = Absent(name, LATE) if report.is_late else run()
                 results.append(result)
@@ -89,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_shape(text: str) -> tuple[int, int]:
-    """Returns the rows and columns that ROWSxCOLUMNS says."""
+    """Returns the rows and columns of a text like 8192x14336."""
     try:
         rows, columns = (int(n) for n in text.split("x"))
     except ValueError as error:
@@ -97,8 +89,8 @@ def parse_shape(text: str) -> tuple[int, int]:
     return rows, columns
 
 
-def lines(x: jax.Array, rounds: int) -> Iterator[tuple[str, Callable[[], Result | Absent]]]:
-    """Yields every line's name and what checks and times it."""
+def runs(x: jax.Array, rounds: int) -> Iterator[tuple[str, Callable[[], Result | Absent]]]:
+    """Yields every case's name and the function that checks and times it."""
     for case in cases(x):
         yield case.name, functools.partial(run_case, case, rounds)
     for name, make in peers.casts(x).items():
@@ -106,7 +98,7 @@ def lines(x: jax.Array, rounds: int) -> Iterator[tuple[str, Callable[[], Result 
 
 
 def cases(x: jax.Array) -> Iterator[Case]:
-    """Yields the copies, the kernel's variants, and jax.numpy's."""
+    """Yields the copies, and the variants of the kernel and of jax.numpy."""
     yield Case("copy (memcpy)", jnp.copy, x, 2 * x.nbytes, lambda: x)
     yield Case("copy (-x)", jnp.negative, x, 2 * x.nbytes, lambda: -x)
     for name, rotation in (("", None), (" H16", H16)):
@@ -169,7 +161,7 @@ def values_by_definition(x: jax.Array, *uses: Use) -> list[jax.Array]:
 
 
 def run_case(case: Case, rounds: int) -> Result | Absent:
-    """Returns a line's time, if its result is bit for bit what is wanted."""
+    """Returns a case's time if its result is right bit for bit."""
     try:
         results = arrays(jax.jit(case.function)(case.x))
         for got, wanted in zip(results, arrays(case.wanted()), strict=True):
@@ -183,7 +175,7 @@ def run_case(case: Case, rounds: int) -> Result | Absent:
         xs = [jnp.roll(case.x, i, 0) for i in range(TENSORS)]
         timing = measure(program, xs, rounds=rounds)
         return Result(case.name, case.bytes, Timing(*(t / TENSORS for t in timing)), 0.0)
-    except Exception as error:  # the other lines are worth having
+    except Exception as error:  # keep the other cases
         return Absent(case.name, first_line(error), ours=True)
 
 
@@ -193,34 +185,34 @@ def arrays(result: object) -> list[jax.Array]:
 
 
 def run_peer(name: str, make: Callable[[], peers.Cast], rounds: int) -> Result | Absent:
-    """Returns the time of someone else's cast, or why there is none."""
+    """Returns the time of another library's cast, or why there is none."""
     try:
         cast = make()
         differs = cast.differs(cast.run())
         timing = measure(cast.run, rounds=rounds, wait=cast.wait)
-    except Exception as error:  # whatever keeps it from running here is the result
+    except Exception as error:  # the error is the result
         return Absent(name, first_line(error))
     return Result(name, cast.bytes, timing, differs)
 
 
 def numbers(result: Result | Absent) -> dict[str, object]:
-    """Returns what the JSON says of a line, in bytes and seconds; nothing if it did not run."""
+    """Returns a case's numbers for the JSON, in bytes and seconds; none if it did not run."""
     if isinstance(result, Absent):
         return {}
     return {"bytes": result.bytes, "differs": result.differs, **result.timing._asdict()}
 
 
 def print_results(results: Sequence[Result | Absent]) -> None:
-    """Prints the table; of the copies, the fastest is what the others are measured by."""
+    """Prints the table, with rates relative to the fastest copy."""
     timed = [r for r in results if isinstance(r, Result)]
     copy = max((r.bytes / r.timing.median for r in timed if r.name.startswith("copy")), default=0.0)
-    table = []
+    rows = []
     for r in timed:
         rate = r.bytes / r.timing.median
         of_copy = f"{rate / copy:.2f}" if copy else ""
         microseconds = (f"{1e6 * t:.0f}" for t in r.timing)
-        table.append([r.name, *microseconds, f"{rate / 1e12:.2f}", of_copy, f"{r.differs:.1e}"])
-    print_table(["", "us", "p10", "p90", "TB/s", "of the copy", "differs"], table)
+        rows.append([r.name, *microseconds, f"{rate / 1e12:.2f}", of_copy, f"{r.differs:.1e}"])
+    print(table(" | us | p10 | p90 | TB/s | of the copy | differs", rows, padded=True), flush=True)
     print_absent(results)
 
 

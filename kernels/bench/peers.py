@@ -1,7 +1,7 @@
-"""What others offer, for the benchmarks: casts to MXFP4 and quantized linear layers, where they run.
+"""Other libraries' casts to MXFP4 and quantized linear layers, to compare with.
 
-Each is a name and a function that makes it, which fails where a package is missing or does not run here.
-torchao's Triton and CUDA casts write MXFP8 and need sm_100; its MXFP4 cast is in PyTorch operations.
+Each has a name and a function that makes it, which raises if a package is missing or cannot run here.
+torchao's Triton and CUDA casts write MXFP8 and need sm_100; its MXFP4 cast uses PyTorch operations.
 """
 
 import functools
@@ -22,9 +22,10 @@ class Cast(NamedTuple):
     """A cast of a tensor to MXFP4.
 
     Attributes:
-      run: casts; takes nothing.
-      bytes: it must read and write.
-      differs: of its result, the share of elements or bytes that are not mxjax's by the same scale rule.
+      run: casts; takes no arguments.
+      bytes: bytes that it must read and write.
+      differs: takes the result and returns the share of elements or bytes that are not mxjax's under the
+        same scale rule.
       wait: see `measure`.
     """
 
@@ -35,7 +36,7 @@ class Cast(NamedTuple):
 
 
 def casts(x: jax.Array) -> dict[str, Callable[[], Cast]]:
-    """Returns what makes the casts of x [rows, columns] bfloat16, by name."""
+    """Returns functions that make the casts of x [rows, columns] bfloat16, by name."""
     return {
         "copy, torch": lambda: _torch_cast(x, lambda t: t.clone(), 2 * x.nbytes, lambda: x),
         "rows, torchao to_mx, torch.compile": lambda: _torchao(x, -1, compiled=True),
@@ -93,10 +94,10 @@ def _torchao(x: jax.Array, axis: int, compiled: bool) -> Cast:
 
 
 def _microxcaling(x: jax.Array, compiled: bool) -> Cast:
-    """Written after the published algorithm; the package itself is not on PyPI.
+    """Follows the published algorithm; the package itself is not on PyPI.
 
     Source: https://github.com/microsoft/microxcaling, `quantize_mx_op` with fp4_e2m1 elements, 8 scale bits
-    and round="even"; like it, by log2 and power operations, and to values rather than codes.
+    and round="even". Like it, this takes logarithms and powers, and returns values rather than codes.
     """
     import torch
 
@@ -146,7 +147,7 @@ def linears() -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
 
 
 def _scaled_dot_general(x, w):
-    """Forward and backward as jax.nn.scaled_dot_general documents."""
+    """Multiplies as jax.nn.scaled_dot_general documents."""
     configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
     contract = (((1,), (0,)), ((), ()))
     w = w.astype(jnp.bfloat16)
@@ -154,7 +155,7 @@ def _scaled_dot_general(x, w):
 
 
 def _qwix(qtype: str, gradient: str, more: dict[str, Any], x, w):
-    """A Dense layer under qwix's quantized training, of weights, activations and gradients."""
+    """Applies a Dense layer under qwix's training with quantized weights, activations and gradients."""
     import flax.linen as nn
     import qwix
 

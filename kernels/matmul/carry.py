@@ -9,9 +9,6 @@ import triton.language as tl
 from jaxtyping import Array, Float, UInt8
 
 from mxjax.fp8_carriers import DTYPES, REFERENCES, SHIFTS, Carrier
-from mxjax.kernels import shapes
-from mxjax.kernels.aot import expected
-from mxjax.kernels.aot.builds import Argument, Build
 from mxjax.kernels.launch import Target, ceil_div, triton_call
 from mxjax.kernels.quantize.elements import encode_fp8, scale_value
 
@@ -75,7 +72,7 @@ def carry_operand(
         ],
         grid=(programs, batch),
         num_warps=4,
-        **_constants(n, blocks, carrier, target),
+        **constants_of(n, blocks, carrier, target),
     )
     fp8 = jax.lax.bitcast_convert_type(carried, DTYPES[carrier])
     return CarriedRows(fp8.reshape(batch, n, 32 * blocks), reference, lost)
@@ -98,7 +95,8 @@ def _width(blocks: int) -> int:
     return min(BLOCKS, triton.next_power_of_2(blocks))
 
 
-def _constants(n: int, blocks: int, carrier: Carrier, target: Target | None) -> dict[str, int | bool]:
+def constants_of(n: int, blocks: int, carrier: Carrier, target: Target | None) -> dict[str, int | bool]:
+    """Returns the kernel's constants for an operand of n rows."""
     low, high = SHIFTS[carrier]
     width = _width(blocks)
     return {
@@ -111,49 +109,6 @@ def _constants(n: int, blocks: int, carrier: Carrier, target: Target | None) -> 
         "E5M2": carrier == "e5m2",
         "NATIVE": target is not None and target.backend == "cuda",
     }
-
-
-def builds(target: Target) -> list[Build]:
-    """Returns builds of Llama 3.1 8B's operands and small ones, for targets that multiply FP8 and not FP4."""
-    if target.arch != "sm_90":
-        return []
-    tensors = [t for tokens in shapes.TOKENS for t in shapes.tensors(tokens)]
-    sizes = {(t.rows, t.columns // 32) for t in tensors} | {(t.columns, t.rows // 32) for t in tensors}
-    sizes |= {(1, 1), (33, 3), (1, BLOCKS + 1), (3, 2 * BLOCKS)}
-    return [_build(*size, carrier, target) for size in sorted(sizes) for carrier in DTYPES]
-
-
-_ELEMENTS = "E2M1, eight a word, element 8 i + j in bits 4 j to 4 j + 3; [1, rows, 4 words a block of 32]"
-
-
-def _build(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
-    programs = programs_of(n, blocks)
-    constants = _constants(n, blocks, carrier, target)
-    return Build(
-        name=f"carry_{n}x{32 * blocks}_{carrier}",
-        kernel=carry_kernel,
-        signature={
-            "words": Argument((1, n, _WORDS * blocks), "int32", False, _ELEMENTS),
-            "scales": Argument((1, n, blocks), "uint8", False, "E8M0 bytes"),
-            "out": Argument(
-                (1, n, 2 * _WORDS * blocks),
-                "int32",
-                True,
-                "the elements times 2**(scale byte - reference), the shift clipped to LOW and HIGH",
-                ((1, n, 32 * blocks), jnp.dtype(DTYPES[carrier]).name),
-            ),
-            "reference": Argument((1, n), "uint8", True, "the scale byte that becomes a factor of 1"),
-            "lost": Argument(
-                (1, programs),
-                "uint8",
-                True,
-                "of each program, which takes ROWS rows of BLOCKS blocks, 1 if a shift changed elements",
-            ),
-        },
-        constants=constants,
-        grid=(programs, 1),
-        reference=expected.carrier(n, blocks, carrier, constants["ROWS"], constants["BLOCKS"]),
-    )
 
 
 @triton.jit

@@ -1,1 +1,1 @@
-"""Checkpoints of Hugging Face's Llamas, and the parameters of `models.llama` in them."""
+"""Hugging Face checkpoints of Llamas, converted to and from the parameters of `models.llama`."""

@@ -1,9 +1,11 @@
-"""Checkpoints to and from Hugging Face: `python -m models.huggingface import DIR RUN`, `export RUN DIR`.
+"""Imports and exports checkpoints: `python -m models.huggingface import DIR RUN`, `export RUN DIR`.
 
-`import` makes a run's folder, at step 0, of a folder with config.json and safetensors; eval.py and train.py
-go on from there (`--init RUN` in a new folder, or `--out RUN --resume` in place). Tokenizer and other small
-files are kept in RUN/huggingface, and `export` puts them back. Tensors pass one by one: memory holds the
-parameters in float32, and one tensor more.
+`import` turns a folder with config.json and safetensors into a run at step 0, for eval.py and train.py
+(`--init RUN` in a new folder, or `--out RUN --resume` in place). The tokenizer and other small files are kept
+in RUN/huggingface, and `export` restores them. Tensors are converted one by one: memory holds the parameters
+in float32 and one more tensor.
+
+This is a program, like train.py: it may import `training`, which the modules of `models` may not.
 """
 
 import jax
@@ -15,7 +17,7 @@ from training.huggingface_runs import export_checkpoint, import_checkpoint
 
 def main() -> None:
     """Runs the command line."""
-    jax.config.update("jax_platforms", "cpu")  # weights pass through memory alone
+    jax.config.update("jax_platforms", "cpu")  # the weights need no accelerator
     with input_errors():
         commands = {"import": import_checkpoint, "export": export_checkpoint}
         config = tyro.extras.subcommand_cli_from_dict(

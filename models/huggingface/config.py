@@ -1,7 +1,7 @@
-"""config.json of Hugging Face's Llamas, as transformers 4 and 5 write it, and `LlamaConfig`.
+"""Conversion between `LlamaConfig` and config.json, as transformers 4 and 5 write it.
 
-What would change the model's values and is not built here is refused; what does not (caches, dropout, token
-ids) is left alone.
+Settings that change the model's values and are not supported raise an error; others (caches, dropout, token
+ids) are ignored.
 
 Source: transformers' configuration_llama.py and modeling_rope_utils.py, 4.57 and 5.23.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from models.configs import LlamaConfig, RopeScaling
 
-# Fields that other Llamas have with other values; absent, they have these.
+# The only supported value of each field, which is also its default.
 _ONLY: Mapping[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -33,7 +33,7 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
     """Returns the Llama that a config.json describes, with transformers' defaults for what it leaves out.
 
     Raises:
-      ValueError: no Llama, or one with parts that are not built here; the message names them.
+      ValueError: it is not a Llama, or has unsupported parts; the message names them.
     """
     kind = raw.get("model_type")
     if kind != "llama":
@@ -65,7 +65,7 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
 def write_config(config: LlamaConfig, context: int) -> dict[str, Any]:
     """Returns config.json for a model trained on sequences of `context` tokens.
 
-    It has the fields of transformers 4, which 5 reads too. No token ids: the tokenizer knows them.
+    It has the fields of transformers 4, which version 5 reads too. Token ids are left to the tokenizer.
     """
     scaling = config.rope_scaling
     if scaling is not None:
@@ -97,7 +97,7 @@ def write_config(config: LlamaConfig, context: int) -> dict[str, Any]:
 
 
 def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Returns the base of the rotary frequencies and their scaling, from either version's fields."""
+    """Returns the base of the rotary frequencies and their scaling, from the fields of either version."""
     theta = raw.get("rope_theta", 10_000.0)
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):

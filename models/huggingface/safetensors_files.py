@@ -1,7 +1,7 @@
 """Checkpoints in safetensors files as Hugging Face lays them out: one file, or shards and an index.
 
-Reading goes tensor by tensor, and so does writing: memory holds one tensor at a time. Files are the same
-bytes that safetensors itself writes for the same tensors.
+Tensors are read and written one by one, so that memory holds one at a time. The files are byte for byte those
+that safetensors itself writes.
 
 Source: huggingface/safetensors, README "Format"; transformers' `save_pretrained` for names and the index.
 """
@@ -21,47 +21,58 @@ import safetensors
 
 DTYPES: Mapping[str, np.dtype] = types.MappingProxyType(
     {
-        # In the order in which safetensors lays tensors out.
+        # In the order of tensors in a file.
         "F32": np.dtype(np.float32),
         "BF16": np.dtype(ml_dtypes.bfloat16),
         "F16": np.dtype(np.float16),
         "U8": np.dtype(np.uint8),
     }
 )
+"""The dtypes of tensors by their names in safetensors; transformers uses NumPy's names."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_LARGEST_HEADER = 100_000_000  # bytes that safetensors accepts
+_LARGEST_HEADER = 100_000_000  # bytes; safetensors accepts no more
 
 
 class Spec(NamedTuple):
-    """What a tensor is: a key of `DTYPES`, and its shape."""
+    """The dtype of a tensor, as a key of `DTYPES`, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def n_elements(self) -> int:
-        """How many elements the tensor has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def size(self) -> int:
-        """Bytes that the tensor takes."""
-        return self.n_elements * DTYPES[self.dtype].itemsize
+        """The size in bytes."""
+        return self.n_elements * self.numpy_dtype.itemsize
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        """The dtype in NumPy."""
+        return DTYPES[self.dtype]
+
+
+def spelling(dtype: str) -> str:
+    """Returns safetensors' name of a dtype such as "bfloat16"."""
+    return next(name for name, ours in DTYPES.items() if ours.name == dtype)
 
 
 class Reader:
     """The tensors of a folder's model.safetensors, or of the shards that its index names. A context manager.
 
     Attributes:
-      specs: the dtype, as safetensors spells it, and the shape of every tensor.
+      specs: dtype and shape of every tensor.
     """
 
     def __init__(self, folder: pathlib.Path):
         """Opens every file and reads its header.
 
         Raises:
-          ValueError: no such files, a file that is cut off or no safetensors, or an index that is wrong.
+          ValueError: files are missing, truncated or not safetensors, or the index is wrong.
         """
         self._stack = contextlib.ExitStack()
         self._files: dict[str, safetensors.safe_open] = {}
@@ -89,7 +100,7 @@ class Reader:
             raise ValueError(f"{path} is missing: the index names it; download it again") from None
         except (safetensors.SafetensorError, OSError) as error:
             raise ValueError(
-                f"{path} is cut off or no safetensors file ({error}); download it again"
+                f"{path} is truncated or not a safetensors file ({error}); download it again"
             ) from None
         found = set(file.keys())
         if names is not None and found != names:
@@ -105,13 +116,13 @@ class Reader:
 class Writer:
     """Writes tensors, in any order, into new files of a folder. A context manager.
 
-    Every file has its final size from the start, and each tensor its place.
+    Every file has its final size from the start, and every tensor a fixed position.
     """
 
     def __init__(self, folder: pathlib.Path, specs: Mapping[str, Spec], largest: int):
         """Creates the files, shards of up to `largest` bytes, and their index if there are several.
 
-        A tensor that is larger than that is a shard of its own.
+        A larger tensor becomes a shard of its own.
         """
         self._specs = specs
         self._places: dict[str, tuple[int, int]] = {}  # file descriptor, offset
@@ -138,9 +149,9 @@ class Writer:
             raise ValueError(f"never written: {', '.join(sorted(missing))}")
 
     def write(self, name: str, value: np.ndarray) -> None:
-        """Writes a tensor; its dtype and shape are those of its spec."""
+        """Writes a tensor, whose dtype and shape must match its spec."""
         spec = self._specs[name]
-        assert (value.dtype, value.shape) == (DTYPES[spec.dtype], spec.shape), (
+        assert (value.dtype, value.shape) == (spec.numpy_dtype, spec.shape), (
             name,
             value.dtype,
             value.shape,
@@ -162,7 +173,7 @@ class Writer:
 
 
 def _files(folder: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
-    """Returns the files to read, each with the tensors that the index puts there, if there is one."""
+    """Returns the files to read, each with its tensors by the index; None without an index."""
     if (folder / SINGLE).exists():
         return {folder / SINGLE: None}
     if not (folder / INDEX).exists():
@@ -178,7 +189,7 @@ def _files(folder: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
     files: dict[pathlib.Path, set[str] | None] = {}
     for tensor, file in places:
         if pathlib.PurePath(file).name != file:
-            raise ValueError(f"{folder / INDEX} puts {tensor} into {file!r}, which is not in its folder")
+            raise ValueError(f"{folder / INDEX} puts {tensor} into {file!r}, which is outside its folder")
         names = files.setdefault(folder / file, set())
         assert names is not None
         names.add(tensor)
@@ -199,7 +210,7 @@ def _shards(specs: Mapping[str, Spec], largest: int) -> list[dict[str, Spec]]:
 
 
 def _header(shard: Mapping[str, Spec]) -> tuple[bytes, dict[str, int], int]:
-    """Returns a file's first bytes, where each tensor starts after them, and how much follows them."""
+    """Returns a file's header, the offset of each tensor after it, and the size of all tensors."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for name, spec in _in_file_order(shard):

@@ -1,7 +1,7 @@
-"""The tensors of Hugging Face's Llamas, and where each of them lies in the parameters of `models.llama`.
+"""The tensors of Hugging Face's Llamas as views of the parameters of `models.llama`.
 
-Ours are [in, out] and stacked over layers, with query, key and value in one matrix and gate and up projection
-in another; Hugging Face's are one [out, in] a layer.
+Our matrices are [in, out] and stacked over layers; query, key and value share a matrix, and so do gate and up
+projection. Hugging Face has separate [out, in] matrices for every layer.
 """
 
 import types
@@ -13,30 +13,23 @@ import numpy as np
 import mxjax
 from models import llama
 from models.configs import LlamaConfig
-from models.huggingface.safetensors_files import DTYPES as NUMPY
 from models.huggingface.safetensors_files import Reader, Spec
 from mxjax.packing import BLOCK
 from mxjax.scales import ScaleRule
 
-DTYPES: Mapping[str, str] = types.MappingProxyType({"float32": "F32", "bfloat16": "BF16", "float16": "F16"})
-"""The dtypes of weights as transformers and as safetensors spell them."""
+_IMPORTED = ("F32", "BF16", "F16")
 QUANTIZATION: Mapping[str, object] = types.MappingProxyType(
     {"quant_method": "mxfp4", "modules_to_not_convert": ("model.embed_tokens", "model.norm", "lm_head")}
 )
-"""What config.json says of weights in MXFP4."""
-_SHOWN = 8  # problems in an error message
-
-
-def shapes(config: LlamaConfig) -> llama.Params:
-    """Returns the parameters as shapes and dtypes."""
-    return jax.eval_shape(lambda: llama.init(config, jax.random.key(0)))
+"""The entry of config.json for weights in MXFP4."""
+_SHOWN = 8  # problems listed in an error message
 
 
 def views(config: LlamaConfig, params: llama.Params) -> dict[str, np.ndarray]:
-    """Returns every tensor of a Llama under its Hugging Face name, in their order, as a view of `params`.
+    """Returns every tensor of a Llama as a view of `params`, by Hugging Face's names and in their order.
 
-    A view's last axis is the layer's input and the others, flattened, its output: flattened so, it is Hugging
-    Face's tensor; assigning to the view writes it into `params`.
+    The last axis of a view is the layer's input; the other axes, flattened, are its output. Reshaped to
+    `flat_shape` it is Hugging Face's tensor. Assigning to the view writes into `params`.
     """
     c = config
     blocks = params["blocks"]
@@ -66,32 +59,34 @@ def views(config: LlamaConfig, params: llama.Params) -> dict[str, np.ndarray]:
 
 
 def flat_shape(view: np.ndarray) -> tuple[int, ...]:
-    """Returns Hugging Face's shape of a view: [out, in], or [n] for a norm."""
+    """Returns the shape of a view in Hugging Face's checkpoint: [out, in], or [n] for a norm."""
     return view.shape if view.ndim == 1 else (view.size // view.shape[-1], view.shape[-1])
 
 
 def check_tensors(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
-    """Raises ValueError unless these are the tensors of that Llama, by name, shape and dtype."""
-    empty = jax.tree.map(lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), shapes(config))
+    """Raises ValueError unless names, shapes and dtypes are those of the configured Llama."""
+    empty = jax.tree.map(
+        lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), llama.abstract_params(config)
+    )
     wanted = {name: flat_shape(view) for name, view in views(config, empty).items()}
     found = {name: spec for name, spec in specs.items() if not _is_derived(name, config)}
     problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} does not belong to such a Llama" for name in sorted(found) if name not in wanted]
+    problems += [f"{name} does not belong to this Llama" for name in sorted(found) if name not in wanted]
     for name, spec in found.items():
         if name not in wanted:
             continue
         if spec.shape != wanted[name]:
             problems.append(f"{name} is {list(spec.shape)} and config.json makes it {list(wanted[name])}")
-        if spec.dtype not in DTYPES.values():
-            problems.append(f"{name} is in {spec.dtype}; only {', '.join(DTYPES.values())} can be imported")
+        if spec.dtype not in _IMPORTED:
+            problems.append(f"{name} is in {spec.dtype}; only {', '.join(_IMPORTED)} can be imported")
     if problems:
         shown = problems[:_SHOWN]
         more = [f"and {len(problems) - len(shown)} more"] if problems[_SHOWN:] else []
-        raise ValueError("\n  ".join(["the tensors are not config.json's:", *shown, *more]))
+        raise ValueError("\n  ".join(["the tensors do not match config.json:", *shown, *more]))
 
 
 def quantized(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """Returns the specs with two tensors in place of each linear layer's one."""
+    """Returns the specs with MXFP4 blocks and scales in place of the weights of linear layers."""
     found: dict[str, Spec] = {}
     for name, spec in specs.items():
         if not _is_linear(name):
@@ -108,7 +103,7 @@ def quantized(specs: Mapping[str, Spec]) -> dict[str, Spec]:
 def parts(
     name: str, view: np.ndarray, specs: Mapping[str, Spec], mxfp4: ScaleRule | None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors to write for one of the model's, as their specs say.
+    """Yields the tensors to write for one of the model's, in the dtype of their specs.
 
     Raises:
       ValueError: a value does not fit the format.
@@ -118,10 +113,10 @@ def parts(
         spec = specs[name]
         if spec.dtype == "F16" and not np.max(np.abs(value)) <= np.finfo(np.float16).max:
             raise ValueError(f"{name} does not fit float16; export in bfloat16 or float32")
-        yield name, value.astype(NUMPY[spec.dtype])
+        yield name, value.astype(spec.numpy_dtype)
         return
     if not np.isfinite(value).all():
-        raise ValueError(f"{name} holds NaN or infinity, which these tools' MXFP4 cannot hold")
+        raise ValueError(f"{name} holds NaN or infinity, which MXFP4 checkpoints cannot represent")
     q = mxjax.quantize(value, axis=-1, scale_rule=mxfp4)
     assert q.scales is not None
     yield f"{name}_blocks", np.asarray(mxjax.pack(q)).reshape(specs[f"{name}_blocks"].shape)
@@ -129,16 +124,16 @@ def parts(
 
 
 def check_tied_head(reader: Reader, config: LlamaConfig) -> None:
-    """Raises ValueError if a head that config.json ties to the embedding is there and differs from it."""
+    """Raises ValueError if config.json ties the head to the embedding, but the checkpoint's differ."""
     names = ("lm_head.weight", "model.embed_tokens.weight")
     if config.tied and names[0] in reader.specs:
         head, embedding = (reader.read(name) for name in names)
         if head.shape != embedding.shape or not np.array_equal(head, embedding):
-            raise ValueError("config.json ties the head to the embedding, but lm_head.weight is another")
+            raise ValueError("config.json ties the head to the embedding, but lm_head.weight differs")
 
 
 def _is_derived(name: str, config: LlamaConfig) -> bool:
-    """Whether a tensor holds nothing of its own: old checkpoints have frequencies, some a tied head."""
+    """Returns whether a tensor is redundant: rotary frequencies in old checkpoints, or a tied head."""
     return name.endswith(".rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
 

@@ -30,3 +30,11 @@ def kernels_run():
 
     with use_target(INTERPRETER):
         yield
+
+
+@pytest.fixture(scope="session")
+def builds(tmp_path_factory):
+    """Returns the folder of the kernels that tests compile ahead of time."""
+    from support.code_objects import build_once
+
+    return build_once(tmp_path_factory)

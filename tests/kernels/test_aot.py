@@ -1,24 +1,18 @@
-"""What the compiled machine code says; the compiler runs in a process without the interpreter."""
+"""The command `python -m mxjax.kernels.aot`, how it reads assembly, and the machine code for CUDA."""
 
 import pytest
-from support.code_objects import LLAMA, STEP, build_once, elements_of, records, run_aot, starting
+from support.code_objects import STEP, elements_of, records, starting
 
 from mxjax.kernels.aot import assembly
 from mxjax.kernels.aot import compile as aot
 
-pytestmark = pytest.mark.slow
-
-SMALL = ["gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16", "gemm_2x*_tile*"]
-SMALL_TENSORS = ["quantize_65x97_*", "quantize_8192x4096_bfloat16_rows_packed_columns_packed-sr"]
-CARRIERS = ["carry_8192x4096_*", "carry_8192x28672_*", "carry_33x96_*", "correct_1x8192x6144x4096_*"]
-
 
 @pytest.fixture(scope="module")
-def cuda(tmp_path_factory):
-    wanted = [(["sm_90"], SMALL_TENSORS + CARRIERS), (["sm_90", "sm_100"], LLAMA[:1] + SMALL + STEP)]
-    return records(build_once(tmp_path_factory, "cuda", *wanted))
+def cuda(builds):
+    return {key: record for key, record in records(builds).items() if key[0] != "gfx950"}
 
 
+@pytest.mark.slow
 def test_cuda_spills_nothing(cuda):
     assert {kernel["kernel"] for kernel in cuda.values()} == {
         "gemm_kernel",
@@ -44,18 +38,21 @@ def opcodes_of(cuda, target, kernel):
     return found
 
 
+@pytest.mark.slow
 def test_sm_100_multiplies_in_fp4(cuda):
     for name, opcodes in opcodes_of(cuda, "sm_100", "gemm_kernel"):
         assert starting(opcodes, "UTCOMMA"), name  # tcgen05.mma of 4-bit operands with block scales
         assert not starting(opcodes, "HMMA", "HGMMA", "UTCHMMA", "UTCQMMA"), name
 
 
+@pytest.mark.slow
 def test_sm_90_multiplies_in_bfloat16(cuda):
     for kernel in ("gemm_kernel", "correct_kernel"):
         for name, opcodes in opcodes_of(cuda, "sm_90", kernel):
             assert starting(opcodes, "HGMMA", "HMMA"), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("name", STEP)
 def test_cuda_quantizer(cuda, target, name):
@@ -83,6 +80,7 @@ def test_cuda_quantizer(cuda, target, name):
         assert sum(n for x, n in opcodes.items() if "E2M1" in x) == 2 * elements // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("carrier", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("shape", ["8192x4096", "8192x28672"])
 def test_sm_90_carrier(cuda, shape, carrier):
@@ -102,30 +100,36 @@ def test_builds_have_names_of_their_own(target):
     assert len(alike) == len(builds)
 
 
-def test_unknown_target_names_those_there_are(tmp_path):
-    done = run_aot("--target", "gfx000", "--out", tmp_path)
-    assert done.returncode != 0
-    assert "gfx950, sm_90, sm_100" in done.stderr
+def refused(capsys, *arguments):
+    """Returns why the command line refuses its arguments."""
+    with pytest.raises(SystemExit):
+        aot.main(arguments)
+    return capsys.readouterr().err
 
 
-def test_refuses_the_interpreter_and_unknown_names(tmp_path):
-    done = run_aot("--target", "gfx950", "--out", tmp_path, env={"TRITON_INTERPRET": "1"})
-    assert done.returncode != 0
-    assert "TRITON_INTERPRET" in done.stderr
-    done = run_aot("--target", "gfx950", "--out", tmp_path, "--only", "nothing")
-    assert done.returncode != 0
-    assert "nothing" in done.stderr
+def test_unknown_target_names_those_there_are(capsys):
+    assert "gfx950, sm_90, sm_100" in refused(capsys, "--target", "gfx000", "--out", "unused")
+
+
+def test_refuses_the_interpreter_and_unknown_names(capsys, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "TRITON_INTERPRET" in refused(capsys, "--target", "gfx950", "--out", "unused")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    message = refused(capsys, "--target", "gfx950", "--out", "unused", "--only", "sm_90/*")
+    assert "no build is named like sm_90/*" in message
 
 
 def test_a_failed_build_is_named_and_the_others_are_made(tmp_path, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    jobs = [
-        ("gemm_builds", "gfx950", "no_such_build"),
-        ("gemm_builds", "gfx950", "gemm_1x1x1x32_float32"),
-    ]
-    done, failed = aot.build_all(jobs, tmp_path, jobs=2)
-    assert [d["name"] for d in done] == ["gemm_1x1x1x32_float32"]
-    assert list(failed) == ["gfx950 no_such_build"]
+    def build_one(module, target, name, out):
+        if name == "wrong":
+            raise ValueError("first line\nlast line")
+        return {"target": target, "name": name}
+
+    monkeypatch.setattr(aot, "build_one", build_one)
+    wanted = [("gemm_builds", "gfx950", name) for name in ("wrong", "right")]
+    done, failed = aot.build_all(wanted, tmp_path, jobs=1)
+    assert [d["name"] for d in done] == ["right"]
+    assert failed == {"gfx950 wrong": "last line"}
 
 
 LISTING = """

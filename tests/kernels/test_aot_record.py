@@ -1,6 +1,5 @@
-"""What a build's JSON says, taken at its word: arguments as the loader sees them, results as the kernel's."""
+"""A build's record against the compiled code: arguments as a loader sees them, results as the kernel's."""
 
-import contextlib
 import importlib
 import json
 import re
@@ -13,35 +12,18 @@ import numpy as np
 import pytest
 import triton.language as tl
 from support import ptx
-from support.code_objects import DOCUMENT, build_once, documented
+from support.code_objects import DOCUMENT, INTERPRETED
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
+from mxjax.kernels.aot import check, expected
 from mxjax.kernels.aot import compile as aot
 from mxjax.kernels.aot import record as aot_record
-from mxjax.kernels.launch import triton_call
+from mxjax.kernels.launch import Target, triton_call
+from mxjax.kernels.matmul.fp4_gemm import shuffle_scales
 
-pytestmark = pytest.mark.slow
-
-LARGE = ["gemm_1x8192x6144x4096_bfloat16", "quantize_8192x4096_bfloat16_rows_packed_columns_packed-h16"]
-GEMMS = [f"gemm_{shape}" for shape in ("1x5x7x96_float32", "1x65x33x288_bfloat16", "3x17x130x544_float32")]
-CARRIERS = ["carry_33x96_*", "carry_1x8224_*", "correct_1x65x33x288_*", "correct_3x17x130x544_*"]
-QUANTIZERS = ["quantize_65x97_*", "quantize_200x136_*", "quantize_3x40x70_*_e5m2_*"]
-# Of CUDA's quantizers those of one shape, and what is computed here: ptxas takes 10 s for a stochastic one.
-PATTERNS = {
-    "sm_90": LARGE + GEMMS + QUANTIZERS + CARRIERS,
-    "sm_100": LARGE + GEMMS + ["quantize_65x97_*_packed_columns_packed-h16"],
-}
 # Where inline assembly can be chosen, the interpreter, which lacks it, takes what these constants choose.
-INTERPRETED = {"CONVERT": "software", "NATIVE": False}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    out = build_once(tmp_path_factory, "cuda-records", *(([t], names) for t, names in PATTERNS.items()))
-    with contextlib.suppress(FileExistsError):
-        (out / "gfx950").symlink_to(build_once(tmp_path_factory, "gfx950", (["gfx950"], [])) / "gfx950")
-    return out
+WITHOUT_ASSEMBLY = {"CONVERT": "software", "NATIVE": False}
 
 
 def records(folder, target, pattern="*"):
@@ -89,19 +71,21 @@ def test_values_of_hidden_arguments():
     assert HIDDEN.items() <= aot_record.launch_values((6, 5, 1), (512, 1, 1), 1000).items()
 
 
-def test_document_names_every_field(folder):
+@pytest.mark.slow
+def test_document_names_every_field(builds):
     table = DOCUMENT.read_text().split("## The JSON")[1].split("## Launching")[0]
     described = set(re.findall(r"`(\w+)`", table)) | {"name", "target", "files", "triton"}
     for target in aot.TARGETS:
-        for _, record in records(folder, target):
+        for _, record in records(builds, target):
             assert set(record) <= described
-            assert set(record["arguments"][0]) <= described | {"output"}
+            assert set(record["arguments"][0]) <= described
 
 
-def test_arguments_are_those_of_the_gfx950_code_objects(folder):
+@pytest.mark.slow
+def test_arguments_are_those_of_the_gfx950_code_objects(builds):
     """Offset, size, kind and address space of each, and the bytes that make them up."""
     kinds = set()
-    for path, record in records(folder, "gfx950"):
+    for path, record in records(builds, "gfx950"):
         kernel = loaded_metadata(path.with_suffix(".hsaco").read_bytes())
         listed = record["arguments"] + record["more_arguments"]
         assert [(a["offset"], a["size"], a["kind"], a["address_space"]) for a in listed] == [
@@ -115,7 +99,7 @@ def test_arguments_are_those_of_the_gfx950_code_objects(folder):
         assert record["threads_per_warp"] == kernel[".wavefront_size"]
         assert record["block"] == [kernel[".max_flat_workgroup_size"], 1, 1]
         addresses = addresses_of(record)
-        data = documented()["kernarg"](record, addresses)
+        data = check.argument_segment(record, addresses)
         assert len(data) == kernel[".kernarg_segment_size"]
         pointers = list(addresses.values())
         names = list(addresses)
@@ -131,11 +115,12 @@ def test_arguments_are_those_of_the_gfx950_code_objects(folder):
     assert {"global_buffer", "hidden_block_count_x"} <= kinds
 
 
-def test_gfx950_code_reads_no_hidden_argument(folder):
+@pytest.mark.slow
+def test_gfx950_code_reads_no_hidden_argument(builds):
     """Scalar loads, by which a kernel reads its arguments, end before them."""
     hiding = [
         (path, record)
-        for path, record in records(folder, "gfx950")
+        for path, record in records(builds, "gfx950")
         if record["more_arguments"][-1]["name"].startswith("hidden_")
     ]
     assert hiding
@@ -148,9 +133,10 @@ def test_gfx950_code_reads_no_hidden_argument(folder):
         assert max(ends) <= first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-def test_arguments_are_those_of_the_cubins(folder, target):
-    for path, record in records(folder, target):
+def test_arguments_are_those_of_the_cubins(builds, target):
+    for path, record in records(builds, target):
         command = [knobs.nvidia.cuobjdump.path, "-elf", str(path.with_suffix(".cubin"))]
         elf = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         found = re.findall(r"Ordinal : 0x(\w+)\s+Offset\s+: 0x(\w+)\s+Size\s+: 0x(\w+)", elf)
@@ -165,16 +151,17 @@ def test_arguments_are_those_of_the_cubins(folder, target):
         assert record["block"] == [int(threads[1]), 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", aot.TARGETS)
-def test_arrays_come_in_the_order_of_the_kernel(folder, target):
-    for _, record in records(folder, target):
+def test_arrays_come_in_the_order_of_the_kernel(builds, target):
+    for _, record in records(builds, target):
         names, count = find_kernel(record).arg_names, len(record["arguments"])
         assert [a["name"] for a in record["arguments"]] == names[:count]
         assert set(record["constants"]) == set(names[count:])
 
 
 def test_refuses_another_order_or_type():
-    [build] = [b for b in aot.list_builds("aot.gemm_builds", "gfx950") if b.name == "gemm_1x1x1x32_float32"]
+    [build] = [b for b in aot.list_builds("gemm_builds", "gfx950") if b.name == "gemm_1x1x1x32_float32"]
     types = dict.fromkeys(build.signature, "i8") | {"out": "f32"}
 
     def check(types):
@@ -192,18 +179,18 @@ def find_kernel(record):
     return getattr(importlib.import_module(module), name)
 
 
-def interpret(record, names):
+def interpret(record, given):
     """Returns what the kernel writes in Triton's interpreter, by the names of its outputs."""
     kernel = find_kernel(record)
     if not isinstance(kernel, InterpretedFunction):
         pytest.skip("kernels are compiled for this machine's GPU")
     inputs = []
     for a in record["arguments"]:
-        if not a["output"]:
-            array = np.asarray(names[a["name"]])
+        if a["role"] == "input":
+            array = given[a["name"]]
             assert (list(array.shape), array.dtype.name) == (a["shape"], a["dtype"]), a["name"]
             inputs.append(array)
-    outputs = [a for a in record["arguments"] if a["output"]]
+    outputs = [a for a in record["arguments"] if a["role"] != "input"]
     # The interpreter truncates to bfloat16 where GPUs round.
     dtypes = ["float32" if a["dtype"] == "bfloat16" else a["dtype"] for a in outputs]
     constants = record["constants"]
@@ -216,32 +203,37 @@ def interpret(record, names):
         out=[jax.ShapeDtypeStruct(tuple(a["shape"]), d) for a, d in zip(outputs, dtypes, strict=True)],
         grid=tuple(record["grid"]),
         in_place=in_place,
-        **constants | {name: v for name, v in INTERPRETED.items() if name in constants},
+        **constants | {name: v for name, v in WITHOUT_ASSEMBLY.items() if name in constants},
     )
     return {a["name"]: np.asarray(y.astype(a["dtype"])) for a, y in zip(outputs, written, strict=True)}
 
 
-def assert_computes_its_reference(record):
-    given = documented()
-    names = given["reference"](record)
-    written = interpret(record, names)
+def assert_computes_what_is_expected(record):
+    inputs = check.make_inputs(record)
+    wanted = check.expected_outputs(record, inputs)
+    written = interpret(record, inputs)
     for a in record["arguments"]:
-        if not a["output"]:
+        if a["role"] == "input":
             continue
-        memory = written[a["name"]].tobytes()
-        if not a["written"]:
+        name, memory = a["name"], written[a["name"]].tobytes()
+        if a["role"] == "unused":
             assert set(memory) == {0xA5}  # as the interpreter's launch found it
             continue
-        assert given["agrees"](record, names, a["name"], memory) is True, a["name"]
+        assert check.output_agrees(record, name, memory, wanted[name]), name
         other = bytes(255 - x for x in memory)
-        assert given["agrees"](record, names, a["name"], other) is False, a["name"]
+        assert not check.output_agrees(record, name, other, wanted[name]), name
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [GEMMS[1], "quantize_65x97_*_e4m3_*", "quantize_200x136_*", "quantize_3x40x70_*_e5m2_*", *CARRIERS],
-)
-def test_sm_90_kernels_compute_their_references(folder, pattern, monkeypatch):
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", INTERPRETED)
+def test_sm_90_kernels_compute_what_is_expected(builds, pattern, monkeypatch):
     monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
-    for _, record in records(folder, "sm_90", pattern):
-        assert_computes_its_reference(record)
+    for _, record in records(builds, "sm_90", pattern):
+        assert_computes_what_is_expected(record)
+
+
+def test_shuffled_scales_are_those_of_the_kernel():
+    scales = np.random.default_rng(0).integers(0, 255, (2, 300, 20), np.uint8)
+    shuffled = expected.shuffle(scales)
+    np.testing.assert_array_equal(shuffled, shuffle_scales(scales, Target("hip", "gfx950")))
+    np.testing.assert_array_equal(expected.unshuffle(shuffled, 300, 20), scales)

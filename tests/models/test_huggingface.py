@@ -120,14 +120,14 @@ def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path, same):
         rewrite(folder, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"]})
         assert import_checkpoint(folder, tmp_path / "run").tied
     else:
-        with pytest.raises(ValueError, match=r"lm_head\.weight is another"):
+        with pytest.raises(ValueError, match=r"lm_head\.weight differs"):
             import_checkpoint(folder, tmp_path / "run")
 
 
 def test_folders_in_use_and_no_checkpoints_are_refused(tmp_path, imported):
     with pytest.raises(ValueError, match="is not an empty folder"):
         import_checkpoint(GOLDEN / "llama2", imported["llama2"])
-    with pytest.raises(ValueError, match=r"no Hugging Face checkpoint: it has no config\.json"):
+    with pytest.raises(ValueError, match=r"not a Hugging Face checkpoint: it has no config\.json"):
         import_checkpoint(tmp_path, tmp_path / "run")
     with pytest.raises(ValueError, match="holds no run"):
         export_checkpoint(tmp_path, tmp_path / "out")
@@ -136,7 +136,7 @@ def test_folders_in_use_and_no_checkpoints_are_refused(tmp_path, imported):
     with pytest.raises(ValueError, match="must be positive"):
         export_checkpoint(imported["llama2"], tmp_path / "out", shard_gb=0)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         import_checkpoint(tmp_path, tmp_path / "run")
 
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.llamas import layer_policies
 
 import mxjax
 from models import llama
 from models.configs import CONFIGS, LlamaConfig, RopeScaling, get_config
-from models.llama import layer_policies
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "llama.npz"
 SMALL = LlamaConfig(64, 32, 3, 4, 2, 16, 96)
@@ -193,7 +193,7 @@ def test_unrolled_layers_are_those_of_the_loop(params, remat):
 
 @pytest.mark.parametrize("policy", ["bf16", "wgrad_hadamard"])
 def test_losses_in_pieces_are_those_of_the_logits(params, policy, monkeypatch):
-    policies = llama.layer_policies(SMALL, policy)
+    policies = layer_policies(SMALL, policy)
     batch = jax.random.randint(jax.random.key(1), (2, 25), 0, SMALL.vocab_size)
 
     def loss(p):

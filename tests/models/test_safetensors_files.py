@@ -101,16 +101,16 @@ SECOND = "model-00002-of-00003.safetensors"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: truncate(f / SECOND, 1), "00002-of-00003.safetensors is cut off"),
-        (lambda f: (f / SECOND).write_bytes(b""), "is cut off"),
-        (lambda f: (f / SECOND).write_bytes(b"\xff" * 100), "no safetensors file"),
+        (lambda f: truncate(f / SECOND, 1), "00002-of-00003.safetensors is truncated"),
+        (lambda f: (f / SECOND).write_bytes(b""), "is truncated"),
+        (lambda f: (f / SECOND).write_bytes(b"\xff" * 100), "not a safetensors file"),
         (lambda f: (f / SECOND).unlink(), "00002-of-00003.safetensors is missing"),
         (lambda f: (f / INDEX).write_text("{"), "no readable weight_map"),
         (lambda f: (f / INDEX).write_text("[]"), "no readable weight_map"),
         (lambda f: (f / INDEX).unlink(), "holds neither"),
         (lambda f: break_index(f, lambda m: m.pop("model.norm.weight")), "differ in model.norm.weight"),
         (lambda f: break_index(f, lambda m: m.update(extra=SECOND)), "differ in extra"),
-        (lambda f: break_index(f, lambda m: m.update(extra="../x")), "not in its folder"),
+        (lambda f: break_index(f, lambda m: m.update(extra="../x")), "outside its folder"),
     ],
 )
 def test_damaged_checkpoints_say_what_is_wrong(tmp_path, damage, message):

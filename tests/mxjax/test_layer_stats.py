@@ -9,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.llamas import layer_policies
 
 import mxjax
 import train as training_program
 from models import llama
-from models.block import BLOCK_LAYERS, LINEAR_LAYERS, BlockPolicies
+from models.block import BLOCK_LAYERS, LINEAR_LAYERS, BlockGemms
 from models.configs import LlamaConfig
 from models.rope import rope_angles
 from mxjax.layer_stats import MAX_TOKENS, Amax, Measures, by_layer, empty_slots, make_layer_stats, probe
@@ -68,7 +69,7 @@ def layer_stats(policies, dtype=jnp.float32, tokens=TOKENS, config=CONFIG):
 
 
 def test_a_llama_s_measures_are_those_of_its_own_tensors():
-    params, found = layer_stats(llama.layer_policies(CONFIG, "fp32", [("*", "fp32")]))
+    params, found = layer_stats(layer_policies(CONFIG, "fp32", [("*", "fp32")]))
     assert sorted(found) == [f"blocks.{i}.{layer}" for i in range(2) for layer in sorted(LINEAR_LAYERS)]
     for i in range(2):
         w = params["blocks"]["mlp"]["gate_up"][i]
@@ -81,14 +82,14 @@ def test_a_llama_s_measures_are_those_of_its_own_tensors():
 
 
 def test_the_last_output_gradient_is_that_of_the_mean_loss():
-    policies = llama.layer_policies(CONFIG, "fp32", [("*", "fp32")])
+    policies = layer_policies(CONFIG, "fp32", [("*", "fp32")])
     params, found = layer_stats(policies)
     model = nnx.merge(llama._graph(CONFIG), params)
     graph, blocks = nnx.split(model.blocks)
     rope, x = rope_angles(16, CONFIG), params["embedding"][TOKENS[:, :-1]]
     for i in range(2):
         weights = jax.tree.map(lambda leaf, i=i: leaf[i], blocks)
-        products = BlockPolicies([mxjax.get_policy("fp32")] * len(BLOCK_LAYERS), None)
+        products = BlockGemms([mxjax.get_policy("fp32")] * len(BLOCK_LAYERS), None)
         x = nnx.merge(graph, weights)(x, rope, products)
 
     def loss(x):
@@ -101,7 +102,7 @@ def test_the_last_output_gradient_is_that_of_the_mean_loss():
 
 def test_products_in_float32_have_no_error_and_policies_are_each_layer_s_own():
     rules = [("*", "fp32"), ("blocks[1].mlp.*", "wgrad")]
-    _, found = layer_stats(llama.layer_policies(CONFIG, "fp32", rules))
+    _, found = layer_stats(layer_policies(CONFIG, "fp32", rules))
     for name, layer in found.items():
         for gemm in ("fprop", "dgrad", "wgrad"):
             quantized = name.startswith("blocks.1.mlp")
@@ -113,7 +114,7 @@ def test_products_in_float32_have_no_error_and_policies_are_each_layer_s_own():
 
 def test_no_more_tokens_than_the_limit_are_measured():
     config = LlamaConfig(8, 32, 1, 1, 1, 32, 32, rope_theta=10_000.0)
-    policies = llama.layer_policies(config, "bf16")
+    policies = layer_policies(config, "bf16")
     tokens = jnp.zeros((2, MAX_TOKENS + 9), jnp.int32)
     shapes = []
 

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
+from support.llamas import layer_policies
 
 from models import attention, llama
 from models.configs import LlamaConfig
 from mxjax.recipes import get_policy
 from mxjax.remat import check_remat
-from training.config import Config
 from training.memory import kept_bytes
-from training.run_config import from_json, to_json
 
 SMALL = LlamaConfig(64, 64, 2, 4, 2, 16, 96)
 BATCH, LENGTH = 2, 32
@@ -27,7 +26,7 @@ def params():
 
 
 def loss_of(policy, implementation, mode, rules=()):
-    policies = llama.layer_policies(SMALL, policy, rules)
+    policies = layer_policies(SMALL, policy, rules)
     return functools.partial(
         llama.mean_loss, SMALL, policies=policies, implementation=implementation, remat=mode
     )
@@ -122,11 +121,6 @@ def test_fp4_without_packed_operands_is_refused(policy, implementation):
         check_remat("fp4", [get_policy(policy)], implementation)
     check_remat("dots", [get_policy(policy)], implementation)
     check_remat("fp4", [get_policy("bf16"), get_policy("wgrad")], "fp8")
-
-
-@pytest.mark.parametrize(("earlier", "mode"), [(True, "full"), (False, "none"), ("dots", "dots")])
-def test_configurations_of_earlier_versions_are_read(earlier, mode):
-    assert from_json(to_json(Config()) | {"remat": earlier}).remat == mode
 
 
 def test_cudnn_s_attention_is_kept_with_its_statistics(params, monkeypatch):

@@ -20,9 +20,11 @@ import numpy as np
 import pytest
 
 import train as training_program
+from training import programs
 from training.checkpoint.checkpoints import Checkpoints
 from training.command_line import parse
-from training.metrics import NonFiniteError
+from training.nonfinite import NonFiniteError
+from training.step_reporter import StepReporter
 
 TIMES = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
 ROOT = pathlib.Path(__file__).parents[2]
@@ -57,10 +59,10 @@ def state(out):
 
 def poison(monkeypatch, bad_steps):
     """Makes the loss of the batches of some steps NaN."""
-    original = training_program.make_losses
+    original = programs.make_losses
 
-    def make_losses(run):
-        loss, losses = original(run)
+    def make_losses(run, phase):
+        loss, losses = original(run, phase)
         stream = run.corpus.batches(run.config.data, run.config.seed, run.config.steps)
         batches = [next(stream) for _ in range(run.config.steps)]
         bad = jnp.array([batches[step - 1] for step in bad_steps])
@@ -71,7 +73,7 @@ def poison(monkeypatch, bad_steps):
 
         return poisoned, losses
 
-    monkeypatch.setattr(training_program, "make_losses", make_losses)
+    monkeypatch.setattr(programs, "make_losses", make_losses)
 
 
 def test_skipped_steps_leave_the_run_going_and_resuming_equal(text, tmp_path, monkeypatch):
@@ -110,12 +112,12 @@ def test_ten_skips_in_a_row_end_the_run(text, tmp_path):
 
 
 def test_a_loss_that_leaps_is_reported_with_its_batch(text, tmp_path, monkeypatch, capsys):
-    original = training_program.StepReporter.step
+    original = StepReporter.step
 
     def step_30_is_large(self, step, metrics):
         original(self, step, metrics._replace(loss=metrics.loss * 7) if step == 30 else metrics)
 
-    monkeypatch.setattr(training_program.StepReporter, "step", step_30_is_large)
+    monkeypatch.setattr(StepReporter, "step", step_30_is_large)
     train(*arguments(text, tmp_path / "run", "--steps", "32", "--spike-factor", "3"))
     (spike,) = [json.loads(line) for line in (tmp_path / "run" / "spikes.jsonl").read_text().splitlines()]
     assert spike["step"] == 30
@@ -129,11 +131,11 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_only(text, tmp_path, capsys
     before, written = state(out), records(out)
     (out / "checkpoints" / "6" / "rest" / "manifest.ocdbt").write_bytes(b"")
     train("--resume", "--out", out)
-    assert "going on from the checkpoint of step 4" in " ".join(capsys.readouterr().out.split())
+    assert "continuing from the checkpoint of step 4" in " ".join(capsys.readouterr().out.split())
     assert records(out) == written
     jax.tree.map(np.testing.assert_array_equal, state(out), before)
     for step in (4, 6):
-        (out / "checkpoints" / str(step) / "manifest.json").unlink()
+        (out / "checkpoints" / str(step) / "checksums.json").unlink()
     with pytest.raises(SystemExit, match="no good checkpoint remains"):
         train("--resume", "--out", out)
 
@@ -204,15 +206,15 @@ SAVE = (
     + """
 at_step = jax.jit(lambda state, step: state._replace(step=step))
 folder = pathlib.Path(sys.argv[3])
-summed, crc32, problem = set(), manifest._crc32, manifest._problem
-manifest._crc32 = lambda path: summed.add(path.parents[path.parent.name == "d"].name) or crc32(path)
+summed, crc32, problem = set(), checksums._crc32, checksums._problem
+checksums._crc32 = lambda path: summed.add(path.parents[path.parent.name == "d"].name) or crc32(path)
 with Checkpoints(folder, keep=2, losses={1: 1.0}) as checkpoints:
     for step in range(1, 5):
         checkpoints.save(at_step(state, np.int32(step)), {"next_index": step})
 print(json.dumps(sorted(summed)))
 read = set()
-manifest._problem = lambda path, *rest: read.add(str(path.relative_to(folder))) or problem(path, *rest)
-manifest.problems(folder / "4", share=(jax.process_index(), 2))
+checksums._problem = lambda path, *rest: read.add(str(path.relative_to(folder))) or problem(path, *rest)
+checksums.problems(folder / "4", share=(jax.process_index(), 2))
 print(json.dumps(sorted(read)))
 if jax.process_index() == 0:
     (folder / "4" / "params" / "_METADATA").write_bytes(b"{}")
@@ -241,7 +243,7 @@ with Checkpoints(folder, keep=2) as checkpoints:
 if jax.process_index() == 0:
     (folder / "0" / "params" / "_METADATA").write_bytes(b"{}")
     shutil.copytree(folder / "0", folder / "1")
-    manifest.write(folder / "0")
+    checksums.write(folder / "0")
     pathlib.Path.rename = refuse
 try:
     set_aside_damaged(folder)
@@ -252,9 +254,9 @@ except (ValueError, ProcessError) as error:
 IMPORTS = """
 import json, pathlib, shutil, sys, time, jax, numpy as np, optax
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
-from training.checkpoint import manifest
+from training.checkpoint import checksums
 from training.checkpoint.checkpoints import CheckpointError, Checkpoints
-from training.checkpoint.recovery import set_aside_damaged
+from training.checkpoint.damaged import set_aside_damaged
 from training.interruption import Interruption
 from training.processes import ProcessError
 from training.step import init_state
@@ -289,10 +291,10 @@ def test_processes_agree_where_to_end(number):
 @pytest.mark.slow
 def test_processes_save_together_and_set_aside_what_is_damaged(tmp_path):
     first, second = (run.communicate()[0].splitlines()[-4:] for run in two_processes(SAVE, str(tmp_path)))
-    assert first[2:] == ["['going on from the checkpoint of step 3']", "{'next_index': 3} True"]
+    assert first[2:] == ["['continuing from the checkpoint of step 3']", "{'next_index': 3} True"]
     assert second[2:] == first[2:]
     assert {path.name for path in tmp_path.iterdir()} == {"1", "3", "damaged-4"}
-    assert {path.name for path in tmp_path.glob("*/manifest*")} == {"manifest.json"}
+    assert {path.name for path in tmp_path.glob("*/checksums*")} == {"checksums.json"}
     # Each adds up the bytes of arrays that it wrote itself, the first what belongs to all, too.
     summed, summed_by_second = (json.loads(lines[0]) for lines in (first, second))
     assert summed_by_second == ["ocdbt.process_1"]

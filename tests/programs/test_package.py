@@ -1,10 +1,13 @@
-"""What users import: names, signatures, docstrings, and nothing that they did not ask for."""
+"""The public interface: names, signatures, docstrings, imports, and the wheel."""
 
 import inspect
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -97,6 +100,12 @@ def test_every_public_name_has_a_docstring(name):
     assert not text.startswith(f"{name}("), "a dataclass without a docstring gets its signature"
 
 
+def test_the_documentation_lists_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text()
+    listed = set(re.findall(r"^\.\. (?:auto\w+|py:data):: (?:mxjax\.)?(\w+)$", text, re.MULTILINE))
+    assert set(mxjax.__all__) <= listed
+
+
 def test_every_public_name_of_stats_has_a_docstring():
     defined = [f for f in vars(mxjax.stats).values() if getattr(f, "__module__", None) == "mxjax.stats"]
     assert {"error", "quantization", "gemms"} <= {f.__name__ for f in defined}
@@ -134,29 +143,78 @@ print(jax.device_count("cpu"))
     assert run_python(code, cwd=ROOT).split() == ["2"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("uv"), reason="uv builds the wheel")
-def test_the_wheel_holds_the_package_alone_and_imports_elsewhere(tmp_path):
+REQUIREMENTS = {"jax", "numpy", "jaxtyping"}
+
+
+def test_the_library_requires_three_packages_and_extras_name_the_rest():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]} == REQUIREMENTS
+    extras = {"train", "data", "tensorboard", "plot", "kernels", "cuda", "rocm", "test"}
+    assert extras <= set(project["optional-dependencies"])
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built from the working tree."""
+    folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
-        ["uv", "build", "--wheel", "--python", sys.executable, "--out-dir", str(tmp_path), str(ROOT)],
+        ["uv", "build", "--wheel", "--python", sys.executable, "--out-dir", str(folder), str(ROOT)],
         check=True,
         capture_output=True,
     )
-    (wheel,) = tmp_path.glob("*.whl")
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+needs_uv = pytest.mark.skipif(not shutil.which("uv"), reason="uv builds and installs the wheel")
+
+
+@pytest.mark.slow
+@needs_uv
+def test_the_wheel_holds_the_library_alone(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        archive.extractall(tmp_path / "installed")
-    tops = {name.split("/")[0] for name in names}
-    assert tops == {"mxjax", f"mxjax-{mxjax.__version__}.dist-info"}
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "mxjax").rglob("*.py")}
-    assert sources <= set(names)
+    assert {name.split("/")[0] for name in names} == {"mxjax", f"mxjax-{mxjax.__version__}.dist-info"}
+    # rglob does not follow the symbolic link mxjax/kernels.
+    modules = {f"mxjax/{path.relative_to(ROOT / 'mxjax')}" for path in (ROOT / "mxjax").rglob("*.py")}
+    kernels = {
+        f"mxjax/kernels/{path.relative_to(ROOT / 'kernels')}" for path in (ROOT / "kernels").rglob("*.py")
+    }
+    assert modules | kernels | {"mxjax/py.typed"} <= set(names)
     assert not [name for name in names if "__pycache__" in name or "test" in Path(name).name]
 
+
+@pytest.mark.slow
+@needs_uv
+def test_the_wheel_runs_with_its_requirements_alone(wheel, tmp_path):
+    environment = tmp_path / "environment"
+    for command in (
+        ["uv", "venv", "--quiet", "--python", sys.executable, str(environment)],
+        ["uv", "pip", "install", "--quiet", "--python", str(environment), str(wheel)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
     code = """
+import importlib.metadata, json
 import jax.numpy as jnp, mxjax
-print(mxjax.__file__)
-print(mxjax.dot(jnp.ones(3), jnp.ones((3, 2)), policy="fp32"))
+
+y = mxjax.dot(jnp.ones((2, 3)), jnp.ones((3, 2)), policy="wgrad_hadamard")
+try:
+    import mxjax.kernels.quantize.quantizer
+    missing = ""
+except ImportError as error:
+    missing = str(error)
+packages = sorted(d.name.lower() for d in importlib.metadata.distributions())
+print(json.dumps([mxjax.__file__, y.tolist(), missing, packages]))
 """
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
-    out = run_python(code, cwd=tmp_path, env=environment)
-    assert out.splitlines() == [str(tmp_path / "installed/mxjax/__init__.py"), "[3. 3.]"]
+    python = environment / "bin" / "python"
+    isolated = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    out = subprocess.run(
+        [python, "-c", code], cwd=tmp_path, env=isolated, capture_output=True, text=True, check=False
+    )
+    assert out.returncode == 0, out.stderr
+    file, y, missing, packages = json.loads(out.stdout)
+    assert Path(file).is_relative_to(environment)
+    assert y == [[3, 3], [3, 3]]
+    assert "mxjax[kernels]" in missing
+    assert not {"flax", "optax", "triton", "rich"} & set(packages)

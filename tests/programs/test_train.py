@@ -15,11 +15,11 @@ import pytest
 
 import eval as evaluation_program
 import train as training_program
-from training import loop, metrics, report
+from training import loop, programs, report, step_reporter
 from training.checkpoint.checkpoints import Checkpoints
 from training.command_line import parse
 from training.interruption import RunInterrupted
-from training.metrics import NonFiniteError
+from training.nonfinite import NonFiniteError
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2", "--steps", "6"]
@@ -134,7 +134,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_evidence(text, tm
         windows = json.loads((evidence / "batch.json").read_text())["windows"]
         expected = [tokens[32 * i : 32 * i + 33] for i in windows]
         np.testing.assert_array_equal(saved["batch"], expected)
-    largest = json.loads((evidence / "amax.json").read_text())
+    largest = json.loads((evidence / "largest.json").read_text())
     assert largest["gradients"].keys() == largest["parameters"].keys() >= {"blocks.3.mlp.down", "head"}
     assert "nan" in largest["gradients"].values()
     assert all(isinstance(value, float) for value in largest["parameters"].values())
@@ -180,7 +180,7 @@ def test_bad_input_ends_with_what_to_do(text, tmp_path, flags, message):
 @pytest.mark.parametrize(("limit", "warns"), [(None, False), (2**30, False), (2**20, True)])
 def test_the_start_says_what_a_step_takes(text, tmp_path, monkeypatch, capsys, limit, warns):
     monkeypatch.setattr(report, "memory_limit", lambda device: limit)
-    monkeypatch.setattr(training_program.Loop, "run", lambda _: {})
+    monkeypatch.setattr(training_program.Loop, "train", lambda _: {})
     run(text, tmp_path / "run", "--remat", "full")
     printed = capsys.readouterr().out
     assert "memory a device, estimated with --remat full: 0.0" in printed
@@ -212,7 +212,7 @@ def test_resuming_with_other_data_is_an_error(text, finished, tmp_path):
     edited = tmp_path / "text.txt"
     edited.write_text("other text " * 1000)
     description = json.loads((finished / "config.json").read_text())
-    description["config"]["data"]["data"] = str(edited)
+    description["config"]["data"]["data"] = [str(edited)]
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "config.json").write_text(json.dumps(description))
@@ -232,7 +232,7 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes_from_the_start(text, 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_path, monkeypatch, number):
     out = tmp_path / "run"
-    original = training_program.StepReporter.step
+    original = step_reporter.StepReporter.step
 
     def step_and_signal(self, step, metrics):
         original(self, step, metrics)
@@ -240,7 +240,7 @@ def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_pat
             os.kill(os.getpid(), number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training_program.StepReporter, "step", step_and_signal)
+        patch.setattr(step_reporter.StepReporter, "step", step_and_signal)
         with pytest.raises(RunInterrupted, match=r"interrupted after step \d; continue with: python"):
             run(text, out, "--policy", "full_sr", "--eval-every", "3")
     resume(out)
@@ -248,13 +248,13 @@ def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_pat
 
 
 def test_an_interrupted_program_ends_with_success(text, tmp_path, monkeypatch):
-    step = metrics.StepReporter.step
+    step = step_reporter.StepReporter.step
 
     def step_and_signal(self, number, measured):
         step(self, number, measured)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(metrics.StepReporter, "step", step_and_signal)
+    monkeypatch.setattr(step_reporter.StepReporter, "step", step_and_signal)
     flags = [*SMALL, "--data", str(text), "--out", str(tmp_path / "run"), "--policy", "bf16"]
     monkeypatch.setattr(sys, "argv", ["train.py", *flags])
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")  # ends as a program would, if by an error
@@ -265,7 +265,7 @@ def test_an_interrupted_program_ends_with_success(text, tmp_path, monkeypatch):
 def test_a_run_killed_before_its_description_begins_anew(text, tmp_path):
     out = tmp_path / "run"
     (out / "huggingface").mkdir(parents=True)
-    (out / "config.tmp").write_text('{"half')
+    (out / "config.json.tmp").write_text('{"half')
     run(text, out, "--policy", "bf16", "--stop-after", "1")
     assert json.loads((out / "config.json").read_text())["config"]["precision"]["policy"] == "bf16"
     with pytest.raises(SystemExit, match="is not empty; add --resume"):
@@ -307,7 +307,7 @@ def test_the_first_step_s_time_is_no_other_s():
 def test_measuring_layers_and_tracing_are_not_in_a_step_s_time(text, tmp_path, monkeypatch):
     """On a clock that steps move by a second, everything else by a thousand."""
     now = [0.0]
-    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(step_reporter, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
 
     def lasting(seconds, function):
         def lasts(*arguments, **options):
@@ -320,7 +320,7 @@ def test_measuring_layers_and_tracing_are_not_in_a_step_s_time(text, tmp_path, m
 
     def make_programs(*arguments):
         step, *others = original(*arguments)
-        return loop.Programs(lasting(1, step), *(lasting(1000, other) for other in others))
+        return programs.Programs(lasting(1, step), *(lasting(1000, other) for other in others))
 
     monkeypatch.setattr(training_program, "make_programs", make_programs)
     for name in ("start_trace", "stop_trace"):

@@ -11,7 +11,8 @@ from models import llama
 from models.configs import LlamaConfig, from_dict
 from models.huggingface.config import write_config
 from models.huggingface.safetensors_files import Reader, Spec, Writer
-from models.huggingface.tensors import shapes, views
+from models.huggingface.tensors import views
+from mxjax import get_policy
 from training.checkpoint.checkpoints import Checkpoints
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
@@ -19,14 +20,23 @@ NAMES = ("llama2", "llama3", "llama3.1", "llama3.2")
 SMALL = LlamaConfig(300, 64, 2, 4, 2, 16, 96, rope_theta=10_000.0)
 
 
+def layer_policies(config, default, rules=()):
+    """Resolves names of policies, as the start of a run does."""
+
+    def policy(name):
+        return get_policy(name) if isinstance(name, str) else name
+
+    return llama.layer_policies(config, policy(default), [(pattern, policy(name)) for pattern, name in rules])
+
+
 def params_of(run):
     config = from_dict(json.loads((run / "config.json").read_text())["model"])
     with Checkpoints(run / "checkpoints") as checkpoints:
-        return config, checkpoints.restore_params(shapes(config))
+        return config, checkpoints.restore_params(llama.abstract_params(config))
 
 
 def logits_of(config, params, tokens):
-    policies = llama.layer_policies(config, "fp32", [("*", "fp32")])
+    policies = layer_policies(config, "fp32", [("*", "fp32")])
     run = jax.jit(lambda p, t: llama.apply(config, p, t, policies=policies, dtype=jnp.float32))
     return np.asarray(run(params, jnp.asarray(tokens)))
 

@@ -19,8 +19,8 @@ import mxjax
 from models import llama
 from models import loss as pieces
 from models.configs import LlamaConfig
-from models.sharding import AXES, batch_parts_of
-from training import parameters
+from models.sharding import AXES
+from training import parameter_sharding
 from training.checkpoint.checkpoints import Checkpoints
 from training.config import OptimizerConfig
 from training.environment import enable_compilation_cache
@@ -50,8 +50,8 @@ class OnMesh:
         dtype: Any = jnp.float32,
     ):
         # In float32 around the linear layers, where the order of sums changes least.
-        rules = [("blocks.*.attention.[sv]*", "fp32")] if dtype == jnp.float32 else []
-        self.policies = policies = llama.layer_policies(model, policy, rules)
+        rules = [("blocks.*.attention.[sv]*", mxjax.get_policy("fp32"))] if dtype == jnp.float32 else []
+        self.policies = policies = llama.layer_policies(model, mxjax.get_policy(policy), rules)
         optimizer = make_optimizer(
             OptimizerConfig(lr=0.3, eps=1.0, warmup_steps=1), 10
         )  # as SGD: Adam would enlarge the smallest differences
@@ -71,9 +71,9 @@ class OnMesh:
         def losses(params, batch, key):
             return llama.losses(model, params, batch, key=key, **options)
 
-        parameters.check_cuts(self.mesh.shape, model, policies)
+        parameter_sharding.check_shards(self.mesh.shape, model, policies)
         with jax.set_mesh(self.mesh):
-            first = parameters.first_state(model, optimizer, self.mesh, jax.random.key(0))
+            first = parameter_sharding.first_state(model, optimizer, self.mesh, jax.random.key(0))
         self.state, self.shardings = first
         self.step = make_train_step(loss, optimizer, accumulate=accumulate, shardings=self.shardings)
         self.eval_step = on_mesh(self.mesh, make_eval_step(losses))
@@ -158,8 +158,7 @@ def memory(*cases: str) -> None:
                 on.state.opt_state,
                 batch_size=BATCH,
                 seq_len=128,
-                batch_shards=batch_parts_of(on.mesh.shape),
-                tensor=on.mesh.shape["tensor"],
+                mesh=on.mesh.shape,
                 remat=remat,
             )
         with jax.set_mesh(on.mesh):

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 
-from training.checkpoint import manifest
+from training.checkpoint import checksums
 from training.checkpoint.checkpoints import CheckpointError, Checkpoints, save_params
-from training.checkpoint.recovery import saved_steps, set_aside_damaged
+from training.checkpoint.damaged import saved_steps, set_aside_damaged
 from training.step import init_state
 
 
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_another_model_is_said_to_be_one(tmp_path, state):
         for params, found in ((state.params | {name: longer}, "and \\("), (fewer, "and none")):
             with pytest.raises(ValueError, match=f"{name}.* has shape .* {found}"):
                 checkpoints.restore(state._replace(params=params))
-            with pytest.raises(ValueError, match="of another model"):
+            with pytest.raises(ValueError, match="belongs to another model"):
                 checkpoints.restore_params(params)
 
 
@@ -106,36 +106,36 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, state):
 def test_damage_to_any_file_is_found(tmp_path, state):
     save(tmp_path, state, 1)
     folder = tmp_path / "1"
-    assert manifest.problems(folder) == {}
+    assert checksums.problems(folder) == {}
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     parts = {path.relative_to(folder).parts[0] for path in files}
-    assert parts >= {"params", "rest", "data", "_CHECKPOINT_METADATA", "manifest.json"}
+    assert parts >= {"params", "rest", "data", "_CHECKPOINT_METADATA", "checksums.json"}
     for path in files:
         if path == folder / "commit_success.txt":  # says in words what the folder's name says
             continue
         content = path.read_bytes()
         flip(path)
-        assert manifest.problems(folder), path
+        assert checksums.problems(folder), path
         path.write_bytes(content[:-1])
-        assert manifest.problems(folder), path
+        assert checksums.problems(folder), path
         path.write_bytes(b"")
-        assert manifest.problems(folder), path
+        assert checksums.problems(folder), path
         path.unlink()
-        assert list(manifest.problems(folder).values()) == [manifest.MISSING], path
+        assert list(checksums.problems(folder).values()) == [checksums.MISSING], path
         path.write_bytes(content)
-    assert manifest.problems(folder) == {}
+    assert checksums.problems(folder) == {}
 
 
 def test_every_byte_of_the_small_files_counts(tmp_path, state):
     """But for the digits of the time at which orbax says it has saved."""
     save(tmp_path, state, 1)
-    for name in ("manifest.json", "_CHECKPOINT_METADATA", "data/metadata", "params/manifest.ocdbt"):
+    for name in ("checksums.json", "_CHECKPOINT_METADATA", "data/metadata", "params/manifest.ocdbt"):
         path = tmp_path / "1" / name
         content = path.read_bytes()
         unnoticed = set()
         for at in range(0, len(content), 1 if len(content) < 1000 else 7):
             flip(path, at)
-            if not manifest.problems(tmp_path / "1"):
+            if not checksums.problems(tmp_path / "1"):
                 unnoticed.add(content[at])
             path.write_bytes(content)
         assert unnoticed <= (set(b"0123456789") if name == "_CHECKPOINT_METADATA" else set()), name
@@ -143,35 +143,35 @@ def test_every_byte_of_the_small_files_counts(tmp_path, state):
 
 def test_shares_of_the_files_are_all_of_them(tmp_path, state, monkeypatch):
     save(tmp_path, state, 1)
-    looked_at, original = [], manifest._problem
+    looked_at, original = [], checksums._problem
     monkeypatch.setattr(
-        manifest, "_problem", lambda path, *rest: looked_at.append(path) or original(path, *rest)
+        checksums, "_problem", lambda path, *rest: looked_at.append(path) or original(path, *rest)
     )
-    manifest.problems(tmp_path / "1")
+    checksums.problems(tmp_path / "1")
     whole = sorted(looked_at)
     looked_at.clear()
     flip(tmp_path / "1" / "params" / "_METADATA")
-    found = [manifest.problems(tmp_path / "1", share=(i, 3)) for i in range(3)]
+    found = [checksums.problems(tmp_path / "1", share=(i, 3)) for i in range(3)]
     assert sorted(looked_at) == whole
     assert sorted(map(len, found)) == [0, 0, 1]
 
 
 def test_checksums_of_parts_are_taken_over_unless_the_file_has_changed_since(tmp_path, state, monkeypatch):
     save(tmp_path, state, 1)
-    expected = (tmp_path / "1" / "manifest.json").read_bytes()
+    expected = (tmp_path / "1" / "checksums.json").read_bytes()
     own = "params/ocdbt.process_0"
     [name, *_] = [path.name for path in (tmp_path / "1" / own / "d").iterdir()]
-    summed, original = [], manifest._crc32
-    monkeypatch.setattr(manifest, "_crc32", lambda path: summed.append(path) or original(path))
-    manifest.write_part(tmp_path / "1", 0)
+    summed, original = [], checksums._crc32
+    monkeypatch.setattr(checksums, "_crc32", lambda path: summed.append(path) or original(path))
+    checksums.write_part(tmp_path / "1", 0)
     assert tmp_path / "1" / own / "d" / name in summed
     (tmp_path / "1" / own / "manifest.ocdbt").write_bytes(b"longer" * 1000)
     summed.clear()
-    manifest.write(tmp_path / "1")
+    checksums.write(tmp_path / "1")
     assert {path.parent.name for path in summed if "ocdbt.process_0" in path.parts} == {"ocdbt.process_0"}
-    assert not list(tmp_path.glob("1/manifest-*"))
-    assert manifest.problems(tmp_path / "1") == {}
-    assert (tmp_path / "1" / "manifest.json").read_bytes() != expected
+    assert not list(tmp_path.glob("1/checksums-*"))
+    assert checksums.problems(tmp_path / "1") == {}
+    assert (tmp_path / "1" / "checksums.json").read_bytes() != expected
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(tmp_path, state):
@@ -181,7 +181,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(tmp_path, 
     said = "\n".join(set_aside_damaged(tmp_path))
     assert "3 is damaged" in said
     assert "renamed it damaged-3" in said
-    assert "going on from the checkpoint of step 2" in said
+    assert "continuing from the checkpoint of step 2" in said
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.restore(state)[1] == {"next_index": 2}
         checkpoints.save(at_step(state, 3), {"next_index": 3})
@@ -201,10 +201,10 @@ def test_what_an_interrupted_removal_left_is_removed(tmp_path, state):
 def test_without_a_good_checkpoint_nothing_is_touched(tmp_path, state):
     save(tmp_path, state, 1, 2)
     for step in (1, 2):
-        (tmp_path / str(step) / "manifest.json").unlink()
+        (tmp_path / str(step) / "checksums.json").unlink()
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=r"no good checkpoint remains.*2 is damaged \(manifest.json is miss"
+            ValueError, match=r"no good checkpoint remains.*2 is damaged \(checksums.json is miss"
         ):
             set_aside_damaged(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
@@ -240,7 +240,7 @@ def test_a_save_that_fails_is_said_and_leaves_the_one_before(tmp_path, state, mo
         checkpoints.save(at_step(state, 1), {})
         checkpoints.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(manifest, "write", full)
+            patch.setattr(checksums, "write", full)
             checkpoints.save(at_step(state, 2), {})
             while checkpoints._manager.is_saving_in_progress():
                 time.sleep(0.01)
@@ -257,7 +257,7 @@ def test_a_save_that_will_not_fit_is_not_begun(tmp_path, state, monkeypatch):
     with Checkpoints(tmp_path) as checkpoints:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
         with pytest.raises(
-            CheckpointError, match=r"5 bytes are free; it takes up to 2.. bytes; there is none yet"
+            CheckpointError, match=r"5 bytes are free; it takes up to 2.. bytes; there is no earlier one"
         ):
             checkpoints.save(at_step(state, 1), {})
     assert list(tmp_path.iterdir()) == []

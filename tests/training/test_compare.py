@@ -80,7 +80,7 @@ def test_curves_can_be_drawn(tmp_path):
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        with pytest.raises(ValueError, match="pip install matplotlib"):
+        with pytest.raises(ImportError, match=r"pip install .mxjax\[plot\]"):
             compare(CompareConfig((run,), plot=tmp_path / "curves.svg"))
         return
     compare(CompareConfig((run,), mlperf=True, plot=tmp_path / "curves.svg"))

@@ -7,7 +7,8 @@ import pytest
 
 from training.command_line import parse
 from training.config import Config, PrecisionConfig
-from training.run_config import check_resumable, from_json, to_json
+from training.resume import check_resumable
+from training.run_config import from_json, to_json
 
 FLAGS = "--policy wgrad --scale-rule even --lr 1e-3 --batch-size=4 --layers head=fp8 blocks.0.*=bf16 --out a"
 

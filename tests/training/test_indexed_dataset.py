@@ -63,10 +63,10 @@ def edit(path, change):
 @pytest.mark.parametrize(
     ("suffix", "change", "message"),
     [
-        (".idx", lambda b: b"\x89PNG" + b[4:], r"does not begin with .*not the index of a Megatron dataset"),
-        (".idx", lambda b: b[:9] + b"\2" + b[10:], "is of version 2; only version 1"),
-        (".idx", lambda b: b[:17] + b"\6" + b[18:], "dtype code 6 is none of token ids"),
-        (".idx", lambda b: b[:20], "is truncated: 20 bytes are less than its header's 34"),
+        (".idx", lambda b: b"\x89PNG" + b[4:], r"does not begin with .*no index of a Megatron dataset"),
+        (".idx", lambda b: b[:9] + b"\2" + b[10:], "has version 2; only version 1"),
+        (".idx", lambda b: b[:17] + b"\6" + b[18:], "dtype code 6 is not one of token ids"),
+        (".idx", lambda b: b[:20], "is truncated: it has 20 bytes and its header takes 34"),
         (
             ".idx",
             lambda b: b[:-1],

@@ -10,10 +10,10 @@ import pytest
 import eval as evaluation_program
 import train as training_program
 from training.command_line import parse
-from training.config import Config, DataConfig
+from training.config import DataConfig
 from training.data.indexed_dataset import IndexedDataset, IndexedWriter
-from training.data.megatron import Rows, is_packed, load_packed, parse_blend
-from training.data.text import load_data, load_held_out
+from training.data.load import load_data, load_held_out
+from training.data.megatron import Rows, is_indexed, load_megatron, parse_blend
 from training.data.tokenizer import tokenizer_vocab_size
 from training.run_config import from_json, to_json
 
@@ -88,7 +88,7 @@ def test_grains_worker_processes_read_the_same(prefix):
 
 
 def test_without_evaluation_data_the_last_documents_are_held_out(prefix):
-    corpus = load_packed(config(prefix), 257)
+    corpus = load_megatron(config(prefix), 257)
     data = IndexedDataset(prefix)
     assert corpus.documents == (range(190),)
     assert corpus.validation.tolist() == [t for i in range(190, 200) for t in data[i].tolist()]
@@ -98,7 +98,7 @@ def test_without_evaluation_data_the_last_documents_are_held_out(prefix):
 
 def test_evaluation_data_is_read_whole_and_then_all_is_trained_on(prefix, tmp_path):
     other = write(tmp_path / "other", 20, seed=1)
-    corpus = load_packed(config(prefix, eval_data=other), 257)
+    corpus = load_megatron(config(prefix, eval_data=other), 257)
     assert corpus.documents == (range(200),)
     np.testing.assert_array_equal(corpus.validation, IndexedDataset(other).tokens)
     np.testing.assert_array_equal(load_held_out(other, VOCABULARY, whole=True), corpus.validation)
@@ -114,14 +114,14 @@ def test_text_takes_evaluation_data_too(tmp_path):
 
 
 def test_facts_tell_data_apart(prefix, tmp_path):
-    same = load_packed(config(prefix), 257).facts
-    assert load_packed(config(prefix), 257).facts == same
+    same = load_megatron(config(prefix), 257).facts
+    assert load_megatron(config(prefix), 257).facts == same
     edited = write(tmp_path / "train", seed=5)
-    assert load_packed(config(edited), 257).facts["crc32"] != same["crc32"]
+    assert load_megatron(config(edited), 257).facts["crc32"] != same["crc32"]
 
 
 def test_unigram_entropy_is_that_of_the_validation_tokens(prefix):
-    corpus = load_packed(config(prefix), 257)
+    corpus = load_megatron(config(prefix), 257)
     share = np.bincount(corpus.validation) / len(corpus.validation)
     np.testing.assert_allclose(corpus.unigram_entropy(), -(share * np.log(np.where(share, share, 1))).sum())
 
@@ -198,9 +198,9 @@ def test_a_blend_with_a_wrong_weight_is_an_error(data):
 
 def test_data_is_text_or_tokenized_and_not_both(prefix, tmp_path):
     (tmp_path / "text.txt").write_text("text " * 100)
-    assert is_packed([prefix])
-    assert not is_packed([str(tmp_path / "text.txt")])
-    assert not is_packed([])
+    assert is_indexed([prefix])
+    assert not is_indexed([str(tmp_path / "text.txt")])
+    assert not is_indexed([])
     with pytest.raises(ValueError, match="is tokenized and --data is text"):
         load_data(config(str(tmp_path / "text.txt"), eval_data=prefix), 257)
     with pytest.raises(
@@ -224,15 +224,10 @@ def test_a_blend_by_size_is_one_epoch(prefix):
         load_data(settings, 257).batches(settings, 0, 10_000)
 
 
-def test_the_configuration_reads_flags_and_older_runs():
+def test_the_configuration_reads_flags():
     found = parse(["--data", "0.3", "a", "0.7", "b", "--eval-data", "c"])
     assert found.data.data == ("0.3", "a", "0.7", "b")
     assert from_json(to_json(found)) == found
-    raw = to_json(Config())
-    raw["data"] = {"batch_size": 16, "seq_len": 128, "data": "somewhere"}
-    assert from_json(raw).data == DataConfig(("somewhere",))
-    raw["data"]["data"] = None
-    assert from_json(raw).data == DataConfig()
 
 
 # As in test_train, so that what is compiled there serves here.
@@ -278,7 +273,7 @@ def test_training_resumes_and_evaluates_on_tokenized_data(tmp_path):
     ("change", "message"),
     [
         (lambda p: p.with_suffix(".bin").write_bytes(b"\0" * 8), "train.bin is truncated"),
-        (lambda p: p.with_suffix(".idx").write_bytes(b"x" * 99), "is not the index of a Megatron dataset"),
+        (lambda p: p.with_suffix(".idx").write_bytes(b"x" * 99), "is no index of a Megatron dataset"),
         (lambda p: None, r"holds the token id 2\d\d, and the vocabulary has 257"),
     ],
 )

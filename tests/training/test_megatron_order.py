@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from training.data import megatron_order
 from training.data.indexed_dataset import IndexedDataset, IndexedWriter
-from training.data.megatron import GPTDataset, PackedCorpus
+from training.data.megatron import GPTDataset, MegatronCorpus
 from training.data.megatron_order import BlendOrder, GPTOrder
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden" / "megatron.npz")
@@ -34,7 +34,7 @@ def corpus(folder, case):
     parts = [float(share) for share in case["split"].split(",")]
     documents = tuple(range(round(parts[0] / sum(parts) * len(d))) for d in datasets)
     weights = None if case["weights"] is None else tuple(case["weights"])
-    return PackedCorpus(datasets, documents, weights, np.zeros(0, np.int32), 70_000)
+    return MegatronCorpus(datasets, documents, weights, np.zeros(0, np.int32), 70_000)
 
 
 @pytest.mark.parametrize(("number", "case"), [c for c in CASES if c[1]["n"] is not None])

@@ -11,10 +11,10 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+import mxjax
 from models import llama
 from models.configs import LlamaConfig
 from models.loss import LOSS_TOKENS, cross_entropy
-from training import parameters
 from training.config import OptimizerConfig
 from training.memory import Memory, device_bytes, step_memory
 from training.optimizer import make_optimizer
@@ -25,7 +25,7 @@ SMALL = LlamaConfig(257, 64, 4, 4, 2, 16, 192)
 
 def compare(config, batch_size, seq_len, accumulate, policy, implementation, remat):
     """Returns the estimate and what the compiled step takes, in bytes."""
-    policies = llama.layer_policies(config, policy)
+    policies = llama.layer_policies(config, mxjax.get_policy(policy))
     optimizer = make_optimizer(OptimizerConfig(), 10)
     state = jax.eval_shape(lambda: init_state(llama.init(config, jax.random.key(0)), optimizer))
     options = {"implementation": implementation, "remat": remat}
@@ -71,14 +71,14 @@ def test_the_estimate_is_near_what_is_allocated(
 
 
 def estimate(**options):
-    policies = llama.layer_policies(SMALL, "bf16")
+    policies = llama.layer_policies(SMALL, mxjax.get_policy("bf16"))
     params = jax.eval_shape(lambda: llama.init(SMALL, jax.random.key(0)))
     return step_memory(SMALL, policies, params, params, seq_len=64, **options)
 
 
 def test_parts_and_devices_share_a_batch():
     whole = estimate(batch_size=16)
-    assert estimate(batch_size=16, batch_shards=2) == estimate(batch_size=8) < whole
+    assert estimate(batch_size=16, mesh={"data": 2, "fsdp": 1, "tensor": 1}) == estimate(batch_size=8) < whole
     parts = estimate(batch_size=16, accumulate=2)
     assert parts.activations == estimate(batch_size=8).activations
     assert parts.gradients == 2 * whole.gradients
@@ -87,11 +87,14 @@ def test_parts_and_devices_share_a_batch():
 def test_devices_share_heads_width_and_vocabulary():
     model = dataclasses.replace(SMALL, vocab_size=256)
     alike = dataclasses.replace(model, n_heads=2, n_kv_heads=1, d_ff=96, vocab_size=128)
-    params = parameters.abstract_params(alike)  # as a device has them
-    policies = llama.layer_policies(SMALL, "bf16")
+    params = llama.abstract_params(alike)  # as a device has them
+    policies = llama.layer_policies(SMALL, mxjax.get_policy("bf16"))
     options = {"batch_size": 16, "seq_len": 64, "remat": "full"}
     expected = step_memory(alike, policies, params, params, **options)
-    assert step_memory(model, policies, params, params, tensor=2, **options) == expected
+    assert (
+        step_memory(model, policies, params, params, mesh={"data": 1, "fsdp": 1, "tensor": 2}, **options)
+        == expected
+    )
 
 
 def test_a_device_holds_its_shards():
@@ -126,7 +129,7 @@ def test_cross_entropy_and_its_gradient_are_optax_s():
 def test_logits_exist_in_pieces_and_the_head_is_converted_once():
     vocab, d = 128_256, 32
     config = LlamaConfig(vocab, d, 1, 2, 1, 16, 32)
-    policies = llama.layer_policies(config, "bf16")
+    policies = llama.layer_policies(config, mxjax.get_policy("bf16"))
     params = jax.eval_shape(lambda: llama.init(config, jax.random.key(0)))
 
     def loss(params, batch):

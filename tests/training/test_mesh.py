@@ -14,16 +14,17 @@ import jax
 import pytest
 from support import meshes
 
+import mxjax
 import train as training_program
 from models import llama
 from models.configs import LlamaConfig, get_config
 from models.sharding import AXES
-from training import parameters
+from training import parameter_sharding
 from training.command_line import parse
 from training.config import Config
 from training.mesh import check_batch, parse_mesh
+from training.policy_schedule import Phase
 from training.processes import join_processes, wait_for_coordinator
-from training.schedule import Phase
 from training.setup import mesh_flags
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -103,8 +104,8 @@ def test_a_mesh_that_cannot_be_is_an_error(text, message):
 
 
 def check(model, policy, text, devices):
-    policies = llama.layer_policies(model, policy)
-    parameters.check_cuts(parse_mesh(text, devices), model, policies)
+    policies = llama.layer_policies(model, mxjax.get_policy(policy))
+    parameter_sharding.check_shards(parse_mesh(text, devices), model, policies)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def check(model, policy, text, devices):
             {},
             "wgrad",
             "fsdp=8",
-            r"fsdp=8 cannot cut blocks.attention.out's axis 'embed' of 128 .* reduce fsdp, to 4",
+            r"fsdp=8 cannot split blocks.attention.out's axis 'embed' of 128 .* reduce fsdp, to 4",
         ),
         ({}, "full_hadamard32", "fsdp=8", "runs of 32"),
         ({"d_model": 192}, "amazon", "fsdp=2", r"'embed' of 192 .* runs of 64 .* reduce fsdp, to 1"),
@@ -167,7 +168,7 @@ def test_a_batch_that_cannot_be_cut_is_an_error_with_what_can(
     sizes, batch_size, accumulate, vocab_size, advice
 ):
     model = LlamaConfig(vocab_size, 256, 2, 4, 4, 32, 256)
-    phases = [Phase(1, "wgrad", llama.layer_policies(model, "wgrad"))]
+    phases = [Phase(1, "wgrad", llama.layer_policies(model, mxjax.get_policy("wgrad")))]
     flags = functools.partial(mesh_flags, model, phases, False)
     with pytest.raises(ValueError, match=f"data x fsdp = .*; {advice}$"):
         check_batch(dict(zip(AXES, sizes, strict=True)), batch_size, accumulate, flags)
@@ -204,7 +205,7 @@ def test_a_first_process_that_cannot_be_reached_or_cannot_listen_is_an_error(mon
             raise RuntimeError("Failed to start RPC server")
 
         monkeypatch.setattr(jax.distributed, "initialize", initialize)
-        with pytest.raises(ValueError, match=r"process 0 of 2 cannot join at .*be a free one"):
+        with pytest.raises(ValueError, match=r"process 0 of 2 cannot join at .*choose a free port"):
             join_processes()
     for address in ("host", "host:", ":80", "host:70000"):
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
@@ -214,7 +215,7 @@ def test_a_first_process_that_cannot_be_reached_or_cannot_listen_is_an_error(mon
 
 def test_every_parameter_has_logical_axes():
     model = LlamaConfig(256, 128, 2, 4, 2, 32, 384)
-    axes, params = parameters.parameter_axes(model), parameters.abstract_params(model)
+    axes, params = parameter_sharding.parameter_axes(model), llama.abstract_params(model)
     jax.tree.map(lambda x, a: pytest.fail(f"{a} of {x}") if len(a) != x.ndim else None, params, axes)
     cut = [a for a in jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, tuple)) if "norm" not in a]
     assert len(cut) == 6

@@ -6,13 +6,16 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from training import rates
-from training.metrics import Display, MetricsLog, NonFiniteError, StepReporter, json_line
+from training import device_memory, throughput
+from training.display import Display
+from training.metrics import MetricsLog, json_line
+from training.nonfinite import NonFiniteError
 from training.step import StepMetrics
+from training.step_reporter import StepReporter
 
 
 class Recorder:
-    """Stands in for the log, the display and the watch."""
+    """Stands in for the log, the display, the guard and the spike detector."""
 
     skips = False
 
@@ -25,8 +28,8 @@ class Recorder:
     def step(self, step, values):
         self.shown.append(step)
 
-    def see(self, step, loss, grad_norm, metrics):
-        if not metrics.finite and not self.skips:
+    def check(self, step, loss, grad_norm=None, metrics=None):
+        if metrics is not None and not metrics.finite and not self.skips:
             raise NonFiniteError(f"loss {loss}", step)
 
 
@@ -59,7 +62,7 @@ def test_a_resumed_log_keeps_the_lines_before_it_and_drops_a_torn_one(tmp_path):
 def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
     out = Recorder()
     reporter = StepReporter(
-        out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: step / 10
+        out, out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: step / 10
     )
     reporter.step(1, metrics())
     assert out.written == []
@@ -75,7 +78,9 @@ def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
 
 def test_a_loss_that_is_not_finite_is_logged_and_raised():
     out = Recorder()
-    reporter = StepReporter(out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: 0.0)
+    reporter = StepReporter(
+        out, out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: 0.0
+    )
     reporter.step(7, metrics(float("nan")))
     with pytest.raises(NonFiniteError, match="loss nan"):
         reporter.step(8, metrics())
@@ -86,7 +91,7 @@ def test_a_skipped_step_is_marked_and_the_learning_rate_is_that_of_the_updates()
     out = Recorder()
     out.skips = True
     reporter = StepReporter(
-        out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda updates: updates
+        out, out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda updates: updates
     )
     for step, m in enumerate([metrics(), metrics(float("nan")), metrics(skipped=1)], 1):
         reporter.step(step, m)
@@ -131,27 +136,27 @@ class Device:
     ],
 )
 def test_peaks_are_known_by_the_device_s_name(kind, peak):
-    assert rates.peak_flops(kind) == peak
+    assert throughput.peak_flops(kind) == peak
 
 
 def test_speeds_are_of_all_devices_or_of_each():
-    found = rates.speed(4096, 16 * 989e12, 4.0, [Device("NVIDIA H200")] * 8)
+    found = throughput.speed(4096, 16 * 989e12, 4.0, [Device("NVIDIA H200")] * 8)
     assert found == {"tokens_per_s": 1024, "tflops_per_device": 989 / 2, "mfu": 0.5}
-    assert rates.in_words(found) == "1,024 tokens/s  MFU 50.0 %"
-    found = rates.speed(4096, 16e12, 4.0, [Device("cpu")])
+    assert throughput.in_words(found) == "1,024 tokens/s  MFU 50.0 %"
+    found = throughput.speed(4096, 16e12, 4.0, [Device("cpu")])
     assert found == {"tokens_per_s": 1024, "tflops_per_device": 4}
-    assert rates.in_words(found) == "1,024 tokens/s  4 TFLOP/s"
+    assert throughput.in_words(found) == "1,024 tokens/s  4 TFLOP/s"
 
 
 def test_memory_is_as_the_device_says():
     device = Device("gpu", bytes_in_use=1, peak_bytes_in_use=3 * 2**29, bytes_limit=150 * 2**30, other=9)
-    found = rates.memory_use(device)
+    found = device_memory.memory_use(device)
     assert found == {"memory_bytes": 1, "memory_peak_bytes": 3 * 2**29}
-    assert rates.memory_limit(device) == 150 * 2**30
-    assert "peak 1.5 GiB" in rates.in_words({"tokens_per_s": 1.0, "tflops_per_device": 1.0} | found)
-    assert rates.memory_use(Device("cpu")) == {}
-    assert rates.memory_limit(Device("cpu")) is None
-    assert rates.gib(150 * 2**30) == "150"
+    assert device_memory.memory_limit(device) == 150 * 2**30
+    assert "peak 1.5 GiB" in throughput.in_words({"tokens_per_s": 1.0, "tflops_per_device": 1.0} | found)
+    assert device_memory.memory_use(Device("cpu")) == {}
+    assert device_memory.memory_limit(Device("cpu")) is None
+    assert device_memory.gib(150 * 2**30) == "150"
 
 
 def test_a_step_is_reported_with_its_rates(monkeypatch):
@@ -159,7 +164,9 @@ def test_a_step_is_reported_with_its_rates(monkeypatch):
     clock = iter([0.0, 2.0, 2.0, 10.0, 11.0, 11.0])  # made; read and reset at each flush; reset in between
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     out = Recorder()
-    reporter = StepReporter(out, out, out, tokens_a_step=8, flops_a_step=2e12, learning_rate=lambda step: 0.0)
+    reporter = StepReporter(
+        out, out, out, out, tokens_a_step=8, flops_a_step=2e12, learning_rate=lambda step: 0.0
+    )
     reporter.step(1, first)
     reporter.flush()
     reporter.restart_clock()  # an evaluation lasted eight seconds

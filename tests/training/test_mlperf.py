@@ -19,9 +19,10 @@ from training import mlperf
 from training.command_line import parse
 from training.config import Config, MLPerfConfig, PrecisionConfig
 from training.data.indexed_dataset import IndexedWriter
-from training.mllog import TOKEN, MLPerfLog, settings
-from training.optimizer import learning_rate
+from training.learning_rate import learning_rate
+from training.mlperf_log import TOKEN, MLPerfLog, settings
 from training.run_config import from_json, to_json
+from training.step_reporter import StepReporter
 
 checker = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
 PRESET = ["--preset", "mlperf-llama3.1-8b"]
@@ -40,7 +41,9 @@ def events(path):
 
 
 def policies_of(config):
-    return layer_policies(get_config(config.model), config.precision.policy, config.precision.rules())
+    return layer_policies(
+        get_config(config.model), mxjax.get_policy(config.precision.policy), config.precision.rules()
+    )
 
 
 def write_log(path, config, losses):
@@ -179,13 +182,13 @@ def test_the_reference_points_are_mlperf_logging_s():
     path = pathlib.Path(checker.__file__).parents[1] / f"rcp_checker/training_{RULES}/rcps_llama31_8b.json"
     published = json.loads(path.read_text()).values()
     assert {r["BS"]: sorted(r["Epochs to converge"]) for r in published} == {
-        batch_size: list(r.sequences) for batch_size, r in mlperf.REFERENCES.items()
+        batch_size: list(r.sequences) for batch_size, r in mlperf.PUBLISHED_RUNS.items()
     }
     for r in published:
-        ours = mlperf.REFERENCES[r["BS"]]
+        ours = mlperf.PUBLISHED_RUNS[r["BS"]]
         assert ours.lr == r["Hyperparams"]["opt_base_learning_rate"]
         assert ours.warmup_sequences == r["Hyperparams"]["opt_learning_rate_warmup_samples"]
-    assert round(mlperf.REFERENCES[32].mean_sequences) == 179_405
+    assert round(mlperf.PUBLISHED_RUNS[32].mean_sequences) == 179_405
 
 
 def generated(folder, kind):
@@ -231,7 +234,7 @@ def test_a_scaled_down_run_passes_the_checker(tmp_path, kind):
 
 
 def interrupt(program, config: Config, after: int):
-    original = program.StepReporter.step
+    original = StepReporter.step
 
     def step(self, number, metrics):
         original(self, number, metrics)
@@ -239,7 +242,7 @@ def interrupt(program, config: Config, after: int):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program.StepReporter, "step", step)
+        patch.setattr(StepReporter, "step", step)
         program.train(config)
 
 

@@ -7,7 +7,8 @@ import numpy as np
 from models import llama
 from models.configs import LlamaConfig
 from training.config import OptimizerConfig
-from training.optimizer import decayed, learning_rate, make_optimizer
+from training.learning_rate import learning_rate
+from training.optimizer import decayed, make_optimizer
 
 
 def test_warm_up_and_cosine():

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from training.layer_amax import amax, amax_names
+from training.largest_values import largest_values, layer_names
 from training.step import evaluate, init_state, make_eval_step, make_train_step
 
 
@@ -122,13 +122,13 @@ def test_the_largest_values_of_a_step_that_is_not_finite_are_those_of_gradients_
             return mean_bigram(*arguments) + offset
 
         _, metrics = make_train_step(loss, optax.sgd(0.5))(state, BATCH, KEY)
-        np.testing.assert_allclose(metrics.amax, wanted, rtol=1e-6)
+        np.testing.assert_allclose(metrics.largest, wanted, rtol=1e-6)
 
 
 def test_blocks_are_told_apart():
     tree = {"blocks": {"mlp": {"up": jnp.array([[[1.0, -3.0]], [[2.0, 0.0]]])}}, "head": -jnp.ones((2, 2))}
-    assert amax_names(tree) == ["blocks.0.mlp.up", "blocks.1.mlp.up", "head"]
-    np.testing.assert_array_equal(amax(tree), [3, 2, 1])
+    assert layer_names(tree) == ["blocks.0.mlp.up", "blocks.1.mlp.up", "head"]
+    np.testing.assert_array_equal(largest_values(tree), [3, 2, 1])
 
 
 def test_evaluation_averages_over_tokens_not_batches(params):

@@ -1,6 +1,6 @@
 """TensorBoard's event files, read back by TensorBoard's own reader."""
 
-import builtins
+import importlib.util
 import json
 
 import pytest
@@ -65,14 +65,10 @@ def test_a_run_writes_what_metrics_jsonl_gets(tmp_path):
 
 
 def test_without_tensorboardx_a_run_says_what_to_install(tmp_path, monkeypatch):
-    original = builtins.__import__
-
-    def without(name, *arguments, **options):
-        if name == "tensorboardX":
-            raise ImportError(name)
-        return original(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    original = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "tensorboardX" else original(name)
+    )
     out = tmp_path / "run"
     with pytest.raises(SystemExit, match=r"pip install 'mxjax\[tensorboard\]'"):
         training_program.train(

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from training.config import DataConfig
-from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE, batches, evaluation_batches, load_corpus
+from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE, load_text
+from training.data.windows import batches, evaluation_batches
 
 CONFIG = DataConfig(batch_size=4, seq_len=8)
 TOKENS = np.arange(200, dtype=np.uint16)
@@ -15,18 +16,18 @@ def take(stream, n):
 
 
 def test_the_default_is_the_standard_library():
-    corpus = load_corpus(None)
+    corpus = load_text(None)
     assert len(corpus.train) > 2_000_000
     assert len(corpus.validation) > 100_000
     assert corpus.train.max() == END_OF_DOCUMENT == VOCAB_SIZE - 1
     assert b"import" in corpus.validation[corpus.validation < 256].astype(np.uint8).tobytes()
-    assert load_corpus(None).facts == corpus.facts
+    assert load_text(None).facts == corpus.facts
 
 
 def test_a_file_is_split_near_its_end(tmp_path):
     text = bytes(range(256)) * 4
     (tmp_path / "a.txt").write_bytes(text)
-    corpus = load_corpus(tmp_path / "a.txt")
+    corpus = load_text(tmp_path / "a.txt")
     joined = np.concatenate([corpus.train, corpus.validation])
     np.testing.assert_array_equal(joined, [*text, END_OF_DOCUMENT])
     assert 0 < len(corpus.validation) < len(corpus.train)
@@ -34,7 +35,7 @@ def test_a_file_is_split_near_its_end(tmp_path):
 
 def test_a_folder_is_split_by_file_and_adding_files_moves_none(tmp_path):
     def split():
-        corpus = load_corpus(tmp_path)
+        corpus = load_text(tmp_path)
         parts = (corpus.train, corpus.validation)
         return [set(bytes(p[p != END_OF_DOCUMENT].astype(np.uint8)).split()) for p in parts]
 
@@ -53,21 +54,21 @@ def test_a_folder_is_split_by_file_and_adding_files_moves_none(tmp_path):
 
 def test_what_is_no_text_is_refused(tmp_path):
     (tmp_path / "lone.bin").write_bytes(b"some text, whatever its name")
-    load_corpus(tmp_path / "lone.bin")
+    load_text(tmp_path / "lone.bin")
     for suffix in (".bin", ".idx"):
         (tmp_path / f"a.data{suffix}").write_bytes(b"0123")
     for path in (tmp_path / "a.data.bin", tmp_path / "a.data.idx", tmp_path):
         with pytest.raises(ValueError, match=r"holds tokens.*name the dataset as .*/a.data$"):
-            load_corpus(path)
+            load_text(path)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c4-train.0.json.gz").write_bytes(b"0123")
     with pytest.raises(ValueError, match=r"c4-train.0.json.gz is compressed.*training.tokenize"):
-        load_corpus(tmp_path / "b")
+        load_text(tmp_path / "b")
 
 
 def test_a_folder_of_one_file_is_split_as_the_file_is(tmp_path):
     (tmp_path / "a").write_bytes(bytes(range(100)))
-    folder, file = load_corpus(tmp_path), load_corpus(tmp_path / "a")
+    folder, file = load_text(tmp_path), load_text(tmp_path / "a")
     np.testing.assert_array_equal(folder.train, file.train)
     np.testing.assert_array_equal(folder.validation, file.validation)
     assert len(file.validation) == 5
@@ -77,12 +78,12 @@ def test_a_folder_of_one_file_is_split_as_the_file_is(tmp_path):
 def test_nothing_to_read_is_an_error(tmp_path, name):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=f"--data .*{name}: no"):
-        load_corpus(tmp_path / name)
+        load_text(tmp_path / name)
 
 
 def test_unigram_entropy_is_that_of_the_validation_bytes(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * 90 + b"abcdefgh" * 2)
-    corpus = load_corpus(tmp_path / "a")
+    corpus = load_text(tmp_path / "a")
     counts = np.bincount(corpus.validation)
     share = counts[counts > 0] / counts.sum()
     np.testing.assert_allclose(corpus.unigram_entropy(), -(share * np.log(share)).sum())

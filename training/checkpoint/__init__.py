@@ -1,1 +1,1 @@
-"""Checkpoints of a run: writing, reading, and finding what is damaged."""
+"""Checkpoints of a run: saving, restoring, checksums, and recovery from damage."""

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: the whole training state and the position in the data, by orbax.
+"""Checkpoints of a run, by orbax: the whole training state and the position in the data.
 
-A checkpoint appears in one piece, by renaming, once it and its manifest are written: a run that is killed at
-any moment leaves whole ones, and what it was writing is removed at the next start. The random bits of a step
-are a function of the seed and the step, so that the step says all there is of them.
+A checkpoint is renamed into place once it and its checksums are written, so a run killed at any moment leaves
+only complete ones; the next start removes an unfinished one. Random bits need no state of their own: they are
+a function of the seed and the step.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN, PreservationPolicy
 from rich.filesize import decimal
 
-from training.checkpoint import manifest
-from training.checkpoint.recovery import describe_damage, find_problems, saved_steps
+from training.checkpoint import checksums
+from training.checkpoint.damaged import describe_damage, find_problems, saved_steps
 from training.processes import ProcessError, together
 from training.step import TrainState
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; those before it are still there."""
+    """A checkpoint could not be written; earlier ones still exist."""
 
 
 class Checkpoints:
-    """The checkpoints in a folder; saving goes on in the background. A context manager."""
+    """The checkpoints in a folder, saved in the background. A context manager."""
 
     def __init__(
         self,
@@ -42,20 +42,20 @@ class Checkpoints:
         """Opens the folder.
 
         Args:
-          folder: of the checkpoints.
-          keep: how many of the newest to keep, and to remove what an interrupted save left; None keeps all.
-          losses: evaluation losses by step; the checkpoint with the lowest is kept in addition.
+          folder: the checkpoints' folder.
+          keep: number of newest checkpoints to keep, and remove unfinished ones; None keeps everything.
+          losses: evaluation losses by step; the checkpoint with the lowest loss is kept as well.
         """
         self._folder = folder.absolute()
-        self.losses = dict(losses or {})  # to which later evaluations are added
+        self.losses = dict(losses or {})  # the training loop adds later evaluations
         self._saving: tuple[int, int] | None = None  # the step and its size in bytes
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), _Best(self.losses)]),
             cleanup_tmp_directories=keep is not None,
-            lightweight_initialize=True,  # reads nothing of what might be damaged
+            lightweight_initialize=True,  # reads nothing that might be damaged
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(
-                post_finalization_callback=self._write_manifest, barrier_sync_fn=self._barrier
+                post_finalization_callback=self._write_checksums, barrier_sync_fn=self._barrier
             ),
         )
         self._manager = _Manager(self._folder, options=options)
@@ -68,25 +68,25 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            with contextlib.suppress(OSError, ValueError):  # that of the save which `wait` has reported
+            with contextlib.suppress(OSError, ValueError):  # `wait` has already reported it
                 self._manager.close()
             logging.getLogger("absl").removeFilter(_is_no_orbax_error)
 
     @property
     def latest(self) -> int | None:
-        """The newest step saved, or None."""
+        """The newest saved step, or None."""
         return self._manager.latest_step()
 
     @property
     def best(self) -> int | None:
-        """The saved step with the lowest of the losses, or None."""
+        """The saved step with the lowest loss, or None."""
         return _best(self._manager.all_steps(), self.losses)
 
     def save(self, state: TrainState, data_position: dict[str, Any]) -> None:
-        """Starts saving the state, and where the data stands, as the checkpoint of the state's step.
+        """Starts saving the state and the position in the data as the checkpoint of the state's step.
 
         Raises:
-          CheckpointError: this save, or the one before it, has failed.
+          CheckpointError: this save or the previous one failed.
         """
         step = int(state.step)
         if step == self.latest:
@@ -108,12 +108,12 @@ class Checkpoints:
             )
 
     def check(self) -> None:
-        """Raises CheckpointError if the save in the background has failed; does not wait for it."""
+        """Raises CheckpointError if the background save has failed; does not wait for it."""
         if self._saving is not None and not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
-        """Waits for what is being saved; raises CheckpointError if that fails."""
+        """Waits for the background save; raises CheckpointError if it fails."""
         if self._saving is not None:
             with self._errors():
                 self._manager.wait_until_finished()
@@ -122,11 +122,11 @@ class Checkpoints:
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
         """Returns the newest state, with the shapes and dtypes of `like`, and the position in the data.
 
-        Of a run that has not begun, see `save_params`, it is `like` with the parameters saved, and None.
-        Damage is not looked for: see `recovery.set_aside_damaged`.
+        For a run that has not begun, see `save_params`, it returns `like` with saved parameters, and None.
+        It does not look for damage; `damaged.set_aside_damaged` does.
 
         Raises:
-          ValueError: there is no checkpoint, or it is of another model.
+          ValueError: there is no checkpoint, or it belongs to another model.
         """
         if self.latest is None:
             raise ValueError(f"no checkpoint in {self._folder}; start a new run")
@@ -144,11 +144,11 @@ class Checkpoints:
         return TrainState(params=found["params"], **found["rest"]), found["data"]
 
     def restore_params(self, like: Any, step: int | None = None) -> Any:
-        """Returns the parameters alone, of the newest step or the one named.
+        """Returns the parameters alone, from the given step or the newest.
 
         Raises:
-          ValueError: no such step, or its files are damaged, and the message lists those there are; or it is
-            of another model.
+          ValueError: there is no such step, its files are damaged, or it belongs to another model; the
+            message lists the other steps.
         """
         steps = self._manager.all_steps()
         if not steps or step not in (None, *steps):
@@ -170,35 +170,35 @@ class Checkpoints:
         if other := sorted(name for name in saved.keys() | wanted if saved.get(name) != wanted.get(name)):
             name = other[0]
             raise ValueError(
-                f"checkpoint {folder} is of another model: of {len(other)} parameters that differ, {name} "
-                f"has shape {saved.get(name, 'none')} there, and {wanted.get(name, 'none')} here. Does it "
-                "belong to this run's config.json?"
+                f"checkpoint {folder} belongs to another model: {len(other)} parameters differ; {name} has "
+                f"shape {saved.get(name, 'none')} there and {wanted.get(name, 'none')} here. Does it belong "
+                "to this run's config.json?"
             )
 
-    def _write_manifest(self) -> None:
-        """Is called, by one process, between writing a checkpoint and renaming it."""
-        manifest.write(self._partial())
+    def _write_checksums(self) -> None:
+        """Writes checksums.json; orbax calls this in one process before it renames a checkpoint."""
+        checksums.write(self._partial())
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Waits for all processes, in the background; each first adds up what it has written.
+        """Waits for all processes in the background; before, each computes checksums of its own files.
 
-        Should orbax change, this is not found, and the first adds up all; so it does what another could not.
+        If orbax renames this barrier, or a process fails here, process 0 computes all missing checksums.
         """
         if "async_write_complete" in key:
-            with contextlib.suppress(OSError, StopIteration):  # else the others would wait for this one
-                manifest.write_part(self._partial(), jax.process_index())
+            with contextlib.suppress(OSError, StopIteration):  # an error would leave the others waiting
+                checksums.write_part(self._partial(), jax.process_index())
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _partial(self) -> pathlib.Path:
-        """Returns the folder of the checkpoint that is being written."""
+        """Returns the folder of the unfinished checkpoint."""
         assert self._saving is not None
         return next(self._folder.glob(f"{self._saving[0]}.orbax-checkpoint-tmp*"))
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raises CheckpointError for the errors of a save that failed; tensorstore's are ValueError.
+        """Turns the errors of a failed save into CheckpointError; those of tensorstore are ValueError.
 
-        What it left is removed, but for files still being written then, which the next start removes.
+        The unfinished checkpoint is removed; files still being written are removed by the next start.
         """
         assert self._saving is not None
         step, size = self._saving
@@ -211,7 +211,7 @@ class Checkpoints:
         for partial in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
             shutil.rmtree(partial, ignore_errors=True)
         left = saved_steps(self._folder)
-        last = f"the last good one is of step {left[-1]}" if left else "there is none yet"
+        last = f"the last good one is of step {left[-1]}" if left else "there is no earlier one"
         raise CheckpointError(
             f"the checkpoint of step {step} could not be saved in {self._folder}, where {decimal(free)} are "
             f"free; it takes up to {decimal(size)}; {last}. Make room and continue with --resume. {cause}"
@@ -224,19 +224,19 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def save_params(folder: pathlib.Path, params: Any) -> None:
-    """Saves parameters alone as the checkpoint of step 0 in `folder`: a run that has not begun.
+    """Saves parameters alone as the checkpoint of step 0 in `folder`, for a run that has not begun.
 
-    Beside the parameters, memory holds about as much again as the largest array takes.
+    Needs memory for the parameters and about one copy of the largest array.
     """
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
     handler = ocp.StandardCheckpointHandler(save_concurrent_gb=largest // 2**30 + 1)
     with ocp.CheckpointManager(folder.absolute(), item_handlers={"params": handler}) as manager:
         manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
-    manifest.write(folder / "0")
+    checksums.write(folder / "0")
 
 
 class _Manager(ocp.CheckpointManager):
-    """Leaves JAX's preemption service, which counts the calls of one caller, to `Interruption`."""
+    """Leaves JAX's preemption service to `Interruption`: it counts the calls of one caller."""
 
     def reached_preemption(self, step: int) -> bool:
         return False
@@ -258,12 +258,12 @@ def _best(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
 
 
 def _is_no_orbax_error(record: logging.LogRecord) -> bool:
-    """Filters out the errors that orbax logs with their tracebacks: it raises them, too."""
+    """Drops errors that orbax logs with tracebacks, because it raises them too."""
     return record.levelno != logging.ERROR or "orbax" not in record.pathname
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
-    """Returns what a state has besides parameters."""
+    """Returns everything in a state except the parameters."""
     rest = state._asdict()
     del rest["params"]
     return rest

@@ -1,1 +1,1 @@
-"""Batches of tokens: from text, and from Megatron datasets in the order of megatron-core."""
+"""Batches of tokens: from text, or from Megatron datasets in megatron-core's order."""

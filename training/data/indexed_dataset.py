@@ -1,9 +1,9 @@
-"""Megatron indexed datasets: token sequences in PREFIX.bin, memory-mapped, and where each lies in PREFIX.idx.
+"""Megatron indexed datasets: token sequences in PREFIX.bin, their positions in PREFIX.idx, memory-mapped.
 
-The .bin holds the sequences one after another and nothing else. The .idx, little-endian: the magic
+The .bin holds the sequences one after another and nothing else. The .idx is little-endian: the magic
 `MMIDIDX\\0\\0`, u64 version 1, u8 code of the tokens' dtype, u64 number of sequences n, u64 number of
 document bounds d, then i32 lengths[n], i64 byte offsets[n], i64 bounds[d] (the first sequence of each
-document, and n). Some writers add i8 modes[n], which are not read.
+document, and n). Some writers add i8 modes[n], which are ignored.
 
 Source: megatron-core 0.16, `megatron/core/datasets/indexed_dataset.py`.
 """
@@ -20,16 +20,18 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
+from training.files import sync, temporary_path
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
-# Codes 6 and 7 are float64 and float32: no token ids.
+# Codes 6 and 7 are float64 and float32, not token ids.
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
-_CHUNK = 2**22  # sequences looked at at a time, to keep temporaries small
-_SAMPLES, _SAMPLE = 64, 2**20  # pieces of a .bin that are read at start, and the tokens in each
+_CHUNK = 2**22  # sequences checked at a time, which keeps temporary arrays small
+_SAMPLES, _SAMPLE = 64, 2**20  # pieces of a .bin read at the start, and tokens of each
 
-_ADVISES = hasattr(mmap, "MADV_RANDOM")  # not on every system
+_ADVISES = hasattr(mmap, "MADV_RANDOM")  # not available on every system
 
 Tokens = Integer[np.ndarray, " n"]
 
@@ -40,13 +42,13 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedDataset:
-    """The sequences of PREFIX.bin and PREFIX.idx. Pickles as its prefix.
+    """The sequences of one dataset. Pickles as its prefix.
 
     Attributes:
       lengths: tokens of each sequence.
-      offsets: bytes of the .bin before each sequence.
-      bounds: the first sequence of each document, and the number of sequences.
-      tokens: all tokens, in the order of the file; memory-mapped, like the others.
+      offsets: position of each sequence in the .bin, in bytes.
+      bounds: first sequence of each document, then the number of sequences.
+      tokens: all tokens in the order of the file. All four arrays are memory-mapped.
     """
 
     lengths: Int32[np.ndarray, " sequences"]
@@ -55,10 +57,10 @@ class IndexedDataset:
     tokens: Tokens
 
     def __init__(self, prefix: str | os.PathLike[str]):
-        """Opens and checks the two files; reads the .idx once and none of the .bin.
+        """Opens and checks the two files; reads the .idx once and nothing of the .bin.
 
         Raises:
-          ValueError: they are missing, truncated, not of this format, or do not belong together.
+          ValueError: the files are missing, truncated, in another format, or do not belong together.
         """
         self.prefix = os.fspath(prefix)
         self._index_path, self._bin_path = self.prefix + ".idx", self.prefix + ".bin"
@@ -73,15 +75,15 @@ class IndexedDataset:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Tokens:
-        """Returns the tokens of a sequence, not copied."""
+        """Returns the tokens of a sequence without copying."""
         start = int(self.offsets[index]) // self.tokens.itemsize
         return self.tokens[start : start + int(self.lengths[index])]
 
     def gather(self, starts: list[int], stops: list[int]) -> Tokens:
-        """Returns copies of tokens[start:stop] of several places of the file, one after another.
+        """Returns copies of tokens[start:stop] from several places of the file, concatenated.
 
-        Their pages, and no others, are asked for before the first is waited for: what the system reads ahead
-        around a page serves reading in order, and costs a hundred times what is wanted here.
+        The exact pages are requested from the system before the first one is read. The default read-ahead
+        suits sequential reading and would read a hundred times too much here.
         """
         if _ADVISES:
             size = self._scattered.itemsize
@@ -95,13 +97,13 @@ class IndexedDataset:
         return type(self), (self.prefix,)
 
     def check_ids(self, vocab_size: int) -> None:
-        """Checks ids against a vocabulary: all of a file below 64 M tokens, 64 pieces of a larger one.
+        """Checks ids against a vocabulary: all of a file up to 64 M tokens, 64 pieces of a larger one.
 
-        The pieces are spread evenly from the first to the last token, so that this takes seconds whatever
-        the size. What it passes over, `check_tokens` catches when it is read.
+        The pieces lie evenly between the first and the last token; the check takes seconds whatever the size.
+        `check_tokens` checks the rest when it is read.
 
         Raises:
-          ValueError: an id that is negative, or vocab_size or greater.
+          ValueError: an id is negative, or vocab_size or greater.
         """
         for start, piece in self._pieces():
             check_tokens(piece, vocab_size, f"{self._bin_path}, from token {start:,} on,")
@@ -128,19 +130,19 @@ class IndexedDataset:
             header = file.read(_HEADER.size)
         if not header.startswith(MAGIC):
             raise ValueError(
-                f"{path} does not begin with {MAGIC!r}: it is not the index of a Megatron dataset; make one "
+                f"{path} does not begin with {MAGIC!r}, so it is no index of a Megatron dataset; make one "
                 "with `python -m training.tokenize`"
             )
         if len(header) < _HEADER.size:
             raise ValueError(
-                f"{path} is truncated: {len(header)} bytes are less than its header's {_HEADER.size}"
+                f"{path} is truncated: it has {len(header)} bytes and its header takes {_HEADER.size}"
             )
         _, version, code, sequences, bounds = _HEADER.unpack(header)
         if version != VERSION:
-            raise ValueError(f"{path} is of version {version}; only version {VERSION} can be read")
+            raise ValueError(f"{path} has version {version}; only version {VERSION} can be read")
         if code not in _DTYPES:
             raise ValueError(
-                f"{path}: the dtype code {code} is none of token ids, which are {sorted(_DTYPES)}"
+                f"{path}: the dtype code {code} is not one of token ids, which are {sorted(_DTYPES)}"
             )
         expected = _HEADER.size + 12 * sequences + 8 * bounds
         if size not in (expected, expected + sequences):
@@ -150,14 +152,14 @@ class IndexedDataset:
                 f"{expected:,} bytes and it has {size:,}; copy it again"
             )
         self.dtype = np.dtype(_DTYPES[code])
-        data = np.asarray(np.memmap(path, np.uint8, "r"))  # slices of a plain array are much cheaper
+        data = np.asarray(np.memmap(path, np.uint8, "r"))  # slicing a plain array is much cheaper
         cuts = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * bounds])
         parts = [data[a:b] for a, b in itertools.pairwise(cuts)]
         self.lengths, self.offsets = parts[0].view(np.int32), parts[1].view(np.int64)
         self.bounds = parts[2].view(np.int64)
 
     def _check_index(self) -> None:
-        """Checks that the sequences follow each other in the .bin and fill it."""
+        """Checks that the sequences are contiguous in the .bin and fill it."""
         size, end = os.path.getsize(self._bin_path), 0
         for start in range(0, len(self), _CHUNK):
             lengths = self.lengths[start : start + _CHUNK]
@@ -187,37 +189,38 @@ class IndexedDataset:
 
 
 def check_tokens(tokens: Tokens, vocab_size: int, what: str) -> None:
-    """Raises ValueError if an id is negative, or vocab_size or greater; `what` says in the message where."""
+    """Raises ValueError if an id is negative, or vocab_size or greater; `what` names the tokens."""
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"{what} holds the token id {low if low < 0 else high}, and the vocabulary has {vocab_size:,}: "
-            "the data is of another tokenizer; pass its --vocab-size, or tokenize again"
+            "the data comes from another tokenizer; pass its --vocab-size, or tokenize again"
         )
 
 
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx, under temporary names until all is written. A context manager.
+    """Writes PREFIX.bin and PREFIX.idx under temporary names. A context manager.
 
-    On leaving its block both files take their names; when an exception leaves it, neither does.
+    At the end of the block both files are renamed; after an exception neither is.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: Any):
-        """Opens the files; their folder is made if need be.
+        """Creates the folder if it is missing.
 
         Raises:
-          ValueError: dtype is none that token ids can have.
+          ValueError: token ids cannot have this dtype.
         """
-        self.prefix, self.dtype = os.fspath(prefix), np.dtype(dtype)
+        self._prefix, self.dtype = os.fspath(prefix), np.dtype(dtype)
         if self.dtype not in _CODES:
             raise ValueError(
                 f"token ids are written as one of {', '.join(map(str, _CODES))}, not as {self.dtype}"
             )
-        pathlib.Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._bin, self._index = (pathlib.Path(self._prefix + suffix) for suffix in (".bin", ".idx"))
+        self._bin.parent.mkdir(parents=True, exist_ok=True)
         self._lengths: list[np.ndarray] = []
 
     def __enter__(self) -> "IndexedWriter":
-        self._file = open(self._temporary(".bin"), "wb")
+        self._file = temporary_path(self._bin).open("wb")
         return self
 
     def __exit__(self, kind: type | None, *exception: Any) -> None:
@@ -226,17 +229,17 @@ class IndexedWriter:
                 sync(self._file)
         if kind is None:
             lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])
-            write_index(self._temporary(".idx"), self.dtype, lengths)
-            for suffix in (".bin", ".idx"):  # the .idx last: it makes the dataset one
-                os.replace(self._temporary(suffix), self.prefix + suffix)
+            write_index(temporary_path(self._index), self.dtype, lengths)
+            for path in (self._bin, self._index):  # the .idx last: it completes the dataset
+                temporary_path(path).replace(path)
         else:
-            pathlib.Path(self._temporary(".bin")).unlink()
+            temporary_path(self._bin).unlink()
 
     def add(self, tokens: Tokens) -> None:
         """Appends a document of one sequence.
 
         Raises:
-          ValueError: an id that the dtype cannot hold.
+          ValueError: the dtype cannot hold an id.
         """
         ids = tokens.astype(self.dtype)
         if not np.array_equal(ids, tokens):
@@ -245,10 +248,10 @@ class IndexedWriter:
         self._lengths.append(np.array([len(ids)], np.int32))
 
     def add_file(self, path: str | os.PathLike[str], lengths: Int32[np.ndarray, " documents"]) -> None:
-        """Appends documents of one sequence each, whose ids, in this dtype, are all that the file holds.
+        """Appends documents of one sequence each, from a file that holds only their ids in this dtype.
 
         Raises:
-          ValueError: the file is shorter or longer than the lengths say.
+          ValueError: the file's size does not match the lengths.
         """
         expected = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         if os.path.getsize(path) != expected:
@@ -260,20 +263,11 @@ class IndexedWriter:
                 self._file.write(block)
         self._lengths.append(lengths)
 
-    def _temporary(self, suffix: str) -> str:
-        return f"{self.prefix}{suffix}.tmp"
 
-
-def sync(file: Any) -> None:
-    """Waits until what was written to an open file is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def write_index(path: str, dtype: np.dtype, lengths: Int32[np.ndarray, " n"]) -> None:
-    """Writes an .idx in which each document is one sequence; not atomically."""
+def write_index(path: pathlib.Path, dtype: np.dtype, lengths: Int32[np.ndarray, " n"]) -> None:
+    """Writes an .idx in which each document is one sequence. Not atomic."""
     offsets = np.concatenate([[0], lengths]).cumsum(dtype=np.int64)[:-1] * dtype.itemsize
-    with open(path, "wb") as file:
+    with path.open("wb") as file:
         file.write(_HEADER.pack(MAGIC, VERSION, _CODES[dtype], len(lengths), len(lengths) + 1))
         for part in (lengths, offsets, np.arange(len(lengths) + 1, dtype=np.int64)):
             file.write(np.ascontiguousarray(part, part.dtype.newbyteorder("<")))

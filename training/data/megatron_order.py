@@ -1,7 +1,7 @@
 """The order of megatron-core's GPTDataset and BlendedDataset: pure functions of (seed, index).
 
-Documents are shuffled and read as one stream of tokens, which is cut into samples of seq_len + 1 tokens, the
-last of each being the first of the next; then the samples are shuffled.
+Documents are shuffled and read as one stream of tokens. The stream is split into samples of seq_len + 1
+tokens; neighbours share one token. Then the samples are shuffled.
 
 Source: megatron-core 0.16, `megatron/core/datasets/{gpt_dataset,blended_dataset}.py` and `helpers.cpp`.
 """
@@ -13,22 +13,22 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int32, Integer
 
-_MARK = 64  # documents between those whose place in the stream is remembered
-_FINAL_EPOCH_SHARE = 0.80  # a last epoch of which less than this is wanted is shuffled by itself
-_SURPLUS = 0.005  # of samples that a blend's datasets are asked for: mid_level_dataset_surplus
-_BLOCK = 2**16  # samples of a blend that are decided on together
+_MARK = 64  # every so many documents the position in the stream is stored
+_FINAL_EPOCH_SHARE = 0.80  # a last epoch that is needed by less than this is shuffled separately
+_SURPLUS = 0.005  # extra samples of a blend's datasets: mid_level_dataset_surplus
+_BLOCK = 2**16  # samples of a blend that are assigned together
 _CHUNK = _MARK * 2**16
 
 
 class GPTOrder:
-    """Which tokens each sample holds.
+    """The tokens of each sample of one dataset.
 
-    Kept are the shuffled documents (4 bytes a document and epoch), the shuffled samples (4 bytes a sample)
-    and the place of every 64th document, whatever the number of tokens; a sample is found from these.
+    Memory holds the shuffled documents (4 bytes a document and epoch), the shuffled samples (4 bytes a
+    sample) and the position of every 64th document, whatever the number of tokens.
 
     Attributes:
       epochs: how often every document is read.
-      separate_final_epoch: whether the last epoch is shuffled by itself, after the others.
+      separate_final_epoch: whether the last epoch is shuffled separately.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class GPTOrder:
         """Shuffles; takes about 0.1 s for each million documents.
 
         Args:
-          lengths: tokens of each document (of each sequence, in Megatron's terms).
+          lengths: tokens of each document (in Megatron's terms, of each sequence).
           seq_len: tokens of a sample less one.
           seed: from 0 to 2**32 - 1.
-          num_samples: how many will be wanted, which decides on the epochs; None is one epoch.
-          documents: the part of the documents to read, of step 1; None is all.
+          num_samples: samples needed, which decides the number of epochs; None is one epoch.
+          documents: the documents to read, consecutive; None is all.
         Raises:
-          ValueError: no sample can be had, or the seed is out of range.
+          ValueError: there are too few tokens for a sample, or the seed is out of range.
         """
         documents = range(len(lengths)) if documents is None else documents
         per_epoch = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
@@ -79,15 +79,15 @@ class GPTOrder:
         return len(self._samples)
 
     def pieces(self, index: int) -> tuple[Integer[np.ndarray, " pieces"], int, int]:
-        """Returns the documents that make up sample `index`, in order, and where it begins and ends in them.
+        """Returns the documents of sample `index`, and where it begins and ends in them.
 
         Returns:
-          documents: numbers of documents; some may be empty.
-          start: tokens of the first document that precede the sample.
+          documents: their numbers, in order; some may be empty.
+          start: tokens of the first document before the sample.
           stop: tokens of the last document up to the sample's end.
         """
         begin = int(self._samples[index]) * self.seq_len
-        last = begin + self.seq_len  # the place of the sample's last token
+        last = begin + self.seq_len  # position of the sample's last token
         i, j = self._marks.searchsorted((begin, last), "right") - 1
         documents = self._documents[i * _MARK : (j + 1) * _MARK]
         ends = self._lengths[documents].cumsum(dtype=np.int64) + self._marks[i]
@@ -97,15 +97,15 @@ class GPTOrder:
 
 
 class BlendOrder:
-    """Which dataset, and which of its samples, each sample of a blend is.
+    """The dataset of each sample of a blend, and the sample's index in it.
 
-    Sample i is of the dataset whose count of samples so far falls furthest behind its weight times max(i, 1);
-    the first of those equally far behind. Decided on in blocks, as they are asked for, from the first on:
-    a second or two for each million samples.
+    Sample i comes from the dataset whose count of samples so far falls furthest behind its weight times
+    max(i, 1); the first one wins a tie. Samples are assigned in blocks when they are first needed, in order:
+    one or two seconds a million samples.
     """
 
     def __init__(self, weights: Sequence[float], size: int):
-        """`weights` need not sum to 1."""
+        """Weights need not sum to 1."""
         self.weights, self._size = _normalized(weights), size
         self._starts = [[0] * len(weights)]  # counts before each block
         self._blocks: list[np.ndarray] = []
@@ -125,8 +125,8 @@ class BlendOrder:
         return dataset, self._starts[block][dataset] + int(np.count_nonzero(chosen[:within] == dataset))
 
     def check(self, sizes: Sequence[int], names: Sequence[str]) -> None:
-        """Raises ValueError if a dataset has fewer samples than are asked of it."""
-        # No count gets ahead of its share by a whole sample, so that most often there is nothing to count.
+        """Raises ValueError if a dataset has fewer samples than the blend takes from it."""
+        # No count exceeds its share by a whole sample, so counting is rarely necessary.
         if all(math.floor(w * self._size) + 1 <= n for w, n in zip(self.weights, sizes, strict=True)):
             return
         counts = np.zeros(len(sizes), np.int64)
@@ -141,7 +141,7 @@ class BlendOrder:
     def _decide(self) -> None:
         begin, counts = len(self._blocks) * _BLOCK, list(self._starts[-1])
         chosen = []
-        for i in range(begin, begin + _BLOCK):  # one depends on the last: no array operation does this
+        for i in range(begin, begin + _BLOCK):  # each depends on the last, so no array operation does this
             x = float(i or 1)
             behind = [weight * x - count for weight, count in zip(self.weights, counts)]  # noqa: B905
             dataset = behind.index(max(behind))
@@ -152,9 +152,10 @@ class BlendOrder:
 
 
 def blend_samples(weights: Sequence[float], size: int) -> tuple[list[int], int]:
-    """Returns how many samples each dataset of a blend is built for, and how many the blend has.
+    """Returns the number of samples to build each dataset of a blend for, and the size of the blend.
 
-    The blend has `size` rounded up for each dataset; the datasets are asked for 0.5 % more.
+    The blend's size is the sum of the datasets' shares of `size`, each rounded up; each dataset is built for
+    0.5 % more.
     """
     shares = [math.ceil(size * w) for w in _normalized(weights)]
     return [math.ceil(share * (1 + _SURPLUS)) for share in shares], sum(shares)
@@ -175,7 +176,7 @@ def _shuffle_parts(random: np.random.RandomState, values: Integer[np.ndarray, " 
 def _marks(
     lengths: Int32[np.ndarray, " n"], documents: Int32[np.ndarray, " m"]
 ) -> Integer[np.ndarray, " marks"]:
-    """Returns how many tokens precede every 64th of `documents`."""
+    """Returns the number of tokens before every 64th of `documents`."""
     sums = [np.zeros(1, np.int64)]
     for start in range(0, len(documents), _CHUNK):
         chunk = lengths[documents[start : start + _CHUNK]]

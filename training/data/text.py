@@ -1,24 +1,16 @@
-"""What a run trains on, cut into batches that are a pure function of the seed and the step.
-
-Text is read as bytes here: token ids are bytes, and 256 ends a document; `megatron` reads tokenized datasets.
-A batch is int32 [batch, seq_len + 1]: inputs are all but the last token of each row, targets all but the
-first.
-"""
+"""Text as training data, read as bytes: token ids are bytes, and 256 ends a document."""
 
 import dataclasses
 import pathlib
 import sysconfig
 import zlib
-from collections.abc import Iterator
-from typing import Any
 
 import grain
 import numpy as np
-from jaxtyping import Int32, Integer, UInt16
+from jaxtyping import UInt16
 
 from training.config import DataConfig
-from training.data.indexed_dataset import check_tokens
-from training.data.megatron import PackedCorpus, is_packed, load_packed, load_validation, rows_of_a_shard
+from training.data.windows import Windows, batches, shuffled_batches
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -30,13 +22,13 @@ Tokens = UInt16[np.ndarray, "n"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
+class TextCorpus:
     """Text as bytes, split into training and validation.
 
     Attributes:
       train, validation: token ids.
-      source: where the text came from.
-      vocab_size: of the model.
+      source: origin of the text.
+      vocab_size: vocabulary of the model.
     """
 
     train: Tokens
@@ -46,45 +38,42 @@ class Corpus:
 
     @property
     def train_tokens(self) -> int:
-        """How many tokens there are to train on."""
+        """Number of training tokens."""
         return len(self.train)
 
     def batches(
         self, config: DataConfig, seed: int, steps: int, start: int = 0, shard: tuple[int, int] = (0, 1)
     ) -> grain.DatasetIterator:
-        """Returns the batches of a run, as `PackedCorpus.batches` does; see `batches`."""
+        """Returns the batches of a run; see `training.data.windows.batches`."""
         return batches(self.train, config, seed, start, shard)
 
     def batch_indices(self, config: DataConfig, seed: int, steps: int, step: int) -> dict[str, list[int]]:
-        """Returns which windows of seq_len tokens make up the batch of a step, counted from 0.
-
-        Window i is of the tokens i * seq_len to (i + 1) * seq_len of `train`.
-        """
-        windows = np.arange(len(_Windows(self.train, config.seq_len, "training")))
-        return {"windows": np.asarray(_in_order(windows, seed, config.batch_size)[step]).tolist()}
+        """Returns the indices of the windows that make up the batch of a step, counted from 0."""
+        windows = np.arange(len(Windows(self.train, config.seq_len, "training")))
+        return {"windows": np.asarray(shuffled_batches(windows, seed, config.batch_size)[step]).tolist()}
 
     @property
     def facts(self) -> dict[str, int | str]:
-        """What identifies the data: source, sizes and a checksum."""
+        """The identity of the data: source, sizes and a checksum."""
         checksum = zlib.crc32(self.validation.tobytes(), zlib.crc32(self.train.tobytes()))
         sizes = {"train_tokens": len(self.train), "validation_tokens": len(self.validation)}
         return {"source": self.source, **sizes, "crc32": f"{checksum:08x}"}
 
     def unigram_entropy(self) -> float:
-        """Returns the entropy of the validation tokens in nats: the loss of a model without context."""
+        """Returns the entropy of the validation tokens in nats, the loss of a model without context."""
         frequency = np.bincount(self.validation, minlength=VOCAB_SIZE) / len(self.validation)
         return float(-np.sum(frequency[frequency > 0] * np.log(frequency[frequency > 0])))
 
 
-def load_corpus(path: pathlib.Path | None) -> Corpus:
-    """Returns the text of a file, of all files of a folder, or, for None, of Python's standard library.
+def load_text(path: pathlib.Path | None) -> TextCorpus:
+    """Returns the text of a file or a folder; None reads Python's standard library.
 
-    Folders are split into training and validation by file, by a checksum of the file's name, so that
-    adding files moves none. A single file, or a folder of so few that one part would be empty, is split
-    near its end. Hidden files are left out.
+    The files of a folder are split into training and validation by a checksum of their names, so that adding
+    a file moves no other. A single file is split near its end, and so are folders with too few files for
+    both parts. Hidden files are left out.
 
     Raises:
-      ValueError: nothing to read there, or something else than text.
+      ValueError: there is nothing to read, or it is not text.
     """
     if path is None:
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
@@ -100,124 +89,7 @@ def load_corpus(path: pathlib.Path | None) -> Corpus:
     return _split_by_file(path, files, str(path))
 
 
-def load_data(config: DataConfig, model_vocab_size: int) -> Corpus | PackedCorpus:
-    """Returns what a configuration trains and evaluates on: text, or datasets whose prefixes it names.
-
-    Args:
-      config: `data` and `eval_data` are both text or both tokenized.
-      model_vocab_size: of the model as it is published, for datasets that come without a tokenizer.
-    Raises:
-      ValueError: it cannot be read, or token ids are past the vocabulary.
-    """
-    if is_packed(config.data):
-        return load_packed(config, model_vocab_size)
-    corpus = load_corpus(pathlib.Path(config.data[0]) if config.data else None)
-    if config.eval_data is not None:
-        if is_packed([config.eval_data]):
-            raise ValueError(
-                f"--eval-data {config.eval_data} is tokenized and --data is text; tokenize both or neither"
-            )
-        held_out = load_corpus(pathlib.Path(config.eval_data))
-        whole = (np.concatenate([c.train, c.validation]) for c in (corpus, held_out))
-        corpus = Corpus(*whole, source=corpus.source)
-    if config.vocab_size is not None and config.vocab_size < VOCAB_SIZE:
-        raise ValueError(
-            f"text is read as {VOCAB_SIZE} ids, which --vocab-size {config.vocab_size} does not hold"
-        )
-    return dataclasses.replace(corpus, vocab_size=config.vocab_size or VOCAB_SIZE)
-
-
-def load_held_out(path: str, vocab_size: int, whole: bool) -> Integer[np.ndarray, " n"]:
-    """Returns the tokens to evaluate on of a text or dataset: its validation part, or all of it.
-
-    Raises:
-      ValueError: it cannot be read, or token ids are past the vocabulary.
-    """
-    if is_packed([path]):
-        return load_validation(path, vocab_size, whole)
-    corpus = load_corpus(pathlib.Path(path))
-    return np.concatenate([corpus.train, corpus.validation]) if whole else corpus.validation
-
-
-def batches(
-    tokens: Tokens, config: DataConfig, seed: int, start: int = 0, shard: tuple[int, int] = (0, 1)
-) -> grain.DatasetIterator:
-    """Returns the endless batches of a run from step `start` on, read ahead by grain.
-
-    Each epoch visits every window of seq_len tokens once, in an order drawn from `seed`. The iterator's
-    position is one integer, the step: `get_state()["next_index"]`. `shard` (i, n) gives the i-th of n equal
-    parts of each batch.
-
-    Raises:
-      ValueError: fewer tokens than one sequence needs, or batch_size is no multiple of n.
-    """
-    index, count = shard
-    rows_of_a_shard(config.batch_size, count)
-    windows = _Windows(tokens, config.seq_len, "training")
-    dataset = _in_order(windows, seed, config.batch_size)
-    if count > 1:
-        dataset = dataset.map(lambda batch: np.split(batch, count)[index])
-    iterator = iter(dataset.to_iter_dataset())
-    iterator.set_state({"next_index": start})
-    return iterator
-
-
-def _in_order(source: Any, seed: int, batch_size: int) -> grain.MapDataset:
-    # For ever, as good as: of an endless dataset, batches of one overflow grain's count.
-    epochs = 2**62 // max(len(source), 1)
-    return grain.MapDataset.source(source).shuffle(seed=seed).repeat(epochs).batch(batch_size)
-
-
-def evaluation_batches(
-    tokens: Integer[np.ndarray, " n"],
-    config: DataConfig,
-    n_batches: int,
-    vocab_size: int | None = None,
-    *,
-    n_sequences: int | None = None,
-) -> Iterator[Int32[np.ndarray, "batch length"]]:
-    """Yields the first n_batches batches of the tokens, in order; the last may be short.
-
-    With n_sequences, yields exactly the first n_sequences sequences instead.
-
-    Raises:
-      ValueError: fewer tokens than one sequence, or n_sequences, need, or an id of vocab_size or greater.
-    """
-    windows = _Windows(tokens, config.seq_len, "validation")
-    end = min(len(windows), n_batches * config.batch_size)
-    if n_sequences is not None:
-        end = n_sequences
-        if end > len(windows):
-            raise ValueError(
-                f"--eval-sequences {end} asks for more than the {len(windows)} of the validation data"
-            )
-    for start in range(0, end, config.batch_size):
-        batch = np.stack([windows[i] for i in range(start, min(start + config.batch_size, end))])
-        if vocab_size is not None:
-            check_tokens(batch.ravel(), vocab_size, "the validation data")
-        yield batch
-
-
-class _Windows:
-    """The sequences of a token stream: [i * seq_len, (i + 1) * seq_len], one token shared with the next."""
-
-    def __init__(self, tokens: Integer[np.ndarray, " n"], seq_len: int, part: str):
-        self.tokens, self.seq_len = tokens, seq_len
-        if not len(self):
-            raise ValueError(
-                f"a sequence needs --seq-len + 1 = {seq_len + 1} tokens and the {part} data has "
-                f"{len(tokens)}; shorten --seq-len or give more text"
-            )
-
-    def __len__(self) -> int:
-        return max(len(self.tokens) - 1, 0) // self.seq_len
-
-    def __getitem__(self, index: int) -> Int32[np.ndarray, " length"]:
-        start = index * self.seq_len
-        return self.tokens[start : start + self.seq_len + 1].astype(np.int32)
-
-
-def _split_by_file(root: pathlib.Path, files: list[pathlib.Path], source: str) -> Corpus:
+def _split_by_file(root: pathlib.Path, files: list[pathlib.Path], source: str) -> TextCorpus:
     if not files:
         raise ValueError(f"--data {root}: no files to read")
     parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -227,12 +99,12 @@ def _split_by_file(root: pathlib.Path, files: list[pathlib.Path], source: str) -
     train, validation = map(_join, parts)
     if not len(train) or not len(validation):
         return _split_by_position(np.concatenate([train, validation]), source)
-    return Corpus(train, validation, source)
+    return TextCorpus(train, validation, source)
 
 
-def _split_by_position(tokens: Tokens, source: str) -> Corpus:
+def _split_by_position(tokens: Tokens, source: str) -> TextCorpus:
     cut = len(tokens) - len(tokens) // _VALIDATION_SHARE
-    return Corpus(tokens[:cut], tokens[cut:], source)
+    return TextCorpus(tokens[:cut], tokens[cut:], source)
 
 
 def _join(documents: list[bytes]) -> Tokens:
@@ -242,7 +114,7 @@ def _join(documents: list[bytes]) -> Tokens:
 
 
 def _check_text(files: list[pathlib.Path]) -> None:
-    """Raises ValueError if one of the files is compressed, or one of a tokenized dataset's two."""
+    """Raises ValueError if a file is compressed or belongs to a tokenized dataset."""
     for path in files:
         if path.suffix in _COMPRESSED:
             raise ValueError(

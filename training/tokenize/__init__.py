@@ -1,1 +1,1 @@
-"""Text to Megatron indexed datasets."""
+"""Tokenization of text into Megatron indexed datasets."""

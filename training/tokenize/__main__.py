@@ -2,9 +2,9 @@
 
     python -m training.tokenize --input 'DIR/c4-train.*.json.gz' --tokenizer FILE --output PREFIX
 
-Documents keep their order: that of the files' names, and that in the file. What is left out is listed, with
-file and line, in PREFIX.problems.txt and counted in PREFIX.json. Interrupted, even killed, the same command
-goes on: finished files are kept in PREFIX.partial until PREFIX.bin and .idx are there as a whole.
+Documents are ordered by file name, then as in the file. PREFIX.problems.txt lists skipped documents with file
+and line, PREFIX.json counts them. After an interruption, even SIGKILL, the same command continues: finished
+files are kept in PREFIX.partial until PREFIX.bin and .idx are complete.
 """
 
 from training.tokenize.tokenize import main

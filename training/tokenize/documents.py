@@ -1,27 +1,28 @@
-"""Documents of files: C4's gzip JSON lines, .jsonl, plain text, parquet; and what is wrong with them."""
+"""Documents in files: C4's gzip JSON lines, .jsonl, plain text, parquet; and the problems found in them."""
 
 import glob
 import gzip
-import importlib.util
 import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from training.extras import check_extra
+
 _JSON_LINES = (".json", ".jsonl")
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".txt.gz", ".txt", ".parquet")
 
 
 class Document(NamedTuple):
-    """A text and the line, or row of a parquet file, from 1, that it is of."""
+    """A text and its line, or row in a parquet file, counted from 1."""
 
     line: int
     text: str
 
 
 class Problem(NamedTuple):
-    """What was left out: of which line, of which kind, and why."""
+    """A skipped line: its number, the kind of problem, and the details."""
 
     line: int
     kind: str
@@ -29,10 +30,11 @@ class Problem(NamedTuple):
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
-    """Returns the files that match the patterns, or lie in folders that do, sorted, each once.
+    """Returns the files that match the patterns or lie in matching folders, sorted, without duplicates.
 
     Raises:
-      ValueError: a pattern matches none, or a file is of a format that is not read.
+      ValueError: a pattern matches nothing, or a file has an unknown format.
+      MissingExtraError: a file is parquet and pyarrow is not installed.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -45,18 +47,18 @@ def find_files(patterns: Sequence[str]) -> list[str]:
     for path in found:
         if not path.endswith(SUFFIXES):
             raise ValueError(f"--input {path}: the files read are {', '.join(SUFFIXES)}")
-    if any(f.endswith(".parquet") for f in found) and importlib.util.find_spec("pyarrow") is None:
-        raise ValueError("--input names .parquet files, which need the package pyarrow: pip install pyarrow")
+    if any(f.endswith(".parquet") for f in found):
+        check_extra("data", "reading .parquet files", "pyarrow")
     return sorted(found)
 
 
 class Documents:
     """The documents of a file, as an iterable of `Document` and `Problem`.
 
-    A plain text file is one document; the others hold one in the field of each line or row.
+    A plain text file is one document; other files hold one document in a field of each line or row.
 
     Attributes:
-      position: bytes of the file read so far, for progress.
+      position: bytes of the file read so far.
     """
 
     def __init__(self, path: str, field: str = "text"):
@@ -127,7 +129,7 @@ class Documents:
 
 
 def _whole(file: Any) -> Iterator[bytes]:
-    """Yields all of a file; of a damaged one, EOFError is raised and nothing comes."""
+    """Yields the whole file as one piece; raises EOFError for a damaged one."""
     yield file.read()
 
 

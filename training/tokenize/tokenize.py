@@ -1,4 +1,4 @@
-"""Turns text into a Megatron indexed dataset, in parallel: what `python -m training.tokenize` does."""
+"""Tokenization of text into a Megatron indexed dataset, in parallel, for `python -m training.tokenize`."""
 
 import collections
 import contextlib
@@ -19,23 +19,19 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from training.data.indexed_dataset import IndexedWriter, token_dtype
-from training.data.tokenizer import (
-    end_of_document,
-    load_tokenizer,
-    tokenizer_path,
-    tokenizer_vocab_size,
-    train_tokenizer,
-)
+from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_path, tokenizer_vocab_size
 from training.environment import input_errors
+from training.files import write_atomically
 from training.tokenize import workers
 from training.tokenize.documents import find_files
+from training.tokenize.train_tokenizer import train_tokenizer
 
-_SHOWN = 20  # problems printed; the file has all
+_SHOWN = 20  # problems printed; PREFIX.problems.txt has all
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizeConfig:
-    """What to tokenize, with what, and where to."""
+    """Input, tokenizer and output of a tokenization."""
 
     input: tuple[str, ...]
     """Files, patterns or folders: .json.gz, .jsonl.gz, .json and .jsonl (a document a line), .txt and .txt.gz
@@ -43,28 +39,29 @@ class TokenizeConfig:
     output: str
     """PREFIX of the files to write."""
     tokenizer: pathlib.Path | None = None
-    """A tokenizer.json of the package tokenizers; with --train-tokenizer, where to put a copy."""
+    """A tokenizer.json of the package tokenizers. With --train-tokenizer: where to write a copy."""
     train_tokenizer: bool = False
     """Train a byte-level BPE on the input first."""
     vocab_size: int | None = None
-    """Of the tokenizer to train; default 32,000."""
+    """Vocabulary of the tokenizer to train. Default: 32,000."""
     train_characters: int = 2_000_000_000
-    """How much text to train the tokenizer on, an equal share from the start of each file."""
+    """Characters to train the tokenizer on, an equal share from the start of each file."""
     append_eod: bool = False
     """End each document with the token --eod."""
     eod: str | None = None
-    """Default: the tokenizer's <|endoftext|>, <|end_of_text|>, </s> or <eos>."""
+    """Token that ends a document. Default: the tokenizer's <|endoftext|>, <|end_of_text|>, </s> or <eos>."""
     field: str = "text"
     """Field or column that holds the text."""
     workers: int | None = None
-    """Processor cores to use; default, all."""
+    """Processor cores to use. Default: all."""
 
 
 def tokenize(config: TokenizeConfig) -> dict[str, Any]:
-    """Tokenizes as configured, or goes on where an interrupted run ended; returns the record in PREFIX.json.
+    """Tokenizes, or continues where an interrupted run ended; returns the record in PREFIX.json.
 
     Raises:
-      ValueError: the input cannot be read as asked, or PREFIX is in use; the message says what to do.
+      ValueError: the input cannot be read, or PREFIX is in use; the message says what to do.
+      MissingExtraError: the package tokenizers is not installed.
     """
     _check(config)
     files = find_files(config.input)
@@ -72,8 +69,8 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
     prefix = pathlib.Path(config.output)
     folder = _beside(prefix, ".partial")
     if _is_done(prefix, plan):
-        print(f"{prefix} is there already: nothing to do")
-        shutil.rmtree(folder, ignore_errors=True)  # of a run killed at its very end
+        print(f"{prefix} exists already: nothing to do")
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed at its very end
         return json.loads(_beside(prefix, ".json").read_text())
     if not folder.exists():
         _check_free(config, prefix)
@@ -105,7 +102,7 @@ def _check(config: TokenizeConfig) -> None:
 
 
 def _plan(config: TokenizeConfig, files: list[str]) -> dict[str, Any]:
-    """Returns what the result is a function of; a run that goes on must have the same."""
+    """Returns everything that the result depends on; a continued run must have the same plan."""
     training = config.train_tokenizer
     given = b"" if training else _given_tokenizer(config)
     return {
@@ -128,7 +125,7 @@ def _check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:
     if config.train_tokenizer and config.tokenizer is not None and config.tokenizer.exists():
         taken.append(config.tokenizer)
     if taken:
-        raise ValueError(f"already there: {', '.join(map(str, taken))}; remove them, or choose another name")
+        raise ValueError(f"{', '.join(map(str, taken))} exist already; remove them, or choose another name")
 
 
 @contextlib.contextmanager
@@ -144,43 +141,43 @@ def _locked(folder: pathlib.Path, prefix: pathlib.Path) -> Iterator[None]:
 def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
     path = folder / "plan.json"
     if not path.exists():
-        workers.replace(path, json.dumps(plan).encode())
+        write_atomically(path, json.dumps(plan))
     saved = json.loads(path.read_text())
     different = [name for name in plan if saved[name] != plan[name]]
     if different:
         raise ValueError(
             f"{folder} holds an interrupted run that differs in {', '.join(different)}: repeat its "
-            "command to go on with it, or remove the folder to start over"
+            "command to continue it, or remove the folder to start over"
         )
 
 
 def _tokenizer(config: TokenizeConfig, folder: pathlib.Path, files: list[str]) -> pathlib.Path:
-    """Returns the run's own copy of the tokenizer; trains it if it is to be trained and has not been."""
+    """Returns the run's copy of the tokenizer, and trains it if that is still to be done."""
     path = folder / "tokenizer.json"
     if not path.exists():
         if config.train_tokenizer:
             start, size = time.monotonic(), config.vocab_size or 32_000
             text = train_tokenizer(files, config.field, size, config.train_characters)
-            workers.replace(path, text.encode())
+            write_atomically(path, text)
             made = tokenizer_vocab_size(path)
             fewer = "" if made == size else f", fewer than the {size:,} asked for: there is too little text"
             print(f"trained a tokenizer of {made:,} tokens in {time.monotonic() - start:.0f} s{fewer}")
         else:
-            workers.replace(path, _given_tokenizer(config))
+            write_atomically(path, _given_tokenizer(config))
     if config.train_tokenizer and config.tokenizer is not None:
         config.tokenizer.parent.mkdir(parents=True, exist_ok=True)
-        workers.replace(config.tokenizer, path.read_bytes())
+        write_atomically(config.tokenizer, path.read_bytes())
     return path
 
 
 def _given_tokenizer(config: TokenizeConfig) -> bytes:
     path = config.tokenizer or pathlib.Path()
-    load_tokenizer(path)  # says what is wrong with it
+    load_tokenizer(path)  # raises if it is none
     return path.read_bytes()
 
 
 def _shards(job: workers.Job, files: list[str], processes: int) -> list[workers.Shard]:
-    """Returns all parts, in order, once they are done; shows how it goes and what is left out."""
+    """Tokenizes the files that are not done; returns all shards in order, and shows progress and problems."""
     done = workers.finished(job.folder, files)
     missing = [i for i in range(len(files)) if i not in done]
     if done:
@@ -222,18 +219,18 @@ def _counts(made: list[workers.Shard]) -> dict[str, Any]:
 
 
 def _write(prefix: pathlib.Path, job: workers.Job, made: list[workers.Shard], record: dict[str, Any]) -> None:
-    """Joins the parts; PREFIX.json comes last and says that all is there."""
+    """Joins the shards; PREFIX.json comes last and marks the dataset as complete."""
     if not record["tokens"]:
-        raise ValueError(f"--input: no file holds a document; see {job.folder} for what was left out")
+        raise ValueError(f"--input: no file holds a document; see {job.folder} for the problems")
     with IndexedWriter(prefix, job.dtype) as writer:
         for shard in made:
             writer.add_file(workers.bin_path(job.folder, shard), workers.lengths(job.folder, shard))
-    workers.replace(tokenizer_path(str(prefix)), job.tokenizer.read_bytes())
+    write_atomically(tokenizer_path(str(prefix)), job.tokenizer.read_bytes())
     problems = "".join(line + "\n" for shard in made for line in _problem_lines(shard))
     _beside(prefix, ".problems.txt").unlink(missing_ok=True)
     if problems:
-        workers.replace(_beside(prefix, ".problems.txt"), problems.encode())
-    workers.replace(_beside(prefix, ".json"), (json.dumps(record, indent=1) + "\n").encode())
+        write_atomically(_beside(prefix, ".problems.txt"), problems)
+    write_atomically(_beside(prefix, ".json"), json.dumps(record, indent=1) + "\n")
 
 
 def _problem_lines(shard: workers.Shard) -> list[str]:
@@ -249,17 +246,17 @@ def _cores() -> int:
 
 
 def summary(prefix: str, record: dict[str, Any]) -> str:
-    """Returns what was made and what was left out, in words."""
+    """Returns the printed summary: documents, tokens and problems."""
     lines = [f"{prefix}: {record['documents']:,} documents, {record['tokens']:,} tokens"]
     if record["left_out"]:
         kinds = ", ".join(f"{count:,} x {kind}" for kind, count in record["left_out"].items())
-        lines.append(f"left out, see {prefix}.problems.txt: {kinds}")
+        lines.append(f"skipped, see {prefix}.problems.txt: {kinds}")
     lines.append(f"train on it with: python train.py --data {prefix}")
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     config = tyro.cli(
         TokenizeConfig,
         args=argv,
@@ -270,5 +267,5 @@ def main(argv: list[str] | None = None) -> None:
         try:
             record = tokenize(config)
         except KeyboardInterrupt:
-            raise SystemExit("interrupted; the same command goes on where it ended") from None
+            raise SystemExit("interrupted; the same command continues where it ended") from None
     print(summary(config.output, record))

@@ -1,7 +1,7 @@
-"""The parts of a tokenization, one for each input file, made by several processes and kept until all are.
+"""The shards of a tokenization, one for each input file, made by several processes.
 
-Part i is FOLDER/i.bin (token ids), i.lengths (int32, tokens of each document) and i.json (counts, problems).
-The .json comes last, so that a part is either there as a whole or made again, whenever a process is killed.
+Shard i is FOLDER/i.bin (token ids), i.lengths (int32, tokens of each document) and i.json (counts, problems).
+The .json comes last, so that after a crash a shard is either complete or made again.
 """
 
 import concurrent.futures
@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from training.data.indexed_dataset import sync
 from training.data.tokenizer import load_tokenizer
+from training.files import sync, temporary_path, write_atomically
 from training.tokenize.documents import Document, Documents, Problem
 
 _BATCH = 2**17  # characters encoded at a time
 
 
 class Job(NamedTuple):
-    """What every process needs to know."""
+    """Everything that a worker process needs."""
 
     folder: pathlib.Path
     tokenizer: pathlib.Path
@@ -38,7 +38,7 @@ class Job(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A finished part: its number, its file, and what came of it."""
+    """A finished shard: its number, its input file, counts and problems."""
 
     number: int
     path: str
@@ -48,25 +48,29 @@ class Shard(NamedTuple):
 
 
 class Interrupted(Exception):
-    """The run is to end; raised in the processes."""
+    """The run is to end; raised in worker processes."""
 
 
 def finished(folder: pathlib.Path, files: Sequence[str]) -> dict[int, Shard]:
-    """Returns the parts that are done, by number."""
+    """Returns the finished shards, by number."""
     return {i: _read(folder, i, path) for i, path in enumerate(files) if _path(folder, i, "json").exists()}
 
 
 def make(
     job: Job, files: Sequence[str], numbers: Sequence[int], processes: int, show: Callable[[int, int], None]
 ) -> Iterator[Shard]:
-    """Makes the parts of the numbers given and yields each when it is done.
+    """Makes the shards with the given numbers and yields each one when it is done.
 
     Args:
-      show: called several times a second with the bytes of the input read, and the tokens made, so far.
+      job: everything that a worker needs.
+      files: all input files.
+      numbers: the shards to make.
+      processes: number of worker processes.
+      show: called several times a second with the bytes read and the tokens made so far.
     Raises:
-      ValueError: a file cannot be read as asked, or a process was killed. Parts that are done are kept.
+      ValueError: a file cannot be read, or a process was killed. Finished shards are kept.
     """
-    # Forked from a process that has imported all and started no threads, they share its memory.
+    # Workers fork from a process that has imported everything and started no threads, and share its memory.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "training.environment", "rich.progress", "tyro"])
     state = context.Array(ctypes.c_int64, 3)  # bytes, tokens, stop
@@ -85,8 +89,8 @@ def make(
                     yield _read(job.folder, number, files[number])
         except concurrent.futures.process.BrokenProcessPool as error:
             raise ValueError(
-                "a process has ended without a word, for want of memory perhaps; the same command goes on, "
-                "and needs less memory with fewer --workers"
+                "a worker process ended unexpectedly, perhaps for lack of memory; the same command continues "
+                "the run, and fewer --workers need less memory"
             ) from error
         except BaseException:
             state[2] = 1
@@ -95,30 +99,21 @@ def make(
 
 
 def lengths(folder: pathlib.Path, shard: Shard) -> np.ndarray:
-    """Returns the int32 lengths of a part's documents."""
+    """Returns the int32 lengths of a shard's documents."""
     return np.fromfile(_path(folder, shard.number, "lengths"), np.int32)
 
 
 def bin_path(folder: pathlib.Path, shard: Shard) -> pathlib.Path:
-    """Returns the file of a part's token ids."""
+    """Returns the file of a shard's token ids."""
     return _path(folder, shard.number, "bin")
 
 
-def replace(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file that is there as a whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        sync(file)
-    temporary.replace(path)
-
-
-_process: tuple[Job, Any, Any]  # of each process: what it knows, the shared counts, the tokenizer
+_process: tuple[Job, Any, Any]  # in each worker: the job, the shared counts, the tokenizer
 
 
 def _start(job: Job, state: Any) -> None:
     global _process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = str(job.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if job.threads > 1 else "false"
@@ -126,7 +121,7 @@ def _start(job: Job, state: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when its parent has been killed, so that it writes no more."""
+    """Ends this process when its parent is killed, so that it writes nothing more."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -138,8 +133,8 @@ def _make(number: int, path: str) -> int:
     documents, read = Documents(path, job.field), 0
     counts: list[int] = []
     problems: list[Problem] = []
-    temporary = _path(job.folder, number, "bin.tmp")
-    with temporary.open("wb") as file:
+    path_of_ids = _path(job.folder, number, "bin")
+    with temporary_path(path_of_ids).open("wb") as file:
         for batch in _batches(documents, problems):
             ids = _encode(tokenizer, batch, job, counts, problems)
             file.write(ids.tobytes())
@@ -150,15 +145,15 @@ def _make(number: int, path: str) -> int:
                     raise Interrupted
             read = documents.position
         sync(file)
-    temporary.replace(_path(job.folder, number, "bin"))
-    replace(_path(job.folder, number, "lengths"), np.array(counts, np.int32).tobytes())
+    temporary_path(path_of_ids).replace(path_of_ids)
+    write_atomically(_path(job.folder, number, "lengths"), np.array(counts, np.int32).tobytes())
     record = {"documents": len(counts), "tokens": sum(counts), "problems": sorted(problems)}
-    replace(_path(job.folder, number, "json"), json.dumps(record).encode())
+    write_atomically(_path(job.folder, number, "json"), json.dumps(record))
     return number
 
 
 def _batches(documents: Documents, problems: list[Problem]) -> Iterator[list[Document]]:
-    """Yields the documents by about a hundred thousand characters, and appends the problems to their list."""
+    """Yields batches of about a hundred thousand characters; appends problems to their list."""
     batch, size = [], 0
     for item in documents:
         if isinstance(item, Problem):
@@ -175,8 +170,8 @@ def _batches(documents: Documents, problems: list[Problem]) -> Iterator[list[Doc
 def _encode(
     tokenizer: Any, batch: list[Document], job: Job, counts: list[int], problems: list[Problem]
 ) -> np.ndarray:
-    """Returns the ids of all documents, one after another; appends their lengths to `counts`."""
-    # "fast" keeps no offsets into the text, which nobody asks for here.
+    """Returns the concatenated ids of all documents; appends their lengths to `counts`."""
+    # "fast" computes no offsets into the text, which are not needed.
     encodings = tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
     parts = [encoding.ids for encoding in encodings]
     for document, part in zip(batch, parts, strict=True):

@@ -1,0 +1,162 @@
+"""Draws the figures of the README from the numbers under docs/results.
+
+    python -m benchmarks.figures [--out docs/figures]
+
+ladder.svg: final validation loss of each policy against fp8, paired by seed. speed.svg: training tokens/s
+against bfloat16. The same numbers give the same files, so run this after new results are committed.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from benchmarks.study.cells import LADDER
+from benchmarks.study.report import BASELINE, losses_by_cell, read_runs
+from benchmarks.study.statistics import Difference, paired_difference
+
+ROOT = pathlib.Path(__file__).parents[1]
+RUNS = ROOT / "docs" / "results" / "study" / "runs"
+SPEEDS = {
+    "Llama 3.2 1B, one H200": "llama3.2-1b.json",
+    "Llama 3.1 8B, four H200": "llama3.1-8b-4gpus.json",
+}
+LINES = {
+    "PyTorch, autocast": ("PyTorch, bfloat16", "white", "///"),
+    "bf16": ("bf16", "#d0d4da", ""),
+    "fp8": ("fp8", "#7f9fc4", ""),
+    "wgrad_hadamard": ("wgrad_hadamard", "#17365d", ""),
+    "full_hadamard": ("full_hadamard", "#17365d", ""),
+}
+"""Label, color and hatch of each bar from below; the colors differ in brightness, for print in grey."""
+STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "mxjax",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+class LadderPoint(NamedTuple):
+    """A cell's distance to fp8, in nats.
+
+    Attributes:
+      rule: scale rule, "" for policies without MXFP4.
+      diverged: runs that diverged; they do not count in the difference.
+    """
+
+    policy: str
+    rule: str
+    difference: Difference
+    diverged: int
+
+
+def ladder_points(runs: Sequence[dict[str, Any]], model: str = "60m") -> list[LadderPoint]:
+    """Returns the points of the ladder's policies at one model size, in the ladder's order."""
+    chosen = [run for run in runs if run["model"] == model and run["protocol"]["name"] == "decay"]
+    losses = losses_by_cell(chosen)
+    cells = {(run["policy"], run["rules"]): run["cell"] for run in chosen}
+    base = losses[cells[BASELINE, ""]]
+    points = []
+    for policy in LADDER:
+        for rule in ("", "floor", "even"):
+            if policy == BASELINE or (policy, rule) not in cells:
+                continue
+            found = losses[cells[policy, rule]]
+            finite = {seed: loss for seed, loss in found.items() if not math.isnan(loss)}
+            difference = paired_difference(finite, base)
+            points.append(LadderPoint(policy, rule, difference, len(found) - len(finite)))
+    return points
+
+
+def draw_ladder(points: Sequence[LadderPoint]) -> Figure:
+    """Draws the differences to fp8 with their 95 % intervals, one row a policy."""
+    policies = list(dict.fromkeys(point.policy for point in points))
+    figure = Figure(figsize=(7, 1.1 + 0.42 * len(policies)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, color="black", linewidth=0.8)
+    markers = {"": ("D", "#d0d4da", 0.0), "floor": ("o", "#17365d", -0.14), "even": ("s", "white", 0.14)}
+    drawn = set()
+    for point in points:
+        marker, fill, offset = markers[point.rule]
+        mean, low, high, *_ = point.difference
+        y = policies.index(point.policy) + offset
+        label = f"scale rule {point.rule}" if point.rule and point.rule not in drawn else None
+        drawn.add(point.rule)
+        if not math.isnan(low):
+            axes.plot([low, high], [y, y], color="black", linewidth=1.2, zorder=2)
+        style = {"markerfacecolor": fill, "markeredgecolor": "black", "linestyle": "none", "zorder": 3}
+        axes.plot([mean], [y], marker=marker, label=label, **style)
+        note = f"{mean:+.3f}" + (f", {point.diverged} diverged" if point.diverged else "")
+        right = mean if math.isnan(high) else max(high, mean)
+        axes.annotate(note, (right, y), (6, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(policies)), policies)
+    axes.set_ylim(len(policies) - 0.5, -0.5)
+    axes.margins(x=0.15)
+    axes.set_xlabel("final validation loss minus fp8's, in nats\nmean and 95 % interval, paired by seed")
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    if drawn - {""}:
+        figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=9)
+    return figure
+
+
+def relative_speeds(
+    folder: pathlib.Path = ROOT / "docs" / "results" / "train-h200",
+) -> dict[str, dict[str, float]]:
+    """Returns tokens/s over mxjax's in bfloat16, by panel and line."""
+    found = {}
+    for title, name in SPEEDS.items():
+        lines = json.loads((folder / name).read_text())["lines"]
+        found[title] = {line["name"]: line["of_bf16"] for line in lines}
+    return found
+
+
+def draw_speed(speeds: dict[str, dict[str, float]]) -> Figure:
+    """Draws one panel of bars for each model."""
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    panels = figure.subplots(1, len(speeds), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (title, measured) in zip(panels, speeds.items(), strict=True):
+        axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
+        for i, (name, (_, color, hatch)) in enumerate(LINES.items()):
+            speed = measured[name]
+            axes.barh(i, speed, 0.7, color=color, hatch=hatch, edgecolor="black", linewidth=0.8)
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            style = {"textcoords": "offset points", "va": "center", "bbox": box}
+            axes.annotate(f"{speed:.2f}", (speed, i), (4, 0), **style)
+        axes.set_yticks(range(len(LINES)), [label for label, *_ in LINES.values()])
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlim(0, 1.5)
+    figure.supxlabel("training tokens/s, mxjax in bf16 = 1", fontsize=10)
+    return figure
+
+
+def write_figures(out: pathlib.Path) -> None:
+    """Draws both figures into a folder."""
+    with matplotlib.rc_context(STYLE):
+        figures = {
+            "ladder": draw_ladder(ladder_points(read_runs(RUNS))),
+            "speed": draw_speed(relative_speeds()),
+        }
+        out.mkdir(parents=True, exist_ok=True)
+        for name, figure in figures.items():
+            metadata = {"Date": None, "Creator": "benchmarks.figures"}
+            figure.savefig(out / f"{name}.svg", facecolor="white", metadata=metadata)
+
+
+def main() -> None:
+    """Draws the figures into the folder that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "docs" / "figures")
+    write_figures(parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The ahead-of-time builds of the kernel that carries packed operands in FP8."""
+
+import jax.numpy as jnp
+
+from mxjax.fp8_carriers import DTYPES, Carrier
+from mxjax.kernels import shapes
+from mxjax.kernels.aot.builds import Argument, Build, Expected
+from mxjax.kernels.launch import Target
+from mxjax.kernels.matmul.carry import BLOCKS, carry_kernel, constants_of, programs_of
+
+_ELEMENTS = "E2M1, eight a word, element 8 i + j in bits 4 j to 4 j + 3; [1, rows, 4 words a block of 32]"
+_OUT = "the elements times 2**(scale byte - reference), the shift clipped to LOW and HIGH"
+_LOST = "1 if a shift changed elements, for each program's ROWS rows of BLOCKS blocks"
+
+
+def builds(target: Target) -> list[Build]:
+    """Returns builds of Llama 3.1 8B's operands and small ones, for targets that multiply FP8 and not FP4."""
+    if target.arch != "sm_90":
+        return []
+    tensors = [t for tokens in shapes.TOKENS for t in shapes.tensors(tokens)]
+    sizes = {(t.rows, t.columns // 32) for t in tensors} | {(t.columns, t.rows // 32) for t in tensors}
+    sizes |= {(1, 1), (33, 3), (1, BLOCKS + 1), (3, 2 * BLOCKS)}
+    return [_build(*size, carrier, target) for size in sorted(sizes) for carrier in DTYPES]
+
+
+def _build(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
+    programs = programs_of(n, blocks)
+    constants = constants_of(n, blocks, carrier, target)
+    view = ((1, n, 32 * blocks), jnp.dtype(DTYPES[carrier]).name)
+    tile = [constants["ROWS"], constants["BLOCKS"]]
+    return Build(
+        name=f"carry_{n}x{32 * blocks}_{carrier}",
+        kernel=carry_kernel,
+        signature={
+            "words": Argument((1, n, 4 * blocks), "int32", meaning=_ELEMENTS),
+            "scales": Argument((1, n, blocks), "uint8", meaning="E8M0 bytes"),
+            "out": Argument((1, n, 8 * blocks), "int32", "output", _OUT, view),
+            "reference": Argument((1, n), "uint8", "output", "the scale byte that becomes a factor of 1"),
+            "lost": Argument((1, programs), "uint8", "output", _LOST),
+        },
+        constants=constants,
+        grid=(programs, 1),
+        expected=Expected("carrier", {"rows": n, "blocks": blocks, "carrier": carrier, "tile": tile}),
+    )

@@ -1,0 +1,139 @@
+"""Checksums of a checkpoint's files, which detect damaged and half-written checkpoints.
+
+Neither OCDBT nor zarr verifies array bytes when reading, so checksums.json lists every file's size and CRC32.
+"""
+
+import concurrent.futures
+import json
+import pathlib
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from training.files import write_atomically
+
+NAME = "checksums.json"
+MISSING = "is missing"
+_METADATA = "_CHECKPOINT_METADATA"
+# Orbax completes these after checksums.json is written: the first gets a time, the second holds no data.
+_COMPLETED_LATER = {_METADATA, "commit_success.txt", NAME}
+_PART = "checksums-{}.json"  # one a process; removed once checksums.json is written
+_OWN = "ocdbt.process_{}"  # the folders into which each process writes array bytes
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_CHUNK = 2**24
+
+
+def write(folder: pathlib.Path) -> None:
+    """Writes checksums.json for a checkpoint's folder, in which all other files are complete.
+
+    Checksums that `write_part` has computed are reused; its files are removed.
+    """
+    parts = list(folder.glob(_PART.format("*")))
+    known = {
+        name: tuple(sums) for part in parts for name, sums in (_read(part) or {"files": {}})["files"].items()
+    }
+    for part in parts:
+        part.unlink()
+    found = _files(folder)
+    rest = {name: size for name, size in found.items() if known.get(name, (None,))[0] != size}
+    files = known | _sums(folder, rest)
+    content = {"files": {name: files[name] for name in found}, "metadata": _read_metadata(folder)}
+    write_atomically(folder / NAME, _text(content))
+
+
+def write_part(folder: pathlib.Path, process: int) -> None:
+    """Writes the checksums of the array bytes that a process wrote, for `write` in the first process.
+
+    Other processes may still be writing, so nothing else is read.
+    """
+    sums = {}
+    for own in folder.glob(f"*/{_OWN.format(process)}"):
+        item = own.parent.name.removesuffix(_UNFINISHED)  # orbax renames it before checksums.json is written
+        sums |= {f"{item}/{own.name}/{name}": found for name, found in _sums(own, _files(own)).items()}
+    (folder / _PART.format(process)).write_text(_text({"files": sums}))
+
+
+def problems(
+    folder: pathlib.Path, largest: float = float("inf"), share: tuple[int, int] = (0, 1)
+) -> dict[str, str]:
+    """Returns the problems of a checkpoint's files, by file name; empty if there are none.
+
+    Every changed byte is found, except in orbax's time of saving and in its commit_success.txt, which are not
+    used.
+
+    Args:
+      folder: the checkpoint's folder.
+      largest: size in bytes above which only a file's size is compared.
+      share: (i, n) checks every n-th file from the i-th on, largest first.
+    """
+    if not (folder / NAME).exists():
+        return {NAME: MISSING}
+    found = _read(folder / NAME)
+    if found is None:
+        return {NAME: "is damaged"}
+    wrong = {}
+    if not (folder / _METADATA).exists():
+        wrong[_METADATA] = MISSING
+    elif _read_metadata(folder) != found["metadata"]:
+        wrong[_METADATA] = "is damaged"
+    files, (first, step) = found["files"], share
+    names = sorted(files, key=lambda name: (-files[name][0], name))[first::step]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        results = pool.map(lambda name: _problem(folder / name, files[name], largest), names)
+        return wrong | {name: result for name, result in zip(names, results, strict=True) if result}
+
+
+def _files(folder: pathlib.Path) -> dict[str, int]:
+    """Returns the size of each file to list, by name."""
+    paths = ((path, path.relative_to(folder).as_posix()) for path in folder.rglob("*") if path.is_file())
+    return {name: path.stat().st_size for path, name in sorted(paths) if name not in _COMPLETED_LATER}
+
+
+def _sums(folder: pathlib.Path, sizes: Mapping[str, int]) -> dict[str, tuple[int, str]]:
+    """Returns the size and checksum of each file, by name."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        sums = pool.map(lambda name: (sizes[name], _crc32(folder / name)), sizes)
+        return dict(zip(sizes, sums, strict=True))
+
+
+def _read(path: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the contents of a file of checksums; None if it is damaged."""
+    try:
+        text = path.read_text()
+        content = json.loads(text)
+        del content["crc32"]
+        return content if text == _text(content) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _problem(path: pathlib.Path, recorded: list[Any], largest: float) -> str | None:
+    size, crc32 = recorded
+    if not path.is_file():
+        return MISSING
+    if path.stat().st_size != size:
+        return f"has {path.stat().st_size} bytes instead of {size}"
+    return "is damaged" if size <= largest and _crc32(path) != crc32 else None
+
+
+def _text(content: dict[str, Any]) -> str:
+    body = json.dumps(content, sort_keys=True)
+    return json.dumps({"crc32": f"{zlib.crc32(body.encode()):08x}", **content}, sort_keys=True) + "\n"
+
+
+def _crc32(path: pathlib.Path) -> str:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return f"{crc:08x}"
+
+
+def _read_metadata(folder: pathlib.Path) -> dict[str, Any] | None:
+    """Returns orbax's metadata of a checkpoint without the time of saving; None if damaged."""
+    try:
+        found = json.loads((folder / _METADATA).read_text())
+        time = found.pop("commit_timestamp_nsecs", None)
+    except (ValueError, AttributeError):
+        return None
+    return found if time is None or isinstance(time, int) else None

@@ -1,0 +1,50 @@
+"""The data that the flags --data and --eval-data name: text or tokenized datasets."""
+
+import dataclasses
+import pathlib
+
+import numpy as np
+from jaxtyping import Integer
+
+from training.config import DataConfig
+from training.data.megatron import MegatronCorpus, is_indexed, load_megatron, load_validation
+from training.data.text import VOCAB_SIZE, TextCorpus, load_text
+
+
+def load_data(config: DataConfig, model_vocab_size: int) -> TextCorpus | MegatronCorpus:
+    """Returns the data to train and evaluate on.
+
+    Args:
+      config: names the data; `data` and `eval_data` are both text or both tokenized.
+      model_vocab_size: vocabulary of the published model, for datasets without a tokenizer.
+    Raises:
+      ValueError: the data cannot be read, or token ids exceed the vocabulary.
+    """
+    if is_indexed(config.data):
+        return load_megatron(config, model_vocab_size)
+    corpus = load_text(pathlib.Path(config.data[0]) if config.data else None)
+    if config.eval_data is not None:
+        if is_indexed([config.eval_data]):
+            raise ValueError(
+                f"--eval-data {config.eval_data} is tokenized and --data is text; tokenize both or neither"
+            )
+        held_out = load_text(pathlib.Path(config.eval_data))
+        whole = (np.concatenate([c.train, c.validation]) for c in (corpus, held_out))
+        corpus = TextCorpus(*whole, source=corpus.source)
+    if config.vocab_size is not None and config.vocab_size < VOCAB_SIZE:
+        raise ValueError(
+            f"text is read as {VOCAB_SIZE} ids, which --vocab-size {config.vocab_size} does not hold"
+        )
+    return dataclasses.replace(corpus, vocab_size=config.vocab_size or VOCAB_SIZE)
+
+
+def load_held_out(path: str, vocab_size: int, whole: bool) -> Integer[np.ndarray, " n"]:
+    """Returns the validation part of a text or dataset, or the whole of it.
+
+    Raises:
+      ValueError: the data cannot be read, or token ids exceed the vocabulary.
+    """
+    if is_indexed([path]):
+        return load_validation(path, vocab_size, whole)
+    corpus = load_text(pathlib.Path(path))
+    return np.concatenate([corpus.train, corpus.validation]) if whole else corpus.validation

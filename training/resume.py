@@ -1,0 +1,82 @@
+"""Resuming a run: whether a configuration continues the run in a folder, and the command that does."""
+
+import dataclasses
+import pathlib
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from training.config import Config
+from training.run_config import FILE, from_json, read_run_config
+
+# A resumed run may change these and stay the same run.
+_MAY_CHANGE = {
+    "out",
+    "resume",
+    "stop_after",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "eval_every",
+    "eval_batches",
+    "eval_sequences",
+    "target_loss",
+    "log_every",
+    "mesh",
+    "distributed",
+    "observe",
+    "on_nonfinite",
+    "spike_factor",
+}
+
+
+def command_to_continue(folder: pathlib.Path) -> str:
+    """Returns the command that continues the run in a folder."""
+    return f"python train.py --out {shlex.quote(str(folder))} --resume"
+
+
+def begun_run(folder: pathlib.Path) -> Config | None:
+    """Returns the configuration of the run in a folder; None without a run, or if it has not begun.
+
+    An imported checkpoint is a run that has not begun: it has no data yet.
+    """
+    saved = read_run_config(folder) if (folder / FILE).exists() else {}
+    return from_json(saved["config"]) if "data" in saved else None
+
+
+def check_same_run(config: Config, folder: pathlib.Path) -> None:
+    """Raises ValueError unless `folder` holds a run with this configuration, or one that has not begun."""
+    if not (folder / FILE).exists():
+        raise ValueError(f"--resume: {folder} holds no run; leave out --resume to start one there")
+    saved = begun_run(folder)
+    if saved is not None:
+        check_resumable(config, saved, folder)
+
+
+def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:
+    """Raises ValueError if `config` differs from the run in `folder`; the message lists the differences."""
+    asked, begun = (_flat(dataclasses.asdict(c)) for c in (config, saved))
+    differences = [
+        f"--{name.replace('_', '-')}: the run has {begun[name]}, the command line {asked[name]}"
+        for name in begun
+        if name not in _MAY_CHANGE and begun[name] != asked[name]
+    ]
+    if differences:
+        raise ValueError(
+            f"--resume: {folder} holds another run; leave these flags out or choose another --out.\n  "
+            + "\n  ".join(differences)
+        )
+
+
+def check_same_data(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
+    """Raises ValueError if the run in `folder` began with data of other facts."""
+    began_with = read_run_config(folder).get("data", facts)
+    if began_with != facts:
+        raise ValueError(f"--resume: the data is {facts}, but the run began with {began_with}")
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of nested dicts under the names of their flags."""
+    found = {}
+    for name, value in values.items():
+        found |= _flat(value) if isinstance(value, Mapping) else {name: value}
+    return found
