@@ -87,6 +87,34 @@ def test_every_policy_lowers_for_rocm():
     assert tuple(call["name"] for call in paper["calls"]) == THREE
 
 
+LLAMA = """
+import json
+import jax, jax.numpy as jnp
+from models import llama
+from mxjax.kernels.launch import Target, use_target
+from support.llamas import SMALL, layer_policies
+from support.programs import calls_of, targets_of
+
+def loss(params, batch, key):
+    return llama.mean_loss(SMALL, params, batch, policies=policies, key=key)
+
+policies = layer_policies(SMALL, "wgrad_hadamard")
+batch, key = jax.ShapeDtypeStruct((2, 65), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+with use_target(Target("hip", "gfx950")):
+    traced = jax.jit(jax.value_and_grad(loss)).trace(llama.abstract_params(SMALL), batch, key)
+    text = traced.lower(lowering_platforms=("rocm",)).as_text()
+calls = calls_of(text)
+print(json.dumps([len(calls), len({c.image for c in calls}), sorted(targets_of(text))]))
+"""
+
+
+def test_a_llama_and_its_gradients_lower_for_rocm():
+    """Attention included: the program holds nothing of NVIDIA's."""
+    calls, images, targets = json.loads(run(LLAMA))
+    assert (calls, targets) == (24, ["triton_kernel_call_ffi"])
+    assert images < calls
+
+
 def test_programs_are_the_same_in_every_process(rocm_program, tmp_path):
     """Whatever seeds Python's hashes, wherever it runs, and whether Triton's cache has the kernels."""
     environment = {
