@@ -1,12 +1,16 @@
-"""Speed and memory of tokenizing and of reading tokenized data, on this machine's processor.
+"""Speed and memory of tokenizing and of reading tokenized data on this machine's processor.
 
     python -m benchmarks.data CORPUS [--documents 45000000] [--repeats 3]
 
-CORPUS is a folder in C4's layout. Measures `training.tokenize` from files to dataset beside the
-package tokenizers alone (`encode_batch` on the same texts, read before, as many threads as there are cores);
-the reader's tokens/s through grain; and, in a process of its own, the time to the first batch and the memory
-on a dataset of --documents simulated documents, whose .bin is a file with holes. Prints a table, and JSON
-last.
+CORPUS is a folder in C4's layout. This measures
+
+- `training.tokenize` from files to dataset, beside the package tokenizers alone (`encode_batch` on the same
+  texts in memory, with a thread for each core);
+- the reader's tokens/s through grain;
+- in a separate process, the time to the first batch and the memory on a dataset of --documents simulated
+  documents, whose .bin is a sparse file.
+
+Prints tables, and JSON last.
 """
 
 import argparse
@@ -26,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from mxjax.kernels.tables import table
 from training.config import DataConfig
 from training.data.indexed_dataset import IndexedDataset, write_index
 from training.data.megatron import load_megatron
@@ -35,13 +40,13 @@ from training.tokenize.tokenize import _cores
 from training.tokenize.train_tokenizer import train_tokenizer
 
 VOCABULARY = 32_000
-# A lognormal of about C4's mean document: 156 G tokens in 365 M documents (arXiv 1910.10683, 2104.08758).
+# A lognormal with about C4's mean: 156 G tokens in 365 M documents (arXiv 1910.10683, 2104.08758).
 MEAN_LENGTH, SPREAD = 430, 1.0
-NEEDED = 4 * 14_000  # tokens/s: about what four H200s train Llama 3.1 8B at
+NEEDED = 4 * 14_000  # tokens/s at which four H200s train Llama 3.1 8B, about
 
 
-def library(tokenizer: pathlib.Path, texts: list[str]) -> int:
-    """Encodes the texts, 1,000 at a time; returns the number of tokens."""
+def encode_alone(tokenizer: pathlib.Path, texts: list[str]) -> int:
+    """Encodes the texts by tokenizers alone, 1,000 at a time; returns the number of tokens."""
     encode = load_tokenizer(tokenizer).encode_batch
     return sum(
         len(encoding)
@@ -50,56 +55,56 @@ def library(tokenizer: pathlib.Path, texts: list[str]) -> int:
     )
 
 
-def command(files: list[str], prefix: pathlib.Path, tokenizer: pathlib.Path) -> dict[str, Any]:
-    """Runs `python -m training.tokenize`, its start included; returns its record."""
+def run_command(files: list[str], prefix: pathlib.Path, tokenizer: pathlib.Path) -> dict[str, Any]:
+    """Runs `python -m training.tokenize` and returns its record."""
     flags = ["--input", *files, "--output", str(prefix), "--tokenizer", str(tokenizer)]
     subprocess.run([sys.executable, "-m", "training.tokenize", *flags], check=True)
     with contextlib.suppress(ChildProcessError):
-        while True:  # its processes are ours now, and their time counts once they are waited for
+        while True:  # its orphans are ours now, and their time counts after waiting
             os.waitpid(-1, 0)
     return json.loads(prefix.with_suffix(".json").read_text())
 
 
 def adopt_orphans() -> None:
-    """Makes this the parent of processes whose own has ended (Linux), so that their time can be counted."""
+    """Makes this the parent of orphaned processes (Linux), so that their time can be counted."""
     pr_set_child_subreaper = 36
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
 
 
 def clocks() -> np.ndarray:
-    """Returns the time, and the processor time of this process and of those it has waited for."""
+    """Returns the time, and the processor time of this process and of its finished children."""
     cpu = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return np.array([time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in cpu)])
 
 
-def copies(folder: pathlib.Path, files: list[str], number: int) -> list[str]:
-    """Returns links to the files, several to each, so that there is more to do after a start."""
+def link_copies(folder: pathlib.Path, files: list[str], number: int) -> list[str]:
+    """Links to each file several times, for a run whose start matters less."""
     links = [folder / f"{i}-{pathlib.Path(file).name}" for i in range(number) for file in files]
     for link, file in zip(links, files * number, strict=True):
         link.symlink_to(pathlib.Path(file).absolute())
     return list(map(str, links))
 
 
-def tokenizing(folder: pathlib.Path, files: list[str], repeats: int, number: int) -> dict[str, Any]:
-    """Returns the speed of the library alone and of the command, taken in turns.
+def time_tokenizing(folder: pathlib.Path, files: list[str], repeats: int, number: int) -> dict[str, Any]:
+    """Times tokenizers alone and the command, in turns.
 
-    In tokens a second, and in tokens a second of processor time, which other work changes less.
+    Returns tokens a second, and tokens a second of processor time, which other load changes less.
     """
     start = time.perf_counter()
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_text(train_tokenizer(files, "text", VOCABULARY, 2_000_000_000))
     training = time.perf_counter() - start
     texts = [item.text for path in files for item in Documents(path) if isinstance(item, Document)]
-    many, tokens = copies(folder, files, number), 0
+    many, tokens = link_copies(folder, files, number), 0
     several = f"mxjax, {number} times the text"
     seconds: dict[str, list[np.ndarray]] = {"tokenizers": [], "mxjax": [], several: []}
     for i in range(repeats):
         before = clocks()
-        tokens = library(tokenizer, texts)
+        tokens = encode_alone(tokenizer, texts)
         seconds["tokenizers"].append(clocks() - before)
         for name, inputs, times, prefix in (("mxjax", files, 1, "d"), (several, many, number, "many")):
             before = clocks()
-            record = command(inputs, folder / f"{prefix}{i}", tokenizer)
+            record = run_command(inputs, folder / f"{prefix}{i}", tokenizer)
             seconds[name].append((clocks() - before) / times)
             if record["tokens"] != tokens * times:
                 raise RuntimeError(f"{record['tokens']} tokens written, the library makes {tokens * times}")
@@ -112,8 +117,8 @@ def tokenizing(folder: pathlib.Path, files: list[str], repeats: int, number: int
     }
 
 
-def reading(prefix: str, seq_len: int, repeats: int, seconds: float = 5.0) -> list[float]:
-    """Returns tokens/s of batches of 32 sequences, each over some seconds after the first batch."""
+def time_reading(prefix: str, seq_len: int, repeats: int, seconds: float = 5.0) -> list[float]:
+    """Times batches of 32 sequences, each repeat over some seconds after the first; returns tokens/s."""
     config, speeds = DataConfig((prefix,), batch_size=32, seq_len=seq_len), []
     corpus = load_megatron(config, VOCABULARY)
     for seed in range(repeats):
@@ -127,7 +132,7 @@ def reading(prefix: str, seq_len: int, repeats: int, seconds: float = 5.0) -> li
 
 
 def simulate(prefix: pathlib.Path, documents: int) -> int:
-    """Writes an .idx of so many documents, and a .bin of zeros that takes no room; returns the tokens."""
+    """Writes an .idx of simulated documents and a sparse .bin of zeros; returns the number of tokens."""
     rng = np.random.default_rng(0)
     mean = np.log(MEAN_LENGTH) - SPREAD**2 / 2
     lengths = np.maximum(rng.lognormal(mean, SPREAD, documents), 1).astype(np.int32)
@@ -139,7 +144,7 @@ def simulate(prefix: pathlib.Path, documents: int) -> int:
 
 
 def first_batch(prefix: str, seq_len: int, steps: int) -> dict[str, float]:
-    """Returns the seconds of each stage up to the first batch of this process, and its memory in GB."""
+    """Times each stage up to the first batch of this process; returns seconds, and memory in GB."""
     times, start = {}, time.perf_counter()
 
     def lap(name: str) -> None:
@@ -157,7 +162,7 @@ def first_batch(prefix: str, seq_len: int, steps: int) -> dict[str, float]:
     lap("order_s")
     next(stream)
     lap("first_batch_s")
-    lap_free = sum(times.values()) - times["open_check_s"]  # loading opens and checks again
+    lap_free = sum(times.values()) - times["open_check_s"]  # load_s opens and checks again
     return times | {
         "total_s": lap_free,
         "anonymous_gb": memory("RssAnon") - before,
@@ -167,53 +172,58 @@ def first_batch(prefix: str, seq_len: int, steps: int) -> dict[str, float]:
 
 
 def memory(name: str) -> float:
-    """Returns a line of /proc/self/status in GB."""
+    """Reads a line of /proc/self/status, in GB."""
     status = pathlib.Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(name)) * 1024 / 1e9
 
 
-def elsewhere(*arguments: Any) -> dict[str, float]:
-    """Returns what `first_batch` finds in a new process."""
+def first_batch_in_process(*arguments: Any) -> dict[str, float]:
+    """Returns the result of `first_batch` in a new process."""
     code = f"import json, benchmarks.data as d; print(json.dumps(d.first_batch{arguments!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def processor() -> str:
-    """Returns the processor's name, where Linux tells it."""
+    """Returns the processor's name, from Linux if it is there."""
     path = pathlib.Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
 
 
-def table(results: dict[str, Any]) -> str:
-    """Returns the results for people."""
+def tables(results: dict[str, Any]) -> str:
+    """Returns the results as tables."""
     reading = results["reading_tokens_per_s"]
-    lines = [f"{'tokens/s':50s} {'median':>12s} {'lowest':>12s} {'highest':>12s}"]
-    rows = {
-        f"tokenize: {name}{' (CPU seconds)' if 'cpu' in kind else ''}": speeds
+    speeds = {
+        f"tokenize: {name}{' (CPU seconds)' if 'cpu' in kind else ''}": found
         for kind in ("tokens_per_s", "tokens_per_cpu_s")
-        for name, speeds in results["tokenizing"][kind].items()
+        for name, found in results["tokenizing"][kind].items()
     }
-    rows |= {f"read, {length} tokens a sequence": speeds for length, speeds in reading.items()}
-    for name, speeds in rows.items():
-        numbers = (statistics.median(speeds), min(speeds), max(speeds))
-        lines.append(f"{name:50s} " + " ".join(f"{n:12,.0f}" for n in numbers))
-    slowest = min(min(speeds) for speeds in reading.values())
-    lines.append(f"slowest read / what 4 GPUs take ({NEEDED:,}): {slowest / NEEDED:,.0f}")
-    lines.append(f"first batch, {results['documents']:,} documents, {results['simulated_tokens']:,} tokens:")
-    lines += [f"  {name:20s} {value:8.2f}" for name, value in results["first_batch"].items()]
-    return "\n".join(lines)
+    speeds |= {f"read, {length} tokens a sequence": found for length, found in reading.items()}
+    rows = [
+        [name, *(f"{n:,.0f}" for n in (statistics.median(found), min(found), max(found)))]
+        for name, found in speeds.items()
+    ]
+    slowest = min(min(found) for found in reading.values())
+    rows.append([f"slowest read / needs of 4 GPUs ({NEEDED:,})", f"{slowest / NEEDED:,.0f}", "", ""])
+    simulated = f"{results['documents']:,} documents, {results['simulated_tokens']:,} tokens"
+    first = [[name, f"{value:.2f}"] for name, value in results["first_batch"].items()]
+    return "\n\n".join(
+        (
+            table("tokens/s | median | lowest | highest", rows, padded=True),
+            table(f"first batch, {simulated} | s or GB", first, padded=True),
+        )
+    )
 
 
 def main() -> None:
-    """Measures, prints."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description="Speed of tokenizing and of reading tokenized data.")
     parser.add_argument("corpus", type=pathlib.Path)
     parser.add_argument("--documents", type=int, default=45_000_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--copies", type=int, default=4, help="of the text, in a second tokenizing run")
+    parser.add_argument("--copies", type=int, default=4, help="copies of the text in a second tokenizing run")
     arguments = parser.parse_args()
     adopt_orphans()
     files = find_files([str(arguments.corpus / "c4-train.*.json.gz")])
@@ -225,13 +235,14 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        results["tokenizing"] = tokenizing(folder, files, arguments.repeats, arguments.copies)
+        results["tokenizing"] = time_tokenizing(folder, files, arguments.repeats, arguments.copies)
         results["reading_tokens_per_s"] = {
-            length: reading(str(folder / "d0"), length, arguments.repeats) for length in (512, 2048, 8192)
+            length: time_reading(str(folder / "d0"), length, arguments.repeats)
+            for length in (512, 2048, 8192)
         }
         results["simulated_tokens"] = simulate(folder / "simulated", arguments.documents)
-        results["first_batch"] = elsewhere(str(folder / "simulated"), 8192, 10_000)
-    print(table(results))
+        results["first_batch"] = first_batch_in_process(str(folder / "simulated"), 8192, 10_000)
+    print(tables(results))
     print(json.dumps(results))
 
 

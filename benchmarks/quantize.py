@@ -1,8 +1,8 @@
-"""Speed of `mxjax.quantize` beside ml_dtypes' cast and gfloat, on the device that JAX chooses.
+"""Speed of `mxjax.quantize` beside ml_dtypes' cast and gfloat, on JAX's default device.
 
-    uv run python -m benchmarks.quantize [--rows 4096] [--columns 1024] [--repeats 9]
+    python -m benchmarks.quantize [--rows 4096] [--columns 1024] [--repeats 9]
 
-Checks each against the others first, prints a table (GB/s of float32 read), and JSON last.
+Compares the results first, then prints a table (GB/s of float32 read), and JSON last.
 """
 
 import argparse
@@ -19,18 +19,19 @@ import numpy as np
 from gfloat import formats
 
 import mxjax
+from mxjax.kernels.tables import table
 from mxjax.quantize import block_values, quantize_unpacked
 
 BLOCK = 32
 
 
 def cast(x: np.ndarray) -> np.ndarray:
-    """The cast alone, with no scales: a bound for what a numpy implementation of MXFP4 can reach."""
+    """Casts without scales: a bound for implementations of MXFP4 in numpy."""
     return x.astype(ml_dtypes.float4_e2m1fn)
 
 
 def gfloat_blocks(x: np.ndarray) -> np.ndarray:
-    """gfloat's dequantized MXFP4, block by block in numpy; the scale is the OCP specification's."""
+    """Returns gfloat's dequantized MXFP4, block by block in numpy, with the OCP specification's scale."""
     info = formats.format_info_mxfp4_e2m1
     rows = [gfloat.quantize_block(info, block, gfloat.compute_scale_amax) for block in x.reshape(-1, BLOCK)]
     return np.stack(rows).reshape(x.shape)
@@ -38,15 +39,15 @@ def gfloat_blocks(x: np.ndarray) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def fake_quantize(x: jax.Array, rounding: str = "nearest", rotated: bool = False) -> jax.Array:
-    """What the `xla` implementation of `dot` multiplies: values in bfloat16."""
+    """Returns the bfloat16 values that the `xla` implementation of `dot` multiplies."""
     key = jax.random.key(0) if rounding == "stochastic" else None
     x = mxjax.rotate(x) if rotated else x
-    options = {"scale_rule": "floor", "rounding": rounding, "block_shape": None, "prescale": None}
-    return block_values(quantize_unpacked(x, "mxfp4", axis=-1, key=key, **options)).astype(jnp.bfloat16)
+    operand = mxjax.Operand(rounding=rounding)
+    return block_values(quantize_unpacked(x, operand, -1, key)).astype(jnp.bfloat16)
 
 
 def seconds(f, *args, repeats: int) -> list[float]:
-    """Returns the sorted times of calls after the first, which compiles."""
+    """Times calls after the first, which compiles; returns sorted seconds."""
     jax.block_until_ready(f(*args))
     times = []
     for _ in range(repeats):
@@ -57,7 +58,7 @@ def seconds(f, *args, repeats: int) -> list[float]:
 
 
 def main() -> None:
-    """Checks, times, prints."""
+    """Checks, times and prints."""
     parser = argparse.ArgumentParser(description="Speed of mxjax.quantize beside ml_dtypes and gfloat.")
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--columns", type=int, default=1024)
@@ -65,7 +66,7 @@ def main() -> None:
     arguments = parser.parse_args()
     x = jax.random.normal(jax.random.key(0), (arguments.rows, arguments.columns))
     host = np.asarray(x)
-    few = host[: max(1, 2**16 // arguments.columns)]  # gfloat is slow: time it on a part
+    few = host[: max(1, 2**16 // arguments.columns)]  # gfloat is slow
 
     np.testing.assert_array_equal(mxjax.dequantize(mxjax.quantize(few)), gfloat_blocks(few))
     np.testing.assert_array_equal(np.asarray(fake_quantize(few), np.float32), gfloat_blocks(few))
@@ -78,14 +79,15 @@ def main() -> None:
         "ml_dtypes cast (no scales)": (cast, host),
         "gfloat.quantize_block": (gfloat_blocks, few),
     }
-    results = {}
+    results, rows = {}, []
     for name, (f, a) in cases.items():
         times = seconds(f, a, repeats=arguments.repeats)
         slowest, median, fastest = (
             a.size * 4e-9 / t for t in (times[-1], statistics.median(times), times[0])
         )
         results[name] = {"slowest": slowest, "median": median, "fastest": fastest}
-        print(f"{name:34s} {median:8.4f} GB/s  ({slowest:.4f} to {fastest:.4f})")
+        rows.append([name, *(f"{rate:.4f}" for rate in (median, slowest, fastest))])
+    print(table("GB/s | median | slowest | fastest", rows, padded=True))
     print(json.dumps({"device": jax.devices()[0].device_kind, "shape": x.shape, "gb_per_s": results}))
 
 

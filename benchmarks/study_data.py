@@ -2,9 +2,8 @@
 
     python -m benchmarks.study_data CORPUS --out data/study -- --model 20m --steps 2000
 
-CORPUS holds `c4-train.*.json.gz` and `c4-validation.*.json.gz`. What follows `--` goes to train.py. Repeated,
-it goes on where it ended: OUT/train and OUT/validation are made once, and with the same flags the run
-resumes.
+CORPUS holds `c4-train.*.json.gz` and `c4-validation.*.json.gz`. Flags after `--` go to train.py. Another call
+continues: OUT/train and OUT/validation are made once, and with the same flags the run resumes.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from training.tokenize.tokenize import TokenizeConfig, summary, tokenize
 
 
 def pack(corpus: pathlib.Path, out: pathlib.Path, vocab_size: int) -> list[str]:
-    """Tokenizes what has not been; returns the flags of train.py that read it."""
+    """Tokenizes both splits unless they exist; returns train.py's flags for them."""
     common = {"append_eod": True}
     train_prefix, validation_prefix = str(out / "train"), str(out / "validation")
     splits = {
@@ -34,10 +33,10 @@ def pack(corpus: pathlib.Path, out: pathlib.Path, vocab_size: int) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Packs, trains, and returns the last evaluation; prints it as JSON last."""
+    """Tokenizes, trains, and returns the last evaluation, which it also prints as JSON."""
     parser = argparse.ArgumentParser(
         description="From a corpus in C4's layout to a training run.",
-        epilog="What follows -- goes to train.py.",
+        epilog="Flags after -- go to train.py.",
     )
     parser.add_argument("corpus", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("data/study"))

@@ -5,18 +5,16 @@ function built on a kernel can be tested without a GPU.
 """
 
 import concurrent.futures
-import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.devices import current_target
 from mxjax.kernels.lowering import TYPES, kernel_call
-from mxjax.packing import on_gpu
 from mxjax.weight_layout import varying_as
 
 try:
@@ -28,60 +26,6 @@ except ImportError as error:
 
 
 MOST_PROGRAMS = 65535  # that CUDA runs along an axis but the first
-
-
-class Target(NamedTuple):
-    """What kernels are compiled for.
-
-    Attributes:
-      backend: "cuda", "hip", or "interpreter".
-      arch: "sm_90", "gfx950", …; of the interpreter "software".
-    """
-
-    backend: str
-    arch: str
-
-    @property
-    def compute_capability(self) -> int | None:
-        """90 for sm_90, None off CUDA."""
-        return int(self.arch.removeprefix("sm_")) if self.backend == "cuda" else None
-
-    @property
-    def has_fp8(self) -> bool:
-        """Whether it converts to and multiplies FP8: CUDA from sm_89 on, gfx950 and the interpreter."""
-        return (self.compute_capability or 89) >= 89
-
-
-INTERPRETER = Target("interpreter", "software")
-"""Triton's interpreter on the CPU: with TRITON_INTERPRET=1 set before kernels are imported."""
-
-_override: list[Target] = []
-
-
-@contextlib.contextmanager
-def use_target(target: Target) -> Iterator[None]:
-    """Within it `mxjax` runs kernels on `target`: the interpreter, or a GPU to lower for without one."""
-    _override.append(target)
-    try:
-        yield
-    finally:
-        _override.pop()
-
-
-def current_target() -> Target | None:
-    """Returns what kernels run on: what `use_target` says, else this machine's GPU, else None."""
-    if _override:
-        return _override[-1]
-    return _device_target() if on_gpu() else None
-
-
-@functools.cache
-def _device_target() -> Target:
-    device = jax.devices("gpu")[0]
-    capability = str(device.compute_capability)  # "9.0" on CUDA, "gfx950" on ROCm
-    if capability.startswith("gfx"):
-        return Target("hip", capability.split(":")[0])
-    return Target("cuda", "sm_" + capability.replace(".", ""))
 
 
 def triton_call(
@@ -120,7 +64,8 @@ def triton_call(
     target = current_target()
     if target is None:
         raise NotImplementedError(
-            "Triton kernels need a GPU, or its interpreter: TRITON_INTERPRET=1 and use_target(INTERPRETER)"
+            "Triton kernels need a GPU (install mxjax[cuda] or mxjax[rocm]), or Triton's "
+            "interpreter: TRITON_INTERPRET=1 and use_target(INTERPRETER)"
         )
     if target.backend == "cuda" and max(grid[1:], default=1) > MOST_PROGRAMS:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""How kernels are cut up on a mesh: each device runs a kernel on the part that it holds, by a rule of axes.
+"""Partitioning of kernels on a mesh: each device runs a kernel on its shard, by a rule of axes.
 
-A rule is Shardy's: `v b (ro ri) c -> …` names the factors of each axis. Some of them stay whole, as the
-elements of a block do.
+A rule is Shardy's: `v b (ro ri) c -> …` names the factors of each axis. Some factors are never sharded, such
+as the elements of a block.
 """
 
 import math
@@ -13,7 +13,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
 Axis = tuple[str, dict[str, int], list[str]]
-"""How a rule writes an axis; the sizes of the factors of compounds; the factors that stay whole."""
+"""How a rule writes an axis; the sizes of its compound factors; the factors that are never sharded."""
 
 
 def partitioned(
@@ -23,15 +23,15 @@ def partitioned(
     whole: Sequence[str],
     summed: str | None = None,
 ) -> Callable[..., list[jax.Array]]:
-    """Returns `run`, each part of whose results takes parts of the arguments alone, for meshes to cut up.
+    """Returns `run` for meshes to partition: each shard of its results depends on shards of its arguments.
 
     Args:
-      run: called with the arguments, or their parts, and if `summed` is given with the names of the mesh axes
-        that cut it, over which it must sum.
+      run: called with the arguments or their shards. If `summed` is given, also with the names of the mesh
+        axes that shard it, over which it must sum.
       rule: an axis of every argument and result as one factor or a compound of them.
-      sizes: of the factors that occur in compounds; those that are an axis elsewhere have its size.
-      whole: the factors that are never cut.
-      summed: a factor of arguments that results lack.
+      sizes: sizes of the factors in compounds, except those that are an axis elsewhere.
+      whole: the factors that are never sharded.
+      summed: a factor of the arguments that the results lack.
     """
     arguments_rule, results_rule = (_parse(side) for side in rule.split("->"))
 
@@ -41,7 +41,7 @@ def partitioned(
         of_results = [_sharding(mesh, axes, cuts) for axes in results_rule]
 
         def on_part(*parts):
-            with use_abstract_mesh(AbstractMesh((), ())):  # a part is whole to who holds it
+            with use_abstract_mesh(AbstractMesh((), ())):  # the shard is a whole tensor to its device
                 return run(*parts, cuts.get(summed, ())) if summed else run(*parts)
 
         structure = jax.tree.structure(results)
@@ -61,7 +61,7 @@ def partitioned(
     )
 
     def call(*arguments):
-        """In `jax.shard_map` over all axes what is there is a part already."""
+        """Under `jax.shard_map` over all axes the arguments are shards already."""
         return (on_all if get_abstract_mesh().are_all_axes_manual else function)(*arguments)
 
     return call
@@ -76,9 +76,9 @@ def _parse(terms: str) -> list[list[tuple[str, ...]]]:
 
 
 def _cuts(mesh, rule, arguments, sizes, whole) -> dict[str, tuple[str, ...]]:
-    """Returns the mesh axes that cut each factor: what cuts it in the first argument where that is possible.
+    """Returns the mesh axes that shard each factor: those of the first argument that it can take.
 
-    Propagation may have cut an axis within a unit, or two factors of a result by one mesh axis.
+    Propagation may have sharded an axis within a unit, or two factors of a result by one mesh axis.
     """
     cuts: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
@@ -99,9 +99,9 @@ def _sharding(mesh, axes, cuts) -> NamedSharding:
 
 
 def compound(name: str, size: int, unit: int) -> Axis:
-    """Returns an axis that may be cut between runs of `unit` only: into factors name + "o" and name + "i".
+    """Returns an axis that is sharded only between runs of `unit`: factors name + "o" and name + "i".
 
-    It stays whole unless the number of devices divides that of runs: Shardy would cut fewer runs than parts.
+    It is not sharded unless the number of devices divides the number of runs, which Shardy does not check.
     """
     if unit == 1:
         return name, {}, []

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mxjax.remat import attention
+from mxjax.remat import tag_attention
 
 LONGEST_WHOLE = 1024
 """Longest sequence whose scores exist all at once."""
@@ -30,13 +30,13 @@ def causal_attention(
     length = q_BSNH.shape[1]
     if length <= LONGEST_WHOLE:
         out = jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="xla")
-        return attention(out)
+        return tag_attention(out)
     quarter = -(-length // (4 * PIECE)) * PIECE
     parts = []
     for start in range(0, length, quarter):
         stop = min(start + quarter, length)
         parts.append(_attend_part(start, q_BSNH[:, start:stop], k_BSGH[:, :stop], v_BSGH[:, :stop]))
-    return attention(jnp.concatenate(parts, axis=1))
+    return tag_attention(jnp.concatenate(parts, axis=1))
 
 
 def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH) -> Float[Array, "B P N H"]:

@@ -4,7 +4,8 @@ from mxjax import stats
 from mxjax.dot import dot, dot_general, make_dot_general
 from mxjax.formats import FORMATS
 from mxjax.hadamard import hadamard_matrix, random_signs, rotate
-from mxjax.policy import Gemm, Operand, Policy, Rotation, with_scale_rule
+from mxjax.operand import Operand
+from mxjax.policy import Gemm, Policy, Rotation, with_scale_rule
 from mxjax.quantize import MXArray, dequantize, pack, quantize, unpack
 from mxjax.recipes import get_policy, policies
 from mxjax.weight_layout import Layout

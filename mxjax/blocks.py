@@ -1,7 +1,7 @@
-"""Blocks: the elements that share a scale, as shapes, and what is computed of each.
+"""Blocks: the elements that share a scale. Their shapes, maxima, and scales spread over their elements.
 
 A block is r x b: b elements along the blocked axis and r along the other of the last two axes. Axes that
-the block does not divide are filled up with zeros, which change no maximum.
+the block does not divide are padded with zeros, which change no maximum.
 """
 
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def _sizes(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> d
 
 
 def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
-    """Returns the largest magnitude of each block; NaN where there is one."""
+    """Returns the largest magnitude of each block; NaN if the block holds one."""
     largest = magnitude_bits(x)
     for i, size in _sizes(x.shape, block_shape, axis).items():
         largest = pad(largest, i, size)
@@ -48,7 +48,7 @@ def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Ar
 
 
 def magnitude_bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """Returns integers in the order of magnitudes, infinity, NaN (which XLA's maximum of floats may drop)."""
+    """Returns integers that order magnitudes, infinity and NaN; XLA's maximum of floats may drop NaN."""
     return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF
 
 

@@ -1,10 +1,79 @@
-"""Where JAX computes."""
+"""Where JAX computes, and what Triton kernels are compiled for. Imports no Triton."""
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 
 
+class Target(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+      backend: "cuda", "hip", or "interpreter".
+      arch: "sm_90", "gfx950" and so on; "software" for the interpreter.
+    """
+
+    backend: str
+    arch: str
+
+    @property
+    def compute_capability(self) -> int | None:
+        """90 for sm_90, None off CUDA."""
+        return int(self.arch.removeprefix("sm_")) if self.backend == "cuda" else None
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether it converts to and multiplies FP8: CUDA from sm_89 on, gfx950 and the interpreter."""
+        return (self.compute_capability or 89) >= 89
+
+
+INTERPRETER = Target("interpreter", "software")
+"""Triton's interpreter on the CPU. Set TRITON_INTERPRET=1 before kernels are imported."""
+
+_override: list[Target] = []
+
+
+@contextlib.contextmanager
+def use_target(target: Target) -> Iterator[None]:
+    """A context in which kernels run on `target`: the interpreter, or a GPU to lower for without one."""
+    _override.append(target)
+    try:
+        yield
+    finally:
+        _override.pop()
+
+
+def current_target() -> Target | None:
+    """Returns the target of Triton kernels, or None where they do not run.
+
+    It is `use_target`'s, else this machine's GPU if Triton is installed.
+    """
+    if _override:
+        return _override[-1]
+    return _device_target() if on_gpu() and has_triton() else None
+
+
 def on_gpu() -> bool:
-    """Returns whether JAX computes on a GPU unless told otherwise."""
+    """Whether JAX computes on a GPU by default."""
     device = jax.config.jax_default_device
     platform = getattr(device, "platform", device) or jax.default_backend()
     return platform in ("gpu", "cuda", "rocm")
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton, which compiles the kernels, is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _device_target() -> Target:
+    device = jax.devices("gpu")[0]
+    capability = str(device.compute_capability)  # "9.0" on CUDA, "gfx950" on ROCm
+    if capability.startswith("gfx"):
+        return Target("hip", capability.split(":")[0])
+    return Target("cuda", "sm_" + capability.replace(".", ""))

@@ -1,4 +1,4 @@
-"""`dot`: a linear layer's matrix product whose three GEMMs run in the precision that a policy names."""
+"""`dot`: a linear layer's matrix product, each of its three GEMMs in the precision that a policy names."""
 
 import functools
 import math
@@ -12,14 +12,15 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from mxjax.gemm import multiply, prepare
-from mxjax.implementations import ON_PACKED, Implementation, Plan, plan
-from mxjax.operands import as_backward_sees, first_order_only, fold, uses_of
-from mxjax.packing import Packed
+from mxjax.gemm import multiply
+from mxjax.gemm_input import GemmInput, as_backward_sees, first_order_only, fold, gemm_inputs
+from mxjax.implementations import ON_PACKED, How, Implementation, Plan, plan
+from mxjax.kmajor import KMajor
 from mxjax.policy import Policy
+from mxjax.prepare import Prepared, prepare
 from mxjax.quantize import MXArray
 from mxjax.recipes import as_policy
-from mxjax.remat import operand, product
+from mxjax.remat import tag_operand, tag_product
 from mxjax.weight_layout import Layout, as_stored, on_auto_axes, varying_as
 
 AnyArray = jax.Array | np.ndarray
@@ -43,54 +44,47 @@ def dot(
         lhs, rhs = (rotate(pad(t), axis=contracted) for t in (x, w))      # if the policy rotates
         dequantize(quantize(lhs, axis=-1)) @ dequantize(quantize(rhs, axis=0))
 
-    where the axis that a GEMM contracts (see `mxjax.policy`) is the one that is blocked and rotated,
-    filled up with zeros where the block or the rotation does not divide it, which changes nothing.
-    Wgrad contracts the tokens: all leading axes of x, flattened.
+    Each GEMM rotates and quantizes its operands along the axis that it contracts (see `mxjax.policy`),
+    padded with zeros to whole blocks and rotations, which changes nothing. Wgrad contracts the tokens: all
+    leading axes of x, flattened.
 
     Args:
       x: activations, float32, bfloat16 or float16.
-      w: weights [d_in, d_out], any of these; quantized from this dtype, so give it the float32 master
-        weights.
+      w: weights [d_in, d_out], any of these dtypes. Pass the float32 master weights: they are quantized from
+        the dtype given.
       policy: a `Policy` or the name of one.
       key: needed by policies that draw random bits. The same key draws the same bits: fold in the step
         and the layer.
-      implementation: how the MXFP4 products run, whose values are the same in all: "reference" (float32, the
-        definition), "xla" (bfloat16, which holds the values exactly), "fp8" (FP8 carriers; bfloat16 where
-        they cannot hold a row of an operand), "triton" or "scaled_dot" (packed FP4), or None for the fastest
-        here. All accumulate in float32.
+      implementation: how the MXFP4 products run. All multiply the same values and accumulate in float32.
+        "reference": float32, the definition. "xla": bfloat16, which holds the values exactly.
+        "fp8_carriers": FP8, or bfloat16 where FP8 cannot hold a row of an operand. "triton", "scaled_dot":
+        packed FP4. None: the fastest here.
       preferred_element_type: dtype of the result; default, `jnp.result_type(x, w)`, which for bfloat16
         activations and float32 weights is float32.
-      layout: on a mesh with Auto axes, where w lies and in what layout the GEMMs read it.
+      layout: on a mesh with Auto axes, how w is sharded where it is stored and where GEMMs read it.
 
     Gradients have the dtypes of x and w, products accumulate in float32. There is no second derivative.
 
     Special values: a block with NaN or infinity makes the results that it enters NaN.
-    Sharding: works on meshes with Auto and with Explicit axes and gives the values of one device; with
-      Explicit axes the result is cut up as the tokens of x are, and, by the mesh axes that do not cut those,
-      as d_out of w is; the gradients have the shardings of x and w. In `jax.shard_map` a part is a tensor
-      of its own: Wgrad's blocks begin at its first token, scales of tensors are the part's, and random bits
-      go by the position in it, so fold `jax.lax.axis_index` into the key.
+    Sharding: meshes with Auto and with Explicit axes give the values of one device. With Explicit axes the
+      result is sharded like x's token axes; remaining mesh axes shard d_out as in w. The gradients have the
+      shardings of x and w. Under `jax.shard_map` each shard is quantized independently: Wgrad's blocks begin
+      at its first token, and tensor scales and random bits are its own. Fold `jax.lax.axis_index` into its
+      key.
     Raises:
       ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
         random bits without a key.
       TypeError: x, w or the result's dtype is not floating point.
-      NotImplementedError: an implementation that does not run here, or does not take the policy's formats; a
-        second derivative.
+      NotImplementedError: an implementation that does not run here or does not take the policy's formats, or
+        a second derivative.
     Source: arXiv 2605.09825, section 3; arXiv 2502.20586, algorithm 3.
     """
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"dot needs x [..., d_in] and w [d_in, d_out], got {x.shape} and {w.shape}")
     contract_last = (((x.ndim - 1,), (0,)), ((), ()))
-    return dot_general(
-        x,
-        w,
-        contract_last,
-        None,
-        preferred_element_type,
-        policy=policy,
-        key=key,
-        implementation=implementation,
-        layout=layout,
+    policy = as_policy(policy)
+    return _dot_general(
+        x, w, contract_last, None, preferred_element_type, policy, key, implementation, layout
     )
 
 
@@ -108,17 +102,40 @@ def dot_general(
 ) -> Float[Array, "..."]:
     """Returns `jax.lax.dot_general` of lhs (as x) and rhs (as w), quantized by a policy as in `dot`.
 
-    Any contracting and batch axes; several contracting axes are flattened, in the order given, into
-    the one that is blocked. The result has batch, lhs's free, then rhs's free axes.
+    Takes any contracting and batch axes. Several contracting axes are flattened, in the order given, into
+    the one that is quantized. The result has batch, lhs's free, then rhs's free axes.
 
     Args:
-      precision: passed to the products; it matters only where a policy keeps operands in float32.
+      precision: precision of the products; it matters only where a policy keeps operands in float32.
       layout: for rhs of two axes, [contracting, free].
       Others: as `dot` and `jax.lax.dot_general`.
     Raises: as `dot`.
     """
+    return _dot_general(
+        lhs,
+        rhs,
+        dimension_numbers,
+        precision,
+        preferred_element_type,
+        as_policy(policy),
+        key,
+        implementation,
+        layout,
+    )
+
+
+def _dot_general(
+    lhs,
+    rhs,
+    dimension_numbers: DimensionNumbers,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None,
+    policy: Policy,
+    key: jax.Array | None,
+    implementation: Implementation | None,
+    layout: Layout | None,
+) -> jax.Array:
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    policy = as_policy(policy)
     _check(lhs, rhs, preferred_element_type, policy, key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     if [[lhs.shape[i] for i in axes] for axes in (lhs_contract, lhs_batch)] != [
@@ -127,13 +144,13 @@ def dot_general(
         raise ValueError(f"dot_general: {lhs.shape} and {rhs.shape} do not match along {dimension_numbers}")
     lhs_free = _remaining_axes(lhs, lhs_contract, lhs_batch)
     rhs_free = _remaining_axes(rhs, rhs_contract, rhs_batch)
-    dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    dtype = _result_dtype(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
     dtypes = (dtype, lhs.dtype, rhs.dtype)
     how = plan(policy, implementation)._replace(layout=layout)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
 
     def product(lhs, rhs, key):
-        # So the gradient of what does not vary is summed, as of any function.
+        # shard_map sums the gradients of replicated operands once they are varying.
         lhs, rhs = varying_as(lhs, rhs, key), varying_as(rhs, lhs, key)
         x = _group_axes(lhs, lhs_batch, lhs_free, lhs_contract)
         w = _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
@@ -153,32 +170,34 @@ def make_dot_general(
     """Returns a `dot_general` for `flax.nnx.Linear(dot_general=...)` and `flax.linen.Dense(dot_general=...)`.
 
     Args:
-      key: for policies that draw random bits: a key, which draws the same bits at every call, or a
-        function that returns one at each call, such as `lambda: self.make_rng("mxjax")` in Linen. In NNX,
-        where a captured stream is not lifted into nnx.jit, call `mxjax.dot(x, self.kernel[...], ...,
-        key=self.rngs.mxjax())` in a layer of your own instead.
+      key: for policies that draw random bits. A key draws the same bits at every call; a function returns a
+        new one at each call, such as `lambda: self.make_rng("mxjax")` in Linen. NNX does not lift a captured
+        stream into nnx.jit: call `mxjax.dot(x, self.kernel[...], ..., key=self.rngs.mxjax())` in a layer of
+        your own instead.
       Others: as `dot`.
 
-    A layer's own `dtype=bfloat16` rounds its weights to bfloat16 before they arrive here.
+    A layer with `dtype=bfloat16` rounds its weights to bfloat16 before this function sees them.
     """
 
-    policy = as_policy(policy)
-    _check_key(policy, key)
+    resolved = as_policy(policy)
+    _check_key(resolved, key)
 
     def dot_general_with_policy(
         lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None
     ):
         if out_sharding is not None:
             raise NotImplementedError("out_sharding: use jax.lax.with_sharding_constraint on the result")
-        return dot_general(
+        drawn = key() if callable(key) else key
+        return _dot_general(
             lhs,
             rhs,
             dimension_numbers,
             precision,
             preferred_element_type,
-            policy=policy,
-            key=key() if callable(key) else key,
-            implementation=implementation,
+            resolved,
+            drawn,
+            implementation,
+            layout=None,
         )
 
     return dot_general_with_policy
@@ -186,13 +205,13 @@ def make_dot_general(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _matmul(policy: Policy, plan: Plan, dtypes: tuple[DTypeLike, ...], precision, x, w, key) -> jax.Array:
-    """Returns x [*b, m, k] @ w [*b, k, n] by the policy's Fprop, in dtypes[0]; the others are x's and w's."""
+    """Returns x [*b, m, k] @ w [*b, k, n] by the policy's Fprop. dtypes: of the result, of x and of w."""
     return _forward(policy, plan, dtypes, precision, x, w, key, keep=False)[0]
 
 
 def _matmul_fwd(policy, plan, dtypes, precision, x, w, key):
     y, residuals = _forward(policy, plan, dtypes, precision, x, w, key, keep=True)
-    # The argument itself: a scan over layers then keeps no copies of their weights.
+    # Keep the argument itself: a scan over layers then makes no copies of their weights.
     return y, residuals._replace(w=w) if residuals.w_packed is None else residuals
 
 
@@ -204,12 +223,12 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass takes: an operand packed, where its GEMM takes it so, else the tensor itself."""
+    """What the backward pass reads: packed operands for the GEMMs that take them, else the tensors."""
 
     x: jax.Array | None
-    x_packed: Packed | None
+    x_packed: Prepared | None
     w: jax.Array | None
-    w_packed: Packed | None
+    w_packed: Prepared | None
     key: jax.Array | None
 
 
@@ -217,19 +236,19 @@ class _Residuals(NamedTuple):
 def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: bool):
     """Returns the product and, if wanted, the residuals but for w itself."""
     x, w = first_order_only(x), first_order_only(w)
-    x = lax.optimization_barrier(x)  # several passes read it: computing it again in each costs more
-    dgrad, wgrad, seen_w, seen_x = _backward_uses(policy, key)
-    left, right = uses_of(policy.fprop, -1, -2, fold(key, 0))
+    x = lax.optimization_barrier(x)  # several passes read it; XLA would recompute it in each
+    dgrad, wgrad, seen_w, seen_x = _backward_inputs(policy, key)
+    left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
     keep_x, keep_w = keep and plan.wgrad in ON_PACKED, keep and plan.dgrad in ON_PACKED
     lhs, x_packed = _prepare_two(x, (plan.fprop, left), (plan.wgrad, wgrad[0]) if keep_x else None, seen_x)
     rhs, w_packed = _prepare_two(w, (plan.fprop, right), (plan.dgrad, dgrad[1]) if keep_w else None, seen_w)
-    if w.ndim == 2:  # not attention's, which grow with the square of the sequence
-        lhs, rhs, x_packed, w_packed = (_named(q) for q in (lhs, rhs, x_packed, w_packed))
+    if w.ndim == 2:  # attention's products grow with the square of the sequence and are not tagged
+        lhs, rhs, x_packed, w_packed = _tagged(lhs), _tagged(rhs), _tagged(x_packed), _tagged(w_packed)
     layout = plan.layout
     if layout is not None and not isinstance(rhs, MXArray):  # K-major
         layout = layout.transposed
     y = multiply(plan.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"), layout)
-    y = product(y) if w.ndim == 2 else y
+    y = tag_product(y) if w.ndim == 2 else y
     return y.value(dtypes[0]), _Residuals(None if keep_x else x, x_packed, None, w_packed, key)
 
 
@@ -238,14 +257,14 @@ def _backward(policy: Policy, plan: Plan, dtypes, precision, residuals: _Residua
     """Returns dx and dw."""
     x, x_packed, w, w_packed, key = residuals
     dy = first_order_only(dy)
-    dgrad, wgrad, seen_w, seen_x = _backward_uses(policy, key)
-    if all(use.operand.format == "bf16" and use.rotation is None for use in (dgrad[0], wgrad[1])):
-        dy = dy.astype(jnp.bfloat16)  # of float32 logits, half as much is written, and converted once
+    dgrad, wgrad, seen_w, seen_x = _backward_inputs(policy, key)
+    if all(how.operand.format == "bf16" and how.rotation is None for how in (dgrad[0], wgrad[1])):
+        dy = dy.astype(jnp.bfloat16)  # halves the bytes of float32 logits and converts them once
     dy = lax.optimization_barrier(dy)
-    dy_rows, dy_columns = prepare(dy, ((plan.dgrad, dgrad[0]), (plan.wgrad, wgrad[1])))
+    dy_rows, dy_columns = prepare(dy, [(plan.dgrad, dgrad[0]), (plan.wgrad, wgrad[1])])
     w = None if w is None else first_order_only(w)
-    [w_rows] = (w_packed,) if w is None else prepare(seen_w(w), ((plan.dgrad, dgrad[1]),))
-    [x_columns] = (x_packed,) if x is None else prepare(seen_x(x), ((plan.wgrad, wgrad[0]),))
+    w_rows = w_packed if w is None else prepare(seen_w(w), [(plan.dgrad, dgrad[1])])[0]
+    x_columns = x_packed if x is None else prepare(seen_x(x), [(plan.wgrad, wgrad[0])])[0]
     assert w_rows is not None
     assert x_columns is not None
     dx = multiply(plan.dgrad, dtypes[1], precision, dy_rows, w_rows, ("e5m2", "e4m3"), plan.layout)
@@ -260,22 +279,22 @@ def residual_bytes(
     policy: Policy | str,
     implementation: Implementation | None = None,
 ) -> dict[str, int]:
-    """Returns the bytes that `dot(x, w, ...)` keeps for its backward pass: of x ("x") and of w ("w").
+    """Returns the bytes that `dot(x, w, ...)` keeps for its backward pass, by tensor ("x", "w").
 
-    Packed operands take 17/32 byte an element; what a GEMM does not take packed is kept as it is, which costs
-    nothing more where it is kept anyway, as weights are.
+    Packed operands take 17/32 byte an element. An operand that its GEMM does not take packed is kept as the
+    tensor itself, which costs nothing for weights: they stay in memory anyway.
 
     Args:
       x, w: [..., d_in] and [d_in, d_out], arrays or their shapes and dtypes.
       Others: as `dot`.
     """
-    policy = as_policy(policy)
+    resolved = as_policy(policy)
     x = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-    key = jax.eval_shape(lambda: jax.random.key(0)) if policy.needs_key else None
-    how = plan(policy, implementation)
+    key = jax.eval_shape(lambda: jax.random.key(0)) if resolved.needs_key else None
+    how = plan(resolved, implementation)
 
     def kept(x, w, key):
-        _, residuals = _matmul_fwd(policy, how, (x.dtype,) * 3, None, x, w, key)
+        _, residuals = _matmul_fwd(resolved, how, (x.dtype,) * 3, None, x, w, key)
         x_, x_packed, w_, w_packed, _ = residuals
         return {"x": jax.tree.leaves((x_, x_packed)), "w": jax.tree.leaves((w_, w_packed))}
 
@@ -283,22 +302,27 @@ def residual_bytes(
     return {name: sum(a.size * a.dtype.itemsize for a in group) for name, group in arrays.items()}
 
 
-def _named(q):
-    """Returns q, named for `mxjax.remat` if it is packed."""
-    return operand(q) if isinstance(q, Packed) else q
+def _tagged[T](q: T) -> T:
+    """Returns q, tagged for `mxjax.remat` if it is packed."""
+    return tag_operand(q) if isinstance(q, KMajor) and q.scales is not None else q
 
 
-def _prepare_two(x, now, later, seen):
-    """Returns x as the Fprop takes it, and as a backward GEMM does, if that is wanted now."""
-    if later is None or later[1].operand.source == "original":
-        return prepare(x, (now, later))
-    return *prepare(x, (now,)), *prepare(seen(x), (later,))
+def _prepare_two(
+    x: jax.Array, now: tuple[How, GemmInput], later: tuple[How, GemmInput] | None, seen
+) -> tuple[Prepared, Prepared | None]:
+    """Returns x as the Fprop takes it, and as a backward GEMM does if `later` says so."""
+    if later is None:
+        return prepare(x, [now])[0], None
+    if later[1].operand.source == "original":
+        first, second = prepare(x, [now, later])
+        return first, second
+    return prepare(x, [now])[0], prepare(seen(x), [later])[0]
 
 
-def _backward_uses(policy: Policy, key):
-    """Returns the uses of Dgrad (dy, w) and Wgrad (x, dy), and what they see in place of w and of x."""
-    dgrad = uses_of(policy.dgrad, -1, -1, fold(key, 1))
-    wgrad = uses_of(policy.wgrad, -2, -2, fold(key, 2))
+def _backward_inputs(policy: Policy, key):
+    """Returns the inputs of Dgrad (dy, w) and Wgrad (x, dy), and functions from w and x to what they read."""
+    dgrad = gemm_inputs(policy.dgrad, -1, -1, fold(key, 1))
+    wgrad = gemm_inputs(policy.wgrad, -2, -2, fold(key, 2))
 
     def seen_w(w):
         return as_backward_sees(w, policy.dgrad.rhs, policy.fprop.rhs, -2, fold(key, 0, 1))
@@ -316,7 +340,7 @@ def _check(lhs, rhs, dtype, policy: Policy, key) -> None:
                 f"mxjax.dot needs floating-point operands, but {name} is {x.dtype}; cast it first"
             )
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"mxjax.dot gives floating-point results, not {jnp.dtype(dtype)}")
+        raise TypeError(f"mxjax.dot returns floating-point results, not {jnp.dtype(dtype)}")
     _check_key(policy, key)
 
 
@@ -329,12 +353,18 @@ def _check_key(policy: Policy, key) -> None:
         )
 
 
+def _result_dtype(lhs: jax.Array, rhs: jax.Array) -> DTypeLike:
+    """Returns JAX's standard promotion of both dtypes, also where a program forbids implicit ones."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(lhs, rhs)
+
+
 def _remaining_axes(x, contract, batch) -> tuple[int, ...]:
     return tuple(i for i in range(x.ndim) if i not in (*contract, *batch))
 
 
 def _group_axes(x, batch, *groups):
-    """Returns x transposed and reshaped to one axis a group, behind one for the batch axes, if any."""
+    """Returns x transposed and reshaped to one axis a group, after one for the batch axes, if any."""
     x = x.transpose(*batch, *(i for group in groups for i in group))
     shape = [math.prod(x.shape[: len(batch)])] if batch else []
     start = len(batch)

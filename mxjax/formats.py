@@ -14,6 +14,22 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 ScaleKind = Literal["e8m0", "e4m3", "none"]
+FormatName = Literal[
+    "mxfp4",
+    "mxfp4_e3m0",
+    "mxfp6_e2m3",
+    "mxfp6_e3m2",
+    "mxfp8_e4m3",
+    "mxfp8_e5m2",
+    "nvfp4",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "bf16",
+    "fp32",
+]
+
+BLOCK = 32
+"""Elements of an MX block, which share one scale byte."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +67,7 @@ class Format:
     `tensor_scale` adds one float32 scale for the whole tensor ("current scaling").
     """
 
-    name: str
+    name: FormatName
     dtype: DTypeLike
     element: Element | None = None
     block: int = 0
@@ -59,11 +75,11 @@ class Format:
     tensor_scale: bool = False
 
 
-def _mx(name: str, element: Element) -> Format:
-    return Format(name, element.dtype, element, block=32, scale="e8m0")
+def _mx(name: FormatName, element: Element) -> Format:
+    return Format(name, element.dtype, element, block=BLOCK, scale="e8m0")
 
 
-def _fp8(name: str, element: Element) -> Format:
+def _fp8(name: FormatName, element: Element) -> Format:
     return Format(name, element.dtype, element, tensor_scale=True)
 
 

@@ -1,6 +1,6 @@
 """Blockwise Hadamard rotation of the axis that a GEMM contracts.
 
-Rotating both operands of a GEMM leaves their product unchanged, because H is orthogonal, but spreads
+Rotating both operands of a GEMM leaves their product unchanged, because H is orthogonal, and spreads
 each outlier over its block before quantization. The definition is a butterfly with a fixed order of
 float32 operations, so that kernels can match it bit for bit.
 """
@@ -31,7 +31,6 @@ def random_signs(key: jax.Array, n: int) -> Float32[Array, "n"]:
     return jax.random.rademacher(key, (n,), jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("size", "axis"))
 def rotate(
     x: Float[Array | np.ndarray, "*shape"],
     size: int = 16,
@@ -46,8 +45,8 @@ def rotate(
     multiplication by 1/sqrt(size). To invert a rotation with signs, rotate without and multiply by them.
 
     Args:
-      x: any floating dtype; the result is float32 whatever it is, since rounding a rotated bfloat16
-        tensor to bfloat16 again would keep two rotations of one GEMM from cancelling.
+      x: any floating dtype. The result is always float32: rounded to bfloat16, the two rotations of a GEMM
+        would not cancel.
       size: a power of two from 2 to 256 that divides the axis.
       signs: `size` values of +1 or -1, the same for every run.
     Special values: NaN and infinity make their whole run NaN or infinite.
@@ -55,6 +54,11 @@ def rotate(
       ValueError: a size that is no such power of two, or an axis that it does not divide.
     Source: Sylvester (1867); for MXFP4 training arXiv 2502.20586, arXiv 2605.09825.
     """
+    return _rotate(x, size, axis, signs)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _rotate(x, size: int, axis: int, signs) -> Float32[Array, "*shape"]:
     if size not in SIZES:
         raise ValueError(f"rotate needs a size that is one of {SIZES}, got {size}")
     axis = normalize_axis_index(axis, x.ndim)
@@ -64,8 +68,8 @@ def rotate(
     runs = (*before, length // size, size, *after)
     y = x.astype(jnp.float32).reshape(runs)
     if signs is not None:
-        y = y * signs.reshape(size, *(1,) * len(after))
-    sign = jnp.array([1, -1], jnp.float32).reshape(2, *(1,) * (len(after) + 1))
+        y = y * signs.reshape(*(1,) * (axis + 1), size, *(1,) * len(after))
+    sign = jnp.array([1, -1], jnp.float32).reshape(*(1,) * (axis + 2), 2, *(1,) * (len(after) + 1))
     stride = 1
     while stride < size:
         pairs = y.reshape(*before, length // size, size // (2 * stride), 2, stride, *after)

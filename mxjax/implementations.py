@@ -1,6 +1,5 @@
-"""How each GEMM of a policy runs: the implementations, and which of them is taken."""
+"""How each GEMM of a policy runs: the implementations, and the choice among them."""
 
-import importlib.util
 import logging
 from collections.abc import Iterable
 from functools import cache
@@ -8,17 +7,17 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 
+from mxjax.devices import Target, current_target, has_triton
 from mxjax.formats import get_format
-from mxjax.packing import kernel_target, packable
 from mxjax.policy import Gemm, Policy
 from mxjax.weight_layout import Layout
 
-Implementation = Literal["reference", "xla", "fp8", "scaled_dot", "triton"]
-How = Literal["reference", "xla", "fp8", "scaled_dot", "triton", "fp8_tensor"]
-"""How one GEMM runs: by its implementation, or in FP8 because its operands are, with a scale a tensor."""
+Implementation = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton"]
+How = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton", "fp8_tensor"]
+"""How one GEMM runs: by an implementation, or "fp8_tensor": FP8 operands with one scale a tensor."""
 
-ON_PACKED: tuple[How, ...] = ("fp8", "scaled_dot", "triton")
-"""Those that take packed operands, small enough to be kept from the forward pass for the backward one."""
+ON_PACKED: tuple[How, ...] = ("fp8_carriers", "scaled_dot", "triton")
+"""Implementations that take packed operands, which the forward pass can keep for the backward pass."""
 
 _log = logging.getLogger("mxjax")
 
@@ -29,24 +28,24 @@ class Plan(NamedTuple):
     fprop: How
     dgrad: How
     wgrad: How
-    kernels: tuple[str, str] | None  # what Triton kernels run on
-    layout: Layout | None = None  # of w
+    kernels: Target | None  # the target of Triton kernels
+    layout: Layout | None = None  # the layout of w
 
 
 def plan(policy: Policy, implementation: Implementation | None) -> Plan:
     """Returns how each GEMM runs.
 
     Raises:
-      ValueError, NotImplementedError: as `choose_implementation`; or the implementation is named, and one of
-        the GEMMs has operands that it does not take.
+      ValueError, NotImplementedError: as `choose_implementation`; also if a named implementation does not
+        take the operands of one of the GEMMs.
     """
     name = choose_implementation(implementation)
     hows: list[How] = [_how(name, gemm, implementation is not None) for gemm in policy.gemms.values()]
-    return Plan(hows[0], hows[1], hows[2], kernel_target())
+    return Plan(hows[0], hows[1], hows[2], current_target())
 
 
 def check_plans(policies: Iterable[Policy], implementation: Implementation | None) -> None:
-    """Raises what `plan` raises for any of the policies: to learn it before anything is compiled."""
+    """Raises what `plan` raises for any of the policies, before anything is compiled."""
     for policy in policies:
         plan(policy, implementation)
 
@@ -54,12 +53,12 @@ def check_plans(policies: Iterable[Policy], implementation: Implementation | Non
 def compiler_options(policies: Iterable[Policy], implementation: Implementation | None) -> dict[str, bool]:
     """Returns options for `jax.jit(compiler_options=)` of a program with GEMMs of these policies.
 
-    Where FP8 matrix units multiply on CUDA, XLA would try Triton's GEMMs for each shape, for minutes, and
-    then take cuBLAS's.
+    For FP8 products on CUDA, XLA would tune Triton's GEMMs for each shape, for minutes, and then choose
+    cuBLAS's.
     """
-    target = kernel_target()
+    target = current_target()
     hows = {how for policy in policies for how in plan(policy, implementation)[:3]}
-    if target is None or target.backend != "cuda" or not hows & {"fp8", "fp8_tensor"}:
+    if target is None or target.backend != "cuda" or not hows & {"fp8_carriers", "fp8_tensor"}:
         return {}
     return {"xla_gpu_enable_triton_gemm": False}
 
@@ -68,7 +67,7 @@ def _how(name: Implementation, gemm: Gemm, explicit: bool) -> How:
     if name in ("reference", "xla"):
         return name
     operands = (gemm.lhs, gemm.rhs)
-    if all(packable(o) for o in operands):
+    if all(o.is_packable for o in operands):
         return name
     formats = [get_format(o.format) for o in operands]
     if all(f.element is None for f in formats):
@@ -85,20 +84,20 @@ def _how(name: Implementation, gemm: Gemm, explicit: bool) -> How:
 
 
 def choose_implementation(implementation: Implementation | None) -> Implementation:
-    """Returns the implementation named, or for None the fastest for MXFP4 here, which is logged once.
+    """Returns the implementation named, or for None the fastest here for MXFP4, which is logged once.
 
     Raises:
-      ValueError: there is none of that name.
-      NotImplementedError: it does not run here.
+      ValueError: the name is unknown.
+      NotImplementedError: the implementation does not run here.
     """
     if implementation is None:
-        name = _fastest(kernel_target())
+        name = _fastest(current_target())
         _log_choice(name)
         return name
     if implementation not in get_args(Implementation):
         names = ", ".join(get_args(Implementation))
         raise ValueError(f"unknown implementation {implementation!r}; use one of {names}, or None")
-    if implementation == "triton" and kernel_target() is None:
+    if implementation == "triton" and current_target() is None:
         raise NotImplementedError(
             "implementation 'triton' needs a GPU and Triton (install mxjax[cuda] or mxjax[rocm]); "
             "use 'xla', or None for the fastest that runs here"
@@ -106,17 +105,17 @@ def choose_implementation(implementation: Implementation | None) -> Implementati
     return implementation
 
 
-def _fastest(target) -> Implementation:
-    """Returns where MXFP4 is native Triton's GEMM, else on CUDA with FP8 its carriers, else "xla"."""
+def _fastest(target: Target | None) -> Implementation:
+    """Returns "triton" where MXFP4 is native, else "fp8_carriers" on CUDA with FP8, else "xla"."""
     if target is None:
         return "xla"
     if target.arch == "gfx950" or target.arch.startswith(("sm_100", "sm_103")):
         return "triton"
-    return "fp8" if target.backend == "cuda" and target.has_fp8 else "xla"
+    return "fp8_carriers" if target.backend == "cuda" and target.has_fp8 else "xla"
 
 
 @cache
 def _log_choice(name: Implementation) -> None:
     _log.info("mxjax.dot runs its GEMMs by implementation=%r", name)
-    if jax.default_backend() == "gpu" and importlib.util.find_spec("triton") is None:
+    if jax.default_backend() == "gpu" and not has_triton():
         _log.warning("Triton is not installed: install mxjax[cuda] or mxjax[rocm] for the fast kernels")

@@ -1,8 +1,8 @@
-"""Errors of the GEMMs inside a model, found while it runs forward and backward.
+"""Errors of the GEMMs inside a model, measured during its forward and backward pass.
 
-A probe gives a product on as it is. In the backward pass, where its x, w and dy meet, it measures them and
-returns the measures as the gradient of its slot, an argument that holds zeros and changes nothing. So `scan`
-stacks the measures of layers as it stacks gradients, and no layer's tensors are kept for them.
+A probe returns its product unchanged. In the backward pass, where x, w and dy are all at hand, it measures
+them and returns the measures as the gradient of its slot, an argument of zeros that changes nothing. So
+`scan` stacks the measures of layers as it stacks gradients, and keeps no layer's tensors for them.
 """
 
 import functools
@@ -15,10 +15,11 @@ from jaxtyping import Array, Float, Float32
 
 from mxjax.implementations import Implementation
 from mxjax.policy import Policy
+from mxjax.recipes import get_policy
 from mxjax.stats import DotErrors, gemms
 
 MAX_TOKENS = 2048
-"""Tokens that are measured, at most."""
+"""The most tokens that are measured."""
 _OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
 
 
@@ -31,16 +32,16 @@ class Amax(NamedTuple):
 
 
 class Measures(NamedTuple):
-    """What a probe finds: `mxjax.stats.gemms` of its tensors, and their largest magnitudes."""
+    """The measures of a probe: `mxjax.stats.gemms` of its tensors, and their largest magnitudes."""
 
     errors: DotErrors
     amax: Amax
 
 
 def empty_slots(names: Sequence[str], n_layers: int) -> dict[str, Measures]:
-    """Returns a slot for each name, of n_layers stacked layers."""
+    """Returns a slot of zeros for each name, with n_layers stacked layers."""
     tensor = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    like = jax.eval_shape(lambda x, w, dy: measure(x, w, dy, "fp32"), tensor, tensor, tensor)
+    like = jax.eval_shape(lambda x, w, dy: measure(x, w, dy, get_policy("fp32")), tensor, tensor, tensor)
     return {name: jax.tree.map(lambda leaf: jnp.zeros((n_layers, *leaf.shape)), like) for name in names}
 
 
@@ -48,7 +49,7 @@ def measure(
     x: Float[Array, "*batch d_in"],
     w: Float[Array, "d_in d_out"],
     dy: Float[Array, "*batch d_out"],
-    policy: Policy | str,
+    policy: Policy,
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> Measures:
@@ -88,15 +89,15 @@ def make_layer_stats(
 ):
     """Returns the jitted `layer_stats(params, batch, step) -> measures` of every probe.
 
-    Output gradients are those of the mean loss of a step's tokens, of which only the first sequences are
-    measured, or the first part of one: MAX_TOKENS tokens at most. Random bits are drawn as in that step.
+    Output gradients are those of the mean loss over a step's tokens. At most MAX_TOKENS tokens are measured:
+    the batch's first sequences, or the beginning of one. Random bits are drawn as in that step.
 
     Args:
-      mean_loss: of parameters, sequences, key and slots.
+      mean_loss: a function of parameters, sequences, key and slots.
       empty: the model's slots.
-      seed: of the run.
-      tokens_a_step: over which the step takes the mean.
-      batch_parts: in how many a mesh cuts a batch; all get as many sequences.
+      seed: the run's seed.
+      tokens_a_step: the tokens over which the step takes the mean.
+      batch_parts: the number of shards of a batch on the mesh; each gets as many sequences.
     """
 
     @jax.jit
@@ -114,7 +115,7 @@ def make_layer_stats(
 
 
 def by_layer(measures: dict[str, Measures]) -> dict[str, dict[str, Any]]:
-    """Returns nested dicts of numbers: of "blocks.0.NAME" and so on.
+    """Returns nested dicts of numbers by layer: "blocks.0.NAME" and so on.
 
     Each layer has "fprop", "dgrad" and "wgrad", with "sqnr_db" of the product against float32 and the
     fractions "clipped" and "flushed" of both operands, and "amax" of "x", "w" and "dy".

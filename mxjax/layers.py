@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 
 from mxjax.policy import Policy, with_scale_rule
-from mxjax.recipes import as_policy
 from mxjax.scales import ScaleRule
 
-Rules = Sequence[tuple[str, Policy | str]]
+Rules = Sequence[tuple[str, Policy]]
+"""(pattern, policy) pairs; see `matching`."""
 _SLICE = re.compile(r"(\w+)\[(-?\d+|(?:-?\d+)?:(?:-?\d+)?)\](\..+)")
 
 
@@ -51,19 +51,19 @@ class LayerPolicies:
         return LayerPolicies(self.names, tuple(changed))
 
 
-def resolve(names: Sequence[str], default: Policy | str, rules: Rules = ()) -> LayerPolicies:
+def resolve(names: Sequence[str], default: Policy, rules: Rules = ()) -> LayerPolicies:
     """Returns the policy of each layer: the default, or that of the last rule whose pattern matches its name.
 
     Args:
       names: the model's layers, such as "blocks.0.mlp.down".
-      default: a policy or its name.
-      rules: (pattern, policy) pairs; patterns as in `matching`, e.g. ("blocks[:2].*", "bf16").
+      default: the policy of layers that no rule names.
+      rules: (pattern, policy) pairs; patterns as in `matching`, e.g. "blocks[:2].*".
     Raises:
-      ValueError: an unknown policy, or a pattern that matches no layer.
+      ValueError: a pattern matches no layer.
     """
-    chosen = dict.fromkeys(names, as_policy(default))
+    chosen = dict.fromkeys(names, default)
     for pattern, policy in rules:
-        chosen |= dict.fromkeys(matching(names, pattern), as_policy(policy))
+        chosen |= dict.fromkeys(matching(names, pattern), policy)
     return LayerPolicies(tuple(names), tuple(chosen.values()))
 
 

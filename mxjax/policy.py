@@ -10,72 +10,14 @@ Variations are made with `dataclasses.replace`; `mxjax.recipes` holds the named 
 """
 
 import dataclasses
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Literal
 
-from mxjax.blocks import resolve_block_shape
-from mxjax.formats import get_format
 from mxjax.hadamard import SIZES
-from mxjax.rounding import Rounding
-from mxjax.scales import ScaleRule, check_rule
+from mxjax.operand import Operand, check_choice
+from mxjax.scales import ScaleRule
 
-Source = Literal["original", "dequantized"]
 Signs = Literal["none", "fixed", "redrawn"]
-
-
-def _check_choice(name: str, value: str, choices) -> None:
-    if value not in get_args(choices):
-        raise ValueError(f"unknown {name} {value!r}; use one of {', '.join(get_args(choices))}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """How one operand of a GEMM is quantized, along the axis that the GEMM contracts.
-
-    Attributes:
-      format: a name of `mxjax.formats.FORMATS`.
-      block_shape: elements that share a scale, see `mxjax.quantize`; None for the format's own.
-      scale_rule: see `mxjax.scales.block_scale`; formats without E8M0 scales ignore it.
-      rounding: "nearest" or "stochastic".
-      prescale: shrinks the elements after the scale is chosen; the GEMM's result is divided by it.
-      source: "original", or "dequantized": what the Fprop's quantization left of the tensor.
-    """
-
-    format: str = "mxfp4"
-    block_shape: int | tuple[int, int] | None = None
-    scale_rule: ScaleRule = "floor"
-    rounding: Rounding = "nearest"
-    prescale: float | None = None
-    source: Source = "original"
-
-    def __post_init__(self):
-        f = get_format(self.format)
-        _check_choice("rounding", self.rounding, Rounding)
-        _check_choice("source", self.source, Source)
-        if f.element and f.scale == "e8m0":
-            check_rule(self.scale_rule, f.element)
-        resolve_block_shape(f, self.block_shape, ndim=2, axis=-1)
-        if self.prescale is not None and not 0 < self.prescale <= 1:
-            raise ValueError(f"prescale must be in (0, 1], got {self.prescale}")
-        if f.element is None and (self.rounding == "stochastic" or self.prescale):
-            raise ValueError(
-                f"{self.format} is not quantized: it takes no stochastic rounding and no prescale"
-            )
-
-    def __str__(self) -> str:
-        f = get_format(self.format)
-        parts = [self.format]
-        if self.block_shape is not None:
-            pair = self.block_shape if isinstance(self.block_shape, tuple) else (1, self.block_shape)
-            parts.append(f"{pair[0]}x{pair[1]}")
-        if f.scale == "e8m0":
-            parts.append(self.scale_rule)
-        if self.rounding == "stochastic":
-            parts.append("sr")
-        if self.prescale is not None:
-            parts.append(f"*{self.prescale:g}")
-        if self.source == "dequantized":
-            parts.append("dequantized")
-        return ":".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +28,7 @@ class Rotation:
       size: 16 for H16, and so on.
       signs: "none" (deterministic), "fixed" (one random vector, drawn from `seed`), or "redrawn" from
         the key at every call.
-      seed: of the fixed signs.
+      seed: the seed of the fixed signs.
     """
 
     size: int = 16
@@ -94,7 +36,7 @@ class Rotation:
     seed: int = 0
 
     def __post_init__(self):
-        _check_choice("signs", self.signs, Signs)
+        check_choice("signs", self.signs, Signs)
         if self.size not in SIZES:
             raise ValueError(f"Rotation needs a size that is one of {SIZES}, got {self.size}")
 
@@ -104,12 +46,15 @@ class Rotation:
         )
 
 
+_MXFP4 = Operand()
+
+
 @dataclasses.dataclass(frozen=True)
 class Gemm:
     """The operands of one GEMM and the rotation both take before they are quantized."""
 
-    lhs: Operand = Operand()
-    rhs: Operand = Operand()
+    lhs: Operand = _MXFP4
+    rhs: Operand = _MXFP4
     rotation: Rotation | None = None
 
     @property
@@ -126,11 +71,11 @@ class Gemm:
 class Policy:
     """The precision of a linear layer: Fprop (x, w), Dgrad (dy, w) and Wgrad (x, dy).
 
-    A GEMM or operand left out is MXFP4 by `floor`, to nearest, without rotation.
+    The default of a GEMM and of an operand is MXFP4 by `floor`, to nearest, without rotation.
 
     Raises:
-      ValueError: an operand whose source is "dequantized" but that the Fprop does not quantize (dy), or
-        quantizes in a rotated basis.
+      ValueError: an operand with source "dequantized" that the Fprop does not quantize (dy), or quantizes in
+        a rotated basis.
     """
 
     fprop: Gemm = Gemm()
@@ -144,7 +89,9 @@ class Policy:
                     f"{name}.{gradient} is dy, which the Fprop does not quantize; use 'original'"
                 )
         if any(o.source == "dequantized" for o in (self.fprop.lhs, self.fprop.rhs)):
-            raise ValueError("source='dequantized' is what the Fprop left; its own operands are 'original'")
+            raise ValueError(
+                "source='dequantized' is for backward GEMMs; the Fprop's operands are 'original'"
+            )
         if self.fprop.rotation and "dequantized" in (self.dgrad.rhs.source, self.wgrad.lhs.source):
             raise ValueError("source='dequantized' needs an Fprop without rotation")
 
@@ -167,7 +114,7 @@ class Policy:
         return " | ".join(f"{name} {gemm}" for name, gemm in self.gemms.items())
 
 
-def map_operands(policy: Policy, change) -> Policy:
+def map_operands(policy: Policy, change: Callable[[Operand], Operand]) -> Policy:
     """Returns the policy with `change(operand) -> Operand` applied to all six operands."""
 
     def gemm(g: Gemm) -> Gemm:

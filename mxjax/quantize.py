@@ -1,8 +1,7 @@
-"""Quantization of tensors to block formats, and back: the definitions that kernels reproduce bit for bit."""
+"""Quantization of tensors to block formats and back: the definitions that kernels reproduce bit for bit."""
 
 import dataclasses
 import functools
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,8 @@ from jaxtyping import Array, Float, Float32, Shaped, UInt8
 from numpy.lib.array_utils import normalize_axis_index
 
 from mxjax.blocks import BlockShape, block_max, magnitude_bits, pad, resolve_block_shape, spread
-from mxjax.formats import E2M1, E4M3, Element, Format, get_format
+from mxjax.formats import E2M1, E4M3, Element, Format, FormatName, get_format
+from mxjax.operand import Operand
 from mxjax.philox import random_uint16
 from mxjax.rounding import Rounding, round_nearest, stochastic_round
 from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale
@@ -30,19 +30,20 @@ class MXArray:
 
     Attributes:
       elements: x's shape, in the format's dtype (`float4_e2m1fn` for MXFP4).
-      scales: one a block: the blocked axis divided by the block, rounded up (both axes, for 2-D blocks);
-        `float8_e8m0fnu` (2**(byte - 127), byte 255 is NaN), `float8_e4m3fn` for NVFP4, None for FP8 and BF16.
+      scales: one a block: x's shape with the blocked axis (both axes for 2-D blocks) divided by the block and
+        rounded up. `float8_e8m0fnu` for MX (2**(byte - 127), byte 255 is NaN), `float8_e4m3fn` for NVFP4,
+        None for FP8 and BF16.
       tensor_scale: the float32 scale of the whole tensor (NVFP4, FP8), or None.
       format: name of the format.
       axis: the blocked axis, counted from the end (negative), so that it survives vmap and scan.
       block_shape: (elements along the other of the last two axes, elements along `axis`) that share a scale.
-      prescale: the factor the elements were shrunk by after the scale was chosen, or None.
+      prescale: the factor by which the elements were shrunk after the scale was chosen, or None.
     """
 
     elements: Shaped[Array, "*shape"]
     scales: Shaped[Array, "*blocks"] | None
     tensor_scale: Float32[Array, ""] | None
-    format: str
+    format: FormatName
     axis: int
     block_shape: tuple[int, int]
     prescale: float | None = None
@@ -59,18 +60,15 @@ class MXArray:
 
     @property
     def factor(self) -> Float32[Array, ""] | float | None:
-        """What remains to multiply `block_values` by: tensor_scale / prescale, or None for one."""
+        """The factor to multiply `block_values` by: tensor_scale / prescale, or None for one."""
         if self.tensor_scale is None:
             return 1 / self.prescale if self.prescale else None
         return self.tensor_scale / self.prescale if self.prescale else self.tensor_scale
 
 
-@functools.partial(
-    jax.jit, static_argnames=("format", "axis", "scale_rule", "rounding", "block_shape", "prescale")
-)
 def quantize(
     x: Shaped[Array | np.ndarray, "*shape"],
-    format: str = "mxfp4",
+    format: FormatName = "mxfp4",
     *,
     axis: int = -1,
     scale_rule: ScaleRule = "floor",
@@ -95,33 +93,28 @@ def quantize(
         last two axes, b along `axis`. Default: the format's own, 1 x 32 for MX and 1 x 16 for NVFP4.
       prescale: shrinks the elements (not the scale), e.g. 3/4 so that `floor` clips nothing and
         stochastic rounding is unbiased; `dequantize` undoes it.
-      key: JAX random key; the bits of an element depend on it and on the element's position alone.
-        Under vmap and shard_map that is the position in the mapped part: give each part its own key.
+      key: JAX random key. An element's bits depend only on the key and on the element's position. Under vmap
+        and shard_map that is the position in the mapped part: give each part its own key.
     Special values: an all-zero block has scale byte 0; a block that holds NaN or infinity has scale
       byte 255, elements 0, and dequantizes to NaN; magnitudes too small for the scale 2**-127 become 0.
-      With a tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN; an NVFP4 block so
-      far below the largest that its E4M3 scale is zero becomes zero.
+      With a tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN. An NVFP4 block
+      becomes zero if it is so far below the largest that its E4M3 scale is zero.
     Raises:
       ValueError: unknown format, rule or rounding; stochastic rounding without a key; bad block_shape.
       TypeError: x is not floating point.
     Source: OCP MX v1.0, section 6.3; arXiv 2605.09825, appendix.
     """
-    q = quantize_unpacked(
-        x,
-        format,
-        axis=axis,
-        scale_rule=scale_rule,
-        rounding=rounding,
-        block_shape=block_shape,
-        prescale=prescale,
-        key=key,
-    )
-    return dataclasses.replace(q, elements=_store(q.elements, get_format(format).dtype))
+    return _quantize(x, Operand(format, block_shape, scale_rule, rounding, prescale), axis, key)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantize(x: Shaped[Array | np.ndarray, "*shape"], operand: Operand, axis: int, key) -> MXArray:
+    q = quantize_unpacked(x, operand, axis, key)
+    return dataclasses.replace(q, elements=_store(q.elements, get_format(operand.format).dtype))
+
+
 def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*shape"]:
-    """Returns the values that q stands for.
+    """Returns the values of a quantized tensor.
 
     Exact in float32 for formats with E8M0 scales (MXFP4 in bfloat16 too) without prescale; rounded to
     float32 after the multiplication by a tensor scale or the division by a prescale.
@@ -129,6 +122,11 @@ def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*sha
     Special values: NaN for a block whose scale is NaN; infinity where a rule other than `floor` has
     rounded a magnitude near float32's largest up to 2**128.
     """
+    return _dequantize(q, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _dequantize(q: MXArray, dtype: DTypeLike) -> Float[Array, "*shape"]:
     values = block_values(q)
     return (values if q.factor is None else values * q.factor).astype(dtype)
 
@@ -137,8 +135,8 @@ def pack(q: MXArray | Shaped[Array, "*shape"], *, axis: int = -1) -> UInt8[Array
     """Returns 4-bit elements two a byte along the blocked axis, element 2i in the low nibble.
 
     Args:
-      q: a quantized tensor, or its `float4_e2m1fn` elements with the `axis` to pack. An odd axis is
-        filled up with a zero.
+      q: a quantized tensor, or its `float4_e2m1fn` elements with the `axis` to pack. An axis of odd length is
+        padded with a zero.
     Raises:
       ValueError: the elements are not 4-bit.
     """
@@ -150,7 +148,7 @@ def pack(q: MXArray | Shaped[Array, "*shape"], *, axis: int = -1) -> UInt8[Array
 
 
 def unpack(packed: UInt8[Array, "*packed"], *, axis: int = -1) -> Shaped[Array, "*shape"]:
-    """Returns the `float4_e2m1fn` elements that `pack` packed along `axis`, twice as many."""
+    """Returns the `float4_e2m1fn` elements, two a byte, that `pack` packed along `axis`."""
     axis = normalize_axis_index(axis, packed.ndim)
     codes = jnp.stack([packed & 0xF, packed >> 4], axis=axis + 1).astype(jnp.uint4)
     shape = (*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
@@ -158,7 +156,7 @@ def unpack(packed: UInt8[Array, "*packed"], *, axis: int = -1) -> Shaped[Array, 
 
 
 def pack_codes(codes: UInt8[Array, "*shape"], axis: int) -> UInt8[Array, "*packed"]:
-    """Returns 4-bit codes, given one a byte, two a byte along `axis` (from 0); see `pack`."""
+    """Returns 4-bit codes packed from one to two a byte along `axis` (counted from 0); see `pack`."""
     codes = pad(codes, axis, 2)
     pairs = codes.reshape(*codes.shape[:axis], codes.shape[axis] // 2, 2, *codes.shape[axis + 1 :])
     low, high = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
@@ -166,42 +164,37 @@ def pack_codes(codes: UInt8[Array, "*shape"], axis: int) -> UInt8[Array, "*packe
 
 
 def quantize_unpacked(
-    x: Shaped[Array | np.ndarray, "*shape"],
-    format: str,
-    *,
-    axis: int,
-    scale_rule: ScaleRule,
-    rounding: Rounding,
-    block_shape: BlockShape,
-    prescale: float | None,
-    key: jax.Array | None,
+    x: Shaped[Array | np.ndarray, "*shape"], operand: Operand, axis: int, key: jax.Array | None
 ) -> MXArray:
-    """Returns `quantize`'s result with the elements left in float32: what a GEMM needs, with no detour."""
-    f = get_format(format)
+    """Returns x quantized as `operand` says, with blocks along `axis` and the elements left in float32.
+
+    `quantize` without its last step: a GEMM reads the values anyway. Only stochastic rounding uses `key`.
+    """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize needs a floating-point tensor, got {x.dtype}; cast it")
+    f = get_format(operand.format)
     axis = normalize_axis_index(axis, x.ndim) - x.ndim
-    block_shape = resolve_block_shape(f, block_shape, x.ndim, axis)
-    _check_options(scale_rule, rounding, prescale, key)
+    block_shape = resolve_block_shape(f, operand.block_shape, x.ndim, axis)
+    stochastic = operand.rounding == "stochastic"
+    if stochastic and key is None:
+        raise ValueError("quantize rounds stochastically and needs key=; pass jax.random.key(0)")
     if f.element is None:
-        if rounding == "stochastic" or prescale is not None:
-            raise ValueError(f"{format} is not quantized: it takes no stochastic rounding and no prescale")
-        return MXArray(jnp.asarray(x, f.dtype), None, None, format, axis, block_shape)
+        return MXArray(jnp.asarray(x, f.dtype), None, None, f.name, axis, block_shape)
     x = jnp.asarray(x, jnp.float32)
-    scales, tensor_scale, scaled = _scale(x, f, f.element, scale_rule, block_shape, axis)
-    if prescale is not None:
-        scaled = scaled * jnp.float32(prescale)
-    if key is not None and rounding == "stochastic":
+    scales, tensor_scale, scaled = _scale(x, f, f.element, operand.scale_rule, block_shape, axis)
+    if operand.prescale is not None:
+        scaled = scaled * jnp.float32(operand.prescale)
+    if stochastic and key is not None:
         elements = stochastic_round(scaled, f.element, random_uint16(key, x.shape, axis))
     else:
         elements = round_nearest(scaled, f.element)
-    return MXArray(elements, scales, tensor_scale, format, axis, block_shape, prescale)
+    return MXArray(elements, scales, tensor_scale, f.name, axis, block_shape, operand.prescale)
 
 
 def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     """Returns elements * scales, without the factor, in float32.
 
-    bfloat16 holds them exactly, but for `fp32` and for magnitudes under its own range (2**-133).
+    bfloat16 holds them exactly, except those of `fp32` and magnitudes below its range (2**-133).
     """
     values = q.elements.astype(jnp.float32)
     if q.scales is None:
@@ -222,7 +215,7 @@ def float4_codes(values: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
 
 
 def _store(values: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*shape"]:
-    """Returns values that dtype holds exactly, in it."""
+    """Returns values in dtype, which holds them exactly."""
     if dtype != jnp.float4_e2m1fn:
         return values.astype(dtype)
     return lax.bitcast_convert_type(float4_codes(values).astype(jnp.uint4), dtype)
@@ -255,14 +248,3 @@ def _divide(x: Float32[Array, "*blocks"], divisor: float | Float32[Array, ""]) -
     """Returns x / divisor, rounded once: XLA would multiply by the inverse, or merge two divisions."""
     divisors = lax.optimization_barrier(jnp.full(x.shape, divisor, jnp.float32))
     return lax.optimization_barrier(x / divisors)
-
-
-def _check_options(rule: ScaleRule, rounding: Rounding, prescale: float | None, key) -> None:
-    if rule not in get_args(ScaleRule):
-        raise ValueError(f"unknown scale_rule {rule!r}; the rules are {', '.join(get_args(ScaleRule))}")
-    if rounding not in get_args(Rounding):
-        raise ValueError(f"unknown rounding {rounding!r}; use one of {', '.join(get_args(Rounding))}")
-    if rounding == "stochastic" and key is None:
-        raise ValueError("quantize rounds stochastically and needs key=; pass jax.random.key(0)")
-    if prescale is not None and not 0 < prescale <= 1:
-        raise ValueError(f"prescale must be in (0, 1], got {prescale}")

@@ -11,7 +11,8 @@ import difflib
 import types
 from collections.abc import Mapping
 
-from mxjax.policy import Gemm, Operand, Policy, Rotation
+from mxjax.operand import Operand
+from mxjax.policy import Gemm, Policy, Rotation
 
 _BF16 = Operand("bf16")
 _E4M3 = Operand("fp8_e4m3")

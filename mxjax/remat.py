@@ -1,19 +1,18 @@
-"""What a block of a model keeps of its forward pass, and what its backward pass computes again.
+"""Rematerialization: what a block keeps of its forward pass and what its backward pass recomputes.
 
 The modes, from most to least memory; `rematerialize` wraps a block in one:
 
   none  everything that the backward pass reads
   dots  the results of the matrix products and of attention; norms, activations, rotations and
-        quantization are computed again
-  fp4   the packed operands of the products in MXFP4, 17/32 byte an element, of activations and of weights,
-        and attention's result where something reads it; the products are multiplied again, but nothing
-        that is packed is quantized again
+        quantization are recomputed
+  fp4   the packed operands of the MXFP4 products, 17/32 byte an element of activations and weights, and
+        attention's result where something reads it; the products are recomputed, packed operands are not
   full  the block's input
 
-The bits of stochastic rounding are functions of the key, so that every mode draws the same,
-and computes the same numbers but for how XLA fuses what is computed again.
+Stochastic rounding is a function of the key, so every mode draws the same bits. Results differ only by how
+XLA fuses the recomputation.
 
-A model names the values with `product` and `attention`; `mxjax.dot` names its packed operands with `operand`.
+Values are found by their tags: models use `tag_attention`, `mxjax.dot` uses `tag_product` and `tag_operand`.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,30 +28,30 @@ Remat = Literal["none", "dots", "fp4", "full"]
 
 _PRODUCT, _ATTENTION, _OPERAND = "mxjax.product", "mxjax.attention", "mxjax.operand"
 _KEPT = {"dots": {_PRODUCT, _ATTENTION}, "fp4": {_OPERAND, _ATTENTION}}
-# cuDNN's attention is kept with its softmax statistics, without which its result is of no use backward.
+# cuDNN's attention is kept with its softmax statistics: its backward pass needs both.
 _CUDNN = "dot_product_attention_fwd_wrapper"
 
 
-def product[T](y: T) -> T:
-    """Returns the result of a matrix product (or arrays that make it), named as such."""
+def tag_product[T](y: T) -> T:
+    """Returns the result of a matrix product (or the arrays that make it), tagged."""
     return checkpoint_name(y, _PRODUCT)
 
 
-def attention[T](y: T) -> T:
-    """Returns y, named as the result of attention; not for cuDNN's, which is known by its primitive."""
+def tag_attention[T](y: T) -> T:
+    """Returns the result of attention, tagged. cuDNN's needs no tag: its primitive is known."""
     return checkpoint_name(y, _ATTENTION)
 
 
-def operand[T](packed: T) -> T:
-    """Returns a packed operand (or any arrays), named as such."""
+def tag_operand[T](packed: T) -> T:
+    """Returns a packed operand (or any arrays), tagged."""
     return checkpoint_name(packed, _OPERAND)
 
 
 def rematerialize(function: Callable, mode: Remat, *, in_loop: bool) -> Callable:
-    """Returns the function, keeping for its backward pass what `mode` says.
+    """Returns the function, which keeps for its backward pass what `mode` says.
 
     Args:
-      in_loop: it is the body of a loop of several passes, where the compiler cannot undo the recomputation.
+      in_loop: whether it is the body of a loop, where the compiler cannot undo the recomputation.
     """
     if mode == "none":
         return function
@@ -61,9 +60,9 @@ def rematerialize(function: Callable, mode: Remat, *, in_loop: bool) -> Callable
 
 
 def keep_products[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """Returns the function, keeping for its backward pass what is named in it, and its arguments.
+    """Returns the function, which keeps for its backward pass its tagged values and its arguments.
 
-    What elementwise operations make of a product is then computed again where it is read, rather than kept.
+    Elementwise results are then recomputed where they are read.
     """
     return jax.checkpoint(function, policy=_policy(frozenset().union(*_KEPT.values())))
 
@@ -76,7 +75,7 @@ def check_remat(mode: Remat, policies: Iterable[Policy], implementation: Impleme
         raise ValueError(
             "remat 'fp4' keeps packed MXFP4 operands, but no GEMM of these policies takes them with "
             f"implementation {choose_implementation(implementation)!r}; use a policy in MXFP4 with "
-            "implementation 'fp8' (anywhere) or 'triton' (GPUs), or remat 'dots' or 'full'"
+            "implementation 'fp8_carriers' (anywhere) or 'triton' (GPUs), or remat 'dots' or 'full'"
         )
 
 

@@ -41,7 +41,7 @@ def stochastic_round(
     steps = magnitude * per_step
     below = jnp.floor(steps)
     uniform = (random.astype(jnp.float32) + 0.5) * jnp.float32(2**-16)
-    return jnp.copysign((below + (uniform < steps - below)) * step, x)
+    return jnp.copysign((below + (uniform < steps - below).astype(jnp.float32)) * step, x)
 
 
 def _steps(

@@ -51,11 +51,11 @@ def block_scale(
     return jnp.where(bits >= _INFINITY, NAN_SCALE, byte).astype(jnp.uint8)
 
 
-def check_rule(rule: ScaleRule, element: Element) -> None:
-    """Raises ValueError if there is no such rule, or none for such elements."""
+def check_rule(rule: str, element: Element | None) -> None:
+    """Raises ValueError if the rule is unknown or undefined for E8M0 scales of such elements."""
     if rule not in get_args(ScaleRule):
         raise ValueError(f"unknown scale_rule {rule!r}; the rules are {', '.join(get_args(ScaleRule))}")
-    if rule == "uos" and element is not E2M1:
+    if rule == "uos" and element is not None and element is not E2M1:
         raise ValueError(f"scale_rule 'uos' is defined for E2M1 elements, not {element.name}; use 'even'")
 
 

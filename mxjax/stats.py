@@ -1,4 +1,4 @@
-"""Measures of what quantization does to a tensor, and to each GEMM of a `dot`, against float32."""
+"""Errors of quantization against float32: of a tensor, and of each GEMM of a `dot`."""
 
 from typing import NamedTuple
 
@@ -6,26 +6,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from mxjax.blocks import BlockShape
 from mxjax.dot import dot
 from mxjax.dot import residual_bytes as residual_bytes
 from mxjax.formats import get_format
+from mxjax.gemm_input import as_backward_sees, fold, gemm_inputs, quantize_input, rotate_input
 from mxjax.implementations import Implementation
-from mxjax.operands import as_backward_sees, fold, quantize_operand, rotate_operand, uses_of
 from mxjax.policy import Policy
-from mxjax.quantize import MXArray, dequantize, quantize
+from mxjax.quantize import MXArray, dequantize
 from mxjax.recipes import as_policy
-from mxjax.rounding import Rounding
-from mxjax.scales import ScaleRule
 
 
 class Error(NamedTuple):
-    """How far an approximation lies from a float32 tensor; scalars.
+    """The distance of an approximation from a float32 tensor; scalars.
 
     Attributes:
       sqnr_db: signal to quantization noise, 10 log10(sum x^2 / sum (x - approximation)^2), in dB.
       relative_error: ||x - approximation|| / ||x||.
-      cosine: of the angle between the two.
+      cosine: the cosine of the angle between the two.
     """
 
     sqnr_db: Float32[Array, ""]
@@ -37,8 +34,8 @@ class QuantizationError(NamedTuple):
     """`Error`'s fields, and two fractions of all elements.
 
     Attributes:
-      clipped: whose magnitude was past the largest that their block can hold.
-      flushed: that were not zero and became zero.
+      clipped: the elements whose magnitude exceeds the largest that their block can hold.
+      flushed: the nonzero elements that became zero.
     """
 
     sqnr_db: Float32[Array, ""]
@@ -49,7 +46,7 @@ class QuantizationError(NamedTuple):
 
 
 class GemmError(NamedTuple):
-    """The error of one GEMM's product, and of its operands as they are quantized (rotated, if they are)."""
+    """The errors of one GEMM: of its product, and of its (rotated) operands."""
 
     product: Error
     lhs: QuantizationError
@@ -57,7 +54,7 @@ class GemmError(NamedTuple):
 
 
 class DotErrors(NamedTuple):
-    """The errors of the GEMMs that make y, dx and dw."""
+    """The errors of the GEMMs that compute y, dx and dw."""
 
     fprop: GemmError
     dgrad: GemmError
@@ -65,10 +62,10 @@ class DotErrors(NamedTuple):
 
 
 def error(x: Float[Array, "*shape"], approximation: Float[Array, "*shape"]) -> Error:
-    """Returns how far `approximation` lies from x.
+    """Returns the distance of `approximation` from x.
 
-    Special values: infinite dB where exact; for an all-zero x the cosine is NaN, and so are the others if
-    the approximation is all zero too (else -infinite dB and an infinite relative error).
+    Special values: infinite dB if exact. For an all-zero x the cosine is NaN; the others are NaN if the
+    approximation is all zero too, else -infinite dB and an infinite relative error.
     """
     x, a = x.astype(jnp.float32), approximation.astype(jnp.float32)
     signal, noise, norm = jnp.sum(x * x), jnp.sum((x - a) ** 2), jnp.sum(a * a)
@@ -79,33 +76,8 @@ def error(x: Float[Array, "*shape"], approximation: Float[Array, "*shape"]) -> E
     )
 
 
-def quantization(
-    x: Float[Array, "*shape"],
-    format: str = "mxfp4",
-    *,
-    axis: int = -1,
-    scale_rule: ScaleRule = "floor",
-    rounding: Rounding = "nearest",
-    block_shape: BlockShape = None,
-    prescale: float | None = None,
-    key: jax.Array | None = None,
-) -> QuantizationError:
-    """Returns the error of `dequantize(quantize(x, ...))`; arguments as `mxjax.quantize`."""
-    q = quantize(
-        x,
-        format,
-        axis=axis,
-        scale_rule=scale_rule,
-        rounding=rounding,
-        block_shape=block_shape,
-        prescale=prescale,
-        key=key,
-    )
-    return _compare(x, q)
-
-
-def _compare(x: Float[Array, "*shape"], q: MXArray) -> QuantizationError:
-    """Returns the error of q, a quantization of x."""
+def quantization(x: Float[Array, "*shape"], q: MXArray) -> QuantizationError:
+    """Returns the error of q, a quantization of x such as `mxjax.quantize(x)`."""
     x, value = x.astype(jnp.float32), dequantize(q)
     element = get_format(q.format).element
     at_limit = jnp.abs(q.elements.astype(jnp.float32)) == (element.max if element else jnp.inf)
@@ -144,10 +116,10 @@ def gemms(
     errors = []
     for i, gemm in enumerate(policy.gemms.values()):
         (lhs, lhs_axis), (rhs, rhs_axis) = tensors[i]
-        uses = uses_of(gemm, lhs_axis, rhs_axis, fold(key, i))
-        sides = [
-            _compare(rotate_operand(t, use.axis, use.rotation, use.signs), quantize_operand(t, use))
-            for t, use in zip((lhs, rhs), uses, strict=True)
+        inputs = gemm_inputs(gemm, lhs_axis, rhs_axis, fold(key, i))
+        operands = [
+            quantization(rotate_input(t, how), quantize_input(t, how))
+            for t, how in zip((lhs, rhs), inputs, strict=True)
         ]
-        errors.append(GemmError(error(exact[i], quantized[i]), *sides))
+        errors.append(GemmError(error(exact[i], quantized[i]), *operands))
     return DotErrors(*errors)

@@ -3,8 +3,8 @@
     python -m benchmarks.study run ladder-60m --out DIR --data PREFIX --eval-data PREFIX --minutes 25
     python -m benchmarks.study report DIR
 
-A run that is done is skipped, so the same command continues after an interruption. `--minutes` ends in time,
-with every finished run kept.
+Finished runs are skipped, so the same command continues after an interruption. With `--minutes` no run starts
+that would not end in time.
 """
 
 import os
@@ -32,17 +32,17 @@ def run(
     workers: int = 1,
     commit: str | None = None,
 ) -> None:
-    """Trains the cells of a study that are missing.
+    """Trains the missing runs of a study.
 
     Args:
-      study: a name of `benchmarks.study.cells.STUDIES`, or several joined by commas, in that order.
-      out: folder of the runs' JSON files; files of other studies there are left alone.
+      study: name in `benchmarks.study.cells.STUDIES`, or several joined by commas, in that order.
+      out: folder of the runs' JSON files; other studies may share it.
       data: prefix of the tokenized dataset to train on (see `benchmarks.study_data`).
-      eval_data: prefix of the one to evaluate on.
-      vocab_size: of the datasets' tokenizer.
-      minutes: end by then; default, when all is done.
-      workers: processes that share the cells, each on a GPU of its own.
-      commit: for the record. Default: that of the checkout.
+      eval_data: prefix of the dataset to evaluate on.
+      vocab_size: vocabulary of the datasets' tokenizer.
+      minutes: time limit; default, none.
+      workers: processes that share the cells, each on its own GPU.
+      commit: commit for the record; default, the checkout's.
     """
     with input_errors():
         names = study.split(",")
@@ -57,11 +57,11 @@ def run(
             settings = runner.Settings(name, out, data, eval_data, vocab_size, commit, deadline)
             if not runner.run_cells(STUDIES[name], settings):
                 break
-            print(f"{name}: no run is missing, or other processes are at the rest")
+            print(f"{name}: no run is missing, or other processes train the rest")
 
 
 def _run_workers(count: int) -> int:
-    """Starts this command once a GPU; returns the highest exit status."""
+    """Starts this command once for each GPU; returns the highest exit status."""
     position = sys.argv.index("--workers")
     arguments = [*sys.argv[1:position], *sys.argv[position + 2 :]]
     command = [sys.executable, "-m", "benchmarks.study", *arguments]

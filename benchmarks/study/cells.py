@@ -1,7 +1,7 @@
 """The study's cells as plain data: policy, scale rules, model, protocol and seeds.
 
-A cell's name says all of it: `wgrad_hadamard.floor.60m.decay` is the policy, the rule of all three GEMMs (or
-`even-even-floor`, of Fprop, Dgrad and Wgrad), the model and the protocol.
+A cell's name has all of them: `wgrad_hadamard.floor.60m.decay` is the policy, the scale rule of all three
+GEMMs (or `even-even-floor` for Fprop, Dgrad and Wgrad), the model and the protocol.
 """
 
 import dataclasses
@@ -9,7 +9,8 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from mxjax.policy import Gemm, Operand, Policy, Rotation, with_scale_rule
+from mxjax.operand import Operand
+from mxjax.policy import Gemm, Policy, Rotation, with_scale_rule
 from mxjax.recipes import get_policy
 from mxjax.scales import ScaleRule
 
@@ -21,10 +22,10 @@ class Protocol:
     Attributes:
       lr: peak learning rate.
       steps: optimizer steps of a run.
-      horizon: steps over which the cosine decays to a tenth of the peak; None is `steps`.
+      horizon: steps over which the cosine decays to a tenth of the peak; None means `steps`.
       warmup: steps of linear warm-up.
       batch, seq: sequences a step, and tokens a sequence.
-      evaluations: how many, evenly spaced, the last after the last step.
+      evaluations: number of evaluations, evenly spaced, the last after the last step.
     """
 
     lr: float
@@ -37,14 +38,17 @@ class Protocol:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a run trains on."""
+        """Training tokens of a run."""
         return self.steps * self.batch * self.seq
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Runs that differ in the seed alone. `rules`: a scale rule, or three joined by "-", or "" for the
-    policy's own."""
+    """Runs that differ only in the seed.
+
+    Attributes:
+      rules: a scale rule, or one for each GEMM joined by "-", or "" for the policy's own.
+    """
 
     policy: str
     rules: str
@@ -54,16 +58,16 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The cell's name, by which its files are called."""
+        """The cell's name, which begins the names of its files."""
         return f"{self.policy}.{self.rules or 'own'}.{self.model}.{self.protocol}"
 
 
 _MULTIPLES = (0.8, 0.9, 1.1, 1.25, 1.5)
-"""Lengths of the fp8 runs, in units of a cell's, that turn a final loss into tokens."""
+"""Lengths of further fp8 runs relative to a cell's: they convert a final loss to tokens."""
 
 
 def _protocols() -> dict[str, Protocol]:
-    """One epoch of the corpus is 717 steps of 64 x 512 tokens at a vocabulary of 16,384."""
+    """Returns the protocols; an epoch is 717 steps of 64 x 512 tokens at a vocabulary of 16,384."""
     decay = Protocol(lr=1e-3)
     found = {"decay": decay, "decay125m": dataclasses.replace(decay, lr=6e-4)}
     for lr in ("1e-3", "2e-3", "3e-3"):
@@ -94,7 +98,7 @@ LADDER = (
     "amazon",
     "bf16",
 )
-"""The most telling first: device time comes in slices."""
+"""The policies, the most informative first."""
 
 _WITHOUT_MXFP4 = ("fp8", "bf16")
 _WGRAD_ONLY = "only_"
@@ -113,8 +117,8 @@ _WGRAD_KINDS: Mapping[str, Gemm] = types.MappingProxyType(
 def policy_of(cell: Cell) -> Policy:
     """Returns the cell's policy with its scale rules.
 
-    Besides `mxjax.policies()` there are `wgrad_sr34` (stochastic rounding without clipping: a prescale of
-    3/4) and, for every kind of Wgrad, `only_KIND`: Wgrad alone in MXFP4, the other two GEMMs in FP8.
+    The names are those of `mxjax.policies()`, `wgrad_sr34` (stochastic rounding with a prescale of 3/4, which
+    does not clip), and `only_KIND` for every kind of Wgrad: Wgrad in MXFP4, the other two GEMMs in FP8.
     """
     name = cell.policy.removeprefix(_WGRAD_ONLY)
     if name in _WGRAD_KINDS:
@@ -129,7 +133,7 @@ def policy_of(cell: Cell) -> Policy:
 
 
 def policy_with_rules(policy: Policy, rules: Sequence[str]) -> Policy:
-    """Returns the policy with a scale rule for the MXFP4 operands of each GEMM: Fprop, Dgrad, Wgrad."""
+    """Replaces the scale rules of the MXFP4 operands of Fprop, Dgrad and Wgrad."""
     changed = (
         with_scale_rule(policy, cast(ScaleRule, rule)) if policy.has_mxfp4 else policy for rule in rules
     )
@@ -146,7 +150,7 @@ def _ladder_cells(model: str, protocol: str, rules: tuple[str, ...], seeds: int)
 
 
 def _rule_cells() -> list[Cell]:
-    """Fprop and Dgrad fixed, Wgrad's rule varied."""
+    """Returns cells that vary Wgrad's rule with Fprop and Dgrad fixed."""
     cells = []
     for kind in _WGRAD_KINDS:
         for rule in ("floor", "even", "uos", "rceil", "ceil"):
@@ -161,7 +165,7 @@ def _tuning(model: str, protocol: str, rates: tuple[str, ...], seeds: int) -> tu
 
 STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
     {
-        # The learning rate of each size: the lowest loss, then the highest rate at which seeds agree.
+        # They choose each size's learning rate: the lowest loss, then the highest rate at which seeds agree.
         "tune-60m": _tuning("60m", "decay", ("1e-3", "1.5e-3", "2e-3", "5e-4", "4e-3"), 3),
         "tune-60m-warmup": _tuning("60m", "decay-w150", ("1e-3", "2e-3", "3e-3"), 3),
         "tune-125m": _tuning("125m", "decay", ("5e-4", "1e-3", "2.5e-4"), 2),
@@ -172,4 +176,4 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
         "rules-60m": tuple(_rule_cells()),
     }
 )
-"""What is trained, in the order in which device time is spent."""
+"""The studies and their cells, in the order of training."""

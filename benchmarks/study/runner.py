@@ -1,7 +1,7 @@
-"""Trains the cells of a study: each finished run is one small JSON file, and what is there is not repeated.
+"""Trains the cells of a study; each finished run is one JSON file, and existing files are not repeated.
 
-Every policy of a seed has the same initial weights and the same batches. All seeds of a cell share one
-compilation. Several processes, one a GPU, share the cells by file locks.
+All policies of a seed have the same initial weights and the same batches. All seeds of a cell share one
+compilation. Several processes, one a GPU, share the cells through file locks.
 """
 
 import contextlib
@@ -26,25 +26,26 @@ from models.configs import LlamaConfig, get_config
 from training.config import DataConfig, OptimizerConfig
 from training.data.megatron import MegatronCorpus, load_megatron
 from training.environment import facts
+from training.files import write_atomically
 from training.optimizer import make_optimizer
 from training.step import evaluate, init_state, make_eval_step, make_train_step
 
 IMPLEMENTATION = "xla"
-"""Of every cell: bfloat16 products of the exact values, so that nothing but the policy varies."""
+"""Every cell's: it multiplies the exact values in bfloat16, so that only the policy varies."""
 _COMPILATION = 60.0  # seconds to allow for a cell's first run, until one has been timed
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a study is run with.
+    """The settings of a study.
 
     Attributes:
-      study: its name, for the record.
+      study: name for the record.
       out: folder of the runs' JSON files.
       data, eval_data: prefixes of tokenized datasets.
-      vocab_size: of the tokens, and so of the models.
-      commit: of the code, for the record.
-      deadline: `time.monotonic()` after which no run must last; None is never.
+      vocab_size: vocabulary of the data and the models.
+      commit: commit of the code, for the record.
+      deadline: `time.monotonic()` by which every run must have ended; None for no limit.
     """
 
     study: str
@@ -57,7 +58,7 @@ class Settings:
 
 
 def run_path(out: pathlib.Path, cell: Cell, seed: int) -> pathlib.Path:
-    """Returns the file of one run."""
+    """Returns the path of one run's file."""
     return out / f"{cell.name}.s{seed}.json"
 
 
@@ -67,9 +68,9 @@ def missing_seeds(out: pathlib.Path, cell: Cell) -> list[int]:
 
 
 def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
-    """Trains what is missing, in order; returns whether nothing was left for want of time.
+    """Trains the missing runs in order; returns False if the time did not suffice.
 
-    Cells that another process is training are passed over.
+    Skips cells that another process is training.
     """
     settings.out.mkdir(parents=True, exist_ok=True)
     data = DataConfig(data=(settings.data,), eval_data=settings.eval_data, vocab_size=settings.vocab_size)
@@ -82,17 +83,17 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
 
 
 def run_cell(cell: Cell, cells: Sequence[Cell], corpus: MegatronCorpus, settings: Settings) -> bool:
-    """Trains the missing seeds of a cell; returns whether time sufficed."""
+    """Trains the missing seeds of a cell; returns whether the time sufficed."""
     programs = None
     for seed in missing_seeds(settings.out, cell):
         if not _fits(cell, settings, compiles=programs is None):
-            print(f"{cell.name}: no time left for another run; the same command continues", flush=True)
+            print(f"{cell.name}: no time left for another run; the same command continues later", flush=True)
             return False
         if programs is None:
             programs = Programs(cell, corpus)
         outcome = programs.train(seed)
         record = {"study": settings.study, "commit": settings.commit, **outcome}
-        _write(run_path(settings.out, cell, seed), record)
+        write_atomically(run_path(settings.out, cell, seed), json.dumps(record) + "\n")
         left = sum(len(missing_seeds(settings.out, c)) for c in cells)
         print(
             f"{cell.name} seed {seed}: final loss {outcome['final_loss']:.4f}, {outcome['seconds']:.1f} s; "
@@ -126,10 +127,10 @@ class Programs:
         self.compile_seconds: float | None = None
 
     def train(self, seed: int) -> dict[str, Any]:
-        """Returns the record of one run."""
+        """Trains one run and returns its record."""
         p, cell = self.protocol, self.cell
         key = jax.random.key(seed)
-        state = self.first_state(jax.random.fold_in(key, 2**32 - 1))  # the key of no step, as in train.py
+        state = self.first_state(jax.random.fold_in(key, 2**32 - 1))  # no step has this key, as in train.py
         samples = self.corpus.samples(p.seq, seed, p.steps * p.batch)
         due = {round(p.steps * (i + 1) / p.evaluations) for i in range(p.evaluations)}
         losses, evaluations = [], []
@@ -178,7 +179,7 @@ def model_of(cell: Cell, vocab_size: int) -> LlamaConfig:
 
 
 def held_out_batches(tokens: np.ndarray, protocol: Protocol) -> list[np.ndarray]:
-    """Returns all whole batches of the validation tokens, so that one program evaluates them all."""
+    """Returns all full batches of the validation tokens, so that one program evaluates them all."""
     n = (len(tokens) - 1) // protocol.seq // protocol.batch
     if not n:
         raise ValueError(
@@ -190,7 +191,7 @@ def held_out_batches(tokens: np.ndarray, protocol: Protocol) -> list[np.ndarray]
 
 
 def remaining_seconds(cells: Sequence[Cell], out: pathlib.Path) -> float:
-    """Returns how long the missing runs would take one device, by the runs that are there; NaN for none."""
+    """Estimates the time of the missing runs on one device from the existing runs; NaN if there are none."""
     timed = [_seconds_a_token(cell, out) for cell in cells]
     known = [t for t in timed if t]
     typical = sum(known) / len(known) if known else math.nan
@@ -201,7 +202,7 @@ def remaining_seconds(cells: Sequence[Cell], out: pathlib.Path) -> float:
 
 
 def current_commit() -> str:
-    """Returns the commit of the checkout, marked if files differ from it; "unknown" outside of git."""
+    """Returns the commit of the checkout, marked if files differ from it; "unknown" outside git."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
@@ -217,7 +218,7 @@ def _call(function, model, options, params, batch, key):
 
 
 def _fits(cell: Cell, settings: Settings, compiles: bool) -> bool:
-    """Whether a run of the cell would end before the deadline, as far as one can tell."""
+    """Whether a run of the cell is expected to end before the deadline."""
     if settings.deadline is None:
         return True
     seconds = PROTOCOLS[cell.protocol].tokens * (_seconds_a_token(cell, settings.out) or 0.0)
@@ -225,20 +226,14 @@ def _fits(cell: Cell, settings: Settings, compiles: bool) -> bool:
 
 
 def _seconds_a_token(cell: Cell, out: pathlib.Path) -> float | None:
-    """Returns the slowest rate among a few runs of the same model, None if there is none."""
+    """Returns the slowest of a few runs of the same model, None if there are none."""
     records = [json.loads(path.read_text()) for path in sorted(out.glob(f"*.{cell.model}.*.json"))[-8:]]
     return max((record["seconds"] / record["tokens"] for record in records), default=None)
 
 
-def _write(path: pathlib.Path, record: dict[str, Any]) -> None:
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(record) + "\n")
-    partial.replace(path)
-
-
 @contextlib.contextmanager
 def _claimed(path: pathlib.Path) -> Iterator[bool]:
-    """Holds a lock that the system releases when the process ends; gives False if another has it."""
+    """Tries to take a lock that lasts as long as the process; yields whether it did."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

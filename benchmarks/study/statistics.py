@@ -1,4 +1,4 @@
-"""Comparisons paired by seed: mean differences, t-intervals, Holm's correction, and what a test can see."""
+"""Comparisons paired by seed: mean differences, t-intervals, Holm's correction, detectable differences."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from scipy import stats
 
 CONFIDENCE = 0.95
 DIVERGED = 0.5
-"""A run has diverged if it is not finite, or ends this many nats above its own lowest evaluation."""
+"""A run has diverged if its loss is not finite, or ends this many nats above its lowest evaluation."""
 
 
 class Difference(NamedTuple):
@@ -17,9 +17,9 @@ class Difference(NamedTuple):
 
     Attributes:
       mean: NaN without pairs.
-      low, high: the 95 % t-interval, NaN for fewer than two pairs.
-      p: two-sided t-test against zero, NaN likewise.
-      n: pairs.
+      low, high: 95 % t-interval, NaN with fewer than two pairs.
+      p: two-sided t-test against zero, NaN with fewer than two pairs.
+      n: number of pairs.
     """
 
     mean: float
@@ -30,7 +30,7 @@ class Difference(NamedTuple):
 
 
 def paired_difference(ours: Mapping[int, float], base: Mapping[int, float]) -> Difference:
-    """Returns the mean of ours - base over the seeds that both have."""
+    """Returns the mean of ours - base over the seeds in both."""
     d = np.array([ours[seed] - base[seed] for seed in sorted(ours.keys() & base.keys())])
     if len(d) < 2:
         return Difference(float(d.mean()) if len(d) else math.nan, math.nan, math.nan, math.nan, len(d))
@@ -41,7 +41,7 @@ def paired_difference(ours: Mapping[int, float], base: Mapping[int, float]) -> D
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Returns the p-values by Holm's step-down correction; NaN stays NaN and counts as no test.
+    """Corrects p-values by Holm's step-down method; NaN stays NaN and does not count as a test.
 
     Source: S. Holm, Scandinavian Journal of Statistics 6 (1979), 65-70.
     """
@@ -54,7 +54,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def detectable(differences: Sequence[float], power: float = 0.8) -> float:
-    """Returns the true mean difference that a t-test at 5 % finds with this power, given such pairs."""
+    """Returns the mean difference that a t-test at 5 % finds with this power, given the pairs' scatter."""
     n = len(differences)
     if n < 2:
         return math.nan
@@ -69,6 +69,6 @@ def detectable(differences: Sequence[float], power: float = 0.8) -> float:
 
 
 def has_diverged(final_loss: float, evaluations: Sequence[tuple[float, float]]) -> bool:
-    """Whether a run has diverged, by the rule of DIVERGED."""
+    """Whether a run has diverged (see DIVERGED)."""
     losses = [loss for _, loss in evaluations]
     return not math.isfinite(final_loss) or final_loss > min(losses, default=final_loss) + DIVERGED

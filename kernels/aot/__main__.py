@@ -3,8 +3,8 @@
     python -m mxjax.kernels.aot --target gfx950 --target sm_100 --out DIR
 
 Writes for each build DIR/<target>/<name>.hsaco (or .cubin), its assembly (.amdgcn, or .ptx and .sass), and
-a .json with all that launching it takes, what it computes and what the assembly says (docs/kernels-aot.md).
-Prints a table, and as its last line a summary in JSON.
+its record as .json: how to launch it, what it computes, and what its code looks like (docs/kernels-aot.md).
+Prints a table, and a JSON summary as the last line.
 """
 
 from mxjax.kernels.aot.compile import main

@@ -1,6 +1,6 @@
-"""What the assembly of a compiled kernel says: registers, spills, occupancy, instructions of its main loop.
+"""Reads the assembly of a compiled kernel: registers, spills, occupancy, instructions of its main loop.
 
-Reads AMDGCN (`.amdgcn`) and NVIDIA SASS as Triton's disassembler prints it.
+It takes AMDGCN (`.amdgcn`), and NVIDIA's SASS as Triton's disassembler prints it.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Instruction(NamedTuple):
-    """One instruction: its opcode, and the label that it branches to or None."""
+    """An instruction: its opcode, and the label that it branches to, or None."""
 
     opcode: str
     target: str | None
@@ -79,11 +79,11 @@ def amd_descriptor(assembly: str) -> dict[str, int]:
 
 
 def cuda_arguments(ptx: str) -> list[dict[str, int | str | None]]:
-    """Returns the same of a PTX entry's parameters, all of which must be pointers to global memory."""
+    """Returns the same for a PTX entry, whose parameters must all be pointers to global memory."""
     [parameters] = re.findall(r"\.entry \w+\((.*?)\)", ptx, re.S)
     kinds = [p.split()[:4] for p in parameters.split(",")]
     if any(kind != [".param", ".u64", ".ptr", ".global"] for kind in kinds):
-        raise ValueError(f"not pointers to global memory alone: {parameters}")
+        raise ValueError(f"cuda_arguments takes pointers to global memory only, got {parameters}")
     return [_argument(8 * i, 8, "global_buffer", {"address_space": "global"}) for i in range(len(kinds))]
 
 
@@ -93,9 +93,9 @@ def _argument(offset, size, kind: str, fields) -> dict[str, int | str | None]:
 
 
 def amd_occupancy(vgprs: int, lds_bytes: int, warps: int) -> int:
-    """Returns waves a SIMD of gfx950: at most 8, with 512 registers a lane, and 160 KiB of LDS for 4 SIMDs.
+    """Returns the waves a SIMD of gfx950: at most 8, with 512 registers a lane and 160 KiB of LDS for four.
 
-    Source: AMD Instinct CDNA4 ISA; registers are allocated by eights, LDS by 1280 bytes.
+    Source: AMD Instinct CDNA4 ISA; registers are allocated in eights, LDS in units of 1280 bytes.
     """
     by_registers = 512 // (-(-vgprs // 8) * 8) if vgprs else 8
     programs = 160 * 1024 // (-(-lds_bytes // 1280) * 1280) if lds_bytes else 8 * 4 // warps
@@ -103,7 +103,7 @@ def amd_occupancy(vgprs: int, lds_bytes: int, warps: int) -> int:
 
 
 def cuda_resources(usage: str) -> dict[str, int]:
-    """Returns registers and memory from what `cuobjdump -res-usage` prints."""
+    """Returns registers and memory from the output of `cuobjdump -res-usage`."""
     fields = {
         "registers": "REG",
         "stack_bytes": "STACK",
@@ -114,19 +114,19 @@ def cuda_resources(usage: str) -> dict[str, int]:
 
 
 def cuda_spills(instructions: Sequence[Instruction | str]) -> int:
-    """Returns how many instructions store registers to local memory."""
+    """Counts the instructions that store registers to local memory."""
     return sum(isinstance(x, Instruction) and x.opcode.startswith("STL") for x in instructions)
 
 
 def cuda_occupancy(registers: int, shared_bytes: int, warps: int) -> int:
-    """Returns warps a multiprocessor of sm_90 or sm_100 holds: at most 64, and 32 programs.
+    """Returns the warps on a multiprocessor of sm_90 or sm_100: at most 64, in at most 32 programs.
 
-    It has 65,536 registers, given to a warp by 256, and 228 KiB of shared memory, of which a program takes
-    1 KiB more than it asks for, by 128 bytes.
+    It has 65,536 registers, allocated to warps in units of 256, and 228 KiB of shared memory, allocated in
+    units of 128 bytes; a program takes 1 KiB more than it asks for.
     Source: CUDA C++ Programming Guide, compute capabilities 9.0 and 10.0.
     """
-    of_a_warp = -(-registers * 32 // 256) * 256
-    by_registers = 65536 // of_a_warp // warps if registers else 64
+    warp_registers = -(-registers * 32 // 256) * 256
+    by_registers = 65536 // warp_registers // warps if registers else 64
     by_shared = 228 * 1024 // (-(-shared_bytes // 128) * 128 + 1024)
     return warps * min(64 // warps, 32, by_registers, by_shared)
 
@@ -134,12 +134,12 @@ def cuda_occupancy(registers: int, shared_bytes: int, warps: int) -> int:
 def _number(pattern: str, text: str) -> int:
     match = re.search(pattern, text, re.M)
     if match is None:
-        raise ValueError(f"no match of {pattern!r}")
+        raise ValueError(f"the assembly has no match for {pattern!r}")
     return int(match[1])
 
 
 def amd_instructions(assembly: str) -> list[Instruction | str]:
-    """Returns the instructions of AMDGCN text in order, and labels as strings."""
+    """Returns the instructions and labels of AMDGCN text in order; labels are strings."""
     found: list[Instruction | str] = []
     for line in assembly.splitlines():
         if label := re.match(r"(\.LBB\w+):", line):
@@ -155,7 +155,7 @@ def amd_instructions(assembly: str) -> list[Instruction | str]:
 
 
 def cuda_instructions(sass: str) -> list[Instruction | str]:
-    """Returns the instructions of SASS in order, and labels and addresses branched to as strings."""
+    """Returns the instructions of SASS in order, with labels and branched-to addresses as strings."""
     lines = []
     for line in sass.splitlines():
         if label := re.match(r"(LBB\d+):", line):
@@ -178,7 +178,7 @@ def cuda_instructions(sass: str) -> list[Instruction | str]:
 def main_loop(instructions: Sequence[Instruction | str]) -> tuple[list[Instruction], bool]:
     """Returns the innermost loop with most matrix instructions, and True.
 
-    Without matrix instructions it is the longest; a kernel without such a loop gives everything, and False.
+    Without matrix instructions it is the longest loop; without a loop, the whole kernel and False.
     """
     everything = [x for x in instructions if isinstance(x, Instruction)]
     labels = {x: i for i, x in enumerate(instructions) if isinstance(x, str)}
@@ -191,7 +191,7 @@ def main_loop(instructions: Sequence[Instruction | str]) -> tuple[list[Instructi
         for span in ends.items()
     }
     loops = {span: body for span, body in loops.items() if len(body) > 1}  # SASS ends in a branch to itself
-    if _matrices(everything):  # loops around or in the main one that only wait, or store, are none
+    if _matrices(everything):  # drop loops that only wait or store
         loops = {span: body for span, body in loops.items() if _matrices(body)}
     inner = [body for span, body in loops.items() if not any(span[0] < other[0] < span[1] for other in loops)]
     if not inner:
@@ -204,12 +204,12 @@ def _matrices(body: Sequence[Instruction]) -> int:
 
 
 def count_classes(instructions: Sequence[Instruction]) -> dict[str, int]:
-    """Returns how many instructions of each class there are."""
+    """Counts the instructions of each class."""
     return dict(Counter(_class(x.opcode) for x in instructions).most_common())
 
 
 def count_opcodes(instructions: Sequence[Instruction]) -> dict[str, int]:
-    """Returns how many instructions of each opcode there are; a load into LDS has " lds" after its opcode."""
+    """Counts the instructions of each opcode; a load into LDS has " lds" after its opcode."""
     return dict(Counter(x.opcode for x in instructions).most_common())
 
 

@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 
+from mxjax.devices import Target
 from mxjax.fp8_carriers import DTYPES, Carrier
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
-from mxjax.kernels.launch import Target
 from mxjax.kernels.matmul.carry import BLOCKS, carry_kernel, constants_of, programs_of
 
 _ELEMENTS = "E2M1, eight a word, element 8 i + j in bits 4 j to 4 j + 3; [1, rows, 4 words a block of 32]"

@@ -20,9 +20,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from mxjax.devices import Target
 from mxjax.kernels.aot.builds import Build
 from mxjax.kernels.aot.record import ALIGNMENT, TYPES, make_record
-from mxjax.kernels.launch import Target
 from mxjax.kernels.tables import table
 
 DESCRIPTION = "Compiles every kernel for the shapes of Llama 3.1 8B, on a machine with or without a GPU."

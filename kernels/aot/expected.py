@@ -15,9 +15,9 @@ import ml_dtypes
 import numpy as np
 
 import mxjax
-from mxjax.fp8_carriers import DTYPES, REFERENCES, SHIFTS, Carrier
+from mxjax.formats import BLOCK
+from mxjax.fp8_carriers import DTYPES, SHIFTS, UNIT_BYTES, Carrier
 
-BLOCK = 32
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
 SIGNS = 64
 """Signs that the quantizer kernel takes of each side; shorter runs repeat."""
@@ -99,10 +99,10 @@ def quantizer_inputs(*, shape: list[int], dtype: str, rows: Side | None, columns
     if dtype != "float16" and not any(side and side["rotation"] > 1 for side in sides):
         numbers[..., :BLOCK] *= 2.0**-134
     x = np.where(rng.random(whole) < 0.002, np.inf, numbers).astype(dtype)
-    scalars, signs = np.zeros((1, 9), np.uint32), np.ones((1, 2, SIGNS), np.float32)
+    scalars, signs = np.zeros((1, 7), np.uint32), np.ones((1, 2, SIGNS), np.float32)
     for i, side in enumerate(sides):
         if side and side["rounding"] == "stochastic":
-            scalars[0, 3 * i : 3 * i + 2] = jax.random.bits(_random_key(i), (2,), np.uint32)
+            scalars[0, 2 * i : 2 * i + 2] = jax.random.bits(_random_key(i), (2,), np.uint32)
         if side and side["signs"] != "none":
             signs[0, i] = np.tile(_random_signs(i, side), SIGNS // side["rotation"])
     return {"x": x, "scalars": scalars, "signs": signs}
@@ -177,7 +177,7 @@ def carrier_outputs(inputs: Arrays, *, rows: int, blocks: int, carrier: Carrier,
     codes = inputs["words"].view(np.uint8).reshape(1, rows, 16 * blocks)
     scales = inputs["scales"]
     is_nan = scales == 255
-    unit = np.clip(np.where(is_nan, 0, scales).astype(int).max(-1) - high, *REFERENCES)
+    unit = np.clip(np.where(is_nan, 0, scales).astype(int).max(-1) - high, *UNIT_BYTES)
     shift = scales.astype(int) - unit[..., None]
     elements = decode(codes, np.full_like(scales, 127))
     factors = np.where(is_nan, np.nan, np.ldexp(1.0, np.clip(shift, low, high)))

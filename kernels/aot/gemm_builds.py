@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from mxjax.devices import Target
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
-from mxjax.kernels.launch import Target
 from mxjax.kernels.matmul import fp8_matmul
 from mxjax.kernels.matmul.carry import programs_of, rows_and_parts
 from mxjax.kernels.matmul.fp4_gemm import constants_of, gemm_kernel, grid_of, shuffle_scales

@@ -1,16 +1,30 @@
 """The ahead-of-time builds of the quantizer kernel."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from mxjax.devices import Target
+from mxjax.gemm_input import GemmInput
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
-from mxjax.kernels.launch import Target
-from mxjax.kernels.quantize.kernel import SCALARS, quantize_kernel
-from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION, Side, launch_of
-from mxjax.policy import Operand, Rotation
+from mxjax.kernels.quantize.kernel import SCALARS, Form, quantize_kernel
+from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION, launch_of
+from mxjax.operand import Operand
+from mxjax.policy import Rotation
+
+
+class Side(NamedTuple):
+    """How a build quantizes a tensor along one of its axes, and the form that it writes."""
+
+    operand: Operand
+    rotation: Rotation | None = None
+    form: Form = "packed"
+
+    def along(self, axis: int) -> GemmInput:
+        """Returns it as the input of a GEMM that contracts `axis`."""
+        return GemmInput(axis, self.operand, self.rotation)
 
 
 def builds(target: Target) -> list[Build]:
@@ -75,7 +89,9 @@ def _step_sides(tensor: shapes.TensorShape) -> list[_Sides]:
 def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) -> Build:
     *batch, r, c = shape
     b = math.prod(batch)
-    launch = launch_of(*sides, target, (1, b, r, c), dtype)
+    form = next(side.form for side in sides if side)
+    pair = sides[0] and sides[0].along(-1), sides[1] and sides[1].along(-2)
+    launch = launch_of(pair, form, target, (1, b, r, c), dtype)
     constants = launch.constants
     arguments = {"x": Argument((1, b, r, c), dtype, meaning="the tensor, row-major")}
     if launch.kernel is quantize_kernel:
@@ -103,7 +119,7 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) ->
 
 
 _SCALARS_MEANING = (
-    "0, 1: Philox key words of the rows' random bits; 3, 4: of the columns'; 6 to 8: batch, row and column "
+    "0, 1: Philox key words of the rows' random bits; 2, 3: of the columns'; 4 to 6: batch, row and column "
     "of the whole tensor at which x begins, here 0"
 )
 _SIGNS_MEANING = "1 or -1 for each element of a run along [0] the rows, [1] the columns; repeated to 64"
@@ -144,7 +160,7 @@ def _expected_side(side: Side | None) -> dict[str, Any] | None:
     o = side.operand
     return {
         "form": side.form,
-        "rotation": side.size,
+        "rotation": side.rotation.size if side.rotation else 1,
         "signs": side.rotation.signs if side.rotation else "none",
         "scale_rule": o.scale_rule,
         "rounding": o.rounding,

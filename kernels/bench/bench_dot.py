@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     linears = list(LINEARS)
     parser.add_argument("--linears", nargs="+", default=linears, choices=linears, help=", ".join(linears))
     parser.add_argument("--policies", nargs="*", default=list(POLICIES))
-    parser.add_argument("--implementations", nargs="+", default=["xla", "fp8"])
+    parser.add_argument("--implementations", nargs="+", default=["xla", "fp8_carriers"])
     parser.add_argument(
         "--peers", nargs="*", default=[""], help="parts of the names of other libraries' cases"
     )
@@ -144,12 +144,14 @@ def row(result: Result, baseline: Result) -> list[str]:
 
 
 def time_compilation(report: Report, policy: str, tokens: int, linear: str) -> None:
-    """Times the compilation of `dot` by fp8 at one shape, and prints it."""
-    name = f"{policy}, fp8: compilation"
+    """Times the compilation of `dot` by fp8_carriers at one shape, and prints it."""
+    name = f"{policy}, fp8_carriers: compilation"
     seconds: dict[str, dict[str, float]] | Absent
     try:
         late = report.is_late
-        seconds = Absent(name, LATE) if late else compile_seconds(policy, "fp8", tokens, *LINEARS[linear])
+        seconds = (
+            Absent(name, LATE) if late else compile_seconds(policy, "fp8_carriers", tokens, *LINEARS[linear])
+        )
     except RuntimeError as error:
         seconds = Absent(name, first_line(error), ours=True)
     record = {} if isinstance(seconds, Absent) else {"seconds": seconds}

@@ -19,13 +19,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mxjax.devices import current_target
+from mxjax.gemm_input import GemmInput
 from mxjax.kernels.bench import peers
 from mxjax.kernels.bench.report import LATE, Absent, Report, add_arguments, first_line, print_absent
 from mxjax.kernels.bench.timing import Timing, measure
 from mxjax.kernels.tables import table
-from mxjax.operands import Use
-from mxjax.packing import Packed, decode, kernel_target, pack_by_definition, pack_operands, value_operands
-from mxjax.policy import Operand, Rotation
+from mxjax.kmajor import KMajor, decode, pack_by_definition
+from mxjax.operand import Operand
+from mxjax.policy import Rotation
+from mxjax.prepare import pack_operands, value_operands
 
 H16, H32, H64 = Rotation(16), Rotation(32), Rotation(64)
 PLAIN = Operand()
@@ -115,7 +118,7 @@ def cases(x: jax.Array) -> Iterator[Case]:
     yield packing("both, 32x32 blocks", x, use(-1, None, SQUARE), use(-2, None, SQUARE))
     wide = jax.random.normal(jax.random.key(1), x.shape, jnp.float32)
     yield packing("both, of float32", wide, use(-1, None), use(-2, None))
-    if kernel_target() is not None:
+    if current_target() is not None:
         wanted = functools.partial(values_by_definition, x, rows, columns)
         yield Case(
             "both, H16 on columns, to bfloat16",
@@ -133,29 +136,29 @@ def cases(x: jax.Array) -> Iterator[Case]:
         yield case._replace(function=lambda x, uses=uses: by_definition(x, *uses))
 
 
-def use(axis: int, rotation: Rotation | None, operand: Operand = PLAIN) -> Use:
+def use(axis: int, rotation: Rotation | None, operand: Operand = PLAIN) -> GemmInput:
     """Returns an MXFP4 operand by `floor`, blocked along axis."""
-    return Use(axis, operand, rotation, None, jax.random.key(axis + 2))
+    return GemmInput(axis, operand, rotation, None, jax.random.key(axis + 2))
 
 
-def packing(name: str, x: jax.Array, *uses: Use) -> Case:
+def packing(name: str, x: jax.Array, *uses: GemmInput) -> Case:
     """Returns the case of packing x for the uses."""
     size = x.nbytes + len(uses) * (x.size // 2 + x.size // 32)
     wanted = functools.partial(by_definition, x, *uses)
     return Case(name, lambda x: pack_operands(x, *uses), x, size, wanted)
 
 
-def by_definition(x: jax.Array, *uses: Use) -> tuple[Packed, ...]:
+def by_definition(x: jax.Array, *uses: GemmInput) -> tuple[KMajor, ...]:
     """Returns x packed for the uses, without the kernel."""
     return tuple(_definition(how.axis, how.rotation, how.operand)(x) for how in uses)
 
 
 @functools.cache
-def _definition(axis: int, rotation: Rotation | None, operand: Operand) -> Callable[[jax.Array], Packed]:
-    return jax.jit(functools.partial(pack_by_definition, use=use(axis, rotation, operand)))
+def _definition(axis: int, rotation: Rotation | None, operand: Operand) -> Callable[[jax.Array], KMajor]:
+    return jax.jit(functools.partial(pack_by_definition, how=use(axis, rotation, operand)))
 
 
-def values_by_definition(x: jax.Array, *uses: Use) -> list[jax.Array]:
+def values_by_definition(x: jax.Array, *uses: GemmInput) -> list[jax.Array]:
     """Returns x's dequantized values for the uses, without the kernel."""
     return [decode(packed) for packed in by_definition(x, *uses)]
 

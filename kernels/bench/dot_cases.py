@@ -7,15 +7,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mxjax.devices import current_target
 from mxjax.dot import dot
 from mxjax.formats import get_format
-from mxjax.gemm import Prepared, prepare
+from mxjax.gemm_input import fold, gemm_inputs
 from mxjax.implementations import ON_PACKED, How, Implementation, plan
 from mxjax.kernels.bench.peers import linears
-from mxjax.kernels.launch import current_target
 from mxjax.kernels.matmul.carry import carry_operand
-from mxjax.operands import fold, uses_of
-from mxjax.packing import Packed, Values
+from mxjax.kmajor import KMajor
+from mxjax.prepare import Prepared, prepare
 from mxjax.quantize import block_values
 from mxjax.recipes import get_policy
 
@@ -93,7 +93,7 @@ def make_tensors(tokens: int, d_in: int, d_out: int) -> Tensors:
 
 def parts_of(name: str, implementation: Implementation) -> Iterator[tuple[str, Callable]]:
     """Yields the parts of a policy's step; none by FP8 carriers without kernels."""
-    in_fp8 = "fp8" in plan(get_policy(name), implementation)[:3]
+    in_fp8 = "fp8_carriers" in plan(get_policy(name), implementation)[:3]
     if name == "bf16" or (in_fp8 and current_target() is None):
         return
     if in_fp8:
@@ -108,8 +108,11 @@ def make_operands(name: str, implementation: Implementation, x, w, dy, carried: 
     """
     policy, key = get_policy(name), jax.random.key(1)
     hows = plan(policy, implementation)
-    x_use, w_use = uses_of(policy.fprop, -1, -2, fold(key, 0))
-    dgrad, wgrad = uses_of(policy.dgrad, -1, -1, fold(key, 1)), uses_of(policy.wgrad, -2, -2, fold(key, 2))
+    x_use, w_use = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
+    dgrad, wgrad = (
+        gemm_inputs(policy.dgrad, -1, -1, fold(key, 1)),
+        gemm_inputs(policy.wgrad, -2, -2, fold(key, 2)),
+    )
     prepared = [
         (hows.fprop, hows.wgrad, prepare(x, ((hows.fprop, x_use), (hows.wgrad, wgrad[0]))), "e4m3"),
         (hows.fprop, hows.dgrad, prepare(w, ((hows.fprop, w_use), (hows.dgrad, dgrad[1]))), "e4m3"),
@@ -125,12 +128,12 @@ def make_operands(name: str, implementation: Implementation, x, w, dy, carried: 
 def as_read(how: How, q: Prepared, carrier):
     """Returns the arrays that a GEMM multiplies, as `mxjax.gemm.multiply` makes them."""
     match q:
-        case Packed():
-            if how != "fp8":
+        case KMajor(scales=None):
+            return q.elements
+        case KMajor():
+            if how != "fp8_carriers":
                 return q
             return carry_operand(q.elements[None], q.scales[None], carrier, current_target())
-        case Values():
-            return q.elements
         case _:
             assert how not in ON_PACKED
             if how != "fp8_tensor":

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.operands import Use
-from mxjax.packing import pack_by_definition
-from mxjax.policy import Operand
+from mxjax.gemm_input import GemmInput
+from mxjax.kmajor import pack_by_definition
 from mxjax.quantize import dequantize, quantize
 
 
@@ -86,7 +85,7 @@ def _torchao(x: jax.Array, axis: int, compiled: bool) -> Cast:
     made = _torch_cast(x, cast, x.nbytes + x.size // 2 + x.size // 32, lambda: x, compiled)
 
     def differs(result) -> float:
-        packed = pack_by_definition(x, Use(axis, Operand(), None, None, None))
+        packed = pack_by_definition(x, GemmInput(axis))
         pairs = zip(result, map(_to_torch, (packed.elements, packed.scales)), strict=True)
         return max(float((a.view(torch.uint8) != b).sum()) / b.numel() for a, b in pairs)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mxjax.packing import kernel_target
+from mxjax.devices import current_target
 
 PACKAGES = ("jaxlib", "triton", "torch", "torchao", "qwix", "flax")
 
@@ -65,7 +65,7 @@ class Report:
         self._failures: list[str] = []
         self.content: dict[str, Any] = {
             "device": jax.devices()[0].device_kind,
-            "kernels": " ".join(kernel_target() or ["none: the definitions run"]),
+            "kernels": " ".join(current_target() or ["none: the definitions run"]),
             "jax": jax.__version__,
             "packages": _versions(),
             "commit": options.commit or commit(),

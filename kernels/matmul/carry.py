@@ -1,20 +1,20 @@
 """FP8 carriers of packed MXFP4 operands (`mxjax.fp8_carriers`) by a kernel: half a byte an element to one."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, UInt8
 
-from mxjax.fp8_carriers import DTYPES, REFERENCES, SHIFTS, Carrier
-from mxjax.kernels.launch import Target, ceil_div, triton_call
+from mxjax.devices import Target
+from mxjax.formats import BLOCK
+from mxjax.fp8_carriers import DTYPES, SHIFTS, UNIT_BYTES, Carried, Carrier
+from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.quantize.elements import encode_fp8, scale_value
 
 BLOCKS = 256  # a program
-_WORDS = 4  # of 8 elements, a block
-_LEAST, _LARGEST = tl.constexpr(REFERENCES[0]), tl.constexpr(REFERENCES[1])
+_WORDS = BLOCK // 8  # of 8 elements, a block
+_LEAST_UNIT, _LARGEST_UNIT = tl.constexpr(UNIT_BYTES[0]), tl.constexpr(UNIT_BYTES[1])
 
 # prmt takes a byte of {$4:$3} for each of 4 nibbles: the carrier of a code's magnitude. By a nibble's highest
 # bit it spreads the sign of the byte instead, which for 0x80 tells negative codes (0xff) from others.
@@ -37,31 +37,17 @@ or.b32 $1, $1, rest;
 }""")
 
 
-class CarriedRows(NamedTuple):
-    """Operands in FP8, as the kernel writes them: the value is elements * 2**(reference - 127).
-
-    Attributes:
-      reference: the scale byte that is a factor of 1, of each row; within REFERENCES.
-      lost: of each program of the kernel 1 if elements were lost in its part of the operand, else 0; in the
-        order of rows, and of the parts of a row (`rows_and_parts`).
-    """
-
-    elements: Float[Array, "batch n k"]
-    reference: UInt8[Array, "batch n"]
-    lost: UInt8[Array, "batch programs"]
-
-
 def carry_operand(
     elements: UInt8[Array, "batch n bytes"],
     scales: UInt8[Array, "batch n blocks"],
     carrier: Carrier,
     target: Target | None,
-) -> CarriedRows:
+) -> Carried:
     """Returns packed operands in FP8, as `mxjax.fp8_carriers.carry` does."""
     batch, n, blocks = scales.shape
     words = jax.lax.bitcast_convert_type(elements.reshape(batch, n, _WORDS * blocks, 4), jnp.int32)
     programs = programs_of(n, blocks)
-    carried, reference, lost = triton_call(
+    carried, unit, lost = triton_call(
         carry_kernel,
         words,
         scales,
@@ -75,7 +61,7 @@ def carry_operand(
         **constants_of(n, blocks, carrier, target),
     )
     fp8 = jax.lax.bitcast_convert_type(carried, DTYPES[carrier])
-    return CarriedRows(fp8.reshape(batch, n, 32 * blocks), reference, lost)
+    return Carried(fp8.reshape(batch, n, BLOCK * blocks), unit, lost)
 
 
 def programs_of(n: int, blocks: int) -> int:
@@ -146,10 +132,10 @@ def carry_kernel(
         largest = tl.max(tl.reshape(_finite(byte), [ROWS, BLOCKS]), 1)
     else:
         largest = _largest_of_row(scales + first * K, K)
-    factor_one = tl.minimum(tl.maximum(largest - HIGH, _LEAST), _LARGEST)
+    row_unit = tl.minimum(tl.maximum(largest - HIGH, _LEAST_UNIT), _LARGEST_UNIT)
     rows = tl.arange(0, ROWS)
-    tl.store(reference + first + rows, factor_one.to(tl.uint8), rows < tl.where(part == 0, rows_left, 0))
-    shift = byte - tl.reshape(tl.broadcast_to(factor_one[:, None], [ROWS, BLOCKS]), [ROWS * BLOCKS])
+    tl.store(reference + first + rows, row_unit.to(tl.uint8), rows < tl.where(part == 0, rows_left, 0))
+    shift = byte - tl.reshape(tl.broadcast_to(row_unit[:, None], [ROWS, BLOCKS]), [ROWS * BLOCKS])
 
     holds_something = tl.max((word & 0x77777777).to(tl.uint32, bitcast=True), 1) > 0
     missed = ((shift < LOW) | (shift > HIGH)) & (byte < 255) & holds_something

@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 from triton import knobs
 
-from mxjax.kernels.launch import Target, ceil_div, current_target, triton_call
+from mxjax.devices import Target, current_target
+from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.matmul.tiles import OPTIONS, Tiles, choose_tiles, table_of
 from mxjax.kernels.mesh import partitioned
 

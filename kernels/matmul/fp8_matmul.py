@@ -1,8 +1,8 @@
-"""Products of packed MXFP4 operands by FP8 matrix units: carried exactly in FP8, or put right by a kernel.
+"""Products of packed MXFP4 operands by FP8 matrix units: exact in FP8 carriers, else recomputed by a kernel.
 
-Whether FP8 holds the operands is known at run time alone. XLA's FP8 GEMM always runs; `correct_kernel` after
-it computes anew, from the packed operands, the strips of tiles in which a row was not held. So there is no
-branch in the XLA program, which would copy what goes into it and what comes out.
+Only the run knows whether FP8 holds the operands. XLA's FP8 GEMM always runs. `correct_kernel` then
+recomputes, from the packed operands, the strips of tiles in which a row lost elements. The XLA program needs
+no branch, which would copy its inputs and outputs.
 """
 
 import functools
@@ -17,10 +17,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 from triton import knobs
 
-from mxjax.fp8_carriers import Carrier
-from mxjax.gemm import Product, contract_fp8
-from mxjax.kernels.launch import Target, ceil_div, current_target, triton_call
-from mxjax.kernels.matmul.carry import CarriedRows, carry_operand, rows_and_parts
+from mxjax.devices import Target, current_target
+from mxjax.fp8_carriers import Carried, Carrier
+from mxjax.kernels.launch import ceil_div, triton_call
+from mxjax.kernels.matmul.carry import carry_operand, rows_and_parts
 from mxjax.kernels.matmul.fp4_gemm import (
     accumulate_tile,
     batched,
@@ -30,6 +30,7 @@ from mxjax.kernels.matmul.fp4_gemm import (
     store_tile,
 )
 from mxjax.kernels.matmul.tiles import TILES, Tiles
+from mxjax.product import Product, contract_fp8
 
 PROGRAMS = 132  # multiprocessors of Hopper; each holds one program
 
@@ -89,19 +90,19 @@ def _contract(left, right, dtype):
 def correct(
     y: Float[Array, "batch m n"],
     operands: tuple[jax.Array, ...],
-    left: CarriedRows,
-    right: CarriedRows,
+    left: Carried,
+    right: Carried,
     target: Target | None,
 ) -> list[jax.Array]:
-    """Returns y, put right where elements of its row or column were lost; and factors of rows and columns.
+    """Returns y, recomputed where its row or column lost elements, and the factors of rows and columns.
 
     Args:
       y: the products of the elements of `left` and `right`. It is overwritten.
       operands: lhs, lhs_scales, rhs, rhs_scales, as packed.
 
     Returns:
-      y: to be multiplied by the product of the factors of its row and column. Of what was put right, a result
-        that is subnormal before or after that may have become zero.
+      y: to be multiplied by the factors of its row and column. Recomputed results may flush subnormals to
+        zero.
       row_factors: [batch, m] float32, powers of two, whose exponents are from -63 to 63.
       column_factors: [batch, n].
     """
@@ -113,8 +114,8 @@ def correct(
         correct_kernel,
         before,
         *operands,
-        left.reference,
-        right.reference,
+        left.unit,
+        right.unit,
         left.lost,
         right.lost,
         out=[
@@ -132,7 +133,7 @@ def correct(
 
 
 def tiles_of(target: Target | None) -> Tiles:
-    """Returns how the right product is cut into tiles."""
+    """Returns the tiles of the recomputed product."""
     return TILES["other" if target is not None and target.backend != "interpreter" else "interpreter"][0]
 
 

@@ -3,7 +3,8 @@
 import math
 from typing import NamedTuple
 
-from mxjax.kernels.launch import Target, ceil_div
+from mxjax.devices import Target
+from mxjax.kernels.launch import ceil_div
 
 
 class Tiles(NamedTuple):

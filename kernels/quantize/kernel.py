@@ -7,6 +7,8 @@ and the second side finds its tile in the L1 cache. What is written is K-major: 
 which a GEMM contracts, are contiguous, so the column-wise operand is transposed.
 """
 
+from typing import Literal
+
 import triton
 import triton.language as tl
 
@@ -16,7 +18,6 @@ from mxjax.kernels.quantize.elements import (
     element_values,
     encode_bf16,
     encode_fp4,
-    encode_fp8,
     largest,
     scale_value,
     widen,
@@ -26,7 +27,10 @@ from mxjax.kernels.quantize.hadamard import rotate_groups
 from mxjax.kernels.quantize.loads import column_groups, join_tensors, row_groups, transpose_groups
 from mxjax.kernels.quantize.philox import random_halves
 
-SCALARS = 9  # uint32: two key words and the FP8 reference, for rows and for columns; x's place in the whole
+Form = Literal["packed", "bf16"]
+"""What the kernel writes: two E2M1 elements a byte, or the dequantized values in bfloat16."""
+
+SCALARS = 7  # uint32: two key words of the rows, two of the columns; the place of x in the whole tensor
 
 
 @triton.jit
@@ -74,16 +78,14 @@ def quantize_kernel(
     [V, BATCH, other, length / 32] uint8: `length` is the blocked axis filled up to whole blocks and runs.
 
     Arguments of a side (ROW: blocks along C, other = R; COLUMN: blocks along R, other = C):
-      FORM: "" (not wanted), "packed" (E2M1, 1 word a group), "e4m3" or "e5m2" (2 words: the elements times
-        2**(scale byte - reference); `scales` then holds 1 where a block does not fit and else 0), "bf16"
-        (4 words: the dequantized values).
+      FORM: "" (not wanted), "packed" (E2M1, 1 word a group) or "bf16" (4 words: the dequantized values).
       LENGTH: of the blocked axis, filled up. ROTATION: the Hadamard size, or 1. SIGNS: whether it has signs.
       CARRY: the scale rule, as `mxjax.scales.rule_carry`. SQUARE: blocks of 32 x 32. PRESCALE: or 1.
     scalars: uint32 [V or 1, SCALARS]; signs: float32 [V or 1, 2, 64], for rows and for columns. Where no side
-    is stochastic, of an FP8 form or has signs, they are not read and may be anything.
+    is stochastic or has signs, they are not read and may be anything.
 
     x is a part of a tensor whose last two axes are R_ALL and C_ALL long, from the batch, row and column that
-    scalars 6, 7 and 8 say: random bits go by the position in the whole.
+    scalars 4, 5 and 6 say: random bits go by the position in the whole.
     """
     GROUPS_R: tl.constexpr = BLOCK_R // GROUP
     GROUPS_C: tl.constexpr = BLOCK_C // GROUP
@@ -99,8 +101,8 @@ def quantize_kernel(
     signs += v * SIGNS_STRIDE
     batch, r_all, c_all = b.to(tl.int32), 0, 0
     if ROW_STOCHASTIC or COLUMN_STOCHASTIC:
-        batch += tl.load(scalars + 6).to(tl.int32)
-        r_all, c_all = tl.load(scalars + 7).to(tl.int32), tl.load(scalars + 8).to(tl.int32)
+        batch += tl.load(scalars + 4).to(tl.int32)
+        r_all, c_all = tl.load(scalars + 5).to(tl.int32), tl.load(scalars + 6).to(tl.int32)
     EXACT: tl.constexpr = R % BLOCK_R == 0 and C % BLOCK_C == 0
     if ROW_FORM != "" and GROUP == 32:
         row_xs = row_groups(x, R - r0, C - c0, C, GROUPS_C, BLOCK_R, EXACT)
@@ -109,9 +111,9 @@ def quantize_kernel(
     if COLUMN_FORM != "":
         _quantize_groups(
             xs,
-            scalars + 3,
+            scalars + 2,
             signs + 64,
-            column_words + matrix * C * (COLUMN_LENGTH // 8) * _words(COLUMN_FORM),
+            column_words + matrix * C * (COLUMN_LENGTH // 8) * words_of(COLUMN_FORM),
             column_scales + matrix * C * (COLUMN_LENGTH // 32),
             r0,
             c0,
@@ -139,7 +141,7 @@ def quantize_kernel(
             row_xs,
             scalars,
             signs,
-            row_words + matrix * R * (ROW_LENGTH // 8) * _words(ROW_FORM),
+            row_words + matrix * R * (ROW_LENGTH // 8) * words_of(ROW_FORM),
             row_scales + matrix * R * (ROW_LENGTH // 32),
             c0,
             r0,
@@ -202,8 +204,7 @@ def _quantize_groups(
     )
     # On gfx950 LLVM makes packed sums of what no product follows, and moves their operands around.
     FOLDED: tl.constexpr = 0 if CONVERT == "gfx950" else _folded(ROTATION)
-    WORDS: tl.constexpr = GROUP // 8 * _words(FORM)
-    NATIVE_FP8: tl.constexpr = CONVERT == "sm_89" or CONVERT == "sm_90" or CONVERT == "sm_100"
+    WORDS: tl.constexpr = GROUP // 8 * words_of(FORM)
     group, other = tl.arange(0, GROUPS), tl.arange(0, OTHER)
     if PAIRS:
         amax = largest_pairs(xs, GROUP, CARRY == 0)
@@ -217,14 +218,11 @@ def _quantize_groups(
         xs = ys
         if ROTATION > 1:
             xs = rotate_groups(xs, ROTATION, GROUP, GROUPS, OTHER, FACTOR if FOLDED == 0 else 1)
-        if CONVERT == "sm_90" and CARRY == 0 and (FORM == "packed" or FORM == "bf16"):
-            amax = largest_exponent(xs, GROUP)
-        else:
-            amax = largest(xs, GROUP)
+        amax = largest_exponent(xs, GROUP) if CONVERT == "sm_90" and CARRY == 0 else largest(xs, GROUP)
     scales += other0.to(tl.int64) * (LENGTH // 32) + start // 32
     blocks, others = (LENGTH - start) // 32, N - other0
     byte = _store_scales(
-        amax, scalars, scales, blocks, others, GROUP, GROUPS, OTHER, FORM, LENGTH, CARRY, SQUARE, 2.0**-FOLDED
+        amax, scales, blocks, others, GROUP, GROUPS, OTHER, LENGTH, CARRY, SQUARE, 2.0**-FOLDED
     )
     divisor = tl.minimum(byte + FOLDED, 255)
     ws = ()
@@ -241,33 +239,25 @@ def _quantize_groups(
             ws = ws + (tl.where(byte == 255, 0, encode_pairs(eight, byte)),)
         elif FORM == "packed":
             ws = ws + (encode_fp4(eight, random, divisor, PRESCALE, STOCHASTIC, CONVERT),)
-        elif FORM == "bf16":
+        else:
             scale = scale_value(byte)
             ws = ws + encode_bf16(element_values(eight, random, divisor, scale, PRESCALE, STOCHASTIC))
-        else:
-            reference = tl.load(scalars + 2).to(tl.int32)
-            shifted = tl.minimum(tl.maximum(byte - reference + 127, 0), 254)
-            scale = scale_value(tl.where(byte == 255, 255, shifted))
-            values = element_values(eight, random, divisor, scale, PRESCALE, STOCHASTIC)
-            ws = ws + encode_fp8(values, FORM == "e5m2", NATIVE_FP8)
-    words += other0.to(tl.int64) * (LENGTH // 8 * _words(FORM)) + start // 8 * _words(FORM)
+    words += other0.to(tl.int64) * (LENGTH // 8 * words_of(FORM)) + start // 8 * words_of(FORM)
     at = tl.arange(0, GROUPS * WORDS)[:, None]
-    mask = (at < (LENGTH - start) // 8 * _words(FORM)) & (other[None, :] < others)
+    mask = (at < (LENGTH - start) // 8 * words_of(FORM)) & (other[None, :] < others)
     word = _join_words(ws, WORDS, GROUPS, OTHER)
-    tl.store(words + (other[None, :] * (LENGTH // 8 * _words(FORM)) + at), word, mask)
+    tl.store(words + (other[None, :] * (LENGTH // 8 * words_of(FORM)) + at), word, mask)
 
 
 @triton.jit
 def _store_scales(
     amax,
-    scalars,
     scales,
     blocks,
     others,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     OTHER: tl.constexpr,
-    FORM: tl.constexpr,
     LENGTH: tl.constexpr,
     CARRY: tl.constexpr,
     SQUARE: tl.constexpr,
@@ -286,14 +276,9 @@ def _store_scales(
         amax = tl.max(tl.reshape(amax, [BLOCKS, OTHER // 32, 32]), 2, keep_dims=True)
         amax = tl.reshape(tl.broadcast_to(amax, [BLOCKS, OTHER // 32, 32]), [BLOCKS, OTHER])
     byte = block_scale(amax, CARRY)
-    out = byte
-    if FORM == "e4m3" or FORM == "e5m2":
-        shift = byte - tl.load(scalars + 2).to(tl.int32)
-        fits = (shift >= (-8 if FORM == "e4m3" else -15)) & (shift <= (6 if FORM == "e4m3" else 13))
-        out = (~(fits | (amax == 0) | (byte == 255))).to(tl.int32)
     block, other = tl.arange(0, BLOCKS)[:, None], tl.arange(0, OTHER)[None, :]
     mask = (block < blocks) & (other < others)
-    tl.store(scales + (other * (LENGTH // 32) + block), out.to(tl.uint8), mask)
+    tl.store(scales + (other * (LENGTH // 32) + block), byte.to(tl.uint8), mask)
     if GROUP < 32:
         byte = tl.reshape(tl.broadcast_to(byte[:, None, :], [BLOCKS, 32 // GROUP, OTHER]), [GROUPS, OTHER])
     return byte
@@ -306,9 +291,9 @@ def _folded(rotation):
 
 
 @triton.constexpr_function
-def _words(form):
-    """Words a group of 8 elements."""
-    return {"": 0, "packed": 1, "e4m3": 2, "e5m2": 2, "bf16": 4}[form]
+def words_of(form):
+    """Returns the 32-bit words of a group of 8 elements."""
+    return {"": 0, "packed": 1, "bf16": 4}[form]
 
 
 @triton.jit

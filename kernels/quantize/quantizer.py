@@ -2,89 +2,70 @@
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
+from jaxtyping import Array, Float, Int32, Shaped
 
-from mxjax.kernels.launch import Target, current_target, triton_call
+from mxjax.devices import Target, current_target
+from mxjax.formats import BLOCK
+from mxjax.gemm_input import GemmInput
+from mxjax.kernels.launch import triton_call
 from mxjax.kernels.mesh import along, compound, partitioned
-from mxjax.kernels.quantize.kernel import SCALARS, quantize_kernel
-from mxjax.kernels.quantize.launch_plan import BLOCK, LARGEST_ROTATION, WORDS, Form, Side, launch_of
+from mxjax.kernels.quantize.kernel import SCALARS, Form, quantize_kernel, words_of
+from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION, LONGEST_AXIS, Pair, check_input, launch_of
+from mxjax.kmajor import KMajor
 
-LONGEST = 2**24
-DTYPES = {"packed": jnp.uint8, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "bf16": jnp.bfloat16}
-
-
-class Quantized(NamedTuple):
-    """What the kernel writes of one side: K-major, other axis first.
-
-    Attributes:
-      elements: [*b, other, length / 2] uint8 if packed, else [*b, other, length].
-      scales: [*b, other, length / 32], E8M0 bytes; for FP8 forms 1 where a block does not fit, else 0.
-    """
-
-    elements: Shaped[Array, "*b other _"]
-    scales: UInt8[Array, "*b other _"]
-
-
-class Random(NamedTuple):
-    """What one side draws or is given: key words, signs, and the reference of an FP8 form."""
-
-    key: Shaped[Array, "2"] | None = None
-    signs: Float32[Array, " size"] | None = None
-    reference: Int32[Array, ""] | None = None
-
-
-NOTHING_RANDOM = Random()
+DTYPES = {"packed": jnp.uint8, "bf16": jnp.bfloat16}
 
 
 def quantize_operands(
-    x: Float[Array, "*b r c"],
-    rows: Side | None = None,
-    columns: Side | None = None,
-    *,
-    row_random: Random = NOTHING_RANDOM,
-    column_random: Random = NOTHING_RANDOM,
-) -> tuple[Quantized | None, Quantized | None]:
-    """Returns x quantized along its last axis (rows), along the last but one (columns, transposed), or both.
+    x: Float[Array, "*b r c"], inputs: Sequence[GemmInput], form: Form = "packed"
+) -> list[KMajor]:
+    """Returns x as each input takes it (at most one along either of the last two axes), in one read of x.
 
-    Element for element what `mxjax.rotate` and `mxjax.quantize` define, in one read of x.
+    Element for element what `mxjax.rotate` and `mxjax.quantize` define.
 
     Raises:
+      NotImplementedError: other formats or blocks than MXFP4's, or a rotation larger than H64.
       ValueError: r or c is 2**24 or more.
     """
     batch, (r, c) = x.shape[:-2], x.shape[-2:]
-    if max(r, c) >= LONGEST:
-        raise ValueError(f"axes must be shorter than {LONGEST}, for 32-bit offsets within a tile: {(r, c)}")
-    scalars = jnp.stack([*_scalars(row_random), *_scalars(column_random)])
-    signs = jnp.stack([_signs(row_random), _signs(column_random)])
-    run = _quantizer(rows, columns, current_target())
+    if max(r, c) >= LONGEST_AXIS:
+        raise ValueError(f"quantize_operands needs axes shorter than {LONGEST_AXIS}, got {(r, c)}")
+    for how in inputs:
+        check_input(how)
+    by_axis = {how.axis: how for how in inputs}
+    both = by_axis.get(-1), by_axis.get(-2)
+    scalars = jnp.concatenate([_key_words(how) for how in both])
+    signs = jnp.stack([_signs(how) for how in both])
+    rows, columns = (how and how.options for how in both)
+    run = _quantizer((rows, columns), form, current_target())
     flat = run(x.reshape(1, math.prod(batch), r, c), scalars[None], signs[None])
-    results: list[Quantized | None] = []
-    for side, length, other in ((rows, c, r), (columns, r, c)):
-        if side is None:
-            results.append(None)
+    made = {}
+    for axis, how, other in ((-1, rows, r), (-2, columns, c)):
+        if how is None:
             continue
         words, scales = flat.pop(0), flat.pop(0)
-        elements = _from_words(words, side.form)
+        elements = _from_words(words, form)
         elements = elements.reshape(*batch, other, elements.shape[-1])
-        results.append(Quantized(elements, scales.reshape(*batch, other, side.length(length) // BLOCK)))
-    return results[0], results[1]
+        scales = scales.reshape(*batch, other, how.padded(x.shape[axis]) // BLOCK)
+        made[axis] = KMajor(elements, scales if form == "packed" else None, how.operand.prescale)
+    return [made[how.axis] for how in inputs]
 
 
-def _scalars(random: Random) -> list[jax.Array]:
-    key = jnp.zeros(2, jnp.uint32) if random.key is None else random.key
-    reference = jnp.int32(0) if random.reference is None else random.reference
-    return [key[0], key[1], lax.bitcast_convert_type(reference, jnp.uint32)]
+def _key_words(how: GemmInput | None) -> jax.Array:
+    if how is None or how.key is None or how.operand.rounding != "stochastic":
+        return jnp.zeros(2, jnp.uint32)
+    return jax.random.bits(how.key, (2,), jnp.uint32)
 
 
-def _signs(random: Random) -> Float32[Array, "64"]:
-    if random.signs is None:
+def _signs(how: GemmInput | None) -> jax.Array:
+    if how is None or how.signs is None:
         return jnp.ones(LARGEST_ROTATION, jnp.float32)
-    return jnp.tile(random.signs, LARGEST_ROTATION // random.signs.size)
+    return jnp.tile(how.signs, LARGEST_ROTATION // how.signs.size)
 
 
 def _from_words(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, "*b n _"]:
@@ -94,8 +75,8 @@ def _from_words(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, 
 
 
 @functools.cache
-def _quantizer(rows: Side | None, columns: Side | None, target: Target | None):
-    """Returns a function of x [v, b, r, c], scalars [v or 1, 6] and signs [v or 1, 2, 64]; vmap grows v.
+def _quantizer(pair: Pair, form: Form, target: Target | None):
+    """Returns a function of x [v, b, r, c], scalars [v or 1, 4] and signs [v or 1, 2, 64]; vmap grows v.
 
     JAX keeps what it traced of the function, hence one for each target.
     """
@@ -103,9 +84,8 @@ def _quantizer(rows: Side | None, columns: Side | None, target: Target | None):
     @jax.custom_batching.custom_vmap
     def run(x, scalars, signs):
         places = [jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:]]
-        return _on_mesh(rows, columns, target, x.shape, scalars.shape[0], signs.shape[0])(
-            x, scalars, signs, *places
-        )
+        call = _on_mesh(pair, form, target, x.shape, scalars.shape[0], signs.shape[0])
+        return call(x, scalars, signs, *places)
 
     @run.def_vmap
     def _(size, batched, x, scalars, signs):
@@ -124,12 +104,13 @@ def _quantizer(rows: Side | None, columns: Side | None, target: Target | None):
     return run
 
 
-def _on_mesh(rows: Side | None, columns: Side | None, target, shape, keys: int, signs: int):
-    """Returns the call that a mesh may cut up along all axes of x, but not within blocks or runs.
+def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, keys: int, signs: int):
+    """Returns the call that a mesh may shard along all axes of x, but not within blocks or runs.
 
-    It takes the places of x's batches, rows and columns in the whole too, from which a part learns its own.
+    It also takes the positions of x's batches, rows and columns, from which a shard learns its own.
     """
     *_, r, c = shape
+    rows, columns = pair
     r_axis, r_sizes, r_whole = compound("r", r, _unit(columns, rows))
     c_axis, c_sizes, c_whole = compound("c", c, _unit(rows, columns))
     sizes, whole = r_sizes | c_sizes, [*r_whole, *c_whole, "scalars", "side", "sign"]
@@ -142,41 +123,34 @@ def _on_mesh(rows: Side | None, columns: Side | None, target, shape, keys: int, 
         c_axis,
     ]
     results = []
-    for side, other, name in ((rows, r_axis, "c"), (columns, c_axis, "r")):
-        if side is None:
+    for how, other, name in ((rows, r_axis, "c"), (columns, c_axis, "r")):
+        if how is None:
             continue
-        words = sizes.get(f"{name}i", 0) // 8 * WORDS[side.form]
+        words = sizes.get(f"{name}i", 0) // 8 * words_of(form)
         for what, inner in (("words", words), ("scales", sizes.get(f"{name}i", 0) // BLOCK)):
             axis, more, uncut = along(name, what, inner)
             sizes |= more
             whole += uncut
             results.append(f"v b {other} {axis}")
     rule = ", ".join(arguments) + " -> " + ", ".join(results)
-    run = functools.partial(_call, rows, columns, target, (r, c))
+    run = functools.partial(_call, pair, form, target, (r, c))
     return partitioned(run, rule, sizes, whole)
 
 
-def _unit(blocked: Side | None, other: Side | None) -> int:
-    """Returns what an axis must be cut in multiples of, that `blocked` blocks and `other` does not."""
-    unit = blocked.length(1) if blocked else 1
-    return max(unit, BLOCK) if other and other.operand.block_shape == (BLOCK, BLOCK) else unit
+def _unit(blocked: GemmInput | None, other: GemmInput | None) -> int:
+    """Returns the unit that shards of an axis must be multiples of; `blocked` is blocked along it."""
+    unit = blocked.padded(1) if blocked else 1
+    return max(unit, BLOCK) if other and other.operand.is_square else unit
 
 
 def _call(
-    rows: Side | None,
-    columns: Side | None,
-    target: Target | None,
-    whole: tuple[int, int],
-    x,
-    scalars,
-    signs,
-    *places,
+    pair: Pair, form: Form, target: Target | None, whole: tuple[int, int], x, scalars, signs, *places
 ) -> list[jax.Array]:
     """Runs the kernel on x, a part of a tensor of `whole` rows and columns at the `places` given."""
-    launch = launch_of(rows, columns, target, x.shape, x.dtype, whole)
+    launch = launch_of(pair, form, target, x.shape, x.dtype, whole)
     inputs, strides = (x,), {}
     if launch.kernel is quantize_kernel:
-        inputs, strides = _inputs([side for side in (rows, columns) if side], x, scalars, signs, places)
+        inputs, strides = _inputs([how for how in pair if how], x, scalars, signs, places)
     results = triton_call(
         launch.kernel,
         *inputs,
@@ -186,22 +160,25 @@ def _call(
         **launch.constants,
         **strides,
     )
-    return [y for y, side in zip(results, (rows, rows, columns, columns), strict=True) if side]
+    rows, columns = pair
+    return [y for y, how in zip(results, (rows, rows, columns, columns), strict=True) if how]
 
 
-def _inputs(sides: list[Side], x, scalars, signs, places) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
+def _inputs(
+    inputs: list[GemmInput], x, scalars, signs, places
+) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
     """Returns the arrays that `quantize_kernel` takes, and the strides of the latter two.
 
-    What no side reads is not made, which would be a kernel of its own: x stands in its place.
+    What no input reads is not made, which would be a kernel of its own: x stands in its place.
     """
     strides = {"SCALARS_STRIDE": 0, "SIGNS_STRIDE": 0}
-    if any(side.reads_scalars for side in sides):
+    if any(how.operand.rounding == "stochastic" for how in inputs):
         place = jnp.stack([axis[0] if axis.size else jnp.uint32(0) for axis in places])
         scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
         strides["SCALARS_STRIDE"] = SCALARS if scalars.shape[0] > 1 else 0
     else:
         scalars = x
-    if any(side.reads_signs for side in sides):
+    if any(how.has_signs for how in inputs):
         strides["SIGNS_STRIDE"] = 2 * LARGEST_ROTATION if signs.shape[0] > 1 else 0
     else:
         signs = x

@@ -197,7 +197,10 @@ def _files(folder: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
 
 
 def _shards(specs: Mapping[str, Spec], largest: int) -> list[dict[str, Spec]]:
-    """Returns the tensors in order, a new shard begun wherever the next one would not fit."""
+    """Splits the tensors, in order, into shards of up to `largest` bytes.
+
+    huggingface_hub.split_state_dict_into_shards_factory splits alike, but brings an HTTP client along.
+    """
     shards: list[dict[str, Spec]] = [{}]
     size = 0
     for name, spec in specs.items():

@@ -14,7 +14,7 @@ import mxjax
 from models import llama
 from models.configs import LlamaConfig
 from models.huggingface.safetensors_files import Reader, Spec
-from mxjax.packing import BLOCK
+from mxjax.formats import BLOCK
 from mxjax.scales import ScaleRule
 
 _IMPORTED = ("F32", "BF16", "F16")

@@ -26,7 +26,7 @@ def kernels_run():
     if HAS_GPU:
         yield
         return
-    from mxjax.kernels.launch import INTERPRETER, use_target
+    from mxjax.devices import INTERPRETER, use_target
 
     with use_target(INTERPRETER):
         yield

@@ -14,18 +14,17 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mxjax
+from mxjax.devices import INTERPRETER, use_target
 from mxjax.formats import E2M1
-from mxjax.fp8_carriers import carry
-from mxjax.kernels.launch import INTERPRETER, use_target
+from mxjax.fp8_carriers import Carried, carry
+from mxjax.gemm_input import GemmInput
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
-from mxjax.kernels.matmul.carry import CarriedRows
 from mxjax.kernels.quantize import quantizer
-from mxjax.kernels.quantize.launch_plan import Side
-from mxjax.kernels.quantize.quantizer import Random, quantize_operands
-from mxjax.operands import Use
-from mxjax.packing import Packed, decode, pack_by_definition
+from mxjax.kernels.quantize.quantizer import quantize_operands
+from mxjax.kmajor import KMajor, decode, pack_by_definition
+from mxjax.operand import Operand
 from mxjax.philox import philox_4x32
-from mxjax.policy import Operand, Rotation
+from mxjax.policy import Rotation
 from mxjax.quantize import float4_codes, pack_codes
 from mxjax.rounding import stochastic_round
 from mxjax.scales import block_scale, divide_by_scale
@@ -36,7 +35,7 @@ def plain_kernel(kernel, x, scalars, signs, *, out, **constants):
     del kernel, signs
     scalars = scalars[0]
     written = []
-    for name, t, first, other in (("ROW", x[0], 8, 7), ("COLUMN", x[0].swapaxes(1, 2), 7, 8)):
+    for name, t, first, other in (("ROW", x[0], 6, 5), ("COLUMN", x[0].swapaxes(1, 2), 5, 6)):
         if not constants[f"{name}_FORM"]:
             written += [jnp.zeros(o.shape, o.dtype) for o in out[len(written) : len(written) + 2]]
             continue
@@ -47,11 +46,11 @@ def plain_kernel(kernel, x, scalars, signs, *, out, **constants):
         byte = block_scale(jnp.max(jnp.abs(t.reshape(b, n, k // 32, 32)), axis=-1))
         scaled = divide_by_scale(t, jnp.repeat(byte.astype(jnp.int32), 32, axis=-1))
         whole = constants["R_ALL" if name == "ROW" else "C_ALL"]
-        batches = (scalars[6] + jnp.arange(b, dtype=jnp.uint32))[:, None]
+        batches = (scalars[4] + jnp.arange(b, dtype=jnp.uint32))[:, None]
         row = (batches * jnp.uint32(whole) + scalars[other] + jnp.arange(n, dtype=jnp.uint32))[..., None]
         counter = scalars[first] // 8 + jnp.arange(k // 8, dtype=jnp.uint32)
         zero = jnp.zeros((b, n, k // 8), jnp.uint32)
-        key = scalars[0:2] if name == "ROW" else scalars[3:5]
+        key = scalars[0:2] if name == "ROW" else scalars[2:4]
         words = philox_4x32((zero + counter, zero + row, zero, zero), (key[0], key[1]))
         halves = jnp.stack([h for w in words for h in (w & 0xFFFF, w >> 16)], axis=-1).reshape(b, n, k)
         codes = float4_codes(stochastic_round(scaled, E2M1, halves.astype(jnp.uint16)))
@@ -86,16 +85,18 @@ def main() -> None:
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     stochastic = Operand(rounding="stochastic")
     keys = [jax.random.key(i) for i in range(2)]
-    words = [Random(jax.random.bits(key, (2,), jnp.uint32)) for key in keys]
-    sides = (Side(stochastic), Side(stochastic, Rotation(16)))
+    inputs = [
+        GemmInput(-1, stochastic, key=keys[0]),
+        GemmInput(-2, stochastic, Rotation(16), key=keys[1]),
+    ]
 
     def quantize(x):
-        return quantize_operands(x, *sides, row_random=words[0], column_random=words[1])
+        return quantize_operands(x, inputs)
 
     x = jax.random.normal(jax.random.key(2), (2, 256, 256), jnp.bfloat16)
     with use_target(INTERPRETER):
         wanted = jax.jit(quantize)(x)
-        check_definition(wanted, x, sides, keys)
+        check_definition(wanted, x, inputs)
         for spec in (P(None, "a", "b"), P(None, ("a", "b")), P("b", "a"), P(None, None, "a"), P()):
             check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
     check_awkward(mesh, quantize)
@@ -105,10 +106,10 @@ def main() -> None:
     print("all equal")
 
 
-def check_definition(got, x, sides, keys) -> None:
+def check_definition(got, x, inputs) -> None:
     """Compares one device's bits with the definition's."""
-    for q, side, key, axis in zip(got, sides, keys, (-1, -2), strict=True):
-        wanted = pack_by_definition(x, Use(axis, side.operand, side.rotation, None, key))
+    for q, how in zip(got, inputs, strict=True):
+        wanted = pack_by_definition(x, how)
         np.testing.assert_array_equal(q.elements, wanted.elements)
         np.testing.assert_array_equal(q.scales, wanted.scales)
 
@@ -153,7 +154,7 @@ def mesh_size(mesh, axis) -> int:
 def plain_product(lhs, lhs_scales, rhs, rhs_scales, dtype, target):
     """What the GEMM kernel does, by jax.numpy."""
     del target
-    left, right = decode(Packed(lhs, lhs_scales)), decode(Packed(rhs, rhs_scales))
+    left, right = decode(KMajor(lhs, lhs_scales)), decode(KMajor(rhs, rhs_scales))
     return jnp.einsum("bmk,bnk->bmn", left, right, preferred_element_type=jnp.float32).astype(dtype)
 
 
@@ -204,14 +205,14 @@ def check_explicit() -> None:
 def plain_carry(elements, scales, carrier, target):
     """What the carrier kernel does, by the definition, with one flag a batch."""
     del target
-    rows = [carry(Packed(*q), carrier) for q in zip(elements, scales, strict=True)]
+    rows = [carry(KMajor(*q), carrier) for q in zip(elements, scales, strict=True)]
     q = jax.tree.map(lambda *t: jnp.stack(t), *rows)
-    return CarriedRows(q.elements, (q.exponent + 127).astype(jnp.uint8), (~q.fits)[:, None].astype(jnp.uint8))
+    return Carried(q.elements, q.unit, jnp.max(q.lost, axis=1, keepdims=True))
 
 
 def plain_correct(y, operands, left, right, target):
     """What `fp8_matmul.correct` does, by jax.numpy, with one strip a batch."""
-    exponents = [rows.reference.astype(jnp.int32) - 127 for rows in (left, right)]
+    exponents = [rows.unit.astype(jnp.int32) - 127 for rows in (left, right)]
     exponent = exponents[0][:, :, None] + exponents[1][:, None, :]
     product = jnp.ldexp(plain_product(*operands, jnp.float32, target), -exponent).astype(y.dtype)
     lost = jnp.any(left.lost, axis=1) | jnp.any(right.lost, axis=1)
@@ -251,7 +252,7 @@ def check_fp8(mesh) -> None:
 
 
 def quantize_plain(x):
-    q = pack_by_definition(x, Use(-1, Operand(), None, None, None))
+    q = pack_by_definition(x, GemmInput(-1))
     return q.elements, q.scales
 
 

@@ -56,10 +56,10 @@ def test_sm_90_multiplies_in_bfloat16(cuda):
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("name", STEP)
 def test_cuda_quantizer(cuda, target, name):
-    """Loads of the tensor and stores of the words are of 16 bytes, and on sm_100 the hardware converts.
+    """Loads of the tensor and stores of the words have 16 bytes, and on sm_100 the hardware converts.
 
-    Where a thread takes whole blocks, columns are loaded row by row, two columns to a thread. The kernel for
-    pairs stores a word of each row from where it is, 16 threads beside each other.
+    If a thread takes whole blocks, it loads columns row by row, two at a time. Hopper's kernel stores rows
+    word by word, with 16 threads side by side.
     """
     d = cuda[target, name]
     opcodes, elements = d["whole_kernel"]["opcodes"], elements_of(d)
@@ -84,7 +84,7 @@ def test_cuda_quantizer(cuda, target, name):
 @pytest.mark.parametrize("carrier", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("shape", ["8192x4096", "8192x28672"])
 def test_sm_90_carrier(cuda, shape, carrier):
-    """A thread takes two blocks: 16 bytes of elements to a load and to a store, and 4 conversions a block."""
+    """A thread takes two blocks: loads and stores have 16 bytes, and a block takes 4 conversions."""
     d = cuda["sm_90", f"carry_{shape}_{carrier}"]
     opcodes = d["whole_kernel"]["opcodes"]
     blocks = d["constants"]["ROWS"] * d["constants"]["BLOCKS"] // d["block"][0]

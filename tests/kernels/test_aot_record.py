@@ -16,13 +16,14 @@ from support.code_objects import DOCUMENT, INTERPRETED
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
+from mxjax.devices import Target
 from mxjax.kernels.aot import check, expected
 from mxjax.kernels.aot import compile as aot
 from mxjax.kernels.aot import record as aot_record
-from mxjax.kernels.launch import Target, triton_call
+from mxjax.kernels.launch import triton_call
 from mxjax.kernels.matmul.fp4_gemm import shuffle_scales
 
-# Where inline assembly can be chosen, the interpreter, which lacks it, takes what these constants choose.
+# Constants that avoid inline assembly, which the interpreter lacks.
 WITHOUT_ASSEMBLY = {"CONVERT": "software", "NATIVE": False}
 
 
@@ -73,8 +74,8 @@ def test_values_of_hidden_arguments():
 
 @pytest.mark.slow
 def test_document_names_every_field(builds):
-    table = DOCUMENT.read_text().split("## The JSON")[1].split("## Launching")[0]
-    described = set(re.findall(r"`(\w+)`", table)) | {"name", "target", "files", "triton"}
+    table = DOCUMENT.read_text().split("## The record")[1].split("## Launching")[0]
+    described = set(re.findall(r"`(\w+)`", table))
     for target in aot.TARGETS:
         for _, record in records(builds, target):
             assert set(record) <= described

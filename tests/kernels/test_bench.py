@@ -1,4 +1,4 @@
-"""The benchmarks end to end on tiny shapes: what they report, and that wrong results are no times."""
+"""The benchmarks end to end on tiny shapes: their reports, and that wrong results get no times."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ HEADER = {"device", "jax", "packages", "commit", "command", "kernels", "records"
 
 
 class NotInstalled:
-    """Finds no module of the packages that the benchmarks compare with."""
+    """Hides the packages that the benchmarks compare with."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -81,7 +81,7 @@ def test_quantize_times_nothing_that_is_not_the_definition(monkeypatch, capsys):
 
 
 def test_dot_reports_ratios_and_parts(capsys):
-    lines = ["--policies", "wgrad", "--implementations", "fp8", "--peers", "qwix QtProvider, fp8"]
+    lines = ["--policies", "wgrad", "--implementations", "fp8_carriers", "--peers", "qwix QtProvider, fp8"]
     bench_dot.main([*DOT, *lines, "--compile"])
     _, report = printed(capsys)
     assert set(report) == HEADER
@@ -101,7 +101,7 @@ def test_dot_starts_no_line_after_its_seconds(capsys):
     bench_dot.main([*DOT, "--policies", "wgrad", "--peers", "--seconds", "0"])
     _, report = printed(capsys)
     late = [r["name"] for r in report["records"] if "absent" in r]
-    assert late == ["wgrad, xla", "wgrad, fp8", "wgrad_hadamard, fp8: compilation"]
+    assert late == ["wgrad, xla", "wgrad, fp8_carriers", "wgrad_hadamard, fp8_carriers: compilation"]
 
 
 @pytest.mark.slow

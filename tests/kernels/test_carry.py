@@ -8,35 +8,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxjax.fp8_carriers import carry
-from mxjax.packing import Packed
+from mxjax.kmajor import KMajor
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
 
 
-def random_operand(seed: int, n: int, blocks: int, span: int) -> Packed:
+def random_operand(seed: int, n: int, blocks: int, span: int) -> KMajor:
     """Returns an operand with scales of `span` binades, some of them NaN or 0, and some blocks all zero."""
     rng = np.random.default_rng(seed)
     elements = rng.integers(0, 256, (n, blocks, 16), np.uint8)
     elements[rng.random((n, blocks)) < 0.3] = 0
     scales = (120 - rng.integers(0, span, (n, blocks))).astype(np.uint8)
     scales[rng.random((n, blocks)) < 0.05] = rng.choice([255, 0])
-    return Packed(jnp.asarray(elements.reshape(n, -1)), jnp.asarray(scales))
+    return KMajor(jnp.asarray(elements.reshape(n, -1)), jnp.asarray(scales))
 
 
 def by_kernel(elements, scales, carrier):
     """Returns what the kernel makes of operands [batch, n, _], and whether elements were lost of each."""
-    from mxjax.kernels.launch import current_target
+    from mxjax.devices import current_target
     from mxjax.kernels.matmul.carry import carry_operand
 
     rows = carry_operand(elements, scales, carrier, current_target())
-    return rows.elements, rows.reference, np.any(rows.lost, axis=1)
+    return rows.elements, rows.unit, np.any(rows.lost, axis=1)
 
 
 def assert_same(got, q, carrier):
     with jax.default_device(jax.devices("cpu")[0]):
         wanted = carry(q, carrier)
-    elements, reference, lost = got
-    np.testing.assert_array_equal(reference.astype(jnp.int32) - 127, wanted.exponent)
+    elements, unit, lost = got
+    np.testing.assert_array_equal(unit, wanted.unit)
     assert lost != wanted.fits
     elements, wanted = (np.asarray(t) for t in (elements, wanted.elements))
     nan = np.isnan(wanted.astype(np.float32))

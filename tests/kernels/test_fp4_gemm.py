@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from triton import knobs
 
 import mxjax
+from mxjax.devices import Target, current_target, use_target
 from mxjax.kernels import shapes
-from mxjax.kernels.launch import Target, current_target, use_target
 from mxjax.kernels.matmul.fp4_gemm import matmul, shuffle_scales
 from mxjax.kernels.matmul.tiles import choose_tiles, table_of
 

@@ -7,29 +7,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.kernels.launch import current_target
-from mxjax.packing import Packed, decode
+from mxjax.devices import current_target
+from mxjax.kmajor import KMajor, decode
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
 
 CARRIERS = ("e4m3", "e5m2")
 
 
-def operand(seed: int, shape: tuple[int, ...], span: int, middle: int = 127) -> Packed:
+def operand(seed: int, shape: tuple[int, ...], span: int, middle: int = 127) -> KMajor:
     """Returns a packed operand of [*batch, n, blocks], whose scales span so many binades in each row."""
     rng = np.random.default_rng(seed)
     elements = rng.integers(0, 256, (*shape, 16), np.uint8)
     scales = rng.integers(middle - span // 2, middle - span // 2 + span, shape).astype(np.uint8)
-    return Packed(jnp.asarray(elements.reshape(*shape[:-1], -1)), jnp.asarray(scales))
+    return KMajor(jnp.asarray(elements.reshape(*shape[:-1], -1)), jnp.asarray(scales))
 
 
-def product(lhs: Packed, rhs: Packed, dtype=jnp.float32, carriers=CARRIERS):
+def product(lhs: KMajor, rhs: KMajor, dtype=jnp.float32, carriers=CARRIERS):
     from mxjax.kernels.matmul import fp8_matmul
 
     return fp8_matmul.matmul(lhs.elements, lhs.scales, rhs.elements, rhs.scales, dtype, carriers).value(dtype)
 
 
-def exact(lhs: Packed, rhs: Packed):
+def exact(lhs: KMajor, rhs: KMajor):
     """Returns the product in float64, and what bounds the error of sums in float32, or in Hopper's FP8 units.
 
     Those align 32 products at a time, and keep 13 bits. An element that FP8 does not hold is off by more.
@@ -52,9 +52,9 @@ def assert_right(got, lhs, rhs):
     assert np.all(abs(got - wanted)[known] <= bound[known])
 
 
-def without(q: Packed, block: int) -> Packed:
+def without(q: KMajor, block: int) -> KMajor:
     """Returns an operand with zeros in a block of each row: what meets it does not count."""
-    return Packed(q.elements.at[..., 16 * block : 16 * block + 16].set(0), q.scales)
+    return KMajor(q.elements.at[..., 16 * block : 16 * block + 16].set(0), q.scales)
 
 
 @pytest.mark.parametrize("far", [0, 10, 40, 100])
@@ -63,7 +63,7 @@ def test_elements_that_fp8_does_not_hold_are_multiplied_right(far, side):
     """The block that is far above the others of its row meets zeros, so that the others are all there is."""
     operands = [operand(0, (150, 4), 4), operand(1, (140, 4), 4)]
     above, other = operands[side], operands[1 - side]
-    operands[side] = Packed(above.elements, above.scales.at[:, 0].add(far))
+    operands[side] = KMajor(above.elements, above.scales.at[:, 0].add(far))
     operands[1 - side] = without(other, 0)
     assert_right(product(*operands), *operands)
 
@@ -74,7 +74,7 @@ def test_every_exponent_of_rows_is_given_back(middles, lost):
     lhs, rhs = (operand(i, (9, 2), 8, middle) for i, middle in enumerate(middles))
     if lost:
         above = jnp.asarray([middles[0] + 10, middles[0] - 15], jnp.uint8)
-        lhs, rhs = Packed(lhs.elements, lhs.scales.at[4].set(above)), without(rhs, 0)
+        lhs, rhs = KMajor(lhs.elements, lhs.scales.at[4].set(above)), without(rhs, 0)
     wanted, bound = exact(lhs, rhs)
     got = np.asarray(product(lhs, rhs), np.float64)
     normal = abs(wanted) < 2.0**127
@@ -85,7 +85,7 @@ def test_every_exponent_of_rows_is_given_back(middles, lost):
 def test_rows_of_other_magnitudes_are_held():
     """A tensor may span what FP8 does not, as long as each of its rows does not."""
     lhs, rhs = operand(2, (64, 3), 4), operand(3, (64, 3), 4)
-    lhs = Packed(lhs.elements, lhs.scales + jnp.arange(64, dtype=jnp.uint8)[:, None])
+    lhs = KMajor(lhs.elements, lhs.scales + jnp.arange(64, dtype=jnp.uint8)[:, None])
     from mxjax.kernels.matmul.carry import carry_operand
 
     assert not np.any(carry_operand(lhs.elements[None], lhs.scales[None], "e4m3", current_target()).lost)
@@ -101,8 +101,8 @@ def test_nan_and_zero_blocks_whether_held_or_not(span, dtype):
     elements[3], scales[3] = 0, 0  # a row
     elements[4, 1], scales[4, 1] = 0, 0  # a block
     scales[5, 2] = scales[6] = 255
-    lhs = Packed(jnp.asarray(elements.reshape(20, 80)), jnp.asarray(scales))
-    rhs = Packed(rhs.elements, rhs.scales.at[7, 0].set(255))
+    lhs = KMajor(jnp.asarray(elements.reshape(20, 80)), jnp.asarray(scales))
+    rhs = KMajor(rhs.elements, rhs.scales.at[7, 0].set(255))
     got = product(lhs, rhs, dtype)
     assert got.dtype == dtype
     nan = np.zeros((20, 30), bool)
@@ -123,7 +123,7 @@ LOST = [  # m, n, blocks; (batch, row) of lhs and of rhs that are lost
 ]
 
 
-def correct_poison(left, right, lhs: Packed, rhs: Packed):
+def correct_poison(left, right, lhs: KMajor, rhs: KMajor):
     """Returns where `correct` overwrites [batch, m, n], and what it writes there, times the factors."""
     from mxjax.kernels.matmul import fp8_matmul
 
@@ -155,7 +155,7 @@ def test_only_strips_with_a_lost_row_are_put_right(size, lhs_lost, rhs_lost):
     for b, row in rhs_lost:
         far[1][b, row, 1] = 40
     lhs, rhs = (operand(i, (batch, length, blocks), 4) for i, length in enumerate((m, n)))
-    lhs, rhs = Packed(lhs.elements, lhs.scales + far[0]), Packed(rhs.elements, rhs.scales + far[1])
+    lhs, rhs = KMajor(lhs.elements, lhs.scales + far[0]), KMajor(rhs.elements, rhs.scales + far[1])
     lhs, rhs = without(lhs, 1) if rhs_lost else lhs, without(rhs, 0) if lhs_lost else rhs
     left, right = (carry_operand(q.elements, q.scales, "e4m3", current_target()) for q in (lhs, rhs))
     overwritten, got = correct_poison(left, right, lhs, rhs)
@@ -184,15 +184,15 @@ def test_a_flag_of_more_rows_than_a_tile_has(flag, rows):
 def test_each_of_a_batch_is_put_right_by_itself():
     lhs = jax.tree.map(lambda *t: jnp.stack(t), *(operand(i, (17, 3), 4) for i in range(3)))
     rhs = jax.tree.map(lambda *t: jnp.stack(t), *(operand(9 + i, (19, 3), 3) for i in range(3)))
-    lhs = Packed(lhs.elements, lhs.scales.at[1, :, 0].add(40))
-    rhs = Packed(rhs.elements.at[1, :, :16].set(0), rhs.scales)
+    lhs = KMajor(lhs.elements, lhs.scales.at[1, :, 0].add(40))
+    rhs = KMajor(rhs.elements.at[1, :, :16].set(0), rhs.scales)
     batch = product(lhs, rhs)
     assert_right(batch, lhs, rhs)
     assert_right(jax.vmap(product)(lhs, rhs), lhs, rhs)
     one = jax.tree.map(lambda t: t[0], rhs)
     shared = jax.jit(jax.vmap(product, (0, None)))(lhs, one)
     for i in range(3):
-        assert_right(shared[i], Packed(lhs.elements[i], lhs.scales[i]), one)
+        assert_right(shared[i], KMajor(lhs.elements[i], lhs.scales[i]), one)
 
 
 def test_composes_under_scan_and_remat():
@@ -201,12 +201,12 @@ def test_composes_under_scan_and_remat():
     step = jax.checkpoint(functools.partial(product, rhs=rhs))
     _, scanned = jax.lax.scan(lambda c, q: (c, step(q)), 0, lhs)
     for i in range(2):
-        assert_right(scanned[i], Packed(lhs.elements[i], lhs.scales[i]), rhs)
+        assert_right(scanned[i], KMajor(lhs.elements[i], lhs.scales[i]), rhs)
 
 
 def test_no_rows_give_no_results():
     rhs = operand(0, (7, 2), 3)
-    empty = Packed(rhs.elements[:0], rhs.scales[:0])
+    empty = KMajor(rhs.elements[:0], rhs.scales[:0])
     assert product(empty, rhs).shape == (0, 7)
-    nothing = Packed(rhs.elements[:, :0], rhs.scales[:, :0])
+    nothing = KMajor(rhs.elements[:, :0], rhs.scales[:, :0])
     np.testing.assert_array_equal(product(nothing, nothing), np.zeros((7, 7)))

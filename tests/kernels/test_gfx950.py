@@ -54,9 +54,9 @@ def test_multiplies_in_fp4(gemms):
 
 
 def test_gemms_load_words(gemms):
-    """Elements by 16 bytes and scales by 4, each once, from memory; both by 4 or 16 from LDS.
+    """GEMMs load elements by 16 bytes and scales by 4, each once, from memory; both by 4 or 16 from LDS.
 
-    In the main loop as in what stands before and after it: no byte of a tile is loaded by anything else.
+    This holds in the main loop and around it: nothing else loads a byte of a tile.
     """
     for d in gemms:
         c, threads = d["constants"], d["block"][0]
@@ -78,7 +78,7 @@ def test_gemms_load_words(gemms):
 
 
 def test_scales_are_few_words_of_lds(gemms):
-    """A word has the scales of 32 rows and both halves of k; a wave reads its part of a tile's once."""
+    """A word has the scales of 32 rows and both halves of k; a wave reads each of its words once."""
     for d in (d for d in gemms if d["main_loop"]["is_loop"]):
         rows, columns = d["constants"]["BLOCK_M"] // 32, d["constants"]["BLOCK_N"] // 32
         splits = [(i, d["warps"] // i) for i in (1, 2, 4, 8) if i <= d["warps"]]
@@ -88,7 +88,7 @@ def test_scales_are_few_words_of_lds(gemms):
 
 
 def test_main_loop(gemms):
-    """One pass over 256 of k: operands go straight into LDS, and nothing is written there from registers."""
+    """A pass takes 256 of k: operands go straight into LDS, and no register is written there."""
     loops = [d for d in gemms if d["main_loop"]["is_loop"]]
     assert {d["name"] for d in loops} >= set(LLAMA)
     for d in loops:
@@ -105,7 +105,7 @@ def test_main_loop(gemms):
 
 
 def sides_of(d):
-    """Returns form and whether rounding is stochastic of each side that a quantizer writes."""
+    """Returns the form of each side that a quantizer writes, and whether it rounds stochastically."""
     c = d["constants"]
     sides = [(c[f"{side}_FORM"], c[f"{side}_STOCHASTIC"]) for side in ("ROW", "COLUMN")]
     return [side for side in sides if side[0]]
@@ -116,7 +116,7 @@ def row_bytes(d):
 
 
 def test_quantizers_convert_by_the_hardware(quantizers):
-    """Each pair of elements that is rounded to nearest; the others, and bfloat16, by no FP4 conversion."""
+    """One instruction converts each pair rounded to nearest; other sides use no FP4 conversion."""
     for d in quantizers:
         pairs = elements_of(d) // 2
         found = starting(d["whole_kernel"]["opcodes"], "v_cvt_scalef32")
@@ -125,7 +125,7 @@ def test_quantizers_convert_by_the_hardware(quantizers):
 
 
 def test_quantizers_load_16_bytes(quantizers):
-    """All of the tensor where its rows start at multiples of 16 bytes; signs and keys by words or more."""
+    """Tensors whose rows are aligned to 16 bytes are loaded by 16 bytes; signs and keys by words or more."""
     aligned = [d for d in quantizers if row_bytes(d) % 16 == 0]
     assert len(aligned) > len(quantizers) // 3
     for d in aligned:
@@ -141,7 +141,7 @@ def test_quantizers_load_16_bytes(quantizers):
 
 
 def test_quantizers_store_16_bytes(quantizers):
-    """All elements, whose rows are filled up to 16 bytes whatever the shape; the scales are bytes."""
+    """Elements are stored by 16 bytes, because their rows are padded; scales by bytes."""
     for d in quantizers:
         stores = starting(d["whole_kernel"]["opcodes"], "global_store", "buffer_store", "flat_store")
         bits = sum({"packed": 4, "bf16": 16}[form] for form, _ in sides_of(d))

@@ -35,11 +35,11 @@ def run(script, *arguments, text=None, **environment):
 LOWER = """
 import hashlib, json, sys
 import mxjax
-from mxjax.kernels.launch import Target
+from mxjax.devices import Target
 from support.programs import calls_of, lower_dot, targets_of
 
 backend, arch, *policies = sys.argv[1:]
-# The gradient in E3M0 of chmiel_mx is no operand for kernels, and mxjax.gemm refuses the mixture.
+# The gradient in E3M0 of chmiel_mx is no operand for kernels: its dot fails.
 for policy in policies or mxjax.policies().keys() - {"chmiel_mx"}:
     text = lower_dot(Target(backend, arch), policy).as_text()
     calls = [
@@ -91,7 +91,7 @@ LLAMA = """
 import json
 import jax, jax.numpy as jnp
 from models import llama
-from mxjax.kernels.launch import Target, use_target
+from mxjax.devices import Target, use_target
 from support.llamas import SMALL, layer_policies
 from support.programs import calls_of, targets_of
 

@@ -11,22 +11,22 @@ SCRIPT = """
 import jax
 import jax.numpy as jnp
 from mxjax.kernels.matmul.fp4_gemm import matmul
-from mxjax.kernels.launch import Target, use_target
-from mxjax.kernels.quantize.quantizer import Random, quantize_operands
-from mxjax.kernels.quantize.launch_plan import Side
-from mxjax.policy import Operand, Rotation
+from mxjax.devices import Target, use_target
+from mxjax.gemm_input import GemmInput
+from mxjax.kernels.quantize.quantizer import quantize_operands
+from mxjax.operand import Operand
+from mxjax.policy import Rotation
 
-SR = Side(Operand(rounding="stochastic"), Rotation(16, "redrawn"))
+SR = GemmInput(-2, Operand(rounding="stochastic"), Rotation(16, "redrawn"))
 
 
 def quantize(x, key, signs):
-    return quantize_operands(x, Side(Operand()), SR, column_random=Random(key, signs))
+    return quantize_operands(x, [GemmInput(-1), SR._replace(key=key, signs=signs)])
 
 
 def forward(x, w, key, signs):
-    (lhs, lhs_scales), _ = quantize(x, key, signs)
-    _, (rhs, rhs_scales) = quantize(w, key, signs)
-    return matmul(lhs, lhs_scales, rhs, rhs_scales)
+    lhs, rhs = quantize(x, key, signs)[0], quantize(w, key, signs)[1]
+    return matmul(lhs.elements, lhs.scales, rhs.elements, rhs.scales)
 
 
 def custom_calls(f, *arguments):
@@ -36,9 +36,9 @@ def custom_calls(f, *arguments):
 
 # One shape and dtype, so that ptxas compiles the stochastic quantizer, which is slow, once.
 x = w = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
-key, signs = jax.ShapeDtypeStruct((2,), jnp.uint32), jax.ShapeDtypeStruct((16,), jnp.float32)
+key, signs = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((16,), jnp.float32)
 batch = jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
-keys = jax.ShapeDtypeStruct((3, 2), jnp.uint32)
+keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
 with use_target(Target("cuda", "sm_90")):
     print(
         custom_calls(quantize, x, key, signs),
@@ -75,7 +75,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 import mxjax
-from mxjax.kernels.launch import Target, use_target
+from mxjax.devices import Target, use_target
 
 
 def all_three(policy, implementation, x, w, dy, key):
@@ -148,7 +148,7 @@ def on_hopper(expected):
 
 
 EXPECTED = [
-    ("sm_90", "fp8", on_hopper(FP8)),
+    ("sm_90", "fp8_carriers", on_hopper(FP8)),
     ("sm_90", "triton", on_hopper(TRITON)),
     ("sm_90", "scaled_dot", on_hopper(SCALED_DOT)),
     ("sm_90", "xla", XLA),
@@ -161,7 +161,7 @@ EXPECTED = [
 # One policy by every implementation on every target, and the other policies by a few: ptxas takes 20 s for a
 # stochastic quantizer.
 CASES = [(arch, "wgrad_hadamard", name, expected) for arch, name, expected in EXPECTED]
-CASES += [("sm_90", "full_hadamard", "fp8", FP8), ("sm_90", "full_hadamard", "xla", XLA)]
+CASES += [("sm_90", "full_hadamard", "fp8_carriers", FP8), ("sm_90", "full_hadamard", "xla", XLA)]
 CASES += [("sm_90", "full_hadamard", "scaled_dot", SCALED_DOT), ("sm_100", "full_hadamard", None, TRITON)]
 CASES += [("sm_90", "wgrad_sr", None, FP8)]
 

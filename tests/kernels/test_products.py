@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import mxjax
+from mxjax.devices import current_target
 from mxjax.implementations import plan
-from mxjax.kernels.launch import current_target
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
 
@@ -44,14 +44,14 @@ def assert_close(got, wanted):
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("full_rht", "primus_turbo", "tetrajet")),
     ],
 )
-@pytest.mark.parametrize("implementation", ["xla", "fp8", "triton"])
+@pytest.mark.parametrize("implementation", ["xla", "fp8_carriers", "triton"])
 def test_kernels_give_the_values_of_the_reference(policy, implementation):
     args = tensors()
     wanted = all_three(policy, "reference", *args)
     assert_close(all_three(policy, implementation, *args), wanted)
 
 
-@pytest.mark.parametrize("implementation", ["fp8", "triton"])
+@pytest.mark.parametrize("implementation", ["fp8_carriers", "triton"])
 def test_scales_of_forty_binades_are_multiplied_right(implementation):
     args = tensors(span=40)
     assert_close(
@@ -60,7 +60,7 @@ def test_scales_of_forty_binades_are_multiplied_right(implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["fp8", "triton"])
+@pytest.mark.parametrize("implementation", ["fp8_carriers", "triton"])
 def test_long_sums_are_within_their_bound_of_float64(implementation):
     """As long as Wgrad's at 8192 tokens: matrix units that sum in fewer bits than float32 fail."""
     keys = jax.random.split(jax.random.key(1), 2)
@@ -70,7 +70,7 @@ def test_long_sums_are_within_their_bound_of_float64(implementation):
     assert_close([y], [np.asarray(lhs, np.float64) @ np.asarray(rhs, np.float64)])
 
 
-@pytest.mark.parametrize("implementation", ["fp8", "triton"])
+@pytest.mark.parametrize("implementation", ["fp8_carriers", "triton"])
 def test_kernels_compose_under_jit_vmap_and_remat(implementation):
     x, w, dy = tensors()
     ws = jnp.stack([w, 2 * w])
@@ -82,5 +82,5 @@ def test_kernels_compose_under_jit_vmap_and_remat(implementation):
 
 def test_without_a_name_a_gpu_takes_its_fastest():
     fastest = plan(mxjax.get_policy("wgrad"), None).fprop
-    native = {"gfx950": "triton", "sm_100": "triton", "sm_90": "fp8", "software": "xla"}
+    native = {"gfx950": "triton", "sm_100": "triton", "sm_90": "fp8_carriers", "software": "xla"}
     assert fastest == native[current_target().arch]

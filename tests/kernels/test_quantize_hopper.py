@@ -9,14 +9,17 @@ import triton.language as tl
 from support import ptx
 from support.quantizer import assert_as_defined, draw_tensor
 
-from mxjax.kernels.launch import INTERPRETER, Target, current_target, use_target
+from mxjax.devices import INTERPRETER, Target, current_target, use_target
+from mxjax.gemm_input import GemmInput
 from mxjax.kernels.quantize.hopper_kernel import quantize_pairs_kernel
-from mxjax.kernels.quantize.launch_plan import Side, launch_of
+from mxjax.kernels.quantize.launch_plan import launch_of
 from mxjax.kernels.quantize.quantizer import quantize_operands
-from mxjax.policy import Operand, Rotation
+from mxjax.operand import Operand
+from mxjax.policy import Rotation
 
-PLAIN = Side(Operand())
-COLUMNS = [PLAIN, Side(Operand(block_shape=32), Rotation(4)), Side(Operand(), Rotation(16))]
+ROWS, PLAIN = GemmInput(-1), GemmInput(-2)
+H16, ROWS_H16 = (GemmInput(axis, rotation=Rotation(16)) for axis in (-2, -1))
+COLUMNS = [PLAIN, GemmInput(-2, Operand(block_shape=32), Rotation(4)), H16]
 HOPPER = Target("cuda", "sm_90")
 ELSEWHERE = [INTERPRETER, Target("cuda", "sm_89"), Target("cuda", "sm_100"), Target("hip", "gfx950")]
 
@@ -33,23 +36,26 @@ def on_hopper(kernels_run):
         yield
 
 
-def kernel_of(rows, columns, shape, dtype="bfloat16", target=HOPPER):
-    return launch_of(rows, columns, target, (1, 1, *shape), dtype).kernel
+def kernel_of(rows, columns, shape, dtype="bfloat16", target=HOPPER, form="packed"):
+    return launch_of((rows, columns), form, target, (1, 1, *shape), dtype).kernel
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("rows", [None, PLAIN])
+@pytest.mark.parametrize("rows", [None, ROWS])
 @pytest.mark.parametrize("kind", ["normal", "special", "grid"])
 def test_as_defined(rows, columns, kind):
     """Edges on both axes: rows end within a group, a block and a tile, columns within a block and a tile."""
     assert kernel_of(rows, columns, (37, 136)) is quantize_pairs_kernel
-    assert_as_defined(draw_tensor(np.random.default_rng(0), (37, 136), kind, "bfloat16"), rows, columns)
+    assert_as_defined(
+        draw_tensor(np.random.default_rng(0), (37, 136), kind, "bfloat16"),
+        *(how for how in (rows, columns) if how),
+    )
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (2, 1, 8), (3, 200, 48)])
 def test_shapes(shape):
     x = draw_tensor(np.random.default_rng(1), shape, "wide", "bfloat16")
-    assert_as_defined(x, PLAIN, COLUMNS[2])
+    assert_as_defined(x, ROWS, H16)
 
 
 @pytest.mark.parametrize("exponent", [-112, 113, 118, 124])
@@ -57,26 +63,29 @@ def test_shapes(shape):
 def test_magnitudes_at_both_ends(columns, exponent):
     """Short of subnormal sums, which XLA flushes; with 124 some rotated elements overflow."""
     x = np.random.default_rng(4).standard_normal((64, 64)) * 2.0**exponent
-    assert_as_defined(jnp.asarray(x, jnp.bfloat16), PLAIN, columns)
+    assert_as_defined(jnp.asarray(x, jnp.bfloat16), ROWS, columns)
 
 
 def test_vmap():
     xs = draw_tensor(np.random.default_rng(5), (2, 3, 48, 40), "normal", "bfloat16")
-    got = jax.vmap(lambda x: quantize_operands(x, PLAIN, COLUMNS[2]))(xs)
+    got = jax.vmap(lambda x: quantize_operands(x, [ROWS, H16]))(xs)
     for i in range(2):
         for y, wanted in zip(
-            jax.tree.leaves(got), jax.tree.leaves(quantize_operands(xs[i], PLAIN, COLUMNS[2])), strict=True
+            jax.tree.leaves(got), jax.tree.leaves(quantize_operands(xs[i], [ROWS, H16])), strict=True
         ):
             np.testing.assert_array_equal(y[i], wanted)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (2, 0, 64), (0, 8, 64)])
 def test_nothing_to_quantize(shape):
-    rows, columns = quantize_operands(jnp.zeros(shape, jnp.bfloat16), PLAIN, COLUMNS[2])
+    rows, columns = quantize_operands(jnp.zeros(shape, jnp.bfloat16), [ROWS, H16])
     *batch, r, c = shape
-    length = COLUMNS[2].length(r)
-    assert [a.shape for a in rows] == [(*batch, r, c // 2), (*batch, r, c // 32)]
-    assert [a.shape for a in columns] == [(*batch, c, length // 2), (*batch, c, length // 32)]
+    length = H16.padded(r)
+    assert [a.shape for a in jax.tree.leaves(rows)] == [(*batch, r, c // 2), (*batch, r, c // 32)]
+    assert [a.shape for a in jax.tree.leaves(columns)] == [
+        (*batch, c, length // 2),
+        (*batch, c, length // 32),
+    ]
 
 
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
@@ -87,24 +96,24 @@ def test_all_bit_patterns(order):
         finite = patterns[np.isfinite(patterns.view(ml_dtypes.bfloat16).astype(np.float32))]
         patterns = np.resize(np.random.default_rng(3).permutation(finite), 2**16)
     x = jnp.asarray(patterns.view(ml_dtypes.bfloat16).reshape(512, 128))
-    assert_as_defined(x, PLAIN, PLAIN)
-    assert_as_defined(x.T, PLAIN, PLAIN)
+    assert_as_defined(x, ROWS, PLAIN)
+    assert_as_defined(x.T, ROWS, PLAIN)
 
 
 def test_what_it_does_not_take_goes_to_the_general_kernel():
-    taken = kernel_of(PLAIN, COLUMNS[2], (64, 64))
+    taken = kernel_of(ROWS, H16, (64, 64))
     others = [
-        kernel_of(PLAIN, PLAIN, (64, 60)),
-        kernel_of(PLAIN, PLAIN, (64, 64), "float32"),
-        kernel_of(PLAIN, PLAIN, (64, 64), "float16"),
-        kernel_of(PLAIN, None, (64, 64)),
-        kernel_of(COLUMNS[2], COLUMNS[2], (64, 64)),
-        kernel_of(COLUMNS[2], PLAIN, (64, 64)),
-        *(kernel_of(None, Side(Operand(), Rotation(size)), (64, 64)) for size in (2, 8, 32, 64)),
-        *(kernel_of(PLAIN, PLAIN, (64, 64), target=target) for target in ELSEWHERE),
-        kernel_of(None, Side(Operand(), Rotation(16, "fixed")), (64, 64)),
+        kernel_of(ROWS, PLAIN, (64, 60)),
+        kernel_of(ROWS, PLAIN, (64, 64), "float32"),
+        kernel_of(ROWS, PLAIN, (64, 64), "float16"),
+        kernel_of(ROWS, None, (64, 64)),
+        kernel_of(ROWS_H16, H16, (64, 64)),
+        kernel_of(ROWS_H16, PLAIN, (64, 64)),
+        *(kernel_of(None, GemmInput(-2, rotation=Rotation(size)), (64, 64)) for size in (2, 8, 32, 64)),
+        *(kernel_of(ROWS, PLAIN, (64, 64), target=target) for target in ELSEWHERE),
+        kernel_of(None, GemmInput(-2, rotation=Rotation(16, "fixed")), (64, 64)),
         *(
-            kernel_of(PLAIN, Side(Operand(**options)), (64, 64))
+            kernel_of(ROWS, GemmInput(-2, Operand(**options)), (64, 64))
             for options in (
                 {"scale_rule": "even"},
                 {"rounding": "stochastic"},
@@ -112,7 +121,7 @@ def test_what_it_does_not_take_goes_to_the_general_kernel():
                 {"block_shape": (32, 32)},
             )
         ),
-        kernel_of(PLAIN, Side(Operand(), form="bf16"), (64, 64)),
+        kernel_of(ROWS, PLAIN, (64, 64), form="bf16"),
     ]
     assert taken is quantize_pairs_kernel
     assert quantize_pairs_kernel not in others

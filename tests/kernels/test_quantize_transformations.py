@@ -4,27 +4,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.quantizer import check, define, draw_side_random
+from support.quantizer import check, define, draw
 
 import mxjax
-from mxjax.kernels.launch import MOST_PROGRAMS, Target, current_target
+from mxjax.devices import Target, current_target
+from mxjax.gemm_input import GemmInput
+from mxjax.kernels.launch import MOST_PROGRAMS
 from mxjax.kernels.quantize import launch_plan
-from mxjax.kernels.quantize.launch_plan import Side
-from mxjax.kernels.quantize.quantizer import Random, _call, _from_words, quantize_operands
-from mxjax.operands import Use
-from mxjax.packing import pack_by_definition
-from mxjax.policy import Operand, Rotation
+from mxjax.kernels.quantize.quantizer import _call, _from_words, quantize_operands
+from mxjax.kmajor import pack_by_definition
+from mxjax.operand import Operand
+from mxjax.policy import Rotation
 
 # --- transformations
 
-STOCHASTIC = Side(Operand(rounding="stochastic"), Rotation(16, "redrawn"))
+ROWS = GemmInput(-1)
+STOCHASTIC = GemmInput(-2, Operand(rounding="stochastic"), Rotation(16, "redrawn"))
 
 
 def quantize_both(x, key):
     """Returns what the kernel makes of x: row-wise by nearest, column-wise with all that a key draws."""
-    _, random = draw_side_random(key, STOCHASTIC)
-    rows, columns = quantize_operands(x, Side(Operand()), STOCHASTIC, column_random=random)
-    return (*rows, *columns)
+    rows, columns = quantize_operands(x, [ROWS, draw(key, STOCHASTIC)])
+    return rows.elements, rows.scales, columns.elements, columns.scales
 
 
 def assert_each(got, x, keys):
@@ -41,11 +42,7 @@ KEYS = jax.random.split(jax.random.key(9), 3)
 def test_jit():
     for a, b in zip(jax.jit(quantize_both)(X[0], KEYS[0]), quantize_both(X[0], KEYS[0]), strict=True):
         np.testing.assert_array_equal(a, b)
-    check(quantize_operands(jnp.asarray(X[0]), Side(Operand()))[0], Side(Operand()), *define_nearest(X[0]))
-
-
-def define_nearest(x):
-    return define(jnp.asarray(x), Side(Operand()), -1, None, None)
+    check(quantize_operands(jnp.asarray(X[0]), [ROWS])[0], *define(jnp.asarray(X[0]), ROWS))
 
 
 def test_vmap_over_tensor_and_key():
@@ -71,11 +68,9 @@ def test_vmap_twice():
 
 
 def test_vmap_equals_vmap_of_the_definition():
-    side = Side(Operand(rounding="stochastic"))
-
     def kernel(x, key):
-        random = Random(jax.random.bits(key, (2,), jnp.uint32))
-        return quantize_operands(x, side, row_random=random)[0].elements
+        how = GemmInput(-1, Operand(rounding="stochastic"), key=key)
+        return quantize_operands(x, [how])[0].elements
 
     def definition(x, key):
         return mxjax.pack(mxjax.quantize(x, rounding="stochastic", key=key))
@@ -93,26 +88,27 @@ def test_scan():
 
 def test_rows_in_any_number_are_few_programs():
     """CUDA runs 65535 programs along all axes but one."""
-    side = Side(Operand())
-    for rows, columns in ((side, None), (None, side), (side, side)):
+    columns = GemmInput(-2)
+    for pair in ((ROWS, None), (None, columns), (ROWS, columns)):
         for shape in ((1, 1, 2**21, 64), (1, 1, 64, 2**21)):
-            launch = launch_plan.launch_of(rows, columns, Target("cuda", "sm_90"), shape, "bfloat16")
-            assert max(launch.grid[1:]) <= MOST_PROGRAMS, (rows, columns, shape)
+            launch = launch_plan.launch_of(pair, "packed", Target("cuda", "sm_90"), shape, "bfloat16")
+            assert max(launch.grid[1:]) <= MOST_PROGRAMS, (pair, shape)
 
 
 def test_a_part_draws_the_bits_of_its_place_in_the_whole():
     whole = jax.random.normal(jax.random.key(0), (3, 256, 192))
     keys = [jax.random.key(i) for i in (1, 2)]
-    sides = Side(Operand(rounding="stochastic")), Side(Operand(rounding="stochastic"), Rotation(16))
-    words = [jax.random.bits(key, (2,), jnp.uint32) for key in keys]
-    scalars = jnp.stack([*words[0], jnp.uint32(0), *words[1], jnp.uint32(0)])[None]
+    stochastic = Operand(rounding="stochastic")
+    pair = GemmInput(-1, stochastic), GemmInput(-2, stochastic, Rotation(16))
+    scalars = jnp.concatenate([jax.random.bits(key, (2,), jnp.uint32) for key in keys])[None]
     b, r, c = slice(1, 3), slice(64, 192), slice(32, 160)
     places = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in (b, r, c)]
     part = whole[b, r, c][None]
-    got = _call(*sides, current_target(), (256, 192), part, scalars, jnp.ones((1, 2, 64)), *places)
-    for side, key, axis, (elements, scales) in zip(sides, keys, (-1, -2), (got[:2], got[2:]), strict=True):
-        q = pack_by_definition(whole, Use(axis, side.operand, side.rotation, None, key))
-        other, blocked = (r, c) if axis == -1 else (c, r)
+    signs = jnp.ones((1, 2, 64))
+    got = _call(pair, "packed", current_target(), (256, 192), part, scalars, signs, *places)
+    for how, key, (elements, scales) in zip(pair, keys, (got[:2], got[2:]), strict=True):
+        q = pack_by_definition(whole, how._replace(key=key))
+        other, blocked = (r, c) if how.axis == -1 else (c, r)
         packed = q.elements[b, other, blocked.start // 2 : blocked.stop // 2]
         np.testing.assert_array_equal(_from_words(elements, "packed")[0], packed)
         np.testing.assert_array_equal(scales[0], q.scales[b, other, blocked.start // 32 : blocked.stop // 32])
@@ -126,13 +122,11 @@ def test_a_part_draws_the_bits_of_its_place_in_the_whole():
 )
 def test_refuses_other_formats_and_blocks(operand):
     with pytest.raises(NotImplementedError, match="mxfp4"):
-        Side(operand)
+        quantize_operands(jnp.ones((32, 32)), [GemmInput(-1, operand)])
 
 
 def test_refuses_larger_rotations_and_longer_axes():
     with pytest.raises(NotImplementedError, match="H64"):
-        Side(Operand(), Rotation(128))
+        quantize_operands(jnp.ones((32, 128)), [GemmInput(-1, rotation=Rotation(128))])
     with pytest.raises(ValueError, match="shorter"):
-        jax.eval_shape(
-            lambda x: quantize_operands(x, Side(Operand())), jax.ShapeDtypeStruct((1, 2**24), jnp.bfloat16)
-        )
+        jax.eval_shape(lambda x: quantize_operands(x, [ROWS]), jax.ShapeDtypeStruct((1, 2**24), jnp.bfloat16))

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 import mxjax
 from mxjax.fp8_carriers import SHIFTS, carry
+from mxjax.gemm_input import GemmInput
 from mxjax.implementations import plan
-from mxjax.operands import Use
-from mxjax.packing import Packed, decode, pack_operands
-from mxjax.policy import Gemm, Operand, Policy, Rotation
+from mxjax.kmajor import KMajor, decode
+from mxjax.operand import Operand
+from mxjax.policy import Gemm, Policy, Rotation
+from mxjax.prepare import pack_operands
 
-ON_PACKED = ["fp8", "scaled_dot"]
+ON_PACKED = ["fp8_carriers", "scaled_dot"]
 POLICIES = ["wgrad", "wgrad_hadamard", "full_hadamard", "full_rht", "wgrad_sr", "tetrajet", "lumen", "fprop"]
 
 
@@ -89,17 +91,17 @@ def test_a_carrier_holds_what_its_range_does_and_says_when_not(carrier, beyond):
     scales = np.array([[130, 130 - (high - low) - beyond, 0]], np.uint8)
     codes = np.arange(96, dtype=np.uint8) % 16
     codes[64:] = 0  # an all-zero block, of scale byte 0, is no loss
-    q = Packed(jnp.asarray(codes[None, ::2] | codes[None, 1::2] << 4), jnp.asarray(scales))
+    q = KMajor(jnp.asarray(codes[None, ::2] | codes[None, 1::2] << 4), jnp.asarray(scales))
     carried = carry(q, carrier)
     assert bool(carried.fits) == (beyond == 0)
     if not beyond:
-        values = carried.elements.astype(jnp.float32) * 2.0 ** carried.exponent[:, None]
+        values = carried.elements.astype(jnp.float32) * 2.0 ** (carried.unit.astype(jnp.int32) - 127)[:, None]
         np.testing.assert_array_equal(values, decode(q, jnp.float32))
 
 
 def test_a_tiny_block_that_a_carrier_loses_is_noticed():
     elements = jnp.zeros((1, 32), jnp.uint8).at[0, 20].set(1)
-    assert not carry(Packed(elements, jnp.array([[127, 0]], jnp.uint8)), "e5m2").fits
+    assert not carry(KMajor(elements, jnp.array([[127, 0]], jnp.uint8)), "e5m2").fits
 
 
 @settings(max_examples=7)
@@ -116,7 +118,7 @@ def test_a_tiny_block_that_a_carrier_loses_is_noticed():
 def test_packed_operands_are_quantized_ones(m, k, axis, square, rotation):
     x = jax.random.normal(jax.random.key(m * 100 + k), (2, m, k))
     operand = Operand(block_shape=(32, 32) if square else None, scale_rule="even")
-    [q] = pack_operands(x, Use(axis, operand, rotation, None, None))
+    [q] = pack_operands(x, GemmInput(axis, operand, rotation))
     widths = [(0, 0), (0, 0), (0, 0)]
     widths[axis] = (0, -x.shape[axis] % (rotation.size if rotation else 1))
     padded = jnp.pad(x, widths)
@@ -134,7 +136,7 @@ def test_packed_operands_are_quantized_ones(m, k, axis, square, rotation):
 @pytest.mark.parametrize("byte", [0, 1, 127, 253, 254])
 def test_decodes_every_code_at_extreme_scales(byte):
     codes = jnp.arange(32, dtype=jnp.uint8) % 16
-    q = Packed((codes[::2] | codes[1::2] << 4)[None], jnp.array([[byte]], jnp.uint8))
+    q = KMajor((codes[::2] | codes[1::2] << 4)[None], jnp.array([[byte]], jnp.uint8))
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = np.where(np.arange(16) < 8, 1, -1) * np.tile(magnitudes, 2) * 2.0 ** (byte - 127)
     values = np.where(np.abs(values) < 2.0**-126, 0, values)  # XLA's CPU flushes subnormals
@@ -174,11 +176,11 @@ def test_a_named_implementation_refuses_operands_that_it_does_not_take():
 
 
 def test_gemms_without_mxfp4_run_in_fp8_or_bfloat16():
-    assert plan(mxjax.get_policy("fprop"), "fp8")[:3] == ("fp8", "fp8_tensor", "fp8_tensor")
-    assert plan(mxjax.get_policy("bf16"), "fp8")[:3] == ("xla", "xla", "xla")
+    assert plan(mxjax.get_policy("fprop"), "fp8_carriers")[:3] == ("fp8_carriers", "fp8_tensor", "fp8_tensor")
+    assert plan(mxjax.get_policy("bf16"), "fp8_carriers")[:3] == ("xla", "xla", "xla")
     both_e5m2 = Gemm(Operand("fp8_e5m2"), Operand("fp8_e5m2"))  # which no GPU multiplies
     with pytest.raises(NotImplementedError):
-        plan(Policy(both_e5m2, both_e5m2, both_e5m2), "fp8")
+        plan(Policy(both_e5m2, both_e5m2, both_e5m2), "fp8_carriers")
 
 
 def test_the_fastest_here_is_xla():

@@ -158,8 +158,8 @@ def test_a_prescale_of_one_is_allowed():
     [
         (lambda: Policy(dgrad=Gemm(lhs=DEQUANTIZED)), "dgrad.lhs is dy"),
         (lambda: Policy(wgrad=Gemm(rhs=DEQUANTIZED)), "wgrad.rhs is dy"),
-        (lambda: Policy(fprop=Gemm(lhs=DEQUANTIZED)), "its own operands are 'original'"),
-        (lambda: Policy(fprop=Gemm(rhs=DEQUANTIZED)), "its own operands are 'original'"),
+        (lambda: Policy(fprop=Gemm(lhs=DEQUANTIZED)), "the Fprop's operands are 'original'"),
+        (lambda: Policy(fprop=Gemm(rhs=DEQUANTIZED)), "the Fprop's operands are 'original'"),
         (lambda: Policy(Gemm(rotation=Rotation()), Gemm(rhs=DEQUANTIZED)), "without rotation"),
         (lambda: Policy(Gemm(rotation=Rotation()), wgrad=Gemm(lhs=DEQUANTIZED)), "without rotation"),
     ],

@@ -57,7 +57,7 @@ def test_every_mode_computes_the_same_numbers(params, policy, rules, modes):
 
     def run(mode):
         def loss(params, key):
-            return loss_of(policy, "fp8", mode, rules)(params, batch, key=key)
+            return loss_of(policy, "fp8_carriers", mode, rules)(params, batch, key=key)
 
         return jax.jit(jax.value_and_grad(loss))(params, jax.random.key(2))
 
@@ -83,7 +83,7 @@ def results(c):
 
 
 def test_fp4_keeps_the_packed_operands_alone(params):
-    found = kept(params, "wgrad_hadamard", "fp8", "fp4")
+    found = kept(params, "wgrad_hadamard", "fp8_carriers", "fp4")
     assert found == pytest.approx(operands(SMALL), rel=1e-3)  # but for the layer's number
 
 
@@ -94,7 +94,7 @@ def test_dots_keeps_the_results_of_products_and_attention(params):
 def test_modes_keep_less_in_their_order(params):
     """More tokens than weights, since weights are operands too."""
     sizes = [
-        kept_bytes(loss_of("wgrad_hadamard", "fp8", mode), params, (16, 129))
+        kept_bytes(loss_of("wgrad_hadamard", "fp8_carriers", mode), params, (16, 129))
         for mode in ("none", "dots", "fp4", "full")
     ]
     assert sizes == sorted(sizes, reverse=True)
@@ -107,7 +107,7 @@ def test_fp4_quantizes_nothing_again(params):
     def packed(mode):
         def loss(params):
             batch = jnp.zeros((BATCH, LENGTH + 1), jnp.int32)
-            return loss_of("wgrad_hadamard", "fp8", mode)(params, batch)
+            return loss_of("wgrad_hadamard", "fp8_carriers", mode)(params, batch)
 
         return len(re.findall(r":u8\[[\d,]+\] = shift_left", str(jax.make_jaxpr(jax.grad(loss))(params))))
 
@@ -115,12 +115,14 @@ def test_fp4_quantizes_nothing_again(params):
     assert packed("full") > packed("none")
 
 
-@pytest.mark.parametrize(("policy", "implementation"), [("bf16", "fp8"), ("wgrad", "xla"), ("wgrad", None)])
+@pytest.mark.parametrize(
+    ("policy", "implementation"), [("bf16", "fp8_carriers"), ("wgrad", "xla"), ("wgrad", None)]
+)
 def test_fp4_without_packed_operands_is_refused(policy, implementation):
-    with pytest.raises(ValueError, match=r"implementation 'fp8' \(anywhere\) or 'triton'"):
+    with pytest.raises(ValueError, match=r"implementation 'fp8_carriers' \(anywhere\) or 'triton'"):
         check_remat("fp4", [get_policy(policy)], implementation)
     check_remat("dots", [get_policy(policy)], implementation)
-    check_remat("fp4", [get_policy("bf16"), get_policy("wgrad")], "fp8")
+    check_remat("fp4", [get_policy("bf16"), get_policy("wgrad")], "fp8_carriers")
 
 
 def test_cudnn_s_attention_is_kept_with_its_statistics(params, monkeypatch):
@@ -130,7 +132,7 @@ def test_cudnn_s_attention_is_kept_with_its_statistics(params, monkeypatch):
     monkeypatch.setattr(attention, "_cudnn_takes", lambda q: True)
     result = 2 * TOKENS * SMALL.n_heads * SMALL.head_dim
     statistics = 4 * TOKENS * SMALL.n_heads
-    for mode, implementation in (("dots", "xla"), ("fp4", "fp8")):
+    for mode, implementation in (("dots", "xla"), ("fp4", "fp8_carriers")):
         plain = results(SMALL) if mode == "dots" else operands(SMALL)
         found = kept(params, "wgrad_hadamard", implementation, mode)
         assert found == pytest.approx(plain + (mode == "fp4") * result + statistics, rel=1e-3)

@@ -35,7 +35,7 @@ def loss(x, w, key, policy, implementation):
 key = jax.random.key(2)
 gradients = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=(3, 4))
 mesh = jax.make_mesh((2, 2), ("d", "t"), axis_types=(kind, AxisType[sys.argv[2]]))
-cases = [("wgrad_hadamard", "fp8"), ("full_sr", "xla"), ("full_rht", "scaled_dot"), ("fp8", None)]
+cases = [("wgrad_hadamard", "fp8_carriers"), ("full_sr", "xla"), ("full_rht", "scaled_dot"), ("fp8", None)]
 cases.append(("wgrad", "reference"))
 for case in cases if len({*sys.argv[1:]}) == 1 else cases[:1]:
     one = gradients(x, w, key, *case)
@@ -56,7 +56,7 @@ def by_hand(x, w, key, policy, implementation):
     specs = P("d"), P(), P()
     return jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=P())(x, w, key)
 
-for implementation in ("fp8", "scaled_dot"):
+for implementation in ("fp8_carriers", "scaled_dot"):
     case = "wgrad_hadamard", implementation
     one, _ = gradients(x, w, key, *case)
     with jax.set_mesh(mesh):

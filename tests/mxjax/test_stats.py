@@ -75,14 +75,14 @@ BLOCK = np.array([7.9, -6.5, 6.0, -6.0, 5.5, 0.25, -0.2, 0.3, -0.5, *[1.0] * 13,
 def test_clipped_and_flushed_elements_are_counted(arguments, clipped, flushed):
     # A block of zeros beside it counts among the elements, and neither clips nor flushes.
     x = jnp.asarray(np.stack([BLOCK, np.zeros(32, np.float32)]))
-    error = stats.quantization(x, **arguments)
+    error = stats.quantization(x, mxjax.quantize(x, **arguments))
     np.testing.assert_allclose(error.clipped, clipped / 64)
     np.testing.assert_allclose(error.flushed, flushed / 64)
 
 
 def test_a_value_of_the_largest_element_is_not_clipped():
     x = jnp.full((32,), 6.0)
-    error = stats.quantization(x)
+    error = stats.quantization(x, mxjax.quantize(x))
     assert error.clipped == 0
     assert error.sqnr_db == jnp.inf
 
@@ -91,7 +91,7 @@ def test_a_value_of_the_largest_element_is_not_clipped():
 def test_a_scale_from_the_largest_of_the_tensor_clips_nothing(format):
     # The scale is rounded, so the largest value often comes back a little smaller.
     x = jnp.asarray(normal(256, 8, seed=3))
-    assert not np.any(jax.vmap(lambda x: stats.quantization(x, format).clipped)(x))
+    assert not np.any(jax.vmap(lambda x: stats.quantization(x, mxjax.quantize(x, format)).clipped)(x))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_scale_from_the_largest_of_the_tensor_clips_nothing(format):
 )
 def test_quantization_is_the_error_of_dequantized_values(arguments):
     x = jnp.asarray(normal(48, 40, seed=0))
-    error = stats.quantization(x, **arguments)
+    error = stats.quantization(x, mxjax.quantize(x, **arguments))
     value = mxjax.dequantize(mxjax.quantize(x, **arguments))
     np.testing.assert_allclose(error[:3], expected_error(x, value), rtol=1e-4)
 
@@ -146,7 +146,10 @@ def test_gaussian_blocks_clip_as_often_as_the_table_says(rule):
 @pytest.mark.parametrize("rule", ["floor", "even", "rceil"])
 def test_the_error_of_gaussian_blocks_is_what_the_table_says(rule):
     x, (_, value) = np.asarray(gaussian(), np.float64), gaussian_quantized(rule)
-    error = np.asarray(stats.quantization(gaussian(), scale_rule=rule).relative_error) ** 2
+    error = (
+        np.asarray(stats.quantization(gaussian(), mxjax.quantize(gaussian(), scale_rule=rule)).relative_error)
+        ** 2
+    )
     # Of the ratio of two means over blocks.
     standard_error = np.std(np.mean((x - value) ** 2 - error * x**2, axis=1)) / np.sqrt(BLOCKS)
     # The table is rounded to .00001.
@@ -156,7 +159,9 @@ def test_the_error_of_gaussian_blocks_is_what_the_table_says(rule):
 def test_clipped_elements_of_gaussian_blocks_are_those_past_the_largest():
     scales, _ = gaussian_quantized("floor")
     expected = np.mean(np.abs(gaussian()) > 6 * scales)
-    np.testing.assert_allclose(stats.quantization(gaussian()).clipped, expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        stats.quantization(gaussian(), mxjax.quantize(gaussian())).clipped, expected, rtol=1e-6
+    )
 
 
 def products(x, w, dy, policy, key=None):
@@ -195,16 +200,20 @@ def test_gemms_takes_leading_axes_and_other_dtypes():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), leading, flat)
 
 
+def quantization_error(x, **arguments):
+    return stats.quantization(x, mxjax.quantize(x, **arguments))
+
+
 def test_gemms_reports_each_operand_as_it_is_quantized():
     x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(64, 48), (48, 56), (64, 56)]))
     errors = stats.gemms(x, w, dy, policy="wgrad_hadamard")
     alone = {
-        (0, "lhs"): stats.quantization(x, axis=-1),
-        (0, "rhs"): stats.quantization(w, axis=0),
-        (1, "lhs"): stats.quantization(dy, axis=-1),
-        (1, "rhs"): stats.quantization(w, axis=-1),
-        (2, "lhs"): stats.quantization(mxjax.rotate(x, axis=0), axis=0),
-        (2, "rhs"): stats.quantization(mxjax.rotate(dy, axis=0), axis=0),
+        (0, "lhs"): quantization_error(x, axis=-1),
+        (0, "rhs"): quantization_error(w, axis=0),
+        (1, "lhs"): quantization_error(dy, axis=-1),
+        (1, "rhs"): quantization_error(w, axis=-1),
+        (2, "lhs"): quantization_error(mxjax.rotate(x, axis=0), axis=0),
+        (2, "rhs"): quantization_error(mxjax.rotate(dy, axis=0), axis=0),
     }
     for (gemm, side), expected in alone.items():
         np.testing.assert_allclose(getattr(errors[gemm], side), expected, rtol=1e-6)

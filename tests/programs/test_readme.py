@@ -11,13 +11,24 @@ DOCUMENTS = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGEL
 DOCUMENTS += sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
 
 
-def test_the_examples_run():
-    names = {}
-    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+def run_examples(text: str) -> dict:
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, names)
+    return names
+
+
+def test_the_examples_run():
+    names = run_examples(README)
     assert names["dw"].shape == (512, 2048)
     assert names["y"].shape == (4, 128, 2048)
     assert names["layer"](names["x"]).shape == (4, 128, 2048)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["getting-started", "integration"])
+def test_the_examples_of_the_documentation_run(page):
+    assert run_examples((ROOT / "docs" / f"{page}.md").read_text())
 
 
 def test_the_readme_is_short():

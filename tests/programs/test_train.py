@@ -105,6 +105,7 @@ def test_the_loss_falls(text, tmp_path):
     assert np.mean(losses[-5:]) < 2.5
 
 
+@pytest.mark.slow
 def test_every_policy_sees_the_same_first_batch(text, tmp_path):
     first = []
     for policy in ("bf16", "fp8"):
@@ -229,7 +230,7 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes_from_the_start(text, 
     assert without_time(lines(out)) == without_time(lines(finished))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_path, monkeypatch, number):
     out = tmp_path / "run"
     original = step_reporter.StepReporter.step
@@ -334,7 +335,7 @@ def test_measuring_layers_and_tracing_are_not_in_a_step_s_time(text, tmp_path, m
     assert max(times) <= 2
 
 
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_signal_ends_an_evaluation_which_is_repeated(text, finished, tmp_path, monkeypatch, step):
     out = tmp_path / "run"
     original, seen = loop.evaluate, []

@@ -13,7 +13,8 @@ import triton.language as tl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mxjax.kernels.launch import Target, triton_call, use_target
+from mxjax.devices import Target, use_target
+from mxjax.kernels.launch import triton_call
 
 
 @triton.jit

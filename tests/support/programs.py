@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import mxjax
-from mxjax.kernels.launch import Target, use_target
+from mxjax.devices import Target, use_target
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Runs the PTX of inline assembly on numpy arrays: what Triton's interpreter lacks, where there is no GPU.
+"""Runs the PTX of inline assembly on numpy arrays, which Triton's interpreter cannot.
 
-Source of what instructions do: NVIDIA, Parallel Thread Execution ISA.
+Source of the instructions' meanings: NVIDIA, Parallel Thread Execution ISA.
 """
 
 import re
@@ -12,7 +12,7 @@ U32 = np.uint32
 
 
 def run(text, **registers):
-    """Returns the registers after a block of PTX; those given are named like "r3" for $3, uint32 arrays."""
+    """Runs a block of PTX on uint32 arrays, named "r3" for $3; returns all registers."""
     registers = {name.replace("r", "$"): np.asarray(value, U32) for name, value in registers.items()}
     for statement in re.sub(r"[{}]", "", text).split(";"):
         opcode, _, operands = statement.strip().partition(" ")
@@ -51,7 +51,7 @@ def _fma_bf16(a, b, c):
 
 
 def _prmt(a, b, select):
-    """Bytes of {b, a}; a selector's highest bit asks for eight times the byte's sign."""
+    """Selects bytes of {b, a}; a selector's highest bit replicates the byte's sign bit instead."""
     both = np.asarray(b, np.uint64) << np.uint64(32) | a
     word = U32(0)
     for i in range(4):
@@ -102,7 +102,7 @@ OPCODES = {
 
 
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack, _semantic=None):
-    """Takes the place of Triton's function in its interpreter, for 32-bit elements one at a time."""
+    """Replaces Triton's function in its interpreter, for 32-bit elements one at a time."""
     from triton.language import core
     from triton.runtime.interpreter import TensorHandle
 

@@ -92,6 +92,7 @@ def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     assert out == {}
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_the_data_is_exported(checkpoint, tmp_path):
     """From text to a checkpoint with its tokenizer, which encodes as it did for training."""
     lines = [json.dumps({"text": f"line {i}: the square is {i * i}"}) for i in range(500)]

@@ -244,6 +244,7 @@ def lines(out):
     return [{k: v for k, v in record.items() if k not in times} for record in records]
 
 
+@pytest.mark.slow
 def test_training_resumes_and_evaluates_on_tokenized_data(tmp_path):
     prefix = write(tmp_path / "train", top=257)
     other = write(tmp_path / "other", 40, top=257, seed=1)

@@ -56,7 +56,7 @@ def compare(config, batch_size, seq_len, accumulate, policy, implementation, rem
         (SMALL, 8, 64, 1, "bf16", "xla", "none"),
         (SMALL, 8, 64, 1, "bf16", "xla", "dots"),
         (SMALL, 16, 128, 2, "bf16", "xla", "full"),
-        (SMALL, 8, 128, 1, "wgrad_hadamard", "fp8", "fp4"),
+        pytest.param(SMALL, 8, 128, 1, "wgrad_hadamard", "fp8_carriers", "fp4", marks=pytest.mark.slow),
         (LlamaConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),
         (LlamaConfig(4096, 64, 2, 4, 2, 16, 192), 4, 64, 1, "bf16", "xla", "full"),
     ],

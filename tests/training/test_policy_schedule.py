@@ -137,7 +137,9 @@ def test_a_run_that_switches_equals_one_stopped_and_resumed_in_the_other_policy(
     assert of_stopping == [r for r in lines(switched) if "policy" not in r]
 
 
-@pytest.mark.parametrize("step", [2, 3, 5])
+@pytest.mark.parametrize(
+    "step", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_resuming_in_any_phase_equals_an_uninterrupted_run(text, switched, tmp_path, step):
     out = tmp_path / "run"
     run(text, out, SWITCHING, "--stop-after", str(step))
@@ -147,6 +149,7 @@ def test_resuming_in_any_phase_equals_an_uninterrupted_run(text, switched, tmp_p
     assert {json.dumps(r) for r in lines(out) if r["step"] != step} <= expected
 
 
+@pytest.mark.slow
 def test_an_evaluation_owed_by_a_phase_is_repeated_in_its_policy(text, tmp_path, monkeypatch):
     schedule, out = "wgrad_sr; fp8 from 3", tmp_path / "run"
     run(text, tmp_path / "whole", schedule)

@@ -47,6 +47,7 @@ def test_a_resumed_run_shows_each_step_once(tmp_path):
     assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
 
 
+@pytest.mark.slow
 def test_a_run_writes_what_metrics_jsonl_gets(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))

@@ -14,7 +14,7 @@ LANE = np.arange(LANES)
 
 
 def fma(a, b, c) -> np.ndarray:
-    """Returns a * b + c rounded once: rounded to odd in float64, the sum may be rounded again."""
+    """Returns a * b + c rounded once: rounding to odd in float64 makes the second rounding harmless."""
     with np.errstate(all="ignore"):
         product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
         total = product + c
@@ -45,7 +45,7 @@ def reverse_bits(x):
 
 
 def bytes_of(a, b, selectors):
-    """Bytes 0 to 3 of b and 4 to 7 of a as the selectors' bytes say; 12 gives 0, more gives 255."""
+    """Selects bytes 0 to 3 of b and 4 to 7 of a by the selectors' bytes; 12 gives 0, more gives 255."""
     both = (a.astype(U64) << U64(32)) | b.astype(U64)
     result = np.zeros(LANES, U32)
     for byte in range(4):
@@ -113,7 +113,7 @@ BETWEEN = (E2M1[1:] + E2M1[:-1]) / 2
 
 
 def to_e2m1(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Returns codes of x / 2**(exponent of scale): to nearest, ties to even, saturated; NaN is 7."""
+    """Returns codes of x / 2**(exponent of scale), rounded to nearest even and saturated; NaN is 7."""
     exponent = (scale.view(U32) >> U32(23)) & U32(255)
     scaled = np.abs(np.ldexp(x.astype(np.float64), 127 - exponent.astype(np.int32)))
     below, above = np.searchsorted(BETWEEN, scaled, "left"), np.searchsorted(BETWEEN, scaled, "right")

@@ -31,7 +31,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line: `modifiers` holds lists of integers, texts, or True where only the name is written."""
+    """One line; a modifier is a list of integers, a text, or True if it has only a name."""
 
     text: str
     opcode: str
@@ -90,7 +90,7 @@ def instruction(line: str) -> Instruction:
 
 
 def read(text: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Returns the first function's instructions, and the labels before them by their places."""
+    """Returns the first function's instructions, and the index of the instruction after each label."""
     program, labels = [], {}
     for line in text.splitlines():
         line = re.split(r";|//", line)[0].strip()

@@ -43,7 +43,7 @@ def steps(w: Wave, program: list[Instruction], labels: dict[str, int]) -> Iterat
 
 
 def begin(w: Wave, descriptor: dict, group, kernarg: int, preloaded: bool) -> None:
-    """Fills the scalar registers that a wave begins with, in LLVM's order."""
+    """Fills the initial scalar registers of a wave, in LLVM's order."""
     place = 0
     for name in ("dispatch_ptr", "queue_ptr", "kernarg_segment_ptr", "dispatch_id"):
         if descriptor[f"user_sgpr_{name}"]:

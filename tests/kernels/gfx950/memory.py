@@ -1,4 +1,4 @@
-"""Global memory and LDS, in which every address that is touched must have been allocated."""
+"""Global memory and LDS; touching an address that was not allocated is an error."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ BASE = 0x7F00_0000_0000
 
 
 class Memory:
-    """Bytes from `base` on; those never written hold noise."""
+    """Bytes from `base` on; unwritten ones contain noise."""
 
     def __init__(self, base: int, size: int, allocated: bool = False):
         self.base, self.end = base, GUARD
@@ -15,7 +15,7 @@ class Memory:
         self.allocated = np.full(size, allocated)
 
     def allocate(self, size: int, alignment: int) -> int:
-        """Returns the address of new bytes, as far from a larger multiple than their alignment allows."""
+        """Allocates bytes at an address that is not aligned to more than asked for."""
         start = -(-self.end // 256) * 256 + alignment
         self.end = start + size + GUARD
         assert self.end <= len(self.bytes)

@@ -20,7 +20,7 @@ def words_of(wave: Wave, first: int, size: int) -> np.ndarray:
 
 
 def write_words(wave: Wave, first: int, data: np.ndarray, mask: np.ndarray) -> None:
-    """Writes uint8[64, size] to registers, narrow ones with zeros above."""
+    """Writes uint8[64, size] to registers, and zeros above narrow values."""
     size = data.shape[1]
     filled = np.zeros((64, -(-size // 4) * 4), np.uint8)
     filled[:, :size] = data
@@ -29,7 +29,7 @@ def write_words(wave: Wave, first: int, data: np.ndarray, mask: np.ndarray) -> N
 
 
 def size_of(opcode: str) -> int:
-    """Returns the bytes a lane that an opcode moves."""
+    """Returns the number of bytes that an opcode moves in a lane."""
     if wide := re.search(r"dword(?:x(\d))?$", opcode):
         return 4 * int(wide[1] or 1)
     narrow = {"ubyte": 1, "byte": 1, "ushort": 2, "short": 2}
@@ -44,14 +44,14 @@ def load(memory, addresses: np.ndarray, size: int, mask: np.ndarray) -> np.ndarr
 
 
 def into_lds(wave: Wave, i: Instruction, size: int) -> Callable[[np.ndarray], None]:
-    """Returns what writes lane n's bytes to n times their number past the 18 bits of M0."""
+    """Returns a function that writes each lane's bytes to LDS, one lane after another from M0[17:0] on."""
     assert not i.integer("offset"), i.text
     places, mask = (wave.s[M0] & 0x3FFFF) + size * np.arange(64), wave.lanes
     return lambda data: wave.lds.store(places[mask], data[mask])
 
 
 def buffer(wave: Wave, i: Instruction) -> Callable[[], None]:
-    """Offsets past the descriptor's size give zeros and store nothing."""
+    """Transfers through a descriptor; offsets past its size load zeros and store nothing."""
     *data, offsets, descriptor, scalar_offset = i.operands
     base = wave.read_scalar(descriptor, 2) & (2**48 - 1)
     stride = wave.s[descriptor.index + 1] >> 16 & 0x3FFF

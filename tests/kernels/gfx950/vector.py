@@ -1,4 +1,4 @@
-"""The vector instructions: those of arithmetic.py, and those that do more than compute a word a lane.
+"""The vector instructions: those of arithmetic.py, and those that compute more than a word a lane.
 
 Source: AMD Instinct CDNA4 Instruction Set Architecture, chapters 6, 7 and 12.
 """
@@ -15,7 +15,7 @@ LANE = np.arange(LANES)
 
 
 def lanes_of(modifiers: dict) -> np.ndarray:
-    """Returns from which lane each lane reads by a DPP modifier."""
+    """Returns the lane that each lane reads under a DPP modifier."""
     assert modifiers["row_mask"] == modifiers["bank_mask"] == "0xf"
     if quad := modifiers.get("quad_perm"):
         return (LANE & ~3) + np.array(quad)[LANE & 3]
@@ -123,7 +123,7 @@ def swap_lanes(w: Wave, i: Instruction) -> None:
 
 
 def pair_of_floats(w: Wave, i: Instruction) -> None:
-    """Of two words each: op_sel says which one the low result takes, op_sel_hi the high one."""
+    """Computes two words: op_sel chooses the low result's operands, op_sel_hi the high result's."""
     to, *sources = i.operands
     count = len(sources)
     choices = i.bits("op_sel", 0, count), i.bits("op_sel_hi", 1, count)

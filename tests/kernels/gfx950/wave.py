@@ -33,7 +33,7 @@ class Wave:
             self.wait(counter, 0)
 
     def wait(self, counter: str, most: int) -> None:
-        """Does the oldest transfers until at most so many are left; scalar loads have no order."""
+        """Completes the oldest transfers until at most `most` are left; scalar loads have no order."""
         pending = self.pending[counter]
         if counter == "lgkmcnt" and self.scalar_loads:
             assert most == 0, "a scalar load is waited for by its number"
@@ -69,7 +69,7 @@ class Wave:
         return values
 
     def write(self, index: int, values: np.ndarray) -> None:
-        """Writes words, or pairs of them, in the lanes that EXEC names."""
+        """Writes words, or pairs of them, in the lanes of EXEC."""
         if values.dtype == U64:
             self.write(index + 1, (values >> U64(32)).astype(U32))
             values = values.astype(U32)

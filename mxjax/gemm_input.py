@@ -1,0 +1,122 @@
+"""`GemmInput`: a tensor as one GEMM takes it, rotated and quantized along the contracted axis."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Float32
+
+from mxjax.blocks import pad
+from mxjax.formats import BLOCK
+from mxjax.hadamard import random_signs, rotate
+from mxjax.operand import Operand
+from mxjax.policy import Gemm, Rotation
+from mxjax.quantize import MXArray, dequantize, quantize_unpacked
+
+
+class GemmInput(NamedTuple):
+    """How one GEMM takes one tensor: a policy's `Operand` with the axis, the rotation and the random bits.
+
+    A tensor has two of them, because two GEMMs read it: x [tokens, d_in] is contracted along -1 in the Fprop
+    and along -2 in the Wgrad. The tensor itself is not part of it.
+
+    Attributes:
+      axis: the axis that the GEMM contracts, -1 or -2; the tensor is rotated and quantized along it.
+      operand: how it is quantized.
+      rotation: the Hadamard rotation before that, or None.
+      signs: the rotation's signs, or None for all +1.
+      key: the key of its random bits, or None.
+    """
+
+    axis: int
+    operand: Operand = Operand()
+    rotation: Rotation | None = None
+    signs: Float32[Array, " size"] | None = None
+    key: jax.Array | None = None
+
+    @property
+    def rotation_size(self) -> int:
+        """The size of the rotation, or 1."""
+        return self.rotation.size if self.rotation else 1
+
+    @property
+    def has_signs(self) -> bool:
+        """Whether the rotation has signs."""
+        return self.rotation is not None and self.rotation.signs != "none"
+
+    @property
+    def options(self) -> "GemmInput":
+        """The input without its arrays: hashable."""
+        return self._replace(signs=None, key=None)
+
+    def padded(self, length: int) -> int:
+        """Returns the contracted axis's length, padded to whole MX blocks and runs of the rotation."""
+        multiple = max(BLOCK, self.rotation_size)
+        return -(-length // multiple) * multiple
+
+
+def gemm_inputs(
+    gemm: Gemm, lhs_axis: int, rhs_axis: int, key: jax.Array | None
+) -> tuple[GemmInput, GemmInput]:
+    """Returns how a GEMM takes its two operands; `key` is the GEMM's own."""
+    signs = draw_signs(gemm.rotation, fold(key, 2))
+    return (
+        GemmInput(lhs_axis, gemm.lhs, gemm.rotation, signs, fold(key, 0)),
+        GemmInput(rhs_axis, gemm.rhs, gemm.rotation, signs, fold(key, 1)),
+    )
+
+
+def quantize_input(x: Float[Array, "..."], how: GemmInput) -> MXArray:
+    """Returns x rotated and quantized as the GEMM takes it, with the elements in float32."""
+    return quantize_unpacked(rotate_input(x, how), how.operand, how.axis, how.key)
+
+
+def rotate_input(x: Float[Array, "..."], how: GemmInput) -> Float[Array, "..."]:
+    """Returns x rotated as the GEMM takes it, padded with zeros to a multiple of the rotation's size."""
+    if how.rotation is None:
+        return x
+    size = how.rotation.size
+    return rotate(pad(x, how.axis % x.ndim, size), size, axis=how.axis, signs=how.signs)
+
+
+def as_backward_sees(
+    x: Float[Array, "..."], wanted: Operand, fprop: Operand, axis: int, key: jax.Array | None
+) -> Float[Array, "..."]:
+    """Returns x as a backward GEMM reads it: unchanged, or with the values of the Fprop's quantization."""
+    if wanted.source == "original":
+        return x
+    return dequantize(quantize_input(first_order_only(x), GemmInput(axis, fprop, key=key)))
+
+
+def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Array, " size"] | None:
+    """Returns the signs of a rotation: None, the fixed ones of its seed, or those that `key` draws."""
+    if rotation is None or rotation.signs == "none":
+        return None
+    if rotation.signs == "fixed":  # independent of JAX's default generator
+        key = jax.random.key(rotation.seed, impl="threefry2x32")
+    assert key is not None
+    return random_signs(key, rotation.size)
+
+
+def fold(key: jax.Array | None, *indices: int) -> jax.Array | None:
+    """Returns the key with the indices folded in, or None without a key.
+
+    A pure function of the key, so that rematerialization draws the same bits again.
+    """
+    if key is None:
+        return None
+    return functools.reduce(jax.random.fold_in, indices, key)
+
+
+@jax.custom_jvp
+def first_order_only(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns x; differentiating it raises NotImplementedError."""
+    return x
+
+
+@first_order_only.defjvp
+def _raise_on_second_derivative(primals, tangents):
+    raise NotImplementedError(
+        "mxjax.dot has no second derivative: quantization is piecewise constant. "
+        "Use policy-free products (jnp.dot) where you need one."
+    )

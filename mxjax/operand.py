@@ -1,0 +1,84 @@
+"""`Operand`: how one operand of a GEMM is quantized. Its options are defined and checked here alone."""
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+from mxjax.blocks import BlockShape, resolve_block_shape
+from mxjax.formats import BLOCK, FormatName, get_format
+from mxjax.rounding import Rounding
+from mxjax.scales import ScaleRule, check_rule
+
+Source = Literal["original", "dequantized"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """How one operand of a GEMM is quantized: pure, hashable data, which names no tensor and no axis.
+
+    A policy holds six of them. `mxjax.quantize` makes one of its arguments.
+
+    Attributes:
+      format: a name in `mxjax.FORMATS`.
+      block_shape: elements along the contracted axis that share a scale, or a pair (r, b): r along the other
+        of the last two axes, b along the contracted one. None: the format's own, 1 x 32 for MX.
+      scale_rule: see `mxjax.scales.block_scale`; only formats with E8M0 scales read it.
+      rounding: "nearest" (ties to even) or "stochastic", which needs a key.
+      prescale: shrinks the elements, not the scale, so that fewer of them clip. The GEMM's result (or
+        `dequantize`) is divided by it. None: no prescale.
+      source: "original", or "dequantized": the backward GEMM reads the values that the Fprop's quantization
+        produced instead of the tensor itself.
+    Raises:
+      ValueError: an unknown name, a bad block shape or prescale, or options that the format does not take.
+    """
+
+    format: FormatName = "mxfp4"
+    block_shape: BlockShape = None
+    scale_rule: ScaleRule = "floor"
+    rounding: Rounding = "nearest"
+    prescale: float | None = None
+    source: Source = "original"
+
+    def __post_init__(self):
+        f = get_format(self.format)
+        check_rule(self.scale_rule, f.element if f.scale == "e8m0" else None)
+        check_choice("rounding", self.rounding, Rounding)
+        check_choice("source", self.source, Source)
+        resolve_block_shape(f, self.block_shape, ndim=2, axis=-1)
+        if self.prescale is not None and not 0 < self.prescale <= 1:
+            raise ValueError(f"prescale must be in (0, 1], got {self.prescale}")
+        if f.element is None and (self.rounding == "stochastic" or self.prescale):
+            raise ValueError(
+                f"{self.format} is not quantized: it takes no stochastic rounding and no prescale"
+            )
+
+    @property
+    def is_packable(self) -> bool:
+        """Whether packed MXFP4 kernels take it: MXFP4 in blocks of 32 or of 32 x 32."""
+        return self.format == "mxfp4" and self.block_shape in (None, BLOCK, (1, BLOCK), (BLOCK, BLOCK))
+
+    @property
+    def is_square(self) -> bool:
+        """Whether a scale is shared by 32 x 32 elements."""
+        return self.block_shape == (BLOCK, BLOCK)
+
+    def __str__(self) -> str:
+        f = get_format(self.format)
+        parts: list[str] = [self.format]
+        if self.block_shape is not None:
+            pair = self.block_shape if isinstance(self.block_shape, tuple) else (1, self.block_shape)
+            parts.append(f"{pair[0]}x{pair[1]}")
+        if f.scale == "e8m0":
+            parts.append(self.scale_rule)
+        if self.rounding == "stochastic":
+            parts.append("sr")
+        if self.prescale is not None:
+            parts.append(f"*{self.prescale:g}")
+        if self.source == "dequantized":
+            parts.append("dequantized")
+        return ":".join(parts)
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Raises ValueError unless `value` is one of the Literal `choices`."""
+    if value not in get_args(choices):
+        raise ValueError(f"unknown {name} {value!r}; use one of {', '.join(get_args(choices))}")

@@ -1,0 +1,97 @@
+"""Imports, read from the syntax trees, lazy ones included: they go one way and without circles."""
+
+import ast
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = {"mxjax": "mxjax", "kernels": "mxjax.kernels", "models": "models", "training": "training"}
+LIBRARY = {"jax", "numpy", "jaxtyping"}
+
+
+def sources() -> dict[str, pathlib.Path]:
+    """Returns every module by its name."""
+    found = {name: ROOT / f"{name}.py" for name in ("train", "eval")}
+    for folder, package in PACKAGES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "kernels" in path.relative_to(ROOT / folder).parts:  # the symbolic link
+                continue
+            parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+SOURCES = sources()
+
+
+def imported(path: pathlib.Path, *, lazy: bool = True) -> set[str]:
+    """Returns the names that a file imports: modules, and `module.name` of what it takes from one."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree) if lazy else tree.body:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def module_of(name: str) -> str | None:
+    """Returns the module of ours that an imported name is, or is in."""
+    while name and name not in SOURCES:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+GRAPH = {
+    module: {m for name in imported(path) if (m := module_of(name)) is not None and m != module}
+    for module, path in SOURCES.items()
+}
+
+
+def test_modules_are_found():
+    assert {"mxjax.dot", "mxjax.kernels.quantize.kernel", "models.llama", "train"} <= set(SOURCES)
+    assert "mxjax.kernels.quantize.quantizer" in GRAPH["mxjax.prepare"]  # lazily
+    assert "mxjax.gemm" in GRAPH["mxjax.dot"]
+
+
+def test_no_circles():
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for other in sorted(GRAPH[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in SOURCES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [("mxjax", {"models", "training", "train", "eval"}), ("models", {"training", "train", "eval"})],
+)
+def test_packages_import_one_way(package, forbidden):
+    for module, others in GRAPH.items():
+        # A command, `python -m models.huggingface`, may read what a training run wrote.
+        if module.partition(".")[0] == package and not module.endswith("__main__"):
+            assert not {m for m in others if m.partition(".")[0] in forbidden}, module
+
+
+def test_the_library_needs_jax_numpy_and_jaxtyping_alone():
+    allowed = LIBRARY | set(sys.stdlib_module_names) | {"mxjax"}
+    for module, path in SOURCES.items():
+        if module.partition(".")[0] == "mxjax" and not module.startswith("mxjax.kernels"):
+            assert {name.partition(".")[0] for name in imported(path)} <= allowed, module
+
+
+def test_the_kernels_import_triton_and_nothing_else_at_their_top():
+    allowed = LIBRARY | set(sys.stdlib_module_names) | {"mxjax", "triton"}
+    for module, path in SOURCES.items():
+        if module.startswith(("mxjax.kernels.quantize", "mxjax.kernels.matmul", "mxjax.kernels.launch")):
+            assert {name.partition(".")[0] for name in imported(path, lazy=False)} <= allowed, module

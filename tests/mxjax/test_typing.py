@@ -1,0 +1,78 @@
+"""A user's script is typed fully: pyright in strict mode accepts a right one, and flags each wrong line."""
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+RIGHT = """
+import jax
+import jax.numpy as jnp
+
+import mxjax
+from mxjax import Gemm, MXArray, Operand, Policy, Rotation
+
+x: jax.Array = jax.random.normal(jax.random.key(0), (4, 64))
+w: jax.Array = jax.random.normal(jax.random.key(1), (64, 32))
+q: MXArray = mxjax.quantize(x, "mxfp4", axis=-1, scale_rule="even", rounding="nearest")
+packed: jax.Array = mxjax.pack(q)
+elements: jax.Array = q.elements
+values: jax.Array = mxjax.dequantize(q, jnp.bfloat16)
+rotated: jax.Array = mxjax.rotate(x, 16, axis=-1)
+policy = Policy(wgrad=Gemm(Operand(rounding="stochastic"), Operand(), Rotation(16, "redrawn")))
+y: jax.Array = mxjax.dot(x, w, policy=policy, key=jax.random.key(0), implementation="xla")
+y = mxjax.dot(x, w, policy="wgrad_hadamard")
+error: float = float(mxjax.stats.quantization(x, q).sqnr_db)
+"""
+WRONG = """
+import jax
+
+import mxjax
+
+x = jax.random.normal(jax.random.key(0), (4, 64))
+q = mxjax.quantize(x)
+q.elments  # wrong
+mxjax.quantize(x, scale_rul="floor")  # wrong
+mxjax.quantize(x, scale_rule="flor")  # wrong
+mxjax.quantize(x, "mxpf4")  # wrong
+mxjax.Operand("mxpf4")  # wrong
+mxjax.Operand(rounding="stochastc")  # wrong
+mxjax.Rotation(16, "redrwan")  # wrong
+mxjax.rotate(x, siz=16)  # wrong
+mxjax.dequantize(x)  # wrong
+mxjax.dot(x, x, policy="bf16", implementation="fp8")  # wrong
+mxjax.dot(x, x, polcy="bf16")  # wrong
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("pyright") is None, reason="pyright: uv sync --group lint"),
+]
+
+
+def errors(folder: pathlib.Path, script: str) -> dict[int, str]:
+    """Returns the first message about each line, from 0, by pyright in strict mode."""
+    (folder / "script.py").write_text(script)
+    config = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "include": ["script.py"]}
+    (folder / "pyrightconfig.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "pyright", "-p", folder, "--pythonpath", sys.executable, "--outputjson"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    return {
+        d["range"]["start"]["line"]: d["message"]
+        for d in reversed(found["generalDiagnostics"])
+        if d["severity"] == "error"
+    }
+
+
+def test_a_right_script_is_typed_fully(tmp_path):
+    assert errors(tmp_path, RIGHT) == {}
+
+
+def test_each_wrong_line_is_flagged(tmp_path):
+    wrong = {i for i, line in enumerate(WRONG.splitlines()) if line.endswith("# wrong")}
+    assert set(errors(tmp_path, WRONG)) >= wrong
+    assert len(wrong) == 11

@@ -1,0 +1,48 @@
+"""Files that are written completely or not at all, and messages that name the extra to install."""
+
+import os
+import pathlib
+
+import pytest
+
+from training.environment import input_errors
+from training.extras import MissingExtraError, check_extra, require
+from training.files import whole_lines, write_atomically
+
+
+def test_a_file_is_replaced(tmp_path):
+    path = tmp_path / "a.json"
+    write_atomically(path, "first")
+    write_atomically(path, b"second")
+    assert path.read_bytes() == b"second"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch, step):
+    path = tmp_path / "a.json"
+    write_atomically(path, "old")
+
+    def fail(*arguments):
+        raise OSError("no space")
+
+    monkeypatch.setattr(*((os, "fsync") if step == "fsync" else (pathlib.Path, "replace")), fail)
+    with pytest.raises(OSError, match="no space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_a_torn_last_line_is_dropped(tmp_path):
+    path = tmp_path / "lines"
+    assert whole_lines(path) == []
+    path.write_text("one\ntwo\nthr")
+    assert whole_lines(path) == ["one", "two"]
+
+
+def test_what_is_missing_names_its_extra():
+    check_extra("train", "training", "jax")
+    assert require("train", "training", "json").dumps([]) == "[]"
+    with pytest.raises(MissingExtraError, match=r"--plot needs no_such_module: pip install 'mxjax\[plot\]'"):
+        require("plot", "--plot", "no_such_module.part")
+    with pytest.raises(SystemExit, match="uv sync --extra plot"), input_errors():
+        check_extra("plot", "--plot", "no_such_module")
