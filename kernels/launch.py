@@ -1,4 +1,4 @@
-"""The one place where Triton kernels meet JAX: as calls inside jit on GPUs, and in Triton's interpreter.
+"""The one place where Triton kernels meet JAX: as calls inside jit on GPUs, or in Triton's interpreter.
 
 On a GPU a call is `lowering.kernel_call`. Under `TRITON_INTERPRET=1` it is a host callback on the CPU: every
 function built on a kernel can be tested without a GPU.
@@ -25,7 +25,7 @@ except ImportError as error:
     ) from error
 
 
-MOST_PROGRAMS = 65535  # that CUDA runs along an axis but the first
+MOST_PROGRAMS = 65535  # CUDA's limit along every grid axis but the first
 
 
 def triton_call(
@@ -39,19 +39,19 @@ def triton_call(
     in_place: bool = False,
     **constants,
 ) -> list[jax.Array]:
-    """Returns the arrays that `kernel` writes: its parameters after `arrays` point to them, in order.
+    """Returns the arrays that `kernel` writes, its pointer parameters after those of `arrays`, in order.
 
-    In `jax.shard_map` they vary with all inputs.
+    Under `jax.shard_map` the outputs vary over every mesh axis that an input varies over.
 
     Args:
-      kernel: a function decorated with `triton.jit`. All its arguments but the pointers are constexpr.
-      arrays: inputs, passed as pointers that are multiples of 16 bytes.
-      out: shapes and dtypes of the outputs. The kernel must write every element, but of the first if that is
-        `in_place`.
+      kernel: a function decorated with `triton.jit`. All parameters but the pointers are constexpr.
+      arrays: inputs, passed as pointers aligned to 16 bytes.
+      out: shapes and dtypes of the outputs. The kernel must write every element, except those
+        of an `in_place` output.
       grid: programs along up to three axes.
-      options: the target's compiler options; those that it does not know are ignored.
-      in_place: the first output begins as the first array, whose memory it takes if nothing else needs it.
-        The kernel gets a pointer to the same memory for both.
+      options: options of the target's compiler, which ignores those that it does not know.
+      in_place: whether the first output starts as the first array and reuses its memory if nothing else
+        reads it. The kernel gets a pointer to that memory for both.
       constants: the kernel's constexpr arguments.
     """
     if 0 in grid:
@@ -64,13 +64,13 @@ def triton_call(
     target = current_target()
     if target is None:
         raise NotImplementedError(
-            "Triton kernels need a GPU (install mxjax[cuda] or mxjax[rocm]), or Triton's "
-            "interpreter: TRITON_INTERPRET=1 and use_target(INTERPRETER)"
+            "triton_call needs a GPU and Triton (install mxjax[cuda] or mxjax[rocm]), or Triton's "
+            "interpreter (set TRITON_INTERPRET=1 and call use_target(INTERPRETER))"
         )
     if target.backend == "cuda" and max(grid[1:], default=1) > MOST_PROGRAMS:
         raise ValueError(
-            f"CUDA runs at most {MOST_PROGRAMS} programs along an axis but the first, not {grid}: "
-            "split the tensor"
+            f"triton_call needs at most {MOST_PROGRAMS} programs along each axis but the first on CUDA, "
+            f"got {grid}; split the tensor"
         )
     written = kernel_call(
         kernel,
@@ -91,7 +91,7 @@ def triton_call(
 def _interpret(kernel, out, grid, constants, in_place, *arrays) -> tuple[np.ndarray, ...]:
     """Runs a kernel in Triton's interpreter on host copies of the arrays."""
     inputs = [_HostTensor(np.array(a)) for a in arrays]
-    # Poisoned: an element that the kernel fails to write shows.
+    # Poison the outputs, so that elements which the kernel fails to write show.
     outputs = [_HostTensor(np.frombuffer(b"\xa5" * (o.size * o.dtype.itemsize), o.dtype).copy()) for o in out]
     if in_place:
         outputs[0] = inputs[0]
@@ -101,9 +101,9 @@ def _interpret(kernel, out, grid, constants, in_place, *arrays) -> tuple[np.ndar
 
 @functools.cache
 def _interpreter_thread() -> concurrent.futures.Executor:
-    """Returns a thread of its own for the interpreter: XLA's CPU threads flush subnormals to zero.
+    """Returns a dedicated thread for the interpreter, because XLA's CPU threads flush subnormals to zero.
 
-    There numpy says nothing of NaN and infinity, as GPUs do not.
+    numpy's warnings about NaN and infinity are off in it.
     """
     executor = concurrent.futures.ThreadPoolExecutor(1, initializer=np.seterr, initargs=("ignore",))
     executor.submit(int).result()

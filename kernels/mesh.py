@@ -1,4 +1,4 @@
-"""Partitioning of kernels on a mesh: each device runs a kernel on its shard, by a rule of axes.
+"""Partitioning of kernels on a mesh: each device runs a kernel on its shard, as a sharding rule says.
 
 A rule is Shardy's: `v b (ro ri) c -> …` names the factors of each axis. Some factors are never sharded, such
 as the elements of a block.
@@ -13,7 +13,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
 Axis = tuple[str, dict[str, int], list[str]]
-"""How a rule writes an axis; the sizes of its compound factors; the factors that are never sharded."""
+"""An axis as a rule writes it, the sizes of its compound factors, and the factors that are never sharded."""
 
 
 def partitioned(
@@ -23,13 +23,13 @@ def partitioned(
     whole: Sequence[str],
     summed: str | None = None,
 ) -> Callable[..., list[jax.Array]]:
-    """Returns `run` for meshes to partition: each shard of its results depends on shards of its arguments.
+    """Returns `run`, partitioned on meshes: each device computes shards of the results from shards.
 
     Args:
-      run: called with the arguments or their shards. If `summed` is given, also with the names of the mesh
-        axes that shard it, over which it must sum.
-      rule: an axis of every argument and result as one factor or a compound of them.
-      sizes: sizes of the factors in compounds, except those that are an axis elsewhere.
+      run: a function of the arguments or their shards. With `summed`, it also takes the names of the mesh
+        axes that shard that factor, and must sum over them.
+      rule: Shardy's rule; every axis of an argument or result is one factor or a compound.
+      sizes: sizes of the factors in compounds, except those that are a whole axis elsewhere.
       whole: the factors that are never sharded.
       summed: a factor of the arguments that the results lack.
     """
@@ -61,7 +61,7 @@ def partitioned(
     )
 
     def call(*arguments):
-        """Under `jax.shard_map` over all axes the arguments are shards already."""
+        """Calls the kernel directly under `jax.shard_map` over all axes: the arguments are shards already."""
         return (on_all if get_abstract_mesh().are_all_axes_manual else function)(*arguments)
 
     return call
@@ -76,9 +76,9 @@ def _parse(terms: str) -> list[list[tuple[str, ...]]]:
 
 
 def _cuts(mesh, rule, arguments, sizes, whole) -> dict[str, tuple[str, ...]]:
-    """Returns the mesh axes that shard each factor: those of the first argument that it can take.
+    """Returns the mesh axes that shard each factor, from the first argument whose sharding is possible.
 
-    Propagation may have sharded an axis within a unit, or two factors of a result by one mesh axis.
+    Shardy may propagate a sharding that splits a unit, or shards two factors of a result by one mesh axis.
     """
     cuts: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
@@ -101,7 +101,7 @@ def _sharding(mesh, axes, cuts) -> NamedSharding:
 def compound(name: str, size: int, unit: int) -> Axis:
     """Returns an axis that is sharded only between runs of `unit`: factors name + "o" and name + "i".
 
-    It is not sharded unless the number of devices divides the number of runs, which Shardy does not check.
+    It is sharded only if the number of devices divides the number of runs, which Shardy does not check.
     """
     if unit == 1:
         return name, {}, []
@@ -112,7 +112,7 @@ def compound(name: str, size: int, unit: int) -> Axis:
 
 
 def along(name: str, what: str, size: int) -> Axis:
-    """Returns an axis of a result with `size` elements a run of a `compound` axis; 0 if that is whole."""
+    """Returns an axis of a result with `size` elements per run of a `compound` axis; 0 if that is whole."""
     if size == 1:
         return f"{name}o", {}, []
     inner = f"{name}{what}"

@@ -9,7 +9,7 @@ from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.matmul.carry import BLOCKS, carry_kernel, constants_of, programs_of
 
 _ELEMENTS = "E2M1, eight a word, element 8 i + j in bits 4 j to 4 j + 3; [1, rows, 4 words a block of 32]"
-_OUT = "the elements times 2**(scale byte - reference), the shift clipped to LOW and HIGH"
+_OUT = "the elements times 2**(scale byte - unit), the shift clipped to LOW and HIGH"
 _LOST = "1 if a shift changed elements, for each program's ROWS rows of BLOCKS blocks"
 
 
@@ -35,7 +35,7 @@ def _build(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
             "words": Argument((1, n, 4 * blocks), "int32", meaning=_ELEMENTS),
             "scales": Argument((1, n, blocks), "uint8", meaning="E8M0 bytes"),
             "out": Argument((1, n, 8 * blocks), "int32", "output", _OUT, view),
-            "reference": Argument((1, n), "uint8", "output", "the scale byte that becomes a factor of 1"),
+            "unit": Argument((1, n), "uint8", "output", "the scale byte that becomes a factor of 1"),
             "lost": Argument((1, programs), "uint8", "output", _LOST),
         },
         constants=constants,

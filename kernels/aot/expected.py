@@ -187,7 +187,7 @@ def carrier_outputs(inputs: Arrays, *, rows: int, blocks: int, carrier: Carrier,
     tiles = tiles.reshape(-(-rows // tile[0]), tile[0], -(-blocks // tile[1]), tile[1]).any((1, 3))
     return {
         "out": (elements * np.repeat(factors, BLOCK, axis=-1)).astype(DTYPES[carrier]),
-        "reference": unit.astype(np.uint8),
+        "unit": unit.astype(np.uint8),
         "lost": tiles.reshape(1, -1).astype(np.uint8),
     }
 
@@ -204,7 +204,7 @@ def correction_inputs(
     rng = np.random.default_rng(1)
     for place, (side, length) in enumerate((("lhs", m), ("rhs", n))):
         rows, parts, _ = strips[side]
-        arrays[f"{side}_reference"] = rng.integers(77, 178, (batch, length)).astype(np.uint8)
+        arrays[f"{side}_unit"] = rng.integers(77, 178, (batch, length)).astype(np.uint8)
         lost = np.zeros((batch, -(-length // rows) * parts), np.uint8)
         lost[place : place + 1, -1] = 1
         arrays[f"{side}_lost"] = lost
@@ -226,7 +226,7 @@ def correction_outputs(
         lost = np.repeat(flags, rows, axis=1)[:, :length]
         lost = np.pad(lost, ((0, 0), (0, -length % strip))).reshape(batch, -1, strip).any(2)
         affected.append(np.repeat(lost, strip, axis=1)[:, :length])
-        exponents.append(inputs[f"{side}_reference"].astype(int) - 127)
+        exponents.append(inputs[f"{side}_unit"].astype(int) - 127)
         values.append(decode(inputs[side], inputs[f"{side}_scales"]))
     exponent = exponents[0][:, :, None] + exponents[1][:, None, :]
     recomputed = np.ldexp(_product(*values), -exponent).astype(dtype)

@@ -82,7 +82,7 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
     constants = fp8_matmul.constants_of(m, n, k, tiles)
     unit = "scale byte that stands for 1 in each row of the operand's FP8 elements, from 64 to 190"
     lost = "1 if the operand lost elements in FP8, for each of PARTS parts of each ROWS rows"
-    factors = "2**(reference - 127)"
+    factors = "2**(unit - 127)"
     rows, parts = rows_and_parts(k // 32)
     strips = {"lhs": [rows, parts, constants["BLOCK_M"]], "rhs": [rows, parts, constants["BLOCK_N"]]}
     sizes = {"batch": batch, "m": m, "n": n, "k": k, "dtype": dtype}
@@ -100,8 +100,8 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
         signature={
             "before": Argument((batch, m, n), dtype, meaning="the previous content of out, at its address"),
             **operands,
-            "lhs_reference": Argument((batch, m), "uint8", meaning=unit),
-            "rhs_reference": Argument((batch, n), "uint8", meaning=unit),
+            "lhs_unit": Argument((batch, m), "uint8", meaning=unit),
+            "rhs_unit": Argument((batch, n), "uint8", meaning=unit),
             "lhs_lost": Argument((batch, programs_of(m, k // 32)), "uint8", meaning=lost),
             "rhs_lost": Argument((batch, programs_of(n, k // 32)), "uint8", meaning=lost),
             "out": Argument((batch, m, n), dtype, "output", result),

@@ -1,4 +1,4 @@
-"""FP8 carriers of packed MXFP4 operands (`mxjax.fp8_carriers`) by a kernel: half a byte an element to one."""
+"""The kernel that converts packed MXFP4 operands to FP8 carriers (`mxjax.fp8_carriers`)."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,12 @@ from mxjax.fp8_carriers import DTYPES, SHIFTS, UNIT_BYTES, Carried, Carrier
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.quantize.elements import encode_fp8, scale_value
 
-BLOCKS = 256  # a program
-_WORDS = BLOCK // 8  # of 8 elements, a block
+BLOCKS = 256  # per program
+_WORDS = BLOCK // 8  # words of 8 elements per block
 _LEAST_UNIT, _LARGEST_UNIT = tl.constexpr(UNIT_BYTES[0]), tl.constexpr(UNIT_BYTES[1])
 
-# prmt takes a byte of {$4:$3} for each of 4 nibbles: the carrier of a code's magnitude. By a nibble's highest
-# bit it spreads the sign of the byte instead, which for 0x80 tells negative codes (0xff) from others.
+# prmt selects a byte of {$4:$3} by each of 4 nibbles: the FP8 value of a code's magnitude. If a nibble's
+# highest bit is set, it replicates the byte's sign bit instead, so that 0x80 becomes 0xff for negative codes.
 _DECODE = tl.constexpr("""{
 .reg .b32 select, sign, rest;
 and.b32 select, $2, 0x77777777;
@@ -43,7 +43,7 @@ def carry_operand(
     carrier: Carrier,
     target: Target | None,
 ) -> Carried:
-    """Returns packed operands in FP8, as `mxjax.fp8_carriers.carry` does."""
+    """Returns a packed operand in FP8, bit for bit as `mxjax.fp8_carriers.carry` does."""
     batch, n, blocks = scales.shape
     words = jax.lax.bitcast_convert_type(elements.reshape(batch, n, _WORDS * blocks, 4), jnp.int32)
     programs = programs_of(n, blocks)
@@ -65,19 +65,19 @@ def carry_operand(
 
 
 def programs_of(n: int, blocks: int) -> int:
-    """Returns the kernel's programs for an operand of n rows: each takes whole rows, or a part of one."""
+    """Returns the number of programs for an operand of n rows: each takes whole rows, or a part of one."""
     rows, parts = rows_and_parts(blocks)
     return ceil_div(n, rows) * parts
 
 
 def rows_and_parts(blocks: int) -> tuple[int, int]:
-    """Returns how many rows a program takes, and how many programs take one row: one of the two is 1."""
+    """Returns the number of rows per program and of programs per row; one of the two is 1."""
     width = _width(blocks)
     return BLOCKS // width, ceil_div(blocks, width)
 
 
 def _width(blocks: int) -> int:
-    """Returns the blocks of a row that a program takes."""
+    """Returns the number of a row's blocks that one program takes."""
     return min(BLOCKS, triton.next_power_of_2(blocks))
 
 
@@ -102,7 +102,7 @@ def carry_kernel(
     words,
     scales,
     out,
-    reference,
+    unit,
     lost,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -113,11 +113,11 @@ def carry_kernel(
     E5M2: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Carries BLOCKS of the K blocks of ROWS rows of words [v, N, 4 K] and scales [v, N, K].
+    """Converts BLOCKS of the K blocks of ROWS rows of words [v, N, 4 K] and scales [v, N, K].
 
-    The grid is (programs, v), and out [v, N, 8 K], reference [v, N], lost [v, programs].
+    The outputs are out [v, N, 8 K], unit [v, N] and lost [v, programs]; the grid is (programs, v).
     """
-    PARTS: tl.constexpr = (K + BLOCKS - 1) // BLOCKS  # of a row; if more than one, ROWS is 1
+    PARTS: tl.constexpr = (K + BLOCKS - 1) // BLOCKS  # programs per row; if more than one, ROWS is 1
     v = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0) % PARTS
     first = v * N + tl.program_id(0) // PARTS * ROWS  # row
@@ -134,7 +134,7 @@ def carry_kernel(
         largest = _largest_of_row(scales + first * K, K)
     row_unit = tl.minimum(tl.maximum(largest - HIGH, _LEAST_UNIT), _LARGEST_UNIT)
     rows = tl.arange(0, ROWS)
-    tl.store(reference + first + rows, row_unit.to(tl.uint8), rows < tl.where(part == 0, rows_left, 0))
+    tl.store(unit + first + rows, row_unit.to(tl.uint8), rows < tl.where(part == 0, rows_left, 0))
     shift = byte - tl.reshape(tl.broadcast_to(row_unit[:, None], [ROWS, BLOCKS]), [ROWS * BLOCKS])
 
     holds_something = tl.max((word & 0x77777777).to(tl.uint32, bitcast=True), 1) > 0
@@ -160,7 +160,7 @@ def carry_kernel(
 
 @triton.jit
 def _largest_of_row(scales, K: tl.constexpr):
-    """Returns the largest of K scale bytes but 255, [1]; 0 if there is none."""
+    """Returns the largest of K scale bytes other than 255, in shape [1]; 0 if there is none."""
     WIDTH: tl.constexpr = 1024
     largest = tl.zeros([WIDTH], tl.int32)
     for start in range(0, K, WIDTH):
@@ -171,7 +171,7 @@ def _largest_of_row(scales, K: tl.constexpr):
 
 @triton.jit
 def _finite(byte):
-    """Returns scale bytes, 0 for NaN."""
+    """Returns scale bytes, with 0 for NaN."""
     return tl.where(byte == 255, 0, byte)
 
 

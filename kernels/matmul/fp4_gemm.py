@@ -1,7 +1,7 @@
 """GEMM of packed MXFP4 operands by `tl.dot_scaled`: E2M1 elements, E8M0 scales, float32 accumulation.
 
-On gfx950 it compiles to v_mfma_scale_f32_16x16x128_f8f6f4, on sm_100 to tcgen05.mma kind::mxf4; elsewhere
-Triton multiplies in bfloat16. Both operands are K-major, so that loads are of 16 bytes.
+On gfx950 it compiles to v_mfma_scale_f32_16x16x128_f8f6f4, on sm_100 to tcgen05.mma kind::mxf4. Elsewhere
+Triton multiplies in bfloat16. Both operands are K-major, which allows 16-byte loads.
 """
 
 import functools
@@ -33,20 +33,20 @@ def matmul(
 ) -> Float[Array, "*batch m n"]:
     """Returns lhs @ rhs.T of packed MXFP4 operands, accumulated in float32 and rounded to dtype.
 
-    A scale byte of 255 makes the results it takes part in NaN; byte 0 is 2**-127. Where Triton multiplies in
-    bfloat16 an element times its scale saturates or underflows as a bfloat16 does, on Hopper below 2**-126.
+    A scale byte of 255 makes every result that it enters NaN; byte 0 is 2**-127. Where Triton multiplies in
+    bfloat16, an element times its scale saturates or underflows like a bfloat16, on Hopper below 2**-126.
 
     Args:
       lhs, rhs: two E2M1 elements a byte along k, the even one in the low nibble; k is a multiple of 32.
-      lhs_scales, rhs_scales: an E8M0 byte for each 32 elements.
+      lhs_scales, rhs_scales: one E8M0 byte for 32 elements.
       dtype: bfloat16 or float32.
 
     Raises:
-      ValueError: the shapes do not fit, or dtype is another.
+      ValueError: shapes that do not match, or another dtype.
     """
     check_operands(lhs, lhs_scales, rhs, rhs_scales)
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"dtype must be bfloat16 or float32: {dtype}")
+        raise ValueError(f"matmul needs dtype bfloat16 or float32, got {dtype}; cast the result")
     if 0 in (*lhs.shape, *rhs.shape):
         return jnp.zeros((*lhs.shape[:-1], rhs.shape[-2]), dtype)
     [y] = multiply_flat(_matmul(jnp.dtype(dtype), current_target()), lhs, lhs_scales, rhs, rhs_scales)
@@ -54,23 +54,26 @@ def matmul(
 
 
 def check_operands(lhs: jax.Array, lhs_scales: jax.Array, rhs: jax.Array, rhs_scales: jax.Array) -> None:
-    """Raises ValueError unless the shapes fit, and offsets of the kernels 32 bits."""
+    """Raises ValueError unless the shapes match and the kernels' offsets fit into 32 bits."""
     *batch, m, k = (*lhs.shape[:-1], lhs.shape[-1] * 2)
     n = rhs.shape[-2]
     if k % 32 or rhs.shape[-1] * 2 != k:
-        raise ValueError(f"lhs and rhs must have the same multiple of 32 elements: {lhs.shape}, {rhs.shape}")
+        raise ValueError(
+            f"matmul needs lhs and rhs with equal k, a multiple of 32, got packed {lhs.shape} and {rhs.shape}"
+        )
     if lhs_scales.shape != (*batch, m, k // 32) or rhs_scales.shape != (*batch, n, k // 32):
         raise ValueError(
-            f"scales must be {(m, k // 32)}, {(n, k // 32)}: {lhs_scales.shape}, {rhs_scales.shape}"
+            f"matmul needs scales of shapes {(*batch, m, k // 32)} and {(*batch, n, k // 32)}, "
+            f"got {lhs_scales.shape} and {rhs_scales.shape}"
         )
     if max(n, k) >= 2**21 or m >= 2**28:
         raise ValueError(
-            f"n and k must be less than 2**21 and m than 2**28, for 32-bit offsets: {n}, {k}, {m}"
+            f"matmul needs n and k below 2**21 and m below 2**28 for 32-bit offsets, got n={n}, k={k}, m={m}"
         )
 
 
 def multiply_flat(run: Callable[..., list[jax.Array]], *operands: jax.Array) -> list[jax.Array]:
-    """Returns what `run` makes of operands whose batch axes are one, with these axes again."""
+    """Flattens the operands' batch axes, calls `run`, and restores the axes in its results."""
     batch = operands[0].shape[:-2]
     flat = [x.reshape(math.prod(batch), *x.shape[-2:]) for x in operands]
     return [y.reshape(*batch, *y.shape[1:]) for y in run(*flat)]
@@ -78,7 +81,7 @@ def multiply_flat(run: Callable[..., list[jax.Array]], *operands: jax.Array) -> 
 
 @functools.cache
 def _matmul(dtype, target: Target | None):
-    """JAX keeps what it traced of the function, hence one for each target."""
+    """Returns the product as a function. JAX caches its trace, hence a separate function for each target."""
 
     def part(*operands, summed_over):
         if not summed_over:
@@ -90,12 +93,12 @@ def _matmul(dtype, target: Target | None):
 
 
 def batched(part: Callable[..., list[jax.Array]], results: str) -> Callable[..., list[jax.Array]]:
-    """Returns a product of [batch, ...] operands that vmap makes one of a larger batch, and meshes cut up.
+    """Returns a product of [batch, ...] operands that meshes shard; vmap enlarges its batch.
 
     Args:
-      part: called with the operands, or parts of them, and with `summed_over`: the mesh axes that cut k, over
+      part: a function of the operands or their shards, and of `summed_over`: the mesh axes that shard k, over
         which it must sum.
-      results: the axes of its results, by those of a rule of `partitioned`.
+      results: the axes of its results, as in a rule of `partitioned`.
     """
 
     def call(lhs, lhs_scales, rhs, rhs_scales, summed_over=()):
@@ -146,12 +149,12 @@ def _launch(lhs, lhs_scales, rhs, rhs_scales, dtype, target):
 def shuffle_scales(
     scales: UInt8[Array, "batch rows blocks"], target: Target | None
 ) -> UInt8[Array, "batch rows_ blocks_"]:
-    """Returns scales in the order in which the target's matrix instructions take them.
+    """Returns scales in the order in which the target's matrix instructions read them.
 
-    On gfx950 [batch, ceil(blocks / 8), ceil(rows / 256) * 2048], filled up with 1 (byte 127): of each 32 rows
-    and 8 blocks the bytes are ordered [4, 16, 2, 2] from [2, 16 rows, 2, 4 blocks], so that the four bytes
-    which a lane of v_mfma_scale_f32_16x16x128 uses in turn are one word, as in Triton's tutorial on
-    block-scaled matrix multiplication. Elsewhere as they are.
+    On gfx950 the result is [batch, ceil(blocks / 8), ceil(rows / 256) * 2048], padded with byte 127. Within
+    32 rows and 8 blocks, [2, 16 rows, 2, 4 blocks] becomes [4, 16, 2, 2]: the four bytes that a lane of
+    v_mfma_scale_f32_16x16x128 uses in turn are one word, as in Triton's tutorial on block-scaled matrix
+    multiplication. Other targets take the scales unchanged.
     """
     if table_of(target) != "gfx950":
         return scales
@@ -163,7 +166,7 @@ def shuffle_scales(
 
 
 def grid_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
-    """Returns the kernel's programs along each axis."""
+    """Returns the number of programs along each grid axis."""
     return (ceil_div(m, tiles.m) * ceil_div(n, tiles.n), batch)
 
 
@@ -202,7 +205,7 @@ def gemm_kernel(
 ):
     """Computes one BLOCK_M x BLOCK_N tile of out[b] = lhs[b] @ rhs[b].T; the grid is (tiles, batch).
 
-    With SHUFFLED the scales are as `shuffle_scales` orders them for gfx950, and BLOCK_K is 256.
+    With SHUFFLED, scales are in the order of `shuffle_scales` for gfx950, and BLOCK_K is 256.
     """
     tile_m, tile_n = _tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, XCDS)
     batch = tl.program_id(1).to(tl.int64)
@@ -242,13 +245,13 @@ def accumulate_tile(
     BLOCK_K: tl.constexpr,
     SHUFFLED: tl.constexpr,
 ):
-    """Returns one tile of lhs[b] @ rhs[b].T in float32, with anything in rows and columns past the end."""
+    """Returns one tile of lhs[b] @ rhs[b].T in float32; rows and columns past the end are undefined."""
     x_rows = rows_of(tile_m, M, BLOCK_M)
     y_rows = rows_of(tile_n, N, BLOCK_N)
     packed = tl.arange(0, BLOCK_K // 2)
     blocks = tl.arange(0, BLOCK_K // 32)[None, :]
     x_offsets = x_rows[:, None] * (K // 2) + packed[None, :]
-    # Transposed offsets, not a transposed tile: only so is the tile's place in LDS free of bank conflicts.
+    # Only transposed offsets, not a transposed tile, avoid bank conflicts in LDS.
     y_offsets = y_rows[None, :] * (K // 2) + packed[:, None]
     lhs += _start(batch, tile_m, M, K // 2, BLOCK_M)
     rhs += _start(batch, tile_n, N, K // 2, BLOCK_N)
@@ -279,7 +282,7 @@ def accumulate_tile(
         lhs_scales += X_STEP
         rhs_scales += Y_STEP
 
-    # What is left of K, with elements past the end zero and their scales 1.
+    # The rest of K, with zero elements and scales of 1 past the end.
     REST: tl.constexpr = K % BLOCK_K
     if REST > 0:
         if SHUFFLED:
@@ -306,7 +309,7 @@ def store_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Stores what of a tile lies inside out [batch, M, N], rounded to its dtype."""
+    """Stores the part of a tile that lies inside out [batch, M, N], rounded to its dtype."""
     rows = tl.arange(0, BLOCK_M)[:, None]
     columns = tl.arange(0, BLOCK_N)[None, :]
     out += batch * (M * N) + tile_m.to(tl.int64) * (BLOCK_M * N) + tile_n * BLOCK_N
@@ -320,10 +323,10 @@ def store_tile(
 
 @triton.jit
 def _tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr, XCDS: tl.constexpr):
-    """Returns a program's tile: columns of GROUP_M tiles, which share operands in the L2 cache.
+    """Returns a program's tile, in columns of GROUP_M tiles that share operands in the L2 cache.
 
-    Programs are dealt to the XCDS dies of a GPU in turn, each with an L2 cache of its own: here neighbours go
-    to one die.
+    The GPU assigns programs in turn to XCDS dies, each with its own L2 cache. The order here puts
+    neighbouring tiles on one die.
     """
     if XCDS > 1:
         total = tiles_m * tiles_n
@@ -337,13 +340,13 @@ def _tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr, XCDS: tl.constexpr):
 
 @triton.jit
 def _start(batch, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns where a tile of BLOCK rows begins in a [batch, ROWS, WIDTH] array, in int64."""
+    """Returns the offset (int64) of a tile of BLOCK rows in a [batch, ROWS, WIDTH] array."""
     return batch * (ROWS * WIDTH) + tile.to(tl.int64) * (BLOCK * WIDTH)
 
 
 @triton.jit
 def rows_of(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns a tile's rows from its first; in place of those past the end the last, which is not stored."""
+    """Returns a tile's rows relative to its first; those past the end repeat the last and are not stored."""
     rows = tl.arange(0, BLOCK)
     if ROWS % BLOCK != 0:
         rows = tl.minimum(rows, ROWS - 1 - tile * BLOCK)
@@ -352,7 +355,7 @@ def rows_of(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _unshuffle(scales, BLOCK: tl.constexpr, SHUFFLED: tl.constexpr):
-    """Returns the scales [BLOCK, 8] of a tile that `shuffle_scales` ordered; others as they are."""
+    """Returns a tile's scales [BLOCK, 8], undoing the order of `shuffle_scales` if SHUFFLED."""
     if SHUFFLED:
         scales = scales.reshape(BLOCK // 32, 4, 16, 2, 2).permute(0, 4, 2, 3, 1).reshape(BLOCK, 8)
     return scales

@@ -1,8 +1,8 @@
-"""Products of packed MXFP4 operands by FP8 matrix units: exact in FP8 carriers, else recomputed by a kernel.
+"""Products of packed MXFP4 operands on FP8 matrix units: exact in FP8 carriers, else recomputed by a kernel.
 
-Only the run knows whether FP8 holds the operands. XLA's FP8 GEMM always runs. `correct_kernel` then
-recomputes, from the packed operands, the strips of tiles in which a row lost elements. The XLA program needs
-no branch, which would copy its inputs and outputs.
+Whether FP8 represents the operands exactly is known only at run time. XLA's FP8 GEMM always runs.
+`correct_kernel` then recomputes, from the packed operands, the strips of tiles in which a row lost elements.
+So the XLA program needs no branch, which would copy its inputs and outputs.
 """
 
 import functools
@@ -32,7 +32,7 @@ from mxjax.kernels.matmul.fp4_gemm import (
 from mxjax.kernels.matmul.tiles import TILES, Tiles
 from mxjax.product import Product, contract_fp8
 
-PROGRAMS = 132  # multiprocessors of Hopper; each holds one program
+PROGRAMS = 132  # Hopper's multiprocessors; each runs one program
 
 
 def matmul(
@@ -43,14 +43,14 @@ def matmul(
     dtype: DTypeLike,
     carriers: tuple[Carrier, Carrier],
 ) -> Product:
-    """Returns lhs @ rhs.T of packed MXFP4 operands, as `matmul` of `fp4_gemm` does, by FP8 matrix units.
+    """Returns lhs @ rhs.T of packed MXFP4 operands, as `fp4_gemm.matmul` does, on FP8 matrix units.
 
     Args:
-      dtype: of what is to be multiplied by the factors.
-      carriers: of lhs and rhs.
+      dtype: dtype of the product before its factors are applied.
+      carriers: carriers of lhs and of rhs.
 
     Raises:
-      ValueError: the shapes do not fit.
+      ValueError: shapes that do not match.
     """
     check_operands(lhs, lhs_scales, rhs, rhs_scales)
     if 0 in (*lhs.shape, *rhs.shape):
@@ -62,14 +62,16 @@ def matmul(
 
 @functools.cache
 def _matmul(dtype, carriers: tuple[Carrier, Carrier], target: Target | None) -> Callable:
-    """JAX keeps what it traced of the function, hence one for each target."""
+    """Returns the product as a function. JAX caches its trace, hence a separate function for each target."""
     part = functools.partial(_part, dtype=dtype, carriers=carriers, target=target)
     return batched(part, "b m n, b m, b n")
 
 
 def _part(lhs, lhs_scales, rhs, rhs_scales, *, dtype, carriers, target, summed_over):
-    """Returns the product of operands [batch, rows, …], and the factors of its rows and columns; ones where k
-    is cut, since each part has its own."""
+    """Returns the product of operands [batch, rows, …] and the factors of its rows and columns.
+
+    Where k is sharded the factors are ones, because each shard has its own and applies them before the sum.
+    """
     left = carry_operand(lhs, lhs_scales, carriers[0], target)
     right = carry_operand(rhs, rhs_scales, carriers[1], target)
     y = _contract(left.elements, right.elements, jnp.dtype(jnp.float32) if summed_over else dtype)
@@ -81,8 +83,8 @@ def _part(lhs, lhs_scales, rhs, rhs_scales, *, dtype, carriers, target, summed_o
 
 
 def _contract(left, right, dtype):
-    """Returns the products of elements."""
-    if left.shape[0] == 1:  # an axis less for XLA to recognize
+    """Returns left @ right.T, batched."""
+    if left.shape[0] == 1:  # without a batch axis XLA recognizes the FP8 GEMM
         return contract_fp8(left[0], right[0], dtype)[None]
     return contract_fp8(left, right, dtype)
 
@@ -94,17 +96,17 @@ def correct(
     right: Carried,
     target: Target | None,
 ) -> list[jax.Array]:
-    """Returns y, recomputed where its row or column lost elements, and the factors of rows and columns.
+    """Returns y, recomputed where its row or column lost elements, with the factors of rows and columns.
 
     Args:
-      y: the products of the elements of `left` and `right`. It is overwritten.
-      operands: lhs, lhs_scales, rhs, rhs_scales, as packed.
+      y: the product of the elements of `left` and `right`. It is overwritten.
+      operands: packed lhs, lhs_scales, rhs, rhs_scales.
 
     Returns:
-      y: to be multiplied by the factors of its row and column. Recomputed results may flush subnormals to
-        zero.
-      row_factors: [batch, m] float32, powers of two, whose exponents are from -63 to 63.
-      column_factors: [batch, n].
+      y: the product before the factors of its rows and columns are applied. Recomputed results may flush
+        subnormals to zero.
+      row_factors: [batch, m] float32, powers of two with exponents from -63 to 63.
+      column_factors: [batch, n] float32, likewise.
     """
     batch, m, n = y.shape
     # Triton's interpreter truncates to bfloat16 where GPUs round.
@@ -138,7 +140,7 @@ def tiles_of(target: Target | None) -> Tiles:
 
 
 def grid_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
-    """Returns the kernel's programs along each axis."""
+    """Returns the number of programs along each grid axis."""
     return min(ceil_div(m, tiles.m) * ceil_div(n, tiles.n), PROGRAMS), batch
 
 
@@ -156,8 +158,8 @@ def correct_kernel(
     lhs_scales,
     rhs,
     rhs_scales,
-    lhs_reference,
-    rhs_reference,
+    lhs_unit,
+    rhs_unit,
     lhs_lost,
     rhs_lost,
     out,
@@ -172,26 +174,26 @@ def correct_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Overwrites the strips of tiles of out [b, M, N] where a row of lhs or of rhs was lost.
+    """Recomputes the strips of tiles of out [b, M, N] where a row of lhs or of rhs lost elements.
 
-    Each of PARTS parts of ROWS rows has a flag: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N rows.
     A strip becomes that of lhs[b] @ rhs[b].T divided by the factors of its rows and columns, as the rest of
-    out is. Writes the factors [b, M] and [b, N] of the references. `before` is the memory of out. The
-    grid is (programs, batch), of any number of programs.
+    out is. The kernel also writes these factors, [b, M] and [b, N], from the unit bytes. Each of PARTS parts
+    of ROWS rows has a flag: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N instead of M. `before` is
+    the memory of out. The grid is (programs, batch), with any number of programs.
     """
     LHS_LOST: tl.constexpr = (M + ROWS - 1) // ROWS * PARTS
     RHS_LOST: tl.constexpr = (N + ROWS - 1) // ROWS * PARTS
     TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     batch = tl.program_id(1).to(tl.int64)
-    lhs_reference += batch * M
-    rhs_reference += batch * N
+    lhs_unit += batch * M
+    rhs_unit += batch * N
     lhs_lost += batch * LHS_LOST
     rhs_lost += batch * RHS_LOST
-    _write_factors(lhs_reference, lhs_factors + batch * M, M)
-    _write_factors(rhs_reference, rhs_factors + batch * N, N)
+    _write_factors(lhs_unit, lhs_factors + batch * M, M)
+    _write_factors(rhs_unit, rhs_factors + batch * N, N)
     lost = _any(lhs_lost, LHS_LOST, LHS_LOST) | _any(rhs_lost, RHS_LOST, RHS_LOST)
-    # Strips of rows, then of columns. Their tiles are dealt to the programs in turn: `first` is this one's.
+    # Strips of rows, then of columns. Programs take their tiles in turn; `first` is this program's.
     first = tl.program_id(0)
     for strip in range(tl.where(lost > 0, TILES_M + TILES_N, 0)):
         of_rows = strip < TILES_M
@@ -218,8 +220,8 @@ def correct_kernel(
                 BLOCK_K,
                 False,
             )
-            row_exponent = _tile_exponents(lhs_reference, tile_m, M, BLOCK_M)
-            column_exponent = _tile_exponents(rhs_reference, tile_n, N, BLOCK_N)
+            row_exponent = _tile_exponents(lhs_unit, tile_m, M, BLOCK_M)
+            column_exponent = _tile_exponents(rhs_unit, tile_n, N, BLOCK_N)
             acc = acc * _power_of_two(-row_exponent[:, None] - column_exponent[None, :])
             store_tile(out, acc, tile_m, tile_n, batch, M, N, BLOCK_M, BLOCK_N)
         first = (first + tl.num_programs(0) - tiles % tl.num_programs(0)) % tl.num_programs(0)
@@ -234,7 +236,7 @@ def _strip_lost(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Returns 1 if a flag of a tile's rows is set, else 0; of ROWS rows, where that is more than a tile."""
+    """Returns 1 if a flag of a tile's rows is set, else 0. A flag may span more rows than the tile."""
     COUNT: tl.constexpr = (BLOCK + ROWS - 1) // ROWS * PARTS
     first = tile * BLOCK // ROWS * PARTS
     return _any(flags + first, (LENGTH + ROWS - 1) // ROWS * PARTS - first, COUNT)
@@ -242,7 +244,7 @@ def _strip_lost(
 
 @triton.jit
 def _any(flags, left, COUNT: tl.constexpr):
-    """Returns 1 if one of COUNT flags is set, else 0; those after the first `left` are none."""
+    """Returns 1 if one of COUNT flags is set, else 0. Only the first `left` of them exist."""
     WIDTH: tl.constexpr = 8192 if COUNT > 8192 else triton.next_power_of_2(COUNT)
     found = tl.zeros([WIDTH], tl.uint8)
     for start in range(0, COUNT, WIDTH):
@@ -252,19 +254,19 @@ def _any(flags, left, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _tile_exponents(references, tile, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+def _tile_exponents(units, tile, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
     """Returns the exponents of the factors of a tile's rows."""
     rows = tile * BLOCK + rows_of(tile, LENGTH, BLOCK)
-    return tl.load(references + rows).to(tl.int32) - 127
+    return tl.load(units + rows).to(tl.int32) - 127
 
 
 @triton.jit
-def _write_factors(references, factors, LENGTH: tl.constexpr):
-    """Writes this program's part of the factors of the rows, 2**(reference - 127)."""
+def _write_factors(units, factors, LENGTH: tl.constexpr):
+    """Writes this program's part of the rows' factors, 2**(unit - 127)."""
     WIDTH: tl.constexpr = 256
     for start in range(tl.program_id(0) * WIDTH, LENGTH, tl.num_programs(0) * WIDTH):
         row = start + tl.arange(0, WIDTH)
-        exponent = tl.load(references + row, row < LENGTH, 127).to(tl.int32) - 127
+        exponent = tl.load(units + row, row < LENGTH, 127).to(tl.int32) - 127
         tl.store(factors + row, _power_of_two(exponent), row < LENGTH)
 
 

@@ -1,4 +1,4 @@
-"""How a GEMM is cut into tiles: a table for each target, and the choice among its rows by the shape."""
+"""How a GEMM is tiled: a table for each target, and the choice of a row by the GEMM's shape."""
 
 import math
 from typing import NamedTuple
@@ -8,14 +8,14 @@ from mxjax.kernels.launch import ceil_div
 
 
 class Tiles(NamedTuple):
-    """How a GEMM is cut into programs.
+    """The tile of a GEMM that one program computes.
 
     Attributes:
       m, n, k: elements of a tile.
-      warps, stages: of a program.
-      cost: estimated time of one tile; of gfx950 beside that of 256x256.
-      resident: programs that one compute unit holds at a time.
-      exact: whether the tile is used only where it divides m, n and k: its masked form spills registers.
+      warps, stages: warps and pipeline stages of a program.
+      cost: estimated time of one tile; on gfx950 relative to a tile of 256x256.
+      resident: programs that one compute unit runs at a time.
+      exact: whether the tile must divide m, n and k, because its masked form spills registers.
     """
 
     m: int
@@ -29,9 +29,9 @@ class Tiles(NamedTuple):
 
 
 TILES = {
-    # 256x256 by eight waves is two waves on each SIMD, of which Triton's ping-pong schedule lets one load
-    # while the other multiplies; ROCm/aiter's gfx950-GEMM-AFP4WFP4.json has the same for large shapes.
-    # Smaller tiles load more for each product; the costs are estimates by those loads.
+    # 256x256 with eight waves puts two waves on each SIMD. In Triton's ping-pong schedule one loads while the
+    # other multiplies. ROCm/aiter's gfx950-GEMM-AFP4WFP4.json uses the same for large shapes. Smaller tiles
+    # load more for each product; the costs are estimated from those loads.
     "gfx950": (
         Tiles(256, 256, 256, warps=8, stages=2, cost=1.0, exact=True),
         Tiles(256, 128, 256, warps=4, stages=2, cost=0.6, exact=True),
@@ -46,22 +46,22 @@ TILES = {
     "interpreter": (Tiles(128, 128, 256, warps=4, stages=1, cost=1.0),),
     "other": (Tiles(128, 128, 128, warps=8, stages=3, cost=1.0),),
 }
-# Compute units or streaming multiprocessors.
+# Numbers of compute units or streaming multiprocessors.
 UNITS = {"gfx950": 256, "sm_100": 148}
-# Of the compiler's backend.
+# Options of the compiler's backend.
 OPTIONS = {
     "gfx950": {
         # v_mfma_scale_f32_16x16x128: with 32x32x64 the largest tile spills.
         "matrix_instr_nonkdim": 16,
         "waves_per_eu": 2,
-        # LLVM would make half of a wave's 256 registers accumulation registers, and copy to and from them.
+        # LLVM would reserve half of a wave's 256 registers for accumulation, and copy to and from them.
         "llvm_fn_attrs": "amdgpu-agpr-alloc=0",
     }
 }
 
 
 def choose_tiles(m: int, n: int, k: int, batch: int, target: Target | None) -> Tiles:
-    """Returns the tiles of least estimated time: rounds of programs times the cost of a tile."""
+    """Returns the tiles with the least estimated time: rounds of programs times the cost of a tile."""
     kind = table_of(target)
     units = UNITS.get(kind, 1)
 
@@ -74,7 +74,7 @@ def choose_tiles(m: int, n: int, k: int, batch: int, target: Target | None) -> T
 
 
 def table_of(target: Target | None) -> str:
-    """Returns the key of a target in the tables; of None, where only the interpreter could run, its own."""
+    """Returns a target's key in the tables; None is the interpreter, which alone can run without a target."""
     if target is None or target.backend == "interpreter":
         return "interpreter"
     if target.backend == "cuda":

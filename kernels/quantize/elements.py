@@ -1,7 +1,7 @@
-"""E2M1 elements inside kernels: scales, rounding and encoding, by `mxjax.scales` and `mxjax.rounding`.
+"""E2M1 elements inside kernels: scales, rounding and encoding (`mxjax.scales`, `mxjax.rounding`).
 
-Elements come in groups of consecutive ones along the blocked axis, each position a tensor of its own; 8 at a
-time are encoded into 32-bit words, the first element in the lowest bits.
+A group is a run of consecutive elements along the blocked axis, with a separate tensor for each position.
+Eight elements are encoded into a 32-bit word, the first in the lowest bits.
 """
 
 import triton
@@ -12,13 +12,13 @@ from mxjax.kernels.quantize.elements_ptx import encode_floats
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 ONE = tl.constexpr(0x3F800000)
-TWO_TO_22 = tl.constexpr(22 << 23)  # added to the bits of a power of two: 2**22 times it
+TWO_TO_22 = tl.constexpr(22 << 23)  # added to the bits of a power of two, multiplies it by 2**22
 
-# To nearest alone: v_cvt_scalef32_sr_pk_fp4_f32 takes one random word for both elements, where the definition
-# compares each with 16 bits of its own.
+# Rounds to nearest only: v_cvt_scalef32_sr_pk_fp4_f32 uses one random word for two elements, while the
+# definition gives each element 16 bits of its own.
 #
-# Two float32 divided by the scale of $9 become the two nibbles of a byte of $0. Each instruction keeps the
-# other bytes, so that the register is read as well as written: s_nop covers the wait state that this takes.
+# Each instruction divides two float32 by the scale in $9 and writes them as the nibbles of one byte of $0. It
+# keeps the other bytes, so it also reads the register; s_nop covers the wait state that this requires.
 _GFX950_ENCODE = tl.constexpr("""
 v_cvt_scalef32_pk_fp4_f32 $0, $1, $2, $9
 s_nop 0
@@ -48,7 +48,7 @@ _SM89_E5M2 = tl.constexpr(_SM89_E4M3.value.replace("e4m3", "e5m2"))
 
 @triton.jit
 def widen(x):
-    """Returns x in float32, bfloat16 by its bits (Triton's interpreter loses bfloat16 subnormals)."""
+    """Returns x in float32, bfloat16 by shifting its bits: Triton's interpreter loses bfloat16 subnormals."""
     if x.dtype == tl.bfloat16:
         y = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -67,14 +67,14 @@ def largest(xs, GROUP: tl.constexpr):
 
 @triton.jit
 def block_scale(amax, CARRY: tl.constexpr):
-    """Returns the E8M0 bytes (int32) for the bits of the largest magnitudes; CARRY is the scale rule's."""
+    """Returns E8M0 bytes (int32) from the bits of largest magnitudes; CARRY is the rule's `rule_carry`."""
     byte = tl.minimum(tl.maximum(((amax + CARRY) >> 23) - 2, 0), 254)
     return tl.where(amax >= INFINITY, 255, byte)
 
 
 @triton.jit
 def inverse_scale(byte):
-    """Returns 2**(127 - byte) in float32: what to multiply elements by; 0 for bytes past 253."""
+    """Returns 2**(127 - byte), the factor of the elements, in float32; 0 for bytes past 253."""
     return (tl.maximum(254 - byte, 0) << 23).to(tl.float32, bitcast=True)
 
 
@@ -87,10 +87,10 @@ def scale_value(byte):
 
 @triton.jit
 def round_element(x, random, STOCHASTIC: tl.constexpr):
-    """Rounds abs(x) to E2M1. Returns what `code` and `magnitude` read: a sum and what was added to get it.
+    """Rounds abs(x) to E2M1. Returns abs(x) + base, which `code` reads, and base.
 
-    Added to 2**22 times its binade, a magnitude has the distance between neighbours as its last bit. The 6
-    more of these make the code of `code` come out, and keep even even.
+    `base` is 2**22 times the magnitude's binade plus 6 units in the last place. The unit is the distance
+    between E2M1's neighbours, so that the addition rounds. The 6 units make `code` correct and keep parity.
     """
     a = tl.minimum(tl.abs(x), 6.0)
     binade = tl.maximum(a.to(tl.int32, bitcast=True) & INFINITY, ONE)
@@ -105,7 +105,7 @@ def round_element(x, random, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def code(rounded):
-    """Returns the 3 bits of the magnitudes, from the sum of `round_element`: steps + 2 * binade."""
+    """Returns the 3 bits of a magnitude's code from the sum of `round_element`: steps + 2 * binade."""
     bits = rounded.to(tl.int32, bitcast=True)
     return (bits + (bits >> 22)) & 7
 
@@ -123,7 +123,7 @@ def encode_fp4(xs, random, byte, prescale: tl.constexpr, STOCHASTIC: tl.constexp
             word |= (code(rounded) | sign) << (4 * i)
     elif CONVERT == "gfx950":
         if prescale == 1:
-            # The exponent alone counts; 2**-127, of which that is 0, is subnormal.
+            # The instruction reads only the exponent; byte 0 is the subnormal 2**-127.
             scale = tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)
         else:
             xs = _all_scaled(xs, inverse, prescale)
@@ -168,7 +168,7 @@ def element_values(xs, random, byte, scale, prescale: tl.constexpr, STOCHASTIC: 
 
 @triton.jit
 def encode_bf16(values):
-    """Returns 4 words of two bfloat16 each, for values that bfloat16 holds exactly."""
+    """Returns 4 words of two bfloat16 each, for values that bfloat16 represents exactly."""
     words = ()
     for i in tl.static_range(0, 8, 2):
         low = (values[i].to(tl.int32, bitcast=True) >> 16) & 0xFFFF
@@ -178,7 +178,7 @@ def encode_bf16(values):
 
 @triton.jit
 def encode_fp8(values, E5M2: tl.constexpr, NATIVE: tl.constexpr):
-    """Returns 2 words of four E4M3 or E5M2 each, for values that it holds exactly; NaN is 0x7F."""
+    """Returns 2 words of four E4M3 or E5M2 each, for values that it represents exactly; NaN is 0x7F."""
     words = ()
     for i in tl.static_range(0, 8, 4):
         if NATIVE:

@@ -1,22 +1,22 @@
-"""E2M1 elements on Hopper, which has no FP4 conversion: two elements to an instruction.
+"""E2M1 elements on Hopper, which has no FP4 conversion: two elements in each instruction.
 
-Elements are rounded as float32 or bfloat16 and their codes cut out of 16-bit halves: an element times a small
-power of two has its code in the bits of a subnormal. Minima, shifts and logic have half the throughput of
-sums and products there and limit the kernel, so they work on pairs.
+Elements are rounded as float32 or bfloat16, and their codes are extracted from 16-bit halves: multiplied by
+a small power of two, an element is a subnormal whose bits are its code. On Hopper, minima, shifts and logic
+have half the throughput of sums and products and limit the kernel, so they work on pairs.
 """
 
 import triton
 import triton.language as tl
 
-# A sum with `base` has the distance between E2M1's neighbours as its last bit: base is 1.5 times a power of
-# two, so that x may be negative. Its exponent is x's, but at least the scale's, less the scale's, plus that
-# of `least`. It is computed for two elements at once, in the format of bfloat16.
+# The last bit of a sum with `base` is worth the distance between E2M1's neighbours. base is 1.5 times a power
+# of two, so that x may be negative. Its exponent is max(x's, the scale's) - the scale's + that of `least`. It
+# is computed for two bfloat16 elements at once.
 _BASE = """
 and.b32 base, {pair}, 0x7F807F80;
 add.s16x2 base, base, shift;
 max.s16x2 base, base, least;
 """
-# Joins sign and code as a nibble at the top of each half of `pair`.
+# Joins sign and code into a nibble at the top of each half of `pair`.
 _NIBBLE = """
 abs.f16x2 t, t;
 min.f16x2 t, t, most;
@@ -30,8 +30,8 @@ mov.b32 small, 0x00800080;
 mov.b32 zero, 0x80008000;
 mov.b32 most, 0x01C001C0;
 """
-# Makes two bfloat16 their nibbles, at the top of each half. The inverse scales are negative, so that a byte
-# of 255 does not borrow from the other half's; signs go their own way.
+# Replaces two bfloat16 by their nibbles, at the top of each half. The inverse scales are negative, so that a
+# byte of 255 does not borrow from the other half; signs are handled apart.
 PAIR_CODE = f"""{_BASE}
 fma.rn.bf16x2 t, {{pair}}, inverse, base;
 fma.rn.bf16x2 t, base, one, t;
@@ -40,7 +40,11 @@ fma.rn.bf16x2 t, t, small, zero;
 
 
 def pair_start(scales: str) -> str:
-    """Sets what `PAIR_CODE` takes. scales: makes `t` 128 times the scale byte of each half."""
+    """Returns PTX that sets the registers of `PAIR_CODE`.
+
+    Args:
+      scales: PTX that sets each half of `t` to 128 times its scale byte.
+    """
     return f"""{_PAIR_CONSTANTS}{scales}sub.u32 inverse, 0xFF00FF00, t;
 mov.b32 shift, 0x43C043C0;
 add.s16x2 shift, inverse, shift;
@@ -48,7 +52,7 @@ add.s16x2 shift, inverse, shift;
 
 
 def join_nibbles(into: str, parts: list[str]) -> str:
-    """Joins the nibbles of four words, the first one lowest."""
+    """Returns PTX that joins the nibbles of four words, the first one lowest."""
     text = f"mov.b32 {into}, {parts[0]};\n"
     for part in parts[1:]:
         text += f"shr.u32 {into}, {into}, 4;\nadd.u32 {into}, {into}, {part};\n"
@@ -56,7 +60,11 @@ def join_nibbles(into: str, parts: list[str]) -> str:
 
 
 def encode_pairs_text(scales: str) -> str:
-    """Two groups: $2 … $9 hold an element of each; $0 and $1 are the results. scales: see `pair_start`."""
+    """Returns PTX that encodes two groups: $2 to $9 have an element of each, $0 and $1 are the results.
+
+    Args:
+      scales: see `pair_start`.
+    """
     text = f"""{{
 .reg .b32 inverse, shift, least, base, t, one, small, zero, most, low, high, p0, p1, p2, p3, p4, p5, p6, p7;
 {pair_start(scales)}"""
@@ -67,9 +75,10 @@ def encode_pairs_text(scales: str) -> str:
 
 
 def encode_floats_text(scale: str) -> str:
-    """One group: $1 … $8 are its elements, $10 is the inverse scale times 2**-14.
+    """Returns PTX that encodes one group: $1 to $8 are its elements, $10 is the inverse scale times 2**-14.
 
-    scale: makes both halves of `t` 128 times the scale byte.
+    Args:
+      scale: PTX that sets both halves of `t` to 128 times the scale byte.
     """
     text = f"""{{
 .reg .b32 shift, least, base, t, most, p0, p1, p2, p3;
@@ -83,7 +92,7 @@ add.s16x2 shift, t, shift;
     for i in range(4):
         pair, first, second = f"p{i}", f"${i + 1}", f"${i + 5}"
         text += f"prmt.b32 {pair}, {first}, {second}, 0x7632;" + _BASE.format(pair=pair)
-        # As a float32 `base` ends in the bits of the other one's, an even number of last places.
+        # The low half of `base` as a float32 is the other element's: an even number of last places.
         text += f"""
 mov.b32 base1, base;
 shl.b32 base, base, 16;
@@ -101,7 +110,7 @@ cvt.rn.f16x2.f32 t, x1, x0;"""
 
 @triton.constexpr_function
 def _largest_pairs(elements: int, exponent_only: bool) -> str:
-    """Two groups: $2 … hold an element of each; $0 and $1 are their largest magnitudes in float32."""
+    """Returns PTX for two groups: $2 … have an element of each, $0 and $1 are their float32 maxima."""
     mask, nan = ("0x7F807F80", "") if exponent_only else ("0x7FFF7FFF", ".NaN")
     text = f"{{\n.reg .b32 m, t;\nand.b32 m, $2, {mask};\n"
     for i in range(1, elements):
@@ -111,9 +120,9 @@ def _largest_pairs(elements: int, exponent_only: bool) -> str:
 
 @triton.constexpr_function
 def largest_floats_text(elements: int) -> str:
-    """One group: $1 … are its elements. In one half of `m` is the power of two in the largest one's binade.
+    """Returns PTX for one group, $1 …: one half of `m` gets the power of two in the largest one's binade.
 
-    They are paired as they are encoded, so that this is done once.
+    It pairs elements as the encoding does, so that the compiler pairs them once.
     """
     text = "{\n.reg .b32 m, t;\n"
     for i in range(0, elements, 8):
@@ -147,7 +156,9 @@ def encode_pairs(xs, byte):
 def encode_floats(xs, byte, inverse):
     """Returns 8 float32 elements as the nibbles of one int32 word, rounded to nearest.
 
-    byte: of the scale; inverse: what to multiply the elements by.
+    Args:
+      byte: scale byte.
+      inverse: factor of the elements.
     """
     eight = [xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], xs[6], xs[7]]
     inputs = eight + [byte, inverse * 0.00006103515625]
@@ -156,9 +167,10 @@ def encode_floats(xs, byte, inverse):
 
 @triton.jit
 def largest_pairs(xs, GROUP: tl.constexpr, EXPONENT_ONLY: tl.constexpr):
-    """Returns the bits in float32 of the largest magnitude among GROUP bfloat16 tensors; NaN is the largest.
+    """Returns the float32 bits of the largest magnitude among GROUP bfloat16 tensors; NaN is the largest.
 
-    EXPONENT_ONLY: the mantissa does not matter.
+    Args:
+      EXPONENT_ONLY: whether the mantissa does not matter.
     """
     TEXT: tl.constexpr = _largest_pairs(GROUP, EXPONENT_ONLY)
     CONSTRAINTS: tl.constexpr = "=&r,=&r" + ",r" * GROUP
@@ -169,7 +181,7 @@ def largest_pairs(xs, GROUP: tl.constexpr, EXPONENT_ONLY: tl.constexpr):
 def largest_exponent(xs, GROUP: tl.constexpr):
     """Returns the bits of the power of two in the binade of the largest magnitude among float32 tensors.
 
-    Infinity where that is infinite or NaN.
+    Infinity where that magnitude is infinite or NaN.
     """
     TEXT: tl.constexpr = _largest_exponent(GROUP)
     CONSTRAINTS: tl.constexpr = "=&r" + ",r" * GROUP

@@ -1,8 +1,8 @@
-"""The butterfly of `mxjax.hadamard` on groups of elements, each element position a tensor of its own.
+"""The butterfly of `mxjax.hadamard` on groups of elements, with a separate tensor for each position.
 
-`xs` is a tuple of tensors [groups, other], as many as a group has elements: element GROUP * g + i of the
-rotated axis is xs[i][g]. Strides below GROUP are sums and differences of whole tensors, in registers; larger
-ones exchange groups, which a layout with neighbouring groups in neighbouring lanes makes a lane shuffle.
+`xs` is a tuple of GROUP tensors [groups, other]: element GROUP * g + i of the rotated axis is xs[i][g].
+Strides below GROUP add and subtract whole tensors in registers. Larger strides exchange groups, which is a
+lane shuffle if neighbouring groups lie in neighbouring lanes.
 """
 
 import triton
@@ -18,7 +18,7 @@ def rotate_groups(
     OTHER: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Returns xs (float32), each run of SIZE elements times Sylvester's matrix and then FACTOR."""
+    """Returns xs (float32) with each run of SIZE elements times Sylvester's matrix, then times FACTOR."""
     for stage in tl.static_range(8):
         if 2 << stage <= SIZE:
             ys = ()
@@ -41,7 +41,7 @@ def rotate_groups(
 
 @triton.jit
 def _butterfly(x, STRIDE: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr):
-    """Returns the sums and differences of groups STRIDE apart."""
+    """Returns sums and differences of groups that are STRIDE apart."""
     pairs = tl.reshape(x, [GROUPS // (2 * STRIDE), 2, STRIDE, OTHER])
     bits = pairs.to(tl.int32, bitcast=True)
     partner = (bits ^ tl.xor_sum(bits, 1, keep_dims=True)).to(tl.float32, bitcast=True)

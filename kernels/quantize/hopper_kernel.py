@@ -1,10 +1,12 @@
-"""The quantizer kernel for Hopper, of what training takes most: bfloat16 along columns, or along both axes.
+"""Hopper's quantizer kernel for training's common case: bfloat16, quantized along columns or both axes.
 
-Two neighbouring elements of a row stay in the word that they are loaded in: along a column they belong to
-two blocks, along the row to one. A thread holds 16 rows of 8 elements, from one read of 16 bytes a row, so
-that blocks along columns are in 2 threads, whole runs of H16 in one, and blocks along rows in 4. It computes
-what `mxjax.kernels.quantize.kernel` does, in fewer instructions, for packed operands, rounded to nearest,
-with the rule `floor`; columns may be rotated by H4 or H16 (`mxjax.kernels.quantize.launch_plan` chooses).
+It computes the same as `mxjax.kernels.quantize.kernel` in fewer instructions, for packed operands, rounding
+to nearest and the rule `floor`; columns may be rotated by H4 or H16. `mxjax.kernels.quantize.launch_plan`
+chooses between the two.
+
+Two neighbouring elements of a row stay in the word in which they are loaded: they are in two blocks along
+columns, but in one along the row. A thread has 16 rows of 8 elements, each row from one 16-byte load. A block
+along columns thus spans 2 threads, a block along rows 4, and a run of H16 lies in one thread.
 """
 
 import triton
@@ -23,7 +25,7 @@ from mxjax.kernels.quantize.hopper_ptx import (
 )
 from mxjax.kernels.quantize.loads import join_tensors
 
-GROUP = tl.constexpr(16)  # rows of a thread
+GROUP = tl.constexpr(16)  # rows per thread
 
 
 @triton.jit
@@ -44,13 +46,15 @@ def quantize_pairs_kernel(
 ):
     """Quantizes x [matrices, R, C] (bfloat16, C a multiple of 8) along its columns, and its rows if wanted.
 
-    The operands are written as by `mxjax.kernels.quantize.kernel`: words int32 and scales uint8,
-    [matrices, R, ROW_LENGTH / 8] and [matrices, R, ROW_LENGTH / 32], those of columns with C and
-    COLUMN_LENGTH. The grid is tiles along R, along C, matrices.
+    It writes operands as `mxjax.kernels.quantize.kernel` does: words [matrices, R, ROW_LENGTH / 8] int32 and
+    scales [matrices, R, ROW_LENGTH / 32] uint8; those of columns have C and COLUMN_LENGTH instead. The grid
+    is (tiles along R, tiles along C, matrices).
 
     Args:
-      ROW_LENGTH: C filled up to whole blocks, 0 if rows are not wanted. COLUMN_LENGTH: R filled up.
-      ROTATION: of columns, 1, 4 or 16; FOLDED: log2 of sqrt(ROTATION), which scales take up.
+      ROW_LENGTH: C padded to whole blocks, or 0 if rows are not wanted.
+      COLUMN_LENGTH: R padded to whole blocks.
+      ROTATION: size of the columns' rotation: 1, 4 or 16.
+      FOLDED: log2 of sqrt(ROTATION), folded into the scales.
     """
     EXACT: tl.constexpr = R % BLOCK_R == 0 and C % BLOCK_C == 0
     r0, c0 = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_C
@@ -87,7 +91,7 @@ def _load_words(
 ):
     """Returns 4 tuples of GROUP tensors [BLOCK_R / GROUP, BLOCK_C / 8]: word 4 q + j of row GROUP g + i.
 
-    Zero outside of x [rows, words].
+    Words outside x [rows, words] are zero.
     """
     GROUPS: tl.constexpr = BLOCK_R // GROUP
     QUADS: tl.constexpr = BLOCK_C // 8
@@ -166,7 +170,7 @@ def _quantize_columns(
     FOLDED: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Quantizes along columns, two at a time; stores words and scales as those of rows, with `others`."""
+    """Quantizes along columns, two at a time; stores words and scales as `_quantize_rows` does."""
     GROUPS: tl.constexpr = BLOCK_R // GROUP
     QUADS: tl.constexpr = BLOCK_C // 8
     bytes_written = ()
@@ -193,8 +197,8 @@ def _quantize_two_columns(
 ):
     """Quantizes the columns in the low and in the high halves of GROUP tensors of words.
 
-    Returns the scale bytes of both, [GROUPS / 2, QUADS], and words [GROUPS, QUADS]: of the upper 8 rows, low
-    and high, and of the lower 8 rows.
+    Returns the scale bytes of both, [GROUPS / 2, QUADS], and four words [GROUPS, QUADS]: low and high of the
+    upper 8 rows, then of the lower 8 rows.
     """
     if ROTATION > 1:
         lows = ()
@@ -226,7 +230,7 @@ def _quantize_two_columns(
 
 @triton.jit
 def _bytes(pair, HIGH: tl.constexpr, FOLDED: tl.constexpr):
-    """Returns the scale bytes in a half of `pair_scales`, and whether they are NaN."""
+    """Returns the scale bytes in one half of `pair_scales`, and whether they are NaN."""
     byte = pair >> 23 if HIGH else (pair >> 7) & 255
     is_nan = byte == 253 - FOLDED
     return tl.where(is_nan, 255, byte), is_nan
@@ -234,13 +238,13 @@ def _bytes(pair, HIGH: tl.constexpr, FOLDED: tl.constexpr):
 
 @triton.jit
 def _along_row(x, GROUPS: tl.constexpr, QUADS: tl.constexpr):
-    """Returns what holds for blocks of a row [GROUPS, QUADS / 4] for quads."""
+    """Broadcasts one value for each block along rows [GROUPS, QUADS / 4] to its quads [GROUPS, QUADS]."""
     return tl.reshape(tl.broadcast_to(x[:, :, None], [GROUPS, QUADS // 4, 4]), [GROUPS, QUADS])
 
 
 @triton.jit
 def _along_columns(x, GROUPS: tl.constexpr, QUADS: tl.constexpr):
-    """Returns what holds for blocks of rows [GROUPS / 2, QUADS] for groups."""
+    """Broadcasts one value for each block along columns [GROUPS / 2, QUADS] to its groups [GROUPS, QUADS]."""
     return tl.reshape(tl.broadcast_to(x[:, None, :], [GROUPS // 2, 2, QUADS]), [GROUPS, QUADS])
 
 

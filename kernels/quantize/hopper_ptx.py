@@ -1,7 +1,7 @@
-"""Two elements to a word on Hopper: E2M1 codes of pairs of bfloat16, and of float32 after a rotation.
+"""Two elements in a word on Hopper: E2M1 codes of pairs of bfloat16, and of float32 after a rotation.
 
-Scales go in pairs as well, of two columns or two rows: each half of a word is 128 times a scale byte, which
-then lies where bfloat16 has its exponent. They are those of the rule `floor`, which takes exponents alone.
+Scales also come in pairs, of two columns or two rows. Each half of a word is 128 times a scale byte, which
+puts the byte where bfloat16 has its exponent. The rule is `floor`, which reads exponents only.
 """
 
 import triton
@@ -15,7 +15,7 @@ from mxjax.kernels.quantize.elements_ptx import (
     pair_start,
 )
 
-_SPREAD = ("0x1010", "0x3232")  # to prmt: the low or the high half of a word in both
+_SPREAD = ("0x1010", "0x3232")  # selectors of prmt: the low or the high half of a word in both halves
 
 
 @triton.constexpr_function
@@ -44,14 +44,14 @@ max.s16x2 $0, less, zero;
 
 
 def _encode_row(half: int) -> str:
-    """Two elements of one row each in $1 … $4; $5 holds the scales of two rows, $0 is the result."""
+    """Returns PTX for 8 elements of a row, in $1 to $4; $5 has the scales of two rows, $0 is the result."""
     spread = f"prmt.b32 t, $5, $5, {_SPREAD[half]};\n"
     text = f"""{{
 .reg .b32 inverse, shift, least, base, t, one, small, zero, most, low, high, p0, p1, p2, p3;
 {pair_start(spread)}"""
     for i in range(4):
         text += f"mov.b32 p{i}, ${i + 1};" + PAIR_CODE.format(pair=f"p{i}")
-    # Nibbles of even elements come to the low halves, and of odd ones to the high halves.
+    # Nibbles of even elements go to the low halves, those of odd elements to the high halves.
     return f"""{text}
 shr.u32 low, p0, 8;
 add.u32 low, low, p1;
@@ -81,7 +81,7 @@ _ENCODE_LOW, _ENCODE_HIGH = tl.constexpr(_encode_floats(0)), tl.constexpr(_encod
 
 @triton.jit
 def largest_pair(ws, WORDS: tl.constexpr):
-    """Returns the powers of two in the binades of the largest low halves and high halves of words."""
+    """Returns the powers of two in the binades of the largest low half and of the largest high half."""
     TEXT: tl.constexpr = _largest(WORDS)
     CONSTRAINTS: tl.constexpr = "=&r" + ",r" * WORDS
     return tl.inline_asm_elementwise(TEXT, CONSTRAINTS, ws, tl.int32, True, 1)
@@ -89,7 +89,7 @@ def largest_pair(ws, WORDS: tl.constexpr):
 
 @triton.jit
 def largest_floats(xs, ELEMENTS: tl.constexpr):
-    """Returns such powers of two in each half; that of the largest magnitude among float32 is in one."""
+    """Returns powers of two in both halves; one is that in the binade of the largest of float32 tensors."""
     TEXT: tl.constexpr = _largest_floats(ELEMENTS)
     CONSTRAINTS: tl.constexpr = "=&r" + ",r" * ELEMENTS
     return tl.inline_asm_elementwise(TEXT, CONSTRAINTS, xs, tl.int32, True, 1)
@@ -109,9 +109,9 @@ def larger_halves(a, b):
 
 @triton.jit
 def pair_scales(largest, FOLDED: tl.constexpr):
-    """Returns the scales for the largest magnitudes in the halves, these times 2**FOLDED.
+    """Returns the scales for the largest magnitudes in both halves, which are 2**FOLDED times too large.
 
-    Where a magnitude is infinite or NaN the scale is 128 * (253 - FOLDED), which no other one is.
+    Where a magnitude is infinite or NaN the scale is 128 * (253 - FOLDED), which no other scale is.
     """
     TEXT: tl.constexpr = _scales(FOLDED)
     return tl.inline_asm_elementwise(TEXT, "=r,r", [largest], tl.int32, True, 1)
@@ -119,7 +119,7 @@ def pair_scales(largest, FOLDED: tl.constexpr):
 
 @triton.jit
 def encode_columns(ws, i: tl.constexpr, scales):
-    """Returns two words of 8 nibbles, of the low and of the high halves of 8 words from ws[i] on."""
+    """Returns two words of 8 nibbles: the low halves of ws[i] to ws[i + 7], and the high halves."""
     inputs = [ws[i], ws[i + 1], ws[i + 2], ws[i + 3], ws[i + 4], ws[i + 5], ws[i + 6], ws[i + 7], scales]
     return tl.inline_asm_elementwise(
         _ENCODE_COLUMNS, "=&r,=&r,r,r,r,r,r,r,r,r,r", inputs, (tl.int32, tl.int32), True, 1
@@ -128,14 +128,14 @@ def encode_columns(ws, i: tl.constexpr, scales):
 
 @triton.jit
 def encode_row(w0, w1, w2, w3, scales, SECOND: tl.constexpr):
-    """Returns a word of 8 nibbles, of the 8 elements of a row, by the first or second of two rows' scales."""
+    """Returns 8 elements of a row as a word of nibbles, with the first or second row's scale of two."""
     TEXT: tl.constexpr = _ENCODE_SECOND_ROW if SECOND else _ENCODE_FIRST_ROW
     return tl.inline_asm_elementwise(TEXT, "=&r,r,r,r,r,r", [w0, w1, w2, w3, scales], tl.int32, True, 1)
 
 
 @triton.jit
 def encode_rotated(xs, i: tl.constexpr, scales, HIGH: tl.constexpr):
-    """Returns a word of 8 nibbles, of 8 float32 from xs[i] on, by the scale in the low or the high half."""
+    """Returns 8 float32 from xs[i] on as a word of nibbles, with the scale in the low or the high half."""
     TEXT: tl.constexpr = _ENCODE_HIGH if HIGH else _ENCODE_LOW
     bits = scales & -65536 if HIGH else scales << 16
     inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True) * 0.00006103515625

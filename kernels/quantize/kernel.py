@@ -1,10 +1,10 @@
 """The quantizer kernel: rotates, scales and encodes a tensor along its rows, columns or both, in one read.
 
-A program takes a tile of BLOCK_R x BLOCK_C elements, in groups along the blocked axis that lie in the
-registers of a thread. Groups of 8 are loaded by 16 bytes once for both sides, and the rest of a block is in
-neighbouring lanes. Groups of 32 are whole blocks: scales and rotations up to H32 take no exchange of lanes,
-and the second side finds its tile in the L1 cache. What is written is K-major: groups along the blocked axis,
-which a GEMM contracts, are contiguous, so the column-wise operand is transposed.
+A program takes a tile of BLOCK_R x BLOCK_C elements, in groups along the blocked axis. A group lies in the
+registers of one thread. Groups of 8 are loaded once for both sides, 16 bytes at a time; neighbouring lanes
+have the rest of a block. Groups of 32 are whole blocks: scales and rotations up to H32 need no exchange
+between lanes, and the second side finds its tile in the L1 cache. Operands are written K-major: groups along
+the blocked axis, which a GEMM contracts, are contiguous, so the column-wise operand is transposed.
 """
 
 from typing import Literal
@@ -28,9 +28,9 @@ from mxjax.kernels.quantize.loads import column_groups, join_tensors, row_groups
 from mxjax.kernels.quantize.philox import random_halves
 
 Form = Literal["packed", "bf16"]
-"""What the kernel writes: two E2M1 elements a byte, or the dequantized values in bfloat16."""
+"""The kernel's output: two E2M1 elements a byte, or the dequantized values in bfloat16."""
 
-SCALARS = 7  # uint32: two key words of the rows, two of the columns; the place of x in the whole tensor
+SCALARS = 7  # uint32: two key words for rows, two for columns, and three offsets of x in the whole tensor
 
 
 @triton.jit
@@ -75,17 +75,24 @@ def quantize_kernel(
     """Quantizes x [V, BATCH, R, C] (any float dtype, row-major) into the operands of one or two GEMMs.
 
     Each operand is written as words [V, BATCH, other, length / 8, words a group] int32 and scales
-    [V, BATCH, other, length / 32] uint8: `length` is the blocked axis filled up to whole blocks and runs.
+    [V, BATCH, other, length / 32] uint8. `length` is the blocked axis, padded to whole blocks and rotations.
 
-    Arguments of a side (ROW: blocks along C, other = R; COLUMN: blocks along R, other = C):
-      FORM: "" (not wanted), "packed" (E2M1, 1 word a group) or "bf16" (4 words: the dequantized values).
-      LENGTH: of the blocked axis, filled up. ROTATION: the Hadamard size, or 1. SIGNS: whether it has signs.
-      CARRY: the scale rule, as `mxjax.scales.rule_carry`. SQUARE: blocks of 32 x 32. PRESCALE: or 1.
-    scalars: uint32 [V or 1, SCALARS]; signs: float32 [V or 1, 2, 64], for rows and for columns. Where no side
-    is stochastic or has signs, they are not read and may be anything.
+    x may be a part of a tensor whose last two axes have lengths R_ALL and C_ALL. Scalars 4, 5 and 6 are its
+    batch, row and column offsets: random bits depend on the position in the whole tensor.
 
-    x is a part of a tensor whose last two axes are R_ALL and C_ALL long, from the batch, row and column that
-    scalars 4, 5 and 6 say: random bits go by the position in the whole.
+    Args:
+      scalars: uint32 [V or 1, SCALARS]; not read if no side is stochastic.
+      signs: float32 [V or 1, 2, 64], for rows and for columns; not read if no side has signs.
+    Constants of a side (ROW: blocks along C, other = R; COLUMN: blocks along R, other = C):
+      FORM: "" (not wanted), "packed" (E2M1, 1 word a group) or "bf16" (dequantized values, 4 words).
+      LENGTH: padded length of the blocked axis.
+      ROTATION: Hadamard size, or 1.
+      FACTOR: 1 / sqrt(ROTATION).
+      SIGNS: whether the rotation has signs.
+      CARRY: `mxjax.scales.rule_carry` of the scale rule.
+      SQUARE: whether blocks are 32 x 32.
+      STOCHASTIC: whether rounding is stochastic.
+      PRESCALE: factor of the elements, or 1.
     """
     GROUPS_R: tl.constexpr = BLOCK_R // GROUP
     GROUPS_C: tl.constexpr = BLOCK_C // GROUP
@@ -190,9 +197,9 @@ def _quantize_groups(
     STOCHASTIC: tl.constexpr,
     PRESCALE: tl.constexpr,
 ):
-    """Quantizes GROUP tensors [GROUPS, OTHER], see `rotate_groups`; stores them at [other, group].
+    """Quantizes GROUP tensors [GROUPS, OTHER] (see `rotate_groups`) and stores them at [other, group].
 
-    The tile begins at element `start` of the blocked axis and at `other0` of the other one.
+    The tile begins at element `start` of the blocked axis and at `other0` of the other axis.
     """
     PAIRS: tl.constexpr = (
         CONVERT == "sm_90"
@@ -202,7 +209,7 @@ def _quantize_groups(
         and PRESCALE == 1
         and xs[0].dtype == tl.bfloat16
     )
-    # On gfx950 LLVM makes packed sums of what no product follows, and moves their operands around.
+    # On gfx950 LLVM packs sums that no product follows, which costs moves of their operands.
     FOLDED: tl.constexpr = 0 if CONVERT == "gfx950" else _folded(ROTATION)
     WORDS: tl.constexpr = GROUP // 8 * words_of(FORM)
     group, other = tl.arange(0, GROUPS), tl.arange(0, OTHER)
@@ -230,7 +237,7 @@ def _quantize_groups(
         eight = (xs[i], xs[i + 1], xs[i + 2], xs[i + 3], xs[i + 4], xs[i + 5], xs[i + 6], xs[i + 7])
         random = (byte, byte, byte, byte, byte, byte, byte, byte)
         if STOCHASTIC:
-            # What depends on `byte`, never negative, has its layout: random bits need no conversion.
+            # A dependence on `byte`, which is never negative, gives random bits its layout: no conversion.
             counter = (counter0 + start // 8 + group * (GROUP // 8) + i // 8)[:, None]
             counter = tl.where(byte >= 0, counter, 0).to(tl.uint32)
             row = tl.where(byte >= 0, (row0 + other0 + other)[None, :], 0).to(tl.uint32)
@@ -265,7 +272,8 @@ def _store_scales(
 ):
     """Stores the scale bytes [others, blocks] and returns those of the tile, one a group [GROUPS, OTHER].
 
-    amax: the bits of the largest magnitudes but for FACTOR, in float32.
+    Args:
+      amax: float32 bits of the largest magnitudes, not yet multiplied by FACTOR.
     """
     BLOCKS: tl.constexpr = GROUPS * GROUP // 32
     if GROUP < 32:
@@ -286,19 +294,19 @@ def _store_scales(
 
 @triton.constexpr_function
 def _folded(rotation):
-    """Returns log2 of 1 / FACTOR where that is whole: scales take it up then, and elements do not."""
+    """Returns log2(1 / FACTOR) if it is an integer, which scales then absorb instead of elements, else 0."""
     return {4: 1, 16: 2, 64: 3}.get(rotation, 0)
 
 
 @triton.constexpr_function
 def words_of(form):
-    """Returns the 32-bit words of a group of 8 elements."""
+    """Returns the number of 32-bit words for 8 elements."""
     return {"": 0, "packed": 1, "bf16": 4}[form]
 
 
 @triton.jit
 def _join_words(ws, WORDS: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr):
-    """Returns [GROUPS * WORDS, OTHER] from WORDS tensors [GROUPS, OTHER], a power of two of them."""
+    """Returns WORDS tensors [GROUPS, OTHER] as one [GROUPS * WORDS, OTHER]; WORDS is a power of two."""
     word = join_tensors(ws, WORDS)
     if WORDS > 1:
         word = tl.permute(tl.reshape(word, [GROUPS, OTHER, WORDS]), [0, 2, 1])

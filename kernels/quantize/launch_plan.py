@@ -1,4 +1,4 @@
-"""How the quantizer kernel is launched: what is wanted of a tensor, as constants, tiles and programs."""
+"""How the quantizer kernel is launched: the operands wanted, as constants, tiles and programs."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,26 +17,30 @@ from mxjax.kernels.quantize.kernel import Form, quantize_kernel, words_of
 from mxjax.scales import rule_carry
 
 LARGEST_ROTATION = 64
-LONGEST_AXIS = 2**24  # offsets within a tile are 32 bits
+LONGEST_AXIS = 2**24  # axes are shorter, because offsets in a tile have 32 bits
 
 Pair = tuple[GemmInput | None, GemmInput | None]
-"""The inputs that a tensor is quantized to: along its rows (axis -1) and its columns (axis -2). No arrays."""
+"""A tensor's inputs along its rows (axis -1) and along its columns (axis -2), without their arrays."""
 
 
 def check_input(how: GemmInput) -> None:
     """Raises NotImplementedError unless the quantizer kernel takes such an operand."""
     if not how.operand.is_packable:
         raise NotImplementedError(
-            f"the quantizer kernel takes mxfp4 in blocks of 32 or 32x32, not {how.operand}"
+            f"the quantizer kernel needs mxfp4 in blocks of 32 or 32x32, got {how.operand}; "
+            "use mxjax.quantize"
         )
     if how.rotation_size > LARGEST_ROTATION:
-        raise NotImplementedError(f"the quantizer kernel rotates by H{LARGEST_ROTATION} at most")
+        raise NotImplementedError(
+            f"the quantizer kernel rotates by H{LARGEST_ROTATION} at most, got H{how.rotation_size}; "
+            "use mxjax.rotate and mxjax.quantize"
+        )
 
 
 class Launch(NamedTuple):
-    """Which kernel is launched, and how: outputs of both sides, wanted or not; programs; constants.
+    """A kernel with its outputs (of both sides, wanted or not), grid, warps and constants.
 
-    `quantize_kernel` takes strides as well, which its other arrays decide.
+    `quantize_kernel` also takes strides, which depend on its other arrays.
     """
 
     kernel: Any
@@ -57,7 +61,7 @@ def launch_of(
     """Returns how x [vmapped, batch, r, c] of `shape` and `dtype` is quantized.
 
     Args:
-      whole: rows and columns of the tensor that x is a part of; default, x itself.
+      whole: rows and columns of the tensor of which x is a part; by default those of x.
     """
     v, b, r, c = shape
     rows, columns = pair
@@ -82,7 +86,7 @@ def launch_of(
 
 
 def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -> bool:
-    """Whether Hopper's kernel packs a tensor with c columns so."""
+    """Whether Hopper's kernel can pack a tensor with c columns and this dtype for these inputs."""
     rows, columns = pair
     if conversion(target) != "sm_90" or jnp.dtype(dtype) != jnp.bfloat16 or c % 8:
         return False
@@ -92,7 +96,7 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
 
 
 def _is_plain(how: GemmInput) -> bool:
-    """Whether it is quantized by `floor`, to nearest, in blocks along an axis, without signs or prescale."""
+    """Whether the input has 1-D blocks, rule `floor` and nearest rounding, but no signs and no prescale."""
     o = how.operand
     plain = o.scale_rule == "floor" and o.rounding == "nearest" and not o.prescale
     return plain and not o.is_square and not how.has_signs
@@ -142,7 +146,7 @@ def _input_constants(how: GemmInput, form: Form, length: int) -> dict[str, objec
 
 
 def conversion(target: Target | None) -> str:
-    """Returns how the kernel encodes elements on a target: by which instructions, or "software"."""
+    """Returns the target whose instructions encode elements, or "software" for none."""
     if target is None or target.backend == "interpreter":
         return "software"
     if target.arch == "gfx950":
@@ -154,7 +158,7 @@ def conversion(target: Target | None) -> str:
 
 
 class Tile(NamedTuple):
-    """A program's part of a tensor, its warps, and the elements along a blocked axis that a thread holds."""
+    """A program's part of a tensor, its warps, and the elements along the blocked axis in each thread."""
 
     rows: int
     columns: int
@@ -163,9 +167,10 @@ class Tile(NamedTuple):
 
 
 def _tile(target: Target | None, pair: Pair, r: int, row_bytes: int) -> Tile:
-    """Returns the fastest tile measured on an H200, or by what is compiled for gfx950: 64 elements a thread.
+    """Returns the tile: on CUDA the fastest measured on an H200, on gfx950 one chosen from its assembly.
 
-    There half as many where rows do not start at multiples of 16 bytes: loads by elements take registers.
+    On gfx950 a thread has 64 elements, or 32 if rows are not aligned to 16 bytes: loads of single elements
+    need more registers.
     """
     if target is None or target.backend == "interpreter":
         return Tile(64, 64, 1, 8)
@@ -173,7 +178,7 @@ def _tile(target: Target | None, pair: Pair, r: int, row_bytes: int) -> Tile:
         return Tile(64 if row_bytes % 16 else 128, 64, 2, 8)
     rows, columns = pair
     if rows and columns is None and not rows.operand.is_square and r <= 16 * MOST_PROGRAMS:
-        # Wide, so that the scale bytes of a row are written 16 at a time or more.
+        # Wide tiles write at least 16 scale bytes of a row at a time.
         lower = rows.rotation and row_bytes >= 2048 and r <= 4 * MOST_PROGRAMS
         return Tile(4, 1024, 2, 32) if lower else Tile(16, 512, 4, 32)
     rotated = any(how and how.rotation for how in pair)

@@ -1,6 +1,6 @@
-"""How the quantizer reads a tile: as groups along columns or along rows, by 16 bytes or row by row.
+"""Loads of the quantizer's tiles: as groups along columns or along rows, in 16-byte loads or row by row.
 
-A tile becomes GROUP tensors, one for each element of a group, which lies in the registers of one thread.
+A tile becomes GROUP tensors, one for each element of a group; a group lies in the registers of one thread.
 """
 
 import triton
@@ -14,7 +14,7 @@ def column_groups(
 ):  # fmt: skip
     """Returns GROUP tensors [GROUPS, WIDTH]: rows GROUP * g + i of x [rows, columns] with stride C.
 
-    Zero outside of x, none of which is read if EXACT. With groups of 8 a thread has 8 neighbouring columns.
+    Elements outside x are zero; with EXACT there are none. With groups of 8 a thread has 8 adjacent columns.
     """
     xs = ()
     for i in tl.static_range(GROUP):
@@ -26,7 +26,7 @@ def column_groups(
 def row_groups(
     x, rows, columns, C: tl.constexpr, GROUPS: tl.constexpr, HEIGHT: tl.constexpr, EXACT: tl.constexpr
 ):
-    """Returns 32 tensors [GROUPS, HEIGHT]: columns 32 * g + i of x, transposed, as column_groups."""
+    """Returns 32 tensors [GROUPS, HEIGHT]: columns 32 * g + i of x, transposed; see `column_groups`."""
     PART: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     r = tl.arange(0, HEIGHT)[:, None, None]
     c = tl.arange(0, GROUPS)[None, :, None] * 32 + tl.arange(0, PART)[None, None, :]
@@ -39,7 +39,7 @@ def row_groups(
 
 @triton.jit
 def transpose_groups(xs, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns the row groups of a tile from its column groups, of 8 each, in registers."""
+    """Returns the row groups of a tile, made in registers from its column groups; both have 8 elements."""
     low = tl.join(tl.join(xs[0], xs[1]), tl.join(xs[2], xs[3]))
     high = tl.join(tl.join(xs[4], xs[5]), tl.join(xs[6], xs[7]))
     x = tl.permute(tl.join(low, high), [0, 4, 3, 2, 1])
@@ -52,7 +52,7 @@ def _load_rows(
     EXACT: tl.constexpr,
 ):  # fmt: skip
     if GROUP == 8 and x.dtype.element_ty.primitive_bitwidth == 32:
-        # By 16 bytes: the even fours of columns, and the odd.
+        # 16-byte loads: the even runs of 4 columns, then the odd ones.
         r = tl.arange(0, GROUPS)[:, None, None] * 8
         c = tl.arange(0, WIDTH // 8)[None, :, None] * 8 + tl.arange(0, 4)[None, None, :]
         low = _load(x + (r * C + c), (r < rows) & (c < columns), EXACT)
@@ -71,7 +71,7 @@ def _load(pointers, mask, EXACT: tl.constexpr):
 
 @triton.jit
 def _split(x, R: tl.constexpr, G: tl.constexpr, PART: tl.constexpr):
-    """Returns x [R, G, PART], PART being 4 or 8, as PART tensors [G, R]."""
+    """Returns x [R, G, PART] as PART tensors [G, R]; PART is 4 or 8."""
     if PART == 8:
         even, odd = tl.split(tl.reshape(x, [R, G, 2, 2, 2]))
         even04, even26 = tl.split(even)
@@ -100,9 +100,9 @@ def _split(x, R: tl.constexpr, G: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def join_tensors(tensors, COUNT: tl.constexpr):
-    """Returns tensors, a power of two and at most 16, as one with an axis of 2 for each bit of their index.
+    """Returns 1, 2, 4, 8 or 16 tensors as one, with an axis of size 2 for each bit of their index.
 
-    The axes come after the tensors' own, that of the highest bit first.
+    These axes follow the tensors' own, that of the highest bit first.
     """
     for stage in tl.static_range(4):
         if COUNT >> stage > 1:

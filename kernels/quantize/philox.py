@@ -1,4 +1,4 @@
-"""Philox 4x32-10 inside kernels: the bits of `mxjax.philox`, from an element's position."""
+"""Philox 4x32-10 inside kernels: the bits of `mxjax.philox`, computed from an element's position."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def random_halves(counter, row, key0, key1):
-    """Returns 8 tensors of integers below 2**16: the numbers of positions 8 * counter … 8 * counter + 7 of
-    `row`.
+    """Returns 8 tensors of integers below 2**16, for positions 8 * counter to 8 * counter + 7 of `row`.
 
-    counter and row: uint32 of one shape; key0 and key1: uint32 scalars.
+    Args:
+      counter, row: uint32 tensors of the same shape.
+      key0, key1: uint32 scalars.
     """
     c0, c1, c2, c3 = counter, row, tl.zeros_like(counter), tl.zeros_like(counter)
     for _ in tl.static_range(10):

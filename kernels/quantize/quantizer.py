@@ -24,17 +24,19 @@ DTYPES = {"packed": jnp.uint8, "bf16": jnp.bfloat16}
 def quantize_operands(
     x: Float[Array, "*b r c"], inputs: Sequence[GemmInput], form: Form = "packed"
 ) -> list[KMajor]:
-    """Returns x as each input takes it (at most one along either of the last two axes), in one read of x.
+    """Returns x quantized for each input, at most one for each of the last two axes, in one read of x.
 
-    Element for element what `mxjax.rotate` and `mxjax.quantize` define.
+    The bits are those that `mxjax.rotate` and `mxjax.quantize` define.
 
     Raises:
-      NotImplementedError: other formats or blocks than MXFP4's, or a rotation larger than H64.
+      NotImplementedError: a format or block shape that is not MXFP4's, or a rotation larger than H64.
       ValueError: r or c is 2**24 or more.
     """
     batch, (r, c) = x.shape[:-2], x.shape[-2:]
     if max(r, c) >= LONGEST_AXIS:
-        raise ValueError(f"quantize_operands needs axes shorter than {LONGEST_AXIS}, got {(r, c)}")
+        raise ValueError(
+            f"quantize_operands needs axes shorter than {LONGEST_AXIS}, got {(r, c)}; split the tensor"
+        )
     for how in inputs:
         check_input(how)
     by_axis = {how.axis: how for how in inputs}
@@ -69,7 +71,7 @@ def _signs(how: GemmInput | None) -> jax.Array:
 
 
 def _from_words(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, "*b n _"]:
-    """Returns the elements in 32-bit words, which is a matter of types alone."""
+    """Returns the elements in 32-bit words; only the type changes."""
     elements = lax.bitcast_convert_type(words, DTYPES[form])
     return elements.reshape(*words.shape[:-1], words.shape[-1] * 4 // jnp.dtype(DTYPES[form]).itemsize)
 
@@ -78,7 +80,7 @@ def _from_words(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, 
 def _quantizer(pair: Pair, form: Form, target: Target | None):
     """Returns a function of x [v, b, r, c], scalars [v or 1, 4] and signs [v or 1, 2, 64]; vmap grows v.
 
-    JAX keeps what it traced of the function, hence one for each target.
+    JAX caches the function's trace, hence a separate function for each target.
     """
 
     @jax.custom_batching.custom_vmap
@@ -105,9 +107,9 @@ def _quantizer(pair: Pair, form: Form, target: Target | None):
 
 
 def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, keys: int, signs: int):
-    """Returns the call that a mesh may shard along all axes of x, but not within blocks or runs.
+    """Returns the call that a mesh may shard along all axes of x, but not within blocks or rotations.
 
-    It also takes the positions of x's batches, rows and columns, from which a shard learns its own.
+    It also takes the positions of x's batches, rows and columns, from which a shard reads its offsets.
     """
     *_, r, c = shape
     rows, columns = pair
@@ -138,7 +140,7 @@ def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, keys: int, si
 
 
 def _unit(blocked: GemmInput | None, other: GemmInput | None) -> int:
-    """Returns the unit that shards of an axis must be multiples of; `blocked` is blocked along it."""
+    """Returns the size that divides every shard of an axis; `blocked` is the input with blocks along it."""
     unit = blocked.padded(1) if blocked else 1
     return max(unit, BLOCK) if other and other.operand.is_square else unit
 
@@ -146,7 +148,7 @@ def _unit(blocked: GemmInput | None, other: GemmInput | None) -> int:
 def _call(
     pair: Pair, form: Form, target: Target | None, whole: tuple[int, int], x, scalars, signs, *places
 ) -> list[jax.Array]:
-    """Runs the kernel on x, a part of a tensor of `whole` rows and columns at the `places` given."""
+    """Runs the kernel on x, which lies at `places` in a tensor of `whole` rows and columns."""
     launch = launch_of(pair, form, target, x.shape, x.dtype, whole)
     inputs, strides = (x,), {}
     if launch.kernel is quantize_kernel:
@@ -167,9 +169,9 @@ def _call(
 def _inputs(
     inputs: list[GemmInput], x, scalars, signs, places
 ) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
-    """Returns the arrays that `quantize_kernel` takes, and the strides of the latter two.
+    """Returns the arrays that `quantize_kernel` takes, and the strides of scalars and signs.
 
-    What no input reads is not made, which would be a kernel of its own: x stands in its place.
+    x stands in for an array that no input reads, because making that array would be another kernel.
     """
     strides = {"SCALARS_STRIDE": 0, "SIGNS_STRIDE": 0}
     if any(how.operand.rounding == "stochastic" for how in inputs):
