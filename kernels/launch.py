@@ -49,9 +49,9 @@ def triton_call(
       out: shapes and dtypes of the outputs. The kernel must write every element, except those
         of an `in_place` output.
       grid: programs along up to three axes.
-      options: options of the target's compiler; it ignores those that it does not know.
+      options: options of the target's compiler, which ignores those that it does not know.
       in_place: whether the first output starts as the first array and reuses its memory if nothing else
-        reads it. The kernel gets a pointer for both.
+        reads it. The kernel gets a pointer to that memory for both.
       constants: the kernel's constexpr arguments.
     """
     if 0 in grid:
@@ -64,8 +64,8 @@ def triton_call(
     target = current_target()
     if target is None:
         raise NotImplementedError(
-            "triton_call needs a GPU (install mxjax[cuda] or mxjax[rocm]), or Triton's "
-            "interpreter: TRITON_INTERPRET=1 and use_target(INTERPRETER)"
+            "triton_call needs a GPU and Triton (install mxjax[cuda] or mxjax[rocm]), or Triton's "
+            "interpreter (set TRITON_INTERPRET=1 and call use_target(INTERPRETER))"
         )
     if target.backend == "cuda" and max(grid[1:], default=1) > MOST_PROGRAMS:
         raise ValueError(
@@ -79,7 +79,7 @@ def triton_call(
         grid,
         backend=target.backend,
         arch=target.arch,
-        # No fused multiply-add: it would round once where the definitions round twice.
+        # Products are not fused with sums, which would round once where the definitions round twice.
         options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
         | dict(options or {}),
         constants=constants,
