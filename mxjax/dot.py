@@ -223,7 +223,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass reads: packed operands for the GEMMs that take them, else the tensors."""
+    """The inputs of the backward pass: packed operands for the GEMMs that take them, else the tensors."""
 
     x: jax.Array | None
     x_packed: Prepared | None

@@ -60,7 +60,7 @@ def check_rule(rule: str, element: Element | None) -> None:
 
 
 def rule_carry(rule: ScaleRule, element: Element) -> int:
-    """Returns what to add to amax's bits so that a mantissa past the rule's threshold carries."""
+    """Returns the integer that, added to amax's bits, makes a mantissa past the rule's threshold carry."""
     check_rule(rule, element)
     match rule:
         case "floor":

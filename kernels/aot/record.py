@@ -63,7 +63,7 @@ def make_record(build: Build, target: str, compiled: CompiledKernel, resource_us
 
 
 class _Code(NamedTuple):
-    """What the assembly of a kernel says."""
+    """Counts taken from a kernel's assembly."""
 
     fields: list[dict[str, Any]]
     kernarg_bytes: int
