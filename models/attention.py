@@ -54,7 +54,7 @@ def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH) -> Float[Array, "B P N H"]:
     def attend(_, piece):
         index, q = piece
         position = start + index * PIECE + jnp.arange(PIECE)
-        visible = position[:, None] >= jnp.arange(k_BTGH.shape[1])
+        visible = position[:, None] >= jnp.arange(k_BTGH.shape[1])[None, :]
         return None, jax.nn.dot_product_attention(q, k_BTGH, v_BTGH, mask=visible, implementation="xla")
 
     _, out = jax.lax.scan(attend, None, (jnp.arange(pieces), q_piece))

@@ -180,7 +180,7 @@ def _attend(q_BSNH, k_BSGH, v_BSGH, gemms: BlockGemms) -> Float[Array, "B S N H"
         "attention.scores", q_BSGRH, k_BSGH, (((4,), (3,)), ((0, 2), (0, 2)))
     ) * (H**-0.5)
     visible_ST = jnp.tril(jnp.ones((S, S), bool))
-    scores_BGSRT = jnp.where(visible_ST[:, None, :], scores_BGSRT, jnp.finfo(jnp.float32).min)
+    scores_BGSRT = jnp.where(visible_ST[None, None, :, None, :], scores_BGSRT, jnp.finfo(jnp.float32).min)
     weights_BGSRT = jax.nn.softmax(scores_BGSRT, axis=-1).astype(q_BSNH.dtype)
     out_BGSRH = gemms.dot_general("attention.values", weights_BGSRT, v_BSGH, (((4,), (1,)), ((0, 1), (0, 2))))
     return out_BGSRH.transpose(0, 2, 1, 3, 4).reshape(B, S, N, H).astype(q_BSNH.dtype)

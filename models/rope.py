@@ -20,12 +20,12 @@ def rope_angles(length: int, config: LlamaConfig) -> Float32[Array, "S half"]:
         smooth = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
         smooth = jnp.clip(smooth, 0.0, 1.0)
         frequency = (1 - smooth) * frequency / s.factor + smooth * frequency
-    return jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    return jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
 
 
 def apply_rope(x: Float[Array, "B S N H"], angles: Float32[Array, "S half"]) -> Float[Array, "B S N H"]:
     """Rotates channels i and i + H/2 by the angle of their position ("rotate half")."""
-    cos, sin = (f(angles)[:, None, :] for f in (jnp.cos, jnp.sin))
+    cos, sin = (f(angles)[None, :, None, :] for f in (jnp.cos, jnp.sin))
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)

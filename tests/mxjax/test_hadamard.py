@@ -96,7 +96,7 @@ def test_rotating_twice_gives_x_back(size):
 
 def test_rotation_with_signs_is_undone_as_documented():
     x, signs = gaussian(3, 64), random_signs(32)
-    back = mxjax.rotate(mxjax.rotate(x, 32, signs=signs), 32) * np.tile(signs, 2)
+    back = mxjax.rotate(mxjax.rotate(x, 32, signs=signs), 32) * np.tile(signs, (3, 2))
     np.testing.assert_allclose(back, x, rtol=0, atol=2e-6)
 
 

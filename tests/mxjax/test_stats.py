@@ -31,7 +31,7 @@ def expected_error(x, approximation) -> tuple[float, float, float]:
 @pytest.mark.parametrize("noise", [0.01, 1.0, 3.0])
 def test_error_is_its_formulas(noise, dtype):
     x = jnp.asarray(normal(30, 40, seed=0), dtype)
-    approximation = jnp.asarray(x + noise * normal(30, 40, seed=1), dtype)
+    approximation = (x.astype(jnp.float32) + noise * normal(30, 40, seed=1)).astype(dtype)
     actual = stats.error(x, approximation)
     np.testing.assert_allclose(actual, expected_error(x, approximation), rtol=1e-4)
 
