@@ -1,14 +1,12 @@
 """The one place where Triton kernels meet JAX: as calls inside jit on GPUs, or in Triton's interpreter.
 
-`triton_call` takes the same arguments with jax-triton 0.3 and 0.4, and runs under `TRITON_INTERPRET=1` on the
-CPU (as a host callback), so that every function built on a kernel can be tested without a GPU.
+On a GPU a call is `lowering.kernel_call`. Under `TRITON_INTERPRET=1` it is a host callback on the CPU: every
+function built on a kernel can be tested without a GPU.
 """
 
 import concurrent.futures
 import functools
-import inspect
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -16,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.devices import current_target
+from mxjax.kernels.lowering import TYPES, kernel_call
 from mxjax.weight_layout import varying_as
 
 try:
@@ -50,9 +49,9 @@ def triton_call(
       out: shapes and dtypes of the outputs. The kernel must write every element, except those
         of an `in_place` output.
       grid: programs along up to three axes.
-      options: options of the target's compiler. jax-triton 0.3 ignores them, which costs only speed.
+      options: options of the target's compiler, which ignores those that it does not know.
       in_place: whether the first output starts as the first array and reuses its memory if nothing else
-        reads it. The kernel must not use its first parameter: jax-triton 0.4 passes no pointer there.
+        reads it. The kernel gets a pointer to that memory for both.
       constants: the kernel's constexpr arguments.
     """
     if 0 in grid:
@@ -65,7 +64,7 @@ def triton_call(
     target = current_target()
     if target is None:
         raise NotImplementedError(
-            "triton_call needs a GPU and jax-triton (install mxjax[cuda] or mxjax[rocm]), or Triton's "
+            "triton_call needs a GPU and Triton (install mxjax[cuda] or mxjax[rocm]), or Triton's "
             "interpreter (set TRITON_INTERPRET=1 and call use_target(INTERPRETER))"
         )
     if target.backend == "cuda" and max(grid[1:], default=1) > MOST_PROGRAMS:
@@ -73,55 +72,20 @@ def triton_call(
             f"triton_call needs at most {MOST_PROGRAMS} programs along each axis but the first on CUDA, "
             f"got {grid}; split the tensor"
         )
-    call = functools.partial(
-        _import_jax_triton().triton_call,
-        kernel=kernel,
-        grid=grid,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        compute_capability=target.compute_capability,
-        **_version_arguments(tuple(out), dict(options or {})),
-        **constants,
+    written = kernel_call(
+        kernel,
+        arrays,
+        out,
+        grid,
+        backend=target.backend,
+        arch=target.arch,
+        # Products are not fused with sums, which would round once where the definitions round twice.
+        options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+        | dict(options or {}),
+        constants=constants,
+        in_place=in_place,
     )
-    written = _call_in_place(call, arrays) if in_place else call(*arrays)
     return [varying_as(y, *arrays) for y in written]
-
-
-@functools.cache
-def _import_jax_triton():
-    try:
-        import jax_triton
-    except ImportError as error:
-        raise ImportError("Triton kernels need jax-triton: install mxjax[cuda] or mxjax[rocm]") from error
-    return jax_triton
-
-
-def _call_in_place(call, arrays: tuple[jax.Array, ...]):
-    """Calls jax-triton with the first array's memory for the first output.
-
-    Version 0.3 passes the kernel both pointers. Version 0.4 passes one, here in the output's place. It
-    deprecates `input_output_aliases` in favour of `jax.Ref`s, which 0.3 does not take.
-    """
-    if not _names_out_type():
-        return call(*arrays, input_output_aliases={0: 0})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-        return call(0, *arrays[1:], arrays[0], input_output_aliases={len(arrays): 0})
-
-
-def _version_arguments(out: tuple[jax.ShapeDtypeStruct, ...], options: dict) -> dict:
-    """Returns the outputs and the compiler's options under the names that this jax-triton gives them.
-
-    Multiply-add fusion is off: it would round once where the definitions round twice.
-    """
-    if _names_out_type():
-        return {"out_type": out, "backend_options": {"enable_fp_fusion": False, **options}}
-    return {"out_shape": out, "enable_fp_fusion": False}
-
-
-def _names_out_type() -> bool:
-    """Whether this is jax-triton 0.4, not 0.3."""
-    return "out_type" in inspect.signature(_import_jax_triton().triton_call).parameters
 
 
 def _interpret(kernel, out, grid, constants, in_place, *arrays) -> tuple[np.ndarray, ...]:
@@ -146,26 +110,12 @@ def _interpreter_thread() -> concurrent.futures.Executor:
     return executor
 
 
-_TRITON_DTYPES = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5",
-    "uint8": "u8",
-    "int8": "i8",
-    "uint16": "u16",
-    "int32": "i32",
-    "uint32": "u32",
-}
-
-
 class _HostTensor:
     """The part of a torch.Tensor that Triton's interpreter uses, around a numpy array."""
 
     def __init__(self, array: np.ndarray):
         self.array = array
-        self.dtype = _TRITON_DTYPES[array.dtype.name]
+        self.dtype = TYPES[array.dtype.name]
         self.shape = array.shape
 
     def data_ptr(self) -> int:

@@ -50,11 +50,11 @@ def use_target(target: Target) -> Iterator[None]:
 def current_target() -> Target | None:
     """Returns the target of Triton kernels, or None where they do not run.
 
-    It is `use_target`'s, else this machine's GPU if jax-triton is installed.
+    It is `use_target`'s, else this machine's GPU if Triton is installed.
     """
     if _override:
         return _override[-1]
-    return _device_target() if on_gpu() and has_jax_triton() else None
+    return _device_target() if on_gpu() and has_triton() else None
 
 
 def on_gpu() -> bool:
@@ -65,9 +65,9 @@ def on_gpu() -> bool:
 
 
 @functools.cache
-def has_jax_triton() -> bool:
-    """Whether jax-triton, which runs the kernels, is installed."""
-    return importlib.util.find_spec("jax_triton") is not None
+def has_triton() -> bool:
+    """Whether Triton, which compiles the kernels, is installed."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

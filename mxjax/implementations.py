@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 
-from mxjax.devices import Target, current_target, has_jax_triton
+from mxjax.devices import Target, current_target, has_triton
 from mxjax.formats import get_format
 from mxjax.policy import Gemm, Policy
 from mxjax.weight_layout import Layout
@@ -99,7 +99,7 @@ def choose_implementation(implementation: Implementation | None) -> Implementati
         raise ValueError(f"unknown implementation {implementation!r}; use one of {names}, or None")
     if implementation == "triton" and current_target() is None:
         raise NotImplementedError(
-            "implementation 'triton' needs a GPU and jax-triton (install mxjax[cuda] or mxjax[rocm]); "
+            "implementation 'triton' needs a GPU and Triton (install mxjax[cuda] or mxjax[rocm]); "
             "use 'xla', or None for the fastest that runs here"
         )
     return implementation
@@ -117,5 +117,5 @@ def _fastest(target: Target | None) -> Implementation:
 @cache
 def _log_choice(name: Implementation) -> None:
     _log.info("mxjax.dot runs its GEMMs by implementation=%r", name)
-    if jax.default_backend() == "gpu" and not has_jax_triton():
-        _log.warning("jax-triton is not installed: install mxjax[cuda] or mxjax[rocm] for the fast kernels")
+    if jax.default_backend() == "gpu" and not has_triton():
+        _log.warning("Triton is not installed: install mxjax[cuda] or mxjax[rocm] for the fast kernels")

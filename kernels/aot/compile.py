@@ -47,7 +47,7 @@ def compile_build(build: Build, target: str) -> CompiledKernel:
     signature = {
         n: "*" + TYPES[build.signature[n].dtype] if n in build.signature else "constexpr" for n in names
     }
-    # jax-triton says the same of pointers, so this is the code that runs.
+    # `lowering.compile_kernel` says the same of pointers, so this is the code that runs.
     attributes = {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in build.signature}
     source = ASTSource(
         fn=build.kernel,

@@ -14,21 +14,11 @@ from triton.compiler import CompiledKernel
 
 from mxjax.kernels.aot import assembly
 from mxjax.kernels.aot.builds import Argument, Build
+from mxjax.kernels.call_message import ALIGNMENT
+from mxjax.kernels.lowering import TYPES
 
-ALIGNMENT = 16  # bytes; the compiled code relies on it for every array
 POINTER = 8
 SCRATCH = ("global_scratch", "profile_scratch")  # Triton's own arguments, after a kernel's
-TYPES = {
-    "uint8": "u8",
-    "uint32": "u32",
-    "int32": "i32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5",
-}
-"""Triton's names of dtypes."""
 
 
 def make_record(build: Build, target: str, compiled: CompiledKernel, resource_usage: str) -> dict[str, Any]:

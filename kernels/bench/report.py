@@ -15,7 +15,7 @@ import jax
 
 from mxjax.devices import current_target
 
-PACKAGES = ("jaxlib", "jax-triton", "triton", "torch", "torchao", "qwix", "flax")
+PACKAGES = ("jaxlib", "triton", "torch", "torchao", "qwix", "flax")
 
 
 class Absent(NamedTuple):

@@ -44,6 +44,7 @@ def assert_same(got, q, carrier):
     np.testing.assert_array_equal(elements.view(np.uint8)[~nan], wanted.view(np.uint8)[~nan])
 
 
+@pytest.mark.slow
 @settings(max_examples=12)  # a shape takes a second to compile
 @given(
     seed=st.integers(0, 100),

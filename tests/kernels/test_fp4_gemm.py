@@ -63,6 +63,7 @@ def test_products_of_like_scales_are_exact(shape, dtype, target):
     np.testing.assert_array_equal(out, product(*arrays).astype(dtype))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 3), max_size=2),
     st.integers(1, 140),

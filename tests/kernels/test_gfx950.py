@@ -19,6 +19,7 @@ from support.code_objects import (
 )
 
 from mxjax.kernels.aot import check, expected
+from mxjax.kernels.aot.compile import list_builds
 
 pytestmark = pytest.mark.slow
 
@@ -30,12 +31,16 @@ def gfx950(builds):
 
 @pytest.fixture(scope="module")
 def gemms(gfx950):
-    return [record for record in gfx950.values() if record["kernel"] == "gemm_kernel"]
+    found = [record for record in gfx950.values() if record["kernel"] == "gemm_kernel"]
+    assert len(found) == len(list_builds("gemm_builds", "gfx950"))
+    return found
 
 
 @pytest.fixture(scope="module")
 def quantizers(gfx950):
-    return [record for record in gfx950.values() if record["kernel"] == "quantize_kernel"]
+    found = [record for record in gfx950.values() if record["kernel"] == "quantize_kernel"]
+    assert len(found) == len(list_builds("quantize_builds", "gfx950"))
+    return found
 
 
 def test_spills_nothing(gfx950):
@@ -127,7 +132,7 @@ def test_quantizers_convert_by_the_hardware(quantizers):
 def test_quantizers_load_16_bytes(quantizers):
     """Tensors whose rows are aligned to 16 bytes are loaded by 16 bytes; signs and keys by words or more."""
     aligned = [d for d in quantizers if row_bytes(d) % 16 == 0]
-    assert len(aligned) > len(quantizers) // 3
+    assert len(aligned) > len(quantizers) // 2
     for d in aligned:
         c, loads = d["constants"], starting(d["whole_kernel"]["opcodes"], "global_load", "buffer_load")
         assert not starting(d["whole_kernel"]["opcodes"], "flat_load")

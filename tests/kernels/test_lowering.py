@@ -1,6 +1,5 @@
 """The jitted functions lower for CUDA on a machine without a GPU, in a process without the interpreter."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -49,13 +48,7 @@ with use_target(Target("cuda", "sm_90")):
 """
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
-        reason="jaxlib builds Triton's custom calls with jax_cuda13_plugin",
-    ),
-]
+pytestmark = pytest.mark.slow
 
 
 def run(script, *arguments):
@@ -165,12 +158,12 @@ EXPECTED = [
 ]
 
 
-# One policy by every implementation on every target, and the other policies by a few: ptxas takes 20 s for a
-# stochastic quantizer.
+# One policy by every implementation on every target, and each other policy on each target; ptxas takes 20 s
+# for a stochastic quantizer.
 CASES = [(arch, "wgrad_hadamard", name, expected) for arch, name, expected in EXPECTED]
 CASES += [("sm_90", "full_hadamard", "fp8_carriers", FP8), ("sm_90", "full_hadamard", "xla", XLA)]
 CASES += [("sm_90", "full_hadamard", "scaled_dot", SCALED_DOT), ("sm_100", "full_hadamard", None, TRITON)]
-CASES += [("sm_90", "wgrad_sr", None, FP8)]
+CASES += [("sm_90", "wgrad_sr", None, FP8), ("sm_100", "wgrad_sr", "triton", TRITON)]
 
 
 def test_dot_and_its_gradients_lower_to_the_kernels():

@@ -35,7 +35,7 @@ def unchecked(monkeypatch):
 
 def test_an_implementation_that_does_not_run_here_raises():
     x, w, _ = inputs()
-    with pytest.raises(NotImplementedError, match=r"'triton' needs a GPU and jax-triton.*use 'xla'"):
+    with pytest.raises(NotImplementedError, match=r"'triton' needs a GPU and Triton.*use 'xla'"):
         mxjax.dot(x, w, policy="wgrad", implementation="triton")
 
 

@@ -168,7 +168,7 @@ def test_eval_takes_another_policy_and_step_count(finished):
         (["--scale-rule", "even", "--policy", "bf16"], "no operand of any layer is in mxfp4"),
         (["--seq-len", "1000000"], "shorten --seq-len"),
         (["--resume"], "holds no run"),
-        (["--implementation", "triton"], "needs a GPU and jax-triton"),
+        (["--implementation", "triton"], "needs a GPU and Triton"),
         (["--remat", "fp4", "--implementation", "xla"], "keeps packed MXFP4 operands, but no GEMM"),
     ],
 )

@@ -1,0 +1,170 @@
+"""Triton kernels in JAX programs: a primitive that becomes a custom call with the compiled kernel inside.
+
+A program depends only on the kernels' source, constants, options, target and the installed versions. It names
+no file, so JAX's caches hit and all processes of a job compile the same program. Lowering needs no GPU and no
+GPU plugin. A kernel is compiled when it is lowered, not when it is traced, once a process, and Triton's cache
+keeps it on disk.
+"""
+
+import functools
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from mxjax.kernels.call_message import ALIGNMENT, MachineCode, encode_call
+
+PLATFORMS = {"cuda": "cuda", "hip": "rocm"}
+"""JAX's name of the platform of each of Triton's backends."""
+
+_CALL = "triton_kernel_call_ffi"  # jaxlib's custom call for Triton kernels
+
+TYPES = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "uint8": "u8",
+    "int8": "i8",
+    "uint16": "u16",
+    "int16": "i16",
+    "uint32": "u32",
+    "int32": "i32",
+}
+"""Triton's names of dtypes."""
+
+Frozen = tuple[tuple[str, type, Any], ...]
+"""A mapping as a hashable value, with types: 1, 1.0 and True are equal, but compile to different kernels."""
+
+
+def kernel_call(
+    kernel,
+    arrays: Sequence[jax.Array],
+    out: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    *,
+    backend: str,
+    arch: str,
+    options: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    in_place: bool = False,
+) -> list[jax.Array]:
+    """Returns the arrays that `kernel` writes: it takes pointers to `arrays`, then to the results.
+
+    Args:
+      backend, arch: Triton's target, "cuda" and "sm_90" or "hip" and "gfx950".
+      options: the compiler's, with num_warps and num_stages.
+      constants: the kernel's constexpr arguments.
+      in_place: the first result takes the memory of the first array, and the kernel gets both pointers.
+    """
+    return _kernel_call.bind(
+        *arrays,
+        kernel=kernel,
+        out=tuple((o.shape, jax.numpy.dtype(o.dtype)) for o in out),
+        grid=grid,
+        target=(backend, arch),
+        options=_freeze(options),
+        constants=_freeze(constants),
+        in_place=in_place,
+    )
+
+
+def _freeze(values: Mapping[str, Any]) -> Frozen:
+    return tuple((name, type(value), value) for name, value in sorted(values.items()))
+
+
+def _thaw(values: Frozen) -> dict[str, Any]:
+    return {name: value for name, _, value in values}
+
+
+_kernel_call = Primitive("mxjax_kernel_call")
+_kernel_call.multiple_results = True
+
+
+@_kernel_call.def_abstract_eval
+def _(*arrays, out, **_):
+    return [ShapedArray(shape, dtype) for shape, dtype in out]
+
+
+@_kernel_call.def_impl
+def _(*arrays, **parameters):
+    return _jitted(**parameters)(*arrays)
+
+
+@functools.cache
+def _jitted(**parameters):
+    return jax.jit(functools.partial(_kernel_call.bind, **parameters))
+
+
+def _lower(platform: str, context, *operands, kernel, out, grid, target, options, constants, in_place):
+    if PLATFORMS[target[0]] != platform:
+        raise ValueError(
+            f"{kernel.__name__} was traced for {target[1]}, and cannot be lowered for {platform}: "
+            f"lower for {PLATFORMS[target[0]]}, or trace it within use_target"
+        )
+    del out
+    _register()
+    avals = (*context.avals_in, *context.avals_out)
+    code = compile_kernel(kernel, tuple(a.dtype.name for a in avals), *target, options, constants)
+    aliases = {0: 0} if in_place else {}
+    lower = jax.ffi.ffi_lowering(_CALL, operand_output_aliases=aliases)
+    return lower(context, *operands, opaque=encode_call(code, grid, len(avals)))
+
+
+for _platform in PLATFORMS.values():
+    mlir.register_lowering(_kernel_call, functools.partial(_lower, _platform), platform=_platform)
+
+
+@functools.cache
+def _register() -> None:
+    """Registers jaxlib's custom call where a GPU plugin is installed, for the program to run."""
+    importlib.import_module("jaxlib.gpu_triton")
+
+
+@functools.cache
+def compile_kernel(
+    kernel, dtypes: tuple[str, ...], backend: str, arch: str, options: Frozen, constants: Frozen
+) -> MachineCode:
+    """Returns a kernel compiled for pointers to arrays of `dtypes`, which are multiples of 16 bytes.
+
+    Without line information, which would name the folder of the installation and quadruple the size.
+    """
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names, values = kernel.arg_names, _thaw(constants)
+    pointers = [name for name in names if name not in values]
+    if len(pointers) != len(dtypes):
+        raise TypeError(
+            f"{kernel.__name__} takes pointers to {', '.join(pointers)}; "
+            f"it was called with {len(dtypes)} arrays"
+        )
+    types = {name: f"*{TYPES[dtype]}" for name, dtype in zip(pointers, dtypes, strict=True)}
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in values.items()},
+        attrs={(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in pointers},
+    )
+    capability = int(arch.removeprefix("sm_")) if backend == "cuda" else 0
+    target = GPUTarget("cuda", capability, 32) if capability else GPUTarget("hip", arch, 64)
+    with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True
+        compiled = triton.compile(source, target=target, options=_thaw(options))
+    about = compiled.metadata
+    return MachineCode(
+        image=compiled.asm["cubin" if capability else "hsaco"],
+        name=about.name,
+        num_warps=about.num_warps,
+        shared_bytes=about.shared,
+        scratch_bytes=getattr(about, "global_scratch_size", 0) or 0,
+        scratch_alignment=getattr(about, "global_scratch_align", 1) or 1,
+        compute_capability=capability,
+    )

@@ -1,0 +1,221 @@
+"""Programs with kernels lower for CUDA and ROCm without a GPU, and jaxlib's own code takes what they say."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import zlib
+
+import pytest
+from support.rocm import install_extension
+
+from mxjax.kernels.call_message import MachineCode, encode_call
+
+pytestmark = pytest.mark.slow
+
+TESTS = pathlib.Path(__file__).parents[1]
+LDS = 160 * 1024  # bytes of a compute unit of gfx950
+AMDGPU, CUDA = 224, 190  # machines in an ELF file's header
+
+
+def run(script, *arguments, text=None, **environment):
+    """Returns what a script or module prints in a process without a GPU and without the interpreter."""
+    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
+    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    variables |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths} | environment
+    command = [sys.executable, *(["-c", script] if "\n" in script else ["-m", script]), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, input=text)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+LOWER = """
+import hashlib, json, sys
+import mxjax
+from mxjax.devices import Target
+from support.programs import calls_of, lower_dot, targets_of
+
+backend, arch, *policies = sys.argv[1:]
+# The gradient in E3M0 of chmiel_mx is no operand for kernels: its dot fails.
+for policy in policies or mxjax.policies().keys() - {"chmiel_mx"}:
+    text = lower_dot(Target(backend, arch), policy).as_text()
+    calls = [
+        {
+            "name": c.name,
+            "opaque": c.opaque.hex(),
+            "machine": int.from_bytes(c.image[18:20], "little"),
+            "image": hashlib.sha256(c.image).hexdigest(),
+            "bytes": len(c.image),
+            "warps": c.num_warps,
+            "shared": c.shared_bytes,
+            "capability": c.compute_capability,
+            "grid": c.grid,
+            "arrays": c.arrays,
+        }
+        for c in calls_of(text)
+    ]
+    program = hashlib.sha256(text.encode()).hexdigest()
+    said = {"policy": policy, "program": program, "calls": calls, "targets": sorted(targets_of(text))}
+    print(json.dumps(said))
+"""
+THREE = ("quantize_kernel", "quantize_kernel", "gemm_kernel", "quantize_kernel", "gemm_kernel", "gemm_kernel")
+
+
+def lower(backend, arch, *policies, **environment):
+    return [json.loads(line) for line in run(LOWER, backend, arch, *policies, **environment).splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rocm_program():
+    """Returns the calls of a dot and its gradients, lowered for gfx950."""
+    [program] = lower("hip", "gfx950", "wgrad_rht")
+    return program
+
+
+def test_every_policy_lowers_for_rocm():
+    programs = lower("hip", "gfx950")
+    assert len(programs) > 20
+    for program in programs:
+        assert program["targets"] in ([], ["triton_kernel_call_ffi"]), program["policy"]
+        for call in program["calls"]:
+            assert (call["machine"], call["capability"]) == (AMDGPU, 0), program["policy"]
+            assert call["shared"] <= LDS
+    [paper] = [p for p in programs if p["policy"] == "wgrad_hadamard"]
+    assert tuple(call["name"] for call in paper["calls"]) == THREE
+
+
+LLAMA = """
+import json
+import jax, jax.numpy as jnp
+from models import llama
+from mxjax.devices import Target, use_target
+from support.llamas import SMALL, layer_policies
+from support.programs import calls_of, targets_of
+
+def loss(params, batch, key):
+    return llama.mean_loss(SMALL, params, batch, policies=policies, key=key)
+
+policies = layer_policies(SMALL, "wgrad_hadamard")
+batch, key = jax.ShapeDtypeStruct((2, 65), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+with use_target(Target("hip", "gfx950")):
+    traced = jax.jit(jax.value_and_grad(loss)).trace(llama.abstract_params(SMALL), batch, key)
+    text = traced.lower(lowering_platforms=("rocm",)).as_text()
+calls = calls_of(text)
+print(json.dumps([len(calls), len({c.image for c in calls}), sorted(targets_of(text))]))
+"""
+
+
+def test_a_llama_and_its_gradients_lower_for_rocm():
+    """Attention included: the program holds nothing of NVIDIA's."""
+    calls, images, targets = json.loads(run(LLAMA))
+    assert (calls, targets) == (24, ["triton_kernel_call_ffi"])
+    assert images < calls
+
+
+def test_programs_are_the_same_in_every_process(rocm_program, tmp_path):
+    """Whatever seeds Python's hashes, wherever it runs, and whether Triton's cache has the kernels."""
+    environment = {
+        "PYTHONHASHSEED": "7",
+        "TMPDIR": str(tmp_path),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    [again] = lower("hip", "gfx950", "wgrad_rht", **environment)
+    assert again == rocm_program
+    assert [p.name for p in tmp_path.iterdir()] == ["cache"]
+
+
+def test_transformations_of_calls():
+    said = json.loads(run("support.calls"))
+    assert said["aliased"] == ["0"]
+    assert [said[name] for name in ("unused", "remat", "twice", "sharded")] == [0, 1, 2, True]
+    assert "double_kernel was traced for gfx950, and cannot be lowered for cuda" in said["other platform"]
+    assert "double_kernel takes pointers to x, y; it was called with 3 arrays" in said["arrays"]
+
+
+LAUNCH = """
+import json, pathlib, sys
+
+from support.rocm import Runtime
+
+runtime = Runtime(pathlib.Path(sys.argv[1]))
+for line in sys.stdin:
+    call, lds = json.loads(line)
+    pointers = [4096 * (i + 1) for i in range(call["arrays"])]
+    try:
+        notes, image = runtime.launch(bytes.fromhex(call["opaque"]), pointers, call["bytes"], lds)
+    except RuntimeError as error:
+        notes, image = [str(error)], b""
+    print(json.dumps([notes, image.hex()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def extension(tmp_path_factory):
+    return install_extension(tmp_path_factory.mktemp("rocm"))
+
+
+def launch(extension, calls):
+    """Returns HIP's notes and the image that it loads for each call and bytes of LDS."""
+    answers = run(LAUNCH, extension, text="".join(json.dumps(call) + "\n" for call in calls))
+    return [json.loads(line) for line in answers.splitlines()]
+
+
+def test_jaxlib_launches_on_hip_what_the_program_says(rocm_program, extension):
+    """64 threads a wave; pointers in order, then those of two buffers that no kernel of ours has."""
+    distinct = {call["opaque"]: call for call in rocm_program["calls"]}.values()
+    for call, (notes, image) in zip(distinct, launch(extension, [(c, LDS) for c in distinct]), strict=True):
+        pointers = [4096 * (i + 1) for i in range(call["arrays"])]
+        numbers = [*call["grid"], 64 * call["warps"], 1, 1, call["shared"], *pointers, 0, 0]
+        assert notes[-1] == " ".join(["launch", *map(str, numbers)])
+        assert notes[:2] == ["load", f"function {call['name']}"]
+        assert hashlib.sha256(bytes.fromhex(image)).hexdigest() == call["image"]
+
+
+def test_jaxlib_asks_hip_for_more_than_48_kib(extension):
+    """The answer to attribute 74, what a block may opt in to, must be at least what the kernel takes."""
+    calls = []
+    for name, lds in (("enough", LDS), ("little", 64 * 1024)):
+        code = MachineCode(b"\x7fELF" + name.encode(), name, 8, 100_000, 0, 1, 0)
+        calls.append(({"opaque": encode_call(code, (1,), 1).hex(), "arrays": 1, "bytes": 10}, lds))
+    (enough, _), (little, _) = launch(extension, calls)
+    assert "attribute 74" in enough
+    assert enough[-1] == "launch 1 1 1 512 1 1 100000 4096 0 0"
+    assert "exceeds device resources (65536 b)" in little[0]
+
+
+def messages(capability):
+    """Returns a call with an image, and one whose image jaxlib does not know: of a field number it lacks."""
+    with_image, without = (
+        encode_call(MachineCode(b"\x7fELF", name, 4, 1024, 0, 1, capability), (3,), 2)
+        for name in ("yes", "no")
+    )
+    tag = b"P\x01" + bytes([11 << 3 | 2])  # after num_ctas
+    message = zlib.decompress(without)
+    assert message.count(tag) == 1
+    return with_image, zlib.compress(message.replace(tag, b"P\x01" + bytes([15 << 3 | 2])))
+
+
+def instantiate(module, capability, **environment):
+    """Returns what jaxlib says of the two messages when XLA compiles a program with them."""
+    text = "".join(f"{message.hex()}\n" for message in messages(capability))
+    return run("support.instantiate", module, text=text, **environment).splitlines()
+
+
+def test_jaxlib_takes_the_image_on_hip(extension):
+    """Without it jaxlib reads a file, and deletes it."""
+    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent, extension.parent.parent)))
+    preload = str(extension.parent.parent / "libamdhip64.so.7")
+    accepted, refused = instantiate("jax_rocm7_plugin._triton", 0, PYTHONPATH=paths, LD_PRELOAD=preload)
+    assert accepted == "accepted"
+    assert "No such file" in refused
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax_cuda13_plugin")
+def test_jaxlib_takes_the_image_on_cuda():
+    """Without it jaxlib runs ptxas."""
+    accepted, refused = instantiate("jax_cuda13_plugin._triton", 90)
+    assert accepted == "accepted"
+    assert refused != "accepted"
