@@ -1,7 +1,7 @@
-"""Blocks: the elements that share a scale. Their shapes, maxima, and scales spread over their elements.
+"""Blocks, the elements that share a scale: their shapes, their maxima, and the broadcast of their scales.
 
-A block is r x b: b elements along the blocked axis and r along the other of the last two axes. Axes that
-the block does not divide are padded with zeros, which change no maximum.
+A block is r x b: b elements along the blocked axis and r along the other of the last two axes. Axes that are
+not a multiple of the block are padded with zeros, which change no maximum.
 """
 
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ BlockShape = int | tuple[int, int] | None
 
 
 def resolve_block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int) -> tuple[int, int]:
-    """Returns block_shape as a pair, checked; (1, 0) for formats without blocks."""
+    """Returns block_shape as a checked pair; (1, 0) for formats without blocks."""
     if not f.block and block_shape is not None:
-        raise ValueError(f"{f.name} has no blocks, so it takes no block_shape, got {block_shape}")
+        raise ValueError(f"{f.name} has no blocks and needs block_shape=None, got {block_shape}")
     if block_shape is None:
         return (1, f.block)
     pair = block_shape if isinstance(block_shape, tuple) else (1, block_shape)
@@ -31,14 +31,14 @@ def resolve_block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int
 
 
 def _sizes(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> dict[int, int]:
-    """Returns the block's size for each axis (positive) that is divided into blocks."""
+    """Returns the block's size along each blocked axis, counted from 0."""
     rows, length = block_shape
     other = len(shape) + (-3 - axis)
     return {len(shape) + axis: length} | ({other: rows} if rows > 1 else {})
 
 
 def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
-    """Returns the largest magnitude of each block; NaN if the block holds one."""
+    """Returns the largest magnitude of each block; NaN if the block contains NaN."""
     largest = magnitude_bits(x)
     for i, size in _sizes(x.shape, block_shape, axis).items():
         largest = pad(largest, i, size)
@@ -48,7 +48,7 @@ def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Ar
 
 
 def magnitude_bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """Returns integers that order magnitudes, infinity and NaN; XLA's maximum of floats may drop NaN."""
+    """Returns integers in the order of magnitudes, infinity, NaN; XLA's maximum of floats may drop NaN."""
     return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF
 
 
@@ -58,7 +58,7 @@ def spread(
     block_shape,
     axis: int,
 ) -> Shaped[Array, "*shape"]:
-    """Returns each block's scale at each of its elements."""
+    """Broadcasts each block's scale to its elements."""
     for i, size in _sizes(shape, block_shape, axis).items():
         wide = jnp.broadcast_to(
             jnp.expand_dims(scales, i + 1), (*scales.shape[: i + 1], size, *scales.shape[i + 1 :])
@@ -69,7 +69,7 @@ def spread(
 
 
 def pad(x: Shaped[Array, "*shape"], axis: int, multiple: int) -> Shaped[Array, "*padded"]:
-    """Returns x with zeros appended so that `multiple` divides the axis."""
+    """Returns x padded with zeros to a multiple of `multiple` along the axis."""
     missing = -x.shape[axis] % multiple
     if not missing:
         return x

@@ -10,7 +10,7 @@ import jax
 
 
 class Target(NamedTuple):
-    """The GPU that kernels are compiled for.
+    """The target that kernels are compiled for.
 
     Attributes:
       backend: "cuda", "hip", or "interpreter".

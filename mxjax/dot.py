@@ -44,28 +44,28 @@ def dot(
         lhs, rhs = (rotate(pad(t), axis=contracted) for t in (x, w))      # if the policy rotates
         dequantize(quantize(lhs, axis=-1)) @ dequantize(quantize(rhs, axis=0))
 
-    Each GEMM rotates and quantizes its operands along the axis that it contracts (see `mxjax.policy`),
-    padded with zeros to whole blocks and rotations, which changes nothing. Wgrad contracts the tokens: all
-    leading axes of x, flattened.
+    Each GEMM rotates and quantizes its operands along the axis that it contracts (see `mxjax.policy`). That
+    axis is padded with zeros to whole blocks and rotations, which changes no result. Wgrad contracts the
+    tokens: all leading axes of x, flattened.
 
     Args:
       x: activations, float32, bfloat16 or float16.
-      w: weights [d_in, d_out], any of these dtypes. Pass the float32 master weights: they are quantized from
-        the dtype given.
-      policy: a `Policy` or the name of one.
-      key: needed by policies that draw random bits. The same key draws the same bits: fold in the step
-        and the layer.
+      w: weights [d_in, d_out], in any of these dtypes. Pass float32 master weights, because weights are
+        quantized from the dtype given.
+      policy: a `Policy` or its name.
+      key: JAX key for policies that draw random bits. The same key draws the same bits: fold in the step and
+        the layer.
       implementation: how the MXFP4 products run. All multiply the same values and accumulate in float32.
-        "reference": float32, the definition. "xla": bfloat16, which holds the values exactly.
-        "fp8_carriers": FP8, or bfloat16 where FP8 cannot hold a row of an operand. "triton", "scaled_dot":
-        packed FP4. None: the fastest here.
-      preferred_element_type: dtype of the result; default, `jnp.result_type(x, w)`, which for bfloat16
-        activations and float32 weights is float32.
+        "reference": float32, the definition. "xla": bfloat16, which represents the values exactly.
+        "fp8_carriers": FP8, or bfloat16 where FP8 cannot represent a row of an operand. "triton",
+        "scaled_dot": packed FP4. None: the fastest here.
+      preferred_element_type: dtype of the result. By default `jnp.result_type(x, w)`, which is float32 for
+        bfloat16 activations and float32 weights.
       layout: on a mesh with Auto axes, how w is sharded where it is stored and where GEMMs read it.
 
-    Gradients have the dtypes of x and w, products accumulate in float32. There is no second derivative.
+    Gradients have the dtypes of x and w. There is no second derivative.
 
-    Special values: a block with NaN or infinity makes the results that it enters NaN.
+    Special values: a block with NaN or infinity makes every result that it enters NaN.
     Sharding: meshes with Auto and with Explicit axes give the values of one device. With Explicit axes the
       result is sharded like x's token axes; remaining mesh axes shard d_out as in w. The gradients have the
       shardings of x and w. Under `jax.shard_map` each shard is quantized independently: Wgrad's blocks begin
@@ -75,8 +75,8 @@ def dot(
       ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
         random bits without a key.
       TypeError: x, w or the result's dtype is not floating point.
-      NotImplementedError: an implementation that does not run here or does not take the policy's formats, or
-        a second derivative.
+      NotImplementedError: an implementation that does not run here or does not take the policy's formats; a
+        second derivative.
     Source: arXiv 2605.09825, section 3; arXiv 2502.20586, algorithm 3.
     """
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
@@ -100,16 +100,16 @@ def dot_general(
     implementation: Implementation | None = None,
     layout: Layout | None = None,
 ) -> Float[Array, "..."]:
-    """Returns `jax.lax.dot_general` of lhs (as x) and rhs (as w), quantized by a policy as in `dot`.
+    """Returns `jax.lax.dot_general` of lhs and rhs, quantized by a policy like x and w in `dot`.
 
-    Takes any contracting and batch axes. Several contracting axes are flattened, in the order given, into
-    the one that is quantized. The result has batch, lhs's free, then rhs's free axes.
+    Any contracting and batch axes are allowed. Several contracting axes are flattened in their order and
+    quantized as one. The result has the batch axes, lhs's free axes, then rhs's free axes.
 
     Args:
       precision: precision of the products; it matters only where a policy keeps operands in float32.
-      layout: for rhs of two axes, [contracting, free].
-      Others: as `dot` and `jax.lax.dot_general`.
-    Raises: as `dot`.
+      layout: sharding of an rhs with two axes, [contracting, free].
+      Others: see `dot` and `jax.lax.dot_general`.
+    Raises: see `dot`.
     """
     return _dot_general(
         lhs,
@@ -170,11 +170,11 @@ def make_dot_general(
     """Returns a `dot_general` for `flax.nnx.Linear(dot_general=...)` and `flax.linen.Dense(dot_general=...)`.
 
     Args:
-      key: for policies that draw random bits. A key draws the same bits at every call; a function returns a
-        new one at each call, such as `lambda: self.make_rng("mxjax")` in Linen. NNX does not lift a captured
-        stream into nnx.jit: call `mxjax.dot(x, self.kernel[...], ..., key=self.rngs.mxjax())` in a layer of
-        your own instead.
-      Others: as `dot`.
+      key: JAX key for policies that draw random bits, or a function that returns a new key at each call, such
+        as `lambda: self.make_rng("mxjax")` in Linen. A single key draws the same bits at every call. NNX does
+        not lift a captured stream into nnx.jit: there, call
+        `mxjax.dot(x, self.kernel[...], ..., key=self.rngs.mxjax())` in a layer of your own.
+      Others: see `dot`.
 
     A layer with `dtype=bfloat16` rounds its weights to bfloat16 before this function sees them.
     """
@@ -186,7 +186,9 @@ def make_dot_general(
         lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None
     ):
         if out_sharding is not None:
-            raise NotImplementedError("out_sharding: use jax.lax.with_sharding_constraint on the result")
+            raise NotImplementedError(
+                "make_dot_general takes no out_sharding; use jax.lax.with_sharding_constraint on the result"
+            )
         drawn = key() if callable(key) else key
         return _dot_general(
             lhs,
@@ -205,13 +207,13 @@ def make_dot_general(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _matmul(policy: Policy, plan: Plan, dtypes: tuple[DTypeLike, ...], precision, x, w, key) -> jax.Array:
-    """Returns x [*b, m, k] @ w [*b, k, n] by the policy's Fprop. dtypes: of the result, of x and of w."""
+    """Returns x [*b, m, k] @ w [*b, k, n] by the policy's Fprop; `dtypes` are the result's, x's and w's."""
     return _forward(policy, plan, dtypes, precision, x, w, key, keep=False)[0]
 
 
 def _matmul_fwd(policy, plan, dtypes, precision, x, w, key):
     y, residuals = _forward(policy, plan, dtypes, precision, x, w, key, keep=True)
-    # Keep the argument itself: a scan over layers then makes no copies of their weights.
+    # Keep the argument itself, so that a scan over layers does not copy their weights.
     return y, residuals._replace(w=w) if residuals.w_packed is None else residuals
 
 
@@ -223,7 +225,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 class _Residuals(NamedTuple):
-    """The inputs of the backward pass: packed operands for the GEMMs that take them, else the tensors."""
+    """Values for the backward pass: packed operands for GEMMs that take them, else the tensors."""
 
     x: jax.Array | None
     x_packed: Prepared | None
@@ -234,7 +236,7 @@ class _Residuals(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), static_argnames="keep")
 def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: bool):
-    """Returns the product and, if wanted, the residuals but for w itself."""
+    """Returns the product and the residuals without w itself; with `keep`, packed ones where possible."""
     x, w = first_order_only(x), first_order_only(w)
     x = lax.optimization_barrier(x)  # several passes read it; XLA would recompute it in each
     dgrad, wgrad, seen_w, seen_x = _backward_inputs(policy, key)
@@ -242,7 +244,7 @@ def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: 
     keep_x, keep_w = keep and plan.wgrad in ON_PACKED, keep and plan.dgrad in ON_PACKED
     lhs, x_packed = _prepare_two(x, (plan.fprop, left), (plan.wgrad, wgrad[0]) if keep_x else None, seen_x)
     rhs, w_packed = _prepare_two(w, (plan.fprop, right), (plan.dgrad, dgrad[1]) if keep_w else None, seen_w)
-    if w.ndim == 2:  # attention's products grow with the square of the sequence and are not tagged
+    if w.ndim == 2:  # not attention, whose products grow with the square of the sequence length
         lhs, rhs, x_packed, w_packed = _tagged(lhs), _tagged(rhs), _tagged(x_packed), _tagged(w_packed)
     layout = plan.layout
     if layout is not None and not isinstance(rhs, MXArray):  # K-major
@@ -254,7 +256,7 @@ def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _backward(policy: Policy, plan: Plan, dtypes, precision, residuals: _Residuals, dy):
-    """Returns dx and dw."""
+    """Returns the gradients dx and dw."""
     x, x_packed, w, w_packed, key = residuals
     dy = first_order_only(dy)
     dgrad, wgrad, seen_w, seen_x = _backward_inputs(policy, key)
@@ -281,12 +283,12 @@ def residual_bytes(
 ) -> dict[str, int]:
     """Returns the bytes that `dot(x, w, ...)` keeps for its backward pass, by tensor ("x", "w").
 
-    Packed operands take 17/32 byte an element. An operand that its GEMM does not take packed is kept as the
-    tensor itself, which costs nothing for weights: they stay in memory anyway.
+    Packed operands take 17/32 byte per element. If a GEMM does not take packed operands, the tensor itself is
+    kept, which costs nothing for weights: they stay in memory anyway.
 
     Args:
-      x, w: [..., d_in] and [d_in, d_out], arrays or their shapes and dtypes.
-      Others: as `dot`.
+      x, w: arrays [..., d_in] and [d_in, d_out], or their shapes and dtypes.
+      Others: see `dot`.
     """
     resolved = as_policy(policy)
     x = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
@@ -310,7 +312,7 @@ def _tagged[T](q: T) -> T:
 def _prepare_two(
     x: jax.Array, now: tuple[How, GemmInput], later: tuple[How, GemmInput] | None, seen
 ) -> tuple[Prepared, Prepared | None]:
-    """Returns x as the Fprop takes it, and as a backward GEMM does if `later` says so."""
+    """Returns x prepared for the Fprop and, if `later` is given, for a backward GEMM."""
     if later is None:
         return prepare(x, [now])[0], None
     if later[1].operand.source == "original":
@@ -320,7 +322,7 @@ def _prepare_two(
 
 
 def _backward_inputs(policy: Policy, key):
-    """Returns the inputs of Dgrad (dy, w) and Wgrad (x, dy), and functions from w and x to what they read."""
+    """Returns the inputs of Dgrad (dy, w) and Wgrad (x, dy), and functions that map w and x to those read."""
     dgrad = gemm_inputs(policy.dgrad, -1, -1, fold(key, 1))
     wgrad = gemm_inputs(policy.wgrad, -2, -2, fold(key, 2))
 
@@ -340,7 +342,7 @@ def _check(lhs, rhs, dtype, policy: Policy, key) -> None:
                 f"mxjax.dot needs floating-point operands, but {name} is {x.dtype}; cast it first"
             )
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"mxjax.dot returns floating-point results, not {jnp.dtype(dtype)}")
+        raise TypeError(f"mxjax.dot needs a floating-point preferred_element_type, got {jnp.dtype(dtype)}")
     _check_key(policy, key)
 
 
@@ -354,7 +356,7 @@ def _check_key(policy: Policy, key) -> None:
 
 
 def _result_dtype(lhs: jax.Array, rhs: jax.Array) -> DTypeLike:
-    """Returns JAX's standard promotion of both dtypes, also where a program forbids implicit ones."""
+    """Returns JAX's standard promotion of both dtypes, even where a program forbids implicit promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(lhs, rhs)
 
@@ -364,7 +366,7 @@ def _remaining_axes(x, contract, batch) -> tuple[int, ...]:
 
 
 def _group_axes(x, batch, *groups):
-    """Returns x transposed and reshaped to one axis a group, after one for the batch axes, if any."""
+    """Returns x with each group of axes merged into one, after one for the batch axes, if any."""
     x = x.transpose(*batch, *(i for group in groups for i in group))
     shape = [math.prod(x.shape[: len(batch)])] if batch else []
     start = len(batch)

@@ -1,9 +1,9 @@
-"""FP8 carriers: MXFP4 operands held exactly in FP8, so that FP8 matrix units multiply them.
+"""FP8 carriers: MXFP4 operands represented exactly in FP8, so that FP8 matrix units can multiply them.
 
-An element times its block's scale is a power of two times at most 1.5. FP8 holds it exactly if the scales of
-its row, along K, span no more binades than FP8 has to spare: 15 with E4M3, 29 with E5M2. Only the run knows,
-hence `Carried.lost`. Scales far above 2**63 or below 2**-63 do not fit either, so that the exponents of a row
-and a column add up to a float32's.
+A nonzero element times its block's scale is 1 or 1.5 times a power of two. FP8 represents it exactly if the
+scales in its row, along K, span at most 15 binades (E4M3) or 29 (E5M2). That is known only at run time, hence
+`Carried.lost`. Scales far above 2**63 or below 2**-63 do not fit either: the exponents of a row and a column
+must add up to a float32's.
 
 `mxjax.kernels.matmul.carry` reproduces `carry` bit for bit.
 """
@@ -20,9 +20,9 @@ Carrier = Literal["e4m3", "e5m2"]
 
 DTYPES = {"e4m3": E4M3.dtype, "e5m2": E5M2.dtype}
 SHIFTS = {"e4m3": (-8, 6), "e5m2": (-15, 13)}
-"""The least and the largest shift s at which 0.5 * 2**s to 6 * 2**s are exact."""
+"""The smallest and largest shift s for which E2M1's magnitudes, 0.5 to 6, times 2**s are exact."""
 UNIT_BYTES = (64, 190)
-"""The least and the largest unit byte of a row, so that its exponent lies between -63 and 63."""
+"""The smallest and largest unit byte of a row; its exponent is then from -63 to 63."""
 
 
 class Carried(NamedTuple):
@@ -30,9 +30,9 @@ class Carried(NamedTuple):
 
     Attributes:
       elements: FP8, K-major.
-      unit: each row's scale byte that becomes a factor of 1, within UNIT_BYTES.
-      lost: flags, 1 where FP8 does not hold a nonzero element: one a row, or one a program of the kernel in
-        the order of `mxjax.kernels.matmul.carry.rows_and_parts`.
+      unit: the scale byte in each row that becomes a factor of 1, within UNIT_BYTES.
+      lost: flags, 1 where FP8 cannot represent a nonzero element. There is one for each row, or one for each
+        program of the kernel in the order of `mxjax.kernels.matmul.carry.rows_and_parts`.
     """
 
     elements: Float[Array, "*batch n k"]
@@ -41,12 +41,12 @@ class Carried(NamedTuple):
 
     @property
     def fits(self) -> Bool[Array, ""]:
-        """Whether no element was lost. If one was, multiply something else."""
+        """Whether no element was lost. If False, do not multiply these elements."""
         return ~jnp.any(self.lost)
 
 
 def carry(q: KMajor, carrier: Carrier) -> Carried:
-    """Returns a packed operand in FP8, without its factor; NaN where q is."""
+    """Returns a packed operand in FP8, without its factor; NaN where q is NaN."""
     packed, scales = q.packed
     low, high = SHIFTS[carrier]
     byte = scales.astype(jnp.int32)

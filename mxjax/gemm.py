@@ -1,4 +1,4 @@
-"""One GEMM of two prepared operands. Implementations differ in how they multiply, never in the values."""
+"""One GEMM of two prepared operands. Implementations multiply differently, but always the same values."""
 
 import dataclasses
 
@@ -27,10 +27,13 @@ def multiply(
     carriers: tuple[Carrier, Carrier],
     layout: Layout | None = None,
 ) -> Product:
-    """Returns the product of two prepared operands over the axes that they were prepared along, for dtype.
+    """Returns the product of two operands, contracting the axes along which they were prepared.
 
-    Axes before the last two are batch axes. On a mesh rhs is gathered as its `layout` says, in the form in
-    which it is multiplied.
+    Axes before the last two are batch axes. On a mesh, rhs is gathered quantized, as `layout` says.
+
+    Args:
+      dtype: dtype in which the product will be read.
+      carriers: FP8 carriers of lhs and rhs, for "fp8_carriers".
     """
     match lhs, rhs:
         case KMajor(), KMajor():
@@ -42,7 +45,7 @@ def multiply(
         case MXArray(), MXArray():
             raw, factors = _multiply_xla(lhs, rhs, precision, layout), None
         case _:
-            raise TypeError(f"multiply needs operands prepared alike, got {type(lhs)} and {type(rhs)}")
+            raise TypeError(f"multiply needs two KMajor or two MXArray, got {type(lhs)} and {type(rhs)}")
     for factor in (lhs.factor, rhs.factor):
         raw = raw if factor is None else raw * factor
     return Product(raw, factors) if factors else Product(raw.astype(dtype))
@@ -67,13 +70,13 @@ def _multiply_kmajor(how: How, dtype, precision, lhs: KMajor, rhs: KMajor, carri
 
 
 def _multiply_reference(lhs: MXArray, rhs: MXArray, layout: Layout | None) -> jax.Array:
-    """The definition: float32 products of the dequantized operands."""
+    """Multiplies the dequantized operands in float32: the definition."""
     right = to_multiply(dequantize(rhs), layout)
     return contract(dequantize(lhs), lhs.axis, right, rhs.axis, lax.Precision.HIGHEST)
 
 
 def _multiply_xla(lhs: MXArray, rhs: MXArray, precision, layout: Layout | None) -> jax.Array:
-    """The values in bfloat16, which holds elements times block scales exactly; without the factors."""
+    """Multiplies elements times block scales, without factors, in bfloat16, which represents them exactly."""
     keep = any(get_format(q.format).dtype == jnp.float32 for q in (lhs, rhs))
     dtype = jnp.float32 if keep else jnp.bfloat16
     precision = lax.Precision.HIGHEST if keep and precision is None else precision
@@ -82,7 +85,7 @@ def _multiply_xla(lhs: MXArray, rhs: MXArray, precision, layout: Layout | None) 
 
 
 def _multiply_fp8_carriers(lhs: KMajor, rhs: KMajor, dtype, carriers) -> Product:
-    """In FP8, or in bfloat16 where the carriers lose an element."""
+    """Multiplies in FP8, or in bfloat16 if a carrier loses an element."""
     target = current_target()
     if target is not None and target.has_fp8:
         from mxjax.kernels.matmul import fp8_matmul
@@ -101,7 +104,7 @@ def _multiply_fp8_carriers(lhs: KMajor, rhs: KMajor, dtype, carriers) -> Product
 
 
 def _multiply_fp8_tensors(lhs: MXArray, rhs: MXArray, layout: Layout | None) -> jax.Array:
-    """In FP8, without the scales of the tensors."""
+    """Multiplies in FP8, without the scales of the tensors."""
     left, right = (q.elements.astype(get_format(q.format).dtype) for q in (lhs, rhs))
     right = to_multiply(right, layout)
     left, right = (t if q.axis == -1 else t.swapaxes(-1, -2) for t, q in ((left, lhs), (right, rhs)))
@@ -109,7 +112,7 @@ def _multiply_fp8_tensors(lhs: MXArray, rhs: MXArray, layout: Layout | None) -> 
 
 
 def _multiply_scaled_dot(lhs: KMajor, rhs: KMajor, dtype: DTypeLike) -> jax.Array:
-    """By XLA's block-scaled product."""
+    """Multiplies by XLA's block-scaled product."""
     (left, left_scale), (right, right_scale) = _as_mx_dtypes(lhs), _as_mx_dtypes(rhs)
     batch = tuple(range(left.ndim - 2))
     y = lax.scaled_dot(
@@ -124,7 +127,7 @@ def _multiply_scaled_dot(lhs: KMajor, rhs: KMajor, dtype: DTypeLike) -> jax.Arra
 
 
 def _as_mx_dtypes(q: KMajor) -> tuple[jax.Array, jax.Array]:
-    """Returns elements in float4 and scales in float8_e8m0fnu, as XLA takes them."""
+    """Returns elements in float4_e2m1fn and scales in float8_e8m0fnu, as XLA takes them."""
     elements, scales = q.packed
     shape = (*elements.shape[:-1], 2 * elements.shape[-1])
     elements = lax.bitcast_convert_type(elements, jnp.float4_e2m1fn).reshape(shape)
@@ -132,7 +135,7 @@ def _as_mx_dtypes(q: KMajor) -> tuple[jax.Array, jax.Array]:
 
 
 def _multiply_triton(lhs: KMajor, rhs: KMajor, dtype: DTypeLike) -> jax.Array:
-    """By the kernel on packed operands."""
+    """Multiplies by the Triton kernel for packed operands."""
     from mxjax.kernels.matmul.fp4_gemm import matmul
 
     return matmul(*lhs.packed, *rhs.packed, dtype)

@@ -17,15 +17,15 @@ from mxjax.quantize import MXArray, dequantize, quantize_unpacked
 class GemmInput(NamedTuple):
     """How one GEMM takes one tensor: a policy's `Operand` with the axis, the rotation and the random bits.
 
-    A tensor has two of them, because two GEMMs read it: x [tokens, d_in] is contracted along -1 in the Fprop
-    and along -2 in the Wgrad. The tensor itself is not part of it.
+    It does not contain the tensor. A tensor has two inputs, because two GEMMs read it: x [tokens, d_in] is
+    contracted along -1 in the Fprop and along -2 in the Wgrad.
 
     Attributes:
-      axis: the axis that the GEMM contracts, -1 or -2; the tensor is rotated and quantized along it.
-      operand: how it is quantized.
-      rotation: the Hadamard rotation before that, or None.
+      axis: axis that the GEMM contracts, -1 or -2; the tensor is rotated and quantized along it.
+      operand: how the tensor is quantized.
+      rotation: Hadamard rotation before quantization, or None.
       signs: the rotation's signs, or None for all +1.
-      key: the key of its random bits, or None.
+      key: JAX key of the random bits, or None.
     """
 
     axis: int
@@ -46,7 +46,7 @@ class GemmInput(NamedTuple):
 
     @property
     def options(self) -> "GemmInput":
-        """The input without its arrays: hashable."""
+        """The input without its arrays, which is hashable."""
         return self._replace(signs=None, key=None)
 
     def padded(self, length: int) -> int:
@@ -58,7 +58,7 @@ class GemmInput(NamedTuple):
 def gemm_inputs(
     gemm: Gemm, lhs_axis: int, rhs_axis: int, key: jax.Array | None
 ) -> tuple[GemmInput, GemmInput]:
-    """Returns how a GEMM takes its two operands; `key` is the GEMM's own."""
+    """Returns the inputs of a GEMM's two operands; `key` is the GEMM's own."""
     signs = draw_signs(gemm.rotation, fold(key, 2))
     return (
         GemmInput(lhs_axis, gemm.lhs, gemm.rotation, signs, fold(key, 0)),
@@ -82,14 +82,14 @@ def rotate_input(x: Float[Array, "..."], how: GemmInput) -> Float[Array, "..."]:
 def as_backward_sees(
     x: Float[Array, "..."], wanted: Operand, fprop: Operand, axis: int, key: jax.Array | None
 ) -> Float[Array, "..."]:
-    """Returns x as a backward GEMM reads it: unchanged, or with the values of the Fprop's quantization."""
+    """Returns x as a backward GEMM reads it: unchanged, or quantized and dequantized as in the Fprop."""
     if wanted.source == "original":
         return x
     return dequantize(quantize_input(first_order_only(x), GemmInput(axis, fprop, key=key)))
 
 
 def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Array, " size"] | None:
-    """Returns the signs of a rotation: None, the fixed ones of its seed, or those that `key` draws."""
+    """Returns a rotation's signs: None, fixed ones drawn from its seed, or ones drawn from `key`."""
     if rotation is None or rotation.signs == "none":
         return None
     if rotation.signs == "fixed":  # independent of JAX's default generator
@@ -101,7 +101,7 @@ def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Arra
 def fold(key: jax.Array | None, *indices: int) -> jax.Array | None:
     """Returns the key with the indices folded in, or None without a key.
 
-    A pure function of the key, so that rematerialization draws the same bits again.
+    Rematerialization draws the same bits again, because this is a pure function of the key.
     """
     if key is None:
         return None
@@ -118,5 +118,5 @@ def first_order_only(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def _raise_on_second_derivative(primals, tangents):
     raise NotImplementedError(
         "mxjax.dot has no second derivative: quantization is piecewise constant. "
-        "Use policy-free products (jnp.dot) where you need one."
+        "Use jnp.dot where you need one."
     )

@@ -1,8 +1,8 @@
 """Blockwise Hadamard rotation of the axis that a GEMM contracts.
 
-Rotating both operands of a GEMM leaves their product unchanged, because H is orthogonal, and spreads
-each outlier over its block before quantization. The definition is a butterfly with a fixed order of
-float32 operations, so that kernels can match it bit for bit.
+Rotating both operands of a GEMM leaves their product unchanged, because H is orthogonal, and distributes each
+outlier over its run before quantization. The definition is a butterfly with a fixed order of float32
+operations, so that kernels can match it bit for bit.
 """
 
 import functools
@@ -21,7 +21,7 @@ def hadamard_matrix(n: int) -> Float32[Array, "n n"]:
     """Returns Sylvester's Hadamard matrix of size n divided by sqrt(n): symmetric and orthogonal.
 
     Raises:
-      ValueError: n is no power of two from 2 to 256.
+      ValueError: n is not a power of two from 2 to 256.
     """
     return rotate(jnp.eye(n, dtype=jnp.float32), n)
 
@@ -40,18 +40,19 @@ def rotate(
 ) -> Float32[Array, "*shape"]:
     """Returns x with each run of `size` elements v along `axis` replaced by H @ (signs * v).
 
-    H is `hadamard_matrix(size)`; no signs means all +1 (the deterministic rotation, its own inverse).
-    In float32: stages of stride 1, 2, 4, … size/2, each the sums and differences of pairs, then one
-    multiplication by 1/sqrt(size). To invert a rotation with signs, rotate without and multiply by them.
+    H is `hadamard_matrix(size)`. Without signs the rotation is deterministic and its own inverse. The float32
+    operations are stages of stride 1, 2, 4, … size/2, each the sums and differences of pairs, then one
+    multiplication by 1/sqrt(size). To invert a rotation with signs, rotate without signs, then multiply by
+    them.
 
     Args:
-      x: any floating dtype. The result is always float32: rounded to bfloat16, the two rotations of a GEMM
-        would not cancel.
+      x: any floating dtype. The result is always float32: in bfloat16 the two rotations of a GEMM would not
+        cancel.
       size: a power of two from 2 to 256 that divides the axis.
       signs: `size` values of +1 or -1, the same for every run.
     Special values: NaN and infinity make their whole run NaN or infinite.
     Raises:
-      ValueError: a size that is no such power of two, or an axis that it does not divide.
+      ValueError: a size that is not such a power of two, or an axis that it does not divide.
     Source: Sylvester (1867); for MXFP4 training arXiv 2502.20586, arXiv 2605.09825.
     """
     return _rotate(x, size, axis, signs)
@@ -60,7 +61,7 @@ def rotate(
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _rotate(x, size: int, axis: int, signs) -> Float32[Array, "*shape"]:
     if size not in SIZES:
-        raise ValueError(f"rotate needs a size that is one of {SIZES}, got {size}")
+        raise ValueError(f"rotate needs size to be one of {SIZES}, got {size}")
     axis = normalize_axis_index(axis, x.ndim)
     before, length, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
     if length % size:
@@ -76,5 +77,5 @@ def _rotate(x, size: int, axis: int, signs) -> Float32[Array, "*shape"]:
         y = (sign * pairs + lax.rev(pairs, (axis + 2,))).reshape(runs)
         stride *= 2
     y = y.reshape(x.shape) * jnp.float32(size**-0.5)
-    # Without the barrier XLA repeats the butterfly in every user: in the block maximum and in the rounding.
+    # Without the barrier XLA repeats the butterfly in every user: the block maximum and the rounding.
     return lax.optimization_barrier(y)

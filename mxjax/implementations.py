@@ -1,4 +1,4 @@
-"""How each GEMM of a policy runs: the implementations, and the choice among them."""
+"""Implementations of a policy's GEMMs, and the choice among them."""
 
 import logging
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from mxjax.weight_layout import Layout
 
 Implementation = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton"]
 How = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton", "fp8_tensor"]
-"""How one GEMM runs: by an implementation, or "fp8_tensor": FP8 operands with one scale a tensor."""
+"""How one GEMM runs: an implementation, or "fp8_tensor" for FP8 operands with one scale per tensor."""
 
 ON_PACKED: tuple[How, ...] = ("fp8_carriers", "scaled_dot", "triton")
 """Implementations that take packed operands, which the forward pass can keep for the backward pass."""
@@ -36,8 +36,8 @@ def plan(policy: Policy, implementation: Implementation | None) -> Plan:
     """Returns how each GEMM runs.
 
     Raises:
-      ValueError, NotImplementedError: as `choose_implementation`; also if a named implementation does not
-        take the operands of one of the GEMMs.
+      ValueError, NotImplementedError: see `choose_implementation`.
+      NotImplementedError: a named implementation does not take the operands of one of the GEMMs.
     """
     name = choose_implementation(implementation)
     hows: list[How] = [_how(name, gemm, implementation is not None) for gemm in policy.gemms.values()]
@@ -45,16 +45,16 @@ def plan(policy: Policy, implementation: Implementation | None) -> Plan:
 
 
 def check_plans(policies: Iterable[Policy], implementation: Implementation | None) -> None:
-    """Raises what `plan` raises for any of the policies, before anything is compiled."""
+    """Raises the errors of `plan` for any of the policies, before anything is compiled."""
     for policy in policies:
         plan(policy, implementation)
 
 
 def compiler_options(policies: Iterable[Policy], implementation: Implementation | None) -> dict[str, bool]:
-    """Returns options for `jax.jit(compiler_options=)` of a program with GEMMs of these policies.
+    """Returns `jax.jit(compiler_options=)` for a program with GEMMs of these policies.
 
-    For FP8 products on CUDA, XLA would tune Triton's GEMMs for each shape, for minutes, and then choose
-    cuBLAS's.
+    For FP8 products on CUDA they turn off Triton's GEMMs, which XLA would tune for minutes before it chooses
+    cuBLAS.
     """
     target = current_target()
     hows = {how for policy in policies for how in plan(policy, implementation)[:3]}
@@ -84,7 +84,7 @@ def _how(name: Implementation, gemm: Gemm, explicit: bool) -> How:
 
 
 def choose_implementation(implementation: Implementation | None) -> Implementation:
-    """Returns the implementation named, or for None the fastest here for MXFP4, which is logged once.
+    """Returns the named implementation, or for None the fastest here for MXFP4, which it logs once.
 
     Raises:
       ValueError: the name is unknown.

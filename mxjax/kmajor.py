@@ -25,16 +25,16 @@ from mxjax.quantize import float4_codes, pack_codes
 )
 @dataclasses.dataclass(frozen=True)
 class KMajor:
-    """An MXFP4 operand as kernels read it: the axis K that a GEMM contracts is last, whichever it was.
+    """An MXFP4 operand as kernels read it, transposed if needed so that the contracted axis K is last.
 
-    Packed, its value is elements * scales / prescale; dequantized, elements / prescale. K is padded with
-    zeros to a multiple of the block and of the rotation. 2-D blocks have a scale byte in each of their rows.
+    Its value is elements * scales / prescale if packed, elements / prescale if dequantized. K is padded with
+    zeros to a multiple of the block and of the rotation. A 2-D block's scale is repeated in each of its rows.
 
     Attributes:
       elements: packed, [*batch, n, k / 2] uint8: two E2M1 elements a byte, element 2i in the low nibble.
         Dequantized, [*batch, n, k] bfloat16.
       scales: packed, [*batch, n, k / 32] E8M0 bytes: 2**(byte - 127), 255 is NaN. Dequantized, None.
-      prescale: the factor by which the elements were shrunk, or None.
+      prescale: factor that shrank the elements, or None.
     """
 
     elements: UInt8[Array, "*batch n bytes"] | Float[Array, "*batch n k"]
@@ -49,15 +49,15 @@ class KMajor:
 
     @property
     def factor(self) -> float | None:
-        """The factor by which the product remains to be multiplied, or None for one."""
+        """The factor still to apply to the product, or None for one."""
         return 1 / self.prescale if self.prescale else None
 
 
 def decode(q: KMajor, dtype: DTypeLike = jnp.bfloat16) -> Shaped[Array, "*batch n k"]:
-    """Returns elements * scales of a packed operand, without the factor. Exact in bfloat16 and float32."""
+    """Returns elements * scales of a packed operand, without `factor`; exact in bfloat16 and float32."""
     elements, scales = q.packed
     codes = unpack_codes(elements)
-    # 2**-127, subnormal in float32, is applied as two factors: CPUs flush subnormals to zero.
+    # CPUs flush float32 subnormals such as 2**-127 to zero, so the scale is applied as two factors.
     byte = spread_blocks(scales).astype(jnp.int32)
     half = byte >> 1
     values = code_values(codes) * power_of_two(half - 63) * power_of_two(byte - half - 64)
@@ -81,7 +81,7 @@ def code_values(codes: UInt8[Array, "*b k"]) -> Float32[Array, "*b k"]:
 
 
 def spread_blocks(scales: Shaped[Array, "*b blocks"]) -> Shaped[Array, "*b k"]:
-    """Returns one value an element, from one a block."""
+    """Repeats each block's value for each of its elements."""
     return jnp.repeat(scales, BLOCK, axis=-1)
 
 
@@ -91,7 +91,7 @@ def power_of_two(exponent: Int32[Array, "*b"]) -> Float32[Array, "*b"]:
 
 
 def pack_by_definition(x: Float[Array, "*b r c"], how: GemmInput) -> KMajor:
-    """Returns x quantized along its axis, padded to whole blocks, transposed to K-major and packed."""
+    """Returns x quantized for a GEMM, padded to whole blocks, transposed to K-major and packed."""
     q = quantize_input(x, how)
     assert q.scales is not None
     codes, scales = float4_codes(q.elements), lax.bitcast_convert_type(q.scales, jnp.uint8)

@@ -1,8 +1,8 @@
 """Errors of the GEMMs inside a model, measured during its forward and backward pass.
 
-A probe returns its product unchanged. In the backward pass, where x, w and dy are all at hand, it measures
-them and returns the measures as the gradient of its slot, an argument of zeros that changes nothing. So
-`scan` stacks the measures of layers as it stacks gradients, and keeps no layer's tensors for them.
+A probe returns its product unchanged. In the backward pass, where x, w and dy are available, it measures
+their errors and returns them as the gradient of its slot, an argument of zeros that changes nothing. So
+`scan` stacks the measures of layers as it stacks gradients, without keeping any layer's tensors.
 """
 
 import functools
@@ -19,7 +19,7 @@ from mxjax.recipes import get_policy
 from mxjax.stats import DotErrors, gemms
 
 MAX_TOKENS = 2048
-"""The most tokens that are measured."""
+"""The largest number of tokens measured."""
 _OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
 
 
@@ -32,14 +32,14 @@ class Amax(NamedTuple):
 
 
 class Measures(NamedTuple):
-    """The measures of a probe: `mxjax.stats.gemms` of its tensors, and their largest magnitudes."""
+    """A probe's measures: `mxjax.stats.gemms` of its tensors, and their largest magnitudes."""
 
     errors: DotErrors
     amax: Amax
 
 
 def empty_slots(names: Sequence[str], n_layers: int) -> dict[str, Measures]:
-    """Returns a slot of zeros for each name, with n_layers stacked layers."""
+    """Returns a slot of zeros for each name, stacked for n_layers layers."""
     tensor = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     like = jax.eval_shape(lambda x, w, dy: measure(x, w, dy, get_policy("fp32")), tensor, tensor, tensor)
     return {name: jax.tree.map(lambda leaf: jnp.zeros((n_layers, *leaf.shape)), like) for name in names}
@@ -87,17 +87,17 @@ probe.defvjp(_probe_fwd, _probe_bwd)
 def make_layer_stats(
     mean_loss, empty: dict[str, Measures], seed: int, tokens_a_step: int, batch_parts: int = 1
 ):
-    """Returns the jitted `layer_stats(params, batch, step) -> measures` of every probe.
+    """Returns a jitted function `layer_stats(params, batch, step)`, which returns every probe's measures.
 
     Output gradients are those of the mean loss over a step's tokens. At most MAX_TOKENS tokens are measured:
-    the batch's first sequences, or the beginning of one. Random bits are drawn as in that step.
+    the batch's first sequences, or the beginning of one. Random bits are those of the training step.
 
     Args:
-      mean_loss: a function of parameters, sequences, key and slots.
+      mean_loss: function of parameters, sequences, key and slots.
       empty: the model's slots.
       seed: the run's seed.
-      tokens_a_step: the tokens over which the step takes the mean.
-      batch_parts: the number of shards of a batch on the mesh; each gets as many sequences.
+      tokens_a_step: number of tokens over which a step takes the mean.
+      batch_parts: number of the batch's shards on the mesh; each gets equally many sequences.
     """
 
     @jax.jit
@@ -115,10 +115,10 @@ def make_layer_stats(
 
 
 def by_layer(measures: dict[str, Measures]) -> dict[str, dict[str, Any]]:
-    """Returns nested dicts of numbers by layer: "blocks.0.NAME" and so on.
+    """Returns nested dicts of numbers, keyed by layer: "blocks.0.NAME" and so on.
 
-    Each layer has "fprop", "dgrad" and "wgrad", with "sqnr_db" of the product against float32 and the
-    fractions "clipped" and "flushed" of both operands, and "amax" of "x", "w" and "dy".
+    Each layer has "fprop", "dgrad" and "wgrad", and "amax" of "x", "w" and "dy". Each GEMM has "sqnr_db" of
+    its product against float32 and the fractions "clipped" and "flushed" of both operands.
     """
     found = jax.device_get(measures)
     n_layers = len(jax.tree.leaves(found)[0])

@@ -1,4 +1,4 @@
-"""Which policy each GEMM of a model runs in: a default and a table of exceptions, resolved layer by layer."""
+"""The policy of each of a model's layers, resolved from a default and a table of exceptions."""
 
 import dataclasses
 import fnmatch
@@ -16,7 +16,7 @@ _SLICE = re.compile(r"(\w+)\[(-?\d+|(?:-?\d+)?:(?:-?\d+)?)\](\..+)")
 
 @dataclasses.dataclass(frozen=True)
 class LayerPolicies:
-    """The policy of every named GEMM of a model; hashable, so that it can be a static argument of jit."""
+    """The policy of each named layer of a model; hashable, so that it can be a static argument of jit."""
 
     names: tuple[str, ...]
     policies: tuple[Policy, ...]
@@ -25,11 +25,11 @@ class LayerPolicies:
         return self.policies[self.names.index(name)]
 
     def items(self) -> list[tuple[str, Policy]]:
-        """Returns (name, policy) of every layer, in the model's order."""
+        """Returns (name, policy) pairs in the model's order."""
         return list(zip(self.names, self.policies, strict=True))
 
     def __str__(self) -> str:
-        """Every layer's policy, a line for each that differs, with block numbers gathered into ranges."""
+        """Returns one line for each distinct policy, with its layers; block numbers become ranges."""
         layers: dict[Policy, dict[str, list[int]]] = {}
         for name, policy in self.items():
             _, number, layer = name.split(".", 2) if name.startswith("blocks.") else ("", "", name)
@@ -52,12 +52,12 @@ class LayerPolicies:
 
 
 def resolve(names: Sequence[str], default: Policy, rules: Rules = ()) -> LayerPolicies:
-    """Returns the policy of each layer: the default, or that of the last rule whose pattern matches its name.
+    """Returns each layer's policy: that of the last rule whose pattern matches its name, else the default.
 
     Args:
-      names: the model's layers, such as "blocks.0.mlp.down".
-      default: the policy of layers that no rule names.
-      rules: (pattern, policy) pairs; patterns as in `matching`, e.g. "blocks[:2].*".
+      names: names of the model's layers, such as "blocks.0.mlp.down".
+      default: policy of layers that no rule matches.
+      rules: (pattern, policy) pairs; see `matching` for patterns such as "blocks[:2].*".
     Raises:
       ValueError: a pattern matches no layer.
     """
@@ -68,10 +68,10 @@ def resolve(names: Sequence[str], default: Policy, rules: Rules = ()) -> LayerPo
 
 
 def matching(names: Sequence[str], pattern: str) -> list[str]:
-    """Returns the names that a pattern matches, one at least.
+    """Returns the names that a pattern matches, at least one.
 
-    Patterns are `fnmatch`'s, e.g. "blocks.*.mlp.*" or "head". After the name of numbered layers, brackets
-    take an index or a slice of their numbers as Python's lists do: "blocks[:2].*" is the first two blocks,
+    Patterns are those of `fnmatch`, e.g. "blocks.*.mlp.*" or "head". After the name of numbered layers,
+    brackets select by index or slice, as for Python lists: "blocks[:2].*" is the first two blocks,
     "blocks[-4:].*" the last four, "blocks[-1].mlp.down" one layer.
 
     Raises:
@@ -87,7 +87,7 @@ def matching(names: Sequence[str], pattern: str) -> list[str]:
 
 
 def _in_slice(names: Sequence[str], stack: str, index: str, rest: str) -> list[str]:
-    """Returns the names that are `stack`, a number in the slice, and what the pattern `rest` matches."""
+    """Returns the names of `stack` whose number `index` selects and whose rest the pattern `rest` matches."""
     bounds = [int(bound) if bound else None for bound in index.split(":")]
     if len(bounds) == 1 and bounds[0] is not None:
         bounds.append(bounds[0] + 1 or None)

@@ -1,4 +1,4 @@
-"""`Operand`: how one operand of a GEMM is quantized. Its options are defined and checked here alone."""
+"""`Operand`: how one operand of a GEMM is quantized. Only this module defines and checks its options."""
 
 import dataclasses
 from typing import Any, Literal, get_args
@@ -13,19 +13,19 @@ Source = Literal["original", "dequantized"]
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """How one operand of a GEMM is quantized: pure, hashable data, which names no tensor and no axis.
+    """How one operand of a GEMM is quantized: pure, hashable data that refers to no tensor and no axis.
 
-    A policy holds six of them. `mxjax.quantize` makes one of its arguments.
+    A policy has six operands. `mxjax.quantize` makes one from its arguments.
 
     Attributes:
       format: a name in `mxjax.FORMATS`.
-      block_shape: elements along the contracted axis that share a scale, or a pair (r, b): r along the other
-        of the last two axes, b along the contracted one. None: the format's own, 1 x 32 for MX.
-      scale_rule: see `mxjax.scales.block_scale`; only formats with E8M0 scales read it.
+      block_shape: number of elements along the contracted axis that share a scale, or a pair (r, b): r along
+        the other of the last two axes, b along the contracted one. None: the format's own, 1 x 32 for MX.
+      scale_rule: see `mxjax.scales.block_scale`; it applies only to formats with E8M0 scales.
       rounding: "nearest" (ties to even) or "stochastic", which needs a key.
-      prescale: shrinks the elements, not the scale, so that fewer of them clip. The GEMM's result (or
-        `dequantize`) is divided by it. None: no prescale.
-      source: "original", or "dequantized": the backward GEMM reads the values that the Fprop's quantization
+      prescale: factor in (0, 1] that shrinks the elements, not the scale, so that fewer of them clip. The
+        GEMM's result (or `dequantize`) is divided by it. None: no prescale.
+      source: "original", or "dequantized": a backward GEMM reads the values that the Fprop's quantization
         produced instead of the tensor itself.
     Raises:
       ValueError: an unknown name, a bad block shape or prescale, or options that the format does not take.
@@ -45,20 +45,18 @@ class Operand:
         check_choice("source", self.source, Source)
         resolve_block_shape(f, self.block_shape, ndim=2, axis=-1)
         if self.prescale is not None and not 0 < self.prescale <= 1:
-            raise ValueError(f"prescale must be in (0, 1], got {self.prescale}")
+            raise ValueError(f"prescale must be in (0, 1], got {self.prescale}; use None for no prescale")
         if f.element is None and (self.rounding == "stochastic" or self.prescale):
-            raise ValueError(
-                f"{self.format} is not quantized: it takes no stochastic rounding and no prescale"
-            )
+            raise ValueError(f"{self.format} is not quantized: use rounding='nearest' and prescale=None")
 
     @property
     def is_packable(self) -> bool:
-        """Whether packed MXFP4 kernels take it: MXFP4 in blocks of 32 or of 32 x 32."""
+        """Whether it can be packed: MXFP4 in blocks of 32 or of 32 x 32."""
         return self.format == "mxfp4" and self.block_shape in (None, BLOCK, (1, BLOCK), (BLOCK, BLOCK))
 
     @property
     def is_square(self) -> bool:
-        """Whether a scale is shared by 32 x 32 elements."""
+        """Whether blocks are 32 x 32."""
         return self.block_shape == (BLOCK, BLOCK)
 
     def __str__(self) -> str:

@@ -1,8 +1,9 @@
 """Philox 4x32-10: the counter-based generator behind stochastic rounding.
 
-Each random number is a pure function of a key and of the element's position in the whole tensor, so
-that the same key gives the same bits in `jax.numpy`, in a kernel, under any tiling and under any sharding
-by jit. (Inside vmap and shard_map a position is one in the mapped part.)
+Each random number is a pure function of a key and of the element's position in the whole tensor. So the same
+key gives the same bits in `jax.numpy`, in a kernel, under any tiling and under any sharding by jit. Inside
+vmap and shard_map, positions count within the mapped part.
+
 Kernels must reproduce `random_uint16` bit for bit.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
@@ -23,7 +24,7 @@ from mxjax.devices import on_gpu
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-PER_COUNTER = 8  # 16-bit numbers in the 128 bits of one counter
+PER_COUNTER = 8  # 16-bit numbers in the 128 bits from one counter
 
 Word = UInt32[Array, "*#shape"]
 
@@ -32,7 +33,7 @@ Word = UInt32[Array, "*#shape"]
 def philox_4x32(
     counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]
 ) -> tuple[Word, Word, Word, Word]:
-    """Returns the four 32-bit words that Philox 4x32-10 makes of a counter and a key, elementwise."""
+    """Returns Philox 4x32-10 of a counter and a key, elementwise: four 32-bit words."""
 
     def one_round(i, c):
         i = jnp.asarray(i, jnp.uint32)
@@ -41,16 +42,16 @@ def philox_4x32(
         hi1, lo1 = _multiply(_MULTIPLIERS[1], c[2])
         return hi1 ^ c[1] ^ k0, lo1, hi0 ^ c[3] ^ k1, lo0
 
-    # A zero of the shape of all that in shard_map varies with all, as a loop's state must before it too.
+    # This zero broadcasts all words and, under shard_map, makes them vary alike, as a loop's state must.
     zero = functools.reduce(operator.xor, (word ^ word for word in (*counter, *key)))
     words = tuple(word ^ zero for word in counter)
-    # Without a loop CPUs would compute each of the words for itself from the start, and compile it for long;
-    # on GPUs a turn of a loop is another kernel.
+    # Unrolled, CPUs would compile slowly and recompute the rounds for each word. On GPUs each iteration
+    # of a loop would be a kernel.
     return lax.fori_loop(0, _ROUNDS, one_round, words, unroll=on_gpu())
 
 
 def _multiply(a: int, b: Word) -> tuple[Word, Word]:
-    """Returns the high and the low 32 bits of a * b (jax.lax.mulhi does not compile for several devices)."""
+    """Returns the high and low 32 bits of a * b; `jax.lax.mulhi` does not compile for several devices."""
     a_high, a_low = jnp.uint32(a >> 16), jnp.uint32(a & 0xFFFF)
     b_high, b_low = b >> 16, b & 0xFFFF
     cross = a_low * b_high
@@ -61,10 +62,10 @@ def _multiply(a: int, b: Word) -> tuple[Word, Word]:
 def random_uint16(key: jax.Array, shape: tuple[int, ...], axis: int = -1) -> UInt16[Array, "..."]:
     """Returns uniform integers in [0, 2**16), one for each position of `shape`.
 
-    With k the position along `axis` and row the row-major index over the other axes, the number is
-    half k % 8 (low half first) of the words of Philox(counter=(k // 8, row, 0, 0), key=key_words).
-    So `axis` may be transposed anywhere, and a tile or shard needs only its own offsets.
-    `key_words` are two words drawn from `key`, any JAX key.
+    Let k be the position along `axis`, row the row-major index over the other axes, and key_words two words
+    drawn from `key`. The number is half k % 8 (low half first) of the words of
+    Philox(counter=(k // 8, row, 0, 0), key=key_words). So transposing `axis` keeps the bits, and a tile or
+    shard needs only its own offsets.
     """
     axis = normalize_axis_index(axis, len(shape))
     length = shape[axis]
@@ -76,7 +77,7 @@ def random_uint16(key: jax.Array, shape: tuple[int, ...], axis: int = -1) -> UIn
     zero = jnp.zeros(grid, jnp.uint32)
     k0, k1 = jax.random.bits(key, (2,), jnp.uint32)
     counter = (lax.broadcasted_iota(jnp.uint32, grid, axis), row, zero, zero)
-    # The barriers keep XLA from fusing the generator into its users, once for each of the 8 halves.
+    # Without the barriers XLA fuses the generator into its users, once for each of the 8 halves.
     words = lax.optimization_barrier(philox_4x32(counter, (k0, k1)))
     halves = jnp.stack([h for w in words for h in (w & 0xFFFF, w >> 16)], axis=axis + 1)
     halves = halves.astype(jnp.uint16)

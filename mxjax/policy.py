@@ -25,10 +25,10 @@ class Rotation:
     """A blockwise Hadamard rotation of both operands of a GEMM, along the axis that it contracts.
 
     Attributes:
-      size: 16 for H16, and so on.
-      signs: "none" (deterministic), "fixed" (one random vector, drawn from `seed`), or "redrawn" from
-        the key at every call.
-      seed: the seed of the fixed signs.
+      size: size of the Hadamard matrix, e.g. 16 for H16.
+      signs: "none" (deterministic), "fixed" (drawn once from `seed`) or "redrawn" (from the key at every
+        call).
+      seed: seed of the fixed signs.
     """
 
     size: int = 16
@@ -38,7 +38,7 @@ class Rotation:
     def __post_init__(self):
         check_choice("signs", self.signs, Signs)
         if self.size not in SIZES:
-            raise ValueError(f"Rotation needs a size that is one of {SIZES}, got {self.size}")
+            raise ValueError(f"Rotation needs size to be one of {SIZES}, got {self.size}")
 
     def __str__(self) -> str:
         return (
@@ -51,7 +51,7 @@ _MXFP4 = Operand()
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """The operands of one GEMM and the rotation both take before they are quantized."""
+    """The operands of one GEMM, and the rotation of both before they are quantized."""
 
     lhs: Operand = _MXFP4
     rhs: Operand = _MXFP4
@@ -71,11 +71,11 @@ class Gemm:
 class Policy:
     """The precision of a linear layer: Fprop (x, w), Dgrad (dy, w) and Wgrad (x, dy).
 
-    The default of a GEMM and of an operand is MXFP4 by `floor`, to nearest, without rotation.
+    By default every GEMM and operand is in MXFP4 with rule `floor`, rounded to nearest, without rotation.
 
     Raises:
-      ValueError: an operand with source "dequantized" that the Fprop does not quantize (dy), or quantizes in
-        a rotated basis.
+      ValueError: an operand has source "dequantized", but the Fprop does not quantize it (dy), or rotates it
+        first.
     """
 
     fprop: Gemm = Gemm()
@@ -93,7 +93,7 @@ class Policy:
                 "source='dequantized' is for backward GEMMs; the Fprop's operands are 'original'"
             )
         if self.fprop.rotation and "dequantized" in (self.dgrad.rhs.source, self.wgrad.lhs.source):
-            raise ValueError("source='dequantized' needs an Fprop without rotation")
+            raise ValueError("source='dequantized' needs an Fprop without rotation; use 'original'")
 
     @property
     def gemms(self) -> dict[str, Gemm]:

@@ -1,7 +1,7 @@
-"""Makes a tensor what the GEMMs that read it multiply: quantized by the definitions, or K-major for kernels.
+"""Preparation of a tensor for the GEMMs that read it: an `MXArray`, or a `KMajor` for kernels.
 
-On GPUs one kernel makes both operands of a tensor from one read. Elsewhere the definitions make the same
-bits.
+On GPUs one kernel quantizes a tensor for both of its GEMMs in one read. Elsewhere the definitions give the
+same bits.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Prepared = MXArray | KMajor
 
 
 def prepare(x: Float[Array, "*batch r c"], wanted: Sequence[tuple[How, GemmInput]]) -> Sequence[Prepared]:
-    """Returns x as each GEMM multiplies it, made in one read where a kernel can."""
+    """Returns x as each GEMM multiplies it, from one read of x where a kernel can."""
     inputs = [how for _, how in wanted]
     implementations = {implementation for implementation, _ in wanted}
     if implementations.issubset(ON_PACKED):
@@ -36,14 +36,14 @@ def prepare(x: Float[Array, "*batch r c"], wanted: Sequence[tuple[How, GemmInput
 
 
 def pack_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor]:
-    """Returns x packed for each input, at most one along either axis."""
+    """Returns x packed for each input; each axis has at most one."""
     if not _kernel_runs(x, inputs):
         return [pack_by_definition(x, how) for how in inputs]
     return _by_kernel(x, inputs, "packed")
 
 
 def value_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor] | None:
-    """Returns x dequantized to bfloat16 for each input, by the kernel; None where it does not run."""
+    """Returns x quantized and dequantized to bfloat16 by the kernel, or None where it does not run."""
     if not _kernel_runs(x, inputs) or not all(how.operand.is_packable for how in inputs):
         return None
     return _by_kernel(x, inputs, "bf16")

@@ -9,15 +9,15 @@ from jaxtyping import Array, Float, Float32
 
 
 class Product(NamedTuple):
-    """A product of two operands, before its factors are applied. Its value is raw * row * column factor.
+    """A product of two operands whose factors are not yet applied. Its value is raw * row * column factor.
 
-    FP8 carriers leave a power of two for each row of either operand. They are applied after the result is
-    stored, where XLA fuses them into whatever reads it.
+    FP8 carriers leave a power of two for each row of either operand. These factors are applied after the GEMM
+    has stored its result, where XLA fuses them into its readers.
 
     Attributes:
-      raw: [*batch, m, n].
-      factors: the factors of the rows and of the columns: powers of two with exponents from -63 to 63; None
-        for ones.
+      raw: [*batch, m, n], the GEMM's result.
+      factors: factors of the rows and of the columns, powers of two with exponents from -63 to 63. None
+        means ones.
     """
 
     raw: Float[Array, "*batch m n"]
@@ -39,12 +39,12 @@ def contract(
     precision: lax.PrecisionLike,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "..."]:
-    """Returns the product over the two axes (negative), batched over axes before the last two."""
+    """Contracts two axes, counted from the end; axes before the last two are batch axes."""
     batch = tuple(range(lhs.ndim - 2))
     dims = (((lhs.ndim + lhs_axis,), (rhs.ndim + rhs_axis,)), (batch, batch))
     return lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=dtype)
 
 
 def contract_fp8(lhs: Float[Array, "..."], rhs: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
-    """Returns lhs @ rhs.T of FP8 operands. HIGHEST accumulates in no fewer bits than float32 has."""
+    """Returns lhs @ rhs.T of FP8 operands. Precision HIGHEST makes the GEMM accumulate in full float32."""
     return contract(lhs, -1, rhs, -1, lax.Precision.HIGHEST, dtype)

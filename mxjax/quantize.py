@@ -1,4 +1,4 @@
-"""Quantization of tensors to block formats and back: the definitions that kernels reproduce bit for bit."""
+"""Quantization to block formats and back: the definitions that kernels reproduce bit for bit."""
 
 import dataclasses
 import functools
@@ -26,18 +26,18 @@ from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_sc
 )
 @dataclasses.dataclass(frozen=True, repr=False)
 class MXArray:
-    """A quantized tensor. Its value is elements * scales (spread over the blocks) * tensor_scale / prescale.
+    """A quantized tensor. Its value is elements * scales (each for its block) * tensor_scale / prescale.
 
     Attributes:
       elements: x's shape, in the format's dtype (`float4_e2m1fn` for MXFP4).
-      scales: one a block: x's shape with the blocked axis (both axes for 2-D blocks) divided by the block and
-        rounded up. `float8_e8m0fnu` for MX (2**(byte - 127), byte 255 is NaN), `float8_e4m3fn` for NVFP4,
-        None for FP8 and BF16.
-      tensor_scale: the float32 scale of the whole tensor (NVFP4, FP8), or None.
+      scales: one for each block, in x's shape with the blocked axis (both axes for 2-D blocks) divided by the
+        block and rounded up. `float8_e8m0fnu` for MX (2**(byte - 127), byte 255 is NaN), `float8_e4m3fn` for
+        NVFP4, None for FP8 and BF16.
+      tensor_scale: float32 scale of the whole tensor (NVFP4, FP8), or None.
       format: name of the format.
-      axis: the blocked axis, counted from the end (negative), so that it survives vmap and scan.
-      block_shape: (elements along the other of the last two axes, elements along `axis`) that share a scale.
-      prescale: the factor by which the elements were shrunk after the scale was chosen, or None.
+      axis: blocked axis, counted from the end (negative) so that it stays valid under vmap and scan.
+      block_shape: block's size along the other of the last two axes, and along `axis`.
+      prescale: factor that shrank the elements after the scale was chosen, or None.
     """
 
     elements: Shaped[Array, "*shape"]
@@ -83,22 +83,22 @@ def quantize(
     `elements = round(prescale * block / scale)`, saturating at the format's largest magnitude.
 
     Args:
-      x: float32, bfloat16 or float16; computed in float32.
-      format: a name of `mxjax.formats.FORMATS`.
-      axis: the axis along which elements share scales: the one a GEMM contracts. Any length; the last
-        block may be short.
-      scale_rule: see `mxjax.scales.block_scale`; for formats with E8M0 scales.
+      x: tensor in float32, bfloat16 or float16; the computation is in float32.
+      format: name in `mxjax.FORMATS`.
+      axis: axis along which elements share scales, the one a GEMM contracts. It may have any length; the
+        last block may be short.
+      scale_rule: see `mxjax.scales.block_scale`; it applies only to formats with E8M0 scales.
       rounding: "nearest" (ties to even) or "stochastic", which needs `key`.
-      block_shape: elements along `axis` that share a scale, or a pair (r, b): r along the other of the
-        last two axes, b along `axis`. Default: the format's own, 1 x 32 for MX and 1 x 16 for NVFP4.
-      prescale: shrinks the elements (not the scale), e.g. 3/4 so that `floor` clips nothing and
-        stochastic rounding is unbiased; `dequantize` undoes it.
-      key: JAX random key. An element's bits depend only on the key and on the element's position. Under vmap
-        and shard_map that is the position in the mapped part: give each part its own key.
-    Special values: an all-zero block has scale byte 0; a block that holds NaN or infinity has scale
-      byte 255, elements 0, and dequantizes to NaN; magnitudes too small for the scale 2**-127 become 0.
-      With a tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN. An NVFP4 block
-      becomes zero if it is so far below the largest that its E4M3 scale is zero.
+      block_shape: number of elements along `axis` that share a scale, or a pair (r, b): r along the other of
+        the last two axes, b along `axis`. Default: the format's own, 1 x 32 for MX and 1 x 16 for NVFP4.
+      prescale: factor that shrinks the elements, not the scale. With 3/4, `floor` clips nothing and
+        stochastic rounding is unbiased. `dequantize` undoes it.
+      key: JAX random key. An element's random bits depend only on the key and on its position. Under vmap and
+        shard_map the position counts within the mapped part: give each part its own key.
+    Special values: an all-zero block has scale byte 0. A block that contains NaN or infinity has scale byte
+      255 and elements 0, and dequantizes to NaN. Magnitudes too small for the scale 2**-127 become 0. With a
+      tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN. An NVFP4 block becomes zero
+      if its maximum is so far below the tensor's that its E4M3 scale is zero.
     Raises:
       ValueError: unknown format, rule or rounding; stochastic rounding without a key; bad block_shape.
       TypeError: x is not floating point.
@@ -116,11 +116,11 @@ def _quantize(x: Shaped[Array | np.ndarray, "*shape"], operand: Operand, axis: i
 def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*shape"]:
     """Returns the values of a quantized tensor.
 
-    Exact in float32 for formats with E8M0 scales (MXFP4 in bfloat16 too) without prescale; rounded to
-    float32 after the multiplication by a tensor scale or the division by a prescale.
+    Without prescale, formats with E8M0 scales are exact in float32, and MXFP4 in bfloat16 too. A tensor scale
+    or a prescale is applied with one rounding to float32.
 
-    Special values: NaN for a block whose scale is NaN; infinity where a rule other than `floor` has
-    rounded a magnitude near float32's largest up to 2**128.
+    Special values: NaN for a block whose scale is NaN; infinity where a rule other than `floor` rounded a
+      magnitude near float32's largest up to 2**128.
     """
     return _dequantize(q, dtype)
 
@@ -132,23 +132,25 @@ def _dequantize(q: MXArray, dtype: DTypeLike) -> Float[Array, "*shape"]:
 
 
 def pack(q: MXArray | Shaped[Array, "*shape"], *, axis: int = -1) -> UInt8[Array, "*packed"]:
-    """Returns 4-bit elements two a byte along the blocked axis, element 2i in the low nibble.
+    """Packs 4-bit elements along the blocked axis, two in a byte, with element 2i in the low nibble.
 
     Args:
-      q: a quantized tensor, or its `float4_e2m1fn` elements with the `axis` to pack. An axis of odd length is
-        padded with a zero.
+      q: quantized tensor, or its `float4_e2m1fn` elements. An axis of odd length is padded with a zero.
+      axis: axis to pack if `q` is elements; ignored for a quantized tensor.
     Raises:
       ValueError: the elements are not 4-bit.
     """
     elements, axis = (q.elements, q.axis) if isinstance(q, MXArray) else (q, axis)
     if elements.dtype != jnp.float4_e2m1fn:
-        raise ValueError(f"pack needs float4_e2m1fn elements, got {elements.dtype}")
+        raise ValueError(
+            f"pack needs float4_e2m1fn elements, got {elements.dtype}; quantize to mxfp4 or nvfp4"
+        )
     axis = normalize_axis_index(axis, elements.ndim)
     return pack_codes(lax.bitcast_convert_type(elements, jnp.uint4).astype(jnp.uint8), axis)
 
 
 def unpack(packed: UInt8[Array, "*packed"], *, axis: int = -1) -> Shaped[Array, "*shape"]:
-    """Returns the `float4_e2m1fn` elements, two a byte, that `pack` packed along `axis`."""
+    """Returns the `float4_e2m1fn` elements that `pack` packed along `axis`."""
     axis = normalize_axis_index(axis, packed.ndim)
     codes = jnp.stack([packed & 0xF, packed >> 4], axis=axis + 1).astype(jnp.uint4)
     shape = (*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
@@ -156,7 +158,7 @@ def unpack(packed: UInt8[Array, "*packed"], *, axis: int = -1) -> Shaped[Array, 
 
 
 def pack_codes(codes: UInt8[Array, "*shape"], axis: int) -> UInt8[Array, "*packed"]:
-    """Returns 4-bit codes packed from one to two a byte along `axis` (counted from 0); see `pack`."""
+    """Packs 4-bit codes, one in each byte, to two in each along `axis` (counted from 0); see `pack`."""
     codes = pad(codes, axis, 2)
     pairs = codes.reshape(*codes.shape[:axis], codes.shape[axis] // 2, 2, *codes.shape[axis + 1 :])
     low, high = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
@@ -166,9 +168,9 @@ def pack_codes(codes: UInt8[Array, "*shape"], axis: int) -> UInt8[Array, "*packe
 def quantize_unpacked(
     x: Shaped[Array | np.ndarray, "*shape"], operand: Operand, axis: int, key: jax.Array | None
 ) -> MXArray:
-    """Returns x quantized as `operand` says, with blocks along `axis` and the elements left in float32.
+    """Returns x quantized as `operand` says, with blocks along `axis` and elements in float32.
 
-    `quantize` without its last step: a GEMM reads the values anyway. Only stochastic rounding uses `key`.
+    This is `quantize` without its last step, because GEMMs read values. Only stochastic rounding uses `key`.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize needs a floating-point tensor, got {x.dtype}; cast it")
@@ -192,9 +194,9 @@ def quantize_unpacked(
 
 
 def block_values(q: MXArray) -> Float32[Array, "*shape"]:
-    """Returns elements * scales, without the factor, in float32.
+    """Returns elements * scales, without `factor`, in float32.
 
-    bfloat16 holds them exactly, except those of `fp32` and magnitudes below its range (2**-133).
+    bfloat16 represents them exactly, except for `fp32` and for magnitudes below its range (2**-133).
     """
     values = q.elements.astype(jnp.float32)
     if q.scales is None:
@@ -206,8 +208,8 @@ def block_values(q: MXArray) -> Float32[Array, "*shape"]:
 
 
 def float4_codes(values: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Returns the 4-bit codes, one a byte, of values that E2M1 holds; NaN, which it lacks, becomes 0."""
-    # By arithmetic: XLA's conversion to float4 takes twice as long on the CPU.
+    """Returns the 4-bit codes, one in each byte, of values that E2M1 represents; NaN becomes 0."""
+    # Arithmetic, because XLA's conversion to float4 takes twice as long on the CPU.
     magnitude = jnp.abs(values)
     code = jnp.where(magnitude < 2, 2 * magnitude, jnp.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4))
     code = jnp.where(magnitude <= E2M1.max, code, 0).astype(jnp.uint8)
@@ -215,7 +217,7 @@ def float4_codes(values: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
 
 
 def _store(values: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*shape"]:
-    """Returns values in dtype, which holds them exactly."""
+    """Returns values in dtype, which represents them exactly."""
     if dtype != jnp.float4_e2m1fn:
         return values.astype(dtype)
     return lax.bitcast_convert_type(float4_codes(values).astype(jnp.uint4), dtype)
@@ -223,7 +225,7 @@ def _store(values: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*
 
 def _scale(x: Float32[Array, "*shape"], f: Format, element: Element, rule: ScaleRule, block_shape, axis: int):
     """Returns the scales of x's blocks, of the whole tensor, and x divided by both."""
-    if f.scale == "none":  # as Transformer Engine and torchao do: scale = max / amax, and multiply
+    if f.scale == "none":  # as in Transformer Engine and torchao: multiply by max / amax
         per_unit = _divide(jnp.float32(element.max), _tensor_max(x))
         return None, 1 / per_unit, x * per_unit
     amax = block_max(x, block_shape, axis)
@@ -239,12 +241,12 @@ def _scale(x: Float32[Array, "*shape"], f: Format, element: Element, rule: Scale
 
 
 def _tensor_max(x: Float32[Array, "*shape"]) -> Float32[Array, ""]:
-    """Returns the largest magnitude of x, NaN if there is one; at least 2**-80, to divide by."""
+    """Returns the largest magnitude of x, at least 2**-80 so that it can divide; NaN if x contains NaN."""
     amax = lax.bitcast_convert_type(jnp.max(magnitude_bits(x), initial=0), jnp.float32)
     return jnp.maximum(amax, jnp.float32(2.0**-80))
 
 
 def _divide(x: Float32[Array, "*blocks"], divisor: float | Float32[Array, ""]) -> Float32[Array, "*blocks"]:
-    """Returns x / divisor, rounded once: XLA would multiply by the inverse, or merge two divisions."""
+    """Returns x / divisor, rounded once; XLA might multiply by the inverse or merge two divisions."""
     divisors = lax.optimization_barrier(jnp.full(x.shape, divisor, jnp.float32))
     return lax.optimization_barrier(x / divisors)

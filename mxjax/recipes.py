@@ -1,9 +1,9 @@
 """Named policies: the paper's ladder and published FP4 training recipes, as data.
 
-The ladder (arXiv 2605.09825) quantizes one GEMM more at each rung; a GEMM not in MXFP4 stays in FP8.
-Its names read `stages[_intervention]`: `wgrad_X` applies X to the two Wgrad operands alone, `full_X` to
-all six. X is `sr` (stochastic rounding), `rht` (H16 with signs redrawn at every call), `hadamard`
-(deterministic H16) or `hadamard32`.
+The ladder (arXiv 2605.09825) quantizes one more GEMM to MXFP4 at each rung; the others stay in FP8. Names are
+`stage[_intervention]`: `wgrad_X` applies X to the two Wgrad operands only, `full_X` to all six. X is `sr`
+(stochastic rounding), `rht` (H16 with signs redrawn at every call), `hadamard` (deterministic H16) or
+`hadamard32`.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def _ladder() -> dict[str, Policy]:
 
 
 def _amazon() -> dict[str, Policy]:
-    """Training LLMs with MXFP4, arXiv 2502.20586: both backward GEMMs in MXFP4 by SR and random H64."""
+    """Training LLMs with MXFP4, arXiv 2502.20586: both backward GEMMs in MXFP4 with SR and random H64."""
     operand = Operand("mxfp4", rounding="stochastic", prescale=0.75)
     backward = Gemm(operand, operand, Rotation(64, "redrawn"))
     amazon = Policy(fprop=_bf16, dgrad=backward, wgrad=backward)
@@ -76,19 +76,19 @@ def _published() -> dict[str, Policy]:
     even_sr = dataclasses.replace(even, rounding="stochastic")
     lumen = Policy(primus.fprop, Gemm(even_sr, tile), Gemm(even, even_sr, Rotation(16)))
 
-    # TetraJet, arXiv 2502.20853: the backward pass sees what the forward pass left of x and w.
+    # TetraJet, arXiv 2502.20853: the backward pass reads the x and w that the forward pass quantized.
     rceil = Operand("mxfp4", scale_rule="rceil")
     rceil_sr = dataclasses.replace(rceil, rounding="stochastic")
     seen = dataclasses.replace(rceil_sr, source="dequantized")
     tetrajet = Policy(fprop=Gemm(rceil, rceil), dgrad=Gemm(rceil_sr, seen), wgrad=Gemm(seen, rceil_sr))
 
-    # Pretraining LLMs with NVFP4, arXiv 2509.25149 (its layer table and late switch are set apart).
+    # Pretraining LLMs with NVFP4, arXiv 2509.25149 (layer table and late switch are configured elsewhere).
     nv, nv_sr = Operand("nvfp4"), Operand("nvfp4", rounding="stochastic")
     nv_tile = Operand("nvfp4", block_shape=(16, 16))
     nvfp4 = Policy(
         fprop=Gemm(nv, nv_tile), dgrad=Gemm(nv_sr, nv_tile), wgrad=Gemm(nv, nv_sr, Rotation(16, "fixed"))
     )
-    # FP4 All the Way, arXiv 2505.19115 (its last phase in high precision is set apart).
+    # FP4 All the Way, arXiv 2505.19115 (its last phase in high precision is configured elsewhere).
     all_the_way = Policy(Gemm(nv, nv), Gemm(nv_sr, nv), Gemm(nv_sr, nv_sr))
 
     # Accurate neural training with 4-bit matrix multiplications, arXiv 2112.10769, in MX blocks.
@@ -123,7 +123,7 @@ def get_policy(name: str) -> Policy:
     """Returns the policy called `name`, e.g. "wgrad_hadamard".
 
     Raises:
-      ValueError: no such policy; the message names the closest and lists all.
+      ValueError: unknown name; the message suggests the closest one and lists all.
     """
     if name in _POLICIES:
         return _POLICIES[name]
@@ -133,14 +133,14 @@ def get_policy(name: str) -> Policy:
 
 
 def as_policy(policy: Policy | str) -> Policy:
-    """Returns the policy given, or the one of that name.
+    """Returns the policy, looked up if given by name.
 
     Raises:
       TypeError: neither a policy nor a name.
-      ValueError: no policy has that name.
+      ValueError: unknown name.
     """
     if isinstance(policy, str):
         return get_policy(policy)
     if not isinstance(policy, Policy) or not all(isinstance(g, Gemm) for g in policy.gemms.values()):
-        raise TypeError(f"policy must be a mxjax.Policy of three mxjax.Gemm, or a name, got {policy!r}")
+        raise TypeError(f"policy must be an mxjax.Policy of three mxjax.Gemm or a name, got {policy!r}")
     return policy

@@ -1,18 +1,18 @@
-"""Rematerialization: what a block keeps of its forward pass and what its backward pass recomputes.
+"""Rematerialization: which values a block keeps for its backward pass and which it recomputes.
 
 The modes, from most to least memory; `rematerialize` wraps a block in one:
 
   none  everything that the backward pass reads
   dots  the results of the matrix products and of attention; norms, activations, rotations and
         quantization are recomputed
-  fp4   the packed operands of the MXFP4 products, 17/32 byte an element of activations and weights, and
-        attention's result where something reads it; the products are recomputed, packed operands are not
+  fp4   the packed operands of the MXFP4 products, 17/32 byte for each element of activations and weights,
+        and attention's result where the backward pass reads it; the products are recomputed
   full  the block's input
 
-Stochastic rounding is a function of the key, so every mode draws the same bits. Results differ only by how
-XLA fuses the recomputation.
+Stochastic rounding is a function of the key, so every mode draws the same bits. Results differ only because
+XLA fuses recomputations differently.
 
-Values are found by their tags: models use `tag_attention`, `mxjax.dot` uses `tag_product` and `tag_operand`.
+Tags identify values: models use `tag_attention`, `mxjax.dot` uses `tag_product` and `tag_operand`.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,12 +33,12 @@ _CUDNN = "dot_product_attention_fwd_wrapper"
 
 
 def tag_product[T](y: T) -> T:
-    """Returns the result of a matrix product (or the arrays that make it), tagged."""
+    """Returns the result of a matrix product (or its arrays), tagged."""
     return checkpoint_name(y, _PRODUCT)
 
 
 def tag_attention[T](y: T) -> T:
-    """Returns the result of attention, tagged. cuDNN's needs no tag: its primitive is known."""
+    """Returns the result of attention, tagged. cuDNN's needs no tag: its primitive identifies it."""
     return checkpoint_name(y, _ATTENTION)
 
 
@@ -48,10 +48,10 @@ def tag_operand[T](packed: T) -> T:
 
 
 def rematerialize(function: Callable, mode: Remat, *, in_loop: bool) -> Callable:
-    """Returns the function, which keeps for its backward pass what `mode` says.
+    """Returns the function, rematerialized as `mode` says.
 
     Args:
-      in_loop: whether it is the body of a loop, where the compiler cannot undo the recomputation.
+      in_loop: whether it is a loop's body, where the compiler cannot undo the recomputation.
     """
     if mode == "none":
         return function
@@ -60,9 +60,9 @@ def rematerialize(function: Callable, mode: Remat, *, in_loop: bool) -> Callable
 
 
 def keep_products[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """Returns the function, which keeps for its backward pass its tagged values and its arguments.
+    """Returns the function, keeping only tagged values and its arguments for the backward pass.
 
-    Elementwise results are then recomputed where they are read.
+    Elementwise results are recomputed where they are read.
     """
     return jax.checkpoint(function, policy=_policy(frozenset().union(*_KEPT.values())))
 

@@ -31,10 +31,12 @@ def stochastic_round(
 ) -> Float32[Array, "*shape"]:
     """Returns one of the neighbours a <= x < b of `element` around each x: b with probability (x-a)/(b-a).
 
-    `random` holds integers in [0, 2**16). x goes away from zero when (random + 1/2) / 2**16 is below
-    its distance to the neighbour nearer zero, in steps; so a value of the grid never moves, and the
-    probability is met to 2**-17. Values past `element.max` saturate: scale so that none are, if the
-    mean must be exact.
+    x is rounded away from zero where (random + 1/2) / 2**16 is below its distance to the neighbour nearer
+    zero, in steps. So values of the grid never move, and the probability is exact to 2**-17. Values past
+    `element.max` saturate; scale them to fit if the mean must be exact.
+
+    Args:
+      random: uniform integers in [0, 2**16).
     """
     magnitude = jnp.minimum(jnp.abs(x), element.max)
     step, per_step = _steps(magnitude, element)
@@ -47,7 +49,7 @@ def stochastic_round(
 def _steps(
     x: Float32[Array, "*shape"], element: Element
 ) -> tuple[Float32[Array, "*shape"], Float32[Array, "*shape"]]:
-    """Returns the distance between neighbours in the binade of each x, and its inverse: powers of two."""
+    """Returns the distance between neighbours in each x's binade, a power of two, and its inverse."""
     binade = lax.bitcast_convert_type(_bits(x) & 0x7F80_0000, jnp.float32)
     step = jnp.maximum(binade, 2.0**element.emin) * jnp.float32(2.0**-element.mantissa_bits)
     return step, lax.bitcast_convert_type(0x7F00_0000 - _bits(step), jnp.float32)
@@ -56,7 +58,7 @@ def _steps(
 def _round_powers(
     steps: Float32[Array, "*shape"], step: Float32[Array, "*shape"]
 ) -> Float32[Array, "*shape"]:
-    """Rounds to nearest in a format without mantissa, where a tie goes to the even exponent code."""
+    """Rounds to nearest in a format without mantissa; a tie goes to the even exponent code."""
     code_below_is_even = (_bits(step) >> 23) & 1 == 0  # float32's bias and E3M0's are both odd
     return jnp.where((jnp.abs(steps) == 1.5) & code_below_is_even, jnp.sign(steps), jnp.rint(steps))
 

@@ -1,7 +1,7 @@
 """Block scales: the rules that choose a power of two for each block, and exact scaling by it.
 
-Scales stay integers (the E8M0 byte) until they are applied by exponent arithmetic: 2**-127 is a float32
-subnormal, which XLA flushes to zero on the CPU. Kernels must reproduce `block_scale` bit for bit.
+Scales stay integers (E8M0 bytes) and are applied by exponent arithmetic, because XLA flushes float32
+subnormals such as 2**-127 to zero on the CPU. Kernels must reproduce `block_scale` bit for bit.
 """
 
 from typing import Literal, get_args
@@ -14,11 +14,11 @@ from mxjax.formats import E2M1, Element
 
 ScaleRule = Literal["floor", "even", "uos", "rceil", "ceil"]
 
-BIAS = 127  # of E8M0 and of float32
+BIAS = 127  # exponent bias of E8M0 and float32
 NAN_SCALE = 255
 _INFINITY = 0x7F80_0000
 _MAGNITUDE = 0x7FFF_FFFF
-_ONE = 1 << 23  # of the mantissa field of float32
+_ONE = 1 << 23  # 1.0 in units of float32's last mantissa bit
 
 
 def block_scale(
@@ -26,10 +26,10 @@ def block_scale(
 ) -> UInt8[Array, "*blocks"]:
     """Returns the E8M0 byte of the scale that a block with largest magnitude `amax` shares.
 
-    The byte is `clamp(exponent(amax) - element.emax + [mantissa(amax) past t] + 127, 0, 254)`, from the
-    bits of the float32, with the mantissa in [1, 2) and, for E2M1,
+    The byte is `clamp(exponent(amax) - element.emax + [mantissa(amax) past t] + 127, 0, 254)`, read from
+    the float32's bits. The mantissa is in [1, 2), and for E2M1 the thresholds are
 
-    | rule | past t | |
+    | rule | past t | meaning |
     | --- | --- | --- |
     | floor | never | the OCP specification; the largest elements may clip |
     | even | >= 1.75 | amax rounded to the element's mantissa first |
@@ -37,7 +37,7 @@ def block_scale(
     | rceil | > 1.5 | the smallest scale at which nothing clips |
     | ceil | > 1 | the smallest power of two not below amax / 2**emax |
 
-    For other elements `even` is past 2 - 2**-(mantissa_bits + 1) and `rceil` past max / 2**emax.
+    For other elements, `even` carries at 2 - 2**-(mantissa_bits + 1) and `rceil` past max / 2**emax.
 
     Returns:
       0 for an all-zero block; 255 (NaN) where amax is NaN or infinite.
@@ -60,7 +60,7 @@ def check_rule(rule: str, element: Element | None) -> None:
 
 
 def rule_carry(rule: ScaleRule, element: Element) -> int:
-    """Returns the integer that, added to amax's bits, makes a mantissa past the rule's threshold carry."""
+    """Returns the addend to amax's bits that makes a mantissa past the rule's threshold carry."""
     check_rule(rule, element)
     match rule:
         case "floor":
@@ -78,8 +78,8 @@ def rule_carry(rule: ScaleRule, element: Element) -> int:
 def divide_by_scale(x: Float32[Array, "*shape"], scale: Int32[Array, "*#shape"]) -> Float32[Array, "*shape"]:
     """Returns x / 2**(scale - 127) for the scales that `block_scale` gives; 0 where scale is 255.
 
-    Exact, also for subnormal x, down to quotients of 2**-104; smaller ones, far below any element that
-    they could be rounded to, may become zero.
+    Exact down to quotients of 2**-104, for subnormal x too. Smaller quotients round to zero in every element
+    format, and may become zero here.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     subnormal = (bits & _INFINITY) == 0
@@ -95,10 +95,11 @@ def divide_by_scale(x: Float32[Array, "*shape"], scale: Int32[Array, "*#shape"])
 def multiply_by_scale(
     x: Float32[Array, "*shape"], scale: Int32[Array, "*#shape"]
 ) -> Float32[Array, "*shape"]:
-    """Returns x * 2**(scale - 127) for x zero or normal, exactly also where the product is subnormal.
+    """Returns x * 2**(scale - 127) for x zero or normal; exact even where the product is subnormal.
 
-    NaN where scale is 255; infinite where the product is 2**128 or more, which only elements of 4 and 6
-    reach, in blocks whose largest magnitude a rule other than `floor` has rounded up past float32's range.
+    Special values: NaN where scale is 255; infinity where the product is 2**128 or more. Only elements of 4
+      and 6 reach that, where a rule other than `floor` rounded a block's largest magnitude up past float32's
+      range.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     magnitude = bits & _MAGNITUDE

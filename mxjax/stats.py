@@ -1,4 +1,4 @@
-"""Errors of quantization against float32: of a tensor, and of each GEMM of a `dot`."""
+"""Errors of quantization against float32, for a tensor and for each GEMM of a `dot`."""
 
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ from mxjax.recipes import as_policy
 
 
 class Error(NamedTuple):
-    """The distance of an approximation from a float32 tensor; scalars.
+    """The error of an approximation of a float32 tensor, as scalars.
 
     Attributes:
       sqnr_db: signal to quantization noise, 10 log10(sum x^2 / sum (x - approximation)^2), in dB.
       relative_error: ||x - approximation|| / ||x||.
-      cosine: the cosine of the angle between the two.
+      cosine: cosine of the angle between x and the approximation.
     """
 
     sqnr_db: Float32[Array, ""]
@@ -31,11 +31,11 @@ class Error(NamedTuple):
 
 
 class QuantizationError(NamedTuple):
-    """`Error`'s fields, and two fractions of all elements.
+    """The fields of `Error`, and two fractions of all elements.
 
     Attributes:
-      clipped: the elements whose magnitude exceeds the largest that their block can hold.
-      flushed: the nonzero elements that became zero.
+      clipped: fraction of elements whose magnitude exceeds the largest that their block can represent.
+      flushed: fraction of elements that are nonzero but became zero.
     """
 
     sqnr_db: Float32[Array, ""]
@@ -46,7 +46,7 @@ class QuantizationError(NamedTuple):
 
 
 class GemmError(NamedTuple):
-    """The errors of one GEMM: of its product, and of its (rotated) operands."""
+    """The errors of one GEMM's product and of its (rotated) operands."""
 
     product: Error
     lhs: QuantizationError
@@ -62,7 +62,7 @@ class DotErrors(NamedTuple):
 
 
 def error(x: Float[Array, "*shape"], approximation: Float[Array, "*shape"]) -> Error:
-    """Returns the distance of `approximation` from x.
+    """Returns the error of `approximation` against x.
 
     Special values: infinite dB if exact. For an all-zero x the cosine is NaN; the others are NaN if the
     approximation is all zero too, else -infinite dB and an infinite relative error.

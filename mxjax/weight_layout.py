@@ -1,9 +1,9 @@
-"""How the arrays of a product are sharded on a mesh.
+"""Sharding of a product's arrays on a mesh.
 
-With Auto axes, a stored weight is sharded and gathered for each product. Without these constraints XLA may
-all-gather float32 weights and quantize afterwards. With Explicit axes, which are Auto inside a product, the
-operands' types determine the result's sharding. Under `jax.shard_map` they say which arrays vary across
-devices.
+With Auto axes, a weight is stored sharded and gathered for each product. Without the constraints here XLA may
+all-gather float32 weights and quantize afterwards. With Explicit axes, the operands' types determine the
+result's sharding; inside the product these axes are Auto. Under `jax.shard_map`, types say which arrays vary
+across devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ class Layout(NamedTuple):
     """How a weight [d_in, d_out] is sharded by axes of the mesh that `jax.set_mesh` has set.
 
     Attributes:
-      stored: the sharding of the weight itself and of its gradient.
-      multiplied: the sharding of the operand that a GEMM reads. Axes that only `stored` names are gathered
-        after quantization: packed elements and scales, FP8 or bfloat16, never the master weights.
+      stored: sharding of the weight itself and of its gradient.
+      multiplied: sharding of the operand that a GEMM reads. Axes that only `stored` names are gathered after
+        quantization: as packed elements and scales, FP8 or bfloat16, never as master weights.
     """
 
     stored: PartitionSpec
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
 
 def to_multiply(x: Shaped[Array, "*shape"], layout: Layout | None) -> Shaped[Array, "*shape"]:
-    """Returns x, the operand or the scales made from such a weight, sharded as the GEMM reads it."""
+    """Returns x, a weight's quantized operand or its scales, sharded as the GEMM reads it."""
     if layout is None:
         return x
     # The first constraint keeps quantization where the weight is stored.
@@ -54,11 +54,11 @@ def on_auto_axes(
     *more: Any,
     kept: tuple[Sequence[int], Sequence[int]],
 ) -> jax.Array:
-    """Returns product(lhs, rhs, *more), computed where the Explicit axes of the operands' mesh are Auto.
+    """Returns product(lhs, rhs, *more), computed with the mesh's Explicit axes made Auto.
 
     Args:
-      kept: the axes of lhs and of rhs that the result has, in order. It is sharded as they are, by no mesh
-        axis twice.
+      kept: axes of lhs and of rhs that the result has, in order. The result is sharded like them, except
+        that it uses each mesh axis once.
     """
     meshes = [mesh for mesh in (jax.typeof(x).sharding.mesh for x in (lhs, rhs)) if mesh.explicit_axes]
     if not meshes:
@@ -77,7 +77,7 @@ def on_auto_axes(
 
 
 def varying_as(x: jax.Array, *like: jax.Array | np.ndarray | None) -> jax.Array:
-    """Returns x; under `jax.shard_map` its type varies over all mesh axes that the others vary over."""
+    """Returns x; under `jax.shard_map`, made to vary over all mesh axes that `like` varies over."""
     axes = {axis for other in like if other is not None for axis in jax.typeof(other).mat.varying}
     more = tuple(sorted(axes - jax.typeof(x).mat.varying))
     return lax.pcast(x, more, to="varying") if more else x

@@ -78,5 +78,5 @@ def test_a_block_shape_that_is_not_positive_raises(block_shape):
 
 @pytest.mark.parametrize("policy", [None, 3])
 def test_what_is_no_policy_is_refused(policy):
-    with types_unchecked(), pytest.raises(TypeError, match=r"policy must be a mxjax\.Policy"):
+    with types_unchecked(), pytest.raises(TypeError, match=r"policy must be an mxjax\.Policy"):
         mxjax.dot(jnp.ones((2, 3)), jnp.ones((3, 2)), policy=policy)
