@@ -14,7 +14,7 @@ import tyro
 
 from models import llama
 from models.configs import from_dict
-from mxjax.implementations import Implementation, check_plans
+from mxjax.implementations import Implementation, check_implementations
 from mxjax.scales import ScaleRule
 from training.checkpoint.checkpoints import Checkpoints
 from training.compare import CompareConfig, compare
@@ -59,7 +59,7 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
         config, precision, model = read_run(arguments)
         phases = phases_of(precision, config.steps, functools.partial(llama.layer_policies, model))
         for phase in phases:
-            check_plans(phase.layers.policies, precision.implementation)
+            check_implementations(phase.layers.policies, precision.implementation)
         n_batches = config.eval_batches if arguments.batches is None else arguments.batches
         if n_batches < 1:
             raise ValueError(f"--batches must be at least 1, got {n_batches}")

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Shaped
 
 from mxjax.gemm import multiply
 from mxjax.gemm_input import GemmInput, as_backward_sees, first_order_only, fold, gemm_inputs
-from mxjax.implementations import ON_PACKED, How, Implementation, Plan, plan
+from mxjax.implementations import ON_PACKED, GemmImplementations, How, Implementation, implementations_of
 from mxjax.kmajor import KMajor
 from mxjax.policy import Policy
 from mxjax.prepare import Prepared, prepare
@@ -146,7 +146,7 @@ def _dot_general(
     rhs_free = _remaining_axes(rhs, rhs_contract, rhs_batch)
     dtype = _result_dtype(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
     dtypes = (dtype, lhs.dtype, rhs.dtype)
-    how = plan(policy, implementation)._replace(layout=layout)
+    gemms = implementations_of(policy, implementation)._replace(layout=layout)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
 
     def product(lhs, rhs, key):
@@ -154,7 +154,7 @@ def _dot_general(
         lhs, rhs = varying_as(lhs, rhs, key), varying_as(rhs, lhs, key)
         x = _group_axes(lhs, lhs_batch, lhs_free, lhs_contract)
         w = _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
-        y: jax.Array = _matmul(policy, how, dtypes, precision, x, w, key)
+        y: jax.Array = _matmul(policy, gemms, dtypes, precision, x, w, key)
         return y.reshape(shape)
 
     key = key if policy.needs_key else None
@@ -206,19 +206,21 @@ def make_dot_general(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _matmul(policy: Policy, plan: Plan, dtypes: tuple[DTypeLike, ...], precision, x, w, key) -> jax.Array:
+def _matmul(
+    policy: Policy, gemms: GemmImplementations, dtypes: tuple[DTypeLike, ...], precision, x, w, key
+) -> jax.Array:
     """Returns x [*b, m, k] @ w [*b, k, n] by the policy's Fprop; `dtypes` are the result's, x's and w's."""
-    return _forward(policy, plan, dtypes, precision, x, w, key, keep=False)[0]
+    return _forward(policy, gemms, dtypes, precision, x, w, key, keep=False)[0]
 
 
-def _matmul_fwd(policy, plan, dtypes, precision, x, w, key):
-    y, residuals = _forward(policy, plan, dtypes, precision, x, w, key, keep=True)
+def _matmul_fwd(policy, gemms, dtypes, precision, x, w, key):
+    y, residuals = _forward(policy, gemms, dtypes, precision, x, w, key, keep=True)
     # Keep the argument itself, so that a scan over layers does not copy their weights.
     return y, residuals._replace(w=w) if residuals.w_packed is None else residuals
 
 
-def _matmul_bwd(policy, plan, dtypes, precision, residuals, dy):
-    return (*_backward(policy, plan, dtypes, precision, residuals, dy), None)
+def _matmul_bwd(policy, gemms, dtypes, precision, residuals, dy):
+    return (*_backward(policy, gemms, dtypes, precision, residuals, dy), None)
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
@@ -235,27 +237,27 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), static_argnames="keep")
-def _forward(policy: Policy, plan: Plan, dtypes, precision, x, w, key, *, keep: bool):
+def _forward(policy: Policy, gemms: GemmImplementations, dtypes, precision, x, w, key, *, keep: bool):
     """Returns the product and the residuals without w itself; with `keep`, packed ones where possible."""
     x, w = first_order_only(x), first_order_only(w)
     x = lax.optimization_barrier(x)  # several passes read it; XLA would recompute it in each
     dgrad, wgrad, seen_w, seen_x = _backward_inputs(policy, key)
     left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
-    keep_x, keep_w = keep and plan.wgrad in ON_PACKED, keep and plan.dgrad in ON_PACKED
-    lhs, x_packed = _prepare_two(x, (plan.fprop, left), (plan.wgrad, wgrad[0]) if keep_x else None, seen_x)
-    rhs, w_packed = _prepare_two(w, (plan.fprop, right), (plan.dgrad, dgrad[1]) if keep_w else None, seen_w)
+    keep_x, keep_w = keep and gemms.wgrad in ON_PACKED, keep and gemms.dgrad in ON_PACKED
+    lhs, x_packed = _prepare_two(x, (gemms.fprop, left), (gemms.wgrad, wgrad[0]) if keep_x else None, seen_x)
+    rhs, w_packed = _prepare_two(w, (gemms.fprop, right), (gemms.dgrad, dgrad[1]) if keep_w else None, seen_w)
     if w.ndim == 2:  # not attention, whose products grow with the square of the sequence length
         lhs, rhs, x_packed, w_packed = _tagged(lhs), _tagged(rhs), _tagged(x_packed), _tagged(w_packed)
-    layout = plan.layout
+    layout = gemms.layout
     if layout is not None and not isinstance(rhs, MXArray):  # K-major
         layout = layout.transposed
-    y = multiply(plan.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"), layout)
+    y = multiply(gemms.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"), layout)
     y = tag_product(y) if w.ndim == 2 else y
     return y.value(dtypes[0]), _Residuals(None if keep_x else x, x_packed, None, w_packed, key)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _backward(policy: Policy, plan: Plan, dtypes, precision, residuals: _Residuals, dy):
+def _backward(policy: Policy, gemms: GemmImplementations, dtypes, precision, residuals: _Residuals, dy):
     """Returns the gradients dx and dw."""
     x, x_packed, w, w_packed, key = residuals
     dy = first_order_only(dy)
@@ -263,15 +265,15 @@ def _backward(policy: Policy, plan: Plan, dtypes, precision, residuals: _Residua
     if all(how.operand.format == "bf16" and how.rotation is None for how in (dgrad[0], wgrad[1])):
         dy = dy.astype(jnp.bfloat16)  # halves the bytes of float32 logits and converts them once
     dy = lax.optimization_barrier(dy)
-    dy_rows, dy_columns = prepare(dy, [(plan.dgrad, dgrad[0]), (plan.wgrad, wgrad[1])])
+    dy_rows, dy_columns = prepare(dy, [(gemms.dgrad, dgrad[0]), (gemms.wgrad, wgrad[1])])
     w = None if w is None else first_order_only(w)
-    w_rows = w_packed if w is None else prepare(seen_w(w), [(plan.dgrad, dgrad[1])])[0]
-    x_columns = x_packed if x is None else prepare(seen_x(x), [(plan.wgrad, wgrad[0])])[0]
+    w_rows = w_packed if w is None else prepare(seen_w(w), [(gemms.dgrad, dgrad[1])])[0]
+    x_columns = x_packed if x is None else prepare(seen_x(x), [(gemms.wgrad, wgrad[0])])[0]
     assert w_rows is not None
     assert x_columns is not None
-    dx = multiply(plan.dgrad, dtypes[1], precision, dy_rows, w_rows, ("e5m2", "e4m3"), plan.layout)
-    dw = multiply(plan.wgrad, dtypes[2], precision, x_columns, dy_columns, ("e4m3", "e5m2"))
-    return dx.value(dtypes[1]), as_stored(dw.value(dtypes[2]), plan.layout)
+    dx = multiply(gemms.dgrad, dtypes[1], precision, dy_rows, w_rows, ("e5m2", "e4m3"), gemms.layout)
+    dw = multiply(gemms.wgrad, dtypes[2], precision, x_columns, dy_columns, ("e4m3", "e5m2"))
+    return dx.value(dtypes[1]), as_stored(dw.value(dtypes[2]), gemms.layout)
 
 
 def residual_bytes(
@@ -293,10 +295,10 @@ def residual_bytes(
     resolved = as_policy(policy)
     x = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
     key = jax.eval_shape(lambda: jax.random.key(0)) if resolved.needs_key else None
-    how = plan(resolved, implementation)
+    gemms = implementations_of(resolved, implementation)
 
     def kept(x, w, key):
-        _, residuals = _matmul_fwd(resolved, how, (x.dtype,) * 3, None, x, w, key)
+        _, residuals = _matmul_fwd(resolved, gemms, (x.dtype,) * 3, None, x, w, key)
         x_, x_packed, w_, w_packed, _ = residuals
         return {"x": jax.tree.leaves((x_, x_packed)), "w": jax.tree.leaves((w_, w_packed))}
 

@@ -22,7 +22,7 @@ ON_PACKED: tuple[How, ...] = ("fp8_carriers", "scaled_dot", "triton")
 _log = logging.getLogger("mxjax")
 
 
-class Plan(NamedTuple):
+class GemmImplementations(NamedTuple):
     """How each GEMM of a policy runs here; hashable."""
 
     fprop: How
@@ -32,22 +32,23 @@ class Plan(NamedTuple):
     layout: Layout | None = None  # the layout of w
 
 
-def plan(policy: Policy, implementation: Implementation | None) -> Plan:
-    """Returns how each GEMM runs.
+def implementations_of(policy: Policy, implementation: Implementation | None) -> GemmImplementations:
+    """Returns the implementation of each of the policy's GEMMs here.
 
     Raises:
       ValueError, NotImplementedError: see `choose_implementation`.
       NotImplementedError: a named implementation does not take the operands of one of the GEMMs.
     """
     name = choose_implementation(implementation)
-    hows: list[How] = [_how(name, gemm, implementation is not None) for gemm in policy.gemms.values()]
-    return Plan(hows[0], hows[1], hows[2], current_target())
+    each: list[How] = [_how(name, gemm, implementation is not None) for gemm in policy.gemms.values()]
+    fprop, dgrad, wgrad = each
+    return GemmImplementations(fprop, dgrad, wgrad, current_target())
 
 
-def check_plans(policies: Iterable[Policy], implementation: Implementation | None) -> None:
-    """Raises the errors of `plan` for any of the policies, before anything is compiled."""
+def check_implementations(policies: Iterable[Policy], implementation: Implementation | None) -> None:
+    """Raises the errors of `implementations_of` for any of the policies, before anything is compiled."""
     for policy in policies:
-        plan(policy, implementation)
+        implementations_of(policy, implementation)
 
 
 def compiler_options(policies: Iterable[Policy], implementation: Implementation | None) -> dict[str, bool]:
@@ -57,8 +58,8 @@ def compiler_options(policies: Iterable[Policy], implementation: Implementation 
     cuBLAS.
     """
     target = current_target()
-    hows = {how for policy in policies for how in plan(policy, implementation)[:3]}
-    if target is None or target.backend != "cuda" or not hows & {"fp8_carriers", "fp8_tensor"}:
+    used = {how for policy in policies for how in implementations_of(policy, implementation)[:3]}
+    if target is None or target.backend != "cuda" or not used & {"fp8_carriers", "fp8_tensor"}:
         return {}
     return {"xla_gpu_enable_triton_gemm": False}
 

@@ -52,7 +52,7 @@ def value_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor
 def _kernel_runs(x: jax.Array, inputs: Sequence[GemmInput]) -> bool:
     if current_target() is None or not x.size:
         return False
-    from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION, LONGEST_AXIS
+    from mxjax.kernels.quantize.launches import LARGEST_ROTATION, LONGEST_AXIS
 
     return max(x.shape[-2:]) < LONGEST_AXIS and all(how.rotation_size <= LARGEST_ROTATION for how in inputs)
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from mxjax.implementations import ON_PACKED, Implementation, choose_implementation, plan
+from mxjax.implementations import ON_PACKED, Implementation, choose_implementation, implementations_of
 from mxjax.policy import Policy
 
 Remat = Literal["none", "dots", "fp4", "full"]
@@ -70,7 +70,7 @@ def keep_products[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 def check_remat(mode: Remat, policies: Iterable[Policy], implementation: Implementation | None) -> None:
     """Raises ValueError if `mode` is "fp4" and no GEMM of the policies takes packed operands here."""
     if mode == "fp4" and not any(
-        how in ON_PACKED for policy in policies for how in plan(policy, implementation)[:3]
+        how in ON_PACKED for policy in policies for how in implementations_of(policy, implementation)[:3]
     ):
         raise ValueError(
             "remat 'fp4' keeps packed MXFP4 operands, but no GEMM of these policies takes them with "

@@ -13,7 +13,7 @@ import numpy as np
 
 from models import llama
 from models.configs import LlamaConfig, from_dict, get_config, to_dict
-from mxjax.implementations import check_plans, choose_implementation
+from mxjax.implementations import check_implementations, choose_implementation
 from mxjax.layers import LayerPolicies
 from mxjax.remat import check_remat
 from training import mlperf_log
@@ -66,7 +66,7 @@ def set_up(config: Config) -> Run:
     config, model = choose_model(config, folder)
     phases = phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
     for phase in phases:
-        check_plans(phase.layers.policies, config.precision.implementation)
+        check_implementations(phase.layers.policies, config.precision.implementation)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
     if config.observe.tensorboard:
         check_installed()

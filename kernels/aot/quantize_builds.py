@@ -10,7 +10,7 @@ from mxjax.gemm_input import GemmInput
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.quantize.kernel import SCALARS, Form, quantize_kernel
-from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION, launch_of
+from mxjax.kernels.quantize.launches import LARGEST_ROTATION, launch_of
 from mxjax.operand import Operand
 from mxjax.policy import Rotation
 

@@ -11,7 +11,7 @@ from mxjax.devices import current_target
 from mxjax.dot import dot
 from mxjax.formats import get_format
 from mxjax.gemm_input import fold, gemm_inputs
-from mxjax.implementations import ON_PACKED, How, Implementation, plan
+from mxjax.implementations import ON_PACKED, How, Implementation, implementations_of
 from mxjax.kernels.bench.peers import linears
 from mxjax.kernels.matmul.carry import carry_operand
 from mxjax.kmajor import KMajor
@@ -93,7 +93,7 @@ def make_tensors(tokens: int, d_in: int, d_out: int) -> Tensors:
 
 def parts_of(name: str, implementation: Implementation) -> Iterator[tuple[str, Callable]]:
     """Yields the parts of a policy's step; none by FP8 carriers without kernels."""
-    in_fp8 = "fp8_carriers" in plan(get_policy(name), implementation)[:3]
+    in_fp8 = "fp8_carriers" in implementations_of(get_policy(name), implementation)[:3]
     if name == "bf16" or (in_fp8 and current_target() is None):
         return
     if in_fp8:
@@ -107,16 +107,16 @@ def make_operands(name: str, implementation: Implementation, x, w, dy, carried: 
     carried: encode them as the GEMMs read them.
     """
     policy, key = get_policy(name), jax.random.key(1)
-    hows = plan(policy, implementation)
+    gemms = implementations_of(policy, implementation)
     x_use, w_use = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
     dgrad, wgrad = (
         gemm_inputs(policy.dgrad, -1, -1, fold(key, 1)),
         gemm_inputs(policy.wgrad, -2, -2, fold(key, 2)),
     )
     prepared = [
-        (hows.fprop, hows.wgrad, prepare(x, ((hows.fprop, x_use), (hows.wgrad, wgrad[0]))), "e4m3"),
-        (hows.fprop, hows.dgrad, prepare(w, ((hows.fprop, w_use), (hows.dgrad, dgrad[1]))), "e4m3"),
-        (hows.dgrad, hows.wgrad, prepare(dy, ((hows.dgrad, dgrad[0]), (hows.wgrad, wgrad[1]))), "e5m2"),
+        (gemms.fprop, gemms.wgrad, prepare(x, ((gemms.fprop, x_use), (gemms.wgrad, wgrad[0]))), "e4m3"),
+        (gemms.fprop, gemms.dgrad, prepare(w, ((gemms.fprop, w_use), (gemms.dgrad, dgrad[1]))), "e4m3"),
+        (gemms.dgrad, gemms.wgrad, prepare(dy, ((gemms.dgrad, dgrad[0]), (gemms.wgrad, wgrad[1]))), "e5m2"),
     ]
     return [
         as_read(how, q, carrier) if carried else q

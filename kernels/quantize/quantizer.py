@@ -15,7 +15,7 @@ from mxjax.gemm_input import GemmInput
 from mxjax.kernels.launch import triton_call
 from mxjax.kernels.mesh import along, compound, partitioned
 from mxjax.kernels.quantize.kernel import SCALARS, Form, quantize_kernel, words_of
-from mxjax.kernels.quantize.launch_plan import LARGEST_ROTATION, LONGEST_AXIS, Pair, check_input, launch_of
+from mxjax.kernels.quantize.launches import LARGEST_ROTATION, LONGEST_AXIS, Pair, check_input, launch_of
 from mxjax.kmajor import KMajor
 
 DTYPES = {"packed": jnp.uint8, "bf16": jnp.bfloat16}

@@ -9,7 +9,7 @@ import pytest
 
 import mxjax
 from mxjax.devices import current_target
-from mxjax.implementations import plan
+from mxjax.implementations import implementations_of
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
 
@@ -81,6 +81,6 @@ def test_kernels_compose_under_jit_vmap_and_remat(implementation):
 
 
 def test_without_a_name_a_gpu_takes_its_fastest():
-    fastest = plan(mxjax.get_policy("wgrad"), None).fprop
+    fastest = implementations_of(mxjax.get_policy("wgrad"), None).fprop
     native = {"gfx950": "triton", "sm_100": "triton", "sm_90": "fp8_carriers", "software": "xla"}
     assert fastest == native[current_target().arch]

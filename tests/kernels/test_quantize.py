@@ -19,7 +19,7 @@ import mxjax
 from mxjax.devices import Target
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.launch import triton_call
-from mxjax.kernels.quantize import launch_plan, quantizer
+from mxjax.kernels.quantize import launches, quantizer
 from mxjax.kernels.quantize.hadamard import rotate_groups
 from mxjax.kernels.quantize.philox import random_halves
 from mxjax.kernels.quantize.quantizer import quantize_operands
@@ -64,9 +64,9 @@ def check_options(shape, kind, dtype, inputs, form, seed):
 @pytest.fixture(scope="module")
 def nvidia_tiles():
     """Makes the kernel take the tiles of NVIDIA GPUs, with groups of 32 mostly, in the interpreter too."""
-    tile = launch_plan._tile
+    tile = launches._tile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_plan, "_tile", lambda _, *args: tile(Target("cuda", "sm_90"), *args))
+        patch.setattr(launches, "_tile", lambda _, *args: tile(Target("cuda", "sm_90"), *args))
         quantizer._quantizer.cache_clear()
         yield
     quantizer._quantizer.cache_clear()

@@ -12,7 +12,7 @@ from support.quantizer import assert_as_defined, draw_tensor
 from mxjax.devices import INTERPRETER, Target, current_target, use_target
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.quantize.hopper_kernel import quantize_pairs_kernel
-from mxjax.kernels.quantize.launch_plan import launch_of
+from mxjax.kernels.quantize.launches import launch_of
 from mxjax.kernels.quantize.quantizer import quantize_operands
 from mxjax.operand import Operand
 from mxjax.policy import Rotation

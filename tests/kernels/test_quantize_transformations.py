@@ -10,7 +10,7 @@ import mxjax
 from mxjax.devices import Target, current_target
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.launch import MOST_PROGRAMS
-from mxjax.kernels.quantize import launch_plan
+from mxjax.kernels.quantize import launches
 from mxjax.kernels.quantize.quantizer import _call, _from_words, quantize_operands
 from mxjax.kmajor import pack_by_definition
 from mxjax.operand import Operand
@@ -91,7 +91,7 @@ def test_rows_in_any_number_are_few_programs():
     columns = GemmInput(-2)
     for pair in ((ROWS, None), (None, columns), (ROWS, columns)):
         for shape in ((1, 1, 2**21, 64), (1, 1, 64, 2**21)):
-            launch = launch_plan.launch_of(pair, "packed", Target("cuda", "sm_90"), shape, "bfloat16")
+            launch = launches.launch_of(pair, "packed", Target("cuda", "sm_90"), shape, "bfloat16")
             assert max(launch.grid[1:]) <= MOST_PROGRAMS, (pair, shape)
 
 
