@@ -41,7 +41,7 @@ class EvalConfig:
     layers: tuple[str, ...] | None = None
     """Exceptions by layer, as PATTERN=POLICY."""
     implementation: Implementation | None = None
-    """How the GEMMs run. Default: as in the run."""
+    """Implementation of the GEMMs. Default: as in the run."""
     step: int | Literal["best"] | None = None
     """Evaluate the checkpoint of this step, or the best one by evaluation loss. Default: the last."""
     data: str | None = None

@@ -1,4 +1,4 @@
-"""Where a GPU's time goes: a profile's kernels by kind, and the longest ones.
+"""A GPU's time: a profile's kernels by kind, and the longest ones.
 
     python -m benchmarks.trace_table FOLDER --steps 3
 

@@ -23,7 +23,7 @@ LOSS_TOKENS = 2048
 
 
 class Head(NamedTuple):
-    """How the head's GEMM runs; hashable."""
+    """The policy, implementation and weight layout of the head's GEMM; hashable."""
 
     policy: Policy
     implementation: Implementation | None = None

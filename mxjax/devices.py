@@ -1,4 +1,4 @@
-"""Where JAX computes, and what Triton kernels are compiled for. Imports no Triton."""
+"""The device on which JAX computes, and the target of Triton kernels. Imports no Triton."""
 
 import contextlib
 import functools

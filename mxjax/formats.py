@@ -60,7 +60,7 @@ E3M0 = Element("e3m0", 0, emax=4, emin=-2, max=16.0, dtype=jnp.float8_e4m3fn)
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How a GEMM operand is represented: its elements and what scales them.
+    """A representation of a GEMM operand: its elements and what scales them.
 
     `element` None means an unscaled floating-point `dtype` (the baselines).
     `block` is the default number of elements along the contraction axis that share a scale, 0 for none.

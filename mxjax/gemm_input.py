@@ -15,7 +15,7 @@ from mxjax.quantize import MXArray, dequantize, quantize_unpacked
 
 
 class GemmInput(NamedTuple):
-    """How one GEMM takes one tensor: a policy's `Operand` with the axis, the rotation and the random bits.
+    """One tensor's use by one GEMM: a policy's `Operand` with the axis, the rotation and the random bits.
 
     It does not contain the tensor. A tensor has two inputs, because two GEMMs read it: x [tokens, d_in] is
     contracted along -1 in the Fprop and along -2 in the Wgrad.

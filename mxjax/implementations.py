@@ -14,7 +14,7 @@ from mxjax.weight_layout import Layout
 
 Implementation = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton"]
 How = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton", "fp8_tensor"]
-"""How one GEMM runs: an implementation, or "fp8_tensor" for FP8 operands with one scale per tensor."""
+"""The implementation of one GEMM, or "fp8_tensor" for FP8 operands with one scale per tensor."""
 
 ON_PACKED: tuple[How, ...] = ("fp8_carriers", "scaled_dot", "triton")
 """Implementations that take packed operands, which the forward pass can keep for the backward pass."""
@@ -23,7 +23,7 @@ _log = logging.getLogger("mxjax")
 
 
 class GemmImplementations(NamedTuple):
-    """How each GEMM of a policy runs here; hashable."""
+    """The implementation of each GEMM of a policy here; hashable."""
 
     fprop: How
     dgrad: How

@@ -1,4 +1,4 @@
-"""`Operand`: how one operand of a GEMM is quantized. Only this module defines and checks its options."""
+"""`Operand`: the quantization of one operand of a GEMM. Only this module defines and checks its options."""
 
 import dataclasses
 from typing import Any, Literal, get_args
@@ -13,7 +13,7 @@ Source = Literal["original", "dequantized"]
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """How one operand of a GEMM is quantized: pure, hashable data that refers to no tensor and no axis.
+    """The quantization of one operand: pure, hashable data that refers to no tensor and no axis.
 
     A policy has six operands. `mxjax.quantize` makes one from its arguments.
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Shaped
 
 
 class Layout(NamedTuple):
-    """How a weight [d_in, d_out] is sharded by axes of the mesh that `jax.set_mesh` has set.
+    """Shardings of a weight [d_in, d_out] by axes of the mesh that `jax.set_mesh` has set.
 
     Attributes:
       stored: sharding of the weight itself and of its gradient.

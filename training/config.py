@@ -78,7 +78,7 @@ class PrecisionConfig:
     and last 4 blocks 'blocks[:2].*=bf16' 'blocks[-4:].*=bf16'. They hold in every phase. The last match
     wins."""
     implementation: Implementation | None = None
-    """How the GEMMs run. Default: the fastest that works here."""
+    """Implementation of the GEMMs. Default: the fastest that works here."""
 
     def rules(self) -> list[tuple[str, Policy]]:
         """Returns the exceptions by layer as (pattern, policy)."""

@@ -22,7 +22,7 @@ GRADIENT_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a step is distributed.
+    """The distribution of a step.
 
     Attributes:
       data, fsdp, tensor: the mesh.

@@ -17,7 +17,7 @@ from mxjax.scales import ScaleRule
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """How a cell is trained.
+    """The training of a cell.
 
     Attributes:
       lr: peak learning rate.

@@ -1,4 +1,4 @@
-"""What each kernel must write, computed by numpy and by the definitions in `mxjax`.
+"""Expected results of each kernel, computed by numpy and by the definitions in `mxjax`.
 
 Every kind of kernel has two functions that take the same keyword arguments: KIND_inputs draws example inputs,
 and KIND_outputs computes the outputs for any inputs. A build's record names the kind and the arguments, and
@@ -24,7 +24,7 @@ SIGNS = 64
 
 Arrays = dict[str, np.ndarray]
 Side = Mapping[str, Any]
-"""How the quantizer makes one operand: `form`, `rotation` (1 is none), `signs`, and mxjax.quantize's
+"""Options of one operand of the quantizer: `form`, `rotation` (1 is none), `signs`, and mxjax.quantize's
 `scale_rule`, `rounding`, `block_shape` and `prescale`."""
 
 

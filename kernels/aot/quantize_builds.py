@@ -16,7 +16,7 @@ from mxjax.policy import Rotation
 
 
 class Side(NamedTuple):
-    """How a build quantizes a tensor along one of its axes, and the form that it writes."""
+    """The quantization of a tensor along one of its axes, and the form that a build writes."""
 
     operand: Operand
     rotation: Rotation | None = None

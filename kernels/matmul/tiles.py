@@ -1,4 +1,4 @@
-"""How a GEMM is tiled: a table for each target, and the choice of a row by the GEMM's shape."""
+"""Tiles of a GEMM: a table for each target, and the choice of a row by the GEMM's shape."""
 
 import math
 from typing import NamedTuple

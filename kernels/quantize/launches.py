@@ -1,4 +1,4 @@
-"""How the quantizer kernel is launched: the operands wanted, as constants, tiles and programs."""
+"""Launches of the quantizer kernel: the operands wanted, as constants, tiles and programs."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
