@@ -19,10 +19,9 @@ import numpy as np
 from gfloat import formats
 
 import mxjax
+from mxjax.formats import BLOCK
 from mxjax.kernels.tables import table
 from mxjax.quantize import block_values, quantize_unpacked
-
-BLOCK = 32
 
 
 def cast(x: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from mxjax.kmajor import KMajor, code_values, power_of_two, spread_blocks, unpac
 
 Carrier = Literal["e4m3", "e5m2"]
 
-DTYPES = {"e4m3": E4M3.dtype, "e5m2": E5M2.dtype}
+CARRIER_DTYPES = {"e4m3": E4M3.dtype, "e5m2": E5M2.dtype}
 SHIFTS = {"e4m3": (-8, 6), "e5m2": (-15, 13)}
 """The smallest and largest shift s for which E2M1's magnitudes, 0.5 to 6, times 2**s are exact."""
 UNIT_BYTES = (64, 190)
@@ -59,4 +59,4 @@ def carry(q: KMajor, carrier: Carrier) -> Carried:
     lost = jnp.any(((shift < low) | (shift > high)) & ~is_nan & is_nonzero, axis=-1)
     factor = jnp.where(is_nan, jnp.nan, power_of_two(jnp.clip(shift, low, high)))
     elements = code_values(unpack_codes(packed)) * spread_blocks(factor)
-    return Carried(elements.astype(DTYPES[carrier]), unit.astype(jnp.uint8), lost.astype(jnp.uint8))
+    return Carried(elements.astype(CARRIER_DTYPES[carrier]), unit.astype(jnp.uint8), lost.astype(jnp.uint8))

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 
 from mxjax.devices import Target
-from mxjax.fp8_carriers import DTYPES, Carrier
+from mxjax.formats import BLOCK
+from mxjax.fp8_carriers import CARRIER_DTYPES, Carrier
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.matmul.carry import BLOCKS, carry_kernel, constants_of, programs_of
@@ -18,18 +19,18 @@ def builds(target: Target) -> list[Build]:
     if target.arch != "sm_90":
         return []
     tensors = [t for tokens in shapes.TOKENS for t in shapes.tensors(tokens)]
-    sizes = {(t.rows, t.columns // 32) for t in tensors} | {(t.columns, t.rows // 32) for t in tensors}
+    sizes = {(t.rows, t.columns // BLOCK) for t in tensors} | {(t.columns, t.rows // BLOCK) for t in tensors}
     sizes |= {(1, 1), (33, 3), (1, BLOCKS + 1), (3, 2 * BLOCKS)}
-    return [_build(*size, carrier, target) for size in sorted(sizes) for carrier in DTYPES]
+    return [_build(*size, carrier, target) for size in sorted(sizes) for carrier in CARRIER_DTYPES]
 
 
 def _build(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
     programs = programs_of(n, blocks)
     constants = constants_of(n, blocks, carrier, target)
-    view = ((1, n, 32 * blocks), jnp.dtype(DTYPES[carrier]).name)
+    view = ((1, n, BLOCK * blocks), jnp.dtype(CARRIER_DTYPES[carrier]).name)
     tile = [constants["ROWS"], constants["BLOCKS"]]
     return Build(
-        name=f"carry_{n}x{32 * blocks}_{carrier}",
+        name=f"carry_{n}x{BLOCK * blocks}_{carrier}",
         kernel=carry_kernel,
         signature={
             "words": Argument((1, n, 4 * blocks), "int32", meaning=_ELEMENTS),

@@ -16,7 +16,7 @@ import numpy as np
 
 import mxjax
 from mxjax.formats import BLOCK
-from mxjax.fp8_carriers import DTYPES, SHIFTS, UNIT_BYTES, Carrier
+from mxjax.fp8_carriers import CARRIER_DTYPES, SHIFTS, UNIT_BYTES, Carrier
 
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
 SIGNS = 64
@@ -186,7 +186,7 @@ def carrier_outputs(inputs: Arrays, *, rows: int, blocks: int, carrier: Carrier,
     tiles = np.pad(lost[0], ((0, -rows % tile[0]), (0, -blocks % tile[1])))
     tiles = tiles.reshape(-(-rows // tile[0]), tile[0], -(-blocks // tile[1]), tile[1]).any((1, 3))
     return {
-        "out": (elements * np.repeat(factors, BLOCK, axis=-1)).astype(DTYPES[carrier]),
+        "out": (elements * np.repeat(factors, BLOCK, axis=-1)).astype(CARRIER_DTYPES[carrier]),
         "unit": unit.astype(np.uint8),
         "lost": tiles.reshape(1, -1).astype(np.uint8),
     }

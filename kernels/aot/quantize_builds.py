@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from mxjax.devices import Target
 from mxjax.gemm_input import GemmInput
@@ -11,6 +12,7 @@ from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.quantize.kernel import SCALARS, Form, quantize_kernel
 from mxjax.kernels.quantize.launches import LARGEST_ROTATION, launch_of
+from mxjax.kernels.quantize.quantizer import FORM_DTYPES
 from mxjax.operand import Operand
 from mxjax.policy import Rotation
 
@@ -149,8 +151,8 @@ def _view(side: Side | None, words: tuple[int, ...]) -> tuple[tuple[int, ...], s
     """Returns the shape and dtype of the elements in int32 words."""
     if side is None:
         return None
-    elements, dtype = {"packed": (4, "uint8"), "bf16": (2, "bfloat16")}[side.form]
-    return (*words[:-1], words[-1] * elements), dtype
+    dtype = jnp.dtype(FORM_DTYPES[side.form])
+    return (*words[:-1], words[-1] * 4 // dtype.itemsize), dtype.name
 
 
 def _expected_side(side: Side | None) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from jaxtyping import Array, UInt8
 
 from mxjax.devices import Target
 from mxjax.formats import BLOCK
-from mxjax.fp8_carriers import DTYPES, SHIFTS, UNIT_BYTES, Carried, Carrier
+from mxjax.fp8_carriers import CARRIER_DTYPES, SHIFTS, UNIT_BYTES, Carried, Carrier
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.quantize.elements import encode_fp8, scale_value
 
@@ -60,7 +60,7 @@ def carry_operand(
         num_warps=4,
         **constants_of(n, blocks, carrier, target),
     )
-    fp8 = jax.lax.bitcast_convert_type(carried, DTYPES[carrier])
+    fp8 = jax.lax.bitcast_convert_type(carried, CARRIER_DTYPES[carrier])
     return Carried(fp8.reshape(batch, n, BLOCK * blocks), unit, lost)
 
 

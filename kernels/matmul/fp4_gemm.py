@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, UInt8
 from triton import knobs
 
 from mxjax.devices import Target, current_target
+from mxjax.formats import BLOCK
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.matmul.tiles import OPTIONS, Tiles, choose_tiles, table_of
 from mxjax.kernels.mesh import partitioned
@@ -57,13 +58,14 @@ def check_operands(lhs: jax.Array, lhs_scales: jax.Array, rhs: jax.Array, rhs_sc
     """Raises ValueError unless the shapes match and the kernels' offsets fit into 32 bits."""
     *batch, m, k = (*lhs.shape[:-1], lhs.shape[-1] * 2)
     n = rhs.shape[-2]
-    if k % 32 or rhs.shape[-1] * 2 != k:
+    if k % BLOCK or rhs.shape[-1] * 2 != k:
         raise ValueError(
-            f"matmul needs lhs and rhs with equal k, a multiple of 32, got packed {lhs.shape} and {rhs.shape}"
+            f"matmul needs lhs and rhs with equal k, a multiple of {BLOCK}, "
+            f"got packed {lhs.shape} and {rhs.shape}"
         )
-    if lhs_scales.shape != (*batch, m, k // 32) or rhs_scales.shape != (*batch, n, k // 32):
+    if lhs_scales.shape != (*batch, m, k // BLOCK) or rhs_scales.shape != (*batch, n, k // BLOCK):
         raise ValueError(
-            f"matmul needs scales of shapes {(*batch, m, k // 32)} and {(*batch, n, k // 32)}, "
+            f"matmul needs scales of shapes {(*batch, m, k // BLOCK)} and {(*batch, n, k // BLOCK)}, "
             f"got {lhs_scales.shape} and {rhs_scales.shape}"
         )
     if max(n, k) >= 2**21 or m >= 2**28:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, UInt8
 from triton import knobs
 
 from mxjax.devices import Target, current_target
+from mxjax.formats import BLOCK
 from mxjax.fp8_carriers import Carried, Carrier
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.matmul.carry import carry_operand, rows_and_parts
@@ -146,7 +147,7 @@ def grid_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
 
 def constants_of(m: int, n: int, k: int, tiles: Tiles) -> dict[str, int]:
     """Returns the kernel's constexpr arguments."""
-    rows, parts = rows_and_parts(k // 32)
+    rows, parts = rows_and_parts(k // BLOCK)
     flags = {"ROWS": rows, "PARTS": parts}
     return {"M": m, "N": n, "K": k, **flags, "BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k}
 

@@ -2,11 +2,12 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, Shaped
 
 from mxjax.devices import Target, current_target
@@ -18,7 +19,8 @@ from mxjax.kernels.quantize.kernel import SCALARS, Form, quantize_kernel, words_
 from mxjax.kernels.quantize.launches import LARGEST_ROTATION, LONGEST_AXIS, Pair, check_input, launch_of
 from mxjax.kmajor import KMajor
 
-DTYPES = {"packed": jnp.uint8, "bf16": jnp.bfloat16}
+FORM_DTYPES: Mapping[Form, DTypeLike] = {"packed": jnp.uint8, "bf16": jnp.bfloat16}
+"""The dtype of the elements in the kernel's 32-bit words."""
 
 
 def quantize_operands(
@@ -72,8 +74,8 @@ def _signs(how: GemmInput | None) -> jax.Array:
 
 def _from_words(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, "*b n _"]:
     """Returns the elements in 32-bit words; only the type changes."""
-    elements = lax.bitcast_convert_type(words, DTYPES[form])
-    return elements.reshape(*words.shape[:-1], words.shape[-1] * 4 // jnp.dtype(DTYPES[form]).itemsize)
+    elements = lax.bitcast_convert_type(words, FORM_DTYPES[form])
+    return elements.reshape(*words.shape[:-1], words.shape[-1] * 4 // jnp.dtype(FORM_DTYPES[form]).itemsize)
 
 
 @functools.cache
