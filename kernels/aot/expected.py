@@ -23,7 +23,7 @@ SIGNS = 64
 """Signs that the quantizer kernel takes of each side; shorter runs repeat."""
 
 Arrays = dict[str, np.ndarray]
-Side = Mapping[str, Any]
+InputOptions = Mapping[str, Any]
 """Options of one operand of the quantizer: `form`, `rotation` (1 is none), `signs`, and mxjax.quantize's
 `scale_rule`, `rounding`, `block_shape` and `prescale`."""
 
@@ -86,7 +86,9 @@ def unshuffle(shuffled: np.ndarray, rows: int, blocks: int) -> np.ndarray:
     return parts.reshape(batch, width // 8, 8 * eights)[:, :rows, :blocks]
 
 
-def quantizer_inputs(*, shape: list[int], dtype: str, rows: Side | None, columns: Side | None) -> Arrays:
+def quantizer_inputs(
+    *, shape: list[int], dtype: str, rows: InputOptions | None, columns: InputOptions | None
+) -> Arrays:
     """Draws x [1, batch, rows, columns] with ties, both zeros and infinities, and what the sides draw.
 
     x has tiny blocks too, whose scale byte is 0, except where it is rotated: XLA flushes subnormals on CPUs.
@@ -112,11 +114,13 @@ def _random_key(side: int) -> jax.Array:
     return jax.random.key(side)
 
 
-def _random_signs(i: int, side: Side) -> jax.Array:
+def _random_signs(i: int, side: InputOptions) -> jax.Array:
     return mxjax.random_signs(jax.random.key(2 + i), side["rotation"])
 
 
-def quantizer_outputs(inputs: Arrays, *, rows: Side | None, columns: Side | None, **_: object) -> Arrays:
+def quantizer_outputs(
+    inputs: Arrays, *, rows: InputOptions | None, columns: InputOptions | None, **_: object
+) -> Arrays:
     """Computes the words and scale bytes of the sides that are wanted, the blocked axis last.
 
     The sides' random bits and signs are those of `quantizer_inputs`; x may be any.
@@ -129,7 +133,7 @@ def quantizer_outputs(inputs: Arrays, *, rows: Side | None, columns: Side | None
     return outputs
 
 
-def _quantize(x: np.ndarray, i: int, side: Side) -> tuple[np.ndarray, np.ndarray]:
+def _quantize(x: np.ndarray, i: int, side: InputOptions) -> tuple[np.ndarray, np.ndarray]:
     """Returns the words and scale bytes of x by rows (i is 0) or by columns (1)."""
     axis = (-1, -2)[i]
     widths = [(0, 0)] * x.ndim

@@ -1,12 +1,13 @@
 """The ahead-of-time builds of the quantizer kernel."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mxjax.devices import Target
+from mxjax.formats import BLOCK
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
@@ -16,17 +17,10 @@ from mxjax.kernels.quantize.quantizer import FORM_DTYPES
 from mxjax.operand import Operand
 from mxjax.policy import Rotation
 
-
-class Side(NamedTuple):
-    """The quantization of a tensor along one of its axes, and the form that a build writes."""
-
-    operand: Operand
-    rotation: Rotation | None = None
-    form: Form = "packed"
-
-    def along(self, axis: int) -> GemmInput:
-        """Returns it as the input of a GEMM that contracts `axis`."""
-        return GemmInput(axis, self.operand, self.rotation)
+_Side = tuple[Operand, Rotation | None]
+"""The quantization of a tensor along one of its axes."""
+_Sides = tuple[_Side | None, _Side | None]
+"""The wanted sides of a tensor, along its rows (axis -1) and along its columns (axis -2)."""
 
 
 def builds(target: Target) -> list[Build]:
@@ -38,45 +32,59 @@ def builds(target: Target) -> list[Build]:
         for sides in _step_sides(tensor)
     ]
     [tensor] = [t for t in shapes.tensors(shapes.TOKENS[0]) if t.name == "attention.qkv.activation"]
-    wanted += [_build((tensor.rows, tensor.columns), "bfloat16", sides, target) for sides in _OTHER_SIDES]
+    wanted += [
+        _build((tensor.rows, tensor.columns), "bfloat16", sides, target, form) for sides, form in _OTHER_SIDES
+    ]
     edges = [(tensor.rows, tensor.columns) for tensor in shapes.EDGE_TENSORS] + [_BATCH]
-    wanted += [_build(shape, dtype, sides, target) for shape in edges for dtype, sides in _EDGE_SIDES]
+    wanted += [
+        _build(shape, dtype, sides, target, form) for shape in edges for dtype, sides, form in _EDGE_SIDES
+    ]
     if target.arch == "sm_90":  # edges of Hopper's kernel
         wanted += [_build((200, 136), "bfloat16", sides, target) for sides in _PAIRS]
     if target.arch == "gfx950":  # small enough for the emulator
-        wanted += [_build(shape, dtype, sides, target) for shape in _SMALL for dtype, sides in _ALL_SIDES]
+        wanted += [
+            _build(shape, dtype, sides, target, form) for shape in _SMALL for dtype, sides, form in _ALL_SIDES
+        ]
     return list({build.name: build for build in wanted}.values())
 
 
-_PLAIN = Side(Operand())
-_H16 = Side(Operand(), Rotation(16))
-_STOCHASTIC = Side(Operand(rounding="stochastic"))
-_SQUARE = Side(Operand(block_shape=(32, 32)))
-_Sides = tuple[Side | None, Side | None]
+_PLAIN: _Side = (Operand(), None)
+_H16: _Side = (Operand(), Rotation(16))
+_STOCHASTIC: _Side = (Operand(rounding="stochastic"), None)
+_SQUARE: _Side = (Operand(block_shape=(BLOCK, BLOCK)), None)
+_EVEN: _Side = (Operand(scale_rule="even"), Rotation(64, "fixed"))
+_RCEIL: _Side = (Operand(scale_rule="rceil", rounding="stochastic"), Rotation(32, "redrawn"))
+_PRESCALED: _Side = (Operand(prescale=0.75, block_shape=(BLOCK, BLOCK)), None)
 _PAIRS: list[_Sides] = [(_PLAIN, _PLAIN), (_PLAIN, _H16), (None, _H16)]
 _BATCH = (3, 40, 70)
 _SMALL = [(128, 128), (65, 97)]
-_EDGE_SIDES: list[tuple[str, _Sides]] = [
-    ("bfloat16", (_PLAIN, _H16)),
-    ("float32", (_PLAIN, _H16)),
-    ("float16", (Side(Operand(scale_rule="even"), Rotation(64, "fixed"), "bf16"), None)),
-    ("bfloat16", (None, Side(Operand(scale_rule="rceil", rounding="stochastic"), Rotation(32, "redrawn")))),
-    ("float32", (Side(Operand(prescale=0.75, block_shape=(32, 32))), _SQUARE)),
+_EDGE_SIDES: list[tuple[str, _Sides, Form]] = [
+    ("bfloat16", (_PLAIN, _H16), "packed"),
+    ("float32", (_PLAIN, _H16), "packed"),
+    ("float16", (_EVEN, None), "bf16"),
+    ("bfloat16", (None, _RCEIL), "packed"),
+    ("float32", (_PRESCALED, _SQUARE), "packed"),
 ]
 
-_OTHER_SIDES: list[_Sides] = [
-    *[(_PLAIN, None), (_H16, None), (None, _PLAIN), (None, _H16)],
-    *[(_PLAIN, _STOCHASTIC), (_STOCHASTIC, _STOCHASTIC), (_SQUARE, _SQUARE)],
-    (_PLAIN, Side(Operand(), Rotation(16, "redrawn"))),
-    (Side(Operand(), form="bf16"), Side(Operand(), Rotation(16), "bf16")),
+_OTHER_SIDES: list[tuple[_Sides, Form]] = [
+    ((_PLAIN, None), "packed"),
+    ((_H16, None), "packed"),
+    ((None, _PLAIN), "packed"),
+    ((None, _H16), "packed"),
+    ((_PLAIN, _STOCHASTIC), "packed"),
+    ((_STOCHASTIC, _STOCHASTIC), "packed"),
+    ((_SQUARE, _SQUARE), "packed"),
+    ((_PLAIN, (Operand(), Rotation(16, "redrawn"))), "packed"),
+    ((_PLAIN, _H16), "bf16"),
 ]
-"""Sides that other policies and implementations take."""
-_ALL_SIDES: list[tuple[str, _Sides]] = [
-    ("float32", (_PLAIN, _PLAIN)),
-    ("float32", (_H16, _H16)),
-    *(("bfloat16", sides) for sides in [(_H16, _H16), *_OTHER_SIDES]),
+"""Sides and forms that other policies and implementations take."""
+_ALL_SIDES: list[tuple[str, _Sides, Form]] = [
+    ("float32", (_PLAIN, _PLAIN), "packed"),
+    ("float32", (_H16, _H16), "packed"),
+    ("bfloat16", (_H16, _H16), "packed"),
+    *(("bfloat16", sides, form) for sides, form in _OTHER_SIDES),
 ]
-"""Dtypes and sides of a training step and of other policies."""
+"""Dtypes, sides and forms of a training step and of other policies."""
 
 
 def _dtype(tensor: shapes.TensorShape) -> str:
@@ -88,11 +96,11 @@ def _step_sides(tensor: shapes.TensorShape) -> list[_Sides]:
     return [(_PLAIN, _PLAIN if tensor.name.endswith("weight") else _H16), (_H16, _H16)]
 
 
-def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) -> Build:
+def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target, form: Form = "packed") -> Build:
     *batch, r, c = shape
     b = math.prod(batch)
-    form = next(side.form for side in sides if side)
-    pair = sides[0] and sides[0].along(-1), sides[1] and sides[1].along(-2)
+    rows, columns = sides
+    pair = rows and GemmInput(-1, *rows), columns and GemmInput(-2, *columns)
     launch = launch_of(pair, form, target, (1, b, r, c), dtype)
     constants = launch.constants
     arguments = {"x": Argument((1, b, r, c), dtype, meaning="the tensor, row-major")}
@@ -103,19 +111,19 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target) ->
     outputs = iter(launch.out)
     for name, side in zip(("row", "column"), sides, strict=True):
         words, scales = next(outputs), next(outputs)
-        arguments[f"{name}_words"] = _output(words, side, _WORDS_MEANINGS, _view(side, words.shape))
-        arguments[f"{name}_scales"] = _output(scales, side, _SCALES_MEANINGS)
+        wanted = side is not None
+        view = _view(words.shape, form) if wanted else None
+        arguments[f"{name}_words"] = _output(words, wanted, _WORDS_MEANINGS[form], view)
+        arguments[f"{name}_scales"] = _output(scales, wanted, _SCALES_MEANING)
     size = "x".join(map(str, shape))
-    rows, columns = map(_expected_side, sides)
+    options = {"rows": _options(rows, form), "columns": _options(columns, form)}
     return Build(
-        name=f"quantize_{size}_{dtype}_rows_{_label(sides[0])}_columns_{_label(sides[1])}",
+        name=f"quantize_{size}_{dtype}_rows_{_label(rows, form)}_columns_{_label(columns, form)}",
         kernel=launch.kernel,
         signature=arguments,
         constants=constants,
         grid=launch.grid,
-        expected=Expected(
-            "quantizer", {"shape": [b, r, c], "dtype": dtype, "rows": rows, "columns": columns}
-        ),
+        expected=Expected("quantizer", {"shape": [b, r, c], "dtype": dtype, **options}),
         num_warps=launch.num_warps,
     )
 
@@ -131,39 +139,35 @@ _WORDS_MEANINGS = {
     "bf16": "the dequantized elements, before the division by a prescale; "
     "[1, batch, other axis, blocked axis padded with zeros]",
 }
-_SCALES_MEANINGS = dict.fromkeys(
-    _WORDS_MEANINGS, "E8M0 bytes; [1, batch, other axis, blocks along the blocked axis]"
-)
+_SCALES_MEANING = "E8M0 bytes; [1, batch, other axis, blocks along the blocked axis]"
 
 
 def _output(
     array: jax.ShapeDtypeStruct,
-    side: Side | None,
-    meanings: dict[str, str],
+    wanted: bool,
+    meaning: str,
     view: tuple[tuple[int, ...], str] | None = None,
 ) -> Argument:
-    if side is None:
+    if not wanted:
         return Argument(array.shape, array.dtype.name, "unused", "not wanted, not written")
-    return Argument(array.shape, array.dtype.name, "output", meanings[side.form], view)
+    return Argument(array.shape, array.dtype.name, "output", meaning, view)
 
 
-def _view(side: Side | None, words: tuple[int, ...]) -> tuple[tuple[int, ...], str] | None:
+def _view(words: tuple[int, ...], form: Form) -> tuple[tuple[int, ...], str]:
     """Returns the shape and dtype of the elements in int32 words."""
-    if side is None:
-        return None
-    dtype = jnp.dtype(FORM_DTYPES[side.form])
+    dtype = jnp.dtype(FORM_DTYPES[form])
     return (*words[:-1], words[-1] * 4 // dtype.itemsize), dtype.name
 
 
-def _expected_side(side: Side | None) -> dict[str, Any] | None:
-    """Returns a side as `mxjax.kernels.aot.expected` takes it."""
+def _options(side: _Side | None, form: Form) -> dict[str, Any] | None:
+    """Returns a side as `mxjax.kernels.aot.expected.InputOptions`."""
     if side is None:
         return None
-    o = side.operand
+    o, rotation = side
     return {
-        "form": side.form,
-        "rotation": side.rotation.size if side.rotation else 1,
-        "signs": side.rotation.signs if side.rotation else "none",
+        "form": form,
+        "rotation": rotation.size if rotation else 1,
+        "signs": rotation.signs if rotation else "none",
         "scale_rule": o.scale_rule,
         "rounding": o.rounding,
         "block_shape": o.block_shape,
@@ -171,12 +175,12 @@ def _expected_side(side: Side | None) -> dict[str, Any] | None:
     }
 
 
-def _label(side: Side | None) -> str:
+def _label(side: _Side | None, form: Form) -> str:
     """Returns a side in a file's name: its form, and what is not default."""
     if side is None:
         return "none"
-    o, rotation = side.operand, side.rotation
-    parts = [side.form, f"h{rotation.size}" if rotation else "", rotation.signs if rotation else ""]
+    o, rotation = side
+    parts = [form, f"h{rotation.size}" if rotation else "", rotation.signs if rotation else ""]
     parts += [o.scale_rule, "sr" if o.rounding == "stochastic" else "", str(o.prescale or "")]
-    parts.append("32x32" if o.block_shape == (32, 32) else "")
+    parts.append("32x32" if o.is_square else "")
     return "-".join(x for x in parts if x not in ("", "floor", "none"))
