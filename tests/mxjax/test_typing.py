@@ -1,4 +1,4 @@
-"""A user's script is typed fully: pyright and mypy, both strict, accept a right one and flag each wrong line."""
+"""Type checking of a user's script: strict pyright and mypy accept a right one and flag each wrong line."""
 
 import importlib.util
 import json
