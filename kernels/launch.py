@@ -55,7 +55,7 @@ def triton_call(
       constants: the kernel's constexpr arguments.
     """
     if 0 in grid:
-        return [jnp.zeros(o.shape, o.dtype) for o in out]
+        return [varying_as(jnp.zeros(o.shape, o.dtype), *arrays) for o in out]
     if isinstance(kernel, InterpretedFunction):
         _interpreter_thread()
         run = functools.partial(_interpret, kernel, tuple(out), grid, constants, in_place)

@@ -48,7 +48,7 @@ class DataConfig:
     """A text file or a folder of text files, read as bytes; or tokenized datasets: PREFIX, PREFIX PREFIX ...
     (mixed by size) or WEIGHT PREFIX WEIGHT PREFIX ... Default: the source of Python's standard library."""
     eval_data: str | None = None
-    """Text or dataset PREFIX to evaluate on. Default: 5 % of --data, which are held out from training."""
+    """Text or dataset PREFIX to evaluate on. Default: 5 % of --data, which training does not read."""
     vocab_size: int | None = None
     """Vocabulary of the model. Default: that of PREFIX.tokenizer.json, or else the model's own; 257 for
     text."""

@@ -199,7 +199,7 @@ def _files(folder: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
 def _shards(specs: Mapping[str, Spec], largest: int) -> list[dict[str, Spec]]:
     """Splits the tensors, in order, into shards of up to `largest` bytes.
 
-    huggingface_hub.split_state_dict_into_shards_factory splits alike, but brings an HTTP client along.
+    huggingface_hub.split_state_dict_into_shards_factory gives the same split, but brings an HTTP client.
     """
     shards: list[dict[str, Spec]] = [{}]
     size = 0

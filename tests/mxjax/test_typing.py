@@ -1,8 +1,9 @@
-"""A user's script is typed fully: pyright in strict mode accepts a right one, and flags each wrong line."""
+"""Type checking of a user's script: strict pyright and mypy accept a right one and flag each wrong line."""
 
 import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -48,31 +49,43 @@ mxjax.dot(x, x, policy="bf16", implementation="fp8")  # wrong
 mxjax.dot(x, x, polcy="bf16")  # wrong
 """
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("pyright") is None, reason="pyright: uv sync --group lint"),
-]
+pytestmark = pytest.mark.slow
 
 
-def errors(folder: pathlib.Path, script: str) -> dict[int, str]:
-    """Returns the first message about each line, from 0, by pyright in strict mode."""
+def by_pyright(folder: pathlib.Path, script: str) -> set[int]:
+    """Returns the lines, from 0, in which pyright finds errors."""
     (folder / "script.py").write_text(script)
     config = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "include": ["script.py"]}
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "pyright", "-p", folder, "--pythonpath", sys.executable, "--outputjson"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
-    return {
-        d["range"]["start"]["line"]: d["message"]
-        for d in reversed(found["generalDiagnostics"])
-        if d["severity"] == "error"
-    }
+    return {d["range"]["start"]["line"] for d in found["generalDiagnostics"] if d["severity"] == "error"}
 
 
-def test_a_right_script_is_typed_fully(tmp_path):
-    assert errors(tmp_path, RIGHT) == {}
+def by_mypy(folder: pathlib.Path, script: str) -> set[int]:
+    """Returns the lines, from 0, in which mypy finds errors."""
+    path = folder / "script.py"
+    path.write_text(script)
+    options = ["--strict", "--follow-imports=silent", f"--cache-dir={folder / 'cache'}"]
+    command = [sys.executable, "-m", "mypy", *options, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return {int(line) - 1 for line in re.findall(r"script\.py:(\d+): error", done.stdout)}
 
 
-def test_each_wrong_line_is_flagged(tmp_path):
+@pytest.fixture(params=[by_pyright, by_mypy])
+def wrong_lines(request):
+    checker = request.param.__name__.removeprefix("by_")
+    if importlib.util.find_spec(checker) is None:
+        pytest.skip(f"needs {checker}: uv sync --group lint")
+    return request.param
+
+
+def test_a_right_script_is_typed_fully(tmp_path, wrong_lines):
+    assert wrong_lines(tmp_path, RIGHT) == set()
+
+
+def test_each_wrong_line_is_flagged(tmp_path, wrong_lines):
     wrong = {i for i, line in enumerate(WRONG.splitlines()) if line.endswith("# wrong")}
-    assert set(errors(tmp_path, WRONG)) >= wrong
+    assert wrong_lines(tmp_path, WRONG) >= wrong
     assert len(wrong) == 11
