@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mxjax.kernels.launch  # noqa: F401, first because without Triton it says what to install
+
+# isort: split
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget

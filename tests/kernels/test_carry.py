@@ -59,6 +59,13 @@ def test_carries_what_the_definition_does(seed, n, blocks, span, carrier):
     assert_same([t[0] for t in got], q, carrier)
 
 
+@pytest.mark.parametrize("carrier", ["e4m3", "e5m2"])
+def test_scales_over_thirty_binades(carrier):
+    q = random_operand(1, 5, 3, 30)
+    got = by_kernel(q.elements[None], q.scales[None], carrier)
+    assert_same([t[0] for t in got], q, carrier)
+
+
 @pytest.mark.parametrize("blocks", [256, 257, 1100])
 def test_long_rows_are_carried_by_several_programs(blocks):
     operands = [random_operand(seed, 3, blocks, 12 + 18 * seed) for seed in range(2)]

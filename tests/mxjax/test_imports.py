@@ -79,7 +79,7 @@ def test_no_circles():
 def test_packages_import_one_way(package, forbidden):
     for module, others in GRAPH.items():
         # A command, `python -m models.huggingface`, may read what a training run wrote.
-        if module.partition(".")[0] == package and not module.endswith("__main__"):
+        if module.partition(".")[0] == package and module != "models.huggingface.__main__":
             assert not {m for m in others if m.partition(".")[0] in forbidden}, module
 
 
@@ -93,5 +93,5 @@ def test_the_library_needs_jax_numpy_and_jaxtyping_alone():
 def test_the_kernels_import_triton_and_nothing_else_at_their_top():
     allowed = LIBRARY | set(sys.stdlib_module_names) | {"mxjax", "triton"}
     for module, path in SOURCES.items():
-        if module.startswith(("mxjax.kernels.quantize", "mxjax.kernels.matmul", "mxjax.kernels.launch")):
+        if module.startswith("mxjax.kernels.") and module.split(".")[2] not in ("aot", "bench"):
             assert {name.partition(".")[0] for name in imported(path, lazy=False)} <= allowed, module

@@ -195,15 +195,17 @@ def test_the_wheel_runs_with_its_requirements_alone(wheel, tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     code = """
-import importlib.metadata, json
-import jax.numpy as jnp, mxjax
+import importlib, importlib.metadata, json
+import jax.numpy as jnp, mxjax, mxjax.kernels.aot.check
 
 y = mxjax.dot(jnp.ones((2, 3)), jnp.ones((3, 2)), policy="wgrad_hadamard")
-try:
-    import mxjax.kernels.quantize.quantizer
-    missing = ""
-except ImportError as error:
-    missing = str(error)
+missing = {}
+for name in ("quantize.quantizer", "matmul.fp4_gemm", "matmul.fp8_matmul", "aot.compile"):
+    try:
+        importlib.import_module(f"mxjax.kernels.{name}")
+        missing[name] = "nothing"
+    except ImportError as error:
+        missing[name] = str(error)
 packages = sorted(d.name.lower() for d in importlib.metadata.distributions())
 print(json.dumps([mxjax.__file__, y.tolist(), missing, packages]))
 """
@@ -216,5 +218,6 @@ print(json.dumps([mxjax.__file__, y.tolist(), missing, packages]))
     file, y, missing, packages = json.loads(out.stdout)
     assert Path(file).is_relative_to(environment)
     assert y == [[3, 3], [3, 3]]
-    assert "mxjax[kernels]" in missing
+    assert len(missing) == 4
+    assert all("mxjax[kernels]" in message for message in missing.values()), missing
     assert not {"flax", "optax", "triton", "rich"} & set(packages)

@@ -1,0 +1,3 @@
+"""The quantizer's kernels. Importing one without Triton says what to install, as `launch` does."""
+
+from mxjax.kernels import launch as launch

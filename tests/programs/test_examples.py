@@ -1,0 +1,44 @@
+"""The programs in examples/ run, and what they print is what they promise."""
+
+import pathlib
+import runpy
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+def run(name):
+    return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", ["plain_jax.py", "flax_nnx.py"])
+def test_the_loss_falls(name, capsys):
+    losses = run(name)["losses"]
+    assert len(losses) == 30
+    assert losses[-1] < losses[0] / 2
+    printed = capsys.readouterr().out.splitlines()
+    assert [float(line.split()[-1]) for line in (printed[0], printed[-1])] == [
+        pytest.approx(loss, abs=1e-3) for loss in (losses[0], losses[-1])
+    ]
+
+
+@pytest.mark.slow
+def test_the_table_has_numbers(capsys):
+    """FP8 is more exact than MXFP4; the rotation helps Wgrad."""
+    table = run("own_policy.py")["table"]
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["policy", "fprop", "dgrad", "wgrad"]
+    assert [row.split()[0] for row in rows] == list(table)
+    for row in rows:
+        numbers = [float(number) for number in row.split()[1:]]
+        assert numbers == pytest.approx(table[row.split()[0]], abs=0.06)
+        assert all(5 < number < 50 for number in numbers)
+    assert table["fp8"][2] > table["wgrad_hadamard"][2] > table["wgrad"][2]
+
+
+def test_every_example_is_short_and_gives_its_command():
+    for path in EXAMPLES.glob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) < 60
+        assert f"python examples/{path.name}" in text
