@@ -324,7 +324,7 @@ def test_a_killed_command_goes_on_and_its_processes_end(here, tokenizer, tmp_pat
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     if number == signal.SIGINT:
-        assert errors.strip() == "interrupted; the same command goes on where it ended"
+        assert errors.strip() == "interrupted; the same command continues where it ended"
     time.sleep(1.5)
     done = sorted(parts.glob("0*.json"))
     state = {path: path.stat().st_mtime_ns for path in parts.iterdir()}
