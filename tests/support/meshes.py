@@ -139,7 +139,7 @@ def compile_step(policy: str, shape: str, implementation: str) -> None:
     pieces.LOSS_TOKENS = 16
     on = OnMesh(policy, tuple(map(int, shape.split(","))), implementation, remat="full", accumulate=2)
     with jax.set_mesh(on.mesh):
-        on.step.lower(on.state, global_batch(on.mesh, all_batches()[0])).compile()
+        on.step.lower(on.state, global_batch(on.mesh, all_batches()[0]), jax.random.key(0)).compile()
 
 
 def memory(*cases: str) -> None:
@@ -162,7 +162,7 @@ def memory(*cases: str) -> None:
                 remat=remat,
             )
         with jax.set_mesh(on.mesh):
-            step = on.step.lower(on.state, global_batch(on.mesh, batch)).compile()
+            step = on.step.lower(on.state, global_batch(on.mesh, batch), jax.random.key(0)).compile()
         m = step.memory_analysis()
         held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
         print(json.dumps({"case": case, "estimate": estimate, "allocated": held + m.temp_size_in_bytes}))
