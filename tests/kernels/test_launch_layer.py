@@ -4,32 +4,18 @@ import hashlib
 import importlib.util
 import json
 import os
-import pathlib
-import subprocess
-import sys
 import zlib
 
 import pytest
+from support.programs import TESTS, run_compiled
 from support.rocm import install_extension
 
 from mxjax.kernels.call_message import MachineCode, encode_call
 
 pytestmark = pytest.mark.slow
 
-TESTS = pathlib.Path(__file__).parents[1]
 LDS = 160 * 1024  # bytes of a compute unit of gfx950
 AMDGPU, CUDA = 224, 190  # machines in an ELF file's header
-
-
-def run(script, *arguments, text=None, **environment):
-    """Returns what a script or module prints in a process without a GPU and without the interpreter."""
-    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
-    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    variables |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths} | environment
-    command = [sys.executable, *(["-c", script] if "\n" in script else ["-m", script]), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, input=text)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 LOWER = """
@@ -65,7 +51,9 @@ THREE = ("quantize_kernel", "quantize_kernel", "gemm_kernel", "quantize_kernel",
 
 
 def lower(backend, arch, *policies, **environment):
-    return [json.loads(line) for line in run(LOWER, backend, arch, *policies, **environment).splitlines()]
+    return [
+        json.loads(line) for line in run_compiled(LOWER, backend, arch, *policies, **environment).splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +98,7 @@ print(json.dumps([len(calls), len({c.image for c in calls}), sorted(targets_of(t
 
 def test_a_llama_and_its_gradients_lower_for_rocm():
     """Attention included: the program holds nothing of NVIDIA's."""
-    calls, images, targets = json.loads(run(LLAMA))
+    calls, images, targets = json.loads(run_compiled(LLAMA))
     assert (calls, targets) == (24, ["triton_kernel_call_ffi"])
     assert images < calls
 
@@ -128,7 +116,7 @@ def test_programs_are_the_same_in_every_process(rocm_program, tmp_path):
 
 
 def test_transformations_of_calls():
-    said = json.loads(run("support.calls"))
+    said = json.loads(run_compiled("support.calls"))
     assert said["aliased"] == ["0"]
     assert [said[name] for name in ("unused", "remat", "twice", "sharded")] == [0, 1, 2, True]
     assert "double_kernel was traced for gfx950, and cannot be lowered for cuda" in said["other platform"]
@@ -159,7 +147,7 @@ def extension(tmp_path_factory):
 
 def launch(extension, calls):
     """Returns HIP's notes and the image that it loads for each call and bytes of LDS."""
-    answers = run(LAUNCH, extension, text="".join(json.dumps(call) + "\n" for call in calls))
+    answers = run_compiled(LAUNCH, extension, text="".join(json.dumps(call) + "\n" for call in calls))
     return [json.loads(line) for line in answers.splitlines()]
 
 
@@ -201,7 +189,7 @@ def messages(capability):
 def instantiate(module, capability, **environment):
     """Returns what jaxlib says of the two messages when XLA compiles a program with them."""
     text = "".join(f"{message.hex()}\n" for message in messages(capability))
-    return run("support.instantiate", module, text=text, **environment).splitlines()
+    return run_compiled("support.instantiate", module, text=text, **environment).splitlines()
 
 
 def test_jaxlib_takes_the_image_on_hip(extension):
