@@ -7,7 +7,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from gfx950 import machine
+from gfx950 import assembly, machine
 from gfx950.memory import BASE, Memory
 from gfx950.races import Accesses
 from support.code_objects import (
@@ -225,6 +225,32 @@ def test_code_objects_write_what_is_expected(gfx950, builds, pattern):
             )
 
 
+def reads_outstanding_at_barriers(text):
+    """Returns how many LDS instructions a wave may not have waited for at each barrier, along any path."""
+    program, labels = assembly.read(text)
+    begin = dict.fromkeys(range(len(program) + 1), 0)
+    changed = True
+    while changed:
+        changed, barriers = False, []
+        for at, i in enumerate(program):
+            count = begin[at] + i.opcode.startswith("ds_")
+            if i.opcode == "s_waitcnt":
+                count = min(count, i.integer("lgkmcnt", count))
+            if i.opcode == "s_barrier":
+                barriers.append(count)
+            for to in {at + 1, labels.get(i.target, at + 1)}:
+                more = min(count, 15)  # where the counter saturates
+                changed, begin[to] = changed or more > begin[to], max(more, begin[to])
+    return barriers
+
+
+def test_no_barrier_leaves_a_read_of_lds_outstanding(gemms, builds):
+    """Loads into LDS follow barriers, so none can overwrite what a wave still reads."""
+    for d in gemms:
+        text = (builds / "gfx950" / f"{d['name']}.amdgcn").read_text()
+        assert set(reads_outstanding_at_barriers(text)) <= {0}, d["name"]
+
+
 PINGPONG = """
 import pathlib, sys
 from mxjax.kernels.aot.compile import build_one
@@ -241,6 +267,7 @@ def test_the_ping_pong_schedule_would_race(gfx950, tmp_path, monkeypatch):
     run_compiled(PINGPONG, name, str(tmp_path))
     record = json.loads((tmp_path / "gfx950" / f"{name}.json").read_text())
     text = (tmp_path / "gfx950" / f"{name}.amdgcn").read_text()
+    assert set(reads_outstanding_at_barriers(text)) == {0, 1}
     options = {"late": ("lgkmcnt",), "groups": [(0, 0, 0)]}
     inputs = check.make_inputs(record)
     memory, _, kernarg = place(record, inputs)

@@ -103,6 +103,42 @@ def test_a_llama_and_its_gradients_lower_for_rocm():
     assert images < calls
 
 
+EVERY_GEMM = r"""
+import dataclasses, json, re
+import jax, jax.numpy as jnp
+import mxjax
+from models import llama
+from mxjax.devices import Target, use_target
+from mxjax.kernels import lowering
+from mxjax.kernels.call_message import MachineCode
+from support.llamas import SMALL, layer_policies
+from support.programs import targets_of
+
+NVIDIA = r"(?i)\w*(?:cuda|cudnn|cublas|nvidia|nvvm|ptx)\w*|\bsm_\d+"
+lowering.compile_kernel = lambda *_: MachineCode(b"\x7fELF", "kernel", 4, 0, 0, 1, 0)
+config, key = dataclasses.replace(SMALL, n_layers=1), jax.eval_shape(lambda: jax.random.key(0))
+for policy in mxjax.policies().keys() - {"chmiel_mx"}:
+    policies = layer_policies(config, policy, [("*", policy)])
+
+    def loss(params, batch, key):
+        return llama.mean_loss(config, params, batch, policies=policies, key=key)
+
+    batch = jax.ShapeDtypeStruct((1, 2049 if policy == "bf16" else 65), jnp.int32)
+    with use_target(Target("hip", "gfx950")):
+        traced = jax.jit(jax.value_and_grad(loss)).trace(llama.abstract_params(config), batch, key)
+        text = traced.lower(lowering_platforms=("rocm",)).as_text()
+    print(json.dumps([policy, sorted(targets_of(text)), re.findall(NVIDIA, text)]))
+"""
+
+
+def test_no_program_for_rocm_names_anything_of_nvidia():
+    """With every GEMM of a Llama in each policy: head and attention too, fused and in pieces for bf16."""
+    programs = [json.loads(line) for line in run_compiled(EVERY_GEMM).splitlines()]
+    assert len(programs) > 20
+    for policy, targets, names in programs:
+        assert (targets or ["triton_kernel_call_ffi"], names) == (["triton_kernel_call_ffi"], []), policy
+
+
 def test_programs_are_the_same_in_every_process(rocm_program, tmp_path):
     """Whatever seeds Python's hashes, wherever it runs, and whether Triton's cache has the kernels."""
     environment = {
