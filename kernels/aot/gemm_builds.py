@@ -41,9 +41,12 @@ def builds(target: Target) -> list[Build]:
 
 
 def _small(tiles: Tiles) -> shapes.GemmShape:
-    """Returns a shape of few programs of these tiles, with remainders unless the tiles must fit exactly."""
+    """Returns a shape of few programs of these tiles, with remainders unless the tiles must fit exactly.
+
+    Five tiles along k make at least four passes of a loop of two stages, which fill each LDS buffer again.
+    """
     more = 0 if tiles.exact else 1
-    return shapes.GemmShape("small", tiles.m + more, tiles.n + 3 * more, 2 * tiles.k + 32 * more, batch=2)
+    return shapes.GemmShape("small", tiles.m + more, tiles.n + 3 * more, 5 * tiles.k + 32 * more, batch=2)
 
 
 def _build(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles | None = None) -> Build:
