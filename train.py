@@ -9,6 +9,7 @@ import grain
 import jax
 import optax
 
+from training.agreement import check_agreement
 from training.checkpoint.checkpoints import CheckpointError, Checkpoints
 from training.checkpoint.damaged import set_aside_damaged
 from training.command_line import parse
@@ -50,6 +51,8 @@ def train(config: Config) -> dict[str, float]:
                 run = set_up(config)
                 shard = process_part(run.mesh, config.data.batch_size)
                 stream = run.corpus.batches(config.data, config.seed, config.steps, shard=shard)
+            if config.distributed:
+                check_agreement(run)
             notes = set_aside_damaged(run.folder / "checkpoints")
         with disk_errors(run.folder), jax.set_mesh(run.mesh):
             with together():
