@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from mxjax.implementations import choose_implementation
+from training.config import by_flag
 from training.environment import facts
 from training.processes import gather
-from training.resume import by_flag
 from training.run_config import to_json
 from training.setup import Run
 

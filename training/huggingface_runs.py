@@ -31,6 +31,7 @@ from training.data.tokenizer import tokenizer_path
 from training.run_config import HUGGINGFACE, read_run_config, to_json, write_run_config
 
 _TENSOR_DTYPES = "dtypes.json"  # in RUN/huggingface: the original dtype of each tensor
+_LARGEST_SHARD = 1e9  # in 10**9 bytes; the largest size of a file on Linux is 9.2e9 of them
 _EVAL_SEQ_LEN = 2048  # unless the model's context is shorter
 
 CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -88,8 +89,8 @@ def export_checkpoint(
     Raises:
       ValueError: no such run or step, `target` is in use, or the weights do not fit the requested format.
     """
-    if shard_gb <= 0:
-        raise ValueError(f"--shard-gb must be positive, got {shard_gb}")
+    if not 0 < shard_gb <= _LARGEST_SHARD:
+        raise ValueError(f"--shard-gb must be positive and at most {_LARGEST_SHARD:g}, got {shard_gb}")
     saved = read_run_config(run)
     config = from_dict(saved["model"])
     with new_folder(target) as folder:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from training.config import Config
+from training.config import Config, by_flag
 from training.run_config import FILE, from_json, read_run_config
 
 # A resumed run may change these and stay the same run.
@@ -72,11 +72,3 @@ def check_same_data(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
     began_with = read_run_config(folder).get("data", facts)
     if began_with != facts:
         raise ValueError(f"--resume: the data is {facts}, but the run began with {began_with}")
-
-
-def by_flag(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of nested dicts under the names of their flags."""
-    found = {}
-    for name, value in values.items():
-        found |= by_flag(value) if isinstance(value, Mapping) else {name: value}
-    return found

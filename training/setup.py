@@ -22,6 +22,7 @@ from training.data.load import load_data
 from training.data.megatron import MegatronCorpus
 from training.data.text import TextCorpus
 from training.data.windows import evaluation_batches
+from training.device_memory import gib, memory_there_is
 from training.environment import facts
 from training.files import temporary_path
 from training.mesh import check_batch, make_mesh
@@ -73,6 +74,7 @@ def set_up(config: Config) -> Run:
     mesh = make_mesh(config.mesh)
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
+    check_memory(mesh.shape, config.model, model)
     fixed = config.resume or config.init is not None
     flags = functools.partial(mesh_flags, model, phases, fixed)
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, flags)
@@ -91,6 +93,17 @@ def set_up(config: Config) -> Run:
     elif folder.exists() and {path.name for path in folder.iterdir()} - _BEFORE_CONFIG:
         raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
     return run
+
+
+def check_memory(sizes: Mapping[str, int], name: str, model: LlamaConfig) -> None:
+    """Raises ValueError if the parameters and their moments alone need more memory than a device has."""
+    needed, there_is = 12 * model.n_params / (sizes["fsdp"] * sizes["tensor"]), memory_there_is()
+    if needed > there_is:
+        raise ValueError(
+            f"model {name} with {model.vocab_size:,} tokens has {model.n_params:,} parameters, which take "
+            f"{gib(needed)} GiB a device with their moments, and a device has {gib(there_is)}; choose a "
+            "smaller --model or --vocab-size, or more devices"
+        )
 
 
 def check_phases(sizes: Mapping[str, int], model: LlamaConfig, phases: Sequence[Phase]) -> None:

@@ -133,8 +133,9 @@ def test_folders_in_use_and_no_checkpoints_are_refused(tmp_path, imported):
         export_checkpoint(tmp_path, tmp_path / "out")
     with pytest.raises(ValueError, match="no checkpoint of step 7"):
         export_checkpoint(imported["llama2"], tmp_path / "out", step=7)
-    with pytest.raises(ValueError, match="must be positive"):
-        export_checkpoint(imported["llama2"], tmp_path / "out", shard_gb=0)
+    for size in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="--shard-gb must be positive and at most"):
+            export_checkpoint(imported["llama2"], tmp_path / "out", shard_gb=size)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         import_checkpoint(tmp_path, tmp_path / "run")

@@ -17,9 +17,9 @@ SMALL = "--batch-size 2 --seq-len 16 --eval-batches 1 --warmup-steps 1 --steps 3
 def test_the_process_and_the_difference_are_named():
     first = {"--lr": 0.1, "--steps": 3, "jax": "0.11.1"}
     check_same([first, dict(first)])
-    with pytest.raises(ValueError, match=r"process 1 differs from process 0: --lr is 0\.2 and not 0\.1; start"):
+    with pytest.raises(ValueError, match=r"process 1 differs from process 0: --lr is 0\.2 and not 0\.1;"):
         check_same([first, first | {"--lr": 0.2}, first])
-    with pytest.raises(ValueError, match=r"processes 1, 3 differ .*: jax is 0\.11\.2 and not 0\.11\.1; start"):
+    with pytest.raises(ValueError, match=r"processes 1, 3 differ .*: jax is 0\.11\.2 and not 0\.11\.1;"):
         check_same([first, first | {"jax": "0.11.2"}, first, first | {"jax": "0.11.3"}])
 
 
