@@ -127,7 +127,7 @@ def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path, same):
 def test_folders_in_use_and_no_checkpoints_are_refused(tmp_path, imported):
     with pytest.raises(ValueError, match="is not an empty folder"):
         import_checkpoint(GOLDEN / "llama2", imported["llama2"])
-    with pytest.raises(ValueError, match=r"not a Hugging Face checkpoint: it has no config\.json"):
+    with pytest.raises(ValueError, match=r"not a Hugging Face checkpoint: it has no file config\.json"):
         import_checkpoint(tmp_path, tmp_path / "run")
     with pytest.raises(ValueError, match="holds no run"):
         export_checkpoint(tmp_path, tmp_path / "out")
