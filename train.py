@@ -1,5 +1,6 @@
 """Trains a Llama in the precision that a policy names: `python train.py --policy=wgrad_hadamard`."""
 
+import functools
 import pathlib
 import signal
 import sys
@@ -28,6 +29,7 @@ from training.records import open_records
 from training.report import introduction, summary
 from training.setup import Run, open_folder, set_up
 from training.step import TrainState
+from training.vocabulary import resize
 
 
 def train(config: Config) -> dict[str, float]:
@@ -72,7 +74,8 @@ def begin_or_resume(
         state, shardings = initial_state(run, optimizer, None if resumes else config.init)
         if resumes:
             with input_errors():
-                state, position = checkpoints.restore(state)
+                state, position = checkpoints.restore(run.unfilled(state))
+            state = run.filled(state)
             if position is not None:
                 stream.set_state(position)
         elif config.resume:
@@ -101,10 +104,12 @@ def initial_state(
     The parameters are random, or the last ones of the run in `init`.
     """
     key = jax.random.fold_in(jax.random.key(run.config.seed), 2**32 - 1)  # no step has this key
-    state, shardings = first_state(run.model, optimizer, run.mesh, key)
+    fill = functools.partial(resize, size=run.filled_vocab_size)
+    state, shardings = first_state(run.model, optimizer, run.mesh, key, fill)
     if init is not None:
         with Checkpoints(init / "checkpoints") as checkpoints, input_errors():
-            state = state._replace(params=checkpoints.restore_params(state.params))
+            params = checkpoints.restore_params(run.unfilled(state.params))
+        state = state._replace(params=run.filled(params))
     return state, shardings
 
 
