@@ -16,6 +16,7 @@ from training.checkpoint.damaged import set_aside_damaged
 from training.command_line import parse
 from training.config import Config
 from training.environment import disk_errors, enable_compilation_cache, input_errors
+from training.failure import failing_together
 from training.interruption import Interruption, RunInterrupted
 from training.loop import Loop
 from training.mesh import process_part
@@ -40,7 +41,7 @@ def train(config: Config) -> dict[str, float]:
       RunInterrupted: SIGINT or SIGTERM ended the run after a checkpoint.
       NonFiniteError: a loss or gradient was NaN or infinite; the evidence is saved.
       CheckpointError: a checkpoint could not be saved.
-      ProcessError: another process of the run failed before its first step.
+      ProcessError: another process of the run failed.
     """
     began = time.time()
     enable_compilation_cache()
@@ -69,7 +70,11 @@ def begin_or_resume(
     """Trains from the run's newest checkpoint, if there is one; returns the last evaluation."""
     config, folder = run.config, run.folder / "checkpoints"
     optimizer = make_optimizer(config.optimizer, config.steps)
-    with Checkpoints(folder, config.keep_checkpoints, evaluations(run.folder)) as checkpoints:
+    shared = NonFiniteError, ProcessError, RunInterrupted
+    with (
+        Checkpoints(folder, config.keep_checkpoints, evaluations(run.folder)) as checkpoints,
+        failing_together(*shared),
+    ):
         resumes = config.resume and checkpoints.latest is not None
         state, shardings = initial_state(run, optimizer, None if resumes else config.init)
         if resumes:

@@ -46,13 +46,19 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
     _size(raw, "max_position_embeddings", 1)  # the model does not use it
     theta, scaling = _read_rope(raw)
     heads, width = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
+    if heads % (groups := _size(raw, "num_key_value_heads", heads)):
+        raise ValueError(
+            f"config.json: num_attention_heads {heads} is no multiple of {groups} key/value heads"
+        )
+    if (head_dim := _size(raw, "head_dim", max(width // heads, 1))) % 2:
+        raise ValueError(f"config.json: head_dim {head_dim} must be even for rotary embeddings")
     return LlamaConfig(
         vocab_size=_size(raw, "vocab_size"),
         d_model=width,
         n_layers=_size(raw, "num_hidden_layers"),
         n_heads=heads,
-        n_kv_heads=_size(raw, "num_key_value_heads", heads),
-        head_dim=_size(raw, "head_dim", max(width // heads, 1)),
+        n_kv_heads=groups,
+        head_dim=head_dim,
         d_ff=_size(raw, "intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,

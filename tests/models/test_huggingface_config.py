@@ -54,7 +54,7 @@ def test_meta_s_llama_2_needs_no_rope_fields():
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"hidden_size": None}, "hidden_size must be a positive integer"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers must be"),
-        ({"num_key_value_heads": 3}, "multiple of n_kv_heads"),
+        ({"num_key_value_heads": 3}, "no multiple of 3 key/value heads"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks high_freq_factor, low_freq"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"does not take \['full_attention'\]"),
