@@ -1,5 +1,6 @@
 """The printed report of a run: an introduction before the first step, a summary after the last."""
 
+import shlex
 import statistics
 from collections.abc import Sequence
 
@@ -101,7 +102,7 @@ def summary(
         lines.append(times_in_words(step_times, config.data.tokens_a_step))
     if not done:
         lines.append(f"continue with: {command_to_continue(run.folder)}")
-    return "\n".join([*lines, f"evaluate it with: python eval.py {run.folder}"])
+    return "\n".join([*lines, f"evaluate it with: python eval.py {shlex.quote(str(run.folder))}"])
 
 
 def times_in_words(step_times: Sequence[float], tokens_a_step: int) -> str:

@@ -211,12 +211,19 @@ def _vocabulary(prefixes: list[str], given: int | None, model_vocab_size: int) -
 
 
 def _split(dataset: IndexedDataset) -> tuple[tuple[range, ...], Tokens]:
-    """Returns the documents to train on, and the tokens of the other documents."""
+    """Returns the documents to train on, and the tokens of the other documents.
+
+    Raises:
+      ValueError: the dataset has too few documents to keep one for evaluation.
+    """
     cut = round(_TRAIN_SHARE * len(dataset))
-    start = (
-        int(dataset.offsets[cut]) // dataset.tokens.itemsize if cut < len(dataset) else len(dataset.tokens)
-    )
-    return (range(cut),), dataset.tokens[start:]
+    if cut == len(dataset):
+        raise ValueError(
+            f"{dataset.prefix} has {cut} document{'s' if cut > 1 else ''}, too few to keep the last 5 % of "
+            "them for evaluation; name data to evaluate on with --eval-data, or tokenize the text as more "
+            "documents (a .txt file is one, each line of a .jsonl file is one)"
+        )
+    return (range(cut),), dataset.tokens[int(dataset.offsets[cut]) // dataset.tokens.itemsize :]
 
 
 def _number(value: str) -> float | None:

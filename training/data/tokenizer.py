@@ -24,7 +24,9 @@ def load_tokenizer(path: pathlib.Path) -> Any:
     library = tokenizers_library()
     try:
         tokenizer = library.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises no narrower type
+    except BaseException as error:  # the package raises no narrower type, and panics in Rust are no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ValueError(
             f"--tokenizer {path} is not a tokenizer.json of the package tokenizers: {error}"
         ) from error
