@@ -16,7 +16,7 @@ import pytest
 from training.data.indexed_dataset import IndexedDataset
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_vocab_size
 from training.tokenize import workers
-from training.tokenize.tokenize import TokenizeConfig, main, tokenize
+from training.tokenize.tokenize import TokenizeConfig, main, summary, tokenize
 from training.tokenize.train_tokenizer import train_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -353,3 +353,22 @@ def test_a_process_that_ends_without_a_word_ends_the_run(corpus, tmp_path):
 def test_the_command_line_ends_with_the_message_alone(tmp_path):
     with pytest.raises(SystemExit, match="error: --input 'nothing' matches no file"):
         main(["--input", "nothing", "--output", str(tmp_path / "d"), "--train-tokenizer"])
+
+
+def test_the_command_of_the_summary_survives_a_shell():
+    printed = summary("data/my corpus; rm", {"documents": 1, "tokens": 2, "left_out": {}})
+    assert printed.endswith("train on it with: python train.py --data 'data/my corpus; rm'")
+
+
+def test_a_tokenizer_at_which_the_package_panics_is_an_error(tmp_path):
+    """A merge whose second token lacks the prefix that the file declares."""
+    vocabulary = {"a": 0, "b": 1, "ab": 2}
+    model = {
+        "type": "BPE",
+        "vocab": vocabulary,
+        "merges": [["a", "b"]],
+        "continuing_subword_prefix": "##" * 9,
+    }
+    (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    with pytest.raises(ValueError, match=r"t\.json is not a tokenizer\.json"):
+        load_tokenizer(tmp_path / "t.json")
