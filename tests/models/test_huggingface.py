@@ -155,7 +155,7 @@ def test_other_dtypes_are_exported(imported, tmp_path):
 
 
 def gpt_oss_values(blocks, scales):
-    """What transformers 5.23's convert_moe_packed_tensors computes, in float32: E2M1, low nibble first."""
+    """Unpacks as transformers 5.23's convert_moe_packed_tensors does, in float32: E2M1, low nibble first."""
     e2m1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     values = np.stack([e2m1[blocks & 15], e2m1[blocks >> 4]], axis=-1)
     values = values.reshape(*blocks.shape[:-1], -1) * np.exp2(scales.astype(np.float32) - 127)[..., None]
