@@ -13,7 +13,7 @@ prints policies operand by operand, with their sources.
 import difflib
 from collections.abc import Iterator, Mapping
 
-from mxjax.policy import Gemm, Policy
+from mxjax.policy import Policy
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.published import amazon, published
 
