@@ -30,7 +30,6 @@ for name, y, z in zip(("y", "dx", "dw"), found, wanted, strict=True):
     np.testing.assert_array_equal(y, z, err_msg=name)
 print(json.dumps([call.name for call in emulation.calls]))
 """
-THREE = ["quantize_kernel", "quantize_kernel", "gemm_kernel", "quantize_kernel", "gemm_kernel", "gemm_kernel"]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,8 @@ THREE = ["quantize_kernel", "quantize_kernel", "gemm_kernel", "quantize_kernel",
 def test_a_dot_and_its_gradients_are_those_of_the_definition(policy, shape, dtype, tmp_path):
     """Bit for bit, with an infinity in x."""
     calls = json.loads(run_compiled(DOT, json.dumps([policy, *shape, dtype]), TRITON_CACHE_DIR=str(tmp_path)))
-    assert calls == THREE
+    assert calls.count("gemm_kernel") == (2 if policy == "amazon" else 3)
+    assert set(calls) == {"gemm_kernel", "quantize_kernel"}
 
 
 STEP = """
@@ -84,4 +84,4 @@ print(json.dumps([len(emulation.calls), len({call.image for call in emulation.ca
 def test_a_step_of_a_llama_is_that_of_the_definition(tmp_path):
     """Loss, gradient norm, parameters and moments; attention's scores are in MXFP4 too, layers in a scan."""
     calls, images = json.loads(run_compiled(STEP, TRITON_CACHE_DIR=str(tmp_path)))
-    assert calls > 2 * 24 > 2 * images
+    assert calls > 1.5 * images > 36  # the blocks' kernels run twice

@@ -1,7 +1,8 @@
-"""Finds races in LDS: accesses to a byte by two waves, at least one a write, that no barrier separates.
+"""Finds races in LDS: a read and a write of a byte by two waves that no barrier separates.
 
 An access lasts from its instruction to the wait for it, and so may last beyond barriers. Whether two accesses
 race does not depend on the order in which the emulator runs the waves, nor on when it completes a transfer.
+Two writes are no race here: Triton lets waves write the same value to the same place.
 """
 
 from typing import NamedTuple
@@ -28,15 +29,14 @@ class Accesses:
 
     def begin(self, access: Access, interval: int) -> None:
         """Records an access that begins after so many barriers; fails if another wave's may be under way."""
-        for writes in (False, True) if access.writes else (True,):
-            last = self.last[writes][:, access.places].max(axis=1, initial=-1)
-            if access.text.startswith("ds_") or last[access.wave] < UNFINISHED:
-                last[access.wave] = -1  # LDS instructions of a wave are done in order, loads into LDS are not
-            other = int(np.argmax(last))
-            assert last[other] < interval, (
-                f"race in LDS: wave {access.wave} runs {access.text!r} while a "
-                f"{'write' if writes else 'read'} of the same bytes by wave {other} may be under way"
-            )
+        last = self.last[not access.writes][:, access.places].max(axis=1, initial=-1)
+        if access.text.startswith("ds_") or last[access.wave] < UNFINISHED:
+            last[access.wave] = -1  # LDS instructions of a wave are done in order, loads into LDS are not
+        other = int(np.argmax(last))
+        assert last[other] < interval, (
+            f"race in LDS: wave {access.wave} runs {access.text!r} while a "
+            f"{'read' if access.writes else 'write'} of the same bytes by wave {other} may be under way"
+        )
         self.last[access.writes][access.wave, access.places] = UNFINISHED
 
     def end(self, access: Access, interval: int) -> None:
