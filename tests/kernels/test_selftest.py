@@ -8,6 +8,7 @@ import textwrap
 import time
 
 import pytest
+from support.programs import run_compiled
 
 from mxjax.kernels.selftest import training
 from mxjax.kernels.selftest.report import SelfTestReport
@@ -160,3 +161,26 @@ def test_on_the_cpu_everything_passes_once(tmp_path):
     assert second.returncode == 0, second.stdout + second.stderr
     assert "14 cases passed before" in second.stdout
     assert len((tmp_path / "mxjax-selftest.jsonl").read_text().splitlines()) == len(lines) + 1
+
+
+LOWER = """
+import json, sys
+from mxjax.kernels import lowering
+from mxjax.kernels.call_message import MachineCode
+from mxjax.kernels.selftest.worker import run_group
+
+lowering.compile_kernel = lambda *_: MachineCode(b"\\x7fELF", "kernel", 4, 0, 0, 1, 0)
+messages = []
+request = {"group": "compile", "target": sys.argv[1:], "quick": True, "tokens": 8192, "share": [0, 1]}
+run_group(request, messages.append)
+results = [m for m in messages if "case" in m]
+print(json.dumps([len(results), [r for r in results if r["outcome"] != "passed"]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [("hip", "gfx950"), ("cuda", "sm_90")], ids=["gfx950", "sm_90"])
+def test_every_kind_of_case_lowers_for_a_gpu_that_is_not_here(target):
+    cases, failed = json.loads(run_compiled(LOWER, *target).splitlines()[-1])
+    assert cases > 15
+    assert not failed
