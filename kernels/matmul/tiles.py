@@ -69,8 +69,12 @@ def choose_tiles(m: int, n: int, k: int, batch: int, target: Target | None) -> T
         programs = ceil_div(m, tiles.m) * ceil_div(n, tiles.n) * batch
         return math.ceil(programs / (units * tiles.resident)) * tiles.resident * tiles.cost
 
-    fitting = [t for t in TILES[kind] if not (t.exact and (m % t.m or n % t.n or k % t.k))]
-    return min(fitting, key=time)
+    return min((t for t in TILES[kind] if fits(t, m, n, k)), key=time)
+
+
+def fits(tiles: Tiles, m: int, n: int, k: int) -> bool:
+    """Whether the tiles can compute a GEMM of this shape."""
+    return not (tiles.exact and (m % tiles.m or n % tiles.n or k % tiles.k))
 
 
 def table_of(target: Target | None) -> str:

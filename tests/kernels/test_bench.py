@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mxjax.kernels.bench import bench_compile, bench_dot, bench_quantize
+from mxjax.kernels.bench import bench_compile, bench_dot, bench_quantize, bench_tiles
 from mxjax.kernels.bench.timing import Timing, measure
+from mxjax.kernels.matmul.tiles import TILES, Tiles
 
 HEADER = {"device", "jax", "packages", "commit", "command", "kernels", "records"}
 
@@ -123,3 +124,35 @@ def test_measure_waits_for_the_last_call_alone():
     assert isinstance(timing, Timing)
     assert waited == [2.0] * 5  # compilation, calibration and three rounds
     assert jax.block_until_ready(timing) == timing
+
+
+OTHER = Tiles(64, 64, 256, warps=4, stages=1, cost=1.0)
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    exact = bench_tiles.Candidate(OTHER._replace(m=128, exact=True))
+    monkeypatch.setitem(bench_tiles.MORE, "interpreter", (bench_tiles.Candidate(OTHER), exact))
+    return [bench_tiles.name_of(t) for t in (*TILES["interpreter"], OTHER, exact.tiles)]
+
+
+def test_tiles_are_timed_and_one_is_chosen(tiles, capsys):
+    bench_tiles.main(DOT)
+    _, report = printed(capsys)
+    chosen, other, exact = report["records"]
+    assert [r["name"] for r in report["records"]] == tiles
+    assert [r["chosen"] for r in report["records"]] == [True, False, False]
+    assert chosen["tflops"] == 2e-12 * 32**3 / chosen["median"]
+    assert other["median"] > 0
+    assert exact["absent"] == "the tile does not divide the shape"
+
+
+def test_tiles_with_wrong_results_get_no_time(tiles, capsys, monkeypatch):
+    def wrong(*operands, tiles, launch=bench_tiles.launch, **options):
+        return launch(*operands, tiles=tiles, **options) + (tiles == OTHER)
+
+    monkeypatch.setattr(bench_tiles, "launch", wrong)
+    with pytest.raises(SystemExit, match=f"failed: {tiles[1]}: wrong: differs"):
+        bench_tiles.main(DOT)
+    _, report = printed(capsys)
+    assert ["median" in r for r in report["records"]] == [True, False, False]
