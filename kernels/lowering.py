@@ -2,14 +2,16 @@
 
 A program depends only on the kernels' source, constants, options, target and the installed versions. It names
 no file, so JAX's caches hit and all processes of a job compile the same program. Lowering needs no GPU and no
-GPU plugin. A kernel is compiled when it is lowered, not when it is traced, once a process, and Triton's cache
-keeps it on disk.
+GPU plugin. A kernel is compiled when it is lowered, not when it is traced, once a process, together with all
+others that were traced. Triton's cache keeps it on disk.
 """
 
+import collections
 import functools
 import importlib
-import threading
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from mxjax.kernels.call_message import ALIGNMENT, MachineCode, encode_call
+from mxjax.kernels.knobs import compiler_knobs
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 PLATFORMS = {"cuda": "cuda", "hip": "rocm"}
 """JAX's name of the platform of each of Triton's backends."""
 
-_CALL = "triton_kernel_call_ffi"  # jaxlib's custom call for Triton kernels
+CALL = "triton_kernel_call_ffi"
+"""jaxlib's custom call for Triton kernels."""
 
 TYPES = {
     "float32": "fp32",
@@ -42,14 +46,8 @@ TYPES = {
 }
 """Triton's names of dtypes."""
 
-SETTINGS: dict[str, dict[str, bool]] = {"cuda": {}, "hip": {"use_block_pingpong": False}}
-"""Triton's AMD knobs with which every kernel of a backend is compiled, whatever the environment says.
-
-In Triton 3.9's ping-pong schedule, waves of a 256x256x256 GEMM on gfx950 pass a barrier with a read of LDS
-outstanding. Other waves may then load into the buffer that is being read. docs/lowering.md says more.
-"""
-
-_compiling = threading.Lock()  # knobs belong to the process
+MOST_THREADS = 16
+"""Kernels that are compiled at a time."""
 
 Frozen = tuple[tuple[str, type, Any], ...]
 """A mapping as a hashable value, with types: 1, 1.0 and True are equal, but compile to different kernels."""
@@ -75,14 +73,17 @@ def kernel_call(
       constants: the kernel's constexpr arguments.
       in_place: the first result takes the memory of the first array, and the kernel gets both pointers.
     """
+    options, constants = _freeze(options), _freeze(constants)
+    dtypes = tuple(x.dtype.name for x in (*arrays, *out))
+    _traced.append((kernel, dtypes, backend, arch, options, constants))
     return _kernel_call.bind(
         *arrays,
         kernel=kernel,
         out=tuple((o.shape, jax.numpy.dtype(o.dtype)) for o in out),
         grid=grid,
         target=(backend, arch),
-        options=_freeze(options),
-        constants=_freeze(constants),
+        options=options,
+        constants=constants,
         in_place=in_place,
     )
 
@@ -95,6 +96,10 @@ def _thaw(values: Frozen) -> dict[str, Any]:
     return {name: value for name, _, value in values}
 
 
+# Kernels that were traced and not lowered yet: the first that is lowered begins the compilation of all.
+_traced: collections.deque[tuple[Any, tuple[str, ...], str, str, Frozen, Frozen]] = collections.deque(
+    maxlen=1000
+)
 _kernel_call = Primitive("mxjax_kernel_call")
 _kernel_call.multiple_results = True
 
@@ -123,9 +128,12 @@ def _lower(platform: str, context, *operands, kernel, out, grid, target, options
     del out
     _register()
     avals = (*context.avals_in, *context.avals_out)
-    code = compile_kernel(kernel, tuple(a.dtype.name for a in avals), *target, options, constants)
+    dtypes = tuple(a.dtype.name for a in avals)
+    while _traced:
+        start_compiling(*_traced.popleft())
+    code = start_compiling(kernel, dtypes, *target, options, constants).result()
     aliases = {0: 0} if in_place else {}
-    lower = jax.ffi.ffi_lowering(_CALL, operand_output_aliases=aliases)
+    lower = jax.ffi.ffi_lowering(CALL, operand_output_aliases=aliases)
     return lower(context, *operands, opaque=encode_call(code, grid, len(avals)))
 
 
@@ -140,6 +148,18 @@ def _register() -> None:
 
 
 @functools.cache
+def start_compiling(
+    kernel, dtypes: tuple[str, ...], backend: str, arch: str, options: Frozen, constants: Frozen
+) -> Future[MachineCode]:
+    """Begins `compile_kernel` in a thread, once a process. Triton compiles outside Python's lock."""
+    return _pool().submit(compile_kernel, kernel, dtypes, backend, arch, options, constants)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "mxjax-compile")
+
+
 def compile_kernel(
     kernel, dtypes: tuple[str, ...], backend: str, arch: str, options: Frozen, constants: Frozen
 ) -> MachineCode:
@@ -186,7 +206,6 @@ def build_kernel(
       line_info: whether the code names the lines of its source.
     """
     import triton
-    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -199,10 +218,7 @@ def build_kernel(
     )
     capability = compute_capability(backend, arch)
     target = GPUTarget("cuda", capability, 32) if capability else GPUTarget("hip", arch, 64)
-    with _compiling, knobs.compilation.scope(), knobs.amd.scope():
-        knobs.compilation.disable_line_info = not line_info
-        for name, value in SETTINGS[backend].items():
-            setattr(knobs.amd, name, value)
+    with compiler_knobs(backend, line_info):
         return triton.compile(source, target=target, options=dict(options))
 
 

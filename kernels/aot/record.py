@@ -15,7 +15,8 @@ from triton.compiler import CompiledKernel
 from mxjax.kernels.aot import assembly
 from mxjax.kernels.aot.builds import Argument, Build
 from mxjax.kernels.call_message import ALIGNMENT
-from mxjax.kernels.lowering import SETTINGS, TYPES
+from mxjax.kernels.knobs import SETTINGS
+from mxjax.kernels.lowering import TYPES
 
 POINTER = 8
 SCRATCH = ("global_scratch", "profile_scratch")  # Triton's own arguments, after a kernel's

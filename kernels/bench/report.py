@@ -67,7 +67,7 @@ class Report:
             "device": jax.devices()[0].device_kind,
             "kernels": " ".join(current_target() or ["none: the definitions run"]),
             "jax": jax.__version__,
-            "packages": _versions(),
+            "packages": versions(),
             "commit": options.commit or commit(),
             "command": shlex.join(["python", "-m", module, *given]),
             "records": [],
@@ -100,7 +100,8 @@ class Report:
             raise SystemExit("failed: " + "; ".join(self._failures))
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Returns the versions of the packages on which results depend."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -70,7 +70,9 @@ def outcome_of(run: Callable[[], Any]) -> dict[str, Any]:
         reported = run() or {}
     except Exception as error:
         lines = str(error).strip().splitlines() or ["no message"]
-        text = f"{type(error).__name__}: {lines[0][:300]}"
+        # Errors of the interpreter arrive as tracebacks, which say what it is at their end.
+        said = lines[-1] if "Traceback" in lines[0] else lines[0]
+        text = f"{type(error).__name__}: {said[:300]}"
         return {"outcome": "failed", "error": text, "details": "\n".join(lines)[:4000]}
     return {"outcome": "passed", "seconds": round(time.perf_counter() - start, 2), **reported}
 

@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mxjax.kernels.bench import bench_compile, bench_dot, bench_gemm, bench_quantize, gemm_cases
+from mxjax import devices
+from mxjax.kernels.bench import (
+    bench_compile,
+    bench_dot,
+    bench_export,
+    bench_gemm,
+    bench_quantize,
+    gemm_cases,
+)
 from mxjax.kernels.bench.timing import Timing, measure
 
 HEADER = {"device", "jax", "packages", "commit", "command", "kernels", "records"}
@@ -149,12 +157,21 @@ def test_gemm_times_no_candidate_with_wrong_bits(monkeypatch, capsys, tmp_path):
 @pytest.mark.slow
 def test_compilation_is_timed_with_an_empty_and_with_a_filled_cache():
     seconds = bench_compile.compile_seconds("wgrad", "xla", 32, 64, 96)
-    assert {state: set(parts) for state, parts in seconds.items()} == {
-        state: {"lower", "compile"} for state in ("cold", "warm")
-    }
+    parts = {"trace", "lower", "compile", "compiled", "from_disk"}
+    assert {state: set(numbers) for state, numbers in seconds.items()} == {"cold": parts, "warm": parts}
     assert seconds["warm"]["compile"] < seconds["cold"]["compile"]
-    with pytest.raises(RuntimeError, match="AssertionError: nonsense"):
+    with pytest.raises(RuntimeError, match="invalid choice: 'nonsense'"):
         bench_compile.compile_seconds("wgrad", "nonsense", 32, 64, 96)
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_once_and_kept_on_disk():
+    seconds = bench_compile.compile_seconds("wgrad", "triton", 64, 64, 64, "gfx950")
+    cold, warm = seconds["cold"], seconds["warm"]
+    assert (cold["from_disk"], warm["compiled"]) == (0, 0)
+    assert cold["compiled"] > 0
+    assert warm["from_disk"] > 0
+    assert warm["lower"] < cold["lower"]
 
 
 def test_measure_waits_for_the_last_call_alone():
@@ -165,3 +182,19 @@ def test_measure_waits_for_the_last_call_alone():
     assert isinstance(timing, Timing)
     assert waited == [2.0] * 5  # compilation, calibration and three rounds
     assert jax.block_until_ready(timing) == timing
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="carries a program for the CPU")
+def test_an_exported_program_is_compared_with_the_native_one(capsys, tmp_path, monkeypatch):
+    file = tmp_path / "dot.bin"
+    write = ["write", str(file), "--target", "cpu", "--policy", "wgrad", "--sizes", "32", "64", "32"]
+    monkeypatch.setattr(devices, "_override", [])
+    bench_export.main(write)
+    bench_export.main(["run", str(file), "--rounds", "1"])
+    _, report = printed(capsys)
+    assert report["differing"] == {"y": 0, "dx": 0, "dw": 0}
+    assert set(report["seconds"]) == {"carried", "native"}
+    description = tmp_path / "dot.bin.json"
+    description.write_text(description.read_text().replace('"cpu"', '"sm_90"'))
+    with pytest.raises(SystemExit, match=r"is for sm_90, and this device is cpu"):
+        bench_export.main(["run", str(file)])

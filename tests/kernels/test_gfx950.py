@@ -254,7 +254,7 @@ def test_no_barrier_leaves_a_read_of_lds_outstanding(gemms, builds):
 PINGPONG = """
 import pathlib, sys
 from mxjax.kernels.aot.compile import build_one
-from mxjax.kernels.lowering import SETTINGS
+from mxjax.kernels.knobs import SETTINGS
 SETTINGS["hip"]["use_block_pingpong"] = True
 build_one("gemm_builds", "gfx950", sys.argv[1], pathlib.Path(sys.argv[2]))
 """

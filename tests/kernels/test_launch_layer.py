@@ -75,7 +75,7 @@ def test_every_policy_lowers_for_rocm():
 
 
 LLAMA = """
-import json
+import hashlib, json
 import jax, jax.numpy as jnp
 from models import llama
 from mxjax.devices import Target, use_target
@@ -90,16 +90,17 @@ batch, key = jax.ShapeDtypeStruct((2, 65), jnp.int32), jax.eval_shape(lambda: ja
 with use_target(Target("hip", "gfx950")):
     traced = jax.jit(jax.value_and_grad(loss)).trace(llama.abstract_params(SMALL), batch, key)
     text = traced.lower(lowering_platforms=("rocm",)).as_text()
-calls = calls_of(text)
-print(json.dumps([len(calls), len({c.image for c in calls}), sorted(targets_of(text))]))
+calls, digest = calls_of(text), hashlib.sha256(text.encode()).hexdigest()
+print(json.dumps([len(calls), len({c.image for c in calls}), sorted(targets_of(text)), digest]))
 """
 
 
 def test_a_llama_and_its_gradients_lower_for_rocm():
     """Attention included: the program holds nothing of NVIDIA's."""
-    calls, images, targets = json.loads(run_compiled(LLAMA))
+    calls, images, targets, digest = json.loads(run_compiled(LLAMA))
     assert (calls, targets) == (24, ["triton_kernel_call_ffi"])
     assert images < calls
+    assert json.loads(run_compiled(LLAMA, PYTHONHASHSEED="7"))[-1] == digest  # in another process too
 
 
 EVERY_GEMM = r"""
@@ -148,6 +149,12 @@ def test_programs_are_the_same_in_every_process(rocm_program, tmp_path):
     [again] = lower("hip", "gfx950", "wgrad_rht", **environment)
     assert again == rocm_program
     assert [p.name for p in tmp_path.iterdir()] == ["cache"]
+
+
+def test_a_program_is_the_same_when_it_is_lowered_again(rocm_program):
+    """Also after others, by the same process."""
+    _, first, second = lower("hip", "gfx950", "wgrad", "wgrad_rht", "wgrad_rht")
+    assert first == second == rocm_program
 
 
 def test_transformations_of_calls():
