@@ -316,15 +316,10 @@ def test_a_killed_command_goes_on_and_its_processes_end(here, tokenizer, tmp_pat
     write_files(folder, 12, 2000, words=40)
     full = command(folder, tmp_path / "d", "--tokenizer", str(tokenizer), "--workers", "2")
     parts = tmp_path / "d.partial"
-    process = subprocess.Popen(
-        full,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell starts background jobs with SIGINT ignored, and processes inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    # A shell starts background jobs with SIGINT ignored, and their processes inherit that.
+    heed = "import os, signal as s, sys; s.signal(s.SIGINT, s.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    heeding = [sys.executable, "-c", heed, *full]
+    process = subprocess.Popen(heeding, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 100
     while len(list(parts.glob("0*.json"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
