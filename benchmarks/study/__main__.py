@@ -1,6 +1,7 @@
 """Runs and reports the study of the paper's ladder.
 
     python -m benchmarks.study run ladder-60m --out DIR --data PREFIX --eval-data PREFIX --minutes 25
+    python -m benchmarks.study diagnose RUN --out docs/results/study
     python -m benchmarks.study report           # writes docs/results/study.md and its plots
     python -m benchmarks.study report --check   # fails if they are not what the committed runs give
     python -m benchmarks.study report DIR       # prints the tables of other runs
@@ -18,7 +19,7 @@ from typing import Annotated
 
 import tyro
 
-from benchmarks.study import report, runner
+from benchmarks.study import diagnosis, report, runner
 from benchmarks.study.studies import STUDIES, WAITING
 from training.environment import enable_compilation_cache, input_errors
 
@@ -77,7 +78,9 @@ def _run_workers(count: int) -> int:
 
 def main() -> None:
     """Runs the subcommand that the command line names."""
-    tyro.extras.subcommand_cli_from_dict({"run": run, "report": report.main}, description=__doc__)
+    tyro.extras.subcommand_cli_from_dict(
+        {"run": run, "report": report.main, "diagnose": diagnosis.main}, description=__doc__
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The report: every table and plot of docs/results/study.md, from the runs' JSON files alone."""
+"""The report: every table and plot of docs/results/study.md, from committed JSON files alone."""
 
 import io
 import pathlib
@@ -10,7 +10,7 @@ import matplotlib
 import tyro
 
 from benchmarks.markdown import insert
-from benchmarks.study import plots, tables, token_tables
+from benchmarks.study import diagnosis, plots, tables, token_tables
 from benchmarks.study.results import Run, gather, read_runs
 from training.environment import input_errors
 
@@ -35,9 +35,14 @@ PLOTS = {"learning-rates.svg": plots.learning_rates, "seeds.svg": plots.seeds}
 
 
 def sections(runs: Sequence[Run]) -> dict[str, str]:
-    """Returns every generated part of the page by its marker."""
-    cells = gather(runs)
-    return {name: make(cells) for name, make in TABLES.items()} | {"published": tables.published()}
+    """Returns every generated part of the page by its marker; the diagnosis is the committed one."""
+    cells, record = gather(runs), diagnosis.read(PAGE.with_suffix(""))
+    return {name: make(cells) for name, make in TABLES.items()} | {
+        "published": tables.published(),
+        "variants": diagnosis.variants_table(record),
+        "gradients": diagnosis.cells_table(record),
+        "prediction": diagnosis.prediction(cells, record),
+    }
 
 
 def drawings(runs: Sequence[Run]) -> dict[str, str]:
