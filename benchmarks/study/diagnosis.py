@@ -60,6 +60,7 @@ def main(
       out: folder for diagnosis.json.
     """
     enable_compilation_cache()
+    commit = current_commit()  # of the code that runs, whatever is edited meanwhile
     with input_errors():
         if study not in STUDIES:
             raise ValueError(f"unknown study {study}; the studies are {', '.join(STUDIES)}")
@@ -75,7 +76,7 @@ def main(
         "batches": len(restored.held_out),
         "tokens": sum(batch[:, 1:].size for batch in restored.held_out),
         "study": study,
-        "commit": current_commit(),
+        "commit": commit,
         "versions": facts(),
     }
     out.mkdir(parents=True, exist_ok=True)
