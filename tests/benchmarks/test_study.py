@@ -1,6 +1,7 @@
 """The study: its table of cells, its runner in small, and its report, which equals the committed one."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -8,15 +9,18 @@ import jax
 import numpy as np
 import pytest
 
+import train as training_program
 from benchmarks.study import __main__ as program
-from benchmarks.study import cells, report, runner, token_tables, tokens, tuning
+from benchmarks.study import cells, diagnosis, report, runner, token_tables, tokens, tuning
 from benchmarks.study.cells import PROTOCOLS, RATES, Cell, Protocol, policy_of
 from benchmarks.study.results import gather, read_runs
 from benchmarks.study.studies import CLAIMS, STUDIES, WAITING
 from models import llama
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
+from training.command_line import parse
 from training.data.indexed_dataset import IndexedWriter
+from training.diagnosis.wgrad import VARIANTS, wgrad_grams
 
 
 @pytest.fixture
@@ -225,3 +229,47 @@ def test_the_rate_in_use_is_the_one_that_the_rule_chooses():
     for (model, warmup, constant), choice in chosen.items():
         if warmup == 150 and not constant and choice is not None:
             assert RATES[model] == choice.lr
+
+
+def measured(values):
+    """Returns a record of a diagnosis in which every statistic of a cell has the given value."""
+    estimate = {
+        name: {"mean": value, "low": value - 0.1, "high": value + 0.1} for name, value in values.items()
+    }
+    cells = {name: dict.fromkeys(diagnosis.STATISTICS, estimate[name]) for name in values}
+    facts = {"parameters": 1000, "policy": "fp8", "step": 5, "batches": 3, "tokens": 96, "commit": "0" * 40}
+    return facts | {"versions": {"device": "cpu"}, "cells": cells, "wgrad": cells}
+
+
+def test_statistics_predict_the_losses_that_they_rank():
+    policies = ("fprop", "fprop_dgrad", "wgrad", "wgrad_sr", "full_sr", "wgrad_rht")
+    runs = [
+        record(f"{p}.c", p, s, 3 + i + 0.01 * s) for i, p in enumerate(("fp8", *policies)) for s in (0, 1)
+    ]
+    same_order = measured({policy: i**2 for i, policy in enumerate(policies)})
+    found = diagnosis.prediction(gather(runs), same_order)
+    assert "| relative error | 6 | +1.00 |" in found
+    few = diagnosis.prediction(gather(runs[:8]), same_order)
+    assert "3 cells have run (`fprop`, `fprop_dgrad`, `wgrad`); a rank correlation needs at least 5" in few
+    assert "| full_sr | 16.0000 ± 0.1000 |" in diagnosis.cells_table(same_order)
+    assert "1,000 parameters, trained in `fp8`, step 5; 3 batches of 32 tokens" in diagnosis.variants_table(
+        same_order
+    )
+    assert diagnosis.prediction(gather(runs), None) == "Not measured yet."
+
+
+@pytest.mark.slow
+def test_the_cells_of_a_study_are_measured_on_a_checkpoint(tmp_path, monkeypatch):
+    flags = ["--policy", "fp8", "--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--steps", "2"]
+    training_program.train(parse([*flags, "--warmup-steps", "1", "--out", str(tmp_path / "run")]))
+    monkeypatch.setattr(diagnosis, "STUDIES", {"two": (Cell("fp8", "", "60m", "decay", 1), CELLS[1])})
+    few = {"nearest even": VARIANTS["nearest even"]}
+    monkeypatch.setattr(diagnosis, "wgrad_grams", functools.partial(wgrad_grams, variants=few))
+    diagnosis.main(tmp_path / "run", study="two", batches=3, out=tmp_path / "out")
+    found = diagnosis.read(tmp_path / "out")
+    assert found is not None
+    assert (found["model"], found["policy"], found["step"], found["tokens"]) == ("tiny", "fp8", 2, 192)
+    errors = {name: parts["error"]["mean"] for name, parts in found["cells"].items()}
+    assert 0 < errors["fp8"] < errors["wgrad_sr even"]
+    with pytest.raises(SystemExit, match="unknown study three; the studies are two"):
+        diagnosis.main(tmp_path / "run", study="three", out=tmp_path)
