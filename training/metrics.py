@@ -57,6 +57,8 @@ def json_line(values: Mapping[str, Any]) -> str:
     def jsonable(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: jsonable(part) for name, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [jsonable(part) for part in value]
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(jsonable(values))
