@@ -167,7 +167,7 @@ def test_checksums_of_parts_are_taken_over_unless_the_file_has_changed_since(tmp
     assert tmp_path / "1" / own / "d" / name in summed
     (tmp_path / "1" / own / "manifest.ocdbt").write_bytes(b"longer" * 1000)
     summed.clear()
-    checksums.write(tmp_path / "1")
+    checksums.write(tmp_path / "1", 1)
     assert {path.parent.name for path in summed if "ocdbt.process_0" in path.parts} == {"ocdbt.process_0"}
     assert not list(tmp_path.glob("1/checksums-*"))
     assert checksums.problems(tmp_path / "1") == {}
@@ -233,7 +233,7 @@ def test_parameters_saved_alone_are_whole(tmp_path, state):
 def test_a_save_that_fails_is_said_and_leaves_the_one_before(tmp_path, state, monkeypatch):
     """The disk is full when the last of its files is written; test_faults.py has files that cannot grow."""
 
-    def full(folder):
+    def full(folder, step):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with Checkpoints(tmp_path, keep=1) as checkpoints:
