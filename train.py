@@ -126,12 +126,17 @@ def initial_state(
     return state, shardings
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line; exits with a status other than 0 and one line if the run cannot go on."""
     try:
         with input_errors():
-            arguments = parse()
-        train(arguments)
+            config = parse(argv)
+        train(config)
     except RunInterrupted:  # already reported, and nothing is lost
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # another process may send it once more
     except (NonFiniteError, CheckpointError, ProcessError) as error:
         sys.exit(f"train.py: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

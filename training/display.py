@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import io
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TextIO, cast
@@ -89,7 +90,11 @@ class _Stdout(io.TextIOBase):
             self._file = None
             cause = getattr(error, "strerror", None) or error
             with contextlib.suppress(OSError, ValueError):
-                print(f"standard output cannot be written ({cause}): going on without it", file=sys.stderr)
+                program = pathlib.Path(sys.argv[0]).name
+                warning = (
+                    f"{program}: warning: standard output cannot be written ({cause}): going on without it"
+                )
+                print(warning, file=sys.stderr)
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

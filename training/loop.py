@@ -175,7 +175,8 @@ class Loop:
         with Checkpoints(folder / "checkpoints") as checkpoints:
             finite = self.state._replace(finite=jax.numpy.array(True))
             checkpoints.save(finite, {"next_index": int(self.state.step)})
-        advice = "begin a new run with a lower --lr or another --policy, from an earlier state with --init"
+        advice = "begin a new run with a lower --lr, a larger --eps or another --policy, "
+        advice += "from an earlier state with --init"
         saved = "The state that was evaluated is"
         if error.largest is not None:
             saved = "The last finite state and the step's batch are"

@@ -11,20 +11,21 @@ from rich.filesize import decimal
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a full disk, a full quota, and a file that may not grow."""
 
+_PERMISSION = "Get permission to read and write there, or name another path"
 _ADVICE = {
-    errno.ENOENT: "check the name; if a run wrote there, its folder has been removed or moved",
-    errno.ENOTDIR: "a part of the path is a file where a folder is needed; name another path",
-    errno.EISDIR: "a folder is where a file is needed; name another path",
-    errno.EEXIST: "a file is where a folder is needed; name another path",
-    errno.EACCES: "get permission to read and write there, or name another path",
-    errno.EPERM: "get permission to read and write there, or name another path",
-    errno.EROFS: "name a path on a file system that can be written",
-    errno.ENAMETOOLONG: "name a shorter path",
-    errno.ELOOP: "its symbolic links form a circle; name another path",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "the system has too many open files; close some programs",
-    errno.EIO: "the disk may be failing; copy what it holds",
-    errno.ESTALE: "the network file system lost the file; mount it again",
+    errno.ENOENT: "Check the name; a folder that a run wrote to was removed or moved",
+    errno.ENOTDIR: "A part of the path is a file instead of a folder: name another path",
+    errno.EEXIST: "It is a file instead of a folder: name another path",
+    errno.EISDIR: "It is a folder instead of a file: name another path",
+    errno.EACCES: _PERMISSION,
+    errno.EPERM: _PERMISSION,
+    errno.EROFS: "Name a path on a file system that can be written",
+    errno.ENAMETOOLONG: "Name a shorter path",
+    errno.ELOOP: "Its symbolic links form a circle: name another path",
+    errno.EMFILE: "Raise the limit of open files, ulimit -n",
+    errno.ENFILE: "The system has too many open files: end some programs",
+    errno.EIO: "The disk may be failing: copy what it holds",
+    errno.ESTALE: "The network file system has lost the file: mount it again",
 }
 
 
@@ -42,7 +43,7 @@ def in_one_line(error: OSError, folder: pathlib.Path | None = None) -> str:
         free = free_space(where)
         return f"writing to {where}, where {free} are free: {cause}. Make room and continue with --resume"
     advice = _ADVICE.get(error.errno or 0)
-    return (f"{path}: " if path else "") + cause + (f"; {advice}" if advice else "")
+    return (f"{path}: " if path else "") + cause + (f". {advice}" if advice else "")
 
 
 def free_space(path: pathlib.Path) -> str:

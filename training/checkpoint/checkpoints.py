@@ -240,16 +240,13 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
             left = saved_steps(self._folder)
         last = f"the last good one is of step {left[-1]}" if left else "there is no earlier one"
+        failed = f"the checkpoint of step {step} could not be saved in {self._folder}"
+        if isinstance(cause, OSError) and cause.errno not in FULL:
+            raise CheckpointError(f"{failed}; {last}. {in_one_line(cause)}") from cause
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be saved in {self._folder}, where "
-            f"{free_space(self._folder)} are free; it takes up to {decimal(size)}; {last}. {_remedy(cause)}"
+            f"{failed}, where {free_space(self._folder)} are free; it takes up to {decimal(size)}; {last}. "
+            f"Make room and continue with --resume. {cause}"
         ) from cause
-
-
-def _remedy(cause: Exception) -> str:
-    if isinstance(cause, OSError) and cause.errno not in FULL:
-        return in_one_line(cause)
-    return f"Make room and continue with --resume. {cause}"
 
 
 def save_params(folder: pathlib.Path, params: Any) -> None:

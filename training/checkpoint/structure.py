@@ -1,11 +1,13 @@
 """The structure of a saved checkpoint: the names and shapes of its arrays, and whether they can be opened."""
 
+import collections
 import contextlib
 import pathlib
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore
 from etils import epath  # orbax's class of paths
 
 Shapes = dict[str, tuple[int, ...]]
@@ -25,14 +27,18 @@ def saved_shapes(item: pathlib.Path) -> Shapes:
 
 
 def check_opens(item: pathlib.Path, expected: Shapes) -> None:
-    """Raises ValueError unless a saved item can be opened and its arrays have these shapes."""
+    """Raises ValueError unless a saved item holds values of these arrays and can be opened."""
     try:
-        saved = saved_shapes(item)
+        base = {"driver": "file", "path": f"{item}/"}
+        keys = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
+        # An array has one key for its metadata and others for its values.
+        stored = collections.Counter(key.decode().rpartition("/")[0] for key in keys)
+        if absent := sorted(name for name in expected if stored[name] < 2):
+            raise ValueError(f"it lacks {', '.join(absent[:3])}")
+        if (saved := saved_shapes(item)) != expected:
+            raise ValueError(f"it has arrays of shapes {saved}")
     except Exception as error:  # orbax and tensorstore raise many kinds
-        raise ValueError(f"{item} was written but cannot be opened: {error}") from error
-    if saved != expected:
-        wrong = sorted(name for name in saved.keys() | expected if saved.get(name) != expected.get(name))
-        raise ValueError(f"{item} was written but is incomplete: {', '.join(wrong[:3])}")
+        raise ValueError(f"{item} was written but cannot be read: {error}") from error
 
 
 def check_saveable(folder: pathlib.Path) -> None:
