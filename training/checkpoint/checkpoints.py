@@ -73,7 +73,7 @@ class Checkpoints:
             ),
         )
         self._manager = _Manager(self._folder, options=options)
-        logging.getLogger("absl").addFilter(_is_no_orbax_error)
+        logging.getLogger("absl").addFilter(_is_no_orbax_error)  # for good: threads outlive a failed save
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -84,7 +84,6 @@ class Checkpoints:
         finally:
             with contextlib.suppress(OSError, ValueError):  # `wait` has already reported it
                 self._manager.close()
-            logging.getLogger("absl").removeFilter(_is_no_orbax_error)
 
     @property
     def latest(self) -> int | None:
@@ -234,19 +233,22 @@ class Checkpoints:
             return
         except (OSError, ValueError, ProcessError) as error:
             self._saving, cause = None, error
-        left = []
+        left: list[int] = []
         with contextlib.suppress(OSError):  # the folder may have become unreadable
             for partial in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(partial, ignore_errors=True)
             left = saved_steps(self._folder)
         last = f"the last good one is of step {left[-1]}" if left else "there is no earlier one"
         failed = f"the checkpoint of step {step} could not be saved in {self._folder}"
+        said = " ".join(str(cause).split())
         if isinstance(cause, OSError) and cause.errno not in FULL:
             raise CheckpointError(f"{failed}; {last}. {in_one_line(cause)}") from cause
-        raise CheckpointError(
-            f"{failed}, where {free_space(self._folder)} are free; it takes up to {decimal(size)}; {last}. "
-            f"Make room and continue with --resume. {cause}"
-        ) from cause
+        if isinstance(cause, OSError) or any(os.strerror(number) in said for number in FULL):
+            room = f"where {free_space(self._folder)} are free; it takes up to {decimal(size)}"
+            message = f"{failed}, {room}; {last}. Make room and continue with --resume. {said}"
+            raise CheckpointError(message) from cause
+        remedy = "Check that the folder is in its place and can be written, and continue with --resume"
+        raise CheckpointError(f"{failed}; {last}. {remedy}. {said}") from cause
 
 
 def save_params(folder: pathlib.Path, params: Any) -> None:
@@ -286,8 +288,8 @@ def _best(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
 
 
 def _is_no_orbax_error(record: logging.LogRecord) -> bool:
-    """Drops errors that orbax logs with tracebacks, because it raises them too."""
-    return record.levelno != logging.ERROR or "orbax" not in record.pathname
+    """Drops what orbax logs about a save that fails: it raises it too, or `check_opens` does."""
+    return record.levelno < logging.WARNING or "orbax" not in record.pathname
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
