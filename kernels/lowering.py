@@ -8,8 +8,9 @@ keeps it on disk.
 
 import functools
 import importlib
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.core import ShapedArray
@@ -17,6 +18,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from mxjax.kernels.call_message import ALIGNMENT, MachineCode, encode_call
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
 
 PLATFORMS = {"cuda": "cuda", "hip": "rocm"}
 """JAX's name of the platform of each of Triton's backends."""
@@ -37,6 +41,15 @@ TYPES = {
     "int32": "i32",
 }
 """Triton's names of dtypes."""
+
+SETTINGS: dict[str, dict[str, bool]] = {"cuda": {}, "hip": {"use_block_pingpong": False}}
+"""Triton's AMD knobs with which every kernel of a backend is compiled, whatever the environment says.
+
+In Triton 3.9's ping-pong schedule, waves of a 256x256x256 GEMM on gfx950 pass a barrier with a read of LDS
+outstanding. Other waves may then load into the buffer that is being read. docs/lowering.md says more.
+"""
+
+_compiling = threading.Lock()  # knobs belong to the process
 
 Frozen = tuple[tuple[str, type, Any], ...]
 """A mapping as a hashable value, with types: 1, 1.0 and True are equal, but compile to different kernels."""
@@ -134,11 +147,6 @@ def compile_kernel(
 
     Without line information, which would name the folder of the installation and quadruple the size.
     """
-    import triton
-    from triton import knobs
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     names, values = kernel.arg_names, _thaw(constants)
     pointers = [name for name in names if name not in values]
     if len(pointers) != len(dtypes):
@@ -146,25 +154,58 @@ def compile_kernel(
             f"{kernel.__name__} takes pointers to {', '.join(pointers)}; "
             f"it was called with {len(dtypes)} arrays"
         )
-    types = {name: f"*{TYPES[dtype]}" for name, dtype in zip(pointers, dtypes, strict=True)}
-    source = ASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in values.items()},
-        attrs={(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in pointers},
+    compiled = build_kernel(
+        kernel, dict(zip(pointers, dtypes, strict=True)), values, backend, arch, _thaw(options)
     )
-    capability = int(arch.removeprefix("sm_")) if backend == "cuda" else 0
-    target = GPUTarget("cuda", capability, 32) if capability else GPUTarget("hip", arch, 64)
-    with knobs.compilation.scope():
-        knobs.compilation.disable_line_info = True
-        compiled = triton.compile(source, target=target, options=_thaw(options))
     about = compiled.metadata
     return MachineCode(
-        image=compiled.asm["cubin" if capability else "hsaco"],
+        image=compiled.asm["cubin" if backend == "cuda" else "hsaco"],
         name=about.name,
         num_warps=about.num_warps,
         shared_bytes=about.shared,
         scratch_bytes=getattr(about, "global_scratch_size", 0) or 0,
         scratch_alignment=getattr(about, "global_scratch_align", 1) or 1,
-        compute_capability=capability,
+        compute_capability=compute_capability(backend, arch),
     )
+
+
+def build_kernel(
+    kernel,
+    dtypes: Mapping[str, str],
+    constants: Mapping[str, Any],
+    backend: str,
+    arch: str,
+    options: Mapping[str, Any],
+    line_info: bool = False,
+) -> "CompiledKernel":
+    """Returns what Triton compiles: the one way to compile, for programs and for builds without a GPU.
+
+    Args:
+      dtypes: the dtype of each pointer's array, by parameter; pointers are multiples of 16 bytes.
+      constants: the constexpr arguments; together with `dtypes` all parameters.
+      line_info: whether the code names the lines of its source.
+    """
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: f"*{TYPES[dtypes[name]]}" if name in dtypes else "constexpr" for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in dtypes},
+    )
+    capability = compute_capability(backend, arch)
+    target = GPUTarget("cuda", capability, 32) if capability else GPUTarget("hip", arch, 64)
+    with _compiling, knobs.compilation.scope(), knobs.amd.scope():
+        knobs.compilation.disable_line_info = not line_info
+        for name, value in SETTINGS[backend].items():
+            setattr(knobs.amd, name, value)
+        return triton.compile(source, target=target, options=dict(options))
+
+
+def compute_capability(backend: str, arch: str) -> int:
+    """Returns 90 for sm_90, and 0 on HIP."""
+    return int(arch.removeprefix("sm_")) if backend == "cuda" else 0

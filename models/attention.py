@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from mxjax.devices import current_target
 from mxjax.remat import tag_attention
 
 LONGEST_WHOLE = 1024
@@ -68,6 +69,9 @@ def _cudnn_takes(q: jax.Array) -> bool:
 
 
 def on_cuda() -> bool:
-    """Returns whether JAX computes on an NVIDIA GPU."""
+    """Returns whether JAX computes on an NVIDIA GPU and lowers for it."""
+    target = current_target()
+    if target is not None and target.backend == "hip":
+        return False
     device = jax.devices()[0]
     return device.platform == "gpu" and "cuda" in device.client.platform_version.lower()

@@ -6,6 +6,7 @@ from mxjax.formats import FORMATS
 from mxjax.hadamard import hadamard_matrix, random_signs, rotate
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy, Rotation, with_scale_rule
+from mxjax.policy_json import policy_from_json, policy_to_json, set_fields
 from mxjax.quantize import MXArray, dequantize, pack, quantize, unpack
 from mxjax.recipes import get_policy, policies
 from mxjax.weight_layout import Layout
@@ -28,9 +29,12 @@ __all__ = [
     "make_dot_general",
     "pack",
     "policies",
+    "policy_from_json",
+    "policy_to_json",
     "quantize",
     "random_signs",
     "rotate",
+    "set_fields",
     "stats",
     "unpack",
     "with_scale_rule",

@@ -7,6 +7,8 @@ import dataclasses
 import json
 import pathlib
 import shlex
+import types
+import typing
 import zlib
 from typing import Any
 
@@ -40,7 +42,7 @@ def from_json(raw: dict[str, Any]) -> Config:
     try:
         precision = raw["precision"] | {"layers": tuple(raw["precision"]["layers"])}
         data = raw["data"] | {"data": tuple(raw["data"]["data"])}
-        return Config(
+        config = Config(
             **raw
             | {
                 "precision": PrecisionConfig(**precision),
@@ -52,6 +54,8 @@ def from_json(raw: dict[str, Any]) -> Config:
                 "init": _path(raw["init"]),
             }
         )
+        _check_types(config)
+        return config
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{FILE} holds no configuration of this version of mxjax ({type(error).__name__}: {error}); "
@@ -111,6 +115,30 @@ def _restoring(path: pathlib.Path) -> str | None:
 
 def _crc32(values: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(values, sort_keys=True).encode()):08x}"
+
+
+def _check_types(config: Any) -> None:
+    """Raises TypeError unless the fields of a dataclass, and those of its fields, have their types."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            _check_types(value)
+        elif not _is_instance(value, hint):
+            raise TypeError(f"{name} is {value!r}")
+
+
+def _is_instance(value: Any, hint: Any) -> bool:
+    """Returns whether a value is of a type as the configuration has them."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_instance(value, part) for part in parts)
+    if origin is typing.Literal:
+        return value in parts
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_is_instance(item, parts[0]) for item in value)
+    if isinstance(value, bool) and hint is not bool:
+        return False
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def _path(value: str | None) -> pathlib.Path | None:

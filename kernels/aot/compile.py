@@ -18,14 +18,13 @@ from typing import Any
 import mxjax.kernels.launch  # noqa: F401, first because without Triton it says what to install
 
 # isort: split
-import triton
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import CompiledKernel
 
 from mxjax.devices import Target
 from mxjax.kernels.aot.builds import Build
-from mxjax.kernels.aot.record import ALIGNMENT, TYPES, make_record
+from mxjax.kernels.aot.record import make_record
+from mxjax.kernels.lowering import build_kernel
 from mxjax.kernels.tables import table
 
 DESCRIPTION = "Compiles every kernel for the shapes of Llama 3.1 8B, on a machine with or without a GPU."
@@ -44,23 +43,16 @@ def parse_target(name: str) -> Target:
 
 
 def compile_build(build: Build, target: str) -> CompiledKernel:
-    """Compiles a build with pointers aligned to 16 bytes, and without fusing products and sums."""
-    hip = target.startswith("gfx")
-    names = build.kernel.arg_names
-    signature = {
-        n: "*" + TYPES[build.signature[n].dtype] if n in build.signature else "constexpr" for n in names
-    }
-    # `lowering.compile_kernel` says the same of pointers, so this is the code that runs.
-    attributes = {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in build.signature}
-    source = ASTSource(
-        fn=build.kernel,
-        signature=signature,
-        constexprs={(names.index(n),): value for n, value in build.constants.items()},
-        attrs=attributes,
-    )
-    device = GPUTarget("hip", target, 64) if hip else GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    """Compiles a build as `mxjax.dot` compiles its kernels: without fusing products and sums."""
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": False}
-    return triton.compile(source, target=device, options=options | build.options)
+    return build_kernel(
+        build.kernel,
+        {name: argument.dtype for name, argument in build.signature.items()},
+        build.constants,
+        *parse_target(target),
+        options | build.options,
+        line_info=True,
+    )
 
 
 def build_one(module: str, target: str, name: str, out: Path) -> dict[str, Any]:

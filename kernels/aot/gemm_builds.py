@@ -33,20 +33,24 @@ def builds(target: Target) -> list[Build]:
         for shape in shapes.gemms(tokens)
     ]
     sizes += [(shape, dtype) for shape in shapes.EDGE_GEMMS for dtype in ("bfloat16", "float32")]
-    wanted = [_build(*size, target) for size in sizes]
+    wanted = [build_gemm(*size, target) for size in sizes]
     if target.arch == "sm_90":
         wanted += [_correction(*size, target) for size in sizes]
-    wanted += [_build(_small(tiles), "bfloat16", target, tiles) for tiles in TILES[table_of(target)]]
+    wanted += [build_gemm(_small(tiles), "bfloat16", target, tiles) for tiles in TILES[table_of(target)]]
     return list({build.name: build for build in wanted}.values())
 
 
 def _small(tiles: Tiles) -> shapes.GemmShape:
-    """Returns a shape of few programs of these tiles, with remainders unless the tiles must fit exactly."""
+    """Returns a shape of few programs of these tiles, with remainders unless the tiles must fit exactly.
+
+    Five tiles along k make at least four passes of a loop of two stages, which fill each LDS buffer again.
+    """
     more = 0 if tiles.exact else 1
-    return shapes.GemmShape("small", tiles.m + more, tiles.n + 3 * more, 2 * tiles.k + 32 * more, batch=2)
+    return shapes.GemmShape("small", tiles.m + more, tiles.n + 3 * more, 5 * tiles.k + 32 * more, batch=2)
 
 
-def _build(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles | None = None) -> Build:
+def build_gemm(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles | None = None) -> Build:
+    """Returns the build of a GEMM, with the tiles that its shape chooses if `tiles` is None."""
     _, m, n, k, batch = shape
     name = f"gemm_{batch}x{m}x{n}x{k}_{dtype}" + (f"_tile{tiles.m}x{tiles.n}" if tiles else "")
     tiles = tiles or choose_tiles(m, n, k, batch, target)

@@ -15,7 +15,7 @@ from triton.compiler import CompiledKernel
 from mxjax.kernels.aot import assembly
 from mxjax.kernels.aot.builds import Argument, Build
 from mxjax.kernels.call_message import ALIGNMENT
-from mxjax.kernels.lowering import TYPES
+from mxjax.kernels.lowering import SETTINGS, TYPES
 
 POINTER = 8
 SCRATCH = ("global_scratch", "profile_scratch")  # Triton's own arguments, after a kernel's
@@ -52,6 +52,7 @@ def make_record(build: Build, target: str, compiled: CompiledKernel, resource_us
         "threads_per_warp": metadata.target.warp_size,
         "stages": build.num_stages,
         "options": build.options,
+        "settings": SETTINGS[metadata.target.backend],
         "shared_bytes": metadata.shared,
         "expected": build.expected._asdict(),
         "resources": code.resources,

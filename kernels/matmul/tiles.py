@@ -29,9 +29,9 @@ class Tiles(NamedTuple):
 
 
 TILES = {
-    # 256x256 with eight waves puts two waves on each SIMD. In Triton's ping-pong schedule one loads while the
-    # other multiplies. ROCm/aiter's gfx950-GEMM-AFP4WFP4.json uses the same for large shapes. Smaller tiles
-    # load more for each product; the costs are estimated from those loads.
+    # 256x256 with eight waves puts two waves on each SIMD, of which one multiplies while the other loads.
+    # ROCm/aiter's gfx950-GEMM-AFP4WFP4.json uses the same for large shapes. Smaller tiles load more for each
+    # product; the costs are estimated from those loads.
     "gfx950": (
         Tiles(256, 256, 256, warps=8, stages=2, cost=1.0, exact=True),
         Tiles(256, 128, 256, warps=4, stages=2, cost=0.6, exact=True),

@@ -31,7 +31,7 @@ from mxjax.scales import block_scale, divide_by_scale
 
 
 def plain_kernel(kernel, x, scalars, signs, *, out, **constants):
-    """What the kernel does to [1, b, r, c], stochastically in packed form, by jax.numpy."""
+    """Quantizes [1, b, r, c] as the kernel does, packed with stochastic rounding, by jax.numpy."""
     del kernel, signs
     scalars = scalars[0]
     written = []
@@ -152,7 +152,7 @@ def mesh_size(mesh, axis) -> int:
 
 
 def plain_product(lhs, lhs_scales, rhs, rhs_scales, dtype, target):
-    """What the GEMM kernel does, by jax.numpy."""
+    """Multiplies as the GEMM kernel does, by jax.numpy."""
     del target
     left, right = decode(KMajor(lhs, lhs_scales)), decode(KMajor(rhs, rhs_scales))
     return jnp.einsum("bmk,bnk->bmn", left, right, preferred_element_type=jnp.float32).astype(dtype)
@@ -203,7 +203,7 @@ def check_explicit() -> None:
 
 
 def plain_carry(elements, scales, carrier, target):
-    """What the carrier kernel does, by the definition, with one flag a batch."""
+    """Carries as the carrier kernel does, by the definition, with one flag a batch."""
     del target
     rows = [carry(KMajor(*q), carrier) for q in zip(elements, scales, strict=True)]
     q = jax.tree.map(lambda *t: jnp.stack(t), *rows)
@@ -211,7 +211,7 @@ def plain_carry(elements, scales, carrier, target):
 
 
 def plain_correct(y, operands, left, right, target):
-    """What `fp8_matmul.correct` does, by jax.numpy, with one strip a batch."""
+    """Corrects as `fp8_matmul.correct` does, by jax.numpy, with one strip a batch."""
     exponents = [rows.unit.astype(jnp.int32) - 127 for rows in (left, right)]
     exponent = exponents[0][:, :, None] + exponents[1][:, None, :]
     product = jnp.ldexp(plain_product(*operands, jnp.float32, target), -exponent).astype(y.dtype)

@@ -1,6 +1,7 @@
 """The command `python -m mxjax.kernels.aot`, how it reads assembly, and the machine code for CUDA."""
 
 import pytest
+import triton
 from support.code_objects import STEP, elements_of, records, starting
 
 from mxjax.kernels.aot import assembly
@@ -117,6 +118,14 @@ def test_refuses_the_interpreter_and_unknown_names(capsys, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     message = refused(capsys, "--target", "gfx950", "--out", "unused", "--only", "sm_90/*")
     assert "no build is named like sm_90/*" in message
+
+
+def test_gfx950_builds_have_no_ping_pong_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("TRITON_HIP_USE_BLOCK_PINGPONG", "1")
+    monkeypatch.setattr(triton, "compile", lambda *_, **__: triton.knobs.amd.use_block_pingpong)
+    build = aot.list_builds("gemm_builds", "gfx950")[0]
+    assert aot.compile_build(build, "gfx950") is False
+    assert triton.knobs.amd.use_block_pingpong is True
 
 
 def test_a_failed_build_is_named_and_the_others_are_made(tmp_path, monkeypatch):

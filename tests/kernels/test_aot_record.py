@@ -3,16 +3,15 @@
 import importlib
 import json
 import re
-import struct
 import subprocess
 
 import jax
-import msgpack
 import numpy as np
 import pytest
 import triton.language as tl
 from support import ptx
 from support.code_objects import DOCUMENT, INTERPRETED
+from support.rocm_on_cpu import kernel_metadata
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -43,15 +42,6 @@ def addresses_of(record):
         addresses[a["name"]] = end
         end += -(-a["bytes"] // a["alignment"]) * a["alignment"]
     return addresses
-
-
-def loaded_metadata(code_object):
-    """Returns the metadata of the kernel in an ELF file's AMDGPU note, as a runtime reads it."""
-    at = code_object.index(b"AMDGPU\0\0")
-    _, size, kind = struct.unpack("<III", code_object[at - 12 : at])
-    assert kind == 32  # NT_AMDGPU_METADATA
-    [kernel] = msgpack.unpackb(code_object[at + 8 : at + 8 + size])["amdhsa.kernels"]
-    return kernel
 
 
 HIDDEN = {  # of a launch of 6 x 5 programs of 512 threads with 1000 bytes of LDS
@@ -87,7 +77,7 @@ def test_arguments_are_those_of_the_gfx950_code_objects(builds):
     """Offset, size, kind and address space of each, and the bytes that make them up."""
     kinds = set()
     for path, record in records(builds, "gfx950"):
-        kernel = loaded_metadata(path.with_suffix(".hsaco").read_bytes())
+        kernel = kernel_metadata(path.with_suffix(".hsaco").read_bytes())
         listed = record["arguments"] + record["more_arguments"]
         assert [(a["offset"], a["size"], a["kind"], a["address_space"]) for a in listed] == [
             (a[".offset"], a[".size"], a[".value_kind"], a.get(".address_space")) for a in kernel[".args"]

@@ -9,6 +9,7 @@ from gfx950 import arithmetic, assembly, machine
 from gfx950.memory import BASE, Memory
 
 LANES = 64
+LATE = ("vmcnt", "lgkmcnt")
 RECORD = {
     "grid": [2, 1, 1],
     "block": [128, 1, 1],
@@ -59,24 +60,53 @@ def run(text, words=256, **options):
     return memory.at(address, 4 * words).view(np.uint32)
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_waves_exchange_words(lazy):
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("late", [(), ("lgkmcnt",), LATE])
+def test_waves_exchange_words(late, seed):
     wanted = np.arange(256).reshape(2, 2, 64)[:, ::-1].reshape(-1)
-    np.testing.assert_array_equal(run(PROGRAM, lazy=lazy), wanted)
+    np.testing.assert_array_equal(run(PROGRAM, late=late, seed=seed), wanted)
 
 
-@pytest.mark.parametrize("wait", ["s_waitcnt vmcnt(0)\n\tds_write", "s_waitcnt lgkmcnt(0)\n\ts_barrier"])
-def test_a_missing_wait_shows_when_transfers_are_late(wait):
-    text = PROGRAM.replace(wait, wait.split("\n\t")[1])
+def without(line, before):
+    text = PROGRAM.replace(f"\t{line}\n\t{before}", f"\t{before}")
     assert text != PROGRAM
-    wanted = run(PROGRAM)
+    return text
+
+
+def test_a_missing_wait_shows_when_transfers_are_late():
+    text, wanted = without("s_waitcnt vmcnt(0)", "ds_write"), run(PROGRAM)
     np.testing.assert_array_equal(run(text), wanted)
-    assert (run(text, lazy=True) != wanted).any()
+    assert (run(text, late=LATE) != wanted).any()
 
 
-def test_a_missing_barrier_shows():
-    text = PROGRAM.replace("\ts_barrier\n", "")
-    assert (run(text) != run(PROGRAM)).any()
+@pytest.mark.parametrize(
+    ("line", "before"), [("s_barrier", "ds_read"), ("s_waitcnt lgkmcnt(0)", "s_barrier")]
+)
+@pytest.mark.parametrize("late", [(), LATE])
+def test_a_missing_barrier_or_wait_before_it_is_a_race(line, before, late):
+    with pytest.raises(AssertionError, match=r"race in LDS: wave . runs 'ds_"):
+        run(without(line, before), late=late)
+
+
+# Both waves read what wave 0 then loads over, after a barrier.
+OVERWRITTEN = """
+	ds_read_b32 v5, v3
+	WAIT
+	s_barrier
+	s_mov_b32 m0, 0
+	v_cmp_gt_u32_e32 vcc, 64, v0
+	s_and_saveexec_b64 s[8:9], vcc
+	buffer_load_dword v1, s[4:7], 0 offen lds
+	s_endpgm
+"""
+
+
+def test_a_load_over_words_that_are_being_read_is_a_race():
+    """No wave reads the wrong word here unless its read is late and the load is early."""
+    text = PROGRAM.replace("\ts_endpgm\n", OVERWRITTEN.strip("\n") + "\n")
+    np.testing.assert_array_equal(run(text.replace("WAIT", "s_waitcnt lgkmcnt(0)")), run(PROGRAM))
+    with pytest.raises(AssertionError, match=r"'buffer_load_dword .* lds' while a read of the same bytes"):
+        run(text.replace("\tWAIT\n", ""))
 
 
 def test_nothing_past_an_array_is_touched():
@@ -97,7 +127,7 @@ def test_unknown_instructions_and_modifiers_stop_the_run():
         "s_load_dword s9, s[0:1], 0x0\n\ts_waitcnt lgkmcnt(1)",
     ):
         with pytest.raises(AssertionError):
-            run(PROGRAM.replace("v_xor_b32_e32 v3, 0x100, v1", line), lazy=True)
+            run(PROGRAM.replace("v_xor_b32_e32 v3, 0x100, v1", line), late=LATE)
     for line in ("flat_store_dword v[0:1], v2", "v_cmp_gt_u16_e32 vcc, v1, v2"):
         with pytest.raises(KeyError):
             run(PROGRAM.replace("v_xor_b32_e32 v3, 0x100, v1", line))

@@ -1,13 +1,15 @@
 """Machine code for gfx950: what it contains, and what it computes in the emulator of tests/kernels/gfx950."""
 
 import fnmatch
+import json
 import re
 
 import ml_dtypes
 import numpy as np
 import pytest
-from gfx950 import machine
+from gfx950 import assembly, machine
 from gfx950.memory import BASE, Memory
+from gfx950.races import Accesses
 from support.code_objects import (
     EMULATED_GEMMS,
     EMULATED_QUANTIZERS,
@@ -17,11 +19,14 @@ from support.code_objects import (
     records,
     starting,
 )
+from support.programs import run_compiled
 
 from mxjax.kernels.aot import check, expected
 from mxjax.kernels.aot.compile import list_builds
 
 pytestmark = pytest.mark.slow
+
+LATE = ("vmcnt", "lgkmcnt")
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +206,10 @@ def assert_writes_what_is_expected(record, text, inputs, wanted, **options):
 
 @pytest.mark.parametrize("pattern", [*EMULATED_GEMMS, *EMULATED_QUANTIZERS])
 def test_code_objects_write_what_is_expected(gfx950, builds, pattern):
-    """Runs each code object with transfers as late as it waits for them; GEMMs also with immediate ones."""
+    """Runs each code object with transfers as late as it waits for them, and waves in any order.
+
+    GEMMs also run with early loads and late reads of LDS.
+    """
     names = fnmatch.filter(gfx950, pattern)
     assert names
     for i, name in enumerate(names):
@@ -209,9 +217,70 @@ def test_code_objects_write_what_is_expected(gfx950, builds, pattern):
         text = (builds / "gfx950" / f"{name}.amdgcn").read_text()
         inputs = check.make_inputs(record)
         wanted = check.expected_outputs(record, inputs)
-        assert_writes_what_is_expected(record, text, inputs, wanted, lazy=True, preloaded=i % 2 == 0)
+        assert_writes_what_is_expected(record, text, inputs, wanted, late=LATE, seed=i, preloaded=i % 2 == 0)
         if name.startswith("gemm"):
-            assert_writes_what_is_expected(record, text, inputs, wanted, preloaded=i % 2 == 1)
+            late = ("lgkmcnt",)
+            assert_writes_what_is_expected(
+                record, text, inputs, wanted, late=late, seed=i, preloaded=i % 2 == 1
+            )
+
+
+def reads_outstanding_at_barriers(text):
+    """Returns how many LDS instructions a wave may not have waited for at each barrier, along any path."""
+    program, labels = assembly.read(text)
+    begin = dict.fromkeys(range(len(program) + 1), 0)
+    changed = True
+    while changed:
+        changed, barriers = False, []
+        for at, i in enumerate(program):
+            count = begin[at] + i.opcode.startswith("ds_")
+            if i.opcode == "s_waitcnt":
+                count = min(count, i.integer("lgkmcnt", count))
+            if i.opcode == "s_barrier":
+                barriers.append(count)
+            for to in {at + 1, labels.get(i.target, at + 1)}:
+                more = min(count, 15)  # where the counter saturates
+                changed, begin[to] = changed or more > begin[to], max(more, begin[to])
+    return barriers
+
+
+def test_no_barrier_leaves_a_read_of_lds_outstanding(gemms, builds):
+    """Loads into LDS follow barriers, so none can overwrite what a wave still reads."""
+    for d in gemms:
+        text = (builds / "gfx950" / f"{d['name']}.amdgcn").read_text()
+        assert set(reads_outstanding_at_barriers(text)) <= {0}, d["name"]
+
+
+PINGPONG = """
+import pathlib, sys
+from mxjax.kernels.aot.compile import build_one
+from mxjax.kernels.lowering import SETTINGS
+SETTINGS["hip"]["use_block_pingpong"] = True
+build_one("gemm_builds", "gfx950", sys.argv[1], pathlib.Path(sys.argv[2]))
+"""
+
+
+def test_the_ping_pong_schedule_would_race(gfx950, tmp_path, monkeypatch):
+    """Waves pass a barrier with a read outstanding, and others load over what it reads: results are wrong."""
+    [name] = fnmatch.filter(gfx950, "gemm_2x256x256x*_tile256x256")
+    assert gfx950[name]["settings"] == {"use_block_pingpong": False}
+    run_compiled(PINGPONG, name, str(tmp_path))
+    record = json.loads((tmp_path / "gfx950" / f"{name}.json").read_text())
+    text = (tmp_path / "gfx950" / f"{name}.amdgcn").read_text()
+    assert set(reads_outstanding_at_barriers(text)) == {0, 1}
+    options = {"late": ("lgkmcnt",), "groups": [(0, 0, 0)]}
+    inputs = check.make_inputs(record)
+    memory, _, kernarg = place(record, inputs)
+    with pytest.raises(AssertionError, match=r"race in LDS: .* lds' while a read of the same bytes"):
+        machine.run(record, text, memory, kernarg, **options)
+
+    monkeypatch.setattr(Accesses, "begin", lambda *_: None)
+    memory, addresses, kernarg = place(record, inputs)
+    machine.run(record, text, memory, kernarg, **options)
+    [out] = [a for a in record["arguments"] if a["role"] == "output"]
+    found = memory.at(addresses["out"], out["bytes"]).view(ml_dtypes.bfloat16).reshape(out["shape"])
+    wrong = found != check.expected_outputs(record, inputs)["out"]
+    assert 0 < wrong[0].sum() < wrong[0].size // 10
 
 
 def test_a_work_group_of_a_llama_gemm(gfx950, builds):
@@ -221,7 +290,7 @@ def test_a_work_group_of_a_llama_gemm(gfx950, builds):
     memory, addresses, kernarg = place(record, inputs)
     before = memory.bytes.copy()
     text = (builds / "gfx950" / f"{LLAMA[0]}.amdgcn").read_text()
-    machine.run(record, text, memory, kernarg, lazy=True, groups=[(0, 0, record["grid"][0] // 2 + 1)])
+    machine.run(record, text, memory, kernarg, late=LATE, groups=[(0, 0, record["grid"][0] // 2 + 1)])
 
     [out] = [a for a in record["arguments"] if a["role"] == "output"]
     first, shape = addresses["out"] - BASE, out["shape"][1:]

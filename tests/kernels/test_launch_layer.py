@@ -4,32 +4,18 @@ import hashlib
 import importlib.util
 import json
 import os
-import pathlib
-import subprocess
-import sys
 import zlib
 
 import pytest
+from support.programs import TESTS, run_compiled
 from support.rocm import install_extension
 
 from mxjax.kernels.call_message import MachineCode, encode_call
 
 pytestmark = pytest.mark.slow
 
-TESTS = pathlib.Path(__file__).parents[1]
 LDS = 160 * 1024  # bytes of a compute unit of gfx950
 AMDGPU, CUDA = 224, 190  # machines in an ELF file's header
-
-
-def run(script, *arguments, text=None, **environment):
-    """Returns what a script or module prints in a process without a GPU and without the interpreter."""
-    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
-    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    variables |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths} | environment
-    command = [sys.executable, *(["-c", script] if "\n" in script else ["-m", script]), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, input=text)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 LOWER = """
@@ -65,7 +51,9 @@ THREE = ("quantize_kernel", "quantize_kernel", "gemm_kernel", "quantize_kernel",
 
 
 def lower(backend, arch, *policies, **environment):
-    return [json.loads(line) for line in run(LOWER, backend, arch, *policies, **environment).splitlines()]
+    return [
+        json.loads(line) for line in run_compiled(LOWER, backend, arch, *policies, **environment).splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +98,45 @@ print(json.dumps([len(calls), len({c.image for c in calls}), sorted(targets_of(t
 
 def test_a_llama_and_its_gradients_lower_for_rocm():
     """Attention included: the program holds nothing of NVIDIA's."""
-    calls, images, targets = json.loads(run(LLAMA))
+    calls, images, targets = json.loads(run_compiled(LLAMA))
     assert (calls, targets) == (24, ["triton_kernel_call_ffi"])
     assert images < calls
+
+
+EVERY_GEMM = r"""
+import dataclasses, json, re
+import jax, jax.numpy as jnp
+import mxjax
+from models import llama
+from mxjax.devices import Target, use_target
+from mxjax.kernels import lowering
+from mxjax.kernels.call_message import MachineCode
+from support.llamas import SMALL, layer_policies
+from support.programs import targets_of
+
+NVIDIA = r"(?i)\w*(?:cuda|cudnn|cublas|nvidia|nvvm|ptx)\w*|\bsm_\d+"
+lowering.compile_kernel = lambda *_: MachineCode(b"\x7fELF", "kernel", 4, 0, 0, 1, 0)
+config, key = dataclasses.replace(SMALL, n_layers=1), jax.eval_shape(lambda: jax.random.key(0))
+for policy in mxjax.policies().keys() - {"chmiel_mx"}:
+    policies = layer_policies(config, policy, [("*", policy)])
+
+    def loss(params, batch, key):
+        return llama.mean_loss(config, params, batch, policies=policies, key=key)
+
+    batch = jax.ShapeDtypeStruct((1, 2049 if policy == "bf16" else 65), jnp.int32)
+    with use_target(Target("hip", "gfx950")):
+        traced = jax.jit(jax.value_and_grad(loss)).trace(llama.abstract_params(config), batch, key)
+        text = traced.lower(lowering_platforms=("rocm",)).as_text()
+    print(json.dumps([policy, sorted(targets_of(text)), re.findall(NVIDIA, text)]))
+"""
+
+
+def test_no_program_for_rocm_names_anything_of_nvidia():
+    """With every GEMM of a Llama in each policy: head and attention too, fused and in pieces for bf16."""
+    programs = [json.loads(line) for line in run_compiled(EVERY_GEMM).splitlines()]
+    assert len(programs) > 20
+    for policy, targets, names in programs:
+        assert (targets or ["triton_kernel_call_ffi"], names) == (["triton_kernel_call_ffi"], []), policy
 
 
 def test_programs_are_the_same_in_every_process(rocm_program, tmp_path):
@@ -128,7 +152,7 @@ def test_programs_are_the_same_in_every_process(rocm_program, tmp_path):
 
 
 def test_transformations_of_calls():
-    said = json.loads(run("support.calls"))
+    said = json.loads(run_compiled("support.calls"))
     assert said["aliased"] == ["0"]
     assert [said[name] for name in ("unused", "remat", "twice", "sharded")] == [0, 1, 2, True]
     assert "double_kernel was traced for gfx950, and cannot be lowered for cuda" in said["other platform"]
@@ -159,7 +183,7 @@ def extension(tmp_path_factory):
 
 def launch(extension, calls):
     """Returns HIP's notes and the image that it loads for each call and bytes of LDS."""
-    answers = run(LAUNCH, extension, text="".join(json.dumps(call) + "\n" for call in calls))
+    answers = run_compiled(LAUNCH, extension, text="".join(json.dumps(call) + "\n" for call in calls))
     return [json.loads(line) for line in answers.splitlines()]
 
 
@@ -201,7 +225,7 @@ def messages(capability):
 def instantiate(module, capability, **environment):
     """Returns what jaxlib says of the two messages when XLA compiles a program with them."""
     text = "".join(f"{message.hex()}\n" for message in messages(capability))
-    return run("support.instantiate", module, text=text, **environment).splitlines()
+    return run_compiled("support.instantiate", module, text=text, **environment).splitlines()
 
 
 def test_jaxlib_takes_the_image_on_hip(extension):

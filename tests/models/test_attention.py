@@ -1,11 +1,14 @@
 """Attention in pieces against attention as a whole."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models import attention
+from mxjax.devices import Target, use_target
 
 
 def whole(q, k, v):
@@ -41,3 +44,12 @@ def test_a_long_sequence_never_has_all_scores():
     assert (
         compiled.memory_analysis().temp_size_in_bytes < 4 * 8192**2 * 4 / 2
     )  # half of the scores in float32
+
+
+def test_a_program_for_rocm_calls_no_cudnn_wherever_it_is_lowered(monkeypatch):
+    client = types.SimpleNamespace(platform_version="PJRT C API, CUDA 13")
+    device = types.SimpleNamespace(platform="gpu", client=client)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert attention.on_cuda()
+    with use_target(Target("hip", "gfx950")):
+        assert not attention.on_cuda()

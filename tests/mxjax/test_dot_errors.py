@@ -1,4 +1,4 @@
-"""What `dot` refuses, and what its errors say."""
+"""Arguments that `dot` refuses, and the texts of its errors."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What `dot` draws from its key: signs of rotations and bits of stochastic rounding."""
+"""Random bits that `dot` draws from its key: signs of rotations and stochastic rounding."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""What `quantize` refuses, and what its errors say."""
+"""Arguments that `quantize` refuses, and the texts of its errors."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What blocks keep of their forward pass: in every mode the documented bytes and the same numbers."""
+"""Rematerialization: each mode keeps the documented bytes and computes the same numbers."""
 
 import functools
 import re

@@ -2,7 +2,11 @@
 
 import dataclasses
 import functools
+import os
+import pathlib
 import re
+import subprocess
+import sys
 import zlib
 
 import jax
@@ -26,27 +30,47 @@ class Call:
     arrays: int
 
 
+TESTS = pathlib.Path(__file__).parents[1]
+
+
+def run_compiled(script, *arguments, text=None, **environment):
+    """Returns what a script or module prints in a process without a GPU and without the interpreter."""
+    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent, TESTS / "kernels")))
+    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    variables |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths} | environment
+    command = [sys.executable, *(["-c", script] if "\n" in script else ["-m", script]), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, input=text)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def dot_and_gradients(policy, x, w, dy, key, implementation=None):
+    """Returns `mxjax.dot(x, w)` and the gradients of x and w."""
+    dot = functools.partial(mxjax.dot, policy=policy, key=key, implementation=implementation)
+    y, vjp = jax.vjp(dot, x, w)
+    return y, *vjp(dy)
+
+
+def dot_arguments(x_shape, d_out: int, dtype):
+    """Draws x, w, dy and a key for `dot_and_gradients`."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = x_shape, (x_shape[-1], d_out), (*x_shape[:-1], d_out)
+    x, w, dy = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=False))
+    return x.astype(dtype), w, dy, keys[3]
+
+
 def lower_dot(target: Target, policy, implementation=None):
     """Returns `mxjax.dot` and its gradients, lowered for a target that need not be there."""
-
-    def all_three(x, w, dy, key):
-        dot = functools.partial(mxjax.dot, policy=policy, key=key, implementation=implementation)
-        y, vjp = jax.vjp(dot, x, w)
-        return y, vjp(dy)
-
+    function = functools.partial(dot_and_gradients, policy, implementation=implementation)
+    arguments = jax.eval_shape(lambda: dot_arguments((2, 80, 128), 96, jnp.bfloat16))
     with use_target(target):
-        traced = jax.jit(all_three).trace(
-            jax.ShapeDtypeStruct((2, 80, 128), jnp.bfloat16),
-            jax.ShapeDtypeStruct((128, 96), jnp.float32),
-            jax.ShapeDtypeStruct((2, 80, 96), jnp.float32),
-            jax.eval_shape(lambda: jax.random.key(0)),
-        )
+        traced = jax.jit(function).trace(*arguments)
         return traced.lower(lowering_platforms=("rocm" if target.backend == "hip" else "cuda",))
 
 
 def calls_of(text: str) -> list[Call]:
     """Returns the kernels that a program's text calls, in order."""
-    return [_read(_unescape(opaque)) for opaque in re.findall(r'opaque = "(.*?)"', text)]
+    return [read_call(_unescape(opaque)) for opaque in re.findall(r'opaque = "(.*?)"', text)]
 
 
 def targets_of(text: str) -> set[str]:
@@ -68,7 +92,8 @@ def fields_of(message: bytes) -> dict[int, list]:
     return fields
 
 
-def _read(opaque: bytes) -> Call:
+def read_call(opaque: bytes) -> Call:
+    """Returns the launch that a message describes."""
     [call] = fields_of(zlib.decompress(opaque))[1]
     call = fields_of(call)
     kernel = fields_of(call[1][0])

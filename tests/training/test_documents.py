@@ -1,4 +1,4 @@
-"""What is read of each format, and that nothing is left out without being named."""
+"""Text read from each format: nothing is left out without being named."""
 
 import gzip
 import json

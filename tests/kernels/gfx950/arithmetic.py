@@ -1,4 +1,4 @@
-"""What the simpler vector instructions compute, a value a lane, on numpy's arrays of 64.
+"""The simpler vector instructions, one value per lane, on numpy arrays of 64.
 
 Source: AMD Instinct CDNA4 Instruction Set Architecture, chapter 12.
 """

@@ -1,18 +1,20 @@
 """Runs work-groups of a gfx950 code object, instruction by instruction, on memory whose bounds are checked.
 
 Every wave runs to its next barrier in turn. Wait states do nothing, as each instruction that computes is done
-before the next begins. An instruction that none of this project's kernels has is not known and stops the run.
+before the next begins. An instruction that none of this project's kernels has is not known and stops the run,
+and so does a race in LDS.
 
 Sources: AMD Instinct CDNA4 Instruction Set Architecture; LLVM's User Guide for the AMDGPU Backend.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
 from gfx950 import assembly, scalar, transfers, vector
 from gfx950.assembly import Instruction
 from gfx950.memory import Memory
+from gfx950.races import Accesses
 from gfx950.wave import LANES, Wave
 
 
@@ -25,6 +27,7 @@ def steps(w: Wave, program: list[Instruction], labels: dict[str, int]) -> Iterat
             w.wait("vmcnt", 0)
             return
         if i.opcode == "s_barrier":
+            w.interval += 1
             yield
         elif i.target:
             taken = {
@@ -63,13 +66,18 @@ def begin(w: Wave, descriptor: dict, group, kernarg: int, preloaded: bool) -> No
             place += 1
 
 
+def shuffled(waves: list, order: np.random.Generator | None) -> list:
+    return waves if order is None else [waves[i] for i in order.permutation(len(waves))]
+
+
 def run(
     record: dict,
     text: str,
     memory: Memory,
     kernarg: int,
     preloaded: bool = False,
-    lazy: bool = False,
+    late: Collection[str] = (),
+    seed: int | None = None,
     groups: Iterable[tuple[int, int, int]] | None = None,
 ) -> None:
     """Runs work-groups of a record of `mxjax.kernels.aot`.
@@ -80,7 +88,9 @@ def run(
         memory: Where the arrays and the segment of arguments are.
         kernarg: The segment's address.
         preloaded: Whether waves begin with arguments in registers, or with the code that loads them.
-        lazy: Whether transfers are done when they are waited for, and the last wave runs first.
+        late: The counters, "vmcnt" and "lgkmcnt", whose transfers are done when they are waited for; the
+            others are done at once.
+        seed: Draws the order in which waves run from one barrier to the next; None is the waves' own order.
         groups: Which work-groups, as z, y, x; all of the grid if None.
     """
     program, labels = assembly.read(text)
@@ -88,13 +98,15 @@ def run(
     with np.errstate(all="ignore"):
         for group in np.ndindex(*record["grid"][::-1]) if groups is None else groups:
             lds = Memory(0, record["shared_bytes"], allocated=True)
-            states = [Wave(memory, lds, lazy) for _ in range(waves)]
+            accesses = Accesses(waves, record["shared_bytes"])
+            states = [Wave(number, memory, lds, accesses, late) for number in range(waves)]
             for number, w in enumerate(states):
                 w.v[0] = number * LANES + vector.LANE
                 begin(w, record["descriptor"], group[::-1], kernarg, preloaded)
                 w.place = labels[".LBB0_0"] if preloaded else 0
-            together = [steps(w, program, labels) for w in (states[::-1] if lazy else states)]
+            together = [steps(w, program, labels) for w in states]
+            order = None if seed is None else np.random.default_rng(seed)
             while together:
-                paused = [next(wave, "ended") for wave in together]
+                paused = [next(wave, "ended") for wave in shuffled(together, order)]
                 assert len(set(paused)) == 1, "some waves end where others wait at a barrier"
                 together = [] if paused[0] == "ended" else together

@@ -73,6 +73,7 @@ OPERATIONS: dict[str, Callable[..., int | tuple[int, bool]]] = {
     "s_lshl1_add_u32": lambda a, b: carrying((a << 1) + b),
     "s_lshl2_add_u32": lambda a, b: carrying((a << 2) + b),
     "s_lshl3_add_u32": lambda a, b: carrying((a << 3) + b),
+    "s_lshl4_add_u32": lambda a, b: carrying((a << 4) + b),
 }
 WITH_SCC: dict[str, Callable[..., int | tuple[int, bool]]] = {
     "s_addc_u32": lambda scc, a, b: carrying(a + b + scc),
@@ -110,7 +111,7 @@ def run(w: Wave, i: Instruction) -> None:
         assert sources[1].kind == "constant", i.text
         data = w.memory.load(np.array([w.read_scalar(sources[0], 2) + sources[1].value]), 4 * words)
         loaded = int.from_bytes(data.tobytes(), "little")
-        w.later("lgkmcnt", lambda: w.write_scalar(to.index, loaded, words), scalar=True)
+        w.later_scalar(lambda: w.write_scalar(to.index, loaded, words))
     elif name == "s_mulk_i32":
         w.write_scalar(to.index, w.s[to.index] * short(sources[0].value) & WORD, 1)
     elif name == "s_and_saveexec_b64":

@@ -1,6 +1,7 @@
 """The instructions that move data between registers, LDS and global memory.
 
-Each reads its registers at once. What it does with them is returned, to be done by the time it is waited for.
+Each reads its registers at once. What it does with them is returned, to be done by the time it is waited for,
+with the bytes of LDS that it reads or writes.
 """
 
 import re
@@ -9,7 +10,11 @@ from collections.abc import Callable
 import numpy as np
 
 from gfx950.assembly import M0, Instruction
+from gfx950.races import Access
 from gfx950.wave import U32, Wave
+
+Transfer = tuple[Callable[[], None], Access | None]
+"""What a transfer does, and its access to LDS."""
 
 
 def words_of(wave: Wave, first: int, size: int) -> np.ndarray:
@@ -43,14 +48,22 @@ def load(memory, addresses: np.ndarray, size: int, mask: np.ndarray) -> np.ndarr
     return data
 
 
-def into_lds(wave: Wave, i: Instruction, size: int) -> Callable[[np.ndarray], None]:
-    """Returns a function that writes each lane's bytes to LDS, one lane after another from M0[17:0] on."""
+def access(wave: Wave, i: Instruction, addresses: np.ndarray, size: int, writes: bool) -> Access:
+    return Access(wave.number, writes, np.unique(wave.lds.places(addresses, size)), i.text)
+
+
+def into_lds(wave: Wave, i: Instruction, addresses: np.ndarray, size: int, mask: np.ndarray) -> Transfer:
+    """Writes each lane's bytes to LDS, one lane after another from M0[17:0] on."""
     assert not i.integer("offset"), i.text
-    places, mask = (wave.s[M0] & 0x3FFFF) + size * np.arange(64), wave.lanes
-    return lambda data: wave.lds.store(places[mask], data[mask])
+    lanes, places = wave.lanes, (wave.s[M0] & 0x3FFFF) + size * np.arange(64)
+
+    def store():
+        wave.lds.store(places[lanes], load(wave.memory, addresses, size, mask)[lanes])
+
+    return store, access(wave, i, places[lanes], size, writes=True)
 
 
-def buffer(wave: Wave, i: Instruction) -> Callable[[], None]:
+def buffer(wave: Wave, i: Instruction) -> Transfer:
     """Transfers through a descriptor; offsets past its size load zeros and store nothing."""
     *data, offsets, descriptor, scalar_offset = i.operands
     base = wave.read_scalar(descriptor, 2) & (2**48 - 1)
@@ -64,7 +77,7 @@ def buffer(wave: Wave, i: Instruction) -> Callable[[], None]:
     return transfer(wave, i, data, base + within + added, inside)
 
 
-def through_global(wave: Wave, i: Instruction) -> Callable[[], None]:
+def through_global(wave: Wave, i: Instruction) -> Transfer:
     *data, address, base = i.operands
     if base.kind == "s":
         addresses = wave.read_scalar(base, 2) + wave.v[address.index].astype(np.int64)
@@ -73,29 +86,26 @@ def through_global(wave: Wave, i: Instruction) -> Callable[[], None]:
     return transfer(wave, i, data, addresses + i.integer("offset"), np.ones(64, bool))
 
 
-def transfer(
-    wave: Wave, i: Instruction, data, addresses: np.ndarray, inside: np.ndarray
-) -> Callable[[], None]:
+def transfer(wave: Wave, i: Instruction, data, addresses: np.ndarray, inside: np.ndarray) -> Transfer:
     size, lanes = size_of(i.opcode), wave.lanes
     mask = lanes & inside
     if "store" in i.opcode:
         values = words_of(wave, data[0].index, size)[mask]
-        return lambda: wave.memory.store(addresses[mask], values)
+        return lambda: wave.memory.store(addresses[mask], values), None
     if "lds" in i.modifiers or "_lds_" in i.opcode:
-        store = into_lds(wave, i, size)
-        return lambda: store(load(wave.memory, addresses, size, mask))
+        return into_lds(wave, i, addresses, size, mask)
     first = data[0].index
-    return lambda: write_words(wave, first, load(wave.memory, addresses, size, mask), lanes)
+    return lambda: write_words(wave, first, load(wave.memory, addresses, size, mask), lanes), None
 
 
-def permute(wave: Wave, i: Instruction) -> Callable[[], None]:
+def permute(wave: Wave, i: Instruction) -> Transfer:
     to, address, source = i.operands
     lanes = (wave.v[address.index] + U32(i.integer("offset"))) // U32(4) % U32(64)
     mask, values = wave.lanes, np.where(wave.lanes, wave.v[source.index], U32(0))[lanes]
-    return lambda: np.copyto(wave.v[to.index], values, where=mask)
+    return lambda: np.copyto(wave.v[to.index], values, where=mask), None
 
 
-def share(wave: Wave, i: Instruction) -> Callable[[], None]:
+def share(wave: Wave, i: Instruction) -> Transfer:
     """LDS: one place an instruction, or two, whose offsets count elements, or 64 of them."""
     name = re.fullmatch(r"ds_(read|write)(2?)(st64)?_[bu](\d+)(_d16_hi)?", i.opcode)
     assert name, i.text
@@ -119,10 +129,11 @@ def share(wave: Wave, i: Instruction) -> Callable[[], None]:
             data = load(wave.lds, place, size, mask)
             write_words(wave, values[0].index + n * size // 4, data, mask)
 
+    touched = access(wave, i, np.concatenate(places)[np.tile(mask, len(places))], size, kind == "write")
     if kind == "read":
-        return read
+        return read, touched
     whole = [words_of(wave, o.index, 4 if high else size).copy() for o in values]
-    return lambda: write([data[:, 2:] if high else data for data in whole])
+    return lambda: write([data[:, 2:] if high else data for data in whole]), touched
 
 
 KNOWN = {"offset", "offset0", "offset1", "offen", "lds"}
@@ -131,9 +142,9 @@ KNOWN = {"offset", "offset0", "offset1", "offen", "lds"}
 def run(wave: Wave, i: Instruction) -> None:
     assert i.modifiers.keys() <= KNOWN, i.text
     if i.opcode == "ds_bpermute_b32":
-        wave.later("lgkmcnt", permute(wave, i))
+        wave.later("lgkmcnt", *permute(wave, i))
     elif i.opcode.startswith("ds_"):
-        wave.later("lgkmcnt", share(wave, i))
+        wave.later("lgkmcnt", *share(wave, i))
     else:
         move = {"buffer": buffer, "global": through_global}[i.opcode.split("_")[0]]
-        wave.later("vmcnt", move(wave, i))
+        wave.later("vmcnt", *move(wave, i))

@@ -1,11 +1,12 @@
 """The registers of a wave of 64 lanes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
 from gfx950.assembly import EXEC, Operand
 from gfx950.memory import Memory
+from gfx950.races import Access, Accesses
 
 U32, U64, LANES = np.uint32, np.uint64, 64
 VIEWS = {"u": np.uint32, "i": np.int32, "f": np.float32}
@@ -14,33 +15,55 @@ VIEWS = {"u": np.uint32, "i": np.int32, "f": np.float32}
 class Wave:
     """A wave's registers: v of uint32[512, 64], s of integers, SCC; `lanes` is the mask of EXEC.
 
-    Transfers are done at once, or, if the wave is `lazy`, only when it waits for them: code that is right
-    gives the same either way.
+    Transfers are done at once, or, if their counter is in `late`, only when the wave waits for them: code
+    that is right gives the same either way.
+
+    Attributes:
+        number: The wave's place in its work-group.
+        place: The index of its next instruction.
+        interval: The number of barriers that it has passed.
+        pending: For each counter what is not waited for: an effect if it is late, and an access to LDS.
     """
 
-    def __init__(self, memory: Memory, lds: Memory, lazy: bool):
-        self.memory, self.lds, self.lazy, self.scc, self.place = memory, lds, lazy, False, 0
-        self.pending: dict[str, list[Callable[[], None]]] = {"vmcnt": [], "lgkmcnt": []}
+    def __init__(self, number: int, memory: Memory, lds: Memory, accesses: Accesses, late: Collection[str]):
+        self.number, self.memory, self.lds, self.accesses = number, memory, lds, accesses
+        self.late, self.scc, self.place, self.interval = late, False, 0, 0
+        self.pending: dict[str, list[tuple[Callable[[], None] | None, Access | None]]]
+        self.pending = {"vmcnt": [], "lgkmcnt": []}
         self.scalar_loads: list[Callable[[], None]] = []
         noise = np.random.default_rng(2)  # what nothing has written must not matter
         self.v = noise.integers(0, 2**32, (512, LANES), U32)
         self.s = [int(x) for x in noise.integers(0, 2**32, 128)]
         self.write_scalar(EXEC, 2**64 - 1, 2)
 
-    def later(self, counter: str, effect: Callable[[], None], scalar: bool = False) -> None:
-        (self.scalar_loads if scalar else self.pending[counter]).append(effect)
-        if not self.lazy:
-            self.wait(counter, 0)
+    def later(self, counter: str, effect: Callable[[], None], access: Access | None = None) -> None:
+        """Begins a transfer, whose effect is done now or late."""
+        if access:
+            self.accesses.begin(access, self.interval)
+        if counter not in self.late:
+            effect()
+        self.pending[counter].append((effect if counter in self.late else None, access))
+
+    def later_scalar(self, effect: Callable[[], None]) -> None:
+        """Begins a scalar load, whose effect is done now or late."""
+        if "lgkmcnt" in self.late:
+            self.scalar_loads.append(effect)
+        else:
+            effect()
 
     def wait(self, counter: str, most: int) -> None:
         """Completes the oldest transfers until at most `most` are left; scalar loads have no order."""
         pending = self.pending[counter]
         if counter == "lgkmcnt" and self.scalar_loads:
             assert most == 0, "a scalar load is waited for by its number"
-            pending += self.scalar_loads
+            pending += [(effect, None) for effect in self.scalar_loads]
             self.scalar_loads = []
         while len(pending) > most:
-            pending.pop(0)()
+            effect, access = pending.pop(0)
+            if effect:
+                effect()
+            if access:
+                self.accesses.end(access, self.interval)
 
     def read_scalar(self, o: Operand, words: int) -> int:
         if o.kind == "constant":

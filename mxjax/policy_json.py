@@ -1,0 +1,188 @@
+"""Policies as JSON, and changes to single fields by path, such as `wgrad.rhs.rounding`.
+
+The JSON names every field of a policy, so it keeps its meaning if a default changes:
+
+    {"fprop": {"lhs": {"format": "mxfp4", "block_shape": null, ...}, "rhs": {...}, "rotation": null}, ...}
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+from mxjax.operand import Operand
+from mxjax.policy import Gemm, Policy, Rotation
+
+_GEMMS = ("fprop", "dgrad", "wgrad")
+_OPERANDS = ("lhs", "rhs")
+
+
+def policy_to_json(policy: Policy, indent: int | None = None) -> str:
+    """Returns a policy as JSON text with every field of its six operands and three rotations.
+
+    `policy_from_json` of the text equals the policy.
+
+    Args:
+      indent: as in `json.dumps`; None writes one line.
+    """
+    return json.dumps(dataclasses.asdict(policy), indent=indent)
+
+
+def policy_from_json(text: str | Mapping[str, Any]) -> Policy:
+    """Returns the policy in a JSON text, or in what `json.loads` made of one.
+
+    Fields that are left out have their defaults: `{"wgrad": {"rotation": {"size": 16}}}` is MXFP4 everywhere
+    with H16 on Wgrad.
+
+    Raises:
+      ValueError: not JSON, an unknown field, a value of the wrong type, or a policy that cannot be. The
+        message names the field by its path.
+    """
+    if isinstance(text, str):
+        try:
+            text = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"a policy must be JSON, and this is not: {error}") from None
+    fields = _fields(text, "policy", _GEMMS)
+    gemms = {name: _gemm(value, name) for name, value in fields.items()}
+    return _make(Policy, gemms, "policy")
+
+
+def set_fields(policy: Policy, changes: Iterable[str]) -> Policy:
+    """Returns the policy with fields changed by texts `PATH=VALUE`. Where two overlap, the later one holds.
+
+    PATH is a GEMM, an operand and a field of `Operand` (`wgrad.rhs.rounding`), or a GEMM and `rotation` with
+    or without a field of `Rotation` (`wgrad.rotation.size`). `*` stands for any GEMM or operand. VALUE is
+    JSON or a bare word; `none` is None:
+
+        set_fields(policy, ["wgrad.*.scale_rule=even", "wgrad.rotation=none", "*.rhs.block_shape=[32, 32]"])
+
+    Setting a field of a rotation that is None makes one with its other fields at their defaults.
+
+    Raises:
+      ValueError: an unknown path, a value that the field does not take, or a policy that cannot be.
+    """
+    data = dataclasses.asdict(policy)
+    for change in changes:
+        path, equals, value = change.partition("=")
+        if not equals:
+            raise ValueError(f"write PATH=VALUE, such as wgrad.rhs.rounding=stochastic; got {change!r}")
+        try:
+            _set(data, path.strip().split("."), _value(value.strip()))
+        except ValueError as error:
+            raise ValueError(f"{change!r}: {error}") from None
+    return policy_from_json(data)
+
+
+def _set(data: dict[str, Any], path: list[str], value: object) -> None:
+    """Sets a field of a policy's data in place, for every GEMM and operand that the path names."""
+    first, *rest = path
+    for gemm in _chosen(first, _GEMMS, "GEMM"):
+        match rest:
+            case ["rotation"]:
+                data[gemm]["rotation"] = value
+            case ["rotation", field]:
+                _check_name(field, _names(Rotation), f"{gemm}.rotation")
+                data[gemm]["rotation"] = (data[gemm]["rotation"] or {}) | {field: value}
+            case [side, field]:
+                for operand in _chosen(side, _OPERANDS, "operand"):
+                    _check_name(field, _names(Operand), f"{gemm}.{operand}")
+                    data[gemm][operand] |= {field: value}
+            case _:
+                raise ValueError(
+                    "a path is GEMM.OPERAND.FIELD, GEMM.rotation or GEMM.rotation.FIELD, with GEMM one of "
+                    "fprop, dgrad, wgrad, * and OPERAND one of lhs, rhs, *"
+                )
+
+
+def _chosen(name: str, names: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    if name == "*":
+        return names
+    if name not in names:
+        raise ValueError(f"unknown {kind} {name!r}; use one of {', '.join(names)}, or * for all")
+    return (name,)
+
+
+def _value(text: str) -> object:
+    """Returns what a value on a command line means: JSON, `none`, or the word itself."""
+    if text.lower() == "none":
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _gemm(data: object, path: str) -> Gemm:
+    fields = _fields(data, path, (*_OPERANDS, "rotation"))
+    made = {name: _operand(fields[name], f"{path}.{name}") for name in _OPERANDS if name in fields}
+    rotation = fields.get("rotation")
+    return Gemm(**made, rotation=None if rotation is None else _rotation(rotation, f"{path}.rotation"))
+
+
+def _operand(data: object, path: str) -> Operand:
+    fields = _fields(data, path, _names(Operand))
+    for name in ("format", "scale_rule", "rounding", "source"):
+        _check_type(fields, name, path, lambda value: isinstance(value, str), "a string")
+    _check_type(fields, "prescale", path, _is_prescale, "a number or null")
+    _check_type(fields, "block_shape", path, _is_block_shape, "an integer, a pair of integers or null")
+    if isinstance(fields.get("block_shape"), list | tuple):
+        fields["block_shape"] = tuple(fields["block_shape"])
+    return _make(Operand, fields, path)
+
+
+def _rotation(data: object, path: str) -> Rotation:
+    fields = _fields(data, path, _names(Rotation))
+    for name in ("size", "seed"):
+        _check_type(fields, name, path, _is_integer, "an integer")
+    _check_type(fields, "signs", path, lambda value: isinstance(value, str), "a string")
+    return _make(Rotation, fields, path)
+
+
+def _fields(data: object, path: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the fields of a JSON object, all of which must be named in `names`."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{path} must be an object with fields among {', '.join(names)}, got {data!r:.60}")
+    fields = cast(Mapping[str, Any], data)
+    for name in fields:
+        _check_name(name, names, path)
+    return dict(fields)
+
+
+def _check_name(name: str, names: tuple[str, ...], path: str) -> None:
+    if name not in names:
+        close = difflib.get_close_matches(str(name), names, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"{path} has no field {name!r:.60}; {hint}its fields are {', '.join(names)}")
+
+
+def _check_type(
+    fields: Mapping[str, Any], name: str, path: str, fits: Callable[[Any], bool], wanted: str
+) -> None:
+    if name in fields and not fits(fields[name]):
+        raise ValueError(f"{path}.{name} must be {wanted}, got {fields[name]!r:.60}")
+
+
+def _make[T](cls: Callable[..., T], fields: Mapping[str, Any], path: str) -> T:
+    try:
+        return cls(**fields)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _names(cls: type[Operand] | type[Rotation]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_prescale(value: object) -> bool:
+    return value is None or _is_integer(value) or isinstance(value, float)
+
+
+def _is_block_shape(value: Any) -> bool:
+    pair = isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_integer, value))
+    return value is None or _is_integer(value) or pair

@@ -1,0 +1,99 @@
+"""Named policies: the paper's ladder and published FP4 training recipes, as data.
+
+The ladder (arXiv 2605.09825) quantizes one more GEMM to MXFP4 at each rung; the others stay in FP8. Names are
+`stage[_intervention]`: `wgrad_X` applies X to the two Wgrad operands only, `full_X` to all six. X is `sr`
+(stochastic rounding), `rht` (H16 with signs redrawn at every call), `hadamard` (deterministic H16) or
+`hadamard32`.
+
+    python -m mxjax.recipes [NAME ...]
+
+prints policies operand by operand, with their sources.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+
+from mxjax.policy import Gemm, Policy
+from mxjax.recipes.ladder import ladder
+from mxjax.recipes.published import amazon, published
+
+
+class _Policies(Mapping[str, Policy]):
+    """The named policies, read-only; its `repr` is the names."""
+
+    def __init__(self, named: Mapping[str, Policy]):
+        self._named = dict(named)
+
+    def __getitem__(self, name: str) -> Policy:
+        return self._named[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} policies: {', '.join(self)}>"
+
+
+_PAPER = "arXiv 2605.09825 (the ladder)"
+_SOURCES = {
+    "amazon": "arXiv 2502.20586",
+    "tetrajet": "arXiv 2502.20853",
+    "nvfp4": "arXiv 2509.25149",
+    "fp4_all_the_way": "arXiv 2505.19115",
+    "chmiel_mx": "arXiv 2112.10769, in MX blocks",
+    "primus_turbo": "AMD's Primus-Turbo",
+    "lumen": "AMD's Lumen",
+    "mxfp4_fp8_backward": "MXFP4 forward and MXFP8 backward",
+}
+_POLICIES = _Policies(ladder() | amazon() | published())
+
+
+def policies() -> Mapping[str, Policy]:
+    """Returns every named policy, the paper's ladder first."""
+    return _POLICIES
+
+
+def source(name: str) -> str:
+    """Returns where the policy called `name` was published."""
+    return _SOURCES.get("amazon" if name.startswith("amazon") else name, _PAPER)
+
+
+def describe(policy: Policy) -> str:
+    """Returns a policy operand by operand: one line for each GEMM, with the rotation of both operands."""
+    names = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
+    lines: list[str] = []
+    for gemm, (lhs, rhs) in names.items():
+        g = policy.gemms[gemm]
+        line = f"{gemm}  {lhs:2} {g.lhs!s:28} {rhs:2} {g.rhs!s:28} {g.rotation or ''}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def get_policy(name: str) -> Policy:
+    """Returns the policy called `name`, e.g. "wgrad_hadamard".
+
+    Raises:
+      ValueError: unknown name; the message suggests the closest one and lists all.
+    """
+    if name in _POLICIES:
+        return _POLICIES[name]
+    close = difflib.get_close_matches(name, _POLICIES, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ValueError(f"unknown policy {name!r}; {hint}the policies are {', '.join(_POLICIES)}")
+
+
+def as_policy(policy: Policy | str) -> Policy:
+    """Returns the policy, looked up if given by name.
+
+    Raises:
+      TypeError: neither a policy nor a name.
+      ValueError: unknown name.
+    """
+    if isinstance(policy, str):
+        return get_policy(policy)
+    if not isinstance(policy, Policy) or not all(isinstance(g, Gemm) for g in policy.gemms.values()):
+        raise TypeError(f"policy must be an mxjax.Policy of three mxjax.Gemm or a name, got {policy!r}")
+    return policy

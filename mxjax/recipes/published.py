@@ -1,0 +1,68 @@
+"""Published FP4 training recipes. Layer tables and phases of a run are not part of a policy."""
+
+import dataclasses
+
+from mxjax.operand import Operand
+from mxjax.policy import Gemm, Policy, Rotation
+
+_MXFP4 = Operand("mxfp4")
+_E4M3 = Operand("fp8_e4m3")
+_bf16 = Gemm(Operand("bf16"), Operand("bf16"))
+
+
+def amazon() -> dict[str, Policy]:
+    """Training LLMs with MXFP4, arXiv 2502.20586: both backward GEMMs in MXFP4 with SR and random H64."""
+    operand = Operand("mxfp4", rounding="stochastic", prescale=0.75)
+    backward = Gemm(operand, operand, Rotation(64, "redrawn"))
+    amazon = Policy(fprop=_bf16, dgrad=backward, wgrad=backward)
+    no_rotation = dataclasses.replace(backward, rotation=None)
+    nearest = Gemm(_MXFP4, _MXFP4, backward.rotation)
+    return {
+        "amazon": amazon,
+        "amazon_fp8": dataclasses.replace(amazon, fprop=Gemm(_E4M3, _E4M3)),
+        "amazon_no_hadamard": dataclasses.replace(amazon, dgrad=no_rotation, wgrad=no_rotation),
+        "amazon_no_sr": dataclasses.replace(amazon, dgrad=nearest, wgrad=nearest),
+    }
+
+
+def published() -> dict[str, Policy]:
+    """Returns the other published recipes by name."""
+    even = Operand("mxfp4", scale_rule="even")
+    tile = Operand("mxfp4", block_shape=(32, 32), scale_rule="even")
+    primus = Policy(fprop=Gemm(even, tile), dgrad=Gemm(even, tile), wgrad=Gemm(even, even, Rotation(16)))
+    even_sr = dataclasses.replace(even, rounding="stochastic")
+    lumen = Policy(primus.fprop, Gemm(even_sr, tile), Gemm(even, even_sr, Rotation(16)))
+
+    # TetraJet, arXiv 2502.20853: the backward pass reads the x and w that the forward pass quantized.
+    rceil = Operand("mxfp4", scale_rule="rceil")
+    rceil_sr = dataclasses.replace(rceil, rounding="stochastic")
+    seen = dataclasses.replace(rceil_sr, source="dequantized")
+    tetrajet = Policy(fprop=Gemm(rceil, rceil), dgrad=Gemm(rceil_sr, seen), wgrad=Gemm(seen, rceil_sr))
+
+    # Pretraining LLMs with NVFP4, arXiv 2509.25149 (layer table and late switch are configured elsewhere).
+    nv, nv_sr = Operand("nvfp4"), Operand("nvfp4", rounding="stochastic")
+    nv_tile = Operand("nvfp4", block_shape=(16, 16))
+    nvfp4 = Policy(
+        fprop=Gemm(nv, nv_tile), dgrad=Gemm(nv_sr, nv_tile), wgrad=Gemm(nv, nv_sr, Rotation(16, "fixed"))
+    )
+    # FP4 All the Way, arXiv 2505.19115 (its last phase in high precision is configured elsewhere).
+    all_the_way = Policy(Gemm(nv, nv), Gemm(nv_sr, nv), Gemm(nv_sr, nv_sr))
+
+    # Accurate neural training with 4-bit matrix multiplications, arXiv 2112.10769, in MX blocks.
+    clipless = Operand("mxfp4", scale_rule="rceil")
+    gradient = Operand("mxfp4_e3m0", scale_rule="rceil", rounding="stochastic")
+    chmiel = Policy(Gemm(clipless, clipless), Gemm(gradient, clipless), Gemm(clipless, gradient))
+
+    return {
+        "primus_turbo": primus,
+        "lumen": lumen,
+        "tetrajet": tetrajet,
+        "nvfp4": nvfp4,
+        "fp4_all_the_way": all_the_way,
+        "chmiel_mx": chmiel,
+        "mxfp4_fp8_backward": Policy(
+            fprop=Gemm(even, even),
+            dgrad=Gemm(Operand("mxfp8_e5m2", scale_rule="even"), Operand("mxfp8_e5m2", scale_rule="even")),
+            wgrad=Gemm(Operand("mxfp8_e5m2", scale_rule="even"), Operand("mxfp8_e5m2", scale_rule="even")),
+        ),
+    }

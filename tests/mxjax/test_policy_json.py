@@ -1,0 +1,127 @@
+"""Policies as JSON text, and changes by path."""
+
+import contextlib
+import dataclasses
+import json
+import re
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from support import oracles
+
+import mxjax
+from mxjax import Gemm, Operand, Policy, Rotation, policy_from_json, policy_to_json, set_fields
+
+
+@pytest.mark.parametrize("name", mxjax.policies())
+def test_a_policy_survives_a_round_trip(name):
+    policy = mxjax.get_policy(name)
+    assert policy_from_json(policy_to_json(policy)) == policy
+    assert policy_from_json(json.loads(policy_to_json(policy, indent=1))) == policy
+
+
+def test_the_text_names_every_field():
+    data = json.loads(policy_to_json(Policy()))
+    for gemm in data.values():
+        assert gemm.keys() == {"lhs", "rhs", "rotation"}
+        assert all(
+            gemm[side].keys() == {f.name for f in dataclasses.fields(Operand)} for side in ("lhs", "rhs")
+        )
+
+
+def test_fields_left_out_have_their_defaults():
+    expected = Policy(wgrad=Gemm(rhs=Operand(block_shape=(32, 32)), rotation=Rotation(32)))
+    text = '{"wgrad": {"rhs": {"block_shape": [32, 32]}, "rotation": {"size": 32}}}'
+    assert policy_from_json(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "a policy must be JSON"),
+        ("[" * 100_000, "a policy must be JSON"),
+        ("[]", "policy must be an object with fields among fprop, dgrad, wgrad"),
+        ('{"wgard": {}}', "policy has no field 'wgard'; did you mean 'wgrad'?"),
+        ('{"wgrad": null}', "wgrad must be an object"),
+        (
+            '{"wgrad": {"lhs": {"scale_rul": "even"}}}',
+            "wgrad.lhs has no field 'scale_rul'; did you mean 'scale_rule'?",
+        ),
+        ('{"wgrad": {"lhs": {"format": "mxpf4"}}}', "wgrad.lhs: unknown format 'mxpf4'"),
+        ('{"wgrad": {"lhs": {"format": 4}}}', "wgrad.lhs.format must be a string, got 4"),
+        ('{"wgrad": {"lhs": {"prescale": "3/4"}}}', "wgrad.lhs.prescale must be a number or null"),
+        ('{"wgrad": {"lhs": {"prescale": true}}}', "wgrad.lhs.prescale must be a number or null"),
+        ('{"wgrad": {"lhs": {"prescale": NaN}}}', "wgrad.lhs: prescale must be in"),
+        ('{"wgrad": {"lhs": {"block_shape": [32]}}}', "wgrad.lhs.block_shape must be an integer, a pair"),
+        ('{"wgrad": {"lhs": {"block_shape": -1}}}', "wgrad.lhs: "),
+        ('{"wgrad": {"rotation": {"size": 17}}}', "wgrad.rotation: Rotation needs size to be one of"),
+        ('{"wgrad": {"rotation": {"size": 16.0}}}', "wgrad.rotation.size must be an integer"),
+        ('{"wgrad": {"rotation": "H16"}}', "wgrad.rotation must be an object"),
+        ('{"wgrad": {"rhs": {"source": "dequantized"}}}', "policy: wgrad.rhs is dy"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_path(text, message):
+    with oracles.types_unchecked(), pytest.raises(ValueError, match="^" + re.escape(message)):
+        policy_from_json(text)
+
+
+def test_fields_are_set_by_path():
+    policy = set_fields(
+        mxjax.get_policy("wgrad"),
+        ["wgrad.*.scale_rule=even", "wgrad.rhs.rounding=stochastic", "*.rhs.block_shape=[32, 32]"],
+    )
+    tile = Operand(block_shape=(32, 32))
+    wgrad = Gemm(
+        Operand(scale_rule="even"),
+        Operand(scale_rule="even", rounding="stochastic", block_shape=(32, 32)),
+    )
+    assert policy == Policy(Gemm(rhs=tile), Gemm(rhs=tile), wgrad)
+
+
+def test_rotations_are_set_and_removed():
+    policy = set_fields(mxjax.get_policy("wgrad_hadamard"), ["wgrad.rotation=none", "fprop.rotation.size=32"])
+    assert policy == Policy(fprop=Gemm(rotation=Rotation(32)))
+    assert set_fields(Policy(), ['*.rotation={"signs": "redrawn"}']) == mxjax.get_policy("full_rht")
+
+
+def test_only_the_result_of_all_changes_must_be_a_policy():
+    wanted = dataclasses.replace(Policy(), wgrad=Gemm(lhs=Operand(source="dequantized"), rotation=Rotation()))
+    start = Policy(*[Gemm(rotation=Rotation())] * 3)
+    changes = ["wgrad.lhs.source=dequantized", "fprop.rotation=none", "dgrad.rotation=none"]
+    assert set_fields(start, changes) == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("wgrad.rhs.rounding", "write PATH=VALUE"),
+        ("wgard.rhs.rounding=nearest", "unknown GEMM 'wgard'; use one of fprop, dgrad, wgrad, or * for all"),
+        ("wgrad.dy.rounding=nearest", "unknown operand 'dy'; use one of lhs, rhs, or * for all"),
+        ("wgrad.rhs.roundin=nearest", "did you mean 'rounding'?"),
+        ("wgrad.rhs=mxfp4", "a path is GEMM.OPERAND.FIELD"),
+        ("wgrad=mxfp4", "a path is GEMM.OPERAND.FIELD"),
+        ("wgrad.rhs.rounding=stochasticly", "wgrad.rhs: unknown rounding 'stochasticly'"),
+        ("wgrad.rotation.sign=redrawn", "did you mean 'signs'?"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused(change, message):
+    with oracles.types_unchecked(), pytest.raises(ValueError, match=re.escape(message)):
+        set_fields(Policy(), [change])
+
+
+NAMES = st.sampled_from(
+    ["fprop", "wgrad", "lhs", "rhs", "rotation", "format", "block_shape", "size", "prescale"]
+)
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["mxfp4"])
+)
+
+
+@hypothesis.given(
+    st.recursive(LEAVES, lambda x: st.lists(x, max_size=3) | st.dictionaries(NAMES, x, max_size=4))
+)
+@hypothesis.settings(max_examples=300)
+def test_any_json_is_a_policy_or_a_value_error(data):
+    with oracles.types_unchecked(), contextlib.suppress(ValueError):
+        assert isinstance(policy_from_json(json.dumps(data)), Policy)
