@@ -30,5 +30,5 @@ def _show_unraisable(error: Any) -> None:
 
 def _end(number: int, frame: Any) -> None:
     name = pathlib.Path(sys.argv[0]).name
-    os.write(2, f"{name}: interrupted before it began\n".encode())
+    os.write(2, f"{name}: interrupted\n".encode())
     os._exit(128 + number)  # an exception raised within an import may be swallowed or become another

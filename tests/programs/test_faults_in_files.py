@@ -231,7 +231,7 @@ def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, **pipes)
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
-    assert process.communicate() == ("", "train.py: interrupted before it began\n")
+    assert process.communicate() == ("", "train.py: interrupted\n")
     assert process.returncode == 128 + signal.SIGINT
 
 

@@ -83,7 +83,7 @@ def _file_errors(folder: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"the checkpoints in {folder} cannot be checked for damage: {in_one_line(error)}"
+            f"the checkpoints in {folder} cannot be checked for damage: {in_one_line(error, folder)}"
         ) from error
 
 
