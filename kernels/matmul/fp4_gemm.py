@@ -87,8 +87,8 @@ def _matmul(dtype, target: Target | None):
 
     def part(*operands, summed_over):
         if not summed_over:
-            return [_launch(*operands, dtype, target)]
-        y = _launch(*operands, jnp.dtype(jnp.float32), target)
+            return [launch(*operands, dtype, target)]
+        y = launch(*operands, jnp.dtype(jnp.float32), target)
         return [lax.psum(y, summed_over).astype(dtype)]
 
     return batched(part, "b m n")
@@ -127,10 +127,19 @@ def batched(part: Callable[..., list[jax.Array]], results: str) -> Callable[...,
     return multiply
 
 
-def _launch(lhs, lhs_scales, rhs, rhs_scales, dtype, target):
+def launch(
+    lhs: UInt8[Array, "batch m _"],
+    lhs_scales: UInt8[Array, "batch m _"],
+    rhs: UInt8[Array, "batch n _"],
+    rhs_scales: UInt8[Array, "batch n _"],
+    dtype: DTypeLike,
+    target: Target | None,
+    tiles: Tiles | None = None,
+) -> Float[Array, "batch m n"]:
+    """Returns lhs @ rhs.T by one launch of the kernel, with the given tiles or the fastest."""
     batch, m, k = lhs.shape[0], lhs.shape[1], lhs.shape[2] * 2
     n = rhs.shape[1]
-    tiles = choose_tiles(m, n, k, batch, target)
+    tiles = tiles or choose_tiles(m, n, k, batch, target)
     [out] = triton_call(
         gemm_kernel,
         lhs,

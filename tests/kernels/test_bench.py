@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mxjax.kernels.bench import bench_compile, bench_dot, bench_quantize
+from mxjax.kernels.bench import bench_compile, bench_dot, bench_gemm, bench_quantize, gemm_cases
 from mxjax.kernels.bench.timing import Timing, measure
 
 HEADER = {"device", "jax", "packages", "commit", "command", "kernels", "records"}
@@ -102,6 +102,48 @@ def test_dot_starts_no_line_after_its_seconds(capsys):
     _, report = printed(capsys)
     late = [r["name"] for r in report["records"] if "absent" in r]
     assert late == ["wgrad, xla", "wgrad, fp8_carriers", "wgrad_hadamard, fp8_carriers: compilation"]
+
+
+GEMM = ["--tokens", "64", "--gemms", "tiny.fprop", "--rounds", "1", "--commit", "abc"]
+
+
+@pytest.fixture
+def tiny_gemm(monkeypatch):
+    """Lets the command line name a small GEMM, and forgets the operands of others."""
+    monkeypatch.setitem(bench_dot.LINEARS, "tiny", (256, 64))
+
+
+@pytest.mark.usefixtures("tiny_gemm")
+def test_gemm_times_every_candidate_and_writes_the_fastest(capsys, tmp_path):
+    bench_gemm.main([*GEMM, "--table", str(tmp_path / "tiles.json")])
+    lines, report = printed(capsys)
+    assert set(report) == HEADER
+    records = report["records"]
+    assert [r["by"] for r in records] == ["jnp.dot, bfloat16", "jnp.dot, FP8", "mxjax", "mxjax"]
+    assert all(0 < r["p10"] <= r["median"] <= r["p90"] for r in records)
+    table = json.loads((tmp_path / "tiles.json").read_text())
+    [entry] = table["gemms"]
+    fastest = min(records[2:], key=lambda r: r["median"])
+    assert (entry["gemm"], entry["tile"]) == ([64, 64, 256, 1], fastest["tile"])
+    assert any("tile table: " in line for line in lines)
+
+
+@pytest.mark.usefixtures("tiny_gemm")
+def test_gemm_times_no_candidate_with_wrong_bits(monkeypatch, capsys, tmp_path):
+    right = gemm_cases.launch
+
+    def wrong(*operands_and_more):
+        tiles = operands_and_more[-1]
+        y = right(*operands_and_more)
+        return y.at[0, 3, 5].set(jnp.nan) if tiles.m == 64 else y
+
+    monkeypatch.setattr(gemm_cases, "launch", wrong)
+    with pytest.raises(SystemExit, match=r"failed: tiny\.fprop, 64x64x256.*: 1 of 4096 elements are wrong"):
+        bench_gemm.main([*GEMM, "--table", str(tmp_path / "tiles.json")])
+    _, report = printed(capsys)
+    assert [set(r) for r in report["records"] if r["by"] == "mxjax"][1] >= {"absent"}
+    [entry] = json.loads((tmp_path / "tiles.json").read_text())["gemms"]
+    assert entry["tile"][0] == 128
 
 
 @pytest.mark.slow
