@@ -1,19 +1,20 @@
 """Evaluates a run's checkpoint, in its own precision or another: `python eval.py RUN --policy=bf16`.
 
-`python eval.py compare RUN [RUN ...]` compares the evaluations of several runs.
+`python eval.py compare RUN [RUN ...]` compares the evaluations of several runs, `python eval.py diagnose RUN`
+measures the errors of every GEMM of one.
 """
 
 import dataclasses
 import functools
 import pathlib
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import tyro
 
 from models import llama
-from models.configs import from_dict
+from models.configs import LlamaConfig, from_dict
 from mxjax.implementations import Implementation, check_implementations
 from mxjax.scales import ScaleRule
 from training.checkpoint.checkpoints import Checkpoints
@@ -21,9 +22,14 @@ from training.compare import CompareConfig, compare
 from training.config import Config
 from training.data.load import load_data, load_held_out
 from training.data.windows import evaluation_batches
-from training.environment import enable_compilation_cache, input_errors
+from training.diagnosis.diagnose import diagnose
+from training.diagnosis.plots import draw
+from training.diagnosis.tables import summary
+from training.environment import enable_compilation_cache, facts, input_errors
+from training.extras import check_extra
+from training.files import write_atomically
 from training.metrics import evaluations, json_line
-from training.policy_schedule import phase_at, phases_of
+from training.policy_schedule import Phase, phase_at, phases_of
 from training.run_config import from_json, read_run_config
 from training.step import evaluate, make_eval_step
 
@@ -52,38 +58,80 @@ class EvalConfig:
     """Number of batches to read."""
 
 
+@dataclasses.dataclass(frozen=True)
+class DiagnoseConfig(EvalConfig):
+    """A diagnosis of the errors of a model's GEMMs. A flag that is not given takes the run's value."""
+
+    batches: int | None = 8
+    """Number of batches, at least 3."""
+    out: pathlib.Path | None = None
+    """Also write diagnosis.json, heat maps by layer and histograms into this folder (extra plot)."""
+
+
+class Restored(NamedTuple):
+    """A run's model at a checkpoint, and the data to run it on."""
+
+    model: LlamaConfig
+    params: llama.Params
+    step: int | None
+    phase: Phase
+    implementation: Implementation | None
+    held_out: list[np.ndarray]
+
+
 def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
     """Returns the run, step and policy, the mean loss over all tokens, and its perplexity."""
     enable_compilation_cache()
     with input_errors():
-        config, precision, model = read_run(arguments)
-        phases = phases_of(precision, config.steps, functools.partial(llama.layer_policies, model))
-        for phase in phases:
-            check_implementations(phase.layers.policies, precision.implementation)
-        n_batches = config.eval_batches if arguments.batches is None else arguments.batches
-        if n_batches < 1:
-            raise ValueError(f"--batches must be at least 1, got {n_batches}")
-        n_sequences = config.eval_sequences if arguments.batches is None else None
-        tokens = read_tokens(arguments, config, model.vocab_size)
-        held_out = evaluation_batches(
-            tokens, config.data, n_batches, model.vocab_size, n_sequences=n_sequences
-        )
-        eval_losses = evaluations(arguments.run)
-        with Checkpoints(arguments.run / "checkpoints", losses=eval_losses) as checkpoints:
-            step = checkpoints.latest if arguments.step is None else arguments.step
-            if step == "best" and (step := checkpoints.best) is None:
-                raise ValueError(
-                    f"--step best: {arguments.run} has no checkpoint at a step with an evaluation"
-                )
-            params = checkpoints.restore_params(llama.abstract_params(model), step)
-    phase = phase_at(phases, step or 0)
+        model, params, step, phase, implementation, held_out = restore(arguments)
 
     def losses(params, batch, key):
-        options = {"policies": phase.layers, "key": key, "implementation": precision.implementation}
+        options = {"policies": phase.layers, "key": key, "implementation": implementation}
         return llama.losses(model, params, batch, **options)
 
     result = evaluate(make_eval_step(losses), params, held_out)
     return {"run": str(arguments.run), "step": step, "policy": phase.policy, **result}
+
+
+def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
+    """Prints the diagnosis of a checkpoint and returns it; writes it and its plots with `out`."""
+    enable_compilation_cache()
+    with input_errors():
+        if arguments.out is not None:
+            check_extra("plot", "--out", "matplotlib")
+        model, params, step, phase, implementation, batches = restore(arguments)
+        found = diagnose(model, params, phase.layers, implementation, batches)
+    described = {"run": str(arguments.run), "step": step, "policy": phase.policy}
+    shape = {"batches": len(batches), "tokens": sum(batch[:, 1:].size for batch in batches)}
+    found = described | shape | found | {"versions": facts()}
+    print(summary(found))
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        write_atomically(arguments.out / "diagnosis.json", json_line(found) + "\n")
+        print("\n".join(str(path) for path in draw(found, arguments.out)))
+    return found
+
+
+def restore(arguments: EvalConfig) -> Restored:
+    """Returns the model, parameters and data that the arguments name; raises ValueError for bad ones."""
+    config, precision, model = read_run(arguments)
+    phases = phases_of(precision, config.steps, functools.partial(llama.layer_policies, model))
+    for phase in phases:
+        check_implementations(phase.layers.policies, precision.implementation)
+    n_batches = config.eval_batches if arguments.batches is None else arguments.batches
+    if n_batches < 1:
+        raise ValueError(f"--batches must be at least 1, got {n_batches}")
+    n_sequences = config.eval_sequences if arguments.batches is None else None
+    tokens = read_tokens(arguments, config, model.vocab_size)
+    batches = evaluation_batches(tokens, config.data, n_batches, model.vocab_size, n_sequences=n_sequences)
+    held_out = list(batches)
+    eval_losses = evaluations(arguments.run)
+    with Checkpoints(arguments.run / "checkpoints", losses=eval_losses) as checkpoints:
+        step = checkpoints.latest if arguments.step is None else arguments.step
+        if step == "best" and (step := checkpoints.best) is None:
+            raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
+        params = checkpoints.restore_params(llama.abstract_params(model), step)
+    return Restored(model, params, step, phase_at(phases, step or 0), precision.implementation, held_out)
 
 
 def read_run(arguments: EvalConfig):
@@ -110,15 +158,19 @@ def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.nd
     return load_data(config.data, vocab_size).validation
 
 
-def compare_runs(argv: list[str]) -> None:
-    """Compares the runs on the command line."""
-    with input_errors():
-        print(json_line(compare(tyro.cli(CompareConfig, args=argv, prog="eval.py compare"))))
+def command(name: str, argv: list[str]) -> None:
+    """Runs `eval.py compare` or `eval.py diagnose`, and prints its result as one line of JSON last."""
+    if name == "compare":
+        with input_errors():
+            result = compare(tyro.cli(CompareConfig, args=argv, prog="eval.py compare"))
+    else:
+        result = diagnose_run(tyro.cli(DiagnoseConfig, args=argv, prog="eval.py diagnose"))
+    print(json_line(result))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["compare"]:
-        compare_runs(sys.argv[2:])
+    if sys.argv[1:2] in (["compare"], ["diagnose"]):
+        command(sys.argv[1], sys.argv[2:])
         sys.exit()
     result = main(tyro.cli(EvalConfig, description=__doc__))
     print(

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks.study.cells import LADDER
-from benchmarks.study.report import BASELINE, losses_by_cell, read_runs
-from benchmarks.study.statistics import Difference, paired_difference
+from benchmarks.study.cells import BASELINE
+from benchmarks.study.results import gather, read_runs
+from benchmarks.study.studies import LADDER
+from training.paired_statistics import Estimate, paired_difference
 
 ROOT = pathlib.Path(__file__).parents[1]
 RUNS = ROOT / "docs" / "results" / "study" / "runs"
@@ -54,25 +55,23 @@ class LadderPoint(NamedTuple):
 
     policy: str
     rule: str
-    difference: Difference
+    difference: Estimate
     diverged: int
 
 
 def ladder_points(runs: Sequence[dict[str, Any]], model: str = "60m") -> list[LadderPoint]:
     """Returns the points of the ladder's policies at one model size, in the ladder's order."""
     chosen = [run for run in runs if run["model"] == model and run["protocol"]["name"] == "decay"]
-    losses = losses_by_cell(chosen)
-    cells = {(run["policy"], run["rules"]): run["cell"] for run in chosen}
-    base = losses[cells[BASELINE, ""]]
+    cells = {(cell.policy, cell.rules): cell for cell in gather(chosen).values()}
+    base = cells[BASELINE, ""].losses
     points = []
     for policy in LADDER:
         for rule in ("", "floor", "even"):
             if policy == BASELINE or (policy, rule) not in cells:
                 continue
-            found = losses[cells[policy, rule]]
-            finite = {seed: loss for seed, loss in found.items() if not math.isnan(loss)}
-            difference = paired_difference(finite, base)
-            points.append(LadderPoint(policy, rule, difference, len(found) - len(finite)))
+            cell = cells[policy, rule]
+            difference = paired_difference(cell.losses, base)
+            points.append(LadderPoint(policy, rule, difference, cell.n_diverged))
     return points
 
 

@@ -5,7 +5,7 @@ Shapes in names as in `models.llama`.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from models.configs import LlamaConfig
 from models.rope import apply_rope
 from models.sharding import constrain, weight_layout
 from mxjax.implementations import Implementation
-from mxjax.layer_stats import Measures, probe
+from mxjax.layer_stats import Measures, Tensors, probe
 from mxjax.policy import Policy
 from mxjax.remat import keep_products
 
@@ -128,7 +128,7 @@ class BlockGemms:
         policies: Sequence[Policy],
         key: jax.Array | None,
         implementation: Implementation | None = None,
-        slots: dict[str, Measures] | None = None,
+        slots: Mapping[str, Measures | Tensors] | None = None,
     ):
         self.policies: dict[str, Policy] = dict(zip(BLOCK_LAYERS, policies, strict=True))
         self.key = key

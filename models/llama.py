@@ -12,6 +12,7 @@ Source: "The Llama 3 Herd of Models", arXiv 2407.21783.
 
 import functools
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from models.rope import rope_angles
 from models.sharding import constrain, weight_layout
 from mxjax.devices import on_gpu
 from mxjax.implementations import Implementation
-from mxjax.layer_stats import Measures
+from mxjax.layer_stats import Measures, Tensors
 from mxjax.layers import LayerPolicies, Rules, resolve
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
@@ -82,7 +83,7 @@ class Llama(nnx.Module):
         dtype: Any = jnp.bfloat16,
         remat: Remat = "none",
         implementation: Implementation | None = None,
-        slots: dict[str, Measures] | None = None,
+        slots: Mapping[str, Measures | Tensors] | None = None,
         unroll: int | None = None,
     ) -> Float[Array, "B S D"]:
         """Returns the input of the head: the output of the last block, normalized.
@@ -94,7 +95,8 @@ class Llama(nnx.Module):
           dtype: dtype of the activations between layers.
           remat: what each block keeps for its backward pass; see `mxjax.remat`.
           implementation: how the GEMMs run; see `mxjax.dot`.
-          slots: arrays whose gradients are the errors of the linear layers' GEMMs; see `mxjax.layer_stats`.
+          slots: arrays whose gradients are the errors of the linear layers' GEMMs, or the tensors that they
+            read; see `mxjax.layer_stats`.
           unroll: blocks in one iteration of the compiled loop. All blocks run fastest, because residuals are
             then not copied into arrays of all layers, and compile longest. Default: all on a GPU, one
             elsewhere.

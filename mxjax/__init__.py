@@ -10,6 +10,7 @@ from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy, Rotation, with_scale_rule
 from mxjax.policy_json import policy_from_json, policy_to_json, set_fields
 from mxjax.quantize import MXArray, dequantize, pack, quantize, unpack
+from mxjax.ragged import ragged_dot
 from mxjax.recipes import get_policy, policies
 from mxjax.weight_layout import Layout
 
@@ -36,6 +37,7 @@ __all__ = [
     "policy_from_json",
     "policy_to_json",
     "quantize",
+    "ragged_dot",
     "random_signs",
     "rotate",
     "set_fields",

@@ -139,12 +139,13 @@ def _dot_general(
 ) -> jax.Array:
     lhs = jnp.asarray(lhs)
     rhs = lax.stop_gradient(rhs) if isinstance(rhs, MXArray) else jnp.asarray(rhs)
-    _check(lhs, rhs, preferred_element_type, policy, key)
+    check_floating(lhs, rhs, preferred_element_type)
+    check_key(policy, key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     _check_axes(lhs, rhs, dimension_numbers)
     lhs_free = _remaining_axes(lhs, lhs_contract, lhs_batch)
     rhs_free = _remaining_axes(rhs, rhs_contract, rhs_batch)
-    dtype = _result_dtype(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    dtype = result_dtype(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
     dtypes = (dtype, lhs.dtype, dtype if isinstance(rhs, MXArray) else rhs.dtype)
     gemms = implementations_of(policy, implementation)._replace(layout=layout)
     options = Options(policy, gemms, dtypes, precision)
@@ -186,7 +187,8 @@ def check_key(policy: Policy, key: object) -> None:
         )
 
 
-def _check(lhs, rhs, dtype, policy: Policy, key) -> None:
+def check_floating(lhs: AnyArray | MXArray, rhs: AnyArray | MXArray, dtype: DTypeLike | None) -> None:
+    """Raises TypeError unless both operands and the result's dtype are floating point."""
     for name, x in (("lhs (x)", lhs), ("rhs (w)", rhs)):
         if not isinstance(x, MXArray) and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
@@ -194,7 +196,6 @@ def _check(lhs, rhs, dtype, policy: Policy, key) -> None:
             )
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"mxjax.dot needs a floating-point preferred_element_type, got {jnp.dtype(dtype)}")
-    check_key(policy, key)
 
 
 def _check_axes(lhs, rhs, dimension_numbers: DimensionNumbers) -> None:
@@ -209,7 +210,7 @@ def _check_axes(lhs, rhs, dimension_numbers: DimensionNumbers) -> None:
         raise ValueError(f"dot_general: {lhs.shape} and {rhs.shape} do not match along {dimension_numbers}")
 
 
-def _result_dtype(lhs: jax.Array, rhs: jax.Array | MXArray) -> DTypeLike:
+def result_dtype(lhs: jax.Array, rhs: jax.Array | MXArray) -> DTypeLike:
     """Returns JAX's standard promotion of both dtypes, even where a program forbids implicit promotion."""
     if isinstance(rhs, MXArray):
         return lhs.dtype

@@ -76,12 +76,22 @@ def _multiply_reference(lhs: MXArray, rhs: MXArray, layout: Layout | None) -> ja
 
 
 def _multiply_xla(lhs: MXArray, rhs: MXArray, precision, layout: Layout | None) -> jax.Array:
-    """Multiplies elements times block scales, without factors, in bfloat16, which represents them exactly."""
+    """Multiplies the operands without their factors."""
+    left, right, precision = xla_operands(lhs, rhs, precision)
+    return contract(left, lhs.axis, to_multiply(right, layout), rhs.axis, precision)
+
+
+def xla_operands(
+    lhs: MXArray, rhs: MXArray, precision: lax.PrecisionLike
+) -> tuple[jax.Array, jax.Array, lax.PrecisionLike]:
+    """Returns elements times block scales, without factors, and the precision of their product.
+
+    They are in bfloat16, which represents them exactly, or in float32 if one of the formats is `fp32`.
+    """
     keep = any(get_format(q.format).dtype == jnp.float32 for q in (lhs, rhs))
     dtype = jnp.float32 if keep else jnp.bfloat16
     precision = lax.Precision.HIGHEST if keep and precision is None else precision
-    left, right = (block_values(q).astype(dtype) for q in (lhs, rhs))
-    return contract(left, lhs.axis, to_multiply(right, layout), rhs.axis, precision)
+    return block_values(lhs).astype(dtype), block_values(rhs).astype(dtype), precision
 
 
 def _multiply_fp8_carriers(lhs: KMajor, rhs: KMajor, dtype, carriers) -> Product:

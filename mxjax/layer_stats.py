@@ -38,6 +38,18 @@ class Measures(NamedTuple):
     amax: Amax
 
 
+class Tensors(NamedTuple):
+    """A slot that a probe fills with the tensors themselves, in the slot's dtype.
+
+    Attributes:
+      x: the layer's input.
+      dy: the gradient of its output.
+    """
+
+    x: Float[Array, "*layers_and_batch d_in"]
+    dy: Float[Array, "*layers_and_batch d_out"]
+
+
 def empty_slots(names: Sequence[str], n_layers: int) -> dict[str, Measures]:
     """Returns a slot of zeros for each name, stacked for n_layers layers."""
     tensor = jax.ShapeDtypeStruct((1, 1), jnp.float32)
@@ -66,19 +78,24 @@ def probe(
     x: Float[Array, "*batch d_in"],
     w: Float[Array, "d_in d_out"],
     key: jax.Array | None,
-    slot: Measures,
+    slot: Measures | Tensors,
 ) -> Float[Array, "*batch d_out"]:
-    """Returns y, the product of x and w; the gradient of `slot` is the measures of its three GEMMs."""
+    """Returns y, the product of x and w; the gradient of `slot` is what it takes from its three GEMMs."""
     return y
 
 
 def _probe_fwd(policy, implementation, y, x, w, key, slot):
-    return y, (x, w, key)
+    take = jax.tree_util.Partial(_take_tensors if isinstance(slot, Tensors) else measure)
+    return y, (x, w, key, take)
 
 
 def _probe_bwd(policy, implementation, residuals, dy):
-    x, w, key = residuals
-    return dy, None, None, None, measure(x, w, dy, policy, key, implementation)
+    x, w, key, take = residuals
+    return dy, None, None, None, take(x, w, dy, policy, key, implementation)
+
+
+def _take_tensors(x, w, dy, policy, key, implementation) -> Tensors:
+    return Tensors(x, dy)
 
 
 probe.defvjp(_probe_fwd, _probe_bwd)

@@ -81,7 +81,7 @@ def _forward(options: Options, x, w, key, *, keep: bool):
     policy, gemms, dtypes, precision, frozen = options
     x, w = first_order_only(x), first_order_only(_values(w, frozen))
     x = lax.optimization_barrier(x)  # several passes read it; XLA would recompute it in each
-    dgrad, wgrad, seen_w, seen_x = _backward_inputs(policy, key)
+    dgrad, wgrad, seen_w, seen_x = backward_inputs(policy, key)
     left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
     keep_x, keep_w = (keep and frozen is None and how in ON_PACKED for how in (gemms.wgrad, gemms.dgrad))
     lhs, x_packed = _prepare_two(x, (gemms.fprop, left), (gemms.wgrad, wgrad[0]) if keep_x else None, seen_x)
@@ -103,7 +103,7 @@ def _backward(options: Options, residuals: _Residuals, dy):
     policy, gemms, dtypes, precision, frozen = options
     x, x_packed, w, w_packed, key = residuals
     dy = first_order_only(dy)
-    dgrad, wgrad, seen_w, seen_x = _backward_inputs(policy, key)
+    dgrad, wgrad, seen_w, seen_x = backward_inputs(policy, key)
     if all(how.operand.format == "bf16" and how.rotation is None for how in (dgrad[0], wgrad[1])):
         dy = dy.astype(jnp.bfloat16)  # halves the bytes of float32 logits and converts them once
     dy = lax.optimization_barrier(dy)
@@ -178,7 +178,7 @@ def _prepare_two(
     return prepare(x, [now])[0], prepare(seen(x), [later])[0]
 
 
-def _backward_inputs(policy: Policy, key):
+def backward_inputs(policy: Policy, key):
     """Returns the inputs of Dgrad (dy, w) and Wgrad (x, dy), and functions that map w and x to those read."""
     dgrad = gemm_inputs(policy.dgrad, -1, -1, fold(key, 1))
     wgrad = gemm_inputs(policy.wgrad, -2, -2, fold(key, 2))

@@ -23,11 +23,13 @@ class Error(NamedTuple):
       sqnr_db: signal to quantization noise, 10 log10(sum x^2 / sum (x - approximation)^2), in dB.
       relative_error: ||x - approximation|| / ||x||.
       cosine: cosine of the angle between x and the approximation.
+      projection: <approximation, x> / <x, x>. Noise that is independent of x leaves it at 1; a bias does not.
     """
 
     sqnr_db: Float32[Array, ""]
     relative_error: Float32[Array, ""]
     cosine: Float32[Array, ""]
+    projection: Float32[Array, ""]
 
 
 class QuantizationError(NamedTuple):
@@ -41,6 +43,7 @@ class QuantizationError(NamedTuple):
     sqnr_db: Float32[Array, ""]
     relative_error: Float32[Array, ""]
     cosine: Float32[Array, ""]
+    projection: Float32[Array, ""]
     clipped: Float32[Array, ""]
     flushed: Float32[Array, ""]
 
@@ -64,15 +67,17 @@ class DotErrors(NamedTuple):
 def error(x: Float[Array, "*shape"], approximation: Float[Array, "*shape"]) -> Error:
     """Returns the error of `approximation` against x.
 
-    Special values: infinite dB if exact. For an all-zero x the cosine is NaN; the others are NaN if the
-    approximation is all zero too, else -infinite dB and an infinite relative error.
+    Special values: infinite dB if exact. For an all-zero x the cosine and the projection are NaN; the others
+    are NaN if the approximation is all zero too, else -infinite dB and an infinite relative error.
     """
     x, a = x.astype(jnp.float32), approximation.astype(jnp.float32)
     signal, noise, norm = jnp.sum(x * x), jnp.sum((x - a) ** 2), jnp.sum(a * a)
+    product = jnp.sum(x * a)
     return Error(
         10 * jnp.log10(signal / noise),
         jnp.sqrt(noise / signal),
-        jnp.sum(x * a) / jnp.sqrt(signal * norm),
+        product / jnp.sqrt(signal * norm),
+        product / signal,
     )
 
 

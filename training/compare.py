@@ -2,34 +2,45 @@
 
 import dataclasses
 import itertools
+import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import tyro
 
 from training import mlperf
+from training.compare_plot import plot
+from training.compared_runs import Group, Losses, group_by_configuration, read_runs
 from training.display import text_table
-from training.extras import require
-from training.metrics import evaluations
+from training.paired_statistics import (
+    detectable,
+    differences,
+    holm,
+    standard_deviation,
+    t_interval,
+)
 from training.run_config import from_json, read_run_config
 
-Losses = Mapping[int, float]
-"""Validation losses by sequences trained on."""
+LAST = 0.05
+"""Share of a run whose training losses are averaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig:
-    """The runs to compare by the losses of their evaluations."""
+    """The runs to compare. Runs that differ in the seed alone are one group."""
 
     runs: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional]
     """The runs' folders."""
+    baseline: str | None = None
+    """Compare with this group, pairing runs by seed. Default: the first group in fp8, or else the first."""
     mlperf: bool = False
-    """Also show MLPerf's published runs of llama31_8b; runs of its preset always do."""
+    """Also show MLPerf's published runs of llama31_8b; runs of its preset always do. Sequences are then
+    counted instead of tokens."""
     target: float | None = None
     """Report when this loss was reached. Default: the runs' --target-loss."""
-    plot: pathlib.Path | None = None
-    """Also draw the curves into this file (.svg, .png, .pdf)."""
+    plot: tuple[pathlib.Path, ...] = ()
+    """Also draw the curves into these files (.svg, .png, .pdf)."""
 
     def __post_init__(self):
         if not self.runs:
@@ -37,66 +48,140 @@ class CompareConfig:
 
 
 def compare(arguments: CompareConfig) -> dict[str, Any]:
-    """Prints a table of the losses; returns the curves by name and when each run reached the target.
+    """Prints tables of the losses and of the groups' differences.
+
+    Returns the curves by run, the unit of their keys, when each group reached the target, and the groups.
 
     Raises:
-      ValueError: a folder holds no run, or a run has not been evaluated.
+      ValueError: a folder holds no run, a run has not been evaluated, or --baseline names no group.
     """
-    curves, target, published = {}, arguments.target, arguments.mlperf
-    for folder in arguments.runs:
-        config = from_json(read_run_config(folder)["config"])
-        found = {step * config.data.batch_size: loss for step, loss in evaluations(folder).items()}
-        if not found:
-            raise ValueError(f"{folder} has no evaluation to compare")
-        curves[str(folder)] = found
-        target = config.target_loss if target is None else target
-        published = published or config.preset is not None
-    if published and target is None:
-        target = mlperf.TARGET_LOSS
-    reached = {} if target is None else {name: first_at(losses, target) for name, losses in curves.items()}
+    configs = [from_json(read_run_config(folder)["config"]) for folder in arguments.runs]
+    published = arguments.mlperf or any(config.preset is not None for config in configs)
+    targets = (arguments.target, *(config.target_loss for config in configs))
+    target = next((t for t in targets if t is not None), mlperf.TARGET_LOSS if published else None)
+    runs = read_runs(arguments.runs, sequences=published)
+    groups = group_by_configuration(runs)
+    base = _baseline(groups, arguments.baseline)
+    unit = "sequences" if published else "tokens"
+    means: dict[str, Losses] = {group.name: group.curve("validation") for group in groups}
+    reached = {} if target is None else {name: first_at(losses, target) for name, losses in means.items()}
+    curves = {run.name: dict(run.validation) for run in runs}
     if published:
-        curves |= {curve.name: dict(curve.losses) for curve in mlperf.PUBLISHED_CURVES}
-    print(table(curves))
+        references = {curve.name: dict(curve.losses) for curve in mlperf.PUBLISHED_CURVES}
+        means, curves = means | references, curves | references
+    print(table(means, unit))
+    found = statistics_of(groups, base)
+    if len(groups) > 1 or len(runs) > 1:
+        print("\n" + statistics_table(found, base.name, unit))
     if target is not None:
-        print(f"\nsequences until loss {target:g}")
-        for name, sequences in reached.items():
-            print(f"  {name}: {'not reached' if sequences is None else f'{sequences:,}'}")
+        print(f"\n{unit} until loss {target:g}")
+        for name, count in reached.items():
+            print(f"  {name}: {'not reached' if count is None else f'{count:,}'}")
     if published:
         for r in mlperf.PUBLISHED_RUNS.values():
             print(
                 f"  reference bf16, {r.batch_size} sequences a step: {r.mean_sequences:,.0f} "
                 f"({r.sequences[0]:,} to {r.sequences[-1]:,} in {len(r.sequences)} runs)"
             )
-    if arguments.plot is not None:
-        plot(curves, target, arguments.plot)
-    return {"target": target, "curves": curves, "reached": reached}
+    for path in arguments.plot:
+        plot(groups, {name: means[name] for name in list(means)[len(groups) :]}, target, unit, path)
+    return {"target": target, "unit": unit, "curves": curves, "reached": reached, "groups": found}
 
 
 def first_at(losses: Losses, target: float) -> int | None:
-    """Returns the number of sequences until a loss is at most the target; None if none is."""
+    """Returns the point at which a loss is first at most the target; None if none is."""
     return next((n for n, loss in sorted(losses.items()) if loss <= target), None)
 
 
-def table(curves: Mapping[str, Losses]) -> str:
-    """Returns the losses as a table: a row for each number of sequences, a column for each run."""
+def table(curves: Mapping[str, Losses], unit: str) -> str:
+    """Returns the losses as a table: a row for each point, a column for each curve."""
     points = sorted(set(itertools.chain.from_iterable(curves.values())))
     rows = [[f"{n:,}", *(f"{c[n]:.4f}" if n in c else "" for c in curves.values())] for n in points]
-    return text_table(["sequences", *curves], rows)
+    return text_table([unit, *curves], rows)
 
 
-def plot(curves: Mapping[str, Losses], target: float | None, path: pathlib.Path) -> None:
-    """Draws the losses over the sequences into a file.
+def statistics_of(groups: Sequence[Group], base: Group) -> list[dict[str, Any]]:
+    """Returns each group's losses and its difference to `base`, paired by seed.
 
-    Raises:
-      MissingExtraError: matplotlib is not installed.
-      ValueError: matplotlib cannot write this kind of file.
+    All losses are of the last evaluation that every run has that did not diverge, so that runs of different
+    length can be compared. Intervals are 95 % t-intervals; p is corrected by Holm over the groups.
     """
-    figure = require("plot", "--plot", "matplotlib.figure").Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for name, losses in curves.items():
-        axes.plot(*zip(*sorted(losses.items()), strict=True), marker=".", label=name)
-    if target is not None:
-        axes.axhline(target, color="grey", linestyle=":", label=f"target {target:g}")
-    axes.set(xlabel="sequences", ylabel="validation loss, nats a token")
-    axes.legend()
-    figure.savefig(path)
+    good = {group.name: [run for run in group.runs if not run.diverged] for group in groups}
+    points = [set(run.validation) for runs in good.values() for run in runs]
+    common = set.intersection(*points) if points else set()
+    at = max(common, default=None)
+    losses = {
+        name: {run.config.seed: run.validation[at] for run in runs} if at is not None else {}
+        for name, runs in good.items()
+    }
+    found = []
+    for group in groups:
+        own = losses[group.name]
+        pairs = differences(own, losses[base.name]) if group is not base else []
+        d = t_interval(pairs)
+        found.append(
+            {
+                "group": group.name,
+                "runs": [run.name for run in group.runs],
+                "diverged": len(group.runs) - len(good[group.name]),
+                "at": at,
+                "loss": t_interval(list(own.values())).mean,
+                "sd": standard_deviation(list(own.values())),
+                "train_loss": t_interval([_last_train_loss(run.train, at) for run in good[group.name]]).mean,
+                "difference": d.mean,
+                "low": d.low,
+                "high": d.high,
+                "p": d.p,
+                "pairs": d.n,
+                "detectable": detectable(standard_deviation(pairs), len(pairs)),
+            }
+        )
+    for row, p in zip(found, holm([row["p"] for row in found]), strict=True):
+        row["p"] = p
+    return found
+
+
+def statistics_table(found: Sequence[dict[str, Any]], base: str, unit: str) -> str:
+    """Returns `statistics_of` as a table."""
+
+    def number(x: float, form: str = ".4f") -> str:
+        return "" if math.isnan(x) else format(x, form)
+
+    rows = []
+    for row in found:
+        between = "" if math.isnan(row["low"]) else f"{row['low']:+.4f} to {row['high']:+.4f}"
+        numbers = [number(row[key]) for key in ("loss", "sd", "train_loss")]
+        rows.append(
+            [
+                row["group"],
+                str(len(row["runs"])),
+                str(row["diverged"] or ""),
+                *numbers,
+                number(row["difference"], "+.4f"),
+                between,
+                number(row["p"], ".2g"),
+                number(row["detectable"]),
+            ]
+        )
+    at = found[0]["at"]
+    header = ["", "runs", "diverged", "loss", "sd", "train loss", f"- {base}", "95 %", "p", "detectable"]
+    where = f"after {at:,} {unit}" if at is not None else "the runs share no evaluation"
+    return f"{where}\n{text_table(header, rows)}"
+
+
+def _baseline(groups: Sequence[Group], name: str | None) -> Group:
+    if name is None:
+        in_fp8 = (group for group in groups if group.runs[0].config.precision.policy == "fp8")
+        return next(in_fp8, groups[0])
+    found = next((group for group in groups if group.name == name), None)
+    if found is None:
+        known = ", ".join(group.name for group in groups)
+        raise ValueError(f"--baseline {name!r} is no group of these runs; they are {known}")
+    return found
+
+
+def _last_train_loss(train: Losses, at: int | None) -> float:
+    """Returns the mean training loss of the last LAST of the steps up to `at`, NaN without any."""
+    steps = [loss for x, loss in sorted(train.items()) if at is None or x <= at]
+    last = steps[-max(1, round(LAST * len(steps))) :]
+    return math.fsum(last) / len(last) if last else math.nan

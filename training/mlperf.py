@@ -109,5 +109,29 @@ PUBLISHED_CURVES = (
             }
         ),
     ),
+    PublishedCurve(
+        "AMD mxfp4",
+        "mlcommons/training_results_v6.0, AMD/results/MI355X_EPYC_9575F_primus/llama31_8b/result_0.txt: one "
+        "run at batch size 32, with warm-up over 2,048 sequences",
+        types.MappingProxyType(
+            {
+                12_288: 5.7999,
+                24_576: 4.5237,
+                36_864: 4.0737,
+                49_152: 3.8707,
+                61_440: 3.7367,
+                73_728: 3.6440,
+                86_016: 3.5743,
+                98_304: 3.5142,
+                110_592: 3.4667,
+                122_880: 3.4283,
+                135_168: 3.3953,
+                147_456: 3.3563,
+                159_744: 3.3321,
+                172_032: 3.3153,
+                184_320: 3.2908,
+            }
+        ),
+    ),
 )
 """Loss curves at batch size 32, for comparison with a run."""

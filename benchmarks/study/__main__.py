@@ -1,7 +1,10 @@
 """Runs and reports the study of the paper's ladder.
 
     python -m benchmarks.study run ladder-60m --out DIR --data PREFIX --eval-data PREFIX --minutes 25
-    python -m benchmarks.study report DIR
+    python -m benchmarks.study diagnose RUN --out docs/results/study
+    python -m benchmarks.study report           # writes docs/results/study.md and its plots
+    python -m benchmarks.study report --check   # fails if they are not what the committed runs give
+    python -m benchmarks.study report DIR       # prints the tables of other runs
 
 Finished runs are skipped, so the same command continues after an interruption. With `--minutes` no run starts
 that would not end in time.
@@ -16,8 +19,8 @@ from typing import Annotated
 
 import tyro
 
-from benchmarks.study import report, runner
-from benchmarks.study.cells import STUDIES
+from benchmarks.study import diagnosis, report, runner
+from benchmarks.study.studies import STUDIES, WAITING
 from training.environment import enable_compilation_cache, input_errors
 
 
@@ -35,7 +38,7 @@ def run(
     """Trains the missing runs of a study.
 
     Args:
-      study: name in `benchmarks.study.cells.STUDIES`, or several joined by commas, in that order.
+      study: name in `benchmarks.study.studies.STUDIES`, or several joined by commas, in that order.
       out: folder of the runs' JSON files; other studies may share it.
       data: prefix of the tokenized dataset to train on (see `benchmarks.study_data`).
       eval_data: prefix of the dataset to evaluate on.
@@ -46,6 +49,8 @@ def run(
     """
     with input_errors():
         names = study.split(",")
+        if waiting := [name for name in names if name in WAITING]:
+            raise ValueError(f"{waiting[0]} cannot run yet: {WAITING[waiting[0]]}")
         if unknown := [name for name in names if name not in STUDIES]:
             raise ValueError(f"unknown study {', '.join(unknown)}; the studies are {', '.join(STUDIES)}")
         if workers > 1:
@@ -73,7 +78,9 @@ def _run_workers(count: int) -> int:
 
 def main() -> None:
     """Runs the subcommand that the command line names."""
-    tyro.extras.subcommand_cli_from_dict({"run": run, "report": report.main}, description=__doc__)
+    tyro.extras.subcommand_cli_from_dict(
+        {"run": run, "report": report.main, "diagnose": diagnosis.main}, description=__doc__
+    )
 
 
 if __name__ == "__main__":

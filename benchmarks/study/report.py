@@ -1,72 +1,110 @@
-"""Tables of a study from its runs' JSON files: final losses and differences to fp8, paired by seed."""
+"""The report: every table and plot of docs/results/study.md, from committed JSON files alone."""
 
-import json
-import math
+import io
 import pathlib
-import statistics
-from collections import defaultdict
-from typing import Annotated, Any
+import re
+from collections.abc import Sequence
+from typing import Annotated
 
+import matplotlib
 import tyro
 
-from benchmarks.study.statistics import detectable, has_diverged, holm, paired_difference
-from mxjax.kernels.tables import table
+from benchmarks.markdown import insert
+from benchmarks.study import diagnosis, plots, tables, token_tables
+from benchmarks.study.results import Run, gather, read_runs
+from training.environment import input_errors
 
-BASELINE = "fp8"
+RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
+RUNS = RESULTS / "study" / "runs"
+PAGE = RESULTS / "study.md"
+COMMAND = "python -m benchmarks.study report"
 
-
-def read_runs(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Reads the records of all runs in a folder, ordered by file name."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-
-
-def losses_by_cell(runs: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Returns the final losses by cell and seed; NaN for runs that diverged."""
-    found: dict[str, dict[int, float]] = defaultdict(dict)
-    for run in runs:
-        diverged = has_diverged(run["final_loss"], run["evaluations"])
-        found[run["cell"]][run["seed"]] = math.nan if diverged else run["final_loss"]
-    return dict(found)
-
-
-def report(runs: list[dict[str, Any]]) -> str:
-    """Returns a Markdown table for each model and protocol, best cells first."""
-    cells, losses = {run["cell"]: run for run in runs}, losses_by_cell(runs)
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for cell, run in cells.items():
-        groups[run["model"], run["protocol"]["name"]].append(cell)
-    parts = []
-    for (model, protocol), names in sorted(groups.items()):
-        parts.append(f"## {model}, {protocol}\n\n{_table(names, cells, losses)}")
-    return "\n\n".join(parts)
+TABLES = {
+    "progress": tables.progress,
+    "learning rates": tables.learning_rates,
+    "repeats": tables.repeats,
+    "final losses": tables.final_losses,
+    "claims": tables.claims,
+    "power": tables.power,
+    "averaging": tables.averaging,
+    "constant tokens": token_tables.constant_tokens,
+    "decay tokens": token_tables.decay_tokens,
+}
+"""The tables by the markers of the page between which they stand."""
+PLOTS = {"learning-rates.svg": plots.learning_rates, "seeds.svg": plots.seeds}
 
 
-def _table(names: list[str], cells: dict[str, dict[str, Any]], losses: dict[str, dict[int, float]]) -> str:
-    base = next((losses[name] for name in names if cells[name]["policy"] == BASELINE), {})
-    good = {name: {s: x for s, x in losses[name].items() if not math.isnan(x)} for name in names}
-    differences = {name: paired_difference(good[name], base) for name in names}
-    corrected = dict(zip(names, holm([differences[name].p for name in names]), strict=True))
-    rows = []
-    for name in sorted(names, key=lambda n: statistics.mean(good[n].values()) if good[n] else math.inf):
-        d, values = differences[name], list(good[name].values())
-        pairs = [good[name][s] - base[s] for s in good[name].keys() & base.keys()]
-        rows.append(
-            [
-                f"{cells[name]['policy']} {cells[name]['rules']}".strip(),
-                len(losses[name]),
-                len(losses[name]) - len(values),
-                f"{statistics.mean(values):.4f}" if values else "-",
-                f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-",
-                f"{d.mean:+.4f}",
-                f"{d.low:+.4f} to {d.high:+.4f}",
-                f"{corrected[name]:.2g}",
-                f"{detectable(pairs):.4f}",
-            ]
-        )
-    header = "policy, rules | runs | diverged | loss | sd | - fp8 | 95 % | p (Holm) | seen at 80 % power"
-    return table(header, rows)
+def sections(runs: Sequence[Run]) -> dict[str, str]:
+    """Returns every generated part of the page by its marker; the diagnosis is the committed one."""
+    cells, record = gather(runs), diagnosis.read(PAGE.with_suffix(""))
+    return {name: make(cells) for name, make in TABLES.items()} | {
+        "published": tables.published(),
+        "variants": diagnosis.variants_table(record),
+        "gradients": diagnosis.cells_table(record),
+        "prediction": diagnosis.prediction(cells, record),
+    }
 
 
-def main(folder: Annotated[pathlib.Path, tyro.conf.Positional]) -> None:
-    """Prints the tables of the runs in a folder."""
-    print(report(read_runs(folder)))
+def drawings(runs: Sequence[Run]) -> dict[str, str]:
+    """Returns the SVG of every plot by its file name."""
+    cells, found = gather(runs), {}
+    with matplotlib.rc_context(plots.STYLE):
+        for name, draw in PLOTS.items():
+            file = io.StringIO()
+            metadata = {"Date": None, "Creator": "benchmarks.study"}
+            draw(cells).savefig(file, format="svg", facecolor="white", metadata=metadata)
+            found[name] = file.getvalue()
+    return found
+
+
+def write(runs: Sequence[Run], page: pathlib.Path) -> None:
+    """Writes the tables into the page, and the plots into the folder of the same name beside it."""
+    page.write_text(insert(page.read_text(), sections(runs)))
+    folder = page.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    for name, drawing in drawings(runs).items():
+        (folder / name).write_text(drawing)
+
+
+def differences(runs: Sequence[Run], page: pathlib.Path) -> list[str]:
+    """Returns what the page and its plots show that the runs do not give.
+
+    Plots are compared by their texts, because versions of matplotlib may place them differently.
+    """
+    found = [
+        f"{page}: the part {name!r} is not what the runs give"
+        for name, content in sections(runs).items()
+        if insert(page.read_text(), {name: content}) != page.read_text()
+    ]
+    for name, drawing in drawings(runs).items():
+        path = page.with_suffix("") / name
+        if not path.exists() or _texts(path.read_text()) != _texts(drawing):
+            found.append(f"{path} does not show what the runs give")
+    return found
+
+
+def main(
+    folder: Annotated[pathlib.Path | None, tyro.conf.Positional] = None,
+    *,
+    page: pathlib.Path = PAGE,
+    check: bool = False,
+) -> None:
+    """Regenerates the page and its plots from the committed runs, or prints the tables of other runs.
+
+    Args:
+      folder: runs whose tables to print; nothing is written. Default: the committed runs.
+      page: document to write into.
+      check: write nothing; fail if the page or a plot differs from what the runs give.
+    """
+    with input_errors():
+        runs = read_runs(folder or RUNS)
+        if folder is not None and not check:
+            print("\n\n".join(f"## {name}\n\n{content}" for name, content in sections(runs).items()))
+        elif not check:
+            write(runs, page)
+        elif found := differences(runs, page):
+            raise ValueError("\n".join([*found, f"regenerate them with {COMMAND}"]))
+
+
+def _texts(svg: str) -> list[str]:
+    return re.findall(r">([^<>]+)</text>", svg)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.study.cells import PROTOCOLS, Cell, Protocol, policy_of
@@ -32,6 +33,8 @@ from training.step import evaluate, init_state, make_eval_step, make_train_step
 
 IMPLEMENTATION = "xla"
 """Every cell's: it multiplies the exact values in bfloat16, so that only the policy varies."""
+OUTLIER_FACTOR = 16.0
+"""Ratio of outlier channels to the others; a power of two, so that float32 computes the same function."""
 _COMPILATION = 60.0  # seconds to allow for a cell's first run, until one has been timed
 
 
@@ -122,7 +125,9 @@ class Programs:
         losses = functools.partial(_call, llama.losses, self.model, options)
         self.train_step = make_train_step(loss, optimizer)
         self.eval_step = make_eval_step(losses)
-        self.first_state = jax.jit(lambda key: init_state(llama.init(self.model, key), optimizer))
+        self.first_state = jax.jit(
+            lambda key: init_state(with_outliers(llama.init(self.model, key), p.outlier_channels), optimizer)
+        )
         self.held_out = held_out_batches(corpus.validation, p)
         self.compile_seconds: float | None = None
 
@@ -176,6 +181,22 @@ class Programs:
 def model_of(cell: Cell, vocab_size: int) -> LlamaConfig:
     """Returns the cell's Llama, with the vocabulary of the data."""
     return dataclasses.replace(get_config(cell.model), vocab_size=vocab_size)
+
+
+def with_outliers(params: llama.Params, channels: int) -> llama.Params:
+    """Returns the parameters with outliers in the first channels of every normalized activation.
+
+    The scales of the blocks' norms are OUTLIER_FACTOR times as large there, and the weights that read those
+    channels as much smaller, so that the model computes the same function. 0 channels change nothing.
+    """
+    if not channels:
+        return params
+    factor = jnp.ones(params["norm"]["scale"].shape).at[:channels].set(OUTLIER_FACTOR)
+    blocks = dict(params["blocks"])
+    for norm, module, matrix in (("attention_norm", "attention", "qkv"), ("mlp_norm", "mlp", "gate_up")):
+        blocks[norm] = {"scale": blocks[norm]["scale"] * factor}
+        blocks[module] = blocks[module] | {matrix: blocks[module][matrix] / factor[:, None]}
+    return params | {"blocks": blocks}
 
 
 def held_out_batches(tokens: np.ndarray, protocol: Protocol) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="figures need matplotlib, the extra plot")
 
 from benchmarks import figures
-from benchmarks.study.statistics import paired_difference
+from training.paired_statistics import paired_difference
 
 DRAWN = pathlib.Path(__file__).parents[2] / "docs" / "figures"
 

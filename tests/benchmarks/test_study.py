@@ -1,19 +1,26 @@
-"""The study: its table, its runner in small, and its statistics beside scipy's and published ones."""
+"""The study: its table of cells, its runner in small, and its report, which equals the committed one."""
 
 import dataclasses
+import functools
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
-from scipy import stats
 
-from benchmarks.study import cells, report, runner
-from benchmarks.study.cells import PROTOCOLS, STUDIES, Cell, Protocol, policy_of
-from benchmarks.study.statistics import detectable, has_diverged, holm, paired_difference
+import train as training_program
+from benchmarks.study import __main__ as program
+from benchmarks.study import cells, diagnosis, report, runner, token_tables, tokens, tuning
+from benchmarks.study.cells import PROTOCOLS, RATES, Cell, Protocol, policy_of
+from benchmarks.study.results import gather, read_runs
+from benchmarks.study.studies import CLAIMS, STUDIES, WAITING
+from models import llama
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
+from training.command_line import parse
 from training.data.indexed_dataset import IndexedWriter
+from training.diagnosis.wgrad import VARIANTS, wgrad_grams
 
 
 @pytest.fixture
@@ -50,7 +57,7 @@ def test_a_study_trains_what_is_missing_and_nothing_else(settings, capsys):
         assert [tokens for tokens, _ in record["evaluations"]] == [128, 256]
         assert record["final_loss"] == record["evaluations"][-1][1]
     assert "0 runs left" in capsys.readouterr().out
-    assert "| wgrad_sr even | 2 | 0 |" in report.report(report.read_runs(settings.out))
+    assert "| wgrad_sr even | 2 | 0 |" in report.sections(read_runs(settings.out))["final losses"]
 
 
 def test_a_deadline_keeps_finished_runs(settings):
@@ -76,36 +83,193 @@ def test_rules_are_those_of_each_gemm():
     assert alone == dataclasses.replace(get_policy("fp8"), wgrad=Gemm())
 
 
-def test_paired_differences_are_scipys():
+def test_claims_are_about_cells_of_the_studies():
+    names = {cell.name for study in STUDIES.values() for cell in study}
+    assert {name for claim in CLAIMS for name in (claim.ours, claim.base)} <= names
+
+
+def test_a_study_that_waits_says_for_what(tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"grid-60m cannot run yet: .* waits for an element E1M2"):
+        program.run("grid-60m", out=tmp_path, data="none", eval_data="none")
+    assert set(WAITING).isdisjoint(STUDIES)
+
+
+def test_outlier_channels_change_activations_and_no_function():
+    model = runner.model_of(CELLS[0], 64)
+    params = llama.init(model, jax.random.key(0))
+    outliers = runner.with_outliers(params, 8)
+    np.testing.assert_allclose(outliers["blocks"]["mlp_norm"]["scale"][:, 7:9], [[16, 1]] * model.n_layers)
+    batch = jax.random.randint(jax.random.key(1), (2, 17), 0, 64)
+    policies = llama.layer_policies(model, get_policy("fp32"))
+    losses = jax.jit(lambda params: llama.losses(model, params, batch, policies=policies, dtype="float32"))
+    np.testing.assert_allclose(losses(params), losses(outliers), rtol=1e-6)
+
+
+def test_the_committed_report_is_what_the_committed_runs_give():
+    page = report.PAGE.read_bytes()
+    program.report.main(check=True)
+    assert report.PAGE.read_bytes() == page
+
+
+def test_a_changed_number_fails_the_check(tmp_path):
+    page = tmp_path / "study.md"
+    page.write_text(report.PAGE.read_text().replace("| 8 | 0 | 2.8990 |", "| 8 | 0 | 2.8991 |"))
+    found = report.differences(read_runs(report.RUNS), page)
+    assert found == [
+        f"{page}: the part 'final losses' is not what the runs give",
+        *(f"{page.with_suffix('') / name} does not show what the runs give" for name in report.PLOTS),
+    ]
+
+
+def test_a_folder_without_runs_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match="holds no run"):
+        report.main(tmp_path)
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(SystemExit, match="is no record of a run: it has no cell, evaluations"):
+        report.main(tmp_path)
+
+
+def power_law(tokens):
+    return 2.0 + 8.0 * tokens**-0.3
+
+
+def record(cell, policy, seed, loss, protocol="tuned-60m", curve=None, **changes):
+    p = dataclasses.replace(PROTOCOLS[protocol], **changes)
+    return {
+        "cell": cell,
+        "policy": policy,
+        "rules": "",
+        "model": "60m",
+        "seed": seed,
+        "protocol": {"name": protocol, **dataclasses.asdict(p)},
+        "final_loss": loss,
+        "evaluations": curve or [[p.tokens, loss]],
+    }
+
+
+def test_effective_multiples_invert_a_power_law():
+    lengths = {
+        m: {s: power_law(23 * m) + 0.01 * s for s in range(4)} for m in (0.65, 0.8, 0.9, 1, 1.1, 1.25, 1.5)
+    }
+    for multiple in (0.7, 0.95, 1.4):
+        found = tokens.effective_multiple({s: power_law(23 * multiple) + 0.01 * s for s in range(4)}, lengths)
+        np.testing.assert_allclose(math.exp(found.mean), multiple, rtol=2e-3)
+        np.testing.assert_allclose((found.low, found.high), found.mean, atol=1e-3)  # the seeds cancel
+    assert tokens.effective_multiple({0: 9.0, 1: 9.0}, lengths).mean == -math.inf
+    assert tokens.effective_multiple({0: 2.0, 1: 2.0}, lengths).mean == math.inf
+    assert math.isnan(tokens.effective_multiple({0: 3.0}, {1.0: {0: 3.0}}).mean)
+
+
+def test_the_interval_of_effective_multiples_covers():
     generator = np.random.default_rng(0)
-    ours, base = generator.normal(3.0, 0.1, 8), generator.normal(2.9, 0.1, 8)
-    found = paired_difference(dict(enumerate(ours)), dict(enumerate(base)) | {99: 1.0})
-    expected = stats.ttest_rel(ours, base)
-    interval = expected.confidence_interval()
-    np.testing.assert_allclose(found[:4], [np.mean(ours - base), *interval, expected.pvalue])
-    assert found.n == 8
-    assert math.isnan(paired_difference({0: 1.0}, {0: 0.5}).low)
+    sizes, covered = (0.65, 0.8, 0.9, 1, 1.1, 1.25, 1.5), []
+    for _ in range(150):
+        noise = generator.normal(0, 0.005, (len(sizes) + 1, 8))
+        lengths = {m: dict(enumerate(power_law(23 * m) + noise[i])) for i, m in enumerate(sizes)}
+        found = tokens.effective_multiple(dict(enumerate(power_law(23 * 0.9) + noise[-1])), lengths)
+        covered.append(found.low <= math.log(0.9) <= found.high)
+    assert 0.88 <= np.mean(covered) <= 0.99
 
 
-def test_holms_correction():
-    # The worked example of Holm's method: 4 tests, the third smallest stops.
-    np.testing.assert_allclose(holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
-    corrected = holm([0.01, math.nan, 0.02])
-    np.testing.assert_allclose(corrected[::2], [0.02, 0.02])
-    assert math.isnan(corrected[1])
+def test_the_overhead_is_that_of_a_stretched_curve():
+    def curve(stretch):
+        return [(n, power_law(n / stretch)) for n in np.linspace(1, 100, 100)]
+
+    found = tokens.overhead({0: curve(1.2), 1: curve(1.1), 2: curve(5)}, {s: curve(1) for s in range(3)})
+    np.testing.assert_allclose(math.exp(found.log_ratio.mean), math.sqrt(1.2 * 1.1), rtol=1e-3)
+    assert (found.log_ratio.n, found.not_reached) == (2, 1)
 
 
-def test_a_detectable_difference_is_found_as_often_as_said():
-    generator = np.random.default_rng(1)
-    noise = generator.normal(0, 1, (4000, 6))
-    unit = noise[0] / noise[0].std(ddof=1)
-    shifted = noise + detectable(list(unit))
-    found = stats.ttest_1samp(shifted, 0, axis=1).pvalue < 0.05
-    assert abs(found.mean() - 0.8) < 0.03
+def test_tokens_to_reach_interpolates_between_evaluations():
+    curve = [(10, 4.0), (20, 3.0), (30, 3.2), (40, 2.0)]
+    assert tokens.tokens_to_reach(curve, 3.25) == 17.5
+    assert tokens.tokens_to_reach(curve, 5.0) == 10
+    assert tokens.tokens_to_reach(curve, 1.0) is None
 
 
-@pytest.mark.parametrize(
-    ("final", "diverged"), [(3.0, False), (3.6, True), (math.nan, True), (math.inf, True)]
-)
-def test_divergence(final, diverged):
-    assert has_diverged(final, [(1, 3.2), (2, 3.0), (3, final)]) == diverged
+def test_token_tables_of_finished_studies():
+    runs = []
+    for seed in range(4):
+        for m in (1.0, *cells.MULTIPLES):
+            name = "tuned-60m" if m == 1 else f"tuned-60m-x{m:g}"
+            runs.append(record(f"fp8.own.60m.{name}", "fp8", seed, power_law(23 * m) + 0.01 * seed, name))
+        runs.append(record("wgrad.own.60m.tuned-60m", "wgrad", seed, power_law(23 * 0.9) + 0.01 * seed))
+        runs.append(record("full_sr.own.60m.tuned-60m", "full_sr", seed, 9.0))
+        for policy, stretch in (("fp8", 1.0), ("wgrad", 1.1)):
+            curve = [(n, power_law(n / stretch)) for n in np.linspace(1, 100, 100)]
+            runs.append(record(f"{policy}.c", policy, seed, curve[-1][1], "constant-60m", curve))
+    found = gather(runs)
+    assert "| wgrad | 4 | 0.900 |" in token_tables.decay_tokens(found)
+    assert "| full_sr | 4 | < 0.65 | - | - |" in token_tables.decay_tokens(found)
+    assert "| wgrad, 60m constant-60m | 4 | 0 | +10.0 % |" in token_tables.constant_tokens(found)
+
+
+def test_the_learning_rate_is_the_best_or_a_lower_one_that_is_as_good():
+    def rates(losses):
+        runs = [
+            record(f"fp8.{lr}", "fp8", seed, loss, lr=lr)
+            for lr, values in losses.items()
+            for seed, loss in enumerate(values)
+        ]
+        [found] = tuning.candidates(gather(runs).values()).values()
+        return found
+
+    clear = {1e-3: [3.0, 3.01, 3.02], 2e-3: [2.8, 2.81, 2.82], 4e-3: [2.9, 2.91, 2.92]}
+    assert tuning.choose(rates(clear)) == (2e-3, False)
+    assert tuning.choose(rates(clear | {4e-3: [2.795, 2.805, 2.81]})) == (2e-3, False)  # within the error
+    assert tuning.choose(rates(clear | {4e-3: [2.7, 2.71, 2.72]})) == (4e-3, True)
+    assert tuning.choose(rates(clear | {4e-3: [2.0, 2.0]})) == (2e-3, True)  # two runs are too few
+    assert tuning.choose(rates({1e-3: [3.0]})) is None
+
+
+def test_the_rate_in_use_is_the_one_that_the_rule_chooses():
+    chosen = {
+        s: tuning.choose(r) for s, r in tuning.candidates(gather(read_runs(report.RUNS)).values()).items()
+    }
+    for (model, warmup, constant), choice in chosen.items():
+        if warmup == 150 and not constant and choice is not None:
+            assert RATES[model] == choice.lr
+
+
+def measured(values):
+    """Returns a record of a diagnosis in which every statistic of a cell has the given value."""
+    estimate = {
+        name: {"mean": value, "low": value - 0.1, "high": value + 0.1} for name, value in values.items()
+    }
+    cells = {name: dict.fromkeys(diagnosis.STATISTICS, estimate[name]) for name in values}
+    facts = {"parameters": 1000, "policy": "fp8", "step": 5, "batches": 3, "tokens": 96, "commit": "0" * 40}
+    return facts | {"versions": {"device": "cpu"}, "cells": cells, "wgrad": cells}
+
+
+def test_statistics_predict_the_losses_that_they_rank():
+    policies = ("fprop", "fprop_dgrad", "wgrad", "wgrad_sr", "full_sr", "wgrad_rht")
+    runs = [
+        record(f"{p}.c", p, s, 3 + i + 0.01 * s) for i, p in enumerate(("fp8", *policies)) for s in (0, 1)
+    ]
+    same_order = measured({policy: i**2 for i, policy in enumerate(policies)})
+    found = diagnosis.prediction(gather(runs), same_order)
+    assert "| relative error | 6 | +1.00 |" in found
+    few = diagnosis.prediction(gather(runs[:8]), same_order)
+    assert "3 cells have run (`fprop`, `fprop_dgrad`, `wgrad`); a rank correlation needs at least 5" in few
+    assert "| full_sr | 16.0000 ± 0.1000 |" in diagnosis.cells_table(same_order)
+    assert "1,000 parameters, trained in `fp8`, step 5; 3 batches of 32 tokens" in diagnosis.variants_table(
+        same_order
+    )
+    assert diagnosis.prediction(gather(runs), None) == "Not measured yet."
+
+
+@pytest.mark.slow
+def test_the_cells_of_a_study_are_measured_on_a_checkpoint(tmp_path, monkeypatch):
+    flags = ["--policy", "fp8", "--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--steps", "2"]
+    training_program.train(parse([*flags, "--warmup-steps", "1", "--out", str(tmp_path / "run")]))
+    monkeypatch.setattr(diagnosis, "STUDIES", {"two": (Cell("fp8", "", "60m", "decay", 1), CELLS[1])})
+    few = {"nearest even": VARIANTS["nearest even"]}
+    monkeypatch.setattr(diagnosis, "wgrad_grams", functools.partial(wgrad_grams, variants=few))
+    diagnosis.main(tmp_path / "run", study="two", batches=3, out=tmp_path / "out")
+    found = diagnosis.read(tmp_path / "out")
+    assert found is not None
+    assert (found["model"], found["policy"], found["step"], found["tokens"]) == ("tiny", "fp8", 2, 192)
+    errors = {name: parts["error"]["mean"] for name, parts in found["cells"].items()}
+    assert 0 < errors["fp8"] < errors["wgrad_sr even"]
+    with pytest.raises(SystemExit, match="unknown study three; the studies are two"):
+        diagnosis.main(tmp_path / "run", study="three", out=tmp_path)

@@ -108,8 +108,8 @@ def test_main_loop(gemms):
         assert set(starting(loop["opcodes"], "buffer_load", "global_load")) <= {
             "buffer_load_dword lds",
             "buffer_load_dwordx4 lds",
-            "global_load_lds_dword lds",
-            "global_load_lds_dwordx4 lds",
+            "global_load_lds_dword",
+            "global_load_lds_dwordx4",
         }
         assert not {"global_load", "lds_write", "lds_permute", "scratch"} & set(loop["classes"])
 

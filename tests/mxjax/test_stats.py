@@ -16,14 +16,15 @@ def normal(*shape: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def expected_error(x, approximation) -> tuple[float, float, float]:
-    """Signal to noise in dB, relative error and cosine, in float64."""
+def expected_error(x, approximation) -> tuple[float, float, float, float]:
+    """Signal to noise in dB, relative error, cosine and projection, in float64."""
     x, a = (np.asarray(t, np.float64).ravel() for t in (x, approximation))
     noise = np.sum((x - a) ** 2)
     return (
         10 * np.log10(np.sum(x**2) / noise),
         np.linalg.norm(x - a) / np.linalg.norm(x),
         x @ a / (np.linalg.norm(x) * np.linalg.norm(a)),
+        x @ a / (x @ x),
     )
 
 
@@ -46,11 +47,11 @@ def test_an_exact_approximation_has_infinite_signal_to_noise():
 
 def test_the_error_of_an_opposite_is_twice_the_signal():
     x = jnp.asarray(normal(8, 8, seed=0))
-    np.testing.assert_allclose(stats.error(x, -x), (-10 * np.log10(4), 2, -1), rtol=1e-5)
+    np.testing.assert_allclose(stats.error(x, -x), (-10 * np.log10(4), 2, -1, -1), rtol=1e-5)
 
 
 def test_the_cosine_with_zero_is_not_a_number():
-    np.testing.assert_array_equal(stats.error(jnp.zeros(4), jnp.ones(4)), (-np.inf, np.inf, np.nan))
+    np.testing.assert_array_equal(stats.error(jnp.zeros(4), jnp.ones(4)), (-np.inf, np.inf, np.nan, np.nan))
 
 
 # The largest magnitude is 7.9, so `floor` gives the first block the scale 1, and `rceil` gives it 2.
@@ -107,7 +108,7 @@ def test_quantization_is_the_error_of_dequantized_values(arguments):
     x = jnp.asarray(normal(48, 40, seed=0))
     error = stats.quantization(x, mxjax.quantize(x, **arguments))
     value = mxjax.dequantize(mxjax.quantize(x, **arguments))
-    np.testing.assert_allclose(error[:3], expected_error(x, value), rtol=1e-4)
+    np.testing.assert_allclose(error[:4], expected_error(x, value), rtol=1e-4)
 
 
 # (relative squared error, blocks that clip), of blocks of 32 normal numbers.

@@ -12,7 +12,9 @@ def run(name):
     return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", ["plain_jax.py", "flax_nnx.py"])
+@pytest.mark.parametrize(
+    "name", ["plain_jax.py", "flax_nnx.py", pytest.param("mixture_of_experts.py", marks=pytest.mark.slow)]
+)
 def test_the_loss_falls(name, capsys):
     losses = run(name)["losses"]
     assert len(losses) == 30

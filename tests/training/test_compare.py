@@ -1,32 +1,46 @@
-"""Comparing runs: the table, the target, MLPerf's published curves, and what is not there to compare."""
+"""Comparing runs: names, groups, statistics beside scipy's, the target, and MLPerf's published curves."""
 
 import json
 import runpy
 import sys
 
+import numpy as np
 import pytest
+from scipy import stats
 
 import eval as evaluation_program
 from training import mlperf
 from training.command_line import parse
 from training.compare import CompareConfig, compare, first_at, table
+from training.compared_runs import group_by_configuration, read_runs, short_names
 from training.run_config import to_json
 
 
-def make_run(folder, losses, flags=()):
-    folder.mkdir()
-    config = parse(["--batch-size", "32", *flags])
+def make_run(folder, losses, flags=(), train=None):
+    folder.mkdir(parents=True)
+    config = parse(["--batch-size", "32", "--seq-len", "64", *flags])
     (folder / "config.json").write_text(json.dumps({"config": to_json(config)}))
-    lines = [{"step": 1, "loss": 9.0}, *({"step": s, "eval_loss": loss} for s, loss in losses.items())]
+    train = {1: 9.0} if train is None else train
+    lines = [{"step": s, "loss": loss} for s, loss in train.items()]
+    lines += [{"step": s, "eval_loss": loss} for s, loss in losses.items()]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
+def make_seeds(tmp_path, policy, finals):
+    flags = ["--policy", policy, "--steps", "20", "--warmup-steps", "1"]
+    train = {step: 5.0 - step / 10 for step in range(1, 21)}
+    return [
+        make_run(tmp_path / f"{policy}-{i}", {10: final + 1, 20: final}, [*flags, "--seed", str(i)], train)
+        for i, final in enumerate(finals)
+    ]
+
+
 def test_the_table_has_a_row_for_every_point():
-    assert table({"a": {32: 5.0, 1024: 4.0}, "run b": {32: 5.25}}).splitlines() == [
-        "sequences       a   run b",
-        "       32  5.0000  5.2500",
-        "    1,024  4.0000",
+    assert table({"a": {32: 5.0, 1024: 4.0}, "run b": {32: 5.25}}, "tokens").splitlines() == [
+        "tokens       a   run b",
+        "    32  5.0000  5.2500",
+        " 1,024  4.0000",
     ]
 
 
@@ -35,26 +49,89 @@ def test_the_first_point_at_the_target_counts():
     assert first_at({32: 4.0}, 3.3) is None
 
 
+def test_names_are_the_last_parts_that_differ(tmp_path):
+    assert short_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+    assert short_names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
+    with pytest.raises(ValueError, match="named twice"):
+        short_names([tmp_path, tmp_path])
+
+
 def test_runs_stand_beside_the_published_ones(tmp_path, capsys):
     preset = ["--preset", "mlperf-llama3.1-8b"]
     run = make_run(tmp_path / "run", {384: 5.5, 768: 4.25, 5376: 3.25}, preset)
     result = compare(CompareConfig((run,)))
     printed = capsys.readouterr().out
-    assert list(result["curves"]) == [str(run), "reference bf16", "AMD fp8"]
-    assert result["curves"][str(run)] == {12_288: 5.5, 24_576: 4.25, 172_032: 3.25}
-    assert result["reached"] == {str(run): 172_032}
+    assert list(result["curves"]) == ["run", "reference bf16", "AMD fp8", "AMD mxfp4"]
+    assert result["unit"] == "sequences"
+    assert result["curves"]["run"] == {12_288: 5.5, 24_576: 4.25, 172_032: 3.25}
+    assert result["reached"] == {"run": 172_032}
     rows = [line.split() for line in printed.splitlines()]
-    assert ["24,576", "4.2500", "4.4740", "4.4731"] in rows
-    assert ["36,864", "4.0500"] in rows
+    assert ["24,576", "4.2500", "4.4740", "4.4731", "4.5237"] in rows
+    assert ["36,864", "4.0500", "4.0737"] in rows
     assert "32 sequences a step: 179,405 (172,032 to 196,608 in 20 runs)" in printed
 
 
-def test_other_runs_stand_alone_unless_asked(tmp_path, capsys):
+def test_other_runs_are_compared_by_tokens_unless_asked(tmp_path, capsys):
     runs = (make_run(tmp_path / "a", {10: 3.0}), make_run(tmp_path / "b", {10: 3.5, 20: 2.5}))
-    assert list(compare(CompareConfig(runs))["curves"]) == [str(run) for run in runs]
+    result = compare(CompareConfig(runs))
+    assert (list(result["curves"]), result["unit"]) == (["a", "b"], "tokens")
     assert "until" not in capsys.readouterr().out
-    assert compare(CompareConfig(runs, target=3.0))["reached"] == {str(runs[0]): 320, str(runs[1]): 640}
-    assert compare(CompareConfig(runs, mlperf=True))["target"] == mlperf.TARGET_LOSS
+    assert compare(CompareConfig(runs, target=3.0))["reached"] == {"a": 20_480, "b": 40_960}
+    published = compare(CompareConfig(runs, mlperf=True))
+    assert published["target"] == mlperf.TARGET_LOSS
+    assert published["curves"]["a"] == {320: 3.0}
+
+
+def test_groups_differ_in_more_than_the_seed(tmp_path):
+    folders = [*make_seeds(tmp_path, "fp8", [3, 3]), *make_seeds(tmp_path, "wgrad", [3, 3, 3])]
+    folders.append(make_run(tmp_path / "one", {20: 3.0}, ["--lr", "1e-3"]))
+    folders.append(
+        make_run(tmp_path / "again", {20: 3.0}, ["--policy", "fp8", "--steps", "20", "--warmup-steps", "1"])
+    )
+    groups = group_by_configuration(read_runs(folders[:-1], sequences=False))
+    assert [len(group.runs) for group in groups] == [2, 3, 1]
+    assert groups[0].name.split()[0] == "fp8"
+    assert groups[2].name == "one"
+    twice = group_by_configuration(read_runs([folders[0], folders[-1]], sequences=False))
+    assert [group.name for group in twice] == ["fp8-0", "again"]  # the same seed, not a pair
+
+
+def test_differences_are_scipys_paired_by_seed(tmp_path, capsys):
+    generator = np.random.default_rng(0)
+    base, ours = generator.normal(3, 0.05, 5), generator.normal(3.1, 0.05, 4)
+    folders = [*make_seeds(tmp_path, "wgrad", ours), *make_seeds(tmp_path, "fp8", base)]
+    result = compare(CompareConfig(tuple(folders)))
+    wgrad, fp8 = result["groups"]
+    assert (wgrad["group"], fp8["group"]) == ("wgrad", "fp8")
+    expected = stats.ttest_rel(ours, base[:4])
+    found = [wgrad[key] for key in ("difference", "low", "high", "p")]
+    wanted = [np.mean(ours - base[:4]), *expected.confidence_interval(), expected.pvalue]
+    np.testing.assert_allclose(found, wanted)
+    np.testing.assert_allclose(fp8["train_loss"], 3.0)
+    assert wgrad["at"] == 20 * 32 * 64
+    printed = capsys.readouterr().out
+    assert "after 40,960 tokens" in printed
+    assert f"{wgrad['low']:+.4f} to {wgrad['high']:+.4f}" in printed
+    other = compare(CompareConfig(tuple(folders), baseline="wgrad"))["groups"]
+    np.testing.assert_allclose(other[1]["difference"], -wgrad["difference"])
+
+
+def test_diverged_runs_are_counted_and_left_out(tmp_path):
+    folders = make_seeds(tmp_path, "fp8", [3.0, 3.1])
+    flags = ["--policy", "wgrad", "--steps", "20", "--warmup-steps", "1"]
+    folders.append(make_run(tmp_path / "w0", {10: 3.5, 20: 3.2}, [*flags, "--seed", "0"]))
+    folders.append(make_run(tmp_path / "w1", {10: 3.5, 15: 7.0}, [*flags, "--seed", "1"]))
+    fp8, wgrad = compare(CompareConfig(tuple(folders)))["groups"]
+    assert (wgrad["diverged"], wgrad["pairs"], fp8["at"]) == (1, 1, 20 * 32 * 64)
+    np.testing.assert_allclose(wgrad["difference"], 0.2)
+
+
+def test_runs_of_different_length_are_compared_where_both_have_been_evaluated(tmp_path, capsys):
+    runs = (make_run(tmp_path / "a", {10: 3.0, 20: 2.0}), make_run(tmp_path / "b", {10: 3.5, 30: 1.0}))
+    a, b = compare(CompareConfig(runs))["groups"]
+    assert (a["loss"], b["loss"]) == (3.0, 3.5)
+    compare(CompareConfig((runs[0], make_run(tmp_path / "c", {7: 3.0}))))
+    assert "the runs share no evaluation" in capsys.readouterr().out
 
 
 def test_nothing_to_compare_is_said(tmp_path):
@@ -64,24 +141,29 @@ def test_nothing_to_compare_is_said(tmp_path):
         compare(CompareConfig((make_run(tmp_path / "a", {}),)))
     with pytest.raises(ValueError, match="at least one run"):
         CompareConfig(())
+    with pytest.raises(ValueError, match="--baseline 'x' is no group of these runs; they are b"):
+        compare(CompareConfig((make_run(tmp_path / "b", {10: 3.0}),), baseline="x"))
 
 
 def test_the_command_prints_json_last(tmp_path, capsys, monkeypatch):
-    run = make_run(tmp_path / "run", {10: 3.0})
-    monkeypatch.setattr(sys, "argv", ["eval.py", "compare", str(run), "--target", "3"])
+    runs = [str(make_run(tmp_path / name, {10: 3.0})) for name in ("run", "other")]
+    monkeypatch.setattr(sys, "argv", ["eval.py", "compare", *runs, "--target", "3"])
     with pytest.raises(SystemExit):
         runpy.run_path(evaluation_program.__file__, run_name="__main__")
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["reached"] == {str(run): 320}
+    assert result["reached"] == {"run": 20_480, "other": 20_480}
+    assert [group["low"] for group in result["groups"]] == ["nan", "nan"]
 
 
 def test_curves_can_be_drawn(tmp_path):
-    run = make_run(tmp_path / "run", {10: 3.0})
+    folders = tuple([*make_seeds(tmp_path, "fp8", [3.0, 3.1]), *make_seeds(tmp_path, "wgrad", [3.2])])
+    files = (tmp_path / "curves.svg", tmp_path / "curves.png")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         with pytest.raises(ImportError, match=r"pip install .mxjax\[plot\]"):
-            compare(CompareConfig((run,), plot=tmp_path / "curves.svg"))
+            compare(CompareConfig(folders, plot=files))
         return
-    compare(CompareConfig((run,), mlperf=True, plot=tmp_path / "curves.svg"))
-    assert "</svg>" in (tmp_path / "curves.svg").read_text()
+    compare(CompareConfig(folders, mlperf=True, plot=files))
+    assert "</svg>" in files[0].read_text()
+    assert files[1].read_bytes().startswith(b"\x89PNG")

@@ -372,3 +372,16 @@ def test_a_tokenizer_at_which_the_package_panics_is_an_error(tmp_path):
     (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model}))
     with pytest.raises(ValueError, match=r"t\.json is not a tokenizer\.json"):
         load_tokenizer(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"workers": 0}, {"workers": 10**9}, {"vocab_size": 10**12}, {"train_characters": 0}],
+    ids=str,
+)
+def test_numbers_that_cannot_be_are_refused(tmp_path, flags):
+    [name] = flags
+    config = TokenizeConfig(("a.txt",), str(tmp_path / "d"), train_tokenizer=True, **flags)
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be at least 1 and at most "):
+        tokenize(config)
+    assert not list(tmp_path.iterdir())

@@ -28,6 +28,8 @@ from training.tokenize.documents import find_files
 from training.tokenize.train_tokenizer import train_tokenizer
 
 _SHOWN = 20  # problems printed; PREFIX.problems.txt has all
+# With more, the package tokenizers starts as many threads, and takes memory for as many tokens, at once.
+_LARGEST = {"workers": 1024, "vocab_size": 2**24, "train_characters": 2**62}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +99,11 @@ def _check(config: TokenizeConfig) -> None:
         raise ValueError("give --tokenizer FILE, or train one with --train-tokenizer [--vocab-size N]")
     if config.eod is not None and not config.append_eod:
         raise ValueError("--eod names the token that --append-eod appends: give both")
-    for name in ("workers", "train_characters"):
-        if getattr(config, name) is not None and getattr(config, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(config, name)}")
+    for name, largest in _LARGEST.items():
+        value = getattr(config, name)
+        if value is not None and not 1 <= value <= largest:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} must be at least 1 and at most {largest:,}, got {value}")
 
 
 def _plan(config: TokenizeConfig, files: list[str]) -> dict[str, Any]:

@@ -1,0 +1,177 @@
+"""The explanation: errors of a checkpoint's gradients under every policy of a study, beside final losses.
+
+All cells are measured on one early checkpoint of fp8 and the same batches. A statistic that ranks the cells
+as their final losses do predicts, early and on one model, what a policy will cost.
+"""
+
+import json
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import jax
+import tyro
+
+import eval as evaluation
+from benchmarks.study.cells import BASELINE, Cell, policy_of
+from benchmarks.study.results import CellResult, baseline, by_group
+from benchmarks.study.runner import IMPLEMENTATION, current_commit
+from benchmarks.study.studies import STUDIES
+from benchmarks.study.tables import interval, number
+from models import llama
+from models.configs import name_of, to_dict
+from mxjax.kernels.tables import table
+from mxjax.recipes import get_policy
+from training.diagnosis.capture import make_pass
+from training.diagnosis.split import split
+from training.diagnosis.wgrad import gradient_grams, total, wgrad_grams
+from training.environment import enable_compilation_cache, facts, input_errors
+from training.files import write_atomically
+from training.paired_statistics import rank_correlation
+
+FILE = "diagnosis.json"
+STATISTICS = {
+    "error": "relative error",
+    "repeating_share": "share that repeats",
+    "along": "repeating error along the gradient",
+    "across": "repeating error across the gradient",
+    "gradient_over_noise": "gradient over sqrt(3) noise",
+}
+LEAST_CELLS = 5
+"""The smallest number of cells for which a rank correlation is shown."""
+
+
+def main(
+    run: Annotated[pathlib.Path, tyro.conf.Positional],
+    *,
+    study: str = "ladder-60m",
+    step: int | None = None,
+    batches: int = 8,
+    out: pathlib.Path,
+) -> None:
+    """Measures the cells of a study on a run's checkpoint, and Wgrad's variants, into diagnosis.json.
+
+    Args:
+      run: folder of a run of train.py, best in fp8.
+      study: study whose policies to measure.
+      step: step of the checkpoint. Default: the last.
+      batches: number of batches of the run's held-out data, at least 3.
+      out: folder for diagnosis.json.
+    """
+    enable_compilation_cache()
+    commit = current_commit()  # of the code that runs, whatever is edited meanwhile
+    with input_errors():
+        if study not in STUDIES:
+            raise ValueError(f"unknown study {study}; the studies are {', '.join(STUDIES)}")
+        arguments = evaluation.EvalConfig(run, step=step, batches=batches)
+        restored = evaluation.restore(arguments)
+        found = measure(STUDIES[study], restored)
+    record = {
+        "run": run.name,
+        "model": name_of(restored.model),
+        "parameters": to_dict(restored.model)["parameters"],
+        "step": restored.step,
+        "policy": restored.phase.policy,
+        "batches": len(restored.held_out),
+        "tokens": sum(batch[:, 1:].size for batch in restored.held_out),
+        "study": study,
+        "commit": commit,
+        "versions": facts(),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / FILE, json.dumps(record | found, indent=1) + "\n")
+
+
+def measure(cells: Sequence[Cell], restored: evaluation.Restored) -> dict[str, Any]:
+    """Returns the splits of whole gradients by cell, and of Wgrad alone by variant, over all blocks."""
+    model, params, batches = restored.model, restored.params, restored.held_out
+    key = jax.random.key(0)
+
+    def passes(policy):
+        run = make_pass(model, llama.layer_policies(model, policy), IMPLEMENTATION)
+        return [jax.device_get(run(params, b, jax.random.fold_in(key, i))) for i, b in enumerate(batches)]
+
+    exact = passes(get_policy("bf16"))
+    labels = {f"{cell.policy} {cell.rules}".strip(): policy_of(cell) for cell in cells}
+    splits = {}
+    for label, policy in labels.items():
+        if policy != get_policy("bf16"):
+            splits[label] = _numbers(total(gradient_grams(passes(policy), exact)))
+            print(f"{label}: error {splits[label]['error']['mean']:.4f}", flush=True)
+    variants = wgrad_grams(passes(get_policy(BASELINE)), key)
+    return {"cells": splits, "wgrad": {name: _numbers(total(grams)) for name, grams in variants.items()}}
+
+
+def _numbers(grams) -> dict[str, dict[str, float]]:
+    parts = split(grams)._asdict()
+    return {name: {k: round(v, 6) for k, v in e._asdict().items() if k != "p"} for name, e in parts.items()}
+
+
+def variants_table(record: Mapping[str, Any] | None) -> str:
+    """Returns the split of Wgrad's error by rounding, rotation and rule."""
+    if record is None:
+        return "Not measured yet."
+    rows = [[name, *(_estimate(parts[key]) for key in STATISTICS)] for name, parts in record["wgrad"].items()]
+    return _source(record) + "\n\n" + table("Wgrad | " + " | ".join(STATISTICS.values()), rows)
+
+
+def cells_table(record: Mapping[str, Any] | None) -> str:
+    """Returns the split of whole gradients' errors by cell."""
+    if record is None:
+        return "Not measured yet."
+    rows = [[name, *(_estimate(parts[key]) for key in STATISTICS)] for name, parts in record["cells"].items()]
+    return table("policy, rules | " + " | ".join(STATISTICS.values()), rows)
+
+
+def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> str:
+    """Returns the rank correlation of each statistic with the final loss minus fp8's, by group of cells."""
+    if record is None:
+        return "Not measured yet."
+    parts = []
+    for (model, protocol), group in by_group(dict(cells)).items():
+        base = baseline(group)
+        known = [c for c in group if c is not base and c.losses and c.label in record["cells"]]
+        if base is None or not known:
+            continue
+        gaps = [_mean(cell.losses) - _mean(base.losses) for cell in known]
+        if len(known) < LEAST_CELLS:
+            names = ", ".join(f"`{cell.label}`" for cell in known)
+            parts.append(
+                f"`{model}`, protocol `{protocol}`: {len(known)} cells have run ({names}); "
+                f"a rank correlation needs at least {LEAST_CELLS}."
+            )
+            continue
+        rows = []
+        for key, name in STATISTICS.items():
+            r = rank_correlation([record["cells"][cell.label][key]["mean"] for cell in known], gaps)
+            rows.append(
+                [name, r.n, number(r.mean, "+.2f"), interval(r.low, r.high, "+.2f"), number(r.p, ".2g")]
+            )
+        header = f"{model}, {protocol}: statistic | cells | rank correlation | 95 % | p"
+        parts.append(table(header, rows))
+    return "\n\n".join(parts)
+
+
+def read(folder: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the record in a folder, None if there is none."""
+    path = folder / FILE
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _source(record: Mapping[str, Any]) -> str:
+    tokens = record["tokens"] // record["batches"]
+    return (
+        f"{record['parameters']:,} parameters, trained in `{record['policy']}`, step {record['step']}; "
+        f"{record['batches']} batches of {tokens:,} tokens; commit {record['commit'][:7]}, "
+        f"{record['versions']['device']}."
+    )
+
+
+def _estimate(e: Mapping[str, float]) -> str:
+    half = (e["high"] - e["low"]) / 2
+    return number(e["mean"]) + ("" if math.isnan(half) else f" ± {half:.4f}")
+
+
+def _mean(losses: Mapping[int, float]) -> float:
+    return math.fsum(losses.values()) / len(losses)

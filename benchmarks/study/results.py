@@ -1,0 +1,103 @@
+"""The study's finished runs, gathered by cell."""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.study.cells import BASELINE
+from training.paired_statistics import has_diverged
+
+Run = dict[str, Any]
+"""The record of one run; see `benchmarks.study.runner.Programs.train`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CellResult:
+    """The finished runs of one cell.
+
+    Attributes:
+      protocol: fields of `benchmarks.study.cells.Protocol`, and its name.
+      runs: records by seed.
+    """
+
+    name: str
+    policy: str
+    rules: str
+    model: str
+    protocol: dict[str, Any]
+    runs: dict[int, Run]
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """The model and the protocol's name: cells of one group can be compared."""
+        return self.model, self.protocol["name"]
+
+    @property
+    def label(self) -> str:
+        """The policy and its scale rules."""
+        return f"{self.policy} {self.rules}".strip()
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Final losses by seed, without runs that diverged."""
+        return {seed: run["final_loss"] for seed, run in self.runs.items() if not diverged(run)}
+
+    @property
+    def n_diverged(self) -> int:
+        """The number of runs that diverged."""
+        return sum(map(diverged, self.runs.values()))
+
+
+def diverged(run: Run) -> bool:
+    """Whether a run has diverged."""
+    return has_diverged(run["final_loss"], run["evaluations"])
+
+
+def read_runs(folder: pathlib.Path) -> list[Run]:
+    """Reads the records of all runs in a folder, ordered by file name.
+
+    Raises:
+      ValueError: the folder holds no run, or a file is no record of a run.
+    """
+    runs = []
+    for path in sorted(folder.glob("*.json")):
+        run = json.loads(path.read_text())
+        missing = {"cell", "policy", "seed", "final_loss", "evaluations", "protocol"} - set(run)
+        if missing:
+            raise ValueError(f"{path} is no record of a run: it has no {', '.join(sorted(missing))}")
+        runs.append(run)
+    if not runs:
+        raise ValueError(f"{folder} holds no run; train some with python -m benchmarks.study run")
+    return runs
+
+
+def gather(runs: Sequence[Run]) -> dict[str, CellResult]:
+    """Returns the runs by cell, in the order in which cells first appear."""
+    found: dict[str, CellResult] = {}
+    for run in runs:
+        fields = (run["cell"], run["policy"], run["rules"], run["model"], run["protocol"])
+        cell = found.setdefault(run["cell"], CellResult(*fields, runs={}))
+        cell.runs[run["seed"]] = run
+    return found
+
+
+def by_group(cells: dict[str, CellResult]) -> dict[tuple[str, str], list[CellResult]]:
+    """Returns the cells by model and protocol, each group from the lowest loss to the highest."""
+    groups: dict[tuple[str, str], list[CellResult]] = defaultdict(list)
+    for cell in cells.values():
+        groups[cell.group].append(cell)
+    return {group: sorted(groups[group], key=_mean_loss) for group in sorted(groups)}
+
+
+def baseline(group: Sequence[CellResult]) -> CellResult | None:
+    """Returns the fp8 cell among cells of one group."""
+    return next((cell for cell in group if cell.policy == BASELINE), None)
+
+
+def _mean_loss(cell: CellResult) -> float:
+    losses = cell.losses
+    return sum(losses.values()) / len(losses) if losses else math.inf

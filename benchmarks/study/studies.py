@@ -1,0 +1,159 @@
+"""The studies, each a list of cells, and the claims that they test.
+
+A study whose learning rate is not tuned yet has the placeholder of `benchmarks.study.cells.RATES`.
+"""
+
+import dataclasses
+import types
+from collections.abc import Mapping
+
+from benchmarks.study.cells import MULTIPLES, WGRAD_KINDS, WGRAD_ONLY, Cell
+
+LADDER = (
+    "fp8",
+    "wgrad",
+    "wgrad_hadamard",
+    "wgrad_sr",
+    "wgrad_rht",
+    "fprop_dgrad",
+    "fprop",
+    "full_hadamard",
+    "full_sr",
+    "full_rht",
+    "wgrad_hadamard32",
+    "full_hadamard32",
+    "amazon",
+    "bf16",
+)
+"""The policies, the most informative first."""
+RULES = ("floor", "even", "uos", "rceil", "ceil")
+TELLING = (
+    ("fp8", ""),
+    ("wgrad", "floor"),
+    ("wgrad_hadamard", "floor"),
+    ("wgrad", "even"),
+    ("wgrad_hadamard", "even"),
+    ("wgrad_sr", "floor"),
+    ("wgrad_rht", "floor"),
+    ("fprop_dgrad", "floor"),
+    ("full_hadamard", "floor"),
+    ("full_sr", "floor"),
+)
+"""Policies and rules that are repeated at other sizes and lengths."""
+REMEDIES = ("wgrad_hadamard", "wgrad_sr", "wgrad_rht")
+_WITHOUT_MXFP4 = ("fp8", "bf16")
+
+
+def _ladder(model: str, protocol: str, policies: tuple[str, ...], rules: tuple[str, ...], seeds: int):
+    return [
+        Cell(policy, rule, model, protocol, seeds)
+        for policy in policies
+        for rule in (("",) if policy in _WITHOUT_MXFP4 else rules)
+    ]
+
+
+def _telling(model: str, protocol: str, seeds: int) -> tuple[Cell, ...]:
+    return tuple(Cell(policy, rules, model, protocol, seeds) for policy, rules in TELLING)
+
+
+def _wgrad_rules() -> list[Cell]:
+    """Returns cells that vary Wgrad's rule, with Fprop and Dgrad fixed in MXFP4, and in FP8."""
+    cells = []
+    for kind in WGRAD_KINDS:
+        for rule in RULES:
+            cells.append(Cell(kind, f"even-even-{rule}", "60m", "tuned-60m", 8))
+            cells.append(Cell(WGRAD_ONLY + kind, rule, "60m", "tuned-60m", 8))
+    return cells
+
+
+def _hard_regimes() -> list[Cell]:
+    policies = ("fp8", "fprop_dgrad", "wgrad", *REMEDIES)
+    cells = []
+    for regime in ("lr2x", "lr4x", "batch16", "seq2048", "outliers"):
+        cells += _ladder("60m", f"tuned-60m-{regime}", policies, ("floor",), 3)
+    return cells
+
+
+def _tuning(model: str, protocol: str, rates: tuple[str, ...], seeds: int) -> tuple[Cell, ...]:
+    return tuple(Cell("fp8", "", model, f"{protocol}-lr{lr}", seeds) for lr in rates)
+
+
+_RATES = ("1e-3", "2e-3", "3e-3", "4e-3", "6e-3")
+
+STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
+    {
+        # Learning rates. `tune-60m` is history: it showed that its warm-up is too short.
+        "tune-60m": _tuning("60m", "decay", ("1e-3", "1.5e-3", "2e-3", "5e-4", "4e-3"), 3),
+        "tune-60m-warmup": _tuning("60m", "decay-w150", _RATES, 3),
+        "tune-60m-constant": _tuning("60m", "constant-w150", _RATES[:4], 3),
+        "tune-125m": _tuning("125m", "decay-w150", _RATES, 3),
+        "tune-350m": _tuning("350m", "decay-w150", ("5e-4", "1e-3", "2e-3", "3e-3"), 2),
+        # A. The ladder, and fp8 at other lengths for P2. `ladder-60m` has the first tuning's rate.
+        "ladder-60m": tuple(_ladder("60m", "decay", LADDER, ("floor", "even"), 8)),
+        "ladder-60m-tuned": (
+            *_ladder("60m", "tuned-60m", LADDER, ("floor", "even"), 8),
+            *(Cell("fp8", "", "60m", f"tuned-60m-x{m:g}", 8) for m in MULTIPLES),
+        ),
+        # B. The rule and the remedy of Wgrad.
+        "rules-60m": tuple(_wgrad_rules()),
+        # C. Other sizes, more epochs, and P1.
+        "scale-125m": _telling("125m", "tuned-125m", 4),
+        "scale-350m": _telling("350m", "tuned-350m", 2),
+        "epochs-60m": _telling("60m", "tuned-60m-4epochs", 3),
+        "constant-60m": tuple(
+            _ladder(
+                "60m",
+                "constant-60m",
+                ("fp8", "bf16", "fprop", "fprop_dgrad", "wgrad", *REMEDIES),
+                ("floor",),
+                4,
+            )
+        ),
+        # D. Regimes in which Wgrad may hurt or diverge.
+        "hard-60m": tuple(_hard_regimes()),
+    }
+)
+"""The studies and their cells, in the order of training."""
+
+WAITING: Mapping[str, str] = types.MappingProxyType(
+    {
+        "grid-60m": "E. A uniform 4-bit grid (E1M2) beside E2M1, with none, H16 and redrawn signs on all "
+        "three GEMMs, 8 seeds: it waits for an element E1M2 in mxjax/formats.py"
+    }
+)
+"""Studies that cannot run yet, and the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A difference of final losses that the text speaks of: cell `ours` minus cell `base`."""
+
+    text: str
+    ours: str
+    base: str
+
+
+def _claims() -> tuple[Claim, ...]:
+    claims = []
+    for protocol in ("decay", "tuned-60m"):
+
+        def name(policy: str, protocol: str = protocol) -> str:
+            return f"{policy}.60m.{protocol}"
+
+        where = f" ({protocol})"
+        fp8, wgrad, rotated = name("fp8.own"), name("wgrad.floor"), name("wgrad_hadamard.floor")
+        claims += [
+            Claim("MXFP4 in all three GEMMs costs loss" + where, wgrad, fp8),
+            Claim("Wgrad costs loss beyond Fprop and Dgrad" + where, wgrad, name("fprop_dgrad.floor")),
+            Claim("H16 on Wgrad takes off loss" + where, rotated, wgrad),
+            Claim("with H16 on Wgrad a cost remains" + where, rotated, fp8),
+            Claim("stochastic rounding of Wgrad changes the loss" + where, name("wgrad_sr.floor"), wgrad),
+            Claim("redrawn signs differ from H16" + where, name("wgrad_rht.floor"), rotated),
+            Claim("rule even differs from floor" + where, name("wgrad.even"), wgrad),
+            Claim("rule even differs from floor with H16" + where, name("wgrad.even"), rotated),
+        ]
+    return tuple(claims)
+
+
+CLAIMS = _claims()
+"""Holm's correction is over all of them that have at least two pairs."""

@@ -1,0 +1,177 @@
+"""The study's tables, as Markdown, from its finished runs."""
+
+import math
+import statistics
+from collections.abc import Mapping
+
+from benchmarks.study import tuning
+from benchmarks.study.cells import RATES
+from benchmarks.study.results import CellResult, baseline, by_group
+from benchmarks.study.studies import CLAIMS, STUDIES, WAITING
+from mxjax.kernels.tables import table
+from training import mlperf
+from training.paired_statistics import (
+    detectable,
+    deviation_interval,
+    differences,
+    holm,
+    paired_difference,
+    seeds_needed,
+    standard_deviation,
+)
+
+Cells = Mapping[str, CellResult]
+
+
+def number(x: float, form: str = ".4f") -> str:
+    """Returns a number, or "-" for NaN."""
+    return "-" if math.isnan(x) else format(x, form)
+
+
+def interval(low: float, high: float, form: str = "+.4f") -> str:
+    """Returns an interval, or "-" without one."""
+    return "-" if math.isnan(low) else f"{low:{form}} to {high:{form}}"
+
+
+def progress(cells: Cells) -> str:
+    """Returns the finished and missing runs of each study."""
+    rows = []
+    for study, wanted in STUDIES.items():
+        left = {c: c.seeds - len(cells[c.name].runs) if c.name in cells else c.seeds for c in wanted}
+        missing = [c for c in wanted if left[c] > 0]
+        total = sum(c.seeds for c in wanted)
+        rows.append([study, len(wanted), total, total - sum(left[c] for c in missing), len(missing)])
+    rows += [[study, "-", "-", "-", "waits"] for study in WAITING]
+    return table("study | cells | runs | finished | cells with runs missing", rows)
+
+
+def learning_rates(cells: Cells) -> str:
+    """Returns fp8's loss by learning rate, and the rate that the rule chooses."""
+    rows, lines = [], []
+    for setting, rates in tuning.candidates(cells.values()).items():
+        for lr, found in rates.items():
+            values = tuning.losses_of(found)
+            rows.append(
+                [
+                    f"{setting.model}{' constant' if setting.constant else ''}, warm-up {setting.warmup}",
+                    f"{lr:g}",
+                    len(values),
+                    number(statistics.mean(values)) if values else "-",
+                    number(standard_deviation(values)),
+                    interval(*deviation_interval(values), ".4f"),
+                    number(max(values) - min(values)) if values else "-",
+                ]
+            )
+        if (choice := tuning.choose(rates)) is not None:
+            edge = ", the end of the rates tried: provisional" if choice.at_edge else ""
+            lines.append(f"- {setting.model}, warm-up {setting.warmup}: {choice.lr:g}{edge}")
+    in_use = ", ".join(f"`{name}` {lr:g}" for name, lr in RATES.items())
+    header = "fp8 | learning rate | runs | loss | sd | 95 % of sd | highest - lowest"
+    return "\n".join([table(header, rows), "", "The rule chooses:", "", *lines, "", f"In use: {in_use}."])
+
+
+def final_losses(cells: Cells) -> str:
+    """Returns the losses of each group of cells that has fp8 and another policy."""
+    parts = []
+    for (model, protocol), group in by_group(dict(cells)).items():
+        base = baseline(group)
+        if base is None or len(group) < 2:
+            continue
+        rows = []
+        for cell in group:
+            values, d = list(cell.losses.values()), paired_difference(cell.losses, base.losses)
+            rows.append(
+                [
+                    cell.label,
+                    len(cell.runs),
+                    cell.n_diverged,
+                    number(statistics.mean(values)) if values else "-",
+                    number(standard_deviation(values)),
+                    *(["-", "-"] if cell is base else [number(d.mean, "+.4f"), interval(d.low, d.high)]),
+                ]
+            )
+        header = "policy, rules | runs | diverged | loss | sd | minus fp8 | 95 %"
+        parts.append(f"`{model}`, protocol `{protocol}`:\n\n{table(header, rows)}")
+    return "\n\n".join(parts)
+
+
+def claims(cells: Cells) -> str:
+    """Returns the tests of the text's claims, corrected together."""
+
+    def losses(name: str) -> dict[int, float]:
+        return cells[name].losses if name in cells else {}
+
+    found = [paired_difference(losses(claim.ours), losses(claim.base)) for claim in CLAIMS]
+    rows = []
+    for claim, d, p in zip(CLAIMS, found, holm([d.p for d in found]), strict=True):
+        values = [number(d.mean, "+.4f"), interval(d.low, d.high), number(p, ".2g"), d.n]
+        rows.append([claim.text, *(values if d.n else ["not run", "-", "-", 0])])
+    return table("claim | difference | 95 % | p (Holm) | pairs", rows)
+
+
+def power(cells: Cells) -> str:
+    """Returns the scatter of the pairs, and the seeds that a difference needs."""
+    sizes = (0.01, 0.02, 0.03, 0.05)
+    rows = []
+    for (model, protocol), group in by_group(dict(cells)).items():
+        base = baseline(group)
+        for cell in group:
+            pairs = differences(cell.losses, base.losses) if base is not None and base is not cell else []
+            if len(pairs) < 3 or base is None:
+                continue
+            sd = standard_deviation(pairs)
+            needed = (seeds_needed(sd, size) for size in sizes)
+            common = sorted(cell.losses.keys() & base.losses.keys())
+            r = statistics.correlation([cell.losses[s] for s in common], [base.losses[s] for s in common])
+            rows.append(
+                [
+                    f"{cell.label}, {model} {protocol}",
+                    len(pairs),
+                    number(sd),
+                    f"{r:+.2f}",
+                    number(detectable(sd, len(pairs))),
+                    *("> 1000" if n is None else n for n in needed),
+                ]
+            )
+    names = " | ".join(f"seeds for {size:g}" for size in sizes)
+    header = f"pairs with fp8 | n | sd | correlation | detectable | {names}"
+    return table(header, rows)
+
+
+def repeats(cells: Cells) -> str:
+    """Returns the differences between runs of one seed under protocols that differ in name alone."""
+    same: dict[tuple, list[CellResult]] = {}
+    for cell in cells.values():
+        p = {name: value for name, value in cell.protocol.items() if name != "name" and value}
+        same.setdefault((cell.policy, cell.rules, cell.model, *sorted(p.items())), []).append(cell)
+    rows = []
+    for first, *others in same.values():
+        for other in others:
+            d = differences(other.losses, first.losses)
+            shown = ", ".join(f"{x:+.4f}" for x in d)
+            rows.append([f"{first.label}: {other.protocol['name']} - {first.protocol['name']}", shown])
+    return table("same policy, protocol and seed in two processes | differences by seed", rows)
+
+
+def averaging(cells: Cells) -> str:
+    """Returns the standard deviation over seeds of the mean of the last evaluations."""
+    rows = []
+    for cell in cells.values():
+        runs = [run for seed, run in cell.runs.items() if seed in cell.losses]
+        if len(runs) < 8:
+            continue
+        last = [[loss for _, loss in run["evaluations"][-3:]] for run in runs]
+        deviations = (standard_deviation([statistics.mean(x[-k:]) for x in last]) for k in (1, 2, 3))
+        rows.append([f"{cell.label}, {cell.model} {cell.protocol['name']}", *map(number, deviations)])
+    return table("sd over eight seeds of | the last | mean of the last 2 | of the last 3", rows)
+
+
+def published() -> str:
+    """Returns the published loss curves of Llama 3.1 8B in MLPerf Training."""
+    curves = mlperf.PUBLISHED_CURVES
+    points = sorted({n for curve in curves for n in curve.losses})
+    rows = [
+        [f"{n:,}", *(number(curve.losses[n], ".3f") if n in curve.losses else "" for curve in curves)]
+        for n in points
+    ]
+    return table("sequences | " + " | ".join(curve.name for curve in curves), rows)

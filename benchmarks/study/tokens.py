@@ -1,0 +1,116 @@
+"""Losses as tokens: how many more, or fewer, tokens than fp8 a policy needs.
+
+P1, the paper's measure: under an all but constant learning rate, the tokens to reach the loss that fp8 has at
+80 % of the run. P2: under full decay, fp8 trained for several lengths maps a final loss to the number of
+tokens that fp8 needs for it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from training.paired_statistics import Estimate, jackknife, t_interval
+
+SHARE = 0.8
+"""Share of fp8's run whose loss the others must reach (P1). Source: arXiv 2605.09825."""
+SMOOTHED = 3
+"""Evaluations that are averaged in P1: at a constant rate, single ones are noisy."""
+
+Curve = Sequence[Sequence[float]]
+"""(tokens, loss) of each evaluation, in the order of training."""
+
+
+class Overhead(NamedTuple):
+    """P1: the logarithm of the ratio of tokens to fp8's, over seeds.
+
+    Attributes:
+      log_ratio: estimate over the seeds whose run reached the loss.
+      not_reached: number of seeds whose run never did.
+    """
+
+    log_ratio: Estimate
+    not_reached: int
+
+
+def smooth(evaluations: Curve, window: int = SMOOTHED) -> list[tuple[float, float]]:
+    """Returns means of `window` neighbouring evaluations, of tokens and of losses."""
+    points = np.asarray(evaluations, np.float64)
+    return [tuple(points[i : i + window].mean(axis=0)) for i in range(len(points) - window + 1)]
+
+
+def loss_at(curve: Curve, tokens: float) -> float:
+    """Returns the loss after `tokens`, interpolated; NaN outside the curve."""
+    x, y = np.asarray(curve, np.float64).T
+    return float(np.interp(tokens, x, y, left=math.nan, right=math.nan))
+
+
+def tokens_to_reach(curve: Curve, loss: float) -> float | None:
+    """Returns the tokens at which the curve first falls to `loss`, interpolated; None if it never does."""
+    before = None
+    for tokens, value in curve:
+        if value <= loss:
+            if before is None or before[1] == value:
+                return tokens
+            return before[0] + (tokens - before[0]) * (before[1] - loss) / (before[1] - value)
+        before = tokens, value
+    return None
+
+
+def overhead(ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> Overhead:
+    """Returns P1's overhead of runs over fp8's, paired by seed.
+
+    Args:
+      ours, base: the evaluations of each seed's run.
+    """
+    ratios, not_reached = [], 0
+    for seed in sorted(ours.keys() & base.keys()):
+        tokens = SHARE * base[seed][-1][0]
+        target = loss_at(smooth(base[seed]), tokens)
+        needed = tokens_to_reach(smooth(ours[seed]), target)
+        if needed is None:
+            not_reached += 1
+        else:
+            ratios.append(math.log(needed / tokens))
+    return Overhead(t_interval(ratios), not_reached)
+
+
+def effective_multiple(ours: Mapping[int, float], lengths: Mapping[float, Mapping[int, float]]) -> Estimate:
+    """Returns P2's log multiple: fp8 reaches the mean final loss of `ours` with exp(it) times the tokens.
+
+    The mean losses of fp8 are fitted by a quadratic in the logarithm of the length. Its uncertainty is a
+    jackknife over seeds, which leaves a seed out of all cells at once.
+
+    Args:
+      ours: final losses by seed.
+      lengths: final losses of fp8 by seed, for each length relative to `ours`.
+    Special values: the mean is -inf or inf if the loss is above or below those of all lengths; the interval
+      is then NaN. Everything is NaN with fewer than three lengths or without a common seed.
+    """
+    seeds = sorted(set(ours).intersection(*lengths.values())) if lengths else []
+    if len(lengths) < 3 or not seeds:
+        return Estimate(math.nan, math.nan, math.nan, math.nan, len(seeds))
+
+    def estimate(chosen: Sequence[int]) -> float:
+        means = {m: float(np.mean([losses[s] for s in chosen])) for m, losses in lengths.items()}
+        return _log_length(means, float(np.mean([ours[s] for s in chosen])))
+
+    whole = estimate(seeds)
+    parts = [estimate([s for s in seeds if s != left]) for left in seeds] if len(seeds) > 1 else []
+    if not all(map(math.isfinite, [whole, *parts])):
+        return Estimate(whole, math.nan, math.nan, math.nan, len(seeds))
+    return jackknife(whole, parts)
+
+
+def _log_length(means: Mapping[float, float], loss: float) -> float:
+    """Returns the log of the length at which the fit through the means has this loss."""
+    lengths = np.log(sorted(means))
+    fit = np.polynomial.Polynomial.fit(lengths, [means[m] for m in sorted(means)], 2)
+    grid = np.linspace(lengths[0], lengths[-1], 2001)
+    fitted = fit(grid)
+    if np.any(np.diff(fitted) >= 0):
+        return math.nan  # noise exceeds the effect of length
+    if not fitted[-1] <= loss <= fitted[0]:
+        return -math.inf if loss > fitted[0] else math.inf
+    return float(np.interp(loss, fitted[::-1], grid[::-1]))

@@ -1,0 +1,165 @@
+"""`ragged_dot`: the products of a mixture of experts, whose tokens are sorted by expert.
+
+Each group of tokens is filled up with zeros to whole blocks and rotations, so that no block and no rotation
+of Wgrad's operands spans two experts. Zeros change no result.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Integer, Shaped
+
+from mxjax.blocks import resolve_block_shape
+from mxjax.derivatives import first_order_only
+from mxjax.dot import check_arrays, check_floating, check_key, result_dtype
+from mxjax.formats import get_format
+from mxjax.gemm import xla_operands
+from mxjax.gemm_input import fold, gemm_inputs, quantize_input
+from mxjax.implementations import How, Implementation, implementations_of
+from mxjax.matmul import Options, backward_inputs
+from mxjax.operand import Operand
+from mxjax.policy import Policy
+from mxjax.quantize import MXArray, dequantize
+from mxjax.recipes import as_policy
+from mxjax.weight_layout import on_auto_axes, varying_as
+
+
+def ragged_dot(
+    x: Shaped[Array | np.ndarray, "m k"],
+    w: Shaped[Array | np.ndarray, "g k n"],
+    group_sizes: Integer[Array | np.ndarray, "g"],
+    *,
+    policy: Policy | str,
+    key: jax.Array | None = None,
+    implementation: Implementation | None = None,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Float[Array, "m n"]:
+    """Returns `jax.lax.ragged_dot(x, w, group_sizes)`, each of its three GEMMs in the policy's precision.
+
+    The first `group_sizes[0]` rows of x are multiplied by `w[0]`, the next `group_sizes[1]` by `w[1]`, and so
+    on. Each expert's products are those of `dot` on its rows. Formats with a scale for the whole tensor have
+    one for all experts, and random bits are drawn for the padded tensor of all of them.
+
+    Args:
+      x: activations, sorted by group. Rows past the sum of the sizes give zeros.
+      w: weights of the experts. Pass float32 master weights, as in `dot`.
+      group_sizes: numbers of rows, which may be zero.
+      implementation: "reference" or "xla"; None means "xla". Quantization runs without kernels.
+      Others: see `dot` and `jax.lax.ragged_dot`.
+    Raises:
+      NotImplementedError: another implementation. Others as in `dot`.
+    """
+    check_arrays("ragged_dot", x=x, w=w, group_sizes=group_sizes)
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or group_sizes.shape != w.shape[:1]:
+        raise ValueError(
+            "ragged_dot needs x [m, k], w [g, k, n] and group_sizes [g], "
+            f"got {x.shape}, {w.shape} and {group_sizes.shape}"
+        )
+    if implementation not in (None, "reference", "xla"):
+        raise NotImplementedError(
+            f"ragged_dot runs by implementation 'reference' or 'xla', not {implementation!r}; use None"
+        )
+    policy = as_policy(policy)
+    check_floating(x, w, preferred_element_type)
+    check_key(policy, key)
+    x, w, sizes = jnp.asarray(x), jnp.asarray(w), jnp.asarray(group_sizes, jnp.int32)
+    dtype = result_dtype(x, w) if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    gemms = implementations_of(policy, implementation or "xla")
+    options = Options(policy, gemms, (dtype, x.dtype, w.dtype), precision)
+    unit = _unit(policy)
+
+    def product(x, w, sizes, key):
+        x, w = varying_as(x, w, sizes, key), varying_as(w, x, sizes, key)
+        places, rows = _places(sizes, x.shape[0], unit)
+        padded = jnp.zeros_like(x, shape=(rows, x.shape[1])).at[places].set(x, mode="drop")
+        y: jax.Array = _matmul(options, padded, w, -(-sizes // unit) * unit, key)
+        return y.at[places].get(mode="fill", fill_value=0)
+
+    return on_auto_axes(product, x, w, sizes, key if policy.needs_key else None, kept=((0,), (2,)))
+
+
+def _unit(policy: Policy) -> int:
+    """Returns the number of rows that divides every group: whole blocks and rotations along the tokens."""
+
+    def shape(operand: Operand) -> tuple[int, int]:
+        return resolve_block_shape(get_format(operand.format), operand.block_shape, ndim=2, axis=-1)
+
+    along = [shape(operand)[1] for operand in (policy.wgrad.lhs, policy.wgrad.rhs)]
+    across = [shape(gemm.lhs)[0] for gemm in (policy.fprop, policy.dgrad)]
+    rotation = policy.wgrad.rotation.size if policy.wgrad.rotation else 1
+    return math.lcm(rotation, *(size or 1 for size in along + across))
+
+
+def _places(sizes: jax.Array, rows: int, unit: int) -> tuple[jax.Array, int]:
+    """Returns each row's place in the padded tensor, past its end for rows of no group, and its length."""
+    padded = -(-sizes // unit) * unit
+    ends, padded_ends = jnp.cumsum(sizes), jnp.cumsum(padded)
+    length = (rows + sizes.size * (unit - 1)) // unit * unit
+    row = lax.iota(jnp.int32, rows)
+    group = jnp.searchsorted(ends, row, side="right")
+    shift = (padded_ends - padded) - (ends - sizes)
+    return jnp.where(group < sizes.size, row + shift[jnp.minimum(group, sizes.size - 1)], length), length
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(options: Options, x, w, sizes, key) -> jax.Array:
+    """Returns the Fprop of x [m, k], whose groups have whole blocks, and w [g, k, n]."""
+    return _forward(options, x, w, sizes, key)
+
+
+def _matmul_fwd(options: Options, x, w, sizes, key):
+    return _forward(options, x, w, sizes, key), (x, w, sizes, key)
+
+
+def _matmul_bwd(options: Options, residuals, dy):
+    return (*_backward(options, *residuals, dy), None, None)
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(options: Options, x, w, sizes, key) -> jax.Array:
+    x, w = first_order_only(x), first_order_only(w)
+    left, right = gemm_inputs(options.policy.fprop, -1, -2, fold(key, 0))
+    operands = quantize_input(x, left), quantize_input(w, right)
+    return _multiply(options.gemms.fprop, options.precision, *operands, sizes).astype(options.dtypes[0])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(options: Options, x, w, sizes, key, dy) -> tuple[jax.Array, jax.Array]:
+    policy, gemms, dtypes, precision, _ = options
+    x, w, dy = (first_order_only(t) for t in (x, w, dy))
+    dgrad, wgrad, seen_w, seen_x = backward_inputs(policy, key)
+    dy_rows, w_rows = quantize_input(dy, dgrad[0]), quantize_input(seen_w(w), dgrad[1])
+    x_columns, dy_columns = quantize_input(seen_x(x), wgrad[0]), quantize_input(dy, wgrad[1])
+    dx = _multiply(gemms.dgrad, precision, dy_rows, w_rows, sizes)
+    dw = _multiply(gemms.wgrad, precision, x_columns, dy_columns, sizes)
+    return dx.astype(dtypes[1]), dw.astype(dtypes[2])
+
+
+def _multiply(how: How, precision: lax.PrecisionLike, lhs: MXArray, rhs: MXArray, sizes) -> jax.Array:
+    """Returns the products of the groups: [m, n] if rhs has an axis of groups, else their sums [g, m, n]."""
+    if how == "reference":
+        left, right, precision = dequantize(lhs), dequantize(rhs), lax.Precision.HIGHEST
+        factors = ()
+    else:
+        left, right, precision = xla_operands(lhs, rhs, precision)
+        factors = lhs.factor, rhs.factor
+    lhs_axis, rhs_axis = lhs.axis % left.ndim, rhs.axis % right.ndim
+    grouped = right.ndim == 3
+    dims = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((lhs_axis,), (rhs_axis,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0] if grouped else [],
+    )
+    y = lax.ragged_dot_general(left, right, sizes, dims, precision, preferred_element_type=jnp.float32)
+    for factor in factors:
+        y = y if factor is None else y * factor
+    return y

@@ -1,0 +1,100 @@
+"""`ragged_dot`: for each expert the products of `dot` on its rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support.dots import assert_same, draw, jitted_products
+from support.oracles import types_unchecked
+
+import mxjax
+
+X, W, DY = draw(100, 48, seed=1), draw(4, 48, 24, seed=2), draw(100, 24, seed=3)
+SIZES = (37, 0, 5, 50)  # one expert has no token, and 8 tokens have no expert
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "implementation"))
+def ragged(x, w, dy, sizes, key=None, *, policy, implementation=None):
+    """Returns y, dx and dw."""
+
+    def product(x, w):
+        return mxjax.ragged_dot(x, w, sizes, policy=policy, key=key, implementation=implementation)
+
+    y, vjp = jax.vjp(product, x, w)
+    return y, *vjp(dy)
+
+
+def by_expert(x, w, dy, policy, implementation=None):
+    """Returns y, dx and dw by a `dot` for each expert; rows without one are zero."""
+    y, dx, dw = np.zeros(dy.shape, np.float32), np.zeros(x.shape, np.float32), np.zeros(w.shape, np.float32)
+    for i, (end, size) in enumerate(zip(np.cumsum(SIZES), SIZES, strict=True)):
+        rows = slice(int(end) - size, int(end))
+        if size:
+            products = jitted_products(x[rows], w[i], dy[rows], policy=policy, implementation=implementation)
+            y[rows], dx[rows], dw[i] = products
+    return y, dx, dw
+
+
+@pytest.mark.parametrize("implementation", ["reference", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["wgrad_hadamard", *(pytest.param(name, marks=pytest.mark.slow) for name in ("primus_turbo", "bf16"))],
+)
+def test_each_expert_has_its_own_products(name, implementation):
+    policy = mxjax.get_policy(name)
+    actual = ragged(X, W, DY, jnp.array(SIZES), policy=policy, implementation=implementation)
+    for a, e in zip(actual, by_expert(X, W, DY, policy, implementation), strict=True):
+        np.testing.assert_allclose(a, e, rtol=0, atol=1e-6 * np.max(np.abs(e)))
+
+
+def test_in_float32_it_is_that_of_lax():
+    y, vjp = jax.vjp(
+        functools.partial(lax.ragged_dot, group_sizes=jnp.array(SIZES), precision="highest"), X, W
+    )
+    actual = ragged(X, W, DY, jnp.array(SIZES), policy=mxjax.get_policy("fp32"))
+    for a, e in zip(actual, (y, *vjp(DY)), strict=True):
+        np.testing.assert_allclose(a, e, rtol=0, atol=1e-5 * np.max(np.abs(e)))
+
+
+def test_what_one_expert_reads_changes_no_other():
+    """Neither through blocks, nor through rotations, nor through a NaN."""
+    policy = mxjax.get_policy("full_hadamard")
+    before = ragged(X, W, DY, jnp.array(SIZES), policy=policy)
+    after = ragged(X.at[36].mul(1000), W, DY.at[36].set(jnp.nan), jnp.array(SIZES), policy=policy)
+    for a, b, first in zip(after, before, (37, 37, 1), strict=True):
+        np.testing.assert_array_equal(a[first:], b[first:])
+    assert np.all(np.isnan(after[2][0]))
+
+
+@pytest.mark.slow
+def test_random_bits_are_replayed_under_remat_and_scan():
+    policy, key = mxjax.get_policy("wgrad_sr"), jax.random.key(1)
+    run = functools.partial(ragged, policy=policy)
+    expected = run(X, W, DY, jnp.array(SIZES), key)
+    again = jax.checkpoint(run)(X, W, DY, jnp.array(SIZES), key)
+    assert_same(again, expected)
+    _, scanned = lax.scan(lambda c, w: (c, run(X, w, DY, jnp.array(SIZES), key)), 0, W[None])
+    assert_same([t[0] for t in scanned], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"w": W[:3]}, ValueError, r"needs x \[m, k\], w \[g, k, n\] and group_sizes \[g\], got \(100, 48\)"),
+        ({"group_sizes": [50, 50, 0, 0]}, TypeError, "needs group_sizes to be an array, not list"),
+        (
+            {"implementation": "triton"},
+            NotImplementedError,
+            "by implementation 'reference' or 'xla'",
+        ),
+        ({"policy": "full_sr"}, ValueError, "needs key="),
+        ({"x": X.astype(jnp.int32)}, TypeError, "floating-point operands"),
+    ],
+)
+def test_bad_arguments_raise(change, error, message):
+    arguments = {"x": X, "w": W, "group_sizes": jnp.array(SIZES), "policy": "wgrad"} | change
+    with types_unchecked(), pytest.raises(error, match=message):
+        mxjax.ragged_dot(**arguments)

@@ -1,0 +1,131 @@
+"""Runs to compare: their losses by tokens, short names, and groups that differ in the seed alone."""
+
+import itertools
+import json
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from training.config import Config
+from training.files import whole_lines
+from training.metrics import evaluations
+from training.paired_statistics import has_diverged
+from training.run_config import from_json, read_run_config, to_json
+
+Losses = Mapping[int, float]
+"""Losses by tokens, or by sequences, trained on."""
+
+_ELSEWHERE = {"seed", "out", "resume", "stop_after", "distributed", "mesh", "remat", "unroll", "accumulate"}
+_ELSEWHERE |= {"log_every", "checkpoint_every", "keep_checkpoints", "eval_every", "observe", "mlperf"}
+"""Fields of a configuration that say where, how often or with which seed, not what is trained."""
+
+
+class ComparedRun(NamedTuple):
+    """One run.
+
+    Attributes:
+      name: as few of the folder's last parts as tell the runs apart.
+      validation: loss of each evaluation.
+      train: loss of each step.
+    """
+
+    name: str
+    config: Config
+    validation: Losses
+    train: Losses
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run has diverged (see `training.paired_statistics.DIVERGED`)."""
+        points = sorted(self.validation.items())
+        return has_diverged(points[-1][1], points)
+
+
+class Group(NamedTuple):
+    """Runs that differ in the seed alone."""
+
+    name: str
+    runs: tuple[ComparedRun, ...]
+
+    def curve(self, part: str) -> dict[int, float]:
+        """Returns the mean over the runs of "validation" or "train" losses, where all runs have one."""
+        curves: list[Losses] = [getattr(run, part) for run in self.runs]
+        common = set(curves[0]).intersection(*curves)
+        return {x: math.fsum(curve[x] for curve in curves) / len(curves) for x in sorted(common)}
+
+
+def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[ComparedRun]:
+    """Reads runs.
+
+    Args:
+      folders: the runs' folders.
+      sequences: count the sequences trained on instead of the tokens.
+    Raises:
+      ValueError: a folder holds no run, or a run has not been evaluated.
+    """
+    runs = []
+    for folder, name in zip(folders, short_names(folders), strict=True):
+        config = from_json(read_run_config(folder)["config"])
+        step = config.data.batch_size if sequences else config.data.tokens_a_step
+        validation = {n * step: loss for n, loss in evaluations(folder).items()}
+        if not validation:
+            raise ValueError(f"{folder} has no evaluation to compare; wait for its first one")
+        lines = map(json.loads, whole_lines(folder / "metrics.jsonl"))
+        train = {line["step"] * step: float(line["loss"]) for line in lines if "loss" in line}
+        runs.append(ComparedRun(name, config, validation, train))
+    return runs
+
+
+def short_names(folders: Sequence[pathlib.Path]) -> list[str]:
+    """Returns as many of the last parts of the folders' paths as tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-count:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise ValueError("a run is named twice")
+
+
+def group_by_configuration(runs: Sequence[ComparedRun]) -> list[Group]:
+    """Returns the runs grouped by everything but the seed; equal seeds stay groups of their own."""
+    settings = {run.name: _settings(run.config) for run in runs}
+    found: dict[tuple, list[ComparedRun]] = {}
+    for run in runs:
+        found.setdefault(tuple(settings[run.name].items()), []).append(run)
+    groups = []
+    for members in found.values():
+        if len({run.config.seed for run in members}) < len(members):
+            groups += [Group(run.name, (run,)) for run in members]
+        elif len(members) == 1:
+            groups.append(Group(members[0].name, tuple(members)))
+        else:
+            groups.append(Group(_label(members, list(settings.values()), settings), tuple(members)))
+    return groups
+
+
+def _label(members: Sequence[ComparedRun], everything: list[dict], settings: Mapping[str, dict]) -> str:
+    """Returns the values in which a group differs from the others, else what its names begin with."""
+    own = settings[members[0].name]
+    varying = [key for key in own if len({str(other.get(key)) for other in everything}) > 1]
+    texts = [
+        f"{own[key]}" if key.endswith("policy") else f"{key.split('.')[-1]}={own[key]}" for key in varying
+    ]
+    if texts:
+        return " ".join(texts)
+    names = [run.name for run in members]
+    shared = "".join(a[0] for a in itertools.takewhile(lambda a: len(set(a)) == 1, zip(*names, strict=False)))
+    return shared.rstrip("-_. ") or names[0]
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Returns the fields that say what is trained, as flat names and strings or numbers."""
+    flat: dict[str, Any] = {}
+    for name, value in to_json(config).items():
+        if name in _ELSEWHERE:
+            continue
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": str(part) for key, part in value.items()}
+        else:
+            flat[name] = str(value)
+    return flat

@@ -1,0 +1,62 @@
+"""The tensors that a model's linear layers read during one forward and backward pass on a batch."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int32
+
+from models import llama
+from models.block import LINEAR_LAYERS
+from models.configs import LlamaConfig
+from mxjax.implementations import Implementation
+from mxjax.layer_stats import Tensors
+from mxjax.layers import LayerPolicies
+
+ACTIVATIONS = jnp.bfloat16
+"""dtype of the activations, as in training."""
+
+
+class Pass(NamedTuple):
+    """What one batch gives.
+
+    Attributes:
+      tensors: inputs and output gradients [layers, batch, tokens, width] by linear layer.
+      gradients: the weights' gradients [layers, d_in, d_out] by linear layer.
+    """
+
+    tensors: Mapping[str, Tensors]
+    gradients: Mapping[str, Float32[Array, "layers d_in d_out"]]
+
+
+def weights(params: llama.Params) -> dict[str, Float32[Array, "layers d_in d_out"]]:
+    """Returns the weights of the linear layers of all blocks."""
+    found = {}
+    for name in LINEAR_LAYERS:
+        module, matrix = name.split(".")
+        found[name] = params["blocks"][module][matrix]
+    return found
+
+
+def make_pass(
+    model: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None
+) -> Callable[[llama.Params, Int32[np.ndarray, "batch length"], jax.Array], Pass]:
+    """Returns the jitted `run(params, batch, key)` for the mean loss of a batch under these policies."""
+
+    @jax.jit
+    def run(params: llama.Params, batch: Any, key: jax.Array) -> Pass:
+        def loss(blocks: Any, slots: Mapping[str, Tensors]) -> Float32[Array, ""]:
+            options: dict[str, Any] = {"policies": policies, "key": key, "implementation": implementation}
+            return llama.mean_loss(model, params | {"blocks": blocks}, batch, slots=slots, **options)
+
+        shape = (model.n_layers, batch.shape[0], batch.shape[1] - 1)
+        slots = {
+            name: Tensors(*(jnp.zeros((*shape, width), ACTIVATIONS) for width in w.shape[1:]))
+            for name, w in weights(params).items()
+        }
+        blocks, tensors = jax.grad(loss, argnums=(0, 1))(params["blocks"], slots)
+        return Pass(tensors, weights({"blocks": blocks}))
+
+    return run

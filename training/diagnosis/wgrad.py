@@ -1,0 +1,100 @@
+"""Wgrad's error under several roundings, rotations and scale rules, on the same tensors."""
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+from mxjax.operand import Operand
+from mxjax.policy import Gemm, Rotation
+from mxjax.scales import ScaleRule
+from training.diagnosis.capture import Pass
+from training.diagnosis.measures import weight_gradient
+from training.diagnosis.split import Grams
+
+RULES: tuple[ScaleRule, ...] = ("floor", "even", "rceil")
+
+
+def _variants() -> dict[str, Gemm]:
+    found = {}
+    for rule in RULES:
+        nearest = Operand(scale_rule=rule)
+        stochastic = Operand(scale_rule=rule, rounding="stochastic")
+        found[f"nearest {rule}"] = Gemm(nearest, nearest)
+        found[f"stochastic {rule}"] = Gemm(stochastic, stochastic)
+        found[f"redrawn signs {rule}"] = Gemm(nearest, nearest, Rotation(16, "redrawn"))
+        found[f"H16 {rule}"] = Gemm(nearest, nearest, Rotation(16))
+    return found
+
+
+VARIANTS: Mapping[str, Gemm] = types.MappingProxyType(_variants())
+"""The GEMMs to compare: both operands in MXFP4, by name."""
+
+
+def wgrad_grams(
+    passes: Sequence[Pass], key: jax.Array, variants: Mapping[str, Gemm] = VARIANTS
+) -> dict[str, dict[str, Grams]]:
+    """Returns the inner products of Wgrad's errors, by variant and layer ("blocks.0.attention.qkv").
+
+    The tensors are those of the passes, so that the variants differ in Wgrad alone. Random bits differ from
+    batch to batch.
+    """
+    found: dict[str, dict[str, Grams]] = {name: {} for name in variants}
+    keys = jax.random.split(key, len(passes))
+    for name in passes[0].tensors:
+        of_layer = _layer_grams(tuple(variants.values()))
+        for i in range(len(passes[0].gradients[name])):
+            x, dy = (
+                jnp.stack([t[i].reshape(-1, t.shape[-1]) for t in side]) for side in _sides(passes, name)
+            )
+            for variant, grams in zip(variants, jax.device_get(of_layer(x, dy, keys)), strict=True):
+                found[variant][f"blocks.{i}.{name}"] = Grams(*(np.asarray(m, np.float64) for m in grams))
+    return found
+
+
+def gradient_grams(passes: Sequence[Pass], exact: Sequence[Pass]) -> dict[str, Grams]:
+    """Returns the inner products of the errors of whole gradients by layer: all GEMMs, all layers below."""
+    found = {}
+    for name in passes[0].gradients:
+        for i in range(len(passes[0].gradients[name])):
+            g = np.stack([np.asarray(p.gradients[name][i], np.float64).ravel() for p in exact])
+            e = np.stack([np.asarray(p.gradients[name][i], np.float64).ravel() for p in passes]) - g
+            found[f"blocks.{i}.{name}"] = Grams(e @ e.T, e @ g.T, g @ g.T)
+    return found
+
+
+def total(grams: Mapping[str, Grams], layer: str = "") -> Grams:
+    """Returns the inner products over all layers whose name ends with `layer`."""
+    chosen = [g for name, g in grams.items() if name.endswith(layer)]
+    return sum(chosen[1:], start=chosen[0])
+
+
+def _layer_grams(variants: tuple[Gemm, ...]) -> Callable:
+    """Returns a jitted function from a layer's tensors in all batches to each variant's inner products."""
+
+    @jax.jit
+    def of_layer(
+        x: Float[Array, "batches tokens d_in"], dy: Float[Array, "batches tokens d_out"], keys: jax.Array
+    ) -> list[tuple[Float32[Array, "batches batches"], ...]]:
+        x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
+        exact = jnp.matmul(x.swapaxes(1, 2), dy, precision=jax.lax.Precision.HIGHEST)
+        results = []
+        for gemm in variants:
+            computed = jax.lax.map(lambda a, g=gemm: weight_gradient(a[0], a[1], g, a[2]), (x, dy, keys))
+            results.append((_gram(computed - exact), _gram(computed - exact, exact), _gram(exact)))
+        return results
+
+    return of_layer
+
+
+def _gram(a: Float32[Array, "batches ..."], b: Float32[Array, "batches ..."] | None = None) -> Array:
+    b = a if b is None else b
+    return jnp.einsum("aij,bij->ab", a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _sides(passes: Sequence[Pass], name: str):
+    """Returns the inputs and the output gradients of a layer, each [layers, ...] of every pass."""
+    return zip(*(p.tensors[name] for p in passes), strict=True)
