@@ -1,5 +1,6 @@
 """Trains a Llama in the precision that a policy names: `python train.py --policy=wgrad_hadamard`."""
 
+import functools
 import pathlib
 import signal
 import sys
@@ -9,11 +10,13 @@ import grain
 import jax
 import optax
 
+from training.agreement import check_agreement
 from training.checkpoint.checkpoints import CheckpointError, Checkpoints
 from training.checkpoint.damaged import set_aside_damaged
 from training.command_line import parse
 from training.config import Config
 from training.environment import disk_errors, enable_compilation_cache, input_errors
+from training.failure import failing_together
 from training.interruption import Interruption, RunInterrupted
 from training.loop import Loop
 from training.mesh import process_part
@@ -27,6 +30,7 @@ from training.records import open_records
 from training.report import introduction, summary
 from training.setup import Run, open_folder, set_up
 from training.step import TrainState
+from training.vocabulary import resize
 
 
 def train(config: Config) -> dict[str, float]:
@@ -37,7 +41,7 @@ def train(config: Config) -> dict[str, float]:
       RunInterrupted: SIGINT or SIGTERM ended the run after a checkpoint.
       NonFiniteError: a loss or gradient was NaN or infinite; the evidence is saved.
       CheckpointError: a checkpoint could not be saved.
-      ProcessError: another process of the run failed before its first step.
+      ProcessError: another process of the run failed.
     """
     began = time.time()
     enable_compilation_cache()
@@ -50,6 +54,8 @@ def train(config: Config) -> dict[str, float]:
                 run = set_up(config)
                 shard = process_part(run.mesh, config.data.batch_size)
                 stream = run.corpus.batches(config.data, config.seed, config.steps, shard=shard)
+            if config.distributed:
+                check_agreement(run)
             notes = set_aside_damaged(run.folder / "checkpoints")
         with disk_errors(run.folder), jax.set_mesh(run.mesh):
             with together():
@@ -64,12 +70,17 @@ def begin_or_resume(
     """Trains from the run's newest checkpoint, if there is one; returns the last evaluation."""
     config, folder = run.config, run.folder / "checkpoints"
     optimizer = make_optimizer(config.optimizer, config.steps)
-    with Checkpoints(folder, config.keep_checkpoints, evaluations(run.folder)) as checkpoints:
+    shared = NonFiniteError, ProcessError, RunInterrupted
+    with (
+        Checkpoints(folder, config.keep_checkpoints, evaluations(run.folder)) as checkpoints,
+        failing_together(*shared),
+    ):
         resumes = config.resume and checkpoints.latest is not None
         state, shardings = initial_state(run, optimizer, None if resumes else config.init)
         if resumes:
             with input_errors():
-                state, position = checkpoints.restore(state)
+                state, position = checkpoints.restore(run.unfilled(state))
+            state = run.filled(state)
             if position is not None:
                 stream.set_state(position)
         elif config.resume:
@@ -98,10 +109,12 @@ def initial_state(
     The parameters are random, or the last ones of the run in `init`.
     """
     key = jax.random.fold_in(jax.random.key(run.config.seed), 2**32 - 1)  # no step has this key
-    state, shardings = first_state(run.model, optimizer, run.mesh, key)
+    fill = functools.partial(resize, size=run.filled_vocab_size)
+    state, shardings = first_state(run.model, optimizer, run.mesh, key, fill)
     if init is not None:
         with Checkpoints(init / "checkpoints") as checkpoints, input_errors():
-            state = state._replace(params=checkpoints.restore_params(state.params))
+            params = checkpoints.restore_params(run.unfilled(state.params))
+        state = state._replace(params=run.filled(params))
     return state, shardings
 
 

@@ -23,6 +23,7 @@ from training.environment import facts
 from training.mesh import check_batch, compiler_options, global_batch, make_mesh
 from training.optimizer import make_optimizer
 from training.step import make_train_step
+from training.vocabulary import filled_size, resize
 
 GEMMS = ((8192, 8192, 8192), (8192, 4096, 14336))
 TRACED_STEPS = 3
@@ -51,7 +52,8 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     check_remat(job.remat, policies.policies, job.implementation)
     check_batch(mesh.shape, job.batch, 1)
     parameter_sharding.check_shards(mesh.shape, model, policies)
-    state, shardings = parameter_sharding.first_state(model, optimizer, mesh, jax.random.key(0))
+    fill = functools.partial(resize, size=filled_size(mesh.shape, model, [policies]))
+    state, shardings = parameter_sharding.first_state(model, optimizer, mesh, jax.random.key(0), fill)
     loss = functools.partial(_loss, model, options)
     told = compiler_options(mesh, policies.policies, job.implementation)
     train_step = make_train_step(loss, optimizer, shardings=shardings, compiler_options=told)

@@ -4,7 +4,8 @@ Shapes in names: B batch, S sequence, D d_model, G key/value heads, R query head
 H head_dim, F d_ff, V vocabulary. Parameters are float32 and stacked over layers; activations have the dtype
 that the call names. Policies are arguments, so that one set of weights runs in any of them. Query, key and
 value are one GEMM ("attention.qkv"), gate and up projection another ("mlp.gate_up"), each with one policy.
-The embedding is a lookup and norms are no GEMMs, so they have no policy.
+The embedding is a lookup and norms are no GEMMs, so they have no policy. Embedding and head may have filler
+beyond the vocabulary, which changes no result but the shape of logits (minus infinity).
 
 Source: "The Llama 3 Herd of Models", arXiv 2407.21783.
 """
@@ -120,7 +121,8 @@ class Llama(nnx.Module):
         implementation: Implementation | None = None,
     ) -> Float32[Array, "B S V"]:
         """Returns the product of the head."""
-        return _head(policies, implementation).logits(x_BSD, self.head_matrix(), self.head_key(key))
+        head = _head(self.config, policies, implementation)
+        return head.logits(x_BSD, self.head_matrix(), self.head_key(key))
 
     def head_matrix(self) -> Float32[Array, "D V"]:
         """Returns the matrix of the head: the embedding's if they are tied."""
@@ -171,14 +173,14 @@ def mean_loss(
     return loss.mean_loss(*_head_and_input(config, params, batch, **options))
 
 
-def _head(policies: LayerPolicies, implementation: Implementation | None) -> Head:
-    return Head(policies["head"], implementation, weight_layout(AXES["head"]))
+def _head(config: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None) -> Head:
+    return Head(policies["head"], implementation, weight_layout(AXES["head"]), config.vocab_size)
 
 
 def _head_and_input(config, params, batch, *, policies, key=None, implementation=None, **options):
     model = nnx.merge(_graph(config), params)
     x_BSD = model.hidden(batch[:, :-1], policies=policies, key=key, implementation=implementation, **options)
-    head = _head(policies, implementation)
+    head = _head(config, policies, implementation)
     return head, x_BSD, model.head_matrix(), batch[:, 1:], model.head_key(key)
 
 

@@ -23,11 +23,15 @@ LOSS_TOKENS = 2048
 
 
 class Head(NamedTuple):
-    """The policy, implementation and weight layout of the head's GEMM; hashable."""
+    """The policy, implementation and weight layout of the head's GEMM, and its vocabulary; hashable.
+
+    Columns of the weight beyond `vocab_size` are filler, whose logits are minus infinity. None has none.
+    """
 
     policy: Policy
     implementation: Implementation | None = None
     layout: Layout | None = None
+    vocab_size: int | None = None
 
     def logits(self, x: Float[Array, "*B D"], w_DV: Float[Array, "D V"], key) -> Float32[Array, "*B V"]:
         """Returns x @ w_DV."""
@@ -40,7 +44,11 @@ class Head(NamedTuple):
             preferred_element_type=jnp.float32,
             layout=self.layout,
         )
-        return constrain(logits, "batch", *(None for _ in logits.shape[2:]), "vocab")
+        logits = constrain(logits, "batch", *(None for _ in logits.shape[2:]), "vocab")
+        if self.vocab_size in (None, w_DV.shape[1]):
+            return logits
+        token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+        return jnp.where(token < self.vocab_size, logits, -jnp.inf)
 
     @property
     def is_bfloat16(self) -> bool:

@@ -1,9 +1,11 @@
 """mxjax: training in MXFP4, with the precision of every GEMM of a linear layer as a pure argument."""
 
 from mxjax import stats
-from mxjax.dot import dot, dot_general, make_dot_general
+from mxjax.dot import dot, dot_general
+from mxjax.einsum import einsum
 from mxjax.formats import FORMATS
 from mxjax.hadamard import hadamard_matrix, random_signs, rotate
+from mxjax.layer_dot import DotGeneral, make_dot_general
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy, Rotation, with_scale_rule
 from mxjax.policy_json import policy_from_json, policy_to_json, set_fields
@@ -15,6 +17,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FORMATS",
+    "DotGeneral",
     "Gemm",
     "Layout",
     "MXArray",
@@ -24,6 +27,7 @@ __all__ = [
     "dequantize",
     "dot",
     "dot_general",
+    "einsum",
     "get_policy",
     "hadamard_matrix",
     "make_dot_general",

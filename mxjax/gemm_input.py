@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Array, Float, Float32
 
 from mxjax.blocks import pad
+from mxjax.derivatives import first_order_only
 from mxjax.formats import BLOCK
 from mxjax.hadamard import random_signs, rotate
 from mxjax.operand import Operand
@@ -106,17 +107,3 @@ def fold(key: jax.Array | None, *indices: int) -> jax.Array | None:
     if key is None:
         return None
     return functools.reduce(jax.random.fold_in, indices, key)
-
-
-@jax.custom_jvp
-def first_order_only(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns x; differentiating it raises NotImplementedError."""
-    return x
-
-
-@first_order_only.defjvp
-def _raise_on_second_derivative(primals, tangents):
-    raise NotImplementedError(
-        "mxjax.dot has no second derivative: quantization is piecewise constant. "
-        "Use jnp.dot where you need one."
-    )

@@ -13,8 +13,9 @@ from mxjax.policy import Gemm, Policy
 from mxjax.weight_layout import Layout
 
 Implementation = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton"]
-How = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton", "fp8_tensor"]
-"""The implementation of one GEMM, or "fp8_tensor" for FP8 operands with one scale per tensor."""
+How = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton", "fp8_tensor", "xla_by_kernel"]
+"""How one GEMM runs: its implementation, "fp8_tensor" for FP8 operands with one scale per tensor, or
+"xla_by_kernel", which is "xla" on two operands that the quantizer kernel writes, in bfloat16 and K-major."""
 
 ON_PACKED: tuple[How, ...] = ("fp8_carriers", "scaled_dot", "triton")
 """Implementations that take packed operands, which the forward pass can keep for the backward pass."""
@@ -65,9 +66,11 @@ def compiler_options(policies: Iterable[Policy], implementation: Implementation 
 
 
 def _how(name: Implementation, gemm: Gemm, explicit: bool) -> How:
-    if name in ("reference", "xla"):
+    if name == "reference":
         return name
     operands = (gemm.lhs, gemm.rhs)
+    if name == "xla":
+        return "xla_by_kernel" if _kernel_quantizes(gemm) else "xla"
     if all(o.is_packable for o in operands):
         return name
     formats = [get_format(o.format) for o in operands]
@@ -82,6 +85,16 @@ def _how(name: Implementation, gemm: Gemm, explicit: bool) -> How:
             f"{gemm}; use 'xla', or None for the fastest"
         )
     return "xla"
+
+
+def _kernel_quantizes(gemm: Gemm) -> bool:
+    """Whether kernels run here and the quantizer takes both operands of a GEMM."""
+    if current_target() is None:
+        return False
+    from mxjax.kernels.quantize.launches import LARGEST_ROTATION
+
+    rotation = gemm.rotation.size if gemm.rotation else 1
+    return gemm.lhs.is_packable and gemm.rhs.is_packable and rotation <= LARGEST_ROTATION
 
 
 def choose_implementation(implementation: Implementation | None) -> Implementation:

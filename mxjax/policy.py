@@ -57,6 +57,18 @@ class Gemm:
     rhs: Operand = _MXFP4
     rotation: Rotation | None = None
 
+    def __post_init__(self):
+        for name, operand in (("lhs", self.lhs), ("rhs", self.rhs)):
+            if not isinstance(operand, Operand):
+                raise TypeError(
+                    f"Gemm needs {name} to be an mxjax.Operand, got {operand!r}; {_instead(operand)}"
+                )
+        if not isinstance(self.rotation, Rotation | None):
+            raise TypeError(
+                f"Gemm needs rotation to be an mxjax.Rotation or None, got {self.rotation!r}; "
+                "write Rotation(16) for H16"
+            )
+
     @property
     def needs_key(self) -> bool:
         """Whether running this GEMM draws random bits."""
@@ -65,6 +77,11 @@ class Gemm:
 
     def __str__(self) -> str:
         return f"{self.lhs} x {self.rhs}" + (f" ({self.rotation})" if self.rotation else "")
+
+
+def _instead(value: object) -> str:
+    """Returns what to write in place of a value that is no operand."""
+    return f"write Operand({value!r})" if isinstance(value, str) else "write Operand('mxfp4'), for example"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +93,7 @@ class Policy:
     Raises:
       ValueError: an operand has source "dequantized", but the Fprop does not quantize it (dy), or rotates it
         first.
+      TypeError: one of the three is not a `Gemm`.
     """
 
     fprop: Gemm = Gemm()
@@ -83,6 +101,12 @@ class Policy:
     wgrad: Gemm = Gemm()
 
     def __post_init__(self):
+        for name, gemm in self.gemms.items():
+            if not isinstance(gemm, Gemm):
+                example = f"Operand({gemm!r})" if isinstance(gemm, str) else "Operand('mxfp4')"
+                raise TypeError(
+                    f"Policy needs {name} to be an mxjax.Gemm, got {gemm!r}; write Gemm({example}, {example})"
+                )
         for name, gemm, gradient in (("dgrad", self.dgrad, "lhs"), ("wgrad", self.wgrad, "rhs")):
             if getattr(gemm, gradient).source == "dequantized":
                 raise ValueError(

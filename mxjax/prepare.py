@@ -13,26 +13,22 @@ from jaxtyping import Array, Float
 from mxjax.devices import current_target
 from mxjax.gemm_input import GemmInput, quantize_input
 from mxjax.implementations import ON_PACKED, How
-from mxjax.kmajor import KMajor, pack_by_definition
+from mxjax.kmajor import KMajor, decode, pack_by_definition
 from mxjax.quantize import MXArray
 
 Prepared = MXArray | KMajor
+Form = Literal["packed", "bf16"]
 
 
 def prepare(x: Float[Array, "*batch r c"], wanted: Sequence[tuple[How, GemmInput]]) -> Sequence[Prepared]:
-    """Returns x as each GEMM multiplies it, from one read of x where a kernel can."""
-    inputs = [how for _, how in wanted]
-    implementations = {implementation for implementation, _ in wanted}
-    if implementations.issubset(ON_PACKED):
-        return pack_operands(x, *inputs)
-    if implementations == {"xla"}:
-        values = value_operands(x, *inputs)
-        if values is not None:
-            return values
-    return [
-        pack_operands(x, how)[0] if implementation in ON_PACKED else quantize_input(x, how)
-        for implementation, how in wanted
-    ]
+    """Returns x as each GEMM multiplies it, from one read of x where a kernel can.
+
+    The GEMM alone decides between `MXArray` and `KMajor`, so that its two operands are always alike.
+    """
+    forms: list[Form | None] = [_form(implementation) for implementation, _ in wanted]
+    if len(set(forms)) == 1:
+        return _in_form(forms[0], x, [how for _, how in wanted])
+    return [_in_form(form, x, [how])[0] for form, (_, how) in zip(forms, wanted, strict=True)]
 
 
 def pack_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor]:
@@ -42,11 +38,29 @@ def pack_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor]
     return _by_kernel(x, inputs, "packed")
 
 
-def value_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor] | None:
-    """Returns x quantized and dequantized to bfloat16 by the kernel, or None where it does not run."""
-    if not _kernel_runs(x, inputs) or not all(how.operand.is_packable for how in inputs):
-        return None
+def value_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor]:
+    """Returns x quantized for each input and dequantized to bfloat16; each axis has at most one."""
+    if not _kernel_runs(x, inputs):
+        packed = [pack_by_definition(x, how) for how in inputs]
+        return [KMajor(decode(q), None, q.prescale) for q in packed]
     return _by_kernel(x, inputs, "bf16")
+
+
+def _form(implementation: How) -> Form | None:
+    """Returns the form of a GEMM's K-major operands, or None if it takes `MXArray`."""
+    if implementation in ON_PACKED:
+        return "packed"
+    return "bf16" if implementation == "xla_by_kernel" else None
+
+
+def _in_form(form: Form | None, x: jax.Array, inputs: Sequence[GemmInput]) -> Sequence[Prepared]:
+    match form:
+        case "packed":
+            return pack_operands(x, *inputs)
+        case "bf16":
+            return value_operands(x, *inputs)
+        case None:
+            return [quantize_input(x, how) for how in inputs]
 
 
 def _kernel_runs(x: jax.Array, inputs: Sequence[GemmInput]) -> bool:
@@ -57,7 +71,7 @@ def _kernel_runs(x: jax.Array, inputs: Sequence[GemmInput]) -> bool:
     return max(x.shape[-2:]) < LONGEST_AXIS and all(how.rotation_size <= LARGEST_ROTATION for how in inputs)
 
 
-def _by_kernel(x: jax.Array, inputs: Sequence[GemmInput], form: Literal["packed", "bf16"]) -> list[KMajor]:
+def _by_kernel(x: jax.Array, inputs: Sequence[GemmInput], form: Form) -> list[KMajor]:
     from mxjax.kernels.quantize.quantizer import quantize_operands
 
     return quantize_operands(x, inputs, form)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from mxjax.dot import dot
-from mxjax.dot import residual_bytes as residual_bytes
 from mxjax.formats import get_format
 from mxjax.gemm_input import as_backward_sees, fold, gemm_inputs, quantize_input, rotate_input
 from mxjax.implementations import Implementation
+from mxjax.matmul import residual_bytes as residual_bytes
 from mxjax.policy import Policy
 from mxjax.quantize import MXArray, dequantize
 from mxjax.recipes import as_policy

@@ -15,6 +15,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 from jaxtyping import Array, Shaped
 
+from mxjax.quantize import MXArray
+
 
 class Layout(NamedTuple):
     """Shardings of a weight [d_in, d_out] by axes of the mesh that `jax.set_mesh` has set.
@@ -30,8 +32,13 @@ class Layout(NamedTuple):
 
     @property
     def transposed(self) -> "Layout":
-        """The layout of the weight's transpose."""
-        return Layout(*(PartitionSpec(*spec[::-1]) for spec in self))
+        """The layout of the weight's transpose: the last two axes change places."""
+        return Layout(*(PartitionSpec(*spec[:-2], *spec[:-3:-1]) for spec in self))
+
+    @property
+    def stacked(self) -> "Layout":
+        """The layout of several such weights along a new first axis, which is not sharded."""
+        return Layout(*(PartitionSpec(None, *spec) for spec in self))
 
 
 def to_multiply(x: Shaped[Array, "*shape"], layout: Layout | None) -> Shaped[Array, "*shape"]:
@@ -50,7 +57,7 @@ def as_stored(gradient: jax.Array, layout: Layout | None) -> jax.Array:
 def on_auto_axes(
     product: Callable[..., jax.Array],
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | MXArray,
     *more: Any,
     kept: tuple[Sequence[int], Sequence[int]],
 ) -> jax.Array:
@@ -60,13 +67,14 @@ def on_auto_axes(
       kept: axes of lhs and of rhs that the result has, in order. The result is sharded like them, except
         that it uses each mesh axis once.
     """
-    meshes = [mesh for mesh in (jax.typeof(x).sharding.mesh for x in (lhs, rhs)) if mesh.explicit_axes]
+    types = [jax.typeof(x.elements if isinstance(x, MXArray) else x) for x in (lhs, rhs)]
+    meshes = [t.sharding.mesh for t in types if t.sharding.mesh.explicit_axes]
     if not meshes:
         return product(lhs, rhs, *more)
     used: set[str] = set()
     shardings = []
-    for x, axes in zip((lhs, rhs), kept, strict=True):
-        spec = (*jax.typeof(x).sharding.spec, *(None for _ in x.shape))
+    for t, axes in zip(types, kept, strict=True):
+        spec = (*t.sharding.spec, *(None for _ in t.shape))
         for axis in axes:
             axis_names: Any = spec[axis]
             names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names or ())

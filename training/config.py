@@ -7,7 +7,8 @@ import dataclasses
 import pathlib
 import re
 import time
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -16,6 +17,7 @@ from mxjax.policy import Policy
 from mxjax.recipes import get_policy
 from mxjax.remat import Remat
 from mxjax.scales import ScaleRule
+from training.ranges import check_ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay; norms have none."""
     clip: float = 1.0
-    """Clip gradients to this global norm."""
+    """Clip gradients to this global norm; inf does not clip."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,34 +185,19 @@ class Config:
     """Steps between printed lines. metrics.jsonl gets every step."""
 
     def __post_init__(self):
-        every = ("checkpoint_every", "eval_every", "log_every")
-        for name in ("steps", "eval_batches", "keep_checkpoints", *every):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if self.unroll is not None and self.unroll < 1:
-            raise ValueError(f"--unroll must be at least 1, got {self.unroll}")
-        if self.accumulate < 1 or self.data.batch_size % self.accumulate:
+        check_ranges(by_flag(dataclasses.asdict(self)))
+        names = self.data.data if self.data.eval_data is None else (*self.data.data, self.data.eval_data)
+        if not all(names):
+            raise ValueError("--data and --eval-data name files, folders or datasets, got an empty name")
+        if self.data.batch_size % self.accumulate:
             raise ValueError(
                 f"--accumulate {self.accumulate} must divide --batch-size {self.data.batch_size}"
             )
-        if self.data.batch_size < 1 or self.data.seq_len < 1:
-            raise ValueError("--batch-size and --seq-len must be at least 1")
-        if self.data.vocab_size is not None and self.data.vocab_size < 1:
-            raise ValueError(f"--vocab-size must be at least 1, got {self.data.vocab_size}")
-        if self.eval_sequences is not None and self.eval_sequences < 1:
-            raise ValueError(f"--eval-sequences must be at least 1, got {self.eval_sequences}")
         if self.stop_after is not None and not 0 < self.stop_after <= self.steps:
             raise ValueError(f"--stop-after must be from 1 to --steps {self.steps}, got {self.stop_after}")
-        if self.optimizer.lr <= 0 or self.optimizer.warmup_steps < 0:
-            raise ValueError("--lr must be positive and --warmup-steps not negative")
-        stats_every, profile = self.observe.stats_every, self.observe.profile
-        if stats_every is not None and stats_every < 1:
-            raise ValueError(f"--stats-every must be at least 1, got {stats_every}")
-        traced = self.observe.profiled_steps
+        traced, profile = self.observe.profiled_steps, self.observe.profile
         if profile is not None and not (traced and traced[-1] <= self.steps):
             raise ValueError(f"--profile takes FIRST:LAST, from 1 to --steps {self.steps}, got {profile!r}")
-        if not self.spike_factor > 1:
-            raise ValueError(f"--spike-factor must be greater than 1, got {self.spike_factor}")
         if self.resume and self.out is None:
             raise ValueError("--resume continues the run in --out: name its folder")
         if self.distributed and self.out is None:
@@ -226,3 +213,11 @@ class Config:
         policy = re.sub(r"[^\w.]+", "-", self.precision.policy)
         name = f"{self.model}-{policy}-{time.strftime('%Y%m%d-%H%M%S')}"
         return self.out or pathlib.Path("runs") / name
+
+
+def by_flag(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of nested dicts under the names of their flags."""
+    found = {}
+    for name, value in values.items():
+        found |= by_flag(value) if isinstance(value, Mapping) else {name: value}
+    return found

@@ -1,6 +1,9 @@
 """Device memory as JAX reports it; `training.memory` estimates what a step needs."""
 
+import os
 from typing import Any
+
+import jax
 
 
 def memory_use(device: Any) -> dict[str, int]:
@@ -13,6 +16,13 @@ def memory_use(device: Any) -> dict[str, int]:
 def memory_limit(device: Any) -> int | None:
     """Returns the bytes that JAX may allocate on a device; None if it does not say."""
     return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def memory_there_is() -> float:
+    """Returns the bytes that each device of this process may use: on CPUs an equal share of the host's."""
+    limit = memory_limit(jax.local_devices()[0])
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host / jax.local_device_count() if limit is None else limit
 
 
 def gib(size: float) -> str:

@@ -37,9 +37,11 @@ class Display:
         self._bar.stop()
 
     def step(self, step: int, m: Mapping[str, float]) -> None:
-        """Shows the metrics of a step and the time left, which leaves out evaluations."""
-        left = datetime.timedelta(seconds=round((self._last - step) * m["mean_step_s"]))
-        text = f"loss {m['loss']:.4f}  {throughput.in_words(m)}  {left} left"
+        """Shows the metrics of a step, and the time left without evaluations if `mean_step_s` is known."""
+        text = f"loss {m['loss']:.4f}  {throughput.in_words(m)}"
+        if "mean_step_s" in m:
+            left = datetime.timedelta(seconds=round((self._last - step) * m["mean_step_s"]))
+            text += f"  {left} left"
         self._bar.update(self._task, completed=step, description=text)
         if self._bar.disable and (step % self._every == 0 or step == self._first):
             self.line(f"step {step:6d}  {text}  grad norm {m['grad_norm']:.3f}  lr {m['lr']:.2e}")

@@ -11,16 +11,8 @@ import tyro
 
 from models.configs import LlamaConfig, from_dict, name_of, to_dict
 from models.huggingface.config import read_config, write_config
-from models.huggingface.convert import (
-    dtype_field,
-    new_folder,
-    progress,
-    read_json,
-    read_params,
-    small_files,
-    specs_of,
-    write_json,
-)
+from models.huggingface.convert import dtype_field, progress, read_params, specs_of
+from models.huggingface.folder import check_files, new_folder, read_json, small_files, write_json
 from models.huggingface.safetensors_files import Writer
 from models.huggingface.tensors import QUANTIZATION, parts, quantized, views
 from models.llama import abstract_params
@@ -31,6 +23,7 @@ from training.data.tokenizer import tokenizer_path
 from training.run_config import HUGGINGFACE, read_run_config, to_json, write_run_config
 
 _TENSOR_DTYPES = "dtypes.json"  # in RUN/huggingface: the original dtype of each tensor
+_LARGEST_SHARD = 1e9  # in 10**9 bytes; the largest size of a file on Linux is 9.2e9 of them
 _EVAL_SEQ_LEN = 2048  # unless the model's context is shorter
 
 CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -46,6 +39,7 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> LlamaConfig:
     Raises:
       ValueError: `run` is in use, or the checkpoint is not a Llama, is incomplete or damaged.
     """
+    check_files(source)
     raw = read_json(source / "config.json")
     config = read_config(raw)
     with new_folder(run) as folder:
@@ -88,8 +82,8 @@ def export_checkpoint(
     Raises:
       ValueError: no such run or step, `target` is in use, or the weights do not fit the requested format.
     """
-    if shard_gb <= 0:
-        raise ValueError(f"--shard-gb must be positive, got {shard_gb}")
+    if not 0 < shard_gb <= _LARGEST_SHARD:
+        raise ValueError(f"--shard-gb must be positive and at most {_LARGEST_SHARD:g}, got {shard_gb}")
     saved = read_run_config(run)
     config = from_dict(saved["model"])
     with new_folder(target) as folder:
@@ -105,7 +99,7 @@ def export_checkpoint(
             for name, view in progress(named, "exporting"):
                 for part, value in parts(name, view, specs, mxfp4):
                     writer.write(part, value)
-        for file in small_files(run / HUGGINGFACE):
+        for file in small_files(run / HUGGINGFACE) if (run / HUGGINGFACE).exists() else ():
             if file.name != _TENSOR_DTYPES:
                 shutil.copyfile(file, folder / file.name)
         _add_tokenizer(folder, saved["config"]["data"]["data"])

@@ -153,7 +153,7 @@ class Loop:
 
     def _save(self) -> None:
         with self.records.reporter.pause():
-            self.checkpoints.save(self.state, self.stream.get_state())
+            self.checkpoints.save(self.run.unfilled(self.state), self.stream.get_state())
 
     def _end_if_done_or_interrupted(self) -> None:
         """Logs the end of a run that is done; ends the program if the run was interrupted."""
@@ -172,7 +172,7 @@ class Loop:
         policy, nonfinite = phase_at(self.run.phases, error.step).policy, self.records.nonfinite
         folder = nonfinite.save_evidence(error.step, f"{error}\npolicy {policy}", error.largest)
         with Checkpoints(folder / "checkpoints") as checkpoints:
-            finite = self.state._replace(finite=jax.numpy.array(True))
+            finite = self.run.unfilled(self.state)._replace(finite=jax.numpy.array(True))
             checkpoints.save(finite, {"next_index": int(self.state.step)})
         advice = "begin a new run with a lower --lr or another --policy, from an earlier state with --init"
         saved = "The state that was evaluated is"

@@ -120,7 +120,7 @@ def device_share(config: LlamaConfig, tensor: int) -> LlamaConfig:
         n_heads=config.n_heads // tensor,
         n_kv_heads=config.n_kv_heads // tensor,
         d_ff=config.d_ff // tensor,
-        vocab_size=config.vocab_size // tensor,
+        vocab_size=-(-config.vocab_size // tensor),
     )
 
 

@@ -67,7 +67,7 @@ def check_batch(
     sizes: Mapping[str, int],
     batch_size: int,
     accumulate: int,
-    flags: Callable[[Mapping[str, int]], str | None] = lambda sizes: "",
+    fits: Callable[[Mapping[str, int]], bool] = lambda sizes: True,
 ) -> None:
     """Raises ValueError unless every device gets equally many sequences of each part of a batch.
 
@@ -77,7 +77,7 @@ def check_batch(
       sizes: the size of each mesh axis.
       batch_size: sequences a step.
       accumulate: parts of a batch.
-      flags: returns further flags that a mesh needs; None if the parameters cannot be sharded on it.
+      fits: returns whether the parameters can be sharded on a mesh.
     """
     unit = batch_parts_of(sizes) * accumulate
     if batch_size % unit == 0:
@@ -87,10 +87,9 @@ def check_batch(
     devices = math.prod(sizes.values())
     for tensor in (n for n in range(2, devices + 1) if devices % n == 0):
         rest = devices // tensor
-        further = flags({"data": 1, "fsdp": rest, "tensor": tensor})
-        if batch_size % (rest * accumulate) == 0 and further is not None:
+        if batch_size % (rest * accumulate) == 0 and fits({"data": 1, "fsdp": rest, "tensor": tensor}):
             fsdp = f"fsdp={rest}," if rest > 1 else ""
-            advice += f", or --mesh {fsdp}tensor={tensor}{further}"
+            advice += f", or --mesh {fsdp}tensor={tensor}"
             break
     times = f" times --accumulate {accumulate}" if accumulate > 1 else ""
     raise ValueError(

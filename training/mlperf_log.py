@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from models.sharding import batch_parts_of
 from mxjax.layers import LayerPolicies
 from mxjax.policy import Policy
 from training import mlperf
@@ -119,7 +120,9 @@ class MLPerfLog:
         self._file.flush()
 
 
-def settings(config: Config, policies: LayerPolicies, eval_sequences: int, device: str) -> dict[str, Any]:
+def settings(
+    config: Config, policies: LayerPolicies, eval_sequences: int, device: str, mesh: Mapping[str, int]
+) -> dict[str, Any]:
     """Returns the settings at the head of the log, in the order that the checker wants.
 
     Args:
@@ -127,6 +130,7 @@ def settings(config: Config, policies: LayerPolicies, eval_sequences: int, devic
       policies: the policy of every layer.
       eval_sequences: sequences that an evaluation reads.
       device: name of the platform, unless the configuration gives one.
+      mesh: the size of each mesh axis; data and fsdp are data parallelism.
     Raises:
       ValueError: MLPerf has no name for a format that a layer uses.
     """
@@ -142,11 +146,11 @@ def settings(config: Config, policies: LayerPolicies, eval_sequences: int, devic
         "lowest_numerical_precision_in_linear": _lowest_precision(linear),
         "lowest_numerical_precision_in_attn": _lowest_precision(attention),
         "lowest_numerical_precision_in_comm": "fp32",  # gradients are summed in float32
-        "tensor_parallelism": 1,
+        "tensor_parallelism": mesh["tensor"],
         "pipeline_parallelism": 1,
         "context_parallelism": 1,
         "expert_parallelism": 1,
-        "micro_batch_size": data.batch_size // config.accumulate,
+        "micro_batch_size": data.batch_size // (config.accumulate * batch_parts_of(mesh)),
         "gradient_accumulation_steps": config.accumulate,
         "config_filename": "config.json",
         "seed": config.seed,

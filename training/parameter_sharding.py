@@ -23,7 +23,11 @@ from training.step import TrainState, init_state
 
 
 def first_state(
-    config: LlamaConfig, optimizer: optax.GradientTransformation, mesh: Mesh, key: jax.Array
+    config: LlamaConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    key: jax.Array,
+    fill: Callable[[Params], Params] = lambda params: params,
 ) -> tuple[TrainState, TrainState]:
     """Returns a state of random parameters, created shard by shard, and its shardings.
 
@@ -32,10 +36,11 @@ def first_state(
       optimizer: creates its own state.
       mesh: the devices.
       key: draws the parameters.
+      fill: fills the vocabulary, see `training.vocabulary`.
     """
 
     def make() -> TrainState:
-        return init_state(llama.init(config, key), optimizer)
+        return init_state(fill(llama.init(config, key)), optimizer)
 
     params = param_shardings(mesh, parameter_axes(config))
     shardings = state_shardings(mesh, optimizer, jax.eval_shape(make), params)
@@ -75,7 +80,7 @@ def check_shards(sizes: Mapping[str, int], config: LlamaConfig, policies: LayerP
     """Raises ValueError unless a mesh of these sizes shards every parameter into whole units.
 
     A unit is a run of elements that must stay on one device, such as a block of 32 along an axis that a GEMM
-    quantizes.
+    quantizes. The vocabulary fits every mesh, because it is filled (`training.vocabulary`).
     """
     units = parameter_units(config, policies)
     flat, structure = jax.tree.flatten_with_path(abstract_params(config))
@@ -86,16 +91,15 @@ def check_shards(sizes: Mapping[str, int], config: LlamaConfig, policies: LayerP
         strict=True,
     ):
         for name, size, unit in zip(names, x.shape, lengths, strict=True):
-            axis = RULES[name]
+            axis = None if name == "vocab" else RULES[name]
             if axis is None or (parts := sizes[str(axis)]) == 1 or size % (parts * unit) == 0:
                 continue
             parameter = ".".join(str(key.key) for key in path)
             most = max(n for n in range(1, parts) if size % (n * unit) == 0 or n == 1)
             whole = f", whole runs of {unit} (a block, rotation or key/value head)" if unit > 1 else ""
-            more = f", or take --vocab-size {-(-size // parts) * parts}" if name == "vocab" else ""
             raise ValueError(
                 f"--mesh {axis}={parts} cannot split {parameter}'s axis {name!r} of {size} into equal "
-                f"parts{whole}; reduce {axis}, to {most} at most{more}"
+                f"parts{whole}; reduce {axis}, to {most} at most"
             )
 
 

@@ -1,5 +1,6 @@
 """The printed report of a run: an introduction before the first step, a summary after the last."""
 
+import shlex
 import statistics
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ def introduction(run: Run, state: TrainState) -> str:
     tokens = config.steps * config.data.tokens_a_step
     return "\n".join(
         [
-            f"model {config.model}: {model.n_params:,} parameters, "
+            f"model {config.model}: {model.n_params:,} parameters, {vocabulary(run)}"
             f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
             f"data {run.corpus.source}: {run.corpus.train_tokens:,} tokens, {tokens:,} to train on "
             f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}",
@@ -32,6 +33,12 @@ def introduction(run: Run, state: TrainState) -> str:
             memory_estimate(run, state),
         ]
     )
+
+
+def vocabulary(run: Run) -> str:
+    """Returns the filler of the vocabulary in words, if there is any."""
+    own, filled = run.model.vocab_size, run.filled_vocab_size
+    return "" if filled == own else f"vocabulary {own:,} filled up to {filled:,} for --mesh, "
 
 
 def mesh_text(mesh: jax.sharding.Mesh) -> str:
@@ -95,7 +102,7 @@ def summary(
         lines.append(times_in_words(step_times, config.data.tokens_a_step))
     if not done:
         lines.append(f"continue with: {command_to_continue(run.folder)}")
-    return "\n".join([*lines, f"evaluate it with: python eval.py {run.folder}"])
+    return "\n".join([*lines, f"evaluate it with: python eval.py {shlex.quote(str(run.folder))}"])
 
 
 def times_in_words(step_times: Sequence[float], tokens_a_step: int) -> str:

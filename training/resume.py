@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from training.config import Config
+from training.config import Config, by_flag
 from training.run_config import FILE, from_json, read_run_config
 
 # A resumed run may change these and stay the same run.
@@ -54,7 +54,7 @@ def check_same_run(config: Config, folder: pathlib.Path) -> None:
 
 def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:
     """Raises ValueError if `config` differs from the run in `folder`; the message lists the differences."""
-    asked, begun = (_flat(dataclasses.asdict(c)) for c in (config, saved))
+    asked, begun = (by_flag(dataclasses.asdict(c)) for c in (config, saved))
     differences = [
         f"--{name.replace('_', '-')}: the run has {begun[name]}, the command line {asked[name]}"
         for name in begun
@@ -72,11 +72,3 @@ def check_same_data(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
     began_with = read_run_config(folder).get("data", facts)
     if began_with != facts:
         raise ValueError(f"--resume: the data is {facts}, but the run began with {began_with}")
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of nested dicts under the names of their flags."""
-    found = {}
-    for name, value in values.items():
-        found |= _flat(value) if isinstance(value, Mapping) else {name: value}
-    return found

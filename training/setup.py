@@ -22,6 +22,7 @@ from training.data.load import load_data
 from training.data.megatron import MegatronCorpus
 from training.data.text import TextCorpus
 from training.data.windows import evaluation_batches
+from training.device_memory import gib, memory_there_is
 from training.environment import facts
 from training.files import temporary_path
 from training.mesh import check_batch, make_mesh
@@ -30,6 +31,7 @@ from training.policy_schedule import Phase, phases_of
 from training.resume import check_same_data, check_same_run
 from training.run_config import FILE, HUGGINGFACE, read_run_config, to_json, write_run_config
 from training.tensorboard import check_installed
+from training.vocabulary import filled_size, resize_on
 
 # Everything that a run killed before its config.json leaves behind.
 _BEFORE_CONFIG = {HUGGINGFACE, temporary_path(pathlib.Path(FILE)).name}
@@ -57,6 +59,19 @@ class Run(NamedTuple):
         arguments = self.config.data, self.config.seed, self.config.steps, step - 1
         return next(self.corpus.batches(*arguments)), self.corpus.batch_indices(*arguments)
 
+    @property
+    def filled_vocab_size(self) -> int:
+        """The vocabulary of the training state; see `training.vocabulary`."""
+        return filled_size(self.mesh.shape, self.model, [phase.layers for phase in self.phases])
+
+    def filled(self, tree: Any) -> Any:
+        """Returns parameters, or a training state, with the vocabulary that the mesh needs."""
+        return resize_on(self.mesh, tree, self.filled_vocab_size)
+
+    def unfilled(self, tree: Any) -> Any:
+        """Returns parameters, or a training state, with the model's own vocabulary, as in checkpoints."""
+        return resize_on(self.mesh, tree, self.model.vocab_size)
+
 
 def set_up(config: Config) -> Run:
     """Reads and checks everything that a run needs; raises ValueError before anything is computed."""
@@ -73,9 +88,9 @@ def set_up(config: Config) -> Run:
     mesh = make_mesh(config.mesh)
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
-    fixed = config.resume or config.init is not None
-    flags = functools.partial(mesh_flags, model, phases, fixed)
-    check_batch(mesh.shape, config.data.batch_size, config.accumulate, flags)
+    check_memory(mesh.shape, config.model, model)
+    fits = functools.partial(fits_mesh, model, phases)
+    check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
     check_phases(mesh.shape, model, phases)
     held_out = evaluation_batches(
         corpus.validation,
@@ -93,31 +108,29 @@ def set_up(config: Config) -> Run:
     return run
 
 
+def check_memory(sizes: Mapping[str, int], name: str, model: LlamaConfig) -> None:
+    """Raises ValueError if the parameters and their moments alone need more memory than a device has."""
+    needed, there_is = 12 * model.n_params / (sizes["fsdp"] * sizes["tensor"]), memory_there_is()
+    if needed > there_is:
+        raise ValueError(
+            f"model {name} with {model.vocab_size:,} tokens has {model.n_params:,} parameters, which take "
+            f"{gib(needed)} GiB a device with their moments, and a device has {gib(there_is)}; choose a "
+            "smaller --model or --vocab-size, or more devices"
+        )
+
+
 def check_phases(sizes: Mapping[str, int], model: LlamaConfig, phases: Sequence[Phase]) -> None:
     """Raises ValueError unless a mesh of these sizes shards the parameters as every phase needs."""
     for phase in phases:
         check_shards(sizes, model, phase.layers)
 
 
-def mesh_flags(
-    model: LlamaConfig, phases: Sequence[Phase], fixed: bool, sizes: Mapping[str, int]
-) -> str | None:
-    """Returns the flags that a mesh needs besides --mesh: none, or a larger vocabulary.
-
-    Args:
-      model: the model.
-      phases: the phases of the run.
-      fixed: the model's parameters exist already, so that its vocabulary cannot grow.
-      sizes: the size of each mesh axis.
-    Returns:
-      None if the mesh cannot shard the model.
-    """
-    tensor = 1 if fixed else sizes["tensor"]
-    for vocab_size in (model.vocab_size, -(-model.vocab_size // tensor) * tensor):
-        with contextlib.suppress(ValueError):
-            check_phases(sizes, dataclasses.replace(model, vocab_size=vocab_size), phases)
-            return f" --vocab-size {vocab_size}" if vocab_size != model.vocab_size else ""
-    return None
+def fits_mesh(model: LlamaConfig, phases: Sequence[Phase], sizes: Mapping[str, int]) -> bool:
+    """Returns whether a mesh of these sizes shards the parameters as every phase needs."""
+    with contextlib.suppress(ValueError):
+        check_phases(sizes, model, phases)
+        return True
+    return False
 
 
 def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaConfig]:
@@ -150,7 +163,7 @@ def mlperf_settings(run: Run) -> dict[str, Any]:
     sequences = sum(len(batch) for batch in run.held_out)
     layers = [layer for phase in run.phases for layer in phase.layers.items()]
     policies = LayerPolicies(*zip(*layers, strict=True))  # of all phases, for their lowest precision
-    return mlperf_log.settings(run.config, policies, sequences, jax.devices()[0].device_kind)
+    return mlperf_log.settings(run.config, policies, sequences, jax.devices()[0].device_kind, run.mesh.shape)
 
 
 def open_folder(run: Run) -> None:

@@ -67,13 +67,13 @@ class StepReporter:
         }
         self.step_times.append(time.monotonic() - self._clock)
         self._clock = time.monotonic()
-        recent = self.step_times[1:][-_RECENT_STEPS:] or self.step_times  # the first one compiles
-        mean = sum(recent) / len(recent)
+        recent = self.step_times[1:][-_RECENT_STEPS:]  # the first one compiles
+        mean = sum(recent or self.step_times) / max(len(recent), 1)
         values |= throughput.speed(self._tokens_a_step, self._flops_a_step, mean, jax.devices())
         values |= {"step_s": self.step_times[-1]} | memory_use(jax.local_devices()[0])
         skipped = {"skipped": True} if self._nonfinite.skips and not metrics.finite else {}
         self._log.write(step=step, tokens=step * self._tokens_a_step, **values, **skipped)
-        self._display.step(step, values | {"mean_step_s": mean})
+        self._display.step(step, values | ({"mean_step_s": mean} if recent else {}))
         self._nonfinite.check(step, values["loss"], values["grad_norm"], metrics)
         if metrics.finite:
             self._spikes.check(step, values["loss"])

@@ -1,5 +1,6 @@
 """TensorBoard event files with the contents of metrics.jsonl, in the same folder."""
 
+import logging
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,6 +23,8 @@ class TensorBoardLog(MetricsLog):
         """
         writer = require("tensorboard", "--tensorboard", "tensorboardX").SummaryWriter
         self._writer = writer(str(path.parent), purge_step=keep_steps + 1, filename_suffix=f".{keep_steps}")
+        # A metric may be NaN or infinite, such as the SQNR of an exact product, and is recorded as it is.
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
         super().__init__(path, keep_steps)
 
     def __exit__(self, *exception) -> None:

@@ -28,8 +28,7 @@ from benchmarks.paper_models.mi355x_rates import ISSUE_CYCLES, LDS_BYTES, MATRIX
 from mxjax.devices import Target
 from mxjax.kernels import shapes
 from mxjax.kernels.aot import assembly
-from mxjax.kernels.bench.bench_tiles import Candidate, candidates, name_of
-from mxjax.kernels.matmul.tiles import OPTIONS, TILES, Tiles
+from mxjax.kernels.matmul.tiles import OPTIONS, TILES, Tiles, candidates
 from mxjax.kernels.tables import table
 
 LDS_LATENCY, MEMORY_BYTES = 128, 64
@@ -39,11 +38,15 @@ MATRIX_CYCLES = 2 * 16 * 16 * 128 * SIMDS // MATRIX_FLOPS["mxfp4"]
 SHAPE = shapes.gemms(shapes.TOKENS[0])[0]
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results" / "gfx950-gemm-cycles.json"
 
+GFX950 = Target("hip", "gfx950")
 PINGPONG = "the first with ping-pong, which races"
+WIDE = Tiles(256, 256, 256, warps=4, stages=2)
+"""Four waves of 128x128, each with the 512 registers of a SIMD."""
 _SMALLEST = 128  # of the sides of a tile
-CANDIDATES = {name_of(c.tiles): c for c in candidates("gfx950") if min(c.tiles.m, c.tiles.n) >= _SMALLEST} | {
-    PINGPONG: Candidate(TILES["gfx950"][0])
-}
+_ALL = (*candidates(GFX950), WIDE)
+CANDIDATES = {
+    f"{t.m}x{t.n}x{t.k}, {t.warps} waves, {t.stages} stages": t for t in _ALL if min(t.m, t.n) >= _SMALLEST
+} | {PINGPONG: TILES["gfx950"][0]}
 
 
 class Step(NamedTuple):
@@ -162,9 +165,10 @@ def measure(name: str) -> dict:
     from mxjax.kernels.aot.compile import compile_build
     from mxjax.kernels.aot.gemm_builds import build_gemm
 
-    tiles, options = CANDIDATES[name]
-    build = build_gemm(SHAPE, "bfloat16", Target("hip", "gfx950"), tiles)
-    build = dataclasses.replace(build, options=OPTIONS["gfx950"] | dict(options))
+    tiles = CANDIDATES[name]
+    options = {"waves_per_eu": 1, "llvm_fn_attrs": ""} if tiles == WIDE else {}
+    build = build_gemm(SHAPE, "bfloat16", GFX950, tiles)
+    build = dataclasses.replace(build, options=OPTIONS["gfx950"] | options)
     settings = lowering.SETTINGS["hip"]
     lowering.SETTINGS["hip"] = {"use_block_pingpong": name == PINGPONG}
     try:
@@ -186,7 +190,7 @@ def candidates_table(found: list[dict]) -> str:
     """Returns the table of candidates: what they take, and the share of the peak that they could reach."""
     rows = []
     for f in found:
-        tiles = CANDIDATES[f["name"]].tiles
+        tiles = CANDIDATES[f["name"]]
         shipped = "yes" if tiles in TILES["gfx950"] and f["name"] != PINGPONG else ""
         row = [f["name"], shipped, f["vgprs"], f["vgpr_spills"], f"{f['lds_bytes'] / 1024:.1f}"]
         for latency, cycles in zip(MEMORY_LATENCIES, f["cycles"], strict=True):
@@ -194,7 +198,7 @@ def candidates_table(found: list[dict]) -> str:
             row.append(f"{tile_share(tiles, cycles, latency):.0%}")
         rows.append(row)
     each = " | ".join(f"cycles, {t:,} | loop | tile" for t in MEMORY_LATENCIES)
-    return table(f"tile, waves, stages | shipped | VGPRs | spills | LDS, KiB | {each}", rows)
+    return table(f"candidate | shipped | VGPRs | spills | LDS, KiB | {each}", rows)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ Triton multiplies in bfloat16. Both operands are K-major, which allows 16-byte l
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -87,8 +87,8 @@ def _matmul(dtype, target: Target | None):
 
     def part(*operands, summed_over):
         if not summed_over:
-            return [launch(*operands, dtype=dtype, target=target)]
-        y = launch(*operands, dtype=jnp.dtype(jnp.float32), target=target)
+            return [launch(*operands, dtype, target)]
+        y = launch(*operands, jnp.dtype(jnp.float32), target)
         return [lax.psum(y, summed_over).astype(dtype)]
 
     return batched(part, "b m n")
@@ -132,18 +132,11 @@ def launch(
     lhs_scales: UInt8[Array, "batch m _"],
     rhs: UInt8[Array, "batch n _"],
     rhs_scales: UInt8[Array, "batch n _"],
-    *,
     dtype: DTypeLike,
     target: Target | None,
     tiles: Tiles | None = None,
-    options: Mapping[str, object] | None = None,
 ) -> Float[Array, "batch m n"]:
-    """Returns the product on one device.
-
-    Args:
-      tiles: the tiles of programs; None chooses them by the shape.
-      options: options of the compiler's backend; None takes those of `tiles.OPTIONS`.
-    """
+    """Returns lhs @ rhs.T by one launch of the kernel, with the given tiles or the fastest."""
     batch, m, k = lhs.shape[0], lhs.shape[1], lhs.shape[2] * 2
     n = rhs.shape[1]
     tiles = tiles or choose_tiles(m, n, k, batch, target)
@@ -158,7 +151,7 @@ def launch(
         grid=grid_of(m, n, batch, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        options=OPTIONS.get(table_of(target), {}) if options is None else options,
+        options=OPTIONS.get(table_of(target), {}),
         **constants_of(m, n, k, tiles, target),
     )
     return out.astype(dtype)

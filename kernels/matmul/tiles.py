@@ -1,10 +1,11 @@
-"""Tiles of a GEMM: a table for each target, and the choice of a row by the GEMM's shape."""
+"""Tiles of a GEMM: candidates for each target, and the choice among them, by measurement or by estimate."""
 
 import math
 from typing import NamedTuple
 
-from mxjax.devices import Target
+from mxjax.devices import INTERPRETER, Target
 from mxjax.kernels.launch import ceil_div
+from mxjax.kernels.matmul.tile_table import Gemm, TileName, current_table, unknown_tile
 
 
 class Tiles(NamedTuple):
@@ -13,7 +14,8 @@ class Tiles(NamedTuple):
     Attributes:
       m, n, k: elements of a tile.
       warps, stages: warps and pipeline stages of a program.
-      cost: estimated time of one tile; on gfx950 relative to a tile of 256x256.
+      cost: estimated time of one tile; on gfx950 relative to a tile of 256x256. Tiles without an estimate
+        are used only where a measurement chose them.
       resident: programs that one compute unit runs at a time.
       exact: whether the tile must divide m, n and k, because its masked form spills registers.
     """
@@ -23,9 +25,18 @@ class Tiles(NamedTuple):
     k: int
     warps: int
     stages: int
-    cost: float
+    cost: float = math.inf
     resident: int = 1
     exact: bool = False
+
+    @property
+    def name(self) -> TileName:
+        """The fields that identify a candidate."""
+        return TileName(self.m, self.n, self.k, self.warps, self.stages)
+
+    def fits(self, m: int, n: int, k: int) -> bool:
+        """Whether a GEMM of these sizes can take them."""
+        return not (self.exact and (m % self.m or n % self.n or k % self.k))
 
 
 TILES = {
@@ -46,6 +57,28 @@ TILES = {
     "interpreter": (Tiles(128, 128, 256, warps=4, stages=1, cost=1.0),),
     "other": (Tiles(128, 128, 128, warps=8, stages=3, cost=1.0),),
 }
+MORE_TILES = {
+    "gfx950": (
+        Tiles(256, 128, 256, warps=8, stages=2, exact=True),
+        Tiles(128, 256, 256, warps=8, stages=2, exact=True),
+        Tiles(128, 128, 256, warps=8, stages=2),
+        Tiles(128, 128, 256, warps=4, stages=3),
+        Tiles(128, 64, 256, warps=4, stages=2),
+        Tiles(64, 128, 256, warps=4, stages=2),
+    ),
+    "sm_100": (
+        Tiles(256, 128, 256, warps=8, stages=2),
+        Tiles(128, 256, 256, warps=8, stages=2),
+        Tiles(128, 128, 256, warps=4, stages=4),
+    ),
+    "interpreter": (Tiles(64, 64, 256, warps=4, stages=1),),
+    "other": (
+        Tiles(128, 128, 128, warps=4, stages=3),
+        Tiles(128, 256, 128, warps=8, stages=3),
+        Tiles(256, 128, 128, warps=8, stages=3),
+    ),
+}
+"""Tiles that nobody has timed yet; `bench_gemm` times them beside the others."""
 # Numbers of compute units or streaming multiprocessors.
 UNITS = {"gfx950": 256, "sm_100": 148}
 # Options of the compiler's backend.
@@ -60,21 +93,34 @@ OPTIONS = {
 }
 
 
-def choose_tiles(m: int, n: int, k: int, batch: int, target: Target | None) -> Tiles:
-    """Returns the tiles with the least estimated time: rounds of programs times the cost of a tile."""
+def candidates(target: Target | None) -> tuple[Tiles, ...]:
+    """Returns all tiles for a target."""
     kind = table_of(target)
+    return TILES[kind] + MORE_TILES.get(kind, ())
+
+
+def choose_tiles(m: int, n: int, k: int, batch: int, target: Target | None) -> Tiles:
+    """Returns the fastest tiles, as measured on this architecture or else as estimated.
+
+    The estimate is rounds of programs times the cost of a tile.
+
+    Raises:
+      ValueError: the table of measured tiles cannot be used.
+    """
+    kind = table_of(target)
+    measured = current_table((target or INTERPRETER).arch).get(Gemm(m, n, k, batch))
+    if measured is not None:
+        for tiles in candidates(target):
+            if tiles.name == measured and tiles.fits(m, n, k):
+                return tiles
+        raise unknown_tile((target or INTERPRETER).arch, measured)
     units = UNITS.get(kind, 1)
 
     def time(tiles: Tiles) -> float:
         programs = ceil_div(m, tiles.m) * ceil_div(n, tiles.n) * batch
         return math.ceil(programs / (units * tiles.resident)) * tiles.resident * tiles.cost
 
-    return min((t for t in TILES[kind] if fits(t, m, n, k)), key=time)
-
-
-def fits(tiles: Tiles, m: int, n: int, k: int) -> bool:
-    """Whether the tiles can compute a GEMM of this shape."""
-    return not (tiles.exact and (m % tiles.m or n % tiles.n or k % tiles.k))
+    return min((t for t in TILES[kind] if t.fits(m, n, k)), key=time)
 
 
 def table_of(target: Target | None) -> str:

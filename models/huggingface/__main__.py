@@ -8,6 +8,9 @@ in float32 and one more tensor.
 This is a program, like train.py: it may import `training`, which the modules of `models` may not.
 """
 
+import signal
+import sys
+
 import jax
 import tyro
 
@@ -18,6 +21,7 @@ from training.huggingface_runs import export_checkpoint, import_checkpoint
 def main() -> None:
     """Runs the command line."""
     jax.config.update("jax_platforms", "cpu")  # the weights need no accelerator
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # removes what is half-made
     with input_errors():
         commands = {"import": import_checkpoint, "export": export_checkpoint}
         config = tyro.extras.subcommand_cli_from_dict(

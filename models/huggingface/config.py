@@ -7,6 +7,7 @@ Source: transformers' configuration_llama.py and modeling_rope_utils.py, 4.57 an
 """
 
 from collections.abc import Mapping
+from reprlib import repr as short
 from typing import Any
 
 from models.configs import LlamaConfig, RopeScaling
@@ -19,7 +20,6 @@ _ONLY: Mapping[str, Any] = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _LLAMA3 = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -37,29 +37,52 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
     """
     kind = raw.get("model_type")
     if kind != "llama":
-        raise ValueError(f"config.json: model_type is {kind!r}; only 'llama' can be imported")
-    for name in _NEEDED:
-        if not isinstance(raw.get(name), int) or raw[name] < 1:
-            raise ValueError(f"config.json: {name} must be a positive integer, got {raw.get(name)!r}")
+        raise ValueError(f"config.json: model_type is {short(kind)}; only 'llama' can be imported")
     for name, only in _ONLY.items():
         if (value := raw.get(name, only)) != only:
-            raise ValueError(f"config.json: {name} is {value!r}, and only {only!r} is supported")
+            raise ValueError(f"config.json: {name} is {short(value)}, and only {only!r} is supported")
+    if not isinstance(tied := raw.get("tie_word_embeddings", False), bool):
+        raise ValueError(f"config.json: tie_word_embeddings must be true or false, got {short(tied)}")
+    _size(raw, "max_position_embeddings", 1)  # the model does not use it
     theta, scaling = _read_rope(raw)
-    heads = raw["num_attention_heads"]
+    heads, width = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
+    if heads % (groups := _size(raw, "num_key_value_heads", heads)):
+        raise ValueError(
+            f"config.json: num_attention_heads {heads} is no multiple of {groups} key/value heads"
+        )
+    if (head_dim := _size(raw, "head_dim", max(width // heads, 1))) % 2:
+        raise ValueError(f"config.json: head_dim {head_dim} must be even for rotary embeddings")
     return LlamaConfig(
-        vocab_size=raw["vocab_size"],
-        d_model=raw["hidden_size"],
-        n_layers=raw["num_hidden_layers"],
+        vocab_size=_size(raw, "vocab_size"),
+        d_model=width,
+        n_layers=_size(raw, "num_hidden_layers"),
         n_heads=heads,
-        n_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        d_ff=raw["intermediate_size"],
+        n_kv_heads=groups,
+        head_dim=head_dim,
+        d_ff=_size(raw, "intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        init_std=raw.get("initializer_range", 0.02),
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
+        init_std=_positive(raw, "initializer_range", 0.02),
+        tied=tied,
     )
+
+
+def _size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Returns a positive integer; null is the default if there is one."""
+    value = raw.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise ValueError(f"config.json: {name} must be a positive integer below 2**31, got {short(value)}")
+    return value
+
+
+def _positive(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """Returns a positive number that float32 holds, and so does its square."""
+    value = raw.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 1e-19 < value < 1e19:
+        raise ValueError(f"config.json: {name} must be a positive number, got {short(value)}")
+    return float(value)
 
 
 def write_config(config: LlamaConfig, context: int) -> dict[str, Any]:
@@ -98,24 +121,25 @@ def write_config(config: LlamaConfig, context: int) -> dict[str, Any]:
 
 def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Returns the base of the rotary frequencies and their scaling, from the fields of either version."""
-    theta = raw.get("rope_theta", 10_000.0)
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"config.json: rope scaling must be an object, got {rope!r}")
-    theta = rope.get("rope_theta", theta)
+        raise ValueError(f"config.json: rope scaling must be an object, got {short(rope)}")
+    theta = _positive(rope if "rope_theta" in rope else raw, "rope_theta", 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ValueError(f"config.json: rope type {kind!r} is not supported; 'default' and 'llama3' are")
+        raise ValueError(f"config.json: rope type {short(kind)} is not supported; 'default' and 'llama3' are")
     fields = set(_LLAMA3) if kind == "llama3" else set()
     given = {name for name, value in rope.items() if value is not None}
     if unknown := given - fields - _ROPE_FIELDS:
-        raise ValueError(f"config.json: rope type {kind!r} does not take {', '.join(sorted(unknown))}")
+        raise ValueError(f"config.json: rope type {short(kind)} does not take {short(sorted(unknown))}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("config.json: rotating a part of each head (partial_rotary_factor) is not supported")
     if kind == "default":
-        return float(theta), None
+        return theta, None
     if missing := fields - given:
         raise ValueError(f"config.json: rope type 'llama3' lacks {', '.join(sorted(missing))}")
-    values: dict[str, Any] = {ours: float(rope[name]) for name, ours in _LLAMA3.items()}
-    values["original_context"] = int(values["original_context"])
-    return float(theta), RopeScaling(**values)
+    values: dict[str, Any] = {ours: _positive(rope, name) for name, ours in _LLAMA3.items()}
+    values["original_context"] = _size(rope, "original_max_position_embeddings")
+    if not values["low_freq_factor"] < values["high_freq_factor"]:
+        raise ValueError("config.json: low_freq_factor must be less than high_freq_factor")
+    return theta, RopeScaling(**values)

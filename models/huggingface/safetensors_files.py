@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import types
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -18,6 +19,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 import safetensors
+
+from models.huggingface.folder import read_json
 
 DTYPES: Mapping[str, np.dtype] = types.MappingProxyType(
     {
@@ -180,16 +183,15 @@ def _files(folder: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
         hint = "; save the model with safe_serialization=True" if pickled else ""
         raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}")
-    try:
-        places = json.loads((folder / INDEX).read_text())["weight_map"].items()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{folder / INDEX} has no readable weight_map ({error!r}); download it again"
-        ) from None
+    places = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict):
+        raise ValueError(f"{folder / INDEX} has no weight_map; download it again")
     files: dict[pathlib.Path, set[str] | None] = {}
-    for tensor, file in places:
-        if pathlib.PurePath(file).name != file:
-            raise ValueError(f"{folder / INDEX} puts {tensor} into {file!r}, which is outside its folder")
+    for tensor, file in places.items():
+        if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file):
+            raise ValueError(
+                f"{folder / INDEX} puts {tensor} into {file!r}, which is no .safetensors file of its folder"
+            )
         names = files.setdefault(folder / file, set())
         assert names is not None
         names.add(tensor)

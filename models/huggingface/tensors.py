@@ -4,6 +4,7 @@ Our matrices are [in, out] and stacked over layers; query, key and value share a
 projection. Hugging Face has separate [out, in] matrices for every layer.
 """
 
+import re
 import types
 from collections.abc import Iterator, Mapping
 
@@ -65,6 +66,7 @@ def flat_shape(view: np.ndarray) -> tuple[int, ...]:
 
 def check_tensors(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
     """Raises ValueError unless names, shapes and dtypes are those of the configured Llama."""
+    _check_sizes(specs, config)
     empty = jax.tree.map(
         lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), llama.abstract_params(config)
     )
@@ -76,9 +78,40 @@ def check_tensors(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
         if name not in wanted:
             continue
         if spec.shape != wanted[name]:
-            problems.append(f"{name} is {list(spec.shape)} and config.json makes it {list(wanted[name])}")
+            problems.append(_other_shape(name, spec, wanted[name]))
         if spec.dtype not in _IMPORTED:
             problems.append(f"{name} is in {spec.dtype}; only {', '.join(_IMPORTED)} can be imported")
+    _raise(problems)
+
+
+def _check_sizes(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
+    """Raises ValueError unless config.json has the sizes of the tensors; allocates nothing.
+
+    Each size of a Llama is that of an axis of these tensors, so that all others are as large as files.
+    """
+    c = config
+    layers = {found[1] for name in specs if (found := re.match(r"model\.layers\.(\d+)\.", name))}
+    if c.n_layers > len(layers):
+        raise ValueError(
+            f"config.json: num_hidden_layers is {c.n_layers} and there are tensors of {len(layers)} layers"
+        )
+    wanted = {
+        "model.embed_tokens.weight": (c.vocab_size, c.d_model),
+        "model.layers.0.self_attn.q_proj.weight": (c.n_heads * c.head_dim, c.d_model),
+        "model.layers.0.self_attn.k_proj.weight": (c.n_kv_heads * c.head_dim, c.d_model),
+        "model.layers.0.mlp.gate_proj.weight": (c.d_ff, c.d_model),
+    }
+    found = {name: specs[name] for name in wanted if name in specs}
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    _raise(problems + [_other_shape(n, s, wanted[n]) for n, s in found.items() if s.shape != wanted[n]])
+
+
+def _other_shape(name: str, spec: Spec, shape: tuple[int, ...]) -> str:
+    return f"{name} is {list(spec.shape)} and config.json makes it {list(shape)}"
+
+
+def _raise(problems: list[str]) -> None:
+    """Raises ValueError with the problems if there are any."""
     if problems:
         shown = problems[:_SHOWN]
         more = [f"and {len(problems) - len(shown)} more"] if problems[_SHOWN:] else []

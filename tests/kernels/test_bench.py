@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mxjax.kernels.bench import bench_compile, bench_dot, bench_quantize, bench_tiles
+from mxjax.kernels.bench import bench_compile, bench_dot, bench_gemm, bench_quantize, gemm_cases
 from mxjax.kernels.bench.timing import Timing, measure
-from mxjax.kernels.matmul.tiles import TILES, Tiles
 
 HEADER = {"device", "jax", "packages", "commit", "command", "kernels", "records"}
 
@@ -105,6 +104,48 @@ def test_dot_starts_no_line_after_its_seconds(capsys):
     assert late == ["wgrad, xla", "wgrad, fp8_carriers", "wgrad_hadamard, fp8_carriers: compilation"]
 
 
+GEMM = ["--tokens", "64", "--gemms", "tiny.fprop", "--rounds", "1", "--commit", "abc"]
+
+
+@pytest.fixture
+def tiny_gemm(monkeypatch):
+    """Lets the command line name a small GEMM, and forgets the operands of others."""
+    monkeypatch.setitem(bench_dot.LINEARS, "tiny", (256, 64))
+
+
+@pytest.mark.usefixtures("tiny_gemm")
+def test_gemm_times_every_candidate_and_writes_the_fastest(capsys, tmp_path):
+    bench_gemm.main([*GEMM, "--table", str(tmp_path / "tiles.json")])
+    lines, report = printed(capsys)
+    assert set(report) == HEADER
+    records = report["records"]
+    assert [r["by"] for r in records] == ["jnp.dot, bfloat16", "jnp.dot, FP8", "mxjax", "mxjax"]
+    assert all(0 < r["p10"] <= r["median"] <= r["p90"] for r in records)
+    table = json.loads((tmp_path / "tiles.json").read_text())
+    [entry] = table["gemms"]
+    fastest = min(records[2:], key=lambda r: r["median"])
+    assert (entry["gemm"], entry["tile"]) == ([64, 64, 256, 1], fastest["tile"])
+    assert any("tile table: " in line for line in lines)
+
+
+@pytest.mark.usefixtures("tiny_gemm")
+def test_gemm_times_no_candidate_with_wrong_bits(monkeypatch, capsys, tmp_path):
+    right = gemm_cases.launch
+
+    def wrong(*operands_and_more):
+        tiles = operands_and_more[-1]
+        y = right(*operands_and_more)
+        return y.at[0, 3, 5].set(jnp.nan) if tiles.m == 64 else y
+
+    monkeypatch.setattr(gemm_cases, "launch", wrong)
+    with pytest.raises(SystemExit, match=r"failed: tiny\.fprop, 64x64x256.*: 1 of 4096 elements are wrong"):
+        bench_gemm.main([*GEMM, "--table", str(tmp_path / "tiles.json")])
+    _, report = printed(capsys)
+    assert [set(r) for r in report["records"] if r["by"] == "mxjax"][1] >= {"absent"}
+    [entry] = json.loads((tmp_path / "tiles.json").read_text())["gemms"]
+    assert entry["tile"][0] == 128
+
+
 @pytest.mark.slow
 def test_compilation_is_timed_with_an_empty_and_with_a_filled_cache():
     seconds = bench_compile.compile_seconds("wgrad", "xla", 32, 64, 96)
@@ -124,35 +165,3 @@ def test_measure_waits_for_the_last_call_alone():
     assert isinstance(timing, Timing)
     assert waited == [2.0] * 5  # compilation, calibration and three rounds
     assert jax.block_until_ready(timing) == timing
-
-
-OTHER = Tiles(64, 64, 256, warps=4, stages=1, cost=1.0)
-
-
-@pytest.fixture
-def tiles(monkeypatch):
-    exact = bench_tiles.Candidate(OTHER._replace(m=128, exact=True))
-    monkeypatch.setitem(bench_tiles.MORE, "interpreter", (bench_tiles.Candidate(OTHER), exact))
-    return [bench_tiles.name_of(t) for t in (*TILES["interpreter"], OTHER, exact.tiles)]
-
-
-def test_tiles_are_timed_and_one_is_chosen(tiles, capsys):
-    bench_tiles.main(DOT)
-    _, report = printed(capsys)
-    chosen, other, exact = report["records"]
-    assert [r["name"] for r in report["records"]] == tiles
-    assert [r["chosen"] for r in report["records"]] == [True, False, False]
-    assert chosen["tflops"] == 2e-12 * 32**3 / chosen["median"]
-    assert other["median"] > 0
-    assert exact["absent"] == "the tile does not divide the shape"
-
-
-def test_tiles_with_wrong_results_get_no_time(tiles, capsys, monkeypatch):
-    def wrong(*operands, tiles, launch=bench_tiles.launch, **options):
-        return launch(*operands, tiles=tiles, **options) + (tiles == OTHER)
-
-    monkeypatch.setattr(bench_tiles, "launch", wrong)
-    with pytest.raises(SystemExit, match=f"failed: {tiles[1]}: wrong: differs"):
-        bench_tiles.main(DOT)
-    _, report = printed(capsys)
-    assert ["median" in r for r in report["records"]] == [True, False, False]

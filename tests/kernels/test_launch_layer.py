@@ -25,8 +25,7 @@ from mxjax.devices import Target
 from support.programs import calls_of, lower_dot, targets_of
 
 backend, arch, *policies = sys.argv[1:]
-# The gradient in E3M0 of chmiel_mx is no operand for kernels: its dot fails.
-for policy in policies or mxjax.policies().keys() - {"chmiel_mx"}:
+for policy in policies or mxjax.policies():
     text = lower_dot(Target(backend, arch), policy).as_text()
     calls = [
         {
@@ -117,7 +116,7 @@ from support.programs import targets_of
 NVIDIA = r"(?i)\w*(?:cuda|cudnn|cublas|nvidia|nvvm|ptx)\w*|\bsm_\d+"
 lowering.compile_kernel = lambda *_: MachineCode(b"\x7fELF", "kernel", 4, 0, 0, 1, 0)
 config, key = dataclasses.replace(SMALL, n_layers=1), jax.eval_shape(lambda: jax.random.key(0))
-for policy in mxjax.policies().keys() - {"chmiel_mx"}:
+for policy in mxjax.policies():
     policies = layer_policies(config, policy, [("*", policy)])
 
     def loss(params, batch, key):

@@ -51,6 +51,23 @@ def test_kernels_give_the_values_of_the_reference(policy, implementation):
     assert_close(all_three(policy, implementation, *args), wanted)
 
 
+@pytest.mark.parametrize("policy", ["fprop_dgrad", pytest.param("chmiel_mx", marks=pytest.mark.slow)])
+def test_one_tensor_is_prepared_for_gemms_of_different_formats(policy):
+    args = tensors()
+    assert_close(all_three(policy, "xla", *args), all_three(policy, "reference", *args))
+
+
+@pytest.mark.parametrize("policy", ["wgrad_hadamard", "fprop_dgrad"])
+@pytest.mark.parametrize("empty", ["x", "w"])
+def test_without_tokens_or_outputs_the_products_are_empty_or_zero(policy, empty):
+    x, w, dy = tensors()
+    x, w, dy = (x[:0], w, dy[:0]) if empty == "x" else (x, w[:, :0], dy[..., :0])
+    y, dx, dw = all_three(policy, "xla", x, w, dy)
+    assert (y.shape, dx.shape, dw.shape) == (dy.shape, x.shape, w.shape)
+    assert not np.any(dx)
+    assert not np.any(dw)
+
+
 @pytest.mark.parametrize("implementation", ["fp8_carriers", "triton"])
 def test_scales_of_forty_binades_are_multiplied_right(implementation):
     args = tensors(span=40)
@@ -82,5 +99,5 @@ def test_kernels_compose_under_jit_vmap_and_remat(implementation):
 
 def test_without_a_name_a_gpu_takes_its_fastest():
     fastest = implementations_of(mxjax.get_policy("wgrad"), None).fprop
-    native = {"gfx950": "triton", "sm_100": "triton", "sm_90": "fp8_carriers", "software": "xla"}
+    native = {"gfx950": "triton", "sm_100": "triton", "sm_90": "fp8_carriers", "software": "xla_by_kernel"}
     assert fastest == native[current_target().arch]

@@ -127,14 +127,15 @@ def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path, same):
 def test_folders_in_use_and_no_checkpoints_are_refused(tmp_path, imported):
     with pytest.raises(ValueError, match="is not an empty folder"):
         import_checkpoint(GOLDEN / "llama2", imported["llama2"])
-    with pytest.raises(ValueError, match=r"not a Hugging Face checkpoint: it has no config\.json"):
+    with pytest.raises(ValueError, match=r"not a Hugging Face checkpoint: it has no file config\.json"):
         import_checkpoint(tmp_path, tmp_path / "run")
     with pytest.raises(ValueError, match="holds no run"):
         export_checkpoint(tmp_path, tmp_path / "out")
     with pytest.raises(ValueError, match="no checkpoint of step 7"):
         export_checkpoint(imported["llama2"], tmp_path / "out", step=7)
-    with pytest.raises(ValueError, match="must be positive"):
-        export_checkpoint(imported["llama2"], tmp_path / "out", shard_gb=0)
+    for size in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="--shard-gb must be positive and at most"):
+            export_checkpoint(imported["llama2"], tmp_path / "out", shard_gb=size)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         import_checkpoint(tmp_path, tmp_path / "run")

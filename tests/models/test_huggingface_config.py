@@ -54,10 +54,10 @@ def test_meta_s_llama_2_needs_no_rope_fields():
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"hidden_size": None}, "hidden_size must be a positive integer"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers must be"),
-        ({"num_key_value_heads": 3}, "multiple of n_kv_heads"),
+        ({"num_key_value_heads": 3}, "no multiple of 3 key/value heads"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks high_freq_factor, low_freq"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "does not take full_attention"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"does not take \['full_attention'\]"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": 3}, "must be an object"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
@@ -67,3 +67,37 @@ def test_meta_s_llama_2_needs_no_rope_fields():
 def test_other_models_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         read_config(golden_raw() | change)
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"rms_norm_eps": value} for value in ("x", None, -1e-5, 0, float("nan"), float("inf"), True, [1])),
+        *({"initializer_range": value} for value in (-1, "0.02", 1e300)),
+        *({"vocab_size": value} for value in (True, 2**31, 10**4000, 32.0, "32")),
+        *({"num_key_value_heads": value} for value in (-2, 0, 2.0)),
+        *({"head_dim": value} for value in (-8, 0, "8")),
+        *({"max_position_embeddings": value} for value in ("x", -1, [2])),
+        {"tie_word_embeddings": "false"},
+        *({"rope_parameters": {"rope_theta": value}} for value in (0, -1, "x", None, 10**400)),
+        *({"rope_parameters": LLAMA3 | {"factor": value}} for value in (0, "8", [8])),
+        *({"rope_parameters": LLAMA3 | {"low_freq_factor": value}} for value in (0, 4.0, 5.0)),
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16.5}},
+    ],
+    ids=lambda change: repr(change)[:60],
+)
+def test_a_value_that_cannot_be_is_named(change):
+    [(name, value)] = change.items()
+    if isinstance(value, dict):
+        name = next(n for n, v in value.items() if LLAMA3.get(n) != v)
+    with pytest.raises(ValueError, match=f"config.json: {name} must be") as caught:
+        read_config(golden_raw("llama3") | change)
+    assert len(str(caught.value)) < 200
+
+
+def test_rope_values_as_transformers_writes_them_are_taken():
+    assert read_config(golden_raw("llama3") | {"rope_parameters": LLAMA3}).rope_scaling is not None

@@ -105,12 +105,13 @@ SECOND = "model-00002-of-00003.safetensors"
         (lambda f: (f / SECOND).write_bytes(b""), "is truncated"),
         (lambda f: (f / SECOND).write_bytes(b"\xff" * 100), "not a safetensors file"),
         (lambda f: (f / SECOND).unlink(), "00002-of-00003.safetensors is missing"),
-        (lambda f: (f / INDEX).write_text("{"), "no readable weight_map"),
-        (lambda f: (f / INDEX).write_text("[]"), "no readable weight_map"),
+        (lambda f: (f / INDEX).write_text("{"), "index.json is not JSON"),
+        (lambda f: (f / INDEX).write_text("[]"), "index.json must hold an object"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": []}'), "has no weight_map"),
         (lambda f: (f / INDEX).unlink(), "holds neither"),
         (lambda f: break_index(f, lambda m: m.pop("model.norm.weight")), "differ in model.norm.weight"),
         (lambda f: break_index(f, lambda m: m.update(extra=SECOND)), "differ in extra"),
-        (lambda f: break_index(f, lambda m: m.update(extra="../x")), "outside its folder"),
+        (lambda f: break_index(f, lambda m: m.update(extra="../x")), "no .safetensors file of its folder"),
     ],
 )
 def test_damaged_checkpoints_say_what_is_wrong(tmp_path, damage, message):

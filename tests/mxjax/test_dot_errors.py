@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
@@ -9,7 +10,7 @@ from support.dots import everywhere, inputs
 from support.oracles import types_unchecked
 
 import mxjax
-from mxjax import Operand
+from mxjax import Gemm, Operand, Policy
 
 
 @pytest.mark.parametrize(
@@ -80,3 +81,52 @@ def test_a_block_shape_that_is_not_positive_raises(block_shape):
 def test_what_is_no_policy_is_refused(policy):
     with types_unchecked(), pytest.raises(TypeError, match=r"policy must be an mxjax\.Policy"):
         mxjax.dot(jnp.ones((2, 3)), jnp.ones((3, 2)), policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x, w: mxjax.dot([1.0], w, policy="bf16"),
+            "needs x to be an array, not list; pass jnp",
+        ),
+        (
+            lambda x, w: mxjax.dot(x, w, policy="full_sr", key=0),
+            r"JAX key, got 0; pass jax\.random\.key",
+        ),
+        (
+            lambda x, w: mxjax.dot_general(x, mxjax.quantize(w), (), policy="bf16"),
+            r"mxjax\.dequantize",
+        ),
+        (lambda x, w: Gemm("mxfp4", "bf16"), r"needs lhs to be an mxjax\.Operand.*write Operand\('mxfp4'\)"),
+        (lambda x, w: Gemm(rotation=16), r"write Rotation\(16\)"),
+        (lambda x, w: Policy("mxfp4"), r"write Gemm\(Operand\('mxfp4'\), Operand\('mxfp4'\)\)"),
+        (lambda x, w: Policy(fprop=Operand()), r"needs fprop to be an mxjax\.Gemm"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_says_what_to_write(call, message):
+    x, w, _ = inputs()
+    with types_unchecked(), pytest.raises(TypeError, match=message):
+        call(x, w)
+
+
+def test_negative_axes_raise():
+    x, w, _ = inputs()
+    with pytest.raises(ValueError, match=r"axes counted from 0.*write lhs\.ndim - 1"):
+        mxjax.dot_general(x, w, (((-1,), (0,)), ((), ())), policy="bf16")
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda f, x: jax.jvp(f, (x,), (x,)),
+        lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
+        lambda f, x: jax.jacfwd(f)(x),
+        lambda f, x: jax.linearize(f, x)[1](x),
+    ],
+    ids=["jvp", "jit of jvp", "jacfwd", "linearize"],
+)
+def test_forward_mode_raises(forward):
+    x, w, _ = inputs()
+    with pytest.raises(TypeError, match=r"mxjax\.dot has no forward mode.*jax\.grad"):
+        forward(lambda x: mxjax.dot(x, w, policy="wgrad"), x)

@@ -1,30 +1,23 @@
-"""`dot_general` against that of lax, and `make_dot_general` in NNX and Linen layers."""
+"""`dot_general` against that of lax."""
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
 from jax import lax
 from support.dots import (
-    ASSORTED,
     IMPLEMENTATIONS,
     NEAREST,
-    RANDOM_FPROP,
-    assert_same,
     check_products,
     draw,
     float64,
-    inputs,
     operand_values,
-    products,
 )
 
 import mxjax
-from mxjax import Operand, Policy
+from mxjax import Operand
 
 # (lhs shape, rhs shape, dimension numbers) as jax.lax.dot_general takes them.
 DIMENSION_NUMBERS = {
@@ -125,110 +118,3 @@ def test_dot_general_passes_precision_to_the_products():
     assert all("precision = [DEFAULT, DEFAULT]" in line for line in dots(lax.Precision.DEFAULT))
     # float32 operands are there to be exact, unless told otherwise.
     assert all("precision = [HIGHEST, HIGHEST]" in line for line in dots(None))
-
-
-def nnx_products(layer: nnx.Module, kernel: nnx.Param, x, w, dy):
-    """Returns y, dx and dw of an NNX layer with the given weight."""
-    kernel.set_value(w)
-    gradient, dx = nnx.grad(lambda layer, x: jnp.vdot(layer(x), dy), argnums=(0, 1))(layer, x)
-    (dw,) = jax.tree.leaves(gradient)
-    return layer(x), dx, dw
-
-
-def test_make_dot_general_in_an_nnx_linear():
-    x, w, dy = inputs()
-    key = jax.random.key(2)
-    dot_general = mxjax.make_dot_general(ASSORTED, key=key)
-    layer = nnx.Linear(48, 56, use_bias=False, dot_general=dot_general, rngs=nnx.Rngs(0))
-    assert_same(nnx_products(layer, layer.kernel, x, w, dy), products(x, w, dy, key, policy=ASSORTED))
-
-
-class KeyedLinear(nnx.Module):
-    """An NNX layer that draws its keys from its own "mxjax" stream, as transformations need."""
-
-    def __init__(self, policy: Policy, rngs: nnx.Rngs):
-        self.policy = policy
-        self.linear = nnx.Linear(48, 56, use_bias=False, rngs=rngs)
-        self.rngs = rngs
-
-    def __call__(self, x):
-        self.linear.dot_general = mxjax.make_dot_general(self.policy, key=lambda: self.rngs.mxjax())
-        return self.linear(x)
-
-
-def test_make_dot_general_draws_keys_in_an_nnx_module():
-    x, w, dy = inputs()
-    layer = KeyedLinear(ASSORTED, nnx.Rngs(params=0, mxjax=1))
-    _, dx, dw = nnx_products(layer, layer.linear.kernel, x, w, dy)
-    first_key = nnx.Rngs(mxjax=1).mxjax()
-    _, *expected = products(x, w, dy, first_key, policy=ASSORTED)
-    assert_same((dx, dw), expected)
-
-
-class KeyedDense(linen.Module):
-    """A Linen layer that draws its keys from the "mxjax" stream, and tells which."""
-
-    policy: Policy
-    tell: Callable[[jax.Array], None]
-
-    @linen.compact
-    def __call__(self, x):
-        def draw_key():
-            key = self.make_rng("mxjax")
-            self.tell(key)
-            return key
-
-        dot_general = mxjax.make_dot_general(self.policy, key=draw_key)
-        return linen.Dense(56, use_bias=False, dot_general=dot_general)(x)
-
-
-def test_make_dot_general_in_a_linen_dense():
-    x, w, dy = inputs()
-    keys = []
-
-    def forward(x, w):
-        variables = {"params": {"Dense_0": {"kernel": w}}}
-        return KeyedDense(ASSORTED, keys.append).apply(variables, x, rngs={"mxjax": jax.random.key(2)})
-
-    y, vjp = jax.vjp(forward, x, w)
-    assert len(keys) == 1
-    assert_same((y, *vjp(dy)), products(x, w, dy, keys[0], policy=ASSORTED))
-
-
-def test_make_dot_general_asks_a_callable_for_a_key_at_every_call():
-    x, w, _ = inputs()
-    keys = jax.random.split(jax.random.key(0), 2)
-    dot_general = mxjax.make_dot_general(RANDOM_FPROP, key=iter(keys).__next__)
-    for key in keys:
-        y = dot_general(x, w, (((1,), (0,)), ((), ())))
-        np.testing.assert_array_equal(y, mxjax.dot(x, w, policy=RANDOM_FPROP, key=key))
-
-
-def test_make_dot_general_uses_a_given_key_at_every_call():
-    x, w, _ = inputs()
-    key = jax.random.key(3)
-    dot_general = mxjax.make_dot_general(RANDOM_FPROP, key=key, implementation="reference")
-    for _ in range(2):
-        y = dot_general(x, w, (((1,), (0,)), ((), ())))
-        expected = mxjax.dot(x, w, policy=RANDOM_FPROP, key=key, implementation="reference")
-        np.testing.assert_array_equal(y, expected)
-
-
-def test_make_dot_general_passes_the_implementation_on():
-    x, w, _ = inputs()
-    dot_general = mxjax.make_dot_general("wgrad", implementation="triton")
-    with pytest.raises(NotImplementedError, match="'triton' needs a GPU"):
-        dot_general(x, w, (((1,), (0,)), ((), ())))
-
-
-def test_make_dot_general_refuses_an_out_sharding():
-    x, w, _ = inputs()
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with pytest.raises(NotImplementedError, match="out_sharding"):
-        mxjax.make_dot_general("wgrad")(x, w, (((1,), (0,)), ((), ())), out_sharding=sharding)
-
-
-@pytest.mark.parametrize(("policy", "message"), [("foo", "unknown policy"), ("full_sr", "needs key=")])
-def test_make_dot_general_checks_its_policy_at_once(policy, message):
-    with pytest.raises(ValueError, match=message):
-        mxjax.make_dot_general(policy)

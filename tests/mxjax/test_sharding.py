@@ -49,6 +49,17 @@ for case in cases if len({*sys.argv[1:]}) == 1 else cases[:1]:
                 error = np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(a)).max()
                 assert error < 1e-6, (case, specs, error)
 
+def rows_loss(x, w, key, policy):
+    y = jax.vmap(jax.vmap(lambda row: mxjax.dot(row, w, policy=policy, key=key)))(x)
+    return (y**2).sum()
+
+if "Explicit" in sys.argv:  # rows that vmap maps are tokens, on a mesh too
+    one, _ = gradients(x, w, key, "full_sr", "xla")
+    with jax.set_mesh(mesh):
+        of_rows = jax.jit(jax.grad(rows_loss, (0, 1)), static_argnums=3)
+        for a, b in zip(one, of_rows(put(x, P("d", "t")), put(w, P("t", None)), key, "full_sr")):
+            np.testing.assert_allclose(b, a, rtol=0, atol=1e-6 * np.abs(a).max())
+
 def by_hand(x, w, key, policy, implementation):
     def of_part(x, w, key):
         return jax.lax.psum(loss(x, w, key, policy, implementation)[0], "d")

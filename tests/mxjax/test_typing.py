@@ -27,6 +27,10 @@ rotated: jax.Array = mxjax.rotate(x, 16, axis=-1)
 policy = Policy(wgrad=Gemm(Operand(rounding="stochastic"), Operand(), Rotation(16, "redrawn")))
 y: jax.Array = mxjax.dot(x, w, policy=policy, key=jax.random.key(0), implementation="xla")
 y = mxjax.dot(x, w, policy="wgrad_hadamard")
+y = mxjax.dot(x, mxjax.quantize(w, axis=0), policy="wgrad_hadamard")
+y = mxjax.einsum("td,df->ft", x, w, policy="wgrad_hadamard")
+dot_general: mxjax.DotGeneral = mxjax.make_dot_general("full_sr", key=lambda: jax.random.key(0), weight="rhs")
+y = dot_general(x, w, (((1,), (0,)), ((), ())))
 error: float = float(mxjax.stats.quantization(x, q).sqnr_db)
 """
 WRONG = """
@@ -47,6 +51,12 @@ mxjax.rotate(x, siz=16)  # wrong
 mxjax.dequantize(x)  # wrong
 mxjax.dot(x, x, policy="bf16", implementation="fp8")  # wrong
 mxjax.dot(x, x, polcy="bf16")  # wrong
+mxjax.dot([1.0], x, policy="bf16")  # wrong
+mxjax.dot(x, x, policy="bf16", key=0)  # wrong
+mxjax.einsum("td,df->tf", x, policy="bf16")  # wrong
+mxjax.make_dot_general("bf16", weight="left")  # wrong
+mxjax.Gemm("mxfp4", "bf16")  # wrong
+mxjax.Policy("mxfp4")  # wrong
 """
 
 pytestmark = pytest.mark.slow
@@ -88,4 +98,4 @@ def test_a_right_script_is_typed_fully(tmp_path, wrong_lines):
 def test_each_wrong_line_is_flagged(tmp_path, wrong_lines):
     wrong = {i for i, line in enumerate(WRONG.splitlines()) if line.endswith("# wrong")}
     assert wrong_lines(tmp_path, WRONG) >= wrong
-    assert len(wrong) == 11
+    assert len(wrong) == 17

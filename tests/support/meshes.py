@@ -3,6 +3,7 @@
 `python tests/support/meshes.py curves` runs every policy of the ladder on every mesh, in half an hour.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -28,6 +29,7 @@ from training.memory import step_memory
 from training.mesh import global_batch, make_mesh, on_mesh
 from training.optimizer import make_optimizer
 from training.step import make_eval_step, make_train_step
+from training.vocabulary import filled_size, resize, resize_on
 
 # Every axis has 8 whole blocks and rotations of 32.
 MODEL = LlamaConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)
@@ -48,9 +50,11 @@ class OnMesh:
         accumulate=1,
         model=MODEL,
         dtype: Any = jnp.float32,
+        head: str = "bf16",
     ):
         # In float32 around the linear layers, where the order of sums changes least.
         rules = [("blocks.*.attention.[sv]*", mxjax.get_policy("fp32"))] if dtype == jnp.float32 else []
+        rules.append(("head", mxjax.get_policy(head)))
         self.policies = policies = llama.layer_policies(model, mxjax.get_policy(policy), rules)
         optimizer = make_optimizer(
             OptimizerConfig(lr=0.3, eps=1.0, warmup_steps=1), 10
@@ -73,7 +77,8 @@ class OnMesh:
 
         parameter_sharding.check_shards(self.mesh.shape, model, policies)
         with jax.set_mesh(self.mesh):
-            first = parameter_sharding.first_state(model, optimizer, self.mesh, jax.random.key(0))
+            fill = functools.partial(resize, size=filled_size(self.mesh.shape, model, [policies]))
+            first = parameter_sharding.first_state(model, optimizer, self.mesh, jax.random.key(0), fill)
         self.state, self.shardings = first
         self.step = make_train_step(loss, optimizer, accumulate=accumulate, shardings=self.shardings)
         self.eval_step = on_mesh(self.mesh, make_eval_step(losses))
@@ -117,6 +122,40 @@ def curves(*pairs: str) -> None:
         found, wanted = losses(policy, shape, *evaluate), losses(policy, "1,1,1", *evaluate)
         errors = [abs(a / b - 1) for a, b in zip(found, wanted, strict=True)]
         print(json.dumps({"policy": policy, "shape": shape, "losses": found, "errors": errors}), flush=True)
+
+
+def vocabulary(*cases: str) -> None:
+    """For each TIED:HEAD, the head's policy, trains 257 tokens on tensor=2 and on one device.
+
+    Prints how far the losses are, the vocabulary of the state, the largest filler in it, and whether resizing
+    and back gives the state.
+    """
+    for case in cases:
+        tied, head = case.split(":")
+        model = dataclasses.replace(MODEL, vocab_size=257, tied=tied == "tied")
+        batches = np.random.default_rng(0).integers(0, 257, (STEPS, BATCH, LENGTH + 1), np.int32)
+        found = {}
+        for shape in ((1, 1, 1), (1, 2, 2)):
+            on = OnMesh("wgrad", shape, model=model, head=head)
+            found[shape] = [*on.run(batches), on.evaluate(batches[-1])]
+        errors = [abs(a / b - 1) for a, b in zip(*found.values(), strict=True)]
+        own = resize_on(on.mesh, on.state, 257)
+        again = resize_on(on.mesh, own, on.state.params["embedding"].shape[0])
+        same = jax.tree.map(lambda a, b: bool((a == b).all()) and a.sharding == b.sharding, again, on.state)
+        record = {
+            "errors": errors,
+            "shapes": [on.state.params["embedding"].shape[0], own.params["embedding"].shape[0]],
+            "filler": max(float(jnp.abs(x[257:]).max()) for x in moments(on.state)),
+            "same": all(jax.tree.leaves(same)),
+        }
+        print(json.dumps({"case": case} | record), flush=True)
+
+
+def moments(state) -> list[jax.Array]:
+    """Returns the embedding, the transposed head, and their moments."""
+    leaves = jax.tree.leaves_with_path(state)
+    named = [(getattr(path[-1], "key", None), x) for path, x in leaves]
+    return [x.T if name == "head" else x for name, x in named if name in ("embedding", "head")]
 
 
 def restore(folder: str) -> None:
@@ -171,6 +210,5 @@ def memory(*cases: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "curves":
         enable_compilation_cache()
-    {"curves": curves, "restore": restore, "compile": compile_step, "memory": memory}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    programs = {"curves": curves, "restore": restore, "compile": compile_step, "memory": memory}
+    (programs | {"vocabulary": vocabulary})[sys.argv[1]](*sys.argv[2:])

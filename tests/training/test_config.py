@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+import train as training_program
 from training.command_line import parse
 from training.config import Config, PrecisionConfig
 from training.resume import check_resumable
@@ -26,20 +27,63 @@ def test_json_round_trips():
     assert from_json(to_json(Config())) == Config()
 
 
+@pytest.mark.parametrize("value", ["0", "301"])
+def test_a_run_stops_within_its_steps(value, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--stop-after", value])
+    assert "--stop-after must be from 1 to --steps 300" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    "flags", [["--stop-after", "0"], ["--stop-after", "301"], ["--lr", "0"], ["--warmup-steps=-1"]]
+    "flag",
+    [
+        *(
+            "--lr nan",
+            "--lr inf",
+            "--lr 1e39",
+            "--lr 1e-46",
+            "--lr -1",
+            "--clip 0",
+            "--clip nan",
+            "--clip -1",
+        ),
+        *("--b1 1", "--b1 -0.1", "--b1 nan", "--b2 1", "--b2 0.9999999999", "--eps -1", "--eps nan"),
+        *("--weight-decay -1", "--weight-decay inf", "--min-lr-ratio 2", "--min-lr-ratio nan"),
+        *("--steps 10000000000000000000", "--steps -1", "--vocab-size 1000000000000", "--batch-size -1"),
+        *(
+            "--seq-len 2147483648",
+            "--seed -1",
+            "--seed 4294967296",
+            "--target-loss nan",
+            "--spike-factor nan",
+        ),
+        *("--warmup-steps 2147483648", "--accumulate 0", "--stats-every 0", "--unroll 0"),
+    ],
 )
-def test_numbers_out_of_range_are_refused(flags, capsys):
+def test_a_number_that_cannot_be_is_refused_with_what_can(flag, capsys):
+    name, value = flag.split()
+    with pytest.raises(SystemExit):
+        parse([f"{name}={value}"])
+    assert f"{name} must be " in " ".join(capsys.readouterr().err.split())
+
+
+def test_numbers_at_the_ends_of_their_ranges_are_taken():
+    parse(["--clip", "inf", "--b1", "0", "--eps", "0", "--spike-factor", "inf", "--seed", "4294967295"])
+    parse(["--steps", "2147483647", "--min-lr-ratio", "1", "--weight-decay", "0", "--warmup-steps", "0"])
+
+
+@pytest.mark.parametrize("flags", [["--data="], ["--data", "a", ""], ["--eval-data="]])
+def test_an_empty_name_of_data_is_not_the_current_folder(flags, capsys):
     with pytest.raises(SystemExit):
         parse(flags)
-    assert "must be" in capsys.readouterr().err
+    assert "got an empty name" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--steps", "--batch-size", "--eval-every", "--checkpoint-every"])
-def test_counts_must_be_positive(flag, capsys):
-    with pytest.raises(SystemExit):
-        parse([flag, "0"])
-    assert "at least 1" in capsys.readouterr().err
+def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(tmp_path):
+    flags = ["--vocab-size", "2147483647", "--model", "llama3.1-405b", "--out", str(tmp_path / "run")]
+    with pytest.raises(SystemExit, match=r"which take \d+ GiB a device .* smaller --model or --vocab-size"):
+        training_program.train(parse(flags))
+    assert not (tmp_path / "run").exists()
 
 
 def test_resuming_needs_to_know_what(capsys):

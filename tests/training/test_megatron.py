@@ -13,7 +13,7 @@ from training.command_line import parse
 from training.config import DataConfig
 from training.data.indexed_dataset import IndexedDataset, IndexedWriter
 from training.data.load import load_data, load_held_out
-from training.data.megatron import Rows, is_indexed, load_megatron, parse_blend
+from training.data.megatron import Rows, is_indexed, load_megatron, load_validation, parse_blend
 from training.data.tokenizer import tokenizer_vocab_size
 from training.run_config import from_json, to_json
 
@@ -189,7 +189,18 @@ def test_blends_are_written_as_megatrons(data, expected):
 
 
 @pytest.mark.parametrize(
-    "data", ["0.5 A B", "0.5 A 0.5", "A 0.5 B 0.5", "0 A 1 B", "-1 A 2 B", "1 2", "nan A 1 B"]
+    "data",
+    [
+        "0.5 A B",
+        "0.5 A 0.5",
+        "A 0.5 B 0.5",
+        "0 A 1 B",
+        "-1 A 2 B",
+        "1 2",
+        "nan A 1 B",
+        "inf A 1 B",
+        "1e308 A 1e308 B",
+    ],
 )
 def test_a_blend_with_a_wrong_weight_is_an_error(data):
     with pytest.raises(ValueError, match=r"takes PREFIX... or WEIGHT PREFIX WEIGHT PREFIX..."):
@@ -284,3 +295,24 @@ def test_broken_data_ends_the_program_at_its_start(tmp_path, change, message):
     with pytest.raises(SystemExit, match=message):
         run(tmp_path / "run", "--data", prefix)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("count", [1, 10])
+def test_too_few_documents_to_keep_one_for_evaluation_are_an_error_that_says_so(tmp_path, count):
+    """A .txt file is one document, however long."""
+    with IndexedWriter(tmp_path / "d", np.uint16) as writer:
+        for _ in range(count):
+            writer.add(np.arange(1000))
+    message = rf"d has {count} documents?, too few to keep the last 5 % .* with --eval-data, or tokenize"
+    with pytest.raises(ValueError, match=message):
+        load_megatron(DataConfig(data=(str(tmp_path / "d"),)), 1000)
+    with pytest.raises(ValueError, match=message):
+        load_validation(str(tmp_path / "d"), 1000, whole=False)
+    assert len(load_validation(str(tmp_path / "d"), 1000, whole=True)) == 1000 * count
+
+
+def test_eleven_documents_keep_one(tmp_path):
+    with IndexedWriter(tmp_path / "d", np.uint16) as writer:
+        for _ in range(11):
+            writer.add(np.arange(1000))
+    assert len(load_validation(str(tmp_path / "d"), 1000, whole=False)) == 1000

@@ -1,5 +1,6 @@
 """Meshes: what they are asked for, what they refuse, and that training on them is that on one device."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -18,14 +19,17 @@ import mxjax
 import train as training_program
 from models import llama
 from models.configs import LlamaConfig, get_config
+from models.huggingface.safetensors_files import Reader
 from models.sharding import AXES
 from training import parameter_sharding
 from training.command_line import parse
 from training.config import Config
+from training.huggingface_runs import export_checkpoint
 from training.mesh import check_batch, parse_mesh
 from training.policy_schedule import Phase
 from training.processes import join_processes, wait_for_coordinator
-from training.setup import mesh_flags
+from training.setup import fits_mesh
+from training.vocabulary import filled_size
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIRST, LATER = 1e-6, 5e-3
@@ -121,12 +125,6 @@ def check(model, policy, text, devices):
         ({"d_model": 192}, "amazon", "fsdp=2", r"'embed' of 192 .* runs of 64 .* reduce fsdp, to 1"),
         ({"d_ff": 96}, "wgrad", "tensor=2", r"blocks.mlp.down's axis 'mlp' of 96 .* reduce tensor"),
         ({}, "bf16", "tensor=4", r"blocks.attention.out's axis 'heads' of 128 .* reduce tensor, to 2"),
-        (
-            {"vocab_size": 257},
-            "bf16",
-            "tensor=2",
-            "embedding's axis 'vocab' of 257 into equal parts; reduce tensor",
-        ),
     ],
 )
 def test_parameters_are_cut_between_blocks_rotations_and_heads(model, policy, text, message):
@@ -155,23 +153,20 @@ def test_every_device_gets_as_many_sequences():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "batch_size", "accumulate", "vocab_size", "advice"),
+    ("sizes", "batch_size", "accumulate", "advice"),
     [
-        ((1, 8, 1), 12, 1, 256, "take --batch-size 8 or 16, or --mesh fsdp=4,tensor=2"),
-        ((1, 8, 1), 12, 1, 257, "take --batch-size 8 or 16, or --mesh fsdp=4,tensor=2 --vocab-size 258"),
-        ((2, 2, 2), 2, 2, 256, "take --batch-size 8"),  # but for 8 parts, for which there are too few heads
-        ((1, 2, 1), 1, 1, 256, "take --batch-size 2, or --mesh tensor=2"),
-        ((1, 3, 1), 7, 1, 256, "take --batch-size 6 or 9"),
+        ((1, 8, 1), 12, 1, "take --batch-size 8 or 16, or --mesh fsdp=4,tensor=2"),
+        ((2, 2, 2), 2, 2, "take --batch-size 8"),  # but for 8 parts, for which there are too few heads
+        ((1, 2, 1), 1, 1, "take --batch-size 2, or --mesh tensor=2"),
+        ((1, 3, 1), 7, 1, "take --batch-size 6 or 9"),
     ],
 )
-def test_a_batch_that_cannot_be_cut_is_an_error_with_what_can(
-    sizes, batch_size, accumulate, vocab_size, advice
-):
-    model = LlamaConfig(vocab_size, 256, 2, 4, 4, 32, 256)
+def test_a_batch_that_cannot_be_cut_is_an_error_with_what_can(sizes, batch_size, accumulate, advice):
+    model = LlamaConfig(257, 256, 2, 4, 4, 32, 256)
     phases = [Phase(1, "wgrad", llama.layer_policies(model, mxjax.get_policy("wgrad")))]
-    flags = functools.partial(mesh_flags, model, phases, False)
+    fits = functools.partial(fits_mesh, model, phases)
     with pytest.raises(ValueError, match=f"data x fsdp = .*; {advice}$"):
-        check_batch(dict(zip(AXES, sizes, strict=True)), batch_size, accumulate, flags)
+        check_batch(dict(zip(AXES, sizes, strict=True)), batch_size, accumulate, fits)
 
 
 def test_train_ends_with_what_to_change(tmp_path):
@@ -243,6 +238,32 @@ def test_every_shape_of_mesh_and_every_policy_each_in_one_pair_gives_the_losses_
     rest = itertools.repeat("bf16", len(shapes) - len(meshes.LADDER))  # which compiles fastest
     pairs = list(zip([*meshes.LADDER, *rest], shapes, strict=True))
     check_curves(pairs[half::2], "bf16")
+
+
+def test_a_vocabulary_is_filled_by_whole_units_of_the_head():
+    model = LlamaConfig(257, 256, 2, 4, 4, 32, 256)
+    plain, quantized = (
+        llama.layer_policies(model, mxjax.get_policy("wgrad"), [("head", mxjax.get_policy(head))])
+        for head in ("bf16", "wgrad")
+    )
+    sizes = {"data": 1, "fsdp": 4, "tensor": 1}
+    assert filled_size(sizes, model, [plain, quantized]) == 257
+    assert filled_size(sizes | {"tensor": 2}, model, [plain]) == 258
+    assert filled_size(sizes | {"tensor": 2}, model, [plain, quantized]) == 320
+    assert filled_size(sizes | {"tensor": 8}, dataclasses.replace(model, vocab_size=512), [quantized]) == 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["untied:bf16", "tied:wgrad"])
+def test_a_filled_vocabulary_gives_the_losses_of_one_device(case):
+    """257 tokens on fsdp=2,tensor=2; a quantized head's blocks of 32 lie along the vocabulary too."""
+    [line] = program("vocabulary", case)
+    found = json.loads(line)
+    assert found["errors"][0] < FIRST
+    assert max(found["errors"]) < LATER
+    assert found["shapes"] == [258 if case == "untied:bf16" else 320, 257]
+    assert found["filler"] == 0
+    assert found["same"]
 
 
 @pytest.mark.slow
@@ -331,3 +352,26 @@ def test_two_processes_train_as_one_does_and_one_goes_on(tmp_path):
         assert a == pytest.approx(
             b, rel=2e-2
         )  # activations are in bfloat16, rounded elsewhere on another mesh
+
+
+@pytest.mark.slow
+def test_the_default_model_trains_on_a_tensor_mesh_resumes_on_one_device_and_is_exported(tmp_path):
+    """Its 257 tokens are filled up to 258 on the mesh alone."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
+    flags = [*SMALL, "--policy", "bf16", "--data", str(text), "--mllog"]
+    out = tmp_path / "run"
+    printed = finish(
+        start(["train.py", *flags, "--out", out, "--mesh", "tensor=2", "--stop-after", "2"], devices=2)
+    )
+    assert "vocabulary 257 filled up to 258 for --mesh" in "\n".join(printed)
+    assert '"key": "tensor_parallelism", "value": 2,' in (out / "mllog.txt").read_text()
+    training_program.train(parse(["--resume", "--out", str(out)]))
+    training_program.train(parse([*flags, "--out", str(tmp_path / "whole")]))
+    found, expected = records(out), records(tmp_path / "whole")
+    for (step, a), (_, b) in zip(found, expected, strict=True):
+        assert a == pytest.approx(b, rel=1e-3 if step == 1 else 2e-2)  # activations are in bfloat16
+    export_checkpoint(out, tmp_path / "exported")
+    with Reader(tmp_path / "exported") as reader:
+        assert reader.specs["model.embed_tokens.weight"].shape == (257, 128)
+        assert reader.specs["lm_head.weight"].shape == (257, 128)

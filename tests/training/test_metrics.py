@@ -20,13 +20,14 @@ class Recorder:
     skips = False
 
     def __init__(self):
-        self.written, self.shown = [], []
+        self.written, self.shown, self.means = [], [], []
 
     def write(self, **values):
         self.written.append(values)
 
     def step(self, step, values):
         self.shown.append(step)
+        self.means.append("mean_step_s" in values)
 
     def check(self, step, loss, grad_norm=None, metrics=None):
         if metrics is not None and not metrics.finite and not self.skips:
@@ -74,6 +75,7 @@ def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
         (2, 16, 0.5, 0.1),
     ]
     assert out.shown == [1, 2]
+    assert out.means == [False, True]  # the first step compiles, and says nothing of the others
 
 
 def test_a_loss_that_is_not_finite_is_logged_and_raised():
@@ -182,5 +184,8 @@ def test_the_time_left_is_that_of_the_steps_that_remain(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
     values = {"loss": 1.0, "tokens_per_s": 5.0, "tflops_per_device": 1.0, "grad_norm": 1.0, "lr": 0.1}
     with Display(steps=100, start=0, every=10) as display:
+        display.step(1, values)
         display.step(10, values | {"mean_step_s": 50.0})
-    assert "1:15:00 left" in capsys.readouterr().out
+    first, later = capsys.readouterr().out.splitlines()
+    assert "left" not in first
+    assert "1:15:00 left" in later

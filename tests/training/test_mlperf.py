@@ -20,6 +20,7 @@ from training.command_line import parse
 from training.config import Config, MLPerfConfig, PrecisionConfig
 from training.data.indexed_dataset import IndexedWriter
 from training.learning_rate import learning_rate
+from training.memory import ONE_DEVICE
 from training.mlperf_log import TOKEN, MLPerfLog, settings
 from training.run_config import from_json, to_json
 from training.step_reporter import StepReporter
@@ -48,7 +49,9 @@ def policies_of(config):
 
 def write_log(path, config, losses):
     """A log as train.py writes it, of a run with these losses by sequences; the last ends it."""
-    with MLPerfLog(path, settings(config, policies_of(config), 1024, "cpu"), 0, time.time()) as log:
+    with MLPerfLog(
+        path, settings(config, policies_of(config), 1024, "cpu", ONE_DEVICE), 0, time.time()
+    ) as log:
         for sequences, loss in losses.items():
             log.evaluation_starts(sequences)
             log.evaluation_ends(sequences, loss, last=sequences == max(losses))
@@ -132,6 +135,14 @@ def test_the_log_passes_the_compliance_checker(tmp_path, policy):
     assert found["train_samples"] == 172_032
 
 
+def test_the_log_says_how_a_mesh_shares_the_work():
+    config = parse([*PRESET, "--accumulate", "2"])
+    found = settings(config, policies_of(config), 1024, "cpu", {"data": 2, "fsdp": 4, "tensor": 8})
+    assert (found["tensor_parallelism"], found["pipeline_parallelism"]) == (8, 1)
+    parts = found["micro_batch_size"] * found["gradient_accumulation_steps"] * 2 * 4
+    assert parts == found["global_batch_size"] == 32
+
+
 @pytest.mark.parametrize(
     ("flags", "key"),
     [
@@ -156,7 +167,7 @@ def test_a_resumed_log_goes_on_where_the_run_does(tmp_path):
     config = parse(PRESET)
     whole, path = tmp_path / "whole.txt", tmp_path / "mllog.txt"
     write_log(whole, config, {12_288: 5.6, 24_576: 4.4, 36_864: 3.2})
-    facts = settings(config, policies_of(config), 1024, "cpu")
+    facts = settings(config, policies_of(config), 1024, "cpu", ONE_DEVICE)
     with MLPerfLog(path, facts, 0, time.time()) as log:
         for sequences, loss in {12_288: 5.6, 24_576: 4.5}.items():  # the second will be forgotten
             log.evaluation_starts(sequences)
@@ -175,7 +186,7 @@ def test_a_resumed_log_goes_on_where_the_run_does(tmp_path):
 def test_formats_that_mlperf_does_not_name_are_refused():
     policies = LayerPolicies(("head",), (mxjax.get_policy("chmiel_mx"),))
     with pytest.raises(ValueError, match="MLPerf has no name for mxfp4_e3m0"):
-        settings(parse(PRESET), policies, 1024, "cpu")
+        settings(parse(PRESET), policies, 1024, "cpu", ONE_DEVICE)
 
 
 def test_the_reference_points_are_mlperf_logging_s():

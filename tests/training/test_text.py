@@ -58,7 +58,7 @@ def test_what_is_no_text_is_refused(tmp_path):
     for suffix in (".bin", ".idx"):
         (tmp_path / f"a.data{suffix}").write_bytes(b"0123")
     for path in (tmp_path / "a.data.bin", tmp_path / "a.data.idx", tmp_path):
-        with pytest.raises(ValueError, match=r"holds tokens.*name the dataset as .*/a.data$"):
+        with pytest.raises(ValueError, match=r"holds tokens.*give --data .*/a.data$"):
             load_text(path)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c4-train.0.json.gz").write_bytes(b"0123")

@@ -16,7 +16,7 @@ import pytest
 from training.data.indexed_dataset import IndexedDataset
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_vocab_size
 from training.tokenize import workers
-from training.tokenize.tokenize import TokenizeConfig, main, tokenize
+from training.tokenize.tokenize import TokenizeConfig, main, summary, tokenize
 from training.tokenize.train_tokenizer import train_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -316,15 +316,10 @@ def test_a_killed_command_goes_on_and_its_processes_end(here, tokenizer, tmp_pat
     write_files(folder, 12, 2000, words=40)
     full = command(folder, tmp_path / "d", "--tokenizer", str(tokenizer), "--workers", "2")
     parts = tmp_path / "d.partial"
-    process = subprocess.Popen(
-        full,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell starts background jobs with SIGINT ignored, and processes inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    # A shell starts background jobs with SIGINT ignored, and their processes inherit that.
+    heed = "import os, signal as s, sys; s.signal(s.SIGINT, s.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    heeding = [sys.executable, "-c", heed, *full]
+    process = subprocess.Popen(heeding, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 100
     while len(list(parts.glob("0*.json"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -358,3 +353,22 @@ def test_a_process_that_ends_without_a_word_ends_the_run(corpus, tmp_path):
 def test_the_command_line_ends_with_the_message_alone(tmp_path):
     with pytest.raises(SystemExit, match="error: --input 'nothing' matches no file"):
         main(["--input", "nothing", "--output", str(tmp_path / "d"), "--train-tokenizer"])
+
+
+def test_the_command_of_the_summary_survives_a_shell():
+    printed = summary("data/my corpus; rm", {"documents": 1, "tokens": 2, "left_out": {}})
+    assert printed.endswith("train on it with: python train.py --data 'data/my corpus; rm'")
+
+
+def test_a_tokenizer_at_which_the_package_panics_is_an_error(tmp_path):
+    """A merge whose second token lacks the prefix that the file declares."""
+    vocabulary = {"a": 0, "b": 1, "ab": 2}
+    model = {
+        "type": "BPE",
+        "vocab": vocabulary,
+        "merges": [["a", "b"]],
+        "continuing_subword_prefix": "##" * 9,
+    }
+    (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    with pytest.raises(ValueError, match=r"t\.json is not a tokenizer\.json"):
+        load_tokenizer(tmp_path / "t.json")

@@ -44,6 +44,8 @@ def load_held_out(path: str, vocab_size: int, whole: bool) -> Integer[np.ndarray
     Raises:
       ValueError: the data cannot be read, or token ids exceed the vocabulary.
     """
+    if not path:
+        raise ValueError("--data and --eval-data name a file, folder or dataset, got an empty name")
     if is_indexed([path]):
         return load_validation(path, vocab_size, whole)
     corpus = load_text(pathlib.Path(path))

@@ -1,6 +1,7 @@
 """Megatron indexed datasets as training data: one or several, read in megatron-core's order."""
 
 import dataclasses
+import math
 import os
 import zlib
 from collections.abc import Sequence
@@ -35,14 +36,18 @@ def parse_blend(data: Sequence[str]) -> tuple[list[str], list[float] | None]:
     Weights are None in the first form, which mixes datasets by size.
 
     Raises:
-      ValueError: a weight is missing or not positive.
+      ValueError: a weight is missing, not positive or not finite.
     """
     numbers = [_number(value) for value in data]
     if all(number is None for number in numbers):
         return list(data), None
     weights = [number for number in numbers[::2] if number is not None and number > 0]
-    if len(data) % 2 or len(weights) * 2 != len(data) or any(number is not None for number in numbers[1::2]):
-        raise ValueError(f"--data takes PREFIX... or WEIGHT PREFIX WEIGHT PREFIX..., got {' '.join(data)}")
+    alternate = len(weights) * 2 == len(data) and all(number is None for number in numbers[1::2])
+    if not alternate or not math.isfinite(sum(weights)):
+        raise ValueError(
+            "--data takes PREFIX... or WEIGHT PREFIX WEIGHT PREFIX..., with positive, finite weights; "
+            f"got {' '.join(data)}"
+        )
     return list(data[1::2]), weights
 
 
@@ -206,12 +211,19 @@ def _vocabulary(prefixes: list[str], given: int | None, model_vocab_size: int) -
 
 
 def _split(dataset: IndexedDataset) -> tuple[tuple[range, ...], Tokens]:
-    """Returns the documents to train on, and the tokens of the other documents."""
+    """Returns the documents to train on, and the tokens of the other documents.
+
+    Raises:
+      ValueError: the dataset has too few documents to keep one for evaluation.
+    """
     cut = round(_TRAIN_SHARE * len(dataset))
-    start = (
-        int(dataset.offsets[cut]) // dataset.tokens.itemsize if cut < len(dataset) else len(dataset.tokens)
-    )
-    return (range(cut),), dataset.tokens[start:]
+    if cut == len(dataset):
+        raise ValueError(
+            f"{dataset.prefix} has {cut} document{'s' if cut > 1 else ''}, too few to keep the last 5 % of "
+            "them for evaluation; name data to evaluate on with --eval-data, or tokenize the text as more "
+            "documents (a .txt file is one, each line of a .jsonl file is one)"
+        )
+    return (range(cut),), dataset.tokens[int(dataset.offsets[cut]) // dataset.tokens.itemsize :]
 
 
 def _number(value: str) -> float | None:

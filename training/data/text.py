@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import shlex
 import sysconfig
 import zlib
 
@@ -121,7 +122,9 @@ def _check_text(files: list[pathlib.Path]) -> None:
                 f"{path} is compressed, not text; tokenize it first: python -m training.tokenize --help"
             )
         if path.suffix in _DATASET and all(path.with_suffix(s).is_file() for s in _DATASET):
-            raise ValueError(f"{path} holds tokens, not text; name the dataset as {path.with_suffix('')}")
+            raise ValueError(
+                f"{path} holds tokens, not text; give --data {shlex.quote(str(path.with_suffix('')))}"
+            )
 
 
 def _hidden(path: pathlib.Path) -> bool:

@@ -24,7 +24,9 @@ def load_tokenizer(path: pathlib.Path) -> Any:
     library = tokenizers_library()
     try:
         tokenizer = library.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises no narrower type
+    except BaseException as error:  # the package raises no narrower type, and panics in Rust are no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ValueError(
             f"--tokenizer {path} is not a tokenizer.json of the package tokenizers: {error}"
         ) from error
@@ -57,15 +59,20 @@ def tokenizer_vocab_size(path: pathlib.Path) -> int:
     """Returns the largest token id of a tokenizer.json plus one.
 
     Raises:
-      ValueError: the file is not a tokenizer.
+      ValueError: the file is not a tokenizer, or has ids that no dataset can hold.
     """
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_bytes())
         vocabulary, added = raw["model"]["vocab"], raw.get("added_tokens", [])
-        ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
-        return 1 + max(max(ids, default=-1), *(token["id"] for token in added), -1)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a tokenizer.json of the package tokenizers: {error!r}") from error
+        ids = list(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
+        ids += [token["id"] for token in added]
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not a tokenizer.json of the package tokenizers: {type(error).__name__}: {error}"
+        ) from error
+    if not ids or any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
+        raise ValueError(f"{path} has no tokens, or ids that are not integers from 0 to 2**31 - 1")
+    return 1 + max(ids)
 
 
 def tokenizers_library() -> Any:

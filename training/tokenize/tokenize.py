@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import sys
 import time
@@ -251,7 +252,7 @@ def summary(prefix: str, record: dict[str, Any]) -> str:
     if record["left_out"]:
         kinds = ", ".join(f"{count:,} x {kind}" for kind, count in record["left_out"].items())
         lines.append(f"skipped, see {prefix}.problems.txt: {kinds}")
-    lines.append(f"train on it with: python train.py --data {prefix}")
+    lines.append(f"train on it with: python train.py --data {shlex.quote(prefix)}")
     return "\n".join(lines)
 
 

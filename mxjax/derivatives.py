@@ -1,0 +1,43 @@
+"""Derivatives that a product does not have: each raises an error that says so, instead of a wrong number."""
+
+from collections.abc import Sequence
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Float
+
+
+@jax.custom_jvp
+def first_order_only(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns x; differentiating it raises NotImplementedError."""
+    return x
+
+
+@first_order_only.defjvp
+def _raise_on_second_derivative(primals, tangents):
+    raise NotImplementedError(
+        "mxjax.dot has no second derivative: quantization is piecewise constant. "
+        "Use jnp.dot where you need one."
+    )
+
+
+def reverse_mode_only(tangents: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns tangents that can be transposed, as reverse mode does, but not computed: that raises."""
+    return _reverse_mode_only_p.bind(*tangents)
+
+
+def _raise_on_forward_mode(*_, **__):
+    raise TypeError(
+        "mxjax.dot has no forward mode (jax.jvp, jax.jacfwd, jax.linearize): its gradients are GEMMs of "
+        "their own. Use jax.grad, jax.vjp or jax.jacrev."
+    )
+
+
+_reverse_mode_only_p = Primitive("mxjax_reverse_mode_only")
+_reverse_mode_only_p.multiple_results = True
+_reverse_mode_only_p.def_impl(_raise_on_forward_mode)
+_reverse_mode_only_p.def_abstract_eval(lambda *tangents: list(tangents))
+mlir.register_lowering(_reverse_mode_only_p, _raise_on_forward_mode)
+batching.primitive_batchers[_reverse_mode_only_p] = _raise_on_forward_mode
+ad.primitive_transposes[_reverse_mode_only_p] = lambda cotangents, *_: cotangents

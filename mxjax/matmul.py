@@ -1,0 +1,192 @@
+"""`matmul`: the three GEMMs of one product, as a function of x and w with a gradient of its own.
+
+x is [*batch, m, k] with at most one batch axis, m are the tokens; w is [*batch, k, n]. Everything that is not
+an array is in `Options`, which is hashable.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from mxjax.derivatives import first_order_only
+from mxjax.gemm import multiply
+from mxjax.gemm_input import GemmInput, as_backward_sees, fold, gemm_inputs
+from mxjax.implementations import ON_PACKED, GemmImplementations, How, Implementation, implementations_of
+from mxjax.kmajor import KMajor
+from mxjax.policy import Policy
+from mxjax.prepare import Prepared, prepare
+from mxjax.quantize import MXArray, dequantize
+from mxjax.recipes import as_policy
+from mxjax.remat import tag_operand, tag_product
+from mxjax.weight_layout import as_stored
+
+
+class Options(NamedTuple):
+    """What a product does, apart from its arrays; hashable.
+
+    Attributes:
+      dtypes: dtypes of the result, of dx and of dw.
+      frozen: structure of w if it is an `MXArray`, of which w is then the leaves; it has no gradient.
+    """
+
+    policy: Policy
+    gemms: GemmImplementations
+    dtypes: tuple[DTypeLike, DTypeLike, DTypeLike]
+    precision: lax.PrecisionLike = None
+    frozen: Any = None  # a PyTreeDef
+
+
+Weight = jax.Array | tuple[jax.Array, ...]
+"""An array, or the leaves of a frozen `MXArray`."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def matmul(options: Options, x: jax.Array, w: Weight, key: jax.Array | None) -> jax.Array:
+    """Returns x @ w by the policy's Fprop; its gradients are the policy's Dgrad and Wgrad."""
+    return _forward(options, x, w, key, keep=False)[0]
+
+
+def _matmul_fwd(options: Options, x, w, key):
+    y, residuals = _forward(options, x, w, key, keep=True)
+    # Keep the argument itself, so that a scan over layers does not copy their weights.
+    return y, residuals._replace(w=w) if residuals.w_packed is None else residuals
+
+
+def _matmul_bwd(options: Options, residuals, dy):
+    return (*_backward(options, residuals, dy), None)
+
+
+matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+class _Residuals(NamedTuple):
+    """Values for the backward pass: packed operands for GEMMs that take them, else the tensors."""
+
+    x: jax.Array | None
+    x_packed: Prepared | None
+    w: Weight | None
+    w_packed: Prepared | None
+    key: jax.Array | None
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
+def _forward(options: Options, x, w, key, *, keep: bool):
+    """Returns the product and the residuals without w itself; with `keep`, packed ones where possible."""
+    policy, gemms, dtypes, precision, frozen = options
+    x, w = first_order_only(x), first_order_only(_values(w, frozen))
+    x = lax.optimization_barrier(x)  # several passes read it; XLA would recompute it in each
+    dgrad, wgrad, seen_w, seen_x = _backward_inputs(policy, key)
+    left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
+    keep_x, keep_w = (keep and frozen is None and how in ON_PACKED for how in (gemms.wgrad, gemms.dgrad))
+    lhs, x_packed = _prepare_two(x, (gemms.fprop, left), (gemms.wgrad, wgrad[0]) if keep_x else None, seen_x)
+    rhs, w_packed = _prepare_two(w, (gemms.fprop, right), (gemms.dgrad, dgrad[1]) if keep_w else None, seen_w)
+    if w.ndim == 2:  # not attention, whose products grow with the square of the sequence length
+        lhs, rhs, x_packed, w_packed = _tagged(lhs), _tagged(rhs), _tagged(x_packed), _tagged(w_packed)
+    layout = gemms.layout
+    if layout is not None and not isinstance(rhs, MXArray):  # K-major
+        layout = layout.transposed
+    y = multiply(gemms.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"), layout)
+    y = tag_product(y) if w.ndim == 2 else y
+    x = None if keep_x or frozen is not None else x
+    return y.value(dtypes[0]), _Residuals(x, x_packed, None, w_packed, key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(options: Options, residuals: _Residuals, dy):
+    """Returns the gradients dx and dw; None for dw if w is frozen."""
+    policy, gemms, dtypes, precision, frozen = options
+    x, x_packed, w, w_packed, key = residuals
+    dy = first_order_only(dy)
+    dgrad, wgrad, seen_w, seen_x = _backward_inputs(policy, key)
+    if all(how.operand.format == "bf16" and how.rotation is None for how in (dgrad[0], wgrad[1])):
+        dy = dy.astype(jnp.bfloat16)  # halves the bytes of float32 logits and converts them once
+    dy = lax.optimization_barrier(dy)
+    wanted: list[tuple[How, GemmInput]] = [(gemms.dgrad, dgrad[0]), (gemms.wgrad, wgrad[1])]
+    dy_rows, *dy_columns = prepare(dy, wanted if frozen is None else wanted[:1])
+    w = None if w is None else first_order_only(_values(w, frozen))
+    w_rows = w_packed if w is None else prepare(seen_w(w), [(gemms.dgrad, dgrad[1])])[0]
+    assert w_rows is not None
+    dx = multiply(gemms.dgrad, dtypes[1], precision, dy_rows, w_rows, ("e5m2", "e4m3"), gemms.layout)
+    if frozen is not None:
+        return dx.value(dtypes[1]), None
+    x_columns = x_packed if x is None else prepare(seen_x(x), [(gemms.wgrad, wgrad[0])])[0]
+    assert x_columns is not None
+    [dy_columns] = dy_columns
+    dw = multiply(gemms.wgrad, dtypes[2], precision, x_columns, dy_columns, ("e4m3", "e5m2"))
+    return dx.value(dtypes[1]), as_stored(dw.value(dtypes[2]), gemms.layout)
+
+
+def residual_bytes(
+    x: jax.ShapeDtypeStruct | jax.Array | np.ndarray,
+    w: jax.ShapeDtypeStruct | jax.Array | np.ndarray,
+    *,
+    policy: Policy | str,
+    implementation: Implementation | None = None,
+) -> dict[str, int]:
+    """Returns the bytes that `dot(x, w, ...)` keeps for its backward pass, by tensor ("x", "w").
+
+    Packed operands take 17/32 byte per element. If a GEMM does not take packed operands, the tensor itself is
+    kept, which costs nothing for weights: they stay in memory anyway.
+
+    Args:
+      x, w: arrays [..., d_in] and [d_in, d_out], or their shapes and dtypes.
+      Others: see `dot`.
+    """
+    resolved = as_policy(policy)
+    x = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+    key = jax.eval_shape(lambda: jax.random.key(0)) if resolved.needs_key else None
+    options = Options(resolved, implementations_of(resolved, implementation), (x.dtype,) * 3)
+
+    def kept(x, w, key):
+        _, residuals = _matmul_fwd(options, x, w, key)
+        x_, x_packed, w_, w_packed, _ = residuals
+        return {"x": jax.tree.leaves((x_, x_packed)), "w": jax.tree.leaves((w_, w_packed))}
+
+    arrays = jax.eval_shape(kept, x, jax.ShapeDtypeStruct(w.shape, w.dtype), key)
+    return {name: sum(a.size * a.dtype.itemsize for a in group) for name, group in arrays.items()}
+
+
+def _values(w: Weight, frozen: Any) -> jax.Array:
+    """Returns a weight's values, of a quantized one in a dtype that represents them exactly."""
+    if isinstance(w, jax.Array):
+        return w
+    assert frozen is not None
+    q: MXArray = frozen.unflatten(w)
+    return dequantize(q, jnp.bfloat16 if q.format == "mxfp4" and q.prescale is None else jnp.float32)
+
+
+def _tagged[T](q: T) -> T:
+    """Returns q, tagged for `mxjax.remat` if it is packed."""
+    return tag_operand(q) if isinstance(q, KMajor) and q.scales is not None else q
+
+
+def _prepare_two(
+    x: jax.Array, now: tuple[How, GemmInput], later: tuple[How, GemmInput] | None, seen
+) -> tuple[Prepared, Prepared | None]:
+    """Returns x prepared for the Fprop and, if `later` is given, for a backward GEMM."""
+    if later is None:
+        return prepare(x, [now])[0], None
+    if later[1].operand.source == "original":
+        first, second = prepare(x, [now, later])
+        return first, second
+    return prepare(x, [now])[0], prepare(seen(x), [later])[0]
+
+
+def _backward_inputs(policy: Policy, key):
+    """Returns the inputs of Dgrad (dy, w) and Wgrad (x, dy), and functions that map w and x to those read."""
+    dgrad = gemm_inputs(policy.dgrad, -1, -1, fold(key, 1))
+    wgrad = gemm_inputs(policy.wgrad, -2, -2, fold(key, 2))
+
+    def seen_w(w):
+        return as_backward_sees(w, policy.dgrad.rhs, policy.fprop.rhs, -2, fold(key, 0, 1))
+
+    def seen_x(x):
+        return as_backward_sees(x, policy.wgrad.lhs, policy.fprop.lhs, -1, fold(key, 0, 0))
+
+    return dgrad, wgrad, seen_w, seen_x

@@ -1,0 +1,54 @@
+"""The dot of every named policy lowers with kernels by every implementation, or says which to use."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import mxjax
+from mxjax.formats import get_format
+
+TESTS = pathlib.Path(__file__).parents[1]
+CALLS = ([], ["triton_kernel_call_ffi"])
+
+
+def lower(*arguments: str) -> list[dict]:
+    """Returns what `support.every_policy` prints in a process without a GPU and without the interpreter."""
+    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
+    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    variables |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "support.every_policy", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def only_xla_takes(name: str) -> bool:
+    """Whether an operand of the policy has a format for which no kernel and no FP8 product exists."""
+    operands = [o for gemm in mxjax.get_policy(name).gemms.values() for o in (gemm.lhs, gemm.rhs)]
+    return any(o.format != "mxfp4" and get_format(o.format).scale != "none" for o in operands)
+
+
+@pytest.mark.parametrize(
+    ("backend", "arch", "which"),
+    [
+        ("cuda", "sm_90", "xla"),
+        pytest.param("cuda", "sm_90", "all", marks=pytest.mark.slow),
+        pytest.param("hip", "gfx950", "all", marks=pytest.mark.slow),
+    ],
+)
+def test_every_policy_lowers_by_every_implementation(backend, arch, which):
+    models = [] if which == "xla" else ["chmiel_mx", "fprop_dgrad", "wgrad_hadamard"]
+    programs = lower(backend, arch, which, *models)
+    per_policy = 6 if which == "all" else 1
+    assert len(programs) == per_policy * len(mxjax.policies()) + len(models)
+    for program in programs:
+        named = program.get("implementation") in ("fp8_carriers", "scaled_dot", "triton")
+        if named and only_xla_takes(program["policy"]):
+            assert program["error"].startswith("NotImplementedError: "), program
+            assert "use 'xla', or None" in program["error"]
+        else:
+            assert program.get("targets") in CALLS, program

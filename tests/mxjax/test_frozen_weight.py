@@ -1,0 +1,83 @@
+"""`dot` of an `MXArray`, a frozen weight: the products of its values, and neither Wgrad nor its residual."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.dots import assert_same, inputs
+
+import mxjax
+
+X, W, DY = inputs()
+Q = mxjax.quantize(W, axis=0)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "implementation"))
+def y_and_dx(x, w, dy, policy, implementation=None):
+    def product(x):
+        return mxjax.dot(x, w, policy=policy, key=jax.random.key(0), implementation=implementation)
+
+    y, vjp = jax.vjp(product, x)
+    return y, *vjp(dy)
+
+
+@pytest.mark.parametrize("policy", ["wgrad_hadamard", pytest.param("tetrajet", marks=pytest.mark.slow)])
+def test_its_products_are_those_of_its_values(policy):
+    assert_same(y_and_dx(X, Q, DY, policy), y_and_dx(X, mxjax.dequantize(Q), DY, policy))
+
+
+def test_the_fprop_multiplies_its_very_values():
+    y = mxjax.dot(X, Q, policy="wgrad", implementation="reference")
+    np.testing.assert_array_equal(y, mxjax.dot(X, W, policy="wgrad", implementation="reference"))
+
+
+@pytest.mark.parametrize("q", [mxjax.quantize(W, "nvfp4", axis=0), mxjax.quantize(W, axis=1, prescale=0.75)])
+def test_any_format_and_axis_will_do(q):
+    assert_same(y_and_dx(X, q, DY, "fp8"), y_and_dx(X, mxjax.dequantize(q), DY, "fp8"))
+
+
+def test_the_result_has_the_dtype_of_x():
+    assert mxjax.dot(X.astype(jnp.bfloat16), Q, policy="wgrad").dtype == jnp.bfloat16
+
+
+# FP8 carriers have a product for operands that FP8 cannot represent, too.
+@pytest.mark.parametrize(("implementation", "products"), [("xla", 1), ("fp8_carriers", 2)])
+def test_nothing_but_the_weight_is_kept_for_the_backward_pass(implementation, products):
+    _, vjp = jax.vjp(lambda x: mxjax.dot(x, Q, policy="wgrad", implementation=implementation), X)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(vjp))
+    assert kept == Q.elements.nbytes + Q.scales.nbytes
+    assert str(jax.make_jaxpr(vjp)(DY)).count("dot_general[") == products  # Dgrad, and no Wgrad
+
+
+def test_low_rank_adapters_train_on_it():
+    def loss(adapter, x, q):
+        a, b = adapter
+        y = mxjax.dot(x, q, policy="wgrad_hadamard") + mxjax.dot(x @ a, b, policy="bf16")
+        return jnp.mean((y - DY) ** 2)
+
+    adapter = jnp.full((48, 4), 0.1), jnp.zeros((4, 56))
+    for _ in range(3):
+        before, gradient = jax.value_and_grad(loss)(adapter, X, Q)
+        adapter = jax.tree.map(lambda p, g: p - 0.01 * g, adapter, gradient)
+        assert loss(adapter, X, Q) < before
+
+
+def test_mapped_rows_share_it():
+    mapped = jax.vmap(lambda x: mxjax.dot(x, Q, policy="wgrad"))(X)
+    np.testing.assert_array_equal(mapped, mxjax.dot(X, Q, policy="wgrad"))
+
+
+def test_stacked_ones_are_scanned_and_mapped():
+    stacked = jax.tree.map(lambda t: jnp.stack([t, t[::-1]]), Q)
+    one_by_one = jnp.stack([mxjax.dot(X, q, policy="wgrad") for q in (Q, jax.tree.map(lambda t: t[::-1], Q))])
+    dot = functools.partial(mxjax.dot, policy="wgrad")
+    scanned = jax.lax.scan(lambda x, q: (x, dot(x, q)), X, stacked)[1]
+    np.testing.assert_array_equal(scanned, one_by_one)
+    np.testing.assert_allclose(jax.vmap(dot, (None, 0))(X, stacked), one_by_one, rtol=1e-5, atol=1e-5)
+
+
+def test_a_shape_that_does_not_match_raises():
+    with pytest.raises(ValueError, match=r"dot needs x .* and w \[d_in, d_out\], got \(40, 48\)"):
+        mxjax.dot(X, mxjax.quantize(W.T), policy="wgrad")

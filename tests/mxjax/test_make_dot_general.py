@@ -1,0 +1,225 @@
+"""`make_dot_general`: in NNX and Linen layers, which operand is the weight, equality, pickling, shardings."""
+
+import pickle
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support.dots import ASSORTED, RANDOM_FPROP, assert_same, draw, inputs, products
+
+import mxjax
+from mxjax import Policy
+
+LINEAR = (((1,), (0,)), ((), ()))
+DOT = mxjax.make_dot_general("wgrad")
+
+
+def nnx_products(layer: nnx.Module, kernel: nnx.Param, x, w, dy):
+    """Returns y, dx and dw of an NNX layer with the given weight."""
+    kernel.set_value(w)
+    gradient, dx = nnx.grad(lambda layer, x: jnp.vdot(layer(x), dy), argnums=(0, 1))(layer, x)
+    (dw,) = jax.tree.leaves(gradient)
+    return layer(x), dx, dw
+
+
+def test_make_dot_general_in_an_nnx_linear():
+    x, w, dy = inputs()
+    key = jax.random.key(2)
+    dot_general = mxjax.make_dot_general(ASSORTED, key=key)
+    layer = nnx.Linear(48, 56, use_bias=False, dot_general=dot_general, rngs=nnx.Rngs(0))
+    assert_same(nnx_products(layer, layer.kernel, x, w, dy), products(x, w, dy, key, policy=ASSORTED))
+
+
+class KeyedLinear(nnx.Module):
+    """An NNX layer that draws its keys from its own "mxjax" stream, as transformations need."""
+
+    def __init__(self, policy: Policy, rngs: nnx.Rngs):
+        self.policy = policy
+        self.linear = nnx.Linear(48, 56, use_bias=False, rngs=rngs)
+        self.rngs = rngs
+
+    def __call__(self, x):
+        self.linear.dot_general = mxjax.make_dot_general(self.policy, key=lambda: self.rngs.mxjax())
+        return self.linear(x)
+
+
+def test_make_dot_general_draws_keys_in_an_nnx_module():
+    x, w, dy = inputs()
+    layer = KeyedLinear(ASSORTED, nnx.Rngs(params=0, mxjax=1))
+    _, dx, dw = nnx_products(layer, layer.linear.kernel, x, w, dy)
+    first_key = nnx.Rngs(mxjax=1).mxjax()
+    _, *expected = products(x, w, dy, first_key, policy=ASSORTED)
+    assert_same((dx, dw), expected)
+
+
+class KeyedDense(linen.Module):
+    """A Linen layer that draws its keys from the "mxjax" stream, and tells which."""
+
+    policy: Policy
+    tell: Callable[[jax.Array], None]
+
+    @linen.compact
+    def __call__(self, x):
+        def draw_key():
+            key = self.make_rng("mxjax")
+            self.tell(key)
+            return key
+
+        dot_general = mxjax.make_dot_general(self.policy, key=draw_key)
+        return linen.Dense(56, use_bias=False, dot_general=dot_general)(x)
+
+
+def test_make_dot_general_in_a_linen_dense():
+    x, w, dy = inputs()
+    keys = []
+
+    def forward(x, w):
+        variables = {"params": {"Dense_0": {"kernel": w}}}
+        return KeyedDense(ASSORTED, keys.append).apply(variables, x, rngs={"mxjax": jax.random.key(2)})
+
+    y, vjp = jax.vjp(forward, x, w)
+    assert len(keys) == 1
+    assert_same((y, *vjp(dy)), products(x, w, dy, keys[0], policy=ASSORTED))
+
+
+def test_make_dot_general_asks_a_callable_for_a_key_at_every_call():
+    x, w, _ = inputs()
+    keys = jax.random.split(jax.random.key(0), 2)
+    dot_general = mxjax.make_dot_general(RANDOM_FPROP, key=iter(keys).__next__)
+    for key in keys:
+        y = dot_general(x, w, (((1,), (0,)), ((), ())))
+        np.testing.assert_array_equal(y, mxjax.dot(x, w, policy=RANDOM_FPROP, key=key))
+
+
+def test_make_dot_general_uses_a_given_key_at_every_call():
+    x, w, _ = inputs()
+    key = jax.random.key(3)
+    dot_general = mxjax.make_dot_general(RANDOM_FPROP, key=key, implementation="reference")
+    for _ in range(2):
+        y = dot_general(x, w, (((1,), (0,)), ((), ())))
+        expected = mxjax.dot(x, w, policy=RANDOM_FPROP, key=key, implementation="reference")
+        np.testing.assert_array_equal(y, expected)
+
+
+def test_make_dot_general_passes_the_implementation_on():
+    x, w, _ = inputs()
+    dot_general = mxjax.make_dot_general("wgrad", implementation="triton")
+    with pytest.raises(NotImplementedError, match="'triton' needs a GPU"):
+        dot_general(x, w, (((1,), (0,)), ((), ())))
+
+
+@pytest.mark.parametrize(
+    ("kind", "primitive"), [(AxisType.Auto, "sharding_constraint"), (AxisType.Explicit, "reshard")]
+)
+def test_make_dot_general_takes_an_out_sharding(kind, primitive):
+    x, w, _ = inputs()
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(kind,))
+    spec = PartitionSpec(None, "d")
+    run = jax.jit(lambda x, w: DOT(x, w, LINEAR, out_sharding=spec))
+    with jax.set_mesh(mesh):
+        y, text = run(x, w), str(jax.make_jaxpr(run)(x, w))
+    assert f"= {primitive}" in text
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
+    np.testing.assert_array_equal(y, mxjax.dot(x, w, policy="wgrad"))
+
+
+@pytest.mark.parametrize(("policy", "message"), [("foo", "unknown policy"), ("full_sr", "needs key=")])
+def test_make_dot_general_checks_its_policy_at_once(policy, message):
+    with pytest.raises(ValueError, match=message):
+        mxjax.make_dot_general(policy)
+
+
+class Keyed(nnx.Module):
+    """Two NNX layers that draw their keys from one stream, which is a part of them."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        dot_general = nnx.data(mxjax.make_dot_general(RANDOM_FPROP, key=rngs.mxjax))
+        self.first = nnx.Linear(48, 48, use_bias=False, dot_general=dot_general, rngs=rngs)
+        self.second = nnx.Linear(48, 56, use_bias=False, dot_general=dot_general, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.first(x))
+
+
+def test_an_nnx_stream_advances_under_nnx_jit():
+    x = inputs()[0]
+    model, keys = Keyed(nnx.Rngs(params=0, mxjax=1)), nnx.Rngs(mxjax=1).mxjax
+
+    def expected(x):
+        for layer in (model.first, model.second):
+            x = mxjax.dot(x, layer.kernel[...], policy=RANDOM_FPROP, key=keys())
+        return x
+
+    run = nnx.jit(nnx.value_and_grad(lambda model, x: jnp.sum(model(x) ** 2)))
+    for _ in range(2):
+        value, _ = run(model, x)
+        np.testing.assert_allclose(value, jnp.sum(expected(x) ** 2), rtol=1e-6)
+    assert model.first.dot_general.key is model.second.dot_general.key
+    assert model.first.dot_general.key.count[...] == 4
+
+
+# What jnp.einsum calls for "btd,ckdh->cbtkh": the weight [c, k, d, h] comes first.
+SWAPPED = (((2,), (2,)), ((), ()))
+
+
+def test_the_weight_may_be_on_either_side():
+    x, w, _ = inputs()
+    y = mxjax.dot(x, w, policy="wgrad_hadamard")
+    for side, lhs, rhs, expected in (("rhs", x, w.T, y), ("lhs", w.T, x, y.T)):
+        dot_general = mxjax.make_dot_general("wgrad_hadamard", weight=side)
+        np.testing.assert_array_equal(dot_general(lhs, rhs, (((1,), (1,)), ((), ()))), expected)
+
+
+def test_the_weight_on_the_left_has_the_gradients_of_a_weight():
+    x, w = draw(2, 20, 40, seed=1), draw(3, 2, 40, 7, seed=2)
+    dot_general = mxjax.make_dot_general("wgrad_hadamard", weight="lhs")
+
+    def run(function):
+        y, vjp = jax.vjp(function, x, w)
+        return y, *vjp(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+
+    ours = run(lambda x, w: dot_general(w, x, SWAPPED))  # [c, k, h, b, t]
+    assert_same(ours, run(lambda x, w: mxjax.einsum("btd,ckdh->ckhbt", x, w, policy="wgrad_hadamard")))
+
+
+def test_a_product_whose_weight_is_unknown_is_refused():
+    x, w = jnp.ones((2, 5, 8)), jnp.ones((3, 4, 8, 6))
+    with pytest.raises(ValueError, match=r"cannot tell which operand of .* is the weight; use mxjax\.einsum"):
+        jnp.einsum("btd,ckdh->cbtkh", x, w, _dot_general=DOT)
+    with pytest.raises(ValueError, match="is the weight"):  # a batch, as in attention
+        DOT(x, x, (((2,), (2,)), ((0,), (0,))))
+
+
+def test_equal_arguments_make_equal_callables():
+    def make():
+        return mxjax.make_dot_general("full_sr", key=jax.random.key(1), implementation="xla", weight="rhs")
+
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert pickle.loads(pickle.dumps(make())) == make()
+    others = [
+        mxjax.make_dot_general("full_sr", key=jax.random.key(2), implementation="xla", weight="rhs"),
+        mxjax.make_dot_general("full_rht", key=jax.random.key(1), implementation="xla", weight="rhs"),
+        mxjax.make_dot_general("full_sr", key=jax.random.key(1), implementation="xla"),
+        mxjax.make_dot_general("full_sr", key=jax.random.key(1), weight="rhs"),
+    ]
+    assert make() not in others
+
+
+def test_a_static_argument_compiles_once():
+    x, w, _ = inputs()
+    run = jax.jit(lambda dot_general, x, w: dot_general(x, w, LINEAR), static_argnums=0)
+    for _ in range(2):
+        run(mxjax.make_dot_general("bf16"), x, w)
+    assert run._cache_size() == 1
+
+
+def test_its_repr_is_the_call_that_makes_it():
+    assert repr(DOT) == "mxjax.make_dot_general('wgrad')"
+    dot_general = mxjax.make_dot_general(ASSORTED, key=jax.random.key, implementation="xla", weight="lhs")
+    assert repr(dot_general).startswith("mxjax.make_dot_general(Policy(fprop=Gemm(")
+    assert repr(dot_general).endswith("implementation='xla', weight='lhs')")

@@ -1,0 +1,65 @@
+"""Lowers the dot of policies and a small Llama's step for a target, without compiling kernels.
+
+    python -m support.every_policy BACKEND ARCH all|xla [MODEL_POLICY ...]
+
+prints what became of each policy and implementation, as JSON, one a line.
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import mxjax
+from models import llama
+from mxjax.devices import Target, use_target
+from mxjax.kernels import lowering
+from mxjax.kernels.call_message import MachineCode
+from support.llamas import SMALL, layer_policies
+from support.programs import lower_dot, targets_of
+
+IMPLEMENTATIONS = {"all": ("reference", "xla", "fp8_carriers", "scaled_dot", "triton", None), "xla": ("xla",)}
+
+
+def lower_llama(target: Target, policy: str, implementation: str) -> str:
+    """Returns the program of a small Llama's loss and its gradients."""
+    policies = layer_policies(SMALL, policy)
+
+    def loss(params, batch, key):
+        return llama.mean_loss(
+            SMALL, params, batch, policies=policies, key=key, implementation=implementation
+        )
+
+    batch, key = jax.ShapeDtypeStruct((2, 65), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+    with use_target(target):
+        traced = jax.jit(jax.value_and_grad(loss)).trace(llama.abstract_params(SMALL), batch, key)
+        return traced.lower(lowering_platforms=("rocm" if target.backend == "hip" else "cuda",)).as_text()
+
+
+def attempt(lower, *arguments) -> dict[str, object]:
+    """Returns the custom calls of a program, or the error that was raised in place of it."""
+    try:
+        return {"targets": sorted(targets_of(lower(*arguments)))}
+    except Exception as error:  # the test reads which
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def main(backend: str, arch: str, which: str, *model_policies: str) -> None:
+    target = Target(backend, arch)
+    capability = target.compute_capability or 0
+    # A stand-in for each kernel: compiling them all anew would take minutes.
+    lowering.compile_kernel = lambda kernel, *_: MachineCode(
+        b"\x7fELF", kernel.__name__, 4, 0, 0, 1, capability
+    )
+    for policy in mxjax.policies():
+        for implementation in IMPLEMENTATIONS[which]:
+            lower = lambda *case: lower_dot(*case).as_text()  # noqa: E731
+            said = attempt(lower, target, policy, implementation)
+            print(json.dumps({"policy": policy, "implementation": implementation} | said))
+    for policy in model_policies:
+        print(json.dumps({"model": policy} | attempt(lower_llama, target, policy, "xla")))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
