@@ -28,7 +28,7 @@ from benchmarks.paper_models.mi355x_rates import ISSUE_CYCLES, LDS_BYTES, MATRIX
 from mxjax.devices import Target
 from mxjax.kernels import shapes
 from mxjax.kernels.aot import assembly
-from mxjax.kernels.matmul.tiles import OPTIONS, Tiles
+from mxjax.kernels.matmul.tiles import OPTIONS, TILES, Tiles, candidates
 from mxjax.kernels.tables import table
 
 LDS_LATENCY, MEMORY_BYTES = 128, 64
@@ -37,20 +37,16 @@ MEMORY_LATENCIES = (800, 2000)
 MATRIX_CYCLES = 2 * 16 * 16 * 128 * SIMDS // MATRIX_FLOPS["mxfp4"]
 SHAPE = shapes.gemms(shapes.TOKENS[0])[0]
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results" / "gfx950-gemm-cycles.json"
-PINGPONG = "ping-pong, which races"
 
-_WIDE = {"waves_per_eu": 1, "llvm_fn_attrs": ""}
+GFX950 = Target("hip", "gfx950")
+PINGPONG = "the first with ping-pong, which races"
+WIDE = Tiles(256, 256, 256, warps=4, stages=2)
+"""Four waves of 128x128, each with the 512 registers of a SIMD."""
+_SMALLEST = 128  # of the sides of a tile
+_ALL = (*candidates(GFX950), WIDE)
 CANDIDATES = {
-    "shipped": (Tiles(256, 256, 256, warps=8, stages=2, cost=1.0), {}),
-    PINGPONG: (Tiles(256, 256, 256, warps=8, stages=2, cost=1.0), {}),
-    "four waves of 128x128": (Tiles(256, 256, 256, warps=4, stages=2, cost=1.0), _WIDE),
-    "shipped, smaller": (Tiles(256, 128, 256, warps=4, stages=2, cost=1.0), {}),
-    "two waves a SIMD": (Tiles(256, 128, 256, warps=8, stages=2, cost=1.0), {}),
-    "three stages": (Tiles(256, 128, 256, warps=8, stages=3, cost=1.0), {}),
-    "three stages, four waves": (Tiles(256, 128, 256, warps=4, stages=3, cost=1.0), {}),
-    "shipped, two resident": (Tiles(128, 128, 256, warps=4, stages=2, cost=1.0, resident=2), {}),
-}
-"""Tiles, and the options that differ from those of `tiles.OPTIONS`."""
+    f"{t.m}x{t.n}x{t.k}, {t.warps} waves, {t.stages} stages": t for t in _ALL if min(t.m, t.n) >= _SMALLEST
+} | {PINGPONG: TILES["gfx950"][0]}
 
 
 class Step(NamedTuple):
@@ -169,8 +165,9 @@ def measure(name: str) -> dict:
     from mxjax.kernels.aot.compile import compile_build
     from mxjax.kernels.aot.gemm_builds import build_gemm
 
-    tiles, options = CANDIDATES[name]
-    build = build_gemm(SHAPE, "bfloat16", Target("hip", "gfx950"), tiles)
+    tiles = CANDIDATES[name]
+    options = {"waves_per_eu": 1, "llvm_fn_attrs": ""} if tiles == WIDE else {}
+    build = build_gemm(SHAPE, "bfloat16", GFX950, tiles)
     build = dataclasses.replace(build, options=OPTIONS["gfx950"] | options)
     settings = lowering.SETTINGS["hip"]
     lowering.SETTINGS["hip"] = {"use_block_pingpong": name == PINGPONG}
@@ -193,15 +190,15 @@ def candidates_table(found: list[dict]) -> str:
     """Returns the table of candidates: what they take, and the share of the peak that they could reach."""
     rows = []
     for f in found:
-        tiles = CANDIDATES[f["name"]][0]
-        row = [f["name"], f"{tiles.m}x{tiles.n}", tiles.warps, tiles.stages, f["vgprs"], f["vgpr_spills"]]
-        row.append(f"{f['lds_bytes'] / 1024:.1f}")
+        tiles = CANDIDATES[f["name"]]
+        shipped = "yes" if tiles in TILES["gfx950"] and f["name"] != PINGPONG else ""
+        row = [f["name"], shipped, f["vgprs"], f["vgpr_spills"], f"{f['lds_bytes'] / 1024:.1f}"]
         for latency, cycles in zip(MEMORY_LATENCIES, f["cycles"], strict=True):
             row += [f"{cycles:,.0f}", f"{matrix_cycles(tiles) / cycles:.0%}"]
             row.append(f"{tile_share(tiles, cycles, latency):.0%}")
         rows.append(row)
     each = " | ".join(f"cycles, {t:,} | loop | tile" for t in MEMORY_LATENCIES)
-    return table(f"candidate | tile | waves | stages | VGPRs | spills | LDS, KiB | {each}", rows)
+    return table(f"candidate | shipped | VGPRs | spills | LDS, KiB | {each}", rows)
 
 
 def main() -> None:

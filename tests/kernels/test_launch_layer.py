@@ -117,7 +117,7 @@ from support.programs import targets_of
 NVIDIA = r"(?i)\w*(?:cuda|cudnn|cublas|nvidia|nvvm|ptx)\w*|\bsm_\d+"
 lowering.compile_kernel = lambda *_: MachineCode(b"\x7fELF", "kernel", 4, 0, 0, 1, 0)
 config, key = dataclasses.replace(SMALL, n_layers=1), jax.eval_shape(lambda: jax.random.key(0))
-for policy in mxjax.policies().keys() - {"chmiel_mx"}:
+for policy in mxjax.policies():
     policies = layer_policies(config, policy, [("*", policy)])
 
     def loss(params, batch, key):
