@@ -1,5 +1,11 @@
 """Trains a Llama in the precision that a policy names: `python train.py --policy=wgrad_hadamard`."""
 
+if __name__ == "__main__":
+    from training.startup import prepare_process
+
+    prepare_process()  # before the other imports, which take seconds
+
+import contextlib
 import functools
 import pathlib
 import signal
@@ -15,20 +21,22 @@ from training.checkpoint.checkpoints import CheckpointError, Checkpoints
 from training.checkpoint.damaged import set_aside_damaged
 from training.command_line import parse
 from training.config import Config
-from training.environment import disk_errors, enable_compilation_cache, input_errors
+from training.environment import enable_compilation_cache, input_errors, path_errors
 from training.failure import failing_together
 from training.interruption import Interruption, RunInterrupted
 from training.loop import Loop
 from training.mesh import process_part
-from training.metrics import evaluations
-from training.nonfinite import NonFiniteError
+from training.metrics import evaluations, missing_steps, set_aside_damaged_records
+from training.mlperf_log import set_aside_damaged_events
+from training.nonfinite import NonFiniteError, check_state
 from training.optimizer import make_optimizer
 from training.parameter_sharding import first_state
 from training.processes import ProcessError, is_first_process, join_processes, together
 from training.programs import make_programs
 from training.records import open_records
 from training.report import introduction, summary
-from training.setup import Run, open_folder, set_up
+from training.run_lock import locked
+from training.setup import Run, check_folder, open_folder, set_up
 from training.step import TrainState
 from training.vocabulary import resize
 
@@ -39,7 +47,7 @@ def train(config: Config) -> dict[str, float]:
     Raises:
       SystemExit: the configuration cannot be carried out; the message says why.
       RunInterrupted: SIGINT or SIGTERM ended the run after a checkpoint.
-      NonFiniteError: a loss or gradient was NaN or infinite; the evidence is saved.
+      NonFiniteError: a loss, gradient or update was NaN or infinite; the evidence is saved.
       CheckpointError: a checkpoint could not be saved.
       ProcessError: another process of the run failed.
     """
@@ -48,7 +56,7 @@ def train(config: Config) -> dict[str, float]:
     if config.distributed:
         with input_errors():
             join_processes()
-    with Interruption() as interruption:
+    with Interruption() as interruption, contextlib.ExitStack() as stack:
         with input_errors():
             with together():
                 run = set_up(config)
@@ -56,12 +64,21 @@ def train(config: Config) -> dict[str, float]:
                 stream = run.corpus.batches(config.data, config.seed, config.steps, shard=shard)
             if config.distributed:
                 check_agreement(run)
-            notes = set_aside_damaged(run.folder / "checkpoints")
-        with disk_errors(run.folder), jax.set_mesh(run.mesh):
+            with together():
+                notes = take_folder(run, stack) if is_first_process() else []
+            notes += set_aside_damaged(run.folder / "checkpoints")
+        with path_errors(run.folder), jax.set_mesh(run.mesh):
             with together():
                 if is_first_process():
                     open_folder(run)  # before anything slow: a run killed there can be resumed
             return begin_or_resume(run, stream, interruption, began, notes)
+
+
+def take_folder(run: Run, stack: contextlib.ExitStack) -> list[str]:
+    """Locks the run's folder until the stack closes, and sets aside damaged records; returns messages."""
+    stack.enter_context(locked(run.folder))
+    check_folder(run.config, run.folder)  # once more: another run may have begun there meanwhile
+    return [*set_aside_damaged_records(run.folder), *set_aside_damaged_events(run.folder)]
 
 
 def begin_or_resume(
@@ -83,8 +100,12 @@ def begin_or_resume(
             state = run.filled(state)
             if position is not None:
                 stream.set_state(position)
+            notes = [*notes, *missing_steps(run.folder, int(state.step))]
         elif config.resume:
             notes = [*notes, f"no checkpoint in {folder}: beginning at step 1"]
+        if (origin := folder if resumes else config.init) is not None:
+            with input_errors():
+                check_state(state, origin)
         with open_records(run, state, began) as records:
             records.display.line("\n".join([introduction(run, state), *notes]))
             loop = Loop(
@@ -118,10 +139,17 @@ def initial_state(
     return state, shardings
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line; exits with a status other than 0 and one line if the run cannot go on."""
     try:
-        train(parse())
+        with input_errors():
+            config = parse(argv)
+        train(config)
     except RunInterrupted:  # already reported, and nothing is lost
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # another process may send it once more
     except (NonFiniteError, CheckpointError, ProcessError) as error:
         sys.exit(f"train.py: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -176,8 +176,8 @@ class Config:
     target_loss: float | None = None
     """End the run once the evaluation loss is at most this."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """End the run at a loss or gradient that is NaN or infinite, or skip that step; ten skipped steps in a
-    row end the run. Either way the evidence is saved."""
+    """End the run at a loss, gradient or update that is NaN or infinite, or skip that step; ten skipped steps
+    in a row end the run. Either way the evidence is saved."""
     spike_factor: float = 2.0
     """Report losses above this multiple of the median of the last 100, also in spikes.jsonl; inf reports
     none."""

@@ -1,9 +1,13 @@
 """Progress on the terminal: a bar, or plain lines where the output is not a terminal; text tables."""
 
+import contextlib
 import datetime
 import io
+import os
+import pathlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -17,14 +21,14 @@ class Display:
 
     def __init__(self, steps: int, start: int, every: int, quiet: bool = False):
         """Shows steps start + 1 to `steps`; plain lines appear at the first and every `every`-th step."""
-        self._console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+        self._console = Console(highlight=False, soft_wrap=True, quiet=quiet, file=cast(TextIO, _Stdout()))
         self._first, self._last, self._every = start + 1, steps, every
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             console=self._console,
-            disable=not sys.stdout.isatty(),
+            disable=not (sys.stdout and sys.stdout.isatty()),
             transient=True,  # the last message stays below everything else
         )
         self._task = self._bar.add_task("compiling", total=steps, completed=start)
@@ -49,6 +53,50 @@ class Display:
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
         self._console.print(text, markup=False)
+
+
+class _Stdout(io.TextIOBase):
+    """Standard output that may fail: a warning says so once, and the program goes on without it."""
+
+    encoding = "utf-8"
+
+    def __init__(self):
+        self._file = sys.stdout  # None if it was closed before the start
+        self.encoding = getattr(self._file, "encoding", None) or self.encoding
+
+    def isatty(self) -> bool:
+        return self._file is not None and self._file.isatty()
+
+    def fileno(self) -> int:
+        return (self._file or io.StringIO()).fileno()
+
+    def write(self, text: str) -> int:
+        known = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+        self._try(lambda file: file.write(known))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(lambda file: file.flush())
+
+    def close(self) -> None:
+        """Does nothing: standard output stays open when this object is gone."""
+
+    def _try(self, action: Callable[[TextIO], object]) -> None:
+        if self._file is None:
+            return
+        try:
+            action(self._file)
+        except (OSError, ValueError) as error:  # ValueError: the file is closed
+            with contextlib.suppress(OSError, ValueError):  # or Python fails at its end, when it flushes
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
+            self._file = None
+            cause = getattr(error, "strerror", None) or error
+            with contextlib.suppress(OSError, ValueError):
+                program = pathlib.Path(sys.argv[0]).name
+                warning = (
+                    f"{program}: warning: standard output cannot be written ({cause}): going on without it"
+                )
+                print(warning, file=sys.stderr)
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

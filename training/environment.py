@@ -1,27 +1,59 @@
 """The environment of a run: compilation cache, error messages, and the versions and devices to record."""
 
 import contextlib
-import errno
 import importlib.metadata
 import os
 import pathlib
 import platform
-import shutil
+import pwd
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import jax
-from rich.filesize import decimal
 
 import mxjax
 from training.extras import MissingExtraError
+from training.path_errors import in_one_line
 
 
 def enable_compilation_cache() -> None:
-    """Caches compiled programs in ~/.cache/mxjax, or in JAX_COMPILATION_CACHE_DIR."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "mxjax"
+    """Caches compiled programs in JAX_COMPILATION_CACHE_DIR, or else in mxjax/ in the user's cache folder.
+
+    Without a folder that can be written, a warning says so and nothing is cached.
+    """
+    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if given is not None and (not given or "://" in given):  # none, or a bucket that JAX opens
+        return
+    cache = pathlib.Path(given) if given is not None else _user_cache()
+    try:
+        if cache is None:
+            raise OSError("there is no home folder")
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        jax.config.update("jax_compilation_cache_dir", None)
+        warning = f"{_program()}: warning: nothing compiled is cached: {in_one_line(error)}"
+        print(warning, "(set JAX_COMPILATION_CACHE_DIR)", file=sys.stderr)
+    else:
         jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def _user_cache() -> pathlib.Path | None:
+    """Returns mxjax's folder in the user's cache folder; None if the user has no home.
+
+    An XDG_CACHE_HOME that is empty or relative is ignored, as the XDG Base Directory Specification 0.8 says.
+    """
+    named, home = (pathlib.Path(os.environ.get(name, "")) for name in ("XDG_CACHE_HOME", "HOME"))
+    if named.is_absolute():
+        return named / "mxjax"
+    if not home.is_absolute():
+        try:
+            home = pathlib.Path(pwd.getpwuid(os.getuid()).pw_dir)
+        except KeyError:
+            return None
+    return home / ".cache" / "mxjax"
 
 
 @contextlib.contextmanager
@@ -30,22 +62,24 @@ def input_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError, MissingExtraError) as error:
-        raise SystemExit(f"{pathlib.Path(sys.argv[0]).name}: error: {error}") from error
+        raise SystemExit(f"{_program()}: error: {error}") from error
+    except OSError as error:
+        raise SystemExit(f"{_program()}: error: {in_one_line(error)}") from error
 
 
 @contextlib.contextmanager
-def disk_errors(folder: pathlib.Path) -> Iterator[None]:
-    """Ends the program with a message when a disk or quota is full."""
+def path_errors(folder: pathlib.Path) -> Iterator[None]:
+    """Ends the program with one line about a path that cannot be used; `folder` if the error names none."""
     try:
         yield
+    except (ConnectionError, TimeoutError):  # of other processes, not of paths
+        raise
     except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            raise
-        free = decimal(shutil.disk_usage(folder).free)
-        raise SystemExit(
-            f"{pathlib.Path(sys.argv[0]).name}: error: writing to {folder}, where {free} are free: "
-            f"{error.strerror}. Make room and continue with --resume"
-        ) from error
+        raise SystemExit(f"{_program()}: error: {in_one_line(error, folder)}") from error
+
+
+def _program() -> str:
+    return pathlib.Path(sys.argv[0]).name
 
 
 def facts() -> dict[str, str | int]:

@@ -102,6 +102,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def _end() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or full
+            stream.flush()
     os._exit(1)

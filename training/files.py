@@ -28,7 +28,14 @@ def sync(file: IO[Any]) -> None:
     os.fsync(file.fileno())
 
 
-def whole_lines(path: pathlib.Path) -> list[str]:
+def whole_lines(path: pathlib.Path) -> list[bytes]:
     """Returns a file's lines without a torn last one; none if there is no file."""
-    text = path.read_text() if path.exists() else ""
-    return text[: text.rfind("\n") + 1].splitlines()
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+
+
+def unused(path: pathlib.Path) -> pathlib.Path:
+    """Returns the path, or one with the first number from 2 on whose name is not in use."""
+    number, found = 2, path
+    while found.exists():
+        number, found = number + 1, path.with_name(f"{path.name}-{number}")
+    return found

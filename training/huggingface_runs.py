@@ -67,6 +67,7 @@ def export_checkpoint(
     step: int | None = None,
     mxfp4: ScaleRule | None = None,
     shard_gb: float = 5.0,
+    allow_nonfinite: bool = False,
 ) -> LlamaConfig:
     """Writes a run's parameters as a Hugging Face checkpoint that transformers loads.
 
@@ -79,8 +80,10 @@ def export_checkpoint(
         becomes NAME_blocks, uint8 [out, in / 32, 16], and NAME_scales, uint8 [out, in / 32], as in gpt-oss;
         transformers loads no Llama in this layout.
       shard_gb: largest size of a file's tensors, in 10**9 bytes.
+      allow_nonfinite: also write weights that are NaN or infinite.
     Raises:
-      ValueError: no such run or step, `target` is in use, or the weights do not fit the requested format.
+      ValueError: no such run or step, `target` is in use, the weights do not fit the requested format, or
+        they are not finite.
     """
     if not 0 < shard_gb <= _LARGEST_SHARD:
         raise ValueError(f"--shard-gb must be positive and at most {_LARGEST_SHARD:g}, got {shard_gb}")
@@ -90,6 +93,12 @@ def export_checkpoint(
         with Checkpoints(run / "checkpoints") as checkpoints:
             params = jax.tree.map(np.asarray, checkpoints.restore_params(abstract_params(config), step))
         named = views(config, params)
+        bad = [name for name, view in named.items() if not np.isfinite(view).all()]
+        if bad and not allow_nonfinite:
+            raise ValueError(
+                f"{len(bad)} tensors of {run} hold NaN or infinity, {bad[0]} first; "
+                "export an earlier --step, or add --allow-nonfinite"
+            )
         specs = specs_of(named, dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
         raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}

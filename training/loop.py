@@ -62,7 +62,7 @@ class Loop:
 
         Raises:
           RunInterrupted: SIGINT or SIGTERM ended the run after a checkpoint; the message says how to resume.
-          NonFiniteError: a loss or gradient was NaN or infinite; the evidence is saved.
+          NonFiniteError: a loss, gradient or update was NaN or infinite; the evidence is saved.
           CheckpointError: a checkpoint could not be saved.
         """
         try:
@@ -153,6 +153,7 @@ class Loop:
 
     def _save(self) -> None:
         with self.records.reporter.pause():
+            self.records.log.sync()  # a checkpoint's steps are on the disk before it is
             self.checkpoints.save(self.run.unfilled(self.state), self.stream.get_state())
 
     def _end_if_done_or_interrupted(self) -> None:
@@ -174,7 +175,8 @@ class Loop:
         with Checkpoints(folder / "checkpoints") as checkpoints:
             finite = self.run.unfilled(self.state)._replace(finite=jax.numpy.array(True))
             checkpoints.save(finite, {"next_index": int(self.state.step)})
-        advice = "begin a new run with a lower --lr or another --policy, from an earlier state with --init"
+        advice = "begin a new run with a lower --lr, a larger --eps or another --policy, "
+        advice += "from an earlier state with --init"
         saved = "The state that was evaluated is"
         if error.largest is not None:
             saved = "The last finite state and the step's batch are"

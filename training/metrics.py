@@ -6,7 +6,10 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from training.files import whole_lines, write_atomically
+from training.lines import LineFile, in_ranges, read_lines, set_aside_damaged_lines
+
+FILE = "metrics.jsonl"
+SPIKES = "spikes.jsonl"
 
 
 class MetricsLog:
@@ -15,11 +18,9 @@ class MetricsLog:
     def __init__(self, path: pathlib.Path | None, keep_steps: int = 0):
         """Opens the file and drops its lines after step `keep_steps`; None writes no file."""
         self._file = None
-        if path is None:
-            return
-        kept = [line for line in whole_lines(path) if json.loads(line)["step"] <= keep_steps]
-        write_atomically(path, "".join(line + "\n" for line in kept))
-        self._file = path.open("a")
+        if path is not None:
+            kept = [line for line, record in read_lines(path, parse_record) if record["step"] <= keep_steps]
+            self._file = LineFile(path, kept)
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -33,17 +34,58 @@ class MetricsLog:
             self._file.close()
 
     def write(self, **values: Any) -> None:
-        """Writes one line."""
-        if self._file is None:
-            return
-        self._file.write(json_line(values) + "\n")
-        self._file.flush()
+        """Writes one line, or nothing if there is no room for it."""
+        if self._file is not None:
+            self._file.write(json_line(values))
+
+    def sync(self) -> None:
+        """Waits until every line is on the disk."""
+        if self._file is not None:
+            self._file.sync()
+
+
+def parse_record(line: bytes) -> dict[str, Any]:
+    """Returns the values of a line of metrics.jsonl or spikes.jsonl; raises ValueError if it is damaged."""
+    values = json.loads(line.decode())
+    if not isinstance(values, dict) or type(values.get("step")) is not int:
+        raise ValueError("a record needs a step")
+    for name in {"loss", "eval_loss"} & values.keys():
+        if isinstance(values[name], bool) or not isinstance(values[name], int | float | str):
+            raise ValueError(f"{name} is no number")
+        values[name] = float(values[name])
+    if not isinstance(values.get("skipped", False), bool):
+        raise ValueError("skipped is neither true nor false")
+    return values
+
+
+def read_records(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the lines of a run's metrics.jsonl; losses that were NaN or infinite are floats again.
+
+    Raises:
+      ValueError: a line is damaged; the message says which.
+    """
+    return [record for _, record in read_lines(folder / FILE, parse_record)]
 
 
 def evaluations(folder: pathlib.Path) -> dict[int, float]:
     """Returns the loss of every evaluation of a run, by step."""
-    lines = map(json.loads, whole_lines(folder / "metrics.jsonl"))
-    return {line["step"]: float(line["eval_loss"]) for line in lines if "eval_loss" in line}
+    return {r["step"]: r["eval_loss"] for r in read_records(folder) if "eval_loss" in r}
+
+
+def set_aside_damaged_records(folder: pathlib.Path) -> list[str]:
+    """Removes damaged lines from the run's metrics.jsonl and spikes.jsonl; returns messages about them."""
+    return [m for name in (FILE, SPIKES) for m in set_aside_damaged_lines(folder / name, parse_record)]
+
+
+def missing_steps(folder: pathlib.Path, last: int) -> list[str]:
+    """Returns a message if metrics.jsonl lacks steps from 1 to `last`, which have been taken."""
+    missing = set(range(1, last + 1)) - {r["step"] for r in read_records(folder) if "loss" in r}
+    if not missing:
+        return []
+    return [
+        f"{folder / FILE} lacks step {in_ranges(sorted(missing))} of the {last} taken: "
+        "their metrics are lost, the training is not"
+    ]
 
 
 def in_words(evaluation: Mapping[str, float]) -> str:

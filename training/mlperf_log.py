@@ -18,8 +18,9 @@ from mxjax.layers import LayerPolicies
 from mxjax.policy import Policy
 from training import mlperf
 from training.config import Config
-from training.files import whole_lines, write_atomically
+from training.lines import LineFile, read_lines, set_aside_damaged_lines
 
+FILE = "mllog.txt"
 TOKEN = ":::MLLOG "
 # MLPerf's names of our formats, lowest precision first.
 _PRECISIONS = {
@@ -57,8 +58,7 @@ class MLPerfLog:
         if path is None:
             return
         lines = _lines_until(path, start)
-        write_atomically(path, "".join(line + "\n" for line in lines))
-        self._file = path.open("a")
+        self._file = LineFile(path, lines)
         if lines:
             return
         # A submitter clears the system's caches and logs it; this program does not.
@@ -116,8 +116,7 @@ class MLPerfLog:
             "value": value,
             "metadata": metadata if at is None else {"samples_count": at, **metadata},
         }
-        self._file.write(TOKEN + json.dumps(event) + "\n")
-        self._file.flush()
+        self._file.write(TOKEN + json.dumps(event))
 
 
 def settings(
@@ -181,17 +180,35 @@ def _lowest_precision(policies: Iterable[Policy]) -> str:
     return next(name for ours, name in _PRECISIONS.items() if ours in formats)
 
 
-def _lines_until(path: pathlib.Path, sequences: int) -> list[str]:
+def set_aside_damaged_events(folder: pathlib.Path) -> list[str]:
+    """Removes damaged lines from the run's mllog.txt; returns a message if there were any."""
+    return set_aside_damaged_lines(folder / FILE, _parse_event)
+
+
+def _parse_event(line: bytes) -> dict[str, Any]:
+    """Returns the event on a line; raises ValueError if the line is damaged."""
+    text = line.decode()
+    event = json.loads(text.removeprefix(TOKEN))
+    if not text.startswith(TOKEN) or not isinstance(event, dict):
+        raise ValueError("this is no event")
+    metadata = event.get("metadata")
+    if not isinstance(event.get("key"), str) or not isinstance(metadata, dict):
+        raise ValueError("an event needs key and metadata")
+    if type(metadata.get("samples_count", 0)) is not int:
+        raise ValueError("samples_count is no integer")
+    return event
+
+
+def _lines_until(path: pathlib.Path, sequences: int) -> list[bytes]:
     """Returns the lines of a log up to `sequences`; none if the run had not begun."""
-    lines = whole_lines(path)
-    events = [json.loads(line.removeprefix(TOKEN)) for line in lines]
-    if not any(event["key"] == "block_start" for event in events):
+    events = read_lines(path, _parse_event)
+    if not any(event["key"] == "block_start" for _, event in events):
         return []
     kept = [
         (line, event["key"])
-        for line, event in zip(lines, events, strict=True)
+        for line, event in events
         if event["key"] not in _ENDS and event["metadata"].get("samples_count", 0) <= sequences
     ]
-    while kept[-1][1] in _EVALUATION:  # interrupted, and repeated on resume
+    while kept and kept[-1][1] in _EVALUATION:  # interrupted, and repeated on resume
         kept.pop()
     return [line for line, _ in kept]

@@ -1,19 +1,19 @@
-"""Losses and gradients that are NaN or infinite: skip the step or end the run, and save the evidence.
+"""Losses, gradients and updates that are NaN or infinite: skip the step or end the run, save the evidence.
 
 With --on-nonfinite skip such a step changes no parameter and no moment, as in OLMo-core's SkipStepOptimizer.
 """
 
-import json
+import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from training.files import whole_lines
-from training.metrics import json_line
+from training.metrics import json_line, read_records
 from training.processes import is_first_process, together
-from training.step import StepMetrics
+from training.step import StepMetrics, TrainState, all_finite
 
 MOST_SKIPS = 10
 """Consecutive steps that may be skipped before the run ends."""
@@ -24,7 +24,7 @@ Largest = Mapping[str, Mapping[str, Any]]
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite.
+    """A loss, a gradient, or a parameter or moment that a step would write is NaN or infinite.
 
     Attributes:
       step: the step, or the step before the evaluation.
@@ -34,6 +34,15 @@ class NonFiniteError(RuntimeError):
     def __init__(self, message: str, step: int, largest: Largest | None = None):
         super().__init__(message)
         self.step, self.largest = step, largest
+
+
+def check_state(state: TrainState, origin: pathlib.Path) -> None:
+    """Raises ValueError if a state that was read from `origin` is not finite."""
+    if not jax.jit(all_finite)((state.params, state.opt_state)):
+        raise ValueError(
+            f"the state of step {state.step} in {origin} holds NaN or infinity; go on from an earlier one: "
+            "rename that checkpoint, or name another --init"
+        )
 
 
 class NonFiniteGuard:
@@ -59,7 +68,7 @@ class NonFiniteGuard:
         self.skips = skips
         self._folder, self._names, self._batch_of, self._show = folder, names, batch_of, show
         self._consecutive = self._skipped = 0
-        for record in map(json.loads, whole_lines(folder / "metrics.jsonl")):
+        for record in read_records(folder):
             if "loss" in record:
                 skipped = record.get("skipped", False)
                 self._consecutive = self._consecutive + 1 if skipped else 0
@@ -75,6 +84,8 @@ class NonFiniteGuard:
             self._consecutive = 0
             return
         message, largest = f"loss {loss}, gradient norm {grad_norm} at step {step}", self._largest(metrics)
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            message += ", but parameters or moments would become NaN or infinite"
         if not self.skips:
             raise NonFiniteError(message, step, largest)
         self._consecutive, self._skipped = self._consecutive + 1, self._skipped + 1

@@ -8,7 +8,9 @@ import numpy as np
 from training.display import Display
 from training.largest_values import layer_names
 from training.learning_rate import learning_rate
+from training.metrics import FILE as METRICS
 from training.metrics import MetricsLog
+from training.mlperf_log import FILE as MLLOG
 from training.mlperf_log import MLPerfLog
 from training.nonfinite import NonFiniteGuard
 from training.processes import is_first_process, together
@@ -42,7 +44,7 @@ def open_records(run: Run, state: TrainState, began: float):
       began: the time, in seconds since 1970, at which the program started.
     """
     config, start, writes = run.config, int(state.step), is_first_process()
-    path = run.folder / "metrics.jsonl"
+    path = run.folder / METRICS
     open_log = TensorBoardLog if config.observe.tensorboard else MetricsLog
     with contextlib.ExitStack() as stack:
         with together():  # the others read metrics.jsonl, so the first trims it before
@@ -51,7 +53,7 @@ def open_records(run: Run, state: TrainState, began: float):
         tracer = stack.enter_context(StepTracer(config.observe.profiled_steps, run.folder / "profile"))
         with together():
             wanted = config.mlperf.mllog and writes and not is_done(config, run.folder, start)
-            mlperf_path = run.folder / "mllog.txt" if wanted else None
+            mlperf_path = run.folder / MLLOG if wanted else None
             sequences = start * config.data.batch_size
             mlperf_log = stack.enter_context(MLPerfLog(mlperf_path, mlperf_settings(run), sequences, began))
             show, factor, skips = display.line, config.spike_factor, config.on_nonfinite == "skip"

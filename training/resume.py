@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from training.config import Config, by_flag
-from training.run_config import FILE, from_json, read_run_config
+from training.run_config import COPY, FILE, from_json, read_run_config
 
 # A resumed run may change these and stay the same run.
 _MAY_CHANGE = {
@@ -45,8 +45,9 @@ def begun_run(folder: pathlib.Path) -> Config | None:
 
 def check_same_run(config: Config, folder: pathlib.Path) -> None:
     """Raises ValueError unless `folder` holds a run with this configuration, or one that has not begun."""
-    if not (folder / FILE).exists():
+    if not any((folder / name).exists() for name in (FILE, COPY)):
         raise ValueError(f"--resume: {folder} holds no run; leave out --resume to start one there")
+    read_run_config(folder)  # explains how to restore a missing one
     saved = begun_run(folder)
     if saved is not None:
         check_resumable(config, saved, folder)

@@ -17,6 +17,7 @@ from mxjax.implementations import check_implementations, choose_implementation
 from mxjax.layers import LayerPolicies
 from mxjax.remat import check_remat
 from training import mlperf_log
+from training.checkpoint.structure import check_saveable
 from training.config import Config
 from training.data.load import load_data
 from training.data.megatron import MegatronCorpus
@@ -30,11 +31,12 @@ from training.parameter_sharding import check_shards
 from training.policy_schedule import Phase, phases_of
 from training.resume import check_same_data, check_same_run
 from training.run_config import FILE, HUGGINGFACE, read_run_config, to_json, write_run_config
+from training.run_lock import FILE as LOCK
 from training.tensorboard import check_installed
 from training.vocabulary import filled_size, resize_on
 
 # Everything that a run killed before its config.json leaves behind.
-_BEFORE_CONFIG = {HUGGINGFACE, temporary_path(pathlib.Path(FILE)).name}
+_BEFORE_CONFIG = {HUGGINGFACE, LOCK, temporary_path(pathlib.Path(FILE)).name}
 
 
 class Run(NamedTuple):
@@ -103,9 +105,17 @@ def set_up(config: Config) -> Run:
     mlperf_settings(run)
     if config.resume:
         check_same_data(folder, corpus.facts)
-    elif folder.exists() and {path.name for path in folder.iterdir()} - _BEFORE_CONFIG:
-        raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
+    check_folder(config, folder)
     return run
+
+
+def check_folder(config: Config, folder: pathlib.Path) -> None:
+    """Raises ValueError unless a run may write in the folder: it begins in an empty one."""
+    check_saveable(folder)
+    if config.resume or not folder.exists():
+        return
+    if {path.name for path in folder.iterdir()} - _BEFORE_CONFIG:
+        raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
 
 
 def check_memory(sizes: Mapping[str, int], name: str, model: LlamaConfig) -> None:

@@ -4,7 +4,6 @@ Nothing else happens. PaLM (arXiv 2204.02311, section 5.1) restarted before a sp
 """
 
 import collections
-import json
 import math
 import pathlib
 import statistics
@@ -13,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from training.files import whole_lines
-from training.metrics import MetricsLog
+from training.metrics import SPIKES, MetricsLog, read_records
 from training.processes import is_first_process
 
 _RECENT, _FEWEST = 100, 20  # losses compared with, and how many of them are needed
@@ -41,14 +39,13 @@ class SpikeDetector:
           start: the last step taken.
         """
         self._factor, self._batch_of, self._show = factor, batch_of, show
-        records = map(json.loads, whole_lines(folder / "metrics.jsonl"))
         finite = [
             record["loss"]
-            for record in records
-            if "loss" in record and not isinstance(record["loss"], str) and not record.get("skipped")
+            for record in read_records(folder)
+            if math.isfinite(record.get("loss", math.nan)) and not record.get("skipped")
         ]
         self._recent = collections.deque(finite, _RECENT)
-        path = folder / "spikes.jsonl" if is_first_process() else None  # one file for all processes
+        path = folder / SPIKES if is_first_process() else None  # one file for all processes
         self._log = MetricsLog(path, keep_steps=start)
 
     def __enter__(self) -> "SpikeDetector":

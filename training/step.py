@@ -25,7 +25,7 @@ class TrainState(NamedTuple):
 
     Attributes:
       step: number of steps taken, skipped ones included.
-      finite: whether every loss and gradient so far was finite, apart from those of skipped steps.
+      finite: whether every loss, gradient and update so far was finite, apart from those of skipped steps.
       skipped: number of skipped steps.
     """
 
@@ -72,8 +72,9 @@ def make_train_step(
 ):
     """Returns the jitted `step(state, batch, key) -> (state, metrics)`; the state is donated.
 
-    The random bits of a step are a function of the run's key and the step's number. Once a loss or gradient
-    is not finite, the state stays as it was before that step, so that the step can be examined.
+    The random bits of a step are a function of the run's key and the step's number. Once a loss, a gradient
+    or an updated parameter or moment is not finite, the state stays as it was before that step, so that the
+    step can be examined.
 
     Args:
       loss: the loss to minimize.
@@ -98,9 +99,10 @@ def make_train_step(
         value, grads = loss_and_grads(state.params, batch, key)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updated = (optax.apply_updates(state.params, updates), opt_state)
+        finite &= all_finite(updated)
         params, largest_params = _largest_unless(finite, state.params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, params)
-        updated = (optax.apply_updates(params, updates), opt_state)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, (params, state.opt_state))
         taken = jnp.where(finite | skip_nonfinite, 1, 0)
         new = TrainState(
@@ -113,6 +115,11 @@ def make_train_step(
         return new, StepMetrics(value, grad_norm, finite, state.skipped, largest)
 
     return step
+
+
+def all_finite(tree: Any) -> Bool[Array, ""]:
+    """Returns whether no element of any array is NaN or infinite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
 def _make_loss_and_grads(loss: Loss, accumulate: int, shardings: TrainState | None):

@@ -243,7 +243,7 @@ with Checkpoints(folder, keep=2) as checkpoints:
 if jax.process_index() == 0:
     (folder / "0" / "params" / "_METADATA").write_bytes(b"{}")
     shutil.copytree(folder / "0", folder / "1")
-    checksums.write(folder / "0")
+    checksums.write(folder / "0", 0)
     pathlib.Path.rename = refuse
 try:
     set_aside_damaged(folder)

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import threading
 import time
 
 import jax
@@ -167,7 +168,7 @@ def test_checksums_of_parts_are_taken_over_unless_the_file_has_changed_since(tmp
     assert tmp_path / "1" / own / "d" / name in summed
     (tmp_path / "1" / own / "manifest.ocdbt").write_bytes(b"longer" * 1000)
     summed.clear()
-    checksums.write(tmp_path / "1")
+    checksums.write(tmp_path / "1", 1)
     assert {path.parent.name for path in summed if "ocdbt.process_0" in path.parts} == {"ocdbt.process_0"}
     assert not list(tmp_path.glob("1/checksums-*"))
     assert checksums.problems(tmp_path / "1") == {}
@@ -233,7 +234,7 @@ def test_parameters_saved_alone_are_whole(tmp_path, state):
 def test_a_save_that_fails_is_said_and_leaves_the_one_before(tmp_path, state, monkeypatch):
     """The disk is full when the last of its files is written; test_faults.py has files that cannot grow."""
 
-    def full(folder):
+    def full(folder, step):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with Checkpoints(tmp_path, keep=1) as checkpoints:
@@ -261,3 +262,73 @@ def test_a_save_that_will_not_fit_is_not_begun(tmp_path, state, monkeypatch):
         ):
             checkpoints.save(at_step(state, 1), {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_the_name_of_another_step_is_set_aside(tmp_path, state):
+    save(tmp_path, state, 1, 2)
+    (tmp_path / "2").rename(tmp_path / "20")
+    shutil.copytree(tmp_path / "1", tmp_path / "008")  # no name of a checkpoint
+    (tmp_path / "30").write_text("a file")
+    said = "\n".join(set_aside_damaged(tmp_path))
+    assert "20 is damaged (state is of step 2); renamed it damaged-20" in said
+    assert "30 is damaged (checksums.json is missing); renamed it damaged-30" in said
+    assert "continuing from the checkpoint of step 1" in said
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        restored, position = checkpoints.restore(state)
+        assert (int(restored.step), position) == (1, {"next_index": 1})
+        checkpoints.save(at_step(state, 2), {})
+    assert saved_steps(tmp_path) == [1, 2]
+
+
+def test_a_state_of_another_step_is_not_restored(tmp_path, state):
+    """As in a checkpoint whose checksums.json does not record the step."""
+    save(tmp_path, state, 1)
+    (tmp_path / "1").rename(tmp_path / "2")
+    said = "2 holds the state of step 1; rename or remove it"
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=said):
+        checkpoints.restore(state)
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a*", "what?", "]"])
+def test_a_path_that_is_a_pattern_is_refused(tmp_path, state, name):
+    for save_there in (lambda folder: save_params(folder, state.params), lambda f: Checkpoints(f, keep=1)):
+        with pytest.raises(ValueError, match=r"cannot be saved in .*: name a path without [][*?]"):
+            save_there(tmp_path / name / "checkpoints")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "incomplete"])
+def test_a_checkpoint_that_was_written_but_cannot_be_opened_is_an_error(tmp_path, state, monkeypatch, damage):
+    original = Checkpoints._partial
+
+    def partial(self):
+        folder = original(self)
+        if damage == "missing":  # what orbax leaves below a path that is a pattern
+            (folder / "rest" / "manifest.ocdbt").unlink()
+        else:
+            self._saving.shapes["params"]["more"] = (3,)
+        return folder
+
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(at_step(state, 1), {})
+        checkpoints.wait()
+        monkeypatch.setattr(Checkpoints, "_partial", partial)
+        checkpoints.save(at_step(state, 2), {})
+        with pytest.raises(CheckpointError, match=r"good one is of step 1.*cannot be read: it lacks"):
+            checkpoints.wait()
+    assert saved_steps(tmp_path) == [1]
+
+
+def test_a_save_that_fails_at_once_leaves_no_thread_waiting(tmp_path, state):
+    """A file is where the folder was; orbax's threads would wait ten minutes for folders to be made."""
+    before = set(threading.enumerate())
+    with Checkpoints(tmp_path / "run", keep=1) as checkpoints:
+        (tmp_path / "run").rmdir()
+        (tmp_path / "run").write_text("a file")
+        with pytest.raises(
+            CheckpointError, match=r"step 1 could not .* Not a directory\. A part of the path"
+        ):
+            checkpoints.save(at_step(state, 1), {})
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert thread.daemon or not thread.is_alive()

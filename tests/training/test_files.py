@@ -36,7 +36,7 @@ def test_a_torn_last_line_is_dropped(tmp_path):
     path = tmp_path / "lines"
     assert whole_lines(path) == []
     path.write_text("one\ntwo\nthr")
-    assert whole_lines(path) == ["one", "two"]
+    assert whole_lines(path) == [b"one", b"two"]
 
 
 def test_what_is_missing_names_its_extra():

@@ -13,7 +13,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -22,12 +22,22 @@ from rich.filesize import decimal
 
 from training.checkpoint import checksums
 from training.checkpoint.damaged import describe_damage, find_problems, saved_steps
+from training.checkpoint.structure import Shapes, check_opens, check_saveable, saved_shapes, shapes
+from training.path_errors import FULL, free_space, in_one_line
 from training.processes import ProcessError, together
 from training.step import TrainState
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written; earlier ones still exist."""
+
+
+class _Saving(NamedTuple):
+    """A save in progress: its step, size in bytes, and the shapes of its arrays by item and name."""
+
+    step: int
+    size: int
+    shapes: Mapping[str, Shapes]
 
 
 class Checkpoints:
@@ -47,19 +57,23 @@ class Checkpoints:
           losses: evaluation losses by step; the checkpoint with the lowest loss is kept as well.
         """
         self._folder = folder.absolute()
+        if keep is not None:
+            check_saveable(self._folder)
         self.losses = dict(losses or {})  # the training loop adds later evaluations
-        self._saving: tuple[int, int] | None = None  # the step and its size in bytes
+        self._saving: _Saving | None = None
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), _Best(self.losses)]),
             cleanup_tmp_directories=keep is not None,
             lightweight_initialize=True,  # reads nothing that might be damaged
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(
-                post_finalization_callback=self._write_checksums, barrier_sync_fn=self._barrier
+                post_finalization_callback=self._write_checksums,
+                barrier_sync_fn=self._barrier,
+                create_directories_asynchronously=False,  # or its threads wait on if it fails
             ),
         )
         self._manager = _Manager(self._folder, options=options)
-        logging.getLogger("absl").addFilter(_is_no_orbax_error)
+        logging.getLogger("absl").addFilter(_is_no_orbax_error)  # for good: threads outlive a failed save
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -70,7 +84,6 @@ class Checkpoints:
         finally:
             with contextlib.suppress(OSError, ValueError):  # `wait` has already reported it
                 self._manager.close()
-            logging.getLogger("absl").removeFilter(_is_no_orbax_error)
 
     @property
     def latest(self) -> int | None:
@@ -93,7 +106,7 @@ class Checkpoints:
             return
         self.wait()
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        self._saving = step, size
+        self._saving = _Saving(step, size, {"params": shapes(state.params), "rest": shapes(_rest(state))})
         with self._errors():
             with together():
                 if shutil.disk_usage(self._folder).free < size:
@@ -126,7 +139,7 @@ class Checkpoints:
         It does not look for damage; `damaged.set_aside_damaged` does.
 
         Raises:
-          ValueError: there is no checkpoint, or it belongs to another model.
+          ValueError: there is no checkpoint, or it belongs to another model or step.
         """
         if self.latest is None:
             raise ValueError(f"no checkpoint in {self._folder}; start a new run")
@@ -141,7 +154,13 @@ class Checkpoints:
                 data=ocp.args.JsonRestore(),
             ),
         )
-        return TrainState(params=found["params"], **found["rest"]), found["data"]
+        state = TrainState(params=found["params"], **found["rest"])
+        if int(state.step) != self.latest:
+            raise ValueError(
+                f"the checkpoint {self._folder / str(self.latest)} holds the state of step {state.step}; "
+                "rename or remove it"
+            )
+        return state, found["data"]
 
     def restore_params(self, like: Any, step: int | None = None) -> Any:
         """Returns the parameters alone, from the given step or the newest.
@@ -164,9 +183,8 @@ class Checkpoints:
 
     def _check_model(self, step: int, like: Any) -> None:
         """Raises ValueError unless a checkpoint's parameters have the names and shapes of `like`."""
-        folder, handler = self._manager.directory / str(step), ocp.StandardCheckpointHandler()
-        saved, wanted = _shapes(handler.metadata(folder / "params")), _shapes(like)
-        handler.close()
+        folder, wanted = self._folder / str(step), shapes(like)
+        saved = saved_shapes(folder / "params")
         if other := sorted(name for name in saved.keys() | wanted if saved.get(name) != wanted.get(name)):
             name = other[0]
             raise ValueError(
@@ -176,8 +194,16 @@ class Checkpoints:
             )
 
     def _write_checksums(self) -> None:
-        """Writes checksums.json; orbax calls this in one process before it renames a checkpoint."""
-        checksums.write(self._partial())
+        """Writes checksums.json; orbax calls this in one process before it renames a checkpoint.
+
+        Raises:
+          ValueError: what was written cannot be opened as a checkpoint of the state.
+        """
+        assert self._saving is not None
+        folder = self._partial()
+        for item, expected in self._saving.shapes.items():
+            check_opens(folder / item, expected)
+        checksums.write(folder, self._saving.step)
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
         """Waits for all processes in the background; before, each computes checksums of its own files.
@@ -192,7 +218,7 @@ class Checkpoints:
     def _partial(self) -> pathlib.Path:
         """Returns the folder of the unfinished checkpoint."""
         assert self._saving is not None
-        return next(self._folder.glob(f"{self._saving[0]}.orbax-checkpoint-tmp*"))
+        return next(self._folder.glob(f"{self._saving.step}.orbax-checkpoint-tmp*"))
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -201,26 +227,28 @@ class Checkpoints:
         The unfinished checkpoint is removed; files still being written are removed by the next start.
         """
         assert self._saving is not None
-        step, size = self._saving
+        step, size = self._saving.step, self._saving.size
         try:
             yield
             return
         except (OSError, ValueError, ProcessError) as error:
             self._saving, cause = None, error
-        free = shutil.disk_usage(self._folder).free
-        for partial in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-            shutil.rmtree(partial, ignore_errors=True)
-        left = saved_steps(self._folder)
+        left: list[int] = []
+        with contextlib.suppress(OSError):  # the folder may have become unreadable
+            for partial in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(partial, ignore_errors=True)
+            left = saved_steps(self._folder)
         last = f"the last good one is of step {left[-1]}" if left else "there is no earlier one"
-        raise CheckpointError(
-            f"the checkpoint of step {step} could not be saved in {self._folder}, where {decimal(free)} are "
-            f"free; it takes up to {decimal(size)}; {last}. Make room and continue with --resume. {cause}"
-        ) from cause
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): tuple(x.shape) for path, x in leaves}
+        failed = f"the checkpoint of step {step} could not be saved in {self._folder}"
+        said = " ".join(str(cause).split())
+        if isinstance(cause, OSError) and cause.errno not in FULL:
+            raise CheckpointError(f"{failed}; {last}. {in_one_line(cause)}") from cause
+        if isinstance(cause, OSError) or any(os.strerror(number) in said for number in FULL):
+            room = f"where {free_space(self._folder)} are free; it takes up to {decimal(size)}"
+            message = f"{failed}, {room}; {last}. Make room and continue with --resume. {said}"
+            raise CheckpointError(message) from cause
+        remedy = "Check that the folder is in its place and can be written, and continue with --resume"
+        raise CheckpointError(f"{failed}; {last}. {remedy}. {said}") from cause
 
 
 def save_params(folder: pathlib.Path, params: Any) -> None:
@@ -228,11 +256,13 @@ def save_params(folder: pathlib.Path, params: Any) -> None:
 
     Needs memory for the parameters and about one copy of the largest array.
     """
+    check_saveable(folder)
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
     handler = ocp.StandardCheckpointHandler(save_concurrent_gb=largest // 2**30 + 1)
     with ocp.CheckpointManager(folder.absolute(), item_handlers={"params": handler}) as manager:
         manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
-    checksums.write(folder / "0")
+    check_opens(folder / "0" / "params", shapes(params))
+    checksums.write(folder / "0", 0)
 
 
 class _Manager(ocp.CheckpointManager):
@@ -258,8 +288,8 @@ def _best(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
 
 
 def _is_no_orbax_error(record: logging.LogRecord) -> bool:
-    """Drops errors that orbax logs with tracebacks, because it raises them too."""
-    return record.levelno != logging.ERROR or "orbax" not in record.pathname
+    """Drops what orbax logs about a save that fails: it raises it too, or `check_opens` does."""
+    return record.levelno < logging.WARNING or "orbax" not in record.pathname
 
 
 def _rest(state: TrainState) -> dict[str, Any]:

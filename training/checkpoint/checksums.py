@@ -23,10 +23,14 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 _CHUNK = 2**24
 
 
-def write(folder: pathlib.Path) -> None:
+def write(folder: pathlib.Path, step: int) -> None:
     """Writes checksums.json for a checkpoint's folder, in which all other files are complete.
 
     Checksums that `write_part` has computed are reused; its files are removed.
+
+    Args:
+      folder: the checkpoint's folder.
+      step: the step of the state in it, which is to be the folder's name.
     """
     parts = list(folder.glob(_PART.format("*")))
     known = {
@@ -37,7 +41,8 @@ def write(folder: pathlib.Path) -> None:
     found = _files(folder)
     rest = {name: size for name, size in found.items() if known.get(name, (None,))[0] != size}
     files = known | _sums(folder, rest)
-    content = {"files": {name: files[name] for name in found}, "metadata": _read_metadata(folder)}
+    listed = {name: files[name] for name in found}
+    content = {"files": listed, "metadata": _read_metadata(folder), "step": step}
     write_atomically(folder / NAME, _text(content))
 
 
@@ -72,6 +77,8 @@ def problems(
     if found is None:
         return {NAME: "is damaged"}
     wrong = {}
+    if (step := str(found.get("step", folder.name))) != folder.name:
+        wrong["state"] = f"is of step {step}"
     if not (folder / _METADATA).exists():
         wrong[_METADATA] = MISSING
     elif _read_metadata(folder) != found["metadata"]:

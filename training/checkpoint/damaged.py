@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from training.checkpoint import checksums
+from training.files import unused
+from training.path_errors import in_one_line
 from training.processes import gather, is_first_process
 
 _SMALL = 2**16  # bytes; in older checkpoints only files up to this size are read
@@ -54,11 +56,12 @@ def _set_aside(folder: pathlib.Path, good: int | None, damaged: Mapping[int, Map
     removals, renames, damage, messages = [], [], [], []
     for step, problems in damaged.items():
         path = folder / str(step)
-        if good is not None and step < good and set(problems.values()) == {checksums.MISSING}:
+        older = good is not None and step < good
+        if older and path.is_dir() and set(problems.values()) == {checksums.MISSING}:
             removals.append(path)
             messages.append(f"removed the rest of {path}, whose removal was interrupted")
         else:
-            renames.append((path, _unused(folder / f"damaged-{step}")))
+            renames.append((path, unused(folder / f"damaged-{step}")))
             damage.append(describe_damage(path, problems))
             messages.append(f"{damage[-1]}; renamed it {renames[-1][1].name}")
     if renames and good is None:
@@ -80,8 +83,7 @@ def _file_errors(folder: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"the checkpoints in {folder} cannot be checked for damage: {error}. Make the folder readable "
-            "and writable"
+            f"the checkpoints in {folder} cannot be checked for damage: {in_one_line(error, folder)}"
         ) from error
 
 
@@ -92,14 +94,7 @@ def describe_damage(path: pathlib.Path, problems: Mapping[str, str]) -> str:
     return f"the checkpoint {path} is damaged ({name} {problem}{more})"
 
 
-def _unused(path: pathlib.Path) -> pathlib.Path:
-    number, found = 2, path
-    while found.exists():
-        number, found = number + 1, path.with_name(f"{path.name}-{number}")
-    return found
-
-
 def saved_steps(folder: pathlib.Path) -> list[int]:
     """Returns the steps of the checkpoints in a folder, damaged ones included, in ascending order."""
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit() and name == str(int(name)))

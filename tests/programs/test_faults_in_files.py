@@ -1,0 +1,267 @@
+"""Runs whose files, paths or output are broken: one line says what is wrong, and the rest goes on.
+
+One short run is trained once; each test breaks a copy of it.
+"""
+
+import json
+import multiprocessing
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import train as training_program
+from models import llama
+from models.configs import from_dict
+from training.checkpoint.checkpoints import Checkpoints, save_params
+from training.checkpoint.damaged import saved_steps
+from training.huggingface_runs import export_checkpoint
+from training.metrics import read_records
+from training.run_config import read_run_config
+from training.startup import prepare_process
+
+ROOT = pathlib.Path(__file__).parents[2]
+FLAGS = "--batch-size 2 --seq-len 16 --eval-batches 2 --warmup-steps 2 --policy bf16 --checkpoint-every 2"
+LONG = ["--steps", "100000", "--log-every", "100000", *FLAGS.split()]
+SHORT = [*LONG, "--stop-after", "6"]  # the same program, so that it is compiled once
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """A run of six steps, with checkpoints of steps 4 and 6."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    training_program.main([*SHORT, "--data", text, "--out", str(out)])
+    return out
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    """A copy of the run."""
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def error_of(*arguments, program=training_program.main):
+    """Returns the line with which a program ends."""
+    with pytest.raises(SystemExit) as ended:
+        program([str(argument) for argument in arguments])
+    assert isinstance(ended.value.code, str)  # so that the status is 1
+    assert "\n" not in ended.value.code
+    return ended.value.code
+
+
+def begin(arguments, errors, output):
+    """Runs the command line in a process of `start`, with its standard error in a file."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    if output == "closed":
+        os.close(1)
+        sys.stdout = None
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+        path = {"full": "/dev/full", "none": os.devnull}.get(output)
+        os.dup2(os.open(path, os.O_WRONLY) if path else writer, 1)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    prepare_process()
+    training_program.main([str(argument) for argument in arguments])
+
+
+def start(errors, *arguments, output="none"):
+    """Starts a run in a process that has imported its modules already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train"])
+    process = context.Process(target=begin, args=(arguments, errors, output))
+    process.start()
+    return process
+
+
+def wait_for_lines(process, path, count):
+    while process.is_alive() and (not path.exists() or path.read_bytes().count(b"\n") < count):
+        time.sleep(0.005)
+
+
+def test_a_path_that_is_a_pattern_is_refused_before_anything_is_written(text, tmp_path):
+    said = error_of(*SHORT, "--data", text, "--out", tmp_path / "a[1]" / "run")
+    assert said.endswith("a[1]/run: name a path without [ ]")
+    assert list(tmp_path.iterdir()) == []
+
+
+def broken_paths(tmp_path):
+    """Yields paths that cannot be a run's folder, with a part of the message."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    yield tmp_path / "file", "is a file instead of a folder"
+    yield tmp_path / "file" / "run", "is a file instead of a folder"
+    yield tmp_path / ("n" * 300), "Name a shorter path"
+    yield tmp_path / "loop" / "run", "form a circle"
+    yield pathlib.Path("/proc/run"), "Check the name"
+    if os.geteuid() != 0:  # root may write everywhere
+        (tmp_path / "closed").mkdir(mode=0o500)
+        yield tmp_path / "closed" / "run", "Get permission"
+
+
+def test_a_path_that_cannot_be_a_folder_is_named_in_one_line(text, tmp_path):
+    for path, advice in broken_paths(tmp_path):
+        said = error_of(*SHORT, "--data", text, "--out", path)
+        assert str(path) in said
+        assert advice in said
+    assert str(tmp_path) in error_of("--resume", "--out", tmp_path / ("n" * 300))
+
+
+def test_a_folder_in_use_is_left_alone(run):
+    code = "import pathlib, sys\nfrom training.run_lock import locked\n"
+    code += "with locked(pathlib.Path(sys.argv[1])): print('locked', flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen([sys.executable, "-c", code, str(run)], cwd=ROOT, **pipes)
+    assert holder.stdout.readline() == "locked\n"
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    said = error_of("--resume", "--out", run)
+    holder.communicate("")
+    assert f"{run} is in use by process {holder.pid} on {os.uname().nodename}" in said
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+
+
+def test_an_edited_configuration_is_noticed_and_restored(run):
+    path = run / "config.json"
+    whole = path.read_text()
+    for content in (whole.replace('"lr": 0.004', '"lr": 0.04'), whole[:900], "", "[]"):
+        path.write_text(content)
+        said = error_of("--resume", "--out", run)
+        assert str(path) in said
+        subprocess.run(said.partition("restore it: ")[2], shell=True, check=True)
+        assert path.read_text() == whole
+
+
+def test_damaged_records_and_a_renamed_checkpoint_cost_nothing_else(run, whole, capsys):
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    damaged = b"".join([lines[0], b"\0\0\0\n", *lines[2:]])
+    (run / "metrics.jsonl").write_bytes(damaged)
+    (run / "spikes.jsonl").write_text("null\n")
+    (run / "checkpoints" / "6").rename(run / "checkpoints" / "60")
+    training_program.main(["--resume", "--out", str(run), "--stop-after", "6"])
+    said = capsys.readouterr().out
+    assert "60 is damaged (state is of step 6); renamed it damaged-60" in said
+    assert f"line 2 of {run}/metrics.jsonl cannot be read: the other 6 stay" in said
+    assert f"line 1 of {run}/spikes.jsonl cannot be read: the other 0 stay" in said
+    assert f"{run}/metrics.jsonl lacks step 2 of the 4 taken" in said
+    assert (run / "damaged-metrics.jsonl").read_bytes() == damaged
+    losses = {(r["step"], r.get("loss"), r.get("eval_loss")) for r in read_records(whole)}
+    found = {(r["step"], r.get("loss"), r.get("eval_loss")) for r in read_records(run)}
+    assert losses - found == {(2, json.loads(lines[1])["loss"], None)}
+    assert found < losses
+
+
+def test_moments_that_would_become_nan_end_the_run_with_its_last_finite_state(text, tmp_path):
+    out = tmp_path / "run"
+    said = error_of(*SHORT, "--data", text, "--out", out, "--eps", "0")
+    assert "at step 1, but parameters or moments would become NaN or infinite" in said
+    assert list((out / "checkpoints").iterdir()) == []
+    (out / "checkpoints").rmdir()
+    shutil.copytree(out / "nonfinite-step-1" / "checkpoints", out / "checkpoints")
+    export_checkpoint(out, tmp_path / "exported")  # finite
+
+
+def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, tmp_path):
+    model = from_dict(read_run_config(run)["model"])
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        params = checkpoints.restore_params(llama.abstract_params(model))
+    shutil.rmtree(run / "checkpoints")
+    params["embedding"] = params["embedding"].at[5, 7].set(np.nan)
+    save_params(run / "checkpoints", params)
+    with pytest.raises(
+        ValueError, match=r"1 tensors of .*run hold NaN or infinity, model.embed_tokens.weight"
+    ):
+        export_checkpoint(run, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+    export_checkpoint(run, tmp_path / "exported", allow_nonfinite=True)
+    assert "holds NaN or infinity; go on from an earlier one" in error_of("--resume", "--out", run)
+
+
+@pytest.mark.slow
+def test_output_that_cannot_be_written_stops_nothing(text, tmp_path):
+    outputs = ("full", "pipe", "closed")
+    runs = [
+        start(tmp_path / f"{output}.txt", *SHORT, "--data", text, "--out", tmp_path / output, output=output)
+        for output in outputs
+    ]
+    for process in runs:
+        process.join()
+    assert [process.exitcode for process in runs] == [0, 0, 0]
+    said = [(tmp_path / f"{output}.txt").read_text() for output in outputs]
+    assert [text.count("\n") for text in said] == [1, 1, 0]
+    assert "warning: standard output cannot be written (No space left on device): going on without" in said[0]
+    assert "(Broken pipe)" in said[1]
+    for output in outputs:
+        assert [r["step"] for r in read_records(tmp_path / output) if "loss" in r] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_moved_ends_the_run(text, tmp_path):
+    out, errors = tmp_path / "run", tmp_path / "errors.txt"
+    process = start(errors, *LONG, "--data", text, "--out", out)
+    wait_for_lines(process, out / "metrics.jsonl", 3)
+    out.rename(tmp_path / "moved")
+    process.join(30)
+    assert process.exitcode == 1
+    said = errors.read_text()
+    assert said.count("\n") == 1
+    assert f"could not be saved in {out}/checkpoints" in said
+    assert "was removed or moved" in said or "Check that the folder is in its place" in said
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
+    """In place of a module that takes long to import, one that waits to be interrupted."""
+    (tmp_path / "grain.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "train.py"]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, **pipes)
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate() == ("", "train.py: interrupted\n")
+    assert process.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.slow
+def test_of_two_runs_in_one_folder_the_second_is_told_and_may_follow_a_killed_first(text, tmp_path):
+    out = tmp_path / "run"
+    first = start(tmp_path / "errors.txt", *LONG, "--data", text, "--out", out)
+    wait_for_lines(first, out / "metrics.jsonl", 5)
+    said = error_of("--resume", "--out", out)
+    assert f"is in use by process {first.pid} on {os.uname().nodename}" in said
+    assert first.is_alive()
+    first.kill()
+    first.join()
+    newest = max(saved_steps(out / "checkpoints"))
+    training_program.main(["--resume", "--out", str(out), "--stop-after", str(newest + 1)])
+    assert read_records(out)[-1]["step"] == newest + 1
+
+
+@pytest.mark.slow
+def test_a_file_system_that_cannot_be_written_is_named(run, tmp_path):
+    """A read-only bind mount, where this user may make one."""
+    target = tmp_path / "mounted"
+    target.mkdir()
+    script = f"mount --bind {run.parent} {target} && mount -o remount,bind,ro {target} && exec "
+    script += f"{sys.executable} train.py --resume --out {target}/run"
+    probe = ["unshare", "--mount", "--map-root-user", "true"]
+    if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode != 0:
+        pytest.skip("no mount namespaces for this user")
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1
+    said = "run/lock: Read-only file system. Name a path on a file system that can be written\n"
+    assert ended.stderr.endswith(said)

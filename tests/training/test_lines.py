@@ -1,0 +1,89 @@
+"""Files of lines: whole lines however a write ends, and damaged lines are named, copied and taken out."""
+
+import json
+import resource
+
+import pytest
+
+from training import metrics, mlperf_log
+from training.lines import LineFile, in_ranges, read_lines, set_aside_damaged_lines
+from training.metrics import evaluations, missing_steps, parse_record, set_aside_damaged_records
+
+GOOD = [b'{"step": 1, "loss": 2.5}', b'{"step": 1, "eval_loss": "nan"}', b'{"step": 2, "loss": "inf"}']
+DAMAGED = [
+    b"",
+    b"\x00\xff",
+    b"null",
+    b"[1]",
+    b"{}",
+    b'{"step": true}',
+    b'{"step": "1"}',
+    b'{"step": 1, "loss": null}',
+    b'{"step": 1, "loss": "low"}',
+    b'{"step": 1, "loss": 1' + b"0" * 400 + b"}",
+    b'{"step": 1' + b"0" * 5000 + b"}",
+    b'{"step": 1, "skipped": "yes"}',
+    b'{"step": 1} {"step": 2}',
+    b'{"step": 1, "loss": 2.',
+    b"[" * 100_000,
+]
+
+
+def test_a_line_for_which_there_is_no_room_leaves_no_half(tmp_path):
+    before, path = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "lines"
+    file = LineFile(path, [b"first"])
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        for i in range(3):
+            file.write(f"line {i} " + "x" * 20)
+        with pytest.raises(OSError, match="File too large"):
+            file.write("line 3 " + "x" * 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes().split(b"\n")[-2:] == [b"line 2 " + b"x" * 20, b""]
+    file.write("later")
+    file.sync()
+    file.close()
+    assert path.read_bytes().endswith(b"x\nlater\n")
+
+
+def test_damaged_lines_are_named_and_the_rest_is_kept(tmp_path):
+    path, whole = tmp_path / "metrics.jsonl", b"\n".join([GOOD[0], *DAMAGED, *GOOD[1:]]) + b'\n{"step'
+    path.write_bytes(whole)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=rf"line 2 to {len(DAMAGED) + 1} of .*metrics.jsonl cannot be read"
+        ):
+            evaluations(tmp_path)
+    [message] = set_aside_damaged_records(tmp_path)
+    assert f"the other 3 stay, and {tmp_path.name}" not in message
+    assert "damaged-metrics.jsonl is the file as it was" in message
+    assert (tmp_path / "damaged-metrics.jsonl").read_bytes() == whole
+    assert [line for line, _ in read_lines(path, parse_record)] == GOOD
+    assert set_aside_damaged_records(tmp_path) == []
+    path.write_bytes(b"x\n")
+    assert "damaged-metrics.jsonl-2" in set_aside_damaged_records(tmp_path)[0]
+
+
+def test_damaged_events_of_mlperfs_log_are_taken_out(tmp_path):
+    event = b':::MLLOG {"key": "block_start", "metadata": {"samples_count": 2}}'
+    bad = [b'{"key": "a", "metadata": {}}', b":::MLLOG 1", event[:-9], event.replace(b"2", b'"2"')]
+    (tmp_path / mlperf_log.FILE).write_bytes(b"\n".join([event, *bad, event, b""]))
+    assert "line 2 to 5 of" in mlperf_log.set_aside_damaged_events(tmp_path)[0]
+    assert (tmp_path / mlperf_log.FILE).read_bytes() == event + b"\n" + event + b"\n"
+    assert set_aside_damaged_lines(tmp_path / "none", json.loads) == []
+
+
+def test_missing_steps_are_named(tmp_path):
+    assert missing_steps(tmp_path, 0) == []
+    assert "lacks step 1 to 2 of the 2 taken" in missing_steps(tmp_path, 2)[0]
+    lines = [{"step": step, "loss": 1.0} for step in (1, 2, 5, 6, 8)] + [{"step": 3, "eval_loss": 1.0}]
+    (tmp_path / metrics.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "lacks step 3 to 4, 7, 9 of the 9 taken" in missing_steps(tmp_path, 9)[0]
+    assert missing_steps(tmp_path, 2) == []
+
+
+def test_ranges_are_cut_short():
+    assert in_ranges([]) == ""
+    assert in_ranges([1, 2, 3, 5]) == "1 to 3, 5"
+    assert in_ranges(range(1, 20, 2)) == "1, 3, 5, 7, 9 and 5 more"

@@ -1,0 +1,45 @@
+"""The lock of a run's folder: held by one process, named to others, and free once that process is dead."""
+
+import errno
+import fcntl
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from training.run_lock import locked
+
+ROOT = pathlib.Path(__file__).parents[2]
+HOLD = "import pathlib, sys\nfrom training.run_lock import locked\n"
+HOLD += "with locked(pathlib.Path(sys.argv[1])): print('locked', flush=True); sys.stdin.read()"
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    folder = tmp_path / "new" / "run"
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "locked\n"
+    said = f"new/run is in use by process {holder.pid} on {os.uname().nodename} since "
+    with pytest.raises(ValueError, match=said), locked(folder):
+        pass
+    holder.kill()
+    holder.communicate()
+    for _ in range(2):
+        with locked(folder):
+            assert (folder / "lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
+def test_a_file_system_without_locks_has_none(tmp_path, monkeypatch, number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    if number == errno.ENOLCK:
+        with locked(tmp_path):
+            pass
+    else:
+        with pytest.raises(OSError, match=os.strerror(number)), locked(tmp_path):
+            pass

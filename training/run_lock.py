@@ -1,0 +1,42 @@
+"""The lock of a run's folder: one run at a time writes there. The kernel releases it when a process dies."""
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import os
+import pathlib
+import socket
+from collections.abc import Iterator
+
+FILE = "lock"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # on some network file systems
+
+
+@contextlib.contextmanager
+def locked(folder: pathlib.Path) -> Iterator[None]:
+    """Creates the folder and holds its lock during the block.
+
+    Raises:
+      ValueError: another process holds the lock; the message names the process and its host.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / FILE).open(
+        "a+", errors="replace"
+    ) as file:  # closed in child processes that execute another program
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read(200).strip() or "another process"
+            raise ValueError(
+                f"--out {folder} is in use by {holder}; wait until it ends, or name another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        file.truncate(0)
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n")
+        file.flush()
+        yield
