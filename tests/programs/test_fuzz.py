@@ -26,9 +26,11 @@ from models.huggingface.config import read_config
 from models.huggingface.folder import read_json
 from models.huggingface.safetensors_files import INDEX, SINGLE, Reader
 from models.huggingface.tensors import check_tensors
+from training.config import Config
 from training.data.indexed_dataset import IndexedDataset, IndexedWriter
 from training.data.megatron import load_validation
 from training.data.tokenizer import load_tokenizer, tokenizer_vocab_size
+from training.run_config import FILE, from_json, read_run_config, to_json
 from training.tokenize.documents import Documents
 from training.tokenize.train_tokenizer import train_tokenizer
 
@@ -246,6 +248,13 @@ def test_changes_of_policies(inputs):
     for path, text in inputs:
         with oracles.types_unchecked():
             reads_or_refuses(lambda: mxjax.set_fields(mxjax.Policy(), [path + text]), "")  # noqa: B023
+
+
+@fuzz(EDITS | CHANGES)
+def test_configurations_of_runs(folder, inputs):
+    for (change,) in inputs:
+        write_json(folder / FILE, {"config": to_json(Config()), "data": {}}, change)
+        reads_or_refuses(lambda: from_json(read_run_config(folder)["config"]), FILE, "--")
 
 
 @fuzz(st.binary(max_size=60) | VALUES.map(lambda v: json.dumps({"text": v}).encode()), st.booleans())
