@@ -6,7 +6,11 @@ import pathlib
 
 import hypothesis
 import pytest
+from support.gpu import HAS_GPU
 
+# Triton reads it when kernels are imported, which tests outside of tests/kernels do too.
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # In the environment, for the programs that tests start too, and before JAX reads it.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 

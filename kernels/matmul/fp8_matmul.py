@@ -194,20 +194,19 @@ def correct_kernel(
     _write_factors(lhs_unit, lhs_factors + batch * M, M)
     _write_factors(rhs_unit, rhs_factors + batch * N, N)
     lost = _any(lhs_lost, LHS_LOST, LHS_LOST) | _any(rhs_lost, RHS_LOST, RHS_LOST)
-    # Strips of rows, then of columns. Programs take tiles in turn: tile t of a strip goes to program
-    # (shift + t) % P. Triton 3.6 drops a loop-carried scalar that only bounds an inner loop, and would give
-    # every strip to the same few programs; so the inner loop's body reads `shift`, not its bounds alone.
+    # Strips of rows, then of columns. Programs take their tiles in turn; `first` is this program's. The loop
+    # over tiles is a `while`, because Triton 3.6 drops a carried scalar that only bounds a `for`, which would
+    # give every strip to the same few programs.
     programs = tl.num_programs(0)
-    shift = 0
+    first = tl.program_id(0)
     for strip in range(tl.where(lost > 0, TILES_M + TILES_N, 0)):
         of_rows = strip < TILES_M
         if of_rows:
             tiles = TILES_N * _strip_lost(lhs_lost, strip, M, BLOCK_M, ROWS, PARTS)
         else:
             tiles = TILES_M * _strip_lost(rhs_lost, strip - TILES_M, N, BLOCK_N, ROWS, PARTS)
-        first = tl.program_id(0) + tl.where(tl.program_id(0) < shift, programs, 0)
-        for turn in range(first, shift + tiles, programs):
-            tile = turn - shift
+        tile = first
+        while tile < tiles:
             tile_m = tl.where(of_rows, strip, tile)
             tile_n = tl.where(of_rows, tile, strip - TILES_M)
             acc = accumulate_tile(
@@ -230,7 +229,8 @@ def correct_kernel(
             column_exponent = _tile_exponents(rhs_unit, tile_n, N, BLOCK_N)
             acc = acc * _power_of_two(-row_exponent[:, None] - column_exponent[None, :])
             store_tile(out, acc, tile_m, tile_n, batch, M, N, BLOCK_M, BLOCK_N)
-        shift = (shift + tiles) % programs
+            tile += programs
+        first = (first + programs - tiles % programs) % programs
 
 
 @triton.jit

@@ -1,17 +1,12 @@
-"""Without a GPU the kernels run in Triton's interpreter, which is chosen before they are imported."""
+"""Without a GPU the kernels run in Triton's interpreter, which tests/conftest.py chooses."""
 
-import os
 import pathlib
-import shutil
 
 import pytest
+from support.gpu import HAS_GPU
 
-HAS_GPU = bool(shutil.which("nvidia-smi")) or pathlib.Path("/dev/kfd").exists()
 # How the names of modules begin whose tests run on a GPU too.
 NATIVE = ("test_carry", "test_fp4_gemm", "test_fp8_matmul", "test_products", "test_quantize")
-
-if not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items):

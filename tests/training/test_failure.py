@@ -58,6 +58,6 @@ def test_an_error_of_one_process_between_steps_ends_both(tmp_path, bad):
     failed = float(outputs[bad][0].partition("now ")[2].split()[0])
     assert ended - failed < 60
     assert [run.returncode for run in runs] == [1, 1], outputs
-    assert "OSError: [Errno 5] Input/output error: '/data/c4.bin'" in outputs[bad][1]
+    assert "train.py: error: /data/c4.bin: Input/output error" in outputs[bad][1]
     message = f"error: process {bad}: OSError: [Errno 5] Input/output error: '/data/c4.bin'\n"
     assert outputs[1 - bad][1].endswith(message), outputs
