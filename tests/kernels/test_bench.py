@@ -164,7 +164,7 @@ def test_compilation_is_timed_with_an_empty_and_with_a_filled_cache():
         bench_compile.compile_seconds("wgrad", "nonsense", 32, 64, 96)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kernels_are_compiled_once_and_kept_on_disk():
     seconds = bench_compile.compile_seconds("wgrad", "triton", 64, 64, 64, "gfx950")
     cold, warm = seconds["cold"], seconds["warm"]

@@ -8,7 +8,7 @@ import json
 import pytest
 from support.programs import run_compiled
 
-pytestmark = pytest.mark.slow
+long = pytest.mark.exhaustive
 
 DOT = """
 import functools, json, os, pathlib, sys
@@ -32,15 +32,16 @@ print(json.dumps([call.name for call in emulation.calls]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "shape", "dtype"),
     [
-        ("wgrad_hadamard", (2, 80, 128, 96), "bfloat16"),
+        pytest.param("wgrad_hadamard", (2, 80, 128, 96), "bfloat16", marks=long),
         ("full_rht", (3, 2, 11, 70, 33), "bfloat16"),
-        ("full_sr", (67, 40, 130), "float32"),
-        ("amazon", (2, 21, 64, 50), "bfloat16"),
+        pytest.param("full_sr", (67, 40, 130), "float32", marks=long),
+        pytest.param("amazon", (2, 21, 64, 50), "bfloat16", marks=long),
         ("lumen", (2, 45, 96, 50), "bfloat16"),
-        ("tetrajet", (1, 33, 1), "bfloat16"),
+        pytest.param("tetrajet", (1, 33, 1), "bfloat16", marks=long),
     ],
 )
 def test_a_dot_and_its_gradients_are_those_of_the_definition(policy, shape, dtype, tmp_path):
@@ -81,6 +82,7 @@ print(json.dumps([len(emulation.calls), len({call.image for call in emulation.ca
 """
 
 
+@pytest.mark.exhaustive
 def test_a_step_of_a_llama_is_that_of_the_definition(tmp_path):
     """Loss, gradient norm, parameters and moments; attention's scores are in MXFP4 too, layers in a scan."""
     calls, images = json.loads(run_compiled(STEP, TRITON_CACHE_DIR=str(tmp_path)))

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 ROOT = pathlib.Path(__file__).parents[2]
 OLDEST, NEWEST = ("0.11.1", "3.6.0"), ("0.12.0.1", "3.9.0")

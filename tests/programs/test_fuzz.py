@@ -113,7 +113,7 @@ def reads_or_refuses(read, *names: str) -> None:
 
 
 def fuzz(*strategies):
-    """Makes a slow test of INPUTS inputs, BATCH at a time: an example costs more than a parser.
+    """Makes an exhaustive test of INPUTS inputs, BATCH at a time: an example costs more than a parser.
 
     The test takes fixtures, then a list of inputs, each a tuple of what the strategies drew.
     """
@@ -124,7 +124,7 @@ def fuzz(*strategies):
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     inputs = st.lists(st.tuples(*strategies), min_size=BATCH, max_size=BATCH)
-    return lambda test: pytest.mark.slow(settings(hypothesis.given(inputs)(test)))
+    return lambda test: pytest.mark.exhaustive(settings(hypothesis.given(inputs)(test)))
 
 
 @pytest.fixture(scope="module")
