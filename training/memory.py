@@ -109,7 +109,8 @@ def step_memory(
         optimizer=device_bytes(opt_state),
         gradients=own * (1 if accumulate == 1 else 2),
         activations=activations,
-        working=max(again + _block_bytes(config, tokens), _logits_bytes(config, tokens)),
+        # The logits are gone before a part's gradients fill up.
+        working=max(again + _block_bytes(config, tokens), _logits_bytes(config, tokens) - own),
     )
 
 

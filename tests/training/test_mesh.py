@@ -227,8 +227,7 @@ def test_the_memory_estimate_is_near_what_a_device_of_a_mesh_allocates():
     cases = "1,1,4:bf16:none:256", "2,2,2:wgrad_hadamard:full:4096", "1,8,1:bf16:full:4096"
     for line in program("memory", *cases):
         found = json.loads(line)
-        # The pieces of the loss take four times their logits by estimate, and a little less in truth.
-        assert 0.65 < found["allocated"] / sum(found["estimate"]) < 1.4, found
+        assert 0.7 < found["allocated"] / sum(found["estimate"]) < 1.4, found
 
 
 @pytest.mark.slow
