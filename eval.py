@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import pathlib
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from mxjax.implementations import Implementation, check_implementations
 from mxjax.scales import ScaleRule
 from training.checkpoint.checkpoints import Checkpoints
 from training.compare import CompareConfig, compare
-from training.config import Config
+from training.config import Config, PrecisionConfig, parse_rules
 from training.data.load import load_data, load_held_out
 from training.data.windows import evaluation_batches
 from training.diagnosis.diagnose import diagnose
@@ -29,7 +30,8 @@ from training.environment import enable_compilation_cache, facts, input_errors
 from training.extras import check_extra
 from training.files import write_atomically
 from training.metrics import evaluations, json_line
-from training.policy_schedule import Phase, phase_at, phases_of
+from training.policy_record import from_record
+from training.policy_schedule import Phase, phase_at, phases_of, with_exceptions, with_scale_rule
 from training.run_config import from_json, read_run_config
 from training.step import evaluate, make_eval_step
 
@@ -41,11 +43,14 @@ class EvalConfig:
     run: Annotated[pathlib.Path, tyro.conf.Positional]
     """The run's folder."""
     policy: str | None = None
-    """Run the weights in this policy. Default: the policy of the checkpoint's step."""
+    """Run the weights in this policy: a name, FILE.json or FILE.py:NAME. Default: the policies that the run
+    had at the checkpoint's step."""
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Changes a field of --policy, as PATH=VALUE."""
     scale_rule: ScaleRule | None = None
     """Use this rule for MXFP4 scales instead of the policy's."""
-    layers: tuple[str, ...] | None = None
-    """Exceptions by layer, as PATTERN=POLICY."""
+    layers: tuple[str, ...] = ()
+    """Exceptions by layer, as PATTERN=POLICY, besides those of the run unless --policy is given."""
     implementation: Implementation | None = None
     """Implementation of the GEMMs. Default: as in the run."""
     step: int | Literal["best"] | None = None
@@ -114,10 +119,12 @@ def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
 
 def restore(arguments: EvalConfig) -> Restored:
     """Returns the model, parameters and data that the arguments name; raises ValueError for bad ones."""
-    config, precision, model = read_run(arguments)
-    phases = phases_of(precision, config.steps, functools.partial(llama.layer_policies, model))
+    saved = read_run_config(arguments.run)
+    config, model = from_json(saved["config"]), from_dict(saved["model"])
+    implementation = arguments.implementation or config.precision.implementation
+    phases = choose_phases(arguments, saved, config, model)
     for phase in phases:
-        check_implementations(phase.layers.policies, precision.implementation)
+        check_implementations(phase.layers.policies, implementation)
     n_batches = config.eval_batches if arguments.batches is None else arguments.batches
     if n_batches < 1:
         raise ValueError(f"--batches must be at least 1, got {n_batches}")
@@ -131,18 +138,26 @@ def restore(arguments: EvalConfig) -> Restored:
         if step == "best" and (step := checkpoints.best) is None:
             raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
         params = checkpoints.restore_params(llama.abstract_params(model), step)
-    return Restored(model, params, step, phase_at(phases, step or 0), precision.implementation, held_out)
+    return Restored(model, params, step, phase_at(phases, step or 0), implementation, held_out)
 
 
-def read_run(arguments: EvalConfig):
-    """Returns the run's configuration, its precision with the flags' changes, and its model."""
-    saved = read_run_config(arguments.run)
-    config = from_json(saved["config"])
-    names = ("policy", "scale_rule", "layers", "implementation")
-    changes = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
-    if "policy" in changes:  # the run's scale rule and exceptions belong to the run's policy
-        changes = {"scale_rule": None, "layers": ()} | changes
-    return config, dataclasses.replace(config.precision, **changes), from_dict(saved["model"])
+def choose_phases(
+    arguments: EvalConfig, saved: Mapping[str, Any], config: Config, model: LlamaConfig
+) -> tuple[Phase, ...]:
+    """Returns the phases that the arguments name, or the run's own with the arguments' changes.
+
+    The run's scale rule and exceptions by layer belong to its policy: another policy does without them.
+    """
+    layer_policies = functools.partial(llama.layer_policies, model)
+    rule = arguments.scale_rule
+    if arguments.policy is not None:
+        precision = PrecisionConfig(arguments.policy, rule, arguments.layers, arguments.set)
+        return phases_of(precision, config.steps, layer_policies)
+    if arguments.set:
+        raise ValueError("--set changes the fields of --policy: name the policy too")
+    phases = from_record(saved) or phases_of(config.precision, config.steps, layer_policies)
+    phases = tuple(with_exceptions(phase, parse_rules(arguments.layers)) for phase in phases)
+    return phases if rule is None else with_scale_rule(phases, rule)
 
 
 def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.ndarray:

@@ -108,9 +108,8 @@ def _label(members: Sequence[ComparedRun], everything: list[dict], settings: Map
     """Returns the values in which a group differs from the others, else what its names begin with."""
     own = settings[members[0].name]
     varying = [key for key in own if len({str(other.get(key)) for other in everything}) > 1]
-    texts = [
-        f"{own[key]}" if key.endswith("policy") else f"{key.split('.')[-1]}={own[key]}" for key in varying
-    ]
+    label = members[0].config.precision.label
+    texts = [label if key.endswith("policy") else f"{key.split('.')[-1]}={own[key]}" for key in varying]
     if texts:
         return " ".join(texts)
     names = [run.name for run in members]

@@ -1,6 +1,5 @@
 """Resuming a run: whether a configuration continues the run in a folder, and the command that does."""
 
-import dataclasses
 import pathlib
 import shlex
 from collections.abc import Mapping
@@ -55,7 +54,7 @@ def check_same_run(config: Config, folder: pathlib.Path) -> None:
 
 def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:
     """Raises ValueError if `config` differs from the run in `folder`; the message lists the differences."""
-    asked, begun = (by_flag(dataclasses.asdict(c)) for c in (config, saved))
+    asked, begun = map(by_flag, (config, saved))
     differences = [
         f"--{name.replace('_', '-')}: the run has {begun[name]}, the command line {asked[name]}"
         for name in begun

@@ -28,6 +28,7 @@ from training.environment import facts
 from training.files import temporary_path
 from training.mesh import check_batch, make_mesh
 from training.parameter_sharding import check_shards
+from training.policy_record import from_record, to_record
 from training.policy_schedule import Phase, phases_of
 from training.resume import check_same_data, check_same_run
 from training.run_config import FILE, HUGGINGFACE, read_run_config, to_json, write_run_config
@@ -81,7 +82,7 @@ def set_up(config: Config) -> Run:
     if config.resume:
         check_same_run(config, folder)
     config, model = choose_model(config, folder)
-    phases = phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
+    phases = choose_phases(config, model, folder)
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
@@ -166,6 +167,14 @@ def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaCon
     return dataclasses.replace(config, model=name, data=data), model
 
 
+def choose_phases(config: Config, model: LlamaConfig, folder: pathlib.Path) -> tuple[Phase, ...]:
+    """Returns the phases that a run to continue has on record, or those that the configuration names."""
+    begun = from_record(read_run_config(folder)) if config.resume and (folder / FILE).exists() else None
+    if begun is not None:
+        return begun
+    return phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
+
+
 def mlperf_settings(run: Run) -> dict[str, Any]:
     """Returns the settings at the head of MLPerf's log; empty without --mllog."""
     if not run.config.mlperf.mllog:
@@ -181,10 +190,7 @@ def open_folder(run: Run) -> None:
     values: dict[str, Any] = {
         "config": to_json(run.config),
         "model": to_dict(run.model),
-        "phases": [
-            phase._asdict() | {"layers": {name: str(policy) for name, policy in phase.layers.items()}}
-            for phase in run.phases
-        ],
+        **to_record(run.phases),
         "data": run.corpus.facts,
         "implementation": choose_implementation(run.config.precision.implementation),
         "environment": facts(),

@@ -14,7 +14,7 @@ import mxjax
 import train as training_program
 from models import llama
 from models.configs import get_config
-from training import loop
+from training import loop, policy_source
 from training.checkpoint.checkpoints import Checkpoints
 from training.command_line import parse
 from training.config import Config, PrecisionConfig
@@ -130,7 +130,7 @@ def test_a_run_that_switches_equals_one_stopped_and_resumed_in_the_other_policy(
     run(text, out, "wgrad_sr", "--stop-after", "3")
     description = json.loads((out / "config.json").read_text())
     description["config"]["precision"]["policy"] = "fp8"
-    del description["crc32"]  # edited on purpose
+    del description["crc32"], description["phases"]  # edited on purpose
     (out / "config.json").write_text(json.dumps(description))
     run(text, out, "fp8", "--resume")
     jax.tree.map(np.testing.assert_array_equal, state(out), state(switched))
@@ -166,6 +166,31 @@ def test_an_evaluation_owed_by_a_phase_is_repeated_in_its_policy(text, tmp_path,
             run(text, out, schedule)
     run(text, out, schedule, "--resume")
     assert lines(out) == lines(tmp_path / "whole")
+
+
+OWN = """
+from mxjax import Operand, Policy, Gemm
+operand = Operand(rounding="stochastic", scale_rule="even")
+own = Policy(wgrad=Gemm(operand, operand))
+"""
+FROM_FILES = ["--set", "wgrad.lhs.scale_rule=floor", "--set", "wgrad.rhs.scale_rule=floor"]
+
+
+def test_a_run_keeps_its_policies_when_their_files_and_names_are_gone(text, switched, tmp_path, monkeypatch):
+    """The two files together say what SWITCHING does."""
+    files, out = [tmp_path / "own.py", tmp_path / "low.json"], tmp_path / "run"
+    files[0].write_text(OWN)
+    files[1].write_text(mxjax.policy_to_json(mxjax.get_policy("fp8")))
+    schedule = f"{files[0]}:own; {files[1]} from 4"
+    run(text, out, schedule, *FROM_FILES, "--layers", "head=bf16", "--stop-after", "2")
+    for file in files:
+        file.unlink()
+    monkeypatch.setattr(policy_source, "get_policy", lambda name: pytest.fail(f"{name} was looked up"))
+    result = evaluation_program.main(evaluation_program.EvalConfig(out))
+    [expected] = [r["eval_loss"] for r in lines(switched) if r["step"] == 2 and "eval_loss" in r]
+    assert (result["policy"], result["eval_loss"]) == (f"{files[0]}:own", expected)
+    training_program.train(parse(["--out", str(out), "--resume"]))
+    jax.tree.map(np.testing.assert_array_equal, state(out), state(switched))
 
 
 def test_the_record_names_the_phases_and_the_switch(switched):
