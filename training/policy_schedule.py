@@ -76,6 +76,11 @@ def parse_schedule(
     return tuple(part._replace(policy=_changed(part.policy, part.name, changes)) for part in schedule)
 
 
+def first_steps(policy: str | Policy, steps: int) -> list[int]:
+    """Returns the first step of each part of a schedule, as `parse_schedule` takes it."""
+    return [1] if isinstance(policy, Policy) else [step for step, _ in _phases_in(policy, steps)]
+
+
 def phases_of(
     precision: PrecisionConfig, steps: int, layer_policies: Callable[[Policy, Rules], LayerPolicies]
 ) -> tuple[Phase, ...]:

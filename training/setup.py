@@ -25,12 +25,13 @@ from training.data.text import TextCorpus
 from training.data.windows import evaluation_batches
 from training.device_memory import gib, memory_there_is
 from training.environment import facts
+from training.extension import check_order, extend_phases, last_checkpoint
 from training.files import temporary_path
 from training.mesh import check_batch, make_mesh
 from training.parameter_sharding import check_shards
 from training.policy_record import from_record, to_record
 from training.policy_schedule import Phase, phases_of
-from training.resume import check_same_data, check_same_run
+from training.resume import begun_run, check_same_data, check_same_run
 from training.run_config import FILE, HUGGINGFACE, read_run_config, to_json, write_run_config
 from training.run_lock import FILE as LOCK
 from training.tensorboard import check_installed
@@ -106,6 +107,8 @@ def set_up(config: Config) -> Run:
     mlperf_settings(run)
     if config.resume:
         check_same_data(folder, corpus.facts)
+        if (begun := begun_run(folder)) is not None and begun.steps != config.steps:
+            check_order(corpus, config, begun)
     check_folder(config, folder)
     return run
 
@@ -169,9 +172,10 @@ def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaCon
 
 def choose_phases(config: Config, model: LlamaConfig, folder: pathlib.Path) -> tuple[Phase, ...]:
     """Returns the phases that a run to continue has on record, or those that the configuration names."""
-    begun = from_record(read_run_config(folder)) if config.resume and (folder / FILE).exists() else None
-    if begun is not None:
-        return begun
+    saved = read_run_config(folder) if config.resume and (folder / FILE).exists() else {}
+    if (begun := from_record(saved)) is not None:
+        same_length = saved["config"]["steps"] == config.steps
+        return begun if same_length else extend_phases(begun, config, last_checkpoint(folder))
     return phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
 
 
