@@ -168,6 +168,9 @@ class Config:
     observe: Annotated[ObserveConfig, tyro.conf.arg(name="")] = ObserveConfig()
     model: str = "tiny"
     """Name of a model in models/configs.py. Its vocabulary comes from the data, see --vocab-size."""
+    model_config: pathlib.Path | None = None
+    """Shape of the model instead of --model: a JSON file with the fields of Hugging Face's config.json or of
+    LlamaConfig in models/configs.py. Its vocabulary too comes from the data."""
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, or of an imported checkpoint."""
     mesh: str | None = None
@@ -230,6 +233,10 @@ class Config:
         traced, profile = self.observe.profiled_steps, self.observe.profile
         if profile is not None and not (traced and traced[-1] <= self.steps):
             raise ValueError(f"--profile takes FIRST:LAST, from 1 to --steps {self.steps}, got {profile!r}")
+        if self.model_config is not None and self.model != Config.model:
+            raise ValueError("--model and --model-config both name the model: give one of them")
+        if self.model_config is not None and self.init is not None:
+            raise ValueError("--init brings its own model: leave out --model-config")
         if self.resume and self.out is None:
             raise ValueError("--resume continues the run in --out: name its folder")
         if self.distributed and self.out is None:
@@ -240,11 +247,16 @@ class Config:
         """The step after which this invocation ends."""
         return self.steps if self.stop_after is None else self.stop_after
 
+    @property
+    def model_name(self) -> str:
+        """The name of the model in records and messages."""
+        return self.model if self.model_config is None else self.model_config.stem
+
     def folder(self) -> pathlib.Path:
         """Returns the run's folder: `out`, or a new name under runs/."""
         without_folders = re.sub(r"[^\s;]*/", "", self.precision.label)
         policy = re.sub(r"[^\w.]+", "-", without_folders)
-        name = f"{self.model}-{policy}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = f"{self.model_name}-{policy}-{time.strftime('%Y%m%d-%H%M%S')}"
         return self.out or pathlib.Path("runs") / name
 
 

@@ -57,6 +57,7 @@ def from_json(raw: dict[str, Any]) -> Config:
                 "observe": ObserveConfig(**raw["observe"]),
                 "out": _path(raw["out"]),
                 "init": _path(raw["init"]),
+                "model_config": _path(raw.get("model_config")),
             }
         )
         _check_types(config)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from models import llama
+from models.config_file import load_config
 from models.configs import LlamaConfig, from_dict, get_config, to_dict
 from mxjax.implementations import check_implementations, choose_implementation
 from mxjax.layers import LayerPolicies
@@ -32,7 +33,7 @@ from training.parameter_sharding import check_shards
 from training.policy_record import from_record, to_record
 from training.policy_schedule import Phase, phases_of
 from training.resume import begun_run, check_same_data, check_same_run
-from training.run_config import FILE, HUGGINGFACE, read_run_config, to_json, write_run_config
+from training.run_config import FILE, HUGGINGFACE, from_json, read_run_config, to_json, write_run_config
 from training.run_lock import FILE as LOCK
 from training.tensorboard import check_installed
 from training.vocabulary import filled_size, resize_on
@@ -92,7 +93,7 @@ def set_up(config: Config) -> Run:
     mesh = make_mesh(config.mesh)
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
-    check_memory(mesh.shape, config.model, model)
+    check_memory(mesh.shape, config.model_name, model)
     fits = functools.partial(fits_mesh, model, phases)
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
     check_phases(mesh.shape, model, phases)
@@ -148,18 +149,21 @@ def fits_mesh(model: LlamaConfig, phases: Sequence[Phase], sizes: Mapping[str, i
 
 
 def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaConfig]:
-    """Returns the model of --init, of an imported run to continue, or of --model.
+    """Returns the model of --init, of the run to continue, or of --model-config or --model.
 
-    In the first two cases the returned configuration has the name and vocabulary of that model. In the last,
-    the data decides the vocabulary.
+    With --init, and for an imported run, the returned configuration has the name and vocabulary of that
+    model. In the last case the data decides the vocabulary.
     """
     continues = config.resume and (folder / FILE).exists()
     saved = read_run_config(folder) if continues else {}
     if config.init is None and "imported" not in saved:
-        return config, get_config(config.model)
+        if continues:
+            return config, from_dict(saved["model"])
+        named = get_config(config.model) if config.model_config is None else load_config(config.model_config)
+        return config, named
     source = folder if continues or config.init is None else config.init
     saved = read_run_config(source)
-    model, name = from_dict(saved["model"]), saved["config"]["model"]
+    model, name = from_dict(saved["model"]), from_json(saved["config"]).model_name
     if config.model not in (name, Config.model) or config.data.vocab_size not in (None, model.vocab_size):
         raise ValueError(
             f"{source} holds {name} with {model.vocab_size} tokens; leave out --model and --vocab-size"
