@@ -17,7 +17,7 @@ from models.configs import LlamaConfig, from_dict, get_config, to_dict
 from mxjax.implementations import check_implementations, choose_implementation
 from mxjax.layers import LayerPolicies
 from mxjax.remat import check_remat
-from training import mlperf_log
+from training import mlperf_log, tensorboard, wandb_run
 from training.checkpoint.structure import check_saveable
 from training.config import Config
 from training.data.load import load_data
@@ -35,7 +35,6 @@ from training.policy_schedule import Phase, phases_of
 from training.resume import begun_run, check_same_data, check_same_run
 from training.run_config import FILE, HUGGINGFACE, from_json, read_run_config, to_json, write_run_config
 from training.run_lock import FILE as LOCK
-from training.tensorboard import check_installed
 from training.vocabulary import filled_size, resize_on
 
 # Everything that a run killed before its config.json leaves behind.
@@ -89,7 +88,9 @@ def set_up(config: Config) -> Run:
         check_implementations(phase.layers.policies, config.precision.implementation)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
     if config.observe.tensorboard:
-        check_installed()
+        tensorboard.check_installed()
+    if config.observe.wandb:
+        wandb_run.check_installed()
     mesh = make_mesh(config.mesh)
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
