@@ -37,24 +37,19 @@ _HOPPER_64 = Kernels(
     forward=(
         Blocks(128, 64, warps=4, stages=3),
         Blocks(128, 128, warps=8, stages=2),
-        Blocks(128, 128, warps=8, stages=3),
         Blocks(128, 64, warps=8, stages=3),
         Blocks(64, 64, warps=4, stages=3),
-        Blocks(256, 64, warps=8, stages=3),
     ),
     key_gradients=(
         Blocks(64, 128, warps=8, stages=2),
         Blocks(64, 128, warps=8, stages=3),
         Blocks(64, 64, warps=4, stages=2),
-        Blocks(64, 128, warps=4, stages=2),
-        Blocks(128, 128, warps=8, stages=2),
         Blocks(32, 128, warps=4, stages=3),
     ),
     query_gradients=(
         Blocks(128, 64, warps=8, stages=2),
         Blocks(128, 64, warps=8, stages=3),
         Blocks(64, 64, warps=4, stages=3),
-        Blocks(128, 64, warps=4, stages=2),
         Blocks(128, 128, warps=8, stages=2),
         Blocks(128, 32, warps=4, stages=3),
     ),
@@ -64,16 +59,16 @@ _HOPPER_128 = Kernels(
         Blocks(128, 128, warps=8, stages=2),
         Blocks(128, 64, warps=8, stages=3),
         Blocks(128, 64, warps=8, stages=2),
-        Blocks(128, 64, warps=4, stages=2),
-        Blocks(128, 64, warps=4, stages=3),
+        Blocks(64, 64, warps=4, stages=2),
         Blocks(64, 64, warps=4, stages=3),
     ),
     key_gradients=(
         Blocks(64, 128, warps=8, stages=2),
-        Blocks(64, 128, warps=8, stages=3),
         Blocks(32, 128, warps=8, stages=3),
+        Blocks(32, 128, warps=8, stages=2),
         Blocks(64, 64, warps=4, stages=2),
         Blocks(32, 64, warps=4, stages=2),
+        Blocks(32, 64, warps=4, stages=3),
     ),
     query_gradients=(
         Blocks(128, 64, warps=8, stages=2),
@@ -82,6 +77,7 @@ _HOPPER_128 = Kernels(
         Blocks(128, 128, warps=8, stages=2),
         Blocks(64, 64, warps=4, stages=2),
         Blocks(64, 32, warps=4, stages=3),
+        Blocks(64, 32, warps=4, stages=2),
     ),
 )
 _SMALL = Blocks(32, 32, warps=4, stages=1)
