@@ -80,15 +80,56 @@ _HOPPER_128 = Kernels(
         Blocks(64, 32, warps=4, stages=2),
     ),
 )
+_GFX950_64 = Kernels(
+    forward=(
+        Blocks(128, 64, warps=4, stages=2),
+        Blocks(128, 128, warps=4, stages=2),
+        Blocks(128, 64, warps=8, stages=2),
+        Blocks(64, 64, warps=4, stages=2),
+    ),
+    key_gradients=(
+        Blocks(32, 128, warps=4, stages=2),
+        Blocks(64, 128, warps=4, stages=2),
+        Blocks(64, 64, warps=4, stages=2),
+    ),
+    query_gradients=(
+        Blocks(128, 64, warps=4, stages=2),
+        Blocks(128, 64, warps=8, stages=2),
+        Blocks(128, 128, warps=4, stages=2),
+        Blocks(64, 64, warps=4, stages=2),
+    ),
+)
+_GFX950_128 = Kernels(
+    forward=(
+        Blocks(128, 64, warps=4, stages=2),
+        Blocks(128, 64, warps=8, stages=2),
+        Blocks(64, 64, warps=4, stages=2),
+    ),
+    key_gradients=(
+        Blocks(32, 128, warps=4, stages=2),
+        Blocks(32, 64, warps=4, stages=2),
+    ),
+    query_gradients=(
+        Blocks(128, 64, warps=4, stages=2),
+        Blocks(128, 32, warps=4, stages=2),
+        Blocks(64, 64, warps=4, stages=2),
+    ),
+)
 _SMALL = Blocks(32, 32, warps=4, stages=1)
 TABLE = {
     ("interpreter", 64): Kernels((_SMALL,), (_SMALL,), (_SMALL,)),
     ("interpreter", 128): Kernels((_SMALL,), (_SMALL,), (_SMALL,)),
+    ("gfx950", 64): _GFX950_64,
+    ("gfx950", 128): _GFX950_128,
     ("other", 64): _HOPPER_64,
     ("other", 128): _HOPPER_128,
 }
-# Options of the compiler's backend. Nothing fixes the bits of attention, so products and sums are fused.
-OPTIONS: dict[str, dict[str, object]] = {"other": {"enable_fp_fusion": True}}
+# Options of the compiler's backend. Nothing fixes the bits of attention: products and sums are fused, and
+# exponentials below the least normal number are 0.
+OPTIONS: dict[str, dict[str, object]] = {
+    "gfx950": {"enable_fp_fusion": True, "allow_flush_denorm": True},
+    "other": {"enable_fp_fusion": True},
+}
 
 
 def candidates(target: Target | None, head_size: int) -> Kernels:

@@ -11,15 +11,9 @@ import triton
 import triton.language as tl
 
 from mxjax.kernels.dies import order_on_dies
-from mxjax.kernels.launch import ceil_div
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-
-def grid_of(b: int, s: int, g: int, r: int, block_q: int) -> tuple[int]:
-    """Returns the number of programs."""
-    return (b * g * r * ceil_div(s, block_q),)
 
 
 @triton.jit
@@ -71,8 +65,9 @@ def forward_kernel(
         v_tile = tl.load(v + start * (G * H) + columns[:, None] * (G * H) + dims[None, :])
         acc, total, largest = _add_values(tl.dot(q_tile, k_tile), v_tile, acc, total, largest, H)
     out += head_start(head // (G * R), head % (G * R), S, G * R * H, H) + first * (G * R * H)
-    result = (acc / total[:, None]).to(out.dtype.element_ty)
-    log_sum = (largest + tl.log2(total)) * LN_2
+    log_total = tl.log2(total)
+    result = (acc * tl.exp2(-log_total)[:, None]).to(out.dtype.element_ty)  # without a division
+    log_sum = (largest + log_total) * LN_2
     lse += head.to(tl.int64) * S + first
     if S % BLOCK_Q == 0:
         tl.store(out + q_offsets, result)

@@ -28,7 +28,7 @@ def forward(
         forward_kernel,
         *_operands(q, k, v),
         out=[_like(q), jax.ShapeDtypeStruct((b, g, r, s), jnp.float32)],
-        grid=(ceil_div(s, blocks.queries) * b * g * r,),
+        grid=grid_of("forward", q.shape, blocks),
         **_launch(q, blocks, target),
     )
     return out.astype(q.dtype), lse
@@ -60,13 +60,12 @@ def key_gradients(
     blocks: Blocks | None = None,
 ) -> tuple[Keys, Keys]:
     """Returns the gradients of k and v."""
-    b, s, g, _, h = q.shape
-    blocks = blocks or candidates(target, h).key_gradients[0]
+    blocks = blocks or candidates(target, q.shape[-1]).key_gradients[0]
     dk, dv = triton_call(
         key_gradients_kernel,
         *_operands(q, k, v, dout, lse, delta),
         out=[_like(k), _like(v)],
-        grid=(ceil_div(s, blocks.keys) * b * g,),
+        grid=grid_of("key_gradients", q.shape, blocks),
         **_launch(q, blocks, target),
     )
     return dk.astype(k.dtype), dv.astype(v.dtype)
@@ -83,13 +82,12 @@ def query_gradients(
     blocks: Blocks | None = None,
 ) -> Queries:
     """Returns the gradient of q."""
-    b, s, g, r, h = q.shape
-    blocks = blocks or candidates(target, h).query_gradients[0]
+    blocks = blocks or candidates(target, q.shape[-1]).query_gradients[0]
     [dq] = triton_call(
         query_gradients_kernel,
         *_operands(q, k, v, dout, lse, delta),
         out=[_like(q)],
-        grid=(ceil_div(s, blocks.queries) * b * g * r,),
+        grid=grid_of("query_gradients", q.shape, blocks),
         **_launch(q, blocks, target),
     )
     return dq.astype(q.dtype)
@@ -112,6 +110,14 @@ def _launch(q: jax.Array, blocks: Blocks, target: Target | None) -> dict[str, An
         "options": OPTIONS.get(table_of(target), {}),
         **constants_of(q.shape, blocks, target),
     }
+
+
+def grid_of(which: str, shape: tuple[int, ...], blocks: Blocks) -> tuple[int]:
+    """Returns the number of programs of a kernel, by its field in `blocks.Kernels`, for q of this shape."""
+    b, s, g, r, _ = shape
+    if which == "key_gradients":
+        return (b * g * ceil_div(s, blocks.keys),)
+    return (b * g * r * ceil_div(s, blocks.queries),)
 
 
 def constants_of(shape: tuple[int, ...], blocks: Blocks, target: Target | None) -> dict[str, int]:
