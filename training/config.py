@@ -103,6 +103,11 @@ class PrecisionConfig:
         """The policy in records and messages."""
         return label(self.policy)
 
+    @property
+    def names_files(self) -> bool:
+        """Whether a policy comes from a file, so that the text does not say which it is."""
+        return any(re.search(r"\.json\b|\.py:", text) for text in (self.label, *self.layers))
+
 
 def parse_rules(layers: Iterable[str]) -> list[tuple[str, Policy]]:
     """Returns exceptions by layer, each PATTERN=POLICY, as (pattern, policy).
