@@ -16,7 +16,7 @@ from training.extras import check_extra, require
 from training.files import write_atomically
 
 ID_FILE = "wandb_id.txt"
-_PATIENCE = 60  # seconds to wait for the server at the start, and at the end for uploads
+_PATIENCE = 60  # seconds to wait for a login and the server at the start, and at the end for uploads
 
 
 class WandbRun:
@@ -46,7 +46,12 @@ class WandbRun:
                 config=dict(configuration),
                 resume="allow",
                 mode=mode,
-                settings=wandb.Settings(console="off", init_timeout=_PATIENCE, finish_timeout=_PATIENCE),
+                settings=wandb.Settings(
+                    console="off",
+                    login_timeout=_PATIENCE,
+                    init_timeout=_PATIENCE,
+                    finish_timeout=_PATIENCE,
+                ),
             )
 
         kept = f"its data goes to {folder / 'wandb'}; upload it with wandb sync"
