@@ -38,7 +38,7 @@ def key_gradients_kernel(
 
     q and dout are [B, S, G, R, H], lse and delta [B, G, R, S].
     """
-    TILES: tl.constexpr = tl.cdiv(S, BLOCK_K)
+    TILES: tl.constexpr = (S + BLOCK_K - 1) // BLOCK_K
     program = order_on_dies(tl.program_id(0), B * G * TILES, XCDS)
     head = program // TILES  # b G + g
     first = program % TILES * BLOCK_K  # the keys that most queries see come first
@@ -106,7 +106,7 @@ def query_gradients_kernel(
     XCDS: tl.constexpr,
 ):
     """Computes BLOCK_Q rows of dq [B, S, G, R, H] of one head; BLOCK_K divides BLOCK_Q."""
-    TILES: tl.constexpr = tl.cdiv(S, BLOCK_Q)
+    TILES: tl.constexpr = (S + BLOCK_Q - 1) // BLOCK_Q
     program = order_on_dies(tl.program_id(0), B * G * R * TILES, XCDS)
     head = program // TILES  # (b G + g) R + r
     first = (TILES - 1 - program % TILES) * BLOCK_Q  # the tiles with most keys begin first

@@ -36,7 +36,7 @@ def forward_kernel(
 
     q is [B, S, G, R, H]; k and v are [B, S, G, H]. BLOCK_K divides BLOCK_Q.
     """
-    TILES: tl.constexpr = tl.cdiv(S, BLOCK_Q)
+    TILES: tl.constexpr = (S + BLOCK_Q - 1) // BLOCK_Q
     program = order_on_dies(tl.program_id(0), B * G * R * TILES, XCDS)
     head = program // TILES  # (b G + g) R + r
     first = (TILES - 1 - program % TILES) * BLOCK_Q  # the tiles with most keys begin first
