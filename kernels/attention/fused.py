@@ -30,8 +30,8 @@ def fused_attention(
     """Returns softmax(q @ k.T / sqrt(H)) @ v, where each position sees itself and earlier ones.
 
     Query head n reads key and value head n // (N / G). The softmax is in float32; its weights are rounded to
-    bfloat16 before they are multiplied. NaN in what a query sees makes its result NaN; infinity or NaN in later
-    keys and values may too, since they are multiplied by 0.
+    bfloat16 before they are multiplied. NaN in what a query sees makes its result NaN. Infinity or NaN in
+    later keys and values may too, since they are multiplied by 0.
 
     Args:
       q, k, v: bfloat16; heads of 64 or 128; any length.

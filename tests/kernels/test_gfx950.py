@@ -27,6 +27,7 @@ from mxjax.kernels.aot.compile import list_builds
 
 pytestmark = pytest.mark.slow
 
+LARGE_HEADS = pytest.param("attention_*_1x149x1x2x128_*", marks=pytest.mark.exhaustive)
 LATE = ("vmcnt", "lgkmcnt")
 
 
@@ -219,7 +220,7 @@ def assert_writes_what_is_expected(record, text, inputs, wanted, **options):
             assert not check.output_agrees(record, name, other, wanted[name]), name
 
 
-@pytest.mark.parametrize("pattern", [*EMULATED_GEMMS, *EMULATED_QUANTIZERS, *EMULATED_ATTENTION])
+@pytest.mark.parametrize("pattern", [*EMULATED_GEMMS, *EMULATED_QUANTIZERS, *EMULATED_ATTENTION, LARGE_HEADS])
 def test_code_objects_write_what_is_expected(gfx950, builds, pattern):
     """Runs each code object with transfers as late as it waits for them, and waves in any order.
 
