@@ -1,9 +1,9 @@
-"""The time of causal attention in a step on MI355X: by AITER, by the Triton kernels, and through XLA in pieces.
+"""The time of attention in a step on MI355X: by AITER, by the Triton kernels, and through XLA in pieces.
 
     python -m benchmarks.paper_models.mi355x_attention [--write docs/mi355x.md]
 
-Compiles the Triton kernels without a GPU and counts the instructions of their main loops. A pass takes at least
-the larger of the matrix cores' time and the time to issue everything else, and about their sum if one wave a SIMD
+Compiles the Triton kernels without a GPU and counts the instructions of their main loops. A pass takes at
+least the larger of the matrix cores' time and the time to issue everything else, or their sum if a wave
 overlaps nothing. `--write` puts the table into the document, and the counts into
 docs/results/gfx950-attention.json. Nobody has measured these kernels on an MI355X.
 """
@@ -63,7 +63,7 @@ def tile_cycles(build: dict[str, Any]) -> tuple[float, float]:
 
 
 def kernel_seconds(builds: list[dict[str, Any]], overlap: bool) -> float:
-    """Returns a step's seconds in the Triton kernels, if matrix and other instructions overlap or take turns."""
+    """Returns a step's seconds in the Triton kernels; `overlap`: matrix instructions hide the others."""
     scores = MODEL.n_heads * TOKENS * SEQUENCE / 2 * MODEL.n_layers
     seconds = 0.0
     for build in builds:
