@@ -53,18 +53,13 @@ def output_agrees(record: Mapping[str, Any], name: str, memory: bytes, wanted: n
     if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
         return False
     if tolerance := record["expected"].get("tolerance", 0):
-        return _is_close(
-            got.astype(np.float64), wanted.astype(np.float64), tolerance * _epsilon(wanted.dtype)
-        )
+        relative = tolerance * float(ml_dtypes.finfo(wanted.dtype).eps)
+        return _is_close(got.astype(np.float64), wanted.astype(np.float64), relative)
     bits = f"u{wanted.dtype.itemsize}"
     both_nan = np.isnan(got.astype(np.float64)) & np.isnan(wanted.astype(np.float64))
     return bool(np.all((got.view(bits) == np.ascontiguousarray(wanted).view(bits)) | both_nan))
 
 
-def _epsilon(dtype: np.dtype) -> float:
-    return float(ml_dtypes.finfo(dtype).eps)
-
-
-def _is_close(got: np.ndarray, wanted: np.ndarray, tolerance: float) -> bool:
-    largest = tolerance * (np.abs(wanted) + np.sqrt(np.mean(wanted**2)))
+def _is_close(got: np.ndarray, wanted: np.ndarray, relative: float) -> bool:
+    largest = relative * (np.abs(wanted) + np.sqrt(np.mean(wanted**2)))
     return bool(np.all(np.abs(got - wanted) <= largest))

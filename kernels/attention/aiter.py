@@ -19,7 +19,6 @@ import numpy as np
 from mxjax.devices import Target
 
 FORWARD, BACKWARD = "hip_mha_fwd_ffi", "hip_mha_bwd_ffi"
-ARCHITECTURES = ("gfx942", "gfx950")
 _DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
 _COMMON = {
     "dropout_p": np.float32(0),
@@ -33,8 +32,8 @@ _COMMON = {
 
 
 def is_available(target: Target | None) -> bool:
-    """Whether AITER's kernels are registered, run on the target, and need not be deterministic."""
-    if target is None or target.backend != "hip" or target.arch not in ARCHITECTURES:
+    """Whether AITER's kernels are registered, the target is gfx950, and they need not be deterministic."""
+    if target is None or target.arch != "gfx950":
         return False
     return not _must_be_deterministic() and _is_registered()
 
@@ -58,6 +57,7 @@ def forward(q, k, v, target: Target | None) -> tuple[jax.Array, jax.Array]:
 
     Shapes as in `launches.forward`.
     """
+    del target
     b, s, g, r, h = q.shape
     call = jax.ffi.ffi_call(
         FORWARD,
@@ -73,7 +73,7 @@ def forward(q, k, v, target: Target | None) -> tuple[jax.Array, jax.Array]:
         *(q.reshape(b, s, g * r, h), k, v),
         *absent,  # starts of q and of k, result, bias, slopes, random state
         **_COMMON,
-        **_versions(target, h),
+        **_assembly(h),
         softmax_scale=np.float32(h**-0.5),
         return_softmax_lse=True,
         return_dropout_randval=False,
@@ -85,6 +85,7 @@ def forward(q, k, v, target: Target | None) -> tuple[jax.Array, jax.Array]:
 
 def backward(q, k, v, out, lse, dout, target: Target | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients of q, k and v."""
+    del target
     b, s, g, r, h = q.shape
     whole = (b, s, g * r, h)
     like_q = jax.ShapeDtypeStruct(whole, q.dtype)
@@ -92,17 +93,17 @@ def backward(q, k, v, out, lse, dout, target: Target | None) -> tuple[jax.Array,
     sums = jax.ShapeDtypeStruct((b, g * r, s), jnp.float32)
     call = jax.ffi.ffi_call(BACKWARD, (like_q, like_k, like_k, sums, jax.ShapeDtypeStruct((0,), q.dtype)))
     dtypes = (jnp.int32, jnp.int32, q.dtype, q.dtype, q.dtype, q.dtype, jnp.float32, jnp.uint32, jnp.uint32)
-    versions = _versions(target, h)
+    assembly = _assembly(h)
     if r > 1:
-        versions["use_asm_v3"] = False
+        assembly["use_asm_v3"] = False
     dq, dk, dv, *_ = call(
         *(dout.reshape(whole), q.reshape(whole), k, v, out.reshape(whole), lse.reshape(sums.shape)),
         *_absent(*dtypes),  # starts of q and of k, dq, dk, dv, bias, slopes, random state twice
         **_COMMON,
-        **versions,
+        **assembly,
         softmax_scale=np.float32(h**-0.5),
         deterministic=False,
-        is_v3_atomic_fp32=versions["use_asm_v3"],
+        is_v3_atomic_fp32=assembly["use_asm_v3"],
     )
     return dq.reshape(q.shape), dk, dv
 
@@ -112,7 +113,6 @@ def _absent(*dtypes) -> list[jax.Array]:
     return [jnp.zeros((0,), dtype) for dtype in dtypes]
 
 
-def _versions(target: Target | None, h: int) -> dict[str, object]:
-    """Returns which of AITER's kernels run: JAX's wrapper avoids assembly on gfx950 from heads of 96 on."""
-    gfx950 = target is not None and target.arch == "gfx950"
-    return {"use_asm_v3": not (gfx950 and h >= 96), "how_v3_bf16_cvt": np.int32(0 if gfx950 else 1)}
+def _assembly(h: int) -> dict[str, object]:
+    """Returns whether AITER's assembly kernels run: as in JAX's wrapper, not from heads of 96 on."""
+    return {"use_asm_v3": h < 96, "how_v3_bf16_cvt": np.int32(0)}

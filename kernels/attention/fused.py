@@ -21,7 +21,7 @@ from mxjax.weight_layout import on_auto_axes, varying_as
 
 _FORWARD_RULE = "b s g r h, b t g h, b t g h -> b s g r h, b g r s"
 _BACKWARD_RULE = "b s g r h, b t g h, b t g h, b s g r h, b g r s, b s g r h -> b s g r h, b t g h, b t g h"
-_WHOLE = ("s", "t", "r", "h")
+_WHOLE = ("s", "r", "h", "t")  # as they appear in the rules
 
 
 def fused_attention(
@@ -30,7 +30,8 @@ def fused_attention(
     """Returns softmax(q @ k.T / sqrt(H)) @ v, where each position sees itself and earlier ones.
 
     Query head n reads key and value head n // (N / G). The softmax is in float32; its weights are rounded to
-    bfloat16 before they are multiplied. Infinity and NaN in what a query sees make its result NaN.
+    bfloat16 before they are multiplied. NaN in what a query sees makes its result NaN. Infinity or NaN in
+    later keys and values may too, since they are multiplied by 0.
 
     Args:
       q, k, v: bfloat16; heads of 64 or 128; any length.

@@ -27,7 +27,7 @@ def fma(a, b, c) -> np.ndarray:
 
 
 def flushed(function: Callable) -> Callable:
-    """Returns the function with subnormal operands and results as 0, as transcendental instructions have them."""
+    """Returns the function, with 0 for subnormal operands and results, as v_exp_f32 and v_log_f32 have it."""
 
     def flush(x):
         return np.where(np.abs(x) < np.finfo(F32).tiny, np.copysign(F32(0), x), x).astype(F32)

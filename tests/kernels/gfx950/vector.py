@@ -197,8 +197,8 @@ def matrix(w: Wave, i: Instruction) -> None:
 def matrix_of_bfloat16(w: Wave, i: Instruction) -> None:
     """D[32, 32] = A[32, 16] B[16, 32] + C.
 
-    A lane holds 8 elements of row or column lane % 32, from 8 (lane // 32) on, and of column lane % 32 of D four
-    rows from 8 n + 4 (lane // 32) on for each n below 4. The sum is rounded once, as in `matrix`.
+    A lane holds 8 elements of row or column lane % 32, from 8 (lane // 32) on. Of column lane % 32 of D it
+    holds four rows from 8 n + 4 (lane // 32) on, for n from 0 to 3. The sum is rounded once, as in `matrix`.
     """
     assert w.lanes.all(), i.text
     to, *factors, addend = i.operands
