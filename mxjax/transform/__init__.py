@@ -110,9 +110,9 @@ class Transformed:
         traced = _trace(self._f, self._weights, args, kwargs)
         plan = self._plan(traced)
         if plan.draws and mxjax_key is None:
-            paths = next(f.paths for f in plan.found if f.policy is not None and f.policy.needs_key)
+            weight = next(f.weight for f in plan.found if f.policy is not None and f.policy.needs_key)
             raise ValueError(
-                f"the policy of {' + '.join(paths)} draws random bits and needs mxjax_key=; "
+                f"the policy of {weight} draws random bits and needs mxjax_key=; "
                 "pass jax.random.key(0), folded with the step"
             )
         return traced.results.unflatten(evaluate(plan, traced.arrays, Draw(mxjax_key)))

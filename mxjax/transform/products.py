@@ -93,7 +93,7 @@ def _find(eqn, inputs: list[Origin], weight: int | None, context: Context, unfit
     if policy and context.backward:
         raise ValueError(
             f"transform found a gradient of {' + '.join(paths)} in the function, whose GEMMs it cannot tell "
-            "apart; transform the loss alone and differentiate the result, jax.grad(mxjax.transform(loss, …))"
+            "apart; transform the loss alone, jax.grad(mxjax.transform(loss, ...))"
         )
     return Found(context.start, eqn.primitive.name, paths, operands, policy, why)
 

@@ -34,10 +34,10 @@ class Found:
         """Whether it is a product of a weight and an activation, in a policy or not."""
         return self.policy is not None or self.why == NO_POLICY
 
-    def __str__(self) -> str:
-        path = " + ".join(self.paths) or "no weight"
-        why = f": {self.why}" if self.why else ""
-        return f"{self.number:3} {path}  {self.operation} {' x '.join(self.operands)}{why}"
+    @property
+    def weight(self) -> str:
+        """The weight's paths in words."""
+        return " + ".join(self.paths) or "no weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +61,15 @@ class Report:
 
     def __str__(self) -> str:
         groups: dict[str, list[Found]] = {}
-        for f in self.products:
-            groups.setdefault(policy_name(f.policy), []).append(f)
+        for f in (*self.products, *self.left_alone):
+            groups.setdefault("left alone" if f.policy is None else policy_name(f.policy), []).append(f)
+        width = max((len(f.weight) for f in self.found), default=0)
         lines = [f"{len(self.products)} products in a policy, {len(self.left_alone)} left alone"]
-        for name, found in [*groups.items(), ("left alone", list(self.left_alone))]:
-            lines += [name, *map(str, found)] if found else []
+        for name, found in groups.items():
+            lines.append(name)
+            for f in found:
+                line = f"{f.number:5}  {f.weight:{width}}  {f.operation} {' x '.join(f.operands)}"
+                lines.append(f"{line.rstrip()}{': ' if f.why else ''}{f.why}")
         return "\n".join(lines)
 
 
