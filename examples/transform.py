@@ -26,7 +26,7 @@ class Transformer(linen.Module):
 
 
 def cross_entropy(params, tokens):
-    logits = Transformer().apply(params, tokens[:, :-1])
+    logits = jnp.asarray(Transformer().apply(params, tokens[:, :-1]))
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 

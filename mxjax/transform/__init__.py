@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr
 
+from mxjax.dot import check_key
 from mxjax.implementations import Implementation
 from mxjax.layers import matching
 from mxjax.policy import Policy
@@ -76,9 +77,9 @@ def transform(
       varies over. The same key draws the same bits: fold in the step, or every step rounds alike.
     Raises:
       TypeError: f is not callable. Others as in `dot`, when the function is called or reports.
-      ValueError: an unknown policy; when called, a rule that matches no parameter, or names a policy and
-        matches no product's weight; a product of several parameters with different policies; a gradient that
-        f computes; a missing key.
+      ValueError: an unknown policy; when called, no product at all, a rule that matches no parameter, a rule
+        with a policy that matches no product's weight, a product of several parameters with different
+        policies, a gradient that f computes, or a missing key.
     """
     if not callable(f):
         raise TypeError(f"transform needs a function, got {f!r}; pass, for example, loss(params, batch)")
@@ -103,23 +104,35 @@ class Transformed:
     ):
         self._f, self._policy, self._rules, self._weights = f, policy, rules, weights
         self._planners = control_flow.PLANNERS | shapes.PLANNERS | products.planners(implementation)
-        functools.update_wrapper(self, f)
+        functools.update_wrapper(self, f, updated=())
 
     def __call__(self, *args: Any, mxjax_key: jax.Array | None = None, **kwargs: Any) -> Any:
         """Returns f(*args, **kwargs), with products in their policies."""
         traced = _trace(self._f, self._weights, args, kwargs)
         plan = self._plan(traced)
-        if plan.draws and mxjax_key is None:
-            weight = next(f.weight for f in plan.found if f.policy is not None and f.policy.needs_key)
+        if self._policy is not None and not any(f.is_product for f in plan.found):
             raise ValueError(
-                f"the policy of {weight} draws random bits and needs mxjax_key=; "
-                "pass jax.random.key(0), folded with the step"
+                f"transform found no product of an activation and a weight from argument {self._weights}; "
+                "weights= is the argument's number, and report() lists what was found"
             )
+        if plan.draws:
+            self._check_key(plan, mxjax_key)
         return traced.results.unflatten(evaluate(plan, traced.arrays, Draw(mxjax_key)))
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """Returns the products that f has for these arguments; arrays may be `jax.ShapeDtypeStruct`."""
         return Report(self._plan(_trace(self._f, self._weights, args, kwargs)).found)
+
+    @staticmethod
+    def _check_key(plan: Plan, key: object) -> None:
+        first = next(f for f in plan.found if f.policy is not None and f.policy.needs_key)
+        if key is None:
+            raise ValueError(
+                f"the policy of {first.weight} draws random bits and needs mxjax_key=; "
+                "pass jax.random.key(0), folded with the step"
+            )
+        assert first.policy is not None
+        check_key(first.policy, key)
 
     def _plan(self, traced: "_Traced") -> Plan:
         names = [path for origin in traced.origins for path in origin.paths]

@@ -146,14 +146,14 @@ def shards(dot, p, x):
 FAST = {
     tied_embedding: {"embed": (24, 40)},
     weight_first: {"w": (40, 3, 8)},
-    fused_and_split: {"q": (40, 10), "k": (40, 10), "both": (40, 28)},
-    weight_times_row: {"w": (24, 40)},
     scanned: {"w": (3, 40, 40), "shared": (40, 40)},
     cast: {"w": (24, 40)},
     custom_derivatives: {"w": (40, 24)},
-    shards: {"w": (40, 24)},
 }
 SLOW = {
+    shards: {"w": (40, 24)},
+    weight_times_row: {"w": (24, 40)},
+    fused_and_split: {"q": (40, 10), "k": (40, 10), "both": (40, 28)},
     matmul: {"w": (40, 24), "b": (24,)},
     two_contracted_axes: {"w": (4, 10, 24)},
     scaled: {"w": (40, 24)},

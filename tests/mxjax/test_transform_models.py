@@ -84,7 +84,10 @@ def expected():
     return loss_and_weight_gradients(*plain(functools.partial(mxjax.dot, policy=POLICY)))
 
 
-@pytest.mark.parametrize("framework", [plain, in_linen, in_nnx, in_equinox, in_haiku])
+SLOW = [pytest.param(framework, marks=pytest.mark.slow) for framework in (plain, in_linen, in_haiku)]
+
+
+@pytest.mark.parametrize("framework", [in_nnx, in_equinox, *SLOW])
 def test_a_model_is_what_is_written_by_hand(framework):
     apply, params, weights = framework()
     transformed = mxjax.transform(apply, POLICY)

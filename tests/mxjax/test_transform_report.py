@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.dots import FP32, assert_same, draw
+from support.dots import FP32, RANDOM_FPROP, assert_same, draw
 from support.oracles import types_unchecked
 
 import mxjax
@@ -139,8 +139,14 @@ def test_keys_are_folded_by_product_and_loop_index():
     expected = jax.jit(jax.value_and_grad(by_hand))(params, X)
     actual = jax.jit(jax.value_and_grad(lambda *args: plain(*args, mxjax_key=key)))(params, X)
     assert_same(*map(jax.tree.leaves, (actual, expected)))
-    with pytest.raises(ValueError, match="policy of first draws random bits and needs mxjax_key="):
-        plain(params, X)
+
+
+def test_a_key_that_is_missing_or_none_raises():
+    transformed = mxjax.transform(lambda w, x: x @ w.T, "full_sr")
+    with pytest.raises(ValueError, match="policy of weights draws random bits and needs mxjax_key="):
+        transformed(draw(24, 40, seed=2), X)
+    with types_unchecked(), pytest.raises(TypeError, match="key must be a JAX key, got 3"):
+        transformed(draw(24, 40, seed=2), X, mxjax_key=3)
 
 
 def test_while_loops_run_and_fold_their_index():
@@ -150,11 +156,11 @@ def test_while_loops_run_and_fold_their_index():
     def by_hand(w, x):
         for i in range(2):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(3), 0), i)
-            x = jnp.tanh(mxjax.dot(x, w, policy="full_sr", key=key))
+            x = jnp.tanh(mxjax.dot(x, w, policy=RANDOM_FPROP, key=key))
         return x
 
     w = draw(40, 40, seed=2)
-    actual = jax.jit(mxjax.transform(f, "full_sr"))(w, X, mxjax_key=jax.random.key(3))
+    actual = jax.jit(mxjax.transform(f, RANDOM_FPROP))(w, X, mxjax_key=jax.random.key(3))
     np.testing.assert_array_equal(actual, jax.jit(by_hand)(w, X))
 
 
@@ -162,6 +168,23 @@ def test_it_maps():
     transformed = mxjax.transform(lambda w, x: x @ w, "wgrad")
     xs, w = draw(3, 5, 40, seed=1), draw(40, 24, seed=2)
     np.testing.assert_array_equal(jax.vmap(transformed, (None, 0))(w, xs), transformed(w, xs))
+
+
+def test_weights_of_two_arguments_take_two_transforms():
+    def f(a, b, x):
+        return jnp.sum((x @ a @ b) ** 2)
+
+    inner = mxjax.transform(f, "wgrad", weights=1)
+    outer = mxjax.transform(inner, "fp8")
+    a, b = draw(40, 24, seed=2), draw(24, 16, seed=3)
+    assert "1 products in a policy, 1 left alone" in str(outer.report(a, b, X))
+    y = mxjax.dot(mxjax.dot(X, a, policy="fp8"), b, policy="wgrad")
+    np.testing.assert_array_equal(outer(a, b, X), jnp.sum(y**2))
+
+
+def test_a_call_without_any_product_raises():
+    with pytest.raises(ValueError, match="found no product of an activation and a weight from argument 0"):
+        mxjax.transform(lambda norm, x: x * norm[None], "wgrad")(PARAMS["norm"], X)
 
 
 def test_arguments_that_are_no_arrays_stay_python_values():
