@@ -8,13 +8,13 @@ import pytest
 
 # In a process of its own, since the number of devices is fixed when JAX starts.
 PROGRAM = """
-import functools, sys
+import dataclasses, functools
 import jax, jax.numpy as jnp, numpy as np
 import mxjax
 from jax.sharding import AxisType, PartitionSpec as P
 
 key, fold = jax.random.key(0), jax.random.fold_in
-policy = mxjax.get_policy("wgrad_rht")
+policy = dataclasses.replace(mxjax.get_policy("bf16"), fprop=mxjax.get_policy("full_sr").fprop)
 
 def by_hand(number, *loops):
     return lambda x, w: mxjax.dot(x, w, policy=policy, key=functools.reduce(fold, loops, fold(key, number)))
