@@ -70,7 +70,10 @@ class DotGeneral:
         if swap:  # the free axes of both change places
             first, free = len(batch[0]), rhs.ndim - len(contract[1])
             y = y.transpose(*range(first), *range(free, y.ndim), *range(first, free))
-        return y if out_sharding is None else _reshard(y, out_sharding)
+        # Like lax, accept a sharding on an empty mesh, which haliax passes without one.
+        mesh = getattr(out_sharding, "mesh", None)
+        nowhere = out_sharding is None or (mesh is not None and mesh.empty)
+        return y if nowhere else _reshard(y, out_sharding)
 
     def _identity(self) -> tuple[Any, ...]:
         return self.policy, self.implementation, self.weight, _key_identity(self.key)
