@@ -196,9 +196,7 @@ def carrier_outputs(inputs: Arrays, *, rows: int, blocks: int, carrier: Carrier,
     }
 
 
-def correction_inputs(
-    *, batch: int, m: int, n: int, k: int, dtype: str, strips: dict[str, list[int]]
-) -> Arrays:
+def correction_inputs(*, batch: int, m: int, n: int, k: int, dtype: str, rows: int, parts: int) -> Arrays:
     """Draws what `gemm_inputs` does, an earlier result, and factors and lost elements of both operands.
 
     The last part of lhs lost elements in the first batch, of rhs in the second, and none in others. Bytes
@@ -207,7 +205,6 @@ def correction_inputs(
     arrays = gemm_inputs(batch=batch, m=m, n=n, k=k, shuffled=False)
     rng = np.random.default_rng(1)
     for place, (side, length) in enumerate((("lhs", m), ("rhs", n))):
-        rows, parts, _ = strips[side]
         arrays[f"{side}_unit"] = rng.integers(77, 178, (batch, length)).astype(np.uint8)
         lost = np.zeros((batch, -(-length // rows) * parts), np.uint8)
         lost[place : place + 1, -1] = 1
@@ -217,19 +214,16 @@ def correction_inputs(
 
 
 def correction_outputs(
-    inputs: Arrays, *, batch: int, m: int, n: int, dtype: str, strips: dict[str, list[int]], **_: object
+    inputs: Arrays, *, batch: int, m: int, n: int, dtype: str, rows: int, parts: int, **_: object
 ) -> Arrays:
-    """Computes the row and column factors, and the result with the strips recomputed that lost elements.
+    """Computes the row and column factors, and the result recomputed where elements were lost.
 
-    strips: for lhs and rhs the rows that share a flag, the flags of these rows, and the rows of a strip.
+    Each of `parts` parts of `rows` rows of lhs, and of rhs, has a flag.
     """
     exponents, affected, values = [], [], []
     for side, length in (("lhs", m), ("rhs", n)):
-        rows, parts, strip = strips[side]
         flags = inputs[f"{side}_lost"].reshape(batch, -1, parts).any(2)
-        lost = np.repeat(flags, rows, axis=1)[:, :length]
-        lost = np.pad(lost, ((0, 0), (0, -length % strip))).reshape(batch, -1, strip).any(2)
-        affected.append(np.repeat(lost, strip, axis=1)[:, :length])
+        affected.append(np.repeat(flags, rows, axis=1)[:, :length])
         exponents.append(inputs[f"{side}_unit"].astype(int) - 127)
         values.append(decode(inputs[side], inputs[f"{side}_scales"]))
     exponent = exponents[0][:, :, None] + exponents[1][:, None, :]
