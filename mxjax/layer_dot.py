@@ -50,7 +50,7 @@ class DotGeneral:
         Raises:
           ValueError: it cannot be told which operand is the weight. Others as in `dot`.
         """
-        if self.weight is None and not _is_linear(lhs, dimension_numbers):
+        if self.weight is None and not is_linear(lhs, dimension_numbers):
             raise ValueError(
                 f"make_dot_general cannot tell which operand of {lhs.shape} x {rhs.shape} along "
                 f"{dimension_numbers} is the weight; use mxjax.einsum, or weight='rhs' or 'lhs'"
@@ -134,7 +134,7 @@ def make_dot_general(
     return DotGeneral(resolved, key, implementation, weight)
 
 
-def _is_linear(lhs: jax.Array | np.ndarray, dimension_numbers: DimensionNumbers) -> bool:
+def is_linear(lhs: jax.Array | np.ndarray, dimension_numbers: DimensionNumbers) -> bool:
     """Whether the last axes of lhs are contracted with the first axes of rhs, in order."""
     (lhs_contract, rhs_contract), (lhs_batch, _) = dimension_numbers
     count = len(lhs_contract)

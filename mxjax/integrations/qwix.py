@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Integer, Shaped
 from mxjax.dot import DimensionNumbers
 from mxjax.einsum import einsum
 from mxjax.implementations import Implementation
-from mxjax.layer_dot import Side, make_dot_general
+from mxjax.layer_dot import Side, is_linear, make_dot_general
 from mxjax.policy import Policy
 from mxjax.ragged import ragged_dot
 from mxjax.recipes import as_policy
@@ -55,10 +55,10 @@ class Provider(qwix.QuantizationProvider):
         has none.
 
     Args:
-      rules: `PolicyRule`s in the order of precedence.
+      rules: the rules, in the order of precedence.
       implementation: see `mxjax.dot`.
     Raises:
-      TypeError: a rule is no `PolicyRule`.
+      TypeError: a rule is not a `PolicyRule`.
       ValueError: an unknown policy; where the model runs, a product of two parameters, or no stream of keys.
     """
 
@@ -95,7 +95,8 @@ class Provider(qwix.QuantizationProvider):
         out_sharding: Any = None,
     ) -> Float[Array, "..."]:
         """Returns `jax.lax.dot_general`, by a policy if a rule matches and an operand is a parameter."""
-        policy, weight = self._choose("dot_general", lhs, rhs)
+        linear = is_linear(lhs, dimension_numbers)
+        policy, weight = self._choose("dot_general", lhs, rhs, "rhs" if linear else None)
         arguments = dimension_numbers, precision, preferred_element_type, out_sharding
         if policy is None:
             return lax.dot_general(lhs, rhs, *arguments[:3], out_sharding=out_sharding)
@@ -131,7 +132,7 @@ class Provider(qwix.QuantizationProvider):
         group_offset: Array | None = None,
     ) -> Float[Array, "m n"]:
         """Returns `jax.lax.ragged_dot`, by a policy if a rule matches."""
-        policy, _ = self._choose("ragged_dot", lhs, rhs)
+        policy, _ = self._choose("ragged_dot", lhs, rhs, "rhs")
         options = {"precision": precision, "preferred_element_type": preferred_element_type}
         if policy is None:
             return lax.ragged_dot(lhs, rhs, group_sizes, group_offset=group_offset, **options)
@@ -140,14 +141,21 @@ class Provider(qwix.QuantizationProvider):
         how = {"key": _key(policy), "implementation": self.implementation}
         return ragged_dot(lhs, rhs, group_sizes, policy=policy, **how, **options)
 
-    def _choose(self, operation: str, lhs: Array, rhs: Array) -> tuple[Policy | None, Side | None]:
-        """Returns the product's policy and which operand is the weight, or (None, None)."""
+    def _choose(
+        self, operation: str, lhs: Array, rhs: Array, likely: Side | None = None
+    ) -> tuple[Policy | None, Side | None]:
+        """Returns the product's policy and which operand is the weight, or (None, None).
+
+        qwix may take activations of a parameter's shape for the parameter; the weight is then the likely one.
+        """
         rule, number = self._get_current_rule_and_op_id(operation)
         name = f"{'/'.join(map(str, flax_util.get_current_module_path()))}: {number}"
         if not isinstance(rule, PolicyRule) or rule.policy is None:
             self.products[name] = "as it is: no rule" if rule is None else "as it is: its rule has no policy"
             return None, None
         names = flax_util.find_param(lhs), flax_util.find_param(rhs)
+        if names[0] is not None and names[0] == names[1] and likely is not None:
+            names = (None, names[1]) if likely == "rhs" else (names[0], None)
         if None not in names:
             raise ValueError(
                 f"{name} multiplies two parameters, {names}; give its module a rule without policy"

@@ -69,6 +69,15 @@ def test_a_linen_model_has_the_gradients_of_one_with_a_dot_general(quantized):
     assert not provider.get_unused_rules()
 
 
+def test_activations_of_the_weights_shape_are_no_weight(quantized):
+    """qwix takes both operands for the parameter."""
+    layer, x = linen.Dense(32, use_bias=False), draw(32, 32, seed=4)
+    parameters = layer.init(jax.random.key(0), x)
+    model, _ = quantized(layer, (".*", "fprop"))
+    expected = mxjax.dot(x, parameters["params"]["kernel"], policy="fprop")
+    assert_same([jax.jit(model.apply)(parameters, x)], [expected])
+
+
 class Projections(nnx.Module):
     """Products by einsum with the weight on either side, and a ragged one."""
 
