@@ -2,7 +2,7 @@
 
     python -m benchmarks.integration [--steps 50] [--out docs/results/integration]
 
-The model is a byte-level transformer in Linen that reads the source of Python's standard library. Each way to
+The model is that of `benchmarks.byte_model`. Each way to
 quantize its linear layers is a function below, whose lines are counted. All start from the same parameters
 and see the same batches. It runs on a GPU too. Writes OUT.json, and the tables of OUT.md if that exists.
 """
@@ -25,13 +25,13 @@ import qwix
 from flax import linen
 
 import mxjax
+from benchmarks.byte_model import BATCH, BLOCKS, TIME, WIDTH, Model, batches_of_source
 from benchmarks.markdown import insert
 from mxjax.integrations.qwix import PolicyRule, Provider
 from mxjax.kernels.bench.report import commit, first_line, versions
 from mxjax.kernels.bench.timing import measure
 from mxjax.kernels.tables import table
 
-WIDTH, HEADS, BLOCKS, BATCH, TIME = 128, 4, 2, 16, 64
 QWIX_MXFP4 = {  # blocks of 32 and MXFP4 in the backward GEMMs too
     "tile_size": 32,
     "additional_qt_config": {
@@ -42,37 +42,6 @@ QWIX_MXFP4 = {  # blocks of 32 and MXFP4 in the backward GEMMs too
         "use_original_residuals": True,
     },
 }
-
-
-class Model(linen.Module):
-    """A causal transformer over bytes."""
-
-    dot_general: Any = None
-
-    @linen.compact
-    def __call__(self, tokens):
-        place = self.param("place", linen.initializers.normal(0.02), (TIME, WIDTH))
-        x = linen.Embed(256, WIDTH, name="embed")(tokens) + place
-        for i in range(BLOCKS):
-            x = Block(self.dot_general, name=f"block{i}")(x)
-        return linen.Dense(256, name="head")(linen.LayerNorm()(x))
-
-
-class Block(linen.Module):
-    """Attention and an MLP; its linear layers multiply by `dot_general`."""
-
-    dot_general: Any = None
-
-    @linen.compact
-    def __call__(self, x):
-        dot = {"dot_general": self.dot_general}
-        attend = linen.MultiHeadDotProductAttention(
-            HEADS, name="attention", qkv_dot_general=self.dot_general, out_dot_general=self.dot_general
-        )
-        mask = linen.make_causal_mask(jnp.ones(x.shape[:2]))
-        x = x + attend(linen.LayerNorm()(x), mask=mask)
-        hidden = linen.gelu(linen.Dense(4 * WIDTH, name="up", **dot)(linen.LayerNorm()(x)))
-        return x + linen.Dense(WIDTH, name="down", **dot)(hidden)
 
 
 def unquantized():
@@ -148,15 +117,6 @@ def lines_of(function: Callable) -> int:
     """Returns the number of lines in a function's body, without the call of the model's constructor alone."""
     body = textwrap.dedent(inspect.getsource(function)).splitlines()[1:]
     return 0 if [line.strip() for line in body] == ["return Model()"] else len(body)
-
-
-def batches_of_source(count: int) -> np.ndarray:
-    """Returns batches [count, BATCH, TIME + 1] of bytes, drawn from modules of the standard library."""
-    text = b"".join(
-        pathlib.Path(inspect.getfile(m)).read_bytes() for m in (argparse, inspect, textwrap, json)
-    )
-    starts = np.random.default_rng(0).integers(0, len(text) - TIME - 1, (count, BATCH))
-    return np.frombuffer(text, np.uint8)[starts[..., None] + np.arange(TIME + 1)].astype(np.int32)
 
 
 def measure_way(model: linen.Module, batches: np.ndarray, rounds: int) -> dict[str, Any]:
