@@ -1,10 +1,10 @@
 """Measures mxjax beside qwix in one Flax model: lines, seconds forward and backward, losses, and refusals.
 
-    python -m benchmarks.integration [--steps 50] [--out docs/results/integration]
+    python -m benchmarks.integration [--steps 50] [--out docs/results/integration] [--tables]
 
-The model is that of `benchmarks.byte_model`. Each way to
-quantize its linear layers is a function below, whose lines are counted. All start from the same parameters
-and see the same batches. It runs on a GPU too. Writes OUT.json, and the tables of OUT.md if that exists.
+The model is that of `benchmarks.byte_model`. Each way to quantize its linear layers is a function below;
+its lines are counted. All start from the same parameters and see the same batches. It runs on a GPU too. Writes
+OUT.json, and the tables of OUT.md if that exists; `--tables` writes the tables alone, from OUT.json.
 """
 
 import argparse
@@ -89,7 +89,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/results/integration"))
+    parser.add_argument("--tables", action="store_true", help="measure nothing")
     options = parser.parse_args()
+    if options.tables:
+        write_tables(json.loads(options.out.with_suffix(".json").read_text()), options.out.with_suffix(".md"))
+        return
     content = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -101,16 +105,15 @@ def main() -> None:
         "refusals": {},
     }
     batches = batches_of_source(options.steps + 1)
-    for name, (make, counted, more) in WAYS.items():
-        content["ways"][name] = {
-            "lines": lines_of(counted) + more,
-            **measure_way(make(), batches, options.rounds),
-        }
+    for name, (make, *_) in WAYS.items():
+        content["ways"][name] = measure_way(make(), batches, options.rounds)
         print(name, content["ways"][name], flush=True)
     for name, run in REFUSALS.items():
         content["refusals"][name] = {library: outcome(run, library) for library in ("qwix", "mxjax")}
         print(name, content["refusals"][name], flush=True)
-    write(content, options.out)
+    options.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    if options.out.with_suffix(".md").exists():
+        write_tables(content, options.out.with_suffix(".md"))
 
 
 def lines_of(function: Callable) -> int:
@@ -220,28 +223,25 @@ def outcome(run: Callable, library: str) -> str:
     return f"runs, {left} of {len(products)} products not quantized" if left else "runs"
 
 
-def write(content: dict[str, Any], out: pathlib.Path) -> None:
-    """Writes the numbers as JSON, and as tables into the page if it exists."""
-    out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+def write_tables(content: dict[str, Any], page: pathlib.Path) -> None:
+    """Writes the numbers, and the lines of the functions above, into the page."""
     base = content["ways"]["float32, unquantized"]["seconds"]["median"]
     ways = [
         [
             name,
-            str(way["lines"]),
-            f"{1e3 * way['seconds']['median']:.1f}",
-            f"{way['seconds']['median'] / base:.2f}",
+            lines_of(WAYS[name][1]) + WAYS[name][2],
+            *(f"{1e3 * way['seconds'][q]:.0f}" for q in ("median", "p10", "p90")),
+            f"{way['seconds']['median'] / base:.1f}",
             f"{way['last']:.3f}",
         ]
         for name, way in content["ways"].items()
     ]
-    refusals = [[name, *(by.values())] for name, by in content["refusals"].items()]
-    page = out.with_suffix(".md")
-    if page.exists():
-        named = {
-            "ways": table(" | lines | ms | of float32 | loss", ways),
-            "refusals": table(" | qwix | mxjax", [[c.replace("|", "\\|") for c in row] for row in refusals]),
-        }
-        page.write_text(insert(page.read_text(), named))
+    refusals = [[name, by["qwix"], by["mxjax"]] for name, by in content["refusals"].items()]
+    named = {
+        "ways": table(" | lines | ms | p10 | p90 | of float32 | loss", ways),
+        "refusals": table(" | qwix | mxjax", refusals),
+    }
+    page.write_text(insert(page.read_text(), named))
 
 
 if __name__ == "__main__":
