@@ -3,7 +3,8 @@
     python -m benchmarks.figures [--out docs/figures]
 
 ladder.svg: final validation loss of each policy against fp8, paired by seed. speed.svg: training tokens/s
-against bfloat16. The same numbers give the same files, so run this after new results are committed.
+against bfloat16. gradients.svg, gradient-values.svg: a real gradient's errors and values. The same numbers
+give the same files, so run this after new results are committed.
 """
 
 import argparse
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 
+from benchmarks import gradients
+from benchmarks.plot_style import STYLE, save
 from benchmarks.study.cells import BASELINE
 from benchmarks.study.results import gather, read_runs
 from benchmarks.study.studies import LADDER
@@ -23,6 +26,7 @@ from training.paired_statistics import Estimate, paired_difference
 
 ROOT = pathlib.Path(__file__).parents[1]
 RUNS = ROOT / "docs" / "results" / "study" / "runs"
+GRADIENTS = ROOT / "docs" / "results" / "gradients.json"
 SPEEDS = {
     "Llama 3.2 1B, one H200": "llama3.2-1b.json",
     "Llama 3.1 8B, four H200": "llama3.1-8b-4gpus.json",
@@ -35,14 +39,6 @@ LINES = {
     "full_hadamard": ("full_hadamard", "#17365d", ""),
 }
 """Label, color and hatch of each bar from below; the colors differ in brightness, for print in grey."""
-STYLE = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "mxjax",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 
 
 class LadderPoint(NamedTuple):
@@ -138,16 +134,18 @@ def draw_speed(speeds: dict[str, dict[str, float]]) -> Figure:
 
 
 def write_figures(out: pathlib.Path) -> None:
-    """Draws both figures into a folder."""
+    """Draws the figures into a folder."""
+    measured = json.loads(GRADIENTS.read_text())
     with matplotlib.rc_context(STYLE):
         figures = {
             "ladder": draw_ladder(ladder_points(read_runs(RUNS))),
             "speed": draw_speed(relative_speeds()),
+            "gradients": gradients.draw_errors(measured),
+            "gradient-values": gradients.draw_values(measured),
         }
         out.mkdir(parents=True, exist_ok=True)
         for name, figure in figures.items():
-            metadata = {"Date": None, "Creator": "benchmarks.figures"}
-            figure.savefig(out / f"{name}.svg", facecolor="white", metadata=metadata)
+            save(figure, out / f"{name}.svg", "benchmarks.figures")
 
 
 def main() -> None:

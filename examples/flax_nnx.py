@@ -13,7 +13,7 @@ from flax import nnx
 
 import mxjax
 
-WIDTH, BATCH, STEPS = 64, 256, 30
+WIDTH, BATCH = 64, 256
 
 
 class MLP(nnx.Module):
@@ -33,7 +33,7 @@ def train_step(model, optimizer, x, y):
     return loss
 
 
-def main():
+def main(steps: int = 30) -> list[float]:
     """Returns the losses of all steps."""
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (BATCH, WIDTH))
@@ -41,7 +41,7 @@ def main():
     model = MLP("wgrad_hadamard", nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
     losses = []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         loss = train_step(model, optimizer, x, y)
         losses.append(float(loss))
         if step == 1 or step % 10 == 0:

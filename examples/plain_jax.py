@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import mxjax
 
 POLICY = "wgrad_hadamard"
-WIDTH, BATCH, STEPS, RATE = 64, 256, 30, 0.2
+WIDTH, BATCH, RATE = 64, 256, 0.2
 
 
 def mlp(params, x):
@@ -29,7 +29,7 @@ def train_step(params, x, y):
     return jax.tree.map(lambda p, g: p - RATE * g, params, grads), loss
 
 
-def main():
+def main(steps: int = 30) -> list[float]:
     """Returns the losses of all steps."""
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (BATCH, WIDTH))
@@ -39,7 +39,7 @@ def main():
         "down": jax.random.normal(keys[3], (4 * WIDTH, WIDTH)) * (0.1 / WIDTH) ** 0.5,
     }
     losses = []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         params, loss = train_step(params, x, y)
         losses.append(float(loss))
         if step == 1 or step % 10 == 0:

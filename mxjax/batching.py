@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from mxjax.derivatives import reverse_mode_only
+from mxjax.derivatives import refuse_linearize, reverse_mode_only
 from mxjax.matmul import Options, Weight, matmul
 from mxjax.quantize import MXArray
 
@@ -77,6 +77,7 @@ def _differentiate(primals, tangents, *, options: Options, tree, jaxpr):
 
 
 ad.primitive_jvps[_matmul_p] = _differentiate
+refuse_linearize(_matmul_p)
 
 
 def _batch(operands, axes, *, options: Options, tree, jaxpr):

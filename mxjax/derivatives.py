@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax
+from jax._src.interpreters.ad import fallback_linearize_rule, primitive_linearizations  # no public names
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
@@ -25,6 +26,17 @@ def _raise_on_second_derivative(primals, tangents):
 def reverse_mode_only(tangents: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns tangents that can be transposed, as reverse mode does, but not computed: that raises."""
     return _reverse_mode_only_p.bind(*tangents)
+
+
+def refuse_linearize(primitive: Primitive) -> None:
+    """Makes `jax.linearize` of a primitive raise TypeError where it is called, not where its result is."""
+
+    def rule(is_vjp, *args, **params):
+        if not is_vjp:
+            _raise_on_forward_mode()
+        return fallback_linearize_rule(primitive, is_vjp, *args, **params)
+
+    primitive_linearizations[primitive] = rule
 
 
 def _raise_on_forward_mode(*_, **__):

@@ -50,7 +50,7 @@ class DotGeneral:
         Raises:
           ValueError: it cannot be told which operand is the weight. Others as in `dot`.
         """
-        if self.weight is None and not _is_linear(lhs, dimension_numbers):
+        if self.weight is None and not is_linear(lhs, dimension_numbers):
             raise ValueError(
                 f"make_dot_general cannot tell which operand of {lhs.shape} x {rhs.shape} along "
                 f"{dimension_numbers} is the weight; use mxjax.einsum, or weight='rhs' or 'lhs'"
@@ -131,7 +131,7 @@ def make_dot_general(
     return DotGeneral(resolved, key, implementation, weight)
 
 
-def _is_linear(lhs: jax.Array | np.ndarray, dimension_numbers: DimensionNumbers) -> bool:
+def is_linear(lhs: jax.Array | np.ndarray, dimension_numbers: DimensionNumbers) -> bool:
     """Whether the last axes of lhs are contracted with the first axes of rhs, in order."""
     (lhs_contract, rhs_contract), (lhs_batch, _) = dimension_numbers
     count = len(lhs_contract)
@@ -140,8 +140,12 @@ def _is_linear(lhs: jax.Array | np.ndarray, dimension_numbers: DimensionNumbers)
 
 
 def with_sharding(y: jax.Array, out_sharding: Any) -> jax.Array:
-    """Returns y sharded as `out_sharding` says, the argument of `jax.lax.dot_general`; as it is for None."""
-    if out_sharding is None:
+    """Returns y sharded as `out_sharding` says, the argument of `jax.lax.dot_general`; as it is for None.
+
+    A sharding on an empty mesh is accepted as lax does; haliax passes it without a mesh.
+    """
+    mesh = getattr(out_sharding, "mesh", None)
+    if out_sharding is None or (mesh is not None and mesh.empty):
         return y
     if jax.typeof(y).sharding.mesh.explicit_axes:
         return jax.sharding.reshard(y, out_sharding)

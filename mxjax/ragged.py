@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Integer, Shaped
 from mxjax.blocks import resolve_block_shape
 from mxjax.derivatives import first_order_only
 from mxjax.dot import check_arrays, check_floating, check_key, result_dtype
+from mxjax.expert_products import capacities, matmul_experts
 from mxjax.formats import get_format
 from mxjax.gemm import xla_operands
 from mxjax.gemm_input import fold, gemm_inputs, quantize_input
@@ -44,16 +45,20 @@ def ragged_dot(
 
     The first `group_sizes[0]` rows of x are multiplied by `w[0]`, the next `group_sizes[1]` by `w[1]`, and so
     on. Each expert's products are those of `dot` on its rows. Formats with a scale for the whole tensor have
-    one for all experts, and random bits are drawn for the padded tensor of all of them.
+    one for all experts. Random bits are drawn for the padded tensor of all of them, whose layout differs
+    between implementations.
 
     Args:
       x: activations, sorted by group. Rows past the sum of the sizes give zeros.
       w: weights of the experts. Pass float32 master weights, as in `dot`.
-      group_sizes: numbers of rows, which may be zero.
-      implementation: "reference" or "xla"; None means "xla". Quantization runs without kernels.
+      group_sizes: numbers of rows, which may be zero. A numpy array is static.
+      implementation: "reference" and "xla" multiply by `jax.lax.ragged_dot_general` and quantize without
+        kernels. "fp8_carriers" multiplies each expert's rows in FP8, filled up to one of a few static
+        capacities, as `mxjax.expert_products` describes; static sizes need one. None: "xla".
       Others: see `dot` and `jax.lax.ragged_dot`.
     Raises:
-      NotImplementedError: another implementation. Others as in `dot`.
+      NotImplementedError: another implementation, or one that does not take the policy's formats. Others as
+        in `dot`.
     """
     check_arrays("ragged_dot", x=x, w=w, group_sizes=group_sizes)
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or group_sizes.shape != w.shape[:1]:
@@ -61,9 +66,10 @@ def ragged_dot(
             "ragged_dot needs x [m, k], w [g, k, n] and group_sizes [g], "
             f"got {x.shape}, {w.shape} and {group_sizes.shape}"
         )
-    if implementation not in (None, "reference", "xla"):
+    if implementation not in (None, "reference", "xla", "fp8_carriers"):
         raise NotImplementedError(
-            f"ragged_dot runs by implementation 'reference' or 'xla', not {implementation!r}; use None"
+            "ragged_dot runs by implementation 'reference', 'xla' or 'fp8_carriers', "
+            f"not {implementation!r}; use None"
         )
     policy = as_policy(policy)
     check_floating(x, w, preferred_element_type)
@@ -73,9 +79,13 @@ def ragged_dot(
     gemms = implementations_of(policy, implementation or "xla")
     options = Options(policy, gemms, (dtype, x.dtype, w.dtype), precision)
     unit = _unit(policy)
+    levels = capacities(group_sizes, x.shape[0], unit) if implementation == "fp8_carriers" else None
 
     def product(x, w, sizes, key):
         x, w = varying_as(x, w, sizes, key), varying_as(w, x, sizes, key)
+        if levels is not None:
+            result: jax.Array = matmul_experts(options, levels, x, w, sizes, key)
+            return result
         places, rows = _places(sizes, x.shape[0], unit)
         padded = jnp.zeros_like(x, shape=(rows, x.shape[1])).at[places].set(x, mode="drop")
         y: jax.Array = _matmul(options, padded, w, -(-sizes // unit) * unit, key)

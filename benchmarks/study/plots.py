@@ -7,14 +7,6 @@ from matplotlib.figure import Figure
 from benchmarks.study import tuning
 from benchmarks.study.results import CellResult, baseline, by_group
 
-STYLE = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "mxjax",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 _LINES = (("black", "o", "-"), ("#7f7f7f", "s", "--"), ("#404040", "^", ":"), ("#b0b0b0", "D", "-."))
 """Color, marker and line of each curve; they differ without color."""
 

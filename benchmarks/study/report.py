@@ -10,6 +10,7 @@ import matplotlib
 import tyro
 
 from benchmarks.markdown import insert
+from benchmarks.plot_style import STYLE
 from benchmarks.study import diagnosis, plots, tables, token_tables
 from benchmarks.study.results import Run, gather, read_runs
 from training.environment import input_errors
@@ -48,7 +49,7 @@ def sections(runs: Sequence[Run]) -> dict[str, str]:
 def drawings(runs: Sequence[Run]) -> dict[str, str]:
     """Returns the SVG of every plot by its file name."""
     cells, found = gather(runs), {}
-    with matplotlib.rc_context(plots.STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, draw in PLOTS.items():
             file = io.StringIO()
             metadata = {"Date": None, "Creator": "benchmarks.study"}

@@ -16,6 +16,7 @@ from mxjax.kernels.bench import (
     bench_export,
     bench_gemm,
     bench_quantize,
+    bench_ragged,
     gemm_cases,
 )
 from mxjax.kernels.bench.timing import Timing, measure
@@ -121,6 +122,28 @@ GEMM = ["--tokens", "64", "--gemms", "tiny.fprop", "--rounds", "1", "--commit", 
 def tiny_gemm(monkeypatch):
     """Lets the command line name a small GEMM, and forgets the operands of others."""
     monkeypatch.setitem(bench_dot.LINEARS, "tiny", (256, 64))
+
+
+@pytest.mark.parametrize(
+    "implementations",
+    [
+        pytest.param(["xla"], marks=pytest.mark.slow),
+        pytest.param(["xla", "fp8_carriers"], marks=pytest.mark.exhaustive),  # two minutes in the interpreter
+    ],
+    ids=" ".join,
+)
+def test_ragged_reports_every_case_with_its_time_or_why_there_is_none(implementations, capsys):
+    sizes = ["--rows", "256", "--widths", "32", "64", "--sizes", "skewed", "--policies", "wgrad"]
+    bench_ragged.main([*sizes, "--rounds", "1", "--implementations", *implementations])
+    *lines, record = capsys.readouterr().out.strip().splitlines()
+    records = json.loads(record)["records"]
+    timed = [r["name"] for r in records if "absent" not in r]
+    assert [f"mxjax wgrad, {name}" for name in implementations] == [n for n in timed if "static" not in n][
+        -len(implementations) :
+    ]
+    assert all(sum(r["sizes"]) == 256 and len(r["sizes"]) == 8 for r in records)
+    assert all(r.get("median", 1) > 0 for r in records)
+    assert lines[0].startswith("skewed: rows of the experts [")
 
 
 @pytest.mark.usefixtures("tiny_gemm")

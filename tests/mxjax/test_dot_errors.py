@@ -122,9 +122,10 @@ def test_negative_axes_raise():
         lambda f, x: jax.jvp(f, (x,), (x,)),
         lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
         lambda f, x: jax.jacfwd(f)(x),
-        lambda f, x: jax.linearize(f, x)[1](x),
+        lambda f, x: jax.linearize(f, x),
+        lambda f, x: jax.linearize(jax.jit(f), x),
     ],
-    ids=["jvp", "jit of jvp", "jacfwd", "linearize"],
+    ids=["jvp", "jit of jvp", "jacfwd", "linearize", "linearize of jit"],
 )
 def test_forward_mode_raises(forward):
     x, w, _ = inputs()

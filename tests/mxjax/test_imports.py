@@ -9,6 +9,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = {"mxjax": "mxjax", "kernels": "mxjax.kernels", "models": "models", "training": "training"}
 LIBRARY = {"jax", "numpy", "jaxtyping"}
+INTEGRATIONS = {"mxjax.integrations.qwix": {"qwix"}, "mxjax.integrations.haliax": {"haliax", "equinox"}}
 
 
 def sources() -> dict[str, pathlib.Path]:
@@ -87,7 +88,12 @@ def test_the_library_needs_jax_numpy_and_jaxtyping_alone():
     allowed = LIBRARY | set(sys.stdlib_module_names) | {"mxjax"}
     for module, path in SOURCES.items():
         if module.partition(".")[0] == "mxjax" and not module.startswith("mxjax.kernels"):
-            assert {name.partition(".")[0] for name in imported(path)} <= allowed, module
+            found = {name.partition(".")[0] for name in imported(path)}
+            assert found <= allowed | INTEGRATIONS.get(module, set()), module
+
+
+def test_nothing_imports_an_integration():
+    assert {module for module, others in GRAPH.items() if others & set(INTEGRATIONS)} == set()
 
 
 def test_the_kernels_import_triton_and_nothing_else_at_their_top():

@@ -11,6 +11,7 @@ from support.dots import assert_same, draw, jitted_products
 from support.oracles import types_unchecked
 
 import mxjax
+from mxjax.expert_products import capacities
 
 X, W, DY = draw(100, 48, seed=1), draw(4, 48, 24, seed=2), draw(100, 24, seed=3)
 SIZES = (37, 0, 5, 50)  # one expert has no token, and 8 tokens have no expert
@@ -69,6 +70,53 @@ def test_what_one_expert_reads_changes_no_other():
     assert np.all(np.isnan(after[2][0]))
 
 
+EXACT = [jnp.round(4 * t) / 4 for t in jax.tree.map(lambda t: jnp.clip(t, -8, 8), (X, W, DY))]
+"""Inputs whose products have few bits, so that float32 sums them exactly in any order."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "static"),
+    [
+        ("wgrad", True),
+        pytest.param("wgrad", False, marks=pytest.mark.slow),
+        pytest.param("primus_turbo", False, marks=pytest.mark.slow),
+        pytest.param("fprop", True, marks=pytest.mark.slow),
+        pytest.param("fp8", False, marks=pytest.mark.slow),
+    ],
+)
+def test_fp8_carriers_give_the_bits_of_xla(policy, static):
+    policy, sizes = mxjax.get_policy(policy), np.array(SIZES)
+    expected = ragged(*EXACT, sizes, policy=policy, implementation="xla")
+
+    @jax.jit
+    def by_fp8(*operands):
+        run = functools.partial(mxjax.ragged_dot, policy=policy, implementation="fp8_carriers")
+        *operands, dy, sizes_ = operands
+        y, vjp = jax.vjp(lambda x, w: run(x, w, sizes if static else sizes_), *operands)
+        return y, *vjp(dy)
+
+    assert_same(by_fp8(*EXACT, jnp.array(sizes)), expected)
+
+
+def test_programs_have_few_capacities_of_whole_blocks_and_rotations():
+    assert capacities(jnp.zeros(8, jnp.int32), 32768, 32) == (5120, 8192, 32768)
+    assert capacities(np.array([3000, 0, 5, 129]), 32768, 96) == (3072,)
+    assert capacities(jnp.zeros(4, jnp.int32), 100, 32) == (128,)
+    assert capacities(np.zeros(4, int), 0, 32) == (128,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(300, 0, 4, 0), (200, 104, 0, 0), (80, 70, 76, 78)])
+def test_the_smallest_capacity_that_holds_every_group_runs(sizes):
+    x, dy = draw(304, 48, seed=1), draw(304, 24, seed=3)
+    policy = mxjax.get_policy("wgrad_hadamard")
+    assert capacities(jnp.array(sizes), 304, 32) == (128, 256, 384)
+    actual = ragged(x, W, dy, jnp.array(sizes), policy=policy, implementation="fp8_carriers")
+    expected = ragged(x, W, dy, jnp.array(sizes), policy=policy, implementation="reference")
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=0, atol=1e-6 * np.max(np.abs(e)))
+
+
 @pytest.mark.slow
 def test_random_bits_are_replayed_under_remat_and_scan():
     policy, key = mxjax.get_policy("wgrad_sr"), jax.random.key(1)
@@ -88,7 +136,12 @@ def test_random_bits_are_replayed_under_remat_and_scan():
         (
             {"implementation": "triton"},
             NotImplementedError,
-            "by implementation 'reference' or 'xla'",
+            "by implementation 'reference', 'xla' or 'fp8_carriers', not 'triton'",
+        ),
+        (
+            {"implementation": "fp8_carriers", "policy": "nvfp4", "key": jax.random.key(0)},
+            NotImplementedError,
+            "'fp8_carriers' takes MXFP4",
         ),
         ({"policy": "full_sr"}, ValueError, "needs key="),
         ({"x": X.astype(jnp.int32)}, TypeError, "floating-point operands"),
