@@ -1,19 +1,16 @@
 """`transform`: a function whose products of weights and activations run in a policy.
 
-The function is traced to a jaxpr. `origins` tells weights from activations, `interpreter` plans what changes
-and computes it, and `products`, `shapes` and `control_flow` know JAX's primitives. Whatever is not a product
-with a policy is computed as before, bit for bit.
+`tracing` makes a jaxpr of the function, `origins` tells weights from activations, `interpreter` plans what
+changes and computes it, and `products`, `shapes` and `control_flow` know JAX's primitives. Whatever is not a
+product with a policy is computed as before, bit for bit.
 """
 
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import Jaxpr
 
 from mxjax.dot import check_key
 from mxjax.implementations import Implementation
@@ -22,8 +19,8 @@ from mxjax.policy import Policy
 from mxjax.recipes import as_policy
 from mxjax.transform import control_flow, products, shapes
 from mxjax.transform.interpreter import Context, Draw, Plan, evaluate, make_plan
-from mxjax.transform.origins import CONSTANT, DATA, Origin, dotted
 from mxjax.transform.report import Report
+from mxjax.transform.tracing import Traced, trace
 
 Rules = Sequence[tuple[str, Policy | str | None]]
 """(pattern, policy) pairs; None leaves products as they are."""
@@ -56,9 +53,10 @@ def transform(
     A function with a custom derivative that holds such a product is differentiated through, its rule is not
     used. A rule of `transform` that leaves its weights alone keeps it.
 
-    Left alone: products of two activations, such as attention's, or of two weights, outer products,
-    convolutions, products inside primitives without a planner, such as `pallas_call`, and custom derivatives,
-    loops and calls without a product to change, which are bound as they are. The report says why.
+    Left alone, with the reason in the report: products of two activations, such as attention's, or of two
+    weights, outer products, convolutions, operands in other dtypes, and products inside primitives that
+    `transform` does not look into, such as `pallas_call`. Everything else is computed as before, with its
+    custom derivatives and kernels.
 
     Args:
       f: a function of arrays and pytrees of them that computes no gradients itself; usually the loss. Leaves
@@ -108,7 +106,7 @@ class Transformed:
 
     def __call__(self, *args: Any, mxjax_key: jax.Array | None = None, **kwargs: Any) -> Any:
         """Returns f(*args, **kwargs), with products in their policies."""
-        traced = _trace(self._f, self._weights, args, kwargs)
+        traced = trace(self._f, self._weights, args, kwargs)
         plan = self._plan(traced)
         if self._policy is not None and not any(f.is_product for f in plan.found):
             raise ValueError(
@@ -121,7 +119,7 @@ class Transformed:
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """Returns the products that f has for these arguments; arrays may be `jax.ShapeDtypeStruct`."""
-        return Report(self._plan(_trace(self._f, self._weights, args, kwargs)).found)
+        return Report(self._plan(trace(self._f, self._weights, args, kwargs)).found)
 
     @staticmethod
     def _check_key(plan: Plan, key: object) -> None:
@@ -134,7 +132,7 @@ class Transformed:
         assert first.policy is not None
         check_key(first.policy, key)
 
-    def _plan(self, traced: "_Traced") -> Plan:
+    def _plan(self, traced: Traced) -> Plan:
         names = [path for origin in traced.origins for path in origin.paths]
         matched = [(pattern, policy, matching(names, pattern)) for pattern, policy in self._rules]
         policies = dict.fromkeys(names, self._policy)
@@ -156,46 +154,3 @@ class Transformed:
                     f"activation has as its weight; the products' weights are {known}"
                 )
         return plan(path for f in found if f.policy is not None for path in f.paths)
-
-
-class _Traced(NamedTuple):
-    """A traced function, its arguments' arrays, their origins, and the structure of its results."""
-
-    jaxpr: Jaxpr
-    arrays: list[Any]
-    origins: list[Origin]
-    results: Any  # a PyTreeDef
-
-
-def _trace(f: Callable[..., Any], weights: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
-    if not 0 <= weights < len(args):
-        raise ValueError(
-            f"transform takes the weights from positional argument {weights}, but {len(args)} arrived; "
-            "pass the weights by position, or their number as weights="
-        )
-    leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    traced = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
-    trees: list[Any] = []
-
-    def flat(*arrays):
-        values = [leaf for _, leaf in leaves]
-        for i, array in zip(traced, arrays, strict=True):
-            values[i] = array
-        args, kwargs = tree.unflatten(values)
-        results, structure = jax.tree.flatten(f(*args, **kwargs))
-        trees.append(structure)
-        return results
-
-    arrays = [leaves[i][1] for i in traced]
-    jaxpr = jax.make_jaxpr(flat)(*arrays)
-    return _Traced(jaxpr, arrays, [_origin(*leaves[i], weights) for i in traced], trees[0])
-
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-
-
-def _origin(path: tuple[Any, ...], array: Any, weights: int) -> Origin:
-    """Returns the origin of an argument's array, whose path begins in (args, kwargs)."""
-    if [key.idx for key in path[:2] if isinstance(key, jax.tree_util.SequenceKey)] != [0, weights]:
-        return DATA
-    return Origin((dotted(path[2:]),)) if jnp.issubdtype(array.dtype, jnp.floating) else CONSTANT
