@@ -3,8 +3,8 @@
     python -m benchmarks.integration [--steps 50] [--out docs/results/integration] [--tables]
 
 The model is that of `benchmarks.byte_model`. Each way to quantize its linear layers is a function below;
-its lines are counted. All start from the same parameters and see the same batches. It runs on a GPU too. Writes
-OUT.json, and the tables of OUT.md if that exists; `--tables` writes the tables alone, from OUT.json.
+its lines are counted. All start from the same parameters and see the same batches. It runs on a GPU too.
+Writes OUT.json, and the tables of OUT.md if that exists; `--tables` writes the tables alone, from OUT.json.
 """
 
 import argparse
