@@ -1,23 +1,18 @@
 """Evaluates a run's checkpoint, in its own precision or another: `python eval.py RUN --policy=bf16`.
 
 `python eval.py compare RUN [RUN ...]` compares the evaluations of several runs, `python eval.py diagnose RUN`
-measures the errors of every GEMM of one.
+measures the errors of every GEMM of one, `python eval.py sample RUN --prompt TEXT` generates text.
 """
 
 import dataclasses
-import functools
 import pathlib
 import sys
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import tyro
 
 from models import llama
-from models.configs import LlamaConfig, from_dict
-from mxjax.implementations import Implementation, check_implementations
-from mxjax.scales import ScaleRule
-from training.checkpoint.checkpoints import Checkpoints
 from training.compare import CompareConfig, compare
 from training.config import Config
 from training.data.load import load_data, load_held_out
@@ -28,28 +23,16 @@ from training.diagnosis.tables import summary
 from training.environment import enable_compilation_cache, facts, input_errors
 from training.extras import check_extra
 from training.files import write_atomically
-from training.metrics import evaluations, json_line
-from training.policy_schedule import Phase, phase_at, phases_of
-from training.run_config import from_json, read_run_config
+from training.metrics import json_line
+from training.restored import Restored, RunArguments, restore
+from training.sampling import SampleConfig, sample
 from training.step import evaluate, make_eval_step
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(RunArguments):
     """An evaluation. A flag that is not given takes the run's value."""
 
-    run: Annotated[pathlib.Path, tyro.conf.Positional]
-    """The run's folder."""
-    policy: str | None = None
-    """Run the weights in this policy. Default: the policy of the checkpoint's step."""
-    scale_rule: ScaleRule | None = None
-    """Use this rule for MXFP4 scales instead of the policy's."""
-    layers: tuple[str, ...] | None = None
-    """Exceptions by layer, as PATTERN=POLICY."""
-    implementation: Implementation | None = None
-    """Implementation of the GEMMs. Default: as in the run."""
-    step: int | Literal["best"] | None = None
-    """Evaluate the checkpoint of this step, or the best one by evaluation loss. Default: the last."""
     data: str | None = None
     """Evaluate on the validation part of this text or dataset PREFIX."""
     eval_data: str | None = None
@@ -68,22 +51,13 @@ class DiagnoseConfig(EvalConfig):
     """Also write diagnosis.json, heat maps by layer and histograms into this folder (extra plot)."""
 
 
-class Restored(NamedTuple):
-    """A run's model at a checkpoint, and the data to run it on."""
-
-    model: LlamaConfig
-    params: llama.Params
-    step: int | None
-    phase: Phase
-    implementation: Implementation | None
-    held_out: list[np.ndarray]
-
-
 def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
     """Returns the run, step and policy, the mean loss over all tokens, and its perplexity."""
     enable_compilation_cache()
     with input_errors():
-        model, params, step, phase, implementation, held_out = restore(arguments)
+        restored = restore(arguments)
+        held_out = read_batches(arguments, restored)
+    _, model, params, step, phase, implementation = restored
 
     def losses(params, batch, key):
         options = {"policies": phase.layers, "key": key, "implementation": implementation}
@@ -99,7 +73,9 @@ def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
     with input_errors():
         if arguments.out is not None:
             check_extra("plot", "--out", "matplotlib")
-        model, params, step, phase, implementation, batches = restore(arguments)
+        restored = restore(arguments)
+        batches = read_batches(arguments, restored)
+        _, model, params, step, phase, implementation = restored
         found = diagnose(model, params, phase.layers, implementation, batches)
     described = {"run": str(arguments.run), "step": step, "policy": phase.policy}
     shape = {"batches": len(batches), "tokens": sum(batch[:, 1:].size for batch in batches)}
@@ -112,37 +88,15 @@ def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
     return found
 
 
-def restore(arguments: EvalConfig) -> Restored:
-    """Returns the model, parameters and data that the arguments name; raises ValueError for bad ones."""
-    config, precision, model = read_run(arguments)
-    phases = phases_of(precision, config.steps, functools.partial(llama.layer_policies, model))
-    for phase in phases:
-        check_implementations(phase.layers.policies, precision.implementation)
+def read_batches(arguments: EvalConfig, restored: Restored) -> list[np.ndarray]:
+    """Returns the batches to run the model on; raises ValueError for bad arguments."""
+    config, vocab_size = restored.config, restored.model.vocab_size
     n_batches = config.eval_batches if arguments.batches is None else arguments.batches
     if n_batches < 1:
         raise ValueError(f"--batches must be at least 1, got {n_batches}")
     n_sequences = config.eval_sequences if arguments.batches is None else None
-    tokens = read_tokens(arguments, config, model.vocab_size)
-    batches = evaluation_batches(tokens, config.data, n_batches, model.vocab_size, n_sequences=n_sequences)
-    held_out = list(batches)
-    eval_losses = evaluations(arguments.run)
-    with Checkpoints(arguments.run / "checkpoints", losses=eval_losses) as checkpoints:
-        step = checkpoints.latest if arguments.step is None else arguments.step
-        if step == "best" and (step := checkpoints.best) is None:
-            raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
-        params = checkpoints.restore_params(llama.abstract_params(model), step)
-    return Restored(model, params, step, phase_at(phases, step or 0), precision.implementation, held_out)
-
-
-def read_run(arguments: EvalConfig):
-    """Returns the run's configuration, its precision with the flags' changes, and its model."""
-    saved = read_run_config(arguments.run)
-    config = from_json(saved["config"])
-    names = ("policy", "scale_rule", "layers", "implementation")
-    changes = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
-    if "policy" in changes:  # the run's scale rule and exceptions belong to the run's policy
-        changes = {"scale_rule": None, "layers": ()} | changes
-    return config, dataclasses.replace(config.precision, **changes), from_dict(saved["model"])
+    tokens = read_tokens(arguments, config, vocab_size)
+    return list(evaluation_batches(tokens, config.data, n_batches, vocab_size, n_sequences=n_sequences))
 
 
 def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.ndarray:
@@ -159,17 +113,23 @@ def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.nd
 
 
 def command(name: str, argv: list[str]) -> None:
-    """Runs `eval.py compare` or `eval.py diagnose`, and prints its result as one line of JSON last."""
-    if name == "compare":
+    """Runs `eval.py compare`, `diagnose` or `sample`, and prints its result as one line of JSON last."""
+    if name == "diagnose":
+        result = diagnose_run(tyro.cli(DiagnoseConfig, args=argv, prog="eval.py diagnose"))
+    elif name == "compare":
         with input_errors():
             result = compare(tyro.cli(CompareConfig, args=argv, prog="eval.py compare"))
     else:
-        result = diagnose_run(tyro.cli(DiagnoseConfig, args=argv, prog="eval.py diagnose"))
+        enable_compilation_cache()
+        with input_errors():
+            arguments = tyro.cli(SampleConfig, args=argv, prog="eval.py sample")
+            result = sample(arguments)
+        print(arguments.prompt + result["text"])
     print(json_line(result))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["compare"], ["diagnose"]):
+    if sys.argv[1:2] in (["compare"], ["diagnose"], ["sample"]):
         command(sys.argv[1], sys.argv[2:])
         sys.exit()
     result = main(tyro.cli(EvalConfig, description=__doc__))

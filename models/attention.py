@@ -1,4 +1,4 @@
-"""Causal attention: cuDNN's fused kernel on NVIDIA GPUs, elsewhere long sequences in pieces.
+"""Causal attention: fused by cuDNN on NVIDIA GPUs and by `mxjax.kernels.attention` on gfx950, else in pieces.
 
 Shapes in names as in `models.llama`. The result is exact; only the order of summation differs.
 """
@@ -15,6 +15,7 @@ LONGEST_WHOLE = 1024
 PIECE = 512
 """Queries whose scores exist at once in longer sequences."""
 _CUDNN_HEAD_DIM = 128
+_GFX950_HEAD_DIMS = (64, 128)
 
 
 def causal_attention(
@@ -22,12 +23,16 @@ def causal_attention(
 ) -> Float[Array, "B S N H"]:
     """Returns softmax(q @ k.T / sqrt(H)) @ v, where each position sees itself and earlier ones.
 
-    Query head n reads key and value head n // (N / G). The softmax is in float32. Without cuDNN, sequences
-    longer than LONGEST_WHOLE are processed PIECE queries at a time, and the backward pass recomputes their
-    scores: memory grows with B N PIECE S instead of B N S**2.
+    Query head n reads key and value head n // (N / G). The softmax is in float32. Without a fused kernel,
+    sequences longer than LONGEST_WHOLE are processed PIECE queries at a time, and the backward pass
+    recomputes their scores: memory grows with B N PIECE S instead of B N S**2.
     """
     if _cudnn_takes(q_BSNH):
         return jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="cudnn")
+    if _gfx950_takes(q_BSNH):
+        from mxjax.kernels.attention.fused import fused_attention  # needs Triton
+
+        return fused_attention(q_BSNH, k_BSGH, v_BSGH)
     length = q_BSNH.shape[1]
     if length <= LONGEST_WHOLE:
         out = jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="xla")
@@ -66,6 +71,13 @@ def _cudnn_takes(q: jax.Array) -> bool:
     """Returns whether cuDNN's fused attention runs here and supports these heads and lengths."""
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= _CUDNN_HEAD_DIM and q.shape[1] % 2 == 0
     return fits and q.dtype in (jnp.bfloat16, jnp.float16) and on_cuda()
+
+
+def _gfx950_takes(q: jax.Array) -> bool:
+    """Returns whether the program is for gfx950, with Triton, and the kernels support these heads."""
+    target = current_target()
+    fits = q.dtype == jnp.bfloat16 and q.shape[-1] in _GFX950_HEAD_DIMS
+    return fits and target is not None and target.arch == "gfx950"
 
 
 def on_cuda() -> bool:

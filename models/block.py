@@ -89,7 +89,7 @@ class Attention(nnx.Module):
         q_BSGRH, k_BSG1H, v_BSG1H = jnp.split(y, [rest, rest + 1], axis=3)
         q_BSNH = apply_rope(q_BSGRH.reshape(*x.shape[:2], c.n_heads, c.head_dim), rope)
         k_BSGH, v_BSGH = apply_rope(k_BSG1H[..., 0, :], rope), v_BSG1H[..., 0, :]
-        out_BSNH = _attend(q_BSNH, k_BSGH, v_BSGH, gemms)
+        out_BSNH = gemms.attend(q_BSNH, k_BSGH, v_BSGH)
         out = out_BSNH.reshape(*x.shape[:2], c.n_heads * c.head_dim).astype(x.dtype)
         return gemms.dot("attention.out", out, self.out[...])
 
@@ -161,28 +161,38 @@ class BlockGemms:
             implementation=self.implementation,
         )
 
+    def attend(self, q_BSNH, k_BSGH, v_BSGH) -> Float[Array, "B S N H"]:
+        """Returns causal attention."""
+        return attend(q_BSNH, k_BSGH, v_BSGH, self)
+
     def _key(self, name: str) -> jax.Array | None:
         return None if self.key is None else jax.random.fold_in(self.key, BLOCK_LAYERS.index(name))
 
 
-def _attend(q_BSNH, k_BSGH, v_BSGH, gemms: BlockGemms) -> Float[Array, "B S N H"]:
-    """Returns causal attention: fused if its GEMMs are not quantized, else through `dot_general`."""
+def attend(q_BSNH, k_BTGH, v_BTGH, gemms: BlockGemms, visible_ST=None) -> Float[Array, "B S N H"]:
+    """Returns attention: fused if its GEMMs are not quantized, else through `dot_general`.
+
+    `visible_ST` says which keys each query sees; by default it is causal.
+    """
     scores, values = gemms.policies["attention.scores"], gemms.policies["attention.values"]
     if scores == values and scores in _FUSED_ATTENTION:
         dtype = _FUSED_ATTENTION[scores]
-        q, k, v = (t.astype(dtype) for t in (q_BSNH, k_BSGH, v_BSGH))
+        q, k, v = (t.astype(dtype) for t in (q_BSNH, k_BTGH, v_BTGH))
         with jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default"):
-            return causal_attention(q, k, v)
+            if visible_ST is None:
+                return causal_attention(q, k, v)
+            return jax.nn.dot_product_attention(q, k, v, mask=visible_ST[None, None], implementation="xla")
     B, S, N, H = q_BSNH.shape
-    G = k_BSGH.shape[2]
+    T, G = k_BTGH.shape[1:3]
     q_BSGRH = q_BSNH.reshape(B, S, G, N // G, H)
     scores_BGSRT = gemms.dot_general(
-        "attention.scores", q_BSGRH, k_BSGH, (((4,), (3,)), ((0, 2), (0, 2)))
+        "attention.scores", q_BSGRH, k_BTGH, (((4,), (3,)), ((0, 2), (0, 2)))
     ) * (H**-0.5)
-    visible_ST = jnp.tril(jnp.ones((S, S), bool))
+    if visible_ST is None:
+        visible_ST = jnp.tril(jnp.ones((S, T), bool))
     scores_BGSRT = jnp.where(visible_ST[None, None, :, None, :], scores_BGSRT, jnp.finfo(jnp.float32).min)
     weights_BGSRT = jax.nn.softmax(scores_BGSRT, axis=-1).astype(q_BSNH.dtype)
-    out_BGSRH = gemms.dot_general("attention.values", weights_BGSRT, v_BSGH, (((4,), (1,)), ((0, 1), (0, 2))))
+    out_BGSRH = gemms.dot_general("attention.values", weights_BGSRT, v_BTGH, (((4,), (1,)), ((0, 1), (0, 2))))
     return out_BGSRH.transpose(0, 2, 1, 3, 4).reshape(B, S, N, H).astype(q_BSNH.dtype)
 
 

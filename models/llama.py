@@ -104,7 +104,7 @@ class Llama(nnx.Module):
         rope = rope_angles(tokens_BS.shape[1], self.config)
         x_BSD = _embed(self.embedding[...], tokens_BS, dtype)
         graph, blocks = nnx.split(self.blocks)
-        for start, stop, block_policies in _runs(policies, self.config.n_layers):
+        for start, stop, block_policies in runs(policies, self.config.n_layers):
             run = functools.partial(_run_block, graph, block_policies, implementation, rope, key)
             turn = min(unroll or (stop if on_gpu() else 1), stop - start)
             run = rematerialize(run, remat, in_loop=stop - start > turn)
@@ -158,7 +158,7 @@ def apply(
     config: LlamaConfig, params: Params, tokens: Int[Array, "B S"], **options
 ) -> Float32[Array, "B S V"]:
     """Returns the logits of the Llama with these parameters; options as in `Llama.__call__`."""
-    return nnx.merge(_graph(config), params)(tokens, **options)
+    return nnx.merge(graph(config), params)(tokens, **options)
 
 
 def losses(
@@ -180,14 +180,15 @@ def _head(config: LlamaConfig, policies: LayerPolicies, implementation: Implemen
 
 
 def _head_and_input(config, params, batch, *, policies, key=None, implementation=None, **options):
-    model = nnx.merge(_graph(config), params)
+    model = nnx.merge(graph(config), params)
     x_BSD = model.hidden(batch[:, :-1], policies=policies, key=key, implementation=implementation, **options)
     head = _head(config, policies, implementation)
     return head, x_BSD, model.head_matrix(), batch[:, 1:], model.head_key(key)
 
 
 @functools.cache
-def _graph(config: LlamaConfig) -> nnx.GraphDef:
+def graph(config: LlamaConfig) -> nnx.GraphDef:
+    """Returns the structure of the model, which `nnx.merge` completes with parameters."""
     return nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(params=0))))[0]
 
 
@@ -210,7 +211,7 @@ def _run_block(graph, policies, implementation, rope, key, x_BSD, layer):
     return nnx.merge(graph, weights)(x_BSD, rope, gemms), None
 
 
-def _runs(policies: LayerPolicies, n_layers: int) -> list[tuple[int, int, tuple[Policy, ...]]]:
+def runs(policies: LayerPolicies, n_layers: int) -> list[tuple[int, int, tuple[Policy, ...]]]:
     """Returns (start, stop, policies) for each run of consecutive blocks with the same policies."""
     blocks = [tuple(policies[f"blocks.{i}.{layer}"] for layer in BLOCK_LAYERS) for i in range(n_layers)]
     runs, start = [], 0

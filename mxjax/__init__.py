@@ -12,6 +12,7 @@ from mxjax.policy_json import policy_from_json, policy_to_json, set_fields
 from mxjax.quantize import MXArray, dequantize, pack, quantize, unpack
 from mxjax.ragged import ragged_dot
 from mxjax.recipes import get_policy, policies
+from mxjax.transform import transform
 from mxjax.weight_layout import Layout
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "rotate",
     "set_fields",
     "stats",
+    "transform",
     "unpack",
     "with_scale_rule",
 ]

@@ -65,7 +65,9 @@ def dot(
     `dot_general`. Both give the bits of the call without vmap. Under vmap of a gradient, or of the key, each
     mapped call has its own Wgrad, tensor scales and random bits.
 
-    Special values: a block with NaN or infinity makes every result that it enters NaN.
+    Special values: a block with NaN or infinity makes every result that it enters NaN. On the CPU, quantized
+      values below 2**-126, float32's smallest normal number, count as zero, though `dequantize` keeps them:
+      to multiply rescaled tensors would take 9 % longer (512 x 512 x 512, `xla`).
     Sharding: meshes with Auto and with Explicit axes give the values of one device. With Explicit axes the
       result is sharded like x's token axes; remaining mesh axes shard d_out as in w. The gradients have the
       shardings of x and w. Under `jax.shard_map` each shard is quantized independently: Wgrad's blocks begin

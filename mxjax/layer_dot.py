@@ -70,10 +70,7 @@ class DotGeneral:
         if swap:  # the free axes of both change places
             first, free = len(batch[0]), rhs.ndim - len(contract[1])
             y = y.transpose(*range(first), *range(free, y.ndim), *range(first, free))
-        # Like lax, accept a sharding on an empty mesh, which haliax passes without one.
-        mesh = getattr(out_sharding, "mesh", None)
-        nowhere = out_sharding is None or (mesh is not None and mesh.empty)
-        return y if nowhere else _reshard(y, out_sharding)
+        return with_sharding(y, out_sharding)
 
     def _identity(self) -> tuple[Any, ...]:
         return self.policy, self.implementation, self.weight, _key_identity(self.key)
@@ -142,7 +139,14 @@ def is_linear(lhs: jax.Array | np.ndarray, dimension_numbers: DimensionNumbers) 
     return not lhs_batch and list(lhs_contract) == list(last) and list(rhs_contract) == list(first)
 
 
-def _reshard(y: jax.Array, out_sharding: Any) -> jax.Array:
+def with_sharding(y: jax.Array, out_sharding: Any) -> jax.Array:
+    """Returns y sharded as `out_sharding` says, the argument of `jax.lax.dot_general`; as it is for None.
+
+    A sharding on an empty mesh is accepted as lax does; haliax passes it without a mesh.
+    """
+    mesh = getattr(out_sharding, "mesh", None)
+    if out_sharding is None or (mesh is not None and mesh.empty):
+        return y
     if jax.typeof(y).sharding.mesh.explicit_axes:
         return jax.sharding.reshard(y, out_sharding)
     return lax.with_sharding_constraint(y, out_sharding)

@@ -18,6 +18,13 @@ from mxjax.philox import random_uint16
 from mxjax.rounding import Rounding, round_nearest, stochastic_round
 from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale
 
+SMALLEST_TENSOR_MAX = 2.0**-100
+"""The largest magnitude for which a tensor scale is chosen if all elements are smaller.
+
+With it every factor is a normal float32: an E5M2 tensor's scale is 2**-116, and what a block of NVFP4 is
+multiplied by reaches 2**121.
+"""
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -97,8 +104,10 @@ def quantize(
         shard_map the position counts within the mapped part: give each part its own key.
     Special values: an all-zero block has scale byte 0. A block that contains NaN or infinity has scale byte
       255 and elements 0, and dequantizes to NaN. Magnitudes too small for the scale 2**-127 become 0. With a
-      tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN. An NVFP4 block becomes zero
-      if its maximum is so far below the tensor's that its E4M3 scale is zero.
+      tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN, and elements that are
+      subnormal in float32 count as zero. If all magnitudes are below 2**-100, the scale is that for 2**-100:
+      they lose accuracy and at last become zero. An NVFP4 block becomes zero if its maximum is so far below
+      the tensor's that its E4M3 scale is zero.
     Raises:
       ValueError: unknown format, rule or rounding; stochastic rounding without a key; bad block_shape.
       TypeError: x is not floating point.
@@ -119,8 +128,9 @@ def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*sha
     Without prescale, formats with E8M0 scales are exact in float32, and MXFP4 in bfloat16 too. A tensor scale
     or a prescale is applied with one rounding to float32.
 
-    Special values: NaN for a block whose scale is NaN; infinity where a rule other than `floor` rounded a
-      magnitude near float32's largest up to 2**128.
+    Special values: NaN for a block whose scale is NaN; infinity where a rule other than `floor`, or rounding
+      after a prescale, took a magnitude near float32's largest up to 2**128 or more. Values that are
+      subnormal in float32 are kept with E8M0 scales; a GEMM on the CPU counts them as zero.
     """
     return _dequantize(q, dtype)
 
@@ -241,9 +251,9 @@ def _scale(x: Float32[Array, "*shape"], f: Format, element: Element, rule: Scale
 
 
 def _tensor_max(x: Float32[Array, "*shape"]) -> Float32[Array, ""]:
-    """Returns the largest magnitude of x, at least 2**-80 so that it can divide; NaN if x contains NaN."""
+    """Returns the largest magnitude of x, at least SMALLEST_TENSOR_MAX; NaN if x contains NaN."""
     amax = lax.bitcast_convert_type(jnp.max(magnitude_bits(x), initial=0), jnp.float32)
-    return jnp.maximum(amax, jnp.float32(2.0**-80))
+    return jnp.maximum(amax, jnp.float32(SMALLEST_TENSOR_MAX))
 
 
 def _divide(x: Float32[Array, "*blocks"], divisor: float | Float32[Array, ""]) -> Float32[Array, "*blocks"]:

@@ -3,6 +3,8 @@
 Otherwise they train on a mixture. It is checked once, before the first step.
 """
 
+import json
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +13,8 @@ import jax
 from mxjax.implementations import choose_implementation
 from training.config import by_flag
 from training.environment import facts
+from training.policy_record import to_record
 from training.processes import gather
-from training.run_config import to_json
 from training.setup import Run
 
 _SHOWN = 5  # differences in an error message
@@ -29,10 +31,12 @@ def check_agreement(run: Run) -> None:
 
 def description(run: Run) -> dict[str, Any]:
     """Returns everything that must be the same in all processes, by names for messages."""
-    flags = by_flag(to_json(run.config)) | {"out": str(run.folder.resolve())}
+    flags = {name: str(value) for name, value in by_flag(run.config).items()}
+    flags |= {"out": str(run.folder.resolve())}
     devices = ", ".join(sorted({device.device_kind for device in jax.local_devices()}))
     return {
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
+        "checksum of all layers' policies": f"{zlib.crc32(json.dumps(to_record(run.phases)).encode()):08x}",
         **{f"the data's {name}": value for name, value in run.corpus.facts.items()},
         **facts(),
         "device": devices,

@@ -171,7 +171,7 @@ def statistics_table(found: Sequence[dict[str, Any]], base: str, unit: str) -> s
 
 def _baseline(groups: Sequence[Group], name: str | None) -> Group:
     if name is None:
-        in_fp8 = (group for group in groups if group.runs[0].config.precision.policy == "fp8")
+        in_fp8 = (group for group in groups if group.runs[0].config.precision.label == "fp8")
         return next(in_fp8, groups[0])
     found = next((group for group in groups if group.name == name), None)
     if found is None:

@@ -11,6 +11,7 @@ from training.config import Config
 from training.files import whole_lines
 from training.metrics import evaluations
 from training.paired_statistics import has_diverged
+from training.policy_record import from_record
 from training.run_config import from_json, read_run_config, to_json
 
 Losses = Mapping[int, float]
@@ -28,12 +29,14 @@ class ComparedRun(NamedTuple):
       name: as few of the folder's last parts as tell the runs apart.
       validation: loss of each evaluation.
       train: loss of each step.
+      policies: the layers' policies, if the configuration names only the files that held them.
     """
 
     name: str
     config: Config
     validation: Losses
     train: Losses
+    policies: str = ""
 
     @property
     def diverged(self) -> bool:
@@ -66,14 +69,16 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
     """
     runs = []
     for folder, name in zip(folders, short_names(folders), strict=True):
-        config = from_json(read_run_config(folder)["config"])
+        saved = read_run_config(folder)
+        config = from_json(saved["config"])
+        policies = str(from_record(saved)) if config.precision.names_files else ""
         step = config.data.batch_size if sequences else config.data.tokens_a_step
         validation = {n * step: loss for n, loss in evaluations(folder).items()}
         if not validation:
             raise ValueError(f"{folder} has no evaluation to compare; wait for its first one")
         lines = map(json.loads, whole_lines(folder / "metrics.jsonl"))
         train = {line["step"] * step: float(line["loss"]) for line in lines if "loss" in line}
-        runs.append(ComparedRun(name, config, validation, train))
+        runs.append(ComparedRun(name, config, validation, train, policies))
     return runs
 
 
@@ -92,7 +97,7 @@ def group_by_configuration(runs: Sequence[ComparedRun]) -> list[Group]:
     settings = {run.name: _settings(run.config) for run in runs}
     found: dict[tuple, list[ComparedRun]] = {}
     for run in runs:
-        found.setdefault(tuple(settings[run.name].items()), []).append(run)
+        found.setdefault((run.policies, *settings[run.name].items()), []).append(run)
     groups = []
     for members in found.values():
         if len({run.config.seed for run in members}) < len(members):
@@ -108,9 +113,8 @@ def _label(members: Sequence[ComparedRun], everything: list[dict], settings: Map
     """Returns the values in which a group differs from the others, else what its names begin with."""
     own = settings[members[0].name]
     varying = [key for key in own if len({str(other.get(key)) for other in everything}) > 1]
-    texts = [
-        f"{own[key]}" if key.endswith("policy") else f"{key.split('.')[-1]}={own[key]}" for key in varying
-    ]
+    label = members[0].config.precision.label
+    texts = [label if key.endswith("policy") else f"{key.split('.')[-1]}={own[key]}" for key in varying]
     if texts:
         return " ".join(texts)
     names = [run.name for run in members]

@@ -7,17 +7,26 @@ import dataclasses
 import pathlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from mxjax.implementations import Implementation
 from mxjax.policy import Policy
-from mxjax.recipes import get_policy
 from mxjax.remat import Remat
 from mxjax.scales import ScaleRule
+from training.policy_source import label, load_policy
 from training.ranges import check_ranges
+
+_POLICY = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="POLICY",
+    instance_from_str=lambda words: words[0],
+    is_instance=lambda value: isinstance(value, str | Policy),
+    str_from_instance=lambda value: [label(value)],
+)
+"""How tyro reads a policy: as text, which is resolved when the model is known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,25 +78,53 @@ class DataConfig:
 class PrecisionConfig:
     """The precision of the GEMMs."""
 
-    policy: str = "wgrad_hadamard"
-    """Policy of the linear layers: a name of mxjax.policies(). Or a schedule, where each later policy begins
-    at a step or after a share of the run: 'wgrad_hadamard; fp8 from 0.82'. 'heal' is 'full_hadamard; fp8 from
-    0.82'."""
+    policy: Annotated[str | Policy, _POLICY] = "wgrad_hadamard"
+    """Policy of the linear layers: a name of mxjax.policies(), FILE.json, or FILE.py:NAME. Or a schedule,
+    where each later policy begins at a step or after a share of the run: 'wgrad_hadamard; fp8 from 0.82'.
+    'heal' is 'full_hadamard; fp8 from 0.82'."""
     scale_rule: ScaleRule | None = None
     """Use this rule for the MXFP4 scales of every layer instead of the policy's."""
     layers: tuple[str, ...] = ()
-    """Exceptions by layer, as PATTERN=POLICY, e.g. 'head=fp8' 'blocks.*.mlp.down=bf16', or for the first 2
-    and last 4 blocks 'blocks[:2].*=bf16' 'blocks[-4:].*=bf16'. They hold in every phase. The last match
-    wins."""
+    """Exceptions by layer, as PATTERN=POLICY with a name or file, e.g. 'head=fp8' 'blocks.*.mlp.down=a.json',
+    or for the first 2 and last 4 blocks 'blocks[:2].*=bf16' 'blocks[-4:].*=bf16'. They hold in every phase.
+    The last match wins."""
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Changes a field of --policy, in every phase, as PATH=VALUE: --set wgrad.rhs.rounding=stochastic --set
+    'wgrad.*.scale_rule=even'. See mxjax.set_fields."""
     implementation: Implementation | None = None
     """Implementation of the GEMMs. Default: the fastest that works here."""
 
     def rules(self) -> list[tuple[str, Policy]]:
         """Returns the exceptions by layer as (pattern, policy)."""
-        for rule in self.layers:
-            if rule.count("=") != 1:
-                raise ValueError(f"--layers takes PATTERN=POLICY, got {rule!r}")
-        return [(pattern, get_policy(name)) for pattern, name in (rule.split("=") for rule in self.layers)]
+        return parse_rules(self.layers)
+
+    @property
+    def label(self) -> str:
+        """The policy in records and messages."""
+        return label(self.policy)
+
+    @property
+    def names_files(self) -> bool:
+        """Whether a policy comes from a file, so that the text does not say which it is."""
+        return any(re.search(r"\.json\b|\.py:", text) for text in (self.label, *self.layers))
+
+
+def parse_rules(layers: Iterable[str]) -> list[tuple[str, Policy]]:
+    """Returns exceptions by layer, each PATTERN=POLICY, as (pattern, policy).
+
+    Raises:
+      ValueError: malformed text, or see `training.policy_source.load_policy`.
+    """
+    rules: list[tuple[str, Policy]] = []
+    for rule in layers:
+        pattern, equals, source = rule.partition("=")
+        if not equals:
+            raise ValueError(f"--layers takes PATTERN=POLICY, got {rule!r}")
+        try:
+            rules.append((pattern, load_policy(source)))
+        except ValueError as error:
+            raise ValueError(f"--layers {rule!r}: {error}") from None
+    return rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +147,8 @@ class ObserveConfig:
 
     tensorboard: bool = False
     """Also write TensorBoard event files into the run's folder."""
+    wandb: bool = False
+    """Also log to Weights & Biases, in the project WANDB_PROJECT or mxjax. A resumed run continues there."""
     stats_every: int | None = None
     """Steps between measurements of the error of each GEMM of each block, on at most 2048 tokens of the
     batch; they go to metrics.jsonl. Default: none."""
@@ -136,6 +175,9 @@ class Config:
     observe: Annotated[ObserveConfig, tyro.conf.arg(name="")] = ObserveConfig()
     model: str = "tiny"
     """Name of a model in models/configs.py. Its vocabulary comes from the data, see --vocab-size."""
+    model_config: pathlib.Path | None = None
+    """Shape of the model instead of --model: a JSON file with the fields of Hugging Face's config.json or of
+    LlamaConfig in models/configs.py. Its vocabulary too comes from the data."""
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, or of an imported checkpoint."""
     mesh: str | None = None
@@ -185,7 +227,7 @@ class Config:
     """Steps between printed lines. metrics.jsonl gets every step."""
 
     def __post_init__(self):
-        check_ranges(by_flag(dataclasses.asdict(self)))
+        check_ranges(by_flag(self))
         names = self.data.data if self.data.eval_data is None else (*self.data.data, self.data.eval_data)
         if not all(names):
             raise ValueError("--data and --eval-data name files, folders or datasets, got an empty name")
@@ -198,6 +240,10 @@ class Config:
         traced, profile = self.observe.profiled_steps, self.observe.profile
         if profile is not None and not (traced and traced[-1] <= self.steps):
             raise ValueError(f"--profile takes FIRST:LAST, from 1 to --steps {self.steps}, got {profile!r}")
+        if self.model_config is not None and self.model != Config.model:
+            raise ValueError("--model and --model-config both name the model: give one of them")
+        if self.model_config is not None and self.init is not None:
+            raise ValueError("--init brings its own model: leave out --model-config")
         if self.resume and self.out is None:
             raise ValueError("--resume continues the run in --out: name its folder")
         if self.distributed and self.out is None:
@@ -208,16 +254,24 @@ class Config:
         """The step after which this invocation ends."""
         return self.steps if self.stop_after is None else self.stop_after
 
+    @property
+    def model_name(self) -> str:
+        """The name of the model in records and messages."""
+        return self.model if self.model_config is None else self.model_config.stem
+
     def folder(self) -> pathlib.Path:
         """Returns the run's folder: `out`, or a new name under runs/."""
-        policy = re.sub(r"[^\w.]+", "-", self.precision.policy)
-        name = f"{self.model}-{policy}-{time.strftime('%Y%m%d-%H%M%S')}"
+        without_folders = re.sub(r"[^\s;]*/", "", self.precision.label)
+        policy = re.sub(r"[^\w.]+", "-", without_folders)
+        name = f"{self.model_name}-{policy}-{time.strftime('%Y%m%d-%H%M%S')}"
         return self.out or pathlib.Path("runs") / name
 
 
-def by_flag(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of nested dicts under the names of their flags."""
-    found = {}
-    for name, value in values.items():
-        found |= by_flag(value) if isinstance(value, Mapping) else {name: value}
+def by_flag(config: Any) -> dict[str, Any]:
+    """Returns the values of a configuration's fields, and of its concerns' fields, by flag."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        concern = dataclasses.is_dataclass(value) and not isinstance(value, Policy)
+        found |= by_flag(value) if concern else {field.name: value}
     return found

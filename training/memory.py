@@ -17,7 +17,7 @@ device's share by the mesh axis `tensor`. In bytes:
                             and its gradient in float32, 6 W for its gradients and bfloat16 weights
       the logits            10 V a token of one piece (see `models.loss`), 6 D V for the head
 
-Attention by cuDNN adds 2 T N and its statistics to `dots` and `fp4`. The compiler's own additions and
+Fused attention adds 2 T N and its statistics to `dots` and `fp4`. The compiler's own additions and
 savings are left out: tests hold XLA's CPU, which computes bfloat16 in float32, to within a factor of two.
 """
 

@@ -3,8 +3,8 @@
 import json
 import math
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from training.lines import LineFile, in_ranges, read_lines, set_aside_damaged_lines
 
@@ -12,12 +12,27 @@ FILE = "metrics.jsonl"
 SPIKES = "spikes.jsonl"
 
 
+class Sink(Protocol):
+    """Another place to which metrics go."""
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes the values of a step, numbers or text; those of a layer are named LAYER/GEMM/NAME."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """Closes it, after an error or not."""
+        ...
+
+
 class MetricsLog:
     """Appends one JSON object a line to a file, NaN and infinity as strings. A context manager."""
 
-    def __init__(self, path: pathlib.Path | None, keep_steps: int = 0):
-        """Opens the file and drops its lines after step `keep_steps`; None writes no file."""
-        self._file = None
+    def __init__(self, path: pathlib.Path | None, keep_steps: int = 0, sinks: Sequence[Sink] = ()):
+        """Opens the file and drops its lines after step `keep_steps`; None writes no file.
+
+        Everything written goes to the sinks too, which are closed with the file.
+        """
+        self._file, self._sinks = None, sinks
         if path is not None:
             kept = [line for line, record in read_lines(path, parse_record) if record["step"] <= keep_steps]
             self._file = LineFile(path, kept)
@@ -26,22 +41,35 @@ class MetricsLog:
         return self
 
     def __exit__(self, *exception) -> None:
-        self.close()
+        self.close(failed=any(exception))
 
-    def close(self) -> None:
-        """Closes the file."""
+    def close(self, failed: bool = False) -> None:
+        """Closes the file and the sinks."""
         if self._file is not None:
             self._file.close()
+        for sink in self._sinks:
+            sink.close(failed)
 
-    def write(self, **values: Any) -> None:
+    def write(self, *, step: int, **values: Any) -> None:
         """Writes one line, or nothing if there is no room for it."""
         if self._file is not None:
-            self._file.write(json_line(values))
+            self._file.write(json_line({"step": step, **values}))
+        for sink in self._sinks:
+            sink.write(step, dict(_flat(values)))
 
     def sync(self) -> None:
         """Waits until every line is on the disk."""
         if self._file is not None:
             self._file.sync()
+
+
+def _flat(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yields (name, value) for every leaf; names join the keys on the path except the outermost."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, (*path, name))
+        else:
+            yield "/".join((*path[1:], name)), value
 
 
 def parse_record(line: bytes) -> dict[str, Any]:

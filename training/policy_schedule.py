@@ -1,26 +1,29 @@
 """Policies that change with the step: `wgrad_hadamard; fp8 from 0.82`.
 
 A phase is a range of steps that run in one policy. A change of phase touches no part of the training state:
-it equals stopping after a step and resuming in the other policy. Policy names are resolved here, once.
+it equals stopping after a step and resuming in the other policy. Policies are resolved here when a run
+begins; from then on its record holds them (`training.policy_record`).
 """
 
 import itertools
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from mxjax.layers import LayerPolicies, Rules
+from mxjax.layers import LayerPolicies, Rules, matching
 from mxjax.policy import Policy
-from mxjax.recipes import get_policy
+from mxjax.policy_json import set_fields
+from mxjax.scales import ScaleRule
 from training.config import PrecisionConfig
+from training.policy_source import label, load_policy
 
 SCHEDULES: Mapping[str, str] = types.MappingProxyType(
     # The last part in higher precision heals. arXiv 2509.25149 switches after 8.2 of 10 trillion tokens.
     {"heal": "full_hadamard; fp8 from 0.82"}
 )
 """Schedules by name."""
-_LATER = re.compile(r"(\S+)\s+from\s+(\S+)")
+_LATER = re.compile(r"(\S.*?)\s+from\s+(\S+)")
 
 
 class ScheduledPolicy(NamedTuple):
@@ -39,38 +42,43 @@ class Phase(NamedTuple):
     layers: LayerPolicies
 
 
-def parse_schedule(text: str, steps: int) -> tuple[ScheduledPolicy, ...]:
+def parse_schedule(
+    policy: str | Policy, steps: int, changes: Sequence[str] = ()
+) -> tuple[ScheduledPolicy, ...]:
     """Returns the policies of a schedule, in order.
 
     Args:
-      text: `POLICY`, or `POLICY; POLICY from WHEN; ...`, or a name of SCHEDULES. WHEN is the first step in
-        that policy, or, between 0 and 1, the share of the run that precedes it.
+      policy: a policy; or `POLICY`, or `POLICY; POLICY from WHEN; ...`, or a name of SCHEDULES. POLICY is as
+        `load_policy` takes it. WHEN is the first step in that policy, or, between 0 and 1, the share of the
+        run that precedes it.
       steps: length of the run.
+      changes: fields to change in every policy, as `mxjax.set_fields` takes them.
     Raises:
-      ValueError: malformed text, an unknown policy, or phases out of order or outside the run.
+      ValueError: malformed text, an unknown policy or field, or phases out of order or outside the run.
     """
-    first, *rest = (part.strip() for part in SCHEDULES.get(text.strip(), text).split(";"))
-    phases = [(1, first)]
-    for part in rest:
-        if (later := _LATER.fullmatch(part)) is None:
-            raise ValueError(
-                f"--policy {text!r}: {part!r} is no later policy; write 'POLICY; POLICY from WHEN', "
-                "e.g. 'wgrad_hadamard; fp8 from 0.82'"
-            )
-        phases.append((_first_step(later[2], steps, text), later[1]))
+    if isinstance(policy, Policy):
+        return (ScheduledPolicy(1, label(policy), _changed(policy, label(policy), changes)),)
+    text = policy
     try:
-        schedule = tuple(ScheduledPolicy(step, name, get_policy(name)) for step, name in phases)
+        schedule = tuple(
+            ScheduledPolicy(step, name, load_policy(name)) for step, name in _phases_in(text, steps)
+        )
     except ValueError as error:
-        raise ValueError(
-            f"--policy {text!r}: {error}; there is also the schedule {', '.join(SCHEDULES)}"
-        ) from None
+        unknown = str(error).startswith("unknown policy")
+        more = f"; there is also the schedule {', '.join(SCHEDULES)}" if unknown else ""
+        raise ValueError(f"--policy {text!r}: {error}{more}") from None
     for before, after in itertools.pairwise(schedule):
         if not before.first_step < after.first_step <= steps:
             raise ValueError(
                 f"--policy {text!r}: {after.name} begins at step {after.first_step}; with --steps {steps} it "
                 f"must begin at one from {before.first_step + 1} to {steps}"
             )
-    return schedule
+    return tuple(part._replace(policy=_changed(part.policy, part.name, changes)) for part in schedule)
+
+
+def first_steps(policy: str | Policy, steps: int) -> list[int]:
+    """Returns the first step of each part of a schedule, as `parse_schedule` takes it."""
+    return [1] if isinstance(policy, Policy) else [step for step, _ in _phases_in(policy, steps)]
 
 
 def phases_of(
@@ -88,10 +96,29 @@ def phases_of(
     rules, rule = precision.rules(), precision.scale_rule
     phases = [
         Phase(first_step, name, layer_policies(policy, rules))
-        for first_step, name, policy in parse_schedule(precision.policy, steps)
+        for first_step, name, policy in parse_schedule(precision.policy, steps, precision.set)
     ]
-    if rule is None:
-        return tuple(phases)
+    return tuple(phases) if rule is None else with_scale_rule(phases, rule)
+
+
+def with_exceptions(phase: Phase, rules: Rules) -> Phase:
+    """Returns the phase with further exceptions by layer, as `mxjax.layers.resolve` takes them.
+
+    Raises:
+      ValueError: a pattern matches no layer.
+    """
+    chosen = dict(phase.layers.items())
+    for pattern, policy in rules:
+        chosen |= dict.fromkeys(matching(phase.layers.names, pattern), policy)
+    return phase._replace(layers=LayerPolicies(phase.layers.names, tuple(chosen.values())))
+
+
+def with_scale_rule(phases: Sequence[Phase], rule: ScaleRule) -> tuple[Phase, ...]:
+    """Returns the phases with `rule` for every operand in MXFP4.
+
+    Raises:
+      ValueError: unknown rule, or no operand of any phase is in MXFP4.
+    """
     has_mxfp4 = [any(policy.has_mxfp4 for policy in phase.layers.policies) for phase in phases]
     if not any(has_mxfp4):
         phases[0].layers.with_scale_rule(rule)  # raises
@@ -106,11 +133,30 @@ def phase_at(phases: tuple[Phase, ...], step: int) -> Phase:
     return [phase for phase in phases if phase.first_step <= max(step, 1)][-1]
 
 
-def _first_step(when: str, steps: int, text: str) -> int:
+def _phases_in(text: str, steps: int) -> list[tuple[int, str]]:
+    """Returns the first step and the policy, as text, of each part of a schedule."""
+    first, *rest = (part.strip() for part in SCHEDULES.get(text.strip(), text).split(";"))
+    phases = [(1, first)]
+    for part in rest:
+        if (later := _LATER.fullmatch(part)) is None:
+            raise ValueError(
+                f"{part!r} is no later policy; write 'POLICY; POLICY from WHEN', "
+                "e.g. 'wgrad_hadamard; fp8 from 0.82'"
+            )
+        phases.append((_first_step(later[2], steps), later[1]))
+    return phases
+
+
+def _changed(policy: Policy, name: str, changes: Sequence[str]) -> Policy:
+    try:
+        return set_fields(policy, changes)
+    except ValueError as error:
+        raise ValueError(f"--set changes {name}: {error}") from None
+
+
+def _first_step(when: str, steps: int) -> int:
     if when.isdecimal() and int(when) >= 1:
         return int(when)
     if re.fullmatch(r"0?\.\d+", when) and float(when) > 0:
         return round(float(when) * steps) + 1
-    raise ValueError(
-        f"--policy {text!r}: 'from {when}' must be a step, 1 or more, or a share of the run between 0 and 1"
-    )
+    raise ValueError(f"'from {when}' must be a step, 1 or more, or a share of the run between 0 and 1")

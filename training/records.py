@@ -5,22 +5,25 @@ from typing import NamedTuple
 
 import numpy as np
 
+from models.configs import to_dict
 from training.display import Display
 from training.largest_values import layer_names
 from training.learning_rate import learning_rate
 from training.metrics import FILE as METRICS
-from training.metrics import MetricsLog
+from training.metrics import MetricsLog, Sink
 from training.mlperf_log import FILE as MLLOG
 from training.mlperf_log import MLPerfLog
 from training.nonfinite import NonFiniteGuard
 from training.processes import is_first_process, together
 from training.profiling import StepTracer
 from training.progress import is_done
+from training.run_config import to_json
 from training.setup import Run, mlperf_settings
 from training.spikes import SpikeDetector
 from training.step import TrainState
 from training.step_reporter import StepReporter
-from training.tensorboard import TensorBoardLog
+from training.tensorboard import EventFiles
+from training.wandb_run import WandbRun
 
 
 class Records(NamedTuple):
@@ -45,10 +48,10 @@ def open_records(run: Run, state: TrainState, began: float):
     """
     config, start, writes = run.config, int(state.step), is_first_process()
     path = run.folder / METRICS
-    open_log = TensorBoardLog if config.observe.tensorboard else MetricsLog
     with contextlib.ExitStack() as stack:
         with together():  # the others read metrics.jsonl, so the first trims it before
-            log = stack.enter_context(open_log(path, start) if writes else MetricsLog(None))
+            log = MetricsLog(path, start, _sinks(run, start)) if writes else MetricsLog(None)
+            stack.enter_context(log)
         display = stack.enter_context(Display(config.steps, start, config.log_every, quiet=not writes))
         tracer = stack.enter_context(StepTracer(config.observe.profiled_steps, run.folder / "profile"))
         with together():
@@ -71,3 +74,14 @@ def open_records(run: Run, state: TrainState, began: float):
             learning_rate(config.optimizer, config.steps, np),  # on the host: it must not wait for the device
         )
         yield Records(log, display, tracer, mlperf_log, nonfinite, reporter)
+
+
+def _sinks(run: Run, start: int) -> list[Sink]:
+    """Returns where metrics go besides metrics.jsonl."""
+    observe, sinks = run.config.observe, list[Sink]()
+    if observe.tensorboard:
+        sinks.append(EventFiles(run.folder, start))
+    if observe.wandb:
+        values = {"config": to_json(run.config), "model": to_dict(run.model), "data": run.corpus.facts}
+        sinks.append(WandbRun(run.folder, values))
+    return sinks

@@ -23,7 +23,7 @@ def introduction(run: Run, state: TrainState) -> str:
     tokens = config.steps * config.data.tokens_a_step
     return "\n".join(
         [
-            f"model {config.model}: {model.n_params:,} parameters, {vocabulary(run)}"
+            f"model {config.model_name}: {model.n_params:,} parameters, {vocabulary(run)}"
             f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
             f"data {run.corpus.source}: {run.corpus.train_tokens:,} tokens, {tokens:,} to train on "
             f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}",

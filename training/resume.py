@@ -1,12 +1,12 @@
 """Resuming a run: whether a configuration continues the run in a folder, and the command that does."""
 
-import dataclasses
 import pathlib
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from training.config import Config, by_flag
+from training.extension import check_extension, last_checkpoint
 from training.run_config import COPY, FILE, from_json, read_run_config
 
 # A resumed run may change these and stay the same run.
@@ -51,15 +51,22 @@ def check_same_run(config: Config, folder: pathlib.Path) -> None:
     saved = begun_run(folder)
     if saved is not None:
         check_resumable(config, saved, folder)
+        if config.steps > saved.steps:
+            check_extension(config, saved, last_checkpoint(folder))
 
 
 def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:
-    """Raises ValueError if `config` differs from the run in `folder`; the message lists the differences."""
-    asked, begun = (by_flag(dataclasses.asdict(c)) for c in (config, saved))
+    """Raises ValueError if `config` differs from the run in `folder`; the message lists the differences.
+
+    More steps are no difference: see `training.extension`.
+    """
+    asked, begun = map(by_flag, (config, saved))
     differences = [
         f"--{name.replace('_', '-')}: the run has {begun[name]}, the command line {asked[name]}"
         for name in begun
-        if name not in _MAY_CHANGE and begun[name] != asked[name]
+        if name not in _MAY_CHANGE
+        and begun[name] != asked[name]
+        and not (name == "steps" and asked[name] > begun[name])
     ]
     if differences:
         raise ValueError(

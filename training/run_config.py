@@ -12,6 +12,8 @@ import typing
 import zlib
 from typing import Any
 
+from mxjax.policy import Policy
+from mxjax.policy_json import policy_from_json
 from training.config import (
     Config,
     DataConfig,
@@ -41,6 +43,9 @@ def from_json(raw: dict[str, Any]) -> Config:
     """
     try:
         precision = raw["precision"] | {"layers": tuple(raw["precision"]["layers"])}
+        precision["set"] = tuple(precision.get("set", ()))  # runs of earlier versions have none
+        if isinstance(precision["policy"], dict):
+            precision["policy"] = policy_from_json(precision["policy"])
         data = raw["data"] | {"data": tuple(raw["data"]["data"])}
         config = Config(
             **raw
@@ -52,6 +57,7 @@ def from_json(raw: dict[str, Any]) -> Config:
                 "observe": ObserveConfig(**raw["observe"]),
                 "out": _path(raw["out"]),
                 "init": _path(raw["init"]),
+                "model_config": _path(raw.get("model_config")),
             }
         )
         _check_types(config)
@@ -121,7 +127,7 @@ def _check_types(config: Any) -> None:
     """Raises TypeError unless the fields of a dataclass, and those of its fields, have their types."""
     for name, hint in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, Policy):
             _check_types(value)
         elif not _is_instance(value, hint):
             raise TypeError(f"{name} is {value!r}")

@@ -12,11 +12,12 @@ import jax
 import numpy as np
 
 from models import llama
+from models.config_file import load_config
 from models.configs import LlamaConfig, from_dict, get_config, to_dict
 from mxjax.implementations import check_implementations, choose_implementation
 from mxjax.layers import LayerPolicies
 from mxjax.remat import check_remat
-from training import mlperf_log
+from training import mlperf_log, tensorboard, wandb_run
 from training.checkpoint.structure import check_saveable
 from training.config import Config
 from training.data.load import load_data
@@ -25,14 +26,15 @@ from training.data.text import TextCorpus
 from training.data.windows import evaluation_batches
 from training.device_memory import gib, memory_there_is
 from training.environment import facts
+from training.extension import check_order, extend_phases, last_checkpoint
 from training.files import temporary_path
 from training.mesh import check_batch, make_mesh
 from training.parameter_sharding import check_shards
+from training.policy_record import from_record, to_record
 from training.policy_schedule import Phase, phases_of
-from training.resume import check_same_data, check_same_run
-from training.run_config import FILE, HUGGINGFACE, read_run_config, to_json, write_run_config
+from training.resume import begun_run, check_same_data, check_same_run
+from training.run_config import FILE, HUGGINGFACE, from_json, read_run_config, to_json, write_run_config
 from training.run_lock import FILE as LOCK
-from training.tensorboard import check_installed
 from training.vocabulary import filled_size, resize_on
 
 # Everything that a run killed before its config.json leaves behind.
@@ -81,16 +83,18 @@ def set_up(config: Config) -> Run:
     if config.resume:
         check_same_run(config, folder)
     config, model = choose_model(config, folder)
-    phases = phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
+    phases = choose_phases(config, model, folder)
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
     if config.observe.tensorboard:
-        check_installed()
+        tensorboard.check_installed()
+    if config.observe.wandb:
+        wandb_run.check_installed()
     mesh = make_mesh(config.mesh)
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
-    check_memory(mesh.shape, config.model, model)
+    check_memory(mesh.shape, config.model_name, model)
     fits = functools.partial(fits_mesh, model, phases)
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
     check_phases(mesh.shape, model, phases)
@@ -105,6 +109,8 @@ def set_up(config: Config) -> Run:
     mlperf_settings(run)
     if config.resume:
         check_same_data(folder, corpus.facts)
+        if (begun := begun_run(folder)) is not None and begun.steps != config.steps:
+            check_order(corpus, config, begun)
     check_folder(config, folder)
     return run
 
@@ -144,18 +150,21 @@ def fits_mesh(model: LlamaConfig, phases: Sequence[Phase], sizes: Mapping[str, i
 
 
 def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaConfig]:
-    """Returns the model of --init, of an imported run to continue, or of --model.
+    """Returns the model of --init, of the run to continue, or of --model-config or --model.
 
-    In the first two cases the returned configuration has the name and vocabulary of that model. In the last,
-    the data decides the vocabulary.
+    With --init, and for an imported run, the returned configuration has the name and vocabulary of that
+    model. In the last case the data decides the vocabulary.
     """
     continues = config.resume and (folder / FILE).exists()
     saved = read_run_config(folder) if continues else {}
     if config.init is None and "imported" not in saved:
-        return config, get_config(config.model)
+        if continues:
+            return config, from_dict(saved["model"])
+        named = get_config(config.model) if config.model_config is None else load_config(config.model_config)
+        return config, named
     source = folder if continues or config.init is None else config.init
     saved = read_run_config(source)
-    model, name = from_dict(saved["model"]), saved["config"]["model"]
+    model, name = from_dict(saved["model"]), from_json(saved["config"]).model_name
     if config.model not in (name, Config.model) or config.data.vocab_size not in (None, model.vocab_size):
         raise ValueError(
             f"{source} holds {name} with {model.vocab_size} tokens; leave out --model and --vocab-size"
@@ -164,6 +173,15 @@ def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaCon
         raise ValueError(f"{source} has no checkpoint to begin with")
     data = dataclasses.replace(config.data, vocab_size=model.vocab_size)
     return dataclasses.replace(config, model=name, data=data), model
+
+
+def choose_phases(config: Config, model: LlamaConfig, folder: pathlib.Path) -> tuple[Phase, ...]:
+    """Returns the phases that a run to continue has on record, or those that the configuration names."""
+    saved = read_run_config(folder) if config.resume and (folder / FILE).exists() else {}
+    if (begun := from_record(saved)) is not None:
+        same_length = saved["config"]["steps"] == config.steps
+        return begun if same_length else extend_phases(begun, config, last_checkpoint(folder))
+    return phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
 
 
 def mlperf_settings(run: Run) -> dict[str, Any]:
@@ -181,10 +199,7 @@ def open_folder(run: Run) -> None:
     values: dict[str, Any] = {
         "config": to_json(run.config),
         "model": to_dict(run.model),
-        "phases": [
-            phase._asdict() | {"layers": {name: str(policy) for name, policy in phase.layers.items()}}
-            for phase in run.phases
-        ],
+        **to_record(run.phases),
         "data": run.corpus.facts,
         "implementation": choose_implementation(run.config.precision.implementation),
         "environment": facts(),

@@ -103,7 +103,7 @@ def summarize(record: dict[str, Any]) -> dict[str, Any]:
 
 def read_builds(folder: pathlib.Path) -> list[dict]:
     """Reads the needed builds from a folder that `mxjax.kernels.aot` wrote."""
-    paths = sorted((folder / "gfx950").glob("*.json"))
+    paths = [p for kind in ("gemm", "quantize") for p in sorted((folder / "gfx950").glob(f"{kind}_*.json"))]
     return needed([summarize(json.loads(path.read_text())) for path in paths])
 
 
@@ -112,7 +112,7 @@ def compile_builds() -> list[dict]:
     from mxjax.kernels.aot import compile as aot
 
     modules, candidates = {}, []
-    for module in aot.MODULES:
+    for module in ("gemm_builds", "quantize_builds"):
         for b in aot.list_builds(module, "gfx950"):
             modules[b.name] = module
             dtype = (b.signature.get("x") or b.signature["out"]).dtype

@@ -29,10 +29,13 @@ class Expected(NamedTuple):
     Attributes:
       kind: `gemm` stands for `gemm_inputs` and `gemm_outputs`.
       arguments: keyword arguments of both, as JSON can hold them.
+      tolerance: largest difference from an element, in units of its dtype's epsilon times the sum of its
+        magnitude and the output's root mean square; 0 asks for equal bits.
     """
 
     kind: str
     arguments: dict[str, Any]
+    tolerance: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

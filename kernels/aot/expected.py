@@ -233,3 +233,37 @@ def correction_outputs(
         "lhs_factors": np.ldexp(np.float32(1), exponents[0]),
         "rhs_factors": np.ldexp(np.float32(1), exponents[1]),
     }
+
+
+def attention_inputs(*, which: str, b: int, s: int, g: int, r: int, h: int) -> Arrays:
+    """Draws q, k, v and dout, and computes lse and delta; `which` names the kernel."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (b, s, g, r, h), "k": (b, s, g, h), "v": (b, s, g, h), "dout": (b, s, g, r, h)}
+    inputs = {name: rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+    forward = attention_outputs(inputs, which="forward")
+    products = forward["out"].astype(np.float64) * inputs["dout"].astype(np.float64)
+    return inputs | {
+        "lse": forward["lse"],
+        "delta": products.sum(-1).transpose(0, 2, 3, 1).astype(np.float32),
+    }
+
+
+def attention_outputs(inputs: Arrays, *, which: str, **_: object) -> Arrays:
+    """Computes out and lse, dk and dv, or dq of causal attention in float64; gradients follow from lse."""
+    q, k, v = (inputs[name].astype(np.float64) for name in ("q", "k", "v"))
+    scale, s = q.shape[-1] ** -0.5, q.shape[1]
+    scores = np.einsum("bsgrh,btgh->bgrst", q, k) * scale
+    scores = np.where(np.tri(s, dtype=bool), scores, -np.inf)
+    if which == "forward":
+        lse = np.logaddexp.reduce(scores, axis=-1)
+        out = np.einsum("bgrst,btgh->bsgrh", np.exp(scores - lse[..., None]), v)
+        return {"out": out.astype(inputs["q"].dtype), "lse": lse.astype(np.float32)}
+    dout = inputs["dout"].astype(np.float64)
+    weights = np.exp(scores - inputs["lse"].astype(np.float64)[..., None])
+    d_scores = np.einsum("bsgrh,btgh->bgrst", dout, v) - inputs["delta"].astype(np.float64)[..., None]
+    d_scores *= weights * scale
+    if which == "query_gradients":
+        return {"dq": np.einsum("bgrst,btgh->bsgrh", d_scores, k).astype(inputs["q"].dtype)}
+    dk = np.einsum("bgrst,bsgrh->btgh", d_scores, q)
+    dv = np.einsum("bgrst,bsgrh->btgh", weights, dout)
+    return {"dk": dk.astype(inputs["k"].dtype), "dv": dv.astype(inputs["v"].dtype)}

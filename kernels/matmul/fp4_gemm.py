@@ -20,6 +20,7 @@ from triton import knobs
 
 from mxjax.devices import Target, current_target
 from mxjax.formats import BLOCK
+from mxjax.kernels.dies import order_on_dies
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.matmul.tiles import OPTIONS, Tiles, choose_tiles, table_of
 from mxjax.kernels.mesh import partitioned
@@ -414,13 +415,9 @@ def store_tile(
 def _tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr, XCDS: tl.constexpr):
     """Returns a program's tile, in columns of GROUP_M tiles that share operands in the L2 cache.
 
-    The GPU assigns programs in turn to XCDS dies, each with its own L2 cache. The order here puts
-    neighbouring tiles on one die.
+    Neighbouring tiles run on one of XCDS dies.
     """
-    if XCDS > 1:
-        total = tiles_m * tiles_n
-        die = program % XCDS
-        program = die * (total // XCDS) + tl.minimum(die, total % XCDS) + program // XCDS
+    program = order_on_dies(program, tiles_m * tiles_n, XCDS)
     group = program // (GROUP_M * tiles_n)
     rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
     within = program % (GROUP_M * tiles_n)

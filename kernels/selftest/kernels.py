@@ -1,6 +1,7 @@
-"""Every kernel against the definitions, bit for bit: small builds of `mxjax.kernels.aot`, run through JAX.
+"""Every kernel against the definitions: small builds of `mxjax.kernels.aot`, run through JAX.
 
-Builds name their inputs, and the results that numpy and the definitions in `mxjax` give for them.
+Results have equal bits, attention's are within a tolerance of a float64 reference. Builds name their inputs,
+and the results that numpy and the definitions in `mxjax` give for them.
 """
 
 import functools
@@ -46,8 +47,9 @@ def _builds(target: Target) -> list[Build]:
         for module in MODULES
         for build in importlib.import_module(f"mxjax.kernels.aot.{module}").builds(target)
     ]
-    if target == INTERPRETER:  # it truncates to bfloat16 where GPUs round
+    if target == INTERPRETER:  # it truncates to bfloat16 where GPUs round, and multiplies its bits
         builds = [b for b in builds if "out" not in b.signature or b.signature["out"].dtype != "bfloat16"]
+        builds = [b for b in builds if b.expected.kind != "attention"]
     return builds
 
 
@@ -55,7 +57,7 @@ def run_build(build: Build) -> Mapping[str, Any]:
     """Runs a build's kernel on its example inputs.
 
     Raises:
-      AssertionError: an output has other bits than it must have.
+      AssertionError: an output is not what it must be.
     """
     record = _record(build)
     inputs = make_inputs(record)
@@ -96,7 +98,7 @@ def _program(build: Build) -> Any:
 
 
 def _record(build: Build) -> Mapping[str, Any]:
-    """Returns what `mxjax.kernels.aot.check` reads of a build's record."""
+    """Returns the arguments and expected results of a build, as `mxjax.kernels.aot.check` reads them."""
     arguments = []
     for name, a in build.signature.items():
         shape, dtype = a.view or (a.shape, a.dtype)

@@ -46,6 +46,7 @@ _SOURCES = {
     "chmiel_mx": "arXiv 2112.10769, in MX blocks",
     "primus_turbo": "AMD's Primus-Turbo",
     "lumen": "AMD's Lumen",
+    "weight_only": "MXFP4 weights, straight-through gradients (arXiv 1308.3432)",
     "mxfp4_fp8_backward": "MXFP4 forward and MXFP8 backward",
 }
 _POLICIES = _Policies(ladder() | amazon() | published())

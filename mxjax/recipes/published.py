@@ -17,11 +17,13 @@ def amazon() -> dict[str, Policy]:
     amazon = Policy(fprop=_bf16, dgrad=backward, wgrad=backward)
     no_rotation = dataclasses.replace(backward, rotation=None)
     nearest = Gemm(_MXFP4, _MXFP4, backward.rotation)
+    neither = Gemm(_MXFP4, _MXFP4)  # BW_USE_MXFP4=2 in scripts/README.md of amazon-science/mxfp4-llm
     return {
         "amazon": amazon,
         "amazon_fp8": dataclasses.replace(amazon, fprop=Gemm(_E4M3, _E4M3)),
         "amazon_no_hadamard": dataclasses.replace(amazon, dgrad=no_rotation, wgrad=no_rotation),
         "amazon_no_sr": dataclasses.replace(amazon, dgrad=nearest, wgrad=nearest),
+        "amazon_no_hadamard_no_sr": dataclasses.replace(amazon, dgrad=neither, wgrad=neither),
     }
 
 
@@ -53,7 +55,13 @@ def published() -> dict[str, Policy]:
     gradient = Operand("mxfp4_e3m0", scale_rule="rceil", rounding="stochastic")
     chmiel = Policy(Gemm(clipless, clipless), Gemm(gradient, clipless), Gemm(clipless, gradient))
 
+    # Weights alone in MXFP4; their gradient passes straight through the rounding (arXiv 1308.3432).
+    bf16 = Operand("bf16")
+    seen_weight = Operand("bf16", source="dequantized")
+    weight_only = Policy(fprop=Gemm(bf16, _MXFP4), dgrad=Gemm(bf16, seen_weight), wgrad=_bf16)
+
     return {
+        "weight_only": weight_only,
         "primus_turbo": primus,
         "lumen": lumen,
         "tetrajet": tetrajet,

@@ -7,7 +7,14 @@ import re
 import pytest
 
 from benchmarks import markdown
-from benchmarks.paper_models import mi355x, mi355x_builds, mi355x_model, mi355x_rates, roofline
+from benchmarks.paper_models import (
+    mi355x,
+    mi355x_attention,
+    mi355x_builds,
+    mi355x_model,
+    mi355x_rates,
+    roofline,
+)
 from mxjax.kernels import shapes
 
 DOCUMENT = (pathlib.Path(__file__).parents[2] / "docs" / "mi355x.md").read_text()
@@ -66,6 +73,21 @@ def test_vector_instructions_by_hand():
     assert mi355x_builds.vector_per_element(build) == 10  # 640 of a lane that has 64 elements
 
 
+def test_attention_by_hand(builds):
+    loop = {"v_mfma_f32_32x32x16_bf16": 4, "v_exp_f32_e32": 2, "v_add_f32_e32": 3, "s_barrier": 1}
+    build = {"main_loop": loop, "warps": 8, "constants": {"BLOCK_Q": 64, "BLOCK_K": 32}}
+    # Two waves a SIMD; 32768 FLOPs at 1024 a cycle, 16 cycles for an exponential, 4 for the others.
+    assert mi355x_attention.tile_cycles(build) == (2 * 4 * 32, 2 * (2 * 16 + 4 * 4))
+    tiles = 32 * 8192 * 4096 * 32 / (64 * 32)
+    seconds = [mi355x_attention.kernel_seconds([build], overlap) for overlap in (True, False)]
+    assert seconds == pytest.approx([tiles * 256 / (256 * 2.4e9), tiles * 352 / (256 * 2.4e9)])
+    kernels = json.loads(mi355x_attention.RESULTS.read_text())
+    assert (
+        markdown.insert(DOCUMENT, {"attention": mi355x_attention.attention_table(kernels, builds)})
+        == DOCUMENT
+    )
+
+
 def test_rounds_of_programs():
     tiles = {"BLOCK_M": 256, "BLOCK_N": 256}
     assert mi355x_builds.rounds({"constants": tiles | {"M": 8192, "N": 4096}}) == (2, 1.0)
@@ -107,7 +129,7 @@ def test_an_aot_description_is_summarized():
 def test_the_document_holds_the_tables(builds):
     named = mi355x.tables(builds)
     documented = {name: named[name] for name in mi355x.DOCUMENTED}
-    assert set(re.findall(r"<!-- end (.*?) -->", DOCUMENT)) == {*documented, "candidates"}
+    assert set(re.findall(r"<!-- end (.*?) -->", DOCUMENT)) == {*documented, "candidates", "attention"}
     assert markdown.insert(DOCUMENT, documented) == DOCUMENT
 
 

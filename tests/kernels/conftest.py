@@ -6,7 +6,14 @@ import pytest
 from support.gpu import HAS_GPU
 
 # How the names of modules begin whose tests run on a GPU too.
-NATIVE = ("test_carry", "test_fp4_gemm", "test_fp8_matmul", "test_products", "test_quantize")
+NATIVE = (
+    "test_attention",
+    "test_carry",
+    "test_fp4_gemm",
+    "test_fp8_matmul",
+    "test_products",
+    "test_quantize",
+)
 
 
 def pytest_collection_modifyitems(items):

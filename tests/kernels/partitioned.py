@@ -18,6 +18,8 @@ from mxjax.devices import INTERPRETER, use_target
 from mxjax.formats import E2M1
 from mxjax.fp8_carriers import Carried, carry
 from mxjax.gemm_input import GemmInput
+from mxjax.kernels.attention import launches
+from mxjax.kernels.attention.fused import fused_attention
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
 from mxjax.kernels.quantize import quantizer
 from mxjax.kernels.quantize.quantizer import quantize_operands
@@ -103,6 +105,7 @@ def main() -> None:
     check_matmul(mesh)
     check_explicit()
     check_fp8(mesh)
+    check_attention(mesh)
     print("all equal")
 
 
@@ -249,6 +252,64 @@ def check_fp8(mesh) -> None:
             # Four bytes a column besides, where one axis of the mesh cuts rows and columns.
             factors = ["f32[96]"] if left == right else []
             assert [t for t in gathered if not t.startswith("u8[")] == factors, gathered
+
+
+def plain_attention(q, k, v, target):
+    """Attends as the forward kernel does, by jax.numpy."""
+    del target
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    scores = jnp.einsum("bsgrh,btgh->bgrst", q, k) * q.shape[-1] ** -0.5
+    scores = jnp.where(jnp.tri(q.shape[1], dtype=bool), scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    out = jnp.einsum("bgrst,btgh->bsgrh", jnp.exp(scores - lse[..., None]), v)
+    return out.astype(jnp.bfloat16), lse
+
+
+def plain_gradients(q, k, v, out, lse, dout, target):
+    """Computes the gradients as the backward kernels do, by jax.numpy, and reads all that they read."""
+    q, k, v, out, dout = (x.astype(jnp.float32) for x in (q, k, v, out, dout))
+    scores = jnp.einsum("bsgrh,btgh->bgrst", q, k) * q.shape[-1] ** -0.5
+    weights = jnp.where(jnp.tri(q.shape[1], dtype=bool), jnp.exp(scores - lse[..., None]), 0)
+    delta = jnp.einsum("bsgrh,bsgrh->bgrs", out, dout)
+    d_scores = weights * (jnp.einsum("bsgrh,btgh->bgrst", dout, v) - delta[..., None]) * q.shape[-1] ** -0.5
+    dq = jnp.einsum("bgrst,btgh->bsgrh", d_scores, k)
+    dk = jnp.einsum("bgrst,bsgrh->btgh", d_scores, q)
+    dv = jnp.einsum("bgrst,bsgrh->btgh", weights, dout)
+    return tuple(x.astype(jnp.bfloat16) for x in (dq, dk, dv))
+
+
+def check_attention(mesh) -> None:
+    """Batch and heads are sharded without a gather; also under shard_map and with Explicit axes."""
+    launches.forward, launches.backward = plain_attention, plain_gradients
+    keys = jax.random.split(jax.random.key(9), 4)
+    q, dy = (jax.random.normal(key, (8, 6, 8, 64), jnp.bfloat16) for key in keys[:2])
+    k, v = (jax.random.normal(key, (8, 6, 4, 64), jnp.bfloat16) for key in keys[2:])
+
+    def attend(q, k, v, dy):
+        out, vjp = jax.vjp(fused_attention, q, k, v)
+        return out, *vjp(dy)
+
+    wanted = jax.jit(attend)(q, k, v, dy)
+    for spec in (P("b", None, "a"), P("a", "b")):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (q, k, v, dy)]
+        compiled = jax.jit(lambda *arrays: attend(*arrays)).lower(*placed).compile()
+        compare(compiled(*placed), wanted)
+        assert ("all-gather" in compiled.as_text()) == (spec == P("a", "b")), spec
+    # More parts than heads of keys: these are gathered.
+    placed = [jax.device_put(x, NamedSharding(mesh, P(None, None, ("a", "b")))) for x in (q, dy)]
+    compare(jax.jit(lambda q, dy: attend(q, k, v, dy))(*placed), wanted)
+    by_hand = jax.shard_map(attend, mesh=mesh, in_specs=P("b", None, "a"), out_specs=P("b", None, "a"))
+    compare(jax.jit(by_hand)(q, k, v, dy), wanted)
+    with jax.set_mesh(jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)):
+        placed = [jax.device_put(x, P("b", None, "a")) for x in (q, k, v, dy)]
+        got = jax.jit(attend)(*placed)
+        compare(got, wanted)
+        assert all(x.sharding.is_equivalent_to(placed[0].sharding, 4) for x in got)
+
+
+def compare(got, wanted) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=0.02, atol=0.02)
 
 
 def quantize_plain(x):

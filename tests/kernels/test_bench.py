@@ -9,6 +9,8 @@ import pytest
 
 from mxjax import devices
 from mxjax.kernels.bench import (
+    attention_cases,
+    bench_attention,
     bench_compile,
     bench_dot,
     bench_export,
@@ -175,6 +177,32 @@ def test_gemm_times_no_candidate_with_wrong_bits(monkeypatch, capsys, tmp_path):
     assert [set(r) for r in report["records"] if r["by"] == "mxjax"][1] >= {"absent"}
     [entry] = json.loads((tmp_path / "tiles.json").read_text())["gemms"]
     assert entry["tile"][0] == 128
+
+
+@pytest.mark.slow
+def test_attention_times_every_candidate_and_the_whole(capsys):
+    bench_attention.main(["--shapes", "1x19x2x1x64", "--rounds", "1", "--commit", "abc"])
+    lines, report = printed(capsys)
+    assert set(report) == HEADER
+    timed = [(r["which"], r["by"]) for r in report["records"] if "absent" not in r]
+    whole = [(which, by) for which in ("forward", "forward and backward") for by in ("xla", "mxjax")]
+    assert timed == [(which, "mxjax") for which in ("forward", "key_gradients", "query_gradients")] + whole
+    assert sum("absent: " in line for line in lines) == 2  # cuDNN
+
+
+@pytest.mark.slow
+def test_attention_times_nothing_that_is_wrong(monkeypatch):
+    monkeypatch.setattr(attention_cases.launches, "forward", lambda q, k, v, *_: (1.5 * q, None))
+    [case, *_] = attention_cases.kernel_cases(attention_cases.Shape(1, 19, 2, 1, 64))
+    with pytest.raises(AssertionError, match="differs from the float32 reference"):
+        attention_cases.run_case(case, rounds=1)
+
+
+@pytest.mark.parametrize("shape", ["1x33", "1x33x3x2x64", "1x33x2x1x96", "axb"])
+def test_attention_refuses_shapes_that_the_kernels_do_not_take(shape, capsys):
+    with pytest.raises(SystemExit):
+        bench_attention.main(["--shapes", shape])
+    assert repr(shape) in capsys.readouterr().err
 
 
 @pytest.mark.slow

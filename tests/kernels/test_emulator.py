@@ -5,8 +5,10 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from gfx950 import arithmetic, assembly, machine
+from gfx950 import arithmetic, assembly, machine, transfers, vector
 from gfx950.memory import BASE, Memory
+from gfx950.races import Accesses
+from gfx950.wave import Wave
 
 LANES = 64
 LATE = ("vmcnt", "lgkmcnt")
@@ -165,6 +167,38 @@ def test_fused_multiply_add_rounds_once():
         around = [np.nextafter(got, np.float32(side)) for side in (-np.inf, np.inf)]
         distance = abs(Fraction(float(got)) - exact)
         assert all(distance <= abs(Fraction(float(other)) - exact) for other in around)
+
+
+def registers(w, first, halves):
+    """Writes bfloat16[64, n] to the registers from `first` on."""
+    values = np.ascontiguousarray(halves.astype(ml_dtypes.bfloat16)).view(np.uint32)
+    w.v[first : first + values.shape[1]] = values.T
+
+
+def test_bfloat16_matrices_multiply():
+    """One product of two elements comes where the ISA's section on matrix layouts has it."""
+    w = Wave(0, None, None, None, ())
+    a, b = np.zeros((LANES, 8)), np.zeros((LANES, 8))
+    a[32 + 5, 3] = 2  # row 5, element 8 + 3 of the sum
+    b[32 + 17, 3] = 3  # column 17
+    registers(w, 0, a)
+    registers(w, 4, b)
+    w.v[16:32] = np.float32(1).view(np.uint32)
+    vector.run(w, assembly.instruction("v_mfma_f32_32x32x16_bf16 v[16:31], v[0:3], v[4:7], v[16:31]"))
+    found = w.v[16:32].view(np.float32)
+    register, lane = 1, 32 + 17  # row 8 * 0 + 4 * 1 + 1
+    assert found[register, lane] == 7
+    assert (found != 1).sum() == 1
+
+
+def test_a_transposing_read_gives_columns_of_four_rows():
+    lds = Memory(0, 512, allocated=True)
+    lds.bytes[:] = np.arange(256, dtype=np.uint16).view(np.uint8)  # four matrices of 4 x 16
+    w = Wave(0, None, lds, Accesses(1, 512), ())
+    w.v[0] = 8 * np.arange(LANES)
+    transfers.run(w, assembly.instruction("ds_read_b64_tr_b16 v[2:3], v0"))
+    found = np.ascontiguousarray(w.v[2:4].T).view(np.uint16)
+    np.testing.assert_array_equal(found.reshape(4, 16, 4), np.arange(256).reshape(4, 4, 16).swapaxes(1, 2))
 
 
 def test_bytes_and_fields():

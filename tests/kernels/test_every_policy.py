@@ -27,8 +27,11 @@ def lower(*arguments: str) -> list[dict]:
 
 
 def only_xla_takes(name: str) -> bool:
-    """Whether an operand of the policy has a format for which no kernel and no FP8 product exists."""
-    operands = [o for gemm in mxjax.get_policy(name).gemms.values() for o in (gemm.lhs, gemm.rhs)]
+    """Whether no kernel and no FP8 product exists for a GEMM of the policy: for its formats, or their mix."""
+    gemms = mxjax.get_policy(name).gemms.values()
+    if any((gemm.lhs.format == "mxfp4") != (gemm.rhs.format == "mxfp4") for gemm in gemms):
+        return True
+    operands = [o for gemm in gemms for o in (gemm.lhs, gemm.rhs)]
     return any(o.format != "mxfp4" and get_format(o.format).scale != "none" for o in operands)
 
 

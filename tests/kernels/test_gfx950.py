@@ -11,6 +11,7 @@ from gfx950 import assembly, machine
 from gfx950.memory import BASE, Memory
 from gfx950.races import Accesses
 from support.code_objects import (
+    EMULATED_ATTENTION,
     EMULATED_GEMMS,
     EMULATED_QUANTIZERS,
     LLAMA,
@@ -26,6 +27,7 @@ from mxjax.kernels.aot.compile import list_builds
 
 pytestmark = pytest.mark.slow
 
+LARGE_HEADS = pytest.param("attention_*_1x149x1x2x128_*", marks=pytest.mark.exhaustive)
 LATE = ("vmcnt", "lgkmcnt")
 
 
@@ -160,6 +162,20 @@ def test_quantizers_store_16_bytes(quantizers):
         assert sum(stores.values()) <= 2 * len(sides_of(d)), d["name"]
 
 
+def test_attention_multiplies_in_bfloat16(gfx950):
+    """Keys and values go straight into LDS in the forward kernel, and are transposed as they are read."""
+    found = [d for d in gfx950.values() if d["name"].startswith("attention_")]
+    assert len(found) == len(list_builds("attention_builds", "gfx950"))
+    for d in found:
+        opcodes = d["whole_kernel"]["opcodes"]
+        assert list(starting(opcodes, "v_mfma", "v_smfmac", "v_dot")) == ["v_mfma_f32_32x32x16_bf16"], d[
+            "name"
+        ]
+        assert "ds_read_b64_tr_b16" in d["main_loop"]["opcodes"], d["name"]
+        if d["kernel"] == "forward_kernel":
+            assert d["main_loop"]["classes"].keys() & {"global_load", "global_to_lds"} == {"global_to_lds"}
+
+
 LIMITS = [(5, 18), (4, 22), (5, 13), (4, 24)]  # of STEP: waves a SIMD, instructions an element
 
 
@@ -204,7 +220,7 @@ def assert_writes_what_is_expected(record, text, inputs, wanted, **options):
             assert not check.output_agrees(record, name, other, wanted[name]), name
 
 
-@pytest.mark.parametrize("pattern", [*EMULATED_GEMMS, *EMULATED_QUANTIZERS])
+@pytest.mark.parametrize("pattern", [*EMULATED_GEMMS, *EMULATED_QUANTIZERS, *EMULATED_ATTENTION, LARGE_HEADS])
 def test_code_objects_write_what_is_expected(gfx950, builds, pattern):
     """Runs each code object with transfers as late as it waits for them, and waves in any order.
 

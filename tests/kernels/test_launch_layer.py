@@ -116,14 +116,15 @@ from support.programs import targets_of
 
 NVIDIA = r"(?i)\w*(?:cuda|cudnn|cublas|nvidia|nvvm|ptx)\w*|\bsm_\d+"
 lowering.compile_kernel = lambda *_: MachineCode(b"\x7fELF", "kernel", 4, 0, 0, 1, 0)
-config, key = dataclasses.replace(SMALL, n_layers=1), jax.eval_shape(lambda: jax.random.key(0))
-for policy in mxjax.policies():
+key = jax.eval_shape(lambda: jax.random.key(0))
+for policy, head in [*((policy, 16) for policy in mxjax.policies()), ("bf16", 64)]:
+    config = dataclasses.replace(SMALL, n_layers=1, head_dim=head)
     policies = layer_policies(config, policy, [("*", policy)])
 
     def loss(params, batch, key):
         return llama.mean_loss(config, params, batch, policies=policies, key=key)
 
-    batch = jax.ShapeDtypeStruct((1, 2049 if policy == "bf16" else 65), jnp.int32)
+    batch = jax.ShapeDtypeStruct((1, 2049 if (policy, head) == ("bf16", 16) else 65), jnp.int32)
     with use_target(Target("hip", "gfx950")):
         traced = jax.jit(jax.value_and_grad(loss)).trace(llama.abstract_params(config), batch, key)
         text = traced.lower(lowering_platforms=("rocm",)).as_text()
@@ -132,9 +133,10 @@ for policy in mxjax.policies():
 
 
 def test_no_program_for_rocm_names_anything_of_nvidia():
-    """With every GEMM of a Llama in each policy: head and attention too, fused and in pieces for bf16."""
+    """With every GEMM of a Llama in each policy: head and attention too, in pieces and fused for bf16."""
     programs = [json.loads(line) for line in run_compiled(EVERY_GEMM).splitlines()]
     assert len(programs) > 20
+    assert programs[-1][1] == ["triton_kernel_call_ffi"]  # bf16 with heads of 64: fused attention alone
     for policy, targets, names in programs:
         assert (targets or ["triton_kernel_call_ffi"], names) == (["triton_kernel_call_ffi"], []), policy
 

@@ -51,6 +51,37 @@ def test_a_dot_and_its_gradients_are_those_of_the_definition(policy, shape, dtyp
     assert set(calls) == {"gemm_kernel", "quantize_kernel"}
 
 
+ATTENTION = """
+import json, os, pathlib
+import jax, jax.numpy as jnp, numpy as np
+from models.attention import causal_attention
+from support.rocm_on_cpu import Emulation
+
+rng = np.random.default_rng(0)
+shapes = (1, 85, 4, 64), (1, 85, 2, 64), (1, 85, 2, 64), (1, 85, 4, 64)
+arrays = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+
+def with_gradients(q, k, v, dy):
+    y, vjp = jax.vjp(causal_attention, q, k, v)
+    return y, *vjp(dy)
+
+emulation = Emulation(pathlib.Path(os.environ["TRITON_CACHE_DIR"]))
+found = emulation.run(with_gradients, *arrays)
+wanted = jax.jit(with_gradients)(*(x.astype(jnp.float32) for x in arrays))
+for name, y, z in zip(("y", "dq", "dk", "dv"), found, wanted, strict=True):
+    assert (y.dtype, y.shape) == (jnp.bfloat16, z.shape)
+    assert np.linalg.norm(y.astype(jnp.float32) - z) < 2**-8 * np.linalg.norm(z), name
+print(json.dumps([call.name for call in emulation.calls]))
+"""
+
+
+@long
+def test_attention_and_its_gradients_are_those_of_float32(tmp_path):
+    """By three kernels, and XLA between them, within bfloat16's rounding."""
+    calls = json.loads(run_compiled(ATTENTION, TRITON_CACHE_DIR=str(tmp_path)))
+    assert sorted(calls) == ["forward_kernel", "key_gradients_kernel", "query_gradients_kernel"]
+
+
 STEP = """
 import json, os, pathlib
 import jax, jax.numpy as jnp, numpy as np, optax

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from models import attention
-from mxjax.devices import Target, use_target
+from mxjax.devices import INTERPRETER, Target, use_target
+from mxjax.kernels.attention import fused as kernels
 
 
 def whole(q, k, v):
@@ -44,6 +45,27 @@ def test_a_long_sequence_never_has_all_scores():
     assert (
         compiled.memory_analysis().temp_size_in_bytes < 4 * 8192**2 * 4 / 2
     )  # half of the scores in float32
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "head", "fused"),
+    [
+        (Target("hip", "gfx950"), jnp.bfloat16, 64, True),
+        (Target("hip", "gfx950"), jnp.bfloat16, 128, True),
+        (Target("hip", "gfx950"), jnp.float32, 64, False),
+        (Target("hip", "gfx950"), jnp.bfloat16, 16, False),
+        (Target("hip", "gfx942"), jnp.bfloat16, 64, False),
+        (INTERPRETER, jnp.bfloat16, 64, False),
+        (Target("cuda", "sm_90"), jnp.bfloat16, 64, False),
+    ],
+)
+def test_gfx950_takes_the_fused_kernels_for_heads_that_they_support(target, dtype, head, fused, monkeypatch):
+    taken = []
+    monkeypatch.setattr(kernels, "fused_attention", lambda q, k, v: taken.append(q.shape) or q)
+    q = jax.ShapeDtypeStruct((1, 8, 2, head), dtype)
+    with use_target(target):
+        jax.eval_shape(attention.causal_attention, q, q, q)
+    assert bool(taken) == fused
 
 
 def test_a_program_for_rocm_calls_no_cudnn_wherever_it_is_lowered(monkeypatch):

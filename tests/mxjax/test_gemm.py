@@ -43,6 +43,18 @@ def all_three(x, w, dy, policy, implementation, dtype=None):
     return y, *vjp(dy.astype(y.dtype))
 
 
+@pytest.mark.parametrize("implementation", ["xla", *ON_PACKED])
+def test_blocks_with_the_smallest_scale_are_multiplied(implementation):
+    """Its byte 0 is 2**-127, a subnormal; the elements of 2 and more are normal numbers."""
+    x = np.outer([2.0, -3.0, 4.0, 6.0], np.ones(64)) * 2.0**-127
+    x[0, 1::2] = 2.0**-40  # another element of the block, which keeps byte 0 from it
+    x[0, :32] = 2.0**-126
+    policy, w = Policy(), jnp.full((64, 32), 2.0**60)
+    dot = functools.partial(mxjax.dot, jnp.float32(x), w, policy=policy)
+    np.testing.assert_array_equal(dot(implementation=implementation), dot(implementation="reference"))
+    np.testing.assert_array_equal(dot(implementation=implementation)[1:, 0], x[1:].sum(axis=1) * 2.0**60)
+
+
 def distance(a, b):
     a, b = (np.asarray(t, np.float64) for t in (a, b))
     return np.linalg.norm(a - b) / np.linalg.norm(b)

@@ -101,3 +101,16 @@ def test_subnormal_bfloat16_blocks_survive():
     patterns = np.random.default_rng(0).integers(0, 0x100, (8, 70), np.uint16)
     x = patterns.view(ml_dtypes.bfloat16)
     assert_parts(mxjax.quantize(x), *oracles.quantize(x.astype(np.float32), E2M1))
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "nvfp4"])
+def test_a_tensor_scale_serves_tiny_tensors_alike(name):
+    x, tiny = gaussian(8, 64), np.float32(2.0**-98)
+    expected = mxjax.dequantize(mxjax.quantize(x, name))
+    np.testing.assert_array_equal(mxjax.dequantize(mxjax.quantize(x * tiny, name)), expected * tiny)
+
+
+def test_a_prescale_may_round_the_largest_numbers_up_to_infinity():
+    largest = np.full((1, 32), np.finfo(np.float32).max)
+    assert np.all(np.isfinite(mxjax.dequantize(mxjax.quantize(largest))))
+    assert np.all(np.isinf(mxjax.dequantize(mxjax.quantize(largest, prescale=0.75))))

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -110,6 +111,24 @@ def test_the_ablations_of_amazon_each_take_one_thing_away():
     # Without stochastic rounding there is no bias for the prescale to remove.
     nearest = Gemm(Operand("mxfp4"), Operand("mxfp4"), Rotation(64, "redrawn"))
     assert mxjax.get_policy("amazon_no_sr") == Policy(_bf16, nearest, nearest)
+    neither = Gemm(Operand("mxfp4"), Operand("mxfp4"))
+    assert mxjax.get_policy("amazon_no_hadamard_no_sr") == Policy(_bf16, neither, neither)
+
+
+def test_weight_only_is_the_straight_through_estimator():
+    """Against JAX's own gradients of a product with w + stop_gradient(q(w) - w)."""
+    (x, w, dy), _ = exact_products()
+    x, dy = (jnp.asarray(t, jnp.bfloat16).astype(jnp.float32) for t in (x, dy))
+
+    def straight_through(x, w):
+        quantized = mxjax.dequantize(mxjax.quantize(w, axis=0))
+        return jnp.matmul(x, w + jax.lax.stop_gradient(quantized - w), precision="highest")
+
+    y, vjp = jax.vjp(straight_through, x, jnp.asarray(w))
+    dot = functools.partial(mxjax.dot, policy="weight_only", implementation="reference")
+    ours, our_vjp = jax.vjp(dot, x, jnp.asarray(w))
+    for found, expected in zip((ours, *our_vjp(dy)), (y, *vjp(dy)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_policies_lists_every_name_once_with_the_ladder_first():
@@ -163,6 +182,8 @@ def test_every_policy_runs_with_the_error_of_its_formats(name):
     y, vjp = jax.vjp(lambda x, w: mxjax.dot(x, w, policy=policy, key=jax.random.key(0)), x, w)
     for gemm, e, p in zip(policy.gemms.values(), exact, (y, *vjp(dy)), strict=True):
         error = np.mean((p - e) ** 2) / np.mean(e**2)
-        expected = NOISE[summary(gemm.lhs)] + NOISE[summary(gemm.rhs)]
+        expected = sum(NOISE[summary(operand)] for operand in (gemm.lhs, gemm.rhs))
+        if gemm.rhs == Operand("bf16", source="dequantized"):  # holds exactly what Fprop's quantization left
+            expected = NOISE[summary(gemm.lhs)] + NOISE[summary(policy.fprop.rhs)]
         # Zeros that fill up the rotation, and values that are on the grid already, lower the error.
         assert 0.5 * expected <= error <= 1.35 * expected + 1e-12, gemm

@@ -49,6 +49,15 @@ def test_the_table_has_numbers(capsys):
     assert table["fp8"][2] > table["wgrad_hadamard"][2] > table["wgrad"][2]
 
 
+@pytest.mark.slow
+def test_a_model_is_transformed(capsys):
+    losses = run("transform.py")["losses"]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "7 products in a policy, 2 left alone"
+    assert losses[-1] < losses[0] / 100
+    assert float(printed[-1].split()[-1]) == pytest.approx(losses[-1], abs=1e-3)
+
+
 def test_every_example_is_short_and_gives_its_command():
     for path in EXAMPLES.glob("*.py"):
         text = path.read_text()

@@ -156,7 +156,7 @@ REQUIREMENTS = {"jax", "numpy", "jaxtyping"}
 def test_the_library_requires_three_packages_and_extras_name_the_rest():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]} == REQUIREMENTS
-    extras = {"train", "data", "tensorboard", "plot", "kernels", "cuda", "rocm", "test"}
+    extras = {"train", "data", "tensorboard", "wandb", "plot", "kernels", "cuda", "rocm", "test"}
     assert extras <= set(project["optional-dependencies"])
 
 

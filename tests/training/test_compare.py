@@ -9,10 +9,14 @@ import pytest
 from scipy import stats
 
 import eval as evaluation_program
+from mxjax import get_policy
+from mxjax.layers import LayerPolicies
 from training import mlperf
 from training.command_line import parse
 from training.compare import CompareConfig, compare, first_at, table
 from training.compared_runs import group_by_configuration, read_runs, short_names
+from training.policy_record import to_record
+from training.policy_schedule import Phase
 from training.run_config import to_json
 
 
@@ -54,6 +58,16 @@ def test_names_are_the_last_parts_that_differ(tmp_path):
     assert short_names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
     with pytest.raises(ValueError, match="named twice"):
         short_names([tmp_path, tmp_path])
+
+
+def test_a_file_that_changed_between_runs_makes_two_groups(tmp_path):
+    folders = make_seeds(tmp_path, "own.json", [3.0, 3.0, 3.0])
+    for folder, name in zip(folders, ("wgrad", "wgrad", "fp8"), strict=True):
+        phase = Phase(1, "own.json", LayerPolicies(("head",), (get_policy(name),)))
+        values = json.loads((folder / "config.json").read_text()) | to_record([phase])
+        (folder / "config.json").write_text(json.dumps(values))
+    groups = group_by_configuration(read_runs(folders, sequences=False))
+    assert [len(group.runs) for group in groups] == [2, 1]
 
 
 def test_runs_stand_beside_the_published_ones(tmp_path, capsys):

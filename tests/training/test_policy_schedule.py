@@ -1,6 +1,8 @@
 """Schedules of policies: their notation, and that a change of policy changes nothing else."""
 
+import contextlib
 import functools
+import io
 import json
 import os
 import signal
@@ -14,7 +16,7 @@ import mxjax
 import train as training_program
 from models import llama
 from models.configs import get_config
-from training import loop
+from training import loop, policy_source
 from training.checkpoint.checkpoints import Checkpoints
 from training.command_line import parse
 from training.config import Config, PrecisionConfig
@@ -51,7 +53,9 @@ def state(out):
 @pytest.fixture(scope="module")
 def switched(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "switched"
-    run(text, out, SWITCHING, "--checkpoint-every", "3", "--mllog")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run(text, out, SWITCHING, "--checkpoint-every", "3", "--mllog")
+    (out.parent / "printed.txt").write_text(printed.getvalue())
     return out
 
 
@@ -130,7 +134,7 @@ def test_a_run_that_switches_equals_one_stopped_and_resumed_in_the_other_policy(
     run(text, out, "wgrad_sr", "--stop-after", "3")
     description = json.loads((out / "config.json").read_text())
     description["config"]["precision"]["policy"] = "fp8"
-    del description["crc32"]  # edited on purpose
+    del description["crc32"], description["phases"]  # edited on purpose
     (out / "config.json").write_text(json.dumps(description))
     run(text, out, "fp8", "--resume")
     jax.tree.map(np.testing.assert_array_equal, state(out), state(switched))
@@ -168,6 +172,32 @@ def test_an_evaluation_owed_by_a_phase_is_repeated_in_its_policy(text, tmp_path,
     assert lines(out) == lines(tmp_path / "whole")
 
 
+OWN = """
+from mxjax import Operand, Policy, Gemm
+operand = Operand(rounding="stochastic", scale_rule="even")
+own = Policy(wgrad=Gemm(operand, operand))
+"""
+FROM_FILES = ["--set", "wgrad.lhs.scale_rule=floor", "--set", "wgrad.rhs.scale_rule=floor"]
+
+
+def test_a_run_keeps_its_policies_when_their_files_and_names_are_gone(text, switched, tmp_path, monkeypatch):
+    """The two files together say what SWITCHING does."""
+    files, out = [tmp_path / "own.py", tmp_path / "low.json"], tmp_path / "run"
+    files[0].write_text(OWN)
+    files[1].write_text(mxjax.policy_to_json(mxjax.get_policy("fp8")))
+    schedule = f"{files[0]}:own; {files[1]} from 4"
+    run(text, out, schedule, *FROM_FILES, "--layers", "head=bf16", "--stop-after", "2")
+    for file in files:
+        file.unlink()
+    monkeypatch.setattr(policy_source, "get_policy", lambda name: pytest.fail(f"{name} was looked up"))
+    result = evaluation_program.main(evaluation_program.EvalConfig(out))
+    [expected] = [r["eval_loss"] for r in lines(switched) if r["step"] == 2 and "eval_loss" in r]
+    assert (result["policy"], result["eval_loss"]) == (f"{files[0]}:own", expected)
+    training_program.train(parse(["--out", str(out), "--resume", "--stop-after", "3"]))
+    losses = [[r["loss"] for r in lines(folder) if "loss" in r][:3] for folder in (out, switched)]
+    assert losses[0] == losses[1]
+
+
 def test_the_record_names_the_phases_and_the_switch(switched):
     description = json.loads((switched / "config.json").read_text())
     assert [(p["first_step"], p["policy"]) for p in description["phases"]] == [(1, "wgrad_sr"), (4, "fp8")]
@@ -178,9 +208,8 @@ def test_the_record_names_the_phases_and_the_switch(switched):
     assert "loss" in records[switch + 1]
 
 
-def test_the_start_prints_the_phases(text, tmp_path, capsys):
-    run(text, tmp_path / "run", SWITCHING)
-    printed = capsys.readouterr().out
+def test_the_start_prints_the_phases(switched):
+    printed = (switched.parent / "printed.txt").read_text()
     assert "policy wgrad_sr:\n" in printed
     assert "policy fp8 from step 4:\n" in printed
     assert "step      4  policy fp8 from here on" in printed

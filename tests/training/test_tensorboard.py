@@ -8,7 +8,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train as training_program
 from training.command_line import parse
-from training.tensorboard import TensorBoardLog
+from training.metrics import MetricsLog
+from training.tensorboard import EventFiles
 
 
 def read(folder):
@@ -21,7 +22,7 @@ def scalars(folder, tag):
 
 
 def test_numbers_are_scalars_and_the_rest_is_text(tmp_path, caplog):
-    with TensorBoardLog(tmp_path / "metrics.jsonl") as log:
+    with MetricsLog(tmp_path / "metrics.jsonl", sinks=[EventFiles(tmp_path)]) as log:
         log.write(step=1, loss=2.5, tokens=64)
         log.write(step=2, loss=float("inf"), tokens=128)
         log.write(
@@ -40,10 +41,10 @@ def test_numbers_are_scalars_and_the_rest_is_text(tmp_path, caplog):
 
 
 def test_a_resumed_run_shows_each_step_once(tmp_path):
-    with TensorBoardLog(tmp_path / "metrics.jsonl") as log:
+    with MetricsLog(tmp_path / "metrics.jsonl", sinks=[EventFiles(tmp_path)]) as log:
         for step in range(1, 6):
             log.write(step=step, loss=float(step))
-    with TensorBoardLog(tmp_path / "metrics.jsonl", keep_steps=3) as log:
+    with MetricsLog(tmp_path / "metrics.jsonl", 3, [EventFiles(tmp_path, 3)]) as log:
         log.write(step=4, loss=40.0)
     assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
 

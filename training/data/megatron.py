@@ -148,6 +148,18 @@ class MegatronCorpus:
         iterator.set_state({"next_index": start})
         return iterator
 
+    def order(self, config: DataConfig, seed: int, steps: int) -> str:
+        """Returns what of the data's order depends on the length of the run, in words.
+
+        Runs for which it is equal read the same samples, as far as both go.
+        """
+        samples = self.samples(config.seq_len, seed, steps * config.batch_size)
+        parts = samples.datasets if isinstance(samples, Blend) else [samples]
+        orders = [part.order for part in parts]
+        return ", ".join(
+            f"{o.epochs} epochs" + (" with the last apart" if o.separate_final_epoch else "") for o in orders
+        )
+
     def batch_indices(self, config: DataConfig, seed: int, steps: int, step: int) -> dict[str, list[Any]]:
         """Returns the samples of a step's batch, counted from 0, with their datasets and documents."""
         samples = self.samples(config.seq_len, seed, steps * config.batch_size)

@@ -48,6 +48,10 @@ class TextCorpus:
         """Returns the batches of a run; see `training.data.windows.batches`."""
         return batches(self.train, config, seed, start, shard)
 
+    def order(self, config: DataConfig, seed: int, steps: int) -> str:
+        """Returns what of the data's order depends on the length of the run, in words: nothing."""
+        return ""
+
     def batch_indices(self, config: DataConfig, seed: int, steps: int, step: int) -> dict[str, list[int]]:
         """Returns the indices of the windows that make up the batch of a step, counted from 0."""
         windows = np.arange(len(Windows(self.train, config.seq_len, "training")))

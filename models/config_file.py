@@ -1,0 +1,63 @@
+"""The shape of a Llama from a JSON file, in the fields of Hugging Face's config.json or of `LlamaConfig`."""
+
+import dataclasses
+import difflib
+import pathlib
+import typing
+from collections.abc import Mapping
+from reprlib import repr as short
+from typing import Any
+
+from models.configs import LlamaConfig, RopeScaling
+from models.huggingface.config import read_config
+from models.huggingface.folder import read_json
+
+_IGNORED = {"parameters"}  # in the record of a run's model, `models.configs.to_dict`
+
+
+def load_config(path: pathlib.Path) -> LlamaConfig:
+    """Returns the shape in a JSON file: Hugging Face's fields if it has a `model_type`, else `LlamaConfig`'s.
+
+    Raises:
+      ValueError: the file cannot be read, or a field is unknown, missing or of the wrong type.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    raw = read_json(path)
+    try:
+        return read_config(raw) if "model_type" in raw else _from_fields(LlamaConfig, raw)
+    except ValueError as error:
+        raise ValueError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
+
+
+def _from_fields(cls: type, raw: Mapping[str, Any]) -> Any:
+    """Returns an instance of a dataclass of positive numbers, switches and such dataclasses."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name in raw.keys() - fields.keys() - _IGNORED:
+        close = difflib.get_close_matches(name, fields, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(
+            f"unknown field {name!r}; {hint}the fields are {', '.join(fields)}, or with a model_type those "
+            "of Hugging Face's config.json"
+        )
+    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in raw]
+    if missing:
+        raise ValueError(f"the fields {', '.join(missing)} are missing")
+    hints = typing.get_type_hints(cls)
+    return cls(**{name: _value(name, hints[name], raw[name]) for name in fields if name in raw})
+
+
+def _value(name: str, hint: Any, value: Any) -> Any:
+    if hint == RopeScaling | None:
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be an object or null, got {short(value)}")
+        return None if value is None else _from_fields(RopeScaling, value)
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {short(value)}")
+        return value
+    of_type = isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    if not of_type or not 0 < value < 2**31:
+        kind = "integer" if hint is int else "number"
+        raise ValueError(f"{name} must be a positive {kind} below 2**31, got {short(value)}")
+    return hint(value)

@@ -1,0 +1,162 @@
+"""Generation with a Llama: one token at a time, with the keys and values of earlier ones in a cache.
+
+Shapes in names as in `models.llama`; T is the length of the cache. A GEMM sees one token instead of a
+sequence, so a policy whose operands share scales between tokens (per-tensor FP8, NVFP4, 2-D blocks of x)
+gives slightly other numbers than without a cache. Policies with scales along d_in alone give the same.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
+
+from models import llama
+from models.block import BlockGemms, attend
+from models.configs import LlamaConfig
+from models.rope import rope_angles
+from mxjax.implementations import Implementation
+from mxjax.layers import LayerPolicies
+
+
+class Options(NamedTuple):
+    """The precision in which a model runs; hashable. See `models.llama.Llama.hidden`."""
+
+    policies: LayerPolicies
+    implementation: Implementation | None = None
+    dtype: Any = jnp.bfloat16
+
+
+class Cache(NamedTuple):
+    """The keys and values of every layer and position; zero where no token has been read."""
+
+    k_LBTGH: Float[Array, "L B T G H"]
+    v_LBTGH: Float[Array, "L B T G H"]
+
+
+class _CachedGemms(BlockGemms):
+    """The GEMMs of one block, with attention to the cache, to which it adds the keys and values it gets."""
+
+    def __init__(self, policies, key, implementation, k_BTGH, v_BTGH, start):
+        super().__init__(policies, key, implementation)
+        self.k_BTGH, self.v_BTGH, self._start = k_BTGH, v_BTGH, start
+
+    def attend(self, q_BSNH, k_BSGH, v_BSGH):
+        at = (0, self._start, 0, 0)
+        self.k_BTGH = jax.lax.dynamic_update_slice(self.k_BTGH, k_BSGH, at)
+        self.v_BTGH = jax.lax.dynamic_update_slice(self.v_BTGH, v_BSGH, at)
+        position_S = self._start + jnp.arange(q_BSNH.shape[1])
+        visible_ST = jnp.arange(self.k_BTGH.shape[1]) <= position_S[:, None]
+        return attend(q_BSNH, self.k_BTGH, self.v_BTGH, self, visible_ST)
+
+
+def empty_cache(config: LlamaConfig, batch: int, length: int, dtype: Any = jnp.bfloat16) -> Cache:
+    """Returns a cache for `length` tokens of each sequence."""
+    shape = (config.n_layers, batch, length, config.n_kv_heads, config.head_dim)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def read(
+    config: LlamaConfig,
+    options: Options,
+    params: llama.Params,
+    tokens_BS: Int[Array, "B S"],
+    cache: Cache,
+    start: Int[Array, ""] | int,
+    key: jax.Array | None = None,
+) -> tuple[Float32[Array, "B V"], Cache]:
+    """Reads tokens from position `start` on; returns the logits of the next token, and the cache with them.
+
+    Args:
+      config, params: the model.
+      options: its precision.
+      tokens_BS: token ids.
+      cache: holds the `start` tokens before, and has room for these.
+      start: position of the first of the tokens.
+      key: random bits for policies that draw any; each call needs its own.
+    """
+    model = nnx.merge(llama.graph(config), params)
+    angles = rope_angles(cache.k_LBTGH.shape[2], config)
+    rope = jax.lax.dynamic_slice_in_dim(angles, start, tokens_BS.shape[1])
+    graph, blocks = nnx.split(model.blocks)
+    x_BSD, parts = model.embedding[...][tokens_BS].astype(options.dtype), list[Cache]()
+    for first, stop, policies in llama.runs(options.policies, config.n_layers):
+
+        def run(x_BSD, layer, policies=policies):
+            index, weights, k, v = layer
+            of_block = None if key is None else jax.random.fold_in(key, index)
+            gemms = _CachedGemms(policies, of_block, options.implementation, k, v, start)
+            x_BSD = nnx.merge(graph, weights)(x_BSD, rope, gemms)
+            return x_BSD, Cache(gemms.k_BTGH, gemms.v_BTGH)
+
+        here = jax.tree.map(lambda a, first=first, stop=stop: a[first:stop], (blocks, *cache))
+        x_BSD, part = jax.lax.scan(run, x_BSD, (jnp.arange(first, stop), *here))
+        parts.append(part)
+    precision = {"policies": options.policies, "key": key, "implementation": options.implementation}
+    logits_B1V = model.logits(model.norm(x_BSD[:, -1:]), **precision)
+    return logits_B1V[:, 0], jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def choose(
+    logits: Float32[Array, "*B V"], key: jax.Array, temperature: float = 1.0, top_p: float = 1.0
+) -> Int[Array, "*B"]:
+    """Returns a random token by softmax(logits / temperature) among the most probable ones.
+
+    Args:
+      logits: of each token.
+      key: random key.
+      temperature: 0 takes the most probable token.
+      top_p: draw among the fewest most probable tokens whose probabilities sum to at least this.
+    Source: "The Curious Case of Neural Text Degeneration", arXiv 1904.09751, section 3.1.
+    """
+    if temperature == 0:
+        return jnp.argmax(logits, axis=-1)
+    logits = logits / temperature
+    return jax.random.categorical(key, jnp.where(is_in_nucleus(logits, top_p), logits, -jnp.inf))
+
+
+def is_in_nucleus(logits: Float32[Array, "*B V"], top_p: float) -> Array:
+    """Returns whether each token is among the fewest most probable ones that together have `top_p`."""
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    probability = jnp.take_along_axis(jax.nn.softmax(logits), order, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    keeps = (before < top_p).at[..., 0].set(True)
+    return jnp.put_along_axis(jnp.zeros_like(keeps), order, keeps, axis=-1, inplace=False)
+
+
+def generate(
+    config: LlamaConfig,
+    options: Options,
+    params: llama.Params,
+    prompt_BS: Int[Array, "B S"],
+    count: int,
+    key: jax.Array,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+) -> Iterator[Int[Array, " B"]]:
+    """Yields `count` tokens that continue each sequence, one after another.
+
+    Args:
+      config, params: the model.
+      options: its precision.
+      prompt_BS: at least one token.
+      count: tokens to generate.
+      key: draws the tokens, and the policy's random bits.
+      temperature, top_p: see `choose`.
+    """
+    length = prompt_BS.shape[1]
+    cache = empty_cache(config, prompt_BS.shape[0], length + count, options.dtype)
+    tokens, start = prompt_BS, 0
+    for index in range(count):
+        of_token, of_gemms = jax.random.split(jax.random.fold_in(key, index))
+        logits, cache = read(config, options, params, tokens, cache, start, of_gemms)
+        token = choose(logits, of_token, temperature, top_p)
+        yield token
+        start += tokens.shape[1]
+        tokens = token[:, None]

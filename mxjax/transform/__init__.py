@@ -1,0 +1,201 @@
+"""`transform`: a function whose products of weights and activations run in a policy.
+
+The function is traced to a jaxpr. `origins` tells weights from activations, `interpreter` plans what changes
+and computes it, and `products`, `shapes` and `control_flow` know JAX's primitives. Whatever is not a product
+with a policy is computed as before, bit for bit.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr
+
+from mxjax.dot import check_key
+from mxjax.implementations import Implementation
+from mxjax.layers import matching
+from mxjax.policy import Policy
+from mxjax.recipes import as_policy
+from mxjax.transform import control_flow, products, shapes
+from mxjax.transform.interpreter import Context, Draw, Plan, evaluate, make_plan
+from mxjax.transform.origins import CONSTANT, DATA, Origin, dotted
+from mxjax.transform.report import Report
+
+Rules = Sequence[tuple[str, Policy | str | None]]
+"""(pattern, policy) pairs; None leaves products as they are."""
+
+
+def transform(
+    f: Callable[..., Any],
+    policy: Policy | str | None,
+    rules: Rules = (),
+    weights: int = 0,
+    *,
+    implementation: Implementation | None = None,
+) -> "Transformed":
+    """Returns f with every product of a weight and an activation in the weight's policy.
+
+        loss = mxjax.transform(loss, "wgrad_hadamard", rules=[("*head*", None)])
+        grads = jax.jit(jax.grad(loss))(params, batch)
+
+    A weight is computed from floating-point arrays of argument number `weights` and constants alone: cast,
+    transposed, reshaped, sliced, scanned over, gathered, scaled, merged. Everything else is an activation:
+    what depends on another argument or on an array that f closes over. Products are found in
+    `einsum`, `@`, `dot_general` and `ragged_dot`, also inside `jit`, `scan`, `while_loop`, `cond`, `vmap`,
+    `jax.checkpoint`, `shard_map` and custom derivatives. They become `mxjax.dot_general` and
+    `mxjax.ragged_dot` with the dtype of the original result, so `jax.grad` of the function runs Dgrad and
+    Wgrad in the policy. `report` lists them.
+
+    Casts of a weight between float32, bfloat16 and float16 before its product are skipped: the product
+    quantizes the master weight and its gradient is not rounded to the cast's dtype.
+
+    A function with a custom derivative that holds such a product is differentiated through, its rule is not
+    used. A rule of `transform` that leaves its weights alone keeps it.
+
+    Left alone: products of two activations, such as attention's, or of two weights, outer products,
+    convolutions, products inside primitives without a planner, such as `pallas_call`, and custom derivatives,
+    loops and calls without a product to change, which are bound as they are. The report says why.
+
+    Args:
+      f: a function of arrays and pytrees of them that computes no gradients itself; usually the loss. Leaves
+        that are no arrays are static. Equinox modules, `nnx.State`, and parameters of Linen and Haiku are
+        pytrees.
+      policy: a `Policy`, its name, or None, which leaves products as they are.
+      rules: (pattern, policy) pairs, the last that matches a weight's dotted path counts. For patterns, see
+        `mxjax.layers.matching`. Paths are those in the argument, such as "params.Dense_0.kernel" or
+        "layers.0.weight".
+      weights: number of the positional argument that holds the parameters.
+      implementation: see `dot` and `ragged_dot`.
+    Returns:
+      a function with f's arguments and `mxjax_key=`, a JAX key, which policies that draw random bits need.
+      Product n of the report draws from `fold_in(key, n)`, folded with the indices of the loops around it,
+      the outermost first, then with `jax.lax.axis_index` of mesh axes of `shard_map` that its activation
+      varies over. The same key draws the same bits: fold in the step, or every step rounds alike.
+    Raises:
+      TypeError: f is not callable. Others as in `dot`, when the function is called or reports.
+      ValueError: an unknown policy; when called, no product at all, a rule that matches no parameter, a rule
+        with a policy that matches no product's weight, a product of several parameters with different
+        policies, a gradient that f computes, or a missing key.
+    """
+    if not callable(f):
+        raise TypeError(f"transform needs a function, got {f!r}; pass, for example, loss(params, batch)")
+    resolved = tuple((pattern, _resolve(policy)) for pattern, policy in rules)
+    return Transformed(f, _resolve(policy), resolved, weights, implementation)
+
+
+def _resolve(policy: Policy | str | None) -> Policy | None:
+    return None if policy is None else as_policy(policy)
+
+
+class Transformed:
+    """The function that `transform` returns."""
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        policy: Policy | None,
+        rules: Sequence[tuple[str, Policy | None]],
+        weights: int,
+        implementation: Implementation | None,
+    ):
+        self._f, self._policy, self._rules, self._weights = f, policy, rules, weights
+        self._planners = control_flow.PLANNERS | shapes.PLANNERS | products.planners(implementation)
+        functools.update_wrapper(self, f, updated=())
+
+    def __call__(self, *args: Any, mxjax_key: jax.Array | None = None, **kwargs: Any) -> Any:
+        """Returns f(*args, **kwargs), with products in their policies."""
+        traced = _trace(self._f, self._weights, args, kwargs)
+        plan = self._plan(traced)
+        if self._policy is not None and not any(f.is_product for f in plan.found):
+            raise ValueError(
+                f"transform found no product of an activation and a weight from argument {self._weights}; "
+                "weights= is the argument's number, and report() lists what was found"
+            )
+        if plan.draws:
+            self._check_key(plan, mxjax_key)
+        return traced.results.unflatten(evaluate(plan, traced.arrays, Draw(mxjax_key)))
+
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """Returns the products that f has for these arguments; arrays may be `jax.ShapeDtypeStruct`."""
+        return Report(self._plan(_trace(self._f, self._weights, args, kwargs)).found)
+
+    @staticmethod
+    def _check_key(plan: Plan, key: object) -> None:
+        first = next(f for f in plan.found if f.policy is not None and f.policy.needs_key)
+        if key is None:
+            raise ValueError(
+                f"the policy of {first.weight} draws random bits and needs mxjax_key=; "
+                "pass jax.random.key(0), folded with the step"
+            )
+        assert first.policy is not None
+        check_key(first.policy, key)
+
+    def _plan(self, traced: "_Traced") -> Plan:
+        names = [path for origin in traced.origins for path in origin.paths]
+        matched = [(pattern, policy, matching(names, pattern)) for pattern, policy in self._rules]
+        policies = dict.fromkeys(names, self._policy)
+        for _, policy, paths in matched:
+            policies |= dict.fromkeys(paths, policy)
+
+        def plan(deferred: Iterable[str]) -> Plan:
+            context = Context(policies, frozenset(deferred), self._planners)
+            return make_plan(traced.jaxpr, traced.origins, context)
+
+        # The first plan finds the parameters of products: only their casts are deferred.
+        found = plan(path for path, policy in policies.items() if policy is not None).found
+        multiplied = {path for f in found if f.is_product for path in f.paths}
+        for pattern, policy, paths in matched:
+            if policy is not None and multiplied.isdisjoint(paths):
+                known = ", ".join(dict.fromkeys(re.sub(r"\d+", "*", path) for path in multiplied)) or "none"
+                raise ValueError(
+                    f"the rule {pattern!r} of transform matches {', '.join(paths)}, which no product with an "
+                    f"activation has as its weight; the products' weights are {known}"
+                )
+        return plan(path for f in found if f.policy is not None for path in f.paths)
+
+
+class _Traced(NamedTuple):
+    """A traced function, its arguments' arrays, their origins, and the structure of its results."""
+
+    jaxpr: Jaxpr
+    arrays: list[Any]
+    origins: list[Origin]
+    results: Any  # a PyTreeDef
+
+
+def _trace(f: Callable[..., Any], weights: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
+    if not 0 <= weights < len(args):
+        raise ValueError(
+            f"transform takes the weights from positional argument {weights}, but {len(args)} arrived; "
+            "pass the weights by position, or their number as weights="
+        )
+    leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    traced = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+    trees: list[Any] = []
+
+    def flat(*arrays):
+        values = [leaf for _, leaf in leaves]
+        for i, array in zip(traced, arrays, strict=True):
+            values[i] = array
+        args, kwargs = tree.unflatten(values)
+        results, structure = jax.tree.flatten(f(*args, **kwargs))
+        trees.append(structure)
+        return results
+
+    arrays = [leaves[i][1] for i in traced]
+    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    return _Traced(jaxpr, arrays, [_origin(*leaves[i], weights) for i in traced], trees[0])
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+def _origin(path: tuple[Any, ...], array: Any, weights: int) -> Origin:
+    """Returns the origin of an argument's array, whose path begins in (args, kwargs)."""
+    if [key.idx for key in path[:2] if isinstance(key, jax.tree_util.SequenceKey)] != [0, weights]:
+        return DATA
+    return Origin((dotted(path[2:]),)) if jnp.issubdtype(array.dtype, jnp.floating) else CONSTANT

@@ -1,0 +1,77 @@
+"""Shapes from JSON files: Hugging Face's own, our fields, and errors that name the field."""
+
+import json
+import pathlib
+
+import pytest
+
+from models.config_file import load_config
+from models.configs import CONFIGS, get_config, to_dict
+from models.huggingface.config import write_config
+from training.command_line import parse
+from training.setup import open_folder, set_up
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
+SMALL = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16}
+SMALL |= {"d_ff": 64, "rope_scaling": {"factor": 4}}
+
+
+def write(path, raw):
+    path.write_text(json.dumps(raw))
+    return path
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_both_kinds_of_fields_give_back_every_model(tmp_path, name):
+    config = get_config(name)
+    assert load_config(write(tmp_path / "ours.json", to_dict(config))) == config
+    assert load_config(write(tmp_path / "config.json", write_config(config, 2048))) == config
+
+
+def test_a_published_file_is_read():
+    config = load_config(GOLDEN / "llama3.2" / "config.json")
+    raw = json.loads((GOLDEN / "llama3.2" / "config.json").read_text())
+    assert (config.d_model, config.n_layers) == (raw["hidden_size"], raw["num_hidden_layers"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_layer": 3}, "unknown field 'n_layer'; did you mean 'n_layers'"),
+        ({"d_ff": "64"}, "d_ff must be a positive integer below 2..31, got '64'"),
+        ({"n_heads": 0}, "n_heads must be a positive integer"),
+        ({"tied": 1}, "tied must be true or false, got 1"),
+        ({"n_kv_heads": 3}, "n_heads 2 must be a multiple of n_kv_heads 3"),
+        ({"head_dim": 7}, "head_dim 7 must be even"),
+        ({"rope_scaling": {"factr": 1}}, "did you mean 'factor'"),
+        ({"rope_scaling": 3}, "rope_scaling must be an object or null"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
+    ],
+)
+def test_errors_name_file_and_field(tmp_path, change, message):
+    with pytest.raises(ValueError, match=f"shape.json: .*{message}"):
+        load_config(write(tmp_path / "shape.json", SMALL | change))
+
+
+def test_missing_files_and_fields(tmp_path):
+    with pytest.raises(ValueError, match=r"the fields d_model, n_layers, .* are missing"):
+        load_config(write(tmp_path / "shape.json", {"vocab_size": 3}))
+    with pytest.raises(ValueError, match="no such file"):
+        load_config(tmp_path / "other.json")
+
+
+def test_a_run_keeps_its_shape_when_the_file_is_gone(tmp_path):
+    path, out = write(tmp_path / "shape.json", SMALL), tmp_path / "run"
+    flags = ["--model-config", str(path), "--data", __file__, "--seq-len", "8", "--eval-batches", "1"]
+    assert parse(flags).folder().name.startswith("shape-")
+    run = set_up(parse([*flags, "--out", str(out), "--batch-size", "1"]))
+    assert (run.model.d_model, run.model.vocab_size, run.model.rope_scaling.factor) == (32, 257, 4.0)
+    open_folder(run)
+    path.unlink()
+    assert set_up(parse(["--out", str(out), "--resume"])).model == run.model
+
+
+def test_two_models_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--model-config", "a.json", "--model", "60m"])
+    assert "--model and --model-config both name the model" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,92 @@
+"""Generation against transformers' `generate` (golden file), and with a cache against without."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.llamas import GOLDEN, NAMES, SMALL, layer_policies, rewrite_params
+
+from models import llama
+from models.generation import Options, choose, empty_cache, generate, is_in_nucleus, read
+from models.huggingface.config import read_config
+from models.huggingface.convert import read_params
+from training.huggingface_runs import export_checkpoint, import_checkpoint
+
+GENERATED = np.load(pathlib.Path(__file__).parents[1] / "golden" / "generation.npz")
+KEY = jax.random.key(0)
+
+
+def exact(config):
+    """The precision in which transformers computed: float32 everywhere."""
+    return Options(layer_policies(config, "fp32", [("*", "fp32")]), "xla", jnp.float32)
+
+
+def greedy(config, params, prompt, count):
+    drawn = generate(config, exact(config), params, prompt, count, KEY, temperature=0)
+    return np.stack(list(drawn), axis=1)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "llama3.1" else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
+def test_greedy_tokens_equal_transformers(name):
+    config = read_config(json.loads((GOLDEN / name / "config.json").read_text()))
+    params = jax.tree.map(jnp.asarray, read_params(GOLDEN / name, config)[0])
+    prompt, expected = (GENERATED[f"{name}/{part}"] for part in ("prompt", "tokens"))
+    found = greedy(config, params, jnp.asarray(prompt, jnp.int32), expected.shape[1])
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_greedy_tokens_of_an_export_equal_those_of_transformers(tmp_path):
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    source = tmp_path / "source"
+    source.mkdir()
+    params = jax.tree.map(np.asarray, llama.init(dataclasses.replace(SMALL, init_std=0.2), KEY))
+    rewrite_params(source, SMALL, params)
+    import_checkpoint(source, tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    prompt = np.arange(10, dtype=np.int32).reshape(2, 5)
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids = torch.from_numpy(prompt).long()
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, 5:]
+    found = greedy(SMALL, jax.tree.map(jnp.asarray, params), jnp.asarray(prompt), 20)
+    np.testing.assert_array_equal(found, expected.numpy())
+
+
+def test_a_cache_changes_no_logits():
+    """In float32 up to the order of sums; MXFP4's blocks lie along d_in, so each token is quantized alone."""
+    rules = [("blocks.1.*", "fp32"), ("blocks.0.attention.scores", "wgrad"), ("head", "fp32")]
+    options = Options(layer_policies(SMALL, "wgrad", rules), "xla", jnp.float32)
+    params = llama.init(dataclasses.replace(SMALL, init_std=0.2), KEY)
+    tokens = jax.random.randint(KEY, (2, 9), 0, SMALL.vocab_size)
+    more = {"policies": options.policies, "implementation": "xla", "dtype": jnp.float32}
+    expected = jax.jit(functools.partial(llama.apply, SMALL, **more))(params, tokens)
+    cache, bounds = empty_cache(SMALL, 2, 12, jnp.float32), [0, 5, 6, 7, 8, 9]
+    for start, stop in itertools.pairwise(bounds):
+        logits, cache = read(SMALL, options, params, tokens[:, start:stop], cache, start)
+        np.testing.assert_allclose(logits, expected[:, stop - 1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_the_nucleus_is_transformers_s(p):
+    logits = jnp.asarray(GENERATED["top_p/logits"])
+    np.testing.assert_array_equal(is_in_nucleus(logits, p), GENERATED[f"top_p/{p}"])
+
+
+def test_tokens_are_drawn_by_their_probabilities():
+    logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
+    draws = choose(jnp.broadcast_to(logits, (20_000, 4)), KEY, 1.0, 0.9)
+    shares = np.bincount(draws, minlength=4) / len(draws)
+    np.testing.assert_allclose(shares, np.array([0.5, 0.3, 0.15, 0]) / 0.95, atol=0.02)
+    cooler = choose(jnp.broadcast_to(logits, (20_000, 4)), KEY, 0.5, 1.0)
+    expected = np.array([0.5, 0.3, 0.15, 0.05]) ** 2
+    np.testing.assert_allclose(np.bincount(cooler) / len(cooler), expected / expected.sum(), atol=0.02)
+    assert int(choose(logits, KEY, 0.0, 0.5)) == 0

@@ -1,0 +1,232 @@
+"""`transform`'s report, rules, keys and errors, and what it leaves as it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support.dots import FP32, RANDOM_FPROP, assert_same, draw
+from support.oracles import types_unchecked
+
+import mxjax
+
+X = draw(4, 40, seed=1)
+PARAMS = {
+    "blocks": [{"up": draw(40, 24, seed=i), "down": draw(24, 40, seed=i + 9)} for i in range(3)],
+    "head": draw(40, 8, seed=5),
+    "norm": draw(40, seed=6),
+}
+
+
+def loss(params, x):
+    for block in params["blocks"]:
+        x = x * params["norm"][None] + jnp.tanh(x @ block["up"]) @ block["down"]
+    scores = x @ x.T
+    return jnp.sum(scores @ x @ params["head"])
+
+
+def policies_of(transformed, *args):
+    """Returns the policy of each weight's products."""
+    return {f.weight: f.policy for f in transformed.report(*args).found if f.paths}
+
+
+def test_the_last_rule_that_matches_counts():
+    rules = [("blocks.*", "fp8"), ("blocks[-1].*", None), ("*.down", "bf16"), ("*norm*", None)]
+    fp8, bf16 = (mxjax.get_policy(name) for name in ("fp8", "bf16"))
+    assert policies_of(mxjax.transform(loss, FP32, rules), PARAMS, X) == {
+        "blocks.0.up": fp8,
+        "blocks.0.down": bf16,
+        "blocks.1.up": fp8,
+        "blocks.1.down": bf16,
+        "blocks.2.up": None,
+        "blocks.2.down": bf16,
+        "head": FP32,
+    }
+
+
+def test_the_report_says_what_was_found_and_why_it_is_left_alone():
+    rules = [("blocks[1:].*", None), ("head", "fp8")]
+    shapes = jax.eval_shape(lambda: (PARAMS, X))
+    text = str(mxjax.transform(loss, "wgrad", rules).report(*shapes))
+    assert text.splitlines() == [
+        "3 products in a policy, 6 left alone",
+        "wgrad",
+        "    0  blocks.0.up    dot_general float32[4,40] x float32[40,24]",
+        "    1  blocks.0.down  dot_general float32[4,24] x float32[24,40]",
+        "fp8",
+        "    8  head           dot_general float32[4,40] x float32[40,8]",
+        "left alone",
+        "    2  blocks.1.up    dot_general float32[4,40] x float32[40,24]: its policy is None",
+        "    3  blocks.1.down  dot_general float32[4,24] x float32[24,40]: its policy is None",
+        "    4  blocks.2.up    dot_general float32[4,40] x float32[40,24]: its policy is None",
+        "    5  blocks.2.down  dot_general float32[4,24] x float32[24,40]: its policy is None",
+        "    6  no weight      dot_general float32[4,40] x float32[40,4]: neither operand is a weight",
+        "    7  no weight      dot_general float32[4,4] x float32[4,40]: neither operand is a weight",
+    ]
+
+
+@jax.custom_vjp
+def doubled(x, w):
+    return x @ w
+
+
+doubled.defvjp(lambda x, w: (x @ w, w), lambda w, dy: (2 * dy @ w.T, jnp.zeros_like(w)))
+mapped = jax.custom_batching.custom_vmap(jnp.dot)
+mapped.def_vmap(lambda size, batched, x, w: (x @ w, True))
+RAGGED_CONTRACTION = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
+
+LEFT_ALONE = {
+    "both operands are weights": lambda w, x: x @ (w.T @ w),
+    "an outer product contracts no axis": lambda w, x: jnp.einsum("i,j->ij", jnp.arange(4.0), w[0]),
+    "a convolution is no product": lambda w, x: lax.conv(x[None], w.reshape(8, 4, 10), (1,), "SAME"),
+    "int8 is none of float32, bfloat16": lambda w, x: x.astype(jnp.int8) @ w.T.astype(jnp.int8),
+    "is a product of mxjax already": lambda w, x: mxjax.dot(x, w.T, policy="fp32"),
+    "neither operand is a weight": lambda w, x: x @ w[jnp.argmax(x, 1)].T,
+    "is not of the form x [m, k], w [g, k, n]": lambda w, x: lax.ragged_dot_general(
+        x, w, jnp.array([20, 20]), RAGGED_CONTRACTION
+    ),
+    "does not look inside custom_vmap_call": lambda w, x: mapped(x, w.T),
+}
+
+
+@pytest.mark.parametrize("why", LEFT_ALONE)
+def test_what_is_left_alone_says_why(why):
+    report = mxjax.transform(LEFT_ALONE[why], "wgrad").report(draw(8, 40, seed=2), X)
+    assert why in report.left_alone[0].why
+    assert why in str(report)
+
+
+def test_without_a_product_to_change_everything_keeps_its_bits_and_derivatives():
+    def f(params, x):
+        w = params["w"].astype(jnp.bfloat16)
+        x = lax.scan(lambda x, _: (x + doubled(x, params["v"]), None), x, length=2)[0]
+        return jnp.sum((x.astype(w.dtype) @ w).astype(jnp.float32) ** 2)
+
+    params = {"w": draw(40, 24, seed=2), "v": draw(40, 40, seed=3) / 40}
+    transformed = mxjax.transform(f, "wgrad", [("*", None)])
+    runs = [jax.jit(jax.value_and_grad(g))(params, X) for g in (f, transformed)]
+    assert_same(*map(jax.tree.leaves, runs))
+    found = mxjax.transform(f, "wgrad").report(params, X).products
+    assert [f.why for f in found] == [
+        "differentiated through: the custom_vjp rule around it is not used",
+        "",
+    ]
+    assert [f.operands[1] for f in found] == ["float32[40,40]", "float32[40,24]"]
+
+
+@pytest.mark.slow
+def test_keys_are_folded_by_product_and_loop_index():
+    policy, key = mxjax.get_policy("full_sr"), jax.random.key(3)
+    params = {"first": draw(40, 40, seed=2), "ws": draw(2, 40, 40, seed=3) / 8}
+
+    def f(params, x, products):
+        x = products[0](x, params["first"])
+        step = lambda x, i_w: (jnp.tanh(products[1](x, *i_w)), None)  # noqa: E731
+        return jnp.sum(lax.scan(step, x, (jnp.arange(2), params["ws"]))[0] ** 2)
+
+    def by_hand(params, x):
+        fold = jax.random.fold_in
+        return f(
+            params,
+            x,
+            [
+                lambda x, w: mxjax.dot(x, w, policy=policy, key=fold(key, 0)),
+                lambda x, i, w: mxjax.dot(x, w, policy=policy, key=fold(fold(key, 1), i)),
+            ],
+        )
+
+    plain = mxjax.transform(lambda params, x: f(params, x, [jnp.dot, lambda x, i, w: x @ w]), policy)
+    expected = jax.jit(jax.value_and_grad(by_hand))(params, X)
+    actual = jax.jit(jax.value_and_grad(lambda *args: plain(*args, mxjax_key=key)))(params, X)
+    assert_same(*map(jax.tree.leaves, (actual, expected)))
+
+
+def test_a_key_that_is_missing_or_none_raises():
+    transformed = mxjax.transform(lambda w, x: x @ w.T, "full_sr")
+    with pytest.raises(ValueError, match="policy of weights draws random bits and needs mxjax_key="):
+        transformed(draw(24, 40, seed=2), X)
+    with types_unchecked(), pytest.raises(TypeError, match="key must be a JAX key, got 3"):
+        transformed(draw(24, 40, seed=2), X, mxjax_key=3)
+
+
+def test_while_loops_run_and_fold_their_index():
+    def f(w, x):
+        return lax.while_loop(lambda s: s[1] < 2, lambda s: (jnp.tanh(s[0] @ w), s[1] + 1), (x, 0))[0]
+
+    def by_hand(w, x):
+        for i in range(2):
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(3), 0), i)
+            x = jnp.tanh(mxjax.dot(x, w, policy=RANDOM_FPROP, key=key))
+        return x
+
+    w = draw(40, 40, seed=2)
+    actual = jax.jit(mxjax.transform(f, RANDOM_FPROP))(w, X, mxjax_key=jax.random.key(3))
+    np.testing.assert_array_equal(actual, jax.jit(by_hand)(w, X))
+
+
+def test_it_maps():
+    transformed = mxjax.transform(lambda w, x: x @ w, "wgrad")
+    xs, w = draw(3, 5, 40, seed=1), draw(40, 24, seed=2)
+    np.testing.assert_array_equal(jax.vmap(transformed, (None, 0))(w, xs), transformed(w, xs))
+
+
+def test_weights_of_two_arguments_take_two_transforms():
+    def f(a, b, x):
+        return jnp.sum((x @ a @ b) ** 2)
+
+    inner = mxjax.transform(f, "wgrad", weights=1)
+    outer = mxjax.transform(inner, "fp8")
+    a, b = draw(40, 24, seed=2), draw(24, 16, seed=3)
+    assert "1 products in a policy, 1 left alone" in str(outer.report(a, b, X))
+    y = mxjax.dot(mxjax.dot(X, a, policy="fp8"), b, policy="wgrad")
+    np.testing.assert_array_equal(outer(a, b, X), jnp.sum(y**2))
+
+
+def test_a_call_without_any_product_raises():
+    with pytest.raises(ValueError, match="found no product of an activation and a weight from argument 0"):
+        mxjax.transform(lambda norm, x: x * norm[None], "wgrad")(PARAMS["norm"], X)
+
+
+def test_arguments_that_are_no_arrays_stay_python_values():
+    def f(x, params, *, double: bool, act):
+        return act(x @ params["w"]) * (2 if double else 1), {"none": None}
+
+    params = {"w": draw(40, 24, seed=2)}
+    y, rest = mxjax.transform(f, "fp32", weights=1)(X, params, double=True, act=jnp.tanh)
+    np.testing.assert_allclose(y, 2 * jnp.tanh(X @ params["w"]), rtol=1e-5)
+    assert rest == {"none": None}
+
+
+def sgd(params, x):
+    return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params, x))
+
+
+def merged(params, x):
+    return x @ jnp.concatenate([block["up"] for block in params["blocks"]], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("f", "args", "options", "message"),
+    [
+        (loss, (PARAMS, X), {"rules": [("*haed*", None)]}, r"'\*haed\*' matches none of blocks.\*.down"),
+        (
+            loss,
+            (PARAMS, X),
+            {"rules": [("norm", "fp8")]},
+            "'norm' of transform matches norm, which no product",
+        ),
+        (loss, (PARAMS, X), {"policy": "wgrda"}, "did you mean 'wgrad'"),
+        (sgd, (PARAMS, X), {}, "transform the loss alone, jax.grad"),
+        (merged, (PARAMS, X), {"rules": [("blocks[0].*", "fp8")]}, "blocks.0.up: fp8, blocks.1.up: wgrad"),
+        (loss, (PARAMS,), {"weights": 1}, "from positional argument 1, but 1 arrived"),
+    ],
+    ids=["no parameter", "no product", "policy", "gradient", "several policies", "argument"],
+)
+def test_what_does_not_fit_raises(f, args, options, message):
+    with types_unchecked(), pytest.raises(ValueError, match=message):
+        mxjax.transform(f, **({"policy": "wgrad"} | options)).report(*args)
+
+
+def test_what_is_no_function_raises():
+    with types_unchecked(), pytest.raises(TypeError, match="needs a function"):
+        mxjax.transform(PARAMS, "wgrad")

@@ -1,0 +1,107 @@
+"""Policies from files and objects, and their record in config.json."""
+
+import dataclasses
+import functools
+import json
+
+import pytest
+
+import mxjax
+from models import llama
+from models.configs import get_config
+from mxjax import Gemm, Operand, Policy, Rotation
+from training.command_line import parse
+from training.config import Config, PrecisionConfig, by_flag
+from training.policy_record import from_record, to_record
+from training.policy_schedule import parse_schedule, phases_of
+from training.policy_source import load_policy
+from training.run_config import from_json, to_json
+
+OWN = Policy(wgrad=Gemm(rotation=Rotation(32, "fixed", seed=3)))
+LAYER_POLICIES = functools.partial(llama.layer_policies, get_config("tiny"))
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Files in the current folder: a policy as JSON and in Python, and wrong ones."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.json").write_text(mxjax.policy_to_json(OWN, indent=2))
+    (tmp_path / "bad.json").write_text('{"wgrad": {"lhs": {"format": 5}}}')
+    (tmp_path / "own.py").write_text(
+        "import mxjax\nown = mxjax.Policy(wgrad=mxjax.Gemm(rotation=mxjax.Rotation(32, 'fixed', seed=3)))\n"
+        "named = 'fp8'\nnothing = 3\n"
+    )
+    (tmp_path / "broken.py").write_text("1 / 0")
+
+
+def test_a_policy_is_read_from_json_and_python(files):
+    assert load_policy("own.json") == load_policy("own.py:own") == OWN
+    assert load_policy("own.py:named") == load_policy("fp8") == mxjax.get_policy("fp8")
+    first, second, third = parse_schedule("own.json; ./own.py:own from 4; fp8 from 6", 9)
+    assert (first.policy, second.policy, third.name) == (OWN, OWN, "fp8")
+    assert PrecisionConfig(layers=("head=own.py:own",)).rules() == [("head", OWN)]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("missing.json", "missing.json: No such file"),
+        ("bad.json", "bad.json: wgrad.lhs.format must be a string"),
+        (".json/", "unknown policy"),
+        ("missing.py:own", "missing.py: No such file"),
+        ("own.py", "write own.py:NAME"),
+        ("own.py:other", "own.py has no mxjax.Policy called other; it has own"),
+        ("own.py:nothing", "no mxjax.Policy called nothing"),
+        ("broken.py:own", "broken.py raises ZeroDivisionError: division by zero"),
+    ],
+)
+def test_errors_name_the_file_in_one_line(files, source, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_schedule(source, 9)
+    assert "\n" not in str(caught.value)
+
+
+def test_changes_hold_in_every_phase_but_not_in_exceptions():
+    changes = ("*.rotation.size=32", "wgrad.*.rounding=stochastic")
+    precision = PrecisionConfig("wgrad; wgrad_rht from 3", layers=("head=wgrad",), set=changes)
+    for phase, name in zip(phases_of(precision, 4, LAYER_POLICIES), ("wgrad", "wgrad_rht"), strict=True):
+        changed = mxjax.set_fields(mxjax.get_policy(name), changes)
+        assert phase.layers["blocks.0.mlp.down"] == changed != mxjax.get_policy(name)
+        assert phase.layers["head"] == mxjax.get_policy("wgrad")
+    with pytest.raises(ValueError, match=r"--set changes bf16: .*rounding='nearest'"):
+        parse_schedule("wgrad; bf16 from 3", 4, ["wgrad.lhs.rounding=stochastic"])
+
+
+def test_set_may_be_given_several_times():
+    flags = ["--set", "wgrad.rhs.rounding=stochastic", "--set", "wgrad.*.scale_rule=floor"]
+    assert parse(flags).precision.set == (flags[1], flags[3])
+
+
+def test_configurations_of_earlier_versions_are_read():
+    raw = to_json(Config())
+    for concern, field in (("precision", "set"), ("observe", "wandb")):
+        del raw[concern][field]
+    del raw["model_config"]
+    assert from_json(raw) == Config()
+
+
+def test_a_configuration_takes_a_policy_itself():
+    config = Config(precision=PrecisionConfig(OWN), seed=5)
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+    assert by_flag(config)["policy"] == OWN
+    assert by_flag(config)["seed"] == 5  # not the rotation's
+    assert config.folder().name.startswith("tiny-custom-")
+    [phase] = phases_of(config.precision, 300, LAYER_POLICIES)
+    assert (phase.policy, phase.layers["blocks.1.mlp.down"]) == ("custom", OWN)
+
+
+def test_the_record_gives_back_every_layer_s_policy():
+    other = dataclasses.replace(OWN, wgrad=Gemm(rotation=Rotation(32, "fixed", seed=4)))
+    rules = [("head", other), ("blocks.0.*", Policy(dgrad=Gemm(Operand(prescale=0.7500001))))]
+    [phase] = phases_of(PrecisionConfig(OWN), 9, lambda default, _: LAYER_POLICIES(default, rules))
+    later = phase._replace(first_step=4, policy="later", layers=phase.layers.with_scale_rule("even"))
+    saved = json.loads(json.dumps(to_record([phase, later])))
+    assert from_record(saved) == (phase, later)
+    assert from_record({}) is None
+    with pytest.raises(ValueError, match="holds no policies of this version"):
+        from_record(saved | {"policies": {}})

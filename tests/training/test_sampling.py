@@ -1,0 +1,83 @@
+"""`eval.py sample`: tokenizers, seeds, policies, and what it prints."""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+import eval as evaluation_program
+import train as training_program
+from models import llama
+from training import sampling
+from training.command_line import parse
+from training.restored import restore
+from training.sampling import Codec, SampleConfig, codec_of, sample
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on text whose model has one layer."""
+    folder = tmp_path_factory.mktemp("runs")
+    sizes = {"vocab_size": 1, "d_model": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16}
+    (folder / "shape.json").write_text(json.dumps(sizes | {"d_ff": 32, "init_std": 0.5}))
+    flags = f"--steps 1 --batch-size 1 --seq-len 8 --eval-batches 1 --policy wgrad_rht --data {__file__}"
+    flags += f" --model-config {folder}/shape.json --out {folder}/run"
+    training_program.train(parse(flags.split()))
+    return folder / "run"
+
+
+def test_greedy_tokens_equal_those_without_a_cache(run, monkeypatch, capsys):
+    codec = Codec(lambda text: list(text.encode()), lambda ids: " ".join(map(str, ids)), end=None)
+    monkeypatch.setattr(sampling, "codec_of", lambda *_: codec)
+    evaluation_program.command(
+        "sample", ["--prompt", "def ", "--tokens", "5", "--temperature", "0", str(run)]
+    )
+    printed, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    assert printed == "def " + result["text"]
+    assert (result["policy"], result["step"], result["tokens"]) == ("wgrad_rht", 1, 5)
+    _, model, params, _, phase, _ = restore(SampleConfig(run))
+    tokens = jnp.array([[*b"def ", *map(int, result["text"].split())]])
+    apply = jax.jit(functools.partial(llama.apply, model, policies=phase.layers))
+    following = jnp.argmax(apply(params, tokens, key=jax.random.key(0)), axis=-1)[0]
+    np.testing.assert_array_equal(following[3:-1], tokens[0, 4:])
+
+
+def test_the_seed_decides(run):
+    texts = [sample(SampleConfig(run, tokens=8, seed=seed))["text"] for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert sample(SampleConfig(run, policy="fp8", tokens=2))["policy"] == "fp8"
+
+
+def test_the_tokenizer_is_the_data_s(run, tmp_path):
+    words = {"<eos>": 0, "the": 1, "square": 2, "is": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "data.tokenizer.json"))
+    (tmp_path / "data.idx").touch()
+    restored = restore(SampleConfig(run))
+    restored = restored._replace(config=parse(["--data", str(tmp_path / "data")]))
+    codec = codec_of(run, restored)
+    assert (codec.encode("the square"), codec.decode([1, 3]), codec.end) == ([1, 2], "the is", 0)
+    pathlib.Path(tmp_path / "data.tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"has no tokenizer; one of .*data.tokenizer.json, .* must exist"):
+        codec_of(run, restored)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tokens": 0}, "--tokens must be at least 1"),
+        ({"temperature": -1.0}, "--temperature must be finite"),
+        ({"top_p": 0.0}, "--top-p must be greater than 0"),
+        ({"seed": -1}, "--seed must be from 0"),
+    ],
+)
+def test_flags_are_checked(flags, message):
+    with pytest.raises(ValueError, match=message):
+        SampleConfig(pathlib.Path("run"), **flags)

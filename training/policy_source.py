@@ -1,0 +1,57 @@
+"""What a policy on the command line may be: a name, a JSON file, or a policy in a Python file."""
+
+import pathlib
+import re
+import runpy
+
+from mxjax.policy import Policy
+from mxjax.policy_json import policy_from_json
+from mxjax.recipes import get_policy, policies
+
+_IN_PYTHON = re.compile(r"(.+\.py):(\w+)")
+
+
+def load_policy(source: str) -> Policy:
+    """Returns the policy that a text names.
+
+    Args:
+      source: a name of `mxjax.policies()`; FILE.json, as `mxjax.policy_to_json` writes it; or FILE.py:NAME, a
+        Python file that is run, and its variable that holds a `Policy` or such a name.
+    Raises:
+      ValueError: unknown name, or the file cannot be read or run, or holds no such policy.
+    """
+    if source.endswith(".json"):
+        try:
+            return policy_from_json(pathlib.Path(source).read_text())
+        except OSError as error:
+            raise ValueError(f"{source}: {error.strerror}") from None
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+    if found := _IN_PYTHON.fullmatch(source):
+        return _from_python(*found.groups())
+    if source.endswith(".py"):
+        raise ValueError(f"{source} may hold several policies; write {source}:NAME")
+    return get_policy(source)
+
+
+def label(policy: Policy | str) -> str:
+    """Returns the short name of a policy in records: as it was written, its own name, or "custom"."""
+    if isinstance(policy, str):
+        return policy
+    return next((name for name, known in policies().items() if known == policy), "custom")
+
+
+def _from_python(path: str, name: str) -> Policy:
+    try:
+        values = runpy.run_path(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    except (Exception, SystemExit) as error:  # whatever the user's file raises is an error in the input
+        raise ValueError(f"{path} raises {type(error).__name__}: {' '.join(str(error).split())}") from error
+    value = values.get(name)
+    if isinstance(value, str):
+        value = get_policy(value)
+    if not isinstance(value, Policy):
+        there = [n for n, v in values.items() if isinstance(v, Policy)]
+        raise ValueError(f"{path} has no mxjax.Policy called {name}; it has {', '.join(there) or 'none'}")
+    return value

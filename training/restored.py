@@ -1,0 +1,91 @@
+"""A run's model at a checkpoint, in the precision of the run or in another."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+import tyro
+
+from models import llama
+from models.configs import LlamaConfig, from_dict
+from mxjax.implementations import Implementation, check_implementations
+from mxjax.scales import ScaleRule
+from training.checkpoint.checkpoints import Checkpoints
+from training.config import Config, PrecisionConfig, parse_rules
+from training.metrics import evaluations
+from training.policy_record import from_record
+from training.policy_schedule import Phase, phase_at, phases_of, with_exceptions, with_scale_rule
+from training.run_config import from_json, read_run_config
+
+
+@dataclasses.dataclass(frozen=True)
+class RunArguments:
+    """A checkpoint of a run and its precision. A flag that is not given takes the run's value."""
+
+    run: Annotated[pathlib.Path, tyro.conf.Positional]
+    """The run's folder."""
+    policy: str | None = None
+    """Run the weights in this policy: a name, FILE.json or FILE.py:NAME. Default: the policies that the run
+    had at the checkpoint's step."""
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Changes a field of --policy, as PATH=VALUE."""
+    scale_rule: ScaleRule | None = None
+    """Use this rule for MXFP4 scales instead of the policy's."""
+    layers: tuple[str, ...] = ()
+    """Exceptions by layer, as PATTERN=POLICY, besides those of the run unless --policy is given."""
+    implementation: Implementation | None = None
+    """Implementation of the GEMMs. Default: as in the run."""
+    step: int | Literal["best"] | None = None
+    """Take the checkpoint of this step, or the best one by evaluation loss. Default: the last."""
+
+
+class Restored(NamedTuple):
+    """A run's configuration, and its model at a checkpoint."""
+
+    config: Config
+    model: LlamaConfig
+    params: llama.Params
+    step: int | None
+    phase: Phase
+    implementation: Implementation | None
+
+
+def restore(arguments: RunArguments) -> Restored:
+    """Returns the model that the arguments name.
+
+    Raises:
+      ValueError: no such run, step or policy, or the policy cannot run here.
+    """
+    saved = read_run_config(arguments.run)
+    config, model = from_json(saved["config"]), from_dict(saved["model"])
+    implementation = arguments.implementation or config.precision.implementation
+    phases = choose_phases(arguments, saved, config, model)
+    for phase in phases:
+        check_implementations(phase.layers.policies, implementation)
+    with Checkpoints(arguments.run / "checkpoints", losses=evaluations(arguments.run)) as checkpoints:
+        step = checkpoints.latest if arguments.step is None else arguments.step
+        if step == "best" and (step := checkpoints.best) is None:
+            raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
+        params = checkpoints.restore_params(llama.abstract_params(model), step)
+    return Restored(config, model, params, step, phase_at(phases, step or 0), implementation)
+
+
+def choose_phases(
+    arguments: RunArguments, saved: Mapping[str, Any], config: Config, model: LlamaConfig
+) -> tuple[Phase, ...]:
+    """Returns the phases that the arguments name, or the run's own with the arguments' changes.
+
+    The run's scale rule and exceptions by layer belong to its policy: another policy does without them.
+    """
+    layer_policies = functools.partial(llama.layer_policies, model)
+    rule = arguments.scale_rule
+    if arguments.policy is not None:
+        precision = PrecisionConfig(arguments.policy, rule, arguments.layers, arguments.set)
+        return phases_of(precision, config.steps, layer_policies)
+    if arguments.set:
+        raise ValueError("--set changes the fields of --policy: name the policy too")
+    phases = from_record(saved) or phases_of(config.precision, config.steps, layer_policies)
+    phases = tuple(with_exceptions(phase, parse_rules(arguments.layers)) for phase in phases)
+    return phases if rule is None else with_scale_rule(phases, rule)

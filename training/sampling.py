@@ -1,0 +1,126 @@
+"""Text from a run's model: `python eval.py sample RUN --prompt TEXT`."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from models.generation import Options, generate
+from training.data.megatron import is_indexed, parse_blend
+from training.data.text import END_OF_DOCUMENT
+from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_path
+from training.restored import Restored, RunArguments, restore
+from training.run_config import HUGGINGFACE
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig(RunArguments):
+    """Generation of text by a run's checkpoint. A flag that is not given takes the run's value."""
+
+    prompt: str = ""
+    """Text to continue. Empty: begin a document."""
+    tokens: int = 128
+    """Largest number of tokens to generate; the end of a document ends the text before."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most probable token."""
+    top_p: float = 1.0
+    """Draw among the fewest most probable tokens whose probabilities sum to at least this."""
+    seed: int = 0
+    """Draws the tokens, and the policy's random bits."""
+
+    def __post_init__(self):
+        if self.tokens < 1:
+            raise ValueError(f"--tokens must be at least 1, got {self.tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"--temperature must be finite and at least 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p must be greater than 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed must be from 0 to 2**32 - 1, got {self.seed}")
+
+
+class Codec(NamedTuple):
+    """Text to token ids and back, and the id that ends a document, if there is one."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    end: int | None
+
+
+def sample(arguments: SampleConfig) -> dict[str, Any]:
+    """Returns the run, step and policy, and the generated text.
+
+    Raises:
+      ValueError: no such run, step, policy or tokenizer, or the prompt has no tokens.
+    """
+    restored = restore(arguments)
+    codec = codec_of(arguments.run, restored)
+    prompt = codec.encode(arguments.prompt)
+    if not arguments.prompt and codec.end is not None:
+        prompt = [codec.end]  # what precedes a document in the data
+    if not prompt:
+        raise ValueError("--prompt has no tokens, and the tokenizer none that ends a document; give a prompt")
+    if max(prompt) >= restored.model.vocab_size:
+        raise ValueError(
+            f"--prompt has token {max(prompt)} and the model {restored.model.vocab_size}: the tokenizer is "
+            "not the model's"
+        )
+    found: list[int] = []
+    for token in _tokens(arguments, restored, prompt):
+        if token == codec.end:
+            break
+        found.append(token)
+    described = {"run": str(arguments.run), "step": restored.step, "policy": restored.phase.policy}
+    return described | {"seed": arguments.seed, "tokens": len(found), "text": codec.decode(found)}
+
+
+def _tokens(arguments: SampleConfig, restored: Restored, prompt: list[int]):
+    """Yields the ids of the tokens that follow the prompt."""
+    options = Options(restored.phase.layers, restored.implementation)
+    drawn = generate(
+        restored.model,
+        options,
+        jax.tree.map(jnp.asarray, restored.params),
+        jnp.array([prompt], jnp.int32),
+        arguments.tokens,
+        jax.random.key(arguments.seed),
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+    )
+    yield from (int(token[0]) for token in drawn)
+
+
+def codec_of(run: pathlib.Path, restored: Restored) -> Codec:
+    """Returns the tokenizer of a run's data or of the imported checkpoint, or bytes for a run on text.
+
+    Raises:
+      ValueError: the run has no tokenizer.
+    """
+    data = restored.config.data.data
+    indexed = bool(data) and is_indexed(data)
+    prefixes = parse_blend(data)[0] if indexed else []
+    paths = [*map(tokenizer_path, prefixes), run / HUGGINGFACE / "tokenizer.json"]
+    if (path := next((path for path in paths if path.exists()), None)) is not None:
+        return _tokenizer_codec(path)
+    if indexed or restored.model.vocab_size <= END_OF_DOCUMENT:
+        raise ValueError(f"{run} has no tokenizer; one of {', '.join(map(str, paths))} must exist")
+    return Codec(lambda text: list(text.encode()), _text_of_bytes, END_OF_DOCUMENT)
+
+
+def _tokenizer_codec(path: pathlib.Path) -> Codec:
+    tokenizer = load_tokenizer(path)
+    try:
+        _, end = end_of_document(tokenizer, None)
+    except ValueError:
+        end = None
+    # As in training.tokenize, nothing is added to the text.
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    return Codec(lambda text: encode(text).ids, tokenizer.decode, end)
+
+
+def _text_of_bytes(ids: Sequence[int]) -> str:
+    return bytes(i for i in ids if i < END_OF_DOCUMENT).decode(errors="replace")
