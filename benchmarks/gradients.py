@@ -1,6 +1,6 @@
 """Measures what quantization does to a real gradient: the errors of dw by policy, and the values of dy.
 
-    python -m benchmarks.gradients [--steps 50] [--out docs/results/gradients.json]
+    python -m benchmarks.gradients [--steps 50] [--out docs/results/gradients.json] [--page docs/gradients.md]
 
 The model is that of `benchmarks.byte_model`, trained for some steps in float32. x, w and dy of each linear
 layer of its last block come from one further batch. `python -m benchmarks.figures` draws the JSON.
@@ -22,7 +22,9 @@ from matplotlib.figure import Figure
 
 import mxjax
 from benchmarks.byte_model import BLOCKS, Model, batches_of_source
+from benchmarks.markdown import insert
 from mxjax.kernels.bench.report import commit
+from mxjax.kernels.tables import table
 
 LAYERS = ("query", "key", "value", "out", "up", "down")
 """The linear layers of a block, in the order in which they multiply."""
@@ -37,7 +39,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gradients", description=__doc__)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/results/gradients.json"))
+    parser.add_argument("--page", type=pathlib.Path, help="measure nothing; write the table into this page")
     options = parser.parse_args()
+    if options.page is not None:
+        found = errors_table(json.loads(options.out.read_text()))
+        options.page.write_text(insert(options.page.read_text(), {"errors": found}))
+        return
     *batches, last = batches_of_source(options.steps + 1)
     layers = gradients_of(train(batches), last)
     content = {
@@ -49,6 +56,16 @@ def main() -> None:
         "values": histogram(layers[HISTOGRAM][2]),
     }
     options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def errors_table(content: dict[str, Any]) -> str:
+    """Returns the ranges over the layers, by policy: projection, and share of dy that becomes zero."""
+    rows = []
+    for policy, layers in content["errors"].items():
+        projections, flushed = ([e[name] for e in layers.values()] for name in ("projection", "flushed"))
+        zeros = f"{100 * min(flushed):.0f} to {100 * max(flushed):.0f} %"
+        rows.append([f"`{policy}`", f"{min(projections):.3f} to {max(projections):.3f}", zeros])
+    return table(" | projection of dw on the exact one | share of dy that becomes zero", rows)
 
 
 def loss_of(model: Model, params, batch, *arguments) -> jax.Array:

@@ -20,7 +20,7 @@ def drawn(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["ladder", "speed"])
+@pytest.mark.parametrize("name", ["ladder", "speed", "gradients", "gradient-values"])
 def test_committed_figures_show_the_committed_numbers(drawn, name):
     """Compares the texts, among them every value; other versions of matplotlib may place them elsewhere."""
     new, old = ((folder / f"{name}.svg").read_text() for folder in (drawn, DRAWN))

@@ -26,7 +26,7 @@ def test_the_examples_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["getting-started", "integration"])
+@pytest.mark.parametrize("page", ["getting-started", "integration", "gradients"])
 def test_the_examples_of_the_documentation_run(page):
     assert run_examples((ROOT / "docs" / f"{page}.md").read_text())
 
