@@ -332,19 +332,9 @@ def wait_for(process, condition):
 def test_a_run_killed_twenty_times_equals_one_left_alone(text, tmp_path):
     """SIGKILL at random moments: while it starts, between steps, and, half of them, while it saves."""
     whole, out = tmp_path / "whole", tmp_path / "run"
-    flags = [
-        "--steps",
-        "160",
-        "--checkpoint-every",
-        "3",
-        "--eval-every",
-        "9",
-        "--keep-checkpoints",
-        "2",
-        "--log-every",
-        "50",
-    ]
-    train(*arguments(text, whole, *flags))
+    flags = ["--steps", "160", "--eval-every", "9", "--keep-checkpoints", "2", "--log-every", "50"]
+    train(*arguments(text, whole, *flags, "--checkpoint-every", "160"))
+    flags += ["--checkpoint-every", "3"]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train"])
     moments, during_saves = random.Random(0), 0
