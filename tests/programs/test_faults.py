@@ -32,13 +32,6 @@ SMALL = "--batch-size 2 --seq-len 16 --eval-batches 2 --warmup-steps 2 --policy 
 KILLS = 20
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
-    return path
-
-
 def arguments(text, out, *flags):
     return [*SMALL.split(), "--data", str(text), "--out", str(out), *flags]
 
