@@ -19,6 +19,9 @@ class Job:
       program: the module to run, "benchmarks.train_ours" or "benchmarks.train_peer".
       subject: a policy of ours, or a precision of the peer's.
       batch: sequences a step on all devices together.
+      steps: steps to time.
+      before: steps to train before these, at least 1.
+      tokens: an .npy file of the tokens of each step, int32 [steps, batch, seq + 1]; None draws them.
       devices: number of devices to use.
       remat, implementation, mesh: train.py's flags.
       loss: "whole" logits, or "chunked" in the peer.
@@ -32,7 +35,8 @@ class Job:
     batch: int
     seq: int
     steps: int
-    warmup: int
+    before: int
+    tokens: str | None = None
     devices: int = 1
     remat: str = "none"
     implementation: Any = None
@@ -48,19 +52,31 @@ class Job:
 
 
 OURS, PEER = "benchmarks.train_ours", "benchmarks.train_peer"
-LEARNING_RATE = 1e-5
-"""Ours and the peer's, without warm-up: too small to raise the loss in a few steps on random tokens."""
+RANDOM_RATE = 1e-5
+"""Learning rate on random tokens, without warm-up: too small to raise the loss in a few steps."""
+TEXT_RATE, WARMUP = 1e-3, 100
+"""Learning rate on text, after so many steps of linear warm-up."""
+
+
+def learning_rate(job: Job) -> tuple[float, int]:
+    """Returns the learning rate, which stays constant, and the steps of warm-up before it."""
+    return (RANDOM_RATE, 0) if job.tokens is None else (TEXT_RATE, WARMUP)
 
 
 def batches(job: Job, vocab_size: int) -> list[np.ndarray]:
-    """Draws the int32 [batch, seq + 1] tokens of each step, the same for all jobs.
+    """Returns the int32 [batch, seq + 1] tokens of each step, the same for all jobs.
 
-    They suffice for the warm-up, the timed steps and a last step that is not timed.
+    They suffice for the steps before, the timed steps and a last step that is not timed.
     """
+    if job.tokens is not None:
+        return list(np.load(job.tokens, mmap_mode="r"))
     generator, shape = np.random.default_rng(0), (job.batch, job.seq + 1)
-    return [
-        generator.integers(vocab_size, size=shape, dtype=np.int32) for _ in range(job.warmup + job.steps + 1)
-    ]
+    return [generator.integers(vocab_size, size=shape, dtype=np.int32) for _ in range(number_of_steps(job))]
+
+
+def number_of_steps(job: Job) -> int:
+    """Returns the number of steps to run: the last, which is not timed, included."""
+    return job.before + job.steps + 1
 
 
 def run_steps(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import trace_table, train_job
-from benchmarks.train_job import LEARNING_RATE, Job
+from benchmarks.train_job import Job
 from models import llama
 from models.configs import get_config
 from mxjax.implementations import choose_implementation
@@ -46,7 +46,8 @@ def run(job: Job) -> dict[str, Any]:
 
 def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Measures all that `run` returns except the GEMMs' rates."""
-    model, optimizer = get_config(job.model), make_optimizer(OptimizerConfig(LEARNING_RATE, 0), 1_000_000)
+    model = get_config(job.model)
+    optimizer = make_optimizer(OptimizerConfig(*train_job.learning_rate(job)), 1_000_000_000)
     policies = llama.layer_policies(model, get_policy(job.subject))
     options = {"policies": policies, "remat": job.remat, "implementation": job.implementation}
     check_remat(job.remat, policies.policies, job.implementation)
@@ -71,7 +72,8 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
 
     losses, times = train_job.run_steps(step, float, inputs)
     outcome = {
-        "times": times[job.warmup - 1 :],
+        "times": times[job.before - 1 :],
+        "times_before": times[: job.before - 1],
         "losses": losses,
         "lower_seconds": lower_seconds,
         "compile_seconds": compile_seconds,

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import train_job
-from benchmarks.train_job import LEARNING_RATE, Job
+from benchmarks.train_job import Job
 from models.configs import get_config
 from models.huggingface.config import write_config
 
@@ -85,8 +85,10 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     if ON_GPU:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    rates = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
-    optimizer = torch.optim.AdamW(peer.parameters(), fused=True, **rates)
+    rate, warmup = train_job.learning_rate(job)
+    options = {"lr": rate, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(peer.parameters(), fused=True, **options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / (warmup + 1), 1))
     autocast = job.subject == "autocast" and job.devices == 1
     share = slice(rank * job.batch // job.devices, (rank + 1) * job.batch // job.devices)
     began = time.perf_counter()
@@ -101,6 +103,7 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
         loss.backward()
         nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         return to_host(loss.detach())
 
@@ -116,7 +119,8 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     losses, times = train_job.run_steps(step, fetch, inputs)
     losses = average(losses, device) if job.devices > 1 else losses
     return {
-        "times": times[job.warmup - 1 :],
+        "times": times[job.before - 1 :],
+        "times_before": times[: job.before - 1],
         "losses": losses,
         "compile_seconds": first_step,
         "peak_bytes": torch.cuda.max_memory_allocated() if ON_GPU else None,

@@ -13,6 +13,7 @@ from mxjax.kernels.tables import table
 from training.throughput import peak_flops
 
 FIRST_LOSS_TOLERANCE = 0.1  # nats from bf16's; quantization moves the first loss by about 0.01
+WINDOW = 20  # steps of which a median is taken
 NOISE = 6.0  # nats times the root of a step's tokens: the most that two random batches' losses differ
 
 
@@ -59,6 +60,8 @@ def lines(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "name": name + (", loss in chunks" if mine[0]["job"]["loss"] == "chunked" else ""),
                 "rounds": len(mine),
                 "step_seconds": {"median": median, "p10": p10, "p90": p90},
+                "step_seconds_at": at(mine),
+                "slowest_of_first": slowest_of_first(at(mine)),
                 "tokens_per_s": speed["tokens_per_s"],
                 "flops_per_s_per_device": flops,
                 "mfu": flops / peak if peak else None,
@@ -77,13 +80,35 @@ def lines(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def at(runs: list[dict[str, Any]]) -> dict[int, float]:
+    """Returns the median seconds of `WINDOW` steps by the step that they end at: the 25th, 50th, 100th, …."""
+    found = {}
+    times = [run["times_before"] + run["times"] for run in runs]  # the first is step 2's
+    steps = len(times[0]) + 1
+    for end in (25, *range(50, steps + 1, 50)):
+        if end <= steps:
+            window = slice(end - 1 - WINDOW, end - 1)
+            found[end] = statistics.median(t for run in times for t in run[window])
+    return found
+
+
+def slowest_of_first(windows: dict[int, float]) -> float | None:
+    """Returns the slowest window's seconds relative to the first window's; None if there are not two."""
+    first, *later = windows.values() or [None]
+    return max(later) / first if later and first is not None else None
+
+
 def print_report(report: dict[str, Any]) -> None:
     """Prints the table, the profiles, and the runs that are absent."""
-    header = " | step ms | p10 | p90 | tokens/s | TFLOP/s | MFU | of GEMM | peak GB | compile s"
+    header = (
+        " | step ms | p10 | p90 | slowest x first | tokens/s | TFLOP/s | MFU | of GEMM | peak GB | compile s"
+    )
     rows = []
     for line in report.get("lines", []):
         seconds = line["step_seconds"].values()
-        numbers = [*(f"{t * 1e3:.1f}" for t in seconds), f"{line['tokens_per_s']:,.0f}"]
+        numbers = [f"{t * 1e3:.1f}" for t in seconds]
+        numbers += [f"{line['slowest_of_first']:.3f}" if line["slowest_of_first"] else "-"]
+        numbers += [f"{line['tokens_per_s']:,.0f}"]
         numbers += [f"{line['flops_per_s_per_device'] / 1e12:.1f}"]
         numbers += [_percent(line["mfu"]), _percent(line["mfu_of_measured_gemm"])]
         numbers += [f"{line['peak_bytes'] / 1e9:.1f}" if line["peak_bytes"] else "-"]

@@ -2,11 +2,13 @@
 
     python -m benchmarks.train_speed --model llama3.2-1b --batch 4 --seq 4096 --policies bf16 fp8 --peer
 
-Runs train.py's step (float32 weights, AdamW, clipping) on new random tokens each step, and fetches each loss
-one step late. Every policy runs in its own process, so that its peak memory is its own; `--rounds` repeats
-the cycle. `--peer` adds transformers' Llama in PyTorch with the same dimensions, tokens and optimizer
-(benchmarks/train_peer.py). If its whole logits do not fit, it computes its loss in chunks, and its line says
-so.
+Trains with train.py's step (float32 weights, AdamW, clipping) on text, and times the steps after the first
+`--before` of them: gradients of trained weights have outliers, for which some kernels need more time. So a
+line also says how much slower the slowest 20 steps were than the first. Each loss is fetched one step late.
+`--random-tokens` times the first steps on random tokens instead. Every policy runs in its own process, so
+that its peak memory is its own; `--rounds` repeats the cycle. `--peer` adds transformers' Llama in PyTorch
+with the same dimensions, tokens and optimizer (benchmarks/train_peer.py). If its whole logits do not fit, it
+computes its loss in chunks, and its line says so.
 
 A line counts only if its losses are finite and do not rise, and if the first is near bf16's, which has the
 same weights and tokens. FLOPs are the model's: 6 a matrix parameter and token, and 6 S d a layer for causal
@@ -34,6 +36,7 @@ from typing import Any
 
 from benchmarks.train_job import OURS, PEER, Job
 from benchmarks.train_report import check, lines, print_report, with_speed
+from benchmarks.train_tokens import write_tokens
 from models.configs import get_config
 from mxjax.implementations import Implementation
 from mxjax.kernels.bench.report import LATE, commit
@@ -57,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as cache:
         environment = child_environment(options, pathlib.Path(options.cache or cache).absolute())
+        options.tokens = None
+        if not options.random_tokens:
+            options.tokens = str(pathlib.Path(cache) / "tokens.npy")
+            report["data"] = write_tokens(pathlib.Path(options.tokens), jobs(options, 0)[0], options.data)
         for round_ in range(options.rounds):
             for job in jobs(options, round_):
                 report["runs"].append({"round": round_} | run_with_fallback(job, environment, end))
@@ -93,7 +100,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--peer-remat", choices=("none", "full"), help="default: full unless --remat none")
     parser.add_argument("--steps", type=int, default=10, help="timed")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before these, at least 1")
+    parser.add_argument("--before", type=int, help="steps before these; default: 300, or 3 on random tokens")
+    parser.add_argument("--data", help="text or dataset PREFIX; default: the source of Python's library")
+    parser.add_argument("--random-tokens", action="store_true", help="train on these instead of text")
     parser.add_argument("--rounds", type=int, default=1, help="over all lines, one after another")
     parser.add_argument(
         "--profile", type=pathlib.Path, help="folder for a profile of a few more steps of ours"
@@ -113,8 +122,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             get_policy(policy)
     except ValueError as error:
         parser.error(str(error))
-    if min(options.batch, options.seq, options.steps, options.warmup, options.rounds, options.devices) < 1:
-        parser.error("--batch, --seq, --steps, --warmup, --rounds and --devices must be at least 1")
+    if options.before is None:
+        options.before = 3 if options.random_tokens else 300
+    if min(options.batch, options.seq, options.steps, options.before, options.rounds, options.devices) < 1:
+        parser.error("--batch, --seq, --steps, --before, --rounds and --devices must be at least 1")
+    if options.random_tokens and options.data is not None:
+        parser.error("--data and --random-tokens exclude each other")
     if options.batch % options.devices:
         parser.error(f"--batch {options.batch} must be a multiple of --devices {options.devices}")
     return options
@@ -137,9 +150,10 @@ def jobs(options: argparse.Namespace, round_: int) -> list[Job]:
 
 def _without_places(given: Sequence[str]) -> list[str]:
     """Removes the flags that name files of this machine from a command line."""
-    places = {i for i, word in enumerate(given) if word in ("--out", "--cache", "--profile")}
+    flags = ("--out", "--cache", "--profile", "--data")
+    places = {i for i, word in enumerate(given) if word in flags}
     words = [word for i, word in enumerate(given) if i not in places and i - 1 not in places]
-    return [word for word in words if not word.startswith(("--out=", "--cache=", "--profile="))]
+    return [word for word in words if not word.startswith(tuple(f"{flag}=" for flag in flags))]
 
 
 def _trace_folder(options: argparse.Namespace, policy: str, round_: int) -> str | None:

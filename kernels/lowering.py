@@ -198,7 +198,7 @@ def build_kernel(
     options: Mapping[str, Any],
     line_info: bool = False,
 ) -> "CompiledKernel":
-    """Returns what Triton compiles: the one way to compile, for programs and for builds without a GPU.
+    """Compiles a kernel by Triton, in the same way for programs and for builds without a GPU.
 
     Args:
       dtypes: the dtype of each pointer's array, by parameter; pointers are multiples of 16 bytes.

@@ -28,7 +28,7 @@ from mxjax.weight_layout import as_stored
 
 
 class Options(NamedTuple):
-    """What a product does, apart from its arrays; hashable.
+    """The static arguments of a product: policy, implementations and dtypes. Hashable.
 
     Attributes:
       dtypes: dtypes of the result, of dx and of dw.

@@ -80,7 +80,7 @@ class Gemm:
 
 
 def _instead(value: object) -> str:
-    """Returns what to write in place of a value that is no operand."""
+    """Returns the advice for an error: the expression to use instead of a value that is not an `Operand`."""
     return f"write Operand({value!r})" if isinstance(value, str) else "write Operand('mxfp4'), for example"
 
 

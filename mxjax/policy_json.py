@@ -105,7 +105,7 @@ def _chosen(name: str, names: tuple[str, ...], kind: str) -> tuple[str, ...]:
 
 
 def _value(text: str) -> object:
-    """Returns what a value on a command line means: JSON, `none`, or the word itself."""
+    """Parses a value from the command line: JSON, `none` in any case, or else the text itself."""
     if text.lower() == "none":
         return None
     try:

@@ -10,14 +10,15 @@ class Argument:
 
     Attributes:
       shape, dtype: as the kernel is compiled for; row-major.
-      role: "unused" is an output that this build neither reads nor writes.
+      role: "unused" is an output that this build neither reads nor writes; "scratch" is memory for the kernel
+        alone.
       meaning: what it contains, in words.
       view: shape and dtype in which the result is defined, if the kernel writes its bytes as other words.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    role: Literal["input", "output", "unused"] = "input"
+    role: Literal["input", "output", "scratch", "unused"] = "input"
     meaning: str = ""
     view: tuple[tuple[int, ...], str] | None = None
 
@@ -28,10 +29,13 @@ class Expected(NamedTuple):
     Attributes:
       kind: `gemm` stands for `gemm_inputs` and `gemm_outputs`.
       arguments: keyword arguments of both, as JSON can hold them.
+      tolerance: largest difference from an element, in units of its dtype's epsilon times the sum of its
+        magnitude and the output's root mean square; 0 asks for equal bits.
     """
 
     kind: str
     arguments: dict[str, Any]
+    tolerance: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ Needs neither Triton nor a GPU. docs/kernels-aot.md says how to launch the kerne
 from collections.abc import Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from mxjax.kernels.aot import expected
@@ -43,11 +44,27 @@ def argument_segment(record: Mapping[str, Any], addresses: Mapping[str, int]) ->
 
 
 def output_agrees(record: Mapping[str, Any], name: str, memory: bytes, wanted: np.ndarray) -> bool:
-    """Whether an output's bytes are the expected ones; any NaN agrees with any other."""
+    """Whether an output's bytes are the expected ones; any NaN agrees with any other.
+
+    If the record has a tolerance, finite values may differ by as much.
+    """
     [view] = [a["view"] for a in record["arguments"] if a["name"] == name]
     got = np.frombuffer(memory, np.dtype(view["dtype"])).reshape(view["shape"])
     if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
         return False
+    if tolerance := record["expected"].get("tolerance", 0):
+        return _is_close(
+            got.astype(np.float64), wanted.astype(np.float64), tolerance * _epsilon(wanted.dtype)
+        )
     bits = f"u{wanted.dtype.itemsize}"
     both_nan = np.isnan(got.astype(np.float64)) & np.isnan(wanted.astype(np.float64))
     return bool(np.all((got.view(bits) == np.ascontiguousarray(wanted).view(bits)) | both_nan))
+
+
+def _epsilon(dtype: np.dtype) -> float:
+    return float(ml_dtypes.finfo(dtype).eps)
+
+
+def _is_close(got: np.ndarray, wanted: np.ndarray, tolerance: float) -> bool:
+    largest = tolerance * (np.abs(wanted) + np.sqrt(np.mean(wanted**2)))
+    return bool(np.all(np.abs(got - wanted) <= largest))

@@ -196,9 +196,7 @@ def carrier_outputs(inputs: Arrays, *, rows: int, blocks: int, carrier: Carrier,
     }
 
 
-def correction_inputs(
-    *, batch: int, m: int, n: int, k: int, dtype: str, strips: dict[str, list[int]]
-) -> Arrays:
+def correction_inputs(*, batch: int, m: int, n: int, k: int, dtype: str, rows: int, parts: int) -> Arrays:
     """Draws what `gemm_inputs` does, an earlier result, and factors and lost elements of both operands.
 
     The last part of lhs lost elements in the first batch, of rhs in the second, and none in others. Bytes
@@ -207,7 +205,6 @@ def correction_inputs(
     arrays = gemm_inputs(batch=batch, m=m, n=n, k=k, shuffled=False)
     rng = np.random.default_rng(1)
     for place, (side, length) in enumerate((("lhs", m), ("rhs", n))):
-        rows, parts, _ = strips[side]
         arrays[f"{side}_unit"] = rng.integers(77, 178, (batch, length)).astype(np.uint8)
         lost = np.zeros((batch, -(-length // rows) * parts), np.uint8)
         lost[place : place + 1, -1] = 1
@@ -217,19 +214,16 @@ def correction_inputs(
 
 
 def correction_outputs(
-    inputs: Arrays, *, batch: int, m: int, n: int, dtype: str, strips: dict[str, list[int]], **_: object
+    inputs: Arrays, *, batch: int, m: int, n: int, dtype: str, rows: int, parts: int, **_: object
 ) -> Arrays:
-    """Computes the row and column factors, and the result with the strips recomputed that lost elements.
+    """Computes the row and column factors, and the result recomputed where elements were lost.
 
-    strips: for lhs and rhs the rows that share a flag, the flags of these rows, and the rows of a strip.
+    Each of `parts` parts of `rows` rows of lhs, and of rhs, has a flag.
     """
     exponents, affected, values = [], [], []
     for side, length in (("lhs", m), ("rhs", n)):
-        rows, parts, strip = strips[side]
         flags = inputs[f"{side}_lost"].reshape(batch, -1, parts).any(2)
-        lost = np.repeat(flags, rows, axis=1)[:, :length]
-        lost = np.pad(lost, ((0, 0), (0, -length % strip))).reshape(batch, -1, strip).any(2)
-        affected.append(np.repeat(lost, strip, axis=1)[:, :length])
+        affected.append(np.repeat(flags, rows, axis=1)[:, :length])
         exponents.append(inputs[f"{side}_unit"].astype(int) - 127)
         values.append(decode(inputs[side], inputs[f"{side}_scales"]))
     exponent = exponents[0][:, :, None] + exponents[1][:, None, :]
@@ -239,3 +233,37 @@ def correction_outputs(
         "lhs_factors": np.ldexp(np.float32(1), exponents[0]),
         "rhs_factors": np.ldexp(np.float32(1), exponents[1]),
     }
+
+
+def attention_inputs(*, which: str, b: int, s: int, g: int, r: int, h: int) -> Arrays:
+    """Draws q, k, v and dout, and computes lse and delta; `which` names the kernel."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (b, s, g, r, h), "k": (b, s, g, h), "v": (b, s, g, h), "dout": (b, s, g, r, h)}
+    inputs = {name: rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+    forward = attention_outputs(inputs, which="forward")
+    products = forward["out"].astype(np.float64) * inputs["dout"].astype(np.float64)
+    return inputs | {
+        "lse": forward["lse"],
+        "delta": products.sum(-1).transpose(0, 2, 3, 1).astype(np.float32),
+    }
+
+
+def attention_outputs(inputs: Arrays, *, which: str, **_: object) -> Arrays:
+    """Computes out and lse, dk and dv, or dq of causal attention in float64; gradients follow from lse."""
+    q, k, v = (inputs[name].astype(np.float64) for name in ("q", "k", "v"))
+    scale, s = q.shape[-1] ** -0.5, q.shape[1]
+    scores = np.einsum("bsgrh,btgh->bgrst", q, k) * scale
+    scores = np.where(np.tri(s, dtype=bool), scores, -np.inf)
+    if which == "forward":
+        lse = np.logaddexp.reduce(scores, axis=-1)
+        out = np.einsum("bgrst,btgh->bsgrh", np.exp(scores - lse[..., None]), v)
+        return {"out": out.astype(inputs["q"].dtype), "lse": lse.astype(np.float32)}
+    dout = inputs["dout"].astype(np.float64)
+    weights = np.exp(scores - inputs["lse"].astype(np.float64)[..., None])
+    d_scores = np.einsum("bsgrh,btgh->bgrst", dout, v) - inputs["delta"].astype(np.float64)[..., None]
+    d_scores *= weights * scale
+    if which == "query_gradients":
+        return {"dq": np.einsum("bgrst,btgh->bsgrh", d_scores, k).astype(inputs["q"].dtype)}
+    dk = np.einsum("bgrst,bsgrh->btgh", d_scores, q)
+    dv = np.einsum("bgrst,bsgrh->btgh", weights, dout)
+    return {"dk": dk.astype(inputs["k"].dtype), "dv": dv.astype(inputs["v"].dtype)}

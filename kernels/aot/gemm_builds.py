@@ -88,11 +88,10 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
     lost = "1 if the operand lost elements in FP8, for each of PARTS parts of each ROWS rows"
     factors = "2**(unit - 127)"
     rows, parts = rows_and_parts(k // 32)
-    strips = {"lhs": [rows, parts, constants["BLOCK_M"]], "rhs": [rows, parts, constants["BLOCK_N"]]}
     sizes = {"batch": batch, "m": m, "n": n, "k": k, "dtype": dtype}
     result = (
-        "lhs @ rhs.T, summed in float32, divided by the factors of its row and column, in each strip of "
-        "BLOCK_M rows or BLOCK_N columns that has a flag set"
+        "lhs @ rhs.T, summed in float32, divided by the factors of its row and column, in each ROWS rows or "
+        "columns that have a flag set"
     )
     operands = {}
     for side, length in (("lhs", m), ("rhs", n)):
@@ -111,10 +110,16 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
             "out": Argument((batch, m, n), dtype, "output", result),
             "lhs_factors": Argument((batch, m), "float32", "output", factors),
             "rhs_factors": Argument((batch, n), "float32", "output", factors),
+            "scratch": Argument(
+                fp8_matmul.scratch_of(m, n, batch, tiles),
+                "int32",
+                "scratch",
+                "any content, of no meaning after",
+            ),
         },
         constants=constants,
         grid=fp8_matmul.grid_of(m, n, batch, tiles),
-        expected=Expected("correction", sizes | {"strips": strips}),
+        expected=Expected("correction", sizes | {"rows": rows, "parts": parts}),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -281,6 +281,84 @@ def accumulate_tile(
         lhs_scales += _start(batch, tile_m, M, K // 32, BLOCK_M)
         rhs_scales += _start(batch, tile_n, N, K // 32, BLOCK_N)
 
+    return _accumulate(
+        lhs,
+        x_offsets,
+        lhs_scales,
+        x_scale_offsets,
+        rhs,
+        y_offsets,
+        rhs_scales,
+        y_scale_offsets,
+        X_STEP,
+        Y_STEP,
+        K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SHUFFLED,
+    )
+
+
+@triton.jit
+def accumulate_rows(
+    lhs,
+    lhs_scales,
+    rhs,
+    rhs_scales,
+    lhs_rows,
+    rhs_rows,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Returns lhs[lhs_rows] @ rhs[rhs_rows].T in float32, of any BLOCK_M and BLOCK_N rows.
+
+    The rows are int64 if their offsets need it.
+    """
+    packed = tl.arange(0, BLOCK_K // 2)
+    blocks = tl.arange(0, BLOCK_K // 32)[None, :]
+    return _accumulate(
+        lhs,
+        lhs_rows[:, None] * (K // 2) + packed[None, :],
+        lhs_scales,
+        lhs_rows[:, None] * (K // 32) + blocks,
+        rhs,
+        rhs_rows[None, :] * (K // 2) + packed[:, None],
+        rhs_scales,
+        rhs_rows[:, None] * (K // 32) + blocks,
+        BLOCK_K // 32,
+        BLOCK_K // 32,
+        K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        False,
+    )
+
+
+@triton.jit
+def _accumulate(
+    lhs,
+    x_offsets,
+    lhs_scales,
+    x_scale_offsets,
+    rhs,
+    y_offsets,
+    rhs_scales,
+    y_scale_offsets,
+    X_STEP: tl.constexpr,
+    Y_STEP: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHUFFLED: tl.constexpr,
+):
+    """Returns the product in float32 of the rows that the offsets name, summed over K in steps of BLOCK_K."""
+    packed = tl.arange(0, BLOCK_K // 2)
+    blocks = tl.arange(0, BLOCK_K // 32)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in range(K // BLOCK_K):
         x_scales = _unshuffle(tl.load(lhs_scales + x_scale_offsets), BLOCK_M, SHUFFLED)

@@ -1,11 +1,13 @@
 """Products of packed MXFP4 operands on FP8 matrix units: exact in FP8 carriers, else recomputed by a kernel.
 
 Whether FP8 represents the operands exactly is known only at run time. XLA's FP8 GEMM always runs.
-`correct_kernel` then recomputes, from the packed operands, the strips of tiles in which a row lost elements.
-So the XLA program needs no branch, which would copy its inputs and outputs.
+`correct_kernel` then gathers the rows that lost elements from the packed operands and multiplies them alone,
+so that the cost is in proportion to their number. The XLA program needs no branch, which would copy its
+inputs and outputs.
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -23,17 +25,18 @@ from mxjax.fp8_carriers import Carried, Carrier
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.matmul.carry import carry_operand, rows_and_parts
 from mxjax.kernels.matmul.fp4_gemm import (
-    accumulate_tile,
+    accumulate_rows,
     batched,
     check_operands,
     multiply_flat,
-    rows_of,
-    store_tile,
 )
 from mxjax.kernels.matmul.tiles import TILES, Tiles
 from mxjax.product import Product, contract_fp8
 
-PROGRAMS = 132  # Hopper's multiprocessors; each runs one program
+# Two for each of Hopper's multiprocessors.
+PROGRAMS = 264
+# The fastest on H200; larger tiles have no registers for the offsets of gathered rows.
+GATHERED = Tiles(64, 128, 64, warps=4, stages=4)
 
 
 def matmul(
@@ -99,6 +102,8 @@ def correct(
 ) -> list[jax.Array]:
     """Returns y, recomputed where its row or column lost elements, with the factors of rows and columns.
 
+    Rows that share a flag are recomputed together.
+
     Args:
       y: the product of the elements of `left` and `right`. It is overwritten.
       operands: packed lhs, lhs_scales, rhs, rhs_scales.
@@ -113,7 +118,7 @@ def correct(
     # Triton's interpreter truncates to bfloat16 where GPUs round.
     before = y.astype(jnp.float32) if knobs.runtime.interpret else y
     tiles = tiles_of(target)
-    corrected, *factors = triton_call(
+    corrected, row_factors, column_factors, _ = triton_call(
         correct_kernel,
         before,
         *operands,
@@ -125,6 +130,7 @@ def correct(
             jax.ShapeDtypeStruct(before.shape, before.dtype),
             jax.ShapeDtypeStruct((batch, m), jnp.float32),
             jax.ShapeDtypeStruct((batch, n), jnp.float32),
+            jax.ShapeDtypeStruct(scratch_of(m, n, batch, tiles), jnp.int32),
         ],
         in_place=True,
         grid=grid_of(m, n, batch, tiles),
@@ -132,17 +138,24 @@ def correct(
         num_stages=tiles.stages,
         **constants_of(m, n, 2 * operands[0].shape[2], tiles),
     )
-    return [corrected.astype(y.dtype), *factors]
+    return [corrected.astype(y.dtype), row_factors, column_factors]
 
 
 def tiles_of(target: Target | None) -> Tiles:
     """Returns the tiles of the recomputed product."""
-    return TILES["other" if target is not None and target.backend != "interpreter" else "interpreter"][0]
+    interpreted = target is None or target.backend == "interpreter"
+    return TILES["interpreter"][0] if interpreted else GATHERED
 
 
 def grid_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
     """Returns the number of programs along each grid axis."""
     return min(ceil_div(m, tiles.m) * ceil_div(n, tiles.n), PROGRAMS), batch
+
+
+def scratch_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
+    """Returns the shape of the kernel's scratch memory, int32: a tile's rows for each program."""
+    programs = math.prod(grid_of(m, n, batch, tiles))
+    return programs, max(tiles.m, tiles.n)
 
 
 def constants_of(m: int, n: int, k: int, tiles: Tiles) -> dict[str, int]:
@@ -166,6 +179,7 @@ def correct_kernel(
     out,
     lhs_factors,
     rhs_factors,
+    scratch,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -175,95 +189,109 @@ def correct_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Recomputes the strips of tiles of out [b, M, N] where a row of lhs or of rhs lost elements.
+    """Recomputes the rows of out [b, M, N] whose row of lhs lost elements, and columns likewise for rhs.
 
-    A strip becomes that of lhs[b] @ rhs[b].T divided by the factors of its rows and columns, as the rest of
+    They become those of lhs[b] @ rhs[b].T divided by the factors of their rows and columns, as the rest of
     out is. The kernel also writes these factors, [b, M] and [b, N], from the unit bytes. Each of PARTS parts
     of ROWS rows has a flag: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N instead of M. `before` is
-    the memory of out. The grid is (programs, batch), with any number of programs.
+    the memory of out, and scratch, [programs * b, max(BLOCK_M, BLOCK_N)], is for this kernel alone. The grid
+    is (programs, batch), with any number of programs.
     """
-    LHS_LOST: tl.constexpr = (M + ROWS - 1) // ROWS * PARTS
-    RHS_LOST: tl.constexpr = (N + ROWS - 1) // ROWS * PARTS
     TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    WIDTH: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
+    program, programs = tl.program_id(0), tl.num_programs(0)
     batch = tl.program_id(1).to(tl.int64)
     lhs_unit += batch * M
     rhs_unit += batch * N
-    lhs_lost += batch * LHS_LOST
-    rhs_lost += batch * RHS_LOST
+    lhs_lost += batch * (tl.cdiv(M, ROWS) * PARTS)
+    rhs_lost += batch * (tl.cdiv(N, ROWS) * PARTS)
+    scratch += (batch * programs + program) * WIDTH
     _write_factors(lhs_unit, lhs_factors + batch * M, M)
     _write_factors(rhs_unit, rhs_factors + batch * N, N)
-    lost = _any(lhs_lost, LHS_LOST, LHS_LOST) | _any(rhs_lost, RHS_LOST, RHS_LOST)
-    # Strips of rows, then of columns. Programs take their tiles in turn; `first` is this program's. The loop
-    # over tiles is a `while`, because Triton 3.6 drops a carried scalar that only bounds a `for`, which would
-    # give every strip to the same few programs.
-    programs = tl.num_programs(0)
-    first = tl.program_id(0)
-    for strip in range(tl.where(lost > 0, TILES_M + TILES_N, 0)):
-        of_rows = strip < TILES_M
-        if of_rows:
-            tiles = TILES_N * _strip_lost(lhs_lost, strip, M, BLOCK_M, ROWS, PARTS)
+    # Strips of BLOCK_M lost rows across all columns, then strips of BLOCK_N lost columns across all rows.
+    of_rows = tl.cdiv(_count_lost(lhs_lost, M, ROWS, PARTS) * ROWS, BLOCK_M) * TILES_N
+    of_columns = tl.cdiv(_count_lost(rhs_lost, N, ROWS, PARTS) * ROWS, BLOCK_N) * TILES_M
+    for tile in range(program, of_rows + of_columns, programs):
+        if tile < of_rows:
+            rows = _lost_rows(lhs_lost, scratch, tile // TILES_N, M, ROWS, PARTS, BLOCK_M)
+            columns = tile % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
         else:
-            tiles = TILES_M * _strip_lost(rhs_lost, strip - TILES_M, N, BLOCK_N, ROWS, PARTS)
-        tile = first
-        while tile < tiles:
-            tile_m = tl.where(of_rows, strip, tile)
-            tile_n = tl.where(of_rows, tile, strip - TILES_M)
-            acc = accumulate_tile(
-                lhs,
-                lhs_scales,
-                rhs,
-                rhs_scales,
-                tile_m,
-                tile_n,
-                batch,
-                M,
-                N,
-                K,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                False,
-            )
-            row_exponent = _tile_exponents(lhs_unit, tile_m, M, BLOCK_M)
-            column_exponent = _tile_exponents(rhs_unit, tile_n, N, BLOCK_N)
-            acc = acc * _power_of_two(-row_exponent[:, None] - column_exponent[None, :])
-            store_tile(out, acc, tile_m, tile_n, batch, M, N, BLOCK_M, BLOCK_N)
-            tile += programs
-        first = (first + programs - tiles % programs) % programs
+            strip = (tile - of_rows) // TILES_M
+            columns = _lost_rows(rhs_lost, scratch, strip, N, ROWS, PARTS, BLOCK_N)
+            rows = (tile - of_rows) % TILES_M * BLOCK_M + tl.arange(0, BLOCK_M)
+        lhs_rows = tl.minimum(rows, M - 1).to(tl.int64 if M * K >= 2**32 else tl.int32)
+        rhs_rows = tl.minimum(columns, N - 1).to(tl.int64 if N * K >= 2**32 else tl.int32)
+        acc = accumulate_rows(
+            lhs + batch * (M * (K // 2)),
+            lhs_scales + batch * (M * (K // 32)),
+            rhs + batch * (N * (K // 2)),
+            rhs_scales + batch * (N * (K // 32)),
+            lhs_rows,
+            rhs_rows,
+            K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        row_exponent = tl.load(lhs_unit + lhs_rows).to(tl.int32) - 127
+        column_exponent = tl.load(rhs_unit + rhs_rows).to(tl.int32) - 127
+        acc = acc * _power_of_two(-row_exponent[:, None] - column_exponent[None, :])
+        place = out + batch * (M * N) + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        inside = (rows < M)[:, None] & (columns < N)[None, :]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _strip_lost(
+def _count_lost(flags, LENGTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """Returns the number of groups of ROWS rows with a flag set."""
+    GROUPS: tl.constexpr = (LENGTH + ROWS - 1) // ROWS
+    WIDTH: tl.constexpr = 4096 if GROUPS > 4096 else triton.next_power_of_2(GROUPS)
+    count = tl.zeros([WIDTH], tl.int32)
+    for start in range(0, GROUPS, WIDTH):
+        count += _group_flags(flags, start + tl.arange(0, WIDTH), GROUPS, PARTS)
+    return tl.sum(count, 0)
+
+
+@triton.jit
+def _lost_rows(
     flags,
-    tile,
+    scratch,
+    strip,
     LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Returns 1 if a flag of a tile's rows is set, else 0. A flag may span more rows than the tile."""
-    COUNT: tl.constexpr = (BLOCK + ROWS - 1) // ROWS * PARTS
-    first = tile * BLOCK // ROWS * PARTS
-    return _any(flags + first, (LENGTH + ROWS - 1) // ROWS * PARTS - first, COUNT)
+    """Returns a strip's BLOCK rows of those in groups with a flag set; past the last of them, LENGTH.
+
+    The program finds the groups together, and hands them to its threads through scratch memory.
+    """
+    GROUPS: tl.constexpr = (LENGTH + ROWS - 1) // ROWS
+    WIDTH: tl.constexpr = 4096 if GROUPS > 4096 else triton.next_power_of_2(GROUPS)
+    SLOTS: tl.constexpr = BLOCK // ROWS if BLOCK > ROWS else 1
+    first = strip * BLOCK // ROWS  # of the strip's groups, counted among those with a flag
+    before = 0
+    tl.debug_barrier()  # all threads have read the last strip's
+    for start in range(0, GROUPS, WIDTH):
+        group = start + tl.arange(0, WIDTH)
+        found = _group_flags(flags, group, GROUPS, PARTS)
+        slot = before + tl.cumsum(found, 0) - 1 - first
+        tl.store(scratch + slot, group, mask=(found > 0) & (slot >= 0) & (slot < SLOTS))
+        before += tl.sum(found, 0)
+    tl.debug_barrier()
+    rank = strip * BLOCK + tl.arange(0, BLOCK)
+    group = tl.load(scratch + (rank // ROWS - first), mask=rank // ROWS < before, other=GROUPS)
+    return tl.minimum(group * ROWS + rank % ROWS, LENGTH)
 
 
 @triton.jit
-def _any(flags, left, COUNT: tl.constexpr):
-    """Returns 1 if one of COUNT flags is set, else 0. Only the first `left` of them exist."""
-    WIDTH: tl.constexpr = 8192 if COUNT > 8192 else triton.next_power_of_2(COUNT)
-    found = tl.zeros([WIDTH], tl.uint8)
-    for start in range(0, COUNT, WIDTH):
-        place = start + tl.arange(0, WIDTH)
-        found |= tl.load(flags + place, (place < COUNT) & (place < left), 0)
-    return tl.max(found.to(tl.int32), 0)
-
-
-@triton.jit
-def _tile_exponents(units, tile, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the exponents of the factors of a tile's rows."""
-    rows = tile * BLOCK + rows_of(tile, LENGTH, BLOCK)
-    return tl.load(units + rows).to(tl.int32) - 127
+def _group_flags(flags, group, GROUPS: tl.constexpr, PARTS: tl.constexpr):
+    """Returns 1 for each group, by its index, that has one of its PARTS flags set, else 0."""
+    found = tl.zeros(group.shape, tl.int32)
+    for part in tl.static_range(PARTS):
+        found |= tl.load(flags + group * PARTS + part, group < GROUPS, 0).to(tl.int32)
+    return found
 
 
 @triton.jit

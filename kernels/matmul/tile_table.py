@@ -27,7 +27,7 @@ class Gemm(NamedTuple):
 
 
 class TileName(NamedTuple):
-    """What identifies a candidate in a table."""
+    """The size and compiler settings of a tile, by which a table names a candidate."""
 
     m: int
     n: int

@@ -96,7 +96,7 @@ def _program(build: Build) -> Any:
 
 
 def _record(build: Build) -> Mapping[str, Any]:
-    """Returns what `mxjax.kernels.aot.check` reads of a build's record."""
+    """Returns the arguments and expected results of a build, as `mxjax.kernels.aot.check` reads them."""
     arguments = []
     for name, a in build.signature.items():
         shape, dtype = a.view or (a.shape, a.dtype)

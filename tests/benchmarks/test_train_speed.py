@@ -9,19 +9,20 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks import train_job, train_ours, train_report, train_speed
+from benchmarks import train_job, train_ours, train_report, train_speed, train_tokens
 from benchmarks.train_job import OURS, PEER, Job
 from models.configs import get_config
 
-TINY = ["--model", "tiny", "--batch", "2", "--seq", "16", "--steps", "2", "--warmup", "1", "--commit", "abc"]
+TINY = ["--model", "tiny", "--batch", "2", "--seq", "16", "--steps", "2", "--before", "1", "--commit", "abc"]
 
 
 def outcome(program=OURS, subject="bf16", **changes):
-    job = Job(program, subject, "llama3.2-1b", batch=4, seq=4096, steps=3, warmup=1)
+    job = Job(program, subject, "llama3.2-1b", batch=4, seq=4096, steps=3, before=1)
     found = {
         "name": job.name,
         "job": vars(job),
         "times": [0.5, 0.4, 0.9],
+        "times_before": [],
         "losses": [12.0, 11.9],
         "compile_seconds": 7.0,
         "peak_bytes": 10,
@@ -44,6 +45,15 @@ def test_a_line_by_hand():
     assert ours["mfu_of_measured_gemm"] == pytest.approx(ours["flops_per_s_per_device"] / 800e12)
     assert (ours["peak_bytes"], ours["rounds"]) == (30, 2)
     assert (ours["of_peer"], theirs["of_bf16"]) == (pytest.approx(1 / 0.6), pytest.approx(0.6))
+
+
+def test_steps_in_the_middle_of_a_run_are_compared_with_the_first():
+    first, second = ([t] * 24 + [2 * t] * 76 for t in (0.1, 0.3))  # steps 2 to 101
+    runs = [outcome(times_before=first[:50], times=first[50:]), outcome(times_before=[], times=second)]
+    [line] = train_report.lines(runs)
+    assert line["step_seconds_at"] == {25: 0.2, 50: 0.4, 100: 0.4}  # medians of both rounds
+    assert line["slowest_of_first"] == 2
+    assert train_report.lines([outcome()])[0]["slowest_of_first"] is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,7 @@ def test_losses_are_fetched_once_the_next_step_is_under_way():
 
 
 def test_batches_differ_from_step_to_step_and_repeat_from_job_to_job():
-    job = Job(OURS, "bf16", "tiny", batch=2, seq=16, steps=3, warmup=1)
+    job = Job(OURS, "bf16", "tiny", batch=2, seq=16, steps=3, before=1)
     first, second = train_job.batches(job, 257), train_job.batches(job, 257)
     assert (len(first), first[0].shape, first[0].dtype) == (5, (2, 17), np.int32)
     assert not np.array_equal(first[0], first[1])
@@ -110,7 +120,7 @@ def test_the_peers_loss_falls_back_to_chunks_when_memory_ends(monkeypatch):
         return {"absent": "torch.OutOfMemoryError: CUDA out of memory"} if full else {"times": [1.0]}
 
     monkeypatch.setattr(train_speed, "run", run)
-    job = Job(PEER, "autocast", "tiny", batch=2, seq=16, steps=2, warmup=1)
+    job = Job(PEER, "autocast", "tiny", batch=2, seq=16, steps=2, before=1)
     found = train_speed.run_with_fallback(job, {}, math.inf)
     assert asked == ["whole", "chunked"]
     assert "out of memory" in found["whole_loss"]
@@ -119,7 +129,7 @@ def test_the_peers_loss_falls_back_to_chunks_when_memory_ends(monkeypatch):
 
 
 def test_a_process_that_fails_says_why(tmp_path):
-    job = Job("benchmarks.no_such_module", "bf16", "tiny", batch=2, seq=16, steps=2, warmup=1)
+    job = Job("benchmarks.no_such_module", "bf16", "tiny", batch=2, seq=16, steps=2, before=1)
     found = train_speed.run(job, {"PYTHONPATH": ":".join(sys.path)}, math.inf)
     assert "No module named benchmarks.no_such_module" in found["absent"]
 
@@ -128,7 +138,7 @@ def test_bad_arguments_are_refused_before_anything_runs(capsys):
     for flags, message in [
         (["--model", "nonsense"], "unknown model 'nonsense'"),
         (["--policies", "nonsense"], "nonsense"),
-        (["--warmup", "0"], "must be at least 1"),
+        (["--before", "0"], "must be at least 1"),
         (["--devices", "3"], "must be a multiple of --devices 3"),
     ]:
         with pytest.raises(SystemExit):
@@ -143,8 +153,18 @@ def test_after_its_seconds_nothing_starts(capsys, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text()) == report
 
 
+def test_all_jobs_train_on_the_same_text(tmp_path):
+    job = Job(OURS, "bf16", "tiny", batch=2, seq=16, steps=3, before=1, tokens=str(tmp_path / "tokens.npy"))
+    (tmp_path / "text").write_text("to be or not to be " * 50)
+    train_tokens.write_tokens(tmp_path / "tokens.npy", job, str(tmp_path / "text"))
+    batches = train_job.batches(job, 257)
+    assert (len(batches), batches[0].shape, batches[0].dtype) == (5, (2, 17), np.int32)
+    assert bytes(batches[0][0].tolist()).decode() in "to be or not to be " * 50
+    assert train_job.learning_rate(job) == (1e-3, 100)
+
+
 def test_a_policys_steps_are_measured():
-    job = Job(OURS, "bf16", "tiny", batch=2, seq=16, steps=2, warmup=1)
+    job = Job(OURS, "bf16", "tiny", batch=2, seq=16, steps=2, before=1)
     found = train_ours.run(job)
     assert (len(found["times"]), len(found["losses"])) == (2, 4)
     assert found["losses"][0] == pytest.approx(math.log(get_config("tiny").vocab_size), abs=0.3)
@@ -167,7 +187,7 @@ def test_policies_are_measured_in_processes_of_their_own(capsys):
 
 def test_a_process_that_takes_too_long_is_ended(monkeypatch, tmp_path):
     (tmp_path / "sleeps.py").write_text("import time\nprint('asleep', flush=True)\ntime.sleep(600)\n")
-    job = Job("sleeps", "bf16", "tiny", batch=2, seq=16, steps=2, warmup=1)
+    job = Job("sleeps", "bf16", "tiny", batch=2, seq=16, steps=2, before=1)
     found = train_speed.run(job, {"PYTHONPATH": str(tmp_path)}, time.monotonic() + 2)
     assert found["absent"] == "not finished when --seconds had passed"
 

@@ -120,6 +120,7 @@ LOST = [  # m, n, blocks; (batch, row) of lhs and of rhs that are lost
     ((256, 140, 2), [(0, 128)], []),
     ((260, 140, 3), [(0, 259), (2, 5)], [(2, 139)]),
     ((130, 5, 257), [(0, 129)], []),  # rows that several programs carry
+    ((700, 300, 64), [(0, row) for row in range(3, 700, 17)], [(0, 5), (0, 290)]),  # several tiles of them
 ]
 
 
@@ -134,23 +135,22 @@ def correct_poison(left, right, lhs: KMajor, rhs: KMajor):
     return np.asarray(y != poison), np.asarray(y, np.float64) * rows[:, :, None] * columns[:, None, :]
 
 
-def strips_with(rows, batch: int, length: int, block: int):
-    """Returns which of [batch, length] lie in a strip of `block` with one of these rows."""
+def groups_with(rows, batch: int, length: int, group: int):
+    """Returns which of [batch, length] lie in a group of rows, which share a flag, with one of these rows."""
     found = np.zeros((batch, length), bool)
     for b, row in rows:
-        found[b, row // block * block : row // block * block + block] = True
+        found[b, row // group * group : row // group * group + group] = True
     return found
 
 
 @pytest.mark.parametrize(
     ("size", "lhs_lost", "rhs_lost"),
     [case if i in (0, 3) else pytest.param(*case, marks=pytest.mark.slow) for i, case in enumerate(LOST)],
-    ids=str,
+    ids=[f"{size}-{len(rows)}-{len(columns)}" for size, rows, columns in LOST],
 )
-def test_only_strips_with_a_lost_row_are_put_right(size, lhs_lost, rhs_lost):
+def test_only_rows_that_share_a_flag_with_a_lost_one_are_put_right(size, lhs_lost, rhs_lost):
     """In a lost row a block is far above the others; it meets zeros, so that the others are all there is."""
-    from mxjax.kernels.matmul.carry import carry_operand
-    from mxjax.kernels.matmul.fp8_matmul import tiles_of
+    from mxjax.kernels.matmul.carry import carry_operand, rows_and_parts
 
     (m, n, blocks), batch = size, 1 + max(b for b, _ in lhs_lost + rhs_lost)
     far = [np.zeros((batch, length, blocks), np.uint8) for length in (m, n)]
@@ -163,8 +163,8 @@ def test_only_strips_with_a_lost_row_are_put_right(size, lhs_lost, rhs_lost):
     lhs, rhs = without(lhs, 1) if rhs_lost else lhs, without(rhs, 0) if lhs_lost else rhs
     left, right = (carry_operand(q.elements, q.scales, "e4m3", current_target()) for q in (lhs, rhs))
     overwritten, got = correct_poison(left, right, lhs, rhs)
-    tiles = tiles_of(current_target())
-    in_rows, in_columns = strips_with(lhs_lost, batch, m, tiles.m), strips_with(rhs_lost, batch, n, tiles.n)
+    group, _ = rows_and_parts(blocks)
+    in_rows, in_columns = groups_with(lhs_lost, batch, m, group), groups_with(rhs_lost, batch, n, group)
     np.testing.assert_array_equal(overwritten, in_rows[:, :, None] | in_columns[:, None, :])
     wanted, bound = exact(lhs, rhs)
     assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])

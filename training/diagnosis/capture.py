@@ -20,7 +20,7 @@ ACTIVATIONS = jnp.bfloat16
 
 
 class Pass(NamedTuple):
-    """What one batch gives.
+    """The tensors and gradients of one forward and backward pass over a batch.
 
     Attributes:
       tensors: inputs and output gradients [layers, batch, tokens, width] by linear layer.

@@ -26,6 +26,15 @@ def fma(a, b, c) -> np.ndarray:
         return np.where(inexact, odd, total).astype(F32)
 
 
+def flushed(function: Callable) -> Callable:
+    """Returns the function with subnormal operands and results as 0, as transcendental instructions have them."""
+
+    def flush(x):
+        return np.where(np.abs(x) < np.finfo(F32).tiny, np.copysign(F32(0), x), x).astype(F32)
+
+    return lambda a: flush(function(flush(a).astype(np.float64)).astype(F32))
+
+
 def to_uint(x):
     whole = np.floor(np.nan_to_num(x.astype(np.float64)))
     return np.clip(whole, 0, 2**32 - 1).astype(U32)
@@ -150,6 +159,15 @@ OPERATIONS: dict[str, tuple[str, Callable]] = {
     "v_add_u16": ("uu", low16(lambda a, b: a + b)),
     "v_lshlrev_b16": ("uu", low16(lambda a, b: b << (a & U32(15)))),
     "v_lshrrev_b16": ("uu", lambda a, b: (b & U32(0xFFFF)) >> (a & U32(15))),
+    "v_exp_f32": ("f", flushed(np.exp2)),
+    "v_log_f32": ("f", flushed(np.log2)),
+    "v_min_u32": ("uu", np.minimum),
+    "v_max_f32": ("ff", np.fmax),
+    "v_max3_f32": ("fff", lambda a, b, c: np.fmax(np.fmax(a, b), c)),
+    "v_fma_f32": ("fff", fma),
+    "v_mov_b64": ("w", lambda a: a),
+    "v_lshlrev_b64": ("uw", lambda a, b: b << (a & U32(63)).astype(U64)),
+    "v_lshrrev_b64": ("uw", lambda a, b: b >> (a & U32(63)).astype(U64)),
     "v_add_f32": ("ff", lambda a, b: a + b),
     "v_sub_f32": ("ff", lambda a, b: a - b),
     "v_mul_f32": ("ff", lambda a, b: a * b),

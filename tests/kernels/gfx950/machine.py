@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 import numpy as np
 
 from gfx950 import assembly, scalar, transfers, vector
-from gfx950.assembly import Instruction
+from gfx950.assembly import VCC, Instruction
 from gfx950.memory import Memory
 from gfx950.races import Accesses
 from gfx950.wave import LANES, Wave
@@ -32,7 +32,9 @@ def steps(w: Wave, program: list[Instruction], labels: dict[str, int]) -> Iterat
         elif i.target:
             taken = {
                 "s_branch": lambda: True,
+                "s_cbranch_scc0": lambda: not w.scc,
                 "s_cbranch_scc1": lambda: w.scc,
+                "s_cbranch_vccnz": lambda: w.s[VCC] | w.s[VCC + 1] != 0,
                 "s_cbranch_execz": lambda: not w.lanes.any(),
             }[i.opcode]()
             w.place = labels[i.target] if taken else w.place

@@ -70,6 +70,8 @@ OPERATIONS: dict[str, Callable[..., int | tuple[int, bool]]] = {
     "s_bfe_u32": lambda a, b: nonzero(field(a, b)[0]),
     "s_bfe_i32": lambda a, b: nonzero(signed_field(a, b)),
     "s_min_i32": smaller,
+    "s_max_u32": lambda a, b: (max(a, b), a > b),
+    "s_sext_i32_i16": lambda a: short(a) & WORD,
     "s_lshl1_add_u32": lambda a, b: carrying((a << 1) + b),
     "s_lshl2_add_u32": lambda a, b: carrying((a << 2) + b),
     "s_lshl3_add_u32": lambda a, b: carrying((a << 3) + b),
@@ -90,6 +92,9 @@ COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "s_cmp_eq_u32": lambda a, b: a == b,
     "s_cmp_lg_u32": lambda a, b: a != b,
     "s_cmp_ge_u32": lambda a, b: a >= b,
+    "s_cmp_gt_u32": lambda a, b: a > b,
+    "s_cmp_lt_u32": lambda a, b: a < b,
+    "s_bitcmp0_b32": lambda a, b: not a >> (b & 31) & 1,
     "s_cmp_lt_i32": lambda a, b: signed(a) < signed(b),
     "s_cmp_gt_i32": lambda a, b: signed(a) > signed(b),
 }
@@ -114,6 +119,9 @@ def run(w: Wave, i: Instruction) -> None:
         w.later_scalar(lambda: w.write_scalar(to.index, loaded, words))
     elif name == "s_mulk_i32":
         w.write_scalar(to.index, w.s[to.index] * short(sources[0].value) & WORD, 1)
+    elif name == "s_addk_i32":
+        total, w.scc = overflowing(signed(w.s[to.index]) + short(sources[0].value))
+        w.write_scalar(to.index, total, 1)
     elif name == "s_and_saveexec_b64":
         before, mask = w.read_scalar(Operand("s", EXEC), 2), w.read_scalar(sources[0], 2)
         w.write_scalar(to.index, before, 2)

@@ -136,6 +136,23 @@ def share(wave: Wave, i: Instruction) -> Transfer:
     return lambda: write([data[:, 2:] if high else data for data in whole]), touched
 
 
+def transposed(wave: Wave, i: Instruction) -> Transfer:
+    """Reads four 16-bit elements a lane and transposes those of each 16 lanes, as a matrix of 4 x 16.
+
+    Lane l reads elements 4 (l % 4) to 4 (l % 4) + 3 of row l // 4 % 4, and receives column l % 16.
+    """
+    to, address = i.operands
+    assert wave.lanes.all(), i.text
+    places = wave.v[address.index].astype(np.int64) + i.integer("offset")
+
+    def read():
+        data = load(wave.lds, places, 8, wave.lanes).view(np.uint16).reshape(4, 4, 16)
+        columns = np.ascontiguousarray(data.swapaxes(1, 2)).view(np.uint8).reshape(64, 8)
+        write_words(wave, to.index, columns, wave.lanes)
+
+    return read, access(wave, i, places, 8, writes=False)
+
+
 KNOWN = {"offset", "offset0", "offset1", "offen", "lds"}
 
 
@@ -143,6 +160,8 @@ def run(wave: Wave, i: Instruction) -> None:
     assert i.modifiers.keys() <= KNOWN, i.text
     if i.opcode == "ds_bpermute_b32":
         wave.later("lgkmcnt", *permute(wave, i))
+    elif i.opcode == "ds_read_b64_tr_b16":
+        wave.later("lgkmcnt", *transposed(wave, i))
     elif i.opcode.startswith("ds_"):
         wave.later("lgkmcnt", *share(wave, i))
     else:

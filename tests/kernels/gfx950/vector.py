@@ -5,6 +5,7 @@ Source: AMD Instinct CDNA4 Instruction Set Architecture, chapters 6, 7 and 12.
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 
 from gfx950 import arithmetic
@@ -193,7 +194,32 @@ def matrix(w: Wave, i: Instruction) -> None:
     w.v[to.index : to.index + 4] = rows.view(U32)
 
 
+def matrix_of_bfloat16(w: Wave, i: Instruction) -> None:
+    """D[32, 32] = A[32, 16] B[16, 32] + C.
+
+    A lane holds 8 elements of row or column lane % 32, from 8 (lane // 32) on, and of column lane % 32 of D four
+    rows from 8 n + 4 (lane // 32) on for each n below 4. The sum is rounded once, as in `matrix`.
+    """
+    assert w.lanes.all(), i.text
+    to, *factors, addend = i.operands
+    values = []
+    for o in factors:
+        words = np.ascontiguousarray(w.v[o.index : o.index + 4].T)
+        elements = words.view(ml_dtypes.bfloat16).astype(np.float64)
+        values.append(elements.reshape(2, 32, 8).transpose(1, 0, 2).reshape(32, 16))
+    a, b = values
+    result = a @ b.T
+    if addend.kind == "v":
+        before = w.v[addend.index : addend.index + 16].view(np.float32).reshape(4, 4, 2, 32)
+        result = result + before.transpose(0, 2, 1, 3).reshape(32, 32)
+    else:
+        assert addend.value == 0
+    rows = result.astype(np.float32).reshape(4, 2, 4, 32).transpose(0, 2, 1, 3).reshape(16, LANES)
+    w.v[to.index : to.index + 16] = np.ascontiguousarray(rows).view(U32)
+
+
 SPECIAL = {
+    "v_mfma_f32_32x32x16_bf16": matrix_of_bfloat16,
     "v_cndmask_b32": select,
     "v_add_co_u32": add_with_carry,
     "v_addc_co_u32": add_with_carry,

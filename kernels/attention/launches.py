@@ -1,0 +1,130 @@
+"""Launches of the attention kernels, on whole arrays or shards of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from triton import knobs
+
+from mxjax.devices import Target
+from mxjax.kernels.attention.backward import key_gradients_kernel, query_gradients_kernel
+from mxjax.kernels.attention.blocks import OPTIONS, Blocks, candidates, table_of
+from mxjax.kernels.attention.forward import forward_kernel
+from mxjax.kernels.launch import ceil_div, triton_call
+
+Queries = Float[Array, "B S G R H"]
+Keys = Float[Array, "B S G H"]
+Rows = Float[Array, "B G R S"]
+
+
+def forward(
+    q: Queries, k: Keys, v: Keys, target: Target | None, blocks: Blocks | None = None
+) -> tuple[Queries, Rows]:
+    """Returns attention's result and the natural logarithm of each query's sum of exp(scores)."""
+    b, s, g, r, h = q.shape
+    blocks = blocks or candidates(target, h).forward[0]
+    out, lse = triton_call(
+        forward_kernel,
+        *_operands(q, k, v),
+        out=[_like(q), jax.ShapeDtypeStruct((b, g, r, s), jnp.float32)],
+        grid=grid_of("forward", q.shape, blocks),
+        **_launch(q, blocks, target),
+    )
+    return out.astype(q.dtype), lse
+
+
+def backward(
+    q: Queries, k: Keys, v: Keys, out: Queries, lse: Rows, dout: Queries, target: Target | None
+) -> tuple[Queries, Keys, Keys]:
+    """Returns the gradients of q, k and v."""
+    delta = row_products(out, dout)
+    dk, dv = key_gradients(q, k, v, dout, lse, delta, target)
+    return query_gradients(q, k, v, dout, lse, delta, target), dk, dv
+
+
+def row_products(out: Queries, dout: Queries) -> Rows:
+    """Returns the sum of out * dout over each row of a head, in float32."""
+    products = out.astype(jnp.float32) * dout.astype(jnp.float32)
+    return jnp.sum(products, axis=-1).transpose(0, 2, 3, 1)
+
+
+def key_gradients(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    dout: Queries,
+    lse: Rows,
+    delta: Rows,
+    target: Target | None,
+    blocks: Blocks | None = None,
+) -> tuple[Keys, Keys]:
+    """Returns the gradients of k and v."""
+    blocks = blocks or candidates(target, q.shape[-1]).key_gradients[0]
+    dk, dv = triton_call(
+        key_gradients_kernel,
+        *_operands(q, k, v, dout, lse, delta),
+        out=[_like(k), _like(v)],
+        grid=grid_of("key_gradients", q.shape, blocks),
+        **_launch(q, blocks, target),
+    )
+    return dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def query_gradients(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    dout: Queries,
+    lse: Rows,
+    delta: Rows,
+    target: Target | None,
+    blocks: Blocks | None = None,
+) -> Queries:
+    """Returns the gradient of q."""
+    blocks = blocks or candidates(target, q.shape[-1]).query_gradients[0]
+    [dq] = triton_call(
+        query_gradients_kernel,
+        *_operands(q, k, v, dout, lse, delta),
+        out=[_like(q)],
+        grid=grid_of("query_gradients", q.shape, blocks),
+        **_launch(q, blocks, target),
+    )
+    return dq.astype(q.dtype)
+
+
+def _operands(*arrays: jax.Array) -> list[jax.Array]:
+    """Returns the arrays; as float32 in Triton's interpreter, which multiplies the bits of bfloat16."""
+    return [x.astype(jnp.float32) if knobs.runtime.interpret else x for x in arrays]
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Returns a result's type, float32 in the interpreter."""
+    return jax.ShapeDtypeStruct(x.shape, jnp.float32 if knobs.runtime.interpret else x.dtype)
+
+
+def _launch(q: jax.Array, blocks: Blocks, target: Target | None) -> dict[str, Any]:
+    return {
+        "num_warps": blocks.warps,
+        "num_stages": blocks.stages,
+        "options": OPTIONS.get(table_of(target), {}),
+        **constants_of(q.shape, blocks, target),
+    }
+
+
+def grid_of(which: str, shape: tuple[int, ...], blocks: Blocks) -> tuple[int]:
+    """Returns the number of programs of a kernel, by its field in `blocks.Kernels`, for q of this shape."""
+    b, s, g, r, _ = shape
+    if which == "key_gradients":
+        return (b * g * ceil_div(s, blocks.keys),)
+    return (b * g * r * ceil_div(s, blocks.queries),)
+
+
+def constants_of(shape: tuple[int, ...], blocks: Blocks, target: Target | None) -> dict[str, int]:
+    """Returns the kernels' constexpr arguments for q of this shape."""
+    return {
+        **dict(zip("BSGRH", shape, strict=True)),
+        "BLOCK_Q": blocks.queries,
+        "BLOCK_K": blocks.keys,
+        "XCDS": 8 if table_of(target) == "gfx950" else 1,
+    }

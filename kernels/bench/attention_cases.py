@@ -1,0 +1,203 @@
+"""The cases of `bench_attention`: candidates of each kernel, whole attention by them, cuDNN's and XLA's."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.devices import current_target
+from mxjax.kernels.attention import launches
+from mxjax.kernels.attention.blocks import Blocks, Kernels, candidates
+from mxjax.kernels.bench.timing import Timing, measure
+
+REPEATS = 3  # runs that must have the same bits
+LARGEST_ERROR = 0.02
+PASSES = {"forward": 2, "key_gradients": 4, "query_gradients": 3, "forward and backward": 7}
+"""Products of S by S by H that a pass takes for each head, half of which the mask removes."""
+
+
+class Shape(NamedTuple):
+    """q is [b, s, n, h]; k and v are [b, s, g, h]."""
+
+    b: int
+    s: int
+    n: int
+    g: int
+    h: int
+
+    @property
+    def name(self) -> str:
+        """The sizes as the command line takes them."""
+        return "x".join(map(str, self))
+
+
+class AttentionCase(NamedTuple):
+    """A pass of attention, by "cudnn", "xla", or our kernels with these blocks."""
+
+    shape: Shape
+    which: str
+    by: str | Blocks | Kernels
+
+    @property
+    def name(self) -> str:
+        """The pass and how it runs."""
+        if isinstance(self.by, Blocks):
+            queries, keys, warps, stages = self.by
+            return f"{self.which}, {queries} queries x {keys} keys, {warps} warps, {stages} stages"
+        return f"{self.which}, {self.by if isinstance(self.by, str) else 'mxjax, fastest blocks'}"
+
+
+def kernel_cases(shape: Shape) -> Iterator[AttentionCase]:
+    """Yields the candidates of each kernel."""
+    for which, blocks in candidates(current_target(), shape.h)._asdict().items():
+        for one in blocks:
+            yield AttentionCase(shape, which, one)
+
+
+def whole_cases(shape: Shape, fastest: Kernels) -> Iterator[AttentionCase]:
+    """Yields the baselines and attention by one block of each kernel."""
+    for which in ("forward", "forward and backward"):
+        for by in ("cudnn", "xla", fastest):
+            yield AttentionCase(shape, which, by)
+
+
+def run_case(case: AttentionCase, rounds: int) -> tuple[Timing, float]:
+    """Checks a case's results and times it; also returns its error.
+
+    The error is the largest over rows of a head: the norm of the difference from the float32 reference over
+    the sum of the row's norm and the mean norm.
+
+    Raises:
+      AssertionError: the error is large, or another run has other bits.
+    """
+    tensors, wanted = _tensors(case.shape)
+    run = _program(case)
+    names = _RESULTS[case.which]
+    results = run(*tensors)
+    error = max(float(_distance(got, wanted[name])) for name, got in zip(names, results, strict=True))
+    assert error < LARGEST_ERROR, f"differs from the float32 reference by {error:.2g}"
+    for _ in range(REPEATS - 1 if not isinstance(case.by, str) else 0):
+        same = [bool(jnp.all(a == b)) for a, b in zip(run(*tensors), results, strict=True)]
+        assert all(same), f"another run gives other bits of {names[same.index(False)]}"
+    return measure(run, *tensors, rounds=rounds), error
+
+
+_RESULTS = {
+    "forward": ("out",),
+    "key_gradients": ("dk", "dv"),
+    "query_gradients": ("dq",),
+    "forward and backward": ("out", "dq", "dk", "dv"),
+}
+
+
+def _program(case: AttentionCase) -> Callable[..., list[jax.Array]]:
+    if isinstance(case.by, Blocks):
+        return jax.jit(functools.partial(_one_kernel, case.which, case.by))
+    if isinstance(case.by, Kernels):
+        return jax.jit(functools.partial(_all_kernels, case.which, case.by))
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=case.by)
+    return jax.jit(functools.partial(_by_gradient, case.which, attend))
+
+
+def _one_kernel(which: str, blocks: Blocks, q, k, v, dout, lse, delta) -> list[jax.Array]:
+    target = current_target()
+    q, dout = _grouped(q, k), _grouped(dout, k)
+    if which == "forward":
+        return [_flat(launches.forward(q, k, v, target, blocks)[0])]
+    if which == "key_gradients":
+        return list(launches.key_gradients(q, k, v, dout, lse, delta, target, blocks))
+    return [_flat(launches.query_gradients(q, k, v, dout, lse, delta, target, blocks))]
+
+
+def _all_kernels(which: str, kernels: Kernels, q, k, v, dout, lse, delta) -> list[jax.Array]:
+    del lse, delta
+    target = current_target()
+    q, dout = _grouped(q, k), _grouped(dout, k)
+    out, lse = launches.forward(q, k, v, target, kernels.forward[0])
+    if which == "forward":
+        return [_flat(out)]
+    delta = launches.row_products(out, dout)
+    dk, dv = launches.key_gradients(q, k, v, dout, lse, delta, target, kernels.key_gradients[0])
+    dq = launches.query_gradients(q, k, v, dout, lse, delta, target, kernels.query_gradients[0])
+    return [_flat(out), _flat(dq), dk, dv]
+
+
+def _by_gradient(which: str, attend: Callable[..., jax.Array], q, k, v, dout, *_) -> list[jax.Array]:
+    if which == "forward":
+        return [attend(q, k, v)]
+    out, vjp = jax.vjp(attend, q, k, v)
+    return [out, *vjp(dout)]
+
+
+def _grouped(q: jax.Array, k: jax.Array) -> jax.Array:
+    return q.reshape(*k.shape[:3], -1, k.shape[3])
+
+
+def _flat(q: jax.Array) -> jax.Array:
+    return q.reshape(*q.shape[:2], -1, q.shape[4])
+
+
+@functools.lru_cache(1)
+def _tensors(shape: Shape) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+    """Returns q, k, v, dout, lse and delta, and the float32 reference's results."""
+    b, s, n, g, h = shape
+    keys = jax.random.split(jax.random.key(0), 4)
+    sizes = ((b, s, n, h), (b, s, g, h), (b, s, g, h), (b, s, n, h))
+    q, k, v, dout = (
+        jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)
+    )
+    wanted = _reference(q, k, v, dout)
+    lse = wanted.pop("lse")
+    delta = launches.row_products(_grouped(wanted["out"], k), _grouped(dout, k))
+    return [q, k, v, dout, lse, delta], wanted
+
+
+@jax.jit
+def _reference(q, k, v, dout) -> dict[str, jax.Array]:
+    """Returns attention, its gradients and lse in float32, one sequence and key head after another."""
+
+    def one(heads):
+        q_SRH, k_SH, v_SH, dout_SRH = (x.astype(jnp.float32) for x in heads)
+
+        def attend(q_SRH, k_SH, v_SH):
+            scores = jnp.einsum("srh,th->rst", q_SRH, k_SH, precision="highest") * q_SRH.shape[-1] ** -0.5
+            scores = jnp.where(jnp.tri(*scores.shape[1:], dtype=bool), scores, -jnp.inf)
+            out = jnp.einsum("rst,th->srh", jax.nn.softmax(scores), v_SH, precision="highest")
+            return out, jax.nn.logsumexp(scores, axis=-1)
+
+        out, vjp, lse = jax.vjp(attend, q_SRH, k_SH, v_SH, has_aux=True)
+        dq, dk, dv = vjp(dout_SRH)
+        return out, dq, dk, dv, lse
+
+    grouped = [_grouped(q, k).transpose(0, 2, 1, 3, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)]
+    grouped.append(_grouped(dout, k).transpose(0, 2, 1, 3, 4))
+    out, dq, dk, dv, lse = jax.lax.map(lambda heads: jax.lax.map(one, heads), grouped)
+    out, dq = (_flat(x.transpose(0, 2, 1, 3, 4)) for x in (out, dq))
+    return {"out": out, "dq": dq, "dk": dk.swapaxes(1, 2), "dv": dv.swapaxes(1, 2), "lse": lse}
+
+
+@jax.jit
+def _distance(got: jax.Array, wanted: jax.Array) -> jax.Array:
+    norms = jnp.linalg.norm(wanted, axis=-1)
+    return jnp.max(jnp.linalg.norm(got.astype(jnp.float32) - wanted, axis=-1) / (norms + jnp.mean(norms)))
+
+
+def flops(shape: Shape, which: str) -> float:
+    """Returns the multiplications and additions that a pass needs, without those that the mask removes."""
+    return PASSES[which] * shape.b * shape.n * shape.h * float(shape.s) ** 2
+
+
+def record_of(case: AttentionCase, result: tuple[Timing, float] | None) -> dict[str, Any]:
+    """Returns a case as JSON can hold it; times are in seconds."""
+    record: dict[str, Any] = {"name": case.name, "shape": case.shape.name, "which": case.which}
+    record["by"] = case.by if isinstance(case.by, str) else "mxjax"
+    if isinstance(case.by, Blocks):
+        record["blocks"] = list(case.by)
+    elif isinstance(case.by, Kernels):
+        record["blocks"] = [list(blocks[0]) for blocks in case.by]
+    if result is not None:
+        timing, error = result
+        record |= {**timing._asdict(), "error": error, "flops": flops(case.shape, case.which)}
+    return record
