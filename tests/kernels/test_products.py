@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("kernels_run")
 
 def tensors(span: int = 0):
     keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (2, 20, 96), jnp.bfloat16)
-    x = (x * jnp.exp2(jnp.round(jnp.linspace(-span, 0, 96)))).astype(jnp.bfloat16)
+    x = jax.random.normal(keys[0], (2, 20, 96), jnp.bfloat16).astype(jnp.float32)
+    x = (x * jnp.exp2(jnp.round(jnp.linspace(-span, 0, 96)))[None, None]).astype(jnp.bfloat16)
     w = 0.02 * jax.random.normal(keys[1], (96, 72))
     return x, w, 1e-5 * jax.random.normal(keys[2], (2, 20, 72))
 
