@@ -1,6 +1,6 @@
 """The numbers that the flags of a run may have; anything else ends the run before it begins."""
 
-import math
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ _SMALLEST = float(np.finfo(np.float32).tiny)  # XLA flushes smaller ones to zero
 _COUNT = Range("at least 1 and less than 2**31", lambda n: 1 <= n < 2**31)
 _POSITIVE = Range("a positive float32", lambda x: _SMALLEST <= x <= _LARGEST)
 _NOT_NEGATIVE = Range("a float32 of at least 0", lambda x: 0 <= x <= _LARGEST)
-_DECAY = Range("at least 0 and in float32 less than 1", lambda x: bool(0 <= np.float32(x) < 1))
+_DECAY = Range("at least 0 and in float32 less than 1", lambda x: 0 <= x < 1 and bool(np.float32(x) < 1))
 
 _RANGES: Mapping[str, Range] = types.MappingProxyType(
     {
@@ -35,7 +35,7 @@ _RANGES: Mapping[str, Range] = types.MappingProxyType(
         "weight_decay": _NOT_NEGATIVE,
         "clip": Range("positive; inf does not clip", lambda x: x > 0),
         "seed": Range("from 0 to 2**32 - 1", lambda n: 0 <= n < 2**32),
-        "target_loss": Range("finite", math.isfinite),
+        "target_loss": Range("finite", lambda x: abs(x) <= sys.float_info.max),
         "spike_factor": Range("greater than 1", lambda x: x > 1),
     }
     | dict.fromkeys(

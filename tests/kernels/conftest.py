@@ -28,9 +28,24 @@ def kernels_run():
     if HAS_GPU:
         yield
         return
+    from support.interpreter import replace_once
+
     from mxjax.devices import INTERPRETER, use_target
 
+    replace_once()
     with use_target(INTERPRETER):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def strict_promotion(request):
+    """Makes JAX refuse operations on different dtypes or ranks where kernels run."""
+    if not request.path.stem.startswith(NATIVE):
+        yield
+        return
+    import jax
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
 
 

@@ -8,47 +8,45 @@ import json
 import pytest
 from support.programs import run_compiled
 
-long = pytest.mark.exhaustive
-
-DOT = """
+DOTS = """
 import functools, json, os, pathlib, sys
 import jax, jax.numpy as jnp, numpy as np
 from support.programs import dot_and_gradients, dot_arguments
 from support.rocm_on_cpu import Emulation
 
-policy, *shape, dtype = json.loads(sys.argv[1])
-x, w, dy, key = dot_arguments(shape[:-1], shape[-1], dtype)
-x = x.at[(0,) * (x.ndim - 1) + (3,)].set(jnp.inf)
 emulation = Emulation(pathlib.Path(os.environ["TRITON_CACHE_DIR"]))
-found = emulation.run(functools.partial(dot_and_gradients, policy), x, w, dy, key)
-# The reference multiplies by 4/3 before the product, and so rounds elsewhere.
-implementation = "xla" if policy == "amazon" else "reference"
-wanted = jax.jit(functools.partial(dot_and_gradients, policy, implementation=implementation))(x, w, dy, key)
-for name, y, z in zip(("y", "dx", "dw"), found, wanted, strict=True):
-    assert (y.dtype, y.shape) == (z.dtype, z.shape)
-    assert not jnp.isfinite(z).all() or name == "dx"
-    np.testing.assert_array_equal(y, z, err_msg=name)
-print(json.dumps([call.name for call in emulation.calls]))
+for policy, shape, dtype in json.loads(sys.argv[1]):
+    x, w, dy, key = dot_arguments(tuple(shape[:-1]), shape[-1], dtype)
+    x = x.at[(0,) * (x.ndim - 1) + (3,)].set(jnp.inf)
+    emulation.calls.clear()
+    found = emulation.run(functools.partial(dot_and_gradients, policy), x, w, dy, key)
+    # The reference multiplies by 4/3 before the product, and so rounds elsewhere.
+    implementation = "xla" if policy == "amazon" else "reference"
+    define = jax.jit(functools.partial(dot_and_gradients, policy, implementation=implementation))
+    for name, y, z in zip(("y", "dx", "dw"), found, define(x, w, dy, key), strict=True):
+        assert (y.dtype, y.shape) == (z.dtype, z.shape)
+        assert not jnp.isfinite(z).all() or name == "dx"
+        np.testing.assert_array_equal(y, z, err_msg=f"{policy}, {name}")
+    print(json.dumps([call.name for call in emulation.calls]))
 """
+CASES = [
+    ("wgrad_hadamard", (2, 80, 128, 96), "bfloat16"),
+    ("full_rht", (3, 2, 11, 70, 33), "bfloat16"),
+    ("full_sr", (67, 40, 130), "float32"),
+    ("amazon", (2, 21, 64, 50), "bfloat16"),
+    ("lumen", (2, 45, 96, 50), "bfloat16"),
+    ("tetrajet", (1, 33, 1), "bfloat16"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("policy", "shape", "dtype"),
-    [
-        pytest.param("wgrad_hadamard", (2, 80, 128, 96), "bfloat16", marks=long),
-        ("full_rht", (3, 2, 11, 70, 33), "bfloat16"),
-        pytest.param("full_sr", (67, 40, 130), "float32", marks=long),
-        pytest.param("amazon", (2, 21, 64, 50), "bfloat16", marks=long),
-        ("lumen", (2, 45, 96, 50), "bfloat16"),
-        pytest.param("tetrajet", (1, 33, 1), "bfloat16", marks=long),
-    ],
-)
-def test_a_dot_and_its_gradients_are_those_of_the_definition(policy, shape, dtype, tmp_path):
+def test_dots_and_their_gradients_are_those_of_the_definition(tmp_path):
     """Bit for bit, with an infinity in x."""
-    calls = json.loads(run_compiled(DOT, json.dumps([policy, *shape, dtype]), TRITON_CACHE_DIR=str(tmp_path)))
-    assert calls.count("gemm_kernel") == (2 if policy == "amazon" else 3)
-    assert set(calls) == {"gemm_kernel", "quantize_kernel"}
+    said = run_compiled(DOTS, json.dumps(CASES), TRITON_CACHE_DIR=str(tmp_path)).splitlines()
+    for (policy, *_), line in zip(CASES, said, strict=True):
+        calls = json.loads(line)
+        assert calls.count("gemm_kernel") == (2 if policy == "amazon" else 3)
+        assert set(calls) == {"gemm_kernel", "quantize_kernel"}
 
 
 ATTENTION = """

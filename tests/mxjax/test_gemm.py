@@ -117,6 +117,20 @@ def test_a_tiny_block_that_a_carrier_loses_is_noticed():
     assert not carry(KMajor(elements, jnp.array([[127, 0]], jnp.uint8)), "e5m2").fits
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def packed_and_quantized(x, axis, operand, rotation):
+    """Returns x packed as an operand, and its values by `rotate`, `quantize` and `dequantize`."""
+    [q] = pack_operands(x, GemmInput(axis, operand, rotation))
+    widths = [(0, 0), (0, 0), (0, 0)]
+    widths[axis] = (0, -x.shape[axis] % (rotation.size if rotation else 1))
+    padded = jnp.pad(x, widths)
+    rotated = mxjax.rotate(padded, rotation.size, axis=axis) if rotation else padded
+    expected = mxjax.dequantize(
+        mxjax.quantize(rotated, axis=axis, scale_rule="even", block_shape=operand.block_shape)
+    )
+    return decode(q, jnp.float32), expected if axis == -1 else expected.swapaxes(-1, -2)
+
+
 @settings(max_examples=7)
 @given(
     m=st.integers(1, 40),
@@ -129,18 +143,9 @@ def test_a_tiny_block_that_a_carrier_loses_is_noticed():
 @example(m=33, k=65, axis=-2, square=True, rotation=None)
 @example(m=17, k=48, axis=-2, square=False, rotation=Rotation(64))
 def test_packed_operands_are_quantized_ones(m, k, axis, square, rotation):
-    x = jax.random.normal(jax.random.key(m * 100 + k), (2, m, k))
+    x = np.random.default_rng(m * 100 + k).standard_normal((2, m, k), np.float32)
     operand = Operand(block_shape=(32, 32) if square else None, scale_rule="even")
-    [q] = pack_operands(x, GemmInput(axis, operand, rotation))
-    widths = [(0, 0), (0, 0), (0, 0)]
-    widths[axis] = (0, -x.shape[axis] % (rotation.size if rotation else 1))
-    padded = jnp.pad(x, widths)
-    rotated = mxjax.rotate(padded, rotation.size, axis=axis) if rotation else padded
-    expected = mxjax.dequantize(
-        mxjax.quantize(rotated, axis=axis, scale_rule="even", block_shape=operand.block_shape)
-    )
-    expected = expected if axis == -1 else expected.swapaxes(-1, -2)
-    got = decode(q, jnp.float32)
+    got, expected = map(np.asarray, packed_and_quantized(x, axis, operand, rotation))
     assert got.shape[-1] % 32 == 0
     np.testing.assert_array_equal(got[..., : expected.shape[-1]], expected)
     assert not np.any(got[..., expected.shape[-1] :])

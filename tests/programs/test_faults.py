@@ -32,13 +32,6 @@ SMALL = "--batch-size 2 --seq-len 16 --eval-batches 2 --warmup-steps 2 --policy 
 KILLS = 20
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
-    return path
-
-
 def arguments(text, out, *flags):
     return [*SMALL.split(), "--data", str(text), "--out", str(out), *flags]
 
@@ -332,19 +325,9 @@ def wait_for(process, condition):
 def test_a_run_killed_twenty_times_equals_one_left_alone(text, tmp_path):
     """SIGKILL at random moments: while it starts, between steps, and, half of them, while it saves."""
     whole, out = tmp_path / "whole", tmp_path / "run"
-    flags = [
-        "--steps",
-        "160",
-        "--checkpoint-every",
-        "3",
-        "--eval-every",
-        "9",
-        "--keep-checkpoints",
-        "2",
-        "--log-every",
-        "50",
-    ]
-    train(*arguments(text, whole, *flags))
+    flags = ["--steps", "160", "--eval-every", "9", "--keep-checkpoints", "2", "--log-every", "50"]
+    train(*arguments(text, whole, *flags, "--checkpoint-every", "160"))
+    flags += ["--checkpoint-every", "3"]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train"])
     moments, during_saves = random.Random(0), 0

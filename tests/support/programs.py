@@ -62,7 +62,7 @@ def dot_arguments(x_shape, d_out: int, dtype):
 def lower_dot(target: Target, policy, implementation=None):
     """Returns `mxjax.dot` and its gradients, lowered for a target that need not be there."""
     function = functools.partial(dot_and_gradients, policy, implementation=implementation)
-    arguments = jax.eval_shape(lambda: dot_arguments((2, 80, 128), 96, jnp.bfloat16))
+    arguments = jax.eval_shape(lambda: dot_arguments((2, 64, 128), 128, jnp.bfloat16))
     with use_target(target):
         traced = jax.jit(function).trace(*arguments)
         return traced.lower(lowering_platforms=("rocm" if target.backend == "hip" else "cuda",))

@@ -1,6 +1,7 @@
 """The configuration: flags, round trips through JSON, and what a resumed run may change."""
 
 import dataclasses
+import math
 import pathlib
 
 import pytest
@@ -68,8 +69,13 @@ def test_a_number_that_cannot_be_is_refused_with_what_can(flag, capsys):
 
 
 def test_numbers_at_the_ends_of_their_ranges_are_taken():
-    parse(["--clip", "inf", "--b1", "0", "--eps", "0", "--spike-factor", "inf", "--seed", "4294967295"])
-    parse(["--steps", "2147483647", "--min-lr-ratio", "1", "--weight-decay", "0", "--warmup-steps", "0"])
+    optimizer = parse(["--clip", "inf", "--b1", "0", "--eps", "0", "--weight-decay", "0"]).optimizer
+    assert (optimizer.clip, optimizer.b1, optimizer.eps, optimizer.weight_decay) == (math.inf, 0, 0, 0)
+    optimizer = parse(["--min-lr-ratio", "1", "--warmup-steps", "0"]).optimizer
+    assert (optimizer.min_lr_ratio, optimizer.warmup_steps) == (1, 0)
+    config = parse(["--steps", "2147483647", "--seed", "4294967295", "--spike-factor", "inf"])
+    assert (config.steps, config.seed) == (2**31 - 1, 2**32 - 1)
+    assert config.spike_factor == math.inf
 
 
 @pytest.mark.parametrize("flags", [["--data="], ["--data", "a", ""], ["--eval-data="]])

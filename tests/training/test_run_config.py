@@ -70,6 +70,7 @@ def test_an_edit_without_a_checksum_is_taken_as_meant(run):
     [
         {"precision": 5},
         {"optimizer": {"lr": "high"}},
+        {"optimizer": VALUES["config"]["optimizer"] | {"b1": "high"}},
         {"data": None},
         {"out": []},
         {"steps": None},

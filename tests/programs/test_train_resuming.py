@@ -1,0 +1,160 @@
+"""A finished run of train.py: its files, eval.py, and runs that stop and resume and equal it."""
+
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from support.runs import lines, resume, run, weights, without_time
+
+import eval as evaluation_program
+from training import loop, step_reporter
+from training.interruption import RunInterrupted
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    run(text, out, "--policy", "full_sr", "--eval-every", "3")
+    return out
+
+
+def test_metrics_have_the_fields_that_tools_read(finished):
+    records = lines(finished)
+    steps = [r for r in records if "loss" in r]
+    evaluations = [r for r in records if "eval_loss" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(r.keys() >= {"tokens", "loss", "grad_norm", "lr", "tokens_per_s"} for r in steps)
+    assert [r["step"] for r in evaluations] == [3, 6]
+    assert all(r.keys() >= {"tokens", "eval_loss", "eval_perplexity"} for r in evaluations)
+    assert steps[-1]["tokens"] == evaluations[-1]["tokens"] == 6 * 4 * 32
+
+
+def test_the_description_holds_every_resolved_value(finished):
+    found = json.loads((finished / "config.json").read_text())
+    assert found["config"]["precision"]["policy"] == "full_sr"
+    assert found["config"]["optimizer"]["b2"] == 0.95
+    assert found["model"]["d_model"] == 128
+    [phase] = found["phases"]
+    assert (phase["first_step"], phase["policy"]) == (1, "full_sr")
+    assert phase["layers"]["blocks.3.mlp.down"].startswith("fprop mxfp4:floor:sr x mxfp4:floor:sr |")
+    assert phase["layers"]["head"].startswith("fprop bf16")
+    assert found["environment"]["jax"] == jax.__version__
+    assert found["data"]["train_tokens"] > 0
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, tmp_path, finished):
+    """With random bits in every GEMM, so that their replay is tested too."""
+    out = tmp_path / "resumed"
+    run(text, out, "--policy", "full_sr", "--eval-every", "3", "--stop-after", "3")
+    assert lines(out)[-1]["step"] == 3
+    resume(out)
+    jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
+    assert without_time(lines(out)) == without_time(lines(finished))
+
+
+def test_eval_reproduces_the_evaluation_of_training(finished):
+    result = evaluation_program.main(evaluation_program.EvalConfig(finished))
+    assert result["eval_loss"] == lines(finished)[-1]["eval_loss"]
+
+
+def test_eval_takes_another_policy_and_step_count(finished):
+    own = evaluation_program.main(evaluation_program.EvalConfig(finished))
+    other = evaluation_program.main(evaluation_program.EvalConfig(finished, policy="bf16"))
+    assert other["policy"] == "bf16"
+    assert 0 < abs(own["eval_loss"] - other["eval_loss"]) < 0.1
+
+
+def test_a_folder_in_use_is_not_overwritten(text, finished):
+    before = (finished / "metrics.jsonl").read_bytes()
+    with pytest.raises(SystemExit, match="add --resume"):
+        run(text, finished)
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--policy", "bf16"], "--policy: the run has full_sr, the command line bf16"),
+        (["--model", "20m"], "--model: the run has tiny, the command line 20m"),
+        (["--seed", "1"], "--seed: the run has 0, the command line 1"),
+    ],
+)
+def test_resuming_another_run_names_the_difference(text, finished, flags, message):
+    with pytest.raises(SystemExit, match=message):
+        resume(finished, *flags)
+
+
+def test_resuming_with_other_data_is_an_error(text, finished, tmp_path):
+    edited = tmp_path / "text.txt"
+    edited.write_text("other text " * 1000)
+    description = json.loads((finished / "config.json").read_text())
+    description["config"]["data"]["data"] = [str(edited)]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    del description["crc32"]  # edited on purpose
+    (copy / "config.json").write_text(json.dumps(description))
+    with pytest.raises(SystemExit, match="the data is"):
+        run(edited, copy, "--policy", "full_sr", "--resume")
+
+
+def test_a_run_stopped_before_its_first_checkpoint_resumes_from_the_start(text, finished, tmp_path, capsys):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "config.json").write_bytes((finished / "config.json").read_bytes())
+    run(text, out, "--policy", "full_sr", "--eval-every", "3", "--resume")
+    assert f"no checkpoint in {out}/checkpoints: beginning at step 1\n" in capsys.readouterr().out
+    assert without_time(lines(out)) == without_time(lines(finished))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_path, monkeypatch, number):
+    out = tmp_path / "run"
+    original = step_reporter.StepReporter.step
+
+    def step_and_signal(self, step, metrics):
+        original(self, step, metrics)
+        if step == 4:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_reporter.StepReporter, "step", step_and_signal)
+        with pytest.raises(RunInterrupted, match=r"interrupted after step \d; continue with: python"):
+            run(text, out, "--policy", "full_sr", "--eval-every", "3")
+    resume(out)
+    jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
+
+
+@pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_signal_ends_an_evaluation_which_is_repeated(text, finished, tmp_path, monkeypatch, step):
+    out = tmp_path / "run"
+    original, seen = loop.evaluate, []
+
+    def evaluate_and_signal(eval_step, params, batches):
+        def interrupted():
+            for batch in batches:
+                seen.append(batch)
+                if len(seen) == 2 * step // 3 - 1:  # the first of two
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+        return original(eval_step, params, interrupted())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluate", evaluate_and_signal)
+        with pytest.raises(SystemExit, match=f"interrupted after step {step}; continue with"):
+            run(text, out, "--policy", "full_sr", "--eval-every", "3")
+    assert len(seen) == 2 * step // 3 - 1
+    assert lines(out)[-1].keys() >= {"loss"}
+    resume(out)
+    assert without_time(lines(out)) == without_time(lines(finished))
+    jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
+
+
+def test_eval_takes_the_best_step(finished, tmp_path):
+    losses = {r["step"]: r["eval_loss"] for r in lines(finished) if "eval_loss" in r}
+    config = evaluation_program.EvalConfig(finished, step="best")
+    assert evaluation_program.main(config)["step"] == 6  # the only one of the two that was saved
+    assert losses[6] < losses[3]

@@ -1,0 +1,37 @@
+"""Small runs of train.py in the tests' process, and what they leave."""
+
+import json
+
+import jax
+import numpy as np
+
+import train as training_program
+from training.checkpoint.checkpoints import Checkpoints
+from training.command_line import parse
+
+SMALL = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2", "--steps", "6"]
+
+
+def run(text, out, *flags):
+    return training_program.train(parse([*SMALL, "--data", str(text), "--out", str(out), *flags]))
+
+
+def resume(out, *flags):
+    return training_program.train(parse(["--resume", "--out", str(out), *flags]))
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(out):
+    """Every array of the last checkpoint, as orbax wrote it."""
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        step = checkpoints.latest
+        restored = checkpoints._manager.restore(step)
+    return step, jax.tree.map(np.asarray, dict(restored))
+
+
+def without_time(records):
+    times = {"tokens_per_s", "tflops_per_device", "step_s"}
+    return [{k: v for k, v in record.items() if k not in times} for record in records]
