@@ -237,7 +237,8 @@ def correct_kernel(
         row_exponent = tl.load(lhs_unit + lhs_rows).to(tl.int32) - 127
         column_exponent = tl.load(rhs_unit + rhs_rows).to(tl.int32) - 127
         acc = acc * _power_of_two(-row_exponent[:, None] - column_exponent[None, :])
-        place = out + batch * (M * N) + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        out_rows = rows.to(tl.int64 if M * N >= 2**31 else tl.int32)
+        place = out + batch * (M * N) + (out_rows[:, None] * N + columns[None, :])
         inside = (rows < M)[:, None] & (columns < N)[None, :]
         tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
 
