@@ -1,6 +1,6 @@
 """Cycles of the FP4 GEMM's main loop on one compute unit of gfx950, counted from its machine code.
 
-    python -m benchmarks.paper_models.gemm_cycles [--write docs/mi355x.md]
+    python -m benchmarks.paper_models.gemm_cycles [--write docs/gemm-schedule.md]
 
 Compiles candidates of tiles, waves and stages without a GPU, and prints a table. `--write` puts it into the
 document, and the numbers into docs/results/gfx950-gemm-cycles.json. The model:

@@ -10,7 +10,7 @@ from benchmarks.paper_models import gemm_cycles
 from benchmarks.paper_models.gemm_cycles import Step, loop_steps, matrix_cycles, pass_cycles, tile_share
 from mxjax.kernels.matmul.tiles import Tiles
 
-DOCUMENT = (pathlib.Path(__file__).parents[2] / "docs" / "mi355x.md").read_text()
+DOCUMENT = (pathlib.Path(__file__).parents[2] / "docs" / "gemm-schedule.md").read_text()
 LISTING = """
 .LBB0_1:
 	s_waitcnt vmcnt(2) lgkmcnt(0)

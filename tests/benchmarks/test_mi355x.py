@@ -129,7 +129,7 @@ def test_an_aot_description_is_summarized():
 def test_the_document_holds_the_tables(builds):
     named = mi355x.tables(builds)
     documented = {name: named[name] for name in mi355x.DOCUMENTED}
-    assert set(re.findall(r"<!-- end (.*?) -->", DOCUMENT)) == {*documented, "candidates", "attention"}
+    assert set(re.findall(r"<!-- end (.*?) -->", DOCUMENT)) == {*documented, "attention"}
     assert markdown.insert(DOCUMENT, documented) == DOCUMENT
 
 
