@@ -4,6 +4,11 @@
 measures the errors of every GEMM of one, `python eval.py sample RUN --prompt TEXT` generates text.
 """
 
+if __name__ == "__main__":
+    from training.startup import prepare_process
+
+    prepare_process()  # before the other imports, which take seconds
+
 import dataclasses
 import pathlib
 import sys

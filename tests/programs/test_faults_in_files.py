@@ -222,16 +222,17 @@ def test_a_folder_that_is_moved_ends_the_run(text, tmp_path):
     assert "was removed or moved" in said or "Check that the folder is in its place" in said
 
 
-def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
+@pytest.mark.parametrize("program", ["train.py", "eval.py"])
+def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path, program):
     """In place of a module that takes long to import, one that waits to be interrupted."""
     (tmp_path / "grain.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "train.py"]
+    command = [sys.executable, program]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, **pipes)
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
-    assert process.communicate() == ("", "train.py: interrupted\n")
+    assert process.communicate() == ("", f"{program}: interrupted\n")
     assert process.returncode == 128 + signal.SIGINT
 
 
