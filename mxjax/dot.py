@@ -45,9 +45,8 @@ def dot(
     Args:
       x: activations, float32, bfloat16 or float16.
       w: weights [d_in, d_out], in any of these dtypes. Pass float32 master weights, because weights are
-        quantized from the dtype given. Or an `MXArray` [d_in, d_out], a frozen weight: its values are
-        quantized again as the policy says, which changes nothing in the Fprop where both agree on format,
-        axis and block shape. It has no gradient, and no Wgrad runs.
+        quantized from the dtype given. Or an `MXArray` [d_in, d_out], a frozen weight without a gradient: its
+        values are quantized again as the policy says.
       policy: a `Policy` or its name.
       key: JAX key for policies that draw random bits. The same key draws the same bits: fold in the step and
         the layer.
@@ -55,24 +54,19 @@ def dot(
         "reference": float32, the definition. "xla": bfloat16, which represents the values exactly.
         "fp8_carriers": FP8, or bfloat16 where FP8 cannot represent a row of an operand. "triton",
         "scaled_dot": packed FP4. None: the fastest here.
-      preferred_element_type: dtype of the result. By default `jnp.result_type(x, w)`, which is float32 for
-        bfloat16 activations and float32 weights; for an `MXArray`, x's dtype.
+      preferred_element_type: dtype of the result, by default `jnp.result_type(x, w)`; for an `MXArray`, x's.
       layout: on a mesh with Auto axes, how w is sharded where it is stored and where GEMMs read it.
 
     Gradients have the dtypes of x and w. There is no second derivative and no forward mode.
 
-    Under vmap of x alone, the mapped axis joins the tokens; where w is mapped too, it is a batch axis, as in
-    `dot_general`. Both give the bits of the call without vmap. Under vmap of a gradient, or of the key, each
-    mapped call has its own Wgrad, tensor scales and random bits.
+    Under vmap of x the mapped axis joins the tokens, of x and w it is a batch axis: the bits of the call
+    without vmap. Under vmap of a gradient or key each call has its own Wgrad, tensor scales and random bits.
 
     Special values: a block with NaN or infinity makes every result that it enters NaN. On the CPU, quantized
-      values below 2**-126, float32's smallest normal number, count as zero, though `dequantize` keeps them:
-      to multiply rescaled tensors would take 9 % longer (512 x 512 x 512, `xla`).
-    Sharding: meshes with Auto and with Explicit axes give the values of one device. With Explicit axes the
-      result is sharded like x's token axes; remaining mesh axes shard d_out as in w. The gradients have the
-      shardings of x and w. Under `jax.shard_map` each shard is quantized independently: Wgrad's blocks begin
-      at its first token, and tensor scales and random bits are its own. Fold `jax.lax.axis_index` into its
-      key.
+      values below 2**-126, float32's smallest normal number, count as zero, though `dequantize` keeps them.
+    Sharding: meshes with Auto and with Explicit axes give the values of one device; gradients have the
+      shardings of x and w. Under `jax.shard_map` each shard is quantized by itself: fold
+      `jax.lax.axis_index` into its key.
     Raises:
       ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
         random bits without a key.
