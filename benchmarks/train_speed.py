@@ -186,7 +186,8 @@ def run_with_fallback(job: Job, environment: dict[str, str], end: float) -> dict
 
 def run(job: Job, environment: dict[str, str], end: float) -> dict[str, Any]:
     """Runs a job in a process; returns its outcome, or the reason under "absent"."""
-    record = {"name": job.name, "job": dataclasses.asdict(job) | {"trace": job.trace is not None}}
+    record = {"name": job.name, "job": dataclasses.asdict(job)}
+    record["job"] |= {name: record["job"][name] is not None for name in ("trace", "tokens")}
     if time.monotonic() > end:
         return record | {"absent": LATE}
     print(f"\n{job.name}", flush=True)

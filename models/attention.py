@@ -76,7 +76,7 @@ def _cudnn_takes(q: jax.Array) -> bool:
 def _gfx950_takes(q: jax.Array) -> bool:
     """Returns whether the program is for gfx950, with Triton, and the kernels support these heads."""
     target = current_target()
-    fits = q.dtype == jnp.bfloat16 and q.shape[-1] in _GFX950_HEAD_DIMS
+    fits = q.dtype == jnp.bfloat16 and q.shape[-1] in _GFX950_HEAD_DIMS and q[0].size < 2**31
     return fits and target is not None and target.arch == "gfx950"
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
@@ -110,13 +111,13 @@ def choose(
     Args:
       logits: of each token.
       key: random key.
-      temperature: 0 takes the most probable token.
+      temperature: 0, or less than float32's smallest normal number, takes the most probable token.
       top_p: draw among the fewest most probable tokens whose probabilities sum to at least this.
     Source: "The Curious Case of Neural Text Degeneration", arXiv 1904.09751, section 3.1.
     """
-    if temperature == 0:
+    if temperature < np.finfo(np.float32).tiny:
         return jnp.argmax(logits, axis=-1)
-    logits = logits / temperature
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     return jax.random.categorical(key, jnp.where(is_in_nucleus(logits, top_p), logits, -jnp.inf))
 
 

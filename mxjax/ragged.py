@@ -62,10 +62,8 @@ def ragged_dot(
     """
     check_arrays("ragged_dot", x=x, w=w, group_sizes=group_sizes)
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or group_sizes.shape != w.shape[:1]:
-        raise ValueError(
-            "ragged_dot needs x [m, k], w [g, k, n] and group_sizes [g], "
-            f"got {x.shape}, {w.shape} and {group_sizes.shape}"
-        )
+        shapes = f"{x.shape}, {w.shape} and {group_sizes.shape}"
+        raise ValueError(f"ragged_dot needs x [m, k], w [g, k, n] and group_sizes [g], got {shapes}")
     if implementation not in (None, "reference", "xla", "fp8_carriers"):
         raise NotImplementedError(
             "ragged_dot runs by implementation 'reference', 'xla' or 'fp8_carriers', "

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from models.configs import to_dict
 from mxjax.implementations import choose_implementation
 from training.config import by_flag
 from training.environment import facts
@@ -36,12 +37,17 @@ def description(run: Run) -> dict[str, Any]:
     devices = ", ".join(sorted({device.device_kind for device in jax.local_devices()}))
     return {
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
-        "checksum of all layers' policies": f"{zlib.crc32(json.dumps(to_record(run.phases)).encode()):08x}",
+        "checksum of the model's shape": _checksum(to_dict(run.model)),
+        "checksum of all layers' policies": _checksum(to_record(run.phases)),
         **{f"the data's {name}": value for name, value in run.corpus.facts.items()},
         **facts(),
         "device": devices,
         "implementation": choose_implementation(run.config.precision.implementation),
     }
+
+
+def _checksum(value: object) -> str:
+    return f"{zlib.crc32(json.dumps(value).encode()):08x}"
 
 
 def check_same(descriptions: Sequence[Mapping[str, Any]]) -> None:

@@ -11,7 +11,6 @@ from training.config import Config
 from training.files import whole_lines
 from training.metrics import evaluations
 from training.paired_statistics import has_diverged
-from training.policy_record import from_record
 from training.run_config import from_json, read_run_config, to_json
 
 Losses = Mapping[int, float]
@@ -29,14 +28,14 @@ class ComparedRun(NamedTuple):
       name: as few of the folder's last parts as tell the runs apart.
       validation: loss of each evaluation.
       train: loss of each step.
-      policies: the layers' policies, if the configuration names only the files that held them.
+      resolved: the model and the layers' policies on record, which the configuration may only name.
     """
 
     name: str
     config: Config
     validation: Losses
     train: Losses
-    policies: str = ""
+    resolved: str = ""
 
     @property
     def diverged(self) -> bool:
@@ -71,14 +70,16 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
     for folder, name in zip(folders, short_names(folders), strict=True):
         saved = read_run_config(folder)
         config = from_json(saved["config"])
-        policies = str(from_record(saved)) if config.precision.names_files else ""
+        resolved = json.dumps(
+            [saved.get("model"), saved.get("phases"), saved.get("policies")], sort_keys=True
+        )
         step = config.data.batch_size if sequences else config.data.tokens_a_step
         validation = {n * step: loss for n, loss in evaluations(folder).items()}
         if not validation:
             raise ValueError(f"{folder} has no evaluation to compare; wait for its first one")
         lines = map(json.loads, whole_lines(folder / "metrics.jsonl"))
         train = {line["step"] * step: float(line["loss"]) for line in lines if "loss" in line}
-        runs.append(ComparedRun(name, config, validation, train, policies))
+        runs.append(ComparedRun(name, config, validation, train, resolved))
     return runs
 
 
@@ -97,7 +98,7 @@ def group_by_configuration(runs: Sequence[ComparedRun]) -> list[Group]:
     settings = {run.name: _settings(run.config) for run in runs}
     found: dict[tuple, list[ComparedRun]] = {}
     for run in runs:
-        found.setdefault((run.policies, *settings[run.name].items()), []).append(run)
+        found.setdefault((run.resolved, *settings[run.name].items()), []).append(run)
     groups = []
     for members in found.values():
         if len({run.config.seed for run in members}) < len(members):

@@ -59,10 +59,15 @@ def extend_phases(phases: Sequence[Phase], config: Config, taken: int) -> tuple[
     """Returns the phases of an extended run: those on record, with their first steps in the longer run.
 
     Raises:
-      ValueError: a step that has been taken would be in another phase.
+      ValueError: a step that has been taken would be in another phase, or phases would change their order.
     """
     steps = first_steps(config.precision.policy, config.steps)
     moved = tuple(phase._replace(first_step=step) for phase, step in zip(phases, steps, strict=True))
+    if any(a >= b for a, b in zip(steps, (*steps[1:], config.steps + 1), strict=True)):
+        raise ValueError(
+            f"--steps {config.steps}: the policies would begin at steps {', '.join(map(str, steps))}, out of "
+            "order or beyond the run; begin a run with --init"
+        )
     for old, new in zip(phases, moved, strict=True):
         if old.first_step != new.first_step and min(old.first_step, new.first_step) <= taken:
             raise ValueError(

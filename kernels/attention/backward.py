@@ -127,7 +127,7 @@ def query_gradients_kernel(
     # As in the forward kernel, only the blocks without a mask are in a loop.
     for i in tl.static_range(BLOCK_Q // BLOCK_K):
         start = first + i * BLOCK_K
-        kept = rows_within(start, columns, S, BLOCK_K)[:, None] * (G * H) + dims[None, :]
+        kept = rows_within(start, columns, S, BLOCK_Q)[:, None] * (G * H) + dims[None, :]
         k_tile = tl.load(k + start * (G * H) + kept)
         v_tile = tl.load(v + start * (G * H) + kept)
         weights = tl.exp2(tl.dot(q_tile, k_tile.T) * SCALE - log_sum[:, None])

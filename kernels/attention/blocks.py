@@ -115,10 +115,11 @@ _GFX950_128 = Kernels(
         Blocks(64, 64, warps=4, stages=2),
     ),
 )
-_SMALL = Blocks(32, 32, warps=4, stages=1)
+_WIDE, _HIGH = Blocks(64, 32, warps=4, stages=1), Blocks(32, 64, warps=4, stages=1)
+_SMALL = Kernels((_WIDE,), (_HIGH,), (_WIDE,))
 TABLE = {
-    ("interpreter", 64): Kernels((_SMALL,), (_SMALL,), (_SMALL,)),
-    ("interpreter", 128): Kernels((_SMALL,), (_SMALL,), (_SMALL,)),
+    ("interpreter", 64): _SMALL,
+    ("interpreter", 128): _SMALL,
     ("gfx950", 64): _GFX950_64,
     ("gfx950", 128): _GFX950_128,
     ("other", 64): _HOPPER_64,

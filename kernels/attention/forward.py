@@ -54,7 +54,7 @@ def forward_kernel(
     # The masked blocks are not in a loop: with two loops ptxas waits for each wgmma before the next.
     for i in tl.static_range(BLOCK_Q // BLOCK_K):
         start = first + i * BLOCK_K
-        inside = rows_within(start, columns, S, BLOCK_K)
+        inside = rows_within(start, columns, S, BLOCK_Q)  # a tile of queries may end after S
         k_tile = tl.load(k + start * (G * H) + inside[None, :] * (G * H) + dims[:, None])
         v_tile = tl.load(v + start * (G * H) + inside[:, None] * (G * H) + dims[None, :])
         scores = tl.dot(q_tile, k_tile)

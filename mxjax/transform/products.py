@@ -85,7 +85,9 @@ def _find(eqn, inputs: list[Origin], weight: int | None, context: Context, unfit
     operands = tuple(_operand(eqn, i, inputs[i]) for i in order)
     paths = tuple(dict.fromkeys(p for o in inputs if o.is_weight for p in o.paths))
     policy, why = None, unfit
-    if weight is None and not unfit:
+    if weight is not None and not inputs[1 - weight].data:
+        weight, why = None, unfit or "no operand is an activation"
+    elif weight is None and not unfit:
         why = "both operands are weights" if paths else "neither operand is a weight"
     elif not unfit:
         policy = _policy_of(paths, context)

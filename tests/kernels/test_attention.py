@@ -53,8 +53,21 @@ def test_equals_float32_within_the_rounding_of_bfloat16(shape):
     for name, got, exact in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
         assert got.dtype == jnp.bfloat16
         difference = np.asarray(got, np.float32) - exact
-        assert np.linalg.norm(difference) <= 2**-8 * np.linalg.norm(exact), name
-        assert np.abs(difference).max() <= 2**-7 * np.abs(exact).max(), name
+        # With one key the gradient of q is the difference of two equal sums, taken in different orders.
+        rounding = 2**-22 * np.linalg.norm(wide[3])
+        assert np.linalg.norm(difference) <= 2**-8 * np.linalg.norm(exact) + rounding, name
+        assert np.abs(difference).max() <= 2**-7 * np.abs(exact).max() + rounding, name
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the other sequence
+def test_what_lies_after_a_sequence_is_not_read():
+    """Its length is a multiple of a block of keys, and not of a block of queries."""
+    q, k, v, dy = draw(2, 96, 2, 1, 64)
+    attend = jax.jit(lambda *a: with_gradients(fused_attention, *a))
+    wanted = attend(q, k, v, dy)
+    found = attend(q, k.at[1].set(jnp.nan), v.at[1].set(jnp.nan), dy)
+    for got, like in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(got[0], like[0])
 
 
 @pytest.mark.slow

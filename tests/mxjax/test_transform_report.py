@@ -89,6 +89,21 @@ LEFT_ALONE = {
 }
 
 
+def test_a_weight_times_a_constant_is_a_weight():
+    def merged(w, x):
+        return x @ (w.T @ jnp.eye(8))
+
+    g = mxjax.transform(merged, "wgrad")
+    report = g.report(w := draw(8, 40, seed=2), X)
+    assert [(f.policy is None, f.why) for f in report.found] == [
+        (True, "no operand is an activation"),
+        (False, ""),
+    ]
+    np.testing.assert_array_equal(
+        jax.jit(g)(w, X), jax.jit(lambda w, x: mxjax.dot(x, w.T, policy="wgrad"))(w, X)
+    )
+
+
 @pytest.mark.parametrize("why", LEFT_ALONE)
 def test_what_is_left_alone_says_why(why):
     report = mxjax.transform(LEFT_ALONE[why], "wgrad").report(draw(8, 40, seed=2), X)

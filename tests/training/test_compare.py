@@ -70,6 +70,15 @@ def test_a_file_that_changed_between_runs_makes_two_groups(tmp_path):
     assert [len(group.runs) for group in groups] == [2, 1]
 
 
+def test_a_model_s_file_that_changed_between_runs_makes_two_groups(tmp_path):
+    folders = make_seeds(tmp_path, "fp8", [3.0, 3.0, 3.0])
+    for folder, width in zip(folders, (64, 64, 128), strict=True):
+        values = json.loads((folder / "config.json").read_text()) | {"model": {"d_model": width}}
+        (folder / "config.json").write_text(json.dumps(values))
+    groups = group_by_configuration(read_runs(folders, sequences=False))
+    assert [len(group.runs) for group in groups] == [2, 1]
+
+
 def test_runs_stand_beside_the_published_ones(tmp_path, capsys):
     preset = ["--preset", "mlperf-llama3.1-8b"]
     run = make_run(tmp_path / "run", {384: 5.5, 768: 4.25, 5376: 3.25}, preset)

@@ -68,6 +68,17 @@ def test_switches_between_policies_move_only_ahead_of_the_run():
     assert extend_phases(phases, fixed, taken=100) == phases
 
 
+def test_phases_keep_their_order_in_a_longer_run():
+    config = Config(
+        steps=200, precision=PrecisionConfig("bf16; fp8 from 0.5; wgrad from 120"), optimizer=CONSTANT
+    )
+    phases = Phase(1, "bf16", None), Phase(51, "fp8", None), Phase(120, "wgrad", None)
+    assert extend_phases(phases, config, taken=40)[1].first_step == 101
+    longer = dataclasses.replace(config, steps=300)
+    with pytest.raises(ValueError, match="would begin at steps 1, 151, 120, out of order"):
+        extend_phases(phases, longer, taken=40)
+
+
 def test_an_order_that_depends_on_the_length_is_refused(tmp_path):
     prefix = str(tmp_path / "data")
     with IndexedWriter(prefix, np.uint16) as writer:
@@ -77,5 +88,5 @@ def test_an_order_that_depends_on_the_length_is_refused(tmp_path):
     corpus = load_megatron(data, 64)
     runs = {steps: Config(data=data, steps=steps) for steps in (40, 59, 60)}
     check_order(corpus, runs[59], runs[40])
-    with pytest.raises(ValueError, match="in the order for 1 epochs, and would be in that for 2 epochs with"):
+    with pytest.raises(ValueError, match="in the order for 1 epoch, and would be in that for 2 epochs with"):
         check_order(corpus, runs[60], runs[59])

@@ -157,7 +157,9 @@ class MegatronCorpus:
         parts = samples.datasets if isinstance(samples, Blend) else [samples]
         orders = [part.order for part in parts]
         return ", ".join(
-            f"{o.epochs} epochs" + (" with the last apart" if o.separate_final_epoch else "") for o in orders
+            f"{o.epochs} epoch{'s' * (o.epochs != 1)}"
+            + (" with the last apart" if o.separate_final_epoch else "")
+            for o in orders
         )
 
     def batch_indices(self, config: DataConfig, seed: int, steps: int, step: int) -> dict[str, list[Any]]:
