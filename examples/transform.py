@@ -41,13 +41,13 @@ def train_step(params, state, tokens):
     return optax.apply_updates(params, updates), state, loss
 
 
-def main():
+def main(steps: int = STEPS) -> list[float]:
     """Returns the losses of all steps."""
     tokens = (jnp.arange(LENGTH) + 5 * jnp.arange(BATCH)[:, None]) % VOCABULARY
     params = Transformer().init(jax.random.key(0), tokens)
     print(loss_in_mxfp4.report(params, tokens))
     state, losses = optimizer.init(params), []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         params, state, loss = train_step(params, state, tokens)
         losses.append(float(loss))
         if step == 1 or step % 10 == 0:

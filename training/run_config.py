@@ -45,7 +45,7 @@ def from_json(raw: dict[str, Any]) -> Config:
         precision = raw["precision"] | {"layers": tuple(raw["precision"]["layers"])}
         precision["set"] = tuple(precision.get("set", ()))  # runs of earlier versions have none
         if isinstance(precision["policy"], dict):
-            precision["policy"] = policy_from_json(precision["policy"])
+            precision["policy"] = _policy(precision["policy"])
         data = raw["data"] | {"data": tuple(raw["data"]["data"])}
         config = Config(
             **raw
@@ -67,6 +67,13 @@ def from_json(raw: dict[str, Any]) -> Config:
             f"{FILE} holds no configuration of this version of mxjax ({type(error).__name__}: {error}); "
             "use the version that wrote it"
         ) from error
+
+
+def _policy(fields: dict[str, Any]) -> Policy:
+    try:
+        return policy_from_json(fields)
+    except ValueError as error:
+        raise ValueError(f"{FILE} holds no policy of this version of mxjax: {error}") from error
 
 
 def read_run_config(folder: pathlib.Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ print(json.dumps([call.name for call in emulation.calls]))
 """
 
 
-@long
+@pytest.mark.exhaustive
 def test_attention_and_its_gradients_are_those_of_float32(tmp_path):
     """By three kernels, and XLA between them, within bfloat16's rounding."""
     calls = json.loads(run_compiled(ATTENTION, TRITON_CACHE_DIR=str(tmp_path)))
