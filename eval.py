@@ -10,6 +10,7 @@ if __name__ == "__main__":
     prepare_process()  # before the other imports, which take seconds
 
 import dataclasses
+import os
 import pathlib
 import sys
 from typing import Any
@@ -129,8 +130,17 @@ def command(name: str, argv: list[str]) -> None:
         with input_errors():
             arguments = tyro.cli(SampleConfig, args=argv, prog="eval.py sample")
             result = sample(arguments)
-        print(arguments.prompt + result["text"])
-    print(json_line(result))
+        show(arguments.prompt + result["text"])
+    show(json_line(result))
+
+
+def show(*lines: str) -> None:
+    """Prints lines; ends the program with one line if standard output does not take them."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except (OSError, UnicodeEncodeError) as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left in the buffer
+        sys.exit(f"eval.py: error: standard output: {error}")
 
 
 if __name__ == "__main__":
@@ -138,8 +148,8 @@ if __name__ == "__main__":
         command(sys.argv[1], sys.argv[2:])
         sys.exit()
     result = main(tyro.cli(EvalConfig, description=__doc__))
-    print(
+    show(
         f"step {result['step']}  policy {result['policy']}  eval loss {result['eval_loss']:.4f}  "
-        f"perplexity {result['eval_perplexity']:.3f}  over {result['eval_tokens']:,} tokens"
+        f"perplexity {result['eval_perplexity']:.3f}  over {result['eval_tokens']:,} tokens",
+        json_line(result),
     )
-    print(json_line(result))

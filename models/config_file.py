@@ -30,6 +30,17 @@ def load_config(path: pathlib.Path) -> LlamaConfig:
         raise ValueError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
 
 
+def from_dict(raw: object) -> LlamaConfig:
+    """Returns the shape from which `models.configs.to_dict` made `raw`.
+
+    Raises:
+      ValueError: `raw` is something else; the message names the field.
+    """
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"the model must be an object, got {short(raw)}")
+    return _from_fields(LlamaConfig, raw)
+
+
 def _from_fields(cls: type, raw: Mapping[str, Any]) -> Any:
     """Returns an instance of a dataclass of positive numbers, switches and such dataclasses."""
     fields = {field.name: field for field in dataclasses.fields(cls)}

@@ -107,11 +107,3 @@ def name_of(config: LlamaConfig) -> str:
 def to_dict(config: LlamaConfig) -> dict[str, Any]:
     """Returns the configuration as nested dicts for JSON, with the number of parameters."""
     return dataclasses.asdict(config) | {"parameters": config.n_params}
-
-
-def from_dict(raw: Mapping[str, Any]) -> LlamaConfig:
-    """Returns the configuration from which `to_dict` made `raw`."""
-    values: dict[str, Any] = {field.name: raw[field.name] for field in dataclasses.fields(LlamaConfig)}
-    if values["rope_scaling"] is not None:
-        values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
-    return LlamaConfig(**values)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import tyro
 
-from models.configs import LlamaConfig, from_dict, name_of, to_dict
+from models.configs import LlamaConfig, name_of, to_dict
 from models.huggingface.config import read_config, write_config
 from models.huggingface.convert import dtype_field, progress, read_params, specs_of
 from models.huggingface.folder import check_files, new_folder, read_json, small_files, write_json
@@ -20,7 +20,7 @@ from mxjax.scales import ScaleRule
 from training.checkpoint.checkpoints import Checkpoints, save_params
 from training.config import Config, DataConfig, PrecisionConfig
 from training.data.tokenizer import tokenizer_path
-from training.run_config import HUGGINGFACE, read_run_config, to_json, write_run_config
+from training.run_config import HUGGINGFACE, model_of, read_run_config, to_json, write_run_config
 
 _TENSOR_DTYPES = "dtypes.json"  # in RUN/huggingface: the original dtype of each tensor
 _LARGEST_SHARD = 1e9  # in 10**9 bytes; the largest size of a file on Linux is 9.2e9 of them
@@ -88,7 +88,7 @@ def export_checkpoint(
     if not 0 < shard_gb <= _LARGEST_SHARD:
         raise ValueError(f"--shard-gb must be positive and at most {_LARGEST_SHARD:g}, got {shard_gb}")
     saved = read_run_config(run)
-    config = from_dict(saved["model"])
+    config = model_of(saved)
     with new_folder(target) as folder:
         with Checkpoints(run / "checkpoints") as checkpoints:
             params = jax.tree.map(np.asarray, checkpoints.restore_params(abstract_params(config), step))

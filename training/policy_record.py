@@ -44,6 +44,8 @@ def from_record(saved: Mapping[str, Any]) -> tuple[Phase, ...] | None:
         return None
     try:
         policies = {text: policy_from_json(fields) for text, fields in saved["policies"].items()}
+        if not saved["phases"] or saved["phases"][0]["first_step"] != 1:
+            raise KeyError("phases")
         return tuple(
             Phase(
                 phase["first_step"],
@@ -52,7 +54,7 @@ def from_record(saved: Mapping[str, Any]) -> tuple[Phase, ...] | None:
             )
             for phase in saved["phases"]
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"config.json holds no policies of this version of mxjax ({type(error).__name__}: {error}); "
             "use the version that wrote it"

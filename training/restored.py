@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 from models import llama
-from models.configs import LlamaConfig, from_dict
+from models.configs import LlamaConfig
 from mxjax.implementations import Implementation, check_implementations
 from mxjax.scales import ScaleRule
 from training.checkpoint.checkpoints import Checkpoints
@@ -17,7 +17,7 @@ from training.config import Config, PrecisionConfig, parse_rules
 from training.metrics import evaluations
 from training.policy_record import from_record
 from training.policy_schedule import Phase, phase_at, phases_of, with_exceptions, with_scale_rule
-from training.run_config import from_json, read_run_config
+from training.run_config import from_json, model_of, read_run_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def restore(arguments: RunArguments) -> Restored:
       ValueError: no such run, step or policy, or the policy cannot run here.
     """
     saved = read_run_config(arguments.run)
-    config, model = from_json(saved["config"]), from_dict(saved["model"])
+    config, model = from_json(saved["config"]), model_of(saved)
     implementation = arguments.implementation or config.precision.implementation
     phases = choose_phases(arguments, saved, config, model)
     for phase in phases:

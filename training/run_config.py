@@ -12,6 +12,8 @@ import typing
 import zlib
 from typing import Any
 
+from models.config_file import from_dict
+from models.configs import LlamaConfig
 from mxjax.policy import Policy
 from mxjax.policy_json import policy_from_json
 from training.config import (
@@ -74,6 +76,20 @@ def _policy(fields: dict[str, Any]) -> Policy:
         return policy_from_json(fields)
     except ValueError as error:
         raise ValueError(f"{FILE} holds no policy of this version of mxjax: {error}") from error
+
+
+def model_of(saved: dict[str, Any]) -> LlamaConfig:
+    """Returns the model's shape that the config.json of a run holds.
+
+    Raises:
+      ValueError: it holds none, or one of another version.
+    """
+    try:
+        return from_dict(saved.get("model"))
+    except ValueError as error:
+        raise ValueError(
+            f"{FILE} holds no model of this version of mxjax: {error}; use the version that wrote it"
+        ) from error
 
 
 def read_run_config(folder: pathlib.Path) -> dict[str, Any]:

@@ -21,9 +21,10 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
       ValueError: another process holds the lock; the message names the process and its host.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / FILE).open(
-        "a+", errors="replace"
-    ) as file:  # closed in child processes that execute another program
+    # Not through a link, which may lead anywhere. Closed in child processes that execute another program.
+    how = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / FILE, how, 0o666)
+    with os.fdopen(descriptor, "a+", errors="replace") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -13,7 +13,8 @@ import numpy as np
 
 from models import llama
 from models.config_file import load_config
-from models.configs import LlamaConfig, from_dict, get_config, to_dict
+from models.configs import LlamaConfig, get_config, to_dict
+from models.huggingface.folder import check_files
 from mxjax.implementations import check_implementations, choose_implementation
 from mxjax.layers import LayerPolicies
 from mxjax.remat import check_remat
@@ -33,7 +34,15 @@ from training.parameter_sharding import check_shards
 from training.policy_record import from_record, to_record
 from training.policy_schedule import Phase, phases_of
 from training.resume import begun_run, check_same_data, check_same_run
-from training.run_config import FILE, HUGGINGFACE, from_json, read_run_config, to_json, write_run_config
+from training.run_config import (
+    FILE,
+    HUGGINGFACE,
+    from_json,
+    model_of,
+    read_run_config,
+    to_json,
+    write_run_config,
+)
 from training.run_lock import FILE as LOCK
 from training.vocabulary import filled_size, resize_on
 
@@ -159,18 +168,20 @@ def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaCon
     saved = read_run_config(folder) if continues else {}
     if config.init is None and "imported" not in saved:
         if continues:
-            return config, from_dict(saved["model"])
+            return config, model_of(saved)
         named = get_config(config.model) if config.model_config is None else load_config(config.model_config)
         return config, named
     source = folder if continues or config.init is None else config.init
     saved = read_run_config(source)
-    model, name = from_dict(saved["model"]), from_json(saved["config"]).model_name
+    model, name = model_of(saved), from_json(saved["config"]).model_name
     if config.model not in (name, Config.model) or config.data.vocab_size not in (None, model.vocab_size):
         raise ValueError(
             f"{source} holds {name} with {model.vocab_size} tokens; leave out --model and --vocab-size"
         )
     if not continues and not any((source / "checkpoints").glob("[0-9]*")):
         raise ValueError(f"{source} has no checkpoint to begin with")
+    if not continues and (source / HUGGINGFACE).exists():
+        check_files(source / HUGGINGFACE)  # before anything of it is copied
     data = dataclasses.replace(config.data, vocab_size=model.vocab_size)
     return dataclasses.replace(config, model=name, data=data), model
 
@@ -210,7 +221,9 @@ def open_folder(run: Run) -> None:
     if not begun:  # remains of a start that was killed
         shutil.rmtree(run.folder / HUGGINGFACE, ignore_errors=True)
     if (init := run.config.init) is not None and (init / HUGGINGFACE).exists():
-        shutil.copytree(init / HUGGINGFACE, run.folder / HUGGINGFACE, dirs_exist_ok=True)
+        (run.folder / HUGGINGFACE).mkdir(exist_ok=True)
+        for file in filter(pathlib.Path.is_file, (init / HUGGINGFACE).iterdir()):
+            shutil.copy2(file, run.folder / HUGGINGFACE)
     if begun and "imported" in (before := read_run_config(run.folder)):
         values["imported"] = before["imported"]
     write_run_config(run.folder, values)

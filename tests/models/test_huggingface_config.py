@@ -5,7 +5,8 @@ import json
 import pytest
 from support.llamas import golden_raw
 
-from models.configs import LlamaConfig, from_dict, get_config, to_dict
+from models.config_file import from_dict
+from models.configs import LlamaConfig, get_config, to_dict
 from models.huggingface.config import read_config, write_config
 
 

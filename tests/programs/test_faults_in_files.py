@@ -18,7 +18,7 @@ import pytest
 
 import train as training_program
 from models import llama
-from models.configs import from_dict
+from models.config_file import from_dict
 from training.checkpoint.checkpoints import Checkpoints, save_params
 from training.checkpoint.damaged import saved_steps
 from training.huggingface_runs import export_checkpoint
@@ -188,6 +188,23 @@ def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, tmp_path)
     assert not (tmp_path / "exported").exists()
     export_checkpoint(run, tmp_path / "exported", allow_nonfinite=True)
     assert "holds NaN or infinity; go on from an earlier one" in error_of("--resume", "--out", run)
+
+
+def test_nothing_is_copied_through_a_link_of_a_run_to_begin_with(run, text, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    (run / "huggingface").mkdir()
+    (run / "huggingface" / "notes.txt").symlink_to(tmp_path / "secret")
+    said = error_of(*SHORT, "--data", text, "--init", run, "--out", tmp_path / "out")
+    assert "notes.txt is a link out of its folder" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_result_that_cannot_be_written_is_one_line(run):
+    command = [sys.executable, "eval.py", run, "--batches", "1"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "eval.py: error: standard output: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.slow

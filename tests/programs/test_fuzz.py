@@ -24,6 +24,8 @@ from support import oracles
 from support.llamas import GOLDEN, NAMES, golden_raw
 
 import mxjax
+from models import llama
+from models.configs import get_config, to_dict
 from models.huggingface.config import read_config
 from models.huggingface.folder import read_json
 from models.huggingface.safetensors_files import INDEX, SINGLE, Reader
@@ -32,7 +34,9 @@ from training.config import Config
 from training.data.indexed_dataset import IndexedDataset, IndexedWriter
 from training.data.megatron import load_validation
 from training.data.tokenizer import load_tokenizer, tokenizer_vocab_size
-from training.run_config import FILE, from_json, read_run_config, to_json
+from training.policy_record import from_record, to_record
+from training.policy_schedule import Phase
+from training.run_config import FILE, from_json, model_of, read_run_config, to_json
 from training.tokenize.documents import Documents
 from training.tokenize.train_tokenizer import train_tokenizer
 
@@ -273,10 +277,17 @@ def test_changes_of_policies():
 
 
 def test_configurations_of_runs(folder):
-    whole = {"config": to_json(Config()), "data": {}}
+    layers = llama.layer_policies(get_config("tiny"), mxjax.get_policy("wgrad"))
+    model = {"model": to_dict(get_config("tiny"))}
+    whole = {"config": to_json(Config()), "data": {}, **model, **to_record([Phase(1, "wgrad", layers)])}
+
+    def read():
+        saved = read_run_config(folder)
+        from_json(saved["config"]), model_of(saved), from_record(saved)
+
     for draw in draws():
         write_json(folder / FILE, whole, any_change(draw))
-        assert not fault(lambda: from_json(read_run_config(folder)["config"]), FILE, "--")
+        assert not fault(read, FILE, "--")
 
 
 def test_documents(folder):

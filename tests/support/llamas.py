@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import llama
-from models.configs import LlamaConfig, from_dict
+from models.config_file import from_dict
+from models.configs import LlamaConfig
 from models.huggingface.config import write_config
 from models.huggingface.safetensors_files import Reader, Spec, Writer
 from models.huggingface.tensors import views
