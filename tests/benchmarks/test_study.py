@@ -39,6 +39,7 @@ def settings(tmp_path, monkeypatch):
 CELLS = (Cell("fp8", "", "tiny", "small", 2), Cell("wgrad_sr", "even", "tiny", "small", 2))
 
 
+@pytest.mark.slow
 def test_a_study_trains_what_is_missing_and_nothing_else(settings, capsys):
     assert runner.run_cells(CELLS[:1], settings)
     first = {path.name: path.read_bytes() for path in settings.out.glob("*.json")}

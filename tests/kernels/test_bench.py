@@ -51,6 +51,7 @@ def printed(capsys):
     return lines, json.loads(lines[-1])
 
 
+@pytest.mark.slow
 def test_quantize_reports_every_line_with_its_time_or_why_there_is_none(capsys, tmp_path):
     only = ["copy", "columns, to bfloat16", "rows, "]
     bench_quantize.main([*QUANTIZE, "--only", *only, "--out", str(tmp_path / "numbers.json")])
@@ -91,6 +92,7 @@ def test_quantize_times_nothing_that_is_not_the_definition(monkeypatch, capsys):
     assert set(record) == {"shape", "name", "absent"}
 
 
+@pytest.mark.slow
 def test_dot_reports_ratios_and_parts(capsys):
     lines = ["--policies", "wgrad", "--implementations", "fp8_carriers", "--peers", "qwix QtProvider, fp8"]
     bench_dot.main([*DOT, *lines, "--compile"])

@@ -35,6 +35,7 @@ def only_xla_takes(name: str) -> bool:
     return any(o.format != "mxfp4" and get_format(o.format).scale != "none" for o in operands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "arch", "which"),
     [

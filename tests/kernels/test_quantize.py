@@ -72,6 +72,7 @@ def nvidia_tiles():
     quantizer._quantizer.cache_clear()
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(*tensors, wanted, forms, st.integers(0, 2**16))
 @example((1, 1), "normal", "bfloat16", (ROWS, COLUMNS), "packed", 0)

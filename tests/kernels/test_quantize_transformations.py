@@ -58,6 +58,7 @@ def test_vmap_over_key():
     assert_each(jax.vmap(quantize_both, (None, 0))(X[0], KEYS), [X[0]] * 3, KEYS)
 
 
+@pytest.mark.slow
 def test_vmap_twice():
     grid = jax.vmap(jax.vmap(quantize_both, (None, 0)), (0, None))(X[:2, 0], KEYS)
     for i in range(2):

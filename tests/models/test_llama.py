@@ -191,6 +191,7 @@ def test_unrolled_layers_are_those_of_the_loop(params, remat):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), loop, unrolled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["bf16", pytest.param("wgrad_hadamard", marks=pytest.mark.slow)])
 def test_losses_in_pieces_are_those_of_the_logits(params, policy, monkeypatch):
     policies = layer_policies(SMALL, policy)

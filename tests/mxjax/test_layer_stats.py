@@ -84,7 +84,7 @@ def test_a_llama_s_measures_are_those_of_its_own_tensors():
 def test_the_last_output_gradient_is_that_of_the_mean_loss():
     policies = layer_policies(CONFIG, "fp32", [("*", "fp32")])
     params, found = layer_stats(policies)
-    model = nnx.merge(llama._graph(CONFIG), params)
+    model = nnx.merge(llama.graph(CONFIG), params)
     graph, blocks = nnx.split(model.blocks)
     rope, x = rope_angles(16, CONFIG), params["embedding"][TOKENS[:, :-1]]
     for i in range(2):
@@ -144,6 +144,7 @@ def test_by_layer_names_every_number():
     assert found["amax"]["dy"] == float(measures["up"].amax.dy[0])
 
 
+@pytest.mark.slow
 def test_measuring_changes_no_training(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))

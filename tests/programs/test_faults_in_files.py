@@ -239,7 +239,7 @@ def test_a_folder_that_is_moved_ends_the_run(text, tmp_path):
     assert "was removed or moved" in said or "Check that the folder is in its place" in said
 
 
-@pytest.mark.parametrize("program", ["train.py", "eval.py"])
+@pytest.mark.parametrize("program", ["train.py", pytest.param("eval.py", marks=pytest.mark.slow)])
 def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path, program):
     """In place of a module that takes long to import, one that waits to be interrupted."""
     (tmp_path / "grain.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")

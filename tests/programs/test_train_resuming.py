@@ -127,6 +127,7 @@ def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_pat
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_signal_ends_an_evaluation_which_is_repeated(text, finished, tmp_path, monkeypatch, step):
     out = tmp_path / "run"

@@ -129,6 +129,7 @@ def test_the_phase_of_a_step():
     assert found == ["wgrad", "wgrad", "wgrad", "fp8", "fp8", "bf16", "bf16"]
 
 
+@pytest.mark.slow
 def test_a_run_that_switches_equals_one_stopped_and_resumed_in_the_other_policy(text, switched, tmp_path):
     out = tmp_path / "run"
     run(text, out, "wgrad_sr", "--stop-after", "3")
