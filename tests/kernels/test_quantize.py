@@ -88,6 +88,7 @@ def test_any_options_at_length(shape, kind, dtype, inputs, form, seed):
     check_options(shape, kind, dtype, inputs, form, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nvidia_tiles")
 @settings(max_examples=2)
 @given(*tensors, wanted, forms, st.integers(0, 2**16))

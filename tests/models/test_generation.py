@@ -61,6 +61,7 @@ def test_greedy_tokens_of_an_export_equal_those_of_transformers(tmp_path):
     np.testing.assert_array_equal(found, expected.numpy())
 
 
+@pytest.mark.slow
 def test_a_cache_changes_no_logits():
     """In float32 up to the order of sums; MXFP4's blocks lie along d_in, so each token is quantized alone."""
     rules = [("blocks.1.*", "fp32"), ("blocks.0.attention.scores", "wgrad"), ("head", "fp32")]

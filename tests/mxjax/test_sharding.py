@@ -81,10 +81,11 @@ for implementation in ("fp8_carriers", "scaled_dot"):
     "kinds",
     [
         ("Auto", "Auto"),
-        pytest.param(("Explicit", "Explicit"), marks=pytest.mark.slow),
-        pytest.param(("Explicit", "Auto"), marks=pytest.mark.slow),
+        ("Explicit", "Explicit"),
+        ("Explicit", "Auto"),
     ],
 )
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_sharding(kinds):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     flags |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

@@ -199,6 +199,7 @@ def test_nothing_is_copied_through_a_link_of_a_run_to_begin_with(run, text, tmp_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_written_is_one_line(run):
     command = [sys.executable, "eval.py", run, "--batches", "1"]
     with open("/dev/full", "w") as full:

@@ -127,6 +127,7 @@ def test_damage_to_any_file_is_found(tmp_path, state):
     assert checksums.problems(folder) == {}
 
 
+@pytest.mark.slow
 def test_every_byte_of_the_small_files_counts(tmp_path, state):
     """But for the digits of the time at which orbax says it has saved."""
     save(tmp_path, state, 1)
