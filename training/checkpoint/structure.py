@@ -46,5 +46,5 @@ def check_saveable(folder: pathlib.Path) -> None:
 
     It takes the path for a pattern when it merges the files of the processes.
     """
-    if found := sorted(set("*?[]") & set(str(folder.absolute()))):
+    if found := sorted(set("*?[]\\") & set(str(folder.absolute()))):
         raise ValueError(f"checkpoints cannot be saved in {folder}: name a path without {' '.join(found)}")
