@@ -54,14 +54,14 @@ def lines(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         speed = with_speed(Job(**mine[0]["job"]), {"times": times})
         device = mine[0]["environment"]["device"]
         peak = peak_flops(device)
-        flops = speed["flops_per_s_per_device"]
+        flops, windows = speed["flops_per_s_per_device"], at(mine)
         found.append(
             {
                 "name": name + (", loss in chunks" if mine[0]["job"]["loss"] == "chunked" else ""),
                 "rounds": len(mine),
                 "step_seconds": {"median": median, "p10": p10, "p90": p90},
-                "step_seconds_at": at(mine),
-                "slowest_of_first": slowest_of_first(at(mine)),
+                "step_seconds_at": windows,
+                "slowest_of_first": slowest_of_first(windows),
                 "tokens_per_s": speed["tokens_per_s"],
                 "flops_per_s_per_device": flops,
                 "mfu": flops / peak if peak else None,

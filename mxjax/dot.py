@@ -79,9 +79,8 @@ def dot(
     if x.ndim < 1 or len(w.shape) != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"dot needs x [..., d_in] and w [d_in, d_out], got {x.shape} and {w.shape}")
     contract_last = (((x.ndim - 1,), (0,)), ((), ()))
-    policy = as_policy(policy)
     return _dot_general(
-        x, w, contract_last, None, preferred_element_type, policy, key, implementation, layout
+        x, w, contract_last, None, preferred_element_type, as_policy(policy), key, implementation, layout
     )
 
 

@@ -11,10 +11,10 @@ from mxjax.devices import current_target
 from mxjax.formats import get_format
 from mxjax.fp8_carriers import Carrier, carry
 from mxjax.implementations import How
-from mxjax.kmajor import KMajor, decode, power_of_two, spread_blocks, unpack_codes
+from mxjax.kmajor import KMajor, decode, power_of_two
 from mxjax.prepare import Prepared
 from mxjax.product import Product, contract, contract_fp8
-from mxjax.quantize import MXArray, block_values, dequantize, pack_codes
+from mxjax.quantize import MXArray, block_values, dequantize
 from mxjax.weight_layout import Layout, to_multiply, varying_as
 
 
@@ -37,6 +37,8 @@ def multiply(
     """
     match lhs, rhs:
         case KMajor(), KMajor():
+            if how == "scaled_dot" and current_target() is None:  # before gathering: shard by shard
+                lhs, rhs = _with_normal_scales(lhs), _with_normal_scales(rhs)
             raw, factors = _multiply_kmajor(how, dtype, precision, lhs, _gathered(rhs, layout), carriers)
         case MXArray(), MXArray() if how == "reference":
             return Product(_multiply_reference(lhs, rhs, layout).astype(dtype))
@@ -123,8 +125,6 @@ def _multiply_fp8_tensors(lhs: MXArray, rhs: MXArray, layout: Layout | None) -> 
 
 def _multiply_scaled_dot(lhs: KMajor, rhs: KMajor, dtype: DTypeLike) -> jax.Array:
     """Multiplies by XLA's block-scaled product."""
-    if current_target() is None:
-        lhs, rhs = _with_normal_scales(lhs), _with_normal_scales(rhs)
     (left, left_scale), (right, right_scale) = _as_mx_dtypes(lhs), _as_mx_dtypes(rhs)
     batch = tuple(range(left.ndim - 2))
     y = lax.scaled_dot(
@@ -144,11 +144,17 @@ def _with_normal_scales(q: KMajor) -> KMajor:
     Half an element, on twice the scale, is exact for those whose value is at least 2**-126. The others are
     subnormal, which every implementation flushes on CPUs.
     """
+    if q.scales is None or 0 in q.elements.shape:
+        return q
     elements, scales = q.packed
-    codes = unpack_codes(elements)
-    halves = jnp.where((codes & 7) >= 4, codes - 2, 0)
-    codes = jnp.where(spread_blocks(scales == 0), halves, codes)
-    return dataclasses.replace(q, elements=pack_codes(codes, codes.ndim - 1), scales=jnp.maximum(scales, 1))
+
+    def halved(code):
+        return jnp.where((code & 7) >= 4, code - 2, 0)
+
+    halves = halved(elements & 15) | halved(elements >> 4) << 4
+    blocks = elements.reshape(*scales.shape, -1), halves.reshape(*scales.shape, -1)
+    elements = jnp.where((scales == 0)[..., None], blocks[1], blocks[0]).reshape(elements.shape)
+    return dataclasses.replace(q, elements=elements, scales=jnp.maximum(scales, 1))
 
 
 def _as_mx_dtypes(q: KMajor) -> tuple[jax.Array, jax.Array]:

@@ -35,12 +35,12 @@ def to_record(phases: Sequence[Phase]) -> dict[str, Any]:
 
 
 def from_record(saved: Mapping[str, Any]) -> tuple[Phase, ...] | None:
-    """Returns the phases in the values of config.json; None if it holds none, as before a run begins.
+    """Returns the phases in the values of config.json; None if it holds none, as an imported checkpoint's.
 
     Raises:
       ValueError: the phases are malformed.
     """
-    if "phases" not in saved or "policies" not in saved:
+    if "phases" not in saved:
         return None
     try:
         policies = {text: policy_from_json(fields) for text, fields in saved["policies"].items()}

@@ -44,8 +44,7 @@ def from_json(raw: dict[str, Any]) -> Config:
       ValueError: `raw` is no configuration, or one of another version.
     """
     try:
-        precision = raw["precision"] | {"layers": tuple(raw["precision"]["layers"])}
-        precision["set"] = tuple(precision.get("set", ()))  # runs of earlier versions have none
+        precision = raw["precision"] | {name: tuple(raw["precision"][name]) for name in ("layers", "set")}
         if isinstance(precision["policy"], dict):
             precision["policy"] = _policy(precision["policy"])
         data = raw["data"] | {"data": tuple(raw["data"]["data"])}
@@ -59,7 +58,7 @@ def from_json(raw: dict[str, Any]) -> Config:
                 "observe": ObserveConfig(**raw["observe"]),
                 "out": _path(raw["out"]),
                 "init": _path(raw["init"]),
-                "model_config": _path(raw.get("model_config")),
+                "model_config": _path(raw["model_config"]),
             }
         )
         _check_types(config)

@@ -69,7 +69,7 @@ class WandbRun:
 
 
 def _attempt(action: Callable[[], Any], otherwise: str = "training goes on without it") -> Any:
-    """Returns what the action does; at an error prints a line and returns None."""
+    """Returns the action's result; prints a warning and returns None if the action fails."""
     try:
         return action()
     except Exception as error:  # whatever it is, training matters more

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
+import numpy as np
 import tyro
 
 import eval as evaluation
@@ -66,15 +67,16 @@ def main(
             raise ValueError(f"unknown study {study}; the studies are {', '.join(STUDIES)}")
         arguments = evaluation.EvalConfig(run, step=step, batches=batches)
         restored = evaluation.restore(arguments)
-        found = measure(STUDIES[study], restored)
+        held_out = evaluation.read_batches(arguments, restored)
+        found = measure(STUDIES[study], restored, held_out)
     record = {
         "run": run.name,
         "model": name_of(restored.model),
         "parameters": to_dict(restored.model)["parameters"],
         "step": restored.step,
         "policy": restored.phase.policy,
-        "batches": len(restored.held_out),
-        "tokens": sum(batch[:, 1:].size for batch in restored.held_out),
+        "batches": len(held_out),
+        "tokens": sum(batch[:, 1:].size for batch in held_out),
         "study": study,
         "commit": commit,
         "versions": facts(),
@@ -83,9 +85,11 @@ def main(
     write_atomically(out / FILE, json.dumps(record | found, indent=1) + "\n")
 
 
-def measure(cells: Sequence[Cell], restored: evaluation.Restored) -> dict[str, Any]:
+def measure(
+    cells: Sequence[Cell], restored: evaluation.Restored, batches: Sequence[np.ndarray]
+) -> dict[str, Any]:
     """Returns the splits of whole gradients by cell, and of Wgrad alone by variant, over all blocks."""
-    model, params, batches = restored.model, restored.params, restored.held_out
+    model, params = restored.model, restored.params
     key = jax.random.key(0)
 
     def passes(policy):

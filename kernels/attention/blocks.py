@@ -11,7 +11,7 @@ HEAD_SIZES = (64, 128)
 
 
 class Blocks(NamedTuple):
-    """What one program of a kernel computes, and how.
+    """The tile that one program of a kernel computes, with its compiler settings.
 
     Attributes:
       queries, keys: rows of a tile. One divides the other: in `key_gradients` the queries divide the keys, in

@@ -22,6 +22,7 @@ from mxjax.devices import Target, current_target
 from mxjax.formats import BLOCK
 from mxjax.kernels.dies import order_on_dies
 from mxjax.kernels.launch import ceil_div, triton_call
+from mxjax.kernels.matmul.accumulate import accumulate_tile
 from mxjax.kernels.matmul.tiles import OPTIONS, Tiles, choose_tiles, table_of
 from mxjax.kernels.mesh import partitioned
 
@@ -241,153 +242,6 @@ def gemm_kernel(
 
 
 @triton.jit
-def accumulate_tile(
-    lhs,
-    lhs_scales,
-    rhs,
-    rhs_scales,
-    tile_m,
-    tile_n,
-    batch,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SHUFFLED: tl.constexpr,
-):
-    """Returns one tile of lhs[b] @ rhs[b].T in float32; rows and columns past the end are undefined."""
-    x_rows = rows_of(tile_m, M, BLOCK_M)
-    y_rows = rows_of(tile_n, N, BLOCK_N)
-    packed = tl.arange(0, BLOCK_K // 2)
-    blocks = tl.arange(0, BLOCK_K // 32)[None, :]
-    x_offsets = x_rows[:, None] * (K // 2) + packed[None, :]
-    # Only transposed offsets, not a transposed tile, avoid bank conflicts in LDS.
-    y_offsets = y_rows[None, :] * (K // 2) + packed[:, None]
-    lhs += _start(batch, tile_m, M, K // 2, BLOCK_M)
-    rhs += _start(batch, tile_n, N, K // 2, BLOCK_N)
-    if SHUFFLED:
-        X_STEP: tl.constexpr = tl.cdiv(M, 256) * 2048
-        Y_STEP: tl.constexpr = tl.cdiv(N, 256) * 2048
-        x_scale_offsets = tl.arange(0, BLOCK_M * 8)
-        y_scale_offsets = tl.arange(0, BLOCK_N * 8)
-        lhs_scales += batch * (tl.cdiv(K, 256) * X_STEP) + tile_m * (BLOCK_M * 8)
-        rhs_scales += batch * (tl.cdiv(K, 256) * Y_STEP) + tile_n * (BLOCK_N * 8)
-    else:
-        X_STEP: tl.constexpr = BLOCK_K // 32
-        Y_STEP: tl.constexpr = BLOCK_K // 32
-        x_scale_offsets = x_rows[:, None] * (K // 32) + blocks
-        y_scale_offsets = y_rows[:, None] * (K // 32) + blocks
-        lhs_scales += _start(batch, tile_m, M, K // 32, BLOCK_M)
-        rhs_scales += _start(batch, tile_n, N, K // 32, BLOCK_N)
-
-    return _accumulate(
-        lhs,
-        x_offsets,
-        lhs_scales,
-        x_scale_offsets,
-        rhs,
-        y_offsets,
-        rhs_scales,
-        y_scale_offsets,
-        X_STEP,
-        Y_STEP,
-        K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        SHUFFLED,
-    )
-
-
-@triton.jit
-def accumulate_rows(
-    lhs,
-    lhs_scales,
-    rhs,
-    rhs_scales,
-    lhs_rows,
-    rhs_rows,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Returns lhs[lhs_rows] @ rhs[rhs_rows].T in float32, of any BLOCK_M and BLOCK_N rows.
-
-    The rows are int64 if their offsets need it.
-    """
-    packed = tl.arange(0, BLOCK_K // 2)
-    blocks = tl.arange(0, BLOCK_K // 32)[None, :]
-    return _accumulate(
-        lhs,
-        lhs_rows[:, None] * (K // 2) + packed[None, :],
-        lhs_scales,
-        lhs_rows[:, None] * (K // 32) + blocks,
-        rhs,
-        rhs_rows[None, :] * (K // 2) + packed[:, None],
-        rhs_scales,
-        rhs_rows[:, None] * (K // 32) + blocks,
-        BLOCK_K // 32,
-        BLOCK_K // 32,
-        K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        False,
-    )
-
-
-@triton.jit
-def _accumulate(
-    lhs,
-    x_offsets,
-    lhs_scales,
-    x_scale_offsets,
-    rhs,
-    y_offsets,
-    rhs_scales,
-    y_scale_offsets,
-    X_STEP: tl.constexpr,
-    Y_STEP: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SHUFFLED: tl.constexpr,
-):
-    """Returns the product in float32 of the rows that the offsets name, summed over K in steps of BLOCK_K."""
-    packed = tl.arange(0, BLOCK_K // 2)
-    blocks = tl.arange(0, BLOCK_K // 32)[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for _ in range(K // BLOCK_K):
-        x_scales = _unshuffle(tl.load(lhs_scales + x_scale_offsets), BLOCK_M, SHUFFLED)
-        y_scales = _unshuffle(tl.load(rhs_scales + y_scale_offsets), BLOCK_N, SHUFFLED)
-        x = tl.load(lhs + x_offsets)
-        y = tl.load(rhs + y_offsets)
-        acc = tl.dot_scaled(x, x_scales, "e2m1", y, y_scales, "e2m1", acc)
-        lhs += BLOCK_K // 2
-        rhs += BLOCK_K // 2
-        lhs_scales += X_STEP
-        rhs_scales += Y_STEP
-
-    # The rest of K, with zero elements and scales of 1 past the end.
-    REST: tl.constexpr = K % BLOCK_K
-    if REST > 0:
-        if SHUFFLED:
-            x_scales = _unshuffle(tl.load(lhs_scales + x_scale_offsets), BLOCK_M, SHUFFLED)
-            y_scales = _unshuffle(tl.load(rhs_scales + y_scale_offsets), BLOCK_N, SHUFFLED)
-        else:
-            x_scales = tl.load(lhs_scales + x_scale_offsets, mask=blocks < REST // 32, other=127)
-            y_scales = tl.load(rhs_scales + y_scale_offsets, mask=blocks < REST // 32, other=127)
-        x = tl.load(lhs + x_offsets, mask=(packed < REST // 2)[None, :], other=0)
-        y = tl.load(rhs + y_offsets, mask=(packed < REST // 2)[:, None], other=0)
-        acc = tl.dot_scaled(x, x_scales, "e2m1", y, y_scales, "e2m1", acc)
-    return acc
-
-
-@triton.jit
 def store_tile(
     out,
     acc,
@@ -422,26 +276,3 @@ def _tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr, XCDS: tl.constexpr):
     rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
     within = program % (GROUP_M * tiles_n)
     return group * GROUP_M + within % rows, within // rows
-
-
-@triton.jit
-def _start(batch, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the offset (int64) of a tile of BLOCK rows in a [batch, ROWS, WIDTH] array."""
-    return batch * (ROWS * WIDTH) + tile.to(tl.int64) * (BLOCK * WIDTH)
-
-
-@triton.jit
-def rows_of(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns a tile's rows relative to its first; those past the end repeat the last and are not stored."""
-    rows = tl.arange(0, BLOCK)
-    if ROWS % BLOCK != 0:
-        rows = tl.minimum(rows, ROWS - 1 - tile * BLOCK)
-    return rows
-
-
-@triton.jit
-def _unshuffle(scales, BLOCK: tl.constexpr, SHUFFLED: tl.constexpr):
-    """Returns a tile's scales [BLOCK, 8], undoing the order of `shuffle_scales` if SHUFFLED."""
-    if SHUFFLED:
-        scales = scales.reshape(BLOCK // 32, 4, 16, 2, 2).permute(0, 4, 2, 3, 1).reshape(BLOCK, 8)
-    return scales

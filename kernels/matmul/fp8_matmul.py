@@ -23,9 +23,9 @@ from mxjax.devices import Target, current_target
 from mxjax.formats import BLOCK
 from mxjax.fp8_carriers import Carried, Carrier
 from mxjax.kernels.launch import ceil_div, triton_call
+from mxjax.kernels.matmul.accumulate import accumulate_rows
 from mxjax.kernels.matmul.carry import carry_operand, rows_and_parts
 from mxjax.kernels.matmul.fp4_gemm import (
-    accumulate_rows,
     batched,
     check_operands,
     multiply_flat,

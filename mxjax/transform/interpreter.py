@@ -17,7 +17,7 @@ from mxjax.transform.report import Found
 
 
 class Draw(NamedTuple):
-    """What the keys of products are made of.
+    """The caller's key and the loop indices from which a product's key is folded.
 
     Attributes:
       key: the caller's key, or None.
@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What planning needs to know, apart from the jaxpr.
+    """The policies and the position in the function, which plans depend on besides the jaxpr.
 
     Attributes:
       policies: each parameter's policy by its path; None leaves its products alone.

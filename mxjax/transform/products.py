@@ -71,7 +71,7 @@ def _outcome(eqn, inputs: list[Origin], context: Context, found: Found | None, r
 
 
 def _find(eqn, inputs: list[Origin], weight: int | None, context: Context, unfit: str) -> Found | None:
-    """Returns what to do with a product, or None if neither operand has to do with weights or data.
+    """Returns a product's policy, or why it has none; None if both operands are constants.
 
     Args:
       weight: the operand that is the weight; None if there is none, or two.

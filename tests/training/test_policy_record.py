@@ -77,14 +77,6 @@ def test_set_may_be_given_several_times():
     assert parse(flags).precision.set == (flags[1], flags[3])
 
 
-def test_configurations_of_earlier_versions_are_read():
-    raw = to_json(Config())
-    for concern, field in (("precision", "set"), ("observe", "wandb")):
-        del raw[concern][field]
-    del raw["model_config"]
-    assert from_json(raw) == Config()
-
-
 def test_a_configuration_takes_a_policy_itself():
     config = Config(precision=PrecisionConfig(OWN), seed=5)
     assert from_json(json.loads(json.dumps(to_json(config)))) == config

@@ -149,7 +149,7 @@ class MegatronCorpus:
         return iterator
 
     def order(self, config: DataConfig, seed: int, steps: int) -> str:
-        """Returns what of the data's order depends on the length of the run, in words.
+        """Returns the number of epochs that the data is shuffled for, in words.
 
         Runs for which it is equal read the same samples, as far as both go.
         """

@@ -49,7 +49,7 @@ class TextCorpus:
         return batches(self.train, config, seed, start, shard)
 
     def order(self, config: DataConfig, seed: int, steps: int) -> str:
-        """Returns what of the data's order depends on the length of the run, in words: nothing."""
+        """Returns no words: unlike a dataset's, the order does not depend on the length of the run."""
         return ""
 
     def batch_indices(self, config: DataConfig, seed: int, steps: int, step: int) -> dict[str, list[int]]:
