@@ -41,15 +41,6 @@ def published() -> dict[str, Policy]:
     seen = dataclasses.replace(rceil_sr, source="dequantized")
     tetrajet = Policy(fprop=Gemm(rceil, rceil), dgrad=Gemm(rceil_sr, seen), wgrad=Gemm(seen, rceil_sr))
 
-    # Pretraining LLMs with NVFP4, arXiv 2509.25149 (layer table and late switch are configured elsewhere).
-    nv, nv_sr = Operand("nvfp4"), Operand("nvfp4", rounding="stochastic")
-    nv_tile = Operand("nvfp4", block_shape=(16, 16))
-    nvfp4 = Policy(
-        fprop=Gemm(nv, nv_tile), dgrad=Gemm(nv_sr, nv_tile), wgrad=Gemm(nv, nv_sr, Rotation(16, "fixed"))
-    )
-    # FP4 All the Way, arXiv 2505.19115 (its last phase in high precision is configured elsewhere).
-    all_the_way = Policy(Gemm(nv, nv), Gemm(nv_sr, nv), Gemm(nv_sr, nv_sr))
-
     # Accurate neural training with 4-bit matrix multiplications, arXiv 2112.10769, in MX blocks.
     clipless = Operand("mxfp4", scale_rule="rceil")
     gradient = Operand("mxfp4_e3m0", scale_rule="rceil", rounding="stochastic")
@@ -65,8 +56,6 @@ def published() -> dict[str, Policy]:
         "primus_turbo": primus,
         "lumen": lumen,
         "tetrajet": tetrajet,
-        "nvfp4": nvfp4,
-        "fp4_all_the_way": all_the_way,
         "chmiel_mx": chmiel,
         "mxfp4_fp8_backward": Policy(
             fprop=Gemm(even, even),
