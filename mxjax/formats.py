@@ -2,7 +2,8 @@
 
 Everything else derives from these tables; a new format is a new entry here.
 Sources: OCP Microscaling Formats (MX) v1.0, section 5; NVFP4: arXiv 2509.25149, section 2;
-FP8: arXiv 2209.05433; E3M0: arXiv 2112.10769; UE5M3: arXiv 2609.02846, section 4.
+FP8: arXiv 2209.05433; E3M0: arXiv 2112.10769; UE5M3: arXiv 2609.02846, section 4; NVFP4 in 1x128:
+arXiv 2510.27527, section 3.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ FormatName = Literal[
     "mxfp8_e4m3",
     "mxfp8_e5m2",
     "nvfp4",
+    "nvfp4_1x128",
     "fp4_ue5m3",
     "fp8_e4m3",
     "fp8_e5m2",
@@ -68,7 +70,8 @@ class Format:
 
     `element` None means an unscaled floating-point `dtype` (the baselines).
     `block` is the default number of elements along the contraction axis that share a scale, 0 for none.
-    `tensor_scale` adds one float32 scale for the whole tensor ("current scaling").
+    `tensor_scale` adds one float32 scale for the whole tensor ("current scaling"), or, with `outer_block`,
+    one for so many elements along the contraction axis.
     """
 
     name: FormatName
@@ -77,6 +80,7 @@ class Format:
     block: int = 0
     scale: ScaleKind = "none"
     tensor_scale: bool = False
+    outer_block: int = 0
 
     @property
     def scale_element(self) -> Element | None:
@@ -100,6 +104,7 @@ _FORMATS = (
     _mx("mxfp8_e4m3", E4M3),
     _mx("mxfp8_e5m2", E5M2),
     Format("nvfp4", E2M1.dtype, E2M1, block=16, scale="e4m3", tensor_scale=True),
+    Format("nvfp4_1x128", E2M1.dtype, E2M1, block=16, scale="e4m3", tensor_scale=True, outer_block=128),
     Format("fp4_ue5m3", E2M1.dtype, E2M1, block=16, scale="ue5m3"),
     _fp8("fp8_e4m3", E4M3),
     _fp8("fp8_e5m2", E5M2),

@@ -20,7 +20,7 @@ from mxjax.formats import UE5M3, Element, Format
 from mxjax.operand import FourOverSix, Operand
 from mxjax.philox import random_uint16
 from mxjax.rounding import round_elements, round_nearest, stochastic_round
-from mxjax.tensor_scales import divide, tensor_max
+from mxjax.tensor_scales import divide, outer_max, tensor_max
 
 Blocks = tuple[int, int]
 """A block's size along the other of the last two axes, and along the blocked axis."""
@@ -36,20 +36,29 @@ class Rounded(NamedTuple):
 
 def quantize_by_minifloats(
     x: Float32[Array, "*shape"], f: Format, operand: Operand, blocks: Blocks, axis: int, key: jax.Array | None
-) -> tuple[Float32[Array, "*shape"], Float32[Array, "*blocks"], Float32[Array, ""] | None]:
-    """Returns the elements of x, the scales of its blocks, and the tensor's scale or None."""
+) -> tuple[Float32[Array, "*shape"], Float32[Array, "*blocks"], Float32[Array, "*outer"] | None]:
+    """Returns the elements of x, the scales of its blocks, and those of outer blocks or the tensor."""
     element, scale_element = f.element, f.scale_element
     assert element is not None
     assert scale_element is not None
     largest = operand.scale_max or (scale_element.max if f.tensor_scale else None)
     target = operand.scale_target or element.max
-    tensor_scale = None if largest is None else divide(tensor_max(x), target * largest)
     exact = divide(block_max(x, blocks, axis), target)
-    exact = exact if tensor_scale is None else divide(exact, tensor_scale)
+    tensor_scale = unit = None
+    if largest is not None:
+        amax = outer_max(x, f.outer_block, axis) if f.outer_block else tensor_max(x)
+        tensor_scale = divide(amax, target * largest)
+        # The float32 scale that each block has; a scalar if all have the same.
+        unit = (
+            spread(tensor_scale, exact.shape, (1, f.outer_block // blocks[1]), axis)
+            if f.outer_block
+            else tensor_scale
+        )
+        exact = divide(exact, unit)
 
     def rounded(exact: Float32[Array, "*blocks"], key: jax.Array | None) -> Rounded:
         scales = _round_scales(exact, scale_element)
-        scaled = x * spread(_inverse(scales, tensor_scale), x.shape, blocks, axis)
+        scaled = x * spread(_inverse(scales, unit), x.shape, blocks, axis)
         return Rounded(
             scales, scaled, round_elements(scaled, element, operand.rounding, operand.prescale, key, axis)
         )
@@ -58,7 +67,7 @@ def quantize_by_minifloats(
     if operand.four_over_six is not None:
         # To scale the largest magnitude to 4 instead of 6, scales are half as large again.
         other = rounded(exact * 1.5, key if key is None else jax.random.fold_in(key, 2))
-        relative = x if tensor_scale is None else x * (1 / tensor_scale)
+        relative = x * spread(_inverse(jnp.ones_like(exact), unit), x.shape, blocks, axis)
         best = closer(relative, best, other, operand.four_over_six, blocks, axis)
     if operand.eden is not None:
         assert key is not None
@@ -131,7 +140,7 @@ def _round_scales(exact: Float32[Array, "*blocks"], scale_element: Element) -> F
 
 
 def _inverse(
-    scales: Float32[Array, "*blocks"], tensor_scale: Float32[Array, ""] | None
+    scales: Float32[Array, "*blocks"], unit: Float32[Array, "*#blocks"] | None
 ) -> Float32[Array, "*blocks"]:
     """Returns what the elements of each block are multiplied by; 0 where the scale is zero."""
-    return jnp.where(scales == 0, 0.0, (1.0 if tensor_scale is None else 1 / tensor_scale) / scales)
+    return jnp.where(scales == 0, 0.0, (1.0 if unit is None else 1 / unit) / scales)

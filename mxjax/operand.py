@@ -82,9 +82,13 @@ class Operand:
             check_choice("four_over_six", self.four_over_six, FourOverSix)
         if self.prescale is not None and (self.four_over_six or self.eden):
             raise ValueError("four_over_six and eden take no prescale; use scale_target")
+        rows, length = resolve_block_shape(f, self.block_shape, ndim=2, axis=-1)
+        if f.outer_block and (rows > 1 or f.outer_block % length):
+            raise ValueError(
+                f"{self.format} needs 1-D blocks whose length divides {f.outer_block}, got {rows}x{length}"
+            )
         if self.eden is None:
             return
-        rows, length = resolve_block_shape(f, self.block_shape, ndim=2, axis=-1)
         if rows > 1 or self.eden < 1 or self.eden % length:
             raise ValueError(
                 f"eden needs 1-D blocks and a multiple of their length, got eden {self.eden} for blocks of "

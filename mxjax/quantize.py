@@ -34,7 +34,8 @@ class MXArray:
       scales: one for each block, in x's shape with the blocked axis (both axes for 2-D blocks) divided by the
         block and rounded up. `float8_e8m0fnu` for MX (2**(byte - 127), byte 255 is NaN), `float8_e4m3fn` for
         NVFP4, bfloat16 for UE5M3 values, None for FP8 and BF16.
-      tensor_scale: float32 scale of the whole tensor (NVFP4, FP8, UE5M3 with `scale_max`), or None.
+      tensor_scale: float32 scale of the whole tensor (NVFP4, FP8, UE5M3 with `scale_max`), or None. In
+        `nvfp4_1x128` one for each 128 elements along `axis`.
       format: name of the format.
       axis: blocked axis, counted from the end (negative) so that it stays valid under vmap and scan.
       block_shape: block's size along the other of the last two axes, and along `axis`.
@@ -43,7 +44,7 @@ class MXArray:
 
     elements: Shaped[Array, "*shape"]
     scales: Shaped[Array, "*blocks"] | None
-    tensor_scale: Float32[Array, ""] | None
+    tensor_scale: Float32[Array, "*outer"] | None
     format: FormatName
     axis: int
     block_shape: tuple[int, int]
@@ -62,7 +63,7 @@ class MXArray:
     @property
     def factor(self) -> Float32[Array, ""] | float | None:
         """The factor to multiply `block_values` by: tensor_scale / prescale, or None for one."""
-        if self.tensor_scale is None:
+        if self.tensor_scale is None or get_format(self.format).outer_block:
             return 1 / self.prescale if self.prescale else None
         return self.tensor_scale / self.prescale if self.prescale else self.tensor_scale
 
@@ -207,7 +208,8 @@ def quantize_unpacked(
 def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     """Returns elements * scales, without `factor`, in float32.
 
-    bfloat16 represents them exactly, except for `fp32` and for magnitudes below its range (2**-133).
+    bfloat16 represents them exactly, except for `fp32`, for `nvfp4_1x128`, whose outer scales are included,
+    and for magnitudes below its range (2**-133).
     """
     values = q.elements.astype(jnp.float32)
     if q.scales is None:
@@ -215,7 +217,11 @@ def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     if q.scales.dtype == jnp.float8_e8m0fnu:
         byte = lax.bitcast_convert_type(q.scales, jnp.uint8).astype(jnp.int32)
         return multiply_by_scale(values, spread(byte, values.shape, q.block_shape, q.axis))
-    return values * spread(q.scales.astype(jnp.float32), values.shape, q.block_shape, q.axis)
+    values = values * spread(q.scales.astype(jnp.float32), values.shape, q.block_shape, q.axis)
+    outer_block = get_format(q.format).outer_block
+    if not outer_block or q.tensor_scale is None:
+        return values
+    return values * spread(q.tensor_scale, values.shape, (1, outer_block), q.axis)
 
 
 def float4_codes(values: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:

@@ -1,10 +1,10 @@
-"""Float32 scales of a whole tensor: its largest magnitude, and division that every program rounds alike."""
+"""Float32 scales of a tensor or of long blocks: largest magnitudes, and division rounded alike everywhere."""
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from mxjax.blocks import magnitude_bits
+from mxjax.blocks import block_max, magnitude_bits
 
 SMALLEST_TENSOR_MAX = 2.0**-100
 """The largest magnitude for which a tensor scale is chosen if all elements are smaller.
@@ -20,7 +20,14 @@ def tensor_max(x: Float32[Array, "*shape"]) -> Float32[Array, ""]:
     return jnp.maximum(amax, jnp.float32(SMALLEST_TENSOR_MAX))
 
 
-def divide(x: Float32[Array, "*blocks"], divisor: float | Float32[Array, ""]) -> Float32[Array, "*blocks"]:
+def outer_max(x: Float32[Array, "*shape"], length: int, axis: int) -> Float32[Array, "*outer"]:
+    """Returns the largest magnitude of each `length` elements along the axis, as `tensor_max` does."""
+    return jnp.maximum(block_max(x, (1, length), axis), jnp.float32(SMALLEST_TENSOR_MAX))
+
+
+def divide(
+    x: Float32[Array, "*blocks"], divisor: float | Float32[Array, "*#blocks"]
+) -> Float32[Array, "*blocks"]:
     """Returns x / divisor, rounded once; XLA might multiply by the inverse or merge two divisions."""
-    divisors = lax.optimization_barrier(jnp.full(x.shape, divisor, jnp.float32))
+    divisors = lax.optimization_barrier(jnp.broadcast_to(jnp.float32(divisor), x.shape))
     return lax.optimization_barrier(x / divisors)

@@ -51,6 +51,7 @@ _SOURCES = {
     "ue5m3": "arXiv 2609.02846, tensor scale of the current tensor",
     "ue5m3_no_tensor_scale": "arXiv 2609.02846, without its tensor scale",
     "quartet2": "arXiv 2601.22813",
+    "tetrajet_v2": "arXiv 2510.27527, its GEMMs",
     "chmiel_mx": "arXiv 2112.10769, in MX blocks",
     "primus_turbo": "AMD's Primus-Turbo",
     "lumen": "AMD's Lumen",

@@ -36,6 +36,7 @@ def nvfp4() -> dict[str, Policy]:
         "ue5m3": _ue5m3(448),
         "ue5m3_no_tensor_scale": _ue5m3(None),
         "quartet2": _quartet2(),
+        "tetrajet_v2": _tetrajet_v2(),
     }
 
 
@@ -81,4 +82,18 @@ def _quartet2() -> Policy:
     gradient = Operand("nvfp4", scale_target=6 / (17 / 16 * 0.93), scale_max=255.99, eden=128)
     seen = dataclasses.replace(gradient, source="dequantized")
     rotation = Rotation(128, "redrawn")
+    return Policy(Gemm(forward, forward), Gemm(gradient, seen, rotation), Gemm(seen, gradient, rotation))
+
+
+def _tetrajet_v2() -> Policy:
+    """TetraJet-v2, arXiv 2510.27527: NVFP4 with float32 scales in 1 x 128, H16 in the backward pass.
+
+    From `linear.py` and `quant_fp4.cu` in its code: Dgrad and Wgrad round all operands stochastically, rotate
+    them with signs redrawn at every step, and read x and w as the Fprop's quantization left them. The resets
+    of oscillating weights and the channels kept in FP8 are not part of a policy.
+    """
+    forward = Operand("nvfp4_1x128")
+    gradient = _stochastic(forward)
+    seen = dataclasses.replace(gradient, source="dequantized")
+    rotation = Rotation(16, "redrawn")
     return Policy(Gemm(forward, forward), Gemm(gradient, seen, rotation), Gemm(seen, gradient, rotation))

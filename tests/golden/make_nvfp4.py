@@ -2,11 +2,12 @@
 
 Run with Python 3.11, torch 2.13.0+cpu, triton 3.9.0, numpy, scipy, on checkouts of
 
-    mit-han-lab/fouroversix       dadfad6901d473a734fe71e0b082e70ee993e23a
-    NVIDIA/TransformerEngine      d0067d0da6cb01811b8072a7d304f0e00344ce2b
-    IST-DASLab/Quartet-II         8776a90b7aa0c0a400ad858a3c05a66f7ec55b73
+    mit-han-lab/fouroversix           dadfad6901d473a734fe71e0b082e70ee993e23a
+    NVIDIA/TransformerEngine          d0067d0da6cb01811b8072a7d304f0e00344ce2b
+    IST-DASLab/Quartet-II             8776a90b7aa0c0a400ad858a3c05a66f7ec55b73
+    thu-ml/TetraJet-v2-NVFP4Training  ca5953f643d85c793fb3a210bf21f17fc88ce83e
 
-    python tests/golden/make_nvfp4.py FOUROVERSIX TRANSFORMER_ENGINE QUARTET_II
+    python tests/golden/make_nvfp4.py FOUROVERSIX TRANSFORMER_ENGINE QUARTET_II TETRAJET
 
 Writes nvfp4.npz next to this file. x, w and dy, [128, 128] float32, are those of `inputs` below.
 
@@ -19,6 +20,9 @@ Writes nvfp4.npz next to this file. x, w and dy, [128, 128] float32, are those o
     quartet/{rtn,four_over_six}             x by Quartet-II's Triton kernels, dequantized; first 16 rows
     quartet/{signs,low,high,mean}           x by its MS-EDEN kernel after H128 with `signs`: smallest, largest and
                                             mean value over DRAWS seeds; first 16 rows
+    tetrajet/nearest                        x by TetraJet-v2's Triton kernel for fake quantization; first 16 rows
+    tetrajet/{low,high,mean}                x by its stochastic kernel, over DRAWS draws; first 16 rows
+    tetrajet/y                              product of x and w by the kernel for nearest; first 16 rows
 
 codes are [128, 64] uint8, first element in the low nibble; scales [128, 8] or [8, 8] uint8, E4M3.
 
@@ -204,6 +208,25 @@ def quartet(root, x, out):
     out["quartet/mean"] = draws.mean(0, dtype=np.float64).astype(np.float32)
 
 
+def tetrajet(root, x, w, out):
+    folder = pathlib.Path(root) / "kernels" / "baseline_fakequant"
+    package("baseline_fakequant", folder)
+    import baseline_fakequant.nvfp4_quant_fused as fused
+    import baseline_fakequant.nvfp4_quant_fused_kernel as kernels
+
+    # The interpreter has no CUDA library: the sign, and rounding to nearest even of magnitudes below 2**22.
+    kernels.libdevice = types.SimpleNamespace(
+        signbit=lambda t: tl.where(t < 0, 1, 0), rint=lambda t: (t + 1.5 * 2**23) - 1.5 * 2**23
+    )
+    quantize = fused.nvfp4_double_quantize_fused
+    out["tetrajet/nearest"] = quantize(x[:ROWS]).numpy()
+    out["tetrajet/y"] = (quantize(x[:ROWS]) @ quantize(w.T.contiguous()).T).numpy()
+    torch.manual_seed(0)
+    draws = np.stack([quantize(x[:ROWS], stochastic=True).numpy() for _ in range(DRAWS)])
+    out["tetrajet/low"], out["tetrajet/high"] = draws.min(0), draws.max(0)
+    out["tetrajet/mean"] = draws.mean(0, dtype=np.float64).astype(np.float32)
+
+
 def on_the_cpu():
     """Makes CUDA tensors CPU tensors, and casts to float8e4nv as torch does."""
     make = torch.tensor
@@ -220,13 +243,14 @@ def on_the_cpu():
     interpreter._convert_float = convert_float
 
 
-def main(fouroversix_root, transformer_engine_root, quartet_root):
+def main(fouroversix_root, transformer_engine_root, quartet_root, tetrajet_root):
     on_the_cpu()
     out = {}
     x, w, dy = (torch.from_numpy(t) for t in inputs())
     fouroversix(fouroversix_root, x, w, dy, out)
     transformer_engine(transformer_engine_root, x, w, dy, out)
     quartet(quartet_root, x, out)
+    tetrajet(tetrajet_root, x, w, out)
     path = pathlib.Path(__file__).with_name("nvfp4.npz")
     np.savez_compressed(path, **out)
     print(path.name, len(out), "arrays", path.stat().st_size, "bytes")

@@ -102,6 +102,17 @@ def test_the_scale_of_the_largest_block_is_scale_max(name, largest):
     np.testing.assert_allclose(q.tensor_scale, np.abs(X).max() / (6 * largest), rtol=1e-6)
 
 
+def test_in_1x128_each_run_is_quantized_like_a_tensor_of_its_own():
+    x = X.at[2, 150].set(jnp.nan)[:, :200]  # the last run is short
+    found = mxjax.quantize(x.T, "nvfp4_1x128", axis=0)
+    assert found.tensor_scale is not None
+    assert found.tensor_scale.shape == (2, 32)
+    runs = [[mxjax.quantize(run[None], "nvfp4") for run in (row[:128], row[128:])] for row in x]
+    expected = [np.concatenate([mxjax.dequantize(q)[0] for q in row]) for row in runs]
+    np.testing.assert_allclose(mxjax.dequantize(found).T, expected, rtol=1e-6)
+    np.testing.assert_array_equal(found.tensor_scale.T, [[q.tensor_scale for q in row] for row in runs])
+
+
 def test_with_a_target_of_6_times_16_17ths_nothing_clips():
     x = tensor(256, 256)
 
@@ -243,6 +254,7 @@ def test_an_operand_has_options_of_its_own():
             "eden needs 1-D blocks and a multiple of their length, got eden 24 for blocks of 1x16",
         ),
         ({"eden": 128, "block_shape": (16, 16)}, "eden needs 1-D blocks"),
+        ({"format": "nvfp4_1x128", "block_shape": (16, 16)}, "nvfp4_1x128 needs 1-D blocks whose length"),
         ({"eden": 128, "rounding": "stochastic"}, "eden rounds the scales stochastically, not the elements"),
     ],
 )

@@ -56,6 +56,10 @@ _six_or_four = Operand("nvfp4", four_over_six="mse", scale_max=256)
 _eden = Operand("nvfp4", scale_target=6 / (17 / 16 * 0.93), scale_max=255.99, eden=128)
 _eden_seen = dataclasses.replace(_eden, source="dequantized")
 _h128 = Rotation(128, "redrawn")
+_double = Operand("nvfp4_1x128")
+_double_sr = dataclasses.replace(_double, rounding="stochastic")
+_double_seen = dataclasses.replace(_double_sr, source="dequantized")
+_h16 = Rotation(16, "redrawn")
 _ue5m3 = Operand("fp4_ue5m3", scale_max=448)
 _ue5m3_tile = dataclasses.replace(_ue5m3, block_shape=(16, 16))
 _ue5m3_sr = dataclasses.replace(_ue5m3, rounding="stochastic")
@@ -72,6 +76,10 @@ PUBLISHED = {
     "quartet2": Policy(
         Gemm(_six_or_four, _six_or_four), Gemm(_eden, _eden_seen, _h128), Gemm(_eden_seen, _eden, _h128)
     ),
+    # arXiv 2510.27527, section 3; linear.py in its code
+    "tetrajet_v2": Policy(
+        Gemm(_double, _double), Gemm(_double_sr, _double_seen, _h16), Gemm(_double_seen, _double_sr, _h16)
+    ),
     "ue5m3": Policy(  # arXiv 2609.02846, table 5
         Gemm(_ue5m3, _ue5m3_tile), Gemm(_ue5m3_sr, _ue5m3_tile), Gemm(_ue5m3, _ue5m3_sr)
     ),
@@ -86,6 +94,7 @@ NOISE = {
     "mxfp8_e5m2": 2.8e-3,
     "nvfp4 4/6": 7.6e-3,
     "nvfp4": 9.0e-3,
+    "nvfp4_1x128": 9.0e-3,
     "fp4_ue5m3": 9.0e-3,
     "nvfp4 eden": 9.7e-3,
     "mxfp4": 1.32e-2,
@@ -94,6 +103,7 @@ NOISE = {
     "fp4_ue5m3 2-D": 1.24e-2,
     "nvfp4 4/6 sr": 1.75e-2,
     "nvfp4 sr": 1.88e-2,
+    "nvfp4_1x128 sr": 1.88e-2,
     "fp4_ue5m3 sr": 1.88e-2,
     "nvfp4 unclipped sr": 2.35e-2,
     "mxfp4 sr": 2.7e-2,

@@ -91,18 +91,40 @@ def draws(x, operand: Operand) -> np.ndarray:
 def test_ms_eden_draws_the_values_of_quartet2_with_its_probabilities():
     rotated = mxjax.rotate(inputs()[0], 128, signs=jnp.asarray(GOLDEN["quartet/signs"]))
     found = draws(rotated, mxjax.get_policy("quartet2").dgrad.lhs)
-    low, high, mean = (GOLDEN[f"quartet/{key}"] for key in ("low", "high", "mean"))
+    expected = [GOLDEN[f"quartet/{key}"] for key in ("low", "high", "mean")]
+    up = check_draws(found, *expected)
+    blocks = up.reshape(16, 8, 16)[..., 0]  # elements of a block share a draw
+    assert abs(blocks.mean()) < 4 / np.sqrt(blocks.size)
+
+
+def check_draws(found, low, high, mean) -> np.ndarray:
+    """Checks both values of each element and their probabilities; returns the deviations of these."""
     step = np.where(high > low, high - low, 1)
     up, expected_up = (found.mean(0) - low) / step, (mean - low) / step
     # Where both were drawn often, the two values are theirs.
     both = (expected_up > 0.05) & (expected_up < 0.95)
     assert both.mean() > 0.7
-    np.testing.assert_allclose(found.min(0)[both], low[both], rtol=1e-6)
-    np.testing.assert_allclose(found.max(0)[both], high[both], rtol=1e-6)
-    deviation = (up - expected_up) / np.sqrt(2 * 0.25 / DRAWS)  # at most one standard deviation
-    assert np.abs(deviation[high > low]).max() < 4.5
-    blocks = deviation.reshape(16, 8, 16)[..., :1]  # elements of a block share a draw
-    assert abs(blocks.mean()) < 4 / np.sqrt(blocks.size)
+    np.testing.assert_allclose(found.min(0)[both], low[both], rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(found.max(0)[both], high[both], rtol=1e-6, atol=1e-12)
+    deviation = np.where(high > low, up - expected_up, 0) / np.sqrt(2 * 0.25 / DRAWS)  # at most 1 each
+    assert np.abs(deviation).max() < 4.5
+    return deviation
+
+
+def test_tetrajet_v2_has_the_values_of_its_fake_quantization():
+    policy = mxjax.get_policy("tetrajet_v2")
+    x, w, _ = inputs()
+    found = np.asarray(mxjax.dequantize(quantized(policy.fprop.lhs)))[:16]
+    np.testing.assert_allclose(found, GOLDEN["tetrajet/nearest"], rtol=1e-6)
+    for implementation in ("reference", "xla"):
+        y = mxjax.dot(x, w, policy=policy, implementation=implementation, key=jax.random.key(0))[:16]
+        expected = GOLDEN["tetrajet/y"]
+        assert np.abs(y - expected).max() < 1e-6 * np.abs(expected).max()
+
+
+def test_tetrajet_v2_draws_the_values_of_its_fake_quantization_with_its_probabilities():
+    found = draws(inputs()[0], mxjax.get_policy("tetrajet_v2").dgrad.lhs)
+    check_draws(found, *(GOLDEN[f"tetrajet/{key}"] for key in ("low", "high", "mean")))
 
 
 def test_unbiased_stochastic_rounding_has_the_mean_of_fouroversix():
