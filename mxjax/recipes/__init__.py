@@ -55,6 +55,7 @@ _SOURCES = {
     "chmiel_mx": "arXiv 2112.10769, in MX blocks",
     "primus_turbo": "AMD's Primus-Turbo",
     "lumen": "AMD's Lumen",
+    "lumen_dequantized": "AMD's Lumen until August 2026",
     "weight_only": "MXFP4 weights, straight-through gradients (arXiv 1308.3432)",
     "mxfp4_fp8_backward": "MXFP4 forward and MXFP8 backward",
 }

@@ -33,7 +33,12 @@ def published() -> dict[str, Policy]:
     tile = Operand("mxfp4", block_shape=(32, 32), scale_rule="even")
     primus = Policy(fprop=Gemm(even, tile), dgrad=Gemm(even, tile), wgrad=Gemm(even, even, Rotation(16)))
     even_sr = dataclasses.replace(even, rounding="stochastic")
+    # Lumen, lumen/ops/quantize/linear.py. Wgrad's x is rotated and quantized from the original; until August
+    # 2026 it was from the packed x of the Fprop (section 5.12 of its docs/mxfp4_training_report.md), as it
+    # still is where the forward quantizer does not write both.
     lumen = Policy(primus.fprop, Gemm(even_sr, tile), Gemm(even, even_sr, Rotation(16)))
+    saved = dataclasses.replace(even, source="dequantized")
+    lumen_dequantized = dataclasses.replace(lumen, wgrad=dataclasses.replace(lumen.wgrad, lhs=saved))
 
     # TetraJet, arXiv 2502.20853: the backward pass reads the x and w that the forward pass quantized.
     rceil = Operand("mxfp4", scale_rule="rceil")
@@ -55,6 +60,7 @@ def published() -> dict[str, Policy]:
         "weight_only": weight_only,
         "primus_turbo": primus,
         "lumen": lumen,
+        "lumen_dequantized": lumen_dequantized,
         "tetrajet": tetrajet,
         "chmiel_mx": chmiel,
         "mxfp4_fp8_backward": Policy(

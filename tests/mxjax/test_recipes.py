@@ -157,6 +157,14 @@ def test_the_ablations_of_amazon_each_take_one_thing_away():
     assert mxjax.get_policy("amazon_no_hadamard_no_sr") == Policy(_bf16, neither, neither)
 
 
+def test_lumen_takes_wgrads_x_from_the_original_or_from_the_saved_operand():
+    lumen, saved = mxjax.get_policy("lumen"), mxjax.get_policy("lumen_dequantized")
+    nearest, stochastic = Operand(scale_rule="even"), Operand(scale_rule="even", rounding="stochastic")
+    assert lumen.wgrad == Gemm(nearest, stochastic, Rotation(16))
+    seen = dataclasses.replace(nearest, source="dequantized")
+    assert saved == dataclasses.replace(lumen, wgrad=Gemm(seen, stochastic, Rotation(16)))
+
+
 def test_weight_only_is_the_straight_through_estimator():
     """Against JAX's own gradients of a product with w + stop_gradient(q(w) - w)."""
     (x, w, dy), _ = exact_products()
