@@ -86,7 +86,7 @@ def begin_or_resume(
 ) -> dict[str, float]:
     """Trains from the run's newest checkpoint, if there is one; returns the last evaluation."""
     config, folder = run.config, run.folder / "checkpoints"
-    optimizer = make_optimizer(config.optimizer, config.steps)
+    optimizer = make_optimizer(config.optimizer)
     shared = NonFiniteError, ProcessError, RunInterrupted
     with (
         Checkpoints(folder, config.keep_checkpoints, evaluations(run.folder)) as checkpoints,
