@@ -5,6 +5,10 @@ if __name__ == "__main__":
 
     prepare_process()  # before the other imports, which take seconds
 
+    from training.command_line import check_flags
+
+    check_flags()
+
 import contextlib
 import functools
 import pathlib
@@ -22,7 +26,7 @@ from training.checkpoint.damaged import set_aside_damaged
 from training.command_line import parse
 from training.config import Config
 from training.environment import enable_compilation_cache, input_errors, path_errors
-from training.failure import failing_together
+from training.failure import failing_together, telling_others
 from training.interruption import Interruption, RunInterrupted
 from training.loop import Loop
 from training.mesh import process_part
@@ -40,6 +44,9 @@ from training.setup import Run, check_folder, open_folder, set_up
 from training.step import TrainState
 from training.vocabulary import resize
 
+SHARED = NonFiniteError, ProcessError, RunInterrupted
+"""Errors that all processes raise at the same place."""
+
 
 def train(config: Config) -> dict[str, float]:
     """Trains, evaluates and checkpoints; returns the last evaluation.
@@ -56,7 +63,7 @@ def train(config: Config) -> dict[str, float]:
     if config.distributed:
         with input_errors():
             join_processes()
-    with Interruption() as interruption, contextlib.ExitStack() as stack:
+    with failing_together(*SHARED), Interruption() as interruption, contextlib.ExitStack() as stack:
         with input_errors():
             with together():
                 run = set_up(config)
@@ -87,10 +94,9 @@ def begin_or_resume(
     """Trains from the run's newest checkpoint, if there is one; returns the last evaluation."""
     config, folder = run.config, run.folder / "checkpoints"
     optimizer = make_optimizer(config.optimizer, config.steps)
-    shared = NonFiniteError, ProcessError, RunInterrupted
     with (
         Checkpoints(folder, config.keep_checkpoints, evaluations(run.folder)) as checkpoints,
-        failing_together(*shared),
+        failing_together(*SHARED),
     ):
         resumes = config.resume and checkpoints.latest is not None
         state, shardings = initial_state(run, optimizer, None if resumes else config.init)
@@ -142,7 +148,7 @@ def initial_state(
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line; exits with a status other than 0 and one line if the run cannot go on."""
     try:
-        with input_errors():
+        with telling_others("--distributed" in (sys.argv if argv is None else argv)), input_errors():
             config = parse(argv)
         train(config)
     except RunInterrupted:  # already reported, and nothing is lost

@@ -8,6 +8,7 @@ import os
 import pathlib
 import socket
 from collections.abc import Iterator
+from typing import TextIO
 
 FILE = "lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # on some network file systems
@@ -28,11 +29,7 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            holder = file.read(200).strip() or "another process"
-            raise ValueError(
-                f"--out {folder} is in use by {holder}; wait until it ends, or name another folder"
-            ) from None
+            raise _in_use(folder, file) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -41,3 +38,23 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n")
         file.flush()
         yield
+
+
+def check_unlocked(folder: pathlib.Path) -> None:
+    """Raises ValueError if a process holds the folder's lock; takes no lock and writes nothing."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        descriptor = os.open(folder / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, errors="replace") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _in_use(folder, file) from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+
+
+def _in_use(folder: pathlib.Path, file: TextIO) -> ValueError:
+    file.seek(0)
+    holder = file.read(200).strip() or "another process"
+    return ValueError(f"--out {folder} is in use by {holder}; wait until it ends, or name another folder")

@@ -15,7 +15,9 @@ import time
 
 import numpy as np
 import pytest
+from support.runs import error_of
 
+import eval as evaluation_program
 import train as training_program
 from models import llama
 from models.config_file import from_dict
@@ -51,15 +53,6 @@ def whole(text, tmp_path_factory):
 def run(whole, tmp_path):
     """A copy of the run."""
     return shutil.copytree(whole, tmp_path / "run")
-
-
-def error_of(*arguments, program=training_program.main):
-    """Returns the line with which a program ends."""
-    with pytest.raises(SystemExit) as ended:
-        program([str(argument) for argument in arguments])
-    assert isinstance(ended.value.code, str)  # so that the status is 1
-    assert "\n" not in ended.value.code
-    return ended.value.code
 
 
 def begin(arguments, errors, output):
@@ -128,9 +121,10 @@ def test_a_folder_in_use_is_left_alone(run):
     holder = subprocess.Popen([sys.executable, "-c", code, str(run)], cwd=ROOT, **pipes)
     assert holder.stdout.readline() == "locked\n"
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
-    said = error_of("--resume", "--out", run)
+    said = [error_of("--resume", "--out", run), error_of(*SHORT, "--data", run, "--out", run)]
     holder.communicate("")
-    assert f"{run} is in use by process {holder.pid} on {os.uname().nodename}" in said
+    for line in said:
+        assert f"{run} is in use by process {holder.pid} on {os.uname().nodename}" in line
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
@@ -188,6 +182,9 @@ def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, tmp_path)
     assert not (tmp_path / "exported").exists()
     export_checkpoint(run, tmp_path / "exported", allow_nonfinite=True)
     assert "holds NaN or infinity; go on from an earlier one" in error_of("--resume", "--out", run)
+    for command in ([run], ["sample", run], ["diagnose", run]):
+        said = error_of(*command, program=evaluation_program.run_command)
+        assert f"the weights of step 0 in {run} hold NaN or infinity" in said
 
 
 def test_nothing_is_copied_through_a_link_of_a_run_to_begin_with(run, text, tmp_path):
