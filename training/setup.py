@@ -37,6 +37,7 @@ from training.policy_schedule import Phase, phases_of
 from training.processes import is_first_process
 from training.resume import begun_run, check_same_data, check_same_run
 from training.run_config import (
+    COPY,
     FILE,
     HUGGINGFACE,
     from_json,
@@ -247,3 +248,15 @@ def open_folder(run: Run) -> None:
     if begun and "imported" in (before := read_run_config(run.folder)):
         values["imported"] = before["imported"]
     write_run_config(run.folder, values)
+
+
+def remove_beginning(folder: pathlib.Path) -> None:
+    """Removes what a run that is refused before its first step has written."""
+    if not is_first_process():
+        return
+    shutil.rmtree(folder / HUGGINGFACE, ignore_errors=True)
+    for name in (FILE, COPY, LOCK):
+        (folder / name).unlink(missing_ok=True)
+    for path in (folder / "checkpoints", folder):
+        with contextlib.suppress(OSError):  # not empty
+            path.rmdir()

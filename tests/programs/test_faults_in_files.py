@@ -168,7 +168,7 @@ def test_moments_that_would_become_nan_end_the_run_with_its_last_finite_state(te
     export_checkpoint(out, tmp_path / "exported")  # finite
 
 
-def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, tmp_path):
+def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, text, tmp_path):
     model = from_dict(read_run_config(run)["model"])
     with Checkpoints(run / "checkpoints") as checkpoints:
         params = checkpoints.restore_params(llama.abstract_params(model))
@@ -182,6 +182,9 @@ def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, tmp_path)
     assert not (tmp_path / "exported").exists()
     export_checkpoint(run, tmp_path / "exported", allow_nonfinite=True)
     assert "holds NaN or infinity; go on from an earlier one" in error_of("--resume", "--out", run)
+    said = error_of(*SHORT, "--data", text, "--init", run, "--out", tmp_path / "new")
+    assert "holds NaN or infinity; go on from an earlier one" in said
+    assert not (tmp_path / "new").exists()
     for command in ([run], ["sample", run], ["diagnose", run]):
         said = error_of(*command, program=evaluation_program.run_command)
         assert f"the weights of step 0 in {run} hold NaN or infinity" in said

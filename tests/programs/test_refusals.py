@@ -73,6 +73,40 @@ def test_boxes_in_other_encodings_and_colors_are_one_line():
     assert in_one_line(color) == "no such flag"
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise BaseException('no')", "own.py raises BaseException: no"),
+        ("raise KeyboardInterrupt", "own.py raises KeyboardInterrupt: "),
+        ("raise SystemExit(0)", "own.py raises SystemExit: 0"),
+        ("class E(Exception):\n    def __str__(self): raise OSError\nraise E", "own.py raises E: "),
+        ("import runpy\nrunpy.run_path(__file__)", "own.py raises RecursionError: maximum recursion"),
+        ("policy = 3", "own.py has no mxjax.Policy called policy, policy is of type int; it has none"),
+        ("policy: = 3", "own.py raises SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_policy_file_that_does_anything_else_is_one_line(text, tmp_path, code, said):
+    (tmp_path / "own.py").write_text(code)
+    policy = f"{tmp_path / 'own.py'}:policy"
+    assert said in error_of("--data", text, "--out", tmp_path / "run", "--policy", policy)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["\udcff", "a\nb", "a\x1b[31m"])
+def test_a_path_that_cannot_be_printed_is_refused(text, tmp_path, name):
+    assert "name a path of printable characters" in error_of("--data", text, "--out", tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [0, 2, 31])
+def test_a_text_too_short_to_evaluate_on_is_named(tmp_path, size):
+    (tmp_path / "tiny.txt").write_bytes(b"a" * size)
+    flags = ["--data", tmp_path / "tiny.txt", "--out", tmp_path / "run", "--seq-len", "16"]
+    tokens = size + (size > 0)  # and the end of the document
+    assert f"tiny.txt has {tokens} tokens, and --seq-len + 1 = 17 are needed to train on" in error_of(*flags)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_command_of_eval_that_is_misspelled_is_named(capsys):
     with pytest.raises(SystemExit) as ended:
         evaluation_program.evaluate_run(["dianose", "run"])
