@@ -3,6 +3,7 @@
 One short run is trained once; each test breaks a copy of it.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -238,6 +239,39 @@ def test_a_folder_that_is_moved_ends_the_run(text, tmp_path):
     assert said.count("\n") == 1
     assert f"could not be saved in {out}/checkpoints" in said
     assert "was removed or moved" in said or "Check that the folder is in its place" in said
+
+
+@contextlib.contextmanager
+def unwritable(folder):
+    """Makes a folder, with all in it, one in which this user can create nothing."""
+    if os.geteuid() == 0:  # whom no permission stops
+        commands = [["chattr", "-R", sign + "i", str(folder)] for sign in "+-"]
+    else:
+        commands = [["chmod", "-R", f"u{sign}w", str(folder)] for sign in "-+"]
+    if shutil.which(commands[0][0]) is None or subprocess.run(commands[0], capture_output=True).returncode:
+        subprocess.run(commands[1], capture_output=True)
+        pytest.skip("files cannot be made immutable here")
+    try:
+        yield
+    finally:
+        subprocess.run(commands[1], check=True)
+
+
+@pytest.mark.slow
+def test_a_folder_that_becomes_unwritable_ends_the_run_and_resuming_is_possible(text, tmp_path):
+    out, errors = tmp_path / "run", tmp_path / "errors.txt"
+    process = start(errors, *LONG, "--data", text, "--out", out)
+    wait_for_lines(process, out / "metrics.jsonl", 5)
+    with unwritable(out):
+        process.join(30)
+        assert process.exitcode == 1
+        assert "Get permission to read and write there" in error_of("--resume", "--out", out)
+    said = errors.read_text()
+    assert said.count("\n") == 1
+    assert f"could not be saved in {out}/checkpoints" in said
+    newest = max(saved_steps(out / "checkpoints"))
+    training_program.main(["--resume", "--out", str(out), "--stop-after", str(newest + 1)])
+    assert read_records(out)[-1]["step"] == newest + 1
 
 
 @pytest.mark.parametrize("program", ["train.py", pytest.param("eval.py", marks=pytest.mark.slow)])
