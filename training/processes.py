@@ -101,7 +101,7 @@ def join_processes(patience: int = _PATIENCE) -> None:
         raise ValueError(f"--distributed: {', '.join(given)} set, {', '.join(missing)} not; set all or none")
     if not given:
         try:
-            with _waiting_for_all("", patience):
+            with _waiting_for_all(" processes", patience):
                 jax.distributed.initialize(initialization_timeout=2 * patience)
         except (ValueError, RuntimeError) as error:
             raise ValueError(
@@ -115,7 +115,7 @@ def join_processes(patience: int = _PATIENCE) -> None:
     if int(index) != 0:
         wait_for_coordinator(address, patience)
     try:
-        with _waiting_for_all(f" {count} at {address}", patience):
+        with _waiting_for_all(f" {count} processes at {address}", patience):
             jax.distributed.initialize(address, int(count), int(index), initialization_timeout=2 * patience)
     except RuntimeError as error:
         raise ValueError(
@@ -126,11 +126,16 @@ def join_processes(patience: int = _PATIENCE) -> None:
 
 @contextlib.contextmanager
 def _waiting_for_all(which: str, patience: int) -> Iterator[None]:
-    """Ends the program with one line after `patience` seconds in the block, where JAX would abort it."""
+    """Ends the program with one line after `patience` seconds in the block, where JAX would abort it.
+
+    Args:
+      which: the processes, for the message.
+      patience: seconds.
+    """
 
     def end() -> None:
         message = (
-            f"{program_name()}: error: --distributed: not all processes{which} have joined within "
+            f"{program_name()}: error: --distributed: not all{which} have joined within "
             f"{patience} s; see what the others say, and start all of them together\n"
         )
         os.write(2, message.encode())
