@@ -76,7 +76,7 @@ PUBLISHED = {
     "quartet2": Policy(
         Gemm(_six_or_four, _six_or_four), Gemm(_eden, _eden_seen, _h128), Gemm(_eden_seen, _eden, _h128)
     ),
-    # arXiv 2510.27527, section 3; linear.py in its code
+    # arXiv 2510.27527; linear.py in its code
     "tetrajet_v2": Policy(
         Gemm(_double, _double), Gemm(_double_sr, _double_seen, _h16), Gemm(_double_seen, _double_sr, _h16)
     ),
