@@ -75,10 +75,11 @@ def source(name: str) -> str:
 def describe(policy: Policy) -> str:
     """Returns a policy operand by operand: one line for each GEMM, with the rotation of both operands."""
     names = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
+    width = max(28, *(len(str(o)) for g in policy.gemms.values() for o in (g.lhs, g.rhs)))
     lines: list[str] = []
     for gemm, (lhs, rhs) in names.items():
         g = policy.gemms[gemm]
-        line = f"{gemm}  {lhs:2} {g.lhs!s:28} {rhs:2} {g.rhs!s:28} {g.rotation or ''}"
+        line = f"{gemm}  {lhs:2} {g.lhs!s:{width}} {rhs:2} {g.rhs!s:{width}} {g.rotation or ''}"
         lines.append(line.rstrip())
     return "\n".join(lines)
 
