@@ -2,7 +2,7 @@
 
 Everything else derives from these tables; a new format is a new entry here.
 Sources: OCP Microscaling Formats (MX) v1.0, section 5; NVFP4: arXiv 2509.25149, section 2;
-FP8: arXiv 2209.05433; E3M0: arXiv 2112.10769.
+FP8: arXiv 2209.05433; E3M0: arXiv 2112.10769; E1M2: arXiv 2606.20381.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ ScaleKind = Literal["e8m0", "e4m3", "none"]
 FormatName = Literal[
     "mxfp4",
     "mxfp4_e3m0",
+    "mxfp4_e1m2",
     "mxfp6_e2m3",
     "mxfp6_e3m2",
     "mxfp8_e4m3",
@@ -52,10 +53,12 @@ class Element:
 E2M1 = Element("e2m1", 1, emax=2, emin=0, max=6.0, dtype=jnp.float4_e2m1fn)
 E4M3 = Element("e4m3", 3, emax=8, emin=-6, max=448.0, dtype=jnp.float8_e4m3fn)
 E5M2 = Element("e5m2", 2, emax=15, emin=-14, max=57344.0, dtype=jnp.float8_e5m2)
-# XLA compiles no float6 and no E3M0 arithmetic, so their values travel in E4M3, which holds them all.
+# XLA compiles no float6, E3M0 or E1M2 arithmetic, so their values travel in E4M3, which holds them all.
 E2M3 = Element("e2m3", 3, emax=2, emin=0, max=7.5, dtype=jnp.float8_e4m3fn)
 E3M2 = Element("e3m2", 2, emax=4, emin=-2, max=28.0, dtype=jnp.float8_e4m3fn)
 E3M0 = Element("e3m0", 0, emax=4, emin=-2, max=16.0, dtype=jnp.float8_e4m3fn)
+# A uniform grid: the multiples of 1/2 up to 3.5, which are INT4's -7 to 7 halved.
+E1M2 = Element("e1m2", 2, emax=1, emin=1, max=3.5, dtype=jnp.float8_e4m3fn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +89,7 @@ def _fp8(name: FormatName, element: Element) -> Format:
 _FORMATS = (
     _mx("mxfp4", E2M1),
     _mx("mxfp4_e3m0", E3M0),
+    _mx("mxfp4_e1m2", E1M2),
     _mx("mxfp6_e2m3", E2M3),
     _mx("mxfp6_e3m2", E3M2),
     _mx("mxfp8_e4m3", E4M3),

@@ -20,7 +20,7 @@ from typing import Annotated
 import tyro
 
 from benchmarks.study import diagnosis, report, runner
-from benchmarks.study.studies import STUDIES, WAITING
+from benchmarks.study.studies import STUDIES
 from training.environment import enable_compilation_cache, input_errors
 
 
@@ -49,8 +49,6 @@ def run(
     """
     with input_errors():
         names = study.split(",")
-        if waiting := [name for name in names if name in WAITING]:
-            raise ValueError(f"{waiting[0]} cannot run yet: {WAITING[waiting[0]]}")
         if unknown := [name for name in names if name not in STUDIES]:
             raise ValueError(f"unknown study {', '.join(unknown)}; the studies are {', '.join(STUDIES)}")
         if workers > 1:

@@ -55,6 +55,17 @@ def published() -> dict[str, Policy]:
     gradient = Operand("mxfp4_e3m0", scale_rule="rceil", rounding="stochastic")
     chmiel = Policy(Gemm(clipless, clipless), Gemm(gradient, clipless), Gemm(clipless, gradient))
 
+    # UFP4, arXiv 2606.20381: a uniform grid (abstract), random Hadamard rotations of all three GEMMs and
+    # stochastic rounding of dy alone (abstract). In MX blocks, whose power of two is such that nothing clips.
+    uniform = Operand("mxfp4_e1m2", scale_rule="rceil")
+    uniform_sr = dataclasses.replace(uniform, rounding="stochastic")
+    redrawn = Rotation(16, "redrawn")
+    uniform4 = Policy(
+        fprop=Gemm(uniform, uniform, redrawn),
+        dgrad=Gemm(uniform_sr, uniform, redrawn),
+        wgrad=Gemm(uniform, uniform_sr, redrawn),
+    )
+
     # Weights alone in MXFP4; their gradient passes straight through the rounding (arXiv 1308.3432).
     bf16 = Operand("bf16")
     seen_weight = Operand("bf16", source="dequantized")
@@ -68,6 +79,7 @@ def published() -> dict[str, Policy]:
         "nvfp4": nvfp4,
         "fp4_all_the_way": all_the_way,
         "chmiel_mx": chmiel,
+        "uniform4": uniform4,
         "mxfp4_fp8_backward": Policy(
             fprop=Gemm(even, even),
             dgrad=Gemm(Operand("mxfp8_e5m2", scale_rule="even"), Operand("mxfp8_e5m2", scale_rule="even")),

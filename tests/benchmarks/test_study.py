@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import pytest
 
+import mxjax
 import train as training_program
 from benchmarks.study import __main__ as program
 from benchmarks.study import cells, diagnosis, report, runner, token_tables, tokens, tuning
 from benchmarks.study.cells import PROTOCOLS, RATES, Cell, Protocol, policy_of
 from benchmarks.study.results import gather, read_runs
-from benchmarks.study.studies import CLAIMS, STUDIES, WAITING
+from benchmarks.study.studies import CLAIMS, STUDIES
 from models import llama
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
@@ -89,10 +90,15 @@ def test_claims_are_about_cells_of_the_studies():
     assert {name for claim in CLAIMS for name in (claim.ours, claim.base)} <= names
 
 
-def test_a_study_that_waits_says_for_what(tmp_path, capsys):
-    with pytest.raises(SystemExit, match=r"grid-60m cannot run yet: .* waits for an element E1M2"):
-        program.run("grid-60m", out=tmp_path, data="none", eval_data="none")
-    assert set(WAITING).isdisjoint(STUDIES)
+def test_a_uniform_grid_replaces_e2m1_and_nothing_else():
+    uniform = policy_of(Cell("e1m2_full_rht", "rceil", "60m", "decay", 1))
+    like = policy_of(Cell("full_rht", "rceil", "60m", "decay", 1))
+    assert uniform == mxjax.set_fields(like, ["*.*.format=mxfp4_e1m2"])
+
+
+def test_an_unknown_study_names_those_there_are(tmp_path):
+    with pytest.raises(SystemExit, match=r"unknown study grid-1m; the studies are .*grid-60m"):
+        program.run("grid-1m", out=tmp_path, data="none", eval_data="none")
 
 
 def test_outlier_channels_change_activations_and_no_function():

@@ -50,6 +50,8 @@ _rceil_sr = Operand("mxfp4", scale_rule="rceil", rounding="stochastic")
 _seen = Operand("mxfp4", scale_rule="rceil", rounding="stochastic", source="dequantized")
 _nv, _nv_tile = Operand("nvfp4"), Operand("nvfp4", block_shape=(16, 16))
 _nv_sr = Operand("nvfp4", rounding="stochastic")
+_uniform = Operand("mxfp4_e1m2", scale_rule="rceil")
+_uniform_sr = Operand("mxfp4_e1m2", scale_rule="rceil", rounding="stochastic")
 _e3m0_sr = Operand("mxfp4_e3m0", scale_rule="rceil", rounding="stochastic")
 
 PUBLISHED = {
@@ -58,6 +60,11 @@ PUBLISHED = {
     "primus_turbo": Policy(Gemm(_even, _tile), Gemm(_even, _tile), Gemm(_even, _even, Rotation(16))),
     "tetrajet": Policy(Gemm(_rceil, _rceil), Gemm(_rceil_sr, _seen), Gemm(_seen, _rceil_sr)),
     "nvfp4": Policy(Gemm(_nv, _nv_tile), Gemm(_nv_sr, _nv_tile), Gemm(_nv, _nv_sr, Rotation(16, "fixed"))),
+    "uniform4": Policy(  # arXiv 2606.20381: rotations everywhere, stochastic rounding of dy alone
+        Gemm(_uniform, _uniform, Rotation(16, "redrawn")),
+        Gemm(_uniform_sr, _uniform, Rotation(16, "redrawn")),
+        Gemm(_uniform, _uniform_sr, Rotation(16, "redrawn")),
+    ),
     "chmiel_mx": Policy(Gemm(_rceil, _rceil), Gemm(_e3m0_sr, _rceil), Gemm(_rceil, _e3m0_sr)),
 }
 
@@ -70,8 +77,10 @@ NOISE = {
     "mxfp8_e5m2": 2.8e-3,
     "nvfp4": 9.0e-3,
     "mxfp4": 1.32e-2,
+    "mxfp4_e1m2": 2.07e-2,
     "nvfp4 sr": 1.88e-2,
     "mxfp4 sr": 2.7e-2,
+    "mxfp4_e1m2 sr": 4.15e-2,
     "mxfp4_e3m0 sr": 8.2e-2,
 }
 

@@ -10,7 +10,7 @@ from support import oracles
 
 from mxjax import formats, scales
 
-ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0)
+ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0, formats.E1M2)
 RULES = get_args(scales.ScaleRule)
 DEFINED = [(r, e) for r in RULES for e in ELEMENTS if r != "uos" or e is formats.E2M1]
 BYTES = np.arange(256)
