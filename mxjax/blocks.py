@@ -41,10 +41,40 @@ def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Ar
     """Returns the largest magnitude of each block; NaN if the block contains NaN."""
     largest = magnitude_bits(x)
     for i, size in _sizes(x.shape, block_shape, axis).items():
-        largest = pad(largest, i, size)
-        before, n, after = largest.shape[:i], largest.shape[i] // size, largest.shape[i + 1 :]
-        largest = jnp.max(largest.reshape(*before, n, size, *after), axis=i + 1)
+        largest = jnp.max(_in_runs(largest, i, size), axis=i + 1)
     return lax.bitcast_convert_type(largest, jnp.float32)
+
+
+def block_std(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
+    """Returns the standard deviation of each block, the root of mean(x^2) - mean(x)^2.
+
+    The zeros that fill up a short block count as elements. Sums are in pairs of halves, in a fixed order.
+
+    Special values: NaN if the block contains NaN or infinity, or magnitudes past 2**63, whose squares
+      overflow.
+    """
+    squares = lax.optimization_barrier(x * x)  # a fused multiplication and addition would round once
+    mean, mean_square = (_block_mean(t, block_shape, axis) for t in (x, squares))
+    variance = mean_square - lax.optimization_barrier(mean * mean)
+    return jnp.sqrt(jnp.where(variance < 0, 0, variance))
+
+
+def _block_mean(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
+    count = 1
+    for i, size in _sizes(x.shape, block_shape, axis).items():
+        x, count = _in_runs(x, i, size), count * size
+        while x.shape[i + 1] > 1:
+            x = pad(x, i + 1, 2)
+            low, high = jnp.split(x, 2, axis=i + 1)
+            x = low + high
+        x = x.squeeze(i + 1)
+    return x / count
+
+
+def _in_runs(x: Shaped[Array, "*shape"], axis: int, size: int) -> Shaped[Array, "*runs"]:
+    """Returns x, padded with zeros, with the axis split into runs of `size`."""
+    x = pad(x, axis, size)
+    return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
 
 
 def magnitude_bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:

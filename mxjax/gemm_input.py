@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from mxjax.blocks import pad
@@ -80,13 +81,27 @@ def rotate_input(x: Float[Array, "..."], how: GemmInput) -> Float[Array, "..."]:
     return rotate(pad(x, how.axis % x.ndim, size), size, axis=how.axis, signs=how.signs)
 
 
-def as_backward_sees(
-    x: Float[Array, "..."], wanted: Operand, fprop: Operand, axis: int, key: jax.Array | None
-) -> Float[Array, "..."]:
-    """Returns x as a backward GEMM reads it: unchanged, or quantized and dequantized as in the Fprop."""
+def rotate_input_back(x: Float[Array, "..."], how: GemmInput) -> Float[Array, "..."]:
+    """Returns what `rotate_input` rotated, still padded."""
+    if how.rotation is None:
+        return x
+    x = rotate(x, how.rotation.size, axis=how.axis)
+    if how.signs is None:
+        return x
+    signs = jnp.tile(how.signs, x.shape[how.axis] // how.rotation.size)
+    shape = [1] * (x.ndim + how.axis) + [-1] + [1] * (-1 - how.axis)
+    return x * signs.reshape(shape)
+
+
+def as_backward_sees(x: Float[Array, "..."], wanted: Operand, how: GemmInput) -> Float[Array, "..."]:
+    """Returns x as a backward GEMM reads it: unchanged, or rotated, quantized and dequantized as `how` says.
+
+    Args:
+      how: the Fprop's use of x.
+    """
     if wanted.source == "original":
         return x
-    return dequantize(quantize_input(first_order_only(x), GemmInput(axis, fprop, key=key)))
+    return dequantize(quantize_input(first_order_only(x), how))
 
 
 def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Array, " size"] | None:

@@ -9,6 +9,7 @@ from mxjax.rounding import Rounding
 from mxjax.scales import ScaleRule, check_rule
 
 Source = Literal["original", "dequantized"]
+Gradient = Literal["straight_through", "clipped"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,10 @@ class Operand:
       prescale: factor in (0, 1] that shrinks the elements, not the scale, so that fewer of them clip. The
         GEMM's result (or `dequantize`) is divided by it. None: no prescale.
       source: "original", or "dequantized": a backward GEMM reads the values that the Fprop's quantization
-        produced instead of the tensor itself.
+        produced instead of the tensor itself. If the Fprop rotates, those values are the rotated ones, the
+        backward GEMM gives the gradient of the rotated tensor, and it is rotated back.
+      gradient: for the operands of the Fprop, how their gradient passes through the quantization; see
+        `mxjax.estimators`.
     Raises:
       ValueError: an unknown name, a bad block shape or prescale, or options that the format does not take.
     """
@@ -37,22 +41,27 @@ class Operand:
     rounding: Rounding = "nearest"
     prescale: float | None = None
     source: Source = "original"
+    gradient: Gradient = "straight_through"
 
     def __post_init__(self):
         f = get_format(self.format)
         check_rule(self.scale_rule, f.element if f.scale == "e8m0" else None)
         check_choice("rounding", self.rounding, Rounding)
         check_choice("source", self.source, Source)
+        check_choice("gradient", self.gradient, Gradient)
         resolve_block_shape(f, self.block_shape, ndim=2, axis=-1)
         if self.prescale is not None and not 0 < self.prescale <= 1:
             raise ValueError(f"prescale must be in (0, 1], got {self.prescale}; use None for no prescale")
         if f.element is None and (self.rounding == "stochastic" or self.prescale):
             raise ValueError(f"{self.format} is not quantized: use rounding='nearest' and prescale=None")
+        if f.element is None and self.gradient != "straight_through":
+            raise ValueError(f"{self.format} is not quantized: use gradient='straight_through'")
 
     @property
     def is_packable(self) -> bool:
-        """Whether it can be packed: MXFP4 in blocks of 32 or of 32 x 32."""
-        return self.format == "mxfp4" and self.block_shape in (None, BLOCK, (1, BLOCK), (BLOCK, BLOCK))
+        """Whether kernels pack it: MXFP4 in blocks of 32 or of 32 x 32, scaled by their largest magnitude."""
+        blocks = self.block_shape in (None, BLOCK, (1, BLOCK), (BLOCK, BLOCK))
+        return self.format == "mxfp4" and blocks and self.scale_rule != "quest"
 
     @property
     def is_square(self) -> bool:
@@ -73,6 +82,8 @@ class Operand:
             parts.append(f"*{self.prescale:g}")
         if self.source == "dequantized":
             parts.append("dequantized")
+        if self.gradient != "straight_through":
+            parts.append(self.gradient)
         return ":".join(parts)
 
 

@@ -123,7 +123,7 @@ def _gemm(data: object, path: str) -> Gemm:
 
 def _operand(data: object, path: str) -> Operand:
     fields = _fields(data, path, _names(Operand))
-    for name in ("format", "scale_rule", "rounding", "source"):
+    for name in ("format", "scale_rule", "rounding", "source", "gradient"):
         _check_type(fields, name, path, lambda value: isinstance(value, str), "a string")
     _check_type(fields, "prescale", path, _is_prescale, "a number or null")
     _check_type(fields, "block_shape", path, _is_block_shape, "an integer, a pair of integers or null")

@@ -11,12 +11,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped, UInt8
 from numpy.lib.array_utils import normalize_axis_index
 
-from mxjax.blocks import BlockShape, block_max, magnitude_bits, pad, resolve_block_shape, spread
+from mxjax.blocks import BlockShape, block_max, block_std, magnitude_bits, pad, resolve_block_shape, spread
 from mxjax.formats import E2M1, E4M3, Element, Format, FormatName, get_format
 from mxjax.operand import Operand
 from mxjax.philox import random_uint16
 from mxjax.rounding import Rounding, round_nearest, stochastic_round
-from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale
+from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale, quest_scale
 
 SMALLEST_TENSOR_MAX = 2.0**-100
 """The largest magnitude for which a tensor scale is chosen if all elements are smaller.
@@ -203,6 +203,17 @@ def quantize_unpacked(
     return MXArray(elements, scales, tensor_scale, f.name, axis, block_shape, operand.prescale)
 
 
+def scaled_values(
+    x: Shaped[Array | np.ndarray, "*shape"], operand: Operand, axis: int
+) -> Float32[Array, "*shape"]:
+    """Returns x divided by its scales, as `quantize_unpacked` rounds it, without the operand's prescale."""
+    f = get_format(operand.format)
+    assert f.element is not None
+    axis = normalize_axis_index(axis, x.ndim) - x.ndim
+    block_shape = resolve_block_shape(f, operand.block_shape, x.ndim, axis)
+    return _scale(jnp.asarray(x, jnp.float32), f, f.element, operand.scale_rule, block_shape, axis)[2]
+
+
 def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     """Returns elements * scales, without `factor`, in float32.
 
@@ -238,12 +249,15 @@ def _scale(x: Float32[Array, "*shape"], f: Format, element: Element, rule: Scale
     if f.scale == "none":  # as in Transformer Engine and torchao: multiply by max / amax
         per_unit = _divide(jnp.float32(element.max), _tensor_max(x))
         return None, 1 / per_unit, x * per_unit
-    amax = block_max(x, block_shape, axis)
     if f.scale == "e8m0":
-        byte = block_scale(amax, rule, element)
+        if rule == "quest":
+            byte = quest_scale(block_std(x, block_shape, axis))
+        else:
+            byte = block_scale(block_max(x, block_shape, axis), rule, element)
         scaled = divide_by_scale(x, spread(byte.astype(jnp.int32), x.shape, block_shape, axis))
         return lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), None, scaled
     # NVFP4 (arXiv 2509.25149, section 2); the order of float32 operations is torchao's.
+    amax = block_max(x, block_shape, axis)
     tensor_scale = _divide(_tensor_max(x), element.max * E4M3.max)
     scale = round_nearest(_divide(_divide(amax, element.max), tensor_scale), E4M3)
     per_unit = jnp.where(scale == 0, 0.0, (1 / tensor_scale) / scale)

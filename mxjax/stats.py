@@ -115,8 +115,9 @@ def gemms(
         return y, *vjp(dy)
 
     exact, quantized = products("fp32", "reference"), products(policy, implementation)
-    x_seen = as_backward_sees(x, policy.wgrad.lhs, policy.fprop.lhs, -1, fold(key, 0, 0))
-    w_seen = as_backward_sees(w, policy.dgrad.rhs, policy.fprop.rhs, -2, fold(key, 0, 1))
+    left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
+    x_seen = as_backward_sees(x, policy.wgrad.lhs, left)
+    w_seen = as_backward_sees(w, policy.dgrad.rhs, right)
     tensors = (((x, -1), (w, -2)), ((dy, -1), (w_seen, -1)), ((x_seen, -2), (dy, -2)))
     errors = []
     for i, gemm in enumerate(policy.gemms.values()):

@@ -52,8 +52,8 @@ def published() -> dict[str, Policy]:
 
     # Accurate neural training with 4-bit matrix multiplications, arXiv 2112.10769, in MX blocks.
     clipless = Operand("mxfp4", scale_rule="rceil")
-    gradient = Operand("mxfp4_e3m0", scale_rule="rceil", rounding="stochastic")
-    chmiel = Policy(Gemm(clipless, clipless), Gemm(gradient, clipless), Gemm(clipless, gradient))
+    e3m0 = Operand("mxfp4_e3m0", scale_rule="rceil", rounding="stochastic")
+    chmiel = Policy(Gemm(clipless, clipless), Gemm(e3m0, clipless), Gemm(clipless, e3m0))
 
     # UFP4, arXiv 2606.20381: a uniform grid (abstract), random Hadamard rotations of all three GEMMs and
     # stochastic rounding of dy alone (abstract). In MX blocks, whose power of two is such that nothing clips.
@@ -64,6 +64,18 @@ def published() -> dict[str, Policy]:
         fprop=Gemm(uniform, uniform, redrawn),
         dgrad=Gemm(uniform_sr, uniform, redrawn),
         wgrad=Gemm(uniform, uniform_sr, redrawn),
+    )
+
+    # Quartet, arXiv 2505.14669, algorithm 1: H32 and QuEST forward, with its clip mask in the gradient. The
+    # backward GEMMs multiply dy with the dequantized operands of the Fprop; their results are rotated back.
+    quest = Operand("mxfp4", scale_rule="quest", gradient="clipped")
+    gradient = Operand("mxfp4", rounding="stochastic", prescale=0.75)  # as in arXiv 2502.20586
+    forward_operand = dataclasses.replace(gradient, source="dequantized")
+    randomized = Rotation(32, "redrawn")  # the repository draws signs after H, where they change nothing
+    quartet = Policy(
+        fprop=Gemm(quest, quest, Rotation(32)),
+        dgrad=Gemm(gradient, forward_operand, randomized),
+        wgrad=Gemm(forward_operand, gradient, randomized),
     )
 
     # Weights alone in MXFP4; their gradient passes straight through the rounding (arXiv 1308.3432).
@@ -80,6 +92,7 @@ def published() -> dict[str, Policy]:
         "fp4_all_the_way": all_the_way,
         "chmiel_mx": chmiel,
         "uniform4": uniform4,
+        "quartet": quartet,
         "mxfp4_fp8_backward": Policy(
             fprop=Gemm(even, even),
             dgrad=Gemm(Operand("mxfp8_e5m2", scale_rule="even"), Operand("mxfp8_e5m2", scale_rule="even")),
