@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32
 
 from mxjax.derivatives import first_order_only
 from mxjax.formats import get_format
-from mxjax.gemm_input import GemmInput, rotate_input, rotate_input_back
+from mxjax.gemm_input import GemmInput, part_of, rotate_input, rotate_input_back
 from mxjax.operand import Operand
 from mxjax.quantize import scaled_values
 
@@ -55,6 +55,6 @@ def through_quantization(
     if wanted.source == "original":
         gradient = rotate_input(gradient, how)
     if how.operand.gradient != "straight_through":
-        gradient = gradient * derivative(rotate_input(first_order_only(x), how), how.operand, how.axis)
+        gradient = gradient * derivative(part_of(first_order_only(x), how), how.operand, how.axis)
     gradient = rotate_input_back(gradient, how)
     return lax.slice_in_dim(gradient, 0, x.shape[how.axis], axis=how.axis)

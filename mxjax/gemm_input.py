@@ -14,6 +14,7 @@ from mxjax.hadamard import random_signs, rotate
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Rotation
 from mxjax.quantize import MXArray, dequantize, quantize_unpacked
+from mxjax.split import split
 
 
 class GemmInput(NamedTuple):
@@ -70,7 +71,12 @@ def gemm_inputs(
 
 def quantize_input(x: Float[Array, "..."], how: GemmInput) -> MXArray:
     """Returns x rotated and quantized as the GEMM takes it, with the elements in float32."""
-    return quantize_unpacked(rotate_input(x, how), how.operand, how.axis, how.key)
+    return quantize_unpacked(part_of(x, how), how.operand, how.axis, how.key)
+
+
+def part_of(x: Float[Array, "..."], how: GemmInput) -> Float[Array, "..."]:
+    """Returns the part of x that is quantized, rotated; see `mxjax.split`."""
+    return rotate_input(split(x, how.operand).part, how)
 
 
 def rotate_input(x: Float[Array, "..."], how: GemmInput) -> Float[Array, "..."]:
@@ -101,7 +107,8 @@ def as_backward_sees(x: Float[Array, "..."], wanted: Operand, how: GemmInput) ->
     """
     if wanted.source == "original":
         return x
-    return dequantize(quantize_input(first_order_only(x), how))
+    seen, rest = dequantize(quantize_input(first_order_only(x), how)), split(x, how.operand).rest
+    return seen if rest is None else seen + rotate_input(rest, how)
 
 
 def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Array, " size"] | None:

@@ -22,12 +22,13 @@ from mxjax.gemm_input import GemmInput, as_backward_sees, fold, gemm_inputs
 from mxjax.implementations import ON_PACKED, GemmImplementations, How, Implementation, implementations_of
 from mxjax.kmajor import KMajor
 from mxjax.operand import Operand
-from mxjax.policy import Policy
+from mxjax.policy import Gemm, Policy
 from mxjax.prepare import Prepared, prepare
 from mxjax.product import Product
 from mxjax.quantize import MXArray, dequantize
 from mxjax.recipes import as_policy
 from mxjax.remat import tag_operand, tag_product
+from mxjax.split import multiplies_apart, product_apart
 from mxjax.weight_layout import as_stored
 
 
@@ -99,7 +100,9 @@ def _forward(options: Options, x, w, key, *, keep: bool):
     layout = gemms.layout
     if layout is not None and not isinstance(rhs, MXArray):  # K-major
         layout = layout.transposed
-    y = multiply(gemms.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"), layout)
+    steps = _apart(policy.fprop, -1, -2, lambda: (x, w))
+    y = multiply(gemms.fprop, _before(steps, dtypes[0]), precision, lhs, rhs, ("e4m3", "e4m3"), layout)
+    y = Product(_after(steps, y, dtypes[0])) if steps else y
     y = tag_product(y) if w.ndim == 2 else y
     x = None if keep_x or (frozen is not None and not needs_x) else x
     return y.value(dtypes[0]), _Residuals(x, x_packed, None, w_packed, key)
@@ -121,7 +124,8 @@ def _backward(options: Options, residuals: _Residuals, dy):
     w = None if w is None else first_order_only(_values(w, frozen))
     w_rows = w_packed if w is None else prepare(seen_w(w), [(gemms.dgrad, dgrad[1])])[0]
     assert w_rows is not None
-    dx_steps = _gradient_steps(x, left, policy.dgrad.rhs)
+    dx_steps = _apart(policy.dgrad, -1, -1, lambda: (dy, seen_w(w)))
+    dx_steps += _gradient_steps(x, left, policy.dgrad.rhs)
     dx = multiply(
         gemms.dgrad, _before(dx_steps, dtypes[1]), precision, dy_rows, w_rows, ("e5m2", "e4m3"), gemms.layout
     )
@@ -131,7 +135,8 @@ def _backward(options: Options, residuals: _Residuals, dy):
     x_columns = x_packed if x is None else prepare(seen_x(x), [(gemms.wgrad, wgrad[0])])[0]
     assert x_columns is not None
     [dy_columns] = dy_columns
-    dw_steps = _gradient_steps(w, right, policy.wgrad.lhs)
+    dw_steps = _apart(policy.wgrad, -2, -2, lambda: (seen_x(x), dy))
+    dw_steps += _gradient_steps(w, right, policy.wgrad.lhs)
     dw = multiply(
         gemms.wgrad, _before(dw_steps, dtypes[2]), precision, x_columns, dy_columns, ("e4m3", "e5m2")
     )
@@ -140,6 +145,14 @@ def _backward(options: Options, residuals: _Residuals, dy):
 
 Step = Callable[[jax.Array], jax.Array]
 """What happens to a product in float32 before it gets its dtype."""
+
+
+def _apart(gemm: Gemm, lhs_axis: int, rhs_axis: int, tensors: Callable[[], tuple]) -> list[Step]:
+    """Returns the step that adds to a GEMM's product what its split operands multiply apart."""
+    if not multiplies_apart(gemm):
+        return []
+    lhs, rhs = tensors()
+    return [lambda product: product + product_apart(lhs, lhs_axis, rhs, rhs_axis, gemm)]
 
 
 def _gradient_steps(t: jax.Array | None, how: GemmInput, wanted: Operand) -> list[Step]:

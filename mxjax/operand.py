@@ -10,6 +10,7 @@ from mxjax.scales import ScaleRule, check_rule
 
 Source = Literal["original", "dequantized"]
 Gradient = Literal["straight_through", "clipped"]
+Splitting = Literal["none", "mean", "outliers", "clip"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,12 @@ class Operand:
         backward GEMM gives the gradient of the rotated tensor, and it is rotated back.
       gradient: for the operands of the Fprop, how their gradient passes through the quantization; see
         `mxjax.estimators`.
+      split: for x and dy, what is taken out before the quantization and multiplied apart; see `mxjax.split`.
+      quantile: the quantile of a token's elements past which they are outliers, for `split` "outliers" and
+        "clip".
     Raises:
-      ValueError: an unknown name, a bad block shape or prescale, or options that the format does not take.
+      ValueError: an unknown name, a bad block shape, prescale or quantile, or options that the format does
+        not take.
     """
 
     format: FormatName = "mxfp4"
@@ -42,6 +47,8 @@ class Operand:
     prescale: float | None = None
     source: Source = "original"
     gradient: Gradient = "straight_through"
+    split: Splitting = "none"
+    quantile: float = 0.99
 
     def __post_init__(self):
         f = get_format(self.format)
@@ -54,14 +61,20 @@ class Operand:
             raise ValueError(f"prescale must be in (0, 1], got {self.prescale}; use None for no prescale")
         if f.element is None and (self.rounding == "stochastic" or self.prescale):
             raise ValueError(f"{self.format} is not quantized: use rounding='nearest' and prescale=None")
-        if f.element is None and self.gradient != "straight_through":
-            raise ValueError(f"{self.format} is not quantized: use gradient='straight_through'")
+        check_choice("split", self.split, Splitting)
+        if not 0.5 < self.quantile < 1:
+            raise ValueError(f"quantile must be between 0.5 and 1, got {self.quantile}")
+        if f.element is None and (self.gradient != "straight_through" or self.split != "none"):
+            raise ValueError(
+                f"{self.format} is not quantized: use gradient='straight_through' and split='none'"
+            )
 
     @property
     def is_packable(self) -> bool:
-        """Whether kernels pack it: MXFP4 in blocks of 32 or of 32 x 32, scaled by their largest magnitude."""
+        """Whether kernels pack it: MXFP4 in blocks of 32 or of 32 x 32, whole, scaled by their maximum."""
         blocks = self.block_shape in (None, BLOCK, (1, BLOCK), (BLOCK, BLOCK))
-        return self.format == "mxfp4" and blocks and self.scale_rule != "quest"
+        whole = self.scale_rule != "quest" and self.split == "none"
+        return self.format == "mxfp4" and blocks and whole
 
     @property
     def is_square(self) -> bool:
@@ -84,6 +97,8 @@ class Operand:
             parts.append("dequantized")
         if self.gradient != "straight_through":
             parts.append(self.gradient)
+        if self.split != "none":
+            parts.append(f"-{self.split}" + (f"({self.quantile:g})" if self.split != "mean" else ""))
         return ":".join(parts)
 
 

@@ -92,7 +92,7 @@ class Policy:
 
     Raises:
       ValueError: an operand has source "dequantized", but the Fprop does not quantize it (dy), or it is an
-        operand of the Fprop; an operand of a backward GEMM has a `gradient`.
+        operand of the Fprop; an operand of a backward GEMM has a `gradient`; a weight has a `split`.
       TypeError: one of the three is not a `Gemm`.
     """
 
@@ -116,6 +116,8 @@ class Policy:
             raise ValueError(
                 "source='dequantized' is for backward GEMMs; the Fprop's operands are 'original'"
             )
+        if any(o.split != "none" for o in (self.fprop.rhs, self.dgrad.rhs)):
+            raise ValueError("split= is for x and dy, which have tokens; weights have split='none'")
         if any(
             o.gradient != "straight_through"
             for gemm in (self.dgrad, self.wgrad)

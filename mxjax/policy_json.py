@@ -123,9 +123,12 @@ def _gemm(data: object, path: str) -> Gemm:
 
 def _operand(data: object, path: str) -> Operand:
     fields = _fields(data, path, _names(Operand))
-    for name in ("format", "scale_rule", "rounding", "source", "gradient"):
+    for name in ("format", "scale_rule", "rounding", "source", "gradient", "split"):
         _check_type(fields, name, path, lambda value: isinstance(value, str), "a string")
-    _check_type(fields, "prescale", path, _is_prescale, "a number or null")
+    _check_type(
+        fields, "prescale", path, lambda value: value is None or _is_number(value), "a number or null"
+    )
+    _check_type(fields, "quantile", path, _is_number, "a number")
     _check_type(fields, "block_shape", path, _is_block_shape, "an integer, a pair of integers or null")
     if isinstance(fields.get("block_shape"), list | tuple):
         fields["block_shape"] = tuple(fields["block_shape"])
@@ -179,8 +182,8 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_prescale(value: object) -> bool:
-    return value is None or _is_integer(value) or isinstance(value, float)
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or isinstance(value, float)
 
 
 def _is_block_shape(value: Any) -> bool:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32
 
 from mxjax.dot import dot
 from mxjax.formats import get_format
-from mxjax.gemm_input import as_backward_sees, fold, gemm_inputs, quantize_input, rotate_input
+from mxjax.gemm_input import as_backward_sees, fold, gemm_inputs, part_of, quantize_input
 from mxjax.implementations import Implementation
 from mxjax.matmul import residual_bytes as residual_bytes
 from mxjax.policy import Policy
@@ -124,7 +124,7 @@ def gemms(
         (lhs, lhs_axis), (rhs, rhs_axis) = tensors[i]
         inputs = gemm_inputs(gemm, lhs_axis, rhs_axis, fold(key, i))
         operands = [
-            quantization(rotate_input(t, how), quantize_input(t, how))
+            quantization(part_of(t, how), quantize_input(t, how))
             for t, how in zip((lhs, rhs), inputs, strict=True)
         ]
         errors.append(GemmError(error(exact[i], quantized[i]), *operands))

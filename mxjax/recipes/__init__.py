@@ -43,6 +43,7 @@ _SOURCES = {
     "tetrajet": "arXiv 2502.20853",
     "nvfp4": "arXiv 2509.25149",
     "fp4_all_the_way": "arXiv 2505.19115",
+    "averis": "arXiv 2603.10444",
     "quartet": "arXiv 2505.14669",
     "uniform4": "arXiv 2606.20381, in MX blocks",
     "chmiel_mx": "arXiv 2112.10769, in MX blocks",

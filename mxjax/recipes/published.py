@@ -78,6 +78,12 @@ def published() -> dict[str, Policy]:
         wgrad=Gemm(forward_operand, gradient, randomized),
     )
 
+    # Averis, arXiv 2603.10444: the token means of x and dy are split off before quantization (abstract).
+    # Block shapes and rounding are those of NVFP4's recipe, whose rotation the split replaces.
+    nv_split = Operand("nvfp4", split="mean")
+    nv_sr_split = dataclasses.replace(nv_sr, split="mean")
+    averis = Policy(Gemm(nv_split, nv_tile), Gemm(nv_sr_split, nv_tile), Gemm(nv_split, nv_sr_split))
+
     # Weights alone in MXFP4; their gradient passes straight through the rounding (arXiv 1308.3432).
     bf16 = Operand("bf16")
     seen_weight = Operand("bf16", source="dequantized")
@@ -93,6 +99,7 @@ def published() -> dict[str, Policy]:
         "chmiel_mx": chmiel,
         "uniform4": uniform4,
         "quartet": quartet,
+        "averis": averis,
         "mxfp4_fp8_backward": Policy(
             fprop=Gemm(even, even),
             dgrad=Gemm(Operand("mxfp8_e5m2", scale_rule="even"), Operand("mxfp8_e5m2", scale_rule="even")),

@@ -60,6 +60,11 @@ PUBLISHED = {
     "primus_turbo": Policy(Gemm(_even, _tile), Gemm(_even, _tile), Gemm(_even, _even, Rotation(16))),
     "tetrajet": Policy(Gemm(_rceil, _rceil), Gemm(_rceil_sr, _seen), Gemm(_seen, _rceil_sr)),
     "nvfp4": Policy(Gemm(_nv, _nv_tile), Gemm(_nv_sr, _nv_tile), Gemm(_nv, _nv_sr, Rotation(16, "fixed"))),
+    "averis": Policy(  # arXiv 2603.10444: nvfp4 without its rotation, the means of x and dy apart
+        Gemm(Operand("nvfp4", split="mean"), _nv_tile),
+        Gemm(Operand("nvfp4", rounding="stochastic", split="mean"), _nv_tile),
+        Gemm(Operand("nvfp4", split="mean"), Operand("nvfp4", rounding="stochastic", split="mean")),
+    ),
     "uniform4": Policy(  # arXiv 2606.20381: rotations everywhere, stochastic rounding of dy alone
         Gemm(_uniform, _uniform, Rotation(16, "redrawn")),
         Gemm(_uniform_sr, _uniform, Rotation(16, "redrawn")),
