@@ -14,7 +14,7 @@ BlockShape = int | tuple[int, int] | None
 
 
 def resolve_block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int) -> tuple[int, int]:
-    """Returns block_shape as a checked pair; (1, 0) for formats without blocks."""
+    """Returns block_shape as a checked pair; (1, 0) for formats without blocks or with vectors."""
     if not f.block and block_shape is not None:
         raise ValueError(f"{f.name} has no blocks and needs block_shape=None, got {block_shape}")
     if block_shape is None:
@@ -31,10 +31,10 @@ def resolve_block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int
 
 
 def _sizes(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> dict[int, int]:
-    """Returns the block's size along each blocked axis, counted from 0."""
+    """Returns the block's size along each blocked axis, counted from 0; a length of 0 is the whole axis."""
     rows, length = block_shape
     other = len(shape) + (-3 - axis)
-    return {len(shape) + axis: length} | ({other: rows} if rows > 1 else {})
+    return {len(shape) + axis: length or max(shape[axis], 1)} | ({other: rows} if rows > 1 else {})
 
 
 def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:

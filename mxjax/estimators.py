@@ -6,8 +6,10 @@ Rounding is piecewise constant, so its derivative is an estimate, which an `Oper
 | --- | --- |
 | straight_through | 1 |
 | clipped | 1 where the scaled magnitude is below the format's largest, else 0 |
+| dge | min(abs(2 f - 1)**(1/k - 1) / k, 3), k = 5, at the fraction f of the way between two neighbours |
 
-Sources: straight through, arXiv 1308.3432; clipped, arXiv 2505.14669, algorithm 1.
+Sources: straight through, arXiv 1308.3432; clipped, arXiv 2505.14669, algorithm 1; dge, the differentiable
+gradient estimator of arXiv 2501.17116, section 3.1, and of Azure/MS-AMP.
 """
 
 import jax.numpy as jnp
@@ -19,6 +21,12 @@ from mxjax.formats import get_format
 from mxjax.gemm_input import GemmInput, part_of, rotate_input, rotate_input_back
 from mxjax.operand import Operand
 from mxjax.quantize import scaled_values
+from mxjax.rounding import fraction_between
+
+DGE_K = 5.0
+"""Exponent of `dge`: larger values are closer to the steps of rounding."""
+DGE_CAP = 3.0
+"""Largest derivative of `dge`, which is infinite half-way between neighbours."""
 
 
 def derivative(x: Float[Array, "*shape"], operand: Operand, axis: int) -> Float32[Array, "*shape"]:
@@ -30,7 +38,10 @@ def derivative(x: Float[Array, "*shape"], operand: Operand, axis: int) -> Float3
     if operand.gradient == "straight_through" or element is None:
         return jnp.ones(x.shape, jnp.float32)
     magnitude = jnp.abs(scaled_values(x, operand, axis))
-    return (magnitude < element.max).astype(jnp.float32)
+    if operand.gradient == "clipped":
+        return (magnitude < element.max).astype(jnp.float32)
+    fraction = fraction_between(jnp.minimum(magnitude, element.max), element)
+    return jnp.minimum(jnp.abs(2 * fraction - 1) ** (1 / DGE_K - 1) / DGE_K, DGE_CAP)
 
 
 def changes_gradient(how: GemmInput, wanted: Operand) -> bool:

@@ -13,7 +13,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-ScaleKind = Literal["e8m0", "e4m3", "none"]
+ScaleKind = Literal["e8m0", "e4m3", "fp32", "none"]
 FormatName = Literal[
     "mxfp4",
     "mxfp4_e3m0",
@@ -23,6 +23,7 @@ FormatName = Literal[
     "mxfp8_e4m3",
     "mxfp8_e5m2",
     "nvfp4",
+    "fp4_vector",
     "fp8_e4m3",
     "fp8_e5m2",
     "bf16",
@@ -66,7 +67,8 @@ class Format:
     """A representation of a GEMM operand: its elements and what scales them.
 
     `element` None means an unscaled floating-point `dtype` (the baselines).
-    `block` is the default number of elements along the contraction axis that share a scale, 0 for none.
+    `block` is the default number of elements along the contraction axis that share a scale, 0 for none or,
+    with float32 scales, for all.
     `tensor_scale` adds one float32 scale for the whole tensor ("current scaling").
     """
 
@@ -95,6 +97,7 @@ _FORMATS = (
     _mx("mxfp8_e4m3", E4M3),
     _mx("mxfp8_e5m2", E5M2),
     Format("nvfp4", E2M1.dtype, E2M1, block=16, scale="e4m3", tensor_scale=True),
+    Format("fp4_vector", E2M1.dtype, E2M1, scale="fp32"),  # arXiv 2501.17116, section 2
     _fp8("fp8_e4m3", E4M3),
     _fp8("fp8_e5m2", E5M2),
     Format("bf16", jnp.bfloat16),

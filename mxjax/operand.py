@@ -9,7 +9,7 @@ from mxjax.rounding import Rounding
 from mxjax.scales import ScaleRule, check_rule
 
 Source = Literal["original", "dequantized"]
-Gradient = Literal["straight_through", "clipped"]
+Gradient = Literal["straight_through", "clipped", "dge"]
 Splitting = Literal["none", "mean", "outliers", "clip"]
 
 

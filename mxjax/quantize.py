@@ -39,7 +39,7 @@ class MXArray:
       elements: x's shape, in the format's dtype (`float4_e2m1fn` for MXFP4).
       scales: one for each block, in x's shape with the blocked axis (both axes for 2-D blocks) divided by the
         block and rounded up. `float8_e8m0fnu` for MX (2**(byte - 127), byte 255 is NaN), `float8_e4m3fn` for
-        NVFP4, None for FP8 and BF16.
+        NVFP4, float32 for vectors, None for FP8 and BF16.
       tensor_scale: float32 scale of the whole tensor (NVFP4, FP8), or None.
       format: name of the format.
       axis: blocked axis, counted from the end (negative) so that it stays valid under vmap and scan.
@@ -66,11 +66,16 @@ class MXArray:
         return f"MXArray({self.format}, shape {getattr(self.elements, 'shape', None)}{blocks})"
 
     @property
-    def factor(self) -> Float32[Array, ""] | float | None:
-        """The factor to multiply `block_values` by: tensor_scale / prescale, or None for one."""
-        if self.tensor_scale is None:
+    def factor(self) -> Float32[Array, "*#shape"] | float | None:
+        """The factor to multiply `block_values` by, or None for one.
+
+        It is tensor_scale / prescale, or for vectors, whose scale leaves a product as a factor of its rows or
+        columns, scales / prescale.
+        """
+        scale = self.scales if get_format(self.format).scale == "fp32" else self.tensor_scale
+        if scale is None:
             return 1 / self.prescale if self.prescale else None
-        return self.tensor_scale / self.prescale if self.prescale else self.tensor_scale
+        return scale / self.prescale if self.prescale else scale
 
 
 def quantize(
@@ -220,7 +225,7 @@ def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     bfloat16 represents them exactly, except for `fp32` and for magnitudes below its range (2**-133).
     """
     values = q.elements.astype(jnp.float32)
-    if q.scales is None:
+    if q.scales is None or q.scales.dtype == jnp.float32:
         return values
     if q.scales.dtype == jnp.float8_e8m0fnu:
         byte = lax.bitcast_convert_type(q.scales, jnp.uint8).astype(jnp.int32)
@@ -256,6 +261,10 @@ def _scale(x: Float32[Array, "*shape"], f: Format, element: Element, rule: Scale
             byte = block_scale(block_max(x, block_shape, axis), rule, element)
         scaled = divide_by_scale(x, spread(byte.astype(jnp.int32), x.shape, block_shape, axis))
         return lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), None, scaled
+    if f.scale == "fp32":
+        amax = jnp.maximum(block_max(x, block_shape, axis), jnp.float32(SMALLEST_TENSOR_MAX))
+        per_unit = _divide(jnp.full_like(amax, element.max), amax)
+        return 1 / per_unit, None, x * per_unit
     # NVFP4 (arXiv 2509.25149, section 2); the order of float32 operations is torchao's.
     amax = block_max(x, block_shape, axis)
     tensor_scale = _divide(_tensor_max(x), element.max * E4M3.max)
@@ -270,7 +279,9 @@ def _tensor_max(x: Float32[Array, "*shape"]) -> Float32[Array, ""]:
     return jnp.maximum(amax, jnp.float32(SMALLEST_TENSOR_MAX))
 
 
-def _divide(x: Float32[Array, "*blocks"], divisor: float | Float32[Array, ""]) -> Float32[Array, "*blocks"]:
+def _divide(
+    x: Float32[Array, "*blocks"], divisor: float | Float32[Array, "*#blocks"]
+) -> Float32[Array, "*blocks"]:
     """Returns x / divisor, rounded once; XLA might multiply by the inverse or merge two divisions."""
     divisors = lax.optimization_barrier(jnp.full(x.shape, divisor, jnp.float32))
     return lax.optimization_barrier(x / divisors)

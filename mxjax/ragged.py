@@ -98,14 +98,16 @@ def _check_policy(policy: Policy) -> None:
     """Raises NotImplementedError if a product of the policy is more than that of its two operands."""
     fprop = policy.fprop
     uses = ((fprop.lhs, policy.dgrad.rhs), (fprop.rhs, policy.wgrad.lhs))
+    operands = [operand for gemm in policy.gemms.values() for operand in (gemm.lhs, gemm.rhs)]
+    whole = all(o.split == "none" and get_format(o.format).scale != "fp32" for o in operands)
     changed = any(
         changes_gradient(GemmInput(-1, operand, fprop.rotation), wanted) for operand, wanted in uses
     )
-    if changed or any(o.split != "none" for gemm in policy.gemms.values() for o in (gemm.lhs, gemm.rhs)):
+    if changed or not whole:
         raise NotImplementedError(
-            "ragged_dot takes operands with gradient='straight_through' and split='none', and "
-            f"source='dequantized' only of an Fprop without rotation, not {policy}; use mxjax.dot for each "
-            "expert"
+            "ragged_dot takes operands with gradient='straight_through' and split='none', no fp4_vector, "
+            f"and source='dequantized' only of an Fprop without rotation, not {policy}; "
+            "use mxjax.dot for each expert"
         )
 
 

@@ -44,6 +44,8 @@ _SOURCES = {
     "nvfp4": "arXiv 2509.25149",
     "fp4_all_the_way": "arXiv 2505.19115",
     "averis": "arXiv 2603.10444",
+    "ms_fp4": "arXiv 2501.17116",
+    "ms_fp4_clip": "Azure/MS-AMP, for arXiv 2501.17116",
     "quartet": "arXiv 2505.14669",
     "uniform4": "arXiv 2606.20381, in MX blocks",
     "chmiel_mx": "arXiv 2112.10769, in MX blocks",

@@ -84,6 +84,18 @@ def published() -> dict[str, Policy]:
     nv_sr_split = dataclasses.replace(nv_sr, split="mean")
     averis = Policy(Gemm(nv_split, nv_tile), Gemm(nv_sr_split, nv_tile), Gemm(nv_split, nv_sr_split))
 
+    # Optimizing LLM training using FP4 quantization, arXiv 2501.17116: vector-wise FP4 forward, the gradient
+    # estimator for weights (section 3.1), outliers past the .99 quantile apart (3.2). Backward in FP8, of the
+    # values that the Fprop used, as in MS-AMP, whose layers drop the outliers instead: `ms_fp4_clip`.
+    e5m2 = Operand("fp8_e5m2")
+    vector, seen_fp8 = Operand("fp4_vector", gradient="dge"), Operand("fp8_e4m3", source="dequantized")
+    ms_fp4 = Policy(
+        fprop=Gemm(Operand("fp4_vector", split="outliers"), vector),
+        dgrad=Gemm(e5m2, seen_fp8),
+        wgrad=Gemm(seen_fp8, e5m2),
+    )
+    ms_fp4_clip = dataclasses.replace(ms_fp4, fprop=Gemm(Operand("fp4_vector", split="clip"), vector))
+
     # Weights alone in MXFP4; their gradient passes straight through the rounding (arXiv 1308.3432).
     bf16 = Operand("bf16")
     seen_weight = Operand("bf16", source="dequantized")
@@ -100,6 +112,8 @@ def published() -> dict[str, Policy]:
         "uniform4": uniform4,
         "quartet": quartet,
         "averis": averis,
+        "ms_fp4": ms_fp4,
+        "ms_fp4_clip": ms_fp4_clip,
         "mxfp4_fp8_backward": Policy(
             fprop=Gemm(even, even),
             dgrad=Gemm(Operand("mxfp8_e5m2", scale_rule="even"), Operand("mxfp8_e5m2", scale_rule="even")),

@@ -184,7 +184,7 @@ def estimates(policy: Policy) -> bool:
     return any(operand.gradient != "straight_through" for operand in (policy.fprop.lhs, policy.fprop.rhs))
 
 
-# The others are compared with their authors' code: `quartet` in test_quartet.py.
+# The others are compared with their authors' code, in test_quartet.py and test_ms_fp4.py.
 PLAIN = [name for name, policy in mxjax.policies().items() if not estimates(policy)]
 
 
