@@ -29,7 +29,7 @@ from training.mesh import process_part
 from training.metrics import evaluations, missing_steps, set_aside_damaged_records
 from training.mlperf_log import set_aside_damaged_events
 from training.nonfinite import NonFiniteError, check_state
-from training.optimizer import make_optimizer
+from training.optimizer import optimizer_of
 from training.parameter_sharding import first_state
 from training.processes import ProcessError, is_first_process, join_processes, together
 from training.programs import make_programs
@@ -86,7 +86,7 @@ def begin_or_resume(
 ) -> dict[str, float]:
     """Trains from the run's newest checkpoint, if there is one; returns the last evaluation."""
     config, folder = run.config, run.folder / "checkpoints"
-    optimizer = make_optimizer(config.optimizer, config.steps)
+    optimizer = optimizer_of(config, run.phases[0].layers)
     shared = NonFiniteError, ProcessError, RunInterrupted
     with (
         Checkpoints(folder, config.keep_checkpoints, evaluations(run.folder)) as checkpoints,
@@ -110,7 +110,9 @@ def begin_or_resume(
             records.display.line("\n".join([introduction(run, state), *notes]))
             loop = Loop(
                 run=run,
-                make_programs=lambda phase: make_programs(run, phase, optimizer, shardings),
+                make_programs=lambda phase: make_programs(
+                    run, phase, optimizer_of(config, phase.layers), shardings
+                ),
                 state=state,
                 stream=stream,
                 checkpoints=checkpoints,
