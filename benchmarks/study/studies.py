@@ -8,6 +8,9 @@ import types
 from collections.abc import Mapping
 
 from benchmarks.study.cells import MULTIPLES, UNIFORM, WGRAD_KINDS, WGRAD_ONLY, Cell
+from mxjax.recipes import policies
+from mxjax.recipes.ladder import ladder
+from training.recipes import RECIPES
 
 LADDER = (
     "fp8",
@@ -81,6 +84,12 @@ def _grids() -> list[Cell]:
     return _ladder("60m", "tuned-60m", policies, ("floor", "rceil"), 8)
 
 
+def _recipes(model: str, protocol: str, seeds: int) -> tuple[Cell, ...]:
+    published = (name for name in policies() if name not in ladder())
+    names = ("fp8", "bf16", "wgrad", "wgrad_hadamard", *published, *RECIPES)
+    return tuple(Cell(name, "", model, protocol, seeds) for name in names)
+
+
 def _tuning(model: str, protocol: str, rates: tuple[str, ...], seeds: int) -> tuple[Cell, ...]:
     return tuple(Cell("fp8", "", model, f"{protocol}-lr{lr}", seeds) for lr in rates)
 
@@ -120,6 +129,9 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
         "hard-60m": tuple(_hard_regimes()),
         # E. A uniform grid beside E2M1, without and with rotation of all three GEMMs.
         "grid-60m": tuple(_grids()),
+        # Every published recipe, for docs/results/recipes.md; the second tries the program on a CPU.
+        "recipes": _recipes("60m", "tuned-60m", 4),
+        "recipes-tiny": _recipes("tiny", "tiny", 2),
     }
 )
 """The studies and their cells, in the order of training."""

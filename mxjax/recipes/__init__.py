@@ -73,7 +73,7 @@ def describe(policy: Policy) -> str:
     lines: list[str] = []
     for gemm, (lhs, rhs) in names.items():
         g = policy.gemms[gemm]
-        line = f"{gemm}  {lhs:2} {g.lhs!s:28} {rhs:2} {g.rhs!s:28} {g.rotation or ''}"
+        line = f"{gemm}  {lhs:2} {g.lhs!s:33} {rhs:2} {g.rhs!s:33} {g.rotation or ''}"
         lines.append(line.rstrip())
     return "\n".join(lines)
 

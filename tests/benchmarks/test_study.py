@@ -12,7 +12,7 @@ import pytest
 import mxjax
 import train as training_program
 from benchmarks.study import __main__ as program
-from benchmarks.study import cells, diagnosis, report, runner, token_tables, tokens, tuning
+from benchmarks.study import cells, diagnosis, recipes_page, report, runner, token_tables, tokens, tuning
 from benchmarks.study.cells import PROTOCOLS, RATES, Cell, Protocol, policy_of
 from benchmarks.study.results import gather, read_runs
 from benchmarks.study.studies import CLAIMS, STUDIES
@@ -60,6 +60,39 @@ def test_a_study_trains_what_is_missing_and_nothing_else(settings, capsys):
         assert record["final_loss"] == record["evaluations"][-1][1]
     assert "0 runs left" in capsys.readouterr().out
     assert "| wgrad_sr even | 2 | 0 |" in report.sections(read_runs(settings.out))["final losses"]
+
+
+@pytest.mark.slow
+def test_the_recipes_page_shows_loss_speed_and_memory(settings, tmp_path, capsys, monkeypatch):
+    group = [Cell(name, "", "tiny", "small", 2) for name in ("fp8", "primus_deosc")]
+    assert runner.run_cells(group, settings)
+    recipes_page.main(settings.out)
+    shown = capsys.readouterr().out.splitlines()[-2:]
+    assert sorted(line.split("|")[1].strip() for line in shown) == ["fp8", "primus_deosc"]
+    for line in shown:
+        *_, loss, gap, _, rate, memory = (cell.strip() for cell in line.strip("|").split("|"))
+        assert float(loss) > 0
+        assert gap == "-" or float(gap) != 0
+        assert float(rate.replace(",", "")) > 0
+        assert 0 < float(memory) < 1
+    page = tmp_path / "recipes.md"
+    page.write_text("<!-- recipes -->\n<!-- end recipes -->\n")
+    monkeypatch.setattr(recipes_page, "RUNS", settings.out)
+    recipes_page.main(page=page)
+    recipes_page.main(page=page, check=True)
+    page.write_text(page.read_text().replace("| 2 | 0 |", "| 3 | 0 |"))
+    with pytest.raises(SystemExit, match="is not what the runs give; regenerate it"):
+        recipes_page.main(page=page, check=True)
+
+
+def test_the_committed_recipes_page_is_what_the_committed_runs_give():
+    recipes_page.main(check=True)
+
+
+def test_every_published_recipe_is_a_cell():
+    names = {cell.policy for cell in STUDIES["recipes"]}
+    assert {"quartet", "averis", "ms_fp4", "uniform4", "nvfp4", "primus_deosc"} <= names
+    assert names == {cell.policy for cell in STUDIES["recipes-tiny"]}
 
 
 def test_a_deadline_keeps_finished_runs(settings):
