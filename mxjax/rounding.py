@@ -5,11 +5,13 @@ Both saturate at the format's largest magnitude, keep the sign of zero, and pass
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt16
 
 from mxjax.formats import Element
+from mxjax.philox import random_uint16
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -50,6 +52,27 @@ def fraction_between(x: Float32[Array, "*shape"], element: Element) -> Float32[A
     """Returns how far each x >= 0 is from its neighbour below to that above, in [0, 1); 0 on the grid."""
     steps = x * _steps(x, element)[1]
     return steps - jnp.floor(steps)
+
+
+def round_elements(
+    x: Float32[Array, "*shape"],
+    element: Element,
+    rounding: Rounding,
+    prescale: float | None,
+    key: jax.Array | None,
+    axis: int,
+) -> Float32[Array, "*shape"]:
+    """Returns scaled values rounded to elements, after the prescale.
+
+    Args:
+      axis: blocked axis, along which random bits are counted; see `random_uint16`.
+    """
+    if prescale is not None:
+        x = x * jnp.float32(prescale)
+    if rounding == "nearest":
+        return round_nearest(x, element)
+    assert key is not None
+    return stochastic_round(x, element, random_uint16(key, x.shape, axis))
 
 
 def _steps(
