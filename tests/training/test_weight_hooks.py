@@ -65,6 +65,7 @@ def test_a_hook_changes_what_it_says_and_nothing_else():
     np.testing.assert_array_equal(found[1], plain[1].at[1].set(0.5))
 
 
+@pytest.mark.slow
 def test_quantized_weights_are_those_that_each_layer_multiplies():
     layers = layer_policies(SMALL, "primus_turbo", [("blocks[0].*", "bf16"), ("blocks[1].mlp.down", "wgrad")])
     params = llama.init(SMALL, jax.random.key(0))
