@@ -34,7 +34,7 @@ from training.mesh import process_part
 from training.metrics import evaluations, missing_steps, set_aside_damaged_records
 from training.mlperf_log import set_aside_damaged_events
 from training.nonfinite import NonFiniteError, check_state
-from training.optimizer import make_optimizer
+from training.optimizer import optimizer_of
 from training.parameter_sharding import first_state
 from training.policy_record import changed_files
 from training.processes import ProcessError, is_first_process, join_processes, together
@@ -99,7 +99,7 @@ def begin_or_resume(
 ) -> dict[str, float]:
     """Trains from the run's newest checkpoint, if there is one; returns the last evaluation."""
     config, folder = run.config, run.folder / "checkpoints"
-    optimizer = make_optimizer(config.optimizer)
+    optimizer = optimizer_of(config, run.phases[0].layers)
     with (
         Checkpoints(folder, config.keep_checkpoints, evaluations(run.folder)) as checkpoints,
         failing_together(*SHARED),
@@ -127,7 +127,9 @@ def begin_or_resume(
             records.display.line("\n".join([introduction(run, state), *notes]))
             loop = Loop(
                 run=run,
-                make_programs=lambda phase: make_programs(run, phase, optimizer, shardings),
+                make_programs=lambda phase: make_programs(
+                    run, phase, optimizer_of(config, phase.layers), shardings
+                ),
                 state=state,
                 stream=stream,
                 checkpoints=checkpoints,

@@ -16,7 +16,7 @@ BlockShape = int | tuple[int, int] | None
 
 
 def resolve_block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int) -> tuple[int, int]:
-    """Returns block_shape as a checked pair; (1, 0) for formats without blocks."""
+    """Returns block_shape as a checked pair; (1, 0) for formats without blocks or with vectors."""
     if not f.block and block_shape is not None:
         raise ValueError(f"{f.name} has no blocks and needs block_shape=None, got {block_shape}")
     if block_shape is None:
@@ -33,10 +33,10 @@ def resolve_block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int
 
 
 def _sizes(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> dict[int, int]:
-    """Returns the block's size along each blocked axis, counted from 0."""
+    """Returns the block's size along each blocked axis, counted from 0; a length of 0 is the whole axis."""
     rows, length = block_shape
     other = len(shape) + (-3 - axis)
-    return {len(shape) + axis: length} | ({other: rows} if rows > 1 else {})
+    return {len(shape) + axis: length or max(shape[axis], 1)} | ({other: rows} if rows > 1 else {})
 
 
 def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
@@ -48,6 +48,33 @@ def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Ar
 def block_sum(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
     """Returns the sum of each block."""
     return _reduce(jnp.sum, x, block_shape, axis)
+
+
+def block_std(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
+    """Returns the standard deviation of each block, the root of mean(x^2) - mean(x)^2.
+
+    The zeros that fill up a short block count as elements. Sums are in pairs of halves, in a fixed order.
+
+    Special values: NaN if the block contains NaN or infinity, or magnitudes past 2**63, whose squares
+      overflow.
+    """
+    squares = lax.optimization_barrier(x * x)  # a fused multiplication and addition would round once
+    mean, mean_square = (_block_mean(t, block_shape, axis) for t in (x, squares))
+    variance = mean_square - lax.optimization_barrier(mean * mean)
+    return jnp.sqrt(jnp.where(variance < 0, 0, variance))
+
+
+def _block_mean(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
+    count = 1
+    for i, size in _sizes(x.shape, block_shape, axis).items():
+        x, count = pad(x, i, size), count * size
+        x = x.reshape(*x.shape[:i], x.shape[i] // size, size, *x.shape[i + 1 :])
+        while x.shape[i + 1] > 1:
+            x = pad(x, i + 1, 2)
+            low, high = jnp.split(x, 2, axis=i + 1)
+            x = low + high
+        x = x.squeeze(i + 1)
+    return x / count
 
 
 def _reduce(

@@ -2,8 +2,8 @@
 
 Everything else derives from these tables; a new format is a new entry here.
 Sources: OCP Microscaling Formats (MX) v1.0, section 5; NVFP4: arXiv 2509.25149, section 2;
-FP8: arXiv 2209.05433; E3M0: arXiv 2112.10769; UE5M3: arXiv 2609.02846, section 4; NVFP4 in 1x128
-(double-block quantization): arXiv 2510.27527.
+FP8: arXiv 2209.05433; E3M0: arXiv 2112.10769; E1M2: arXiv 2606.20381; UE5M3: arXiv 2609.02846, section 4;
+NVFP4 in 1x128 (double-block quantization): arXiv 2510.27527; vectors: arXiv 2501.17116.
 """
 
 import dataclasses
@@ -14,10 +14,11 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-ScaleKind = Literal["e8m0", "e4m3", "ue5m3", "none"]
+ScaleKind = Literal["e8m0", "e4m3", "ue5m3", "fp32", "none"]
 FormatName = Literal[
     "mxfp4",
     "mxfp4_e3m0",
+    "mxfp4_e1m2",
     "mxfp6_e2m3",
     "mxfp6_e3m2",
     "mxfp8_e4m3",
@@ -25,6 +26,7 @@ FormatName = Literal[
     "nvfp4",
     "nvfp4_1x128",
     "fp4_ue5m3",
+    "fp4_vector",
     "fp8_e4m3",
     "fp8_e5m2",
     "bf16",
@@ -56,10 +58,12 @@ class Element:
 E2M1 = Element("e2m1", 1, emax=2, emin=0, max=6.0, dtype=jnp.float4_e2m1fn)
 E4M3 = Element("e4m3", 3, emax=8, emin=-6, max=448.0, dtype=jnp.float8_e4m3fn)
 E5M2 = Element("e5m2", 2, emax=15, emin=-14, max=57344.0, dtype=jnp.float8_e5m2)
-# XLA compiles no float6 and no E3M0 arithmetic, so their values travel in E4M3, which holds them all.
+# XLA compiles no float6, E3M0 or E1M2 arithmetic, so their values travel in E4M3, which holds them all.
 E2M3 = Element("e2m3", 3, emax=2, emin=0, max=7.5, dtype=jnp.float8_e4m3fn)
 E3M2 = Element("e3m2", 2, emax=4, emin=-2, max=28.0, dtype=jnp.float8_e4m3fn)
 E3M0 = Element("e3m0", 0, emax=4, emin=-2, max=16.0, dtype=jnp.float8_e4m3fn)
+# A uniform grid: the multiples of 1/2 up to 3.5, which are INT4's -7 to 7 halved.
+E1M2 = Element("e1m2", 2, emax=1, emin=1, max=3.5, dtype=jnp.float8_e4m3fn)
 # Only 0xFF is NaN, as in PTX ISA 9.4; arXiv 2609.02846 gives up the top exponent and has a maximum of 61,440.
 UE5M3 = Element("ue5m3", 3, emax=16, emin=-14, max=114688.0, dtype=jnp.bfloat16)
 
@@ -69,7 +73,8 @@ class Format:
     """A representation of a GEMM operand: its elements and what scales them.
 
     `element` None means an unscaled floating-point `dtype` (the baselines).
-    `block` is the default number of elements along the contraction axis that share a scale, 0 for none.
+    `block` is the default number of elements along the contraction axis that share a scale, 0 for none or,
+    with float32 scales, for all.
     `tensor_scale` adds one float32 scale for the whole tensor ("current scaling"), or, with `outer_block`,
     one for so many elements along the contraction axis.
     """
@@ -99,6 +104,7 @@ def _fp8(name: FormatName, element: Element) -> Format:
 _FORMATS = (
     _mx("mxfp4", E2M1),
     _mx("mxfp4_e3m0", E3M0),
+    _mx("mxfp4_e1m2", E1M2),
     _mx("mxfp6_e2m3", E2M3),
     _mx("mxfp6_e3m2", E3M2),
     _mx("mxfp8_e4m3", E4M3),
@@ -106,6 +112,7 @@ _FORMATS = (
     Format("nvfp4", E2M1.dtype, E2M1, block=16, scale="e4m3", tensor_scale=True),
     Format("nvfp4_1x128", E2M1.dtype, E2M1, block=16, scale="e4m3", tensor_scale=True, outer_block=128),
     Format("fp4_ue5m3", E2M1.dtype, E2M1, block=16, scale="ue5m3"),
+    Format("fp4_vector", E2M1.dtype, E2M1, scale="fp32"),  # arXiv 2501.17116, section 2
     _fp8("fp8_e4m3", E4M3),
     _fp8("fp8_e5m2", E5M2),
     Format("bf16", jnp.bfloat16),

@@ -48,9 +48,20 @@ def multiply(
             raw, factors = _multiply_xla(lhs, rhs, precision, layout), None
         case _:
             raise TypeError(f"multiply needs two KMajor or two MXArray, got {type(lhs)} and {type(rhs)}")
-    for factor in (lhs.factor, rhs.factor):
+    for factor in (_factor(lhs, -1), _factor(rhs, -2)):
         raw = raw if factor is None else raw * factor
     return Product(raw, factors) if factors else Product(raw.astype(dtype))
+
+
+def _factor(q: Prepared, axis: int) -> jax.Array | float | None:
+    """Returns an operand's factor as its product takes it; vectors have one for each row or column.
+
+    Args:
+      axis: axis of length one, along which the factors of a vector operand are the same in the product.
+    """
+    if isinstance(q, KMajor) or not isinstance(q.factor, jax.Array) or q.factor.ndim < 2 or q.axis == axis:
+        return q.factor
+    return jnp.swapaxes(q.factor, -1, -2)
 
 
 def _gathered(q: KMajor, layout: Layout | None) -> KMajor:

@@ -15,6 +15,7 @@ from mxjax.hadamard import random_signs, rotate
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Rotation
 from mxjax.quantize import MXArray, dequantize, quantize_unpacked
+from mxjax.split import split
 
 
 class GemmInput(NamedTuple):
@@ -71,7 +72,12 @@ def gemm_inputs(
 
 def quantize_input(x: Float[Array, "..."], how: GemmInput) -> MXArray:
     """Returns x rotated and quantized as the GEMM takes it, with the elements in float32."""
-    return quantize_unpacked(rotate_input(x, how), how.operand, how.axis, how.key)
+    return quantize_unpacked(part_of(x, how), how.operand, how.axis, how.key)
+
+
+def part_of(x: Float[Array, "..."], how: GemmInput) -> Float[Array, "..."]:
+    """Returns the part of x that is quantized, rotated; see `mxjax.split`."""
+    return rotate_input(split(x, how.operand).part, how)
 
 
 def rotate_input(x: Float[Array, "..."], how: GemmInput) -> Float[Array, "..."]:
@@ -82,13 +88,28 @@ def rotate_input(x: Float[Array, "..."], how: GemmInput) -> Float[Array, "..."]:
     return rotate(pad(x, how.axis % x.ndim, size), size, axis=how.axis, signs=how.signs)
 
 
-def as_backward_sees(
-    x: Float[Array, "..."], wanted: Operand, fprop: Operand, axis: int, key: jax.Array | None
-) -> Float[Array, "..."]:
-    """Returns x as a backward GEMM reads it: unchanged, or quantized and dequantized as in the Fprop."""
+def rotate_input_back(x: Float[Array, "..."], how: GemmInput) -> Float[Array, "..."]:
+    """Returns what `rotate_input` rotated, still padded."""
+    if how.rotation is None:
+        return x
+    x = rotate(x, how.rotation.size, axis=how.axis)
+    if how.signs is None:
+        return x
+    signs = jnp.tile(how.signs, x.shape[how.axis] // how.rotation.size)
+    shape = [1] * (x.ndim + how.axis) + [-1] + [1] * (-1 - how.axis)
+    return x * signs.reshape(shape)
+
+
+def as_backward_sees(x: Float[Array, "..."], wanted: Operand, how: GemmInput) -> Float[Array, "..."]:
+    """Returns x as a backward GEMM reads it: unchanged, or rotated, quantized and dequantized as `how` says.
+
+    Args:
+      how: the Fprop's use of x.
+    """
     if wanted.source == "original":
         return x
-    seen = dequantize(quantize_input(first_order_only(x), GemmInput(axis, fprop, key=key)))
+    seen, rest = dequantize(quantize_input(first_order_only(x), how)), split(x, how.operand).rest
+    seen = seen if rest is None else seen + rotate_input(rest, how)
     return lax.optimization_barrier(seen)  # a rotation's stages would each compute it again
 
 

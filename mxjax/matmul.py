@@ -6,6 +6,7 @@ an array is in `Options`, which is hashable.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,15 +16,19 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mxjax.derivatives import first_order_only
+from mxjax.estimators import changes_gradient, through_quantization
 from mxjax.gemm import multiply
 from mxjax.gemm_input import GemmInput, as_backward_sees, fold, gemm_inputs
 from mxjax.implementations import ON_PACKED, GemmImplementations, How, Implementation, implementations_of
 from mxjax.kmajor import KMajor
-from mxjax.policy import Policy
+from mxjax.operand import Operand
+from mxjax.policy import Gemm, Policy
 from mxjax.prepare import Prepared, prepare
+from mxjax.product import Product
 from mxjax.quantize import MXArray, dequantize
 from mxjax.recipes import as_policy
 from mxjax.remat import tag_operand, tag_product
+from mxjax.split import multiplies_apart, product_apart
 from mxjax.weight_layout import as_stored
 
 
@@ -81,9 +86,13 @@ def _forward(options: Options, x, w, key, *, keep: bool):
     policy, gemms, dtypes, precision, frozen = options
     x, w = first_order_only(x), first_order_only(_values(w, frozen))
     x = lax.optimization_barrier(x)  # several passes read it; XLA would recompute it in each
-    dgrad, wgrad, seen_w, seen_x = backward_inputs(policy, key)
     left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
-    keep_x, keep_w = (keep and frozen is None and how in ON_PACKED for how in (gemms.wgrad, gemms.dgrad))
+    dgrad, wgrad, seen_w, seen_x = backward_inputs(policy, key)
+    needs_x, needs_w = changes_gradient(left, policy.dgrad.rhs), changes_gradient(right, policy.wgrad.lhs)
+    keep_x, keep_w = (
+        keep and frozen is None and how in ON_PACKED and not needed
+        for how, needed in ((gemms.wgrad, needs_x), (gemms.dgrad, needs_w))
+    )
     lhs, x_packed = _prepare_two(x, (gemms.fprop, left), (gemms.wgrad, wgrad[0]) if keep_x else None, seen_x)
     rhs, w_packed = _prepare_two(w, (gemms.fprop, right), (gemms.dgrad, dgrad[1]) if keep_w else None, seen_w)
     if w.ndim == 2:  # not attention, whose products grow with the square of the sequence length
@@ -91,9 +100,11 @@ def _forward(options: Options, x, w, key, *, keep: bool):
     layout = gemms.layout
     if layout is not None and not isinstance(rhs, MXArray):  # K-major
         layout = layout.transposed
-    y = multiply(gemms.fprop, dtypes[0], precision, lhs, rhs, ("e4m3", "e4m3"), layout)
+    steps = _apart(policy.fprop, -1, -2, lambda: (x, w))
+    y = multiply(gemms.fprop, _before(steps, dtypes[0]), precision, lhs, rhs, ("e4m3", "e4m3"), layout)
+    y = Product(_after(steps, y, dtypes[0])) if steps else y
     y = tag_product(y) if w.ndim == 2 else y
-    x = None if keep_x or frozen is not None else x
+    x = None if keep_x or (frozen is not None and not needs_x) else x
     return y.value(dtypes[0]), _Residuals(x, x_packed, None, w_packed, key)
 
 
@@ -103,6 +114,7 @@ def _backward(options: Options, residuals: _Residuals, dy):
     policy, gemms, dtypes, precision, frozen = options
     x, x_packed, w, w_packed, key = residuals
     dy = first_order_only(dy)
+    left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
     dgrad, wgrad, seen_w, seen_x = backward_inputs(policy, key)
     if all(how.operand.format == "bf16" and how.rotation is None for how in (dgrad[0], wgrad[1])):
         dy = dy.astype(jnp.bfloat16)  # halves the bytes of float32 logits and converts them once
@@ -112,14 +124,56 @@ def _backward(options: Options, residuals: _Residuals, dy):
     w = None if w is None else first_order_only(_values(w, frozen))
     w_rows = w_packed if w is None else prepare(seen_w(w), [(gemms.dgrad, dgrad[1])])[0]
     assert w_rows is not None
-    dx = multiply(gemms.dgrad, dtypes[1], precision, dy_rows, w_rows, ("e5m2", "e4m3"), gemms.layout)
+    dx_steps = _apart(policy.dgrad, -1, -1, lambda: (dy, seen_w(w)))
+    dx_steps += _gradient_steps(x, left, policy.dgrad.rhs)
+    dx = multiply(
+        gemms.dgrad, _before(dx_steps, dtypes[1]), precision, dy_rows, w_rows, ("e5m2", "e4m3"), gemms.layout
+    )
+    dx = _after(dx_steps, dx, dtypes[1])
     if frozen is not None:
-        return dx.value(dtypes[1]), None
+        return dx, None
     x_columns = x_packed if x is None else prepare(seen_x(x), [(gemms.wgrad, wgrad[0])])[0]
     assert x_columns is not None
     [dy_columns] = dy_columns
-    dw = multiply(gemms.wgrad, dtypes[2], precision, x_columns, dy_columns, ("e4m3", "e5m2"))
-    return dx.value(dtypes[1]), as_stored(dw.value(dtypes[2]), gemms.layout)
+    dw_steps = _apart(policy.wgrad, -2, -2, lambda: (seen_x(x), dy))
+    dw_steps += _gradient_steps(w, right, policy.wgrad.lhs)
+    dw = multiply(
+        gemms.wgrad, _before(dw_steps, dtypes[2]), precision, x_columns, dy_columns, ("e4m3", "e5m2")
+    )
+    return dx, as_stored(_after(dw_steps, dw, dtypes[2]), gemms.layout)
+
+
+Step = Callable[[jax.Array], jax.Array]
+"""What happens to a product in float32 before it gets its dtype."""
+
+
+def _apart(gemm: Gemm, lhs_axis: int, rhs_axis: int, tensors: Callable[[], tuple]) -> list[Step]:
+    """Returns the step that adds to a GEMM's product what its split operands multiply apart."""
+    if not multiplies_apart(gemm):
+        return []
+    lhs, rhs = tensors()
+    return [lambda product: product + product_apart(lhs, lhs_axis, rhs, rhs_axis, gemm)]
+
+
+def _gradient_steps(t: jax.Array | None, how: GemmInput, wanted: Operand) -> list[Step]:
+    """Returns the steps from a backward GEMM's product to the gradient of t, an operand of the Fprop."""
+    if not changes_gradient(how, wanted):
+        return []
+    assert t is not None
+    return [lambda product: through_quantization(product, t, how, wanted)]
+
+
+def _before(steps: list[Step], dtype: DTypeLike) -> DTypeLike:
+    """Returns the dtype in which the steps read a product."""
+    return jnp.float32 if steps else dtype
+
+
+def _after(steps: list[Step], product: Product, dtype: DTypeLike) -> jax.Array:
+    """Returns the product in dtype after the steps."""
+    value = product.value(_before(steps, dtype))
+    for step in steps:
+        value = step(value)
+    return value.astype(dtype)
 
 
 def residual_bytes(
@@ -183,10 +237,12 @@ def backward_inputs(policy: Policy, key):
     dgrad = gemm_inputs(policy.dgrad, -1, -1, fold(key, 1))
     wgrad = gemm_inputs(policy.wgrad, -2, -2, fold(key, 2))
 
+    left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
+
     def seen_w(w):
-        return as_backward_sees(w, policy.dgrad.rhs, policy.fprop.rhs, -2, fold(key, 0, 1))
+        return as_backward_sees(w, policy.dgrad.rhs, right)
 
     def seen_x(x):
-        return as_backward_sees(x, policy.wgrad.lhs, policy.fprop.lhs, -1, fold(key, 0, 0))
+        return as_backward_sees(x, policy.wgrad.lhs, left)
 
     return dgrad, wgrad, seen_w, seen_x

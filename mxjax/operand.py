@@ -9,6 +9,8 @@ from mxjax.rounding import Rounding
 from mxjax.scales import ScaleRule, check_rule
 
 Source = Literal["original", "dequantized"]
+Gradient = Literal["straight_through", "clipped", "dge"]
+Splitting = Literal["none", "mean", "outliers", "clip"]
 FourOverSix = Literal["mse", "mae"]
 
 
@@ -27,7 +29,13 @@ class Operand:
       prescale: factor in (0, 1] that shrinks the elements, not the scale, so that fewer of them clip. The
         GEMM's result (or `dequantize`) is divided by it. None: no prescale.
       source: "original", or "dequantized": a backward GEMM reads the values that the Fprop's quantization
-        produced instead of the tensor itself.
+        produced instead of the tensor itself. If the Fprop rotates, those values are the rotated ones, the
+        backward GEMM gives the gradient of the rotated tensor, and it is rotated back.
+      gradient: for the operands of the Fprop, how their gradient passes through the quantization; see
+        `mxjax.estimators`.
+      split: for x and dy, what is taken out before the quantization and multiplied apart; see `mxjax.split`.
+      quantile: the quantile of a token's elements past which they are outliers, for `split` "outliers" and
+        "clip".
       scale_target: element to which a block's largest magnitude is scaled before its scale is rounded; for
         formats with E4M3 or UE5M3 scales. None: the element's largest, 6. With 6 * 16/17 nothing clips.
       scale_max: scale of the tensor's largest block, set by the float32 scale of the tensor. None: 448 in
@@ -38,7 +46,8 @@ class Operand:
         are then rounded stochastically; it needs a key, and unbiased results a rotation with redrawn signs.
         None: no correction. Formats with E4M3 or UE5M3 scales.
     Raises:
-      ValueError: an unknown name, a bad block shape or prescale, or options that the format does not take.
+      ValueError: an unknown name, a bad block shape, prescale or quantile, or options that the format does
+        not take.
     """
 
     format: FormatName = "mxfp4"
@@ -47,6 +56,9 @@ class Operand:
     rounding: Rounding = "nearest"
     prescale: float | None = None
     source: Source = "original"
+    gradient: Gradient = "straight_through"
+    split: Splitting = "none"
+    quantile: float = 0.99
     scale_target: float | int | None = None
     scale_max: float | int | None = None
     four_over_six: FourOverSix | None = None
@@ -62,6 +74,18 @@ class Operand:
             raise ValueError(f"prescale must be in (0, 1], got {self.prescale}; use None for no prescale")
         if f.element is None and (self.rounding == "stochastic" or self.prescale):
             raise ValueError(f"{self.format} is not quantized: use rounding='nearest' and prescale=None")
+        check_choice("gradient", self.gradient, Gradient)
+        check_choice("split", self.split, Splitting)
+        if not 0.5 < self.quantile < 1:
+            raise ValueError(f"quantile must be between 0.5 and 1, got {self.quantile}")
+        if f.element is None and (self.gradient != "straight_through" or self.split != "none"):
+            raise ValueError(
+                f"{self.format} is not quantized: use gradient='straight_through' and split='none'"
+            )
+        if f.scale_element is not None and self.gradient != "straight_through":
+            raise ValueError(
+                f"gradient {self.gradient!r} is for formats without E4M3 or UE5M3 scales, not {self.format}"
+            )
         self._check_minifloat_scales()
 
     def _check_minifloat_scales(self) -> None:
@@ -106,8 +130,10 @@ class Operand:
 
     @property
     def is_packable(self) -> bool:
-        """Whether it can be packed: MXFP4 in blocks of 32 or of 32 x 32."""
-        return self.format == "mxfp4" and self.block_shape in (None, BLOCK, (1, BLOCK), (BLOCK, BLOCK))
+        """Whether kernels pack it: MXFP4 in blocks of 32 or of 32 x 32, whole, scaled by their maximum."""
+        blocks = self.block_shape in (None, BLOCK, (1, BLOCK), (BLOCK, BLOCK))
+        whole = self.scale_rule != "quest" and self.split == "none"
+        return self.format == "mxfp4" and blocks and whole
 
     @property
     def is_square(self) -> bool:
@@ -133,6 +159,10 @@ class Operand:
             parts.append(f"4/6 {self.four_over_six}")
         if self.source == "dequantized":
             parts.append("dequantized")
+        if self.gradient != "straight_through":
+            parts.append(self.gradient)
+        if self.split != "none":
+            parts.append(f"-{self.split}" + (f"({self.quantile:g})" if self.split != "mean" else ""))
         return ":".join(parts)
 
 

@@ -104,8 +104,8 @@ class Policy:
     By default every GEMM and operand is in MXFP4 with rule `floor`, rounded to nearest, without rotation.
 
     Raises:
-      ValueError: an operand has source "dequantized", but the Fprop does not quantize it (dy), or rotates it
-        first.
+      ValueError: an operand has source "dequantized", but the Fprop does not quantize it (dy), or it is an
+        operand of the Fprop; an operand of a backward GEMM has a `gradient`; a weight has a `split`.
       TypeError: one of the three is not a `Gemm`.
     """
 
@@ -129,8 +129,16 @@ class Policy:
             raise ValueError(
                 "source='dequantized' is for backward GEMMs; the Fprop's operands are 'original'"
             )
-        if self.fprop.rotation and "dequantized" in (self.dgrad.rhs.source, self.wgrad.lhs.source):
-            raise ValueError("source='dequantized' needs an Fprop without rotation; use 'original'")
+        if any(o.split != "none" for o in (self.fprop.rhs, self.dgrad.rhs)):
+            raise ValueError("split= is for x and dy, which have tokens; weights have split='none'")
+        if any(
+            o.gradient != "straight_through"
+            for gemm in (self.dgrad, self.wgrad)
+            for o in (gemm.lhs, gemm.rhs)
+        ):
+            raise ValueError(
+                "gradient= is for the Fprop's operands; backward GEMMs' have gradient='straight_through'"
+            )
 
     @property
     def gemms(self) -> dict[str, Gemm]:

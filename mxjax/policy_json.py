@@ -123,10 +123,11 @@ def _gemm(data: object, path: str) -> Gemm:
 
 def _operand(data: object, path: str) -> Operand:
     fields = _fields(data, path, _names(Operand))
-    for name in ("format", "scale_rule", "rounding", "source"):
+    for name in ("format", "scale_rule", "rounding", "source", "gradient", "split"):
         _check_type(fields, name, path, lambda value: isinstance(value, str), "a string")
+    _check_type(fields, "quantile", path, _is_number, "a number")
     for name in ("prescale", "scale_target", "scale_max"):
-        _check_type(fields, name, path, _is_number_or_none, "a number or null")
+        _check_type(fields, name, path, lambda v: v is None or _is_number(v), "a number or null")
     _check_type(fields, "four_over_six", path, lambda v: v is None or isinstance(v, str), "a string or null")
     _check_type(fields, "eden", path, lambda v: v is None or _is_integer(v), "an integer or null")
     _check_type(fields, "block_shape", path, _is_block_shape, "an integer, a pair of integers or null")
@@ -189,8 +190,8 @@ def _is_integers_or_none(value: Any) -> bool:
     return value is None or (isinstance(value, list | tuple) and all(map(_is_integer, value)))
 
 
-def _is_number_or_none(value: object) -> bool:
-    return value is None or _is_integer(value) or isinstance(value, float)
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or isinstance(value, float)
 
 
 def _is_block_shape(value: Any) -> bool:

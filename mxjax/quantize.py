@@ -11,13 +11,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped, UInt8
 from numpy.lib.array_utils import normalize_axis_index
 
-from mxjax.blocks import BlockShape, block_max, pad, resolve_block_shape, spread
+from mxjax.blocks import BlockShape, block_max, block_std, pad, resolve_block_shape, spread
 from mxjax.formats import E2M1, Element, Format, FormatName, get_format
 from mxjax.minifloat_scales import quantize_by_minifloats
 from mxjax.operand import Operand
 from mxjax.rounding import Rounding, round_elements
-from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale
-from mxjax.tensor_scales import divide, tensor_max
+from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale, quest_scale
+from mxjax.tensor_scales import SMALLEST_TENSOR_MAX, divide, tensor_max
 
 
 @functools.partial(
@@ -33,7 +33,7 @@ class MXArray:
       elements: x's shape, in the format's dtype (`float4_e2m1fn` for MXFP4).
       scales: one for each block, in x's shape with the blocked axis (both axes for 2-D blocks) divided by the
         block and rounded up. `float8_e8m0fnu` for MX (2**(byte - 127), byte 255 is NaN), `float8_e4m3fn` for
-        NVFP4, bfloat16 for UE5M3 values, None for FP8 and BF16.
+        NVFP4, bfloat16 for UE5M3 values, float32 for vectors, None for FP8 and BF16.
       tensor_scale: float32 scale of the whole tensor (NVFP4, FP8, UE5M3 with `scale_max`), or None. In
         `nvfp4_1x128` one for each 128 elements along `axis`.
       format: name of the format.
@@ -61,11 +61,17 @@ class MXArray:
         return f"MXArray({self.format}, shape {getattr(self.elements, 'shape', None)}{blocks})"
 
     @property
-    def factor(self) -> Float32[Array, ""] | float | None:
-        """The factor to multiply `block_values` by: tensor_scale / prescale, or None for one."""
-        if self.tensor_scale is None or get_format(self.format).outer_block:
+    def factor(self) -> Float32[Array, "*#shape"] | float | None:
+        """The factor to multiply `block_values` by, or None for one.
+
+        It is tensor_scale / prescale, or for vectors, whose scale leaves a product as a factor of its rows or
+        columns, scales / prescale.
+        """
+        f = get_format(self.format)
+        scale = self.scales if f.scale == "fp32" else self.tensor_scale
+        if scale is None or f.outer_block:
             return 1 / self.prescale if self.prescale else None
-        return self.tensor_scale / self.prescale if self.prescale else self.tensor_scale
+        return scale / self.prescale if self.prescale else scale
 
 
 def quantize(
@@ -205,6 +211,18 @@ def quantize_unpacked(
     return MXArray(elements, scales, tensor_scale, f.name, axis, block_shape, operand.prescale)
 
 
+def scaled_values(
+    x: Shaped[Array | np.ndarray, "*shape"], operand: Operand, axis: int
+) -> Float32[Array, "*shape"]:
+    """Returns x divided by its scales, as `quantize_unpacked` rounds it, without the operand's prescale."""
+    f = get_format(operand.format)
+    assert f.element is not None
+    axis = normalize_axis_index(axis, x.ndim) - x.ndim
+    block_shape = resolve_block_shape(f, operand.block_shape, x.ndim, axis)
+    x = jnp.asarray(x, jnp.float32)
+    return _divide_by_scales(x, f, f.element, operand.scale_rule, block_shape, axis)[2]
+
+
 def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     """Returns elements * scales, without `factor`, in float32.
 
@@ -212,7 +230,7 @@ def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     and for magnitudes below its range (2**-133).
     """
     values = q.elements.astype(jnp.float32)
-    if q.scales is None:
+    if q.scales is None or q.scales.dtype == jnp.float32:
         return values
     if q.scales.dtype == jnp.float8_e8m0fnu:
         byte = lax.bitcast_convert_type(q.scales, jnp.uint8).astype(jnp.int32)
@@ -247,6 +265,13 @@ def _divide_by_scales(
     if f.scale == "none":  # as in Transformer Engine and torchao: multiply by max / amax
         per_unit = divide(jnp.float32(element.max), tensor_max(x))
         return None, 1 / per_unit, x * per_unit
-    byte = block_scale(block_max(x, block_shape, axis), rule, element)
+    if f.scale == "fp32":
+        amax = jnp.maximum(block_max(x, block_shape, axis), jnp.float32(SMALLEST_TENSOR_MAX))
+        per_unit = divide(jnp.full_like(amax, element.max), amax)
+        return 1 / per_unit, None, x * per_unit
+    if rule == "quest":
+        byte = quest_scale(block_std(x, block_shape, axis))
+    else:
+        byte = block_scale(block_max(x, block_shape, axis), rule, element)
     scaled = divide_by_scale(x, spread(byte.astype(jnp.int32), x.shape, block_shape, axis))
     return lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), None, scaled

@@ -48,6 +48,12 @@ def stochastic_round(
     return jnp.copysign((below + (uniform < steps - below).astype(jnp.float32)) * step, x)
 
 
+def fraction_between(x: Float32[Array, "*shape"], element: Element) -> Float32[Array, "*shape"]:
+    """Returns how far each x >= 0 is from its neighbour below to that above, in [0, 1); 0 on the grid."""
+    steps = x * _steps(x, element)[1]
+    return steps - jnp.floor(steps)
+
+
 def round_elements(
     x: Float32[Array, "*shape"],
     element: Element,

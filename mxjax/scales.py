@@ -12,7 +12,10 @@ from jaxtyping import Array, Float32, Int32, UInt8
 
 from mxjax.formats import E2M1, Element
 
-ScaleRule = Literal["floor", "even", "uos", "rceil", "ceil"]
+ScaleRule = Literal["floor", "even", "uos", "rceil", "ceil", "quest"]
+
+QUEST_CLIP = 2.92247856
+"""The magnitude, in standard deviations, at which E2M1 clips a normal distribution with the least error."""
 
 BIAS = 127  # exponent bias of E8M0 and float32
 NAN_SCALE = 255
@@ -37,12 +40,13 @@ def block_scale(
     | rceil | > 1.5 | the smallest scale at which nothing clips |
     | ceil | > 1 | the smallest power of two not below amax / 2**emax |
 
-    For other elements, `even` carries at 2 - 2**-(mantissa_bits + 1) and `rceil` past max / 2**emax.
+    For other elements, `even` carries at 2 - 2**-(mantissa_bits + 1) and `rceil` past max / 2**emax. The rule
+    `quest` reads another statistic: see `quest_scale`.
 
     Returns:
       0 for an all-zero block; 255 (NaN) where amax is NaN or infinite.
     Raises:
-      ValueError: unknown rule, or `uos` with another element than E2M1.
+      ValueError: unknown rule, `quest`, or `uos` with another element than E2M1.
     Source: OCP MX v1.0, section 6.3 (floor); torchao's ScaleCalculationMode (rceil, ceil, even).
     """
     bits = lax.bitcast_convert_type(amax, jnp.int32) & _MAGNITUDE
@@ -51,12 +55,27 @@ def block_scale(
     return jnp.where(bits >= _INFINITY, NAN_SCALE, byte).astype(jnp.uint8)
 
 
+def quest_scale(std: Float32[Array, "*blocks"]) -> UInt8[Array, "*blocks"]:
+    """Returns the E8M0 byte of the scale of E2M1 blocks with this standard deviation, for the rule `quest`.
+
+    The scale is `2**floor(log2(QUEST_CLIP / 6 * std + 1e-8))`. It clips elements past 1.46 to 2.92 standard
+    deviations.
+
+    Returns:
+      100, which is 2**-27, for an all-zero block; 255 (NaN) where std is NaN or infinite.
+    Source: arXiv 2505.14669, algorithm 1; `QuestMXFP4Quantizer` of IST-DASLab/Quartet.
+    """
+    scale = jnp.float32(QUEST_CLIP / E2M1.max) * std + jnp.float32(1e-8)
+    bits = lax.bitcast_convert_type(scale, jnp.int32) & _MAGNITUDE
+    return jnp.where(bits >= _INFINITY, NAN_SCALE, bits >> 23).astype(jnp.uint8)
+
+
 def check_rule(rule: str, element: Element | None) -> None:
     """Raises ValueError if the rule is unknown or undefined for E8M0 scales of such elements."""
     if rule not in get_args(ScaleRule):
         raise ValueError(f"unknown scale_rule {rule!r}; the rules are {', '.join(get_args(ScaleRule))}")
-    if rule == "uos" and element is not None and element is not E2M1:
-        raise ValueError(f"scale_rule 'uos' is defined for E2M1 elements, not {element.name}; use 'even'")
+    if rule in ("uos", "quest") and element is not None and element is not E2M1:
+        raise ValueError(f"scale_rule {rule!r} is defined for E2M1 elements, not {element.name}; use 'even'")
 
 
 def rule_carry(rule: ScaleRule, element: Element) -> int:
@@ -73,6 +92,8 @@ def rule_carry(rule: ScaleRule, element: Element) -> int:
             return int((2 - element.max / 2.0**element.emax) * _ONE) - 1
         case "ceil":
             return _ONE - 1
+        case "quest":
+            raise ValueError("scale_rule 'quest' has no threshold: it reads a block's standard deviation")
 
 
 def divide_by_scale(x: Float32[Array, "*shape"], scale: Int32[Array, "*#shape"]) -> Float32[Array, "*shape"]:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32
 
 from mxjax.dot import dot
 from mxjax.formats import get_format
-from mxjax.gemm_input import as_backward_sees, fold, gemm_inputs, quantize_input, rotate_input
+from mxjax.gemm_input import as_backward_sees, fold, gemm_inputs, part_of, quantize_input
 from mxjax.implementations import Implementation
 from mxjax.matmul import residual_bytes as residual_bytes
 from mxjax.policy import Policy
@@ -115,15 +115,16 @@ def gemms(
         return y, *vjp(dy)
 
     exact, quantized = products("fp32", "reference"), products(policy, implementation)
-    x_seen = as_backward_sees(x, policy.wgrad.lhs, policy.fprop.lhs, -1, fold(key, 0, 0))
-    w_seen = as_backward_sees(w, policy.dgrad.rhs, policy.fprop.rhs, -2, fold(key, 0, 1))
+    left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
+    x_seen = as_backward_sees(x, policy.wgrad.lhs, left)
+    w_seen = as_backward_sees(w, policy.dgrad.rhs, right)
     tensors = (((x, -1), (w, -2)), ((dy, -1), (w_seen, -1)), ((x_seen, -2), (dy, -2)))
     errors = []
     for i, gemm in enumerate(policy.gemms.values()):
         (lhs, lhs_axis), (rhs, rhs_axis) = tensors[i]
         inputs = gemm_inputs(gemm, lhs_axis, rhs_axis, fold(key, i))
         operands = [
-            quantization(rotate_input(t, how), quantize_input(t, how))
+            quantization(part_of(t, how), quantize_input(t, how))
             for t, how in zip((lhs, rhs), inputs, strict=True)
         ]
         errors.append(GemmError(error(exact[i], quantized[i]), *operands))

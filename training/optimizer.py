@@ -8,7 +8,18 @@ from typing import Any
 import jax
 import optax
 
-from training.config import OptimizerConfig
+from mxjax.layers import LayerPolicies
+from training.config import Config, OptimizerConfig
+from training.deoscillation import deoscillation_hook, parse_deoscillation
+from training.weight_hooks import with_hook
+
+
+def optimizer_of(config: Config, layers: LayerPolicies) -> optax.GradientTransformationExtraArgs:
+    """Returns the optimizer of a run, with its weight hooks, while these policies hold."""
+    optimizer = make_optimizer(config.optimizer)
+    if config.precision.deoscillate is None:
+        return optimizer
+    return with_hook(optimizer, deoscillation_hook(parse_deoscillation(config.precision.deoscillate), layers))
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:

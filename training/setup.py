@@ -26,6 +26,7 @@ from training.data.load import load_data
 from training.data.megatron import MegatronCorpus
 from training.data.text import TextCorpus
 from training.data.windows import evaluation_batches
+from training.deoscillation import check_policies, parse_deoscillation
 from training.device_memory import gib, memory_there_is
 from training.environment import facts
 from training.extension import check_order, extend_phases, last_checkpoint
@@ -35,6 +36,7 @@ from training.parameter_sharding import check_shards
 from training.policy_record import from_record, to_record
 from training.policy_schedule import Phase, phases_of
 from training.processes import is_first_process
+from training.recipes import expand
 from training.resume import begun_run, check_same_data, check_same_run
 from training.run_config import (
     COPY,
@@ -93,6 +95,7 @@ class Run(NamedTuple):
 def set_up(config: Config) -> Run:
     """Reads and checks everything that a run needs; raises ValueError before anything is computed."""
     folder = config.folder()
+    config = expand(config)
     if is_first_process():
         check_unlocked(folder)
     if config.resume:
@@ -104,6 +107,9 @@ def set_up(config: Config) -> Run:
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
+    if config.precision.deoscillate is not None:
+        parse_deoscillation(config.precision.deoscillate)
+        check_policies([phase.layers for phase in phases])
     if config.observe.tensorboard:
         tensorboard.check_installed()
     if config.observe.wandb:

@@ -5,6 +5,8 @@
     python -m benchmarks.study report           # writes docs/results/study.md and its plots
     python -m benchmarks.study report --check   # fails if they are not what the committed runs give
     python -m benchmarks.study report DIR       # prints the tables of other runs
+    python -m benchmarks.study run recipes --out docs/results/recipes/runs ...
+    python -m benchmarks.study recipes          # writes docs/results/recipes.md; --check and DIR likewise
 
 Finished runs are skipped, so the same command continues after an interruption. With `--minutes` no run starts
 that would not end in time.
@@ -19,8 +21,8 @@ from typing import Annotated
 
 import tyro
 
-from benchmarks.study import diagnosis, report, runner
-from benchmarks.study.studies import STUDIES, WAITING
+from benchmarks.study import diagnosis, recipes_page, report, runner
+from benchmarks.study.studies import STUDIES
 from training.environment import enable_compilation_cache, input_errors
 
 
@@ -49,8 +51,6 @@ def run(
     """
     with input_errors():
         names = study.split(",")
-        if waiting := [name for name in names if name in WAITING]:
-            raise ValueError(f"{waiting[0]} cannot run yet: {WAITING[waiting[0]]}")
         if unknown := [name for name in names if name not in STUDIES]:
             raise ValueError(f"unknown study {', '.join(unknown)}; the studies are {', '.join(STUDIES)}")
         if workers > 1:
@@ -79,7 +79,13 @@ def _run_workers(count: int) -> int:
 def main() -> None:
     """Runs the subcommand that the command line names."""
     tyro.extras.subcommand_cli_from_dict(
-        {"run": run, "report": report.main, "diagnose": diagnosis.main}, description=__doc__
+        {
+            "run": run,
+            "report": report.main,
+            "recipes": recipes_page.main,
+            "diagnose": diagnosis.main,
+        },
+        description=__doc__,
     )
 
 

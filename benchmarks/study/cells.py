@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from mxjax.operand import Operand
-from mxjax.policy import Gemm, Policy, Rotation, with_scale_rule
+from mxjax.policy import Gemm, Policy, Rotation, map_operands, with_scale_rule
 from mxjax.recipes import get_policy
 from mxjax.scales import ScaleRule
+from training.recipes import RECIPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,7 @@ def _protocols() -> dict[str, Protocol]:
     for name, changes in _HARD.items():
         found[f"tuned-60m-{name}"] = dataclasses.replace(tuned, **changes)
     found["tuned-60m-4epochs"] = dataclasses.replace(tuned, steps=4 * tuned.steps)
+    found["tiny"] = Protocol(lr=4e-3, steps=60, warmup=10, batch=8, seq=64, evaluations=3)
     found["constant-60m"] = _constant(dataclasses.replace(tuned, lr=RATES["60m-constant"]))
     return found
 
@@ -118,6 +120,7 @@ def _constant(protocol: Protocol) -> Protocol:
 PROTOCOLS: Mapping[str, Protocol] = types.MappingProxyType(_protocols())
 
 WGRAD_ONLY = "only_"
+UNIFORM = "e1m2_"
 _UNCLIPPED = Operand(rounding="stochastic", prescale=0.75)
 WGRAD_KINDS: Mapping[str, Gemm] = types.MappingProxyType(
     {
@@ -134,8 +137,15 @@ def policy_of(cell: Cell) -> Policy:
     """Returns the cell's policy with its scale rules.
 
     The names are those of `mxjax.policies()`, `wgrad_sr34` (stochastic rounding with a prescale of 3/4, which
-    does not clip), and `only_KIND` for every kind of Wgrad: Wgrad in MXFP4, the other two GEMMs in FP8.
+    does not clip), `only_KIND` for every kind of Wgrad: Wgrad in MXFP4, the other two GEMMs in FP8, and
+    `e1m2_NAME` for a policy of the ladder on a uniform grid instead of E2M1. The policy of a recipe of whole
+    runs (`training.recipes`) is that of its layers without exceptions.
     """
+    if cell.policy in RECIPES:
+        return get_policy(RECIPES[cell.policy].policy)
+    if cell.policy.startswith(UNIFORM):
+        like = dataclasses.replace(cell, policy=cell.policy.removeprefix(UNIFORM))
+        return map_operands(policy_of(like), _on_uniform_grid)
     name = cell.policy.removeprefix(WGRAD_ONLY)
     if name in WGRAD_KINDS:
         rest = get_policy("fp8" if cell.policy.startswith(WGRAD_ONLY) else "wgrad")
@@ -146,6 +156,10 @@ def policy_of(cell: Cell) -> Policy:
         return policy
     rules = cell.rules.split("-")
     return policy_with_rules(policy, rules * 3 if len(rules) == 1 else rules)
+
+
+def _on_uniform_grid(operand: Operand) -> Operand:
+    return dataclasses.replace(operand, format="mxfp4_e1m2") if operand.format == "mxfp4" else operand
 
 
 def policy_with_rules(policy: Policy, rules: Sequence[str]) -> Policy:

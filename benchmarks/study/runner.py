@@ -14,7 +14,7 @@ import os
 import pathlib
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,13 +24,16 @@ import numpy as np
 from benchmarks.study.cells import PROTOCOLS, Cell, Protocol, policy_of
 from models import llama
 from models.configs import LlamaConfig, get_config
-from training.config import DataConfig, OptimizerConfig
+from training.config import DataConfig, OptimizerConfig, parse_rules
 from training.data.megatron import MegatronCorpus, load_megatron
+from training.deoscillation import deoscillation_hook, parse_deoscillation
 from training.environment import facts
 from training.files import write_atomically
 from training.learning_rate import learning_rate
 from training.optimizer import make_optimizer
-from training.step import evaluate, init_state, make_eval_step, make_train_step, scheduled
+from training.recipes import RECIPES
+from training.step import TrainState, evaluate, init_state, make_eval_step, make_train_step, scheduled
+from training.weight_hooks import with_hook
 
 IMPLEMENTATION = "xla"
 """Every cell's: it multiplies the exact values in bfloat16, so that only the policy varies."""
@@ -118,11 +121,14 @@ class Programs:
         self.data = DataConfig(batch_size=p.batch, seq_len=p.seq)
         config = OptimizerConfig(lr=p.lr, warmup_steps=p.warmup)
         optimizer = make_optimizer(config)
+        recipe = RECIPES.get(cell.policy)
+        rules = parse_rules(recipe.layers) if recipe else ()
         self.policy = policy_of(cell)
-        options = {
-            "policies": llama.layer_policies(self.model, self.policy),
-            "implementation": IMPLEMENTATION,
-        }
+        policies = llama.layer_policies(self.model, self.policy, rules)
+        if recipe and recipe.deoscillate:
+            setting = parse_deoscillation(recipe.deoscillate)
+            optimizer = with_hook(optimizer, deoscillation_hook(setting, policies))
+        options = {"policies": policies, "implementation": IMPLEMENTATION}
         loss = functools.partial(_call, llama.mean_loss, self.model, options)
         losses = functools.partial(_call, llama.losses, self.model, options)
         schedule = learning_rate(config, p.horizon or p.steps)
@@ -132,7 +138,9 @@ class Programs:
             lambda key: init_state(with_outliers(llama.init(self.model, key), p.outlier_channels), optimizer)
         )
         self.held_out = held_out_batches(corpus.validation, p)
-        self.compile_seconds: float | None = None
+        self.compiled: Callable[..., Any] | None = None
+        self.compile_seconds = 0.0
+        self.step_bytes: int | None = None
 
     def train(self, seed: int) -> dict[str, Any]:
         """Trains one run and returns its record."""
@@ -142,15 +150,13 @@ class Programs:
         samples = self.corpus.samples(p.seq, seed, p.steps * p.batch)
         due = {round(p.steps * (i + 1) / p.evaluations) for i in range(p.evaluations)}
         losses, evaluations = [], []
+        batch = np.stack([samples[i] for i in range(p.batch)])
+        take_step = self.compiled or self._compile(state, batch, key)
         began = time.perf_counter()
         for step in range(1, p.steps + 1):
             batch = np.stack([samples[i] for i in range((step - 1) * p.batch, step * p.batch)])
-            state, metrics = self.train_step(state, batch, key)
+            state, metrics = take_step(state, batch, key)
             losses.append(metrics.loss)
-            if step == 1 and self.compile_seconds is None:
-                jax.block_until_ready(metrics.loss)
-                self.compile_seconds = time.perf_counter() - began
-                began = time.perf_counter()
             if step in due:
                 found = evaluate(self.eval_step, state.params, self.held_out)["eval_loss"]
                 evaluations.append([step * p.batch * p.seq, round(found, 6)])
@@ -174,11 +180,23 @@ class Programs:
             "train_losses": [round(float(x.mean()), 5) for x in np.array_split(train_losses, p.evaluations)],
             "finite": bool(state.finite),
             "seconds": round(seconds, 2),
-            "compile_seconds": round(self.compile_seconds or 0.0, 2),
+            "compile_seconds": round(self.compile_seconds, 2),
+            "step_bytes": self.step_bytes,
             "data": self.corpus.facts | {"source": os.path.basename(self.corpus.source)},
             "device": jax.devices()[0].device_kind,
             "versions": facts(),
         }
+
+    def _compile(self, state: TrainState, batch: np.ndarray, key: jax.Array) -> Callable[..., Any]:
+        """Compiles the training step, and notes its time and its memory: state, batch and temporaries."""
+        began = time.perf_counter()
+        self.compiled = self.train_step.lower(state, batch, key).compile()
+        self.compile_seconds = time.perf_counter() - began
+        memory = self.compiled.memory_analysis()
+        if memory is not None:
+            kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+            self.step_bytes = kept + memory.temp_size_in_bytes
+        return self.compiled
 
 
 def model_of(cell: Cell, vocab_size: int) -> LlamaConfig:

@@ -7,7 +7,10 @@ import dataclasses
 import types
 from collections.abc import Mapping
 
-from benchmarks.study.cells import MULTIPLES, WGRAD_KINDS, WGRAD_ONLY, Cell
+from benchmarks.study.cells import MULTIPLES, UNIFORM, WGRAD_KINDS, WGRAD_ONLY, Cell
+from mxjax.recipes import policies
+from mxjax.recipes.ladder import ladder
+from training.recipes import RECIPES
 
 LADDER = (
     "fp8",
@@ -74,6 +77,19 @@ def _hard_regimes() -> list[Cell]:
     return cells
 
 
+def _grids() -> list[Cell]:
+    """Returns cells of a uniform grid beside E2M1; arXiv 2606.20381 predicts that rotation helps it more."""
+    rotations = ("wgrad", "full_hadamard", "full_rht")
+    policies = ("fp8", *(grid + name for name in rotations for grid in ("", UNIFORM)))
+    return _ladder("60m", "tuned-60m", policies, ("floor", "rceil"), 8)
+
+
+def _recipes(model: str, protocol: str, seeds: int) -> tuple[Cell, ...]:
+    published = (name for name in policies() if name not in ladder())
+    names = ("fp8", "bf16", "wgrad", "wgrad_hadamard", *published, *RECIPES)
+    return tuple(Cell(name, "", model, protocol, seeds) for name in names)
+
+
 def _tuning(model: str, protocol: str, rates: tuple[str, ...], seeds: int) -> tuple[Cell, ...]:
     return tuple(Cell("fp8", "", model, f"{protocol}-lr{lr}", seeds) for lr in rates)
 
@@ -111,17 +127,14 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
         ),
         # D. Regimes in which Wgrad may hurt or diverge.
         "hard-60m": tuple(_hard_regimes()),
+        # E. A uniform grid beside E2M1, without and with rotation of all three GEMMs.
+        "grid-60m": tuple(_grids()),
+        # Every published recipe, for docs/results/recipes.md; the second tries the program on a CPU.
+        "recipes": _recipes("60m", "tuned-60m", 4),
+        "recipes-tiny": _recipes("tiny", "tiny", 2),
     }
 )
 """The studies and their cells, in the order of training."""
-
-WAITING: Mapping[str, str] = types.MappingProxyType(
-    {
-        "grid-60m": "E. A uniform 4-bit grid (E1M2) beside E2M1, with none, H16 and redrawn signs on all "
-        "three GEMMs, 8 seeds: it waits for an element E1M2 in mxjax/formats.py"
-    }
-)
-"""Studies that cannot run yet, and the reason."""
 
 
 @dataclasses.dataclass(frozen=True)

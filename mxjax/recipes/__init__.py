@@ -14,6 +14,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 
 from mxjax.policy import Policy
+from mxjax.recipes.estimators import estimators
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.nvfp4 import nvfp4
 from mxjax.recipes.published import amazon, published
@@ -52,6 +53,11 @@ _SOURCES = {
     "ue5m3_no_tensor_scale": "arXiv 2609.02846, without its tensor scale",
     "quartet2": "arXiv 2601.22813",
     "tetrajet_v2": "arXiv 2510.27527, its GEMMs",
+    "averis": "arXiv 2603.10444",
+    "ms_fp4": "arXiv 2501.17116",
+    "ms_fp4_clip": "Azure/MS-AMP, for arXiv 2501.17116",
+    "quartet": "arXiv 2505.14669",
+    "uniform4": "arXiv 2606.20381, in MX blocks",
     "chmiel_mx": "arXiv 2112.10769, in MX blocks",
     "primus_turbo": "AMD's Primus-Turbo",
     "lumen": "AMD's Lumen",
@@ -59,7 +65,7 @@ _SOURCES = {
     "weight_only": "MXFP4 weights, straight-through gradients (arXiv 1308.3432)",
     "mxfp4_fp8_backward": "MXFP4 forward and MXFP8 backward",
 }
-_POLICIES = _Policies(ladder() | amazon() | published() | nvfp4())
+_POLICIES = _Policies(ladder() | amazon() | published() | nvfp4() | estimators())
 
 
 def policies() -> Mapping[str, Policy]:

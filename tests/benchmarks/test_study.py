@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import pytest
 
+import mxjax
 import train as training_program
 from benchmarks.study import __main__ as program
-from benchmarks.study import cells, diagnosis, report, runner, token_tables, tokens, tuning
+from benchmarks.study import cells, diagnosis, recipes_page, report, runner, token_tables, tokens, tuning
 from benchmarks.study.cells import PROTOCOLS, RATES, Cell, Protocol, policy_of
 from benchmarks.study.results import gather, read_runs
-from benchmarks.study.studies import CLAIMS, STUDIES, WAITING
+from benchmarks.study.studies import CLAIMS, STUDIES
 from models import llama
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
@@ -61,6 +62,39 @@ def test_a_study_trains_what_is_missing_and_nothing_else(settings, capsys):
     assert "| wgrad_sr even | 2 | 0 |" in report.sections(read_runs(settings.out))["final losses"]
 
 
+@pytest.mark.slow
+def test_the_recipes_page_shows_loss_speed_and_memory(settings, tmp_path, capsys, monkeypatch):
+    group = [Cell(name, "", "tiny", "small", 2) for name in ("fp8", "primus_deosc")]
+    assert runner.run_cells(group, settings)
+    recipes_page.main(settings.out)
+    shown = capsys.readouterr().out.splitlines()[-2:]
+    assert sorted(line.split("|")[1].strip() for line in shown) == ["fp8", "primus_deosc"]
+    for line in shown:
+        *_, loss, gap, _, rate, memory = (cell.strip() for cell in line.strip("|").split("|"))
+        assert float(loss) > 0
+        assert gap == "-" or float(gap) != 0
+        assert float(rate.replace(",", "")) > 0
+        assert 0 < float(memory) < 1
+    page = tmp_path / "recipes.md"
+    page.write_text("<!-- recipes -->\n<!-- end recipes -->\n")
+    monkeypatch.setattr(recipes_page, "RUNS", settings.out)
+    recipes_page.main(page=page)
+    recipes_page.main(page=page, check=True)
+    page.write_text(page.read_text().replace("| 2 | 0 |", "| 3 | 0 |"))
+    with pytest.raises(SystemExit, match="is not what the runs give; regenerate it"):
+        recipes_page.main(page=page, check=True)
+
+
+def test_the_committed_recipes_page_is_what_the_committed_runs_give():
+    recipes_page.main(check=True)
+
+
+def test_every_published_recipe_is_a_cell():
+    names = {cell.policy for cell in STUDIES["recipes"]}
+    assert {"quartet", "averis", "ms_fp4", "uniform4", "nvfp4", "primus_deosc"} <= names
+    assert names == {cell.policy for cell in STUDIES["recipes-tiny"]}
+
+
 def test_a_deadline_keeps_finished_runs(settings):
     assert not runner.run_cells(CELLS, dataclasses.replace(settings, deadline=0.0))
     assert not list(settings.out.glob("*.json"))
@@ -89,10 +123,15 @@ def test_claims_are_about_cells_of_the_studies():
     assert {name for claim in CLAIMS for name in (claim.ours, claim.base)} <= names
 
 
-def test_a_study_that_waits_says_for_what(tmp_path, capsys):
-    with pytest.raises(SystemExit, match=r"grid-60m cannot run yet: .* waits for an element E1M2"):
-        program.run("grid-60m", out=tmp_path, data="none", eval_data="none")
-    assert set(WAITING).isdisjoint(STUDIES)
+def test_a_uniform_grid_replaces_e2m1_and_nothing_else():
+    uniform = policy_of(Cell("e1m2_full_rht", "rceil", "60m", "decay", 1))
+    like = policy_of(Cell("full_rht", "rceil", "60m", "decay", 1))
+    assert uniform == mxjax.set_fields(like, ["*.*.format=mxfp4_e1m2"])
+
+
+def test_an_unknown_study_names_those_there_are(tmp_path):
+    with pytest.raises(SystemExit, match=r"unknown study grid-1m; the studies are .*grid-60m"):
+        program.run("grid-1m", out=tmp_path, data="none", eval_data="none")
 
 
 def test_outlier_channels_change_activations_and_no_function():

@@ -32,6 +32,8 @@ def only_xla_takes(name: str) -> bool:
     if any((gemm.lhs.format == "mxfp4") != (gemm.rhs.format == "mxfp4") for gemm in gemms):
         return True
     operands = [o for gemm in gemms for o in (gemm.lhs, gemm.rhs)]
+    if any(o.format == "mxfp4" and not o.is_packable for o in operands):
+        return True
     return any(o.format != "mxfp4" and get_format(o.format).scale != "none" for o in operands)
 
 

@@ -10,7 +10,7 @@ from support import oracles
 import mxjax
 from mxjax import formats
 
-ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0)
+ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0, formats.E1M2)
 each_element = pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
 
 E2M1_VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
@@ -38,6 +38,7 @@ def test_dtype_holds_every_value_of_the_element(element):
     [
         ("mxfp4", ("e2m1", 32, "e8m0", False)),
         ("mxfp4_e3m0", ("e3m0", 32, "e8m0", False)),
+        ("mxfp4_e1m2", ("e1m2", 32, "e8m0", False)),
         ("mxfp6_e2m3", ("e2m3", 32, "e8m0", False)),
         ("mxfp6_e3m2", ("e3m2", 32, "e8m0", False)),
         ("mxfp8_e4m3", ("e4m3", 32, "e8m0", False)),

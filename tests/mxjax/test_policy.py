@@ -128,6 +128,9 @@ def test_repr_gives_the_policy_back():
         (lambda: Operand(rounding="up"), "unknown rounding 'up'.*nearest, stochastic"),
         (lambda: Operand(scale_rule="half"), "unknown scale_rule 'half'.*floor, even, uos, rceil, ceil"),
         (lambda: Operand("mxfp8_e4m3", scale_rule="uos"), "'uos' is defined for E2M1"),
+        (lambda: Operand("mxfp6_e2m3", scale_rule="quest"), "'quest' is defined for E2M1"),
+        (lambda: Operand(gradient="none"), "unknown gradient 'none'.*straight_through, clipped"),
+        (lambda: Operand("bf16", gradient="clipped"), "bf16 is not quantized"),
         (lambda: Operand(source="copy"), "unknown source 'copy'.*original, dequantized"),
         (lambda: Operand("bf16", rounding="stochastic"), "bf16 is not quantized"),
         (lambda: Operand("fp32", prescale=0.75), "fp32 is not quantized"),
@@ -160,12 +163,11 @@ def test_a_prescale_of_one_is_allowed():
         (lambda: Policy(wgrad=Gemm(rhs=DEQUANTIZED)), "wgrad.rhs is dy"),
         (lambda: Policy(fprop=Gemm(lhs=DEQUANTIZED)), "the Fprop's operands are 'original'"),
         (lambda: Policy(fprop=Gemm(rhs=DEQUANTIZED)), "the Fprop's operands are 'original'"),
-        (lambda: Policy(Gemm(rotation=Rotation()), Gemm(rhs=DEQUANTIZED)), "without rotation"),
-        (lambda: Policy(Gemm(rotation=Rotation()), wgrad=Gemm(lhs=DEQUANTIZED)), "without rotation"),
+        (lambda: Policy(dgrad=Gemm(Operand(gradient="clipped"))), "gradient= is for the Fprop's operands"),
     ],
-    ids=["dy in dgrad", "dy in wgrad", "x in fprop", "w in fprop", "rotated w", "rotated x"],
+    ids=["dy in dgrad", "dy in wgrad", "x in fprop", "w in fprop", "gradient of dy"],
 )
-def test_dequantized_where_the_fprop_left_nothing_raises(make, message):
+def test_an_option_of_another_gemm_raises(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -13,7 +13,7 @@ from support import oracles
 
 from mxjax import formats, rounding
 
-ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0)
+ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0, formats.E1M2)
 each_element = pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
 
 round_nearest = jax.jit(rounding.round_nearest, static_argnums=1)

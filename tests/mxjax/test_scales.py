@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from support import oracles
 
+import mxjax
 from mxjax import formats, scales
 
-ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0)
-RULES = get_args(scales.ScaleRule)
+ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0, formats.E1M2)
+RULES = [rule for rule in get_args(scales.ScaleRule) if rule != "quest"]  # those of the largest magnitude
 DEFINED = [(r, e) for r in RULES for e in ELEMENTS if r != "uos" or e is formats.E2M1]
 BYTES = np.arange(256)
 RNG = np.random.default_rng(0)
@@ -89,6 +90,29 @@ def test_nothing_is_scaled_past_the_largest_element_unless_the_rule_clips(rule):
 def test_block_scale_of_special_values(rule):
     amax = np.float32([0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf])
     np.testing.assert_array_equal(block_scale(amax, rule, formats.E2M1), [0, 0, 255, 255, 255, 255])
+
+
+def test_quest_is_the_power_of_two_below_its_multiple_of_the_standard_deviation():
+    # Rows of every size and mantissa, zeros, and a short last block, which zeros fill up.
+    x = (RNG.standard_normal((400, 50)) + RNG.uniform(-1, 1, (400, 1))) * 2.0 ** RNG.uniform(
+        -40, 40, (400, 1)
+    )
+    x = np.concatenate([x, np.zeros((1, 50)), np.full((1, 50), 3.0)]).astype(np.float32)
+    blocks = np.pad(x.astype(np.float64), [(0, 0), (0, 14)]).reshape(-1, 2, 32)
+    step = np.log2(2.92247856 / 6 * blocks.std(axis=-1) + 1e-8)
+    clear = np.abs(step - np.rint(step)) > 1e-4  # float32 decides the others as it rounds
+    found = np.asarray(mxjax.quantize(x, scale_rule="quest").scales).view(np.uint8)
+    assert clear.mean() > 0.99
+    np.testing.assert_array_equal(found[clear], 127 + np.floor(step[clear]))
+    np.testing.assert_array_equal(found[400], 100)
+
+
+def test_quest_marks_blocks_that_are_not_finite():
+    x = np.ones((3, 32), np.float32)
+    x[0, 5], x[1, 6], x[2, 7] = np.nan, np.inf, 2.0**64
+    q = mxjax.quantize(x, scale_rule="quest")
+    np.testing.assert_array_equal(np.asarray(q.scales).view(np.uint8), 255)
+    assert np.isnan(mxjax.dequantize(q)).all()
 
 
 def test_uos_is_refused_for_other_elements():

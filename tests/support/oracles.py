@@ -26,6 +26,19 @@ ELEMENT_INFO = {
         has_subnormals=True,
         is_twos_complement=False,
     ),
+    # Nor E1M2: the multiples of 1/2 up to 3.5.
+    "e1m2": gfloat.FormatInfo(
+        name="e1m2",
+        k=4,
+        precision=3,
+        bias=0,
+        is_signed=True,
+        domain=gfloat.Domain.Finite,
+        has_nz=True,
+        num_high_nans=0,
+        has_subnormals=True,
+        is_twos_complement=False,
+    ),
 }
 
 

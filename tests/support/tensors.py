@@ -9,6 +9,7 @@ from support import oracles
 MX_ELEMENTS = {
     "mxfp4": "e2m1",
     "mxfp4_e3m0": "e3m0",
+    "mxfp4_e1m2": "e1m2",
     "mxfp6_e2m3": "e2m3",
     "mxfp6_e3m2": "e3m2",
     "mxfp8_e4m3": "e4m3",

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Float32
 
 from mxjax.blocks import block_max, magnitude_bits
 from mxjax.formats import BLOCK
-from mxjax.gemm_input import GemmInput, fold, gemm_inputs, quantize_input, rotate_input
+from mxjax.gemm_input import GemmInput, fold, gemm_inputs, part_of, quantize_input, rotate_input
 from mxjax.implementations import Implementation
 from mxjax.policy import Gemm, Policy, Rotation
 from mxjax.quantize import dequantize
@@ -91,7 +91,7 @@ def measure_layer(
 def measure_operand(t: Float32[Array, "rows columns"], how: GemmInput) -> OperandMeasures:
     """Returns the measures of a tensor as one GEMM takes it."""
     rotated = rotate_input(t, how if how.rotation else how._replace(rotation=_WHAT_IF))
-    taken = rotated if how.rotation else t
+    taken = part_of(t, how)
     q = quantize_input(t, how)
     scales, mantissas = jnp.zeros(256), jnp.zeros(MANTISSA_BINS)
     if q.scales is not None and q.scales.dtype == jnp.float8_e8m0fnu:

@@ -1,0 +1,105 @@
+"""Hooks on weights, and de-oscillation against Primus's code (tests/golden/make_deoscillation.py)."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.llamas import SMALL, layer_policies
+
+import mxjax
+from models import llama
+from training import deoscillation
+from training.config import Config, PrecisionConfig
+from training.deoscillation import Deoscillation, check_policies, deoscillation_hook, parse_deoscillation
+from training.recipes import expand
+from training.weight_hooks import Hook, with_hook
+
+
+@functools.cache
+def golden():
+    with np.load(pathlib.Path(__file__).parents[1] / "golden" / "deoscillation.npz") as file:
+        return dict(file)
+
+
+def walk(optimizer, first, updates):
+    """Returns the weights after each step."""
+
+    def step(carry, update):
+        params, state = carry
+        change, state = optimizer.update({"w": -update}, state, params)
+        params = optax.apply_updates(params, change)
+        return (params, state), params["w"]
+
+    params = {"w": jnp.asarray(first)}
+    return jax.jit(lambda: jax.lax.scan(step, (params, optimizer.init(params)), jnp.asarray(updates)))()[1]
+
+
+def test_oscillating_weights_are_snapped_as_the_source_does(monkeypatch):
+    g = golden()
+    monkeypatch.setattr(deoscillation, "quantized_weights", lambda params, _: jax.tree.map(jnp.round, params))
+    setting = Deoscillation(float(g["ratio"]), int(g["period"]), int(g["start"]))
+    optimizer = with_hook(optax.sgd(1.0), deoscillation_hook(setting, None))
+    found, expected = np.asarray(walk(optimizer, g["first"], g["updates"])), g["weights"]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    plain = np.cumsum(np.concatenate([g["first"][None], g["updates"]]), axis=0)[1:]
+    assert 0.1 < np.mean(np.abs(plain[-1] - found[-1]) > 1e-4) < 0.9
+    # At the end of a period, snapped weights are the values of the grid themselves.
+    assert np.mean(found[8] == np.round(found[8])) > 0.02
+
+
+def test_a_hook_changes_what_it_says_and_nothing_else():
+    seen = []
+
+    def apply(step, before, after, state):
+        seen.append(jax.tree.map(jnp.shape, before))
+        return {"w": jnp.where(step == 2, after["w"].at[1].set(0.5), after["w"])}, state + step
+
+    hooked = with_hook(optax.adam(0.1), Hook(lambda _: jnp.zeros((), jnp.int32), apply))
+    first, updates = np.float32([0.3, 0.7, -0.2]), np.float32([[1, 2, 3], [3, 2, 1]])
+    plain, found = walk(optax.adam(0.1), first, updates), walk(hooked, first, updates)
+    np.testing.assert_array_equal(found[0], plain[0])
+    np.testing.assert_array_equal(found[1], plain[1].at[1].set(0.5))
+
+
+@pytest.mark.slow
+def test_quantized_weights_are_those_that_each_layer_multiplies():
+    layers = layer_policies(SMALL, "primus_turbo", [("blocks[0].*", "bf16"), ("blocks[1].mlp.down", "wgrad")])
+    params = llama.init(SMALL, jax.random.key(0))
+    found = jax.jit(lambda p: deoscillation.quantized_weights(p, layers))(params)
+    for module, matrix in (("attention", "qkv"), ("mlp", "gate_up"), ("mlp", "down")):
+        first, second = params["blocks"][module][matrix]
+        np.testing.assert_array_equal(found["blocks"][module][matrix][0], first)
+        operand = layers[f"blocks.1.{module}.{matrix}"].fprop.rhs
+        q = mxjax.quantize(second, axis=0, block_shape=operand.block_shape, scale_rule=operand.scale_rule)
+        np.testing.assert_array_equal(found["blocks"][module][matrix][1], mxjax.dequantize(q))
+    for name in ("embedding", "head"):
+        np.testing.assert_array_equal(found[name], params[name])
+
+
+def test_a_recipe_stands_for_its_flags():
+    config = Config(precision=PrecisionConfig("primus_deosc", layers=("head=fp8",)))
+    precision = expand(config).precision
+    assert (precision.policy, precision.deoscillate) == ("primus_turbo", "3:200:1500")
+    assert precision.layers == ("blocks[:2].*=bf16", "blocks[-2:].*=bf16", "head=fp8")
+    assert parse_deoscillation(precision.deoscillate) == Deoscillation(3.0, 200, 1500)
+    assert expand(expand(config)) == expand(config)
+    assert expand(Config()) == Config()
+
+
+@pytest.mark.parametrize("text", ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1"])
+def test_a_malformed_setting_is_refused(text):
+    with pytest.raises(ValueError, match="--deoscillate takes RATIO:PERIOD:START"):
+        parse_deoscillation(text)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [("fp8", "no weight of the blocks is in 4 bits"), ("full_hadamard", "without rotation")],
+)
+def test_policies_without_weights_to_snap_are_refused(policy, message):
+    with pytest.raises(ValueError, match=message):
+        check_policies([layer_policies(SMALL, policy)])

@@ -1,0 +1,148 @@
+"""Weights that oscillate between two values of their 4-bit format are snapped to the one they have.
+
+An element near the boundary of two values crosses it back and forth while its float32 weight hardly moves.
+Over each period of steps the distances are added up that the weight moves and that its quantized value moves.
+At the end, where the second is `ratio` times the first or more, the weight becomes its quantized value.
+
+Source: primus/backends/megatron/core/optimizer/weight_deosc.py of AMD-AGI/Primus at fd1eeab, which keeps the
+weights of the last step. Here they are the optimizer's, and both steps are quantized anew.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float32
+
+from models.block import LINEAR_LAYERS
+from mxjax.formats import get_format
+from mxjax.layers import LayerPolicies
+from mxjax.operand import Operand
+from mxjax.policy import Policy
+from mxjax.quantize import dequantize, quantize_unpacked
+from training.weight_hooks import Hook
+
+_SMALLEST = 1e-12  # as in the source
+
+
+class Deoscillation(NamedTuple):
+    """When weights are snapped.
+
+    Attributes:
+      ratio: the quantized value's distance over the weight's, from which on an element oscillates.
+      period: steps over which distances are added up.
+      start: step that the first period follows.
+    """
+
+    ratio: float
+    period: int
+    start: int
+
+
+class Distances(NamedTuple):
+    """The distances that the weights, and their quantized values, have moved in this period."""
+
+    weight: Any
+    quantized: Any
+
+
+def parse_deoscillation(text: str) -> Deoscillation:
+    """Returns the values of `RATIO:PERIOD:START`, e.g. "3:200:1500".
+
+    Raises:
+      ValueError: malformed text, or a value out of range.
+    """
+    found = re.fullmatch(r"(\d+\.?\d*):(\d+):(\d+)", text)
+    if found is None or not float(found[1]) or not int(found[2]):
+        raise ValueError(
+            "--deoscillate takes RATIO:PERIOD:START, a positive ratio and period, e.g. 3:200:1500; "
+            f"got {text!r}"
+        )
+    return Deoscillation(float(found[1]), int(found[2]), int(found[3]))
+
+
+def check_policies(phases: Sequence[LayerPolicies]) -> None:
+    """Raises ValueError unless each phase has weights in 4 bits, all rounded to nearest without rotation."""
+    for layers in phases:
+        linear = (policy for name, policy in layers.items() if name.endswith(LINEAR_LAYERS))
+        fprops = [policy.fprop for policy in linear if _operand(policy)]
+        if not fprops:
+            raise ValueError(
+                "--deoscillate has no effect: no weight of the blocks is in 4 bits; change --policy or "
+                "--layers, e.g. 'blocks[2:4].*=primus_turbo'"
+            )
+        if any(fprop.rotation or fprop.rhs.rounding != "nearest" for fprop in fprops):
+            raise ValueError(
+                "--deoscillate needs weights whose Fprop rounds to nearest without rotation; change --policy"
+            )
+
+
+def deoscillation_hook(setting: Deoscillation, layers: LayerPolicies) -> Hook:
+    """Returns the hook for parameters of `models.llama`, whose weights the policies quantize."""
+
+    def init(params):
+        return Distances(*(jax.tree.map(jnp.zeros_like, params) for _ in range(2)))
+
+    def apply(step, before, after, distances):
+        observed = step > setting.start
+        ends = observed & ((step - setting.start) % setting.period == 0)
+
+        def observe():
+            quantized = quantized_weights(after, layers)
+            old = quantized_weights(before, layers)
+            added = Distances(
+                jax.tree.map(_add_distance, distances.weight, before, after),
+                jax.tree.map(_add_distance, distances.quantized, old, quantized),
+            )
+            snapped = jax.tree.map(
+                lambda w, q, moved, moved_q: jnp.where(
+                    ends & oscillates(moved, moved_q, setting.ratio), q, w
+                ),
+                after,
+                quantized,
+                *added,
+            )
+            return snapped, jax.tree.map(lambda d: jnp.where(ends, 0, d), added)
+
+        return lax.cond(observed, observe, lambda: (after, distances))
+
+    return Hook(init, apply)
+
+
+def oscillates(
+    moved: Float32[Array, "*shape"], moved_quantized: Float32[Array, "*shape"], ratio: float
+) -> Bool[Array, "*shape"]:
+    """Returns whether elements oscillate, from a period's distances; False for those that never moved."""
+    return (moved > 0) & (moved_quantized / jnp.maximum(moved, _SMALLEST) >= ratio)
+
+
+def quantized_weights(params: Any, layers: LayerPolicies) -> Any:
+    """Returns the parameters as the Fprop multiplies them, unchanged where it does not take 4 bits."""
+
+    def quantized(path, w):
+        name = ".".join(str(key.key) for key in path).removeprefix("blocks.")
+        if name not in LINEAR_LAYERS:
+            return w
+        operands = [_operand(layers[f"blocks.{i}.{name}"]) for i in range(w.shape[0])]
+        for operand in dict.fromkeys(operands):
+            if operand is not None:
+                mine = jnp.array([o == operand for o in operands])[:, None, None]
+                w = jnp.where(mine, dequantize(quantize_unpacked(w, operand, -2, None)), w)
+        return w
+
+    return jax.tree.map_with_path(quantized, params)
+
+
+def _operand(policy: Policy) -> Operand | None:
+    """Returns how the Fprop quantizes the weight, None if not to 4 bits."""
+    operand = policy.fprop.rhs
+    element = get_format(operand.format).element
+    return dataclasses.replace(operand, source="original") if element and element.bits == 4 else None
+
+
+def _add_distance(total, before, after):
+    return total + jnp.abs(after - before)

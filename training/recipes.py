@@ -1,0 +1,54 @@
+"""Recipes of whole runs: names that stand for a policy, its layers, schedule and weight hooks, as flags."""
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from training.config import Config
+
+
+class RunRecipe(NamedTuple):
+    """The flags that the name of a recipe stands for.
+
+    Attributes:
+      policy: `--policy`.
+      layers: exceptions by layer; those on the command line come after them.
+      deoscillate: `--deoscillate`, unless it is given.
+      source: where it was published.
+    """
+
+    policy: str
+    layers: tuple[str, ...] = ()
+    deoscillate: str | None = None
+    source: str = ""
+
+
+RECIPES: Mapping[str, RunRecipe] = types.MappingProxyType(
+    {
+        # examples/mlperf/gpt_oss_20b/configs/MI355/gpt_oss_20B-MXFP4-deosc-mlperf-pretrain.yaml at fd1eeab:
+        # two layers in BF16 at each end, weight_deosc_ratio 3, weight_deosc_period 200, from step 1500.
+        "primus_deosc": RunRecipe(
+            "primus_turbo",
+            ("blocks[:2].*=bf16", "blocks[-2:].*=bf16"),
+            deoscillate="3:200:1500",
+            source="AMD-AGI/Primus",
+        )
+    }
+)
+"""Recipes by name."""
+
+
+def expand(config: Config) -> Config:
+    """Returns the configuration with the flags of a recipe in place of its name."""
+    precision = config.precision
+    recipe = RECIPES.get(precision.policy.strip()) if isinstance(precision.policy, str) else None
+    if recipe is None:
+        return config
+    changed = dataclasses.replace(
+        precision,
+        policy=recipe.policy,
+        layers=(*recipe.layers, *precision.layers),
+        deoscillate=precision.deoscillate or recipe.deoscillate,
+    )
+    return dataclasses.replace(config, precision=changed)
