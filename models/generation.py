@@ -50,7 +50,7 @@ class _CachedGemms(BlockGemms):
         self.k_BTGH = jax.lax.dynamic_update_slice(self.k_BTGH, k_BSGH, at)
         self.v_BTGH = jax.lax.dynamic_update_slice(self.v_BTGH, v_BSGH, at)
         position_S = self._start + jnp.arange(q_BSNH.shape[1])
-        visible_ST = jnp.arange(self.k_BTGH.shape[1]) <= position_S[:, None]
+        visible_ST = jnp.arange(self.k_BTGH.shape[1])[None] <= position_S[:, None]
         return attend(q_BSNH, self.k_BTGH, self.v_BTGH, self, visible_ST)
 
 

@@ -4,6 +4,8 @@ A block is r x b: b elements along the blocked axis and r along the other of the
 not a multiple of the block are padded with zeros, which change no maximum.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32, Shaped
@@ -39,12 +41,22 @@ def _sizes(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> d
 
 def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
     """Returns the largest magnitude of each block; NaN if the block contains NaN."""
-    largest = magnitude_bits(x)
-    for i, size in _sizes(x.shape, block_shape, axis).items():
-        largest = pad(largest, i, size)
-        before, n, after = largest.shape[:i], largest.shape[i] // size, largest.shape[i + 1 :]
-        largest = jnp.max(largest.reshape(*before, n, size, *after), axis=i + 1)
+    largest = _reduce(jnp.max, magnitude_bits(x), block_shape, axis)
     return lax.bitcast_convert_type(largest, jnp.float32)
+
+
+def block_sum(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
+    """Returns the sum of each block."""
+    return _reduce(jnp.sum, x, block_shape, axis)
+
+
+def _reduce(
+    reduce: Callable[..., Array], x: Shaped[Array, "*shape"], block_shape, axis: int
+) -> Shaped[Array, "*blocks"]:
+    for i, size in _sizes(x.shape, block_shape, axis).items():
+        x = pad(x, i, size)
+        x = reduce(x.reshape(*x.shape[:i], x.shape[i] // size, size, *x.shape[i + 1 :]), axis=i + 1)
+    return x
 
 
 def magnitude_bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
@@ -53,7 +65,7 @@ def magnitude_bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 
 
 def spread(
-    scales: Float32[Array, "*blocks"] | Int32[Array, "*blocks"],
+    scales: Shaped[Array, "*blocks"],
     shape: tuple[int, ...],
     block_shape,
     axis: int,

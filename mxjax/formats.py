@@ -2,7 +2,8 @@
 
 Everything else derives from these tables; a new format is a new entry here.
 Sources: OCP Microscaling Formats (MX) v1.0, section 5; NVFP4: arXiv 2509.25149, section 2;
-FP8: arXiv 2209.05433; E3M0: arXiv 2112.10769.
+FP8: arXiv 2209.05433; E3M0: arXiv 2112.10769; UE5M3: arXiv 2609.02846, section 4; NVFP4 in 1x128:
+arXiv 2510.27527, section 3.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-ScaleKind = Literal["e8m0", "e4m3", "none"]
+ScaleKind = Literal["e8m0", "e4m3", "ue5m3", "none"]
 FormatName = Literal[
     "mxfp4",
     "mxfp4_e3m0",
@@ -22,6 +23,8 @@ FormatName = Literal[
     "mxfp8_e4m3",
     "mxfp8_e5m2",
     "nvfp4",
+    "nvfp4_1x128",
+    "fp4_ue5m3",
     "fp8_e4m3",
     "fp8_e5m2",
     "bf16",
@@ -34,7 +37,7 @@ BLOCK = 32
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """A minifloat with subnormals: sign, exponent, mantissa."""
+    """A minifloat with subnormals: sign (not if the name begins with u), exponent, mantissa."""
 
     name: str
     mantissa_bits: int  # stored bits, without the implicit one
@@ -46,7 +49,8 @@ class Element:
     @property
     def bits(self) -> int:
         """Storage bits an element takes in memory as the standard packs it."""
-        return int(self.name[1]) + int(self.name[3]) + 1
+        exponent, mantissa = self.name.removeprefix("u")[1::2]
+        return int(exponent) + int(mantissa) + (not self.name.startswith("u"))
 
 
 E2M1 = Element("e2m1", 1, emax=2, emin=0, max=6.0, dtype=jnp.float4_e2m1fn)
@@ -56,6 +60,8 @@ E5M2 = Element("e5m2", 2, emax=15, emin=-14, max=57344.0, dtype=jnp.float8_e5m2)
 E2M3 = Element("e2m3", 3, emax=2, emin=0, max=7.5, dtype=jnp.float8_e4m3fn)
 E3M2 = Element("e3m2", 2, emax=4, emin=-2, max=28.0, dtype=jnp.float8_e4m3fn)
 E3M0 = Element("e3m0", 0, emax=4, emin=-2, max=16.0, dtype=jnp.float8_e4m3fn)
+# Only 0xFF is NaN, as in PTX ISA 9.4; arXiv 2609.02846 gives up the top exponent and has a maximum of 61,440.
+UE5M3 = Element("ue5m3", 3, emax=16, emin=-14, max=114688.0, dtype=jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +70,8 @@ class Format:
 
     `element` None means an unscaled floating-point `dtype` (the baselines).
     `block` is the default number of elements along the contraction axis that share a scale, 0 for none.
-    `tensor_scale` adds one float32 scale for the whole tensor ("current scaling").
+    `tensor_scale` adds one float32 scale for the whole tensor ("current scaling"), or, with `outer_block`,
+    one for so many elements along the contraction axis.
     """
 
     name: FormatName
@@ -73,6 +80,12 @@ class Format:
     block: int = 0
     scale: ScaleKind = "none"
     tensor_scale: bool = False
+    outer_block: int = 0
+
+    @property
+    def scale_element(self) -> Element | None:
+        """The minifloat of the block scales, or None if they are powers of two or there are none."""
+        return {"e4m3": E4M3, "ue5m3": UE5M3}.get(self.scale)
 
 
 def _mx(name: FormatName, element: Element) -> Format:
@@ -91,6 +104,8 @@ _FORMATS = (
     _mx("mxfp8_e4m3", E4M3),
     _mx("mxfp8_e5m2", E5M2),
     Format("nvfp4", E2M1.dtype, E2M1, block=16, scale="e4m3", tensor_scale=True),
+    Format("nvfp4_1x128", E2M1.dtype, E2M1, block=16, scale="e4m3", tensor_scale=True, outer_block=128),
+    Format("fp4_ue5m3", E2M1.dtype, E2M1, block=16, scale="ue5m3"),
     _fp8("fp8_e4m3", E4M3),
     _fp8("fp8_e5m2", E5M2),
     Format("bf16", jnp.bfloat16),

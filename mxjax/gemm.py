@@ -88,9 +88,11 @@ def xla_operands(
 ) -> tuple[jax.Array, jax.Array, lax.PrecisionLike]:
     """Returns elements times block scales, without factors, and the precision of their product.
 
-    They are in bfloat16, which represents them exactly, or in float32 if one of the formats is `fp32`.
+    They are in bfloat16, which represents them exactly, or in float32 if one of the formats is `fp32` or has
+    float32 scales along the contracted axis.
     """
-    keep = any(get_format(q.format).dtype == jnp.float32 for q in (lhs, rhs))
+    formats = [get_format(q.format) for q in (lhs, rhs)]
+    keep = any(f.dtype == jnp.float32 or f.outer_block for f in formats)
     dtype = jnp.float32 if keep else jnp.bfloat16
     precision = lax.Precision.HIGHEST if keep and precision is None else precision
     return block_values(lhs).astype(dtype), block_values(rhs).astype(dtype), precision

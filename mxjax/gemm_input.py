@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from mxjax.blocks import pad
@@ -90,9 +91,11 @@ def as_backward_sees(
 
 
 def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Array, " size"] | None:
-    """Returns a rotation's signs: None, fixed ones drawn from its seed, or ones drawn from `key`."""
+    """Returns a rotation's signs: None, its own, fixed ones drawn from its seed, or ones drawn from `key`."""
     if rotation is None or rotation.signs == "none":
         return None
+    if rotation.values is not None:
+        return jnp.asarray(rotation.values, jnp.float32)
     if rotation.signs == "fixed":  # independent of JAX's default generator
         key = jax.random.key(rotation.seed, impl="threefry2x32")
     assert key is not None

@@ -9,6 +9,7 @@ from mxjax.rounding import Rounding
 from mxjax.scales import ScaleRule, check_rule
 
 Source = Literal["original", "dequantized"]
+FourOverSix = Literal["mse", "mae"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,15 @@ class Operand:
         GEMM's result (or `dequantize`) is divided by it. None: no prescale.
       source: "original", or "dequantized": a backward GEMM reads the values that the Fprop's quantization
         produced instead of the tensor itself.
+      scale_target: element to which a block's largest magnitude is scaled before its scale is rounded; for
+        formats with E4M3 or UE5M3 scales. None: the element's largest, 6. With 6 * 16/17 nothing clips.
+      scale_max: scale of the tensor's largest block, set by the float32 scale of the tensor. None: 448 in
+        NVFP4; in `fp4_ue5m3` there is no tensor scale.
+      four_over_six: each block is scaled to `scale_target` or to 2/3 of it (to 4 instead of 6), whichever has
+        the lower error: "mse" or "mae". None: to `scale_target`. Formats with E4M3 or UE5M3 scales.
+      eden: number of elements along the contracted axis that share an EDEN correction of their scales, which
+        are then rounded stochastically; it needs a key, and unbiased results a rotation with redrawn signs.
+        None: no correction. Formats with E4M3 or UE5M3 scales.
     Raises:
       ValueError: an unknown name, a bad block shape or prescale, or options that the format does not take.
     """
@@ -37,6 +47,10 @@ class Operand:
     rounding: Rounding = "nearest"
     prescale: float | None = None
     source: Source = "original"
+    scale_target: float | int | None = None
+    scale_max: float | int | None = None
+    four_over_six: FourOverSix | None = None
+    eden: int | None = None
 
     def __post_init__(self):
         f = get_format(self.format)
@@ -48,6 +62,47 @@ class Operand:
             raise ValueError(f"prescale must be in (0, 1], got {self.prescale}; use None for no prescale")
         if f.element is None and (self.rounding == "stochastic" or self.prescale):
             raise ValueError(f"{self.format} is not quantized: use rounding='nearest' and prescale=None")
+        self._check_minifloat_scales()
+
+    def _check_minifloat_scales(self) -> None:
+        """Raises ValueError if an option for E4M3 and UE5M3 scales is out of range or does not apply."""
+        f = get_format(self.format)
+        for name in ("scale_target", "scale_max", "four_over_six", "eden"):
+            if getattr(self, name) is not None and f.scale_element is None:
+                raise ValueError(
+                    f"{name} is for formats with E4M3 or UE5M3 scales, not {self.format}; use None"
+                )
+        if f.element is None or f.scale_element is None:
+            return
+        for name, limit in (("scale_target", 2 * f.element.max), ("scale_max", f.scale_element.max)):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= limit:
+                raise ValueError(f"{name} must be in (0, {limit:g}], got {value}; use None for the default")
+        if self.four_over_six is not None:
+            check_choice("four_over_six", self.four_over_six, FourOverSix)
+        if self.prescale is not None and (self.four_over_six or self.eden):
+            raise ValueError("four_over_six and eden take no prescale; use scale_target")
+        rows, length = resolve_block_shape(f, self.block_shape, ndim=2, axis=-1)
+        if f.outer_block and (rows > 1 or f.outer_block % length):
+            raise ValueError(
+                f"{self.format} needs 1-D blocks whose length divides {f.outer_block}, got {rows}x{length}"
+            )
+        if self.eden is None:
+            return
+        if rows > 1 or self.eden < 1 or self.eden % length:
+            raise ValueError(
+                f"eden needs 1-D blocks and a multiple of their length, got eden {self.eden} for blocks of "
+                f"{rows}x{length}; use 128"
+            )
+        if self.rounding == "stochastic":
+            raise ValueError(
+                "eden rounds the scales stochastically, not the elements; use rounding='nearest'"
+            )
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether quantizing draws random bits."""
+        return self.rounding == "stochastic" or self.eden is not None
 
     @property
     def is_packable(self) -> bool:
@@ -71,6 +126,11 @@ class Operand:
             parts.append("sr")
         if self.prescale is not None:
             parts.append(f"*{self.prescale:g}")
+        for name in ("scale_target", "scale_max", "eden"):
+            if getattr(self, name) is not None:
+                parts.append(f"{name.removeprefix('scale_')}={getattr(self, name):.5g}")
+        if self.four_over_six is not None:
+            parts.append(f"4/6 {self.four_over_six}")
         if self.source == "dequantized":
             parts.append("dequantized")
         return ":".join(parts)

@@ -29,21 +29,31 @@ class Rotation:
       signs: "none" (deterministic), "fixed" (drawn once from `seed`) or "redrawn" (from the key at every
         call).
       seed: seed of the fixed signs.
+      values: the fixed signs themselves, `size` of +1 or -1, instead of signs drawn from `seed`.
     """
 
     size: int = 16
     signs: Signs = "none"
     seed: int = 0
+    values: tuple[int, ...] | None = None
 
     def __post_init__(self):
         check_choice("signs", self.signs, Signs)
         if self.size not in SIZES:
             raise ValueError(f"Rotation needs size to be one of {SIZES}, got {self.size}")
+        if self.values is None:
+            return
+        if self.signs != "fixed" or len(self.values) != self.size or set(self.values) - {1, -1}:
+            raise ValueError(
+                f"Rotation needs values to be {self.size} signs of 1 or -1 with signs='fixed', got "
+                f"{self.values!r:.60} with signs={self.signs!r}; use None for signs drawn from seed"
+            )
 
     def __str__(self) -> str:
-        return (
-            f"H{self.size}" + {"none": "", "fixed": " fixed signs", "redrawn": " redrawn signs"}[self.signs]
-        )
+        signs = {"none": "", "fixed": " fixed signs", "redrawn": " redrawn signs"}[self.signs]
+        if self.values is not None:
+            signs = " signs " + "".join("+" if value > 0 else "-" for value in self.values)
+        return f"H{self.size}{signs}"
 
 
 _MXFP4 = Operand()
@@ -72,8 +82,11 @@ class Gemm:
     @property
     def needs_key(self) -> bool:
         """Whether running this GEMM draws random bits."""
-        rounds = "stochastic" in (self.lhs.rounding, self.rhs.rounding)
-        return rounds or (self.rotation is not None and self.rotation.signs == "redrawn")
+        return (
+            self.lhs.needs_key
+            or self.rhs.needs_key
+            or (self.rotation is not None and self.rotation.signs == "redrawn")
+        )
 
     def __str__(self) -> str:
         return f"{self.lhs} x {self.rhs}" + (f" ({self.rotation})" if self.rotation else "")

@@ -125,7 +125,10 @@ def _operand(data: object, path: str) -> Operand:
     fields = _fields(data, path, _names(Operand))
     for name in ("format", "scale_rule", "rounding", "source"):
         _check_type(fields, name, path, lambda value: isinstance(value, str), "a string")
-    _check_type(fields, "prescale", path, _is_prescale, "a number or null")
+    for name in ("prescale", "scale_target", "scale_max"):
+        _check_type(fields, name, path, _is_number_or_none, "a number or null")
+    _check_type(fields, "four_over_six", path, lambda v: v is None or isinstance(v, str), "a string or null")
+    _check_type(fields, "eden", path, lambda v: v is None or _is_integer(v), "an integer or null")
     _check_type(fields, "block_shape", path, _is_block_shape, "an integer, a pair of integers or null")
     if isinstance(fields.get("block_shape"), list | tuple):
         fields["block_shape"] = tuple(fields["block_shape"])
@@ -137,6 +140,9 @@ def _rotation(data: object, path: str) -> Rotation:
     for name in ("size", "seed"):
         _check_type(fields, name, path, _is_integer, "an integer")
     _check_type(fields, "signs", path, lambda value: isinstance(value, str), "a string")
+    _check_type(fields, "values", path, _is_integers_or_none, "a list of integers or null")
+    if isinstance(fields.get("values"), list | tuple):
+        fields["values"] = tuple(fields["values"])
     return _make(Rotation, fields, path)
 
 
@@ -179,7 +185,11 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_prescale(value: object) -> bool:
+def _is_integers_or_none(value: Any) -> bool:
+    return value is None or (isinstance(value, list | tuple) and all(map(_is_integer, value)))
+
+
+def _is_number_or_none(value: object) -> bool:
     return value is None or _is_integer(value) or isinstance(value, float)
 
 

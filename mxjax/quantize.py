@@ -11,19 +11,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped, UInt8
 from numpy.lib.array_utils import normalize_axis_index
 
-from mxjax.blocks import BlockShape, block_max, magnitude_bits, pad, resolve_block_shape, spread
-from mxjax.formats import E2M1, E4M3, Element, Format, FormatName, get_format
+from mxjax.blocks import BlockShape, block_max, pad, resolve_block_shape, spread
+from mxjax.formats import E2M1, Element, Format, FormatName, get_format
+from mxjax.minifloat_scales import quantize_by_minifloats
 from mxjax.operand import Operand
-from mxjax.philox import random_uint16
-from mxjax.rounding import Rounding, round_nearest, stochastic_round
+from mxjax.rounding import Rounding, round_elements
 from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale
-
-SMALLEST_TENSOR_MAX = 2.0**-100
-"""The largest magnitude for which a tensor scale is chosen if all elements are smaller.
-
-With it every factor is a normal float32: an E5M2 tensor's scale is 2**-116, and what a block of NVFP4 is
-multiplied by reaches 2**121.
-"""
+from mxjax.tensor_scales import divide, tensor_max
 
 
 @functools.partial(
@@ -39,8 +33,9 @@ class MXArray:
       elements: x's shape, in the format's dtype (`float4_e2m1fn` for MXFP4).
       scales: one for each block, in x's shape with the blocked axis (both axes for 2-D blocks) divided by the
         block and rounded up. `float8_e8m0fnu` for MX (2**(byte - 127), byte 255 is NaN), `float8_e4m3fn` for
-        NVFP4, None for FP8 and BF16.
-      tensor_scale: float32 scale of the whole tensor (NVFP4, FP8), or None.
+        NVFP4, bfloat16 for UE5M3 values, None for FP8 and BF16.
+      tensor_scale: float32 scale of the whole tensor (NVFP4, FP8, UE5M3 with `scale_max`), or None. In
+        `nvfp4_1x128` one for each 128 elements along `axis`.
       format: name of the format.
       axis: blocked axis, counted from the end (negative) so that it stays valid under vmap and scan.
       block_shape: block's size along the other of the last two axes, and along `axis`.
@@ -49,7 +44,7 @@ class MXArray:
 
     elements: Shaped[Array, "*shape"]
     scales: Shaped[Array, "*blocks"] | None
-    tensor_scale: Float32[Array, ""] | None
+    tensor_scale: Float32[Array, "*outer"] | None
     format: FormatName
     axis: int
     block_shape: tuple[int, int]
@@ -68,14 +63,14 @@ class MXArray:
     @property
     def factor(self) -> Float32[Array, ""] | float | None:
         """The factor to multiply `block_values` by: tensor_scale / prescale, or None for one."""
-        if self.tensor_scale is None:
+        if self.tensor_scale is None or get_format(self.format).outer_block:
             return 1 / self.prescale if self.prescale else None
         return self.tensor_scale / self.prescale if self.prescale else self.tensor_scale
 
 
 def quantize(
     x: Shaped[Array | np.ndarray, "*shape"],
-    format: FormatName = "mxfp4",
+    format: FormatName | Operand = "mxfp4",
     *,
     axis: int = -1,
     scale_rule: ScaleRule = "floor",
@@ -91,7 +86,7 @@ def quantize(
 
     Args:
       x: tensor in float32, bfloat16 or float16; the computation is in float32.
-      format: name in `mxjax.FORMATS`.
+      format: name in `mxjax.FORMATS`, or an `mxjax.Operand`, which has all options of its own.
       axis: axis along which elements share scales, the one a GEMM contracts. It may have any length; the
         last block may be short.
       scale_rule: see `mxjax.scales.block_scale`; it applies only to formats with E8M0 scales.
@@ -107,13 +102,20 @@ def quantize(
       tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN, and elements that are
       subnormal in float32 count as zero. If all magnitudes are below 2**-100, the scale is that for 2**-100:
       they lose accuracy and at last become zero. An NVFP4 block becomes zero if its maximum is so far below
-      the tensor's that its E4M3 scale is zero.
+      the tensor's that its E4M3 scale is zero; a UE5M3 scale is then 1.
     Raises:
       ValueError: unknown format, rule or rounding; stochastic rounding without a key; bad block_shape.
       TypeError: x is not floating point.
     Source: OCP MX v1.0, section 6.3; arXiv 2605.09825, appendix.
     """
-    return _quantize(x, Operand(format, block_shape, scale_rule, rounding, prescale), axis, key)
+    operand = Operand(block_shape=block_shape, scale_rule=scale_rule, rounding=rounding, prescale=prescale)
+    if not isinstance(format, Operand):
+        operand = dataclasses.replace(operand, format=format)
+    elif operand == Operand():
+        operand = format
+    else:
+        raise ValueError(f"quantize takes the options of the operand {format}; leave the others out")
+    return _quantize(x, operand, axis, key)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -187,26 +189,27 @@ def quantize_unpacked(
     f = get_format(operand.format)
     axis = normalize_axis_index(axis, x.ndim) - x.ndim
     block_shape = resolve_block_shape(f, operand.block_shape, x.ndim, axis)
-    stochastic = operand.rounding == "stochastic"
-    if stochastic and key is None:
+    if operand.needs_key and key is None:
         raise ValueError("quantize rounds stochastically and needs key=; pass jax.random.key(0)")
     if f.element is None:
         return MXArray(jnp.asarray(x, f.dtype), None, None, f.name, axis, block_shape)
     x = jnp.asarray(x, jnp.float32)
-    scales, tensor_scale, scaled = _scale(x, f, f.element, operand.scale_rule, block_shape, axis)
-    if operand.prescale is not None:
-        scaled = scaled * jnp.float32(operand.prescale)
-    if stochastic and key is not None:
-        elements = stochastic_round(scaled, f.element, random_uint16(key, x.shape, axis))
+    if f.scale_element is not None:
+        elements, scales, tensor_scale = quantize_by_minifloats(x, f, operand, block_shape, axis, key)
+        scales = scales.astype(f.scale_element.dtype)
     else:
-        elements = round_nearest(scaled, f.element)
+        scales, tensor_scale, scaled = _divide_by_scales(
+            x, f, f.element, operand.scale_rule, block_shape, axis
+        )
+        elements = round_elements(scaled, f.element, operand.rounding, operand.prescale, key, axis)
     return MXArray(elements, scales, tensor_scale, f.name, axis, block_shape, operand.prescale)
 
 
 def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     """Returns elements * scales, without `factor`, in float32.
 
-    bfloat16 represents them exactly, except for `fp32` and for magnitudes below its range (2**-133).
+    bfloat16 represents them exactly, except for `fp32`, for `nvfp4_1x128`, whose outer scales are included,
+    and for magnitudes below its range (2**-133).
     """
     values = q.elements.astype(jnp.float32)
     if q.scales is None:
@@ -214,7 +217,11 @@ def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     if q.scales.dtype == jnp.float8_e8m0fnu:
         byte = lax.bitcast_convert_type(q.scales, jnp.uint8).astype(jnp.int32)
         return multiply_by_scale(values, spread(byte, values.shape, q.block_shape, q.axis))
-    return values * spread(q.scales.astype(jnp.float32), values.shape, q.block_shape, q.axis)
+    values = values * spread(q.scales.astype(jnp.float32), values.shape, q.block_shape, q.axis)
+    outer_block = get_format(q.format).outer_block
+    if not outer_block or q.tensor_scale is None:
+        return values
+    return values * spread(q.tensor_scale, values.shape, (1, outer_block), q.axis)
 
 
 def float4_codes(values: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
@@ -233,30 +240,13 @@ def _store(values: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*
     return lax.bitcast_convert_type(float4_codes(values).astype(jnp.uint4), dtype)
 
 
-def _scale(x: Float32[Array, "*shape"], f: Format, element: Element, rule: ScaleRule, block_shape, axis: int):
-    """Returns the scales of x's blocks, of the whole tensor, and x divided by both."""
+def _divide_by_scales(
+    x: Float32[Array, "*shape"], f: Format, element: Element, rule: ScaleRule, block_shape, axis: int
+):
+    """Returns the power-of-two scales of x's blocks or None, the tensor's or None, and x divided by them."""
     if f.scale == "none":  # as in Transformer Engine and torchao: multiply by max / amax
-        per_unit = _divide(jnp.float32(element.max), _tensor_max(x))
+        per_unit = divide(jnp.float32(element.max), tensor_max(x))
         return None, 1 / per_unit, x * per_unit
-    amax = block_max(x, block_shape, axis)
-    if f.scale == "e8m0":
-        byte = block_scale(amax, rule, element)
-        scaled = divide_by_scale(x, spread(byte.astype(jnp.int32), x.shape, block_shape, axis))
-        return lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), None, scaled
-    # NVFP4 (arXiv 2509.25149, section 2); the order of float32 operations is torchao's.
-    tensor_scale = _divide(_tensor_max(x), element.max * E4M3.max)
-    scale = round_nearest(_divide(_divide(amax, element.max), tensor_scale), E4M3)
-    per_unit = jnp.where(scale == 0, 0.0, (1 / tensor_scale) / scale)
-    return scale.astype(E4M3.dtype), tensor_scale, x * spread(per_unit, x.shape, block_shape, axis)
-
-
-def _tensor_max(x: Float32[Array, "*shape"]) -> Float32[Array, ""]:
-    """Returns the largest magnitude of x, at least SMALLEST_TENSOR_MAX; NaN if x contains NaN."""
-    amax = lax.bitcast_convert_type(jnp.max(magnitude_bits(x), initial=0), jnp.float32)
-    return jnp.maximum(amax, jnp.float32(SMALLEST_TENSOR_MAX))
-
-
-def _divide(x: Float32[Array, "*blocks"], divisor: float | Float32[Array, ""]) -> Float32[Array, "*blocks"]:
-    """Returns x / divisor, rounded once; XLA might multiply by the inverse or merge two divisions."""
-    divisors = lax.optimization_barrier(jnp.full(x.shape, divisor, jnp.float32))
-    return lax.optimization_barrier(x / divisors)
+    byte = block_scale(block_max(x, block_shape, axis), rule, element)
+    scaled = divide_by_scale(x, spread(byte.astype(jnp.int32), x.shape, block_shape, axis))
+    return lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), None, scaled

@@ -5,11 +5,13 @@ Both saturate at the format's largest magnitude, keep the sign of zero, and pass
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt16
 
 from mxjax.formats import Element
+from mxjax.philox import random_uint16
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -44,6 +46,27 @@ def stochastic_round(
     below = jnp.floor(steps)
     uniform = (random.astype(jnp.float32) + 0.5) * jnp.float32(2**-16)
     return jnp.copysign((below + (uniform < steps - below).astype(jnp.float32)) * step, x)
+
+
+def round_elements(
+    x: Float32[Array, "*shape"],
+    element: Element,
+    rounding: Rounding,
+    prescale: float | None,
+    key: jax.Array | None,
+    axis: int,
+) -> Float32[Array, "*shape"]:
+    """Returns scaled values rounded to elements, after the prescale.
+
+    Args:
+      axis: blocked axis, along which random bits are counted; see `random_uint16`.
+    """
+    if prescale is not None:
+        x = x * jnp.float32(prescale)
+    if rounding == "nearest":
+        return round_nearest(x, element)
+    assert key is not None
+    return stochastic_round(x, element, random_uint16(key, x.shape, axis))
 
 
 def _steps(

@@ -1,4 +1,4 @@
-"""Shape and dtype annotations are checked in every test; hypothesis draws the same examples every time."""
+"""Annotations are checked, implicit promotion is refused, and hypothesis always draws the same examples."""
 
 import gc
 import os
@@ -40,6 +40,8 @@ BIT_FOR_BIT = ("hadamard", "philox", "quantize", "rounding", "scales")
 TRAINING = ("faults", "huggingface_runs", "mlperf", "megatron", "readme", "tensorboard", "train")
 OPTIMIZED = tuple(f"test_{name}" for name in BIT_FOR_BIT + TRAINING)
 KERNELS = pathlib.Path(__file__).parent / "kernels"
+# How the names begin of the library's test modules that differentiate a Llama.
+THROUGH_ATTENTION = ("test_layer_stats", "test_remat", "test_rocm_programs", "test_selftest")
 
 
 # Modules whose tests take longest: begun first, so that pytest-xdist's processes end together.
@@ -59,3 +61,15 @@ def optimization(request):
     if spared != jax.config.read("jax_disable_most_optimizations"):
         jax.clear_caches()
         jax.config.update("jax_disable_most_optimizations", spared)
+
+
+@pytest.fixture(autouse=True)
+def strict_promotion(request):
+    """Makes JAX refuse operations on arrays of different ranks and, in the library's tests, dtypes.
+
+    Elsewhere `jax.nn.dot_product_attention` in bfloat16, differentiated, and optax promote dtypes themselves.
+    """
+    library = request.path.parent in (KERNELS, KERNELS.parent / "mxjax")
+    strict = library and not request.path.stem.startswith(THROUGH_ATTENTION)
+    with jax.numpy_dtype_promotion("strict" if strict else "standard"), jax.numpy_rank_promotion("raise"):
+        yield

@@ -134,8 +134,10 @@ def weight_unit(policy: Policy) -> int:
     for gemm in (policy.fprop, policy.dgrad):
         sizes += [gemm.rotation.size] if gemm.rotation else []
         for operand in (gemm.lhs, gemm.rhs):
-            block = operand.block_shape or get_format(operand.format).block or 1
+            f = get_format(operand.format)
+            block = operand.block_shape or f.block or 1
             sizes += block if isinstance(block, tuple) else [block]
+            sizes += [f.outer_block or 1, operand.eden or 1]
     return math.lcm(*sizes)
 
 

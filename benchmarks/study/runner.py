@@ -194,8 +194,8 @@ def with_outliers(params: llama.Params, channels: int) -> llama.Params:
     factor = jnp.ones(params["norm"]["scale"].shape).at[:channels].set(OUTLIER_FACTOR)
     blocks = dict(params["blocks"])
     for norm, module, matrix in (("attention_norm", "attention", "qkv"), ("mlp_norm", "mlp", "gate_up")):
-        blocks[norm] = {"scale": blocks[norm]["scale"] * factor}
-        blocks[module] = blocks[module] | {matrix: blocks[module][matrix] / factor[:, None]}
+        blocks[norm] = {"scale": blocks[norm]["scale"] * factor[None]}
+        blocks[module] = blocks[module] | {matrix: blocks[module][matrix] / factor[None, :, None]}
     return params | {"blocks": blocks}
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from mxjax.policy import Policy
 from mxjax.recipes.ladder import ladder
+from mxjax.recipes.nvfp4 import nvfp4
 from mxjax.recipes.published import amazon, published
 
 
@@ -42,14 +43,23 @@ _SOURCES = {
     "amazon": "arXiv 2502.20586",
     "tetrajet": "arXiv 2502.20853",
     "nvfp4": "arXiv 2509.25149",
+    "nvfp4_te": "arXiv 2509.25149, TransformerEngine's signs",
+    "nvfp4_unclipped": "the same, block scales of dy 17/16 as large (arXiv 2601.22813, section 3.1)",
     "fp4_all_the_way": "arXiv 2505.19115",
+    "four_over_six": "arXiv 2512.02010",
+    "four_over_six_mae": "arXiv 2512.02010, errors as in TransformerEngine",
+    "ue5m3": "arXiv 2609.02846, tensor scale of the current tensor",
+    "ue5m3_no_tensor_scale": "arXiv 2609.02846, without its tensor scale",
+    "quartet2": "arXiv 2601.22813",
+    "tetrajet_v2": "arXiv 2510.27527, its GEMMs",
     "chmiel_mx": "arXiv 2112.10769, in MX blocks",
     "primus_turbo": "AMD's Primus-Turbo",
     "lumen": "AMD's Lumen",
+    "lumen_dequantized": "AMD's Lumen until August 2026",
     "weight_only": "MXFP4 weights, straight-through gradients (arXiv 1308.3432)",
     "mxfp4_fp8_backward": "MXFP4 forward and MXFP8 backward",
 }
-_POLICIES = _Policies(ladder() | amazon() | published())
+_POLICIES = _Policies(ladder() | amazon() | published() | nvfp4())
 
 
 def policies() -> Mapping[str, Policy]:

@@ -33,22 +33,18 @@ def published() -> dict[str, Policy]:
     tile = Operand("mxfp4", block_shape=(32, 32), scale_rule="even")
     primus = Policy(fprop=Gemm(even, tile), dgrad=Gemm(even, tile), wgrad=Gemm(even, even, Rotation(16)))
     even_sr = dataclasses.replace(even, rounding="stochastic")
+    # Lumen, lumen/ops/quantize/linear.py. Wgrad's x is rotated and quantized from the original; until August
+    # 2026 it was from the packed x of the Fprop (section 5.12 of its docs/mxfp4_training_report.md), as it
+    # still is where the forward quantizer does not write both.
     lumen = Policy(primus.fprop, Gemm(even_sr, tile), Gemm(even, even_sr, Rotation(16)))
+    saved = dataclasses.replace(even, source="dequantized")
+    lumen_dequantized = dataclasses.replace(lumen, wgrad=dataclasses.replace(lumen.wgrad, lhs=saved))
 
     # TetraJet, arXiv 2502.20853: the backward pass reads the x and w that the forward pass quantized.
     rceil = Operand("mxfp4", scale_rule="rceil")
     rceil_sr = dataclasses.replace(rceil, rounding="stochastic")
     seen = dataclasses.replace(rceil_sr, source="dequantized")
     tetrajet = Policy(fprop=Gemm(rceil, rceil), dgrad=Gemm(rceil_sr, seen), wgrad=Gemm(seen, rceil_sr))
-
-    # Pretraining LLMs with NVFP4, arXiv 2509.25149 (layer table and late switch are configured elsewhere).
-    nv, nv_sr = Operand("nvfp4"), Operand("nvfp4", rounding="stochastic")
-    nv_tile = Operand("nvfp4", block_shape=(16, 16))
-    nvfp4 = Policy(
-        fprop=Gemm(nv, nv_tile), dgrad=Gemm(nv_sr, nv_tile), wgrad=Gemm(nv, nv_sr, Rotation(16, "fixed"))
-    )
-    # FP4 All the Way, arXiv 2505.19115 (its last phase in high precision is configured elsewhere).
-    all_the_way = Policy(Gemm(nv, nv), Gemm(nv_sr, nv), Gemm(nv_sr, nv_sr))
 
     # Accurate neural training with 4-bit matrix multiplications, arXiv 2112.10769, in MX blocks.
     clipless = Operand("mxfp4", scale_rule="rceil")
@@ -64,9 +60,8 @@ def published() -> dict[str, Policy]:
         "weight_only": weight_only,
         "primus_turbo": primus,
         "lumen": lumen,
+        "lumen_dequantized": lumen_dequantized,
         "tetrajet": tetrajet,
-        "nvfp4": nvfp4,
-        "fp4_all_the_way": all_the_way,
         "chmiel_mx": chmiel,
         "mxfp4_fp8_backward": Policy(
             fprop=Gemm(even, even),

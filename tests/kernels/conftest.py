@@ -37,18 +37,6 @@ def kernels_run():
         yield
 
 
-@pytest.fixture(autouse=True)
-def strict_promotion(request):
-    """Makes JAX refuse operations on different dtypes or ranks where kernels run."""
-    if not request.path.stem.startswith(NATIVE):
-        yield
-        return
-    import jax
-
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
-
-
 @pytest.fixture(scope="session")
 def builds(tmp_path_factory):
     """Returns the folder of the kernels that tests compile ahead of time."""

@@ -1,5 +1,6 @@
 """The named policies, operand by operand, and each run forward and backward."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
 from mxjax.policy import map_operands
+from mxjax.recipes.nvfp4 import UNCLIPPED
 
 FP8 = (
     ("fp8_e4m3", "fp8_e4m3", None),
@@ -50,6 +52,17 @@ _rceil_sr = Operand("mxfp4", scale_rule="rceil", rounding="stochastic")
 _seen = Operand("mxfp4", scale_rule="rceil", rounding="stochastic", source="dequantized")
 _nv, _nv_tile = Operand("nvfp4"), Operand("nvfp4", block_shape=(16, 16))
 _nv_sr = Operand("nvfp4", rounding="stochastic")
+_six_or_four = Operand("nvfp4", four_over_six="mse", scale_max=256)
+_eden = Operand("nvfp4", scale_target=6 / (17 / 16 * 0.93), scale_max=255.99, eden=128)
+_eden_seen = dataclasses.replace(_eden, source="dequantized")
+_h128 = Rotation(128, "redrawn")
+_double = Operand("nvfp4_1x128")
+_double_sr = dataclasses.replace(_double, rounding="stochastic")
+_double_seen = dataclasses.replace(_double_sr, source="dequantized")
+_h16 = Rotation(16, "redrawn")
+_ue5m3 = Operand("fp4_ue5m3", scale_max=448)
+_ue5m3_tile = dataclasses.replace(_ue5m3, block_shape=(16, 16))
+_ue5m3_sr = dataclasses.replace(_ue5m3, rounding="stochastic")
 _e3m0_sr = Operand("mxfp4_e3m0", scale_rule="rceil", rounding="stochastic")
 
 PUBLISHED = {
@@ -59,6 +72,17 @@ PUBLISHED = {
     "tetrajet": Policy(Gemm(_rceil, _rceil), Gemm(_rceil_sr, _seen), Gemm(_seen, _rceil_sr)),
     "nvfp4": Policy(Gemm(_nv, _nv_tile), Gemm(_nv_sr, _nv_tile), Gemm(_nv, _nv_sr, Rotation(16, "fixed"))),
     "chmiel_mx": Policy(Gemm(_rceil, _rceil), Gemm(_e3m0_sr, _rceil), Gemm(_rceil, _e3m0_sr)),
+    # arXiv 2601.22813, figure 3 and section 3; the numbers are those of quartet_2.py in its code.
+    "quartet2": Policy(
+        Gemm(_six_or_four, _six_or_four), Gemm(_eden, _eden_seen, _h128), Gemm(_eden_seen, _eden, _h128)
+    ),
+    # arXiv 2510.27527, section 3; linear.py in its code
+    "tetrajet_v2": Policy(
+        Gemm(_double, _double), Gemm(_double_sr, _double_seen, _h16), Gemm(_double_seen, _double_sr, _h16)
+    ),
+    "ue5m3": Policy(  # arXiv 2609.02846, table 5
+        Gemm(_ue5m3, _ue5m3_tile), Gemm(_ue5m3_sr, _ue5m3_tile), Gemm(_ue5m3, _ue5m3_sr)
+    ),
 }
 
 # Relative mean squared error of one Gaussian operand: of each format to nearest, then what differs from it.
@@ -68,16 +92,34 @@ NOISE = {
     "fp8_e4m3": 7.0e-4,
     "fp8_e5m2": 2.8e-3,
     "mxfp8_e5m2": 2.8e-3,
+    "nvfp4 4/6": 7.6e-3,
     "nvfp4": 9.0e-3,
+    "nvfp4_1x128": 9.0e-3,
+    "fp4_ue5m3": 9.0e-3,
+    "nvfp4 eden": 9.7e-3,
     "mxfp4": 1.32e-2,
+    "nvfp4 2-D": 1.24e-2,
+    "nvfp4 4/6 2-D": 1.24e-2,
+    "fp4_ue5m3 2-D": 1.24e-2,
+    "nvfp4 4/6 sr": 1.75e-2,
     "nvfp4 sr": 1.88e-2,
+    "nvfp4_1x128 sr": 1.88e-2,
+    "fp4_ue5m3 sr": 1.88e-2,
+    "nvfp4 unclipped sr": 2.35e-2,
     "mxfp4 sr": 2.7e-2,
     "mxfp4_e3m0 sr": 8.2e-2,
 }
 
 
 def summary(operand: Operand) -> str:
-    return operand.format + (" sr" if operand.rounding == "stochastic" else "")
+    options = {
+        " 4/6": operand.four_over_six is not None,
+        " eden": operand.eden is not None,
+        " 2-D": operand.block_shape == (16, 16),
+        " unclipped": operand.scale_target == UNCLIPPED and operand.four_over_six is None,
+        " sr": operand.rounding == "stochastic",
+    }
+    return operand.format + "".join(option for option, used in options.items() if used)
 
 
 def gemm_summary(gemm: Gemm) -> tuple:
@@ -113,6 +155,14 @@ def test_the_ablations_of_amazon_each_take_one_thing_away():
     assert mxjax.get_policy("amazon_no_sr") == Policy(_bf16, nearest, nearest)
     neither = Gemm(Operand("mxfp4"), Operand("mxfp4"))
     assert mxjax.get_policy("amazon_no_hadamard_no_sr") == Policy(_bf16, neither, neither)
+
+
+def test_lumen_takes_wgrads_x_from_the_original_or_from_the_saved_operand():
+    lumen, saved = mxjax.get_policy("lumen"), mxjax.get_policy("lumen_dequantized")
+    nearest, stochastic = Operand(scale_rule="even"), Operand(scale_rule="even", rounding="stochastic")
+    assert lumen.wgrad == Gemm(nearest, stochastic, Rotation(16))
+    seen = dataclasses.replace(nearest, source="dequantized")
+    assert saved == dataclasses.replace(lumen, wgrad=Gemm(seen, stochastic, Rotation(16)))
 
 
 def test_weight_only_is_the_straight_through_estimator():
@@ -185,5 +235,7 @@ def test_every_policy_runs_with_the_error_of_its_formats(name):
         expected = sum(NOISE[summary(operand)] for operand in (gemm.lhs, gemm.rhs))
         if gemm.rhs == Operand("bf16", source="dequantized"):  # holds exactly what Fprop's quantization left
             expected = NOISE[summary(gemm.lhs)] + NOISE[summary(policy.fprop.rhs)]
+        elif gemm.rotation and "dequantized" in (gemm.lhs.source, gemm.rhs.source):  # no longer on the grid
+            expected += NOISE[summary(policy.fprop.rhs)]
         # Zeros that fill up the rotation, and values that are on the grid already, lower the error.
         assert 0.5 * expected <= error <= 1.35 * expected + 1e-12, gemm

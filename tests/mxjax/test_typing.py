@@ -58,44 +58,41 @@ mxjax.make_dot_general("bf16", weight="left")  # wrong
 mxjax.Gemm("mxfp4", "bf16")  # wrong
 mxjax.Policy("mxfp4")  # wrong
 """
+SCRIPTS = {"right.py": RIGHT, "wrong.py": WRONG}
 
 pytestmark = pytest.mark.slow
 
 
-def by_pyright(folder: pathlib.Path, script: str) -> set[int]:
-    """Returns the lines, from 0, in which pyright finds errors."""
-    (folder / "script.py").write_text(script)
-    config = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "include": ["script.py"]}
+def by_pyright(folder: pathlib.Path) -> str:
+    """Returns what strict pyright says of the scripts, errors as `file:line: error`."""
+    config = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "include": ["*.py"]}
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "pyright", "-p", folder, "--pythonpath", sys.executable, "--outputjson"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
-    return {d["range"]["start"]["line"] for d in found["generalDiagnostics"] if d["severity"] == "error"}
+    assert found["summary"]["filesAnalyzed"] == len(SCRIPTS)
+    lines = [(d["file"], d["range"]["start"]["line"] + 1, d["severity"]) for d in found["generalDiagnostics"]]
+    return "\n".join(f"{file}:{line}: {severity}" for file, line, severity in lines)
 
 
-def by_mypy(folder: pathlib.Path, script: str) -> set[int]:
-    """Returns the lines, from 0, in which mypy finds errors."""
-    path = folder / "script.py"
-    path.write_text(script)
+def by_mypy(folder: pathlib.Path) -> str:
+    """Returns what strict mypy says of the scripts."""
     options = ["--strict", "--follow-imports=silent", f"--cache-dir={folder / 'cache'}"]
-    command = [sys.executable, "-m", "mypy", *options, str(path)]
+    command = [sys.executable, "-m", "mypy", *options, *(str(folder / name) for name in SCRIPTS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    return {int(line) - 1 for line in re.findall(r"script\.py:(\d+): error", done.stdout)}
+    return done.stdout
 
 
-@pytest.fixture(params=[by_pyright, by_mypy])
-def wrong_lines(request):
-    checker = request.param.__name__.removeprefix("by_")
+@pytest.mark.parametrize("check", [by_pyright, by_mypy])
+def test_a_right_script_is_typed_fully_and_each_wrong_line_is_flagged(tmp_path, check):
+    checker = check.__name__.removeprefix("by_")
     if importlib.util.find_spec(checker) is None:
         pytest.skip(f"needs {checker}: uv sync --group lint")
-    return request.param
-
-
-def test_a_right_script_is_typed_fully(tmp_path, wrong_lines):
-    assert wrong_lines(tmp_path, RIGHT) == set()
-
-
-def test_each_wrong_line_is_flagged(tmp_path, wrong_lines):
-    wrong = {i for i, line in enumerate(WRONG.splitlines()) if line.endswith("# wrong")}
-    assert wrong_lines(tmp_path, WRONG) >= wrong
+    for name, script in SCRIPTS.items():
+        (tmp_path / name).write_text(script)
+    errors = re.findall(r"(\w+\.py):(\d+): error", check(tmp_path))
+    found = {name: {int(line) for file, line in errors if file == name} for name in SCRIPTS}
+    wrong = {n for n, line in enumerate(WRONG.splitlines(), 1) if line.endswith("# wrong")}
+    assert found["right.py"] == set()
+    assert found["wrong.py"] >= wrong
     assert len(wrong) == 17

@@ -83,7 +83,7 @@ def test_histograms_count_blocks():
 
 def test_the_energy_of_the_mean_is_that_of_the_best_constant_row():
     t = normal(0, 40, 8) + 2.0
-    rest = t - jnp.mean(t, 0)
+    rest = t - jnp.mean(t, 0, keepdims=True)
     np.testing.assert_allclose(measures.mean_energy(t), 1 - jnp.sum(rest**2) / jnp.sum(t**2), rtol=1e-5)
 
 

@@ -1,0 +1,146 @@
+"""Block scales that are minifloats: E4M3 in NVFP4, UE5M3 in `fp4_ue5m3`.
+
+A block's largest magnitude is scaled to `Operand.scale_target`, and the tensor scale makes the scale of the
+tensor's largest block `Operand.scale_max`. Two options refine the scales of single blocks: `four_over_six`
+chooses between two by their errors, and `eden` corrects them so that gradients are unbiased.
+
+Sources: NVFP4: arXiv 2509.25149, section 2, in torchao's order of float32 operations; four over six: arXiv
+2512.02010, section 3; MS-EDEN: arXiv 2601.22813, section 3; UE5M3: arXiv 2609.02846, sections 4 and 5.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float32
+
+from mxjax.blocks import block_max, block_sum, spread
+from mxjax.formats import UE5M3, Element, Format
+from mxjax.operand import FourOverSix, Operand
+from mxjax.philox import random_uint16
+from mxjax.rounding import round_elements, round_nearest, stochastic_round
+from mxjax.tensor_scales import divide, outer_max, tensor_max
+
+Blocks = tuple[int, int]
+"""A block's size along the other of the last two axes, and along the blocked axis."""
+
+
+class Rounded(NamedTuple):
+    """A tensor by one choice of scales: the scales, x divided by them, and that rounded to elements."""
+
+    scales: Float32[Array, "*blocks"]
+    scaled: Float32[Array, "*shape"]
+    elements: Float32[Array, "*shape"]
+
+
+def quantize_by_minifloats(
+    x: Float32[Array, "*shape"], f: Format, operand: Operand, blocks: Blocks, axis: int, key: jax.Array | None
+) -> tuple[Float32[Array, "*shape"], Float32[Array, "*blocks"], Float32[Array, "*outer"] | None]:
+    """Returns the elements of x, the scales of its blocks, and those of outer blocks or the tensor."""
+    element, scale_element = f.element, f.scale_element
+    assert element is not None
+    assert scale_element is not None
+    largest = operand.scale_max or (scale_element.max if f.tensor_scale else None)
+    target = operand.scale_target or element.max
+    exact = divide(block_max(x, blocks, axis), target)
+    tensor_scale = unit = None
+    if largest is not None:
+        amax = outer_max(x, f.outer_block, axis) if f.outer_block else tensor_max(x)
+        tensor_scale = divide(amax, target * largest)
+        # The float32 scale that each block has; a scalar if all have the same.
+        unit = (
+            spread(tensor_scale, exact.shape, (1, f.outer_block // blocks[1]), axis)
+            if f.outer_block
+            else tensor_scale
+        )
+        exact = divide(exact, unit)
+
+    def rounded(exact: Float32[Array, "*blocks"], key: jax.Array | None) -> Rounded:
+        scales = _round_scales(exact, scale_element)
+        scaled = x * spread(_inverse(scales, unit), x.shape, blocks, axis)
+        return Rounded(
+            scales, scaled, round_elements(scaled, element, operand.rounding, operand.prescale, key, axis)
+        )
+
+    best = rounded(exact, key)
+    if operand.four_over_six is not None:
+        # To scale the largest magnitude to 4 instead of 6, scales are half as large again.
+        other = rounded(exact * 1.5, key if key is None else jax.random.fold_in(key, 2))
+        relative = x * spread(_inverse(jnp.ones_like(exact), unit), x.shape, blocks, axis)
+        best = closer(relative, best, other, operand.four_over_six, blocks, axis)
+    if operand.eden is not None:
+        assert key is not None
+        scales = eden_scales(best, operand.eden, blocks, axis)
+        random = random_uint16(jax.random.fold_in(key, 1), scales.shape, axis)
+        best = best._replace(scales=stochastic_round(scales, scale_element, random))
+    return best.elements, best.scales, tensor_scale
+
+
+def closer(
+    x: Float32[Array, "*shape"],
+    first: Rounded,
+    second: Rounded,
+    error: FourOverSix,
+    blocks: Blocks,
+    axis: int,
+) -> Rounded:
+    """Returns, for each block, whichever of two roundings has the lower error; the first if they are equal.
+
+    Args:
+      x: the tensor in units of its tensor scale.
+      error: "mse", the sum of squared differences from x over the block, or "mae", of their magnitudes.
+    Source: arXiv 2512.02010, section 3.2; "mae" and ties as in TransformerEngine's reference_nvfp4.py.
+    """
+
+    def errors(r: Rounded) -> Float32[Array, "*blocks"]:
+        # Barriers keep XLA from contracting a product and a sum into one rounding in some programs only.
+        value = lax.optimization_barrier(r.elements * spread(r.scales, x.shape, blocks, axis))
+        difference = lax.optimization_barrier(value - x)
+        measure = jnp.abs(difference) if error == "mae" else difference * difference
+        return block_sum(lax.optimization_barrier(measure), blocks, axis)
+
+    choice: Bool[Array, "*blocks"] = errors(second) < errors(first)
+    wide = spread(choice, x.shape, blocks, axis)
+    return Rounded(
+        jnp.where(choice, second.scales, first.scales),
+        jnp.where(wide, second.scaled, first.scaled),
+        jnp.where(wide, second.elements, first.elements),
+    )
+
+
+def eden_scales(rounded: Rounded, run: int, blocks: Blocks, axis: int) -> Float32[Array, "*blocks"]:
+    """Returns the scales times <s, s> / <s, q>, with s the scaled values and q the elements of a run.
+
+    With them the projection of the quantized run on the run is exact, so that after a random rotation the
+    expected result is the run (EDEN, arXiv 2108.08842). They are not yet rounded.
+
+    Args:
+      run: number of elements along the axis that share a correction: a multiple of the block.
+    Special values: the scale stays where all elements of the run are zero.
+    Source: arXiv 2601.22813, algorithm 1, whose runs are single blocks. In its code they have the rotation's
+      length, with s in units of each block's scale.
+    """
+    scaled, elements = rounded.scaled, rounded.elements
+    squares, products = (
+        block_sum(lax.optimization_barrier(scaled * t), (1, run), axis) for t in (scaled, elements)
+    )
+    correction = jnp.where(products == 0, 1.0, squares / jnp.where(products == 0, 1.0, products))
+    return rounded.scales * spread(correction, rounded.scales.shape, (1, run // blocks[1]), axis)
+
+
+def _round_scales(exact: Float32[Array, "*blocks"], scale_element: Element) -> Float32[Array, "*blocks"]:
+    """Returns block scales rounded to nearest: NaN where `exact` is not finite, and in UE5M3 never zero.
+
+    A UE5M3 scale that would be zero is 1, so that stochastic rounding still keeps the mean (arXiv 2609.02846,
+    section 5.4). An E4M3 scale of zero makes the block zero.
+    """
+    scales = jnp.where(jnp.isfinite(exact), round_nearest(exact, scale_element), jnp.nan)
+    return jnp.where(scales == 0, 1.0, scales) if scale_element is UE5M3 else scales
+
+
+def _inverse(
+    scales: Float32[Array, "*blocks"], unit: Float32[Array, "*#blocks"] | None
+) -> Float32[Array, "*blocks"]:
+    """Returns what the elements of each block are multiplied by; 0 where the scale is zero."""
+    return jnp.where(scales == 0, 0.0, (1.0 if unit is None else 1 / unit) / scales)

@@ -1,0 +1,99 @@
+"""Published recipes in NVFP4, and in E2M1 with UE5M3 scales.
+
+Layer tables, late switches to higher precision and scales kept for several steps are not part of a policy.
+"""
+
+import dataclasses
+
+from mxjax.operand import FourOverSix, Operand
+from mxjax.policy import Gemm, Policy, Rotation
+
+TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The signs of TransformerEngine's Hadamard transform: `get_wgrad_sign_vector` of its reference_nvfp4.py."""
+
+UNCLIPPED = 6 * 16 / 17
+"""Scale target at which nothing clips: an E4M3 scale is at most 1/17 smaller than what it is rounded from."""
+
+_NV = Operand("nvfp4")
+_H16 = Rotation(16, "fixed", values=TE_SIGNS)
+
+
+def nvfp4() -> dict[str, Policy]:
+    """Returns the policies by name."""
+    gradient = _stochastic(_NV)
+    # Pretraining LLMs with NVFP4, arXiv 2509.25149, section 4; signs: appendix C.4 draws them once.
+    plain = _tiled(_NV, gradient, Rotation(16, "fixed"))
+    unclipped = dataclasses.replace(gradient, scale_target=UNCLIPPED)
+    return {
+        "nvfp4": plain,
+        "nvfp4_te": _tiled(_NV, gradient, _H16),
+        # arXiv 2601.22813, section 3.1, and `nvidia.py` in its code: 17/16 on scales rounded stochastically.
+        "nvfp4_unclipped": _tiled(_NV, unclipped, _H16),
+        # FP4 All the Way, arXiv 2505.19115, section 4: stochastic for dy in both GEMMs, and for x in Wgrad.
+        "fp4_all_the_way": Policy(Gemm(_NV, _NV), Gemm(gradient, _NV), Gemm(gradient, gradient)),
+        "four_over_six": _four_over_six("mse"),
+        "four_over_six_mae": _four_over_six("mae"),
+        "ue5m3": _ue5m3(448),
+        "ue5m3_no_tensor_scale": _ue5m3(None),
+        "quartet2": _quartet2(),
+        "tetrajet_v2": _tetrajet_v2(),
+    }
+
+
+def _stochastic(operand: Operand) -> Operand:
+    return dataclasses.replace(operand, rounding="stochastic")
+
+
+def _tiled(operand: Operand, gradient: Operand, rotation: Rotation | None) -> Policy:
+    """Returns a policy with weights in 16 x 16 blocks and dy as `gradient`; Wgrad alone is rotated."""
+    weight = dataclasses.replace(operand, block_shape=(16, 16))
+    return Policy(Gemm(operand, weight), Gemm(gradient, weight), Gemm(operand, gradient, rotation))
+
+
+def _four_over_six(error: FourOverSix) -> Policy:
+    """Four Over Six, arXiv 2512.02010: every operand chooses its block scales, over `nvfp4_unclipped`.
+
+    From its repository: scales up to 256 (section 3.2 of the paper; E4M3_MAX_FOUROVERSIX), weights in 2-D
+    blocks (`weight_scale_2d`), gradients `stochastic_unbiased` (configs/transformer_340M_nvfp4_fouroversix).
+    Its error is "mse"; "mae" is the default of TransformerEngine's nvfp4_4over6.
+    """
+    operand = Operand("nvfp4", scale_max=256, four_over_six=error)
+    return _tiled(operand, dataclasses.replace(_stochastic(operand), scale_target=UNCLIPPED), _H16)
+
+
+def _ue5m3(scale_max: int | None) -> Policy:
+    """UE5M3 FP4, arXiv 2609.02846, table 5: dy rounded stochastically, weights in 2-D blocks, no rotation.
+
+    The paper's tensor scale maps the largest block to 448 (section 5.2). It keeps the scale for 50 steps;
+    here it is that of the current tensor. Without a tensor scale, block scales below 2**-18 become 1.
+    """
+    operand = Operand("fp4_ue5m3", scale_max=scale_max)
+    return _tiled(operand, _stochastic(operand), None)
+
+
+def _quartet2() -> Policy:
+    """Quartet II, arXiv 2601.22813: four over six in Fprop (section 4), MS-EDEN in the others (section 3).
+
+    From `quartet_2.py` in its code: scale range 255.99, target 6 / (17/16 * 0.93), both backward GEMMs
+    rotated by H128 with signs redrawn, x and w as the Fprop's quantization left them. One correction for each
+    run of 128 is the code's choice; algorithm 1 of the paper has one for each block of 16, `eden=16`.
+    """
+    forward = Operand("nvfp4", scale_max=256, four_over_six="mse")
+    gradient = Operand("nvfp4", scale_target=6 / (17 / 16 * 0.93), scale_max=255.99, eden=128)
+    seen = dataclasses.replace(gradient, source="dequantized")
+    rotation = Rotation(128, "redrawn")
+    return Policy(Gemm(forward, forward), Gemm(gradient, seen, rotation), Gemm(seen, gradient, rotation))
+
+
+def _tetrajet_v2() -> Policy:
+    """TetraJet-v2, arXiv 2510.27527: NVFP4 with float32 scales in 1 x 128, H16 in the backward pass.
+
+    From `linear.py` and `quant_fp4.cu` in its code: Dgrad and Wgrad round all operands stochastically, rotate
+    them with signs redrawn at every step, and read x and w as the Fprop's quantization left them. The resets
+    of oscillating weights and the channels kept in FP8 are not part of a policy.
+    """
+    forward = Operand("nvfp4_1x128")
+    gradient = _stochastic(forward)
+    seen = dataclasses.replace(gradient, source="dequantized")
+    rotation = Rotation(16, "redrawn")
+    return Policy(Gemm(forward, forward), Gemm(gradient, seen, rotation), Gemm(seen, gradient, rotation))
