@@ -32,6 +32,7 @@ DEPARTURES = {
     "v_maximum3_f32": "loses NaN",
     "v_max3_f32": "may return -0 for 0 and -0",
     "v_log_f32_e32": "does not flush subnormal numbers",
+    "v_exp_f32_e32": "does not flush subnormal numbers",
     "ds_bpermute_b32": "writes lanes that EXEC masks",
 }
 

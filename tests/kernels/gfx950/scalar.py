@@ -124,6 +124,10 @@ def run(w: Wave, i: Instruction) -> None:
         w.later_scalar(lambda: w.write_scalar(to.index, loaded, words))
     elif name == "s_mulk_i32":
         w.write_scalar(to.index, w.s[to.index] * short(sources[0].value) & WORD, 1)
+    elif name == "s_cmpk_lg_i32":
+        w.scc = signed(w.s[to.index]) != short(sources[0].value)
+    elif name == "s_bitset1_b32":
+        w.write_scalar(to.index, w.s[to.index] | 1 << (w.read_scalar(sources[0], 1) & 31), 1)
     elif name == "s_addk_i32":
         total, w.scc = overflowing(signed(w.s[to.index]) + short(sources[0].value))
         w.write_scalar(to.index, total, 1)
