@@ -29,7 +29,6 @@ DEPARTURES = {
     "v_addc_co_u32_e32": "writes carries of lanes that EXEC masks",
     "v_cvt_pk_bf16_f32": "makes NaN zero",
     "v_cvt_u32_f32_e32": "makes NaN the largest number",
-    "v_maximum3_f32": "loses NaN",
     "v_max3_f32": "may return -0 for 0 and -0",
     "v_log_f32_e32": "does not flush subnormal numbers",
     "v_exp_f32_e32": "does not flush subnormal numbers",

@@ -77,6 +77,17 @@ def convert_to_fp4(inst: Any, state: State) -> None:
     np.copyto(register, merged, where=state.active())
 
 
+def maximum(inst: Any, state: State) -> None:
+    """V_MAXIMUM3_F32, the maximum of IEEE 754-2019: NaN if any operand is."""
+    values = []
+    for bit, operand in enumerate((inst.src0, inst.src1, inst.src2)):
+        x = state.source(operand.offset, 1)[0].view(np.float32)
+        x = np.abs(x) if inst.abs >> bit & 1 else x
+        values.append(-x if inst.neg >> bit & 1 else x)
+    largest = np.where(np.isnan(values).any(axis=0), np.float32(np.nan), np.max(values, axis=0))
+    np.copyto(state.v[inst.vdst.offset - VECTOR], largest.view(U32), where=state.active())
+
+
 def swap_lanes(inst: Any, state: State) -> None:
     """V_PERMLANE16_SWAP_B32 and V_PERMLANE32_SWAP_B32, as their pseudocode has them."""
     run = 16 if "16" in inst.op.name else 32
@@ -230,6 +241,7 @@ def across_lanes(inst: Any, state: State) -> None:
 
 INSTRUCTIONS = {
     "V_CVT_SCALEF32_PK_FP4_F32": convert_to_fp4,
+    "V_MAXIMUM3_F32": maximum,
     "V_PERMLANE16_SWAP_B32_E32": swap_lanes,
     "V_PERMLANE32_SWAP_B32_E32": swap_lanes,
     **dict.fromkeys(("V_ADD_U16_E32", "V_LSHLREV_B16_E32", "V_LSHRREV_B16_E32"), of_16_bits),
