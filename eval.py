@@ -10,7 +10,7 @@ if __name__ == "__main__":
     prepare_process()  # before the other imports, which take seconds
 
 import dataclasses
-import os
+import difflib
 import pathlib
 import sys
 from typing import Any
@@ -29,9 +29,11 @@ from training.diagnosis.tables import summary
 from training.environment import enable_compilation_cache, facts, input_errors
 from training.extras import check_extra
 from training.files import write_atomically
+from training.flags import flags
 from training.metrics import json_line
 from training.restored import Restored, RunArguments, restore
 from training.sampling import SampleConfig, sample
+from training.startup import output_errors
 from training.step import evaluate, make_eval_step
 
 
@@ -55,6 +57,9 @@ class DiagnoseConfig(EvalConfig):
     """Number of batches, at least 3."""
     out: pathlib.Path | None = None
     """Also write diagnosis.json, heat maps by layer and histograms into this folder (extra plot)."""
+
+
+COMMANDS = {"compare": CompareConfig, "diagnose": DiagnoseConfig, "sample": SampleConfig}
 
 
 def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
@@ -118,38 +123,51 @@ def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.nd
     return load_data(config.data, vocab_size).validation
 
 
+def run_command(argv: list[str]) -> None:
+    """Runs `eval.py ARGUMENTS`."""
+    if argv and argv[0] in COMMANDS:
+        command(argv[0], argv[1:])
+    else:
+        evaluate_run(argv)
+
+
 def command(name: str, argv: list[str]) -> None:
     """Runs `eval.py compare`, `diagnose` or `sample`, and prints its result as one line of JSON last."""
-    if name == "diagnose":
-        result = diagnose_run(tyro.cli(DiagnoseConfig, args=argv, prog="eval.py diagnose"))
-    elif name == "compare":
+    program = f"eval.py {name}"
+    arguments = flags(lambda: tyro.cli(COMMANDS[name], args=argv, prog=program), program)
+    if isinstance(arguments, DiagnoseConfig):
+        result = diagnose_run(arguments)
+    elif isinstance(arguments, CompareConfig):
         with input_errors():
-            result = compare(tyro.cli(CompareConfig, args=argv, prog="eval.py compare"))
+            result = compare(arguments)
     else:
         enable_compilation_cache()
         with input_errors():
-            arguments = tyro.cli(SampleConfig, args=argv, prog="eval.py sample")
             result = sample(arguments)
         show(arguments.prompt + result["text"])
     show(json_line(result))
 
 
-def show(*lines: str) -> None:
-    """Prints lines; ends the program with one line if standard output does not take them."""
-    try:
-        print(*lines, sep="\n", flush=True)
-    except (OSError, UnicodeEncodeError) as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left in the buffer
-        sys.exit(f"eval.py: error: standard output: {error}")
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] in (["compare"], ["diagnose"], ["sample"]):
-        command(sys.argv[1], sys.argv[2:])
-        sys.exit()
-    result = main(tyro.cli(EvalConfig, description=__doc__))
+def evaluate_run(argv: list[str]) -> None:
+    """Runs `eval.py RUN`, and prints its result in words and as one line of JSON."""
+    first = next(iter(argv), "")
+    close = difflib.get_close_matches(first, COMMANDS, n=1)
+    if close and not pathlib.Path(first).exists():
+        print(f"eval.py: error: {first} is no run; did you mean eval.py {close[0]}?", file=sys.stderr)
+        sys.exit(2)
+    result = main(flags(lambda: tyro.cli(EvalConfig, args=argv, prog="eval.py", description=__doc__)))
     show(
         f"step {result['step']}  policy {result['policy']}  eval loss {result['eval_loss']:.4f}  "
         f"perplexity {result['eval_perplexity']:.3f}  over {result['eval_tokens']:,} tokens",
         json_line(result),
     )
+
+
+def show(*lines: str) -> None:
+    """Prints lines; ends the program with one line if standard output does not take them."""
+    with output_errors():
+        print(*lines, sep="\n")
+
+
+if __name__ == "__main__":
+    run_command(sys.argv[1:])

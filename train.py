@@ -5,6 +5,10 @@ if __name__ == "__main__":
 
     prepare_process()  # before the other imports, which take seconds
 
+    from training.command_line import check_flags
+
+    check_flags()
+
 import contextlib
 import functools
 import pathlib
@@ -16,13 +20,14 @@ import grain
 import jax
 import optax
 
+from models import llama
 from training.agreement import check_agreement
 from training.checkpoint.checkpoints import CheckpointError, Checkpoints
 from training.checkpoint.damaged import set_aside_damaged
 from training.command_line import parse
 from training.config import Config
 from training.environment import enable_compilation_cache, input_errors, path_errors
-from training.failure import failing_together
+from training.failure import failing_together, telling_others
 from training.interruption import Interruption, RunInterrupted
 from training.loop import Loop
 from training.mesh import process_part
@@ -31,14 +36,18 @@ from training.mlperf_log import set_aside_damaged_events
 from training.nonfinite import NonFiniteError, check_state
 from training.optimizer import make_optimizer
 from training.parameter_sharding import first_state
+from training.policy_record import changed_files
 from training.processes import ProcessError, is_first_process, join_processes, together
 from training.programs import make_programs
 from training.records import open_records
 from training.report import introduction, summary
 from training.run_lock import locked
-from training.setup import Run, check_folder, open_folder, set_up
+from training.setup import Run, check_folder, open_folder, remove_beginning, set_up
 from training.step import TrainState
 from training.vocabulary import resize
+
+SHARED = NonFiniteError, ProcessError, RunInterrupted
+"""Errors that all processes raise at the same place."""
 
 
 def train(config: Config) -> dict[str, float]:
@@ -56,7 +65,7 @@ def train(config: Config) -> dict[str, float]:
     if config.distributed:
         with input_errors():
             join_processes()
-    with Interruption() as interruption, contextlib.ExitStack() as stack:
+    with failing_together(*SHARED), Interruption() as interruption, contextlib.ExitStack() as stack:
         with input_errors():
             with together():
                 run = set_up(config)
@@ -78,7 +87,11 @@ def take_folder(run: Run, stack: contextlib.ExitStack) -> list[str]:
     """Locks the run's folder until the stack closes, and sets aside damaged records; returns messages."""
     stack.enter_context(locked(run.folder))
     check_folder(run.config, run.folder)  # once more: another run may have begun there meanwhile
-    return [*set_aside_damaged_records(run.folder), *set_aside_damaged_events(run.folder)]
+    notes = [*set_aside_damaged_records(run.folder), *set_aside_damaged_events(run.folder)]
+    if run.config.resume:
+        layer_policies = functools.partial(llama.layer_policies, run.model)
+        notes += changed_files(run.config.precision, run.config.steps, run.phases, layer_policies)
+    return notes
 
 
 def begin_or_resume(
@@ -86,14 +99,18 @@ def begin_or_resume(
 ) -> dict[str, float]:
     """Trains from the run's newest checkpoint, if there is one; returns the last evaluation."""
     config, folder = run.config, run.folder / "checkpoints"
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    shared = NonFiniteError, ProcessError, RunInterrupted
+    optimizer = make_optimizer(config.optimizer)
     with (
         Checkpoints(folder, config.keep_checkpoints, evaluations(run.folder)) as checkpoints,
-        failing_together(*shared),
+        failing_together(*SHARED),
     ):
         resumes = config.resume and checkpoints.latest is not None
-        state, shardings = initial_state(run, optimizer, None if resumes else config.init)
+        try:
+            state, shardings = initial_state(run, optimizer, None if resumes else config.init)
+        except SystemExit:
+            if not config.resume:
+                remove_beginning(run.folder)
+            raise
         if resumes:
             with input_errors():
                 state, position = checkpoints.restore(run.unfilled(state))
@@ -103,9 +120,9 @@ def begin_or_resume(
             notes = [*notes, *missing_steps(run.folder, int(state.step))]
         elif config.resume:
             notes = [*notes, f"no checkpoint in {folder}: beginning at step 1"]
-        if (origin := folder if resumes else config.init) is not None:
+        if resumes:
             with input_errors():
-                check_state(state, origin)
+                check_state(state, folder)
         with open_records(run, state, began) as records:
             records.display.line("\n".join([introduction(run, state), *notes]))
             loop = Loop(
@@ -127,7 +144,7 @@ def initial_state(
 ) -> tuple[TrainState, TrainState]:
     """Returns the state to begin with and its shardings.
 
-    The parameters are random, or the last ones of the run in `init`.
+    The parameters are random, or the last ones of the run in `init`. Exits if those cannot be used.
     """
     key = jax.random.fold_in(jax.random.key(run.config.seed), 2**32 - 1)  # no step has this key
     fill = functools.partial(resize, size=run.filled_vocab_size)
@@ -135,14 +152,15 @@ def initial_state(
     if init is not None:
         with Checkpoints(init / "checkpoints") as checkpoints, input_errors():
             params = checkpoints.restore_params(run.unfilled(state.params))
-        state = state._replace(params=run.filled(params))
+            state = state._replace(params=run.filled(params))
+            check_state(state, init)
     return state, shardings
 
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line; exits with a status other than 0 and one line if the run cannot go on."""
     try:
-        with input_errors():
+        with telling_others("--distributed" in (sys.argv if argv is None else argv)), input_errors():
             config = parse(argv)
         train(config)
     except RunInterrupted:  # already reported, and nothing is lost

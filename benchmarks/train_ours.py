@@ -20,9 +20,10 @@ from mxjax.remat import check_remat
 from training import parameter_sharding
 from training.config import OptimizerConfig
 from training.environment import facts
+from training.learning_rate import learning_rate
 from training.mesh import check_batch, compiler_options, global_batch, make_mesh
 from training.optimizer import make_optimizer
-from training.step import make_train_step
+from training.step import make_train_step, scheduled
 from training.vocabulary import filled_size, resize
 
 GEMMS = ((8192, 8192, 8192), (8192, 4096, 14336))
@@ -47,7 +48,8 @@ def run(job: Job) -> dict[str, Any]:
 def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Measures all that `run` returns except the GEMMs' rates."""
     model = get_config(job.model)
-    optimizer = make_optimizer(OptimizerConfig(*train_job.learning_rate(job)), 1_000_000_000)
+    config = OptimizerConfig(*train_job.learning_rate(job))
+    optimizer, schedule = make_optimizer(config), learning_rate(config, 1_000_000_000)
     policies = llama.layer_policies(model, get_policy(job.subject))
     options = {"policies": policies, "remat": job.remat, "implementation": job.implementation}
     check_remat(job.remat, policies.policies, job.implementation)
@@ -60,14 +62,15 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     train_step = make_train_step(loss, optimizer, shardings=shardings, compiler_options=told)
     inputs, key = train_job.batches(job, model.vocab_size), jax.random.key(0)
     start = time.perf_counter()
-    lowered = train_step.lower(state, global_batch(mesh, inputs[0]), key)
+    lowered = train_step.lower(state, global_batch(mesh, inputs[0]), key, jax.jit(schedule)(state.step))
     lower_seconds = time.perf_counter() - start
     compiled = lowered.compile()
     compile_seconds = time.perf_counter() - start - lower_seconds
+    compiled_step = scheduled(compiled, schedule)
 
     def step(tokens: np.ndarray):
         nonlocal state
-        state, metrics = compiled(state, global_batch(mesh, tokens), key)
+        state, metrics = compiled_step(state, global_batch(mesh, tokens), key)
         return metrics.loss
 
     losses, times = train_job.run_steps(step, float, inputs)

@@ -2,8 +2,8 @@
 
 Everything else derives from these tables; a new format is a new entry here.
 Sources: OCP Microscaling Formats (MX) v1.0, section 5; NVFP4: arXiv 2509.25149, section 2;
-FP8: arXiv 2209.05433; E3M0: arXiv 2112.10769; UE5M3: arXiv 2609.02846, section 4; NVFP4 in 1x128:
-arXiv 2510.27527, section 3.
+FP8: arXiv 2209.05433; E3M0: arXiv 2112.10769; UE5M3: arXiv 2609.02846, section 4; NVFP4 in 1x128
+(double-block quantization): arXiv 2510.27527.
 """
 
 import dataclasses

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from mxjax.blocks import pad
@@ -87,7 +88,8 @@ def as_backward_sees(
     """Returns x as a backward GEMM reads it: unchanged, or quantized and dequantized as in the Fprop."""
     if wanted.source == "original":
         return x
-    return dequantize(quantize_input(first_order_only(x), GemmInput(axis, fprop, key=key)))
+    seen = dequantize(quantize_input(first_order_only(x), GemmInput(axis, fprop, key=key)))
+    return lax.optimization_barrier(seen)  # a rotation's stages would each compute it again
 
 
 def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Array, " size"] | None:

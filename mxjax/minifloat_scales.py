@@ -5,7 +5,7 @@ tensor's largest block `Operand.scale_max`. Two options refine the scales of sin
 chooses between two by their errors, and `eden` corrects them so that gradients are unbiased.
 
 Sources: NVFP4: arXiv 2509.25149, section 2, in torchao's order of float32 operations; four over six: arXiv
-2512.02010, section 3; MS-EDEN: arXiv 2601.22813, section 3; UE5M3: arXiv 2609.02846, sections 4 and 5.
+2512.02010, section 3; MS-EDEN: arXiv 2601.22813, section 3.3; UE5M3: arXiv 2609.02846, sections 4 and 5.
 """
 
 from typing import NamedTuple
@@ -90,7 +90,7 @@ def closer(
     Args:
       x: the tensor in units of its tensor scale.
       error: "mse", the sum of squared differences from x over the block, or "mae", of their magnitudes.
-    Source: arXiv 2512.02010, section 3.2; "mae" and ties as in TransformerEngine's reference_nvfp4.py.
+    Source: arXiv 2512.02010, section 3; "mae" and ties as in TransformerEngine's reference_nvfp4.py.
     """
 
     def errors(r: Rounded) -> Float32[Array, "*blocks"]:

@@ -13,7 +13,7 @@ import tyro
 
 from training import mlperf
 from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig
-from training.resume import begun_run
+from training.flags import flags
 
 
 def mlperf_llama31_8b(batch_size: int = 32) -> Config:
@@ -62,10 +62,25 @@ def parse(argv: list[str] | None = None) -> Config:
     default = Config()
     with contextlib.suppress(argparse.ArgumentError):  # tyro reports errors better
         known, _ = first.parse_known_args(argv)
-        begun = begun_run(known.out) if known.resume and known.out else None
-        if begun is not None:
+        if known.resume and known.out and (begun := _begun_run(known.out)) is not None:
             # The devices may be others than those at the beginning.
             default = dataclasses.replace(begun, stop_after=None, mesh=None, distributed=False)
         elif known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
-    return tyro.cli(Config, args=argv, default=default, description="Train a Llama in MXFP4.")
+    description = "Train a Llama in MXFP4."
+    return flags(lambda: tyro.cli(Config, args=argv, default=default, description=description))
+
+
+def _begun_run(folder: pathlib.Path) -> Config | None:
+    from training.resume import begun_run  # here, because it imports much
+
+    return begun_run(folder)
+
+
+def check_flags() -> None:
+    """Ends the program if its flags are wrong, unless they replace those of a run to resume.
+
+    With --distributed the other processes must be told, which takes the modules that are not imported yet.
+    """
+    if not {"--resume", "--distributed"} & set(sys.argv):
+        parse()

@@ -104,9 +104,11 @@ class PrecisionConfig:
         return label(self.policy)
 
     @property
-    def names_files(self) -> bool:
-        """Whether a policy comes from a file, so that the text does not say which it is."""
-        return any(re.search(r"\.json\b|\.py:", text) for text in (self.label, *self.layers))
+    def files(self) -> list[pathlib.Path]:
+        """The files that policies come from."""
+        texts = [part for text in (self.label, *self.layers) for part in re.split("[;=]", text)]
+        found = (re.match(r"\s*(.+?\.json)\b|\s*(.+?\.py):", text) for text in texts)
+        return [pathlib.Path(match[1] or match[2]) for match in found if match]
 
 
 def parse_rules(layers: Iterable[str]) -> list[tuple[str, Policy]]:

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import io
 import os
-import pathlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TextIO, cast
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from training import throughput
+from training.startup import program_name
 
 
 class Display:
@@ -92,11 +92,8 @@ class _Stdout(io.TextIOBase):
             self._file = None
             cause = getattr(error, "strerror", None) or error
             with contextlib.suppress(OSError, ValueError):
-                program = pathlib.Path(sys.argv[0]).name
-                warning = (
-                    f"{program}: warning: standard output cannot be written ({cause}): going on without it"
-                )
-                print(warning, file=sys.stderr)
+                text = f"standard output cannot be written ({cause}): going on without it"
+                print(f"{program_name()}: warning: {text}", file=sys.stderr)
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -15,6 +15,7 @@ import jax
 import mxjax
 from training.extras import MissingExtraError
 from training.path_errors import in_one_line
+from training.startup import program_name
 
 
 def enable_compilation_cache() -> None:
@@ -34,7 +35,7 @@ def enable_compilation_cache() -> None:
             pass
     except OSError as error:
         jax.config.update("jax_compilation_cache_dir", None)
-        warning = f"{_program()}: warning: nothing compiled is cached: {in_one_line(error)}"
+        warning = f"{program_name()}: warning: nothing compiled is cached: {in_one_line(error)}"
         print(warning, "(set JAX_COMPILATION_CACHE_DIR)", file=sys.stderr)
     else:
         jax.config.update("jax_compilation_cache_dir", str(cache))
@@ -62,9 +63,9 @@ def input_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError, MissingExtraError) as error:
-        raise SystemExit(f"{_program()}: error: {error}") from error
+        raise SystemExit(f"{program_name()}: error: {error}") from error
     except OSError as error:
-        raise SystemExit(f"{_program()}: error: {in_one_line(error)}") from error
+        raise SystemExit(f"{program_name()}: error: {in_one_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -75,11 +76,7 @@ def path_errors(folder: pathlib.Path) -> Iterator[None]:
     except (ConnectionError, TimeoutError):  # of other processes, not of paths
         raise
     except OSError as error:
-        raise SystemExit(f"{_program()}: error: {in_one_line(error, folder)}") from error
-
-
-def _program() -> str:
-    return pathlib.Path(sys.argv[0]).name
+        raise SystemExit(f"{program_name()}: error: {in_one_line(error, folder)}") from error
 
 
 def facts() -> dict[str, str | int]:

@@ -1,5 +1,7 @@
 """metrics.jsonl: one JSON object a line for every step, evaluation and change of policy of a run."""
 
+import contextlib
+import functools
 import json
 import math
 import pathlib
@@ -13,7 +15,9 @@ SPIKES = "spikes.jsonl"
 
 
 class Sink(Protocol):
-    """Another place to which metrics go."""
+    """Another place to which metrics go; `name` is its flag."""
+
+    name: str
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes the values of a step, numbers or text; those of a layer are named LAYER/GEMM/NAME."""
@@ -33,34 +37,54 @@ class MetricsLog:
         Everything written goes to the sinks too, which are closed with the file.
         """
         self._file, self._sinks = None, sinks
-        if path is not None:
-            kept = [line for line, record in read_lines(path, parse_record) if record["step"] <= keep_steps]
-            self._file = LineFile(path, kept)
+        with contextlib.ExitStack() as stack:
+            for sink in sinks:
+                stack.push(functools.partial(_close, sink))
+            if path is not None:
+                parsed = read_lines(path, parse_record)
+                self._file = LineFile(path, [line for line, record in parsed if record["step"] <= keep_steps])
+                stack.callback(self._file.close)
+            self._open = stack.pop_all()
 
     def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(self, *exception) -> None:
-        self.close(failed=any(exception))
-
-    def close(self, failed: bool = False) -> None:
-        """Closes the file and the sinks."""
-        if self._file is not None:
-            self._file.close()
-        for sink in self._sinks:
-            sink.close(failed)
+        """Closes the file and every sink, whichever of them fail."""
+        self._open.__exit__(*exception)
 
     def write(self, *, step: int, **values: Any) -> None:
         """Writes one line, or nothing if there is no room for it."""
         if self._file is not None:
             self._file.write(json_line({"step": step, **values}))
         for sink in self._sinks:
-            sink.write(step, dict(_flat(values)))
+            with _naming(sink):
+                sink.write(step, dict(_flat(values)))
 
     def sync(self) -> None:
         """Waits until every line is on the disk."""
         if self._file is not None:
             self._file.sync()
+
+
+def _close(sink: Sink, *exception) -> None:
+    """Closes a sink; its own error is dropped if one ends the run already."""
+    try:
+        with _naming(sink):
+            sink.close(failed=any(exception))
+    except OSError:
+        if not any(exception):
+            raise
+
+
+@contextlib.contextmanager
+def _naming(sink: Sink) -> Iterator[None]:
+    """Adds the sink's flag to an error of the operating system."""
+    try:
+        yield
+    except OSError as error:
+        cause = f"{error.strerror or error} (writing the files of {sink.name})"
+        raise OSError(error.errno, cause, error.filename) from error
 
 
 def _flat(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -1,25 +1,38 @@
-"""AdamW as in MLPerf Training's llama31_8b: gradient clipping, and no weight decay on norms."""
+"""AdamW as in MLPerf Training's llama31_8b: gradient clipping, and no weight decay on norms.
+
+The learning rate is an argument of the update, so that runs with other rates or lengths share a program.
+"""
+
+from typing import Any
 
 import jax
 import optax
 
 from training.config import OptimizerConfig
-from training.learning_rate import learning_rate
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns clipping by global norm, then AdamW, for parameters of `models.llama`."""
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """Returns clipping by global norm, then AdamW, for parameters of `models.llama`.
+
+    Its `update` takes `learning_rate=`, a scalar.
+    """
     return optax.chain(
         optax.clip_by_global_norm(config.clip),
         optax.adamw(
-            learning_rate(config, steps),
+            1.0,
             b1=config.b1,
             b2=config.b2,
             eps=config.eps,
             weight_decay=config.weight_decay,
             mask=decayed,
         ),
+        optax.GradientTransformationExtraArgs(optax.init_empty_state, _scale),
     )
+
+
+def _scale(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    """Multiplies the updates by the learning rate."""
+    return jax.tree.map(lambda update: extra["learning_rate"] * update, updates), state
 
 
 def decayed(params):

@@ -7,13 +7,14 @@
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mxjax.layers import LayerPolicies
+from mxjax.layers import LayerPolicies, Rules
 from mxjax.policy import Policy
 from mxjax.policy_json import policy_from_json, policy_to_json
-from training.policy_schedule import Phase
+from training.config import PrecisionConfig
+from training.policy_schedule import Phase, phases_of
 
 
 def to_record(phases: Sequence[Phase]) -> dict[str, Any]:
@@ -32,6 +33,34 @@ def to_record(phases: Sequence[Phase]) -> dict[str, Any]:
         ],
         "policies": {text: json.loads(policy_to_json(policy)) for policy, text in texts.items()},
     }
+
+
+def changed_files(
+    precision: PrecisionConfig,
+    steps: int,
+    phases: Sequence[Phase],
+    layer_policies: Callable[[Policy, Rules], LayerPolicies],
+) -> list[str]:
+    """Returns a warning if files that --policy and --layers name hold other policies now than the record.
+
+    Args:
+      precision: the flags.
+      steps: length of the run.
+      phases: the phases on record, which the run keeps; files that are gone are not missed.
+      layer_policies: see `training.policy_schedule.phases_of`.
+    """
+    if not (files := precision.files) or not all(file.exists() for file in files):
+        return []
+    try:
+        now = phases_of(precision, steps, layer_policies)
+    except ValueError as error:
+        return [f"warning: {error}; the run keeps its policies on record"]
+    if [phase.layers for phase in now] == [phase.layers for phase in phases]:
+        return []
+    return [
+        f"warning: the files of --policy {precision.label} hold other policies than the run has on record, "
+        "which it keeps; begin a new run, with --init, to change them"
+    ]
 
 
 def from_record(saved: Mapping[str, Any]) -> tuple[Phase, ...] | None:

@@ -1,5 +1,6 @@
 """What a policy on the command line may be: a name, a JSON file, or a policy in a Python file."""
 
+import contextlib
 import pathlib
 import re
 import runpy
@@ -46,12 +47,18 @@ def _from_python(path: str, name: str) -> Policy:
         values = runpy.run_path(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
-    except (Exception, SystemExit) as error:  # whatever the user's file raises is an error in the input
-        raise ValueError(f"{path} raises {type(error).__name__}: {' '.join(str(error).split())}") from error
+    except BaseException as error:  # whatever the user's file raises is an error in the input
+        text = ""
+        with contextlib.suppress(Exception):  # of its own __str__
+            text = " ".join(str(error).split())
+        raise ValueError(f"{path} raises {type(error).__name__}: {text}") from None
     value = values.get(name)
     if isinstance(value, str):
         value = get_policy(value)
     if not isinstance(value, Policy):
         there = [n for n, v in values.items() if isinstance(v, Policy)]
-        raise ValueError(f"{path} has no mxjax.Policy called {name}; it has {', '.join(there) or 'none'}")
+        is_other = f", {name} is of type {type(value).__name__}" if name in values else ""
+        raise ValueError(
+            f"{path} has no mxjax.Policy called {name}{is_other}; it has {', '.join(there) or 'none'}"
+        )
     return value

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-_PATIENCE = 300  # seconds; JAX waits as long for all processes to join
+from training.startup import program_name
+
+_PATIENCE = 300  # seconds in which all processes must join; slow file systems delay their imports
+_TOLD = "_told"  # an attribute of errors that the other processes know
 
 
 class ProcessError(RuntimeError):
@@ -31,9 +35,19 @@ def together() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _exchange(error, None)
+        _tell(error)
         raise
     _exchange(None, None)
+
+
+def is_told(error: BaseException | None) -> bool:
+    """Returns whether the other processes know of an error, or of its cause, from `together` or `gather`."""
+    return error is not None and (_TOLD in vars(error) or is_told(error.__cause__))
+
+
+def _tell(error: Exception) -> None:
+    _exchange(error, None)
+    setattr(error, _TOLD, True)
 
 
 def gather[T](function: Callable[[], T]) -> list[T]:
@@ -41,7 +55,7 @@ def gather[T](function: Callable[[], T]) -> list[T]:
     try:
         value = function()
     except Exception as error:
-        _exchange(error, None)
+        _tell(error)
         raise
     return _exchange(None, value)
 
@@ -70,8 +84,8 @@ def is_first_process() -> bool:
     return jax.process_index() == 0
 
 
-def join_processes() -> None:
-    """Joins the other processes of the run.
+def join_processes(patience: int = _PATIENCE) -> None:
+    """Joins the other processes of the run; ends the program if they do not join within `patience` seconds.
 
     They are named by JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_NUM_PROCESSES and JAX_PROCESS_ID, or else found
     by JAX (Slurm, Open MPI, Kubernetes, Cloud TPU).
@@ -87,7 +101,8 @@ def join_processes() -> None:
         raise ValueError(f"--distributed: {', '.join(given)} set, {', '.join(missing)} not; set all or none")
     if not given:
         try:
-            jax.distributed.initialize()
+            with _waiting_for_all(" processes", patience):
+                jax.distributed.initialize(initialization_timeout=2 * patience)
         except (ValueError, RuntimeError) as error:
             raise ValueError(
                 f"--distributed: JAX found no other processes ({error}); set {', '.join(names)}"
@@ -98,14 +113,41 @@ def join_processes() -> None:
         raise ValueError(f"--distributed: JAX_PROCESS_ID {index} must be one of 0 to {count} - 1")
     parse_address(address)
     if int(index) != 0:
-        wait_for_coordinator(address)
+        wait_for_coordinator(address, patience)
     try:
-        jax.distributed.initialize(address, int(count), int(index))
+        with _waiting_for_all(f" {count} processes at {address}", patience):
+            jax.distributed.initialize(address, int(count), int(index), initialization_timeout=2 * patience)
     except RuntimeError as error:
         raise ValueError(
             f"--distributed: process {index} of {count} cannot join at JAX_COORDINATOR_ADDRESS {address} "
             f"({error}); start all {count}, and choose a free port on the first process's host"
         ) from error
+
+
+@contextlib.contextmanager
+def _waiting_for_all(which: str, patience: int) -> Iterator[None]:
+    """Ends the program with one line after `patience` seconds in the block, where JAX would abort it.
+
+    Args:
+      which: the processes, for the message.
+      patience: seconds.
+    """
+
+    def end() -> None:
+        message = (
+            f"{program_name()}: error: --distributed: not all{which} have joined within "
+            f"{patience} s; see what the others say, and start all of them together\n"
+        )
+        os.write(2, message.encode())
+        os._exit(1)
+
+    timer = threading.Timer(patience, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -9,10 +9,11 @@ from models import llama
 from models.block import LINEAR_LAYERS
 from models.sharding import batch_parts_of
 from mxjax.layer_stats import empty_slots, make_layer_stats
+from training.learning_rate import learning_rate
 from training.mesh import compiler_options, on_mesh
 from training.policy_schedule import Phase
 from training.setup import Run
-from training.step import Loss, Losses, TrainState, make_eval_step, make_train_step
+from training.step import Loss, Losses, TrainState, make_eval_step, make_train_step, scheduled
 
 
 class Programs(NamedTuple):
@@ -40,7 +41,7 @@ def make_programs(
         compiler_options=compiler_options(run.mesh, phase.layers.policies, config.precision.implementation),
     )
     return Programs(
-        train_step,
+        scheduled(train_step, learning_rate(config.optimizer, config.steps)),
         on_mesh(run.mesh, make_eval_step(losses)),
         make_layer_stats(loss, empty, config.seed, tokens_a_part, batch_parts_of(run.mesh.shape)),
     )

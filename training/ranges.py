@@ -27,7 +27,7 @@ _DECAY = Range("at least 0 and in float32 less than 1", lambda x: 0 <= x < 1 and
 _RANGES: Mapping[str, Range] = types.MappingProxyType(
     {
         "lr": _POSITIVE,
-        "warmup_steps": Range("at least 0 and less than 2**31", lambda n: 0 <= n < 2**31),
+        "warmup_steps": Range("at least 0 and less than 2**31 - 1", lambda n: 0 <= n < 2**31 - 1),
         "min_lr_ratio": Range("from 0 to 1", lambda x: 0 <= x <= 1),
         "b1": _DECAY,
         "b2": _DECAY,

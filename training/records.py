@@ -77,7 +77,10 @@ def open_records(run: Run, state: TrainState, began: float):
 
 
 def _sinks(run: Run, start: int) -> list[Sink]:
-    """Returns where metrics go besides metrics.jsonl."""
+    """Returns where metrics go besides metrics.jsonl.
+
+    W&B, which fails with a warning only, comes last: an error of the others leaves nothing open.
+    """
     observe, sinks = run.config.observe, list[Sink]()
     if observe.tensorboard:
         sinks.append(EventFiles(run.folder, start))

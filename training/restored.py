@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
+import jax
 import tyro
 
 from models import llama
@@ -18,6 +19,7 @@ from training.metrics import evaluations
 from training.policy_record import from_record
 from training.policy_schedule import Phase, phase_at, phases_of, with_exceptions, with_scale_rule
 from training.run_config import from_json, model_of, read_run_config
+from training.step import all_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ def restore(arguments: RunArguments) -> Restored:
     """Returns the model that the arguments name.
 
     Raises:
-      ValueError: no such run, step or policy, or the policy cannot run here.
+      ValueError: no such run, step or policy, the policy cannot run here, or the weights are not finite.
     """
     saved = read_run_config(arguments.run)
     config, model = from_json(saved["config"]), model_of(saved)
@@ -69,6 +71,10 @@ def restore(arguments: RunArguments) -> Restored:
         if step == "best" and (step := checkpoints.best) is None:
             raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
         params = checkpoints.restore_params(llama.abstract_params(model), step)
+    if not jax.jit(all_finite)(params):
+        raise ValueError(
+            f"the weights of step {step} in {arguments.run} hold NaN or infinity; name an earlier --step"
+        )
     return Restored(config, model, params, step, phase_at(phases, step or 0), implementation)
 
 

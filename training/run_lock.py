@@ -7,7 +7,9 @@ import fcntl
 import os
 import pathlib
 import socket
+import stat
 from collections.abc import Iterator
+from typing import TextIO
 
 FILE = "lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # on some network file systems
@@ -22,17 +24,12 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Not through a link, which may lead anywhere. Closed in child processes that execute another program.
-    how = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(folder / FILE, how, 0o666)
+    descriptor = _open(folder, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     with os.fdopen(descriptor, "a+", errors="replace") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            holder = file.read(200).strip() or "another process"
-            raise ValueError(
-                f"--out {folder} is in use by {holder}; wait until it ends, or name another folder"
-            ) from None
+            raise _in_use(folder, file) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -41,3 +38,32 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n")
         file.flush()
         yield
+
+
+def check_unlocked(folder: pathlib.Path) -> None:
+    """Raises ValueError if a process holds the folder's lock; takes no lock and writes nothing."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        descriptor = _open(folder, os.O_RDONLY | os.O_NONBLOCK)
+        with os.fdopen(descriptor, errors="replace") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _in_use(folder, file) from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+
+
+def _open(folder: pathlib.Path, how: int) -> int:
+    """Returns a descriptor of the lock; raises ValueError if it is a pipe or a folder."""
+    descriptor = os.open(folder / FILE, how | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{folder / FILE} is not a file: remove it")
+    return descriptor
+
+
+def _in_use(folder: pathlib.Path, file: TextIO) -> ValueError:
+    file.seek(0)
+    holder = file.read(200).strip() or "another process"
+    return ValueError(f"--out {folder} is in use by {holder}; wait until it ends, or name another folder")

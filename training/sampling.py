@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from models.configs import LlamaConfig
 from models.generation import Options, generate
 from training.data.megatron import is_indexed, parse_blend
 from training.data.text import END_OF_DOCUMENT
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_path
+from training.device_memory import gib, memory_there_is
 from training.restored import Restored, RunArguments, restore
 from training.run_config import HUGGINGFACE
 
@@ -33,8 +35,8 @@ class SampleConfig(RunArguments):
     """Draws the tokens, and the policy's random bits."""
 
     def __post_init__(self):
-        if self.tokens < 1:
-            raise ValueError(f"--tokens must be at least 1, got {self.tokens}")
+        if not 1 <= self.tokens < 2**31:
+            raise ValueError(f"--tokens must be at least 1 and less than 2**31, got {self.tokens}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"--temperature must be finite and at least 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -69,6 +71,7 @@ def sample(arguments: SampleConfig) -> dict[str, Any]:
             f"--prompt has token {max(prompt)} and the model {restored.model.vocab_size}: the tokenizer is "
             "not the model's"
         )
+    check_length(restored.model, len(prompt) + arguments.tokens)
     found: list[int] = []
     for token in _tokens(arguments, restored, prompt):
         if token == codec.end:
@@ -76,6 +79,16 @@ def sample(arguments: SampleConfig) -> dict[str, Any]:
         found.append(token)
     described = {"run": str(arguments.run), "step": restored.step, "policy": restored.phase.policy}
     return described | {"seed": arguments.seed, "tokens": len(found), "text": codec.decode(found)}
+
+
+def check_length(model: LlamaConfig, length: int) -> None:
+    """Raises ValueError if the keys and values of so many tokens need more memory than the device has."""
+    size, there_is = 4 * model.n_layers * length * model.n_kv_heads * model.head_dim, memory_there_is()
+    if size > there_is:
+        raise ValueError(
+            f"--tokens: keys and values of {length:,} tokens take {gib(size)} GiB and the device has "
+            f"{gib(there_is)}; ask for fewer"
+        )
 
 
 def _tokens(arguments: SampleConfig, restored: Restored, prompt: list[int]):

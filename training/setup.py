@@ -15,6 +15,7 @@ from models import llama
 from models.config_file import load_config
 from models.configs import LlamaConfig, get_config, to_dict
 from models.huggingface.folder import check_files
+from models.sharding import batch_parts_of
 from mxjax.implementations import check_implementations, choose_implementation
 from mxjax.layers import LayerPolicies
 from mxjax.remat import check_remat
@@ -33,8 +34,10 @@ from training.mesh import check_batch, make_mesh
 from training.parameter_sharding import check_shards
 from training.policy_record import from_record, to_record
 from training.policy_schedule import Phase, phases_of
+from training.processes import is_first_process
 from training.resume import begun_run, check_same_data, check_same_run
 from training.run_config import (
+    COPY,
     FILE,
     HUGGINGFACE,
     from_json,
@@ -44,6 +47,7 @@ from training.run_config import (
     write_run_config,
 )
 from training.run_lock import FILE as LOCK
+from training.run_lock import check_unlocked
 from training.vocabulary import filled_size, resize_on
 
 # Everything that a run killed before its config.json leaves behind.
@@ -89,9 +93,13 @@ class Run(NamedTuple):
 def set_up(config: Config) -> Run:
     """Reads and checks everything that a run needs; raises ValueError before anything is computed."""
     folder = config.folder()
+    if is_first_process():
+        check_unlocked(folder)
     if config.resume:
         check_same_run(config, folder)
     config, model = choose_model(config, folder)
+    mesh = make_mesh(config.mesh)
+    check_memory(mesh.shape, config, dataclasses.replace(model, vocab_size=config.data.vocab_size or 1))
     phases = choose_phases(config, model, folder)
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
@@ -100,10 +108,9 @@ def set_up(config: Config) -> Run:
         tensorboard.check_installed()
     if config.observe.wandb:
         wandb_run.check_installed()
-    mesh = make_mesh(config.mesh)
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
-    check_memory(mesh.shape, config.model_name, model)
+    check_memory(mesh.shape, config, model)
     fits = functools.partial(fits_mesh, model, phases)
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
     check_phases(mesh.shape, model, phases)
@@ -133,14 +140,28 @@ def check_folder(config: Config, folder: pathlib.Path) -> None:
         raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
 
 
-def check_memory(sizes: Mapping[str, int], name: str, model: LlamaConfig) -> None:
-    """Raises ValueError if the parameters and their moments alone need more memory than a device has."""
-    needed, there_is = 12 * model.n_params / (sizes["fsdp"] * sizes["tensor"]), memory_there_is()
+def check_memory(sizes: Mapping[str, int], config: Config, model: LlamaConfig) -> None:
+    """Raises ValueError if a part of the memory that every step needs is more than a device has.
+
+    The parts are the parameters with their moments, and the tokens with the inputs of all blocks, which even
+    --remat full keeps.
+    """
+    there_is = memory_there_is()
+    needed = 12 * model.n_params / (sizes["fsdp"] * sizes["tensor"])
+    if needed > there_is:
+        tokens = f"with {model.vocab_size:,} tokens" if model.vocab_size > 1 else "without its vocabulary"
+        raise ValueError(
+            f"model {config.model_name} {tokens} has {model.n_params:,} parameters, which "
+            f"take {gib(needed)} GiB a device with their moments, and a device has {gib(there_is)}; "
+            "choose a smaller --model or --vocab-size, or more devices"
+        )
+    batch, seq_len = config.data.batch_size, config.data.seq_len
+    kept = 4 + 2 * model.d_model * model.n_layers / config.accumulate  # bytes a token, with its id
+    needed = batch * seq_len * kept / batch_parts_of(sizes)
     if needed > there_is:
         raise ValueError(
-            f"model {name} with {model.vocab_size:,} tokens has {model.n_params:,} parameters, which take "
-            f"{gib(needed)} GiB a device with their moments, and a device has {gib(there_is)}; choose a "
-            "smaller --model or --vocab-size, or more devices"
+            f"--batch-size {batch} and --seq-len {seq_len} need at least {gib(needed)} GiB a "
+            f"device, and a device has {gib(there_is)}; lower them, or raise --accumulate"
         )
 
 
@@ -227,3 +248,15 @@ def open_folder(run: Run) -> None:
     if begun and "imported" in (before := read_run_config(run.folder)):
         values["imported"] = before["imported"]
     write_run_config(run.folder, values)
+
+
+def remove_beginning(folder: pathlib.Path) -> None:
+    """Removes what a run that is refused before its first step has written."""
+    if not is_first_process():
+        return
+    shutil.rmtree(folder / HUGGINGFACE, ignore_errors=True)
+    for name in (FILE, COPY, LOCK):
+        (folder / name).unlink(missing_ok=True)
+    for path in (folder / "checkpoints", folder):
+        with contextlib.suppress(OSError):  # not empty
+            path.rmdir()

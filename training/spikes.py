@@ -52,7 +52,7 @@ class SpikeDetector:
         return self
 
     def __exit__(self, *exception) -> None:
-        self._log.close()
+        self._log.__exit__(*exception)
 
     def check(self, step: int, loss: float) -> None:
         """Reports the loss of a step if it is a spike; the loss must be finite."""

@@ -70,7 +70,7 @@ def make_train_step(
     shardings: TrainState | None = None,
     compiler_options: dict[str, Any] | None = None,
 ):
-    """Returns the jitted `step(state, batch, key) -> (state, metrics)`; the state is donated.
+    """Returns the jitted `step(state, batch, key, learning_rate) -> (state, metrics)`; the state is donated.
 
     The random bits of a step are a function of the run's key and the step's number. Once a loss, a gradient
     or an updated parameter or moment is not finite, the state stays as it was before that step, so that the
@@ -78,13 +78,14 @@ def make_train_step(
 
     Args:
       loss: the loss to minimize.
-      optimizer: computes the update from the gradients.
+      optimizer: computes the update from the gradients, and from the learning rate if it takes one.
       accumulate: number of parts of a batch that run one after another; their gradients are averaged.
       skip_nonfinite: skip only the steps that are not finite, and count them.
       shardings: shardings of the state and gradients, from `training.parameter_sharding`.
       compiler_options: options for XLA, from `training.mesh.compiler_options`.
     """
     loss_and_grads = _make_loss_and_grads(loss, accumulate, shardings)
+    optimizer = optax.with_extra_args_support(optimizer)
 
     @functools.partial(
         jax.jit,
@@ -93,13 +94,18 @@ def make_train_step(
         compiler_options=compiler_options,
     )
     def step(
-        state: TrainState, batch: Int32[Array, "batch length"], key: jax.Array
+        state: TrainState,
+        batch: Int32[Array, "batch length"],
+        key: jax.Array,
+        learning_rate: Float32[Array, ""] | None = None,
     ) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(key, state.step)
         value, grads = loss_and_grads(state.params, batch, key)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, learning_rate=learning_rate
+        )
         updated = (optax.apply_updates(state.params, updates), opt_state)
         finite &= all_finite(updated)
         params, largest_params = _largest_unless(finite, state.params)
@@ -115,6 +121,19 @@ def make_train_step(
         return new, StepMetrics(value, grad_norm, finite, state.skipped, largest)
 
     return step
+
+
+def scheduled(step: Callable[..., Any], learning_rate: optax.Schedule) -> Callable[..., Any]:
+    """Returns `step(state, batch, key)` with the learning rate for the number of updates made before it.
+
+    A program of its own computes the rate, on the device.
+    """
+    rate = jax.jit(lambda state_step, skipped: learning_rate(state_step - skipped))
+
+    def at_rate(state: TrainState, batch: Int32[Array, "batch length"], key: jax.Array):
+        return step(state, batch, key, rate(state.step, state.skipped))
+
+    return at_rate
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:

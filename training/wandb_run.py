@@ -22,6 +22,8 @@ _PATIENCE = 60  # seconds to wait for a login and the server at the start, and a
 class WandbRun:
     """Logs to W&B. A sink of `MetricsLog`."""
 
+    name = "--wandb"
+
     def __init__(self, folder: pathlib.Path, configuration: Mapping[str, Any]):
         """Begins or continues the run; if W&B cannot be reached, its data stays in the folder.
 

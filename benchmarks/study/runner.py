@@ -28,8 +28,9 @@ from training.config import DataConfig, OptimizerConfig
 from training.data.megatron import MegatronCorpus, load_megatron
 from training.environment import facts
 from training.files import write_atomically
+from training.learning_rate import learning_rate
 from training.optimizer import make_optimizer
-from training.step import evaluate, init_state, make_eval_step, make_train_step
+from training.step import evaluate, init_state, make_eval_step, make_train_step, scheduled
 
 IMPLEMENTATION = "xla"
 """Every cell's: it multiplies the exact values in bfloat16, so that only the policy varies."""
@@ -115,7 +116,8 @@ class Programs:
         p = self.protocol
         self.model = model_of(cell, corpus.vocab_size)
         self.data = DataConfig(batch_size=p.batch, seq_len=p.seq)
-        optimizer = make_optimizer(OptimizerConfig(lr=p.lr, warmup_steps=p.warmup), p.horizon or p.steps)
+        config = OptimizerConfig(lr=p.lr, warmup_steps=p.warmup)
+        optimizer = make_optimizer(config)
         self.policy = policy_of(cell)
         options = {
             "policies": llama.layer_policies(self.model, self.policy),
@@ -123,7 +125,8 @@ class Programs:
         }
         loss = functools.partial(_call, llama.mean_loss, self.model, options)
         losses = functools.partial(_call, llama.losses, self.model, options)
-        self.train_step = make_train_step(loss, optimizer)
+        schedule = learning_rate(config, p.horizon or p.steps)
+        self.train_step = scheduled(make_train_step(loss, optimizer), schedule)
         self.eval_step = make_eval_step(losses)
         self.first_state = jax.jit(
             lambda key: init_state(with_outliers(llama.init(self.model, key), p.outlier_channels), optimizer)

@@ -8,26 +8,45 @@ in float32 and one more tensor.
 This is a program, like train.py: it may import `training`, which the modules of `models` may not.
 """
 
-import signal
-import sys
+if __name__ == "__main__":
+    from training.startup import prepare_process
+
+    prepare_process()  # before the other imports, which take seconds
+
+import functools
+from collections.abc import Callable
 
 import jax
 import tyro
 
 from training.environment import input_errors
+from training.flags import flags
 from training.huggingface_runs import export_checkpoint, import_checkpoint
+from training.startup import output_errors, unwinding_signals
+
+PROGRAM = "python -m models.huggingface"
 
 
 def main() -> None:
     """Runs the command line."""
     jax.config.update("jax_platforms", "cpu")  # the weights need no accelerator
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # removes what is half-made
-    with input_errors():
-        commands = {"import": import_checkpoint, "export": export_checkpoint}
-        config = tyro.extras.subcommand_cli_from_dict(
-            commands, prog="python -m models.huggingface", description=__doc__
-        )
+    commands = {"import": _later(import_checkpoint), "export": _later(export_checkpoint)}
+    parse = tyro.extras.subcommand_cli_from_dict
+    run = flags(lambda: parse(commands, prog=PROGRAM, description=__doc__), PROGRAM)
+    with unwinding_signals(), input_errors():
+        config = run()
+    with output_errors():
         print(f"{config.n_params:,} parameters: {config}")
+
+
+def _later[**P, T](command: Callable[P, T]) -> Callable[P, Callable[[], T]]:
+    """Returns a function with the command's signature that returns a call of it."""
+
+    @functools.wraps(command)
+    def bind(*args: P.args, **kwargs: P.kwargs) -> Callable[[], T]:
+        return functools.partial(command, *args, **kwargs)
+
+    return bind
 
 
 if __name__ == "__main__":

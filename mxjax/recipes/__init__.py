@@ -44,7 +44,7 @@ _SOURCES = {
     "tetrajet": "arXiv 2502.20853",
     "nvfp4": "arXiv 2509.25149",
     "nvfp4_te": "arXiv 2509.25149, TransformerEngine's signs",
-    "nvfp4_unclipped": "the same, block scales of dy 17/16 as large (arXiv 2601.22813, section 3.1)",
+    "nvfp4_unclipped": "the same, block scales of dy 17/16 as large (arXiv 2601.22813, section 3)",
     "fp4_all_the_way": "arXiv 2505.19115",
     "four_over_six": "arXiv 2512.02010",
     "four_over_six_mae": "arXiv 2512.02010, errors as in TransformerEngine",
@@ -75,10 +75,11 @@ def source(name: str) -> str:
 def describe(policy: Policy) -> str:
     """Returns a policy operand by operand: one line for each GEMM, with the rotation of both operands."""
     names = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
+    width = max(28, *(len(str(o)) for g in policy.gemms.values() for o in (g.lhs, g.rhs)))
     lines: list[str] = []
     for gemm, (lhs, rhs) in names.items():
         g = policy.gemms[gemm]
-        line = f"{gemm}  {lhs:2} {g.lhs!s:28} {rhs:2} {g.rhs!s:28} {g.rotation or ''}"
+        line = f"{gemm}  {lhs:2} {g.lhs!s:{width}} {rhs:2} {g.rhs!s:{width}} {g.rotation or ''}"
         lines.append(line.rstrip())
     return "\n".join(lines)
 

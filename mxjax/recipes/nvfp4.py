@@ -21,15 +21,16 @@ _H16 = Rotation(16, "fixed", values=TE_SIGNS)
 def nvfp4() -> dict[str, Policy]:
     """Returns the policies by name."""
     gradient = _stochastic(_NV)
-    # Pretraining LLMs with NVFP4, arXiv 2509.25149, section 4; signs: appendix C.4 draws them once.
+    # Pretraining LLMs with NVFP4, arXiv 2509.25149: H16 for Wgrad, section 4.2; weights in 16 x 16 blocks,
+    # 4.3; stochastic rounding of dy alone, 4.4.
     plain = _tiled(_NV, gradient, Rotation(16, "fixed"))
     unclipped = dataclasses.replace(gradient, scale_target=UNCLIPPED)
     return {
         "nvfp4": plain,
         "nvfp4_te": _tiled(_NV, gradient, _H16),
-        # arXiv 2601.22813, section 3.1, and `nvidia.py` in its code: 17/16 on scales rounded stochastically.
+        # arXiv 2601.22813, section 3, and `nvidia.py` in its code: scales 17/16 as large for dy.
         "nvfp4_unclipped": _tiled(_NV, unclipped, _H16),
-        # FP4 All the Way, arXiv 2505.19115, section 4: stochastic for dy in both GEMMs, and for x in Wgrad.
+        # FP4 All the Way, arXiv 2505.19115: stochastic rounding of dy in both GEMMs, and of x in Wgrad.
         "fp4_all_the_way": Policy(Gemm(_NV, _NV), Gemm(gradient, _NV), Gemm(gradient, gradient)),
         "four_over_six": _four_over_six("mse"),
         "four_over_six_mae": _four_over_six("mae"),
@@ -53,9 +54,10 @@ def _tiled(operand: Operand, gradient: Operand, rotation: Rotation | None) -> Po
 def _four_over_six(error: FourOverSix) -> Policy:
     """Four Over Six, arXiv 2512.02010: every operand chooses its block scales, over `nvfp4_unclipped`.
 
-    From its repository: scales up to 256 (section 3.2 of the paper; E4M3_MAX_FOUROVERSIX), weights in 2-D
-    blocks (`weight_scale_2d`), gradients `stochastic_unbiased` (configs/transformer_340M_nvfp4_fouroversix).
-    Its error is "mse"; "mae" is the default of TransformerEngine's nvfp4_4over6.
+    From section 3 of the paper: scales up to 256, so that 3/2 of the largest is in range; errors "mse". From
+    its repository: weights in 2-D blocks (`weight_scale_2d`) and gradients `stochastic_unbiased`
+    (scripts/train/configs/transformer_340M_nvfp4_fouroversix.json). "mae" is the default of
+    TransformerEngine's nvfp4_4over6.
     """
     operand = Operand("nvfp4", scale_max=256, four_over_six=error)
     return _tiled(operand, dataclasses.replace(_stochastic(operand), scale_target=UNCLIPPED), _H16)
@@ -72,7 +74,7 @@ def _ue5m3(scale_max: int | None) -> Policy:
 
 
 def _quartet2() -> Policy:
-    """Quartet II, arXiv 2601.22813: four over six in Fprop (section 4), MS-EDEN in the others (section 3).
+    """Quartet II, arXiv 2601.22813: four over six in Fprop (figure 3), MS-EDEN in the others (section 3.3).
 
     From `quartet_2.py` in its code: scale range 255.99, target 6 / (17/16 * 0.93), both backward GEMMs
     rotated by H128 with signs redrawn, x and w as the Fprop's quantization left them. One correction for each

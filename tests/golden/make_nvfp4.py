@@ -20,6 +20,9 @@ Writes nvfp4.npz next to this file. x, w and dy, [128, 128] float32, are those o
     quartet/{rtn,four_over_six}             x by Quartet-II's Triton kernels, dequantized; first 16 rows
     quartet/{signs,low,high,mean}           x by its MS-EDEN kernel after H128 with `signs`: smallest, largest and
                                             mean value over DRAWS seeds; first 16 rows
+    quartet/{y,dx,dw}                       its linear layer, gradients' mean over LAYER_DRAWS draws of signs and
+                                            scales; first 16 rows
+    quartet/{dx,dw}_noise                   mean over draws of |d - mean|^2 / |mean|^2, of all rows
     tetrajet/nearest                        x by TetraJet-v2's Triton kernel for fake quantization; first 16 rows
     tetrajet/{low,high,mean}                x by its stochastic kernel, over DRAWS draws; first 16 rows
     tetrajet/y                              product of x and w by the kernel for nearest; first 16 rows
@@ -46,6 +49,7 @@ import triton.language as tl
 import triton.runtime.interpreter
 
 DRAWS = 256
+LAYER_DRAWS = 64
 ROWS = 16
 
 
@@ -173,7 +177,7 @@ def transformer_engine(root, x, w, dy, out):
     out["te/signs"] = reference.get_wgrad_sign_vector().numpy()
 
 
-def quartet(root, x, out):
+def quartet(root, x, w, dy, out):
     source = pathlib.Path(root) / "src" / "models"
     package("models", source)
     package("models.quantization", source / "quantization")
@@ -182,30 +186,49 @@ def quartet(root, x, out):
     import models.quantization.quantizers.nvfp4_triton as nvfp4
     import models.quantization.schemes.quartet_2 as scheme
 
-    elements = x.numel()
-    for name, four_over_six in (("rtn", False), ("four_over_six", True)):
+    def nearest(x, four_over_six):
         y = torch.empty_like(x)
-        nvfp4.rtn_1x16s_fp4_kernel.fn[(elements // 2048,)](
-            x, x.abs().max(), y, elements, 1.0, 16, four_over_six, BLOCK_SIZE=2048
+        nvfp4.rtn_1x16s_fp4_kernel.fn[(x.numel() // 2048,)](
+            x, x.abs().max(), y, x.numel(), 1.0, 16, four_over_six, BLOCK_SIZE=2048
         )
-        out[f"quartet/{name}"] = y[:ROWS].numpy()
+        return y
 
+    def eden(x, matrix, amax, seed):
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        scheme.eden_1x16s_fp4_kernel.fn[(x.numel() // 2048,)](
+            x, matrix.T.contiguous(), amax, y, torch.zeros(1), x.numel(), 128,
+            scheme.Quartet_II_fn.backward_scale_override, 16, seed, BLOCK_SIZE=2048,
+        )  # fmt: skip
+        return y
+
+    out["quartet/rtn"] = nearest(x, False)[:ROWS].numpy()
+    out["quartet/four_over_six"] = nearest(x, True)[:ROWS].numpy()
     signs = torch.from_numpy(np.random.RandomState(1).choice([-1.0, 1.0], 128).astype(np.float32))
     # `rerotate_hadamard` is H @ diag(signs), and its wrapper transposes it for x @ H.T.
     matrix = scheme.get_hadamard_matrix(128, torch.float32, "cpu") * signs
     amax = (x @ matrix.T).abs().max()
-    draws = []
-    for seed in range(DRAWS):
-        y = torch.empty_like(x[:ROWS])
-        scheme.eden_1x16s_fp4_kernel.fn[(1,)](
-            x[:ROWS].contiguous(), matrix.T.contiguous(), amax, y, torch.zeros(1), ROWS * 128, 128,
-            scheme.Quartet_II_fn.backward_scale_override, 16, seed, BLOCK_SIZE=ROWS * 128,
-        )  # fmt: skip
-        draws.append(y.numpy())
-    draws = np.stack(draws)
+    draws = np.stack([eden(x[:ROWS], matrix, amax, seed).numpy() for seed in range(DRAWS)])
     out["quartet/signs"] = signs.numpy()
     out["quartet/low"], out["quartet/high"] = draws.min(0), draws.max(0)
     out["quartet/mean"] = draws.mean(0, dtype=np.float64).astype(np.float32)
+
+    # `Quartet_II_fn.forward` and `backward`, with their 4/6 and a maximum of the current tensor.
+    seen_x, seen_w = nearest(x, True), nearest(w.T.contiguous(), True)
+    out["quartet/y"] = (seen_x @ seen_w.T)[:ROWS].numpy()
+    gradients = {"dx": [], "dw": []}
+    rng = np.random.RandomState(2)
+    for draw in range(LAYER_DRAWS):
+        matrix = matrix * torch.from_numpy(rng.choice([-1.0, 1.0], 128).astype(np.float32))
+        operands = []
+        for i, t in enumerate((dy, seen_w.T, dy.T, seen_x.T)):
+            operands.append(eden(t, matrix, (t.reshape(-1, 128) @ matrix.T).abs().max(), 4 * draw + i))
+        gradients["dx"].append((operands[0] @ operands[1].T).numpy())
+        gradients["dw"].append((operands[3] @ operands[2].T).numpy())
+    for name, drawn in gradients.items():
+        mean = np.mean(drawn, 0, dtype=np.float64)
+        out[f"quartet/{name}"] = mean[:ROWS].astype(np.float32)
+        out[f"quartet/{name}_noise"] = np.mean(np.sum((drawn - mean) ** 2, (1, 2))) / np.sum(mean**2)
 
 
 def tetrajet(root, x, w, out):
@@ -249,7 +272,7 @@ def main(fouroversix_root, transformer_engine_root, quartet_root, tetrajet_root)
     x, w, dy = (torch.from_numpy(t) for t in inputs())
     fouroversix(fouroversix_root, x, w, dy, out)
     transformer_engine(transformer_engine_root, x, w, dy, out)
-    quartet(quartet_root, x, out)
+    quartet(quartet_root, x, w, dy, out)
     tetrajet(tetrajet_root, x, w, out)
     path = pathlib.Path(__file__).with_name("nvfp4.npz")
     np.savez_compressed(path, **out)

@@ -128,7 +128,7 @@ def test_with_a_target_of_6_times_16_17ths_nothing_clips():
 
 
 def test_e4m3_scales_bias_stochastic_rounding_by_clipping():
-    """The slope of E[q(x)] on x; arXiv 2601.22813, section 3.1."""
+    """The slope of E[q(x)] on x; arXiv 2601.22813, section 3."""
     x = jax.random.normal(jax.random.key(0), (256, 256))
 
     def slope(operand: Operand):

@@ -76,7 +76,7 @@ PUBLISHED = {
     "quartet2": Policy(
         Gemm(_six_or_four, _six_or_four), Gemm(_eden, _eden_seen, _h128), Gemm(_eden_seen, _eden, _h128)
     ),
-    # arXiv 2510.27527, section 3; linear.py in its code
+    # arXiv 2510.27527; linear.py in its code
     "tetrajet_v2": Policy(
         Gemm(_double, _double), Gemm(_double_sr, _double_seen, _h16), Gemm(_double_seen, _double_sr, _h16)
     ),
@@ -222,8 +222,15 @@ def exact_products():
     return (x, w, dy), (x @ w, dy @ w.T, x.T @ dy)
 
 
+# Of a recipe with variants the default tests run one.
+VARIANTS = {"nvfp4_te", "nvfp4_unclipped", "four_over_six_mae", "ue5m3_no_tensor_scale", "lumen_dequantized"}
+
+
 # Lengths that no block or rotation divides, so that every policy pads.
-@pytest.mark.parametrize("name", mxjax.policies())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in VARIANTS else n for n in mxjax.policies()],
+)
 def test_every_policy_runs_with_the_error_of_its_formats(name):
     policy = mxjax.get_policy(name)
     (x, w, dy), exact = exact_products()

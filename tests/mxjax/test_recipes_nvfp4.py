@@ -147,26 +147,41 @@ def test_quartet2_corrects_by_run_as_its_code_or_by_block_as_the_paper():
         assert abs(np.vdot(mean, x[:16]) / np.vdot(x[:16], x[:16]) - 1) < 0.003
 
 
-@pytest.mark.parametrize("name", [pytest.param("quartet2", marks=pytest.mark.slow), "ue5m3"])
-def test_gradients_are_unbiased(name):
+def gradients_of(policy, x, w, dy, keys):
+    def gradients(key):
+        dot = functools.partial(mxjax.dot, policy=policy, key=key, implementation="reference")
+        return jax.vjp(dot, x, w)[1](jnp.asarray(dy))
+
+    run = jax.jit(functools.partial(jax.lax.map, gradients))
+    return [np.asarray(t, np.float64) for t in run(jax.random.split(jax.random.key(1), keys))]
+
+
+@pytest.mark.slow
+def test_the_layer_of_quartet2_has_its_forward_and_the_mean_and_noise_of_its_gradients():
+    policy, draws = mxjax.get_policy("quartet2"), 64
+    x, w, dy = inputs()
+    y = mxjax.dot(x, w, policy=policy, key=jax.random.key(0), implementation="reference")
+    assert np.abs(y[:16] - GOLDEN["quartet/y"]).max() < 1e-6 * np.abs(GOLDEN["quartet/y"]).max()
+    for name, found in zip(("dx", "dw"), gradients_of(policy, x, w, dy, draws), strict=True):
+        mean = found.mean(0)
+        noise = np.mean(np.sum((found - mean) ** 2, (1, 2))) / np.sum(mean**2)
+        assert noise == pytest.approx(GOLDEN[f"quartet/{name}_noise"], rel=0.05)
+        error = found.std(0)[:16] * np.sqrt(2 / draws)  # of a difference of two means
+        deviation = (mean[:16] - GOLDEN[f"quartet/{name}"]) / error
+        assert np.abs(deviation).max() < 6
+        assert np.mean(deviation**2) == pytest.approx(1, abs=0.25)
+
+
+def test_gradients_of_ue5m3_are_unbiased():
     """The mean of dx and dw over keys, against the products of the forward operands that the policy sees."""
-    policy = mxjax.get_policy(name)
+    policy = mxjax.get_policy("ue5m3")
     x, w, dy = (t[:64, :64] / 16 for t in inputs())
 
     def values(t, operand, axis):
         return np.asarray(mxjax.dequantize(mxjax.quantize(t, operand, axis=axis)), np.float64)
 
-    def gradients(key):
-        dot = functools.partial(mxjax.dot, policy=policy, key=key, implementation="reference")
-        return jax.vjp(dot, x, w)[1](jnp.asarray(dy))
-
-    run = functools.partial(jax.lax.map, gradients)
-    seen_x, seen_w = x, w
-    if name == "quartet2":
-        seen_x, seen_w = values(x, policy.fprop.lhs, -1), values(w, policy.fprop.rhs, -2)
-    else:
-        seen_x, seen_w = values(x, policy.wgrad.lhs, -2), values(w, policy.dgrad.rhs, -1)
-    dx, dw = (np.asarray(t, np.float64) for t in jax.jit(run)(jax.random.split(jax.random.key(1), 128)))
-    for found, exact in ((dx, dy @ seen_w.T), (dw, seen_x.T @ dy)):
-        slope = np.tensordot(found, exact, 2) / np.vdot(exact, exact)
-        assert abs(slope.mean() - 1) < (0.008 if name == "ue5m3" else 0.005)
+    dx, dw = gradients_of(policy, x, w, dy, 128)
+    exact = dy @ values(w, policy.dgrad.rhs, -1).T, values(x, policy.wgrad.lhs, -2).T @ dy
+    for found, expected in zip((dx, dw), exact, strict=True):
+        slope = np.tensordot(found, expected, 2) / np.vdot(expected, expected)
+        assert abs(slope.mean() - 1) < 0.008  # its scales are rounded to nearest

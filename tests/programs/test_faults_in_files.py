@@ -3,6 +3,7 @@
 One short run is trained once; each test breaks a copy of it.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -15,7 +16,9 @@ import time
 
 import numpy as np
 import pytest
+from support.runs import error_of
 
+import eval as evaluation_program
 import train as training_program
 from models import llama
 from models.config_file import from_dict
@@ -51,15 +54,6 @@ def whole(text, tmp_path_factory):
 def run(whole, tmp_path):
     """A copy of the run."""
     return shutil.copytree(whole, tmp_path / "run")
-
-
-def error_of(*arguments, program=training_program.main):
-    """Returns the line with which a program ends."""
-    with pytest.raises(SystemExit) as ended:
-        program([str(argument) for argument in arguments])
-    assert isinstance(ended.value.code, str)  # so that the status is 1
-    assert "\n" not in ended.value.code
-    return ended.value.code
 
 
 def begin(arguments, errors, output):
@@ -128,9 +122,10 @@ def test_a_folder_in_use_is_left_alone(run):
     holder = subprocess.Popen([sys.executable, "-c", code, str(run)], cwd=ROOT, **pipes)
     assert holder.stdout.readline() == "locked\n"
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
-    said = error_of("--resume", "--out", run)
+    said = [error_of("--resume", "--out", run), error_of(*SHORT, "--data", run, "--out", run)]
     holder.communicate("")
-    assert f"{run} is in use by process {holder.pid} on {os.uname().nodename}" in said
+    for line in said:
+        assert f"{run} is in use by process {holder.pid} on {os.uname().nodename}" in line
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
@@ -174,7 +169,7 @@ def test_moments_that_would_become_nan_end_the_run_with_its_last_finite_state(te
     export_checkpoint(out, tmp_path / "exported")  # finite
 
 
-def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, tmp_path):
+def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, text, tmp_path):
     model = from_dict(read_run_config(run)["model"])
     with Checkpoints(run / "checkpoints") as checkpoints:
         params = checkpoints.restore_params(llama.abstract_params(model))
@@ -188,6 +183,12 @@ def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, tmp_path)
     assert not (tmp_path / "exported").exists()
     export_checkpoint(run, tmp_path / "exported", allow_nonfinite=True)
     assert "holds NaN or infinity; go on from an earlier one" in error_of("--resume", "--out", run)
+    said = error_of(*SHORT, "--data", text, "--init", run, "--out", tmp_path / "new")
+    assert "holds NaN or infinity; go on from an earlier one" in said
+    assert not (tmp_path / "new").exists()
+    for command in ([run], ["sample", run], ["diagnose", run]):
+        said = error_of(*command, program=evaluation_program.run_command)
+        assert f"the weights of step 0 in {run} hold NaN or infinity" in said
 
 
 def test_nothing_is_copied_through_a_link_of_a_run_to_begin_with(run, text, tmp_path):
@@ -238,6 +239,39 @@ def test_a_folder_that_is_moved_ends_the_run(text, tmp_path):
     assert said.count("\n") == 1
     assert f"could not be saved in {out}/checkpoints" in said
     assert "was removed or moved" in said or "Check that the folder is in its place" in said
+
+
+@contextlib.contextmanager
+def unwritable(folder):
+    """Makes a folder, with all in it, one in which this user can create nothing."""
+    if os.geteuid() == 0:  # whom no permission stops
+        commands = [["chattr", "-R", sign + "i", str(folder)] for sign in "+-"]
+    else:
+        commands = [["chmod", "-R", f"u{sign}w", str(folder)] for sign in "-+"]
+    if shutil.which(commands[0][0]) is None or subprocess.run(commands[0], capture_output=True).returncode:
+        subprocess.run(commands[1], capture_output=True)
+        pytest.skip("files cannot be made immutable here")
+    try:
+        yield
+    finally:
+        subprocess.run(commands[1], check=True)
+
+
+@pytest.mark.slow
+def test_a_folder_that_becomes_unwritable_ends_the_run_and_resuming_is_possible(text, tmp_path):
+    out, errors = tmp_path / "run", tmp_path / "errors.txt"
+    process = start(errors, *LONG, "--data", text, "--out", out)
+    wait_for_lines(process, out / "metrics.jsonl", 5)
+    with unwritable(out):
+        process.join(30)
+        assert process.exitcode == 1
+        assert "Get permission to read and write there" in error_of("--resume", "--out", out)
+    said = errors.read_text()
+    assert said.count("\n") == 1
+    assert f"could not be saved in {out}/checkpoints" in said
+    newest = max(saved_steps(out / "checkpoints"))
+    training_program.main(["--resume", "--out", str(out), "--stop-after", str(newest + 1)])
+    assert read_records(out)[-1]["step"] == newest + 1
 
 
 @pytest.mark.parametrize("program", ["train.py", pytest.param("eval.py", marks=pytest.mark.slow)])

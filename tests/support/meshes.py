@@ -25,10 +25,11 @@ from training import parameter_sharding
 from training.checkpoint.checkpoints import Checkpoints
 from training.config import OptimizerConfig
 from training.environment import enable_compilation_cache
+from training.learning_rate import learning_rate
 from training.memory import step_memory
 from training.mesh import global_batch, make_mesh, on_mesh
 from training.optimizer import make_optimizer
-from training.step import make_eval_step, make_train_step
+from training.step import make_eval_step, make_train_step, scheduled
 from training.vocabulary import filled_size, resize, resize_on
 
 # Every axis has 8 whole blocks and rotations of 32.
@@ -56,9 +57,8 @@ class OnMesh:
         rules = [("blocks.*.attention.[sv]*", mxjax.get_policy("fp32"))] if dtype == jnp.float32 else []
         rules.append(("head", mxjax.get_policy(head)))
         self.policies = policies = llama.layer_policies(model, mxjax.get_policy(policy), rules)
-        optimizer = make_optimizer(
-            OptimizerConfig(lr=0.3, eps=1.0, warmup_steps=1), 10
-        )  # as SGD: Adam would enlarge the smallest differences
+        config = OptimizerConfig(lr=0.3, eps=1.0, warmup_steps=1)  # as SGD: Adam enlarges small differences
+        optimizer, schedule = make_optimizer(config), learning_rate(config, 10)
         devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
         self.mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
 
@@ -80,7 +80,8 @@ class OnMesh:
             fill = functools.partial(resize, size=filled_size(self.mesh.shape, model, [policies]))
             first = parameter_sharding.first_state(model, optimizer, self.mesh, jax.random.key(0), fill)
         self.state, self.shardings = first
-        self.step = make_train_step(loss, optimizer, accumulate=accumulate, shardings=self.shardings)
+        self.program = make_train_step(loss, optimizer, accumulate=accumulate, shardings=self.shardings)
+        self.step = scheduled(self.program, schedule)
         self.eval_step = on_mesh(self.mesh, make_eval_step(losses))
 
     def run(self, batches) -> list[float]:
@@ -93,6 +94,10 @@ class OnMesh:
         same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), self.state, self.shardings)
         assert all(jax.tree.leaves(same)), same
         return [value for values in zip(*found, strict=True) for value in values]
+
+    def lower(self, batch):
+        """Returns the lowered step."""
+        return self.program.lower(self.state, global_batch(self.mesh, batch), jax.random.key(0), jnp.ones(()))
 
     def evaluate(self, batch) -> float:
         """Returns the loss of all but one sequence of the batch, which no mesh divides."""
@@ -178,7 +183,7 @@ def compile_step(policy: str, shape: str, implementation: str) -> None:
     pieces.LOSS_TOKENS = 16
     on = OnMesh(policy, tuple(map(int, shape.split(","))), implementation, remat="full", accumulate=2)
     with jax.set_mesh(on.mesh):
-        on.step.lower(on.state, global_batch(on.mesh, all_batches()[0]), jax.random.key(0)).compile()
+        on.lower(all_batches()[0]).compile()
 
 
 def memory(*cases: str) -> None:
@@ -201,7 +206,7 @@ def memory(*cases: str) -> None:
                 remat=remat,
             )
         with jax.set_mesh(on.mesh):
-            step = on.step.lower(on.state, global_batch(on.mesh, batch), jax.random.key(0)).compile()
+            step = on.lower(batch).compile()
         m = step.memory_analysis()
         held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
         print(json.dumps({"case": case, "estimate": estimate, "allocated": held + m.temp_size_in_bytes}))

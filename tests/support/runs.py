@@ -4,6 +4,7 @@ import json
 
 import jax
 import numpy as np
+import pytest
 
 import train as training_program
 from training.checkpoint.checkpoints import Checkpoints
@@ -18,6 +19,15 @@ def run(text, out, *flags):
 
 def resume(out, *flags):
     return training_program.train(parse(["--resume", "--out", str(out), *flags]))
+
+
+def error_of(*arguments, program=training_program.main):
+    """Returns the line with which a program ends with status 1."""
+    with pytest.raises(SystemExit) as ended:
+        program([str(argument) for argument in arguments])
+    assert isinstance(ended.value.code, str)  # so that the status is 1
+    assert "\n" not in ended.value.code
+    return ended.value.code
 
 
 def lines(out):

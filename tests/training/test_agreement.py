@@ -62,3 +62,17 @@ def test_processes_with_other_flags_and_data_do_not_train(tmp_path):
         assert f"train.py: error: --distributed: {message}" in errors
         assert "Traceback" not in errors
     assert not run.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [0, 1])
+def test_wrong_flags_of_one_process_end_both(tmp_path, bad):
+    of_each = [(ROOT, "--out", tmp_path / "run"), (ROOT, "--out", tmp_path / "run")]
+    of_each[bad] = (*of_each[bad], "--lrx", "1")
+    runs = start_pair(*of_each)
+    errors = [run.communicate(timeout=300)[1] for run in runs]
+    said = "Unrecognized options: --lrx, 1; did you mean --lr?; see train.py --help\n"
+    assert errors[bad] == f"train.py: error: {said}"
+    assert errors[1 - bad] == f"train.py: error: process {bad}: {said}"
+    assert (runs[bad].returncode, runs[1 - bad].returncode) == (2, 1)
+    assert not (tmp_path / "run").exists()

@@ -43,7 +43,7 @@ def test_only_the_newest_are_kept(tmp_path, state):
             checkpoints.save(at_step(state, step), {"next_index": step})
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest == 3
-        with pytest.raises(ValueError, match=r"no checkpoint of step 1; there are \[2, 3\]"):
+        with pytest.raises(ValueError, match=r"no checkpoint of step 1 in .*; there are \[2, 3\]"):
             checkpoints.restore_params(state.params, 1)
 
 

@@ -1,10 +1,13 @@
 """Whole runs that begin with a Hugging Face checkpoint and end in one, on the bytes of a text."""
 
 import json
+import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -15,6 +18,8 @@ import eval as evaluation_program
 import train as training_program
 from models import llama
 from models.configs import to_dict
+from models.huggingface import __main__ as huggingface_program
+from training import huggingface_runs
 from training.command_line import parse
 from training.data.indexed_dataset import IndexedDataset
 from training.huggingface_runs import export_checkpoint, import_checkpoint
@@ -151,3 +156,20 @@ def test_the_commands_run(checkpoint, tmp_path):
     assert "error:" in failed.stderr
     assert "is not an empty folder" in failed.stderr
     assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_import_leaves_nothing(checkpoint, tmp_path, monkeypatch, capfd, number):
+    def interrupted(*_):
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    handler = signal.getsignal(number)
+    monkeypatch.setattr(huggingface_runs, "save_params", interrupted)
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "import", str(checkpoint), str(tmp_path / "run")])
+    with pytest.raises(SystemExit) as ended:
+        huggingface_program.main()
+    assert ended.value.code == 128 + number
+    assert capfd.readouterr().err.endswith(": interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is handler

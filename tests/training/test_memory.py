@@ -26,7 +26,7 @@ SMALL = LlamaConfig(257, 64, 4, 4, 2, 16, 192)
 def compare(config, batch_size, seq_len, accumulate, policy, implementation, remat):
     """Returns the estimate and what the compiled step takes, in bytes."""
     policies = llama.layer_policies(config, mxjax.get_policy(policy))
-    optimizer = make_optimizer(OptimizerConfig(), 10)
+    optimizer = make_optimizer(OptimizerConfig())
     state = jax.eval_shape(lambda: init_state(llama.init(config, jax.random.key(0)), optimizer))
     options = {"implementation": implementation, "remat": remat}
     estimate = step_memory(
@@ -45,7 +45,8 @@ def compare(config, batch_size, seq_len, accumulate, policy, implementation, rem
 
     step = make_train_step(loss, optimizer, accumulate=accumulate)
     batch = jax.ShapeDtypeStruct((batch_size, seq_len + 1), jnp.int32)
-    m = step.lower(state, batch, jax.eval_shape(lambda: jax.random.key(0))).compile().memory_analysis()
+    key, rate = jax.eval_shape(lambda: (jax.random.key(0), jnp.zeros(())))
+    m = step.lower(state, batch, key, rate).compile().memory_analysis()
     held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
     return estimate, held + m.temp_size_in_bytes
 

@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 
 import jax
 import pytest
@@ -196,7 +197,7 @@ def test_a_first_process_that_cannot_be_reached_or_cannot_listen_is_an_error(mon
         for name, value in (("COORDINATOR_ADDRESS", address), ("NUM_PROCESSES", "2"), ("PROCESS_ID", "0")):
             monkeypatch.setenv(f"JAX_{name}", value)
 
-        def initialize(*arguments):
+        def initialize(*arguments, **options):
             raise RuntimeError("Failed to start RPC server")
 
         monkeypatch.setattr(jax.distributed, "initialize", initialize)
@@ -206,6 +207,18 @@ def test_a_first_process_that_cannot_be_reached_or_cannot_listen_is_an_error(mon
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
         with pytest.raises(ValueError, match=f"must be HOST:PORT, got '{address}'"):
             join_processes()
+
+
+def test_processes_that_do_not_join_end_the_program_in_one_line(monkeypatch, capfd):
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: ended.wait(10))
+    for name, value in (("COORDINATOR_ADDRESS", "here:80"), ("NUM_PROCESSES", "2"), ("PROCESS_ID", "0")):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    join_processes(0)
+    said = capfd.readouterr().err
+    assert "error: --distributed: not all 2 processes at here:80 have joined within 0 s; see what" in said
+    assert said.count("\n") == 1
 
 
 def test_every_parameter_has_logical_axes():

@@ -189,3 +189,38 @@ def test_the_time_left_is_that_of_the_steps_that_remain(monkeypatch, capsys):
     first, later = capsys.readouterr().out.splitlines()
     assert "left" not in first
     assert "1:15:00 left" in later
+
+
+class Sink:
+    """A sink whose methods may fail."""
+
+    def __init__(self, name, error=None):
+        self.name, self.error, self.closed = name, error, []
+
+    def write(self, step, values):
+        if self.error is not None:
+            raise self.error
+
+    def close(self, failed):
+        self.closed.append(failed)
+        self.write(0, {})
+
+
+def test_every_sink_is_closed_and_the_one_that_fails_is_named(tmp_path):
+    sinks = [Sink("--first"), Sink("--second", OSError(28, "No space left on device", "/x")), Sink("--third")]
+    with (
+        pytest.raises(OSError, match=r"No space left on device \(writing the files of --second\): '/x'"),
+        MetricsLog(tmp_path / "metrics.jsonl", sinks=sinks) as log,
+    ):
+        log.write(step=1, loss=0.5)
+    assert [sink.closed for sink in sinks] == [[True]] * 3
+    with pytest.raises(OSError, match="--second"), MetricsLog(tmp_path / "metrics.jsonl", sinks=sinks):
+        pass
+    assert [sink.closed for sink in sinks] == [[True, True], [True, False], [True, False]]
+
+
+def test_sinks_are_closed_if_the_file_cannot_be_opened(tmp_path):
+    sink = Sink("--first")
+    with pytest.raises(FileNotFoundError):
+        MetricsLog(tmp_path / "nowhere" / "metrics.jsonl", sinks=[sink])
+    assert sink.closed == [True]

@@ -46,10 +46,10 @@ def test_two_steps_equal_adamw_in_numpy():
         jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params) for _ in range(2)
     ]
 
-    optimizer = make_optimizer(config, 10)
+    optimizer, schedule = make_optimizer(config), learning_rate(config, 10)
     state, ours = optimizer.init(params), params
-    for g in grads:
-        updates, state = optimizer.update(g, state, ours)
+    for i, g in enumerate(grads):
+        updates, state = optimizer.update(g, state, ours, learning_rate=schedule(i))
         ours = jax.tree.map(jnp.add, ours, updates)
 
     def adamw(p, gs, decay):

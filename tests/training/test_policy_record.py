@@ -12,7 +12,7 @@ from models.configs import get_config
 from mxjax import Gemm, Operand, Policy, Rotation
 from training.command_line import parse
 from training.config import Config, PrecisionConfig, by_flag
-from training.policy_record import from_record, to_record
+from training.policy_record import changed_files, from_record, to_record
 from training.policy_schedule import parse_schedule, phases_of
 from training.policy_source import load_policy
 from training.run_config import from_json, to_json
@@ -59,6 +59,22 @@ def test_errors_name_the_file_in_one_line(files, source, message):
     with pytest.raises(ValueError, match=message) as caught:
         parse_schedule(source, 9)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_changed_since_the_run_began_is_noticed(files, tmp_path):
+    precision = PrecisionConfig("own.json; fp8 from 3", layers=("head=own.py:named",))
+    phases = phases_of(precision, 4, LAYER_POLICIES)
+    assert changed_files(precision, 4, phases, LAYER_POLICIES) == []
+    assert changed_files(PrecisionConfig("fp8"), 4, phases, LAYER_POLICIES) == []  # names no file
+    (tmp_path / "own.py").write_text("named = 'bf16'")
+    (said,) = changed_files(precision, 4, phases, LAYER_POLICIES)
+    assert "own.json; fp8 from 3 hold other policies than the run has on record, which it keeps" in said
+    (tmp_path / "own.json").write_text("{")
+    (said,) = changed_files(precision, 4, phases, LAYER_POLICIES)
+    assert said.startswith("warning: --policy 'own.json; fp8 from 3': own.json: ")
+    assert said.endswith("; the run keeps its policies on record")
+    (tmp_path / "own.json").unlink()
+    assert changed_files(precision, 4, phases, LAYER_POLICIES) == []
 
 
 def test_changes_hold_in_every_phase_but_not_in_exceptions():

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from training.run_lock import locked
+from training.run_lock import check_unlocked, locked
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOLD = "import pathlib, sys\nfrom training.run_lock import locked\n"
@@ -43,6 +43,13 @@ def test_a_file_system_without_locks_has_none(tmp_path, monkeypatch, number):
     else:
         with pytest.raises(OSError, match=os.strerror(number)), locked(tmp_path):
             pass
+
+
+def test_a_pipe_in_place_of_the_lock_is_named(tmp_path):
+    os.mkfifo(tmp_path / "lock")
+    for take in (check_unlocked, lambda folder: locked(folder).__enter__()):
+        with pytest.raises(ValueError, match="lock is not a file: remove it"):
+            take(tmp_path)
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):

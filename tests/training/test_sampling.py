@@ -81,3 +81,9 @@ def test_the_tokenizer_is_the_data_s(run, tmp_path):
 def test_flags_are_checked(flags, message):
     with pytest.raises(ValueError, match=message):
         SampleConfig(pathlib.Path("run"), **flags)
+
+
+def test_more_tokens_than_memory_holds_are_refused(run, monkeypatch):
+    monkeypatch.setattr(sampling, "memory_there_is", lambda: 2**30)
+    with pytest.raises(ValueError, match="keys and values of 2,147,483,648 tokens take 128 GiB and the dev"):
+        sample(SampleConfig(run, tokens=2**31 - 1))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import resource
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -47,6 +48,18 @@ def test_a_resumed_run_shows_each_step_once(tmp_path):
     with MetricsLog(tmp_path / "metrics.jsonl", 3, [EventFiles(tmp_path, 3)]) as log:
         log.write(step=4, loss=40.0)
     assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+
+
+def test_a_full_disk_is_an_error_and_no_hang(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        events = EventFiles(tmp_path)
+        with pytest.raises(OSError, match="File too large"):
+            events.write(1, {"policy": "fp8" * 10_000})
+        events.close(failed=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.slow

@@ -1,9 +1,12 @@
 """Corpora and batches: what is read, how it is split, and that batches depend on seed and step alone."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from training.config import DataConfig
+from training.data.load import load_data
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE, load_text
 from training.data.windows import batches, evaluation_batches
 
@@ -31,6 +34,18 @@ def test_a_file_is_split_near_its_end(tmp_path):
     joined = np.concatenate([corpus.train, corpus.validation])
     np.testing.assert_array_equal(joined, [*text, END_OF_DOCUMENT])
     assert 0 < len(corpus.validation) < len(corpus.train)
+
+
+def test_a_short_text_keeps_one_sequence_to_evaluate_on(tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(range(100)))
+    config = DataConfig((str(tmp_path / "a.txt"),), seq_len=16)
+    corpus = load_data(config, 257)
+    np.testing.assert_array_equal(corpus.train, range(84))
+    np.testing.assert_array_equal(corpus.validation, [*range(84, 100), END_OF_DOCUMENT])
+    assert corpus.source.endswith("a.txt (5 % of it are too few, so its last 17 tokens are evaluated)")
+    unchanged = load_data(dataclasses.replace(config, seq_len=4), 257)
+    assert len(unchanged.validation) == 5
+    assert unchanged.source == str(tmp_path / "a.txt")
 
 
 def test_a_folder_is_split_by_file_and_adding_files_moves_none(tmp_path):

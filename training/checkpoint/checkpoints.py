@@ -171,7 +171,8 @@ class Checkpoints:
         """
         steps = self._manager.all_steps()
         if not steps or step not in (None, *steps):
-            raise ValueError(f"no checkpoint of step {step}; there are {sorted(steps) or 'none'}")
+            which = "" if step is None else f" of step {step}"
+            raise ValueError(f"no checkpoint{which} in {self._folder}; there are {sorted(steps) or 'none'}")
         step = max(steps) if step is None else step
         folder = self._folder / str(step)
         if problems := find_problems(folder):

@@ -44,7 +44,10 @@ def check_opens(item: pathlib.Path, expected: Shapes) -> None:
 def check_saveable(folder: pathlib.Path) -> None:
     """Raises ValueError for a path below which orbax 0.12 writes checkpoints that nobody can read.
 
-    It takes the path for a pattern when it merges the files of the processes.
+    It takes the path for a pattern when it merges the files of the processes, and UTF-8 for its encoding.
     """
-    if found := sorted(set("*?[]\\") & set(str(folder.absolute()))):
+    text = str(folder.absolute())
+    if not text.isprintable():  # nor are bytes that are no UTF-8
+        raise ValueError(f"checkpoints cannot be saved in {text!r}: name a path of printable characters")
+    if found := sorted(set("*?[]\\") & set(text)):
         raise ValueError(f"checkpoints cannot be saved in {folder}: name a path without {' '.join(found)}")

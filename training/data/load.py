@@ -31,11 +31,31 @@ def load_data(config: DataConfig, model_vocab_size: int) -> TextCorpus | Megatro
         held_out = load_text(pathlib.Path(config.eval_data))
         whole = (np.concatenate([c.train, c.validation]) for c in (corpus, held_out))
         corpus = TextCorpus(*whole, source=corpus.source)
+    else:
+        corpus = _with_validation(corpus, config.seq_len + 1)
     if config.vocab_size is not None and config.vocab_size < VOCAB_SIZE:
         raise ValueError(
             f"text is read as {VOCAB_SIZE} ids, which --vocab-size {config.vocab_size} does not hold"
         )
     return dataclasses.replace(corpus, vocab_size=config.vocab_size or VOCAB_SIZE)
+
+
+def _with_validation(corpus: TextCorpus, fewest: int) -> TextCorpus:
+    """Returns a text whose two parts have at least `fewest` tokens; the source says if they were moved.
+
+    Raises:
+      ValueError: the text is too short for both.
+    """
+    if min(len(corpus.train), len(corpus.validation)) >= fewest:
+        return corpus
+    tokens = np.concatenate([corpus.train, corpus.validation])
+    if len(tokens) < 2 * fewest:
+        raise ValueError(
+            f"--data {corpus.source} has {len(tokens):,} tokens, and --seq-len + 1 = {fewest:,} are needed "
+            "to train on and as many to evaluate on; shorten --seq-len, or give more text or --eval-data"
+        )
+    source = f"{corpus.source} (5 % of it are too few, so its last {fewest:,} tokens are evaluated)"
+    return TextCorpus(tokens[:-fewest], tokens[-fewest:], source)
 
 
 def load_held_out(path: str, vocab_size: int, whole: bool) -> Integer[np.ndarray, " n"]:

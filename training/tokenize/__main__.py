@@ -7,6 +7,11 @@ and line, PREFIX.json counts them. After an interruption, even SIGKILL, the same
 files are kept in PREFIX.partial until PREFIX.bin and .idx are complete.
 """
 
+if __name__ == "__main__":
+    from training.startup import prepare_process
+
+    prepare_process()  # before the other imports, which take seconds
+
 from training.tokenize.tokenize import main
 
 if __name__ == "__main__":

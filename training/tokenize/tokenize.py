@@ -23,6 +23,8 @@ from training.data.indexed_dataset import IndexedWriter, token_dtype
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_path, tokenizer_vocab_size
 from training.environment import input_errors
 from training.files import write_atomically
+from training.flags import flags
+from training.startup import output_errors, unwinding_signals
 from training.tokenize import workers
 from training.tokenize.documents import find_files
 from training.tokenize.train_tokenizer import train_tokenizer
@@ -262,15 +264,11 @@ def summary(prefix: str, record: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    config = tyro.cli(
-        TokenizeConfig,
-        args=argv,
-        prog="python -m training.tokenize",
-        description="Turn text into a Megatron indexed dataset.",
+    program, description = "python -m training.tokenize", "Turn text into a Megatron indexed dataset."
+    config = flags(
+        lambda: tyro.cli(TokenizeConfig, args=argv, prog=program, description=description), program
     )
-    with input_errors():
-        try:
-            record = tokenize(config)
-        except KeyboardInterrupt:
-            raise SystemExit("interrupted; the same command continues where it ended") from None
-    print(summary(config.output, record))
+    with unwinding_signals("the same command continues where it ended"), input_errors():
+        record = tokenize(config)
+    with output_errors():
+        print(summary(config.output, record))

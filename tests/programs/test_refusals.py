@@ -1,0 +1,121 @@
+"""Command lines that cannot work: refused in one line before anything is computed or written."""
+
+import json
+import sys
+
+import pytest
+from support.runs import error_of
+
+import eval as evaluation_program
+from training.command_line import parse
+from training.flags import in_one_line
+
+SHAPE = {"d_model": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 4, "d_ff": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("n_layers", 2**31, "n_layers must be a positive integer below 2**31"),
+        ("n_layers", 2**31 - 1, "n_layers must be at most 10,000, got 2,147,483,647"),
+        ("d_model", 2**31 - 1, "GiB a device with their moments"),
+        ("d_ff", 2**31 - 1, "GiB a device with their moments"),
+        ("n_heads", 2**31 - 1, "GiB a device with their moments"),
+        ("vocab_size", 2**31, "vocab_size must be a positive integer below 2**31"),
+    ],
+)
+def test_a_model_that_no_device_holds_is_refused(text, tmp_path, name, value, said):
+    shape = tmp_path / "shape.json"
+    shape.write_text(json.dumps({"vocab_size": 257} | SHAPE | {name: value}))
+    assert said in error_of("--data", text, "--out", tmp_path / "run", "--model-config", shape)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--batch-size 1000000000", "--batch-size 1000000000 and --seq-len 128 need at least"),
+        ("--batch-size 1000000000 --accumulate 1000000000", "need at least"),
+        ("--seq-len 2147483647", "need at least"),
+        ("--vocab-size 2147483647", "GiB a device with their moments"),
+    ],
+)
+def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
+    assert said in error_of("--data", text, "--out", tmp_path / "run", *flags.split())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--lrx 3", "Unrecognized options: --lrx, 3; did you mean --lr?; see"),
+        ("--stps 1 --oot x", "Unrecognized options: --stps, 1, --oot, x; did you mean --"),
+        ("--steps 1.5", "Error parsing --steps: invalid literal for int() with base 10: '1.5'; see"),
+        ("--remat x", "Expected one of ('none', 'dots', 'fp4', 'full'); see"),
+        ("--warmup-steps 2147483647", "--warmup-steps must be at least 0 and less than 2**31 - 1, got"),
+        ("--policy", "Missing value for argument '--policy'"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(flags.split())
+    assert ended.value.code == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert errors.count("\n") == 1
+    assert errors.endswith("--help\n")
+
+
+def test_boxes_in_other_encodings_and_colors_are_one_line():
+    lines = ("Title", "-----", " No flag: --lrx", " -----", " Perhaps you meant:", "     --lr FLOAT")
+    assert in_one_line("".join(f" {line:40}\n" for line in lines)) == "No flag: --lrx; did you mean --lr?"
+    color = "╭─ Title ─╮\n│ \x1b[1mno such\x1b[0m  │\n│ flag.   │\n╰─────────╯\n"
+    assert in_one_line(color) == "no such flag"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise BaseException('no')", "own.py raises BaseException: no"),
+        ("raise KeyboardInterrupt", "own.py raises KeyboardInterrupt: "),
+        ("raise SystemExit(0)", "own.py raises SystemExit: 0"),
+        ("class E(Exception):\n    def __str__(self): raise OSError\nraise E", "own.py raises E: "),
+        ("import runpy\nrunpy.run_path(__file__)", "own.py raises RecursionError: maximum recursion"),
+        ("policy = 3", "own.py has no mxjax.Policy called policy, policy is of type int; it has none"),
+        ("policy: = 3", "own.py raises SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_policy_file_that_does_anything_else_is_one_line(text, tmp_path, code, said):
+    (tmp_path / "own.py").write_text(code)
+    policy = f"{tmp_path / 'own.py'}:policy"
+    assert said in error_of("--data", text, "--out", tmp_path / "run", "--policy", policy)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["\udcff", "a\nb", "a\x1b[31m"])
+def test_a_path_that_cannot_be_printed_is_refused(text, tmp_path, name):
+    assert "name a path of printable characters" in error_of("--data", text, "--out", tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [0, 2, 31])
+def test_a_text_too_short_to_evaluate_on_is_named(tmp_path, size):
+    (tmp_path / "tiny.txt").write_bytes(b"a" * size)
+    flags = ["--data", tmp_path / "tiny.txt", "--out", tmp_path / "run", "--seq-len", "16"]
+    tokens = size + (size > 0)  # and the end of the document
+    assert f"tiny.txt has {tokens} tokens, and --seq-len + 1 = 17 are needed to train on" in error_of(*flags)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_command_of_eval_that_is_misspelled_is_named(capsys):
+    with pytest.raises(SystemExit) as ended:
+        evaluation_program.evaluate_run(["dianose", "run"])
+    assert ended.value.code == 2
+    said = "eval.py: error: dianose is no run; did you mean eval.py diagnose?\n"
+    assert capsys.readouterr().err == said
+
+
+def test_help_that_nobody_can_read_is_one_line(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert "error: standard output: [Errno 28]" in error_of("--help", program=parse)

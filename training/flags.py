@@ -1,0 +1,73 @@
+"""Flags by tyro, whose errors become one line: tyro draws boxes of many lines. `--help` is tyro's."""
+
+import contextlib
+import io
+import itertools
+import re
+import sys
+from collections.abc import Callable
+
+from training.startup import output_errors, program_name
+
+_BORDER = re.compile(r"^[ │] ?| *│?$")
+_INDENT = "    "
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class FlagError(SystemExit):
+    """Wrong flags: ends the program with status 2. The message has been printed; `message` repeats it."""
+
+    def __init__(self, message: str):
+        super().__init__(2)
+        self.message = message
+
+
+def flags[T](parse: Callable[[], T], program: str | None = None) -> T:
+    """Returns what `parse`, a call of tyro, returns.
+
+    Args:
+      parse: parses a command line.
+      program: the name in messages, and the command that takes `--help`. Default: the running program's.
+    Raises:
+      FlagError: tyro refuses the command line; one line on standard error says why.
+    """
+    program = program or program_name()
+    errors = io.StringIO()
+    try:
+        with output_errors(), contextlib.redirect_stderr(errors):
+            return parse()
+    except SystemExit as error:
+        if error.code != 2:
+            raise
+        message = f"{in_one_line(errors.getvalue())}; see {program} --help"
+    print(f"{program}: error: {message}", file=sys.stderr)
+    raise FlagError(message)
+
+
+def in_one_line(box: str) -> str:
+    """Returns the message of an error that tyro drew, and the flags or commands that it suggests.
+
+    The first line of a box is its title; lines of dashes separate its parts. Names of flags are indented, and
+    their help twice.
+    """
+    lines = [_BORDER.sub("", line) for line in _COLOR.sub("", box).strip().splitlines()[1:]]
+    first, *others = (list(part) for is_rule, part in itertools.groupby(lines, _is_rule) if not is_rule)
+    message = re.sub("^Error parsing [A-Z]\\w*: ", "", _without_help(first)).rstrip(".")  # a class
+    similar = [
+        line.split()[0]
+        for title, *rest in others
+        for line in rest
+        if title.startswith(("Perhaps you meant", "Arguments similar")) and line.startswith(f"{_INDENT}--")
+    ]
+    if similar:
+        message += f"; did you mean {' or '.join(dict.fromkeys(similar))}?"
+    commands = [" ".join(part).strip() for part in others if part[0].startswith("Available subcommands")]
+    return "; ".join([message, *commands])
+
+
+def _is_rule(line: str) -> bool:
+    return not line.strip(" ─-╰╯")
+
+
+def _without_help(lines: list[str]) -> str:
+    return " ".join(line.strip() for line in lines if not line.startswith(2 * _INDENT))
