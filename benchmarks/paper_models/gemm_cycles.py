@@ -161,7 +161,7 @@ def tile_share(tiles: Tiles, cycles: float, latency: int) -> float:
 
 def measure(name: str) -> dict:
     """Compiles a candidate and returns its resources and the cycles of its loop by memory latency."""
-    from mxjax.kernels import lowering
+    from mxjax.kernels import knobs
     from mxjax.kernels.aot.compile import compile_build
     from mxjax.kernels.aot.gemm_builds import build_gemm
 
@@ -169,12 +169,12 @@ def measure(name: str) -> dict:
     options = {"waves_per_eu": 1, "llvm_fn_attrs": ""} if tiles == WIDE else {}
     build = build_gemm(SHAPE, "bfloat16", GFX950, tiles)
     build = dataclasses.replace(build, options=OPTIONS["gfx950"] | options)
-    settings = lowering.SETTINGS["hip"]
-    lowering.SETTINGS["hip"] = {"use_block_pingpong": name == PINGPONG}
+    settings = knobs.SETTINGS["hip"]
+    knobs.SETTINGS["hip"] = {"use_block_pingpong": name == PINGPONG}
     try:
         compiled = compile_build(build, "gfx950")
     finally:
-        lowering.SETTINGS["hip"] = settings
+        knobs.SETTINGS["hip"] = settings
     text = compiled.asm["amdgcn"]
     steps = loop_steps(text)
     cycles = [

@@ -1,5 +1,6 @@
 """The ahead-of-time builds of causal attention: Llama 3.1 8B's heads, and small ones with masked tails."""
 
+import dataclasses
 from typing import Any
 
 from mxjax.devices import Target
@@ -31,6 +32,19 @@ def builds(target: Target) -> list[Build]:
             blocks = getattr(candidates(target, h), which)[0]
             wanted.append(_build(which, (1, max(blocks[:2]) + 21, 1, 2, h), blocks, target))
     return wanted
+
+
+def candidate_builds(target: Target) -> list[Build]:
+    """Returns a build of each candidate for a sequence with masked tails and two heads of keys."""
+    if target.arch == "sm_100":
+        return []
+    found = []
+    for h in HEAD_SIZES:
+        for which, every in candidates(target, h)._asdict().items():
+            for blocks in every:
+                build = _build(which, (1, max(blocks[:2]) + 21, 2, 2, h), blocks, target)
+                found.append(dataclasses.replace(build, name=f"candidate_{build.name}"))
+    return found
 
 
 def _build(which: str, shape: tuple[int, ...], blocks: Blocks, target: Target) -> Build:

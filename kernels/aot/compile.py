@@ -32,9 +32,11 @@ TARGETS = ("gfx950", "sm_90", "sm_100")
 MODULES = ("gemm_builds", "quantize_builds", "carry_builds", "attention_builds")
 
 
-def list_builds(module: str, target: str) -> list[Build]:
-    """Returns the builds of one of MODULES."""
-    return importlib.import_module(f"mxjax.kernels.aot.{module}").builds(parse_target(target))
+def list_builds(module: str, target: str, candidates: bool = False) -> list[Build]:
+    """Returns the builds of one of MODULES, on request with small ones of what benchmarks time."""
+    found = importlib.import_module(f"mxjax.kernels.aot.{module}")
+    more = found.candidate_builds if candidates and hasattr(found, "candidate_builds") else lambda _: []
+    return [*found.builds(parse_target(target)), *more(parse_target(target))]
 
 
 def parse_target(name: str) -> Target:
@@ -57,7 +59,7 @@ def compile_build(build: Build, target: str) -> CompiledKernel:
 
 def build_one(module: str, target: str, name: str, out: Path) -> dict[str, Any]:
     """Compiles one build, writes its files and returns its record."""
-    [build] = [b for b in list_builds(module, target) if b.name == name]
+    [build] = [b for b in list_builds(module, target, candidates=True) if b.name == name]
     compiled = compile_build(build, target)
     hip = target.startswith("gfx")
     record = make_record(build, target, compiled, "" if hip else _resource_usage(compiled.asm["cubin"]))
@@ -106,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     only = "pattern of NAME or TARGET/NAME to build; repeatable"
     parser.add_argument("--only", action="append", default=[], help=only)
+    candidates = "also build every tile and block that the benchmarks time, in small shapes"
+    parser.add_argument("--candidates", action="store_true", help=candidates)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiles at a time")
     options = parser.parse_args(arguments)
     for target in options.target:
@@ -117,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (module, target, build.name)
         for target in dict.fromkeys(options.target)
         for module in MODULES
-        for build in list_builds(module, target)
+        for build in list_builds(module, target, options.candidates)
         if not options.only or _matches(target, build.name, options.only)
     ]
     if not wanted:

@@ -89,7 +89,7 @@ def unshuffle(shuffled: np.ndarray, rows: int, blocks: int) -> np.ndarray:
 def quantizer_inputs(
     *, shape: list[int], dtype: str, rows: InputOptions | None, columns: InputOptions | None
 ) -> Arrays:
-    """Draws x [1, batch, rows, columns] with ties, both zeros and infinities, and what the sides draw.
+    """Draws x [1, batch, rows, columns] with ties, both zeros, infinities and NaN, and what the sides draw.
 
     x has tiny blocks too, whose scale byte is 0, except where it is rotated: XLA flushes subnormals on CPUs.
     """
@@ -100,7 +100,8 @@ def quantizer_inputs(
     sides = (rows, columns)
     if dtype != "float16" and not any(side and side["rotation"] > 1 for side in sides):
         numbers[..., :BLOCK] *= 2.0**-134
-    x = np.where(rng.random(whole) < 0.002, np.inf, numbers).astype(dtype)
+    chance = rng.random(whole)
+    x = np.select([chance < 0.001, chance < 0.002], [np.nan, np.inf], numbers).astype(dtype)
     scalars, signs = np.zeros((1, 7), np.uint32), np.ones((1, 2, SIGNS), np.float32)
     for i, side in enumerate(sides):
         if side and side["rounding"] == "stochastic":

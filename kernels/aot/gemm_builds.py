@@ -1,5 +1,6 @@
 """The ahead-of-time builds of the FP4 GEMM, and of the kernel that corrects FP8 products."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.matmul import fp8_matmul
 from mxjax.kernels.matmul.carry import programs_of, rows_and_parts
 from mxjax.kernels.matmul.fp4_gemm import constants_of, gemm_kernel, grid_of, shuffle_scales
-from mxjax.kernels.matmul.tiles import OPTIONS, TILES, Tiles, choose_tiles, table_of
+from mxjax.kernels.matmul.tiles import MORE_TILES, OPTIONS, TILES, Tiles, choose_tiles, table_of
 
 _ELEMENTS = "E2M1, two a byte along k, element 2 i in the low nibble; [batch, rows, k / 2]"
 _SCALES = "E8M0 bytes, 2**(byte - 127), 255 is NaN; [batch, rows, k / 32]"
@@ -40,13 +41,23 @@ def builds(target: Target) -> list[Build]:
     return list({build.name: build for build in wanted}.values())
 
 
-def _small(tiles: Tiles) -> shapes.GemmShape:
+def candidate_builds(target: Target) -> list[Build]:
+    """Returns a small build of each tile that nobody has timed yet."""
+    found = []
+    for tiles in MORE_TILES.get(table_of(target), ()):
+        build = build_gemm(_small(tiles, 2 * tiles.stages + 1), "bfloat16", target, tiles)
+        name = f"candidate_gemm_{tiles.m}x{tiles.n}x{tiles.k}_{tiles.warps}x{tiles.stages}"
+        found.append(dataclasses.replace(build, name=name))
+    return found
+
+
+def _small(tiles: Tiles, steps: int = 5) -> shapes.GemmShape:
     """Returns a shape of few programs of these tiles, with remainders unless the tiles must fit exactly.
 
     Five tiles along k make at least four passes of a loop of two stages, which fill each LDS buffer again.
     """
     more = 0 if tiles.exact else 1
-    return shapes.GemmShape("small", tiles.m + more, tiles.n + 3 * more, 5 * tiles.k + 32 * more, batch=2)
+    return shapes.GemmShape("small", tiles.m + more, tiles.n + 3 * more, steps * tiles.k + 32 * more, batch=2)
 
 
 def build_gemm(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles | None = None) -> Build:

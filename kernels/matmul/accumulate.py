@@ -121,20 +121,29 @@ def _accumulate(
     BLOCK_K: tl.constexpr,
     SHUFFLED: tl.constexpr,
 ):
-    """Returns the product in float32 of the rows that the offsets name, summed over K in steps of BLOCK_K."""
+    """Returns the product in float32 of the rows that the offsets name, summed over K in steps of BLOCK_K.
+
+    With SHUFFLED and steps of 128, which must divide K, two steps load the same scales and take half of them.
+    """
     packed = tl.arange(0, BLOCK_K // 2)
     blocks = tl.arange(0, BLOCK_K // 32)[None, :]
+    HALVES: tl.constexpr = SHUFFLED and BLOCK_K == 128
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for _ in range(K // BLOCK_K):
-        x_scales = _unshuffle(tl.load(lhs_scales + x_scale_offsets), BLOCK_M, SHUFFLED)
-        y_scales = _unshuffle(tl.load(rhs_scales + y_scale_offsets), BLOCK_N, SHUFFLED)
+    for i in range(K // BLOCK_K):
+        if HALVES:
+            x_scales = _half(tl.load(lhs_scales + x_scale_offsets + i // 2 * X_STEP), i % 2, BLOCK_M)
+            y_scales = _half(tl.load(rhs_scales + y_scale_offsets + i // 2 * Y_STEP), i % 2, BLOCK_N)
+        else:
+            x_scales = _unshuffle(tl.load(lhs_scales + x_scale_offsets), BLOCK_M, SHUFFLED)
+            y_scales = _unshuffle(tl.load(rhs_scales + y_scale_offsets), BLOCK_N, SHUFFLED)
         x = tl.load(lhs + x_offsets)
         y = tl.load(rhs + y_offsets)
         acc = tl.dot_scaled(x, x_scales, "e2m1", y, y_scales, "e2m1", acc)
         lhs += BLOCK_K // 2
         rhs += BLOCK_K // 2
-        lhs_scales += X_STEP
-        rhs_scales += Y_STEP
+        if not HALVES:
+            lhs_scales += X_STEP
+            rhs_scales += Y_STEP
 
     # The rest of K, with zero elements and scales of 1 past the end.
     REST: tl.constexpr = K % BLOCK_K
@@ -172,3 +181,10 @@ def _unshuffle(scales, BLOCK: tl.constexpr, SHUFFLED: tl.constexpr):
     if SHUFFLED:
         scales = scales.reshape(BLOCK // 32, 4, 16, 2, 2).permute(0, 4, 2, 3, 1).reshape(BLOCK, 8)
     return scales
+
+
+@triton.jit
+def _half(scales, which, BLOCK: tl.constexpr):
+    """Returns half of what `_unshuffle` returns: [BLOCK, 4], for the first or the second 128 along k."""
+    first, second = tl.split(scales.reshape(BLOCK // 32, 4, 16, 2, 2).permute(0, 4, 2, 1, 3))
+    return tl.where(which == 0, first, second).reshape(BLOCK, 4)

@@ -218,7 +218,8 @@ def gemm_kernel(
 ):
     """Computes one BLOCK_M x BLOCK_N tile of out[b] = lhs[b] @ rhs[b].T; the grid is (tiles, batch).
 
-    With SHUFFLED, scales are in the order of `shuffle_scales` for gfx950, and BLOCK_K is 256.
+    With SHUFFLED, scales are in the order of `shuffle_scales` for gfx950, and BLOCK_K is 256, or 128 if that
+    divides K.
     """
     tile_m, tile_n = _tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, XCDS)
     batch = tl.program_id(1).to(tl.int64)

@@ -65,6 +65,9 @@ MORE_TILES = {
         Tiles(128, 128, 256, warps=4, stages=3),
         Tiles(128, 64, 256, warps=4, stages=2),
         Tiles(64, 128, 256, warps=4, stages=2),
+        # Steps of 128 along k load each word of scales twice.
+        Tiles(256, 256, 128, warps=8, stages=3, exact=True),
+        Tiles(256, 256, 128, warps=8, stages=4, exact=True),
     ),
     "sm_100": (
         Tiles(256, 128, 256, warps=8, stages=2),

@@ -209,3 +209,23 @@ def test_bytes_and_fields():
     assert arithmetic.reverse_bits(np.full(LANES, 0b1101, np.uint32))[0] == 0b1011 << 28
     table = arithmetic.truth_table(0xE8)  # the majority
     assert table(a, b, a & b)[0] == a[0] & b[0]
+
+
+def test_maximum_follows_the_document():
+    """V_MAX_F32: +0 is larger than -0, a number than a quiet NaN, and a signaling NaN is quieted."""
+    bits = [0x80000000, 0, 0x7FC00000, 0x7F800001, 0x3F800000, 0xBF800000]
+    numbers = np.array(bits, np.uint32).view(np.float32)
+    a, b = (x.ravel() for x in np.meshgrid(numbers, numbers))
+    found = arithmetic.larger(a, b).view(np.uint32).reshape(6, 6)
+    least = [0x80000000, 0, 0x80000000, 0x7FC00001, 0x3F800000, 0x80000000]
+    assert found[0].tolist() == least
+    assert found[3].tolist() == [0x7FC00001] * 6
+    assert found[5].tolist() == [0x80000000, 0, 0xBF800000, 0x7FC00001, 0x3F800000, 0xBF800000]
+    assert np.array_equal(arithmetic.smaller(-a, -b).view(np.uint32) ^ (1 << 31), found.ravel())
+
+
+def test_bytes_are_selected_with_their_signs():
+    """V_PERM_B32: selectors 8 to 11 repeat the sign of byte 1, 3, 5 or 7."""
+    a, b = (np.full(LANES, word, np.uint32) for word in (0x80017F02, 0xFF00FE03))
+    for selectors, wanted in ((0x0B0A0908, 0xFF00FFFF), (0x07060100, 0x8001FE03), (0x0D0C0302, 0xFF00FF00)):
+        assert set(arithmetic.bytes_of(a, b, np.full(LANES, selectors, np.uint32)).tolist()) == {wanted}

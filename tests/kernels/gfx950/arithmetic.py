@@ -35,6 +35,22 @@ def flushed(function: Callable) -> Callable:
     return lambda a: flush(function(flush(a).astype(np.float64)).astype(F32))
 
 
+def larger(a, b):
+    """Returns the maximum; 0 is larger than -0. Of NaN and a number it is the number, unless NaN signals."""
+    both_zero = (a == 0) & (b == 0)
+    result = np.where(both_zero, (a.view(U32) & b.view(U32)).view(F32), np.fmax(a, b))
+    for x in (b, a):
+        bits = x.view(U32)
+        signals = np.isnan(x) & ((bits & U32(0x400000)) == 0)
+        result = np.where(signals, (bits | U32(0x400000)).view(F32), result)
+    return result
+
+
+def smaller(a, b):
+    """Returns the minimum, by the rules of `larger`."""
+    return -larger(-a, -b)
+
+
 def to_uint(x):
     whole = np.floor(np.nan_to_num(x.astype(np.float64)))
     return np.clip(whole, 0, 2**32 - 1).astype(U32)
@@ -54,13 +70,17 @@ def reverse_bits(x):
 
 
 def bytes_of(a, b, selectors):
-    """Selects bytes 0 to 3 of b and 4 to 7 of a by the selectors' bytes; 12 gives 0, more gives 255."""
+    """Selects bytes 0 to 3 of b and 4 to 7 of a by the selectors' bytes.
+
+    8 to 11 give eight signs of byte 1, 3, 5 or 7, 12 gives 0, more gives 255.
+    """
     both = (a.astype(U64) << U64(32)) | b.astype(U64)
     result = np.zeros(LANES, U32)
     for byte in range(4):
         which = (selectors >> U32(8 * byte)) & U32(255)
-        assert np.all((which < 8) | (which >= 12)), "signs of bytes are not selected here"
-        value = (both >> (U64(8) * np.minimum(which, 7).astype(U64))).astype(U32) & U32(255)
+        place = np.where(which < 8, which, U32(2) * which - U32(15)) & U32(7)
+        value = (both >> (U64(8) * place.astype(U64))).astype(U32) & U32(255)
+        value = np.where(which >= 8, (value >> U32(7)) * U32(255), value)
         value = np.where(which == 12, U32(0), np.where(which > 12, U32(255), value))
         result |= value << U32(8 * byte)
     return result
@@ -135,6 +155,7 @@ def to_e2m1(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 OPERATIONS: dict[str, tuple[str, Callable]] = {
     "v_mov_b32": ("u", lambda a: a),
     "v_accvgpr_write_b32": ("u", lambda a: a),
+    "v_accvgpr_mov_b32": ("u", lambda a: a),
     "v_accvgpr_read_b32": ("u", lambda a: a),
     "v_bfrev_b32": ("u", reverse_bits),
     "v_ceil_f32": ("f", np.ceil),
@@ -162,8 +183,8 @@ OPERATIONS: dict[str, tuple[str, Callable]] = {
     "v_exp_f32": ("f", flushed(np.exp2)),
     "v_log_f32": ("f", flushed(np.log2)),
     "v_min_u32": ("uu", np.minimum),
-    "v_max_f32": ("ff", np.fmax),
-    "v_max3_f32": ("fff", lambda a, b, c: np.fmax(np.fmax(a, b), c)),
+    "v_max_f32": ("ff", larger),
+    "v_max3_f32": ("fff", lambda a, b, c: larger(larger(a, b), c)),
     "v_fma_f32": ("fff", fma),
     "v_mov_b64": ("w", lambda a: a),
     "v_lshlrev_b64": ("uw", lambda a, b: b << (a & U32(63)).astype(U64)),
@@ -171,7 +192,7 @@ OPERATIONS: dict[str, tuple[str, Callable]] = {
     "v_add_f32": ("ff", lambda a, b: a + b),
     "v_sub_f32": ("ff", lambda a, b: a - b),
     "v_mul_f32": ("ff", lambda a, b: a * b),
-    "v_min_f32": ("ff", np.fmin),
+    "v_min_f32": ("ff", smaller),
     "v_cvt_pk_bf16_f32": ("ff", bfloat16_pair),
     "v_maximum3_f32": ("fff", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
     "v_max3_i32": ("iii", lambda a, b, c: np.maximum(np.maximum(a, b), c)),

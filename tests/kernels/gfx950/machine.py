@@ -34,6 +34,7 @@ def steps(w: Wave, program: list[Instruction], labels: dict[str, int]) -> Iterat
                 "s_branch": lambda: True,
                 "s_cbranch_scc0": lambda: not w.scc,
                 "s_cbranch_scc1": lambda: w.scc,
+                "s_cbranch_vccz": lambda: w.s[VCC] | w.s[VCC + 1] == 0,
                 "s_cbranch_vccnz": lambda: w.s[VCC] | w.s[VCC + 1] != 0,
                 "s_cbranch_execz": lambda: not w.lanes.any(),
             }[i.opcode]()

@@ -21,6 +21,10 @@ def short(x: int) -> int:
     return ((x & 0xFFFF) ^ 0x8000) - 0x8000
 
 
+def signed_byte(x: int) -> int:
+    return ((x & 0xFF) ^ 0x80) - 0x80
+
+
 def overflowing(value: int) -> tuple[int, bool]:
     return value & WORD, not -(2**31) <= value < 2**31
 
@@ -72,6 +76,7 @@ OPERATIONS: dict[str, Callable[..., int | tuple[int, bool]]] = {
     "s_min_i32": smaller,
     "s_max_u32": lambda a, b: (max(a, b), a > b),
     "s_sext_i32_i16": lambda a: short(a) & WORD,
+    "s_sext_i32_i8": lambda a: signed_byte(a) & WORD,
     "s_lshl1_add_u32": lambda a, b: carrying((a << 1) + b),
     "s_lshl2_add_u32": lambda a, b: carrying((a << 2) + b),
     "s_lshl3_add_u32": lambda a, b: carrying((a << 3) + b),
@@ -119,6 +124,10 @@ def run(w: Wave, i: Instruction) -> None:
         w.later_scalar(lambda: w.write_scalar(to.index, loaded, words))
     elif name == "s_mulk_i32":
         w.write_scalar(to.index, w.s[to.index] * short(sources[0].value) & WORD, 1)
+    elif name == "s_cmpk_lg_i32":
+        w.scc = signed(w.s[to.index]) != short(sources[0].value)
+    elif name == "s_bitset1_b32":
+        w.write_scalar(to.index, w.s[to.index] | 1 << (w.read_scalar(sources[0], 1) & 31), 1)
     elif name == "s_addk_i32":
         total, w.scc = overflowing(signed(w.s[to.index]) + short(sources[0].value))
         w.write_scalar(to.index, total, 1)

@@ -64,7 +64,11 @@ def into_lds(wave: Wave, i: Instruction, addresses: np.ndarray, size: int, mask:
 
 
 def buffer(wave: Wave, i: Instruction) -> Transfer:
-    """Transfers through a descriptor; offsets past its size load zeros and store nothing."""
+    """Transfers through a descriptor; offsets past its size load zeros and store nothing.
+
+    The scalar offset does not count in that (section 9.1.5.1). Each word would be checked for itself, but
+    none of this project's lanes is partly inside.
+    """
     *data, offsets, descriptor, scalar_offset = i.operands
     base = wave.read_scalar(descriptor, 2) & (2**48 - 1)
     stride = wave.s[descriptor.index + 1] >> 16 & 0x3FFF
@@ -73,7 +77,8 @@ def buffer(wave: Wave, i: Instruction) -> Transfer:
     assert stride == 0, i.text
     within = wave.v[offsets.index].astype(np.int64) + i.integer("offset")
     added = wave.read_scalar(scalar_offset, 1)
-    inside = within + size_of(i.opcode) <= records - added
+    inside = within < records
+    assert np.all(within[inside] + size_of(i.opcode) <= records), i.text
     return transfer(wave, i, data, base + within + added, inside)
 
 
@@ -133,7 +138,7 @@ def share(wave: Wave, i: Instruction) -> Transfer:
     if kind == "read":
         return read, touched
     whole = [words_of(wave, o.index, 4 if high else size).copy() for o in values]
-    return lambda: write([data[:, 2:] if high else data for data in whole]), touched
+    return lambda: write([data[:, 2 : 2 + size] if high else data for data in whole]), touched
 
 
 def transposed(wave: Wave, i: Instruction) -> Transfer:
