@@ -131,8 +131,8 @@ class Programs:
         options = {"policies": policies, "implementation": IMPLEMENTATION}
         loss = functools.partial(_call, llama.mean_loss, self.model, options)
         losses = functools.partial(_call, llama.losses, self.model, options)
-        schedule = learning_rate(config, p.horizon or p.steps)
-        self.train_step = scheduled(make_train_step(loss, optimizer), schedule)
+        self.train_step = make_train_step(loss, optimizer)
+        self.schedule = learning_rate(config, p.horizon or p.steps)
         self.eval_step = make_eval_step(losses)
         self.first_state = jax.jit(
             lambda key: init_state(with_outliers(llama.init(self.model, key), p.outlier_channels), optimizer)
@@ -190,12 +190,14 @@ class Programs:
     def _compile(self, state: TrainState, batch: np.ndarray, key: jax.Array) -> Callable[..., Any]:
         """Compiles the training step, and notes its time and its memory: state, batch and temporaries."""
         began = time.perf_counter()
-        self.compiled = self.train_step.lower(state, batch, key).compile()
+        rate = jax.jit(self.schedule)(state.step)
+        compiled = self.train_step.lower(state, batch, key, rate).compile()
         self.compile_seconds = time.perf_counter() - began
-        memory = self.compiled.memory_analysis()
+        memory = compiled.memory_analysis()
         if memory is not None:
             kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
             self.step_bytes = kept + memory.temp_size_in_bytes
+        self.compiled = scheduled(compiled, self.schedule)
         return self.compiled
 
 
