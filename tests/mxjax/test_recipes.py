@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.recipes import VARIANTS
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
@@ -243,10 +244,6 @@ def exact_products():
     rng = np.random.default_rng(0)
     x, w, dy = (rng.standard_normal(shape, np.float32) for shape in [(40, 48), (48, 56), (40, 56)])
     return (x, w, dy), (x @ w, dy @ w.T, x.T @ dy)
-
-
-# Of a recipe with variants the default tests run one.
-VARIANTS = {"nvfp4_te", "nvfp4_unclipped", "four_over_six_mae", "ue5m3_no_tensor_scale", "lumen_dequantized"}
 
 
 # Lengths that no block or rotation divides, so that every policy pads.

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from support.llamas import layer_policies
+from support.recipes import VARIANTS
 
 import mxjax
 from models import llama
@@ -68,8 +69,13 @@ def train(policies, hook=None):
     return np.asarray(losses)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in VARIANTS else pytest.mark.slow)
+        for name in PUBLISHED
+    ],
+)
 def test_a_recipe_trains(name):
     losses = train(layer_policies(MODEL, "bf16", [("blocks.*.mlp.down", name)]))
     assert np.isfinite(losses).all()

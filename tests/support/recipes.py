@@ -1,0 +1,13 @@
+"""Which recipes are variants of others."""
+
+VARIANTS = frozenset(
+    {
+        "nvfp4_te",
+        "nvfp4_unclipped",
+        "four_over_six_mae",
+        "ue5m3_no_tensor_scale",
+        "lumen_dequantized",
+        "ms_fp4_clip",
+    }
+)
+"""Recipes that differ in one field from another, which the shorter runs of tests take instead."""
