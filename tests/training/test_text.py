@@ -1,6 +1,7 @@
 """Corpora and batches: what is read, how it is split, and that batches depend on seed and step alone."""
 
 import dataclasses
+import pathlib
 
 import numpy as np
 import pytest
@@ -156,3 +157,12 @@ def test_a_sequence_longer_than_the_data_is_an_error(read):
         ValueError, match=r"needs --seq-len \+ 1 = 201 tokens and the (training|validation) data has 200"
     ):
         read(TOKENS, DataConfig(seq_len=200))
+
+
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/mem").exists(), reason="needs a file that opens and does not read"
+)
+def test_an_error_while_reading_names_the_file():
+    with pytest.raises(OSError) as caught:
+        load_text(pathlib.Path("/proc/self/mem"))
+    assert caught.value.filename == "/proc/self/mem"

@@ -86,7 +86,7 @@ def load_text(path: pathlib.Path | None) -> TextCorpus:
         return _split_by_file(root, files, "the source of Python's standard library")
     if path.is_file():
         _check_text([path])
-        return _split_by_position(_join([path.read_bytes()]), str(path))
+        return _split_by_position(_join([_read(path)]), str(path))
     if not path.is_dir():
         raise ValueError(f"--data {path}: no such file, folder, or dataset {path}.idx")
     files = [f for f in path.rglob("*") if f.is_file() and not _hidden(f.relative_to(path))]
@@ -100,7 +100,7 @@ def _split_by_file(root: pathlib.Path, files: list[pathlib.Path], source: str) -
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for file in sorted(files):
         checksum = zlib.crc32(file.relative_to(root).as_posix().encode())
-        parts[checksum < 2**32 // _VALIDATION_SHARE].append(file.read_bytes())
+        parts[checksum < 2**32 // _VALIDATION_SHARE].append(_read(file))
     train, validation = map(_join, parts)
     if not len(train) or not len(validation):
         return _split_by_position(np.concatenate([train, validation]), source)
@@ -116,6 +116,14 @@ def _join(documents: list[bytes]) -> Tokens:
     end = np.array([END_OF_DOCUMENT], np.uint16)
     parts = [part for d in documents if d for part in (np.frombuffer(d, np.uint8).astype(np.uint16), end)]
     return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
+
+
+def _read(path: pathlib.Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        error.filename = error.filename or str(path)  # an error while reading names no file
+        raise
 
 
 def _check_text(files: list[pathlib.Path]) -> None:
