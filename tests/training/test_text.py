@@ -163,6 +163,6 @@ def test_a_sequence_longer_than_the_data_is_an_error(read):
     not pathlib.Path("/proc/self/mem").exists(), reason="needs a file that opens and does not read"
 )
 def test_an_error_while_reading_names_the_file():
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match="error") as caught:
         load_text(pathlib.Path("/proc/self/mem"))
     assert caught.value.filename == "/proc/self/mem"
