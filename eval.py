@@ -84,6 +84,7 @@ def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
     with input_errors():
         if arguments.out is not None:
             check_extra("plot", "--out", "matplotlib")
+            arguments.out.mkdir(parents=True, exist_ok=True)
         restored = restore(arguments)
         batches = read_batches(arguments, restored)
         _, model, params, step, phase, implementation = restored
@@ -91,11 +92,12 @@ def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
     described = {"run": str(arguments.run), "step": step, "policy": phase.policy}
     shape = {"batches": len(batches), "tokens": sum(batch[:, 1:].size for batch in batches)}
     found = described | shape | found | {"versions": facts()}
-    print(summary(found))
+    show(summary(found))
     if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(arguments.out / "diagnosis.json", json_line(found) + "\n")
-        print("\n".join(str(path) for path in draw(found, arguments.out)))
+        with input_errors():
+            write_atomically(arguments.out / "diagnosis.json", json_line(found) + "\n")
+            drawn = draw(found, arguments.out)
+        show(*map(str, drawn))
     return found
 
 

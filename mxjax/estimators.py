@@ -32,7 +32,7 @@ DGE_CAP = 3.0
 def derivative(x: Float[Array, "*shape"], operand: Operand, axis: int) -> Float32[Array, "*shape"]:
     """Returns the derivative of x's quantized values, by the operand's estimate, for blocks along `axis`.
 
-    Special values: 0 for elements of blocks that hold NaN or infinity, if clipped.
+    Special values: meaningless in blocks that hold NaN or infinity, whose products are NaN.
     """
     element = get_format(operand.format).element
     if operand.gradient == "straight_through" or element is None:

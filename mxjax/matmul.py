@@ -144,7 +144,7 @@ def _backward(options: Options, residuals: _Residuals, dy):
 
 
 Step = Callable[[jax.Array], jax.Array]
-"""What happens to a product in float32 before it gets its dtype."""
+"""Steps on a product in float32 before it gets its dtype."""
 
 
 def _apart(gemm: Gemm, lhs_axis: int, rhs_axis: int, tensors: Callable[[], tuple]) -> list[Step]:

@@ -102,6 +102,8 @@ class Operand:
             value = getattr(self, name)
             if value is not None and not 0 < value <= limit:
                 raise ValueError(f"{name} must be in (0, {limit:g}], got {value}; use None for the default")
+        if self.eden is not None and type(self.eden) is not int:
+            raise ValueError(f"eden must be an integer, got {self.eden!r}")
         if self.four_over_six is not None:
             check_choice("four_over_six", self.four_over_six, FourOverSix)
         if self.prescale is not None and (self.four_over_six or self.eden):

@@ -43,9 +43,11 @@ class Rotation:
             raise ValueError(f"Rotation needs size to be one of {SIZES}, got {self.size}")
         if self.values is None:
             return
-        if self.signs != "fixed" or len(self.values) != self.size or set(self.values) - {1, -1}:
+        given: object = self.values  # a list, a number, … from a caller without types
+        signs = isinstance(given, tuple) and all(type(v) is int and abs(v) == 1 for v in given)
+        if self.signs != "fixed" or not signs or len(self.values) != self.size:
             raise ValueError(
-                f"Rotation needs values to be {self.size} signs of 1 or -1 with signs='fixed', got "
+                f"Rotation needs values to be a tuple of {self.size} signs of 1 or -1 with signs='fixed', got "
                 f"{self.values!r:.60} with signs={self.signs!r}; use None for signs drawn from seed"
             )
 

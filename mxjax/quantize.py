@@ -188,7 +188,8 @@ def quantize_unpacked(
 ) -> MXArray:
     """Returns x quantized as `operand` says, with blocks along `axis` and elements in float32.
 
-    This is `quantize` without its last step, because GEMMs read values. Only stochastic rounding uses `key`.
+    This is `quantize` without its last step, because GEMMs read values. `key` is for stochastic rounding of
+    elements, and of scales under EDEN.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize needs a floating-point tensor, got {x.dtype}; cast it")

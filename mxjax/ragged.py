@@ -117,7 +117,9 @@ def _unit(policy: Policy) -> int:
     def shape(operand: Operand) -> tuple[int, int]:
         return resolve_block_shape(get_format(operand.format), operand.block_shape, ndim=2, axis=-1)
 
-    along = [shape(operand)[1] for operand in (policy.wgrad.lhs, policy.wgrad.rhs)]
+    operands = policy.wgrad.lhs, policy.wgrad.rhs
+    along = [shape(operand)[1] for operand in operands]
+    along += [size for o in operands for size in (get_format(o.format).outer_block, o.eden or 0)]
     across = [shape(gemm.lhs)[0] for gemm in (policy.fprop, policy.dgrad)]
     rotation = policy.wgrad.rotation.size if policy.wgrad.rotation else 1
     return math.lcm(rotation, *(size or 1 for size in along + across))

@@ -41,7 +41,7 @@ def split(x: Float[Array, "*batch m k"], operand: Operand) -> Split:
             return Split(x, None)
         case "mean":
             x = x.astype(jnp.float32)
-            mean = jnp.mean(x, axis=-2, keepdims=True)
+            mean = jnp.sum(x, axis=-2, keepdims=True) / max(x.shape[-2], 1)
             return Split(x - mean, mean)
         case "outliers" | "clip":
             x = x.astype(jnp.float32)
@@ -51,7 +51,7 @@ def split(x: Float[Array, "*batch m k"], operand: Operand) -> Split:
 
 
 def multiplies_apart(gemm: Gemm) -> bool:
-    """Whether `product_apart` is not nothing."""
+    """Whether `product_apart` adds anything."""
     return any(operand.split in ("mean", "outliers") for operand in (gemm.lhs, gemm.rhs))
 
 

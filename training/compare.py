@@ -21,6 +21,7 @@ from training.paired_statistics import (
     t_interval,
 )
 from training.run_config import from_json, read_run_config
+from training.startup import output_errors
 
 LAST = 0.05
 """Share of a run whose training losses are averaged."""
@@ -69,22 +70,24 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     if published:
         references = {curve.name: dict(curve.losses) for curve in mlperf.PUBLISHED_CURVES}
         means, curves = means | references, curves | references
-    print(table(means, unit))
+    said = [table(means, unit)]
     found = statistics_of(groups, base)
     if len(groups) > 1 or len(runs) > 1:
-        print("\n" + statistics_table(found, base.name, unit))
+        said.append("\n" + statistics_table(found, base.name, unit))
     if target is not None:
-        print(f"\n{unit} until loss {target:g}")
+        said.append(f"\n{unit} until loss {target:g}")
         for name, count in reached.items():
-            print(f"  {name}: {'not reached' if count is None else f'{count:,}'}")
+            said.append(f"  {name}: {'not reached' if count is None else f'{count:,}'}")
     if published:
         for r in mlperf.PUBLISHED_RUNS.values():
-            print(
+            said.append(
                 f"  reference bf16, {r.batch_size} sequences a step: {r.mean_sequences:,.0f} "
                 f"({r.sequences[0]:,} to {r.sequences[-1]:,} in {len(r.sequences)} runs)"
             )
     for path in arguments.plot:
         plot(groups, {name: means[name] for name in list(means)[len(groups) :]}, target, unit, path)
+    with output_errors():
+        print("\n".join(said), flush=True)
     return {"target": target, "unit": unit, "curves": curves, "reached": reached, "groups": found}
 
 

@@ -111,7 +111,7 @@ class PrecisionConfig:
     @property
     def files(self) -> list[pathlib.Path]:
         """The files that policies come from."""
-        texts = [part for text in (self.label, *self.layers) for part in re.split("[;=]", text)]
+        texts = [*self.label.split(";"), *(layer.partition("=")[2] for layer in self.layers)]
         found = (re.match(r"\s*(.+?\.json)\b|\s*(.+?\.py):", text) for text in texts)
         return [pathlib.Path(match[1] or match[2]) for match in found if match]
 

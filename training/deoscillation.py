@@ -75,7 +75,7 @@ def check_policies(phases: Sequence[LayerPolicies]) -> None:
                 "--deoscillate has no effect: no weight of the blocks is in 4 bits; change --policy or "
                 "--layers, e.g. 'blocks[2:4].*=primus_turbo'"
             )
-        if any(fprop.rotation or fprop.rhs.rounding != "nearest" for fprop in fprops):
+        if any(fprop.rotation or fprop.rhs.needs_key for fprop in fprops):
             raise ValueError(
                 "--deoscillate needs weights whose Fprop rounds to nearest without rotation; change --policy"
             )
@@ -131,7 +131,9 @@ def quantized_weights(params: Any, layers: LayerPolicies) -> Any:
         for operand in dict.fromkeys(operands):
             if operand is not None:
                 mine = jnp.array([o == operand for o in operands])[:, None, None]
-                w = jnp.where(mine, dequantize(quantize_unpacked(w, operand, -2, None)), w)
+                # Layer by layer, as the Fprop does: a tensor scale belongs to one layer's weight.
+                seen = jax.vmap(lambda one, o=operand: dequantize(quantize_unpacked(one, o, -2, None)))(w)
+                w = jnp.where(mine, seen, w)
         return w
 
     return jax.tree.map_with_path(quantized, params)

@@ -54,9 +54,10 @@ def in_one_line(box: str) -> str:
     first, *others = (list(part) for is_rule, part in itertools.groupby(lines, _is_rule) if not is_rule)
     message = re.sub("^Error parsing [A-Z]\\w*: ", "", _without_help(first)).rstrip(".")  # a class
     similar = [
-        line.split()[0]
+        flag
         for title, *rest in others
         for line in rest
+        for flag in re.findall(r"--[\w-]+", line)
         if title.startswith(("Perhaps you meant", "Arguments similar")) and line.startswith(f"{_INDENT}--")
     ]
     if similar:

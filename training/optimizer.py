@@ -43,7 +43,9 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtra
 
 def _scale(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
     """Multiplies the updates by the learning rate."""
-    return jax.tree.map(lambda update: extra["learning_rate"] * update, updates), state
+    if (rate := extra.get("learning_rate")) is None:
+        raise ValueError("this optimizer's update needs learning_rate=; see training.step.scheduled")
+    return jax.tree.map(lambda update: rate * update, updates), state
 
 
 def decayed(params):

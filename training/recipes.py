@@ -45,10 +45,11 @@ def expand(config: Config) -> Config:
     recipe = RECIPES.get(precision.policy.strip()) if isinstance(precision.policy, str) else None
     if recipe is None:
         return config
+    begun = precision.layers[: len(recipe.layers)] == recipe.layers  # of a run to resume
     changed = dataclasses.replace(
         precision,
         policy=recipe.policy,
-        layers=(*recipe.layers, *precision.layers),
+        layers=precision.layers if begun else (*recipe.layers, *precision.layers),
         deoscillate=precision.deoscillate or recipe.deoscillate,
     )
     return dataclasses.replace(config, precision=changed)

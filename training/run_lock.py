@@ -56,7 +56,12 @@ def check_unlocked(folder: pathlib.Path) -> None:
 
 def _open(folder: pathlib.Path, how: int) -> int:
     """Returns a descriptor of the lock; raises ValueError if it is a pipe or a folder."""
-    descriptor = os.open(folder / FILE, how | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        descriptor = os.open(folder / FILE, how | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link
+            raise ValueError(f"{folder / FILE} is not a file: remove it") from None
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ValueError(f"{folder / FILE} is not a file: remove it")

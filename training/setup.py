@@ -133,6 +133,8 @@ def set_up(config: Config) -> Run:
         check_same_data(folder, corpus.facts)
         if (begun := begun_run(folder)) is not None and begun.steps != config.steps:
             check_order(corpus, config, begun)
+    if is_first_process():
+        check_unlocked(folder)  # once more: reading the data took a while
     check_folder(config, folder)
     return run
 

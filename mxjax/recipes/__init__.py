@@ -45,7 +45,7 @@ _SOURCES = {
     "tetrajet": "arXiv 2502.20853",
     "nvfp4": "arXiv 2509.25149",
     "nvfp4_te": "arXiv 2509.25149, TransformerEngine's signs",
-    "nvfp4_unclipped": "the same, block scales of dy 17/16 as large (arXiv 2601.22813, section 3)",
+    "nvfp4_unclipped": "arXiv 2509.25149, block scales of dy 17/16 as large (arXiv 2601.22813, section 3)",
     "fp4_all_the_way": "arXiv 2505.19115",
     "four_over_six": "arXiv 2512.02010",
     "four_over_six_mae": "arXiv 2512.02010, errors as in TransformerEngine",

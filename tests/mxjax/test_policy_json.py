@@ -58,7 +58,10 @@ def test_fields_left_out_have_their_defaults():
         ('{"wgrad": {"lhs": {"four_over_six": true}}}', "wgrad.lhs.four_over_six must be a string or null"),
         ('{"wgrad": {"lhs": {"eden": 16.0}}}', "wgrad.lhs.eden must be an integer or null"),
         ('{"wgrad": {"rotation": {"values": [1, 0.5]}}}', "wgrad.rotation.values must be a list of integers"),
-        ('{"wgrad": {"rotation": {"values": [1, -1]}}}', "wgrad.rotation: Rotation needs values to be 16"),
+        (
+            '{"wgrad": {"rotation": {"values": [1, -1]}}}',
+            "wgrad.rotation: Rotation needs values to be a tuple of 16",
+        ),
         ('{"wgrad": {"lhs": {"block_shape": [32]}}}', "wgrad.lhs.block_shape must be an integer, a pair"),
         ('{"wgrad": {"lhs": {"block_shape": -1}}}', "wgrad.lhs: "),
         ('{"wgrad": {"rotation": {"size": 17}}}', "wgrad.rotation: Rotation needs size to be one of"),

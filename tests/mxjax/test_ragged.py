@@ -60,11 +60,12 @@ def test_in_float32_it_is_that_of_lax():
         np.testing.assert_allclose(a, e, rtol=0, atol=1e-5 * np.max(np.abs(e)))
 
 
-def test_what_one_expert_reads_changes_no_other():
-    """Neither through blocks, nor through rotations, nor through a NaN."""
-    policy = mxjax.get_policy("full_hadamard")
-    before = ragged(X, W, DY, jnp.array(SIZES), policy=policy)
-    after = ragged(X.at[36].mul(1000), W, DY.at[36].set(jnp.nan), jnp.array(SIZES), policy=policy)
+@pytest.mark.parametrize("name", ["full_hadamard", pytest.param("tetrajet_v2", marks=pytest.mark.slow)])
+def test_what_one_expert_reads_changes_no_other(name):
+    """Neither through blocks, outer scales and rotations, nor through a NaN."""
+    options = {"policy": mxjax.get_policy(name), "key": jax.random.key(0)}
+    before = ragged(X, W, DY, jnp.array(SIZES), **options)
+    after = ragged(X.at[36].mul(1000), W, DY.at[36].set(jnp.nan), jnp.array(SIZES), **options)
     for a, b, first in zip(after, before, (37, 37, 1), strict=True):
         np.testing.assert_array_equal(a[first:], b[first:])
     assert np.all(np.isnan(after[2][0]))

@@ -53,6 +53,11 @@ def test_a_mean_is_multiplied_in_float32_beside_the_quantized_residual(implement
         np.testing.assert_allclose(found, e, rtol=1e-4, atol=2e-5 * np.abs(e).max())
 
 
+def test_no_tokens_have_no_mean():
+    found = split(jnp.zeros((0, 4)), MEAN)
+    np.testing.assert_array_equal(found.rest, np.zeros((1, 4)))
+
+
 def test_splitting_the_mean_off_lowers_the_error():
     exact, plain = gradients("fp32"), gradients(Policy())
     splitting = gradients(Policy(Gemm(MEAN, NEAREST), Gemm(MEAN, NEAREST), Gemm(MEAN, MEAN)))

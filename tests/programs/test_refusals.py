@@ -1,12 +1,15 @@
 """Command lines that cannot work: refused in one line before anything is computed or written."""
 
 import json
+import pathlib
 import sys
 
 import pytest
-from support.runs import error_of
+from support.runs import error_of, run
 
 import eval as evaluation_program
+import train as training_program
+from training.checkpoint.structure import check_saveable
 from training.command_line import parse
 from training.flags import in_one_line
 
@@ -94,8 +97,25 @@ def test_a_policy_file_that_does_anything_else_is_one_line(text, tmp_path, code,
 
 @pytest.mark.parametrize("name", ["\udcff", "a\nb", "a\x1b[31m"])
 def test_a_path_that_cannot_be_printed_is_refused(text, tmp_path, name):
-    assert "name a path of printable characters" in error_of("--data", text, "--out", tmp_path / name)
+    assert "name a path without control characters" in error_of("--data", text, "--out", tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_other_scripts_are_names_like_any():
+    check_saveable(pathlib.Path("runs/\u3000\u200d\u00a0é"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--policy", "wgrad", "--set", "wgrad.*.scale_rule=even"],
+        ["--policy", "primus_deosc", "--layers", "blocks[1].mlp.down=primus_turbo"],
+    ],
+)
+def test_the_command_of_a_run_resumes_it_when_repeated(text, tmp_path, monkeypatch, flags):
+    monkeypatch.setattr(training_program.Loop, "train", lambda _: {})
+    run(text, tmp_path / "run", *flags)
+    run(text, tmp_path / "run", *flags, "--resume")
 
 
 @pytest.mark.parametrize("size", [0, 2, 31])

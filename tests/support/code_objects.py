@@ -35,7 +35,10 @@ INTERPRETED = [
     *("correct_1x65x33x288_*", "correct_3x17x130x544_*"),
 ]
 BUILDS = {
-    "gfx950": ["*"],
+    "gfx950": [
+        *(*EMULATED_GEMMS, *EMULATED_QUANTIZERS, "attention_*"),
+        *(*LLAMA, "quantize_8192x4096_*", "quantize_4096x6144_*"),
+    ],
     "sm_90": [
         *(LLAMA[0], *SMALL_GEMMS, *STEP, *INTERPRETED),
         "quantize_8192x4096_bfloat16_rows_packed_columns_packed-sr",
@@ -54,14 +57,15 @@ def build_once(tmp_path_factory):
     with (base / "builds.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            _build(out)
+            build(out, BUILDS)
             done.touch()
     return out
 
 
-def _build(out):
+def build(out, builds):
+    """Compiles the builds with these names, patterns by target, into a folder."""
     command = [sys.executable, "-m", "mxjax.kernels.aot", "--jobs=2", "--out", str(out)]
-    for target, patterns in BUILDS.items():
+    for target, patterns in builds.items():
         command += [f"--target={target}", *(f"--only={target}/{pattern}" for pattern in patterns)]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

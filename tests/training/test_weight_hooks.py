@@ -80,6 +80,15 @@ def test_quantized_weights_are_those_that_each_layer_multiplies():
         np.testing.assert_array_equal(found[name], params[name])
 
 
+def test_a_tensor_scale_belongs_to_one_layer():
+    params = {"blocks": {"mlp": {"down": jax.random.normal(jax.random.key(0), (2, 32, 16))}}}
+    params["blocks"]["mlp"]["down"] *= jnp.array([1.0, 0.01])[:, None, None]
+    found = deoscillation.quantized_weights(params, layer_policies(SMALL, "nvfp4_unclipped"))
+    for got, w in zip(found["blocks"]["mlp"]["down"], params["blocks"]["mlp"]["down"], strict=True):
+        q = mxjax.quantize(w, mxjax.get_policy("nvfp4_unclipped").fprop.rhs, axis=0)
+        np.testing.assert_array_equal(got, mxjax.dequantize(q))
+
+
 def test_a_recipe_stands_for_its_flags():
     config = Config(precision=PrecisionConfig("primus_deosc", layers=("head=fp8",)))
     precision = expand(config).precision

@@ -146,6 +146,7 @@ class Checkpoints:
         if not (self._folder / str(self.latest) / "rest").exists():
             return like._replace(params=self.restore_params(like.params)), None
         self._check_model(self.latest, like.params)
+        self._check_rest(self.latest, like)
         found = self._manager.restore(
             self.latest,
             args=ocp.args.Composite(
@@ -192,6 +193,15 @@ class Checkpoints:
                 f"checkpoint {folder} belongs to another model: {len(other)} parameters differ; {name} has "
                 f"shape {saved.get(name, 'none')} there and {wanted.get(name, 'none')} here. Does it belong "
                 "to this run's config.json?"
+            )
+
+    def _check_rest(self, step: int, like: TrainState) -> None:
+        """Raises ValueError unless a checkpoint's optimizer state has the parts of `like`'s."""
+        folder = self._folder / str(step)
+        if other := sorted(saved_shapes(folder / "rest").keys() ^ shapes(_rest(like)).keys()):
+            raise ValueError(
+                f"the optimizer's state in {folder} is of other flags or another version of mxjax: it "
+                f"differs in {other[0]}; use that version, or begin a run with --init"
             )
 
     def _write_checksums(self) -> None:

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import pathlib
+import unicodedata
 from typing import Any
 
 import jax
@@ -47,7 +48,7 @@ def check_saveable(folder: pathlib.Path) -> None:
     It takes the path for a pattern when it merges the files of the processes, and UTF-8 for its encoding.
     """
     text = str(folder.absolute())
-    if not text.isprintable():  # nor are bytes that are no UTF-8
-        raise ValueError(f"checkpoints cannot be saved in {text!r}: name a path of printable characters")
+    if any(unicodedata.category(c) in ("Cc", "Cs") for c in text):  # Cs: bytes that are no UTF-8
+        raise ValueError(f"checkpoints cannot be saved in {text!r}: name a path without control characters")
     if found := sorted(set("*?[]\\") & set(text)):
         raise ValueError(f"checkpoints cannot be saved in {folder}: name a path without {' '.join(found)}")
