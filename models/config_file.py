@@ -14,6 +14,9 @@ from models.huggingface.folder import read_json
 
 _IGNORED = {"parameters"}  # in the record of a run's model, `models.configs.to_dict`
 
+MOST_LAYERS = 10_000
+"""The largest number of blocks: each has policies of its own, which are listed and recorded."""
+
 
 def load_config(path: pathlib.Path) -> LlamaConfig:
     """Returns the shape in a JSON file: Hugging Face's fields if it has a `model_type`, else `LlamaConfig`'s.
@@ -25,7 +28,7 @@ def load_config(path: pathlib.Path) -> LlamaConfig:
         raise ValueError(f"{path}: no such file")
     raw = read_json(path)
     try:
-        return read_config(raw) if "model_type" in raw else _from_fields(LlamaConfig, raw)
+        return _checked(read_config(raw) if "model_type" in raw else _from_fields(LlamaConfig, raw))
     except ValueError as error:
         raise ValueError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
 
@@ -38,7 +41,14 @@ def from_dict(raw: object) -> LlamaConfig:
     """
     if not isinstance(raw, Mapping):
         raise ValueError(f"the model must be an object, got {short(raw)}")
-    return _from_fields(LlamaConfig, raw)
+    return _checked(_from_fields(LlamaConfig, raw))
+
+
+def _checked(config: LlamaConfig) -> LlamaConfig:
+    """Returns the shape, unless it has too many blocks to list the policies of each."""
+    if config.n_layers > MOST_LAYERS:
+        raise ValueError(f"n_layers must be at most {MOST_LAYERS:,}, got {config.n_layers:,}")
+    return config
 
 
 def _from_fields(cls: type, raw: Mapping[str, Any]) -> Any:

@@ -19,10 +19,6 @@ class RopeScaling:
     original_context: int = 8192
 
 
-MOST_LAYERS = 10_000
-"""The largest number of blocks: each has policies of its own, which are listed and recorded."""
-
-
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
     """The shape of a Llama. Sizes count elements; `d_ff` is the width of the gated MLP."""
@@ -41,8 +37,6 @@ class LlamaConfig:
     tied: bool = False  # the head is the embedding, transposed
 
     def __post_init__(self):
-        if self.n_layers > MOST_LAYERS:
-            raise ValueError(f"n_layers must be at most {MOST_LAYERS:,}, got {self.n_layers:,}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
         if self.head_dim % 2:

@@ -47,8 +47,8 @@ class Rotation:
         signs = isinstance(given, tuple) and all(type(v) is int and abs(v) == 1 for v in given)
         if self.signs != "fixed" or not signs or len(self.values) != self.size:
             raise ValueError(
-                f"Rotation needs values to be a tuple of {self.size} signs of 1 or -1 with signs='fixed', got "
-                f"{self.values!r:.60} with signs={self.signs!r}; use None for signs drawn from seed"
+                f"Rotation needs values to be a tuple of {self.size} signs of 1 or -1 with signs='fixed', "
+                f"got {self.values!r:.60} with signs={self.signs!r}; use None for signs drawn from seed"
             )
 
     def __str__(self) -> str:

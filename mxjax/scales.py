@@ -108,8 +108,10 @@ def divide_by_scale(x: Float32[Array, "*shape"], scale: Int32[Array, "*#shape"])
     digits = (bits & _MAGNITUDE).astype(jnp.float32)
     digits = jnp.copysign(digits, x)
     exponent = jnp.where(subnormal, 2 * BIAS - 149, 2 * BIAS) - scale
-    factor = lax.bitcast_convert_type(jnp.maximum(exponent, 0) << 23, jnp.float32)
+    factor = lax.bitcast_convert_type(jnp.maximum(exponent, jnp.where(subnormal, 0, 1)) << 23, jnp.float32)
     quotient = jnp.where(subnormal, digits, x) * factor
+    # E1M2's largest scale is 2**127, whose inverse is subnormal.
+    quotient = jnp.where((exponent == 0) & ~subnormal, quotient * 0.5, quotient)
     return jnp.where(scale == NAN_SCALE, 0.0, quotient)
 
 
