@@ -92,14 +92,13 @@ class _Watch:
         self._stopped, self._failed = threading.Event(), threading.Event()
         self._seen: dict[str, tuple[str, int]] = {}
         _Watch.running = self
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def stop(self) -> None:
         """Ends the thread, unless the process has failed."""
         if not self._failed.is_set():
             self._stopped.set()
-            self._thread.join(_TO_NOTICE * _EVERY)
+            self._count(_DONE)
         _Watch.running = None
 
     def fail(self, error: BaseException) -> None:
@@ -143,7 +142,6 @@ class _Watch:
             if self._index == 0:
                 self._check_counts()
             if self._stopped.wait(_EVERY):
-                self._count(_DONE)  # by this thread, or a count under way could follow it
                 return
         if self._failed.wait(_TO_NOTICE):
             time.sleep(_TO_END)
