@@ -41,7 +41,7 @@ TRAINING = ("faults", "huggingface_runs", "mlperf", "megatron", "readme", "tenso
 OPTIMIZED = tuple(f"test_{name}" for name in BIT_FOR_BIT + TRAINING)
 KERNELS = pathlib.Path(__file__).parent / "kernels"
 # How the names begin of the library's test modules that differentiate a Llama.
-THROUGH_ATTENTION = ("test_layer_stats", "test_remat", "test_rocm_programs", "test_selftest")
+THROUGH_ATTENTION = ("test_layer_stats", "test_remat", "test_rocm_programs", "test_selftest", "test_bench")
 
 
 # Modules whose tests take longest: begun first, so that pytest-xdist's processes end together.
@@ -68,10 +68,12 @@ def strict_promotion(request):
     """Makes JAX refuse operations on arrays of different ranks and, in the library's tests, dtypes.
 
     Elsewhere `jax.nn.dot_product_attention` in bfloat16, differentiated, and optax promote dtypes themselves.
-    Programs and examples run as their users run them.
+    Programs, examples and benchmarks run as their users run them.
     """
     library = request.path.parent in (KERNELS, KERNELS.parent / "mxjax")
     strict = library and not request.path.stem.startswith(THROUGH_ATTENTION)
-    ranks = "allow" if request.path.parent.name == "programs" else "raise"
+    ranks = (
+        "allow" if request.path.parent.name == "programs" or request.path.stem == "test_bench" else "raise"
+    )
     with jax.numpy_dtype_promotion("strict" if strict else "standard"), jax.numpy_rank_promotion(ranks):
         yield
