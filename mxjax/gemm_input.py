@@ -89,7 +89,7 @@ def rotate_input(x: Float[Array, "..."], how: GemmInput) -> Float[Array, "..."]:
 
 
 def rotate_input_back(x: Float[Array, "..."], how: GemmInput) -> Float[Array, "..."]:
-    """Returns what `rotate_input` rotated, still padded."""
+    """Inverts the rotation of `rotate_input`; the padding stays."""
     if how.rotation is None:
         return x
     x = rotate(x, how.rotation.size, axis=how.axis)

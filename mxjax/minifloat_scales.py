@@ -142,5 +142,5 @@ def _round_scales(exact: Float32[Array, "*blocks"], scale_element: Element) -> F
 def _inverse(
     scales: Float32[Array, "*blocks"], unit: Float32[Array, "*#blocks"] | None
 ) -> Float32[Array, "*blocks"]:
-    """Returns what the elements of each block are multiplied by; 0 where the scale is zero."""
+    """Returns the inverse of each block's scale and unit; 0 where the scale is zero."""
     return jnp.where(scales == 0, 0.0, (1.0 if unit is None else 1 / unit) / scales)

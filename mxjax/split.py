@@ -58,9 +58,9 @@ def multiplies_apart(gemm: Gemm) -> bool:
 def product_apart(
     lhs: Float[Array, "..."], lhs_axis: int, rhs: Float[Array, "..."], rhs_axis: int, gemm: Gemm
 ) -> Float32[Array, "..."]:
-    """Returns what the product of the quantized parts lacks, with one row if it is the same for all tokens.
+    """Returns `rest(lhs) @ rhs + part(lhs) @ rest(rhs)` in float32, contracting the axes given.
 
-    It is `rest(lhs) @ rhs + part(lhs) @ rest(rhs)`, in float32, contracting the axes given.
+    The product of the quantized parts lacks this. It has one row if it is the same for all tokens.
     """
     left, right = split(lhs, gemm.lhs), split(rhs, gemm.rhs)
     terms = []

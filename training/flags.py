@@ -23,10 +23,10 @@ class FlagError(SystemExit):
 
 
 def flags[T](parse: Callable[[], T], program: str | None = None) -> T:
-    """Returns what `parse`, a call of tyro, returns.
+    """Parses flags by tyro, and ends the program with one line if they are wrong.
 
     Args:
-      parse: parses a command line.
+      parse: calls tyro; its result is returned.
       program: the name in messages, and the command that takes `--help`. Default: the running program's.
     Raises:
       FlagError: tyro refuses the command line; one line on standard error says why.

@@ -26,13 +26,7 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
     # Not through a link, which may lead anywhere. Closed in child processes that execute another program.
     descriptor = _open(folder, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     with os.fdopen(descriptor, "a+", errors="replace") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _in_use(folder, file) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+        _lock(folder, file, fcntl.LOCK_EX)
         file.truncate(0)
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n")
@@ -45,13 +39,7 @@ def check_unlocked(folder: pathlib.Path) -> None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         descriptor = _open(folder, os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(descriptor, errors="replace") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise _in_use(folder, file) from None
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
+            _lock(folder, file, fcntl.LOCK_SH)
 
 
 def _open(folder: pathlib.Path, how: int) -> int:
@@ -68,7 +56,16 @@ def _open(folder: pathlib.Path, how: int) -> int:
     return descriptor
 
 
-def _in_use(folder: pathlib.Path, file: TextIO) -> ValueError:
-    file.seek(0)
-    holder = file.read(200).strip() or "another process"
-    return ValueError(f"--out {folder} is in use by {holder}; wait until it ends, or name another folder")
+def _lock(folder: pathlib.Path, file: TextIO, how: int) -> None:
+    """Locks the file where the file system can; raises ValueError if another process holds it."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read(200).strip() or "another process"
+        raise ValueError(
+            f"--out {folder} is in use by {holder}; wait until it ends, or name another folder"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise

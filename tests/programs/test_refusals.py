@@ -12,6 +12,7 @@ import train as training_program
 from training.checkpoint.structure import check_saveable
 from training.command_line import parse
 from training.flags import in_one_line
+from training.run_config import read_run_config
 
 SHAPE = {"d_model": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 4, "d_ff": 8}
 
@@ -115,7 +116,11 @@ def test_other_scripts_are_names_like_any():
 def test_the_command_of_a_run_resumes_it_when_repeated(text, tmp_path, monkeypatch, flags):
     monkeypatch.setattr(training_program.Loop, "train", lambda _: {})
     run(text, tmp_path / "run", *flags)
+    begun = read_run_config(tmp_path / "run")
     run(text, tmp_path / "run", *flags, "--resume")
+    resumed = read_run_config(tmp_path / "run")
+    assert resumed["phases"] == begun["phases"]
+    assert resumed["config"]["precision"] == begun["config"]["precision"]
 
 
 @pytest.mark.parametrize("size", [0, 2, 31])

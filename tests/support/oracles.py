@@ -7,38 +7,33 @@ import gfloat.formats
 import jaxtyping
 import numpy as np
 
+
+def format_info(
+    name: str, k: int, precision: int, bias: int, is_signed: bool = True, num_high_nans: int = 0
+) -> gfloat.FormatInfo:
+    """Returns gfloat's description of a finite format with subnormals that gfloat does not name."""
+    return gfloat.FormatInfo(
+        name=name,
+        k=k,
+        precision=precision,
+        bias=bias,
+        is_signed=is_signed,
+        domain=gfloat.Domain.Finite,
+        has_nz=is_signed,
+        num_high_nans=num_high_nans,
+        has_subnormals=True,
+        is_twos_complement=False,
+    )
+
+
 ELEMENT_INFO = {
     "e2m1": gfloat.formats.format_info_ocp_e2m1,
     "e4m3": gfloat.formats.format_info_ocp_e4m3,
     "e5m2": gfloat.formats.format_info_ocp_e5m2,
     "e2m3": gfloat.formats.format_info_ocp_e2m3,
     "e3m2": gfloat.formats.format_info_ocp_e3m2,
-    # gfloat names no E3M0: zero and the powers of two from 2**-2 to 2**4.
-    "e3m0": gfloat.FormatInfo(
-        name="e3m0",
-        k=4,
-        precision=1,
-        bias=3,
-        is_signed=True,
-        domain=gfloat.Domain.Finite,
-        has_nz=True,
-        num_high_nans=0,
-        has_subnormals=True,
-        is_twos_complement=False,
-    ),
-    # Nor E1M2: the multiples of 1/2 up to 3.5.
-    "e1m2": gfloat.FormatInfo(
-        name="e1m2",
-        k=4,
-        precision=3,
-        bias=0,
-        is_signed=True,
-        domain=gfloat.Domain.Finite,
-        has_nz=True,
-        num_high_nans=0,
-        has_subnormals=True,
-        is_twos_complement=False,
-    ),
+    "e3m0": format_info("e3m0", k=4, precision=1, bias=3),  # zero and the powers of two from 2**-2 to 2**4
+    "e1m2": format_info("e1m2", k=4, precision=3, bias=0),  # the multiples of 1/2 up to 3.5
 }
 
 
