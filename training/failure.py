@@ -92,12 +92,14 @@ class _Watch:
         self._stopped, self._failed = threading.Event(), threading.Event()
         self._seen: dict[str, tuple[str, int]] = {}
         _Watch.running = self
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread, unless the process has failed."""
         if not self._failed.is_set():
             self._stopped.set()
+            self._thread.join(_TO_NOTICE)  # its last count must not come after this one
             self._count(_DONE)
         _Watch.running = None
 

@@ -47,7 +47,7 @@ def _open(folder: pathlib.Path, how: int) -> int:
     try:
         descriptor = os.open(folder / FILE, how | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno == errno.ELOOP:  # a link
+        if error.errno == errno.ELOOP and (folder / FILE).is_symlink():
             raise ValueError(f"{folder / FILE} is not a file: remove it") from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -110,6 +110,7 @@ def store(monkeypatch):
         monkeypatch.setattr(failure.distributed.global_state, name, value)
     monkeypatch.setattr(failure, "_EVERY", 0.01)
     monkeypatch.setattr(failure._Watch, "_run", lambda self: None)
+    monkeypatch.setattr(failure._Watch, "running", None)
     monkeypatch.setattr(failure.atexit, "register", lambda function: None)
     monkeypatch.setattr(failure, "_end", lambda status=1: sys.exit(status))
     return store
