@@ -81,8 +81,9 @@ class PrecisionConfig:
     policy: Annotated[str | Policy, _POLICY] = "wgrad_hadamard"
     """Policy of the linear layers: a name of mxjax.policies(), FILE.json, or FILE.py:NAME. Or a schedule,
     where each later policy begins at a step or after a share of the run: 'wgrad_hadamard; fp8 from 0.82'.
-    'heal' is 'full_hadamard; fp8 from 0.82'; 'primus_deosc' is primus_turbo with bf16 in the first and last
-    two blocks and --deoscillate 3:200:1500."""
+    Or a recipe of a whole run: 'heal' is 'full_hadamard; fp8 from 0.82', 'primus_deosc' is primus_turbo with
+    bf16 in the first and last two blocks and --deoscillate 3:200:1500, 'tetrajet_v2_reset' is tetrajet_v2
+    with --deoscillate 8:200:15001:50."""
     scale_rule: ScaleRule | None = None
     """Use this rule for the MXFP4 scales of every layer instead of the policy's."""
     layers: tuple[str, ...] = ()
@@ -94,8 +95,9 @@ class PrecisionConfig:
     'wgrad.*.scale_rule=even'. See mxjax.set_fields."""
     deoscillate: str | None = None
     """Snap 4-bit weights that oscillate to their quantized value, as RATIO:PERIOD:START: every PERIOD steps
-    after step START, those whose quantized value moved at least RATIO times as far as they did. It takes the
-    memory of two more copies of the parameters. Default: none."""
+    after step START, those whose quantized value moved at least RATIO times as far as they did. With :WINDOW,
+    distances are added up over the first WINDOW steps of a period alone, and weights are snapped after them.
+    It takes the memory of two more copies of the parameters. Default: none."""
     implementation: Implementation | None = None
     """Implementation of the GEMMs. Default: the fastest that works here."""
 

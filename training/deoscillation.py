@@ -1,11 +1,13 @@
 """Weights that oscillate between two values of their 4-bit format are snapped to the one they have.
 
 An element near the boundary of two values crosses it back and forth while its float32 weight hardly moves.
-Over each period of steps the distances are added up that the weight moves and that its quantized value moves.
-At the end, where the second is `ratio` times the first or more, the weight becomes its quantized value.
+In each period of steps the distances are added up that the weight moves and that its quantized value moves.
+Then, where the second is `ratio` times the first or more, the weight becomes its quantized value.
 
-Source: primus/backends/megatron/core/optimizer/weight_deosc.py of AMD-AGI/Primus at fd1eeab, which keeps the
-weights of the last step. Here they are the optimizer's, and both steps are quantized anew.
+Sources: primus/backends/megatron/core/optimizer/weight_deosc.py of AMD-AGI/Primus at fd1eeab, and OsciReset
+of TetraJet-v2 (arXiv 2510.27527), olmo2-training/olmo/quantization_real/oscillation_reset.py of
+thu-ml/TetraJet-v2-NVFP4Training at ca5953f, which looks at a part of each period. Both keep the weights of the
+last step. Here they are the optimizer's, and both steps are quantized anew.
 """
 
 import dataclasses
@@ -34,13 +36,16 @@ class Deoscillation(NamedTuple):
 
     Attributes:
       ratio: the quantized value's distance over the weight's, from which on an element oscillates.
-      period: steps over which distances are added up.
+      period: steps from one snap to the next.
       start: step that the first period follows.
+      window: steps at the beginning of a period over which distances are added up; weights are snapped in the
+        step after them, or in the last of the period. 0: all.
     """
 
     ratio: float
     period: int
     start: int
+    window: int = 0
 
 
 class Distances(NamedTuple):
@@ -51,18 +56,19 @@ class Distances(NamedTuple):
 
 
 def parse_deoscillation(text: str) -> Deoscillation:
-    """Returns the values of `RATIO:PERIOD:START`, e.g. "3:200:1500".
+    """Returns the values of `RATIO:PERIOD:START` or `RATIO:PERIOD:START:WINDOW`, e.g. "3:200:1500".
 
     Raises:
       ValueError: malformed text, or a value out of range.
     """
-    found = re.fullmatch(r"(\d+\.?\d*):(\d+):(\d+)", text)
-    if found is None or not float(found[1]) or not int(found[2]):
+    found = re.fullmatch(r"(\d+\.?\d*):(\d+):(\d+)(?::(\d+))?", text)
+    setting = found and Deoscillation(float(found[1]), int(found[2]), int(found[3]), int(found[4] or 0))
+    if setting is None or not setting.ratio or not setting.period or setting.window > setting.period:
         raise ValueError(
-            "--deoscillate takes RATIO:PERIOD:START, a positive ratio and period, e.g. 3:200:1500; "
-            f"got {text!r}"
+            "--deoscillate takes RATIO:PERIOD:START, a positive ratio and period, and maybe :WINDOW, at most "
+            f"the period, e.g. 3:200:1500 or 8:200:15000:50; got {text!r}"
         )
-    return Deoscillation(float(found[1]), int(found[2]), int(found[3]))
+    return setting
 
 
 def check_policies(phases: Sequence[LayerPolicies]) -> None:
@@ -88,15 +94,17 @@ def deoscillation_hook(setting: Deoscillation, layers: LayerPolicies) -> Hook:
         return Distances(*(jax.tree.map(jnp.zeros_like, params) for _ in range(2)))
 
     def apply(step, before, after, distances):
-        observed = step > setting.start
-        ends = observed & ((step - setting.start) % setting.period == 0)
+        place = jnp.where(step > setting.start, (step - setting.start - 1) % setting.period + 1, 0)
+        window = setting.window or setting.period
+        observed = (place >= 1) & (place <= window)
+        ends = place == min(window + 1, setting.period)
 
         def observe():
             quantized = quantized_weights(after, layers)
             old = quantized_weights(before, layers)
             added = Distances(
-                jax.tree.map(_add_distance, distances.weight, before, after),
-                jax.tree.map(_add_distance, distances.quantized, old, quantized),
+                jax.tree.map(add, distances.weight, before, after),
+                jax.tree.map(add, distances.quantized, old, quantized),
             )
             snapped = jax.tree.map(
                 lambda w, q, moved, moved_q: jnp.where(
@@ -108,7 +116,10 @@ def deoscillation_hook(setting: Deoscillation, layers: LayerPolicies) -> Hook:
             )
             return snapped, jax.tree.map(lambda d: jnp.where(ends, 0, d), added)
 
-        return lax.cond(observed, observe, lambda: (after, distances))
+        def add(total, before, after):
+            return jnp.where(observed, total + jnp.abs(after - before), total)
+
+        return lax.cond(observed | ends, observe, lambda: (after, distances))
 
     return Hook(init, apply)
 
@@ -144,7 +155,3 @@ def _operand(policy: Policy) -> Operand | None:
     operand = policy.fprop.rhs
     element = get_format(operand.format).element
     return dataclasses.replace(operand, source="original") if element and element.bits == 4 else None
-
-
-def _add_distance(total, before, after):
-    return total + jnp.abs(after - before)

@@ -7,8 +7,7 @@ begins; from then on its record holds them (`training.policy_record`).
 
 import itertools
 import re
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mxjax.layers import LayerPolicies, Rules, matching
@@ -17,12 +16,8 @@ from mxjax.policy_json import set_fields
 from mxjax.scales import ScaleRule
 from training.config import PrecisionConfig
 from training.policy_source import label, load_policy
+from training.recipes import RECIPES
 
-SCHEDULES: Mapping[str, str] = types.MappingProxyType(
-    # The last part in higher precision heals. arXiv 2509.25149 switches after 8.2 of 10 trillion tokens.
-    {"heal": "full_hadamard; fp8 from 0.82"}
-)
-"""Schedules by name."""
 _LATER = re.compile(r"(\S.*?)\s+from\s+(\S+)")
 
 
@@ -48,8 +43,8 @@ def parse_schedule(
     """Returns the policies of a schedule, in order.
 
     Args:
-      policy: a policy; or `POLICY`, or `POLICY; POLICY from WHEN; ...`, or a name of SCHEDULES. POLICY is as
-        `load_policy` takes it. WHEN is the first step in that policy, or, between 0 and 1, the share of the
+      policy: a policy; or `POLICY`, or `POLICY; POLICY from WHEN; ...`. POLICY is as `load_policy` takes it.
+        WHEN is the first step in that policy, or, between 0 and 1, the share of the
         run that precedes it.
       steps: length of the run.
       changes: fields to change in every policy, as `mxjax.set_fields` takes them.
@@ -65,7 +60,7 @@ def parse_schedule(
         )
     except ValueError as error:
         unknown = str(error).startswith("unknown policy")
-        more = f"; there is also the schedule {', '.join(SCHEDULES)}" if unknown else ""
+        more = f"; recipes of whole training runs are {', '.join(RECIPES)}" if unknown else ""
         raise ValueError(f"--policy {text!r}: {error}{more}") from None
     for before, after in itertools.pairwise(schedule):
         if not before.first_step < after.first_step <= steps:
@@ -135,7 +130,7 @@ def phase_at(phases: tuple[Phase, ...], step: int) -> Phase:
 
 def _phases_in(text: str, steps: int) -> list[tuple[int, str]]:
     """Returns the first step and the policy, as text, of each part of a schedule."""
-    first, *rest = (part.strip() for part in SCHEDULES.get(text.strip(), text).split(";"))
+    first, *rest = (part.strip() for part in text.split(";"))
     phases = [(1, first)]
     for part in rest:
         if (later := _LATER.fullmatch(part)) is None:

@@ -1,4 +1,4 @@
-"""Hooks on weights, and de-oscillation against Primus's code (tests/golden/make_deoscillation.py)."""
+"""Hooks on weights, and de-oscillation against its sources' code (tests/golden/make_deoscillation.py)."""
 
 import functools
 import pathlib
@@ -38,17 +38,19 @@ def walk(optimizer, first, updates):
     return jax.jit(lambda: jax.lax.scan(step, (params, optimizer.init(params)), jnp.asarray(updates)))()[1]
 
 
-def test_oscillating_weights_are_snapped_as_the_source_does(monkeypatch):
+@pytest.mark.parametrize("source", ["primus", "tetrajet"])
+def test_oscillating_weights_are_snapped_as_the_source_does(source, monkeypatch):
     g = golden()
     monkeypatch.setattr(deoscillation, "quantized_weights", lambda params, _: jax.tree.map(jnp.round, params))
-    setting = Deoscillation(float(g["ratio"]), int(g["period"]), int(g["start"]))
-    optimizer = with_hook(optax.sgd(1.0), deoscillation_hook(setting, None))
-    found, expected = np.asarray(walk(optimizer, g["first"], g["updates"])), g["weights"]
+    ratio, *steps = g[f"{source}_setting"]
+    optimizer = with_hook(optax.sgd(1.0), deoscillation_hook(Deoscillation(ratio, *map(int, steps)), None))
+    found, expected = np.asarray(walk(optimizer, g["first"], g["updates"])), g[source]
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
     plain = np.cumsum(np.concatenate([g["first"][None], g["updates"]]), axis=0)[1:]
     assert 0.1 < np.mean(np.abs(plain[-1] - found[-1]) > 1e-4) < 0.9
-    # At the end of a period, snapped weights are the values of the grid themselves.
-    assert np.mean(found[8] == np.round(found[8])) > 0.02
+    # When weights are snapped, they are the values of the grid themselves.
+    snapped = 8 if source == "primus" else 12
+    assert np.mean(found[snapped] == np.round(found[snapped])) > 0.02
 
 
 def test_a_hook_changes_what_it_says_and_nothing_else():
@@ -96,10 +98,11 @@ def test_a_recipe_stands_for_its_flags():
     assert precision.layers == ("blocks[:2].*=bf16", "blocks[-2:].*=bf16", "head=fp8")
     assert parse_deoscillation(precision.deoscillate) == Deoscillation(3.0, 200, 1500)
     assert expand(expand(config)) == expand(config)
+    assert expand(Config(precision=PrecisionConfig(" heal "))).precision.policy == "full_hadamard; fp8 from 0.82"
     assert expand(Config()) == Config()
 
 
-@pytest.mark.parametrize("text", ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1"])
+@pytest.mark.parametrize("text", ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1", "3:200:0:201", "3:2:1:"])
 def test_a_malformed_setting_is_refused(text):
     with pytest.raises(ValueError, match="--deoscillate takes RATIO:PERIOD:START"):
         parse_deoscillation(text)
