@@ -6,8 +6,8 @@ Then, where the second is `ratio` times the first or more, the weight becomes it
 
 Sources: primus/backends/megatron/core/optimizer/weight_deosc.py of AMD-AGI/Primus at fd1eeab, and OsciReset
 of TetraJet-v2 (arXiv 2510.27527), olmo2-training/olmo/quantization_real/oscillation_reset.py of
-thu-ml/TetraJet-v2-NVFP4Training at ca5953f, which looks at a part of each period. Both keep the weights of the
-last step. Here they are the optimizer's, and both steps are quantized anew.
+thu-ml/TetraJet-v2-NVFP4Training at ca5953f, which looks at a part of each period. Both keep the weights of
+the last step. Here they are the optimizer's, and both steps are quantized anew.
 """
 
 import dataclasses

@@ -102,13 +102,14 @@ def quantizer_inputs(
         numbers[..., :BLOCK] *= 2.0**-134
     chance = rng.random(whole)
     x = np.select([chance < 0.001, chance < 0.002], [np.nan, np.inf], numbers).astype(dtype)
-    scalars, signs = np.zeros((1, 7), np.uint32), np.ones((1, 2, SIGNS), np.float32)
+    scalars = np.zeros((1, 11), np.uint32)
     for i, side in enumerate(sides):
         if side and side["rounding"] == "stochastic":
-            scalars[0, 2 * i : 2 * i + 2] = jax.random.bits(_random_key(i), (2,), np.uint32)
+            scalars[0, 4 * i : 4 * i + 2] = jax.random.bits(_random_key(i), (2,), np.uint32)
         if side and side["signs"] != "none":
-            signs[0, i] = np.tile(_random_signs(i, side), SIGNS // side["rotation"])
-    return {"x": x, "scalars": scalars, "signs": signs}
+            signs = np.tile(_random_signs(i, side), SIGNS // side["rotation"])
+            scalars[0, 4 * i + 2 : 4 * i + 4] = np.packbits(signs < 0, bitorder="little").view("<u4")
+    return {"x": x, "scalars": scalars}
 
 
 def _random_key(side: int) -> jax.Array:

@@ -12,7 +12,7 @@ from mxjax.gemm_input import GemmInput
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.quantize.kernel import SCALARS, Form, quantize_kernel
-from mxjax.kernels.quantize.launches import LARGEST_ROTATION, launch_of
+from mxjax.kernels.quantize.launches import launch_of
 from mxjax.kernels.quantize.quantizer import FORM_DTYPES
 from mxjax.operand import Operand
 from mxjax.policy import Rotation
@@ -105,9 +105,8 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target, fo
     constants = launch.constants
     arguments = {"x": Argument((1, b, r, c), dtype, meaning="the tensor, row-major")}
     if launch.kernel is quantize_kernel:
-        constants = {**constants, "SCALARS_STRIDE": 0, "SIGNS_STRIDE": 0}
+        constants = {**constants, "SCALARS_STRIDE": 0}
         arguments["scalars"] = Argument((1, SCALARS), "uint32", meaning=_SCALARS_MEANING)
-        arguments["signs"] = Argument((1, 2, LARGEST_ROTATION), "float32", meaning=_SIGNS_MEANING)
     outputs = iter(launch.out)
     for name, side in zip(("row", "column"), sides, strict=True):
         words, scales = next(outputs), next(outputs)
@@ -129,10 +128,10 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target, fo
 
 
 _SCALARS_MEANING = (
-    "0, 1: Philox key words of the rows' random bits; 2, 3: of the columns'; 4 to 6: batch, row and column "
-    "of the whole tensor at which x begins, here 0"
+    "0, 1: Philox key words of the rows' random bits; 2, 3: signs of 64 elements of a run along the rows as "
+    "bits, 1 for negative, the first lowest; 4 to 7: the same for the columns; 8 to 10: batch, row and "
+    "column of the whole tensor at which x begins, here 0"
 )
-_SIGNS_MEANING = "1 or -1 for each element of a run along [0] the rows, [1] the columns; repeated to 64"
 _WORDS_MEANINGS = {
     "packed": "E2M1, two a byte along the blocked axis, element 2 i in the low nibble; "
     "[1, batch, other axis, blocked axis padded with zeros]",

@@ -30,14 +30,14 @@ from mxjax.kernels.quantize.philox import random_halves
 Form = Literal["packed", "bf16"]
 """The kernel's output: two E2M1 elements a byte, or the dequantized values in bfloat16."""
 
-SCALARS = 7  # uint32: two key words for rows, two for columns, and three offsets of x in the whole tensor
+SCALARS = 11
+"""uint32: for rows two words of the key and two of signs, the same for columns, and three offsets of x."""
 
 
 @triton.jit
 def quantize_kernel(
     x,
     scalars,
-    signs,
     row_words,
     row_scales,
     column_words,
@@ -51,7 +51,6 @@ def quantize_kernel(
     BLOCK_C: tl.constexpr,
     GROUP: tl.constexpr,
     SCALARS_STRIDE: tl.constexpr,
-    SIGNS_STRIDE: tl.constexpr,
     CONVERT: tl.constexpr,
     ROW_FORM: tl.constexpr,
     ROW_LENGTH: tl.constexpr,
@@ -77,18 +76,17 @@ def quantize_kernel(
     Each operand is written as words [V, BATCH, other, length / 8, words a group] int32 and scales
     [V, BATCH, other, length / 32] uint8. `length` is the blocked axis, padded to whole blocks and rotations.
 
-    x may be a part of a tensor whose last two axes have lengths R_ALL and C_ALL. Scalars 4, 5 and 6 are its
-    batch, row and column offsets: random bits depend on the position in the whole tensor.
+    x may be a part of a tensor whose last two axes have lengths R_ALL and C_ALL. The last three scalars are
+    its batch, row and column offsets: random bits depend on the position in the whole tensor.
 
     Args:
-      scalars: uint32 [V or 1, SCALARS]; not read if no side is stochastic.
-      signs: float32 [V or 1, 2, 64], for rows and for columns; not read if no side has signs.
+      scalars: uint32 [V or 1, SCALARS]; not read if no side is stochastic or has signs.
     Constants of a side (ROW: blocks along C, other = R; COLUMN: blocks along R, other = C):
       FORM: "" (not wanted), "packed" (E2M1, 1 word a group) or "bf16" (dequantized values, 4 words).
       LENGTH: padded length of the blocked axis.
       ROTATION: Hadamard size, or 1.
       FACTOR: 1 / sqrt(ROTATION).
-      SIGNS: whether the rotation has signs.
+      SIGNS: whether the rotation has signs. A sign is a bit, 1 for negative, in the order of the elements.
       CARRY: `mxjax.scales.rule_carry` of the scale rule.
       SQUARE: whether blocks are 32 x 32.
       STOCHASTIC: whether rounding is stochastic.
@@ -105,11 +103,10 @@ def quantize_kernel(
     v, b = matrix // BATCH, matrix % BATCH
     x += matrix * R * C + r0.to(tl.int64) * C + c0
     scalars += v * SCALARS_STRIDE
-    signs += v * SIGNS_STRIDE
     batch, r_all, c_all = b.to(tl.int32), 0, 0
     if ROW_STOCHASTIC or COLUMN_STOCHASTIC:
-        batch += tl.load(scalars + 4).to(tl.int32)
-        r_all, c_all = tl.load(scalars + 5).to(tl.int32), tl.load(scalars + 6).to(tl.int32)
+        batch += tl.load(scalars + 8).to(tl.int32)
+        r_all, c_all = tl.load(scalars + 9).to(tl.int32), tl.load(scalars + 10).to(tl.int32)
     EXACT: tl.constexpr = R % BLOCK_R == 0 and C % BLOCK_C == 0
     if ROW_FORM != "" and GROUP == 32:
         row_xs = row_groups(x, R - r0, C - c0, C, GROUPS_C, BLOCK_R, EXACT)
@@ -118,8 +115,7 @@ def quantize_kernel(
     if COLUMN_FORM != "":
         _quantize_groups(
             xs,
-            scalars + 2,
-            signs + 64,
+            scalars + 4,
             column_words + matrix * C * (COLUMN_LENGTH // 8) * words_of(COLUMN_FORM),
             column_scales + matrix * C * (COLUMN_LENGTH // 32),
             r0,
@@ -147,7 +143,6 @@ def quantize_kernel(
         _quantize_groups(
             row_xs,
             scalars,
-            signs,
             row_words + matrix * R * (ROW_LENGTH // 8) * words_of(ROW_FORM),
             row_scales + matrix * R * (ROW_LENGTH // 32),
             c0,
@@ -175,7 +170,6 @@ def quantize_kernel(
 def _quantize_groups(
     xs,
     scalars,
-    signs,
     words,
     scales,
     start,
@@ -220,7 +214,7 @@ def _quantize_groups(
         for i in tl.static_range(GROUP):
             y = widen(xs[i])
             if SIGNS:
-                y = y * tl.load(signs + (group * GROUP + i) % ROTATION)[:, None]
+                y = _with_sign(y, scalars + 2, group[:, None], i, GROUP, ROTATION)
             ys = ys + (y,)
         xs = ys
         if ROTATION > 1:
@@ -254,6 +248,21 @@ def _quantize_groups(
     mask = (at < (LENGTH - start) // 8 * words_of(FORM)) & (other[None, :] < others)
     word = _join_words(ws, WORDS, GROUPS, OTHER)
     tl.store(words + (other[None, :] * (LENGTH // 8 * words_of(FORM)) + at), word, mask)
+
+
+@triton.jit
+def _with_sign(y, words, group, i: tl.constexpr, GROUP: tl.constexpr, ROTATION: tl.constexpr):
+    """Returns element i of each group with the sign of its place in the rotation.
+
+    The signs are the bits of two words, the first repeated if ROTATION is less than 32. Loads of each one's
+    own would cost Triton's pass over memory accesses up to minutes.
+    """
+    word = tl.load(words)
+    if ROTATION == 64:
+        word = tl.where(group * GROUP % 64 < 32, word, tl.load(words + 1))
+    place = i if GROUP == 32 else (group * GROUP + i) % 32
+    negative = (word >> place) << 31
+    return (y.to(tl.uint32, bitcast=True) ^ negative).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ def check_input(how: GemmInput) -> None:
 class Launch(NamedTuple):
     """A kernel with its outputs (of both sides, wanted or not), grid, warps and constants.
 
-    `quantize_kernel` also takes strides, which depend on its other arrays.
+    `quantize_kernel` also takes the stride of its scalars.
     """
 
     kernel: Any

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped, UInt32
 
 from mxjax.devices import Target, current_target
 from mxjax.formats import BLOCK
@@ -43,11 +43,10 @@ def quantize_operands(
         check_input(how)
     by_axis = {how.axis: how for how in inputs}
     both = by_axis.get(-1), by_axis.get(-2)
-    scalars = jnp.concatenate([_key_words(how) for how in both])
-    signs = jnp.stack([_signs(how) for how in both])
+    scalars = jnp.concatenate([words for how in both for words in (_key_words(how), _sign_words(how))])
     rows, columns = (how and how.options for how in both)
     run = _quantizer((rows, columns), form, current_target())
-    flat = run(x.reshape(1, math.prod(batch), r, c), scalars[None], signs[None])
+    flat = run(x.reshape(1, math.prod(batch), r, c), scalars[None])
     made = {}
     for axis, how, other in ((-1, rows, r), (-2, columns, c)):
         if how is None:
@@ -66,10 +65,13 @@ def _key_words(how: GemmInput | None) -> jax.Array:
     return jax.random.bits(how.key, (2,), jnp.uint32)
 
 
-def _signs(how: GemmInput | None) -> jax.Array:
+def _sign_words(how: GemmInput | None) -> UInt32[Array, "2"]:
+    """Returns the signs of an input's rotation, repeated, as 64 bits: 1 is negative, the lowest is first."""
     if how is None or how.signs is None:
-        return jnp.ones(LARGEST_ROTATION, jnp.float32)
-    return jnp.tile(how.signs, LARGEST_ROTATION // how.signs.size)
+        return jnp.zeros(2, jnp.uint32)
+    negative = jnp.tile(how.signs < 0, LARGEST_ROTATION // how.signs.size)
+    place = jnp.arange(LARGEST_ROTATION, dtype=jnp.uint32) % 32
+    return jnp.sum((negative.astype(jnp.uint32) << place).reshape(2, 32), axis=1, dtype=jnp.uint32)
 
 
 def _from_words(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, "*b n _"]:
@@ -80,35 +82,31 @@ def _from_words(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, 
 
 @functools.cache
 def _quantizer(pair: Pair, form: Form, target: Target | None):
-    """Returns a function of x [v, b, r, c], scalars [v or 1, 4] and signs [v or 1, 2, 64]; vmap grows v.
+    """Returns a function of x [v, b, r, c] and keys and signs as scalars [v or 1, 8]; vmap grows v.
 
     JAX caches the function's trace, hence a separate function for each target.
     """
 
     @jax.custom_batching.custom_vmap
-    def run(x, scalars, signs):
+    def run(x, scalars):
         places = [jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:]]
-        call = _on_mesh(pair, form, target, x.shape, scalars.shape[0], signs.shape[0])
-        return call(x, scalars, signs, *places)
+        return _on_mesh(pair, form, target, x.shape, scalars.shape[0])(x, scalars, *places)
 
     @run.def_vmap
-    def _(size, batched, x, scalars, signs):
+    def _(size, batched, x, scalars):
         x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
-        small = []
-        for array, mapped in zip((scalars, signs), batched[1:], strict=True):
-            if mapped or array.shape[0] > 1:
-                array = array if mapped else jnp.broadcast_to(array, (size, *array.shape))
-                array = jnp.broadcast_to(array, (*x.shape[:2], *array.shape[2:]))
-                array = array.reshape(math.prod(array.shape[:2]), *array.shape[2:])
-            small.append(array)
-        results = run(x.reshape(math.prod(x.shape[:2]), *x.shape[2:]), *small)
+        if batched[1] or scalars.shape[0] > 1:
+            scalars = scalars if batched[1] else jnp.broadcast_to(scalars, (size, *scalars.shape))
+            scalars = jnp.broadcast_to(scalars, (*x.shape[:2], *scalars.shape[2:]))
+            scalars = scalars.reshape(math.prod(scalars.shape[:2]), *scalars.shape[2:])
+        results = run(x.reshape(math.prod(x.shape[:2]), *x.shape[2:]), scalars)
         results = [y.reshape(*x.shape[:2], *y.shape[1:]) for y in results]
         return results, [True] * len(results)
 
     return run
 
 
-def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, keys: int, signs: int):
+def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, scalars: int):
     """Returns the call that a mesh may shard along all axes of x, but not within blocks or rotations.
 
     It also takes the positions of x's batches, rows and columns, from which a shard reads its offsets.
@@ -117,11 +115,10 @@ def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, keys: int, si
     rows, columns = pair
     r_axis, r_sizes, r_whole = compound("r", r, _unit(columns, rows))
     c_axis, c_sizes, c_whole = compound("c", c, _unit(rows, columns))
-    sizes, whole = r_sizes | c_sizes, [*r_whole, *c_whole, "scalars", "side", "sign"]
+    sizes, whole = r_sizes | c_sizes, [*r_whole, *c_whole, "scalars"]
     arguments = [
         f"v b {r_axis} {c_axis}",
-        f"{'v' if keys > 1 else 'one'} scalars",
-        f"{'v' if signs > 1 else 'once'} side sign",
+        f"{'v' if scalars > 1 else 'one'} scalars",
         "b",
         r_axis,
         c_axis,
@@ -148,13 +145,14 @@ def _unit(blocked: GemmInput | None, other: GemmInput | None) -> int:
 
 
 def _call(
-    pair: Pair, form: Form, target: Target | None, whole: tuple[int, int], x, scalars, signs, *places
+    pair: Pair, form: Form, target: Target | None, whole: tuple[int, int], x, scalars, *places
 ) -> list[jax.Array]:
     """Runs the kernel on x, which lies at `places` in a tensor of `whole` rows and columns."""
     launch = launch_of(pair, form, target, x.shape, x.dtype, whole)
-    inputs, strides = (x,), {}
+    inputs, stride = (x,), {}
     if launch.kernel is quantize_kernel:
-        inputs, strides = _inputs([how for how in pair if how], x, scalars, signs, places)
+        scalars, stride = _scalars([how for how in pair if how], x, scalars, places)
+        inputs = x, scalars
     results = triton_call(
         launch.kernel,
         *inputs,
@@ -162,28 +160,19 @@ def _call(
         grid=launch.grid,
         num_warps=launch.num_warps,
         **launch.constants,
-        **strides,
+        **stride,
     )
     rows, columns = pair
     return [y for y, how in zip(results, (rows, rows, columns, columns), strict=True) if how]
 
 
-def _inputs(
-    inputs: list[GemmInput], x, scalars, signs, places
-) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
-    """Returns the arrays that `quantize_kernel` takes, and the strides of scalars and signs.
+def _scalars(inputs: list[GemmInput], x, scalars, places) -> tuple[jax.Array, dict[str, int]]:
+    """Returns the scalars that `quantize_kernel` takes, and their stride.
 
-    x stands in for an array that no input reads, because making that array would be another kernel.
+    x stands in for scalars that no input reads, because making that array would be another kernel.
     """
-    strides = {"SCALARS_STRIDE": 0, "SIGNS_STRIDE": 0}
-    if any(how.operand.rounding == "stochastic" for how in inputs):
-        place = jnp.stack([axis[0] if axis.size else jnp.uint32(0) for axis in places])
-        scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
-        strides["SCALARS_STRIDE"] = SCALARS if scalars.shape[0] > 1 else 0
-    else:
-        scalars = x
-    if any(how.has_signs for how in inputs):
-        strides["SIGNS_STRIDE"] = 2 * LARGEST_ROTATION if signs.shape[0] > 1 else 0
-    else:
-        signs = x
-    return (x, scalars, signs), strides
+    if not any(how.operand.rounding == "stochastic" or how.has_signs for how in inputs):
+        return x, {"SCALARS_STRIDE": 0}
+    place = jnp.stack([axis[0] if axis.size else jnp.uint32(0) for axis in places])
+    scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
+    return scalars, {"SCALARS_STRIDE": SCALARS if scalars.shape[0] > 1 else 0}

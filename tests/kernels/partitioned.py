@@ -32,12 +32,12 @@ from mxjax.rounding import stochastic_round
 from mxjax.scales import block_scale, divide_by_scale
 
 
-def plain_kernel(kernel, x, scalars, signs, *, out, **constants):
+def plain_kernel(kernel, x, scalars, *, out, **constants):
     """Quantizes [1, b, r, c] as the kernel does, packed with stochastic rounding, by jax.numpy."""
-    del kernel, signs
+    del kernel
     scalars = scalars[0]
     written = []
-    for name, t, first, other in (("ROW", x[0], 6, 5), ("COLUMN", x[0].swapaxes(1, 2), 5, 6)):
+    for name, t, first, other in (("ROW", x[0], 10, 9), ("COLUMN", x[0].swapaxes(1, 2), 9, 10)):
         if not constants[f"{name}_FORM"]:
             written += [jnp.zeros(o.shape, o.dtype) for o in out[len(written) : len(written) + 2]]
             continue
@@ -48,11 +48,11 @@ def plain_kernel(kernel, x, scalars, signs, *, out, **constants):
         byte = block_scale(jnp.max(jnp.abs(t.reshape(b, n, k // 32, 32)), axis=-1))
         scaled = divide_by_scale(t, jnp.repeat(byte.astype(jnp.int32), 32, axis=-1))
         whole = constants["R_ALL" if name == "ROW" else "C_ALL"]
-        batches = (scalars[4] + jnp.arange(b, dtype=jnp.uint32))[:, None]
+        batches = (scalars[8] + jnp.arange(b, dtype=jnp.uint32))[:, None]
         row = (batches * jnp.uint32(whole) + scalars[other] + jnp.arange(n, dtype=jnp.uint32))[..., None]
         counter = scalars[first] // 8 + jnp.arange(k // 8, dtype=jnp.uint32)
         zero = jnp.zeros((b, n, k // 8), jnp.uint32)
-        key = scalars[0:2] if name == "ROW" else scalars[2:4]
+        key = scalars[0:2] if name == "ROW" else scalars[4:6]
         words = philox_4x32((zero + counter, zero + row, zero, zero), (key[0], key[1]))
         halves = jnp.stack([h for w in words for h in (w & 0xFFFF, w >> 16)], axis=-1).reshape(b, n, k)
         codes = float4_codes(stochastic_round(scaled, E2M1, halves.astype(jnp.uint16)))

@@ -101,12 +101,12 @@ def test_a_part_draws_the_bits_of_its_place_in_the_whole():
     keys = [jax.random.key(i) for i in (1, 2)]
     stochastic = Operand(rounding="stochastic")
     pair = GemmInput(-1, stochastic), GemmInput(-2, stochastic, Rotation(16))
-    scalars = jnp.concatenate([jax.random.bits(key, (2,), jnp.uint32) for key in keys])[None]
+    words = [jax.random.bits(key, (2,), jnp.uint32) for key in keys]
+    scalars = jnp.concatenate([jnp.pad(w, (0, 2)) for w in words])[None]
     b, r, c = slice(1, 3), slice(64, 192), slice(32, 160)
     places = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in (b, r, c)]
     part = whole[b, r, c][None]
-    signs = jnp.ones((1, 2, 64))
-    got = _call(pair, "packed", current_target(), (256, 192), part, scalars, signs, *places)
+    got = _call(pair, "packed", current_target(), (256, 192), part, scalars, *places)
     for how, key, (elements, scales) in zip(pair, keys, (got[:2], got[2:]), strict=True):
         q = pack_by_definition(whole, how._replace(key=key))
         other, blocked = (r, c) if how.axis == -1 else (c, r)

@@ -98,11 +98,15 @@ def test_a_recipe_stands_for_its_flags():
     assert precision.layers == ("blocks[:2].*=bf16", "blocks[-2:].*=bf16", "head=fp8")
     assert parse_deoscillation(precision.deoscillate) == Deoscillation(3.0, 200, 1500)
     assert expand(expand(config)) == expand(config)
-    assert expand(Config(precision=PrecisionConfig(" heal "))).precision.policy == "full_hadamard; fp8 from 0.82"
+    assert (
+        expand(Config(precision=PrecisionConfig(" heal "))).precision.policy == "full_hadamard; fp8 from 0.82"
+    )
     assert expand(Config()) == Config()
 
 
-@pytest.mark.parametrize("text", ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1", "3:200:0:201", "3:2:1:"])
+@pytest.mark.parametrize(
+    "text", ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1", "3:200:0:201", "3:2:1:"]
+)
 def test_a_malformed_setting_is_refused(text):
     with pytest.raises(ValueError, match="--deoscillate takes RATIO:PERIOD:START"):
         parse_deoscillation(text)
