@@ -108,7 +108,7 @@ def quantizer_inputs(
             scalars[0, 4 * i : 4 * i + 2] = jax.random.bits(_random_key(i), (2,), np.uint32)
         if side and side["signs"] != "none":
             signs = np.tile(_random_signs(i, side), SIGNS // side["rotation"])
-            scalars[0, 4 * i + 2 : 4 * i + 4] = np.packbits(signs < 0, bitorder="little").view("<u4")
+            scalars[0, 4 * i + 2 : 4 * i + 4] = np.packbits(signs < 0).view(">u4")
     return {"x": x, "scalars": scalars}
 
 

@@ -129,7 +129,7 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target, fo
 
 _SCALARS_MEANING = (
     "0, 1: Philox key words of the rows' random bits; 2, 3: signs of 64 elements of a run along the rows as "
-    "bits, 1 for negative, the first lowest; 4 to 7: the same for the columns; 8 to 10: batch, row and "
+    "bits, 1 for negative, the first highest; 4 to 7: the same for the columns; 8 to 10: batch, row and "
     "column of the whole tensor at which x begins, here 0"
 )
 _WORDS_MEANINGS = {

@@ -32,6 +32,7 @@ Form = Literal["packed", "bf16"]
 
 SCALARS = 11
 """uint32: for rows two words of the key and two of signs, the same for columns, and three offsets of x."""
+SIGN = tl.constexpr(0x80000000)
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def quantize_kernel(
       LENGTH: padded length of the blocked axis.
       ROTATION: Hadamard size, or 1.
       FACTOR: 1 / sqrt(ROTATION).
-      SIGNS: whether the rotation has signs. A sign is a bit, 1 for negative, in the order of the elements.
+      SIGNS: whether the rotation has signs. A sign is a bit, 1 for negative, the first in the highest.
       CARRY: `mxjax.scales.rule_carry` of the scale rule.
       SQUARE: whether blocks are 32 x 32.
       STOCHASTIC: whether rounding is stochastic.
@@ -210,11 +211,13 @@ def _quantize_groups(
     if PAIRS:
         amax = largest_pairs(xs, GROUP, CARRY == 0)
     else:
+        if SIGNS:
+            negative = _group_signs(scalars + 2, group[:, None], GROUP, ROTATION, CONVERT)
         ys = ()
         for i in tl.static_range(GROUP):
             y = widen(xs[i])
             if SIGNS:
-                y = _with_sign(y, scalars + 2, group[:, None], i, GROUP, ROTATION)
+                y = (y.to(tl.uint32, bitcast=True) ^ (negative << i & SIGN)).to(tl.float32, bitcast=True)
             ys = ys + (y,)
         xs = ys
         if ROTATION > 1:
@@ -251,18 +254,19 @@ def _quantize_groups(
 
 
 @triton.jit
-def _with_sign(y, words, group, i: tl.constexpr, GROUP: tl.constexpr, ROTATION: tl.constexpr):
-    """Returns element i of each group with the sign of its place in the rotation.
+def _group_signs(words, group, GROUP: tl.constexpr, ROTATION: tl.constexpr, CONVERT: tl.constexpr):
+    """Returns the signs of each group's elements as bits, the first in the highest.
 
-    The signs are the bits of two words, the first repeated if ROTATION is less than 32. Loads of each one's
-    own would cost Triton's pass over memory accesses up to minutes.
+    They are the bits of two words, the first repeated if ROTATION is less than 32. A load of each sign would
+    cost Triton's pass over memory accesses up to minutes.
     """
-    word = tl.load(words)
+    word = tl.load(words) + tl.zeros_like(group).to(tl.uint32)
     if ROTATION == 64:
         word = tl.where(group * GROUP % 64 < 32, word, tl.load(words + 1))
-    place = i if GROUP == 32 else (group * GROUP + i) % 32
-    negative = (word >> place) << 31
-    return (y.to(tl.uint32, bitcast=True) ^ negative).to(tl.float32, bitcast=True)
+    word = word << (group * GROUP % 32).to(tl.uint32)
+    if CONVERT == "gfx950":  # in scalar registers, those of all groups would not fit
+        word = tl.inline_asm_elementwise("v_mov_b32 $0, $1", "=v,v", [word], tl.uint32, True, 1)
+    return word
 
 
 @triton.jit

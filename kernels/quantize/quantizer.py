@@ -66,11 +66,11 @@ def _key_words(how: GemmInput | None) -> jax.Array:
 
 
 def _sign_words(how: GemmInput | None) -> UInt32[Array, "2"]:
-    """Returns the signs of an input's rotation, repeated, as 64 bits: 1 is negative, the lowest is first."""
+    """Returns the signs of an input's rotation, repeated, as 64 bits: 1 is negative, the highest is first."""
     if how is None or how.signs is None:
         return jnp.zeros(2, jnp.uint32)
     negative = jnp.tile(how.signs < 0, LARGEST_ROTATION // how.signs.size)
-    place = jnp.arange(LARGEST_ROTATION, dtype=jnp.uint32) % 32
+    place = 31 - jnp.arange(LARGEST_ROTATION, dtype=jnp.uint32) % 32
     return jnp.sum((negative.astype(jnp.uint32) << place).reshape(2, 32), axis=1, dtype=jnp.uint32)
 
 

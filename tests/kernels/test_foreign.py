@@ -9,7 +9,7 @@ import json
 import os
 
 import pytest
-from support.code_objects import EMULATED_ATTENTION, EMULATED_GEMMS, EMULATED_QUANTIZERS
+from support.code_objects import EMULATED_ATTENTION, EMULATED_GEMMS, EMULATED_QUANTIZERS, MORE_QUANTIZERS
 from support.programs import run_compiled
 
 SNAPSHOT = os.environ.get("MXJAX_TINYGRAD")
@@ -19,7 +19,8 @@ pytestmark = [
 ]
 
 ATTENTION = [*EMULATED_ATTENTION, "attention_*_1x149x1x2x128_*"]
-PATTERNS = [*EMULATED_GEMMS, *EMULATED_QUANTIZERS, *ATTENTION]
+QUANTIZERS = [*EMULATED_QUANTIZERS, *MORE_QUANTIZERS]
+PATTERNS = [*EMULATED_GEMMS, *QUANTIZERS, *ATTENTION]
 # Where tinygrad departs from AMD's document, which gfx950/ follows.
 DEPARTURES = {
     "v_mul_u32_u24_e32": "multiplies more than the low 24 bits",
@@ -51,7 +52,7 @@ def foreign(folder, module, *patterns):
     return [json.loads(line) for line in printed.splitlines()]
 
 
-@pytest.mark.parametrize("patterns", [EMULATED_GEMMS, EMULATED_QUANTIZERS, ATTENTION])
+@pytest.mark.parametrize("patterns", [EMULATED_GEMMS, QUANTIZERS, ATTENTION])
 def test_code_objects_write_what_is_expected(folder, patterns):
     results = foreign(folder, "emulator", *patterns)
     assert len(results) > len(patterns)

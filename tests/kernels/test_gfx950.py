@@ -1,6 +1,7 @@
 """Machine code for gfx950: what it contains, and what it computes in the emulator of tests/kernels/gfx950."""
 
 import fnmatch
+import functools
 import json
 import re
 
@@ -15,6 +16,7 @@ from support.code_objects import (
     EMULATED_GEMMS,
     EMULATED_QUANTIZERS,
     LLAMA,
+    MORE_QUANTIZERS,
     STEP,
     build,
     elements_of,
@@ -232,25 +234,37 @@ def assert_writes_what_is_expected(record, text, inputs, wanted, **options):
             assert not check.output_agrees(record, name, other, wanted[name]), name
 
 
-@pytest.mark.parametrize("pattern", [*EMULATED_GEMMS, *EMULATED_QUANTIZERS, *EMULATED_ATTENTION, LARGE_HEADS])
-def test_code_objects_write_what_is_expected(gfx950, builds, pattern):
+def assert_all_write_what_is_expected(records, folder):
     """Runs each code object with transfers as late as it waits for them, and waves in any order.
 
     GEMMs also run with early loads and late reads of LDS.
     """
-    names = fnmatch.filter(gfx950, pattern)
-    assert names
-    for i, name in enumerate(names):
-        record = gfx950[name]
-        text = (builds / "gfx950" / f"{name}.amdgcn").read_text()
+    assert records
+    for i, record in enumerate(records):
+        text = (folder / "gfx950" / f"{record['name']}.amdgcn").read_text()
         inputs = check.make_inputs(record)
-        wanted = check.expected_outputs(record, inputs)
-        assert_writes_what_is_expected(record, text, inputs, wanted, late=LATE, seed=i, preloaded=i % 2 == 0)
-        if name.startswith("gemm"):
-            late = ("lgkmcnt",)
-            assert_writes_what_is_expected(
-                record, text, inputs, wanted, late=late, seed=i, preloaded=i % 2 == 1
-            )
+        run = functools.partial(
+            assert_writes_what_is_expected,
+            record,
+            text,
+            inputs,
+            check.expected_outputs(record, inputs),
+            seed=i,
+        )
+        run(late=LATE, preloaded=i % 2 == 0)
+        if record["kernel"] == "gemm_kernel":
+            run(late=("lgkmcnt",), preloaded=i % 2 == 1)
+
+
+@pytest.mark.parametrize("pattern", [*EMULATED_GEMMS, *EMULATED_QUANTIZERS, *EMULATED_ATTENTION, LARGE_HEADS])
+def test_code_objects_write_what_is_expected(gfx950, builds, pattern):
+    assert_all_write_what_is_expected([gfx950[name] for name in fnmatch.filter(gfx950, pattern)], builds)
+
+
+@pytest.mark.exhaustive
+def test_quantizers_of_more_shapes_write_what_is_expected(tmp_path):
+    build(tmp_path, {"gfx950": MORE_QUANTIZERS})
+    assert_all_write_what_is_expected(list(records(tmp_path).values()), tmp_path)
 
 
 def reads_outstanding_at_barriers(text):

@@ -10,6 +10,7 @@ import pytest
 from support.programs import TESTS, run_compiled
 from support.rocm import install_extension
 
+import mxjax
 from mxjax.kernels.call_message import MachineCode, encode_call
 
 pytestmark = pytest.mark.slow
@@ -62,9 +63,15 @@ def rocm_program():
     return program
 
 
-def test_every_policy_lowers_for_rocm():
-    programs = lower("hip", "gfx950")
-    assert len(programs) > 20
+# One policy of each kind of operand that the kernels take; without names it is every policy.
+KINDS = ("wgrad_hadamard", "full_rht", "wgrad_sr", "amazon_no_sr", "lumen", "tetrajet", "weight_only")
+EVERY = pytest.param((), marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("policies", [KINDS, EVERY], ids=["kinds", "every"])
+def test_every_policy_lowers_for_rocm(policies):
+    programs = lower("hip", "gfx950", *policies)
+    assert len(programs) == len(policies or mxjax.policies())
     for program in programs:
         assert program["targets"] in ([], ["triton_kernel_call_ffi"]), program["policy"]
         for call in program["calls"]:
@@ -104,7 +111,7 @@ def test_a_llama_and_its_gradients_lower_for_rocm():
 
 
 EVERY_GEMM = r"""
-import dataclasses, json, re
+import dataclasses, json, re, sys
 import jax, jax.numpy as jnp
 import mxjax
 from models import llama
@@ -117,7 +124,7 @@ from support.programs import targets_of
 NVIDIA = r"(?i)\w*(?:cuda|cudnn|cublas|nvidia|nvvm|ptx)\w*|\bsm_\d+"
 lowering.compile_kernel = lambda *_: MachineCode(b"\x7fELF", "kernel", 4, 0, 0, 1, 0)
 key = jax.eval_shape(lambda: jax.random.key(0))
-for policy, head in [*((policy, 16) for policy in mxjax.policies()), ("bf16", 64)]:
+for policy, head in [*((policy, 16) for policy in sys.argv[1:] or mxjax.policies()), ("bf16", 64)]:
     config = dataclasses.replace(SMALL, n_layers=1, head_dim=head)
     policies = layer_policies(config, policy, [("*", policy)])
 
@@ -132,10 +139,11 @@ for policy, head in [*((policy, 16) for policy in mxjax.policies()), ("bf16", 64
 """
 
 
-def test_no_program_for_rocm_names_anything_of_nvidia():
+@pytest.mark.parametrize("policies", [("bf16", "fp8", *KINDS, "nvfp4"), EVERY], ids=["kinds", "every"])
+def test_no_program_for_rocm_names_anything_of_nvidia(policies):
     """With every GEMM of a Llama in each policy: head and attention too, in pieces and fused for bf16."""
-    programs = [json.loads(line) for line in run_compiled(EVERY_GEMM).splitlines()]
-    assert len(programs) > 20
+    programs = [json.loads(line) for line in run_compiled(EVERY_GEMM, *policies).splitlines()]
+    assert len(programs) == 1 + len(policies or mxjax.policies())
     assert programs[-1][1] == ["triton_kernel_call_ffi"]  # bf16 with heads of 64: fused attention alone
     for policy, targets, names in programs:
         assert (targets or ["triton_kernel_call_ffi"], names) == (["triton_kernel_call_ffi"], []), policy

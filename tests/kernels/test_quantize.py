@@ -81,7 +81,7 @@ def test_any_options(shape, kind, dtype, inputs, form, seed):
     check_options(shape, kind, dtype, inputs, form, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=50)
 @given(*tensors, wanted, forms, st.integers(0, 2**16))
 def test_any_options_at_length(shape, kind, dtype, inputs, form, seed):
@@ -100,7 +100,7 @@ def test_nvidia_tiles(shape, kind, dtype, inputs, form, seed):
     check_options(shape, kind, dtype, inputs, form, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("nvidia_tiles")
 @settings(max_examples=30)
 @given(*tensors, wanted, forms, st.integers(0, 2**16))

@@ -32,18 +32,24 @@ for policy, shape, dtype in json.loads(sys.argv[1]):
 CASES = [
     ("wgrad_hadamard", (2, 80, 128, 96), "bfloat16"),
     ("full_rht", (3, 2, 11, 70, 33), "bfloat16"),
+    ("lumen", (2, 45, 96, 50), "bfloat16"),
+]
+MORE = [
     ("full_sr", (67, 40, 130), "float32"),
     ("amazon", (2, 21, 64, 50), "bfloat16"),
-    ("lumen", (2, 45, 96, 50), "bfloat16"),
     ("tetrajet", (1, 33, 1), "bfloat16"),
 ]
 
 
-@pytest.mark.slow
-def test_dots_and_their_gradients_are_those_of_the_definition(tmp_path):
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(CASES, marks=pytest.mark.slow), pytest.param(MORE, marks=pytest.mark.exhaustive)],
+    ids=["some", "more"],
+)
+def test_dots_and_their_gradients_are_those_of_the_definition(cases, tmp_path):
     """Bit for bit, with an infinity in x."""
-    said = run_compiled(DOTS, json.dumps(CASES), TRITON_CACHE_DIR=str(tmp_path)).splitlines()
-    for (policy, *_), line in zip(CASES, said, strict=True):
+    said = run_compiled(DOTS, json.dumps(cases), TRITON_CACHE_DIR=str(tmp_path)).splitlines()
+    for (policy, *_), line in zip(cases, said, strict=True):
         calls = json.loads(line)
         assert calls.count("gemm_kernel") == (2 if policy == "amazon" else 3)
         assert set(calls) == {"gemm_kernel", "quantize_kernel"}

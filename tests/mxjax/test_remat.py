@@ -43,9 +43,9 @@ def kept(params, policy, implementation, mode):
     ("policy", "rules", "modes"),
     [
         ("bf16", (("*.mlp.down", "full_sr"),), ("dots", "fp4", "full")),
-        pytest.param("bf16", (), ("dots", "full"), marks=pytest.mark.slow),
+        pytest.param("bf16", (), ("dots", "full"), marks=pytest.mark.exhaustive),
         pytest.param("wgrad_hadamard", (), ("dots", "fp4", "full"), marks=pytest.mark.slow),
-        pytest.param("full_sr", (), ("dots", "fp4", "full"), marks=pytest.mark.slow),
+        pytest.param("full_sr", (), ("dots", "fp4", "full"), marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_mode_computes_the_same_numbers(params, policy, rules, modes):

@@ -1,6 +1,6 @@
 """Lowers the dot of policies and a small Llama's step for a target, without compiling kernels.
 
-    python -m support.every_policy BACKEND ARCH all|xla [MODEL_POLICY ...]
+    python -m support.every_policy BACKEND ARCH [MODEL_POLICY ...]
 
 prints what became of each policy and implementation, as JSON, one a line.
 """
@@ -19,7 +19,7 @@ from mxjax.kernels.call_message import MachineCode
 from support.llamas import SMALL, layer_policies
 from support.programs import lower_dot, targets_of
 
-IMPLEMENTATIONS = {"all": ("reference", "xla", "fp8_carriers", "scaled_dot", "triton", None), "xla": ("xla",)}
+IMPLEMENTATIONS = ("reference", "xla", "fp8_carriers", "scaled_dot", "triton", None)
 
 
 def lower_llama(target: Target, policy: str, implementation: str) -> str:
@@ -45,7 +45,7 @@ def attempt(lower, *arguments) -> dict[str, object]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def main(backend: str, arch: str, which: str, *model_policies: str) -> None:
+def main(backend: str, arch: str, *model_policies: str) -> None:
     target = Target(backend, arch)
     capability = target.compute_capability or 0
     # A stand-in for each kernel: compiling them all anew would take minutes.
@@ -53,7 +53,7 @@ def main(backend: str, arch: str, which: str, *model_policies: str) -> None:
         b"\x7fELF", kernel.__name__, 4, 0, 0, 1, capability
     )
     for policy in mxjax.policies():
-        for implementation in IMPLEMENTATIONS[which]:
+        for implementation in IMPLEMENTATIONS:
             lower = lambda *case: lower_dot(*case).as_text()  # noqa: E731
             said = attempt(lower, target, policy, implementation)
             print(json.dumps({"policy": policy, "implementation": implementation} | said))

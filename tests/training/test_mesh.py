@@ -243,14 +243,18 @@ def test_the_memory_estimate_is_near_what_a_device_of_a_mesh_allocates():
         assert 0.7 < found["allocated"] / sum(found["estimate"]) < 1.4, found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("half", [0, 1])
-def test_every_shape_of_mesh_and_every_policy_each_in_one_pair_gives_the_losses_of_one_device(half):
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    "third", [pytest.param(i, marks=pytest.mark.slow if i == 1 else EXHAUSTIVE) for i in range(3)]
+)
+def test_every_shape_of_mesh_and_every_policy_each_in_one_pair_gives_the_losses_of_one_device(third):
     shapes = [shape for shape in meshes.SHAPES if shape != (1, 1, 1)]
     assert len(shapes) == 19
     rest = itertools.repeat("bf16", len(shapes) - len(meshes.LADDER))  # which compiles fastest
     pairs = list(zip([*meshes.LADDER, *rest], shapes, strict=True))
-    check_curves(pairs[half::2], "bf16")
+    check_curves(pairs[third::3], "bf16")
 
 
 def test_a_vocabulary_is_filled_by_whole_units_of_the_head():
