@@ -234,8 +234,12 @@ class Config:
     none."""
     log_every: int = 10
     """Steps between printed lines. metrics.jsonl gets every step."""
+    policy: dataclasses.InitVar[tyro.conf.Suppress[str | Policy | None]] = None
+    """The policy of `precision`, for programs: Config(policy=...)."""
 
-    def __post_init__(self):
+    def __post_init__(self, policy: str | Policy | None):
+        if policy is not None:
+            object.__setattr__(self, "precision", dataclasses.replace(self.precision, policy=policy))
         check_ranges(by_flag(self))
         names = self.data.data if self.data.eval_data is None else (*self.data.data, self.data.eval_data)
         if not all(names):

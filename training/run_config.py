@@ -147,8 +147,9 @@ def _crc32(values: dict[str, Any]) -> str:
 
 def _check_types(config: Any) -> None:
     """Raises TypeError unless the fields of a dataclass, and those of its fields, have their types."""
-    for name, hint in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
+    hints = typing.get_type_hints(type(config))
+    for name in (field.name for field in dataclasses.fields(config)):
+        value, hint = getattr(config, name), hints[name]
         if dataclasses.is_dataclass(value) and not isinstance(value, Policy):
             _check_types(value)
         elif not _is_instance(value, hint):

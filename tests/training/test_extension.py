@@ -58,7 +58,7 @@ def test_a_learning_rate_that_would_have_been_another_is_named():
 
 
 def test_switches_between_policies_move_only_ahead_of_the_run():
-    config = Config(steps=200, precision=PrecisionConfig("wgrad; fp8 from 0.82"), optimizer=CONSTANT)
+    config = Config(steps=200, policy="wgrad; fp8 from 0.82", optimizer=CONSTANT)
     phases = Phase(1, "wgrad", None), Phase(83, "fp8", None)
     moved = extend_phases(phases, config, taken=82)
     assert [phase.first_step for phase in moved] == [1, 165]
@@ -69,9 +69,7 @@ def test_switches_between_policies_move_only_ahead_of_the_run():
 
 
 def test_phases_keep_their_order_in_a_longer_run():
-    config = Config(
-        steps=200, precision=PrecisionConfig("bf16; fp8 from 0.5; wgrad from 120"), optimizer=CONSTANT
-    )
+    config = Config(steps=200, policy="bf16; fp8 from 0.5; wgrad from 120", optimizer=CONSTANT)
     phases = Phase(1, "bf16", None), Phase(51, "fp8", None), Phase(120, "wgrad", None)
     assert extend_phases(phases, config, taken=40)[1].first_step == 101
     longer = dataclasses.replace(config, steps=300)

@@ -17,7 +17,7 @@ from models.llama import layer_policies
 from mxjax.layers import LayerPolicies
 from training import mlperf
 from training.command_line import parse
-from training.config import Config, MLPerfConfig, PrecisionConfig
+from training.config import Config, MLPerfConfig
 from training.data.indexed_dataset import IndexedWriter
 from training.learning_rate import learning_rate
 from training.memory import ONE_DEVICE
@@ -91,7 +91,7 @@ def test_every_value_of_the_preset_can_be_overridden():
         eval_sequences=7,
         remat="none",
         mlperf=MLPerfConfig(),
-        precision=PrecisionConfig("fp8"),
+        policy="fp8",
         data=dataclasses.replace(parse(PRESET).data, seq_len=64, vocab_size=300),
         optimizer=dataclasses.replace(parse(PRESET).optimizer, lr=1e-2, warmup_steps=1, b2=0.9),
     )

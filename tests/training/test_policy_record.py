@@ -94,7 +94,7 @@ def test_set_may_be_given_several_times():
 
 
 def test_a_configuration_takes_a_policy_itself():
-    config = Config(precision=PrecisionConfig(OWN), seed=5)
+    config = Config(policy=OWN, seed=5)
     assert from_json(json.loads(json.dumps(to_json(config)))) == config
     assert by_flag(config)["policy"] == OWN
     assert by_flag(config)["seed"] == 5  # not the rotation's

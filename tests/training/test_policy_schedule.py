@@ -231,5 +231,5 @@ def test_mlperf_s_log_names_the_lowest_precision_of_all_phases(switched):
 
 
 def test_the_folder_s_name_holds_no_odd_characters():
-    config = Config(precision=PrecisionConfig("wgrad; fp8 from 0.82"))
+    config = Config(policy="wgrad; fp8 from 0.82")
     assert config.folder().name.startswith("tiny-wgrad-fp8-from-0.82-")

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 
 import pytest
 import wandb
@@ -21,6 +22,18 @@ def offline(monkeypatch):
 
 def read(folder):
     """Returns the id of each W&B run in a folder, oldest first, and its rows.
+
+    Waits for each to have some: on a busy machine W&B's process writes after it has said that a run is over.
+    """
+    end, found = time.monotonic() + 30, read_once(folder)
+    while not all(rows for _, rows in found) and time.monotonic() < end:
+        time.sleep(0.1)
+        found = read_once(folder)
+    return found
+
+
+def read_once(folder):
+    """Returns the id of each W&B run in a folder, oldest first, and the rows that have been written.
 
     The files are LevelDB logs of W&B's records behind 7 bytes: pieces of (checksum, length, type), type 1 for
     a whole record; small ones have no others.

@@ -98,9 +98,7 @@ def test_a_recipe_stands_for_its_flags():
     assert precision.layers == ("blocks[:2].*=bf16", "blocks[-2:].*=bf16", "head=fp8")
     assert parse_deoscillation(precision.deoscillate) == Deoscillation(3.0, 200, 1500)
     assert expand(expand(config)) == expand(config)
-    assert (
-        expand(Config(precision=PrecisionConfig(" heal "))).precision.policy == "full_hadamard; fp8 from 0.82"
-    )
+    assert expand(Config(policy=" heal ")).precision.policy == "full_hadamard; fp8 from 0.82"
     assert expand(Config()) == Config()
 
 
