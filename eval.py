@@ -119,9 +119,9 @@ def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.nd
             "--data evaluates on the validation part and --eval-data on everything: give one of them"
         )
     if arguments.data is not None:
-        return load_held_out(arguments.data, vocab_size, whole=False)
+        return load_held_out(arguments.data, vocab_size, False, config.data.seq_len)
     if arguments.eval_data is not None:
-        return load_held_out(arguments.eval_data, vocab_size, whole=True)
+        return load_held_out(arguments.eval_data, vocab_size, True, config.data.seq_len)
     return load_data(config.data, vocab_size).validation
 
 

@@ -93,7 +93,7 @@ def test_without_evaluation_data_the_last_documents_are_held_out(prefix):
     assert corpus.documents == (range(190),)
     assert corpus.validation.tolist() == [t for i in range(190, 200) for t in data[i].tolist()]
     assert corpus.train_tokens + len(corpus.validation) == len(data.tokens)
-    np.testing.assert_array_equal(load_held_out(prefix, VOCABULARY, whole=False), corpus.validation)
+    np.testing.assert_array_equal(load_held_out(prefix, VOCABULARY, False, 16), corpus.validation)
 
 
 def test_evaluation_data_is_read_whole_and_then_all_is_trained_on(prefix, tmp_path):
@@ -101,7 +101,7 @@ def test_evaluation_data_is_read_whole_and_then_all_is_trained_on(prefix, tmp_pa
     corpus = load_megatron(config(prefix, eval_data=other), 257)
     assert corpus.documents == (range(200),)
     np.testing.assert_array_equal(corpus.validation, IndexedDataset(other).tokens)
-    np.testing.assert_array_equal(load_held_out(other, VOCABULARY, whole=True), corpus.validation)
+    np.testing.assert_array_equal(load_held_out(other, VOCABULARY, True, 16), corpus.validation)
 
 
 def test_text_takes_evaluation_data_too(tmp_path):
@@ -110,7 +110,7 @@ def test_text_takes_evaluation_data_too(tmp_path):
     corpus = load_data(DataConfig((str(tmp_path / "a"),), eval_data=str(tmp_path / "b")), 257)
     assert bytes(corpus.validation[:-1].astype(np.uint8)) == b"other"
     assert len(corpus.train) == 1001
-    np.testing.assert_array_equal(load_held_out(str(tmp_path / "b"), 257, whole=True), corpus.validation)
+    np.testing.assert_array_equal(load_held_out(str(tmp_path / "b"), 257, True, 16), corpus.validation)
 
 
 def test_facts_tell_data_apart(prefix, tmp_path):
@@ -165,7 +165,7 @@ def test_ids_past_the_vocabulary_are_an_error_at_start(prefix):
     with pytest.raises(ValueError, match=r"train.bin, from token 0 on, holds the token id 299, and the voc"):
         load_data(config(prefix, vocab_size=None), 257)
     with pytest.raises(ValueError, match="holds the token id 299"):
-        load_held_out(prefix, 257, whole=True)
+        load_held_out(prefix, 257, True, 16)
 
 
 def test_ids_that_the_start_passed_over_are_an_error_when_read(prefix, monkeypatch):

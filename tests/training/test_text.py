@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from training.config import DataConfig
-from training.data.load import load_data
+from training.data.load import load_data, load_held_out
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE, load_text
 from training.data.windows import batches, evaluation_batches
 
@@ -44,6 +44,7 @@ def test_a_short_text_keeps_one_sequence_to_evaluate_on(tmp_path):
     np.testing.assert_array_equal(corpus.train, range(84))
     np.testing.assert_array_equal(corpus.validation, [*range(84, 100), END_OF_DOCUMENT])
     assert corpus.source.endswith("a.txt (5 % of it are too few, so its last 17 tokens are evaluated)")
+    np.testing.assert_array_equal(load_held_out(config.data[0], 257, False, 16), corpus.validation)
     unchanged = load_data(dataclasses.replace(config, seq_len=4), 257)
     assert len(unchanged.validation) == 5
     assert unchanged.source == str(tmp_path / "a.txt")

@@ -58,15 +58,19 @@ def _with_validation(corpus: TextCorpus, fewest: int) -> TextCorpus:
     return TextCorpus(tokens[:-fewest], tokens[-fewest:], source)
 
 
-def load_held_out(path: str, vocab_size: int, whole: bool) -> Integer[np.ndarray, " n"]:
+def load_held_out(path: str, vocab_size: int, whole: bool, seq_len: int) -> Integer[np.ndarray, " n"]:
     """Returns the validation part of a text or dataset, or the whole of it.
 
+    A text is split as a run with sequences of `seq_len` splits it.
+
     Raises:
-      ValueError: the data cannot be read, or token ids exceed the vocabulary.
+      ValueError: the data cannot be read or is too short to split, or token ids exceed the vocabulary.
     """
     if not path:
         raise ValueError("--data and --eval-data name a file, folder or dataset, got an empty name")
     if is_indexed([path]):
         return load_validation(path, vocab_size, whole)
     corpus = load_text(pathlib.Path(path))
-    return np.concatenate([corpus.train, corpus.validation]) if whole else corpus.validation
+    if whole:
+        return np.concatenate([corpus.train, corpus.validation])
+    return _with_validation(corpus, seq_len + 1).validation
