@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.slow
 def test_the_quantizer_runs_where_its_tensor_lies_and_draws_bits_by_global_position():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    flags = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
     flags["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM's, which take longer than what is computed
     program = Path(__file__).with_name("partitioned.py")
     result = subprocess.run(

@@ -42,7 +42,8 @@ def assert_close(got, wanted):
     [
         "wgrad_hadamard",
         "wgrad_sr",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("full_rht", "primus_turbo", "tetrajet")),
+        pytest.param("primus_turbo", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("full_rht", "tetrajet")),
     ],
 )
 @pytest.mark.parametrize("implementation", ["xla", "fp8_carriers", "triton"])

@@ -182,7 +182,7 @@ def test_remat_replays_the_random_bits(params, policy):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, rematerialized)
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.exhaustive)])
 def test_unrolled_layers_are_those_of_the_loop(params, remat):
     policies = layer_policies(SMALL, "bf16", random_mlp("full_sr"))
     loop, unrolled = (
@@ -191,8 +191,13 @@ def test_unrolled_layers_are_those_of_the_loop(params, remat):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), loop, unrolled)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["bf16", pytest.param("wgrad_hadamard", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param("bf16", marks=pytest.mark.exhaustive),
+        pytest.param("wgrad_hadamard", marks=pytest.mark.slow),
+    ],
+)
 def test_losses_in_pieces_are_those_of_the_logits(params, policy, monkeypatch):
     policies = layer_policies(SMALL, policy)
     batch = jax.random.randint(jax.random.key(1), (2, 25), 0, SMALL.vocab_size)

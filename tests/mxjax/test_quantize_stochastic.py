@@ -116,5 +116,5 @@ def test_parts_of_a_shard_map_take_keys_of_their_own():
 
 def test_stochastic_bits_do_not_depend_on_sharding():
     # In a process of its own, since the number of devices is fixed when JAX starts.
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    flags = {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", SHARDED], check=True, env=os.environ | flags)

@@ -88,7 +88,7 @@ for implementation in ("fp8_carriers", "scaled_dot"):
 )
 @pytest.mark.slow
 def test_gradients_do_not_depend_on_sharding(kinds):
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    flags = {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     flags |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     flags |= {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise"}
     subprocess.run([sys.executable, "-c", PROGRAM, *kinds], check=True, env=os.environ | flags)

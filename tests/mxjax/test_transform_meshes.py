@@ -49,6 +49,6 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 
 @pytest.mark.slow
 def test_it_is_what_is_written_by_hand():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    flags = {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     flags |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, env=os.environ | flags)

@@ -4,7 +4,7 @@ import json
 import os
 import re
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_NUM_CPU_DEVICES"] = "2"
 
 import jax
 import jax.numpy as jnp

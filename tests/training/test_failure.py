@@ -55,8 +55,9 @@ def start(tmp_path, bad: int, error: str):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize(
+    "bad", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
 def test_an_error_of_one_process_between_steps_ends_both(tmp_path, bad):
     runs = start(tmp_path, bad, 'OSError(5, "Input/output error", "/data/c4.bin")')
     outputs = [run.communicate(timeout=400) for run in runs]

@@ -219,8 +219,10 @@ TINY = ["--model", "tiny", "--vocab-size", "257", "--seq-len", "32"]
 SCALED_DOWN = [*TINY, "--lr", "5e-3", "--warmup-steps", "5"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["text", "tokenized"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("text", marks=pytest.mark.exhaustive), pytest.param("tokenized", marks=pytest.mark.slow)],
+)
 def test_a_scaled_down_run_passes_the_checker(tmp_path, kind):
     """The benchmark on generated text, with another model, sequence, rate and cadence; else its own."""
     out = tmp_path / "run"
