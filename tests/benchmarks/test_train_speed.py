@@ -174,7 +174,7 @@ def test_a_policys_steps_are_measured():
         train_ours.run(Job(OURS, "bf16", "tiny", 2, 16, 2, 1, devices=2))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_policies_are_measured_in_processes_of_their_own(capsys):
     train_speed.main([*TINY, "--policies", "bf16", "wgrad", "--rounds", "1"])
     printed = capsys.readouterr().out.splitlines()

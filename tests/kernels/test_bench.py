@@ -207,7 +207,7 @@ def test_attention_refuses_shapes_that_the_kernels_do_not_take(shape, capsys):
     assert repr(shape) in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compilation_is_timed_with_an_empty_and_with_a_filled_cache():
     seconds = bench_compile.compile_seconds("wgrad", "xla", 32, 64, 96)
     parts = {"trace", "lower", "compile", "compiled", "from_disk"}

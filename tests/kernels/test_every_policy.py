@@ -41,7 +41,7 @@ def only_xla_takes(name: str) -> bool:
 @pytest.mark.parametrize(
     ("backend", "arch"),
     [
-        ("cuda", "sm_90"),
+        pytest.param("cuda", "sm_90", marks=pytest.mark.exhaustive),
         ("hip", "gfx950"),
     ],
 )

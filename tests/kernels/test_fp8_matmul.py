@@ -145,7 +145,10 @@ def groups_with(rows, batch: int, length: int, group: int):
 
 @pytest.mark.parametrize(
     ("size", "lhs_lost", "rhs_lost"),
-    [case if i in (0, 3) else pytest.param(*case, marks=pytest.mark.slow) for i, case in enumerate(LOST)],
+    [
+        case if i in (0, 3) else pytest.param(*case, marks=pytest.mark.exhaustive)
+        for i, case in enumerate(LOST)
+    ],
     ids=[f"{size}-{len(rows)}-{len(columns)}" for size, rows, columns in LOST],
 )
 def test_only_rows_that_share_a_flag_with_a_lost_one_are_put_right(size, lhs_lost, rhs_lost):

@@ -44,7 +44,7 @@ def kept(params, policy, implementation, mode):
     [
         ("bf16", (("*.mlp.down", "full_sr"),), ("dots", "fp4", "full")),
         pytest.param("bf16", (), ("dots", "full"), marks=pytest.mark.exhaustive),
-        pytest.param("wgrad_hadamard", (), ("dots", "fp4", "full"), marks=pytest.mark.slow),
+        pytest.param("wgrad_hadamard", (), ("dots", "fp4", "full"), marks=pytest.mark.exhaustive),
         pytest.param("full_sr", (), ("dots", "fp4", "full"), marks=pytest.mark.exhaustive),
     ],
 )

@@ -83,7 +83,7 @@ for implementation in ("fp8_carriers", "scaled_dot"):
     [
         ("Auto", "Auto"),
         ("Explicit", "Explicit"),
-        ("Explicit", "Auto"),
+        pytest.param("Explicit", "Auto", marks=pytest.mark.exhaustive),
     ],
 )
 @pytest.mark.slow

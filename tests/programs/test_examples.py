@@ -35,7 +35,7 @@ def test_each_example_trains_for_a_few_steps(path):
     assert losses[0] > losses[1] > losses[2] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_table_has_numbers(capsys):
     """FP8 is more exact than MXFP4; the rotation helps Wgrad."""
     table = run("own_policy.py")["table"]

@@ -267,8 +267,13 @@ def two_processes(program, *further):
     return [subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) for command in commands]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_processes_agree_where_to_end(number):
     """One of two, of which the other is slower, gets the signal; both end before the same step."""
     runs = two_processes(COUNT)

@@ -109,7 +109,9 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes_from_the_start(text, 
     assert without_time(lines(out)) == without_time(lines(finished))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
+)
 def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_path, monkeypatch, number):
     out = tmp_path / "run"
     original = step_reporter.StepReporter.step
@@ -127,8 +129,9 @@ def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_pat
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "step", [pytest.param(3, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.exhaustive)]
+)
 def test_a_signal_ends_an_evaluation_which_is_repeated(text, finished, tmp_path, monkeypatch, step):
     out = tmp_path / "run"
     original, seen = loop.evaluate, []

@@ -22,14 +22,14 @@ EMULATED_GEMMS = [
     *("gemm_1x1x1x32_*", "gemm_1x5x7x96_*", "gemm_1x64x64x256_*", "gemm_1x65x33x288_*"),
     *("gemm_1x256x256x512_*", "gemm_1x1100x70x32_*", "gemm_3x17x130x544_*"),
 ]
-EMULATED_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("1x1", "65x97", "3x40x70", "256x256")]
-MORE_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("1x33", "32x32", "33x1", "128x128")]
+EMULATED_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("65x97", "3x40x70")]
+MORE_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("1x1", "1x33", "32x32", "33x1", "128x128", "256x256")]
 EMULATED_ATTENTION = ["attention_*_1x149x1x2x64_*"]
 SMALL_GEMMS = ["gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16", "gemm_2x*_tile*"]
 # The builds for sm_90 that Triton's interpreter runs.
 INTERPRETED = [
     *("gemm_1x5x7x96_float32", "gemm_1x65x33x288_bfloat16", "gemm_3x17x130x544_float32"),
-    *("quantize_65x97_*", "quantize_200x136_*", "carry_33x96_*", "carry_1x8224_*"),
+    *("quantize_65x97_*_rows_packed*", "quantize_200x136_*", "carry_33x96_*", "carry_1x8224_*"),
     *("correct_1x65x33x288_bfloat16", "correct_3x17x130x544_float32"),
 ]
 BUILDS = {

@@ -233,7 +233,7 @@ def test_losses_on_meshes_are_those_of_one_device():
     check_curves([("wgrad_rht", (1, 8, 1)), ("wgrad_rht", (2, 2, 2))], "wgrad_rht")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_memory_estimate_is_near_what_a_device_of_a_mesh_allocates():
     cases = "1,1,4:bf16:none:256", "2,2,2:wgrad_hadamard:full:4096", "1,8,1:bf16:full:4096"
     for line in program("memory", *cases):
@@ -310,7 +310,7 @@ def partitioned_step(folder, *arguments) -> str:
     ("policy", "implementation", "dtypes"),
     [
         pytest.param("bf16", "xla", {"bf16"}, marks=pytest.mark.exhaustive),
-        ("fp8", "fp8_carriers", {"f8e4m3fn", "bf16"}),
+        pytest.param("fp8", "fp8_carriers", {"f8e4m3fn", "bf16"}, marks=pytest.mark.exhaustive),
         ("wgrad", "scaled_dot", {"u8", "bf16"}),
     ],
 )

@@ -309,8 +309,13 @@ def test_the_command_line_gives_the_same_with_any_number_of_processes(corpus, tm
         assert len(files) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_killed_command_goes_on_and_its_processes_end(here, tokenizer, tmp_path, number):
     folder = tmp_path / "in"
     write_files(folder, 12, 2000, words=40)
