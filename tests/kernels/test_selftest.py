@@ -140,7 +140,7 @@ def selftest(folder, *arguments):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_on_the_cpu_everything_passes_once(tmp_path):
     """In its smallest form, in Triton's interpreter; a second start runs nothing again."""
     first = selftest(tmp_path, "--table", "tiles.json")

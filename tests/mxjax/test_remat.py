@@ -42,7 +42,7 @@ def kept(params, policy, implementation, mode):
 @pytest.mark.parametrize(
     ("policy", "rules", "modes"),
     [
-        ("bf16", (("*.mlp.down", "full_sr"),), ("dots", "fp4", "full")),
+        pytest.param("bf16", (("*.mlp.down", "full_sr"),), ("dots", "fp4", "full"), marks=pytest.mark.slow),
         pytest.param("bf16", (), ("dots", "full"), marks=pytest.mark.exhaustive),
         pytest.param("wgrad_hadamard", (), ("dots", "fp4", "full"), marks=pytest.mark.exhaustive),
         pytest.param("full_sr", (), ("dots", "fp4", "full"), marks=pytest.mark.exhaustive),

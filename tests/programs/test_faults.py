@@ -29,7 +29,6 @@ from training.step_reporter import StepReporter
 TIMES = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = "--batch-size 2 --seq-len 16 --eval-batches 2 --warmup-steps 2 --policy bf16"
-KILLS = 20
 
 
 def arguments(text, out, *flags):
@@ -69,6 +68,7 @@ def poison(monkeypatch, bad_steps):
     monkeypatch.setattr(programs, "make_losses", make_losses)
 
 
+@pytest.mark.slow
 def test_skipped_steps_leave_the_run_going_and_resuming_equal(text, tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = ["--steps", "8", "--on-nonfinite", "skip"]
@@ -87,6 +87,7 @@ def test_skipped_steps_leave_the_run_going_and_resuming_equal(text, tmp_path, mo
     jax.tree.map(np.testing.assert_array_equal, state(parts), final)
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_goes_on_by_skipping(text, tmp_path, monkeypatch):
     poison(monkeypatch, (3,))
     with pytest.raises(NonFiniteError, match=r"at step 3, policy bf16.*--resume --on-nonfinite skip"):
@@ -95,6 +96,7 @@ def test_a_run_that_stopped_goes_on_by_skipping(text, tmp_path, monkeypatch):
     assert [r["step"] for r in records(tmp_path / "run") if r.get("skipped")] == [3]
 
 
+@pytest.mark.slow
 def test_ten_skips_in_a_row_end_the_run(text, tmp_path):
     out = tmp_path / "run"
     flags = ["--steps", "20", "--on-nonfinite", "skip", "--lr", "1e30", "--clip", "1e30"]
@@ -104,6 +106,7 @@ def test_ten_skips_in_a_row_end_the_run(text, tmp_path):
     assert len(list(out.glob("nonfinite-step-*/batch.npz"))) == 4  # the first three and the last
 
 
+@pytest.mark.slow
 def test_a_loss_that_leaps_is_reported_with_its_batch(text, tmp_path, monkeypatch, capsys):
     original = StepReporter.step
 
@@ -326,8 +329,10 @@ def wait_for(process, condition):
         time.sleep(0.001)
 
 
-@pytest.mark.slow
-def test_a_run_killed_twenty_times_equals_one_left_alone(text, tmp_path):
+@pytest.mark.parametrize(
+    "kills", [pytest.param(8, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.exhaustive)]
+)
+def test_a_run_killed_many_times_equals_one_left_alone(text, tmp_path, kills):
     """SIGKILL at random moments: while it starts, between steps, and, half of them, while it saves."""
     whole, out = tmp_path / "whole", tmp_path / "run"
     flags = ["--steps", "160", "--eval-every", "9", "--keep-checkpoints", "2", "--log-every", "50"]
@@ -349,11 +354,11 @@ def test_a_run_killed_twenty_times_equals_one_left_alone(text, tmp_path):
     def written():
         return (out / "metrics.jsonl").stat().st_size if (out / "metrics.jsonl").exists() else 0
 
-    for kill in range(KILLS + 1):
+    for kill in range(kills + 1):
         process = context.Process(target=life, args=(out, arguments(text, out, *flags)))
         before, begun = saving(), written()
         process.start()
-        if kill == KILLS:
+        if kill == kills:
             break
         if kill % 4 == 0:
             process.join(moments.uniform(0, 4))

@@ -28,7 +28,7 @@ def test_the_loss_falls(text, tmp_path):
     assert np.mean(losses[-5:]) < 2.5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_policy_sees_the_same_first_batch(text, tmp_path):
     first = []
     for policy in ("bf16", "fp8"):
@@ -126,6 +126,7 @@ def test_a_run_killed_before_its_description_begins_anew(text, tmp_path):
         run(text, out, "--policy", "bf16")
 
 
+@pytest.mark.slow
 def test_the_end_says_what_was_done_and_what_remains(text, tmp_path, capsys):
     out = tmp_path / "run"
 
@@ -158,6 +159,7 @@ def test_the_first_step_s_time_is_no_other_s():
     assert report.times_in_words([9.0], 100) == "first step after 9.0 s, 9.0 s in all"
 
 
+@pytest.mark.slow
 def test_measuring_layers_and_tracing_are_not_in_a_step_s_time(text, tmp_path, monkeypatch):
     """On a clock that steps move by a second, everything else by a thousand."""
     now = [0.0]

@@ -64,9 +64,8 @@ def test_processes_with_other_flags_and_data_do_not_train(tmp_path):
     assert not run.exists()
 
 
-@pytest.mark.parametrize(
-    "bad", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bad", [0, 1])
 def test_wrong_flags_of_one_process_end_both(tmp_path, bad):
     of_each = [(ROOT, "--out", tmp_path / "run"), (ROOT, "--out", tmp_path / "run")]
     of_each[bad] = (*of_each[bad], "--lrx", "1")

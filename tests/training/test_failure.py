@@ -70,7 +70,7 @@ def test_an_error_of_one_process_between_steps_ends_both(tmp_path, bad):
     assert outputs[1 - bad][1].endswith(message), outputs
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_is_killed_ends_the_other_in_one_line(tmp_path):
     runs = start(tmp_path, 1, "os.kill(os.getpid(), 9)")
     outputs = [run.communicate(timeout=400) for run in runs]

@@ -60,6 +60,7 @@ def run(text, out, *flags):
     return training_program.train(parse([*FLAGS, "--data", str(text), "--out", str(out), *flags]))
 
 
+@pytest.mark.slow
 def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     import_checkpoint(checkpoint, tmp_path / "imported")
     before = evaluation_program.main(

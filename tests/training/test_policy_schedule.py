@@ -177,6 +177,7 @@ own = Policy(wgrad=Gemm(operand, operand))
 FROM_FILES = ["--set", "wgrad.lhs.scale_rule=floor", "--set", "wgrad.rhs.scale_rule=floor"]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_policies_when_their_files_and_names_are_gone(text, switched, tmp_path, monkeypatch):
     """The two files together say what SWITCHING does."""
     files, out = [tmp_path / "own.py", tmp_path / "low.json"], tmp_path / "run"

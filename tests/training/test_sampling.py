@@ -31,6 +31,7 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_those_without_a_cache(run, monkeypatch, capsys):
     codec = Codec(lambda text: list(text.encode()), lambda ids: " ".join(map(str, ids)), end=None)
     monkeypatch.setattr(sampling, "codec_of", lambda *_: codec)
