@@ -64,7 +64,7 @@ def rocm_program():
 
 
 # One policy of each kind of operand that the kernels take; without names it is every policy.
-KINDS = ("wgrad_hadamard", "full_rht", "wgrad_sr", "amazon_no_sr", "lumen", "tetrajet", "weight_only")
+KINDS = ("wgrad_hadamard", "full_rht", "wgrad_sr", "lumen", "weight_only")
 EVERY = pytest.param((), marks=pytest.mark.exhaustive)
 
 

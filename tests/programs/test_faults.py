@@ -330,7 +330,7 @@ def wait_for(process, condition):
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(8, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.exhaustive)]
+    "kills", [pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.exhaustive)]
 )
 def test_a_run_killed_many_times_equals_one_left_alone(text, tmp_path, kills):
     """SIGKILL at random moments: while it starts, between steps, and, half of them, while it saves."""

@@ -227,7 +227,7 @@ def test_a_scaled_down_run_passes_the_checker(tmp_path, kind):
     """The benchmark on generated text, with another model, sequence, rate and cadence; else its own."""
     out = tmp_path / "run"
     data = generated(tmp_path, kind)
-    flags = [*PRESET, *SCALED_DOWN, "--eval-every", "3", *data, "--out", str(out)]
+    flags = [*PRESET, *SCALED_DOWN, "--eval-every", "6", *data, "--out", str(out)]
     with pytest.raises(SystemExit):  # so that resuming is shown too
         interrupt(training_program, parse(flags), after=4)
     evaluation = training_program.train(parse([*flags, "--resume"]))
