@@ -18,6 +18,7 @@ def run_examples(text: str) -> dict:
     return names
 
 
+@pytest.mark.slow
 def test_the_examples_run():
     names = run_examples(README)
     assert names["dw"].shape == (512, 2048)

@@ -21,6 +21,7 @@ from training.nonfinite import NonFiniteError
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_loss_falls(text, tmp_path):
     run(text, tmp_path / "run", "--policy", "wgrad_hadamard", "--steps", "40", "--lr", "1e-2")
     losses = [r["loss"] for r in lines(tmp_path / "run") if "loss" in r]
@@ -48,6 +49,7 @@ def test_rules_and_scale_rule_reach_the_layers(text, tmp_path, monkeypatch):
     assert policies["head"].startswith("fprop fp8_e4m3")
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_evidence(text, tmp_path):
     out = tmp_path / "run"
     with pytest.raises(NonFiniteError, match=r"at step \d+, policy wgrad.*lower --lr") as caught:

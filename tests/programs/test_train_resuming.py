@@ -109,6 +109,7 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes_from_the_start(text, 
     assert without_time(lines(out)) == without_time(lines(finished))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
 )
