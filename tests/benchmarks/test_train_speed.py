@@ -176,12 +176,12 @@ def test_a_policys_steps_are_measured():
 
 @pytest.mark.exhaustive
 def test_policies_are_measured_in_processes_of_their_own(capsys):
-    train_speed.main([*TINY, "--policies", "bf16", "wgrad", "--rounds", "1"])
+    train_speed.main([*TINY, "--policies", "bf16", "wgrad", "--rounds", "2"])
     printed = capsys.readouterr().out.splitlines()
     report = json.loads(printed[-1])
     assert [line["name"] for line in report["lines"]] == ["bf16", "wgrad"]
-    assert [line["rounds"] for line in report["lines"]] == [1, 1]
-    assert (report["commit"], len(report["runs"])) == ("abc", 2)
+    assert [line["rounds"] for line in report["lines"]] == [2, 2]
+    assert (report["commit"], len(report["runs"])) == ("abc", 4)
     assert sum(line.startswith("| wgrad") for line in printed) == 1
 
 

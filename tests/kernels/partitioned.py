@@ -164,7 +164,7 @@ def plain_product(lhs, lhs_scales, rhs, rhs_scales, dtype, target):
 def check_matmul(mesh) -> None:
     """However its operands are cut, K too, and by one mesh axis twice."""
     fp4_gemm.launch = plain_product
-    for k, cuts in ((256, ("a", "b", None)), (96, (None, "b"))):
+    for k, cuts in ((256, ("a", "b", None)), (32, (None, "a")), (96, (None, "b"))):
         keys = jax.random.split(jax.random.key(4), 2)
         lhs, rhs = (
             quantize_plain(jax.random.normal(key, (n, k))) for key, n in zip(keys, (64, 96), strict=True)

@@ -48,7 +48,7 @@ def only_xla_takes(name: str) -> bool:
 def test_every_policy_lowers_by_every_implementation(backend, arch):
     models = ["chmiel_mx", "fprop_dgrad", "wgrad_hadamard"]
     programs = lower(backend, arch, *models)
-    assert len(programs) == 5 * len(mxjax.policies()) + len(models)
+    assert len(programs) == 6 * len(mxjax.policies()) + len(models)
     for program in programs:
         named = program.get("implementation") in ("fp8_carriers", "scaled_dot", "triton")
         if named and only_xla_takes(program["policy"]):

@@ -37,7 +37,7 @@ gradients = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=(3, 4))
 mesh = jax.make_mesh((2, 2), ("d", "t"), axis_types=(kind, AxisType[sys.argv[2]]))
 cases = [("wgrad_hadamard", "fp8_carriers"), ("full_sr", "xla"), ("full_rht", "scaled_dot"), ("fp8", None)]
 cases.append(("wgrad", "reference"))
-some = {"AutoAuto": cases, "ExplicitExplicit": cases[:2], "ExplicitAuto": cases[:1]}
+some = {"AutoAuto": cases, "ExplicitExplicit": cases, "ExplicitAuto": cases[:1]}
 for case in some["".join(sys.argv[1:])]:
     one = gradients(x, w, key, *case)
     with jax.set_mesh(mesh):

@@ -29,8 +29,8 @@ SMALL_GEMMS = ["gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16", "gemm_2
 # The builds for sm_90 that Triton's interpreter runs.
 INTERPRETED = [
     *("gemm_1x5x7x96_float32", "gemm_1x65x33x288_bfloat16", "gemm_3x17x130x544_float32"),
-    *("quantize_65x97_*_rows_packed*", "quantize_200x136_*", "carry_33x96_*", "carry_1x8224_*"),
-    *("correct_1x65x33x288_bfloat16", "correct_3x17x130x544_float32"),
+    *("quantize_65x97_*", "quantize_200x136_*", "carry_33x96_*", "carry_1x8224_*"),
+    *("correct_1x65x33x288_*", "correct_3x17x130x544_*"),
 ]
 BUILDS = {
     "gfx950": [
@@ -42,7 +42,7 @@ BUILDS = {
         "quantize_8192x4096_bfloat16_rows_packed_columns_packed-sr",
         *("carry_8192x4096_*", "carry_8192x28672_*", "correct_1x8192x6144x4096_*"),
     ],
-    "sm_100": [LLAMA[0], SMALL_GEMMS[0], *STEP[:2]],
+    "sm_100": [LLAMA[0], *SMALL_GEMMS, *STEP, "quantize_65x97_*_packed_columns_packed-h16"],
 }
 """Patterns of the builds that the tests take, by target."""
 

@@ -19,7 +19,7 @@ from mxjax.kernels.call_message import MachineCode
 from support.llamas import SMALL, layer_policies
 from support.programs import lower_dot, targets_of
 
-IMPLEMENTATIONS = ("xla", "fp8_carriers", "scaled_dot", "triton", None)
+IMPLEMENTATIONS = ("reference", "xla", "fp8_carriers", "scaled_dot", "triton", None)
 
 
 def lower_llama(target: Target, policy: str, implementation: str) -> str:

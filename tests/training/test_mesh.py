@@ -231,7 +231,7 @@ def test_every_parameter_has_logical_axes():
 @pytest.mark.slow
 def test_losses_on_meshes_are_those_of_one_device():
     """Three steps and an evaluation whose batch the mesh does not divide."""
-    check_curves([("wgrad_rht", (2, 2, 2))], "wgrad_rht")
+    check_curves([("wgrad_rht", (1, 8, 1)), ("wgrad_rht", (2, 2, 2))], "wgrad_rht")
 
 
 @pytest.mark.exhaustive
