@@ -17,13 +17,14 @@ from training.environment import input_errors
 
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 RUNS = RESULTS / "study" / "runs"
+REPEATS = RESULTS / "study" / "repeats"
+"""Second runs of the same cell and seed, which show how far a seed determines a run."""
 PAGE = RESULTS / "study.md"
 COMMAND = "python -m benchmarks.study report"
 
 TABLES = {
     "progress": tables.progress,
     "learning rates": tables.learning_rates,
-    "repeats": tables.repeats,
     "final losses": tables.final_losses,
     "claims": tables.claims,
     "power": tables.power,
@@ -36,9 +37,11 @@ PLOTS = {"learning-rates.svg": plots.learning_rates, "seeds.svg": plots.seeds}
 
 
 def sections(runs: Sequence[Run]) -> dict[str, str]:
-    """Returns every generated part of the page by its marker; the diagnosis is the committed one."""
+    """Returns every generated part of the page by its marker; diagnosis and repeats are the committed ones."""
+    again = {name: cell for name, cell in gather(read_runs(REPEATS)).items() if name in gather(runs)}
     cells, record = gather(runs), diagnosis.read(PAGE.with_suffix(""))
     return {name: make(cells) for name, make in TABLES.items()} | {
+        "repeats": tables.repeats(cells, again),
         "published": tables.published(),
         "variants": diagnosis.variants_table(record),
         "gradients": diagnosis.cells_table(record),

@@ -139,19 +139,28 @@ def power(cells: Cells) -> str:
     return table(header, rows)
 
 
-def repeats(cells: Cells) -> str:
-    """Returns the differences between runs of one seed under protocols that differ in name alone."""
+def repeats(cells: Cells, again: Cells) -> str:
+    """Returns the differences between runs of one seed: repeated, or under protocols that differ in name alone.
+
+    Args:
+      again: the repeated runs.
+    """
+    pairs = [(f"{cell.label}: again - {cell.protocol['name']}", cell, cells[n]) for n, cell in again.items()]
     same: dict[tuple, list[CellResult]] = {}
     for cell in cells.values():
         p = {name: value for name, value in cell.protocol.items() if name != "name" and value}
         same.setdefault((cell.policy, cell.rules, cell.model, *sorted(p.items())), []).append(cell)
-    rows = []
     for first, *others in same.values():
         for other in others:
-            d = differences(other.losses, first.losses)
-            shown = ", ".join(f"{x:+.4f}" for x in d)
-            rows.append([f"{first.label}: {other.protocol['name']} - {first.protocol['name']}", shown])
-    return table("same policy, protocol and seed in two processes | differences by seed", rows)
+            pairs.append(
+                (f"{first.label}: {other.protocol['name']} - {first.protocol['name']}", other, first)
+            )
+    rows = []
+    for name, other, first in pairs:
+        d = differences(other.losses, first.losses)
+        of_one_run = math.sqrt(statistics.fmean(x * x for x in d) / 2)
+        rows.append([name, ", ".join(f"{x:+.4f}" for x in d), number(of_one_run)])
+    return table("same policy, protocol and seed in two processes | differences by seed | sd of a run", rows)
 
 
 def averaging(cells: Cells) -> str:

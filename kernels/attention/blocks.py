@@ -35,29 +35,29 @@ class Kernels(NamedTuple):
 
 _HOPPER_64 = Kernels(
     forward=(
+        Blocks(64, 64, warps=4, stages=3),
         Blocks(128, 64, warps=4, stages=3),
         Blocks(128, 128, warps=8, stages=2),
         Blocks(128, 64, warps=8, stages=3),
-        Blocks(64, 64, warps=4, stages=3),
     ),
     key_gradients=(
+        Blocks(64, 64, warps=4, stages=2),
         Blocks(64, 128, warps=8, stages=2),
         Blocks(64, 128, warps=8, stages=3),
-        Blocks(64, 64, warps=4, stages=2),
         Blocks(32, 128, warps=4, stages=3),
     ),
     query_gradients=(
+        Blocks(64, 64, warps=4, stages=3),
         Blocks(128, 64, warps=8, stages=2),
         Blocks(128, 64, warps=8, stages=3),
-        Blocks(64, 64, warps=4, stages=3),
         Blocks(128, 128, warps=8, stages=2),
         Blocks(128, 32, warps=4, stages=3),
     ),
 )
 _HOPPER_128 = Kernels(
     forward=(
-        Blocks(128, 128, warps=8, stages=2),
         Blocks(128, 64, warps=8, stages=3),
+        Blocks(128, 128, warps=8, stages=2),
         Blocks(128, 64, warps=8, stages=2),
         Blocks(64, 64, warps=4, stages=2),
         Blocks(64, 64, warps=4, stages=3),
@@ -71,8 +71,8 @@ _HOPPER_128 = Kernels(
         Blocks(32, 64, warps=4, stages=3),
     ),
     query_gradients=(
-        Blocks(128, 64, warps=8, stages=2),
         Blocks(128, 64, warps=8, stages=3),
+        Blocks(128, 64, warps=8, stages=2),
         Blocks(128, 32, warps=8, stages=3),
         Blocks(128, 128, warps=8, stages=2),
         Blocks(64, 64, warps=4, stages=2),

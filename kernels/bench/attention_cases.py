@@ -14,6 +14,9 @@ from mxjax.kernels.bench.timing import Timing, measure
 
 REPEATS = 3  # runs that must have the same bits
 LARGEST_ERROR = 0.02
+LARGEST_ROUNDING = 0.05
+"""The largest error of a whole backward pass. It takes row products of the output in bfloat16, which hits the
+first rows most; cuDNN's differs by up to 0.033 on an H200, XLA's by 0.029."""
 PASSES = {"forward": 2, "key_gradients": 4, "query_gradients": 3, "forward and backward": 7}
 """Products of S by S by H that a pass takes for each head, half of which the mask removes."""
 
@@ -77,7 +80,8 @@ def run_case(case: AttentionCase, rounds: int) -> tuple[Timing, float]:
     names = _RESULTS[case.which]
     results = run(*tensors)
     error = max(float(_distance(got, wanted[name])) for name, got in zip(names, results, strict=True))
-    assert error < LARGEST_ERROR, f"differs from the float32 reference by {error:.2g}"
+    allowed = LARGEST_ROUNDING if case.which == "forward and backward" else LARGEST_ERROR
+    assert error < allowed, f"differs from the float32 reference by {error:.2g}"
     for _ in range(REPEATS - 1 if not isinstance(case.by, str) else 0):
         same = [bool(jnp.all(a == b)) for a, b in zip(run(*tensors), results, strict=True)]
         assert all(same), f"another run gives other bits of {names[same.index(False)]}"

@@ -16,7 +16,14 @@ from mxjax.gemm_input import GemmInput
 from mxjax.kernels.launch import triton_call
 from mxjax.kernels.mesh import along, compound, partitioned
 from mxjax.kernels.quantize.kernel import SCALARS, Form, quantize_kernel, words_of
-from mxjax.kernels.quantize.launches import LARGEST_ROTATION, LONGEST_AXIS, Pair, check_input, launch_of
+from mxjax.kernels.quantize.launches import (
+    LARGEST_ROTATION,
+    LONGEST_AXIS,
+    Pair,
+    check_input,
+    launch_of,
+    launched_pairs,
+)
 from mxjax.kmajor import KMajor
 
 FORM_DTYPES: Mapping[Form, DTypeLike] = {"packed": jnp.uint8, "bf16": jnp.bfloat16}
@@ -148,6 +155,13 @@ def _call(
     pair: Pair, form: Form, target: Target | None, whole: tuple[int, int], x, scalars, *places
 ) -> list[jax.Array]:
     """Runs the kernel on x, which lies at `places` in a tensor of `whole` rows and columns."""
+    results: list[jax.Array] = []
+    for part in launched_pairs(pair, target):
+        results += _launch(part, form, target, whole, x, scalars, places)
+    return results
+
+
+def _launch(pair: Pair, form: Form, target: Target | None, whole, x, scalars, places) -> list[jax.Array]:
     launch = launch_of(pair, form, target, x.shape, x.dtype, whole)
     inputs, stride = (x,), {}
     if launch.kernel is quantize_kernel:

@@ -12,7 +12,7 @@ from support.quantizer import assert_as_defined, draw_tensor
 from mxjax.devices import INTERPRETER, Target, current_target, use_target
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.quantize.hopper_kernel import quantize_pairs_kernel
-from mxjax.kernels.quantize.launches import launch_of
+from mxjax.kernels.quantize.launches import launch_of, launched_pairs
 from mxjax.kernels.quantize.quantizer import quantize_operands
 from mxjax.operand import Operand
 from mxjax.policy import Rotation
@@ -64,6 +64,16 @@ def test_magnitudes_at_both_ends(columns, exponent):
     """Short of subnormal sums, which XLA flushes; with 124 some rotated elements overflow."""
     x = np.random.default_rng(4).standard_normal((64, 64)) * 2.0**exponent
     assert_as_defined(jnp.asarray(x, jnp.bfloat16), ROWS, columns)
+
+
+def test_two_stochastic_inputs_take_two_launches():
+    rows, columns = (
+        GemmInput(axis, Operand(rounding="stochastic"), key=jax.random.key(3)) for axis in (-1, -2)
+    )
+    assert launched_pairs((rows, columns), HOPPER) == [(rows, None), (None, columns)]
+    assert launched_pairs((rows, PLAIN), HOPPER) == [(rows, PLAIN)]
+    assert launched_pairs((rows, columns), Target("hip", "gfx950")) == [(rows, columns)]
+    assert_as_defined(draw_tensor(np.random.default_rng(6), (40, 72), "normal", "bfloat16"), rows, columns)
 
 
 def test_vmap():
