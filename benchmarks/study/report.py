@@ -37,7 +37,7 @@ PLOTS = {"learning-rates.svg": plots.learning_rates, "seeds.svg": plots.seeds}
 
 
 def sections(runs: Sequence[Run]) -> dict[str, str]:
-    """Returns every generated part of the page by its marker; diagnosis and repeats are the committed ones."""
+    """Returns every generated part of the page by its marker; diagnosis and repeats are those committed."""
     again = {name: cell for name, cell in gather(read_runs(REPEATS)).items() if name in gather(runs)}
     cells, record = gather(runs), diagnosis.read(PAGE.with_suffix(""))
     return {name: make(cells) for name, make in TABLES.items()} | {

@@ -140,7 +140,7 @@ def power(cells: Cells) -> str:
 
 
 def repeats(cells: Cells, again: Cells) -> str:
-    """Returns the differences between runs of one seed: repeated, or under protocols that differ in name alone.
+    """Returns the differences between runs of one seed: repeated, or of protocols that differ in name alone.
 
     Args:
       again: the repeated runs.

@@ -53,8 +53,8 @@ class Launch(NamedTuple):
 def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
     """Returns the inputs of each launch: both in one, but on CUDA one by one if both are stochastic.
 
-    A kernel with random bits for both sides takes twice as long to compile as the two, and longer to run: on an
-    H200 599 us instead of 508 with the inputs of `amazon` (8192 x 14336, bfloat16).
+    A kernel with random bits for both sides takes twice as long to compile as the two, and longer to run: on
+    an H200 599 us instead of 508 with the inputs of `amazon` (8192 x 14336, bfloat16).
     """
     rows, columns = pair
     if target and target.backend == "cuda" and _is_stochastic(rows) and _is_stochastic(columns):
