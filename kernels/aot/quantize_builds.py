@@ -12,7 +12,7 @@ from mxjax.gemm_input import GemmInput
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.quantize.kernel import SCALARS, Form, quantize_kernel
-from mxjax.kernels.quantize.launches import launch_of
+from mxjax.kernels.quantize.launches import Pair, launch_of, launched_pairs
 from mxjax.kernels.quantize.quantizer import FORM_DTYPES
 from mxjax.operand import Operand
 from mxjax.policy import Rotation
@@ -33,7 +33,9 @@ def builds(target: Target) -> list[Build]:
     ]
     [tensor] = [t for t in shapes.tensors(shapes.TOKENS[0]) if t.name == "attention.qkv.activation"]
     wanted += [
-        _build((tensor.rows, tensor.columns), "bfloat16", sides, target, form) for sides, form in _OTHER_SIDES
+        _build((tensor.rows, tensor.columns), "bfloat16", part, target, form)
+        for sides, form in _OTHER_SIDES
+        for part in _launched(sides, target)
     ]
     edges = [(tensor.rows, tensor.columns) for tensor in shapes.EDGE_TENSORS] + [_BATCH]
     wanted += [
@@ -96,12 +98,22 @@ def _step_sides(tensor: shapes.TensorShape) -> list[_Sides]:
     return [(_PLAIN, _PLAIN if tensor.name.endswith("weight") else _H16), (_H16, _H16)]
 
 
+def _launched(sides: _Sides, target: Target) -> list[_Sides]:
+    """Returns the sides of each launch."""
+    rows, columns = sides
+    return [(rows if r else None, columns if c else None) for r, c in launched_pairs(_pair(sides), target)]
+
+
+def _pair(sides: _Sides) -> Pair:
+    rows, columns = sides
+    return rows and GemmInput(-1, *rows), columns and GemmInput(-2, *columns)
+
+
 def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target, form: Form = "packed") -> Build:
     *batch, r, c = shape
     b = math.prod(batch)
     rows, columns = sides
-    pair = rows and GemmInput(-1, *rows), columns and GemmInput(-2, *columns)
-    launch = launch_of(pair, form, target, (1, b, r, c), dtype)
+    launch = launch_of(_pair(sides), form, target, (1, b, r, c), dtype)
     constants = launch.constants
     arguments = {"x": Argument((1, b, r, c), dtype, meaning="the tensor, row-major")}
     if launch.kernel is quantize_kernel:
