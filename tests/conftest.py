@@ -3,6 +3,13 @@
 import gc
 import os
 import pathlib
+import sys
+
+# Where Python may not write compiled modules, each of some hundred programs would compile thousands.
+if sys.dont_write_bytecode:
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "pycache")
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": sys.pycache_prefix}
 
 import hypothesis
 import pytest
