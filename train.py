@@ -109,7 +109,7 @@ def begin_or_resume(
             state, shardings = initial_state(run, optimizer, None if resumes else config.init)
         except SystemExit:
             if not config.resume:
-                remove_beginning(run.folder)
+                remove_beginning(run)
             raise
         if resumes:
             with input_errors():

@@ -37,6 +37,8 @@ def in_one_line(error: OSError, folder: pathlib.Path | None = None) -> str:
       folder: the path to name if the error names none.
     """
     path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else folder
+    if path is None and error.errno == errno.ENOENT and _in_removed_folder():
+        return "the current folder was removed. Change to another"
     cause = error.strerror or str(error) or type(error).__name__
     if error.errno in FULL:
         where = pathlib.Path(path or ".")
@@ -44,6 +46,14 @@ def in_one_line(error: OSError, folder: pathlib.Path | None = None) -> str:
         return f"writing to {where}, where {free} are free: {cause}. Make room and continue with --resume"
     advice = _ADVICE.get(error.errno or 0)
     return (f"{path}: " if path else "") + cause + (f". {advice}" if advice else "")
+
+
+def _in_removed_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def free_space(path: pathlib.Path) -> str:

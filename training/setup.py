@@ -61,6 +61,7 @@ class Run(NamedTuple):
 
     Attributes:
       folder: where the run writes.
+      had_folder: whether the folder was there before the run.
       corpus: the training data.
       held_out: the batches of an evaluation, whole in every process.
     """
@@ -68,6 +69,7 @@ class Run(NamedTuple):
     config: Config
     mesh: jax.sharding.Mesh
     folder: pathlib.Path
+    had_folder: bool
     corpus: TextCorpus | MegatronCorpus
     held_out: list[np.ndarray]
     model: LlamaConfig
@@ -127,7 +129,7 @@ def set_up(config: Config) -> Run:
         corpus.vocab_size,
         n_sequences=config.eval_sequences,
     )
-    run = Run(config, mesh, folder, corpus, list(held_out), model, phases)
+    run = Run(config, mesh, folder, folder.exists(), corpus, list(held_out), model, phases)
     mlperf_settings(run)
     if config.resume:
         check_same_data(folder, corpus.facts)
@@ -258,13 +260,14 @@ def open_folder(run: Run) -> None:
     write_run_config(run.folder, values)
 
 
-def remove_beginning(folder: pathlib.Path) -> None:
+def remove_beginning(run: Run) -> None:
     """Removes what a run that is refused before its first step has written."""
+    folder = run.folder
     if not is_first_process():
         return
     shutil.rmtree(folder / HUGGINGFACE, ignore_errors=True)
     for name in (FILE, COPY, LOCK):
         (folder / name).unlink(missing_ok=True)
-    for path in (folder / "checkpoints", folder):
+    for path in (folder / "checkpoints", *([] if run.had_folder else [folder])):
         with contextlib.suppress(OSError):  # not empty
             path.rmdir()

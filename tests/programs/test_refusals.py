@@ -102,6 +102,13 @@ def test_a_path_that_cannot_be_printed_is_refused(text, tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_current_folder_that_was_removed_is_named(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "the current folder was removed. Change to another" in error_of("--steps", "1")
+
+
 def test_other_scripts_are_names_like_any():
     check_saveable(pathlib.Path("runs/\u3000\u200d\u00a0é"))
 
