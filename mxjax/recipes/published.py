@@ -11,15 +11,23 @@ _bf16 = Gemm(Operand("bf16"), Operand("bf16"))
 
 
 def amazon() -> dict[str, Policy]:
-    """Training LLMs with MXFP4, arXiv 2502.20586: both backward GEMMs in MXFP4 with SR and random H64."""
+    """Training LLMs with MXFP4, arXiv 2502.20586: both backward GEMMs in MXFP4 with SR and random H64.
+
+    Files below are of github.com/amazon-science/mxfp4-llm; modes are its BW_USE_MXFP4 (scripts/README.md).
+    """
+    # patch_override_scripts/microxcaling.patch, `dither_scale`: elements times 3/4, rounded stochastically,
+    # and the dequantized operand times 4/3. Here the product is divided by both prescales, which is the same.
     operand = Operand("mxfp4", rounding="stochastic", prescale=0.75)
+    # patch_override_scripts/Megatron-LM.patch: one diagonal of random signs for each GEMM and step, then H64
+    # along the contracted axis of both operands (HBS=64, the paper's block size g).
     backward = Gemm(operand, operand, Rotation(64, "redrawn"))
-    amazon = Policy(fprop=_bf16, dgrad=backward, wgrad=backward)
-    no_rotation = dataclasses.replace(backward, rotation=None)
-    nearest = Gemm(_MXFP4, _MXFP4, backward.rotation)
-    neither = Gemm(_MXFP4, _MXFP4)  # BW_USE_MXFP4=2 in scripts/README.md of amazon-science/mxfp4-llm
+    amazon = Policy(fprop=_bf16, dgrad=backward, wgrad=backward)  # mode 3
+    no_rotation = dataclasses.replace(backward, rotation=None)  # mode 4
+    nearest = Gemm(_MXFP4, _MXFP4, backward.rotation)  # mode 1
+    neither = Gemm(_MXFP4, _MXFP4)  # mode 2
     return {
         "amazon": amazon,
+        # FW_USE_FP8=1 (scripts/README.md): TransformerEngine's E4M3 in the forward pass.
         "amazon_fp8": dataclasses.replace(amazon, fprop=Gemm(_E4M3, _E4M3)),
         "amazon_no_hadamard": dataclasses.replace(amazon, dgrad=no_rotation, wgrad=no_rotation),
         "amazon_no_sr": dataclasses.replace(amazon, dgrad=nearest, wgrad=nearest),
@@ -40,10 +48,11 @@ def published() -> dict[str, Policy]:
     saved = dataclasses.replace(even, source="dequantized")
     lumen_dequantized = dataclasses.replace(lumen, wgrad=dataclasses.replace(lumen.wgrad, lhs=saved))
 
-    # TetraJet, arXiv 2502.20853: the backward pass reads the x and w that the forward pass quantized.
-    rceil = Operand("mxfp4", scale_rule="rceil")
-    rceil_sr = dataclasses.replace(rceil, rounding="stochastic")
-    seen = dataclasses.replace(rceil_sr, source="dequantized")
+    # TetraJet, arXiv 2502.20853, and quantization/QLinear.py of github.com/thu-ml/TetraJet-MXFP4Training,
+    # which numbers its quantizers. Scales are free of truncation: no element is clipped.
+    rceil = Operand("mxfp4", scale_rule="rceil")  # Q1, Q2: x and w to nearest
+    rceil_sr = dataclasses.replace(rceil, rounding="stochastic")  # Q3, Q5: dy for Dgrad and for Wgrad
+    seen = dataclasses.replace(rceil_sr, source="dequantized")  # Q4, Q6: from the w and x of Q2 and Q1
     tetrajet = Policy(fprop=Gemm(rceil, rceil), dgrad=Gemm(rceil_sr, seen), wgrad=Gemm(seen, rceil_sr))
 
     # Accurate neural training with 4-bit matrix multiplications, arXiv 2112.10769, in MX blocks.
