@@ -59,12 +59,6 @@ LONGEST = tuple(
 )
 
 
-def pytest_xdist_auto_num_workers():
-    """One more than the cores: tests of several processes, of signals and of damaged files often wait."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores + 1
-
-
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.path.stem.startswith(LONGEST))
 

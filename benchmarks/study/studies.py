@@ -163,8 +163,10 @@ def _claims() -> tuple[Claim, ...]:
             Claim("with H16 on Wgrad a cost remains" + where, rotated, fp8),
             Claim("stochastic rounding of Wgrad changes the loss" + where, name("wgrad_sr.floor"), wgrad),
             Claim("redrawn signs differ from H16" + where, name("wgrad_rht.floor"), rotated),
-            Claim("rule even differs from floor" + where, name("wgrad.even"), wgrad),
-            Claim("rule even differs from floor with H16" + where, name("wgrad.even"), rotated),
+            Claim("without rotation, rule even differs from floor" + where, name("wgrad.even"), wgrad),
+            Claim(
+                "rule even without rotation differs from floor with H16" + where, name("wgrad.even"), rotated
+            ),
         ]
     return tuple(claims)
 

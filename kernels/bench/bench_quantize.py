@@ -115,6 +115,7 @@ def cases(x: jax.Array) -> Iterator[Case]:
     yield packing("columns H64", x, use(-2, H64))
     yield packing("columns, stochastic", x, use(-2, None, STOCHASTIC))
     yield packing("both, stochastic", x, use(-1, None, STOCHASTIC), use(-2, None, STOCHASTIC))
+    yield packing("both, H64, stochastic", x, use(-1, H64, STOCHASTIC), use(-2, H64, STOCHASTIC))
     yield packing("both, 32x32 blocks", x, use(-1, None, SQUARE), use(-2, None, SQUARE))
     wide = jax.random.normal(jax.random.key(1), x.shape, jnp.float32)
     yield packing("both, of float32", wide, use(-1, None), use(-2, None))

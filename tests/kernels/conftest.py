@@ -43,3 +43,11 @@ def builds(tmp_path_factory):
     from support.code_objects import build_once
 
     return build_once(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def more_builds(tmp_path_factory):
+    """Returns the folder of the kernels that only the exhaustive tests compile."""
+    from support.code_objects import MORE_BUILDS, build_once
+
+    return build_once(tmp_path_factory, "more-builds", MORE_BUILDS)

@@ -22,6 +22,15 @@ def test_cuda_spills_nothing(cuda):
         "carry_kernel",
         "correct_kernel",
     }
+    assert_spills_nothing(cuda)
+
+
+@pytest.mark.exhaustive
+def test_more_builds_for_cuda_spill_nothing(more_builds):
+    assert_spills_nothing(records(more_builds))
+
+
+def assert_spills_nothing(cuda):
     for d in cuda.values():
         assert d["resources"]["scratch_bytes"] == d["resources"]["stack_bytes"] == 0, d["name"]
         assert d["resources"]["spills"] == 0, d["name"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import triton.language as tl
 from support import ptx
-from support.code_objects import DOCUMENT, INTERPRETED
+from support.code_objects import DOCUMENT, INTERPRETED, MORE_INTERPRETED
 from support.rocm_on_cpu import kernel_metadata
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
@@ -220,6 +220,14 @@ def assert_computes_what_is_expected(record):
 def test_sm_90_kernels_compute_what_is_expected(builds, pattern, monkeypatch):
     monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
     for _, record in records(builds, "sm_90", pattern):
+        assert_computes_what_is_expected(record)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("pattern", MORE_INTERPRETED)
+def test_more_sm_90_kernels_compute_what_is_expected(more_builds, pattern, monkeypatch):
+    monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
+    for _, record in records(more_builds, "sm_90", pattern):
         assert_computes_what_is_expected(record)
 
 

@@ -26,11 +26,21 @@ EMULATED_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("65x97", "3x40x70")]
 MORE_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("1x1", "1x33", "32x32", "33x1", "128x128", "256x256")]
 EMULATED_ATTENTION = ["attention_*_1x149x1x2x64_*"]
 SMALL_GEMMS = ["gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16", "gemm_2x*_tile*"]
-# The builds for sm_90 that Triton's interpreter runs.
+# The builds for sm_90 that Triton's interpreter runs, and those that only the exhaustive tests run.
 INTERPRETED = [
-    *("gemm_1x5x7x96_float32", "gemm_1x65x33x288_bfloat16", "gemm_3x17x130x544_float32"),
-    *("quantize_65x97_*", "quantize_200x136_*", "carry_33x96_*", "carry_1x8224_*"),
-    *("correct_1x65x33x288_*", "correct_3x17x130x544_*"),
+    *("gemm_1x5x7x96_float32", "gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16"),
+    *("quantize_65x97_bfloat16_rows_packed_*", "quantize_65x97_float32_rows_packed-0.75-32x32_*"),
+    *("quantize_200x136_*", "carry_33x96_*", "carry_1x8224_*"),
+    *("correct_1x65x33x288_float32", "correct_3x17x130x544_bfloat16"),
+]
+MORE_INTERPRETED = [
+    *("gemm_1x65x33x288_bfloat16", "gemm_3x17x130x544_float32"),
+    *(
+        "quantize_65x97_float32_rows_packed_*",
+        "quantize_65x97_bfloat16_rows_none_*",
+        "quantize_65x97_float16_*",
+    ),
+    *("correct_1x65x33x288_bfloat16", "correct_3x17x130x544_float32"),
 ]
 BUILDS = {
     "gfx950": [
@@ -42,20 +52,25 @@ BUILDS = {
         "quantize_8192x4096_bfloat16_rows_packed_columns_packed-sr",
         *("carry_8192x4096_*", "carry_8192x28672_*", "correct_1x8192x6144x4096_*"),
     ],
-    "sm_100": [LLAMA[0], *SMALL_GEMMS, *STEP, "quantize_65x97_*_packed_columns_packed-h16"],
+    "sm_100": [LLAMA[0], *SMALL_GEMMS, *STEP, "quantize_65x97_bfloat16_rows_packed_columns_packed-h16"],
 }
 """Patterns of the builds that the tests take, by target."""
+MORE_BUILDS = {
+    "sm_90": MORE_INTERPRETED,
+    "sm_100": ["quantize_65x97_float32_rows_packed_columns_packed-h16"],
+}
+"""Patterns of the builds that only the exhaustive tests take."""
 
 
-def build_once(tmp_path_factory):
-    """Returns a folder with BUILDS, the same in all processes of pytest-xdist."""
+def build_once(tmp_path_factory, name="builds", builds=BUILDS):
+    """Returns a folder with the builds, the same in all processes of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    out, done = base / "builds", base / "builds.done"
-    with (base / "builds.lock").open("w") as lock:
+    out, done = base / name, base / f"{name}.done"
+    with (base / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            build(out, BUILDS)
+            build(out, builds)
             done.touch()
     return out
 
