@@ -117,8 +117,14 @@ def test_rules_and_roundings(rule, rounding, form):
     assert_as_defined(x, GemmInput(-1, plain), GemmInput(-2, prescaled), form=form)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
-@pytest.mark.parametrize("signs", ["none", "redrawn"])
+@pytest.mark.parametrize(
+    ("size", "signs"),
+    [
+        *((size, signs) for size in (2, 4, 8, 16, 32) for signs in ("none", "redrawn")),
+        (64, "redrawn"),
+        pytest.param(64, "none", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_rotations(size, signs):
     x = draw_tensor(np.random.default_rng(1), (40, 70), "normal", "bfloat16")
     rotation = Rotation(size, signs)
@@ -133,8 +139,15 @@ def test_square_blocks(dtype):
     assert_as_defined(x, GemmInput(-1, square), GemmInput(-2, square))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+@pytest.mark.parametrize(
+    ("dtype", "order"),
+    [
+        ("bfloat16", "sorted"),
+        ("float16", "shuffled"),
+        pytest.param("bfloat16", "shuffled", marks=pytest.mark.exhaustive),
+        pytest.param("float16", "sorted", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_all_bit_patterns(dtype, order):
     """Sorted, each is among the largest of its block; shuffled, it is beside any other finite one."""
     patterns = np.arange(2**16, dtype=np.uint16)

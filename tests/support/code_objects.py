@@ -28,13 +28,13 @@ EMULATED_ATTENTION = ["attention_*_1x149x1x2x64_*"]
 SMALL_GEMMS = ["gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16", "gemm_2x*_tile*"]
 # The builds for sm_90 that Triton's interpreter runs, and those that only the exhaustive tests run.
 INTERPRETED = [
-    *("gemm_1x5x7x96_float32", "gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16"),
+    *("gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16"),
     *("quantize_65x97_bfloat16_rows_packed_*", "quantize_65x97_float32_rows_packed-0.75-32x32_*"),
-    *("quantize_200x136_*", "carry_33x96_*", "carry_1x8224_*"),
-    *("correct_1x65x33x288_float32", "correct_3x17x130x544_bfloat16"),
+    *("carry_33x96_*", "correct_1x65x33x288_float32"),
 ]
 MORE_INTERPRETED = [
-    *("gemm_1x65x33x288_bfloat16", "gemm_3x17x130x544_float32"),
+    *("gemm_1x5x7x96_float32", "gemm_1x65x33x288_bfloat16", "gemm_3x17x130x544_float32"),
+    *("quantize_200x136_*", "carry_1x8224_*", "correct_3x17x130x544_bfloat16"),
     *(
         "quantize_65x97_float32_rows_packed_*",
         "quantize_65x97_bfloat16_rows_none_*",
@@ -52,12 +52,12 @@ BUILDS = {
         "quantize_8192x4096_bfloat16_rows_packed_columns_packed-sr",
         *("carry_8192x4096_*", "carry_8192x28672_*", "correct_1x8192x6144x4096_*"),
     ],
-    "sm_100": [LLAMA[0], *SMALL_GEMMS, *STEP, "quantize_65x97_bfloat16_rows_packed_columns_packed-h16"],
+    "sm_100": [LLAMA[0], SMALL_GEMMS[0], *STEP],
 }
 """Patterns of the builds that the tests take, by target."""
 MORE_BUILDS = {
     "sm_90": MORE_INTERPRETED,
-    "sm_100": ["quantize_65x97_float32_rows_packed_columns_packed-h16"],
+    "sm_100": [*SMALL_GEMMS[1:], "quantize_65x97_*_packed_columns_packed-h16"],
 }
 """Patterns of the builds that only the exhaustive tests take."""
 

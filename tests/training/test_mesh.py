@@ -33,6 +33,7 @@ from training.setup import fits_mesh
 from training.vocabulary import filled_size
 
 ROOT = pathlib.Path(__file__).parents[2]
+SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 FIRST, LATER = 1e-6, 5e-3
 """Relative bounds on losses and gradient norms: of the first loss, where only the order of float32 sums
 differs, and of all others. There a last bit sometimes flips the rounding of an element, and the error grows:
@@ -228,10 +229,12 @@ def test_every_parameter_has_logical_axes():
     assert all("embed" in a for a in cut)
 
 
-@pytest.mark.slow
-def test_losses_on_meshes_are_those_of_one_device():
+@pytest.mark.parametrize(
+    "shape", [pytest.param((1, 8, 1), marks=EXHAUSTIVE), pytest.param((2, 2, 2), marks=SLOW)]
+)
+def test_losses_on_meshes_are_those_of_one_device(shape):
     """Three steps and an evaluation whose batch the mesh does not divide."""
-    check_curves([("wgrad_rht", (1, 8, 1)), ("wgrad_rht", (2, 2, 2))], "wgrad_rht")
+    check_curves([("wgrad_rht", shape)], "wgrad_rht")
 
 
 @pytest.mark.exhaustive
@@ -242,12 +245,7 @@ def test_the_memory_estimate_is_near_what_a_device_of_a_mesh_allocates():
         assert 0.7 < found["allocated"] / sum(found["estimate"]) < 1.4, found
 
 
-EXHAUSTIVE = pytest.mark.exhaustive
-
-
-@pytest.mark.parametrize(
-    "sixth", [pytest.param(i, marks=pytest.mark.slow if i == 1 else EXHAUSTIVE) for i in range(6)]
-)
+@pytest.mark.parametrize("sixth", [pytest.param(i, marks=SLOW if i == 1 else EXHAUSTIVE) for i in range(6)])
 def test_every_shape_of_mesh_and_every_policy_each_in_one_pair_gives_the_losses_of_one_device(sixth):
     shapes = [shape for shape in meshes.SHAPES if shape != (1, 1, 1)]
     assert len(shapes) == 19
