@@ -33,8 +33,9 @@ FORM_DTYPES: Mapping[Form, DTypeLike] = {"packed": jnp.uint8, "bf16": jnp.bfloat
 def quantize_operands(
     x: Float[Array, "*b r c"], inputs: Sequence[GemmInput], form: Form = "packed"
 ) -> list[KMajor]:
-    """Returns x quantized for each input, at most one for each of the last two axes, in one read of x.
+    """Returns x quantized for each input, at most one for each of the last two axes.
 
+    x is read once, or on CUDA twice if both inputs are rounded stochastically (`launched_pairs`).
     The bits are those that `mxjax.rotate` and `mxjax.quantize` define.
 
     Raises:
