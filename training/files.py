@@ -11,6 +11,8 @@ def write_atomically(path: pathlib.Path, data: bytes | str) -> None:
     After a crash at any moment `path` holds either its old content or all of `data`.
     """
     temporary = temporary_path(path)
+    if temporary.is_symlink():  # it may lead anywhere
+        temporary.unlink()
     with temporary.open("wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
         sync(file)

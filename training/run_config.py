@@ -95,9 +95,11 @@ def read_run_config(folder: pathlib.Path) -> dict[str, Any]:
     """Returns the config.json of the run in `folder`; one without a checksum is taken as it is.
 
     Raises:
-      ValueError: there is none, or it has been damaged or edited; the message says how to restore it.
+      ValueError: there is none, or it has been damaged or edited; the message says how to restore it. Or
+        something else than a file lies where a run has files.
     """
     path = folder / FILE
+    _check_files(folder)
     if not path.exists():
         remedy = _restoring(path)
         raise ValueError(f"{folder} holds no run: it has no {FILE}{f'; {remedy}' if remedy else ''}")
@@ -106,6 +108,13 @@ def read_run_config(folder: pathlib.Path) -> dict[str, Any]:
     except ValueError as error:
         remedy = _restoring(path) or "put a copy of yours back, or start a new run"
         raise ValueError(f"{path} {error}; {remedy}") from None
+
+
+def _check_files(folder: pathlib.Path) -> None:
+    """Raises ValueError if a pipe, socket or device lies where a run has files: reading might never end."""
+    for path in (*folder.glob("*"), *folder.glob("checkpoints/*/*")):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path} is not a file: remove it")
 
 
 def write_run_config(folder: pathlib.Path, values: dict[str, Any]) -> None:

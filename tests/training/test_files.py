@@ -32,6 +32,15 @@ def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch, step):
     assert path.read_text() == "old"
 
 
+def test_a_link_at_the_temporary_name_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "a.json.tmp").symlink_to(tmp_path / "precious")
+    write_atomically(tmp_path / "a.json", "new")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert (tmp_path / "a.json").read_text() == "new"
+    assert not (tmp_path / "a.json").is_symlink()
+
+
 def test_a_torn_last_line_is_dropped(tmp_path):
     path = tmp_path / "lines"
     assert whole_lines(path) == []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 
@@ -45,6 +46,16 @@ def test_every_cut_and_every_edit_is_noticed_and_the_copy_restores_it(run):
         read_run_config(run)
     subprocess.run(str(error.value).partition("restore it: ")[2], shell=True, check=True)
     assert read_run_config(run) == VALUES
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "checkpoints/2/checksums.json"])
+def test_a_pipe_where_a_file_should_be_is_named(run, name):
+    """Reading it would never end."""
+    (run / name).unlink(missing_ok=True)
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(run / name)
+    with pytest.raises(ValueError, match=f"{name} is not a file: remove it"):
+        read_run_config(run)
 
 
 def test_without_a_good_copy_the_message_says_so(run):

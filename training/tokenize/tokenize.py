@@ -29,6 +29,7 @@ from training.tokenize import workers
 from training.tokenize.documents import find_files
 from training.tokenize.train_tokenizer import train_tokenizer
 
+_WRITTEN = (".bin", ".idx", ".json", ".tokenizer.json", ".problems.txt")
 _SHOWN = 20  # problems printed; PREFIX.problems.txt has all
 # With more, the package tokenizers starts as many threads, and takes memory for as many tokens, at once.
 _LARGEST = {"workers": 1024, "vocab_size": 2**24, "train_characters": 2**62}
@@ -124,11 +125,22 @@ def _plan(config: TokenizeConfig, files: list[str]) -> dict[str, Any]:
 
 def _is_done(prefix: pathlib.Path, plan: dict[str, Any]) -> bool:
     files = [_beside(prefix, suffix) for suffix in (".json", ".bin", ".idx")]
-    return all(f.exists() for f in files) and json.loads(files[0].read_text()).get("plan") == plan
+    return all(f.exists() for f in files) and _read_object(files[0]).get("plan") == plan
+
+
+def _read_object(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; an empty one if it holds anything else."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:
-    taken = [path for path in (_beside(prefix, s) for s in (".bin", ".idx")) if path.exists()]
+    """Raises ValueError if a file is there that would be written, the given tokenizer's copy excepted."""
+    made = [_beside(prefix, suffix) for suffix in _WRITTEN]
+    taken = [path for path in made if path.exists() and path != config.tokenizer]
     if config.train_tokenizer and config.tokenizer is not None and config.tokenizer.exists():
         taken.append(config.tokenizer)
     if taken:
@@ -149,7 +161,9 @@ def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
     path = folder / "plan.json"
     if not path.exists():
         write_atomically(path, json.dumps(plan))
-    saved = json.loads(path.read_text())
+    saved = _read_object(path)
+    if saved.keys() != plan.keys():
+        raise ValueError(f"{path} is damaged: remove {folder} to start over")
     different = [name for name in plan if saved[name] != plan[name]]
     if different:
         raise ValueError(
