@@ -215,19 +215,16 @@ def assert_computes_what_is_expected(record):
         assert not check.output_agrees(record, name, other, wanted[name]), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pattern", INTERPRETED)
-def test_sm_90_kernels_compute_what_is_expected(builds, pattern, monkeypatch):
+@pytest.mark.parametrize(
+    ("folder", "pattern"),
+    [
+        *(pytest.param("builds", pattern, marks=pytest.mark.slow) for pattern in INTERPRETED),
+        *(pytest.param("more_builds", pattern, marks=pytest.mark.exhaustive) for pattern in MORE_INTERPRETED),
+    ],
+)
+def test_sm_90_kernels_compute_what_is_expected(request, folder, pattern, monkeypatch):
     monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
-    for _, record in records(builds, "sm_90", pattern):
-        assert_computes_what_is_expected(record)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("pattern", MORE_INTERPRETED)
-def test_more_sm_90_kernels_compute_what_is_expected(more_builds, pattern, monkeypatch):
-    monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
-    for _, record in records(more_builds, "sm_90", pattern):
+    for _, record in records(request.getfixturevalue(folder), "sm_90", pattern):
         assert_computes_what_is_expected(record)
 
 
