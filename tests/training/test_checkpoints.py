@@ -320,18 +320,23 @@ def test_a_checkpoint_that_was_written_but_cannot_be_opened_is_an_error(tmp_path
     assert saved_steps(tmp_path) == [1]
 
 
+def ended(threads):
+    """Whether the threads, of which some may not have started yet, end within five seconds."""
+    until = time.monotonic() + 5
+    while not (over := threads.isdisjoint(threading.enumerate())) and time.monotonic() < until:
+        time.sleep(0.01)
+    return over
+
+
 def test_a_save_that_fails_at_once_leaves_no_thread_waiting(tmp_path, state):
     """A file is where the folder was; orbax's threads would wait ten minutes for folders to be made."""
     before = set(threading.enumerate())
     with Checkpoints(tmp_path / "run", keep=1) as checkpoints:
-        for thread in set(threading.enumerate()) - before:  # orbax looks for remains of other saves
-            thread.join(5)
+        ended(set(threading.enumerate()) - before)  # orbax looks for remains of other saves
         (tmp_path / "run").rmdir()
         (tmp_path / "run").write_text("a file")
         with pytest.raises(
             CheckpointError, match=r"step 1 could not .* Not a directory\. A part of the path"
         ):
             checkpoints.save(at_step(state, 1), {})
-    for thread in set(threading.enumerate()) - before:
-        thread.join(5)
-        assert thread.daemon or not thread.is_alive()
+    assert ended({thread for thread in set(threading.enumerate()) - before if not thread.daemon})
