@@ -15,9 +15,11 @@ from mxjax.policy import Policy
 from mxjax.policy_json import set_fields
 from mxjax.scales import ScaleRule
 from training.config import PrecisionConfig
+from training.outliers import add_outliers, parse_outliers, remove_outliers
 from training.policy_source import label, load_policy
 from training.recipes import RECIPES
 
+_MIXED = " with outlier channels"  # ends the name of a phase that has them
 _LATER = re.compile(r"(\S.*?)\s+from\s+(\S+)")
 
 
@@ -93,7 +95,45 @@ def phases_of(
         Phase(first_step, name, layer_policies(policy, rules))
         for first_step, name, policy in parse_schedule(precision.policy, steps, precision.set)
     ]
-    return tuple(phases) if rule is None else with_scale_rule(phases, rule)
+    phases = tuple(phases) if rule is None else with_scale_rule(phases, rule)
+    if precision.outlier_channels is None:
+        return phases
+    outlier_policy = load_policy(precision.outlier_policy)
+    return with_outliers(phases, parse_outliers(precision.outlier_channels).first_step, outlier_policy, steps)
+
+
+def with_outliers(phases: Sequence[Phase], first_step: int, policy: Policy, steps: int) -> tuple[Phase, ...]:
+    """Returns the phases with `policy` for outlier channels from a step on, where another phase begins.
+
+    A run of no more steps keeps its phases.
+    """
+    if first_step > steps:
+        return tuple(phases)
+    now = phase_at(tuple(phases), first_step)._replace(first_step=first_step)
+    earlier = [phase for phase in phases if phase.first_step < first_step]
+    later = [phase for phase in phases if phase.first_step > first_step]
+    return (*earlier, *(_with_outliers(phase, policy) for phase in (now, *later)))
+
+
+def _with_outliers(phase: Phase, policy: Policy) -> Phase:
+    layers = add_outliers(phase.layers, policy)
+    return phase._replace(policy=phase.policy + _MIXED, layers=layers) if layers != phase.layers else phase
+
+
+def without_outliers(phases: Sequence[Phase], first_step: int) -> tuple[Phase, ...]:
+    """Returns the phases from which `with_outliers` made these.
+
+    A phase that begins at that step of its own, in the policies of the one before, counts as made.
+    """
+    plain = [
+        phase._replace(policy=phase.policy.removesuffix(_MIXED), layers=remove_outliers(phase.layers))
+        for phase in phases
+    ]
+    made = [
+        phase.first_step == first_step and before[1:] == phase[1:]
+        for before, phase in itertools.pairwise(plain)
+    ]
+    return (plain[0], *(phase for phase, dropped in zip(plain[1:], made, strict=True) if not dropped))
 
 
 def with_exceptions(phase: Phase, rules: Rules) -> Phase:
