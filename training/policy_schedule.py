@@ -103,21 +103,19 @@ def phases_of(
 
 
 def with_outliers(phases: Sequence[Phase], first_step: int, policy: Policy, steps: int) -> tuple[Phase, ...]:
-    """Returns the phases with `policy` for outlier channels from a step on, where another phase begins.
+    """Returns the phases with `policy` for outlier channels from a step on.
 
-    A run of no more steps keeps its phases.
+    The phase that the step is in becomes two. Phases without a layer that reads x in 4 bits stay.
     """
-    if first_step > steps:
-        return tuple(phases)
-    now = phase_at(tuple(phases), first_step)._replace(first_step=first_step)
-    earlier = [phase for phase in phases if phase.first_step < first_step]
-    later = [phase for phase in phases if phase.first_step > first_step]
-    return (*earlier, *(_with_outliers(phase, policy) for phase in (now, *later)))
-
-
-def _with_outliers(phase: Phase, policy: Policy) -> Phase:
-    layers = add_outliers(phase.layers, policy)
-    return phase._replace(policy=phase.policy + _MIXED, layers=layers) if layers != phase.layers else phase
+    found: list[Phase] = []
+    for phase, until in zip(phases, [*(phase.first_step for phase in phases[1:]), steps + 1], strict=True):
+        mixed = phase._replace(layers=add_outliers(phase.layers, policy), policy=phase.policy + _MIXED)
+        if mixed.layers == phase.layers or until <= first_step:
+            found.append(phase)
+            continue
+        found += [phase] if phase.first_step < first_step else []
+        found.append(mixed._replace(first_step=max(phase.first_step, first_step)))
+    return tuple(found)
 
 
 def without_outliers(phases: Sequence[Phase], first_step: int) -> tuple[Phase, ...]:

@@ -111,6 +111,9 @@ def test_outliers_begin_a_phase_and_an_extension_keeps_them():
     assert remove_outliers(mixed) == phases[0].layers
     plain = phases_of(dataclasses.replace(precision, outlier_channels=None), 10, layer_policies_of(SMALL))
     assert without_outliers(phases, 6) == plain
+    other = dataclasses.replace(precision, policy="fp8; tetrajet_v2 from 9")  # the sixth step changes nothing
+    found = phases_of(other, 10, layer_policies_of(SMALL))
+    assert [(p.first_step, has_outliers(p.layers)) for p in found] == [(1, False), (9, True)]
     # Outliers that begin in the extension, and those that have begun.
     shares = dataclasses.replace(precision, policy="tetrajet_v2; fp8 from 0.5")
     for steps in (4, 8):
