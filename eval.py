@@ -31,6 +31,7 @@ from training.extras import check_extra
 from training.files import write_atomically
 from training.flags import flags
 from training.metrics import json_line
+from training.outliers import has_outliers
 from training.restored import Restored, RunArguments, restore
 from training.sampling import SampleConfig, sample
 from training.startup import output_errors
@@ -68,13 +69,15 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
     with input_errors():
         restored = restore(arguments)
         held_out = read_batches(arguments, restored)
-    _, model, params, step, phase, implementation = restored
+    _, model, params, step, phase, implementation, channels = restored
 
-    def losses(params, batch, key):
-        options = {"policies": phase.layers, "key": key, "implementation": implementation}
+    def losses(both, batch, key):
+        params, channels = both
+        options: dict[str, Any] = {"policies": phase.layers, "key": key, "implementation": implementation}
+        options["channels"] = channels
         return llama.losses(model, params, batch, **options)
 
-    result = evaluate(make_eval_step(losses), params, held_out)
+    result = evaluate(make_eval_step(losses), (params, channels), held_out)
     return {"run": str(arguments.run), "step": step, "policy": phase.policy, **result}
 
 
@@ -86,8 +89,13 @@ def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
             check_extra("plot", "--out", "matplotlib")
             arguments.out.mkdir(parents=True, exist_ok=True)
         restored = restore(arguments)
+        if has_outliers(restored.phase.layers):
+            raise ValueError(
+                "diagnose measures one policy a layer, and this run has another for outlier channels; name "
+                "one with --policy, e.g. --policy tetrajet_v2"
+            )
         batches = read_batches(arguments, restored)
-        _, model, params, step, phase, implementation = restored
+        _, model, params, step, phase, implementation, _ = restored
         found = diagnose(model, params, phase.layers, implementation, batches)
     described = {"run": str(arguments.run), "step": step, "policy": phase.policy}
     shape = {"batches": len(batches), "tokens": sum(batch[:, 1:].size for batch in batches)}

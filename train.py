@@ -99,7 +99,7 @@ def begin_or_resume(
 ) -> dict[str, float]:
     """Trains from the run's newest checkpoint, if there is one; returns the last evaluation."""
     config, folder = run.config, run.folder / "checkpoints"
-    optimizer = optimizer_of(config, run.phases[0].layers)
+    optimizer = optimizer_of(config, run.model, run.phases[0].layers)
     with (
         Checkpoints(folder, config.keep_checkpoints, evaluations(run.folder)) as checkpoints,
         failing_together(*SHARED),
@@ -128,7 +128,7 @@ def begin_or_resume(
             loop = Loop(
                 run=run,
                 make_programs=lambda phase: make_programs(
-                    run, phase, optimizer_of(config, phase.layers), shardings
+                    run, phase, optimizer_of(config, run.model, phase.layers), shardings
                 ),
                 state=state,
                 stream=stream,

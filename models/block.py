@@ -5,7 +5,8 @@ Shapes in names as in `models.llama`.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from models.configs import LlamaConfig
 from models.rope import apply_rope
 from models.sharding import constrain, weight_layout
 from mxjax.implementations import Implementation
-from mxjax.layer_stats import Measures, Tensors, probe
+from mxjax.layer_stats import ChannelNorms, Measures, Tensors, probe
+from mxjax.mixed_dot import Channels
 from mxjax.policy import Policy
 from mxjax.remat import keep_products
 
@@ -33,6 +35,8 @@ BLOCK_LAYERS = (
 """The GEMMs of a block, in the order in which they run."""
 LINEAR_LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
 """The GEMMs of a block that multiply weights."""
+OUTLIERS = ".outliers"
+"""Ends the names that tables of policies have for the outlier channels of linear layers."""
 AXES = {
     "attention.qkv": ("embed", "heads"),
     "attention.out": ("heads", "embed"),
@@ -125,28 +129,34 @@ class BlockGemms:
 
     def __init__(
         self,
-        policies: Sequence[Policy],
+        policies: Mapping[str, Policy],
         key: jax.Array | None,
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors] | None = None,
+        slots: Mapping[str, Measures | Tensors | ChannelNorms] | None = None,
+        channels: Mapping[str, Channels] | None = None,
     ):
-        self.policies: dict[str, Policy] = dict(zip(BLOCK_LAYERS, policies, strict=True))
+        self.policies = policies
         self.key = key
         self.implementation: Implementation | None = implementation
         self.slots = slots
+        self.channels = channels
 
     def dot(self, name: str, x, w) -> Array:
         """Returns x @ w in x's dtype, for the linear layer `name`."""
         policy, key = self.policies[name], self._key(name)
-        y = mxjax.dot(
-            x,
-            w,
-            policy=policy,
-            key=key,
-            implementation=self.implementation,
-            preferred_element_type=x.dtype,
-            layout=weight_layout(AXES[name]),
-        )
+        options: dict[str, Any] = {
+            "policy": policy,
+            "key": key,
+            "implementation": self.implementation,
+            "preferred_element_type": x.dtype,
+            "layout": weight_layout(AXES[name]),
+        }
+        if (outlier_policy := self.policies.get(name + OUTLIERS)) is None:
+            y = mxjax.dot(x, w, **options)
+        elif self.channels is None:
+            raise ValueError(f"the policies have one for {name}{OUTLIERS}, so the model needs channels=")
+        else:
+            y = mxjax.mixed_dot(x, w, self.channels[name], outlier_policy=outlier_policy, **options)
         return y if self.slots is None else probe(policy, self.implementation, y, x, w, key, self.slots[name])
 
     def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:

@@ -21,15 +21,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import block, loss
-from models.block import BLOCK_LAYERS, Block, BlockGemms, RMSNorm, random_matrix
+from models.block import BLOCK_LAYERS, LINEAR_LAYERS, OUTLIERS, Block, BlockGemms, RMSNorm, random_matrix
 from models.configs import LlamaConfig
 from models.loss import Head, token_losses
 from models.rope import rope_angles
 from models.sharding import constrain, weight_layout
 from mxjax.devices import on_gpu
 from mxjax.implementations import Implementation
-from mxjax.layer_stats import Measures, Tensors
+from mxjax.layer_stats import ChannelNorms, Measures, Tensors
 from mxjax.layers import LayerPolicies, Rules, resolve
+from mxjax.mixed_dot import Channels
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
 from mxjax.remat import Remat, rematerialize
@@ -83,7 +84,8 @@ class Llama(nnx.Module):
         dtype: Any = jnp.bfloat16,
         remat: Remat = "none",
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors] | None = None,
+        slots: Mapping[str, Measures | Tensors | ChannelNorms] | None = None,
+        channels: Mapping[str, Channels] | None = None,
         unroll: int | None = None,
     ) -> Float[Array, "B S D"]:
         """Returns the input of the head: the output of the last block, normalized.
@@ -97,6 +99,8 @@ class Llama(nnx.Module):
           implementation: how the GEMMs run; see `mxjax.dot`.
           slots: arrays whose gradients are the errors of the linear layers' GEMMs, or the tensors that they
             read; see `mxjax.layer_stats`.
+          channels: the channels of each linear layer, stacked over blocks, for layers whose outliers have a
+            policy, `LAYER.outliers`; see `mxjax.mixed_dot`.
           unroll: blocks in one iteration of the compiled loop. All blocks run fastest, because residuals are
             then not copied into arrays of all layers, and compile longest. Default: all on a GPU, one
             elsewhere.
@@ -110,7 +114,8 @@ class Llama(nnx.Module):
             run = rematerialize(run, remat, in_loop=stop - start > turn)
             layers = jnp.arange(start, stop)
             whole = stop - start == self.config.n_layers
-            here = (blocks, slots) if whole else _slice((blocks, slots), start, stop)
+            stacked = blocks, slots, channels
+            here = stacked if whole else _slice(stacked, start, stop)
             x_BSD, _ = jax.lax.scan(run, x_BSD, (layers, *here), unroll=turn)
         return self.norm(x_BSD)
 
@@ -205,15 +210,19 @@ def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtyp
 
 def _run_block(graph, policies, implementation, rope, key, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
-    index, weights, slots = layer
+    index, weights, slots, channels = layer
     key = None if key is None else jax.random.fold_in(key, index)
-    gemms = BlockGemms(policies, key, implementation, slots)
+    gemms = BlockGemms(policies, key, implementation, slots, channels)
     return nnx.merge(graph, weights)(x_BSD, rope, gemms), None
 
 
-def runs(policies: LayerPolicies, n_layers: int) -> list[tuple[int, int, tuple[Policy, ...]]]:
-    """Returns (start, stop, policies) for each run of consecutive blocks with the same policies."""
-    blocks = [tuple(policies[f"blocks.{i}.{layer}"] for layer in BLOCK_LAYERS) for i in range(n_layers)]
+def runs(policies: LayerPolicies, n_layers: int) -> list[tuple[int, int, dict[str, Policy]]]:
+    """Returns (start, stop, policies by layer) for each run of consecutive blocks with the same policies."""
+    layers, named = (*BLOCK_LAYERS, *(layer + OUTLIERS for layer in LINEAR_LAYERS)), dict(policies.items())
+    blocks = [
+        {layer: named[name] for layer in layers if (name := f"blocks.{i}.{layer}") in named}
+        for i in range(n_layers)
+    ]
     runs, start = [], 0
     for of_block, group in itertools.groupby(blocks):
         stop = start + len(list(group))

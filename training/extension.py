@@ -3,16 +3,20 @@
 The learning rate, the order of the data and the switches between policies may depend on a run's length.
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 
 import numpy as np
 
+from models.block import OUTLIERS
 from training.config import Config
 from training.data.megatron import MegatronCorpus
 from training.data.text import TextCorpus
 from training.learning_rate import learning_rate
-from training.policy_schedule import Phase, first_steps
+from training.outliers import parse_outliers
+from training.policy_schedule import Phase, first_steps, with_outliers, without_outliers
+from training.policy_source import load_policy
 
 
 def last_checkpoint(folder: pathlib.Path) -> int:
@@ -61,6 +65,8 @@ def extend_phases(phases: Sequence[Phase], config: Config, taken: int) -> tuple[
     Raises:
       ValueError: a step that has been taken would be in another phase, or phases would change their order.
     """
+    if (text := config.precision.outlier_channels) is not None:
+        return _extend_mixed(phases, config, taken, parse_outliers(text).first_step)
     steps = first_steps(config.precision.policy, config.steps)
     moved = tuple(phase._replace(first_step=step) for phase, step in zip(phases, steps, strict=True))
     if any(a >= b for a, b in zip(steps, (*steps[1:], config.steps + 1), strict=True)):
@@ -76,3 +82,14 @@ def extend_phases(phases: Sequence[Phase], config: Config, taken: int) -> tuple[
                 "name steps instead of shares in --policy from the start"
             )
     return moved
+
+
+def _extend_mixed(phases: Sequence[Phase], config: Config, taken: int, first_step: int) -> tuple[Phase, ...]:
+    """Returns `extend_phases` of a run with outlier channels, even if they begin in its extension."""
+    precision = dataclasses.replace(config.precision, outlier_channels=None)
+    plain = without_outliers(phases, first_step)
+    moved = extend_phases(plain, dataclasses.replace(config, precision=precision), taken)
+    layers = (layer for phase in phases for layer in phase.layers.items())
+    on_record = [policy for name, policy in layers if name.endswith(OUTLIERS)]
+    policy = on_record[0] if on_record else load_policy(precision.outlier_policy)
+    return with_outliers(moved, first_step, policy, config.steps)

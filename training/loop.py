@@ -134,7 +134,8 @@ class Loop:
             self.records.mlperf_log.evaluation_starts(self._sequences(self._step))
             batches = self.interruption.guard(self.run.held_out)
             try:
-                self._evaluation = evaluate(self._programs.eval_step, self.state.params, batches)
+                evaluated = self._programs.evaluated(self.state)
+                self._evaluation = evaluate(self._programs.eval_step, evaluated, batches)
             except Interrupted:
                 self._interrupted = True
             else:

@@ -8,18 +8,25 @@ from typing import Any
 import jax
 import optax
 
+from models.configs import LlamaConfig
 from mxjax.layers import LayerPolicies
 from training.config import Config, OptimizerConfig
 from training.deoscillation import deoscillation_hook, parse_deoscillation
+from training.outliers import parse_outliers, with_outlier_channels
 from training.weight_hooks import with_hook
 
 
-def optimizer_of(config: Config, layers: LayerPolicies) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer of a run, with its weight hooks, while these policies hold."""
-    optimizer = make_optimizer(config.optimizer)
-    if config.precision.deoscillate is None:
-        return optimizer
-    return with_hook(optimizer, deoscillation_hook(parse_deoscillation(config.precision.deoscillate), layers))
+def optimizer_of(
+    config: Config, model: LlamaConfig, layers: LayerPolicies
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the optimizer of a run, with weight hooks and outlier channels, while these policies hold."""
+    optimizer, precision = make_optimizer(config.optimizer), config.precision
+    if precision.deoscillate is not None:
+        hook = deoscillation_hook(parse_deoscillation(precision.deoscillate), layers)
+        optimizer = with_hook(optimizer, hook)
+    if precision.outlier_channels is not None:
+        optimizer = with_outlier_channels(optimizer, parse_outliers(precision.outlier_channels), model)
+    return optimizer
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:

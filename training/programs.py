@@ -1,7 +1,8 @@
 """The compiled programs of a run: training step, evaluation step, and statistics of layers."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import optax
 
@@ -9,19 +10,26 @@ from models import llama
 from models.block import LINEAR_LAYERS
 from models.sharding import batch_parts_of
 from mxjax.layer_stats import empty_slots, make_layer_stats
+from mxjax.mixed_dot import Channels
 from training.learning_rate import learning_rate
 from training.mesh import compiler_options, on_mesh
+from training.outliers import choose_channels, empty_norms, has_outliers, parse_outliers
 from training.policy_schedule import Phase
 from training.setup import Run
 from training.step import Loss, Losses, TrainState, make_eval_step, make_train_step, scheduled
 
 
 class Programs(NamedTuple):
-    """The programs for the policies of one phase; each compiles at its first call."""
+    """The programs for the policies of one phase; each compiles at its first call.
+
+    Attributes:
+      evaluated: returns what `eval_step` takes as parameters, from the training state.
+    """
 
     train_step: Callable
     eval_step: Callable
     layer_stats: Callable
+    evaluated: Callable[[TrainState], Any]
 
 
 def make_programs(
@@ -30,6 +38,11 @@ def make_programs(
     """Returns the programs of a phase."""
     config = run.config
     loss, losses = make_losses(run, phase)
+    mixed = has_outliers(phase.layers)
+
+    def channels_of(opt_state: Any) -> dict[str, Channels]:
+        return choose_channels(opt_state.norms, parse_outliers(str(config.precision.outlier_channels)))
+
     tokens_a_part = config.data.batch_size // config.accumulate * config.data.seq_len
     empty = empty_slots(LINEAR_LAYERS, run.model.n_layers)
     train_step = make_train_step(
@@ -39,12 +52,23 @@ def make_programs(
         skip_nonfinite=config.on_nonfinite == "skip",
         shardings=shardings,
         compiler_options=compiler_options(run.mesh, phase.layers.policies, config.precision.implementation),
+        slots=_slots(run, phase),
+        given=(lambda opt_state: {"channels": channels_of(opt_state)}) if mixed else (lambda opt_state: {}),
     )
     return Programs(
         scheduled(train_step, learning_rate(config.optimizer, config.steps)),
         on_mesh(run.mesh, make_eval_step(losses)),
         make_layer_stats(loss, empty, config.seed, tokens_a_part, batch_parts_of(run.mesh.shape)),
+        (lambda state: (state.params, channels_of(state.opt_state))) if mixed else attrgetter("params"),
     )
+
+
+def _slots(run: Run, phase: Phase) -> Any:
+    """Returns slots for norms in the phases before outlier channels are chosen, else None."""
+    text = run.config.precision.outlier_channels
+    if text is None or phase.first_step >= parse_outliers(text).first_step:
+        return None
+    return empty_norms(run.model)
 
 
 def make_losses(run: Run, phase: Phase) -> tuple[Loss, Losses]:
@@ -58,8 +82,11 @@ def make_losses(run: Run, phase: Phase) -> tuple[Loss, Losses]:
     }
 
     def with_options(function):
-        return lambda params, batch, key, slots=None: function(
-            run.model, params, batch, key=key, slots=slots, **options
+        return lambda params, batch, key, slots=None, channels=None: function(
+            run.model, params, batch, key=key, slots=slots, channels=channels, **options
         )
 
-    return with_options(llama.mean_loss), with_options(llama.losses)
+    losses = with_options(llama.losses)
+    if has_outliers(phase.layers):
+        return with_options(llama.mean_loss), lambda both, *rest: losses(both[0], *rest, channels=both[1])
+    return with_options(llama.mean_loss), losses

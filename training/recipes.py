@@ -15,12 +15,14 @@ class RunRecipe(NamedTuple):
       policy: `--policy`: a policy, or a schedule.
       layers: exceptions by layer; those on the command line come after them.
       deoscillate: `--deoscillate`, unless it is given.
+      outlier_channels: `--outlier-channels`, unless it is given.
       source: where it was published.
     """
 
     policy: str
     layers: tuple[str, ...] = ()
     deoscillate: str | None = None
+    outlier_channels: str | None = None
     source: str = ""
 
 
@@ -37,10 +39,17 @@ RECIPES: Mapping[str, RunRecipe] = types.MappingProxyType(
             source="AMD-AGI/Primus",
         ),
         # olmo2-training/configs/150m_100bt/TJv2-mix_fp8-osci_reset.yaml at ca5953f: perturb_start_iter 15000,
-        # counted from 0; perturb_period 200, detect_DistRatio_iters 50, detect_DistRatio_thrd 8. Without its
-        # outlier channels in MXFP8.
+        # counted from 0; perturb_period 200, detect_DistRatio_iters 50, detect_DistRatio_thrd 8. The full one
+        # has its outlier_conf too: X_top_channels_ratio 0.1, X_chan_record_iters 50, and
+        # X_chan_record_start_iter 501, counted from 0 as well.
         "tetrajet_v2_reset": RunRecipe(
             "tetrajet_v2", deoscillate="8:200:15001:50", source="arXiv 2510.27527, TetraJet-v2"
+        ),
+        "tetrajet_v2_full": RunRecipe(
+            "tetrajet_v2",
+            deoscillate="8:200:15001:50",
+            outlier_channels="0.1:502:50",
+            source="arXiv 2510.27527, TetraJet-v2",
         ),
     }
 )
@@ -59,5 +68,6 @@ def expand(config: Config) -> Config:
         policy=recipe.policy,
         layers=precision.layers if begun else (*recipe.layers, *precision.layers),
         deoscillate=precision.deoscillate or recipe.deoscillate,
+        outlier_channels=precision.outlier_channels or recipe.outlier_channels,
     )
     return dataclasses.replace(config, precision=changed)

@@ -11,6 +11,7 @@ from training import memory
 from training.device_memory import gib, memory_limit
 from training.mesh import make_mesh
 from training.metrics import in_words
+from training.outliers import remove_outliers
 from training.policy_schedule import Phase, phase_at
 from training.resume import command_to_continue
 from training.setup import Run
@@ -59,7 +60,7 @@ def memory_estimate(run: Run, state: TrainState) -> str:
     with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
         needed = memory.step_memory(
             run.model,
-            phase_at(run.phases, int(state.step)).layers,
+            remove_outliers(phase_at(run.phases, int(state.step)).layers),
             state.params,
             state.opt_state,
             batch_size=config.data.batch_size,

@@ -12,10 +12,12 @@ import tyro
 from models import llama
 from models.configs import LlamaConfig
 from mxjax.implementations import Implementation, check_implementations
+from mxjax.mixed_dot import Channels
 from mxjax.scales import ScaleRule
 from training.checkpoint.checkpoints import Checkpoints
 from training.config import Config, PrecisionConfig, parse_rules
 from training.metrics import evaluations
+from training.outliers import choose_channels, empty_norms, has_outliers, parse_outliers
 from training.policy_record import from_record
 from training.policy_schedule import Phase, phase_at, phases_of, with_exceptions, with_scale_rule
 from training.run_config import from_json, model_of, read_run_config
@@ -44,7 +46,11 @@ class RunArguments:
 
 
 class Restored(NamedTuple):
-    """A run's configuration, and its model at a checkpoint."""
+    """A run's configuration, and its model at a checkpoint.
+
+    Attributes:
+      channels: the channels of each layer, if the phase has policies for outliers.
+    """
 
     config: Config
     model: LlamaConfig
@@ -52,6 +58,7 @@ class Restored(NamedTuple):
     step: int | None
     phase: Phase
     implementation: Implementation | None
+    channels: Mapping[str, Channels] | None = None
 
 
 def restore(arguments: RunArguments) -> Restored:
@@ -71,11 +78,22 @@ def restore(arguments: RunArguments) -> Restored:
         if step == "best" and (step := checkpoints.best) is None:
             raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
         params = checkpoints.restore_params(llama.abstract_params(model), step)
+        phase = phase_at(phases, step or 0)
+        channels = _channels(checkpoints, config, model, step) if has_outliers(phase.layers) else None
     if not jax.jit(all_finite)(params):
         raise ValueError(
             f"the weights of step {step} in {arguments.run} hold NaN or infinity; name an earlier --step"
         )
-    return Restored(config, model, params, step, phase_at(phases, step or 0), implementation)
+    return Restored(config, model, params, step, phase, implementation, channels)
+
+
+def _channels(checkpoints: Checkpoints, config: Config, model: LlamaConfig, step: int | None):
+    """Returns the channels that the norms in a checkpoint's optimizer state choose."""
+    assert config.precision.outlier_channels is not None
+    setting = parse_outliers(config.precision.outlier_channels)
+    norms = {name: slot.x for name, slot in empty_norms(model).items()}
+    saved = checkpoints.restore_part({"opt_state": {"norms": norms}}, step)
+    return choose_channels(saved["opt_state"]["norms"], setting)
 
 
 def choose_phases(

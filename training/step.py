@@ -69,6 +69,8 @@ def make_train_step(
     skip_nonfinite: bool = False,
     shardings: TrainState | None = None,
     compiler_options: dict[str, Any] | None = None,
+    slots: Any = None,
+    given: Callable[[Any], dict[str, Any]] = lambda opt_state: {},
 ):
     """Returns the jitted `step(state, batch, key, learning_rate) -> (state, metrics)`; the state is donated.
 
@@ -83,8 +85,11 @@ def make_train_step(
       skip_nonfinite: skip only the steps that are not finite, and count them.
       shardings: shardings of the state and gradients, from `training.parameter_sharding`.
       compiler_options: options for XLA, from `training.mesh.compiler_options`.
+      slots: arrays of zeros that the loss takes as `slots`. The optimizer's update takes their gradients, the
+        mean over parts of the batch, as `observed`, and the number of the step, from 1, as `step`.
+      given: returns further arguments of the loss and of the optimizer's update, from the optimizer's state.
     """
-    loss_and_grads = _make_loss_and_grads(loss, accumulate, shardings)
+    loss_and_grads = _make_loss_and_grads(loss, accumulate, shardings, slots)
     optimizer = optax.with_extra_args_support(optimizer)
 
     @functools.partial(
@@ -100,11 +105,13 @@ def make_train_step(
         learning_rate: Float32[Array, ""] | None = None,
     ) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(key, state.step)
-        value, grads = loss_and_grads(state.params, batch, key)
+        more = given(state.opt_state)
+        value, (grads, observed) = loss_and_grads(state.params, batch, key, more)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite
+        more |= {} if slots is None else {"observed": observed, "step": state.step + 1}
         updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, learning_rate=learning_rate
+            grads, state.opt_state, state.params, learning_rate=learning_rate, **more
         )
         updated = (optax.apply_updates(state.params, updates), opt_state)
         finite &= all_finite(updated)
@@ -141,28 +148,34 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
-def _make_loss_and_grads(loss: Loss, accumulate: int, shardings: TrainState | None):
-    """Returns `loss_and_grads(params, batch, key)`, which accumulates over parts of the batch."""
+def _make_loss_and_grads(loss: Callable[..., Any], accumulate: int, shardings: TrainState | None, slots: Any):
+    """Returns `loss_and_grads(params, batch, key, given)`, which accumulates over parts of the batch.
 
-    def of_part(params, batch, key):
-        value, grads = jax.value_and_grad(loss)(params, batch, key)
-        return value, grads if shardings is None else jax.lax.with_sharding_constraint(
-            grads, shardings.params
-        )
+    Its gradients are those of the parameters, and of the slots.
+    """
+
+    def of_part(params, batch, key, given):
+        def of_both(params, slots):
+            return loss(params, batch, key, **given | ({} if slots is None else {"slots": slots}))
+
+        value, (grads, observed) = jax.value_and_grad(of_both, argnums=(0, 1))(params, slots)
+        if shardings is not None:
+            grads = jax.lax.with_sharding_constraint(grads, shardings.params)
+        return value, (grads, observed)
 
     if accumulate == 1:
         return of_part
 
-    def loss_and_grads(params, batch, key):
+    def loss_and_grads(params, batch, key, given):
         parts = batch.reshape(accumulate, batch.shape[0] // accumulate, batch.shape[1])
         parts = constrain(parts, None, "batch", None)
 
         def add(total, part):
             index, sequences = part
-            found = of_part(params, sequences, jax.random.fold_in(key, index))
+            found = of_part(params, sequences, jax.random.fold_in(key, index), given)
             return jax.tree.map(lambda t, f: t + f / accumulate, total, found), None
 
-        zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, (params, slots))
         return jax.lax.scan(add, zero, (jnp.arange(accumulate), parts))[0]
 
     return loss_and_grads

@@ -91,7 +91,7 @@ def test_the_last_output_gradient_is_that_of_the_mean_loss():
     rope, x = rope_angles(16, CONFIG), params["embedding"][TOKENS[:, :-1]]
     for i in range(2):
         weights = jax.tree.map(lambda leaf, i=i: leaf[i], blocks)
-        products = BlockGemms([mxjax.get_policy("fp32")] * len(BLOCK_LAYERS), None)
+        products = BlockGemms(dict.fromkeys(BLOCK_LAYERS, mxjax.get_policy("fp32")), None)
         x = nnx.merge(graph, weights)(x, rope, products)
 
     def loss(x):

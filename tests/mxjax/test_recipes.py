@@ -63,6 +63,7 @@ _double = Operand("nvfp4_1x128")
 _double_sr = dataclasses.replace(_double, rounding="stochastic")
 _double_seen = dataclasses.replace(_double_sr, source="dequantized")
 _h16 = Rotation(16, "redrawn")
+_mxfp8 = Operand("mxfp8_e4m3", scale_rule="rceil")
 _ue5m3 = Operand("fp4_ue5m3", scale_max=448)
 _ue5m3_tile = dataclasses.replace(_ue5m3, block_shape=(16, 16))
 _ue5m3_sr = dataclasses.replace(_ue5m3, rounding="stochastic")
@@ -93,6 +94,12 @@ PUBLISHED = {
     "tetrajet_v2": Policy(
         Gemm(_double, _double), Gemm(_double_sr, _double_seen, _h16), Gemm(_double_seen, _double_sr, _h16)
     ),
+    # linear_mix.py in its code
+    "tetrajet_v2_outliers": Policy(
+        Gemm(_mxfp8, _mxfp8),
+        Gemm(_double_sr, _double_seen, _h16),
+        Gemm(dataclasses.replace(_mxfp8, source="dequantized"), _mxfp8),
+    ),
     "ue5m3": Policy(  # arXiv 2609.02846, table 5
         Gemm(_ue5m3, _ue5m3_tile), Gemm(_ue5m3_sr, _ue5m3_tile), Gemm(_ue5m3, _ue5m3_sr)
     ),
@@ -104,6 +111,7 @@ NOISE = {
     "bf16": 2.8e-6,
     "fp8_e4m3": 7.0e-4,
     "fp8_e5m2": 2.8e-3,
+    "mxfp8_e4m3": 7.0e-4,
     "mxfp8_e5m2": 2.8e-3,
     "nvfp4 4/6": 7.6e-3,
     "nvfp4": 9.0e-3,

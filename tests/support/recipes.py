@@ -7,6 +7,7 @@ VARIANTS = frozenset(
         "four_over_six_mae",
         "ue5m3_no_tensor_scale",
         "lumen_dequantized",
+        "tetrajet_v2_outliers",
         "ms_fp4_clip",
     }
 )

@@ -41,7 +41,9 @@ def walk(optimizer, first, updates):
 @pytest.mark.parametrize("source", ["primus", "tetrajet"])
 def test_oscillating_weights_are_snapped_as_the_source_does(source, monkeypatch):
     g = golden()
-    monkeypatch.setattr(deoscillation, "quantized_weights", lambda params, _: jax.tree.map(jnp.round, params))
+    monkeypatch.setattr(
+        deoscillation, "quantized_weights", lambda params, *_: jax.tree.map(jnp.round, params)
+    )
     ratio, *steps = g[f"{source}_setting"]
     optimizer = with_hook(optax.sgd(1.0), deoscillation_hook(Deoscillation(ratio, *map(int, steps)), None))
     found, expected = np.asarray(walk(optimizer, g["first"], g["updates"])), g[source]
@@ -56,7 +58,7 @@ def test_oscillating_weights_are_snapped_as_the_source_does(source, monkeypatch)
 def test_a_hook_changes_what_it_says_and_nothing_else():
     seen = []
 
-    def apply(step, before, after, state):
+    def apply(step, before, after, state, channels):
         seen.append(jax.tree.map(jnp.shape, before))
         return {"w": jnp.where(step == 2, after["w"].at[1].set(0.5), after["w"])}, state + step
 
