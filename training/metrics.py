@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from training.lines import LineFile, in_ranges, read_lines, set_aside_damaged_lines
@@ -31,12 +31,19 @@ class Sink(Protocol):
 class MetricsLog:
     """Appends one JSON object a line to a file, NaN and infinity as strings. A context manager."""
 
-    def __init__(self, path: pathlib.Path | None, keep_steps: int = 0, sinks: Sequence[Sink] = ()):
+    def __init__(
+        self,
+        path: pathlib.Path | None,
+        keep_steps: int = 0,
+        sinks: Sequence[Sink] = (),
+        check_place: Callable[[], None] = lambda: None,
+    ):
         """Opens the file and drops its lines after step `keep_steps`; None writes no file.
 
-        Everything written goes to the sinks too, which are closed with the file.
+        Everything written goes to the sinks too, which are closed with the file. `check_place` is called
+        before each line; it raises an error if the folder is no longer this run's.
         """
-        self._file, self._sinks = None, sinks
+        self._file, self._sinks, self._check_place = None, sinks, check_place
         with contextlib.ExitStack() as stack:
             for sink in sinks:
                 stack.push(functools.partial(_close, sink))
@@ -55,6 +62,7 @@ class MetricsLog:
 
     def write(self, *, step: int, **values: Any) -> None:
         """Writes one line, or nothing if there is no room for it."""
+        self._check_place()
         if self._file is not None:
             self._file.write(json_line({"step": step, **values}))
         for sink in self._sinks:

@@ -340,3 +340,44 @@ def test_a_save_that_fails_at_once_leaves_no_thread_waiting(tmp_path, state):
         ):
             checkpoints.save(at_step(state, 1), {})
     assert ended({thread for thread in set(threading.enumerate()) - before if not thread.daemon})
+
+
+class LostError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_nothing_is_written_to_a_folder_that_another_run_has_taken(tmp_path, state, monkeypatch, late):
+    """The folder is replaced before a save, or while it is written."""
+    mine, moved = tmp_path / "mine", tmp_path / "moved"
+
+    def check():
+        if (mine / "other").exists():
+            raise LostError
+
+    def replace():
+        mine.rename(moved)
+        (mine / "other").mkdir(parents=True)
+        (mine / "2.orbax-checkpoint-tmp").mkdir()  # another run saves there
+
+    def write_checksums(self):
+        if self._saving.step == 2:
+            replace()
+        original(self)
+
+    original = Checkpoints._write_checksums
+    if late:
+        monkeypatch.setattr(Checkpoints, "_write_checksums", write_checksums)
+    with Checkpoints(mine, keep=1, check_place=check) as checkpoints:
+
+        def save_at(step):
+            checkpoints.save(at_step(state, step), {})
+            checkpoints.wait()
+
+        save_at(1)
+        if not late:
+            replace()
+        with pytest.raises(LostError):
+            save_at(2)
+    assert sorted(path.name for path in mine.iterdir()) == ["2.orbax-checkpoint-tmp", "other"]
+    assert saved_steps(moved) == [1]
