@@ -149,8 +149,14 @@ def test_damaged_records_and_a_renamed_checkpoint_cost_nothing_else(run, whole, 
     training_program.main(["--resume", "--out", str(run), "--stop-after", "6"])
     said = capsys.readouterr().out
     assert "60 is damaged (state is of step 6); renamed it damaged-60" in said
-    assert f"line 2 of {run}/metrics.jsonl cannot be read: the other 6 stay" in said
-    assert f"line 1 of {run}/spikes.jsonl cannot be read: the other 0 stay" in said
+    assert (
+        f"line 2 of {run}/metrics.jsonl cannot be used (line 2: it is no JSON object): the other 6 stay"
+        in said
+    )
+    assert (
+        f"line 1 of {run}/spikes.jsonl cannot be used (line 1: it is no JSON object): the other 0 stay"
+        in said
+    )
     assert f"{run}/metrics.jsonl lacks step 2 of the 4 taken" in said
     assert (run / "damaged-metrics.jsonl").read_bytes() == damaged
     losses = {(r["step"], r.get("loss"), r.get("eval_loss")) for r in read_records(whole)}
