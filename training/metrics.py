@@ -119,7 +119,7 @@ def parse_record(line: bytes) -> dict[str, Any]:
 
 
 def _loss(name: str, value: Any) -> float:
-    """Returns a loss as a number, from one or what `json_line` writes for one; raises ValueError otherwise."""
+    """Returns a loss as a number; raises ValueError unless it is one, or what `json_line` writes for one."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     try:
         if is_number or value in ("nan", "inf", "-inf"):

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -201,6 +202,34 @@ def test_an_interrupted_run_goes_on(here, corpus, tokenizer, tmp_path, monkeypat
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"d{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
     assert not (tmp_path / "d.partial").exists()
+
+
+def change(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["00000.bin", "00000.lengths", "00001.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", [change, lambda path: path.write_bytes(b"")], ids=["changed", "emptied"])
+def test_a_file_damaged_since_is_made_again(here, corpus, tmp_path, monkeypatch, capsys, name, damage):
+    options = {"train_tokenizer": True, "vocab_size": 280}
+    interrupted(corpus[0], tmp_path / "d", None, monkeypatch, **options)
+    damage(tmp_path / "d.partial" / name)
+    capsys.readouterr()
+    tokenize(config(corpus[0], tmp_path / "d", **options))
+    said = capsys.readouterr().out.splitlines()
+    if name == "tokenizer.json":
+        assert said[0].startswith("trained a tokenizer of 280 tokens")
+        assert said[1] == "2 of 3 files were done before"
+    else:
+        number = int(name[:5])
+        assert re.match(rf".*d\.partial/{name} (is damaged|has 0 bytes instead of \d+): .*{number}", said[0])
+        assert said[0].endswith(f"c4-train.0000{number}.json.gz is tokenized again")
+        assert said[1] == "1 of 3 files were done before"
+    tokenize(config(corpus[0], tmp_path / "whole", **options))
+    for suffix in (".bin", ".idx", ".tokenizer.json"):
+        assert (tmp_path / f"d{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
 
 
 def test_an_interrupted_run_is_not_mixed_with_another(here, corpus, tokenizer, tmp_path, monkeypatch):

@@ -24,12 +24,14 @@ from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_p
 from training.environment import input_errors
 from training.files import write_atomically
 from training.flags import flags
+from training.integrity import problem, read_checked, size_and_crc32, to_checked
 from training.startup import output_errors, unwinding_signals
 from training.tokenize import workers
 from training.tokenize.documents import find_files
 from training.tokenize.train_tokenizer import train_tokenizer
 
 _WRITTEN = (".bin", ".idx", ".json", ".tokenizer.json", ".problems.txt")
+_TOKENIZER_SUMS = "tokenizer.checksums.json"  # in PREFIX.partial
 _SHOWN = 20  # problems printed; PREFIX.problems.txt has all
 # With more, the package tokenizers starts as many threads, and takes memory for as many tokens, at once.
 _LARGEST = {"workers": 1024, "vocab_size": 2**24, "train_characters": 2**62}
@@ -173,19 +175,23 @@ def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
 
 
 def _tokenizer(config: TokenizeConfig, folder: pathlib.Path, files: list[str]) -> pathlib.Path:
-    """Returns the run's copy of the tokenizer, and trains it if that is still to be done."""
+    """Returns the run's copy of the tokenizer; trains it if there is none yet, or it was damaged since.
+
+    Training gives the same bytes each time.
+    """
     path = folder / "tokenizer.json"
-    if not path.exists():
-        if config.train_tokenizer:
-            start, size = time.monotonic(), config.vocab_size or 32_000
-            text = train_tokenizer(files, config.field, size, config.train_characters)
-            write_atomically(path, text)
-            made = tokenizer_vocab_size(path)
-            fewer = "" if made == size else f", fewer than the {size:,} asked for: there is too little text"
-            print(f"trained a tokenizer of {made:,} tokens in {time.monotonic() - start:.0f} s{fewer}")
-        else:
-            write_atomically(path, _given_tokenizer(config))
-    if config.train_tokenizer and config.tokenizer is not None:
+    if not config.train_tokenizer:
+        write_atomically(path, _given_tokenizer(config))
+        return path
+    record = read_checked(folder / _TOKENIZER_SUMS)
+    if record is None or problem(path, record["tokenizer"]):
+        start, size = time.monotonic(), config.vocab_size or 32_000
+        write_atomically(path, train_tokenizer(files, config.field, size, config.train_characters))
+        write_atomically(folder / _TOKENIZER_SUMS, to_checked({"tokenizer": size_and_crc32(path)}))
+        made = tokenizer_vocab_size(path)
+        fewer = "" if made == size else f", fewer than the {size:,} asked for: there is too little text"
+        print(f"trained a tokenizer of {made:,} tokens in {time.monotonic() - start:.0f} s{fewer}")
+    if config.tokenizer is not None:
         config.tokenizer.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(config.tokenizer, path.read_bytes())
     return path
@@ -199,7 +205,9 @@ def _given_tokenizer(config: TokenizeConfig) -> bytes:
 
 def _shards(job: workers.Job, files: list[str], processes: int) -> list[workers.Shard]:
     """Tokenizes the files that are not done; returns all shards in order, and shows progress and problems."""
-    done = workers.finished(job.folder, files)
+    done, damaged = workers.finished(job.folder, files)
+    for line in damaged:
+        print(line)
     missing = [i for i in range(len(files)) if i not in done]
     if done:
         print(f"{len(done)} of {len(files)} files were done before")
