@@ -290,12 +290,15 @@ def test_two_runs_do_not_write_the_same_prefix(here, corpus, tokenizer, tmp_path
             "--eod '<end>': the tokenizer has no such",
         ),
         ({"tokenizer": "t.json", "append_eod": True}, "the tokenizer has none of <|endoftext|>"),
+        ({"train_tokenizer": True, "append_eod": True, "eod": "a"}, "leave --eod out"),
         ({"tokenizer": "t.json", "workers": 0}, "--workers must be at least 1"),
         ({"train_tokenizer": True, "vocab_size": 256}, "at least 257 tokens"),
         ({"tokenizer": "t.json", "field": "body"}, "no file holds a document"),
     ],
 )
-def test_bad_input_ends_with_what_to_do(here, corpus, tmp_path, monkeypatch, options, message):
+def test_bad_input_ends_with_what_to_do_and_is_not_in_the_way(
+    here, corpus, tokenizer, tmp_path, monkeypatch, options, message
+):
     monkeypatch.chdir(tmp_path)
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save("t.json")
     pathlib.Path("broken.json").write_text('{"a": 1}')
@@ -304,7 +307,13 @@ def test_bad_input_ends_with_what_to_do(here, corpus, tmp_path, monkeypatch, opt
     with pytest.raises(ValueError) as caught:  # noqa: PT011, the message is compared as it is
         tokenize(config(corpus[0], tmp_path / "d", **options))
     assert message in str(caught.value)
-    assert not (tmp_path / "d.idx").exists()
+    found_late = "field" in options or options.get("vocab_size") == 256
+    left = ["broken.json", *(["d.partial"] if found_late else []), "t.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    pathlib.Path("t.json").write_bytes(tokenizer.read_bytes())
+    good = {"tokenizer": pathlib.Path("t.json"), "append_eod": True}
+    assert tokenize(config(corpus[0], tmp_path / "d", **good))["eod"] == "<|endoftext|>"
+    assert not (tmp_path / "d.partial").exists()
 
 
 def test_text_alone_trains_a_tokenizer(tmp_path):

@@ -20,7 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from training.data.indexed_dataset import IndexedWriter, token_dtype
-from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_path, tokenizer_vocab_size
+from training.data.tokenizer import (
+    END_OF_DOCUMENT,
+    end_of_document,
+    load_tokenizer,
+    tokenizer_path,
+    tokenizer_vocab_size,
+)
 from training.environment import input_errors
 from training.files import write_atomically
 from training.flags import flags
@@ -80,7 +86,7 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
         print(f"{prefix} exists already: nothing to do")
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed at its very end
         return json.loads(_beside(prefix, ".json").read_text())
-    if not folder.exists():
+    if not _holds_work(folder):
         _check_free(config, prefix)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, prefix):
@@ -104,6 +110,11 @@ def _check(config: TokenizeConfig) -> None:
         raise ValueError("give --tokenizer FILE, or train one with --train-tokenizer [--vocab-size N]")
     if config.eod is not None and not config.append_eod:
         raise ValueError("--eod names the token that --append-eod appends: give both")
+    if config.train_tokenizer and config.eod not in (None, END_OF_DOCUMENT):
+        raise ValueError(
+            f"--eod {config.eod!r}: documents end with {END_OF_DOCUMENT} in a tokenizer that "
+            "--train-tokenizer makes; leave --eod out"
+        )
     for name, largest in _LARGEST.items():
         value = getattr(config, name)
         if value is not None and not 1 <= value <= largest:
@@ -159,7 +170,13 @@ def _locked(folder: pathlib.Path, prefix: pathlib.Path) -> Iterator[None]:
         yield
 
 
+def _holds_work(folder: pathlib.Path) -> bool:
+    """Returns whether an interrupted run has left a trained tokenizer or tokens."""
+    return (folder / _TOKENIZER_SUMS).exists() or workers.have_tokens(folder)
+
+
 def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
+    """Writes the plan into a new folder; raises ValueError if the folder holds the work of another plan."""
     path = folder / "plan.json"
     if not path.exists():
         write_atomically(path, json.dumps(plan))
@@ -167,7 +184,10 @@ def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
     if saved.keys() != plan.keys():
         raise ValueError(f"{path} is damaged: remove {folder} to start over")
     different = [name for name in plan if saved[name] != plan[name]]
-    if different:
+    if different and not _holds_work(folder):
+        workers.remove(folder)  # made from files in which nothing was found
+        write_atomically(path, json.dumps(plan))
+    elif different:
         raise ValueError(
             f"{folder} holds an interrupted run that differs in {', '.join(different)}: repeat its "
             "command to continue it, or remove the folder to start over"
@@ -198,8 +218,11 @@ def _tokenizer(config: TokenizeConfig, folder: pathlib.Path, files: list[str]) -
 
 
 def _given_tokenizer(config: TokenizeConfig) -> bytes:
+    """Returns the bytes of --tokenizer; raises ValueError if it is none, or lacks the token to append."""
     path = config.tokenizer or pathlib.Path()
-    load_tokenizer(path)  # raises if it is none
+    tokenizer = load_tokenizer(path)
+    if config.append_eod:
+        end_of_document(tokenizer, config.eod)
     return path.read_bytes()
 
 

@@ -26,6 +26,7 @@ from training.integrity import problem, read_checked, size_and_crc32, to_checked
 from training.tokenize.documents import Document, Documents, Problem
 
 _BATCH = 2**17  # characters encoded at a time
+_RECORDS = "[0-9]*.json"
 
 
 class Job(NamedTuple):
@@ -70,6 +71,17 @@ def _problem(folder: pathlib.Path, number: int) -> str | None:
         return f"{path} is damaged"
     found = ((folder / name, problem(folder / name, sums)) for name, sums in record["files"].items())
     return next((f"{file} {said}" for file, said in found if said), None)
+
+
+def have_tokens(folder: pathlib.Path) -> bool:
+    """Returns whether a finished shard holds tokens."""
+    return any((read_checked(path) or {}).get("tokens") for path in folder.glob(_RECORDS))
+
+
+def remove(folder: pathlib.Path) -> None:
+    """Makes all shards unfinished."""
+    for path in folder.glob(_RECORDS):
+        path.unlink()
 
 
 def make(
