@@ -131,6 +131,15 @@ def test_a_text_without_tokens_is_listed_too(here, tmp_path):
     assert tokenize(config(tmp_path / "in", tmp_path / "d", path))["left_out"] == {"empty document": 1}
 
 
+def test_a_text_that_the_tokenizer_cannot_encode_is_named(here, tmp_path):
+    path = tmp_path / "words.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save(str(path))  # without a token for others
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    said = r"a\.jsonl: the tokenizer cannot encode a text between line 1 and 2: WordLevel error"
+    with pytest.raises(ValueError, match=said):
+        tokenize(TokenizeConfig((str(tmp_path / "a.jsonl"),), str(tmp_path / "d"), path))
+
+
 def test_a_tokenizer_that_truncates_or_adds_tokens_does_neither(here, corpus, tokenizer, tmp_path):
     library = tokenizers.Tokenizer.from_file(str(tokenizer))
     library.enable_truncation(3)

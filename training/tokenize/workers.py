@@ -164,7 +164,11 @@ def _make(number: int, path: str) -> int:
     path_of_ids = _path(job.folder, number, "bin")
     with temporary_path(path_of_ids).open("wb") as file:
         for batch in _batches(documents, problems):
-            ids = _encode(tokenizer, batch, job, counts, problems)
+            try:
+                ids = _encode(tokenizer, batch, job, counts, problems)
+            except Exception as error:  # the package raises no narrower type
+                said = f"the tokenizer cannot encode a text between line {batch[0].line} and "
+                raise ValueError(f"{path}: {said}{batch[-1].line}: {error}") from error
             file.write(ids.tobytes())
             with state.get_lock():
                 state[0] += documents.position - read
