@@ -86,6 +86,7 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
         print(f"{prefix} exists already: nothing to do")
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed at its very end
         return json.loads(_beside(prefix, ".json").read_text())
+    _check_no_folders(config, prefix)
     if not _holds_work(folder):
         _check_free(config, prefix)
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,6 +159,16 @@ def _check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:
         taken.append(config.tokenizer)
     if taken:
         raise ValueError(f"{', '.join(map(str, taken))} exist already; remove them, or choose another name")
+
+
+def _check_no_folders(config: TokenizeConfig, prefix: pathlib.Path) -> None:
+    """Raises ValueError if a folder lies where a file would be written."""
+    made = [_beside(prefix, suffix) for suffix in _WRITTEN]
+    if config.train_tokenizer and config.tokenizer is not None:
+        made.append(config.tokenizer)
+    for path in made:
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: move it away, or name another --output or --tokenizer")
 
 
 @contextlib.contextmanager
