@@ -330,13 +330,14 @@ def wait_for(process, condition):
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.exhaustive)]
+    ("kills", "steps"),
+    [pytest.param(5, "60", marks=pytest.mark.slow), pytest.param(20, "160", marks=pytest.mark.exhaustive)],
 )
-def test_a_run_killed_many_times_equals_one_left_alone(text, tmp_path, kills):
+def test_a_run_killed_many_times_equals_one_left_alone(text, tmp_path, kills, steps):
     """SIGKILL at random moments: while it starts, between steps, and, half of them, while it saves."""
     whole, out = tmp_path / "whole", tmp_path / "run"
-    flags = ["--steps", "160", "--eval-every", "9", "--keep-checkpoints", "2", "--log-every", "50"]
-    train(*arguments(text, whole, *flags, "--checkpoint-every", "160"))
+    flags = ["--steps", steps, "--eval-every", "9", "--keep-checkpoints", "2", "--log-every", "50"]
+    train(*arguments(text, whole, *flags, "--checkpoint-every", steps))
     flags += ["--checkpoint-every", "3"]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train"])
