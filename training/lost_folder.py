@@ -4,6 +4,7 @@ A run writes by name, so it would go on in the folder of another run that has ta
 """
 
 from training.checkpoint.damaged import saved_steps
+from training.metrics import FILE as METRICS
 from training.resume import command_to_continue
 from training.run_lock import FILE, RunLock
 
@@ -20,8 +21,10 @@ def check_place(lock: RunLock) -> None:
     if now is None:
         raise FolderLostError(f"{lost}: it was removed, or moved out of sight, with all that the run saved")
     steps = saved_steps(now / "checkpoints")
-    saved = f"the checkpoint of step {steps[-1]}" if steps else "no checkpoint"
-    kept = f"holds metrics.jsonl and {saved}; continue with: {command_to_continue(now)}"
+    records = f"{METRICS} and " if (now / METRICS).exists() else ""  # it may be in removal
+    kept = f"holds {records}no checkpoint"
+    if steps:
+        kept = f"holds {records}the checkpoint of step {steps[-1]}; continue with: {command_to_continue(now)}"
     if now == lock.folder:
         raise FolderLostError(
             f"{lost} alone: its file {FILE} was removed or replaced, so that another run may write there. "

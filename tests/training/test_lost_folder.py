@@ -64,5 +64,8 @@ def test_a_folder_without_checkpoints_says_so(tmp_path):
     with locked(tmp_path / "run") as lock:
         check_place(lock)
         (tmp_path / "run").rename(tmp_path / "moved")
-        with pytest.raises(FolderLostError, match=r"moved holds metrics\.jsonl and no checkpoint"):
+        with pytest.raises(FolderLostError, match=r"moved holds no checkpoint$"):
+            check_place(lock)
+        (tmp_path / "moved" / "metrics.jsonl").touch()
+        with pytest.raises(FolderLostError, match=r"moved holds metrics\.jsonl and no checkpoint$"):
             check_place(lock)
