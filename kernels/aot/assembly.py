@@ -3,6 +3,7 @@
 It takes AMDGCN (`.amdgcn`), and NVIDIA's SASS as Triton's disassembler prints it.
 """
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -213,6 +214,7 @@ def count_opcodes(instructions: Sequence[Instruction]) -> dict[str, int]:
     return dict(Counter(x.opcode for x in instructions).most_common())
 
 
+@functools.cache
 def _class(opcode: str) -> str:
     classes = _NVIDIA if opcode[0].isupper() else _AMD
     return next(name for name, pattern in classes if re.match(pattern, opcode))
