@@ -15,6 +15,7 @@ import pathlib
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import grain
 import jax
@@ -30,6 +31,7 @@ from training.environment import enable_compilation_cache, input_errors, path_er
 from training.failure import failing_together, telling_others
 from training.interruption import Interruption, RunInterrupted
 from training.loop import Loop
+from training.lost_folder import FolderLostError, check_place
 from training.mesh import process_part
 from training.metrics import evaluations, missing_steps, set_aside_damaged_records
 from training.mlperf_log import set_aside_damaged_events
@@ -58,6 +60,7 @@ def train(config: Config) -> dict[str, float]:
       RunInterrupted: SIGINT or SIGTERM ended the run after a checkpoint.
       NonFiniteError: a loss, gradient or update was NaN or infinite; the evidence is saved.
       CheckpointError: a checkpoint could not be saved.
+      FolderLostError: the run's folder was moved, removed or replaced.
       ProcessError: another process of the run failed.
     """
     began = time.time()
@@ -74,34 +77,45 @@ def train(config: Config) -> dict[str, float]:
             if config.distributed:
                 check_agreement(run)
             with together():
-                notes = take_folder(run, stack) if is_first_process() else []
+                check, notes = take_folder(run, stack) if is_first_process() else (lambda: None, [])
             notes += set_aside_damaged(run.folder / "checkpoints")
         with path_errors(run.folder), jax.set_mesh(run.mesh):
             with together():
                 if is_first_process():
                     open_folder(run)  # before anything slow: a run killed there can be resumed
-            return begin_or_resume(run, stream, interruption, began, notes)
+            return begin_or_resume(run, stream, interruption, began, check, notes)
 
 
-def take_folder(run: Run, stack: contextlib.ExitStack) -> list[str]:
-    """Locks the run's folder until the stack closes, and sets aside damaged records; returns messages."""
-    stack.enter_context(locked(run.folder))
+def take_folder(run: Run, stack: contextlib.ExitStack) -> tuple[Callable[[], None], list[str]]:
+    """Locks the run's folder until the stack closes, and sets aside damaged records.
+
+    Returns a function that raises FolderLostError once the folder is no longer this run's, and messages.
+    """
+    check = functools.partial(check_place, stack.enter_context(locked(run.folder)))
     check_folder(run.config, run.folder)  # once more: another run may have begun there meanwhile
     notes = [*set_aside_damaged_records(run.folder), *set_aside_damaged_events(run.folder)]
     if run.config.resume:
         layer_policies = functools.partial(llama.layer_policies, run.model)
         notes += changed_files(run.config.precision, run.config.steps, run.phases, layer_policies)
-    return notes
+    return check, notes
 
 
 def begin_or_resume(
-    run: Run, stream: grain.DatasetIterator, interruption: Interruption, began: float, notes: list[str]
+    run: Run,
+    stream: grain.DatasetIterator,
+    interruption: Interruption,
+    began: float,
+    check: Callable[[], None],
+    notes: list[str],
 ) -> dict[str, float]:
-    """Trains from the run's newest checkpoint, if there is one; returns the last evaluation."""
+    """Trains from the run's newest checkpoint, if there is one; returns the last evaluation.
+
+    `check` and `notes` are from `take_folder`.
+    """
     config, folder = run.config, run.folder / "checkpoints"
     optimizer = optimizer_of(config, run.model, run.phases[0].layers)
     with (
-        Checkpoints(folder, config.keep_checkpoints, evaluations(run.folder)) as checkpoints,
+        Checkpoints(folder, config.keep_checkpoints, evaluations(run.folder), check) as checkpoints,
         failing_together(*SHARED),
     ):
         resumes = config.resume and checkpoints.latest is not None
@@ -123,7 +137,7 @@ def begin_or_resume(
         if resumes:
             with input_errors():
                 check_state(state, folder)
-        with open_records(run, state, began) as records:
+        with open_records(run, state, began, check) as records:
             records.display.line("\n".join([introduction(run, state), *notes]))
             loop = Loop(
                 run=run,
@@ -167,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
         train(config)
     except RunInterrupted:  # already reported, and nothing is lost
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # another process may send it once more
-    except (NonFiniteError, CheckpointError, ProcessError) as error:
+    except (NonFiniteError, CheckpointError, FolderLostError, ProcessError) as error:
         sys.exit(f"train.py: error: {error}")
 
 

@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import math
+import os
 import pathlib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -46,6 +48,12 @@ class CompareConfig:
     def __post_init__(self):
         if not self.runs:
             raise ValueError("name the folder of at least one run")
+        for path in self.plot:
+            if not path.parent.exists():
+                raise ValueError(
+                    f"--plot {path}: there is no folder {path.parent}; make it: "
+                    f"mkdir -p {shlex.quote(os.path.realpath(path.parent))}"
+                )
 
 
 def compare(arguments: CompareConfig) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from training.config import Config
-from training.files import whole_lines
-from training.metrics import evaluations
+from training.metrics import read_records
 from training.paired_statistics import has_diverged
 from training.run_config import from_json, read_run_config, to_json
 
@@ -74,11 +73,11 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
             [saved.get("model"), saved.get("phases"), saved.get("policies")], sort_keys=True
         )
         step = config.data.batch_size if sequences else config.data.tokens_a_step
-        validation = {n * step: loss for n, loss in evaluations(folder).items()}
+        records = read_records(folder)
+        validation = {r["step"] * step: r["eval_loss"] for r in records if "eval_loss" in r}
         if not validation:
             raise ValueError(f"{folder} has no evaluation to compare; wait for its first one")
-        lines = map(json.loads, whole_lines(folder / "metrics.jsonl"))
-        train = {line["step"] * step: float(line["loss"]) for line in lines if "loss" in line}
+        train = {r["step"] * step: r["loss"] for r in records if "loss" in r}
         runs.append(ComparedRun(name, config, validation, train, resolved))
     return runs
 

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import stat
 from typing import IO, Any
 
 
@@ -41,3 +42,14 @@ def unused(path: pathlib.Path) -> pathlib.Path:
     while found.exists():
         number, found = number + 1, path.with_name(f"{path.name}-{number}")
     return found
+
+
+def special_kind(path: pathlib.Path) -> str | None:
+    """Returns "pipe", "socket" or "device" for a path that names one; reading it might never end."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return None
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return None
+    return "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"

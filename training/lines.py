@@ -3,14 +3,20 @@
 Only a kill or a crash can leave half a line, at the end; readers leave it out.
 """
 
+import bisect
+import json
 import pathlib
 import shlex
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from training.files import sync, unused, whole_lines, write_atomically
 
-_MOST_RANGES = 5
+_MOST_RANGES, _MOST_REASONS = 5, 3
+
+type Order[T] = Callable[[T], tuple[str, int]]
+"""Returns the series that a line belongs to, and its number, which ascends strictly within the series."""
 
 
 class LineFile:
@@ -44,46 +50,116 @@ class LineFile:
         self._file.close()
 
 
-def read_lines[T](path: pathlib.Path, parse: Callable[[bytes], T]) -> list[tuple[bytes, T]]:
-    """Returns each line with what `parse` makes of it; `parse` raises ValueError for a damaged line.
+def read_lines[T](
+    path: pathlib.Path, parse: Callable[[bytes], T], order: Order[T] | None = None
+) -> list[tuple[bytes, T]]:
+    """Returns each line with what `parse` makes of it.
 
+    Args:
+      path: the file.
+      parse: raises ValueError, with the reason, for a damaged line.
+      order: None for lines in any order.
     Raises:
-      ValueError: a line is damaged; the message says which.
+      ValueError: a line is damaged or out of order; the message says which.
     """
-    found, damaged = _parse_lines(path, parse)
+    found, damaged = _parse_lines(path, parse, order)
     if damaged:
         raise ValueError(
-            f"line {in_ranges(damaged)} of {path} cannot be read; to set it aside and keep the rest: "
+            f"{_describe(path, damaged)}; to set it aside and keep the rest: "
             f"python train.py --resume --out {shlex.quote(str(path.parent))}"
         )
     return found
 
 
-def set_aside_damaged_lines(path: pathlib.Path, parse: Callable[[bytes], object]) -> list[str]:
-    """Removes damaged lines from a file, of which a copy is kept; returns a message if there were any."""
-    found, damaged = _parse_lines(path, parse)
+def set_aside_damaged_lines[T](
+    path: pathlib.Path, parse: Callable[[bytes], T], order: Order[T] | None = None
+) -> list[str]:
+    """Removes the lines at which `read_lines` raises; the file's copy is kept.
+
+    Returns a message if there were any.
+    """
+    found, damaged = _parse_lines(path, parse, order)
     if not damaged:
         return []
     copy = unused(path.with_name(f"damaged-{path.name}"))
     shutil.copyfile(path, copy)
     write_atomically(path, b"".join(line + b"\n" for line, _ in found))
-    return [
-        f"line {in_ranges(damaged)} of {path} cannot be read: the other {len(found)} stay, "
-        f"and {copy.name} is the file as it was"
-    ]
+    return [f"{_describe(path, damaged)}: the other {len(found)} stay, and {copy.name} is the file as it was"]
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Returns the JSON object that a line holds; raises ValueError if it holds anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    return found
 
 
 def _parse_lines[T](
-    path: pathlib.Path, parse: Callable[[bytes], T]
-) -> tuple[list[tuple[bytes, T]], list[int]]:
-    """Returns the lines that can be read, and the numbers, from 1, of those that cannot."""
-    found, damaged = [], []
+    path: pathlib.Path, parse: Callable[[bytes], T], order: Order[T] | None
+) -> tuple[list[tuple[bytes, T]], dict[int, str]]:
+    """Returns the good lines, and the reason against each other one by its number, from 1."""
+    found: dict[int, tuple[bytes, T]] = {}
+    damaged: dict[int, str] = {}
     for number, line in enumerate(whole_lines(path), 1):
         try:
-            found.append((line, parse(line)))
-        except (ValueError, OverflowError, RecursionError):
-            damaged.append(number)
-    return found, damaged
+            found[number] = line, parse(line)
+        except ValueError as error:
+            damaged[number] = str(error)
+    if order is not None:
+        damaged |= _misplaced({number: order(value) for number, (_, value) in found.items()})
+    good = [line for number, line in found.items() if number not in damaged]
+    return good, dict(sorted(damaged.items()))
+
+
+def _misplaced(places: Mapping[int, tuple[str, int]]) -> dict[int, str]:
+    """Returns the reason against each of the fewest lines without which every series ascends.
+
+    Args:
+      places: what `Order` returns, by the line's number.
+    """
+    series: dict[str, dict[int, int]] = {}
+    for number, (name, place) in places.items():
+        series.setdefault(name, {})[number] = place
+    reasons = {}
+    for members in series.values():
+        kept = longest_ascending(members)
+        values = {members[number] for number in kept}
+        for number in members.keys() - kept:
+            reasons[number] = "it is there twice" if members[number] in values else "it is out of order"
+    return reasons
+
+
+def longest_ascending(values: Mapping[int, int]) -> list[int]:
+    """Returns the keys of a longest sequence of values, in their order, that ascend strictly.
+
+    Of equal values in a row, the first belongs to it. Source: Fredman, "On computing the length of longest
+    increasing subsequences", Discrete Mathematics 11 (1975).
+    """
+    ends: list[int] = []  # the key of the smallest value with which a sequence of each length ends
+    before: dict[int, int | None] = {}
+    for key, value in values.items():
+        length = bisect.bisect_left(ends, value, key=values.__getitem__)
+        before[key] = ends[length - 1] if length else None
+        if length == len(ends):
+            ends.append(key)
+        elif value < values[ends[length]]:
+            ends[length] = key
+    found, key = [], ends[-1] if ends else None
+    while key is not None:
+        found.append(key)
+        key = before[key]
+    return found[::-1]
+
+
+def _describe(path: pathlib.Path, damaged: Mapping[int, str]) -> str:
+    """Returns which lines of a file are damaged, and why the first of them are."""
+    reasons = [f"line {number}: {reason}" for number, reason in damaged.items()][:_MOST_REASONS]
+    more = ["..."] if len(damaged) > len(reasons) else []
+    return f"line {in_ranges(damaged)} of {path} cannot be used ({'; '.join(reasons + more)})"
 
 
 def in_ranges(numbers: Iterable[int]) -> str:

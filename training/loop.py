@@ -64,6 +64,7 @@ class Loop:
           RunInterrupted: SIGINT or SIGTERM ended the run after a checkpoint; the message says how to resume.
           NonFiniteError: a loss, gradient or update was NaN or infinite; the evidence is saved.
           CheckpointError: a checkpoint could not be saved.
+          FolderLostError: the run's folder was moved, removed or replaced.
         """
         try:
             while self._owes_evaluation or not (self._done or self._step >= self.config.last_step):

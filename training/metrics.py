@@ -5,10 +5,10 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from training.lines import LineFile, in_ranges, read_lines, set_aside_damaged_lines
+from training.lines import LineFile, in_ranges, parse_object, read_lines, set_aside_damaged_lines
 
 FILE = "metrics.jsonl"
 SPIKES = "spikes.jsonl"
@@ -31,17 +31,24 @@ class Sink(Protocol):
 class MetricsLog:
     """Appends one JSON object a line to a file, NaN and infinity as strings. A context manager."""
 
-    def __init__(self, path: pathlib.Path | None, keep_steps: int = 0, sinks: Sequence[Sink] = ()):
+    def __init__(
+        self,
+        path: pathlib.Path | None,
+        keep_steps: int = 0,
+        sinks: Sequence[Sink] = (),
+        check_place: Callable[[], None] = lambda: None,
+    ):
         """Opens the file and drops its lines after step `keep_steps`; None writes no file.
 
-        Everything written goes to the sinks too, which are closed with the file.
+        Everything written goes to the sinks too, which are closed with the file. `check_place` is called
+        before each line; it raises an error if the folder is no longer this run's.
         """
-        self._file, self._sinks = None, sinks
+        self._file, self._sinks, self._check_place = None, sinks, check_place
         with contextlib.ExitStack() as stack:
             for sink in sinks:
                 stack.push(functools.partial(_close, sink))
             if path is not None:
-                parsed = read_lines(path, parse_record)
+                parsed = read_lines(path, parse_record, series_of)
                 self._file = LineFile(path, [line for line, record in parsed if record["step"] <= keep_steps])
                 stack.callback(self._file.close)
             self._open = stack.pop_all()
@@ -55,6 +62,7 @@ class MetricsLog:
 
     def write(self, *, step: int, **values: Any) -> None:
         """Writes one line, or nothing if there is no room for it."""
+        self._check_place()
         if self._file is not None:
             self._file.write(json_line({"step": step, **values}))
         for sink in self._sinks:
@@ -98,25 +106,48 @@ def _flat(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tup
 
 def parse_record(line: bytes) -> dict[str, Any]:
     """Returns the values of a line of metrics.jsonl or spikes.jsonl; raises ValueError if it is damaged."""
-    values = json.loads(line.decode())
-    if not isinstance(values, dict) or type(values.get("step")) is not int:
-        raise ValueError("a record needs a step")
-    for name in {"loss", "eval_loss"} & values.keys():
-        if isinstance(values[name], bool) or not isinstance(values[name], int | float | str):
-            raise ValueError(f"{name} is no number")
-        values[name] = float(values[name])
+    values = parse_object(line)
+    step = values.get("step")
+    if type(step) is not int or not 1 <= step < 2**63:
+        raise ValueError(f"its step is {_short(step)}")
+    for name in ("loss", "eval_loss"):
+        if name in values:
+            values[name] = _loss(name, values[name])
     if not isinstance(values.get("skipped", False), bool):
-        raise ValueError("skipped is neither true nor false")
+        raise ValueError(f"skipped is {_short(values['skipped'])}")
     return values
+
+
+def _loss(name: str, value: Any) -> float:
+    """Returns a loss as a number; raises ValueError unless it is one, or what `json_line` writes for one."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        if is_number or value in ("nan", "inf", "-inf"):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ValueError(f"{name} is {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    """Returns a value as JSON has it, at most 20 characters of it; "missing" for None."""
+    text = "missing" if value is None else json.dumps(value)
+    return text if len(text) <= 20 else f"{text[:17]}..."
+
+
+def series_of(record: Mapping[str, Any]) -> tuple[str, int]:
+    """Returns the kind of a record and its step, which ascends among the records of a kind."""
+    kinds = ("eval_loss", "loss", "layers", "policy")
+    return next((name for name in kinds if name in record), ""), record["step"]
 
 
 def read_records(folder: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the lines of a run's metrics.jsonl; losses that were NaN or infinite are floats again.
 
     Raises:
-      ValueError: a line is damaged; the message says which.
+      ValueError: a line is damaged, doubled or out of order; the message says which.
     """
-    return [record for _, record in read_lines(folder / FILE, parse_record)]
+    return [record for _, record in read_lines(folder / FILE, parse_record, series_of)]
 
 
 def evaluations(folder: pathlib.Path) -> dict[int, float]:
@@ -126,7 +157,8 @@ def evaluations(folder: pathlib.Path) -> dict[int, float]:
 
 def set_aside_damaged_records(folder: pathlib.Path) -> list[str]:
     """Removes damaged lines from the run's metrics.jsonl and spikes.jsonl; returns messages about them."""
-    return [m for name in (FILE, SPIKES) for m in set_aside_damaged_lines(folder / name, parse_record)]
+    paths = folder / FILE, folder / SPIKES
+    return [said for path in paths for said in set_aside_damaged_lines(path, parse_record, series_of)]
 
 
 def missing_steps(folder: pathlib.Path, last: int) -> list[str]:

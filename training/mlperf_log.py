@@ -18,7 +18,7 @@ from mxjax.layers import LayerPolicies
 from mxjax.policy import Policy
 from training import mlperf
 from training.config import Config
-from training.lines import LineFile, read_lines, set_aside_damaged_lines
+from training.lines import LineFile, parse_object, read_lines, set_aside_damaged_lines
 
 FILE = "mllog.txt"
 TOKEN = ":::MLLOG "
@@ -187,10 +187,9 @@ def set_aside_damaged_events(folder: pathlib.Path) -> list[str]:
 
 def _parse_event(line: bytes) -> dict[str, Any]:
     """Returns the event on a line; raises ValueError if the line is damaged."""
-    text = line.decode()
-    event = json.loads(text.removeprefix(TOKEN))
-    if not text.startswith(TOKEN) or not isinstance(event, dict):
-        raise ValueError("this is no event")
+    if not line.startswith(TOKEN.encode()):
+        raise ValueError("it is no event")
+    event = parse_object(line.removeprefix(TOKEN.encode()))
     metadata = event.get("metadata")
     if not isinstance(event.get("key"), str) or not isinstance(metadata, dict):
         raise ValueError("an event needs key and metadata")

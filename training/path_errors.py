@@ -16,7 +16,7 @@ _ADVICE = {
     errno.ENOENT: "Check the name; a folder that a run wrote to was removed or moved",
     errno.ENOTDIR: "A part of the path is a file instead of a folder: name another path",
     errno.EEXIST: "It is a file instead of a folder: name another path",
-    errno.EISDIR: "It is a folder instead of a file: name another path",
+    errno.EISDIR: "It is a folder instead of a file: move it away, or name another path",
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
     errno.EROFS: "Name a path on a file system that can be written",

@@ -1,6 +1,7 @@
 """The records of a run: metrics.jsonl, the terminal, traces, MLPerf's log, and evidence of bad steps."""
 
 import contextlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -38,19 +39,22 @@ class Records(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_records(run: Run, state: TrainState, began: float):
+def open_records(run: Run, state: TrainState, began: float, check_place: Callable[[], None]):
     """Yields the records, continued after the state's step, and closes them; the first process alone writes.
 
     Args:
       run: the run.
       state: the state to continue from.
       began: the time, in seconds since 1970, at which the program started.
+      check_place: raises an error if the folder is no longer this run's; called before each line.
     """
     config, start, writes = run.config, int(state.step), is_first_process()
     path = run.folder / METRICS
     with contextlib.ExitStack() as stack:
         with together():  # the others read metrics.jsonl, so the first trims it before
-            log = MetricsLog(path, start, _sinks(run, start)) if writes else MetricsLog(None)
+            log = MetricsLog(None)
+            if writes:
+                log = MetricsLog(path, start, _sinks(run, start), check_place)
             stack.enter_context(log)
         display = stack.enter_context(Display(config.steps, start, config.log_every, quiet=not writes))
         tracer = stack.enter_context(StepTracer(config.observe.profiled_steps, run.folder / "profile"))

@@ -1,5 +1,6 @@
 """Resuming a run: whether a configuration continues the run in a folder, and the command that does."""
 
+import os
 import pathlib
 import shlex
 from collections.abc import Mapping
@@ -45,7 +46,7 @@ def begun_run(folder: pathlib.Path) -> Config | None:
 
 def check_same_run(config: Config, folder: pathlib.Path) -> None:
     """Raises ValueError unless `folder` holds a run with this configuration, or one that has not begun."""
-    if not any((folder / name).exists() for name in (FILE, COPY)):
+    if not any(os.path.lexists(folder / name) for name in (FILE, COPY)):
         raise ValueError(f"--resume: {folder} holds no run; leave out --resume to start one there")
     read_run_config(folder)  # explains how to restore a missing one
     saved = begun_run(folder)

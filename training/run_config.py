@@ -24,7 +24,10 @@ from training.config import (
     OptimizerConfig,
     PrecisionConfig,
 )
-from training.files import write_atomically
+from training.files import special_kind, write_atomically
+from training.metrics import FILE as METRICS
+from training.metrics import SPIKES
+from training.mlperf_log import FILE as MLLOG
 
 FILE = "config.json"
 COPY = "config.copy.json"
@@ -111,10 +114,22 @@ def read_run_config(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _check_files(folder: pathlib.Path) -> None:
-    """Raises ValueError if a pipe, socket or device lies where a run has files: reading might never end."""
+    """Raises ValueError if anything but a file lies where a run has files.
+
+    Reading a pipe, socket or device might never end; a file behind a link may be away for a while.
+    """
     for path in (*folder.glob("*"), *folder.glob("checkpoints/*/*")):
-        if path.exists() and not path.is_file() and not path.is_dir():
+        if special_kind(path) is not None:
             raise ValueError(f"{path} is not a file: remove it")
+    for path in (folder / name for name in (FILE, COPY, METRICS, SPIKES, MLLOG)):
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder, and a run has a file there: move it away")
+        if path.is_symlink() and not path.exists() and path.name != COPY:
+            remedy = _restoring(path) if path.name == FILE else "remove the link"
+            raise ValueError(
+                f"{path} is a link to {path.readlink()}, which does not exist: put that file back"
+                f"{f', or {remedy}' if remedy else ''}"
+            )
 
 
 def write_run_config(folder: pathlib.Path, values: dict[str, Any]) -> None:
@@ -147,7 +162,9 @@ def _restoring(path: pathlib.Path) -> str | None:
         _parse(copy)
     except (ValueError, OSError):
         return None
-    return f"restore it: cp {shlex.quote(str(copy))} {shlex.quote(str(path))}"
+    target = shlex.quote(str(path))
+    first = f"rm {target} && " if path.is_symlink() else ""  # cp writes through a link
+    return f"restore it: {first}cp {shlex.quote(str(copy))} {target}"
 
 
 def _crc32(values: dict[str, Any]) -> str:

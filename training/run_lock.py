@@ -13,10 +13,45 @@ from typing import TextIO
 
 FILE = "lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # on some network file systems
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+
+
+class RunLock:
+    """The lock of a folder, by open descriptors of the lock file and of the folder.
+
+    Descriptors stay with what they opened, whatever becomes of its name.
+    """
+
+    def __init__(self, folder: pathlib.Path, file: int, opened_folder: int):
+        self.folder, self._file, self._opened_folder = folder, file, opened_folder
+
+    def is_in_place(self) -> bool:
+        """Returns whether the lock file still lies in the folder, under its name."""
+        return _is_same(self._file, self.folder / FILE)
+
+    def folder_now(self) -> pathlib.Path | None:
+        """Returns where the folder lies now; None if it was removed, or the system cannot say."""
+        if _is_same(self._opened_folder, self.folder):
+            return self.folder
+        try:
+            found = pathlib.Path(f"/proc/self/fd/{self._opened_folder}").readlink()  # Linux
+        except OSError:
+            return None
+        return found if _is_same(self._opened_folder, found) else None
+
+
+def _is_same(descriptor: int, path: pathlib.Path) -> bool:
+    """Returns whether a path names the file that a descriptor has open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError as error:
+        if error.errno in _GONE:
+            return False
+        raise
 
 
 @contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
+def locked(folder: pathlib.Path) -> Iterator[RunLock]:
     """Creates the folder and holds its lock during the block.
 
     Raises:
@@ -25,13 +60,15 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     # Not through a link, which may lead anywhere. Closed in child processes that execute another program.
     descriptor = _open(folder, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    with os.fdopen(descriptor, "a+", errors="replace") as file:
+    with os.fdopen(descriptor, "a+", errors="replace") as file, contextlib.ExitStack() as stack:
         _lock(folder, file, fcntl.LOCK_EX)
         file.truncate(0)
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n")
         file.flush()
-        yield
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, opened)
+        yield RunLock(folder, descriptor, opened)
 
 
 def check_unlocked(folder: pathlib.Path) -> None:

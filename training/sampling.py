@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +36,14 @@ class SampleConfig(RunArguments):
     """Draws the tokens, and the policy's random bits."""
 
     def __post_init__(self):
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError as error:  # of bytes that Python could not decode
+            wrong = os.fsencode(self.prompt[error.start])
+            at = len(os.fsencode(self.prompt[: error.start])) + 1
+            raise ValueError(
+                f"--prompt is not UTF-8: its byte {at} is 0x{wrong.hex()}; convert it, for example with iconv"
+            ) from None
         if not 1 <= self.tokens < 2**31:
             raise ValueError(f"--tokens must be at least 1 and less than 2**31, got {self.tokens}")
         if not 0 <= self.temperature < float("inf"):

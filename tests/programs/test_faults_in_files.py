@@ -149,8 +149,14 @@ def test_damaged_records_and_a_renamed_checkpoint_cost_nothing_else(run, whole, 
     training_program.main(["--resume", "--out", str(run), "--stop-after", "6"])
     said = capsys.readouterr().out
     assert "60 is damaged (state is of step 6); renamed it damaged-60" in said
-    assert f"line 2 of {run}/metrics.jsonl cannot be read: the other 6 stay" in said
-    assert f"line 1 of {run}/spikes.jsonl cannot be read: the other 0 stay" in said
+    assert (
+        f"line 2 of {run}/metrics.jsonl cannot be used (line 2: it is no JSON object): the other 6 stay"
+        in said
+    )
+    assert (
+        f"line 1 of {run}/spikes.jsonl cannot be used (line 1: it is no JSON object): the other 0 stay"
+        in said
+    )
     assert f"{run}/metrics.jsonl lacks step 2 of the 4 taken" in said
     assert (run / "damaged-metrics.jsonl").read_bytes() == damaged
     losses = {(r["step"], r.get("loss"), r.get("eval_loss")) for r in read_records(whole)}
@@ -231,17 +237,24 @@ def test_output_that_cannot_be_written_stops_nothing(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_moved_ends_the_run(text, tmp_path):
-    out, errors = tmp_path / "run", tmp_path / "errors.txt"
+def test_a_folder_that_is_moved_ends_the_run_and_another_s_in_its_place_is_left_alone(text, run, tmp_path):
+    out, errors, moved = tmp_path / "out", tmp_path / "errors.txt", tmp_path / "moved"
     process = start(errors, *LONG, "--data", text, "--out", out)
-    wait_for_lines(process, out / "metrics.jsonl", 3)
-    out.rename(tmp_path / "moved")
+    wait_for_lines(process, out / "metrics.jsonl", 5)
+    before = {path.relative_to(run): path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    out.rename(moved)
+    run.rename(out)
     process.join(30)
     assert process.exitcode == 1
     said = errors.read_text()
     assert said.count("\n") == 1
-    assert f"could not be saved in {out}/checkpoints" in said
-    assert "was removed or moved" in said or "Check that the folder is in its place" in said
+    assert f"{out} is no longer this run's: it was moved. {moved} holds metrics.jsonl and the check" in said
+    found = {path.relative_to(out): path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    # A save that was under way may leave its files, but never becomes a checkpoint.
+    assert {path: at for path, at in found.items() if "-tmp" not in str(path)} == before
+    newest = max(saved_steps(moved / "checkpoints"))
+    training_program.main(["--resume", "--out", str(moved), "--stop-after", str(newest + 1)])
+    assert read_records(moved)[-1]["step"] == newest + 1
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from training import integrity
 from training.checkpoint import checksums
 from training.checkpoint.checkpoints import CheckpointError, Checkpoints, save_params
 from training.checkpoint.damaged import saved_steps, set_aside_damaged
@@ -122,7 +123,7 @@ def test_damage_to_any_file_is_found(tmp_path, state):
         path.write_bytes(b"")
         assert checksums.problems(folder), path
         path.unlink()
-        assert list(checksums.problems(folder).values()) == [checksums.MISSING], path
+        assert list(checksums.problems(folder).values()) == [integrity.MISSING], path
         path.write_bytes(content)
     assert checksums.problems(folder) == {}
 
@@ -145,9 +146,9 @@ def test_every_byte_of_the_small_files_counts(tmp_path, state):
 
 def test_shares_of_the_files_are_all_of_them(tmp_path, state, monkeypatch):
     save(tmp_path, state, 1)
-    looked_at, original = [], checksums._problem
+    looked_at, original = [], checksums.problem
     monkeypatch.setattr(
-        checksums, "_problem", lambda path, *rest: looked_at.append(path) or original(path, *rest)
+        checksums, "problem", lambda path, *rest: looked_at.append(path) or original(path, *rest)
     )
     checksums.problems(tmp_path / "1")
     whole = sorted(looked_at)
@@ -163,8 +164,8 @@ def test_checksums_of_parts_are_taken_over_unless_the_file_has_changed_since(tmp
     expected = (tmp_path / "1" / "checksums.json").read_bytes()
     own = "params/ocdbt.process_0"
     [name, *_] = [path.name for path in (tmp_path / "1" / own / "d").iterdir()]
-    summed, original = [], checksums._crc32
-    monkeypatch.setattr(checksums, "_crc32", lambda path: summed.append(path) or original(path))
+    summed, original = [], checksums.crc32_of
+    monkeypatch.setattr(checksums, "crc32_of", lambda path: summed.append(path) or original(path))
     checksums.write_part(tmp_path / "1", 0)
     assert tmp_path / "1" / own / "d" / name in summed
     (tmp_path / "1" / own / "manifest.ocdbt").write_bytes(b"longer" * 1000)
@@ -340,3 +341,44 @@ def test_a_save_that_fails_at_once_leaves_no_thread_waiting(tmp_path, state):
         ):
             checkpoints.save(at_step(state, 1), {})
     assert ended({thread for thread in set(threading.enumerate()) - before if not thread.daemon})
+
+
+class LostError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_nothing_is_written_to_a_folder_that_another_run_has_taken(tmp_path, state, monkeypatch, late):
+    """The folder is replaced before a save, or while it is written."""
+    mine, moved = tmp_path / "mine", tmp_path / "moved"
+
+    def check():
+        if (mine / "other").exists():
+            raise LostError
+
+    def replace():
+        mine.rename(moved)
+        (mine / "other").mkdir(parents=True)
+        (mine / "2.orbax-checkpoint-tmp").mkdir()  # another run saves there
+
+    def write_checksums(self):
+        if self._saving.step == 2:
+            replace()
+        original(self)
+
+    original = Checkpoints._write_checksums
+    if late:
+        monkeypatch.setattr(Checkpoints, "_write_checksums", write_checksums)
+    with Checkpoints(mine, keep=1, check_place=check) as checkpoints:
+
+        def save_at(step):
+            checkpoints.save(at_step(state, step), {})
+            checkpoints.wait()
+
+        save_at(1)
+        if not late:
+            replace()
+        with pytest.raises(LostError):
+            save_at(2)
+    assert sorted(path.name for path in mine.iterdir()) == ["2.orbax-checkpoint-tmp", "other"]
+    assert saved_steps(moved) == [1]

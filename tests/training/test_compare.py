@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 
 import numpy as np
@@ -175,6 +176,14 @@ def test_the_command_prints_json_last(tmp_path, capsys, monkeypatch):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["reached"] == {"run": 20_480, "other": 20_480}
     assert [group["low"] for group in result["groups"]] == ["nan", "nan"]
+
+
+def test_a_plot_in_a_folder_that_does_not_exist_says_how_to_make_it(tmp_path):
+    path = tmp_path / "no folder" / "x.svg"
+    with pytest.raises(ValueError, match=f"--plot {path}: there is no folder .*; make it: ") as error:
+        CompareConfig((tmp_path,), plot=(path,))
+    subprocess.run(str(error.value).partition("make it: ")[2], shell=True, check=True)
+    assert CompareConfig((tmp_path,), plot=(path,)).plot == (path,)
 
 
 def test_curves_can_be_drawn(tmp_path):

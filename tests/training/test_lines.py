@@ -1,13 +1,16 @@
 """Files of lines: whole lines however a write ends, and damaged lines are named, copied and taken out."""
 
+import itertools
 import json
 import resource
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from training import metrics, mlperf_log
-from training.lines import LineFile, in_ranges, read_lines, set_aside_damaged_lines
-from training.metrics import evaluations, missing_steps, parse_record, set_aside_damaged_records
+from training.lines import LineFile, in_ranges, longest_ascending, read_lines, set_aside_damaged_lines
+from training.metrics import evaluations, missing_steps, parse_record, series_of, set_aside_damaged_records
 
 GOOD = [b'{"step": 1, "loss": 2.5}', b'{"step": 1, "eval_loss": "nan"}', b'{"step": 2, "loss": "inf"}']
 DAMAGED = [
@@ -18,6 +21,13 @@ DAMAGED = [
     b"{}",
     b'{"step": true}',
     b'{"step": "1"}',
+    b'{"step": "1_0"}',
+    b'{"step": 0}',
+    b'{"step": -5, "loss": 2.5}',
+    b'{"step": 9223372036854775808}',
+    b'{"step": 1, "loss": "1_0"}',
+    b'{"step": 1, "loss": " 2.5"}',
+    b'{"step": 1, "eval_loss": [1]}',
     b'{"step": 1, "loss": null}',
     b'{"step": 1, "loss": "low"}',
     b'{"step": 1, "loss": 1' + b"0" * 400 + b"}",
@@ -52,17 +62,59 @@ def test_damaged_lines_are_named_and_the_rest_is_kept(tmp_path):
     path.write_bytes(whole)
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=rf"line 2 to {len(DAMAGED) + 1} of .*metrics.jsonl cannot be read"
+            ValueError,
+            match=rf"line 2 to {len(DAMAGED) + 1} of .*metrics.jsonl cannot be used \(line 2: it is no",
         ):
             evaluations(tmp_path)
     [message] = set_aside_damaged_records(tmp_path)
     assert f"the other 3 stay, and {tmp_path.name}" not in message
     assert "damaged-metrics.jsonl is the file as it was" in message
     assert (tmp_path / "damaged-metrics.jsonl").read_bytes() == whole
-    assert [line for line, _ in read_lines(path, parse_record)] == GOOD
+    assert [line for line, _ in read_lines(path, parse_record, series_of)] == GOOD
     assert set_aside_damaged_records(tmp_path) == []
     path.write_bytes(b"x\n")
     assert "damaged-metrics.jsonl-2" in set_aside_damaged_records(tmp_path)[0]
+
+
+def records(*lines):
+    """Lines of metrics.jsonl, given as (step, kind)."""
+    values = {"policy": "bf16", "layers": {}, "loss": 1.0, "eval_loss": 1.0}
+    return b"".join(json.dumps({"step": step, kind: values[kind]}).encode() + b"\n" for step, kind in lines)
+
+
+@pytest.mark.parametrize(
+    ("added", "at", "named"),
+    [
+        ([(2, "loss")], 4, "line 5 .*line 5: it is there twice"),
+        ([(2, "eval_loss")], 4, "line 5 .*line 5: it is there twice"),
+        ([(1, "loss")], 6, "line 7 .*line 7: it is there twice"),
+        ([(900, "loss")], 1, "line 2 .*line 2: it is out of order"),
+        ([(900, "loss"), (901, "loss")], 0, "line 1 to 2 .*line 1: it is out of order"),
+        ([(1, "eval_loss")], 8, "line 9 .*line 9: it is out of order"),
+        ([(1, "loss"), (2, "loss"), (3, "loss")], 8, "line 9 to 11 .*line 9: it is there twice"),
+    ],
+)
+def test_lines_that_are_there_twice_or_out_of_order_are_taken_out(tmp_path, added, at, named):
+    good = [(1, "loss"), (2, "layers"), (2, "loss"), (2, "eval_loss"), (3, "policy")]
+    good += [(3, "loss"), (4, "loss"), (4, "eval_loss")]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(records(*good))
+    assert set_aside_damaged_records(tmp_path) == []
+    path.write_bytes(records(*good[:at], *added, *good[at:]))
+    with pytest.raises(ValueError, match=named):
+        evaluations(tmp_path)
+    [message] = set_aside_damaged_records(tmp_path)
+    assert "the other 8 stay" in message
+    assert path.read_bytes() == records(*good)
+
+
+@given(st.lists(st.integers(0, 6), max_size=8))
+def test_the_longest_ascending_sequence_is_the_longest(keys):
+    found = [keys[i] for i in longest_ascending(dict(enumerate(keys)))]
+    assert all(a < b for a, b in itertools.pairwise(found))
+    choices = itertools.chain.from_iterable(itertools.combinations(keys, n) for n in range(len(keys) + 1))
+    ascending = (c for c in choices if all(a < b for a, b in itertools.pairwise(c)))
+    assert len(found) == max(map(len, ascending))
 
 
 def test_damaged_events_of_mlperfs_log_are_taken_out(tmp_path):

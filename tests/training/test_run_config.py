@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from training.config import Config
+from training.resume import check_same_run
 from training.run_config import from_json, read_run_config, to_json, write_run_config
 
 VALUES = {"config": to_json(Config(spike_factor=float("inf"))), "model": {"n_layers": 2}, "mesh": {"data": 1}}
@@ -16,8 +17,10 @@ VALUES = {"config": to_json(Config(spike_factor=float("inf"))), "model": {"n_lay
 
 @pytest.fixture
 def run(tmp_path):
-    write_run_config(tmp_path, VALUES)
-    return tmp_path
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_run_config(folder, VALUES)
+    return folder
 
 
 def test_what_is_written_comes_back(run):
@@ -56,6 +59,35 @@ def test_a_pipe_where_a_file_should_be_is_named(run, name):
     os.mkfifo(run / name)
     with pytest.raises(ValueError, match=f"{name} is not a file: remove it"):
         read_run_config(run)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "config.copy.json", "metrics.jsonl", "spikes.jsonl", "mllog.txt"]
+)
+def test_a_folder_where_a_file_should_be_is_to_be_moved(run, name):
+    (run / name).unlink(missing_ok=True)
+    (run / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} is a folder, and a run has a file there: move it away"):
+        read_run_config(run)
+
+
+def test_a_link_to_nothing_says_where_it_leads(run):
+    path = run / "config.json"
+    path.unlink()
+    path.symlink_to("away/config.json")
+    said = r"run.* is a link to away/config.json, which does not exist: put that file back"
+    with pytest.raises(ValueError, match=f"{said}, or restore it: rm .* && cp ") as error:
+        check_same_run(Config(), run)
+    subprocess.run(str(error.value).partition("restore it: ")[2], shell=True, check=True)
+    assert read_run_config(run) == VALUES
+    (run / "metrics.jsonl").symlink_to("away/config.json")
+    with pytest.raises(ValueError, match=f"{said}, or remove the link"):
+        read_run_config(run)
+    path.unlink()
+    path.symlink_to("away/config.json")
+    (run / "config.copy.json").unlink()
+    with pytest.raises(ValueError, match=f"{said}$"):
+        check_same_run(Config(), run)
 
 
 def test_without_a_good_copy_the_message_says_so(run):

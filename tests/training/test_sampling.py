@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import pathlib
 
 import jax
@@ -77,6 +78,7 @@ def test_the_tokenizer_is_the_data_s(run, tmp_path):
         ({"temperature": -1.0}, "--temperature must be finite"),
         ({"top_p": 0.0}, "--top-p must be greater than 0"),
         ({"seed": -1}, "--seed must be from 0"),
+        ({"prompt": os.fsdecode("a\xe4".encode() + b"\xff")}, "--prompt is not UTF-8: its byte 4 is 0xff; "),
     ],
 )
 def test_flags_are_checked(flags, message):

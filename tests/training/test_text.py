@@ -1,6 +1,7 @@
 """Corpora and batches: what is read, how it is split, and that batches depend on seed and step alone."""
 
 import dataclasses
+import os
 import pathlib
 
 import numpy as np
@@ -167,3 +168,20 @@ def test_an_error_while_reading_names_the_file():
     with pytest.raises(OSError, match="error") as caught:
         load_text(pathlib.Path("/proc/self/mem"))
     assert caught.value.filename == "/proc/self/mem"
+
+
+def test_a_pipe_is_refused_by_the_flag_that_names_it(tmp_path):
+    """As from a shell's <(command)."""
+    (tmp_path / "a.txt").write_bytes(bytes(range(256)))
+    pipe, data = tmp_path / "pipe", (str(tmp_path / "a.txt"),)
+    os.mkfifo(pipe)
+    reads = [
+        ("--data", lambda: load_held_out(str(pipe), 257, False, 16)),
+        ("--eval-data", lambda: load_held_out(str(pipe), 257, True, 16)),
+        ("--eval-data", lambda: load_data(DataConfig(data, eval_data=str(pipe)), 257)),
+    ]
+    for flag, read in reads:
+        with pytest.raises(ValueError, match=f"^{flag} .*pipe is a pipe: write what it gives into a file"):
+            read()
+    with pytest.raises(ValueError, match=r"^--eval-data .*nothing: no such file, folder, or dataset"):
+        load_held_out(str(tmp_path / "nothing"), 257, True, 16)

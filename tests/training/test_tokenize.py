@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -130,6 +131,15 @@ def test_a_text_without_tokens_is_listed_too(here, tmp_path):
     assert tokenize(config(tmp_path / "in", tmp_path / "d", path))["left_out"] == {"empty document": 1}
 
 
+def test_a_text_that_the_tokenizer_cannot_encode_is_named(here, tmp_path):
+    path = tmp_path / "words.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save(str(path))  # without a token for others
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    said = r"a\.jsonl: the tokenizer cannot encode a text between line 1 and 2: WordLevel error"
+    with pytest.raises(ValueError, match=said):
+        tokenize(TokenizeConfig((str(tmp_path / "a.jsonl"),), str(tmp_path / "d"), path))
+
+
 def test_a_tokenizer_that_truncates_or_adds_tokens_does_neither(here, corpus, tokenizer, tmp_path):
     library = tokenizers.Tokenizer.from_file(str(tokenizer))
     library.enable_truncation(3)
@@ -203,6 +213,34 @@ def test_an_interrupted_run_goes_on(here, corpus, tokenizer, tmp_path, monkeypat
     assert not (tmp_path / "d.partial").exists()
 
 
+def change(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["00000.bin", "00000.lengths", "00001.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", [change, lambda path: path.write_bytes(b"")], ids=["changed", "emptied"])
+def test_a_file_damaged_since_is_made_again(here, corpus, tmp_path, monkeypatch, capsys, name, damage):
+    options = {"train_tokenizer": True, "vocab_size": 280}
+    interrupted(corpus[0], tmp_path / "d", None, monkeypatch, **options)
+    damage(tmp_path / "d.partial" / name)
+    capsys.readouterr()
+    tokenize(config(corpus[0], tmp_path / "d", **options))
+    said = capsys.readouterr().out.splitlines()
+    if name == "tokenizer.json":
+        assert said[0].startswith("trained a tokenizer of 280 tokens")
+        assert said[1] == "2 of 3 files were done before"
+    else:
+        number = int(name[:5])
+        assert re.match(rf".*d\.partial/{name} (is damaged|has 0 bytes instead of \d+): .*{number}", said[0])
+        assert said[0].endswith(f"c4-train.0000{number}.json.gz is tokenized again")
+        assert said[1] == "1 of 3 files were done before"
+    tokenize(config(corpus[0], tmp_path / "whole", **options))
+    for suffix in (".bin", ".idx", ".tokenizer.json"):
+        assert (tmp_path / f"d{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+
+
 def test_an_interrupted_run_is_not_mixed_with_another(here, corpus, tokenizer, tmp_path, monkeypatch):
     interrupted(corpus[0], tmp_path / "d", tokenizer, monkeypatch)
     with pytest.raises(ValueError, match=r"d.partial holds an interrupted run that differs in append_eod"):
@@ -261,12 +299,15 @@ def test_two_runs_do_not_write_the_same_prefix(here, corpus, tokenizer, tmp_path
             "--eod '<end>': the tokenizer has no such",
         ),
         ({"tokenizer": "t.json", "append_eod": True}, "the tokenizer has none of <|endoftext|>"),
+        ({"train_tokenizer": True, "append_eod": True, "eod": "a"}, "leave --eod out"),
         ({"tokenizer": "t.json", "workers": 0}, "--workers must be at least 1"),
         ({"train_tokenizer": True, "vocab_size": 256}, "at least 257 tokens"),
         ({"tokenizer": "t.json", "field": "body"}, "no file holds a document"),
     ],
 )
-def test_bad_input_ends_with_what_to_do(here, corpus, tmp_path, monkeypatch, options, message):
+def test_bad_input_ends_with_what_to_do_and_is_not_in_the_way(
+    here, corpus, tokenizer, tmp_path, monkeypatch, options, message
+):
     monkeypatch.chdir(tmp_path)
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save("t.json")
     pathlib.Path("broken.json").write_text('{"a": 1}')
@@ -275,7 +316,13 @@ def test_bad_input_ends_with_what_to_do(here, corpus, tmp_path, monkeypatch, opt
     with pytest.raises(ValueError) as caught:  # noqa: PT011, the message is compared as it is
         tokenize(config(corpus[0], tmp_path / "d", **options))
     assert message in str(caught.value)
-    assert not (tmp_path / "d.idx").exists()
+    found_late = "field" in options or options.get("vocab_size") == 256
+    left = ["broken.json", *(["d.partial"] if found_late else []), "t.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    pathlib.Path("t.json").write_bytes(tokenizer.read_bytes())
+    good = {"tokenizer": pathlib.Path("t.json"), "append_eod": True}
+    assert tokenize(config(corpus[0], tmp_path / "d", **good))["eod"] == "<|endoftext|>"
+    assert not (tmp_path / "d.partial").exists()
 
 
 def test_text_alone_trains_a_tokenizer(tmp_path):

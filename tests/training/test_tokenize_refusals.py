@@ -18,6 +18,15 @@ def test_a_file_that_would_be_overwritten_is_kept(tmp_path, suffix):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_folder_in_the_way_of_an_interrupted_run_is_to_be_moved(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": "hello world"}\n')
+    (tmp_path / "o.partial").mkdir()
+    (tmp_path / "o.tokenizer.json").mkdir()
+    config = TokenizeConfig((str(tmp_path / "in.jsonl"),), str(tmp_path / "o"), train_tokenizer=True)
+    with pytest.raises(ValueError, match=r"o\.tokenizer\.json is a folder: move it away, or name"):
+        tokenize(config)
+
+
 @pytest.mark.parametrize("content", ["{}", "[]", "x"])
 def test_a_damaged_plan_of_an_interrupted_run_is_named(tmp_path, content):
     (tmp_path / "in.jsonl").write_text('{"text": "hello world"}\n')

@@ -12,7 +12,7 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +48,7 @@ class Checkpoints:
         folder: pathlib.Path,
         keep: int | None = None,
         losses: Mapping[int, float] | None = None,
+        check_place: Callable[[], None] = lambda: None,
     ):
         """Opens the folder.
 
@@ -55,8 +56,9 @@ class Checkpoints:
           folder: the checkpoints' folder.
           keep: number of newest checkpoints to keep, and remove unfinished ones; None keeps everything.
           losses: evaluation losses by step; the checkpoint with the lowest loss is kept as well.
+          check_place: raises an error of its own if the folder is no longer this run's.
         """
-        self._folder = folder.absolute()
+        self._folder, self._check_place = folder.absolute(), check_place
         if keep is not None:
             check_saveable(self._folder)
         self.losses = dict(losses or {})  # the training loop adds later evaluations
@@ -105,6 +107,8 @@ class Checkpoints:
         if step == self.latest:
             return
         self.wait()
+        with together():
+            self._check_place()
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._saving = _Saving(step, size, {"params": shapes(state.params), "rest": shapes(_rest(state))})
         with self._errors():
@@ -224,6 +228,7 @@ class Checkpoints:
           ValueError: what was written cannot be opened as a checkpoint of the state.
         """
         assert self._saving is not None
+        self._check_place()
         folder = self._partial()
         for item, expected in self._saving.shapes.items():
             check_opens(folder / item, expected)
@@ -257,6 +262,7 @@ class Checkpoints:
             return
         except (OSError, ValueError, ProcessError) as error:
             self._saving, cause = None, error
+        self._check_place()  # before anything is removed
         left: list[int] = []
         with contextlib.suppress(OSError):  # the folder may have become unreadable
             for partial in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):

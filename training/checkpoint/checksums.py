@@ -6,21 +6,19 @@ Neither OCDBT nor zarr verifies array bytes when reading, so checksums.json list
 import concurrent.futures
 import json
 import pathlib
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from training.files import write_atomically
+from training.integrity import MISSING, crc32_of, problem, read_checked, to_checked
 
 NAME = "checksums.json"
-MISSING = "is missing"
 _METADATA = "_CHECKPOINT_METADATA"
 # Orbax completes these after checksums.json is written: the first gets a time, the second holds no data.
 _COMPLETED_LATER = {_METADATA, "commit_success.txt", NAME}
 _PART = "checksums-{}.json"  # one a process; removed once checksums.json is written
 _OWN = "ocdbt.process_{}"  # the folders into which each process writes array bytes
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_CHUNK = 2**24
 
 
 def write(folder: pathlib.Path, step: int) -> None:
@@ -33,9 +31,8 @@ def write(folder: pathlib.Path, step: int) -> None:
       step: the step of the state in it, which is to be the folder's name.
     """
     parts = list(folder.glob(_PART.format("*")))
-    known = {
-        name: tuple(sums) for part in parts for name, sums in (_read(part) or {"files": {}})["files"].items()
-    }
+    read = (read_checked(part) or {"files": {}} for part in parts)
+    known = {name: tuple(sums) for part in read for name, sums in part["files"].items()}
     for part in parts:
         part.unlink()
     found = _files(folder)
@@ -43,7 +40,7 @@ def write(folder: pathlib.Path, step: int) -> None:
     files = known | _sums(folder, rest)
     listed = {name: files[name] for name in found}
     content = {"files": listed, "metadata": _read_metadata(folder), "step": step}
-    write_atomically(folder / NAME, _text(content))
+    write_atomically(folder / NAME, to_checked(content))
 
 
 def write_part(folder: pathlib.Path, process: int) -> None:
@@ -55,7 +52,7 @@ def write_part(folder: pathlib.Path, process: int) -> None:
     for own in folder.glob(f"*/{_OWN.format(process)}"):
         item = own.parent.name.removesuffix(_UNFINISHED)  # orbax renames it before checksums.json is written
         sums |= {f"{item}/{own.name}/{name}": found for name, found in _sums(own, _files(own)).items()}
-    (folder / _PART.format(process)).write_text(_text({"files": sums}))
+    (folder / _PART.format(process)).write_text(to_checked({"files": sums}))
 
 
 def problems(
@@ -73,7 +70,7 @@ def problems(
     """
     if not (folder / NAME).exists():
         return {NAME: MISSING}
-    found = _read(folder / NAME)
+    found = read_checked(folder / NAME)
     if found is None:
         return {NAME: "is damaged"}
     wrong = {}
@@ -86,7 +83,7 @@ def problems(
     files, (first, step) = found["files"], share
     names = sorted(files, key=lambda name: (-files[name][0], name))[first::step]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        results = pool.map(lambda name: _problem(folder / name, files[name], largest), names)
+        results = pool.map(lambda name: problem(folder / name, files[name], largest), names)
         return wrong | {name: result for name, result in zip(names, results, strict=True) if result}
 
 
@@ -99,41 +96,8 @@ def _files(folder: pathlib.Path) -> dict[str, int]:
 def _sums(folder: pathlib.Path, sizes: Mapping[str, int]) -> dict[str, tuple[int, str]]:
     """Returns the size and checksum of each file, by name."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        sums = pool.map(lambda name: (sizes[name], _crc32(folder / name)), sizes)
+        sums = pool.map(lambda name: (sizes[name], crc32_of(folder / name)), sizes)
         return dict(zip(sizes, sums, strict=True))
-
-
-def _read(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the contents of a file of checksums; None if it is damaged."""
-    try:
-        text = path.read_text()
-        content = json.loads(text)
-        del content["crc32"]
-        return content if text == _text(content) else None
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _problem(path: pathlib.Path, recorded: list[Any], largest: float) -> str | None:
-    size, crc32 = recorded
-    if not path.is_file():
-        return MISSING
-    if path.stat().st_size != size:
-        return f"has {path.stat().st_size} bytes instead of {size}"
-    return "is damaged" if size <= largest and _crc32(path) != crc32 else None
-
-
-def _text(content: dict[str, Any]) -> str:
-    body = json.dumps(content, sort_keys=True)
-    return json.dumps({"crc32": f"{zlib.crc32(body.encode()):08x}", **content}, sort_keys=True) + "\n"
-
-
-def _crc32(path: pathlib.Path) -> str:
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return f"{crc:08x}"
 
 
 def _read_metadata(folder: pathlib.Path) -> dict[str, Any] | None:

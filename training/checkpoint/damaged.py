@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
+from training import integrity
 from training.checkpoint import checksums
 from training.files import unused
 from training.path_errors import in_one_line
@@ -57,7 +58,7 @@ def _set_aside(folder: pathlib.Path, good: int | None, damaged: Mapping[int, Map
     for step, problems in damaged.items():
         path = folder / str(step)
         older = good is not None and step < good
-        if older and path.is_dir() and set(problems.values()) == {checksums.MISSING}:
+        if older and path.is_dir() and set(problems.values()) == {integrity.MISSING}:
             removals.append(path)
             messages.append(f"removed the rest of {path}, whose removal was interrupted")
         else:

@@ -28,7 +28,7 @@ def load_data(config: DataConfig, model_vocab_size: int) -> TextCorpus | Megatro
             raise ValueError(
                 f"--eval-data {config.eval_data} is tokenized and --data is text; tokenize both or neither"
             )
-        held_out = load_text(pathlib.Path(config.eval_data))
+        held_out = load_text(pathlib.Path(config.eval_data), "--eval-data")
         whole = (np.concatenate([c.train, c.validation]) for c in (corpus, held_out))
         corpus = TextCorpus(*whole, source=corpus.source)
     else:
@@ -70,7 +70,7 @@ def load_held_out(path: str, vocab_size: int, whole: bool, seq_len: int) -> Inte
         raise ValueError("--data and --eval-data name a file, folder or dataset, got an empty name")
     if is_indexed([path]):
         return load_validation(path, vocab_size, whole)
-    corpus = load_text(pathlib.Path(path))
+    corpus = load_text(pathlib.Path(path), "--eval-data" if whole else "--data")
     if whole:
         return np.concatenate([corpus.train, corpus.validation])
     return _with_validation(corpus, seq_len + 1).validation

@@ -12,6 +12,7 @@ from jaxtyping import UInt16
 
 from training.config import DataConfig
 from training.data.windows import Windows, batches, shuffled_batches
+from training.files import special_kind
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -70,13 +71,16 @@ class TextCorpus:
         return float(-np.sum(frequency[frequency > 0] * np.log(frequency[frequency > 0])))
 
 
-def load_text(path: pathlib.Path | None) -> TextCorpus:
+def load_text(path: pathlib.Path | None, flag: str = "--data") -> TextCorpus:
     """Returns the text of a file or a folder; None reads Python's standard library.
 
     The files of a folder are split into training and validation by a checksum of their names, so that adding
     a file moves no other. A single file is split near its end, and so are folders with too few files for
     both parts. Hidden files are left out.
 
+    Args:
+      path: the file or folder.
+      flag: the flag that names it, for messages.
     Raises:
       ValueError: there is nothing to read, or it is not text.
     """
@@ -85,18 +89,20 @@ def load_text(path: pathlib.Path | None) -> TextCorpus:
         files = [f for f in root.rglob("*.py") if not _NOT_SOURCE & set(f.relative_to(root).parts)]
         return _split_by_file(root, files, "the source of Python's standard library")
     if path.is_file():
-        _check_text([path])
+        _check_text([path], flag)
         return _split_by_position(_join([_read(path)]), str(path))
     if not path.is_dir():
-        raise ValueError(f"--data {path}: no such file, folder, or dataset {path}.idx")
+        if (kind := special_kind(path)) is not None:
+            raise ValueError(f"{flag} {path} is a {kind}: write what it gives into a file, and name that")
+        raise ValueError(f"{flag} {path}: no such file, folder, or dataset {path}.idx")
     files = [f for f in path.rglob("*") if f.is_file() and not _hidden(f.relative_to(path))]
-    _check_text(files)
+    if not files:
+        raise ValueError(f"{flag} {path}: no files to read")
+    _check_text(files, flag)
     return _split_by_file(path, files, str(path))
 
 
 def _split_by_file(root: pathlib.Path, files: list[pathlib.Path], source: str) -> TextCorpus:
-    if not files:
-        raise ValueError(f"--data {root}: no files to read")
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for file in sorted(files):
         checksum = zlib.crc32(file.relative_to(root).as_posix().encode())
@@ -126,7 +132,7 @@ def _read(path: pathlib.Path) -> bytes:
         raise
 
 
-def _check_text(files: list[pathlib.Path]) -> None:
+def _check_text(files: list[pathlib.Path], flag: str) -> None:
     """Raises ValueError if a file is compressed or belongs to a tokenized dataset."""
     for path in files:
         if path.suffix in _COMPRESSED:
@@ -135,7 +141,7 @@ def _check_text(files: list[pathlib.Path]) -> None:
             )
         if path.suffix in _DATASET and all(path.with_suffix(s).is_file() for s in _DATASET):
             raise ValueError(
-                f"{path} holds tokens, not text; give --data {shlex.quote(str(path.with_suffix('')))}"
+                f"{path} holds tokens, not text; give {flag} {shlex.quote(str(path.with_suffix('')))}"
             )
 
 

@@ -20,16 +20,24 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from training.data.indexed_dataset import IndexedWriter, token_dtype
-from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_path, tokenizer_vocab_size
+from training.data.tokenizer import (
+    END_OF_DOCUMENT,
+    end_of_document,
+    load_tokenizer,
+    tokenizer_path,
+    tokenizer_vocab_size,
+)
 from training.environment import input_errors
 from training.files import write_atomically
 from training.flags import flags
+from training.integrity import problem, read_checked, size_and_crc32, to_checked
 from training.startup import output_errors, unwinding_signals
 from training.tokenize import workers
 from training.tokenize.documents import find_files
 from training.tokenize.train_tokenizer import train_tokenizer
 
 _WRITTEN = (".bin", ".idx", ".json", ".tokenizer.json", ".problems.txt")
+_TOKENIZER_SUMS = "tokenizer.checksums.json"  # in PREFIX.partial
 _SHOWN = 20  # problems printed; PREFIX.problems.txt has all
 # With more, the package tokenizers starts as many threads, and takes memory for as many tokens, at once.
 _LARGEST = {"workers": 1024, "vocab_size": 2**24, "train_characters": 2**62}
@@ -78,7 +86,8 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
         print(f"{prefix} exists already: nothing to do")
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed at its very end
         return json.loads(_beside(prefix, ".json").read_text())
-    if not folder.exists():
+    _check_no_folders(config, prefix)
+    if not _holds_work(folder):
         _check_free(config, prefix)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, prefix):
@@ -102,6 +111,11 @@ def _check(config: TokenizeConfig) -> None:
         raise ValueError("give --tokenizer FILE, or train one with --train-tokenizer [--vocab-size N]")
     if config.eod is not None and not config.append_eod:
         raise ValueError("--eod names the token that --append-eod appends: give both")
+    if config.train_tokenizer and config.eod not in (None, END_OF_DOCUMENT):
+        raise ValueError(
+            f"--eod {config.eod!r}: documents end with {END_OF_DOCUMENT} in a tokenizer that "
+            "--train-tokenizer makes; leave --eod out"
+        )
     for name, largest in _LARGEST.items():
         value = getattr(config, name)
         if value is not None and not 1 <= value <= largest:
@@ -147,6 +161,16 @@ def _check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:
         raise ValueError(f"{', '.join(map(str, taken))} exist already; remove them, or choose another name")
 
 
+def _check_no_folders(config: TokenizeConfig, prefix: pathlib.Path) -> None:
+    """Raises ValueError if a folder lies where a file would be written."""
+    made = [_beside(prefix, suffix) for suffix in _WRITTEN]
+    if config.train_tokenizer and config.tokenizer is not None:
+        made.append(config.tokenizer)
+    for path in made:
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: move it away, or name another --output or --tokenizer")
+
+
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path, prefix: pathlib.Path) -> Iterator[None]:
     with (folder / "lock").open("w") as file:
@@ -157,7 +181,13 @@ def _locked(folder: pathlib.Path, prefix: pathlib.Path) -> Iterator[None]:
         yield
 
 
+def _holds_work(folder: pathlib.Path) -> bool:
+    """Returns whether an interrupted run has left a trained tokenizer or tokens."""
+    return (folder / _TOKENIZER_SUMS).exists() or workers.have_tokens(folder)
+
+
 def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
+    """Writes the plan into a new folder; raises ValueError if the folder holds the work of another plan."""
     path = folder / "plan.json"
     if not path.exists():
         write_atomically(path, json.dumps(plan))
@@ -165,7 +195,10 @@ def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
     if saved.keys() != plan.keys():
         raise ValueError(f"{path} is damaged: remove {folder} to start over")
     different = [name for name in plan if saved[name] != plan[name]]
-    if different:
+    if different and not _holds_work(folder):
+        workers.remove(folder)  # made from files in which nothing was found
+        write_atomically(path, json.dumps(plan))
+    elif different:
         raise ValueError(
             f"{folder} holds an interrupted run that differs in {', '.join(different)}: repeat its "
             "command to continue it, or remove the folder to start over"
@@ -173,33 +206,42 @@ def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
 
 
 def _tokenizer(config: TokenizeConfig, folder: pathlib.Path, files: list[str]) -> pathlib.Path:
-    """Returns the run's copy of the tokenizer, and trains it if that is still to be done."""
+    """Returns the run's copy of the tokenizer; trains it if there is none yet, or it was damaged since.
+
+    Training gives the same bytes each time.
+    """
     path = folder / "tokenizer.json"
-    if not path.exists():
-        if config.train_tokenizer:
-            start, size = time.monotonic(), config.vocab_size or 32_000
-            text = train_tokenizer(files, config.field, size, config.train_characters)
-            write_atomically(path, text)
-            made = tokenizer_vocab_size(path)
-            fewer = "" if made == size else f", fewer than the {size:,} asked for: there is too little text"
-            print(f"trained a tokenizer of {made:,} tokens in {time.monotonic() - start:.0f} s{fewer}")
-        else:
-            write_atomically(path, _given_tokenizer(config))
-    if config.train_tokenizer and config.tokenizer is not None:
+    if not config.train_tokenizer:
+        write_atomically(path, _given_tokenizer(config))
+        return path
+    record = read_checked(folder / _TOKENIZER_SUMS)
+    if record is None or problem(path, record["tokenizer"]):
+        start, size = time.monotonic(), config.vocab_size or 32_000
+        write_atomically(path, train_tokenizer(files, config.field, size, config.train_characters))
+        write_atomically(folder / _TOKENIZER_SUMS, to_checked({"tokenizer": size_and_crc32(path)}))
+        made = tokenizer_vocab_size(path)
+        fewer = "" if made == size else f", fewer than the {size:,} asked for: there is too little text"
+        print(f"trained a tokenizer of {made:,} tokens in {time.monotonic() - start:.0f} s{fewer}")
+    if config.tokenizer is not None:
         config.tokenizer.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(config.tokenizer, path.read_bytes())
     return path
 
 
 def _given_tokenizer(config: TokenizeConfig) -> bytes:
+    """Returns the bytes of --tokenizer; raises ValueError if it is none, or lacks the token to append."""
     path = config.tokenizer or pathlib.Path()
-    load_tokenizer(path)  # raises if it is none
+    tokenizer = load_tokenizer(path)
+    if config.append_eod:
+        end_of_document(tokenizer, config.eod)
     return path.read_bytes()
 
 
 def _shards(job: workers.Job, files: list[str], processes: int) -> list[workers.Shard]:
     """Tokenizes the files that are not done; returns all shards in order, and shows progress and problems."""
-    done = workers.finished(job.folder, files)
+    done, damaged = workers.finished(job.folder, files)
+    for line in damaged:
+        print(line)
     missing = [i for i in range(len(files)) if i not in done]
     if done:
         print(f"{len(done)} of {len(files)} files were done before")

@@ -1,7 +1,8 @@
 """The shards of a tokenization, one for each input file, made by several processes.
 
-Shard i is FOLDER/i.bin (token ids), i.lengths (int32, tokens of each document) and i.json (counts, problems).
-The .json comes last, so that after a crash a shard is either complete or made again.
+Shard i is FOLDER/i.bin (token ids), i.lengths (int32, tokens of each document) and i.json (counts, problems,
+sizes and checksums of the other two). The .json comes last, so that after a crash a shard is either complete
+or made again. A shard that was damaged since is made again too.
 """
 
 import concurrent.futures
@@ -21,9 +22,11 @@ import numpy as np
 
 from training.data.tokenizer import load_tokenizer
 from training.files import sync, temporary_path, write_atomically
+from training.integrity import problem, read_checked, size_and_crc32, to_checked
 from training.tokenize.documents import Document, Documents, Problem
 
 _BATCH = 2**17  # characters encoded at a time
+_RECORDS = "[0-9]*.json"
 
 
 class Job(NamedTuple):
@@ -51,9 +54,34 @@ class Interrupted(Exception):
     """The run is to end; raised in worker processes."""
 
 
-def finished(folder: pathlib.Path, files: Sequence[str]) -> dict[int, Shard]:
-    """Returns the finished shards, by number."""
-    return {i: _read(folder, i, path) for i, path in enumerate(files) if _path(folder, i, "json").exists()}
+def finished(folder: pathlib.Path, files: Sequence[str]) -> tuple[dict[int, Shard], list[str]]:
+    """Returns the finished shards, by number, and messages about those that have been damaged since."""
+    begun = [i for i in range(len(files)) if _path(folder, i, "json").exists()]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        problems = dict(zip(begun, pool.map(lambda i: _problem(folder, i), begun), strict=True))
+    done = {i: _read(folder, i, files[i]) for i in begun if problems[i] is None}
+    return done, [f"{found}: {files[i]} is tokenized again" for i, found in problems.items() if found]
+
+
+def _problem(folder: pathlib.Path, number: int) -> str | None:
+    """Returns which file of a finished shard is damaged, and how; None if all are good."""
+    path = _path(folder, number, "json")
+    record = read_checked(path)
+    if record is None or "files" not in record:
+        return f"{path} is damaged"
+    found = ((folder / name, problem(folder / name, sums)) for name, sums in record["files"].items())
+    return next((f"{file} {said}" for file, said in found if said), None)
+
+
+def have_tokens(folder: pathlib.Path) -> bool:
+    """Returns whether a finished shard holds tokens."""
+    return any((read_checked(path) or {}).get("tokens") for path in folder.glob(_RECORDS))
+
+
+def remove(folder: pathlib.Path) -> None:
+    """Makes all shards unfinished."""
+    for path in folder.glob(_RECORDS):
+        path.unlink()
 
 
 def make(
@@ -136,7 +164,11 @@ def _make(number: int, path: str) -> int:
     path_of_ids = _path(job.folder, number, "bin")
     with temporary_path(path_of_ids).open("wb") as file:
         for batch in _batches(documents, problems):
-            ids = _encode(tokenizer, batch, job, counts, problems)
+            try:
+                ids = _encode(tokenizer, batch, job, counts, problems)
+            except Exception as error:  # the package raises no narrower type
+                said = f"the tokenizer cannot encode a text between line {batch[0].line} and "
+                raise ValueError(f"{path}: {said}{batch[-1].line}: {error}") from error
             file.write(ids.tobytes())
             with state.get_lock():
                 state[0] += documents.position - read
@@ -146,9 +178,11 @@ def _make(number: int, path: str) -> int:
             read = documents.position
         sync(file)
     temporary_path(path_of_ids).replace(path_of_ids)
-    write_atomically(_path(job.folder, number, "lengths"), np.array(counts, np.int32).tobytes())
-    record = {"documents": len(counts), "tokens": sum(counts), "problems": sorted(problems)}
-    write_atomically(_path(job.folder, number, "json"), json.dumps(record))
+    path_of_lengths = _path(job.folder, number, "lengths")
+    write_atomically(path_of_lengths, np.array(counts, np.int32).tobytes())
+    sums = {path.name: size_and_crc32(path) for path in (path_of_ids, path_of_lengths)}
+    record = {"documents": len(counts), "tokens": sum(counts), "problems": sorted(problems), "files": sums}
+    write_atomically(_path(job.folder, number, "json"), to_checked(record))
     return number
 
 
