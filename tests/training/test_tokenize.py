@@ -1,11 +1,8 @@
 """Tokenizing: the library's own ids in order, with any number of processes, through any interruption."""
 
-import contextlib
 import gzip
 import json
-import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -13,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from support.tokenizing import config, write_files
 
 from training.data.indexed_dataset import IndexedDataset
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_vocab_size
@@ -22,64 +20,6 @@ from training.tokenize.train_tokenizer import train_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def write_files(folder, n_files, n_documents, words=8):
-    """Writes C4-like files; returns the texts in order."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(0)
-    texts = []
-    for f in range(n_files):
-        mine = [
-            " ".join(f"word{n} über," for n in rng.integers(0, 50, words)) + f" {f} {d}"
-            for d in range(n_documents)
-        ]
-        lines = "".join(json.dumps({"text": t, "url": "u"}) + "\n" for t in mine)
-        (folder / f"c4-train.{f:05d}.json.gz").write_bytes(gzip.compress(lines.encode()))
-        texts += mine
-    return texts
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    return folder, write_files(folder, 3, 40)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(corpus, tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    files = sorted(map(str, corpus[0].iterdir()))
-    path.write_text(train_tokenizer(files, "text", 300, 10**6))
-    return path
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Makes the parts in this process: starting others takes seconds each."""
-
-    def make(job, files, numbers, processes, show):
-        monkeypatch.setattr(
-            workers, "_process", (job, _State(), load_tokenizer(job.tokenizer)), raising=False
-        )
-        for number in numbers:
-            workers._make(number, files[number])
-            show(0, 0)
-            yield workers._read(job.folder, number, files[number])
-
-    monkeypatch.setattr(workers, "make", make)
-
-
-class _State(list):
-    def __init__(self):
-        super().__init__([0, 0, 0])
-
-    def get_lock(self):
-        return contextlib.nullcontext()
-
-
-def config(folder, prefix, tokenizer=None, **options):
-    return TokenizeConfig((str(folder / "*"),), str(prefix), tokenizer, **options)
 
 
 def test_ids_are_the_librarys_in_order(here, corpus, tokenizer, tmp_path):
@@ -173,117 +113,6 @@ def test_a_tokenizer_is_trained_with_the_data(here, corpus, tmp_path, capsys):
     assert "fewer than the 5,000 asked for" in capsys.readouterr().out
     assert 257 < record["vocab_size"] < 5000
     assert (tmp_path / "copy.json").read_bytes() == (tmp_path / "d.tokenizer.json").read_bytes()
-
-
-def test_the_same_command_again_does_nothing(here, corpus, tokenizer, tmp_path, monkeypatch):
-    record = tokenize(config(corpus[0], tmp_path / "d", tokenizer))
-    monkeypatch.setattr(workers, "make", None)
-    assert tokenize(config(corpus[0], tmp_path / "d", tokenizer)) == json.loads(json.dumps(record))
-    with pytest.raises(
-        ValueError, match=r"d\.bin, .*d\.idx, .*d\.json, .*d\.tokenizer\.json exist already; remove"
-    ):
-        tokenize(config(corpus[0], tmp_path / "d", tokenizer, append_eod=True))
-
-
-def interrupted(folder, prefix, tokenizer, monkeypatch, **options):
-    """Runs until two parts are done."""
-    make = workers.make
-
-    def some(*arguments):
-        for i, shard in enumerate(make(*arguments)):
-            yield shard
-            if i == 1:
-                raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(workers, "make", some)
-        with pytest.raises(KeyboardInterrupt):
-            tokenize(config(folder, prefix, tokenizer, **options))
-
-
-def test_an_interrupted_run_goes_on(here, corpus, tokenizer, tmp_path, monkeypatch, capsys):
-    interrupted(corpus[0], tmp_path / "d", tokenizer, monkeypatch)
-    assert not (tmp_path / "d.idx").exists()
-    (tmp_path / "d.partial" / "00002.bin.tmp").write_bytes(b"half of a part")
-    tokenize(config(corpus[0], tmp_path / "d", tokenizer))
-    assert "2 of 3 files were done before" in capsys.readouterr().out
-    tokenize(config(corpus[0], tmp_path / "whole", tokenizer))
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"d{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
-    assert not (tmp_path / "d.partial").exists()
-
-
-def change(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("name", ["00000.bin", "00000.lengths", "00001.json", "tokenizer.json"])
-@pytest.mark.parametrize("damage", [change, lambda path: path.write_bytes(b"")], ids=["changed", "emptied"])
-def test_a_file_damaged_since_is_made_again(here, corpus, tmp_path, monkeypatch, capsys, name, damage):
-    options = {"train_tokenizer": True, "vocab_size": 280}
-    interrupted(corpus[0], tmp_path / "d", None, monkeypatch, **options)
-    damage(tmp_path / "d.partial" / name)
-    capsys.readouterr()
-    tokenize(config(corpus[0], tmp_path / "d", **options))
-    said = capsys.readouterr().out.splitlines()
-    if name == "tokenizer.json":
-        assert said[0].startswith("trained a tokenizer of 280 tokens")
-        assert said[1] == "2 of 3 files were done before"
-    else:
-        number = int(name[:5])
-        assert re.match(rf".*d\.partial/{name} (is damaged|has 0 bytes instead of \d+): .*{number}", said[0])
-        assert said[0].endswith(f"c4-train.0000{number}.json.gz is tokenized again")
-        assert said[1] == "1 of 3 files were done before"
-    tokenize(config(corpus[0], tmp_path / "whole", **options))
-    for suffix in (".bin", ".idx", ".tokenizer.json"):
-        assert (tmp_path / f"d{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
-
-
-def test_an_interrupted_run_is_not_mixed_with_another(here, corpus, tokenizer, tmp_path, monkeypatch):
-    interrupted(corpus[0], tmp_path / "d", tokenizer, monkeypatch)
-    with pytest.raises(ValueError, match=r"d.partial holds an interrupted run that differs in append_eod"):
-        tokenize(config(corpus[0], tmp_path / "d", tokenizer, append_eod=True))
-
-
-@pytest.mark.parametrize("after", [".bin", ".idx", ".tokenizer.json", ".json"])
-def test_a_run_killed_while_it_joins_the_parts_goes_on(here, corpus, tokenizer, tmp_path, monkeypatch, after):
-    """Whatever was the last file to take its name."""
-
-    class Killed(BaseException):
-        pass
-
-    def kill_after(function):
-        def wrapper(source, target):
-            function(source, target)
-            if str(target) == str(tmp_path / f"d{after}"):
-                raise Killed
-
-        return wrapper
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", kill_after(os.replace))
-        patch.setattr(pathlib.Path, "replace", kill_after(pathlib.Path.replace))
-        with pytest.raises(Killed):
-            tokenize(config(corpus[0], tmp_path / "d", tokenizer))
-    tokenize(config(corpus[0], tmp_path / "d", tokenizer))
-    tokenize(config(corpus[0], tmp_path / "whole", tokenizer))
-    for suffix in (".bin", ".idx", ".tokenizer.json"):
-        assert (tmp_path / f"d{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
-    assert not (tmp_path / "d.partial").exists()
-
-
-def test_two_runs_do_not_write_the_same_prefix(here, corpus, tokenizer, tmp_path, monkeypatch):
-    make = workers.make
-
-    def meanwhile(*arguments):
-        with pytest.raises(ValueError, match="another process is writing it"):
-            tokenize(config(corpus[0], tmp_path / "d", tokenizer))
-        yield from make(*arguments)
-
-    monkeypatch.setattr(workers, "make", meanwhile)
-    tokenize(config(corpus[0], tmp_path / "d", tokenizer))
 
 
 @pytest.mark.parametrize(
