@@ -114,9 +114,16 @@ def channels_by_norm(norms: Float[Array, "*layers d_in"], outliers: int) -> Chan
 def outlier_count(d_in: int, fraction: float, multiple: int = 128) -> int:
     """Returns the number of outliers: the fraction of d_in, rounded down and then up to a multiple.
 
-    At most the largest multiple that d_in holds. The paper has `round(fraction * d_in)` instead; its code
-    rounds to 128 so that no GEMM is padded.
+    At most the largest multiple that d_in holds. The authors' code rounds to 128 so that no GEMM is padded;
+    by its comment the paper has `round(fraction * d_in)`.
+
+    Raises:
+      ValueError: fraction is not within 0 to 1, or multiple is not positive.
     """
+    if not 0 <= fraction <= 1 or multiple < 1:
+        raise ValueError(
+            f"outlier_count needs a fraction from 0 to 1 and a multiple from 1, got {fraction}, {multiple}"
+        )
     wanted = -(-int(d_in * fraction) // multiple) * multiple
     return min(d_in // multiple * multiple, wanted)
 
@@ -129,8 +136,10 @@ def _take(x: jax.Array, channels: Int[AnyArray, " n"], axis: int) -> jax.Array:
 
 def _check_channels(channels: Channels, d_in: int) -> None:
     """Raises TypeError or ValueError unless the channels are two sets of integers that share d_in."""
-    if not all(hasattr(c, "ndim") and jnp.issubdtype(c.dtype, jnp.integer) for c in channels):
-        raise TypeError(f"mixed_dot needs Channels of integer arrays, got {channels!r:.80}")
+    if not isinstance(channels, Channels) or not all(
+        hasattr(c, "ndim") and jnp.issubdtype(c.dtype, jnp.integer) for c in channels
+    ):
+        raise TypeError(f"mixed_dot needs mxjax.Channels of two integer arrays, got {channels!r:.80}")
     if any(c.ndim != 1 for c in channels) or sum(c.size for c in channels) != d_in:
         shapes = [c.shape for c in channels]
         raise ValueError(

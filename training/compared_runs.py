@@ -4,11 +4,12 @@ import itertools
 import json
 import math
 import pathlib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from training.config import Config
-from training.metrics import read_records
+from training.metrics import FILE, read_records
 from training.paired_statistics import has_diverged
 from training.run_config import from_json, read_run_config, to_json
 
@@ -75,6 +76,13 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
         step = config.data.batch_size if sequences else config.data.tokens_a_step
         records = read_records(folder)
         validation = {r["step"] * step: r["eval_loss"] for r in records if "eval_loss" in r}
+        if (beyond := max((r["step"] for r in records), default=0)) > config.steps:
+            raise ValueError(
+                f"{folder / FILE} has step {beyond}, and the run has --steps {config.steps}: "
+                f"python train.py --resume --out {shlex.quote(str(folder))} removes what no checkpoint has"
+            )
+        if not validation and not (folder / FILE).exists():
+            raise ValueError(f"{folder} has no {FILE}: its metrics are lost")
         if not validation:
             raise ValueError(f"{folder} has no evaluation to compare; wait for its first one")
         train = {r["step"] * step: r["loss"] for r in records if "loss" in r}

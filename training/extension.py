@@ -68,6 +68,11 @@ def extend_phases(phases: Sequence[Phase], config: Config, taken: int) -> tuple[
     if (text := config.precision.outlier_channels) is not None:
         return _extend_mixed(phases, config, taken, parse_outliers(text).first_step)
     steps = first_steps(config.precision.policy, config.steps)
+    if len(steps) != len(phases):
+        raise ValueError(
+            f"--steps {config.steps}: --policy repeats a policy at the step at which outlier channels begin, "
+            "so the phases on record are not told apart; begin a run with --init"
+        )
     moved = tuple(phase._replace(first_step=step) for phase, step in zip(phases, steps, strict=True))
     if any(a >= b for a, b in zip(steps, (*steps[1:], config.steps + 1), strict=True)):
         raise ValueError(

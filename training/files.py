@@ -1,5 +1,6 @@
 """Files that are written completely or not at all."""
 
+import errno
 import os
 import pathlib
 import stat
@@ -42,6 +43,16 @@ def unused(path: pathlib.Path) -> pathlib.Path:
     while found.exists():
         number, found = number + 1, path.with_name(f"{path.name}-{number}")
     return found
+
+
+def is_same(descriptor: int, path: pathlib.Path) -> bool:
+    """Returns whether a path names the file that a descriptor has open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError as error:
+        if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
+            return False
+        raise
 
 
 def special_kind(path: pathlib.Path) -> str | None:

@@ -5,13 +5,16 @@ Only a kill or a crash can leave half a line, at the end; readers leave it out.
 
 import bisect
 import json
+import os
 import pathlib
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from training.files import sync, unused, whole_lines, write_atomically
+from training.files import is_same, sync, unused, whole_lines, write_atomically
+from training.startup import program_name
 
 _MOST_RANGES, _MOST_REASONS = 5, 3
 
@@ -20,12 +23,12 @@ type Order[T] = Callable[[T], tuple[str, int]]
 
 
 class LineFile:
-    """Appends lines to a file."""
+    """Appends lines to a file, which is put back if it is removed or replaced meanwhile."""
 
     def __init__(self, path: pathlib.Path, kept: Iterable[bytes]):
         """Replaces the file by one with the lines `kept`, and opens it."""
         write_atomically(path, b"".join(line + b"\n" for line in kept))
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, path.open("a+b", buffering=0)
 
     def write(self, line: str) -> None:
         """Appends a line, or nothing if there is no room for it.
@@ -33,6 +36,8 @@ class LineFile:
         Raises:
           OSError: the line could not be written.
         """
+        if not is_same(self._file.fileno(), self._path):
+            self._put_back()
         end, rest = self._file.seek(0, 2), line.encode() + b"\n"
         try:
             while rest:
@@ -40,6 +45,19 @@ class LineFile:
         except OSError:
             self._file.truncate(end)
             raise
+
+    def _put_back(self) -> None:
+        """Writes the lines so far to a new file of that name; a file that is there gets another."""
+        self._file.seek(0)
+        lines, said = self._file.read(), "was removed"
+        if os.path.lexists(self._path):
+            other = unused(self._path.with_name(f"replaced-{self._path.name}"))
+            self._path.rename(other)
+            said = f"was replaced by another file, which is now {other.name}"
+        write_atomically(self._path, lines)
+        self._file.close()
+        self._file = self._path.open("a+b", buffering=0)
+        print(f"{program_name()}: warning: {self._path} {said}; it is put back", file=sys.stderr)
 
     def sync(self) -> None:
         """Waits until everything written is on the disk."""
@@ -90,7 +108,7 @@ def set_aside_damaged_lines[T](
 def parse_object(text: str | bytes) -> dict[str, Any]:
     """Returns the JSON object that a line holds; raises ValueError if it holds anything else."""
     try:
-        found = json.loads(text)
+        found = json.loads(text if isinstance(text, str) else text.decode())
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

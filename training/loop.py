@@ -16,6 +16,7 @@ from training.interruption import Interrupted, Interruption, RunInterrupted
 from training.mesh import global_batch
 from training.metrics import in_words
 from training.nonfinite import NonFiniteError
+from training.outliers import check_norms, has_outliers
 from training.policy_schedule import Phase, phase_at
 from training.programs import Programs
 from training.progress import is_done, is_on_target, owes_evaluation, reaches_target
@@ -112,6 +113,8 @@ class Loop:
 
     def _begin_phase(self, step: int) -> None:
         self._phase = phase_at(self.run.phases, step)
+        if has_outliers(self._phase.layers):
+            check_norms(self.state.opt_state.norms)
         self._programs = self.make_programs(self._phase)
 
     def _switch_phase(self) -> None:

@@ -130,8 +130,8 @@ def _loss(name: str, value: Any) -> float:
 
 
 def _short(value: Any) -> str:
-    """Returns a value as JSON has it, at most 20 characters of it; "missing" for None."""
-    text = "missing" if value is None else json.dumps(value)
+    """Returns a value as JSON has it, at most 20 characters of it; "missing or null" for None."""
+    text = "missing or null" if value is None else json.dumps(value)
     return text if len(text) <= 20 else f"{text[:17]}..."
 
 

@@ -7,7 +7,7 @@ moments are.
 
 Source: olmo2-training/olmo/quantization_real of thu-ml/TetraJet-v2-NVFP4Training at ca5953f, linear_mix.py
 lines 84-132, calibrate.py lines 11-34. There the norms are of each device's part of a microbatch, in x's
-dtype, and are added up; here of a microbatch on all devices, in float32, and of microbatches the mean.
+dtype, and are added up; here they are of a microbatch on all devices, in float32, and averaged.
 """
 
 import re
@@ -30,12 +30,12 @@ from mxjax.policy import Policy
 
 
 class OutlierSetting(NamedTuple):
-    """Which channels are outliers, and from when on.
+    """How outliers are chosen, and when.
 
     Attributes:
       fraction: share of a layer's input channels.
       start: step after which norms are added up.
-      steps: number of steps over which they are.
+      steps: number of steps that add up norms.
       multiple: the number of outliers is rounded up to a multiple of this.
     """
 
@@ -65,10 +65,11 @@ def parse_outliers(text: str) -> OutlierSetting:
     """
     found = re.fullmatch(r"(0?\.\d+):(\d+):(\d+)(?::(\d+))?", text)
     setting = found and OutlierSetting(float(found[1]), int(found[2]), int(found[3]), int(found[4] or 128))
-    if setting is None or not (setting.fraction and setting.steps):
+    if setting is None or not all(setting[i] for i in (0, 2, 3)) or setting.first_step >= 2**31:
         raise ValueError(
             "--outlier-channels takes FRACTION:START:STEPS, a fraction between 0 and 1 and a positive number "
-            f"of steps, and maybe :MULTIPLE, e.g. 0.1:502:50; got {text!r}"
+            "of steps, all before step 2**31, and maybe a positive :MULTIPLE, e.g. 0.1:502:50; got "
+            f"{text!r}"
         )
     return setting
 
@@ -77,6 +78,13 @@ def add_outliers(layers: LayerPolicies, policy: Policy) -> LayerPolicies:
     """Returns the table with `policy` for the outliers of each linear layer that reads x in 4 bits."""
     added = [f"{name}{OUTLIERS}" for name, own in layers.items() if _is_mixed(name, own)]
     return LayerPolicies((*layers.names, *added), (*layers.policies, *(policy for _ in added)))
+
+
+def drop_unmixed(layers: LayerPolicies) -> LayerPolicies:
+    """Returns the table without the outliers' policies of layers that no longer read x in 4 bits."""
+    unmixed = {f"{name}{OUTLIERS}" for name, policy in layers.items() if not _is_mixed(name, policy)}
+    kept = [(name, policy) for name, policy in layers.items() if name not in unmixed]
+    return LayerPolicies(tuple(name for name, _ in kept), tuple(policy for _, policy in kept))
 
 
 def remove_outliers(layers: LayerPolicies) -> LayerPolicies:
@@ -109,7 +117,8 @@ def check_outliers(
         if name in mixed and not 0 < outliers < d_in:
             raise ValueError(
                 f"--outlier-channels makes {outliers} of the {d_in} input channels of {name} outliers, in "
-                f"multiples of {setting.multiple}; name another MULTIPLE, as FRACTION:START:STEPS:MULTIPLE"
+                f"multiples of {setting.multiple}; name another FRACTION or MULTIPLE, as "
+                "FRACTION:START:STEPS:MULTIPLE"
             )
         axis = RULES[AXES[name][0]]
         parts = mesh[str(axis)] if axis else 1
@@ -143,6 +152,16 @@ def choose_channels(
         name: channels_by_norm(x, outlier_count(x.shape[-1], setting.fraction, setting.multiple))
         for name, x in norms.items()
     }
+
+
+def check_norms(norms: Mapping[str, Float32[Array, "layers d_in"]]) -> None:
+    """Raises ValueError unless norms of each layer have been added up."""
+    empty = [name for name, x in norms.items() if not jnp.all(jnp.any(x > 0, axis=-1))]
+    if empty:
+        raise ValueError(
+            f"the input channels of {', '.join(empty)} have no norms to choose outliers by: every step that "
+            "--outlier-channels names for that was skipped, or x was 0; begin a run with other flags"
+        )
 
 
 def with_outlier_channels(

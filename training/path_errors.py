@@ -10,6 +10,7 @@ from rich.filesize import decimal
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a full disk, a full quota, and a file that may not grow."""
+LIMIT = "Raise the limit of file sizes, ulimit -f, and continue with --resume"
 
 _PERMISSION = "Get permission to read and write there, or name another path"
 _ADVICE = {
@@ -42,6 +43,8 @@ def in_one_line(error: OSError, folder: pathlib.Path | None = None) -> str:
     cause = error.strerror or str(error) or type(error).__name__
     if error.errno in FULL:
         where = pathlib.Path(path or ".")
+        if error.errno == errno.EFBIG:
+            return f"writing to {where}: {cause}. {LIMIT}"
         free = free_space(where)
         return f"writing to {where}, where {free} are free: {cause}. Make room and continue with --resume"
     advice = _ADVICE.get(error.errno or 0)

@@ -95,11 +95,10 @@ def phases_of(
         Phase(first_step, name, layer_policies(policy, rules))
         for first_step, name, policy in parse_schedule(precision.policy, steps, precision.set)
     ]
-    phases = tuple(phases) if rule is None else with_scale_rule(phases, rule)
-    if precision.outlier_channels is None:
-        return phases
-    outlier_policy = load_policy(precision.outlier_policy)
-    return with_outliers(phases, parse_outliers(precision.outlier_channels).first_step, outlier_policy, steps)
+    if precision.outlier_channels is not None:
+        first_step, policy = parse_outliers(precision.outlier_channels).first_step, precision.outlier_policy
+        phases = with_outliers(phases, first_step, load_policy(policy), steps)
+    return tuple(phases) if rule is None else with_scale_rule(phases, rule)
 
 
 def with_outliers(phases: Sequence[Phase], first_step: int, policy: Policy, steps: int) -> tuple[Phase, ...]:

@@ -17,7 +17,14 @@ from mxjax.scales import ScaleRule
 from training.checkpoint.checkpoints import Checkpoints
 from training.config import Config, PrecisionConfig, parse_rules
 from training.metrics import evaluations
-from training.outliers import choose_channels, empty_norms, has_outliers, parse_outliers
+from training.outliers import (
+    check_norms,
+    choose_channels,
+    drop_unmixed,
+    empty_norms,
+    has_outliers,
+    parse_outliers,
+)
 from training.policy_record import from_record
 from training.policy_schedule import Phase, phase_at, phases_of, with_exceptions, with_scale_rule
 from training.run_config import from_json, model_of, read_run_config
@@ -93,6 +100,7 @@ def _channels(checkpoints: Checkpoints, config: Config, model: LlamaConfig, step
     setting = parse_outliers(config.precision.outlier_channels)
     norms = {name: slot.x for name, slot in empty_norms(model).items()}
     saved = checkpoints.restore_part({"opt_state": {"norms": norms}}, step)
+    check_norms(saved["opt_state"]["norms"])
     return choose_channels(saved["opt_state"]["norms"], setting)
 
 
@@ -111,5 +119,6 @@ def choose_phases(
     if arguments.set:
         raise ValueError("--set changes the fields of --policy: name the policy too")
     phases = from_record(saved) or phases_of(config.precision, config.steps, layer_policies)
-    phases = tuple(with_exceptions(phase, parse_rules(arguments.layers)) for phase in phases)
+    phases = [with_exceptions(phase, parse_rules(arguments.layers)) for phase in phases]
+    phases = tuple(phase._replace(layers=drop_unmixed(phase.layers)) for phase in phases)
     return phases if rule is None else with_scale_rule(phases, rule)

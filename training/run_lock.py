@@ -11,9 +11,11 @@ import stat
 from collections.abc import Iterator
 from typing import TextIO
 
+from training.files import is_same
+
 FILE = "lock"
+_BEGIN = "process "
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # on some network file systems
-_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
 class RunLock:
@@ -27,27 +29,17 @@ class RunLock:
 
     def is_in_place(self) -> bool:
         """Returns whether the lock file still lies in the folder, under its name."""
-        return _is_same(self._file, self.folder / FILE)
+        return is_same(self._file, self.folder / FILE)
 
     def folder_now(self) -> pathlib.Path | None:
         """Returns where the folder lies now; None if it was removed, or the system cannot say."""
-        if _is_same(self._opened_folder, self.folder):
+        if is_same(self._opened_folder, self.folder):
             return self.folder
         try:
             found = pathlib.Path(f"/proc/self/fd/{self._opened_folder}").readlink()  # Linux
         except OSError:
             return None
-        return found if _is_same(self._opened_folder, found) else None
-
-
-def _is_same(descriptor: int, path: pathlib.Path) -> bool:
-    """Returns whether a path names the file that a descriptor has open."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError as error:
-        if error.errno in _GONE:
-            return False
-        raise
+        return found if is_same(self._opened_folder, found) else None
 
 
 @contextlib.contextmanager
@@ -55,16 +47,18 @@ def locked(folder: pathlib.Path) -> Iterator[RunLock]:
     """Creates the folder and holds its lock during the block.
 
     Raises:
-      ValueError: another process holds the lock; the message names the process and its host.
+      ValueError: another process holds the lock; the message names the process and its host. Or the file is
+        not a run's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Not through a link, which may lead anywhere. Closed in child processes that execute another program.
     descriptor = _open(folder, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     with os.fdopen(descriptor, "a+", errors="replace") as file, contextlib.ExitStack() as stack:
         _lock(folder, file, fcntl.LOCK_EX)
+        _check_content(folder, file)
         file.truncate(0)
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n")
+        file.write(f"{_BEGIN}{os.getpid()} on {socket.gethostname()} since {now}\n")
         file.flush()
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         stack.callback(os.close, opened)
@@ -91,6 +85,13 @@ def _open(folder: pathlib.Path, how: int) -> int:
         os.close(descriptor)
         raise ValueError(f"{folder / FILE} is not a file: remove it")
     return descriptor
+
+
+def _check_content(folder: pathlib.Path, file: TextIO) -> None:
+    """Raises ValueError if the file holds what no run has written, or lies elsewhere too."""
+    file.seek(0)
+    if os.fstat(file.fileno()).st_nlink > 1 or file.read(len(_BEGIN)) not in ("", _BEGIN):
+        raise ValueError(f"{folder / FILE} is not the lock of a run: move it away")
 
 
 def _lock(folder: pathlib.Path, file: TextIO, how: int) -> None:

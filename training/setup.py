@@ -21,7 +21,7 @@ from mxjax.layers import LayerPolicies
 from mxjax.remat import check_remat
 from training import mlperf_log, tensorboard, wandb_run
 from training.checkpoint.structure import check_saveable
-from training.config import Config
+from training.config import Config, PrecisionConfig
 from training.data.load import load_data
 from training.data.megatron import MegatronCorpus
 from training.data.text import TextCorpus
@@ -188,6 +188,8 @@ def check_outlier_channels(
 ) -> None:
     """Raises ValueError if the run cannot have the outlier channels that its flags name."""
     if config.precision.outlier_channels is None:
+        if config.precision.outlier_policy != PrecisionConfig.outlier_policy:
+            raise ValueError("--outlier-policy has no effect without --outlier-channels FRACTION:START:STEPS")
         return
     setting = parse_outliers(config.precision.outlier_channels)
     if config.observe.stats_every is not None:

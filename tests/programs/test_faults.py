@@ -146,7 +146,9 @@ def test_files_that_cannot_be_written_end_the_run_with_a_message(text, tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-        with pytest.raises(SystemExit, match=r"writing to .*run, where .*B are free: File too large"):
+        with pytest.raises(
+            SystemExit, match=r"writing to .*run: File too large\. Raise the limit of file sizes, ulimit -f"
+        ):
             train(*arguments(text, tmp_path / "run"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -202,14 +204,14 @@ SAVE = (
     + """
 at_step = jax.jit(lambda state, step: state._replace(step=step))
 folder = pathlib.Path(sys.argv[3])
-summed, crc32, problem = set(), checksums._crc32, checksums._problem
-checksums._crc32 = lambda path: summed.add(path.parents[path.parent.name == "d"].name) or crc32(path)
+summed, crc32, problem = set(), checksums.crc32_of, checksums.problem
+checksums.crc32_of = lambda path: summed.add(path.parents[path.parent.name == "d"].name) or crc32(path)
 with Checkpoints(folder, keep=2, losses={1: 1.0}) as checkpoints:
     for step in range(1, 5):
         checkpoints.save(at_step(state, np.int32(step)), {"next_index": step})
 print(json.dumps(sorted(summed)))
 read = set()
-checksums._problem = lambda path, *rest: read.add(str(path.relative_to(folder))) or problem(path, *rest)
+checksums.problem = lambda path, *rest: read.add(str(path.relative_to(folder))) or problem(path, *rest)
 checksums.problems(folder / "4", share=(jax.process_index(), 2))
 print(json.dumps(sorted(read)))
 if jax.process_index() == 0:

@@ -126,6 +126,31 @@ def test_damaged_events_of_mlperfs_log_are_taken_out(tmp_path):
     assert set_aside_damaged_lines(tmp_path / "none", json.loads) == []
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_was_removed_or_replaced_is_put_back(tmp_path, capsys, replaced):
+    path = tmp_path / "metrics.jsonl"
+    file = LineFile(path, [b"first"])
+    file.write("second")
+    path.unlink()
+    if replaced:
+        path.write_text("another")
+    file.write("third")
+    file.write("fourth")
+    file.close()
+    assert path.read_text() == "first\nsecond\nthird\nfourth\n"
+    said = "replaced by another file, which is now replaced-metrics.jsonl" if replaced else "removed"
+    assert capsys.readouterr().err.count(f"metrics.jsonl was {said}; it is put back") == 1
+    assert not replaced or (tmp_path / "replaced-metrics.jsonl").read_text() == "another"
+
+
+@pytest.mark.parametrize(
+    "line", [b'\xef\xbb\xbf{"step": 1}', '{"step": 1}'.encode("utf-16-le"), b'{"step": "\xed\xa0\x80"}']
+)
+def test_a_line_that_is_not_utf_8_is_damaged(line):
+    with pytest.raises(ValueError, match="it is no JSON object"):
+        parse_record(line)
+
+
 def test_missing_steps_are_named(tmp_path):
     assert missing_steps(tmp_path, 0) == []
     assert "lacks step 1 to 2 of the 2 taken" in missing_steps(tmp_path, 2)[0]

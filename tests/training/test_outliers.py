@@ -24,8 +24,10 @@ from training.extension import extend_phases
 from training.outliers import (
     OutlierSetting,
     add_outliers,
+    check_norms,
     check_outliers,
     choose_channels,
+    drop_unmixed,
     empty_norms,
     has_outliers,
     input_shapes,
@@ -33,7 +35,7 @@ from training.outliers import (
     remove_outliers,
     with_outlier_channels,
 )
-from training.policy_schedule import phases_of, without_outliers
+from training.policy_schedule import phases_of, with_exceptions, without_outliers
 from training.recipes import expand
 from training.weight_hooks import Hook, with_hook
 
@@ -171,7 +173,45 @@ def test_the_recipe_stands_for_its_flags():
     assert OutlierSetting(0.1, 502, 50).first_step == 553
 
 
-@pytest.mark.parametrize("text", ["0.1:502", "0:1:1", "1.5:1:1", "0.1:1:0", "0.1:-1:3", "x:1:1", "0.1:1:1:"])
+def test_channels_without_norms_are_not_chosen():
+    norms = {"attention.qkv": np.ones((2, 4)), "mlp.down": np.array([[0.0, 1.0], [0.0, 0.0]])}
+    with pytest.raises(ValueError, match=r"the input channels of mlp\.down have no norms"):
+        check_norms(norms)
+    check_norms({"attention.qkv": norms["attention.qkv"]})
+
+
+def test_exceptions_take_the_outliers_policy_with_them():
+    phases = phases_of(
+        PrecisionConfig("tetrajet_v2", outlier_channels="0.5:1:1:32"), 9, layer_policies_of(SMALL)
+    )
+    exact = with_exceptions(phases[1], [("blocks.0.mlp.down", mxjax.get_policy("bf16"))])
+    names = drop_unmixed(exact.layers).names
+    assert "blocks.0.mlp.down.outliers" not in names
+    assert "blocks.1.mlp.down.outliers" in names
+
+
+def test_a_scale_rule_is_of_the_outliers_too():
+    precision = PrecisionConfig(
+        "wgrad", "even", outlier_channels="0.5:1:1:32", outlier_policy="wgrad_hadamard"
+    )
+    layers = dict(phases_of(precision, 9, layer_policies_of(SMALL))[1].layers.items())
+    assert layers["blocks.0.mlp.down.outliers"].wgrad.lhs.scale_rule == "even"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0.1:502",
+        "0:1:1",
+        "1.5:1:1",
+        "0.1:1:0",
+        "0.1:-1:3",
+        "x:1:1",
+        "0.1:1:1:",
+        "0.1:1:1:0",
+        "0.1:2147483000:900",
+    ],
+)
 def test_a_malformed_setting_is_refused(text):
     with pytest.raises(ValueError, match="--outlier-channels takes FRACTION:START:STEPS"):
         parse_outliers(text)

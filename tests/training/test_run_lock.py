@@ -59,3 +59,14 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     with pytest.raises(ValueError, match="lock is not a file: remove it"), locked(tmp_path / "run"):
         pass
     assert (tmp_path / "other").read_text() == "as it was"
+
+
+@pytest.mark.parametrize("hard_link", [False, True])
+def test_a_file_of_that_name_that_is_no_lock_is_kept(tmp_path, hard_link):
+    content = "process 1 on host\n" if hard_link else "my notes\n"
+    (tmp_path / "lock").write_text(content)
+    if hard_link:
+        os.link(tmp_path / "lock", tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="lock is not the lock of a run: move it away"), locked(tmp_path):
+        pass
+    assert (tmp_path / "lock").read_text() == content

@@ -23,7 +23,7 @@ from rich.filesize import decimal
 from training.checkpoint import checksums
 from training.checkpoint.damaged import describe_damage, find_problems, saved_steps
 from training.checkpoint.structure import Shapes, check_opens, check_saveable, saved_shapes, shapes
-from training.path_errors import FULL, free_space, in_one_line
+from training.path_errors import FULL, LIMIT, free_space, in_one_line
 from training.processes import ProcessError, together
 from training.step import TrainState
 
@@ -275,7 +275,10 @@ class Checkpoints:
             raise CheckpointError(f"{failed}; {last}. {in_one_line(cause)}") from cause
         if isinstance(cause, OSError) or any(os.strerror(number) in said for number in FULL):
             room = f"where {free_space(self._folder)} are free; it takes up to {decimal(size)}"
-            message = f"{failed}, {room}; {last}. Make room and continue with --resume. {said}"
+            remedy = "Make room and continue with --resume"
+            if os.strerror(errno.EFBIG) in said:
+                room, remedy = f"it takes up to {decimal(size)}", LIMIT
+            message = f"{failed}, {room}; {last}. {remedy}. {said}"
             raise CheckpointError(message) from cause
         remedy = "Check that the folder is in its place and can be written, and continue with --resume"
         raise CheckpointError(f"{failed}; {last}. {remedy}. {said}") from cause

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
-from training.files import sync, temporary_path
+from training.files import special_kind, sync, temporary_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -66,6 +66,8 @@ class IndexedDataset:
         self._index_path, self._bin_path = self.prefix + ".idx", self.prefix + ".bin"
         for path in (self._index_path, self._bin_path):
             if not os.path.isfile(path):
+                if (kind := special_kind(pathlib.Path(path))) is not None:
+                    raise ValueError(f"{path} is a {kind}: a dataset needs a file there")
                 raise ValueError(f"{path}: no such file; a dataset PREFIX is PREFIX.bin and PREFIX.idx")
         self._map_index()
         self._check_index()

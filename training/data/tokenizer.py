@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 from training.extras import require
+from training.files import special_kind
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Names in GPT-2, Llama 3, Llama 2 and T5, Gemma.
@@ -19,6 +20,8 @@ def load_tokenizer(path: pathlib.Path) -> Any:
       ValueError: there is no such file, or it is not a tokenizer.
       MissingExtraError: the package tokenizers is not installed.
     """
+    if (kind := special_kind(path)) is not None:
+        raise ValueError(f"--tokenizer {path} is a {kind}: name a file")
     if not path.is_file():
         raise ValueError(f"--tokenizer {path}: no such file; train one with --train-tokenizer --vocab-size N")
     library = tokenizers_library()

@@ -4,11 +4,13 @@ import glob
 import gzip
 import json
 import os
+import pathlib
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from training.extras import check_extra
+from training.files import special_kind
 
 _JSON_LINES = (".json", ".jsonl")
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".txt.gz", ".txt", ".parquet")
@@ -41,6 +43,8 @@ def find_files(patterns: Sequence[str]) -> list[str]:
         paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         inside = [f for p in paths if os.path.isdir(p) for f in glob.glob(os.path.join(glob.escape(p), "*"))]
         files = [p for p in paths if os.path.isfile(p)] + [f for f in inside if f.endswith(SUFFIXES)]
+        if not files and os.path.exists(pattern) and (kind := special_kind(pathlib.Path(pattern))):
+            raise ValueError(f"--input {pattern} is a {kind}: write what it gives into a file, and name that")
         if not files:
             raise ValueError(f"--input {pattern!r} matches no file of {', '.join(SUFFIXES)}")
         found.update(files)

@@ -218,7 +218,13 @@ def _tokenizer(config: TokenizeConfig, folder: pathlib.Path, files: list[str]) -
     if record is None or problem(path, record["tokenizer"]):
         start, size = time.monotonic(), config.vocab_size or 32_000
         write_atomically(path, train_tokenizer(files, config.field, size, config.train_characters))
-        write_atomically(folder / _TOKENIZER_SUMS, to_checked({"tokenizer": size_and_crc32(path)}))
+        sums = to_checked({"tokenizer": size_and_crc32(path)})
+        if record is not None and sums != to_checked(record):
+            raise ValueError(
+                f"{path} was damaged, and training gives another tokenizer than before: the input or the "
+                f"version of tokenizers has changed; remove {folder} to start over"
+            )
+        write_atomically(folder / _TOKENIZER_SUMS, sums)
         made = tokenizer_vocab_size(path)
         fewer = "" if made == size else f", fewer than the {size:,} asked for: there is too little text"
         print(f"trained a tokenizer of {made:,} tokens in {time.monotonic() - start:.0f} s{fewer}")

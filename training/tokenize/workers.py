@@ -74,8 +74,8 @@ def _problem(folder: pathlib.Path, number: int) -> str | None:
 
 
 def have_tokens(folder: pathlib.Path) -> bool:
-    """Returns whether a finished shard holds tokens."""
-    return any((read_checked(path) or {}).get("tokens") for path in folder.glob(_RECORDS))
+    """Returns whether a finished shard holds tokens, or may: its record is damaged."""
+    return any((read_checked(path) or {"tokens": 1}).get("tokens") for path in folder.glob(_RECORDS))
 
 
 def remove(folder: pathlib.Path) -> None:
