@@ -117,17 +117,20 @@ def make_train_step(
         finite &= all_finite(updated)
         params, largest_params = _largest_unless(finite, state.params)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, (params, state.opt_state))
-        taken = jnp.where(finite | skip_nonfinite, 1, 0)
-        new = TrainState(
-            state.step + taken,
-            *kept,
-            finite=finite | skip_nonfinite,
-            skipped=state.skipped + jnp.where(finite, 0, taken),
-        )
         largest = jnp.stack([jnp.where(finite, 0, largest_values(grads)), largest_params])
-        return new, StepMetrics(value, grad_norm, finite, state.skipped, largest)
+        metrics = StepMetrics(value, grad_norm, finite, state.skipped, largest)
+        return _next_state(state, kept, finite, skip_nonfinite), metrics
 
     return step
+
+
+def _next_state(
+    state: TrainState, kept: tuple[Any, Any], finite: Bool[Array, ""], skip_nonfinite: bool
+) -> TrainState:
+    """Returns the state after a step that is counted, or skipped, or ends the run."""
+    taken = jnp.where(finite | skip_nonfinite, 1, 0)
+    skipped = state.skipped + jnp.where(finite, 0, taken)
+    return TrainState(state.step + taken, *kept, finite=finite | skip_nonfinite, skipped=skipped)
 
 
 def scheduled(step: Callable[..., Any], learning_rate: optax.Schedule) -> Callable[..., Any]:

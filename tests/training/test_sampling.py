@@ -43,7 +43,7 @@ def test_greedy_tokens_equal_those_without_a_cache(run, monkeypatch, capsys):
     result = json.loads(last)
     assert printed == "def " + result["text"]
     assert (result["policy"], result["step"], result["tokens"]) == ("wgrad_rht", 1, 5)
-    _, model, params, _, phase, _ = restore(SampleConfig(run))
+    _, model, params, _, phase, *_ = restore(SampleConfig(run))
     tokens = jnp.array([[*b"def ", *map(int, result["text"].split())]])
     apply = jax.jit(functools.partial(llama.apply, model, policies=phase.layers))
     following = jnp.argmax(apply(params, tokens, key=jax.random.key(0)), axis=-1)[0]
