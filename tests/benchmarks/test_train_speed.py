@@ -163,6 +163,7 @@ def test_all_jobs_train_on_the_same_text(tmp_path):
     assert train_job.learning_rate(job) == (1e-3, 100)
 
 
+@pytest.mark.slow
 def test_a_policys_steps_are_measured():
     job = Job(OURS, "bf16", "tiny", batch=2, seq=16, steps=2, before=1)
     found = train_ours.run(job)

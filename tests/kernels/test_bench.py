@@ -148,6 +148,7 @@ def test_ragged_reports_every_case_with_its_time_or_why_there_is_none(implementa
     assert lines[0].startswith("skewed: rows of the experts [")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_gemm")
 def test_gemm_times_every_candidate_and_writes_the_fastest(capsys, tmp_path):
     bench_gemm.main([*GEMM, "--table", str(tmp_path / "tiles.json")])

@@ -165,6 +165,7 @@ def test_damaged_records_and_a_renamed_checkpoint_cost_nothing_else(run, whole, 
     assert found < losses
 
 
+@pytest.mark.slow
 def test_moments_that_would_become_nan_end_the_run_with_its_last_finite_state(text, tmp_path):
     out = tmp_path / "run"
     said = error_of(*SHORT, "--data", text, "--out", out, "--eps", "0")

@@ -103,6 +103,7 @@ def test_the_start_says_what_a_step_takes(text, tmp_path, monkeypatch, capsys, l
     assert ("warning: that is more than there is: lower --batch-size" in printed) == warns
 
 
+@pytest.mark.slow
 def test_an_interrupted_program_ends_with_success(text, tmp_path, monkeypatch):
     step = step_reporter.StepReporter.step
 
