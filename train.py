@@ -37,6 +37,7 @@ from training.metrics import evaluations, missing_steps, set_aside_damaged_recor
 from training.mlperf_log import set_aside_damaged_events
 from training.nonfinite import NonFiniteError, check_state
 from training.optimizer import optimizer_of
+from training.outliers import OutlierError
 from training.parameter_sharding import first_state
 from training.policy_record import changed_files
 from training.processes import ProcessError, is_first_process, join_processes, together
@@ -48,7 +49,7 @@ from training.setup import Run, check_folder, open_folder, remove_beginning, set
 from training.step import TrainState
 from training.vocabulary import resize
 
-SHARED = NonFiniteError, ProcessError, RunInterrupted
+SHARED = NonFiniteError, OutlierError, ProcessError, RunInterrupted
 """Errors that all processes raise at the same place."""
 
 
@@ -59,6 +60,7 @@ def train(config: Config) -> dict[str, float]:
       SystemExit: the configuration cannot be carried out; the message says why.
       RunInterrupted: SIGINT or SIGTERM ended the run after a checkpoint.
       NonFiniteError: a loss, gradient or update was NaN or infinite; the evidence is saved.
+      OutlierError: outlier channels were to be chosen, and there are no norms to choose by.
       CheckpointError: a checkpoint could not be saved.
       FolderLostError: the run's folder was moved, removed or replaced.
       ProcessError: another process of the run failed.
@@ -181,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
         train(config)
     except RunInterrupted:  # already reported, and nothing is lost
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # another process may send it once more
-    except (NonFiniteError, CheckpointError, FolderLostError, ProcessError) as error:
+    except (NonFiniteError, OutlierError, CheckpointError, FolderLostError, ProcessError) as error:
         sys.exit(f"train.py: error: {error}")
 
 

@@ -50,6 +50,10 @@ class OutlierSetting(NamedTuple):
         return self.start + self.steps + 1
 
 
+class OutlierError(ValueError):
+    """There are no norms by which outlier channels could be chosen."""
+
+
 class OutlierState(NamedTuple):
     """The state of an optimizer, with the sums of norms by name of the layer, stacked over blocks."""
 
@@ -155,10 +159,10 @@ def choose_channels(
 
 
 def check_norms(norms: Mapping[str, Float32[Array, "layers d_in"]]) -> None:
-    """Raises ValueError unless norms of each layer have been added up."""
+    """Raises OutlierError unless norms of each layer have been added up."""
     empty = [name for name, x in norms.items() if not jnp.all(jnp.any(x > 0, axis=-1))]
     if empty:
-        raise ValueError(
+        raise OutlierError(
             f"the input channels of {', '.join(empty)} have no norms to choose outliers by: every step that "
             "--outlier-channels names for that was skipped, or x was 0; begin a run with other flags"
         )

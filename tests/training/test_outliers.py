@@ -22,6 +22,7 @@ from training import deoscillation
 from training.config import Config, PrecisionConfig
 from training.extension import extend_phases
 from training.outliers import (
+    OutlierError,
     OutlierSetting,
     add_outliers,
     check_norms,
@@ -175,7 +176,7 @@ def test_the_recipe_stands_for_its_flags():
 
 def test_channels_without_norms_are_not_chosen():
     norms = {"attention.qkv": np.ones((2, 4)), "mlp.down": np.array([[0.0, 1.0], [0.0, 0.0]])}
-    with pytest.raises(ValueError, match=r"the input channels of mlp\.down have no norms"):
+    with pytest.raises(OutlierError, match=r"the input channels of mlp\.down have no norms"):
         check_norms(norms)
     check_norms({"attention.qkv": norms["attention.qkv"]})
 
