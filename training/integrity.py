@@ -19,12 +19,12 @@ def crc32_of(path: pathlib.Path) -> str:
 
 
 def size_and_crc32(path: pathlib.Path) -> tuple[int, str]:
-    """Returns what `problem` compares."""
+    """Returns a file's size in bytes and its CRC32."""
     return path.stat().st_size, crc32_of(path)
 
 
 def problem(path: pathlib.Path, recorded: Any, largest: float = float("inf")) -> str | None:
-    """Returns what is wrong with a file, to follow its name; None if it is as recorded.
+    """Compares a file with its record; returns None, or the difference, such as "is damaged".
 
     Args:
       path: the file.
