@@ -11,6 +11,7 @@ from support.llamas import layer_policies
 
 from models import attention, llama
 from models.configs import LlamaConfig
+from mxjax import implementations
 from mxjax.recipes import get_policy
 from mxjax.remat import check_remat
 from training.memory import kept_bytes
@@ -123,6 +124,21 @@ def test_fp4_without_packed_operands_is_refused(policy, implementation):
         check_remat("fp4", [get_policy(policy)], implementation)
     check_remat("dots", [get_policy(policy)], implementation)
     check_remat("fp4", [get_policy("bf16"), get_policy("wgrad")], "fp8_carriers")
+
+
+def test_fp4_is_refused_where_the_gradient_reads_the_tensors(params, monkeypatch):
+    """On GPUs the backward GEMMs of `quartet` take packed operands, but their estimates read x and w."""
+    monkeypatch.setattr(implementations, "_fastest", lambda target: "fp8_carriers")
+    assert implementations.implementations_of(get_policy("quartet"), None)[:3] == (
+        "xla",
+        "fp8_carriers",
+        "fp8_carriers",
+    )
+    attention_alone = 2 * TOKENS * SMALL.n_heads * SMALL.head_dim
+    assert kept(params, "quartet", None, "fp4") == attention_alone
+    with pytest.raises(ValueError, match="would keep no operands: these policies' gradients read x and w"):
+        check_remat("fp4", [get_policy("quartet")], None)
+    check_remat("fp4", [get_policy("quartet"), get_policy("amazon")], None)
 
 
 def test_cudnn_s_attention_is_kept_with_its_statistics(params, monkeypatch):
