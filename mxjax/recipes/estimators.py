@@ -12,7 +12,10 @@ def estimators() -> dict[str, Policy]:
 
 
 def _uniform4() -> Policy:
-    """UFP4, arXiv 2606.20381, in MX blocks, whose power of two is such that nothing clips."""
+    """UFP4, arXiv 2606.20381, in MX blocks, whose power of two is such that nothing clips.
+
+    The paper's blocks (table 1) have 16 elements and a float32 scale. No code of its authors is public.
+    """
     uniform = Operand("mxfp4_e1m2", scale_rule="rceil")  # a uniform grid (abstract)
     gradient = dataclasses.replace(uniform, rounding="stochastic")  # of dy alone (abstract)
     redrawn = Rotation(16, "redrawn")  # random Hadamard rotations of all three GEMMs (abstract)
@@ -37,7 +40,8 @@ def _quartet() -> Policy:
 def _averis() -> Policy:
     """Averis, arXiv 2603.10444: the token means of x and dy are split off before quantization (abstract).
 
-    Block shapes and rounding are those of NVFP4's recipe, whose rotation the split replaces.
+    Block shapes and rounding are those of NVFP4's recipe, whose rotation the split replaces. The paper
+    quantizes the mean too (equation 11); here it is multiplied in float32. No code of its authors is public.
     """
     x, w = Operand("nvfp4", split="mean"), Operand("nvfp4", block_shape=(16, 16))
     dy = dataclasses.replace(x, rounding="stochastic")
