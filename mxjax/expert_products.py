@@ -20,10 +20,9 @@ from jaxtyping import Array, Float, Int32
 from mxjax.derivatives import first_order_only
 from mxjax.fp8_carriers import Carrier
 from mxjax.gemm import multiply
-from mxjax.gemm_input import fold, gemm_inputs
 from mxjax.implementations import How
 from mxjax.kmajor import KMajor
-from mxjax.matmul import Options, backward_inputs
+from mxjax.matmul import Options, policy_inputs
 from mxjax.prepare import Prepared, prepare
 from mxjax.quantize import MXArray
 
@@ -87,7 +86,7 @@ def _at_capacity(levels: tuple[int, ...], sizes: Int32[Array, "g"], run: Callabl
 def _forward(options: Options, capacity: int, x, w, sizes, key) -> jax.Array:
     policy, gemms, dtypes, *_ = options
     x, w = first_order_only(x), first_order_only(w)
-    left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
+    (left, right), *_ = policy_inputs(policy, key)
     [lhs] = prepare(_by_expert(x, sizes, capacity), [(gemms.fprop, left)])
     [rhs] = prepare(w, [(gemms.fprop, right)])
     y = _multiply_each(options, gemms.fprop, dtypes[0], lhs, rhs, ("e4m3", "e4m3"))
@@ -98,7 +97,7 @@ def _forward(options: Options, capacity: int, x, w, sizes, key) -> jax.Array:
 def _backward(options: Options, capacity: int, x, w, sizes, key, dy) -> tuple[jax.Array, jax.Array]:
     policy, gemms, dtypes, *_ = options
     x, w, dy = (first_order_only(t) for t in (x, w, dy))
-    dgrad, wgrad, seen_w, seen_x = backward_inputs(policy, key)
+    _, dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, key)
     rows = x.shape[0]
     x, dy = (_by_expert(t, sizes, capacity) for t in (x, dy))
     dy_rows, dy_columns = prepare(dy, [(gemms.dgrad, dgrad[0]), (gemms.wgrad, wgrad[1])])

@@ -1,6 +1,7 @@
 """`GemmInput`: a tensor as one GEMM takes it, rotated and quantized along the contracted axis."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -63,10 +64,11 @@ def gemm_inputs(
     gemm: Gemm, lhs_axis: int, rhs_axis: int, key: jax.Array | None
 ) -> tuple[GemmInput, GemmInput]:
     """Returns the inputs of a GEMM's two operands; `key` is the GEMM's own."""
-    signs = draw_signs(gemm.rotation, fold(key, 2))
+    of_lhs, of_rhs, of_signs = fold_each(key if gemm.needs_key else None, 3)
+    signs = draw_signs(gemm.rotation, of_signs)
     return (
-        GemmInput(lhs_axis, gemm.lhs, gemm.rotation, signs, fold(key, 0)),
-        GemmInput(rhs_axis, gemm.rhs, gemm.rotation, signs, fold(key, 1)),
+        GemmInput(lhs_axis, gemm.lhs, gemm.rotation, signs, of_lhs),
+        GemmInput(rhs_axis, gemm.rhs, gemm.rotation, signs, of_rhs),
     )
 
 
@@ -123,6 +125,19 @@ def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Arra
         key = jax.random.key(rotation.seed, impl="threefry2x32")
     assert key is not None
     return random_signs(key, rotation.size)
+
+
+def fold_each(key: jax.Array | None, n: int) -> Sequence[jax.Array | None]:
+    """Returns the key with each index below n folded in, drawn together, or n times None without a key.
+
+    A barrier follows: otherwise XLA draws them again wherever one is used. A chain of four keys leads to each
+    operand, and to fuse them in a model's step then takes XLA minutes on a GPU.
+    """
+    if key is None:
+        return (None,) * n
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n))
+    keys = lax.optimization_barrier(keys)
+    return [keys[i] for i in range(n)]
 
 
 def fold(key: jax.Array | None, *indices: int) -> jax.Array | None:
