@@ -59,6 +59,7 @@ _SOURCES = {
     "ms_fp4_clip": "Azure/MS-AMP, for arXiv 2501.17116",
     "quartet": "arXiv 2505.14669",
     "uniform4": "arXiv 2606.20381, in MX blocks",
+    "uniform4_fp32": "arXiv 2606.20381",
     "chmiel_mx": "arXiv 2112.10769, in MX blocks",
     "primus_turbo": "AMD's Primus-Turbo",
     "lumen": "AMD's Lumen",

@@ -1,4 +1,4 @@
-"""The policies `uniform4` and `averis`, which have no public code, against formulas in float64.
+"""The policies `uniform4`, `uniform4_fp32` and `averis`, without public code, against formulas in float64.
 
 Rounding is gfloat's. Every operand is rounded to nearest; which ones the policies round stochastically,
 tests/mxjax/test_recipes.py says.
@@ -46,20 +46,38 @@ def nearest(policy):
     return map_operands(policy, lambda operand: dataclasses.replace(operand, rounding="nearest"))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_uniform4_multiplies_rotated_operands_on_a_uniform_grid(implementation):
-    """Three products of MX blocks of E1M2, each rotated by H16 with its own signs along what it contracts."""
+def mx(t):
+    """MX blocks of E1M2 along the last axis, dequantized, by scales at which nothing clips."""
+    scales, elements = quantize(t, ELEMENT_INFO["e1m2"], "rceil")
+    return elements * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=-1)
+
+
+def blocks_of_16(t):
+    """Blocks of 16 of E1M2 along the last axis, dequantized, whose largest magnitudes become 3.5."""
+    blocks = t.astype(np.float64).reshape(len(t), -1, 16)
+    scale = np.abs(blocks).max(axis=-1, keepdims=True) / 3.5
+    return (round_nearest(blocks / scale, ELEMENT_INFO["e1m2"]) * scale).reshape(t.shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantized", "implementation"),
+    [
+        ("uniform4", mx, "xla"),
+        ("uniform4_fp32", blocks_of_16, "xla"),
+        pytest.param("uniform4", mx, "reference", marks=pytest.mark.slow),
+        pytest.param("uniform4_fp32", blocks_of_16, "reference", marks=pytest.mark.slow),
+    ],
+)
+def test_uniform4_multiplies_rotated_operands_on_a_uniform_grid(name, quantized, implementation):
+    """Three products of quantized operands, each rotated with its own signs along what it contracts."""
     signs = np.random.default_rng(1).choice([-1, 1], (3, 16))
-    gemms = nearest(mxjax.get_policy("uniform4")).gemms.values()
+    gemms = nearest(mxjax.get_policy(name)).gemms.values()
     policy = Policy(*(with_signs(gemm, s) for gemm, s in zip(gemms, signs, strict=True)))
 
     def seen(t, s):
-        """t [.., k] rotated, quantized and dequantized along its last axis; nothing clips."""
-        blocks = t.astype(np.float64).reshape(len(t), -1, 16) * s @ (hadamard(16) / 4)
-        rotated = blocks.reshape(t.shape).astype(np.float32)
-        scales, elements = quantize(rotated, ELEMENT_INFO["e1m2"], "rceil")
-        assert set(np.unique(2 * np.abs(elements))) == set(range(8))
-        return elements * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=-1)
+        """t [.., k] rotated and quantized along its last axis."""
+        rotated = t.astype(np.float64).reshape(len(t), -1, 16) * s @ (hadamard(16) / 4)
+        return quantized(rotated.reshape(t.shape).astype(np.float32))
 
     x, w, dy = tensors()
     fprop, dgrad, wgrad = signs
@@ -72,6 +90,26 @@ def test_uniform4_multiplies_rotated_operands_on_a_uniform_grid(implementation):
             seen(x.T, wgrad) @ seen(dy.T, wgrad).T,
         ),
     )
+
+
+def test_the_uniform_grid_with_float32_scales():
+    """Short blocks, zeros, NaN and both axes; every code occurs."""
+    x = np.random.default_rng(0).standard_normal((48, 40)).astype(np.float32)
+    x[2, :16], x[3, 20], x[4, 35] = 0, np.nan, np.inf
+    for axis, t in ((1, x), (0, x.T)):
+        q = mxjax.quantize(t, "fp4_e1m2", axis=axis)
+        value = np.asarray(mxjax.dequantize(q)) if axis else np.asarray(mxjax.dequantize(q)).T
+        assert q.scales is not None
+        assert q.scales.dtype == np.float32
+        with np.errstate(invalid="ignore"):
+            e = blocks_of_16(np.pad(np.where(np.isfinite(x) & (x != 0), x, 1), ((0, 0), (0, 8))))[:, :40]
+        plain = np.isin(np.arange(48), [2, 3, 4], invert=True)
+        np.testing.assert_allclose(value[plain], e[plain], rtol=3e-7)
+        np.testing.assert_array_equal(value[2, :16], 0)
+        assert np.isnan(value[3, 16:32]).all()
+        assert np.isnan(value[4, 32:]).all()
+        assert np.isfinite(value[3, :16]).all()
+    assert set(np.unique(np.asarray(q.elements, np.float32)[:, plain])) == set(np.arange(-7, 8) / 2)
 
 
 def nvfp4(t, rows=1):
