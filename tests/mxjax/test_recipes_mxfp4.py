@@ -66,6 +66,7 @@ def test_backward_gemms_of_amazon_without_stochastic_rounding_are_those_of_the_r
     agree(run(mxjax.get_policy(name), "xla"), name, ("dx", "dw"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tetrajet", "amazon"])
 def test_stochastic_rounding_draws_the_values_of_the_repository_with_its_probabilities(name):
     operand = mxjax.get_policy(name).dgrad.lhs
