@@ -16,6 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mxjax.derivatives import first_order_only
+from mxjax.draws import draw_words
 from mxjax.estimators import changes_gradient, gradients_read_tensors, through_quantization
 from mxjax.gemm import multiply
 from mxjax.gemm_input import GemmInput, as_backward_sees, fold_each, gemm_inputs
@@ -235,10 +236,12 @@ def policy_inputs(policy: Policy, key):
 
     They give what Dgrad sees of w, and what Wgrad sees of x.
     """
-    of_fprop, of_dgrad, of_wgrad = fold_each(key, 3)
-    left, right = fprop = gemm_inputs(policy.fprop, -1, -2, of_fprop)
-    dgrad = gemm_inputs(policy.dgrad, -1, -1, of_dgrad)
-    wgrad = gemm_inputs(policy.wgrad, -2, -2, of_wgrad)
+    axes, words = ((-1, -2), (-1, -1), (-2, -2)), draw_words(policy, key)
+    fprop, dgrad, wgrad = (
+        gemm_inputs(gemm, *axes[i], of_gemm, None if words is None else words[i])
+        for i, (gemm, of_gemm) in enumerate(zip(policy.gemms.values(), fold_each(key, 3), strict=True))
+    )
+    left, right = fprop
 
     def seen_w(w):
         return as_backward_sees(w, policy.dgrad.rhs, right)

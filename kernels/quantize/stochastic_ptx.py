@@ -111,6 +111,4 @@ def philox_words(counter, row, key0, key1):
 def encode_stochastic(xs, factor, counter, row, key0, key1):
     """Returns 8 float32 elements times `factor`, rounded stochastically, as the nibbles of one int32 word."""
     inputs = [xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], xs[6], xs[7], factor, counter, row, key0, key1]
-    return tl.inline_asm_elementwise(
-        _ENCODE, "=&r,r,r,r,r,r,r,r,r,r,r,r,r,r", inputs, tl.int32, True, 1
-    )
+    return tl.inline_asm_elementwise(_ENCODE, "=&r,r,r,r,r,r,r,r,r,r,r,r,r,r", inputs, tl.int32, True, 1)
