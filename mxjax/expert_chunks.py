@@ -139,6 +139,8 @@ def _shifted(starts, targets, sizes, length: int, missing: int) -> Int32[Array, 
 
 def _rows_at(x: Float[Array, "m k"], rows: Int32[Array, "p"]) -> Float[Array, "p k"]:
     """Returns rows of x, zeros past its end."""
+    if not x.shape[0]:
+        return jnp.zeros_like(x, shape=(rows.size, x.shape[1]))
     return x.at[rows].get(mode="fill", fill_value=0)
 
 

@@ -2,7 +2,8 @@
 
 XLA has no fast ragged product in FP8. So rows are quantized in tiles (`mxjax.expert_chunks`), and loops run a
 GEMM for each chunk of tiles. The zeros that fill up tiles change no result: each expert's values are those
-that `mxjax.ragged` multiplies by "xla".
+that `mxjax.ragged` multiplies by "xla". An expert of more rows than a chunk holds has its Wgrad summed in
+float32 over chunks.
 """
 
 import dataclasses
