@@ -18,11 +18,13 @@ class Model(linen.Module):
     """A causal transformer over bytes."""
 
     dot_general: Any = None
+    width: int = WIDTH
+    time: int = TIME
 
     @linen.compact
     def __call__(self, tokens):
-        place = self.param("place", linen.initializers.normal(0.02), (TIME, WIDTH))
-        x = linen.Embed(256, WIDTH, name="embed")(tokens) + place
+        place = self.param("place", linen.initializers.normal(0.02), (self.time, self.width))
+        x = linen.Embed(256, self.width, name="embed")(tokens) + place
         for i in range(BLOCKS):
             x = Block(self.dot_general, name=f"block{i}")(x)
         return linen.Dense(256, name="head")(linen.LayerNorm()(x))
@@ -41,14 +43,14 @@ class Block(linen.Module):
         )
         mask = linen.make_causal_mask(jnp.ones(x.shape[:2]))
         x = x + attend(linen.LayerNorm()(x), mask=mask)
-        hidden = linen.gelu(linen.Dense(4 * WIDTH, name="up", **dot)(linen.LayerNorm()(x)))
-        return x + linen.Dense(WIDTH, name="down", **dot)(hidden)
+        hidden = linen.gelu(linen.Dense(4 * x.shape[-1], name="up", **dot)(linen.LayerNorm()(x)))
+        return x + linen.Dense(x.shape[-1], name="down", **dot)(hidden)
 
 
-def batches_of_source(count: int) -> np.ndarray:
-    """Returns batches [count, BATCH, TIME + 1] of bytes, drawn from modules of the standard library."""
+def batches_of_source(count: int, time: int = TIME) -> np.ndarray:
+    """Returns batches [count, BATCH, time + 1] of bytes, drawn from modules of the standard library."""
     text = b"".join(
         pathlib.Path(inspect.getfile(m)).read_bytes() for m in (argparse, inspect, textwrap, json)
     )
-    starts = np.random.default_rng(0).integers(0, len(text) - TIME - 1, (count, BATCH))
-    return np.frombuffer(text, np.uint8)[starts[..., None] + np.arange(TIME + 1)].astype(np.int32)
+    starts = np.random.default_rng(0).integers(0, len(text) - time - 1, (count, BATCH))
+    return np.frombuffer(text, np.uint8)[starts[..., None] + np.arange(time + 1)].astype(np.int32)

@@ -1,10 +1,12 @@
 """Measures mxjax beside qwix in one Flax model: lines, seconds forward and backward, losses, and refusals.
 
     python -m benchmarks.integration [--steps 50] [--out docs/results/integration] [--tables]
+    XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m … --width 1024 --time 512 --only-ways   # on a GPU
 
 The model is that of `benchmarks.byte_model`. Each way to quantize its linear layers is a function below;
-its lines are counted. All start from the same parameters and see the same batches. It runs on a GPU too.
-Writes OUT.json, and the tables of OUT.md if that exists; `--tables` writes the tables alone, from OUT.json.
+its lines are counted. All start from the same parameters and see the same batches. Prints the tables, writes
+OUT.json after every measurement, and the tables of OUT.md if that exists. `--tables` measures nothing and
+takes the numbers from OUT.json.
 """
 
 import argparse
@@ -44,11 +46,11 @@ QWIX_MXFP4 = {  # blocks of 32 and MXFP4 in the backward GEMMs too
 }
 
 
-def unquantized():
-    return Model()
+def unquantized(model):
+    return model
 
 
-def qwix_mxfp4():
+def qwix_mxfp4(model):
     rule = qwix.QtRule(
         module_path="block.*",
         weight_qtype="mxfp4",
@@ -57,30 +59,30 @@ def qwix_mxfp4():
         op_names=("dot_general",),
         **QWIX_MXFP4,
     )
-    return qwix.quantize_model(Model(), qwix.QtProvider([rule]))
+    return qwix.quantize_model(model, qwix.QtProvider([rule]))
 
 
-def mxjax_rules(policy="wgrad"):
+def mxjax_rules(model, policy="wgrad"):
     rule = PolicyRule(module_path="block.*", policy=policy)
-    return qwix.quantize_model(Model(), Provider([rule]))
+    return qwix.quantize_model(model, Provider([rule]))
 
 
-def mxjax_rules_hadamard():
-    return mxjax_rules("wgrad_hadamard")
+def mxjax_rules_hadamard(model):
+    return mxjax_rules(model, "wgrad_hadamard")
 
 
-def mxjax_dot_general():
-    return Model(mxjax.make_dot_general("wgrad_hadamard"))
+def mxjax_dot_general(model):
+    return model.clone(dot_general=mxjax.make_dot_general("wgrad_hadamard"))
 
 
-WAYS: dict[str, tuple[Callable[[], linen.Module], Callable, int]] = {
+WAYS: dict[str, tuple[Callable[[linen.Module], linen.Module], Callable, int]] = {
     "float32, unquantized": (unquantized, unquantized, 0),
     "qwix 0.1.8, mxfp4": (qwix_mxfp4, qwix_mxfp4, len(QWIX_MXFP4["additional_qt_config"]) + 4),
     "mxjax wgrad, by rules": (mxjax_rules, mxjax_rules, 0),
     "mxjax wgrad_hadamard, by rules": (mxjax_rules_hadamard, mxjax_rules, 0),
     "mxjax wgrad_hadamard, by dot_general": (mxjax_dot_general, mxjax_dot_general, 3),
 }
-"""What makes each model, the function whose lines are counted, and the lines it needs elsewhere."""
+"""What quantizes the model, the function whose lines are counted, and the lines it needs elsewhere."""
 
 
 def main() -> None:
@@ -88,11 +90,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.integration", description=__doc__)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--width", type=int, default=WIDTH, help="width of the model")
+    parser.add_argument("--time", type=int, default=TIME, help="bytes of a sequence")
+    parser.add_argument("--only-ways", action="store_true", help="leave out what each library refuses")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/results/integration"))
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     options = parser.parse_args()
     if options.tables:
-        write_tables(json.loads(options.out.with_suffix(".json").read_text()), options.out.with_suffix(".md"))
+        print_tables(json.loads(options.out.with_suffix(".json").read_text()), options.out.with_suffix(".md"))
         return
     content = {
         "device": jax.devices()[0].device_kind,
@@ -100,31 +105,43 @@ def main() -> None:
         "packages": {name: versions()[name] for name in ("jaxlib", "flax", "qwix")},
         "commit": commit(),
         "command": shlex.join(["python", "-m", "benchmarks.integration", *sys.argv[1:]]),
-        "model": {"width": WIDTH, "blocks": BLOCKS, "batch": BATCH, "tokens": TIME, "steps": options.steps},
+        "model": {
+            "width": options.width,
+            "blocks": BLOCKS,
+            "batch": BATCH,
+            "tokens": options.time,
+            "steps": options.steps,
+        },
         "ways": {},
         "refusals": {},
     }
-    batches = batches_of_source(options.steps + 1)
-    for name, (make, *_) in WAYS.items():
-        content["ways"][name] = measure_way(make(), batches, options.rounds)
-        print(name, content["ways"][name], flush=True)
-    for name, run in REFUSALS.items():
-        content["refusals"][name] = {library: outcome(run, library) for library in ("qwix", "mxjax")}
-        print(name, content["refusals"][name], flush=True)
-    options.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
-    if options.out.with_suffix(".md").exists():
-        write_tables(content, options.out.with_suffix(".md"))
+
+    def note(kind: str, name: str, found: dict[str, Any]) -> None:
+        content[kind][name] = found
+        print(name, found, flush=True)
+        options.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+
+    batches, model = (
+        batches_of_source(options.steps + 1, options.time),
+        Model(None, options.width, options.time),
+    )
+    for name, (quantize, *_) in WAYS.items():
+        note("ways", name, measure_way(model, quantize, batches, options.rounds))
+    for name, run in [] if options.only_ways else REFUSALS.items():
+        note("refusals", name, {library: outcome(run, library) for library in ("qwix", "mxjax")})
+    print_tables(content, options.out.with_suffix(".md"))
 
 
 def lines_of(function: Callable) -> int:
-    """Returns the number of lines in a function's body, without the call of the model's constructor alone."""
+    """Returns the number of lines in a function's body, zero if it returns the model alone."""
     body = textwrap.dedent(inspect.getsource(function)).splitlines()[1:]
-    return 0 if [line.strip() for line in body] == ["return Model()"] else len(body)
+    return 0 if [line.strip() for line in body] == ["return model"] else len(body)
 
 
-def measure_way(model: linen.Module, batches: np.ndarray, rounds: int) -> dict[str, Any]:
+def measure_way(model: linen.Module, quantize: Callable, batches: np.ndarray, rounds: int) -> dict[str, Any]:
     """Returns seconds of a forward and backward pass, and the losses of training."""
-    params = Model().init(jax.random.key(0), batches[0, :, :-1])
+    params = jax.jit(model.init)(jax.random.key(0), batches[0, :, :-1])
+    model = quantize(model)
     optimizer = optax.adamw(1e-3)
     state = optimizer.init(params)
 
@@ -223,14 +240,14 @@ def outcome(run: Callable, library: str) -> str:
     return f"runs, {left} of {len(products)} products not quantized" if left else "runs"
 
 
-def write_tables(content: dict[str, Any], page: pathlib.Path) -> None:
-    """Writes the numbers, and the lines of the functions above, into the page."""
+def print_tables(content: dict[str, Any], page: pathlib.Path) -> None:
+    """Prints the numbers and the lines of the functions above, and writes them into the page if it exists."""
     base = content["ways"]["float32, unquantized"]["seconds"]["median"]
     ways = [
         [
             name,
             lines_of(WAYS[name][1]) + WAYS[name][2],
-            *(f"{1e3 * way['seconds'][q]:.0f}" for q in ("median", "p10", "p90")),
+            *(f"{1e3 * way['seconds'][q]:.1f}" for q in ("median", "p10", "p90")),
             f"{way['seconds']['median'] / base:.1f}",
             f"{way['last']:.3f}",
         ]
@@ -241,7 +258,9 @@ def write_tables(content: dict[str, Any], page: pathlib.Path) -> None:
         "ways": table(" | lines | ms | p10 | p90 | of float32 | loss", ways),
         "refusals": table(" | qwix | mxjax", refusals),
     }
-    page.write_text(insert(page.read_text(), named))
+    print(*named.values(), sep="\n\n")
+    if page.exists():
+        page.write_text(insert(page.read_text(), named))
 
 
 if __name__ == "__main__":

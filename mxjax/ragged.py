@@ -18,7 +18,8 @@ from mxjax.blocks import resolve_block_shape
 from mxjax.derivatives import first_order_only
 from mxjax.dot import check_arrays, check_floating, check_key, result_dtype
 from mxjax.estimators import gradients_read_tensors
-from mxjax.expert_products import capacities, matmul_experts
+from mxjax.expert_chunks import places_of
+from mxjax.expert_products import matmul_experts
 from mxjax.formats import get_format
 from mxjax.gemm import xla_operands
 from mxjax.gemm_input import quantize_input
@@ -54,8 +55,8 @@ def ragged_dot(
       w: weights of the experts. Pass float32 master weights, as in `dot`.
       group_sizes: numbers of rows, which may be zero. A numpy array is static.
       implementation: "reference" and "xla" multiply by `jax.lax.ragged_dot_general` and quantize without
-        kernels. "fp8_carriers" multiplies each expert's rows in FP8, filled up to one of a few static
-        capacities, as `mxjax.expert_products` describes; static sizes need one. None: "xla".
+        kernels. "fp8_carriers" multiplies each expert's rows in FP8, filled up to whole tiles of a quarter
+        of the mean, as `mxjax.expert_chunks` describes. None: "xla".
       Others: see `dot` and `jax.lax.ragged_dot`.
     Raises:
       NotImplementedError: another implementation, or one that does not take the policy's formats. Others as
@@ -79,15 +80,16 @@ def ragged_dot(
     gemms = implementations_of(policy, implementation or "xla")
     options = Options(policy, gemms, (dtype, x.dtype, w.dtype), precision)
     unit = _unit(policy)
-    levels = capacities(group_sizes, x.shape[0], unit) if implementation == "fp8_carriers" else None
+    static = tuple(group_sizes.tolist()) if isinstance(group_sizes, np.ndarray) else None
 
     def product(x, w, sizes, key):
         x, w = varying_as(x, w, sizes, key), varying_as(w, x, sizes, key)
-        if levels is not None:
-            result: jax.Array = matmul_experts(options, levels, x, w, sizes, key)
+        if implementation == "fp8_carriers":
+            result: jax.Array = matmul_experts(options, unit, static, x, w, sizes, key)
             return result
-        places, rows = _places(sizes, x.shape[0], unit)
-        padded = jnp.zeros_like(x, shape=(rows, x.shape[1])).at[places].set(x, mode="drop")
+        length = (x.shape[0] + sizes.size * (unit - 1)) // unit * unit
+        places = places_of(sizes, x.shape[0], unit, length)
+        padded = jnp.zeros_like(x, shape=(length, x.shape[1])).at[places].set(x, mode="drop")
         y: jax.Array = _matmul(options, padded, w, -(-sizes // unit) * unit, key)
         return y.at[places].get(mode="fill", fill_value=0)
 
@@ -118,17 +120,6 @@ def _unit(policy: Policy) -> int:
     across = [shape(gemm.lhs)[0] for gemm in (policy.fprop, policy.dgrad)]
     rotation = policy.wgrad.rotation.size if policy.wgrad.rotation else 1
     return math.lcm(rotation, *(size or 1 for size in along + across))
-
-
-def _places(sizes: jax.Array, rows: int, unit: int) -> tuple[jax.Array, int]:
-    """Returns each row's place in the padded tensor, past its end for rows of no group, and its length."""
-    padded = -(-sizes // unit) * unit
-    ends, padded_ends = jnp.cumsum(sizes), jnp.cumsum(padded)
-    length = (rows + sizes.size * (unit - 1)) // unit * unit
-    row = lax.iota(jnp.int32, rows)
-    group = jnp.searchsorted(ends, row, side="right")
-    shift = (padded_ends - padded) - (ends - sizes)
-    return jnp.where(group < sizes.size, row + shift[jnp.minimum(group, sizes.size - 1)], length), length
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

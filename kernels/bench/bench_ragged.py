@@ -1,24 +1,25 @@
 """Time of `mxjax.ragged_dot` forward and backward at the width of Mixtral 8x7B, beside bfloat16.
 
     python -m mxjax.kernels.bench.bench_ragged [--rows 32768] [--sizes even …] [--policies …] [--out FILE]
+    XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m … --fast   # in less than two minutes on an H200
 
 Eight experts, 4096 -> 14336 (arXiv 2401.04088, table 1). "even" gives each expert as many rows; "skewed"
-gives the largest 1.9 times the mean; "one" gives all rows to one expert. The baseline in bfloat16 is one GEMM
-an expert, of static sizes. `jax.lax.ragged_dot` is listed as XLA runs it, which is dense over all experts,
-and by cuDNN. Results are compared before they are timed: all with the baseline, fp8_carriers also with xla.
-Prints a table for each distribution of rows, and JSON as the last line.
+gives the largest 1.9 times the mean; "half" gives half of the rows to one expert, and "one" all. The baseline
+in bfloat16 is one GEMM an expert, of static sizes. `jax.lax.ragged_dot` is listed as XLA runs it, which is
+dense over all experts, and by cuDNN. Results are compared before they are timed: all with the baseline,
+fp8_carriers also with xla. Prints a table for each distribution of rows, and JSON as the last line.
 """
 
 import argparse
-import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mxjax.implementations import compiler_options
+from mxjax.implementations import Implementation, compiler_options
 from mxjax.kernels.bench.dot_cases import LARGEST_DIFFERENCE, TOLERANCE, both_ways, distance
 from mxjax.kernels.bench.report import LATE, Absent, Report, add_arguments, first_line, print_absent
 from mxjax.kernels.bench.timing import Timing, measure
@@ -26,10 +27,30 @@ from mxjax.kernels.tables import table
 from mxjax.ragged import ragged_dot
 from mxjax.recipes import get_policy
 
-SHARES = {"even": [1] * 8, "skewed": [30, 28, 22, 16, 12, 8, 6, 4], "one": [1, 0, 0, 0, 0, 0, 0, 0]}
+SHARES = {
+    "even": [1] * 8,
+    "skewed": [30, 28, 22, 16, 12, 8, 6, 4],
+    "half": [7, 1, 1, 1, 1, 1, 1, 1],
+    "one": [1, 0, 0, 0, 0, 0, 0, 0],
+}
 """The rows of each expert, in proportion."""
 BASELINE = "a GEMM an expert, static sizes, bfloat16"
 Tensors = tuple[jax.Array, jax.Array, jax.Array]  # x, w, dy
+
+
+class Case(NamedTuple):
+    """A product to measure.
+
+    Attributes:
+      run: takes x, w, dy and the sizes and returns y, dx and dw.
+      like: name of the case with which it must agree.
+      timed: whether its time is wanted, beside its results.
+    """
+
+    name: str
+    run: Callable
+    like: str | None = None
+    timed: bool = True
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,9 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m mxjax.kernels.bench.bench_ragged", description=__doc__)
     parser.add_argument("--rows", type=int, default=32768, help="rows of all experts")
     parser.add_argument("--widths", nargs=2, type=int, default=[4096, 14336], help="d_in and d_out")
-    parser.add_argument("--sizes", nargs="+", default=["even", "skewed"], choices=list(SHARES))
+    parser.add_argument("--sizes", nargs="+", default=list(SHARES), choices=list(SHARES))
     parser.add_argument("--policies", nargs="*", default=["wgrad", "wgrad_hadamard"])
     parser.add_argument("--implementations", nargs="*", default=["xla", "fp8_carriers"])
+    parser.add_argument(
+        "--fast",
+        action="store_true",
+        help="time the baseline and fp8_carriers alone; xla runs once, for the comparison",
+    )
     parser.add_argument("--cache", help="folder of JAX's compilation cache")
     add_arguments(parser)
     options = parser.parse_args(arguments)
@@ -47,8 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         jax.config.update("jax_compilation_cache_dir", options.cache)
     report = Report("mxjax.kernels.bench.bench_ragged", arguments, options)
     tensors = make_tensors(options.rows, *options.widths)
+    dynamic = list(dynamic_cases(options.policies, options.implementations, options.fast))
     for name in options.sizes:
-        bench(report, name, sizes_of(name, options.rows), tensors, options.policies, options.implementations)
+        sizes = sizes_of(name, options.rows)
+        static = static_cases(sizes, options.policies, options.implementations, options.fast)
+        bench(report, name, sizes, tensors, [baseline(sizes), *dynamic, *static])
     report.print()
 
 
@@ -66,27 +95,31 @@ def make_tensors(rows: int, d_in: int, d_out: int) -> Tensors:
     return x, w, 1e-4 * jax.random.normal(keys[2], (rows, d_out), jnp.bfloat16)
 
 
-def bench(report: Report, name: str, sizes: np.ndarray, tensors: Tensors, policies, implementations) -> None:
+def bench(report: Report, name: str, sizes: np.ndarray, tensors: Tensors, cases: Sequence[Case]) -> None:
     """Measures all cases at one distribution of rows and prints the table."""
     results: dict[str, Timing | Absent] = {}
-    expected: dict[str | None, Sequence[jax.Array]] = {}  # of the baseline, and of each policy by xla
-    for case, run, like in cases(sizes, policies, implementations):
-        ours = case.startswith("mxjax")
+    wanted = {BASELINE, *(case.like for case in cases)}
+    expected: dict[str | None, Sequence[jax.Array]] = {}
+    for case in cases:
         try:
             if report.is_late:
                 raise TimeoutError(LATE)
-            products = jax.block_until_ready(run(*tensors))
-            check(case, products, expected.get(like, ()), TOLERANCE)
-            check(case, products, expected.get(BASELINE, ()), LARGEST_DIFFERENCE)
-            if case == BASELINE or case.endswith("xla"):
-                expected[case] = products
+            arguments = *tensors, jnp.array(sizes)
+            products = jax.block_until_ready(case.run(*arguments))
+            check(case.name, products, expected.get(case.like, ()), TOLERANCE)
+            check(case.name, products, expected.get(BASELINE, ()), LARGEST_DIFFERENCE)
+            if case.name in wanted:
+                expected[case.name] = products
             del products
-            results[case] = measure(run, *tensors, rounds=report.rounds)
+            if not case.timed:
+                continue
+            results[case.name] = measure(case.run, *arguments, rounds=report.rounds)
         except Exception as error:  # keep the other cases
-            results[case] = Absent(case, first_line(error), ours and not report.is_late)
-        found = results[case]
+            ours = case.name.startswith("mxjax") and not report.is_late
+            results[case.name] = Absent(case.name, first_line(error), ours)
+        found = results[case.name]
         numbers = found._asdict() if isinstance(found, Timing) else {}
-        report.add(found, name=case, sizes=sizes.tolist(), distribution=name, **numbers)
+        report.add(found, name=case.name, sizes=sizes.tolist(), distribution=name, **numbers)
     print_table(f"{name}: rows of the experts {sizes.tolist()}", results)
 
 
@@ -110,42 +143,66 @@ def print_table(title: str, results: dict[str, Timing | Absent]) -> None:
     print_absent(results.values())
 
 
-def cases(sizes: np.ndarray, policies, implementations) -> Iterator[tuple[str, Callable, str | None]]:
-    """Yields names, jitted forward and backward passes, and the case that each must agree with."""
-    dynamic = jnp.array(sizes)
-    yield BASELINE, both(lambda x, w: in_bfloat16(x, w, sizes)), None
-    yield "jax.lax.ragged_dot, bfloat16", both(lambda x, w: lax_ragged(x, w, dynamic)), None
-    yield "jax.lax.ragged_dot by cuDNN, bfloat16", by_cudnn(lambda x, w: lax_ragged(x, w, dynamic)), None
+def baseline(sizes: np.ndarray) -> Case:
+    """Returns the case with which all are compared."""
+    return Case(BASELINE, both(lambda x, w, _: in_bfloat16(x, w, sizes)))
+
+
+def static_cases(sizes: np.ndarray, policies, implementations, fast: bool) -> Iterator[Case]:
+    """Yields our cases whose programs hold the sizes."""
+    if "fp8_carriers" in implementations and not fast:
+        for policy in policies:
+            run = ours(policy, "fp8_carriers", sizes)
+            yield Case(f"mxjax {policy}, fp8_carriers, static sizes", run, f"mxjax {policy}, xla")
+
+
+def dynamic_cases(policies, implementations, fast: bool) -> Iterator[Case]:
+    """Yields the cases whose sizes are an argument."""
+    if not fast:
+        yield Case("jax.lax.ragged_dot, bfloat16", both(lax_ragged))
+        yield Case("jax.lax.ragged_dot by cuDNN, bfloat16", by_cudnn(lax_ragged))
     for policy in policies:
-        for how in implementations:
-            sizes_here = {"": dynamic} | ({", static sizes": sizes} if how == "fp8_carriers" else {})
-            for note, groups in sizes_here.items():
-                like = f"mxjax {policy}, xla" if how == "fp8_carriers" else None
-                product = functools.partial(
-                    ragged_dot,
-                    group_sizes=groups,
-                    policy=policy,
-                    key=jax.random.key(1),
-                    implementation=how,
-                    preferred_element_type=jnp.bfloat16,
-                )
-                flags = compiler_options([get_policy(policy)], how)
-                yield f"mxjax {policy}, {how}{note}", both(product, flags), like
+        xla = f"mxjax {policy}, xla"
+        if "xla" in implementations:
+            yield Case(xla, ours(policy, "xla"), timed=not fast)
+        if "fp8_carriers" in implementations:
+            yield Case(f"mxjax {policy}, fp8_carriers", ours(policy, "fp8_carriers"), xla)
+
+
+def ours(policy: str, how: Implementation, static: np.ndarray | None = None) -> Callable:
+    """Returns the jitted forward and backward pass of `ragged_dot`, of static sizes if given."""
+
+    def product(x, w, sizes):
+        return ragged_dot(
+            x,
+            w,
+            sizes if static is None else static,
+            policy=policy,
+            key=jax.random.key(1),
+            implementation=how,
+            preferred_element_type=jnp.bfloat16,
+        )
+
+    return both(product, compiler_options([get_policy(policy)], how))
 
 
 def both(product: Callable, flags: dict | None = None) -> Callable:
-    """Returns the jitted forward and backward pass of a product."""
-    return jax.jit(functools.partial(both_ways, product), compiler_options=flags)
+    """Returns the jitted forward and backward pass of a product of x, w and sizes."""
+
+    def run(x, w, dy, sizes):
+        return both_ways(lambda x, w: product(x, w, sizes), x, w, dy)
+
+    return jax.jit(run, compiler_options=flags)
 
 
 def by_cudnn(product: Callable) -> Callable:
     """Returns `both` with XLA's ragged instruction, which its flag gives to cuDNN."""
     run = both(product, {"xla_gpu_experimental_use_ragged_dot_fusion": True})
 
-    def with_instruction(*tensors):
+    def with_instruction(*arguments):
         jax.config.update("jax_ragged_dot_use_ragged_dot_instruction", True)
         try:
-            return run(*tensors)
+            return run(*arguments)
         finally:
             jax.config.update("jax_ragged_dot_use_ragged_dot_instruction", False)  # the default
 

@@ -1,4 +1,4 @@
-"""The words of `mxjax.draws`, as `jax.random` draws them: a kernel with one program for each GEMM of a dot."""
+"""The words of `mxjax.draws`, as `jax.random` draws them: one program for each GEMM of a dot."""
 
 import functools
 

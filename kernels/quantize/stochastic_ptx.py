@@ -1,12 +1,12 @@
 """Stochastic rounding to E2M1 on NVIDIA GPUs: Philox and eight elements in one piece of PTX.
 
 The bits are those of `mxjax.kernels.quantize.elements.round_element`. There a magnitude of s steps, each the
-distance between E2M1's neighbours, is rounded up where its fraction is above (random + 1/2) / 2**16. Here s is
-rounded to D / 2**16, a tie downward, and the result is the integer part of (D + 2**16 - 1 - random) / 2**16.
-To add 192 to s - 2**-17, rounding up, leaves D in the last bits of a float32 whose other bits are known.
+distance between E2M1's neighbours, is rounded up where its fraction is above (random + 1/2) / 2**16. Here s
+is rounded to D / 2**16, a tie downward, and the result is the integer part of (D + 2**16 - 1 - random) /
+2**16. The sum of 192 and s - 2**-17, rounded up, has D in the last bits of a float32 with known other bits.
 
-Conversions and roundings to integers have a quarter of the throughput of sums on Hopper; here are none. As one
-operation the text also spares Triton's pass over memory accesses, whose time grows with the square of theirs.
+Conversions and roundings to integers have a quarter of the throughput of sums on Hopper; here are none. One
+operation also spares Triton's pass over memory accesses, whose time grows with the square of their number.
 """
 
 import triton
@@ -25,8 +25,8 @@ mov.b32 c3, low0;
 add.u32 k0, k0, 0x9E3779B9;
 add.u32 k1, k1, 0xBB67AE85;
 """
-# Two magnitudes of at most 6 in steps of E2M1. Binades are kept in the halves of `binades`, where bfloat16 has
-# its exponent; from 0x7F80 they leave the exponent of the factor that makes steps.
+# Two magnitudes of at most 6 in steps of E2M1. The halves of `binades` have binades where bfloat16 has its
+# exponent; from 0x7F80 they leave the exponent of the factor that makes steps.
 _PAIR = """mul.rn.f32 a0, {first}, {factor};
 mul.rn.f32 a1, {second}, {factor};
 abs.f32 a0, a0;

@@ -130,7 +130,7 @@ def tiny_gemm(monkeypatch):
     "implementations",
     [
         pytest.param(["xla"], marks=pytest.mark.slow),
-        pytest.param(["xla", "fp8_carriers"], marks=pytest.mark.exhaustive),  # two minutes in the interpreter
+        pytest.param(["xla", "fp8_carriers"], marks=pytest.mark.exhaustive),  # a minute in the interpreter
     ],
     ids=" ".join,
 )

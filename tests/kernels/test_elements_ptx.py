@@ -9,8 +9,8 @@ from support import ptx
 from mxjax.formats import E2M1
 from mxjax.kernels.matmul import carry
 from mxjax.kernels.quantize import elements_ptx, stochastic_ptx
-from mxjax.quantize import float4_codes
 from mxjax.philox import philox_4x32
+from mxjax.quantize import float4_codes
 from mxjax.rounding import round_nearest, stochastic_round
 from mxjax.scales import divide_by_scale
 

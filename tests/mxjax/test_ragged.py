@@ -11,7 +11,8 @@ from support.dots import assert_same, draw, jitted_products
 from support.oracles import types_unchecked
 
 import mxjax
-from mxjax.expert_products import capacities
+from mxjax import expert_chunks
+from mxjax.expert_chunks import chunks_of
 
 X, W, DY = draw(100, 48, seed=1), draw(4, 48, 24, seed=2), draw(100, 24, seed=3)
 SIZES = (37, 0, 5, 50)  # one expert has no token, and 8 tokens have no expert
@@ -102,23 +103,35 @@ def test_fp8_carriers_give_the_bits_of_xla(policy, static):
     assert_same(by_fp8(*EXACT, jnp.array(sizes)), expected)
 
 
-def test_programs_have_few_capacities_of_whole_blocks_and_rotations():
-    assert capacities(jnp.zeros(8, jnp.int32), 32768, 32) == (5120, 8192, 32768)
-    assert capacities(np.array([3000, 0, 5, 129]), 32768, 96) == (3072,)
-    assert capacities(jnp.zeros(4, jnp.int32), 100, 32) == (128,)
-    assert capacities(np.zeros(4, int), 0, 32) == (128,)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(300, 0, 4, 0), (200, 104, 0, 0), (80, 70, 76, 78)])
-def test_the_smallest_capacity_that_holds_every_group_runs(sizes):
-    x, dy = draw(304, 48, seed=1), draw(304, 24, seed=3)
-    policy = mxjax.get_policy("wgrad_hadamard")
-    assert capacities(jnp.array(sizes), 304, 32) == (128, 256, 384)
-    actual = ragged(x, W, dy, jnp.array(sizes), policy=policy, implementation="fp8_carriers")
-    expected = ragged(x, W, dy, jnp.array(sizes), policy=policy, implementation="reference")
-    for a, e in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(a, e, rtol=0, atol=1e-6 * np.max(np.abs(e)))
+def test_experts_of_any_sizes_have_the_bits_of_xla(monkeypatch):
+    """Of one tile and of two, with full chunks before the last, without rows, and with rows of no expert."""
+    monkeypatch.setattr(expert_chunks, "LONGEST", 2)  # fewer loops to compile
+    x, _, dy = (jnp.resize(t, (700, t.shape[-1])) for t in EXACT)
+
+    @jax.jit
+    def by_fp8(sizes):
+        return ragged(x, EXACT[1], dy, sizes, policy=policy, implementation="fp8_carriers")
+
+    policy = mxjax.get_policy("wgrad")
+    for sizes in [(175, 175, 175, 175), (300, 200, 100, 60), (0, 650, 50, 0), (0, 0, 0, 700), (0, 0, 0, 0)]:
+        expected = ragged(x, EXACT[1], dy, jnp.array(sizes), policy=policy, implementation="xla")
+        assert_same(by_fp8(jnp.array(sizes)), expected)
+
+
+def test_chunks_follow_the_rows_that_exist():
+    """At eight experts a tile is a quarter of the mean; chunks have up to eight tiles."""
+    sizes, ran = np.array([20000, 0, 4097, 8671, 0, 0, 0, 0]), []
+
+    def note(length, expert, first, result):
+        ran.append((length, int(expert), int(first)))
+        return result
+
+    chunks = chunks_of(sizes, 32768, 96)
+    assert (chunks.tile, chunks.longest, chunks.tiles) == (1152, 8, 36)
+    with jax.disable_jit():
+        chunks.each_full(note, chunks.each_last(note, jnp.zeros(())))
+    assert ran == [(2, 0, 16), (4, 2, 18), (8, 3, 22), (8, 0, 0), (8, 0, 8)]
 
 
 @pytest.mark.slow
