@@ -19,6 +19,7 @@ import numpy as np
 import tyro
 
 from models import llama
+from mxjax.implementations import compiler_options
 from training.compare import CompareConfig, compare
 from training.config import Config
 from training.data.load import load_data, load_held_out
@@ -77,7 +78,8 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
         options["channels"] = channels
         return llama.losses(model, params, batch, **options)
 
-    result = evaluate(make_eval_step(losses), (params, channels), held_out)
+    told = compiler_options(phase.layers.policies, implementation)
+    result = evaluate(make_eval_step(losses, told), (params, channels), held_out)
     return {"run": str(arguments.run), "step": step, "policy": phase.policy, **result}
 
 

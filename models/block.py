@@ -125,18 +125,21 @@ class Block(nnx.Module):
 
 
 class BlockGemms:
-    """The GEMMs of one block: each runs in the policy, and with the random bits, of its layer."""
+    """The GEMMs of one block: each runs in the policy, and with the random bits, of its layer.
+
+    `keys` [BLOCK_LAYERS] are from `block_keys`.
+    """
 
     def __init__(
         self,
         policies: Mapping[str, Policy],
-        key: jax.Array | None,
+        keys: jax.Array | None,
         implementation: Implementation | None = None,
         slots: Mapping[str, Measures | Tensors | ChannelNorms] | None = None,
         channels: Mapping[str, Channels] | None = None,
     ):
         self.policies = policies
-        self.key = key
+        self.keys = keys
         self.implementation: Implementation | None = implementation
         self.slots = slots
         self.channels = channels
@@ -176,7 +179,20 @@ class BlockGemms:
         return attend(q_BSNH, k_BSGH, v_BSGH, self)
 
     def _key(self, name: str) -> jax.Array | None:
-        return None if self.key is None else jax.random.fold_in(self.key, BLOCK_LAYERS.index(name))
+        return None if self.keys is None else self.keys[BLOCK_LAYERS.index(name)]
+
+
+def block_keys(key: jax.Array | None, start: int, stop: int) -> jax.Array | None:
+    """Returns keys [blocks, BLOCK_LAYERS] for `BlockGemms` in blocks start to stop - 1; None without a key.
+
+    They are drawn together: XLA takes minutes to fuse a model's step with draws of their own in each block.
+    """
+    if key is None:
+        return None
+    fold_each = jax.vmap(jax.random.fold_in, (None, 0))
+    of_blocks = fold_each(key, jnp.arange(start, stop))
+    of_layers = jax.vmap(fold_each, (0, None))(of_blocks, jnp.arange(len(BLOCK_LAYERS)))
+    return jax.lax.optimization_barrier(of_layers)
 
 
 def attend(q_BSNH, k_BTGH, v_BTGH, gemms: BlockGemms, visible_ST=None) -> Float[Array, "B S N H"]:

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import llama
-from models.block import BlockGemms, attend
+from models.block import BlockGemms, attend, block_keys
 from models.configs import LlamaConfig
 from models.rope import rope_angles
 from mxjax.implementations import Implementation
@@ -91,14 +91,13 @@ def read(
     for first, stop, policies in llama.runs(options.policies, config.n_layers):
 
         def run(x_BSD, layer, policies=policies):
-            index, weights, channels, k, v = layer
-            of_block = None if key is None else jax.random.fold_in(key, index)
-            gemms = _CachedGemms(policies, of_block, options.implementation, channels, k, v, start)
+            keys, weights, channels, k, v = layer
+            gemms = _CachedGemms(policies, keys, options.implementation, channels, k, v, start)
             x_BSD = nnx.merge(graph, weights)(x_BSD, rope, gemms)
             return x_BSD, Cache(gemms.k_BTGH, gemms.v_BTGH)
 
         here = jax.tree.map(lambda a, first=first, stop=stop: a[first:stop], (blocks, channels, *cache))
-        x_BSD, part = jax.lax.scan(run, x_BSD, (jnp.arange(first, stop), *here))
+        x_BSD, part = jax.lax.scan(run, x_BSD, (block_keys(key, first, stop), *here))
         parts.append(part)
     precision = {"policies": options.policies, "key": key, "implementation": options.implementation}
     logits_B1V = model.logits(model.norm(x_BSD[:, -1:]), **precision)

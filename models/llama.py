@@ -21,7 +21,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import block, loss
-from models.block import BLOCK_LAYERS, LINEAR_LAYERS, OUTLIERS, Block, BlockGemms, RMSNorm, random_matrix
+from models.block import (
+    BLOCK_LAYERS,
+    LINEAR_LAYERS,
+    OUTLIERS,
+    Block,
+    BlockGemms,
+    RMSNorm,
+    block_keys,
+    random_matrix,
+)
 from models.configs import LlamaConfig
 from models.loss import Head, token_losses
 from models.rope import rope_angles
@@ -109,14 +118,14 @@ class Llama(nnx.Module):
         x_BSD = _embed(self.embedding[...], tokens_BS, dtype)
         graph, blocks = nnx.split(self.blocks)
         for start, stop, block_policies in runs(policies, self.config.n_layers):
-            run = functools.partial(_run_block, graph, block_policies, implementation, rope, key)
+            run = functools.partial(_run_block, graph, block_policies, implementation, rope)
             turn = min(unroll or (stop if on_gpu() else 1), stop - start)
             run = rematerialize(run, remat, in_loop=stop - start > turn)
-            layers = jnp.arange(start, stop)
+            keys = block_keys(key, start, stop)
             whole = stop - start == self.config.n_layers
             stacked = blocks, slots, channels
             here = stacked if whole else _slice(stacked, start, stop)
-            x_BSD, _ = jax.lax.scan(run, x_BSD, (layers, *here), unroll=turn)
+            x_BSD, _ = jax.lax.scan(run, x_BSD, (keys, *here), length=stop - start, unroll=turn)
         return self.norm(x_BSD)
 
     def logits(
@@ -208,11 +217,10 @@ def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtyp
     return constrain(x_BSD, "batch", None, None)
 
 
-def _run_block(graph, policies, implementation, rope, key, x_BSD, layer):
+def _run_block(graph, policies, implementation, rope, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
-    index, weights, slots, channels = layer
-    key = None if key is None else jax.random.fold_in(key, index)
-    gemms = BlockGemms(policies, key, implementation, slots, channels)
+    keys, weights, slots, channels = layer
+    gemms = BlockGemms(policies, keys, implementation, slots, channels)
     return nnx.merge(graph, weights)(x_BSD, rope, gemms), None
 
 

@@ -20,9 +20,8 @@ from jaxtyping import Array, Float
 from mxjax.derivatives import first_order_only
 from mxjax.expert_chunks import Chunks, Index, chunks_of
 from mxjax.gemm import multiply
-from mxjax.gemm_input import fold, gemm_inputs
 from mxjax.kmajor import KMajor
-from mxjax.matmul import Options, backward_inputs
+from mxjax.matmul import Options, policy_inputs
 from mxjax.prepare import Prepared, prepare
 from mxjax.product import Product
 from mxjax.weight_layout import varying_as
@@ -58,7 +57,7 @@ def _forward(options: Options, unit: int, static: Sizes, x, w, sizes, key) -> ja
     policy, gemms, dtypes, precision, _ = options
     x, w = first_order_only(x), first_order_only(w)
     chunks = chunks_of(sizes if static is None else np.array(static, np.int32), x.shape[0], unit)
-    left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
+    (left, right), *_ = policy_inputs(policy, key)
     [lhs] = prepare(chunks.filled(x), [(gemms.fprop, left)])
     [rhs] = prepare(w, [(gemms.fprop, right)])
     how = functools.partial(multiply, gemms.fprop, dtypes[0], precision, carriers=("e4m3", "e4m3"))
@@ -71,7 +70,7 @@ def _backward(options: Options, unit: int, static: Sizes, x, w, sizes, key, dy):
     policy, gemms, dtypes, precision, _ = options
     x, w, dy = (first_order_only(t) for t in (x, w, dy))
     chunks = chunks_of(sizes if static is None else np.array(static, np.int32), x.shape[0], unit)
-    dgrad, wgrad, seen_w, seen_x = backward_inputs(policy, key)
+    _, dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, key)
     x, dy = chunks.filled(x), chunks.filled(dy)
     dy_rows, dy_columns = prepare(dy, [(gemms.dgrad, dgrad[0]), (gemms.wgrad, wgrad[1])])
     [w_rows] = prepare(seen_w(w), [(gemms.dgrad, dgrad[1])])

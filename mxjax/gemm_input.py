@@ -1,12 +1,13 @@
 """`GemmInput`: a tensor as one GEMM takes it, rotated and quantized along the contracted axis."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, UInt32
 
 from mxjax.blocks import pad
 from mxjax.derivatives import first_order_only
@@ -30,6 +31,8 @@ class GemmInput(NamedTuple):
       rotation: Hadamard rotation before quantization, or None.
       signs: the rotation's signs, or None for all +1.
       key: JAX key of the random bits, or None.
+      words: two words of `key`, then `signs` as two words, for kernels; None where they were not drawn by a
+        kernel (`mxjax.draws`).
     """
 
     axis: int
@@ -37,6 +40,7 @@ class GemmInput(NamedTuple):
     rotation: Rotation | None = None
     signs: Float32[Array, " size"] | None = None
     key: jax.Array | None = None
+    words: UInt32[Array, "4"] | None = None
 
     @property
     def rotation_size(self) -> int:
@@ -51,7 +55,7 @@ class GemmInput(NamedTuple):
     @property
     def options(self) -> "GemmInput":
         """The input without its arrays, which is hashable."""
-        return self._replace(signs=None, key=None)
+        return self._replace(signs=None, key=None, words=None)
 
     def padded(self, length: int) -> int:
         """Returns the contracted axis's length, padded to whole MX blocks and runs of the rotation."""
@@ -60,13 +64,19 @@ class GemmInput(NamedTuple):
 
 
 def gemm_inputs(
-    gemm: Gemm, lhs_axis: int, rhs_axis: int, key: jax.Array | None
+    gemm: Gemm,
+    lhs_axis: int,
+    rhs_axis: int,
+    key: jax.Array | None,
+    words: UInt32[Array, "2 4"] | None = None,
 ) -> tuple[GemmInput, GemmInput]:
-    """Returns the inputs of a GEMM's two operands; `key` is the GEMM's own."""
-    signs = draw_signs(gemm.rotation, fold(key, 2))
+    """Returns the inputs of a GEMM's two operands; `key` and `words` are the GEMM's own."""
+    of_lhs, of_rhs, of_signs = fold_each(key if gemm.needs_key else None, 3)
+    signs = draw_signs(gemm.rotation, of_signs)
+    lhs_words, rhs_words = (None, None) if words is None else words
     return (
-        GemmInput(lhs_axis, gemm.lhs, gemm.rotation, signs, fold(key, 0)),
-        GemmInput(rhs_axis, gemm.rhs, gemm.rotation, signs, fold(key, 1)),
+        GemmInput(lhs_axis, gemm.lhs, gemm.rotation, signs, of_lhs, lhs_words),
+        GemmInput(rhs_axis, gemm.rhs, gemm.rotation, signs, of_rhs, rhs_words),
     )
 
 
@@ -123,6 +133,19 @@ def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Arra
         key = jax.random.key(rotation.seed, impl="threefry2x32")
     assert key is not None
     return random_signs(key, rotation.size)
+
+
+def fold_each(key: jax.Array | None, n: int) -> Sequence[jax.Array | None]:
+    """Returns the key with each index below n folded in, drawn together, or n times None without a key.
+
+    A barrier follows: otherwise XLA draws them again wherever one is used. A chain of four keys leads to each
+    operand, and to fuse them in a model's step then takes XLA minutes on a GPU.
+    """
+    if key is None:
+        return (None,) * n
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n))
+    keys = lax.optimization_barrier(keys)
+    return [keys[i] for i in range(n)]
 
 
 def fold(key: jax.Array | None, *indices: int) -> jax.Array | None:

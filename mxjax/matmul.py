@@ -16,9 +16,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mxjax.derivatives import first_order_only
+from mxjax.draws import draw_words
 from mxjax.estimators import changes_gradient, through_quantization
 from mxjax.gemm import multiply
-from mxjax.gemm_input import GemmInput, as_backward_sees, fold, gemm_inputs
+from mxjax.gemm_input import GemmInput, as_backward_sees, fold_each, gemm_inputs
 from mxjax.implementations import ON_PACKED, GemmImplementations, How, Implementation, implementations_of
 from mxjax.kmajor import KMajor
 from mxjax.operand import Operand
@@ -86,8 +87,7 @@ def _forward(options: Options, x, w, key, *, keep: bool):
     policy, gemms, dtypes, precision, frozen = options
     x, w = first_order_only(x), first_order_only(_values(w, frozen))
     x = lax.optimization_barrier(x)  # several passes read it; XLA would recompute it in each
-    left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
-    dgrad, wgrad, seen_w, seen_x = backward_inputs(policy, key)
+    (left, right), dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, key)
     needs_x, needs_w = changes_gradient(left, policy.dgrad.rhs), changes_gradient(right, policy.wgrad.lhs)
     keep_x, keep_w = (
         keep and frozen is None and how in ON_PACKED and not needed
@@ -114,8 +114,7 @@ def _backward(options: Options, residuals: _Residuals, dy):
     policy, gemms, dtypes, precision, frozen = options
     x, x_packed, w, w_packed, key = residuals
     dy = first_order_only(dy)
-    left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
-    dgrad, wgrad, seen_w, seen_x = backward_inputs(policy, key)
+    (left, right), dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, key)
     if all(how.operand.format == "bf16" and how.rotation is None for how in (dgrad[0], wgrad[1])):
         dy = dy.astype(jnp.bfloat16)  # halves the bytes of float32 logits and converts them once
     dy = lax.optimization_barrier(dy)
@@ -232,12 +231,17 @@ def _prepare_two(
     return prepare(x, [now])[0], prepare(seen(x), [later])[0]
 
 
-def backward_inputs(policy: Policy, key):
-    """Returns the inputs of Dgrad (dy, w) and Wgrad (x, dy), and functions that map w and x to those read."""
-    dgrad = gemm_inputs(policy.dgrad, -1, -1, fold(key, 1))
-    wgrad = gemm_inputs(policy.wgrad, -2, -2, fold(key, 2))
+def policy_inputs(policy: Policy, key):
+    """Returns the inputs of Fprop (x, w), Dgrad (dy, w) and Wgrad (x, dy), and two functions.
 
-    left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
+    They give what Dgrad sees of w, and what Wgrad sees of x.
+    """
+    axes, words = ((-1, -2), (-1, -1), (-2, -2)), draw_words(policy, key)
+    fprop, dgrad, wgrad = (
+        gemm_inputs(gemm, *axes[i], of_gemm, None if words is None else words[i])
+        for i, (gemm, of_gemm) in enumerate(zip(policy.gemms.values(), fold_each(key, 3), strict=True))
+    )
+    left, right = fprop
 
     def seen_w(w):
         return as_backward_sees(w, policy.dgrad.rhs, right)
@@ -245,4 +249,4 @@ def backward_inputs(policy: Policy, key):
     def seen_x(x):
         return as_backward_sees(x, policy.wgrad.lhs, left)
 
-    return dgrad, wgrad, seen_w, seen_x
+    return fprop, dgrad, wgrad, seen_w, seen_x

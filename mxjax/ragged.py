@@ -22,9 +22,9 @@ from mxjax.expert_chunks import places_of
 from mxjax.expert_products import matmul_experts
 from mxjax.formats import get_format
 from mxjax.gemm import xla_operands
-from mxjax.gemm_input import GemmInput, fold, gemm_inputs, quantize_input
+from mxjax.gemm_input import GemmInput, quantize_input
 from mxjax.implementations import How, Implementation, implementations_of
-from mxjax.matmul import Options, backward_inputs
+from mxjax.matmul import Options, policy_inputs
 from mxjax.operand import Operand
 from mxjax.policy import Policy
 from mxjax.quantize import MXArray, dequantize
@@ -148,7 +148,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(options: Options, x, w, sizes, key) -> jax.Array:
     x, w = first_order_only(x), first_order_only(w)
-    left, right = gemm_inputs(options.policy.fprop, -1, -2, fold(key, 0))
+    (left, right), *_ = policy_inputs(options.policy, key)
     operands = quantize_input(x, left), quantize_input(w, right)
     return _multiply(options.gemms.fprop, options.precision, *operands, sizes).astype(options.dtypes[0])
 
@@ -157,7 +157,7 @@ def _forward(options: Options, x, w, sizes, key) -> jax.Array:
 def _backward(options: Options, x, w, sizes, key, dy) -> tuple[jax.Array, jax.Array]:
     policy, gemms, dtypes, precision, _ = options
     x, w, dy = (first_order_only(t) for t in (x, w, dy))
-    dgrad, wgrad, seen_w, seen_x = backward_inputs(policy, key)
+    _, dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, key)
     dy_rows, w_rows = quantize_input(dy, dgrad[0]), quantize_input(seen_w(w), dgrad[1])
     x_columns, dy_columns = quantize_input(seen_x(x), wgrad[0]), quantize_input(dy, wgrad[1])
     dx = _multiply(gemms.dgrad, precision, dy_rows, w_rows, sizes)

@@ -199,13 +199,14 @@ def _largest_unless(finite: Bool[Array, ""], params) -> tuple[Any, Float32[Array
     return jax.lax.optimization_barrier((params, largest))
 
 
-def make_eval_step(losses: Losses):
+def make_eval_step(losses: Losses, compiler_options: dict[str, Any] | None = None):
     """Returns the jitted `eval_step(params, batch, key, weights) -> sum of the batch's token losses`.
 
-    `weights` [batch] multiply the losses of each sequence; None weighs all by 1.
+    `weights` [batch] multiply the losses of each sequence; None weighs all by 1. `compiler_options` are those
+    of `make_train_step`.
     """
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options)
     def eval_step(
         params, batch: Int32[Array, "batch length"], key: jax.Array, weights: Array | None = None
     ) -> Float32[Array, ""]:

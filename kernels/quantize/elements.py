@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from mxjax.kernels.quantize.elements_ptx import encode_floats
+from mxjax.kernels.quantize.stochastic_ptx import encode_stochastic
 
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -152,6 +153,17 @@ def encode_fp4(xs, random, byte, prescale: tl.constexpr, STOCHASTIC: tl.constexp
         one = tl.full(byte.shape, 127, tl.int32)
         word = encode_floats(_all_scaled(xs, inverse, prescale), one, inverse_scale(one))
     return tl.where(byte == 255, 0, word)
+
+
+@triton.jit
+def encode_drawn(xs, byte, prescale: tl.constexpr, counter, row, key0, key1):
+    """Returns what `encode_fp4` returns, rounded stochastically by Philox's words for these; for sm_90 on."""
+    if prescale * 4 == int(prescale * 4):  # the product with a power of two is exact, also a subnormal one
+        factor = inverse_scale(byte) * prescale
+    else:
+        factor = tl.full(byte.shape, 1.0, tl.float32)
+        xs = _all_scaled(xs, inverse_scale(byte), prescale)
+    return tl.where(byte == 255, 0, encode_stochastic(xs, factor, counter, row, key0, key1))
 
 
 @triton.jit

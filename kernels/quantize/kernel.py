@@ -17,6 +17,7 @@ from mxjax.kernels.quantize.elements import (
     block_scale,
     element_values,
     encode_bf16,
+    encode_drawn,
     encode_fp4,
     largest,
     scale_value,
@@ -204,6 +205,8 @@ def _quantize_groups(
         and PRESCALE == 1
         and xs[0].dtype == tl.bfloat16
     )
+    PTX: tl.constexpr = CONVERT == "sm_89" or CONVERT == "sm_90" or CONVERT == "sm_100"
+    DRAWN: tl.constexpr = PTX and CONVERT != "sm_89" and FORM == "packed" and STOCHASTIC
     # On gfx950 LLVM packs sums that no product follows, which costs moves of their operands.
     FOLDED: tl.constexpr = 0 if CONVERT == "gfx950" else _folded(ROTATION)
     WORDS: tl.constexpr = GROUP // 8 * words_of(FORM)
@@ -238,9 +241,13 @@ def _quantize_groups(
             counter = (counter0 + start // 8 + group * (GROUP // 8) + i // 8)[:, None]
             counter = tl.where(byte >= 0, counter, 0).to(tl.uint32)
             row = tl.where(byte >= 0, (row0 + other0 + other)[None, :], 0).to(tl.uint32)
-            random = random_halves(counter, row, tl.load(scalars), tl.load(scalars + 1))
+            key0, key1 = tl.load(scalars), tl.load(scalars + 1)
+            if not DRAWN:
+                random = random_halves(counter, row, key0, key1, PTX)
         if PAIRS:
             ws = ws + (tl.where(byte == 255, 0, encode_pairs(eight, byte)),)
+        elif DRAWN:
+            ws = ws + (encode_drawn(eight, divisor, PRESCALE, counter, row, key0, key1),)
         elif FORM == "packed":
             ws = ws + (encode_fp4(eight, random, divisor, PRESCALE, STOCHASTIC, CONVERT),)
         else:

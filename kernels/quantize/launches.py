@@ -12,11 +12,11 @@ from mxjax.devices import Target
 from mxjax.formats import BLOCK, E2M1
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.launch import MOST_PROGRAMS, ceil_div
+from mxjax.kernels.quantize.draws import LARGEST_ROTATION
 from mxjax.kernels.quantize.hopper_kernel import GROUP, quantize_pairs_kernel
 from mxjax.kernels.quantize.kernel import Form, quantize_kernel, words_of
 from mxjax.scales import rule_carry
 
-LARGEST_ROTATION = 64
 LONGEST_AXIS = 2**24  # axes are shorter, because offsets in a tile have 32 bits
 
 Pair = tuple[GemmInput | None, GemmInput | None]

@@ -15,9 +15,9 @@ from mxjax.formats import BLOCK
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.launch import triton_call
 from mxjax.kernels.mesh import along, compound, partitioned
+from mxjax.kernels.quantize.draws import sign_words
 from mxjax.kernels.quantize.kernel import SCALARS, Form, quantize_kernel, words_of
 from mxjax.kernels.quantize.launches import (
-    LARGEST_ROTATION,
     LONGEST_AXIS,
     Pair,
     check_input,
@@ -51,7 +51,7 @@ def quantize_operands(
         check_input(how)
     by_axis = {how.axis: how for how in inputs}
     both = by_axis.get(-1), by_axis.get(-2)
-    scalars = jnp.concatenate([words for how in both for words in (_key_words(how), _sign_words(how))])
+    scalars = jnp.concatenate([_words(how) for how in both])
     rows, columns = (how and how.options for how in both)
     run = _quantizer((rows, columns), form, current_target())
     flat = run(x.reshape(1, math.prod(batch), r, c), scalars[None])
@@ -67,19 +67,17 @@ def quantize_operands(
     return [made[how.axis] for how in inputs]
 
 
-def _key_words(how: GemmInput | None) -> jax.Array:
-    if how is None or how.key is None or how.operand.rounding != "stochastic":
-        return jnp.zeros(2, jnp.uint32)
-    return jax.random.bits(how.key, (2,), jnp.uint32)
-
-
-def _sign_words(how: GemmInput | None) -> UInt32[Array, "2"]:
-    """Returns the signs of an input's rotation, repeated, as 64 bits: 1 is negative, the highest is first."""
-    if how is None or how.signs is None:
-        return jnp.zeros(2, jnp.uint32)
-    negative = jnp.tile(how.signs < 0, LARGEST_ROTATION // how.signs.size)
-    place = 31 - jnp.arange(LARGEST_ROTATION, dtype=jnp.uint32) % 32
-    return jnp.sum((negative.astype(jnp.uint32) << place).reshape(2, 32), axis=1, dtype=jnp.uint32)
+def _words(how: GemmInput | None) -> UInt32[Array, "4"]:
+    """Returns two words of an input's key and its rotation's signs as two words; 0 where it has none."""
+    if how is None:
+        return jnp.zeros(4, jnp.uint32)
+    stochastic = how.operand.rounding == "stochastic"
+    redrawn = how.rotation is not None and how.rotation.signs == "redrawn"
+    if how.words is not None and (redrawn or not how.has_signs):
+        return how.words
+    nothing = jnp.zeros(2, jnp.uint32)
+    key = jax.random.bits(how.key, (2,), jnp.uint32) if stochastic and how.key is not None else nothing
+    return jnp.append(key, nothing if how.signs is None else sign_words(how.signs))
 
 
 def _from_words(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, "*b n _"]:

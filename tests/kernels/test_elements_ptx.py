@@ -8,9 +8,10 @@ from support import ptx
 
 from mxjax.formats import E2M1
 from mxjax.kernels.matmul import carry
-from mxjax.kernels.quantize import elements_ptx
+from mxjax.kernels.quantize import elements_ptx, stochastic_ptx
+from mxjax.philox import philox_4x32
 from mxjax.quantize import float4_codes
-from mxjax.rounding import round_nearest
+from mxjax.rounding import round_nearest, stochastic_round
 from mxjax.scales import divide_by_scale
 
 N = 2**14
@@ -64,6 +65,34 @@ def test_encode_floats(seed):
     inputs = {f"r{i + 1}": bits for i, bits in enumerate(float_bits(x))}
     got = ptx.run(elements_ptx._ENCODE_FLOATS.value, **inputs, r9=byte, r10=float_bits(inverse))["$0"]
     np.testing.assert_array_equal(got[byte != 255], define(x, byte)[byte != 255])
+
+
+def neighbouring_fractions(rng, words):
+    """Returns [8, N] floats whose fraction of a step is a random 16-bit number plus a half, or almost."""
+    halves = np.stack([half for word in words for half in (word & 0xFFFF, word >> 16)]).astype(np.float64)
+    near = rng.choice([-(2.0**-6), 0, 2.0**-6, 1, -1], halves.shape)
+    step, least, most = rng.choice([(0.5, 0, 4), (1.0, 2, 4), (2.0, 2, 3)], halves.shape).transpose(2, 0, 1)
+    below = np.floor(least + (most - least) * rng.random(halves.shape))
+    x = step * (below + (halves + 0.5 + near) / 2**16)
+    x = np.where(rng.random(halves.shape) < 0.1, rng.choice([0, 1e-45, 2.0**-18, 6, 5.9999995, 12]), x)
+    return (x * rng.choice([-1, 1], halves.shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**-20, 0.75])
+def test_encode_stochastic(factor):
+    rng = np.random.default_rng(7)
+    counter, row, *key = jnp.asarray(rng.integers(0, 2**32, (4, N), np.uint32))
+    drawn = philox_4x32((counter, row, 0 * row, 0 * row), (key[0], key[1]))
+    words = [np.asarray(word) for word in drawn]
+    x = (neighbouring_fractions(rng, words) / np.float32(factor)).astype(np.float32)
+    registers = {f"r{i + 1}": bits for i, bits in enumerate(float_bits(x))}
+    registers |= {"r9": float_bits(factor), "r10": counter, "r11": row, "r12": key[0], "r13": key[1]}
+    got = ptx.run(stochastic_ptx._ENCODE.value, **registers)["$0"]
+    random = np.stack([half for word in words for half in (word & 0xFFFF, word >> 16)]).astype(np.uint16)
+    rounded = stochastic_round(jnp.asarray(x * np.float32(factor)), E2M1, jnp.asarray(random))
+    codes = np.asarray(float4_codes(rounded)).astype(np.uint32)
+    wanted = np.bitwise_or.reduce([code << np.uint32(4 * i) for i, code in enumerate(codes)])
+    np.testing.assert_array_equal(got, wanted)
 
 
 def any_bits(rng, shape, dtype):

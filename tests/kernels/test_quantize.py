@@ -226,7 +226,7 @@ def halves_kernel(key, out, GROUPS: tl.constexpr, OTHER: tl.constexpr):
     group, other = tl.arange(0, GROUPS)[:, None], tl.arange(0, OTHER)[None, :]
     zero = tl.zeros([GROUPS, OTHER], tl.uint32)
     counter, row = zero + group.to(tl.uint32), zero + other.to(tl.uint32)
-    halves = random_halves(counter, row, tl.load(key), tl.load(key + 1))
+    halves = random_halves(counter, row, tl.load(key), tl.load(key + 1), False)
     for i in tl.static_range(8):
         tl.store(out + (other * GROUPS + group) * 8 + i, halves[i].to(tl.int32))
 

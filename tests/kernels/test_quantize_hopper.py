@@ -76,6 +76,15 @@ def test_two_stochastic_inputs_take_two_launches():
     assert_as_defined(draw_tensor(np.random.default_rng(6), (40, 72), "normal", "bfloat16"), rows, columns)
 
 
+@pytest.mark.parametrize("prescale", [0.75, 0.7])
+@pytest.mark.parametrize("form", ["packed", "bf16"])
+def test_stochastic_rounding(form, prescale):
+    """A factor that is absorbed by the scale's exactly, and one that is not; the words of Philox alone."""
+    how = GemmInput(-1, Operand(rounding="stochastic", prescale=prescale), Rotation(64, signs="redrawn"))
+    x = draw_tensor(np.random.default_rng(8), (9, 130), "wide", "bfloat16")
+    assert_as_defined(x, how, form=form)
+
+
 def test_vmap():
     xs = draw_tensor(np.random.default_rng(5), (2, 3, 48, 40), "normal", "bfloat16")
     got = jax.vmap(lambda x: quantize_operands(x, [ROWS, H16]))(xs)

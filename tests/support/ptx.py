@@ -19,10 +19,19 @@ def run(text, **registers):
         if not opcode or opcode == ".reg":
             continue
         into, *names = (name.strip() for name in operands.split(","))
-        values = [registers[n] if n in registers else U32(int(n, 0)) for n in names]
+        if opcode == "mov.b64":  # {low, high}, wide
+            high, wide = names[0], registers[names[1]]
+            registers[into], registers[high] = wide.astype(U32), (wide >> np.uint64(32)).astype(U32)
+            continue
+        values = [registers[n] if n in registers else _number(n) for n in names]
         with np.errstate(all="ignore"):
-            registers[into] = np.asarray(OPCODES[opcode](*values), U32)
+            result = OPCODES[opcode](*values)
+        registers[into] = np.asarray(result, np.uint64 if ".wide." in opcode else U32)
     return registers
+
+
+def _number(text):
+    return U32(int(text[2:], 16) if text.startswith("0f") else int(text, 0))
 
 
 def _halves(dtype, function):
@@ -43,6 +52,16 @@ def _f32(function):
 
 def _float(word):
     return np.asarray(word, U32).view(np.float32).astype(np.float64)
+
+
+def _add_up(a, b):
+    """Returns a + b in float32, rounded up; `rest` is what the sum in float64 lost."""
+    a, b = _float(a), _float(b)
+    total = a + b
+    rest = (a - (total - (total - a))) + (b - (total - a))
+    rounded = total.astype(np.float32)
+    short = (rounded < total) | ((rounded == total) & (rest > 0))
+    return np.where(short, np.nextafter(rounded, np.float32(np.inf)), rounded).astype(np.float32).view(U32)
 
 
 def _fma_bf16(a, b, c):
@@ -83,11 +102,14 @@ OPCODES = {
     "lop3.b32": _lop3,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
+    "xor.b32": np.bitwise_xor,
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,
     "add.u32": np.add,
     "sub.u32": np.subtract,
     "max.u32": np.maximum,
+    "mul.wide.u32": lambda a, b: np.asarray(a, np.uint64) * np.asarray(b, np.uint64),
+    "max.u16x2": _halves(np.uint16, np.maximum),
     "add.s16x2": _halves(np.int16, np.add),
     "max.s16x2": _halves(np.int16, np.maximum),
     "abs.f16x2": lambda a: a & U32(0x7FFF7FFF),
@@ -97,6 +119,10 @@ OPCODES = {
     "fma.rn.bf16x2": _halves(ml_dtypes.bfloat16, _fma_bf16),
     "fma.rn.f32": _f32(lambda a, b, c: a * b + c),
     "sub.rn.f32": _f32(np.subtract),
+    "mul.rn.f32": _f32(np.multiply),
+    "min.f32": _f32(np.fmin),
+    "abs.f32": lambda a: a & U32(0x7FFFFFFF),
+    "add.rp.f32": _add_up,
     "cvt.rn.f16x2.f32": _two_f16,
 }
 
@@ -114,6 +140,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack, _semant
     shape = list(arrays[0].shape)
     results = []
     for i in range(outputs):
-        data = np.ascontiguousarray(np.broadcast_to(registers[f"${i}"], shape)).view(np.int32)
-        results.append(core.tensor(TensorHandle(data, core.int32), core.block_type(core.int32, shape)))
+        element = dtype[i] if outputs > 1 else dtype
+        kind = np.uint32 if element == core.uint32 else np.int32
+        data = np.ascontiguousarray(np.broadcast_to(registers[f"${i}"], shape)).view(kind)
+        results.append(core.tensor(TensorHandle(data, element), core.block_type(element, shape)))
     return core.tuple(results) if outputs > 1 else results[0]
