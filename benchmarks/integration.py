@@ -254,10 +254,9 @@ def print_tables(content: dict[str, Any], page: pathlib.Path) -> None:
         for name, way in content["ways"].items()
     ]
     refusals = [[name, by["qwix"], by["mxjax"]] for name, by in content["refusals"].items()]
-    named = {
-        "ways": table(" | lines | ms | p10 | p90 | of float32 | loss", ways),
-        "refusals": table(" | qwix | mxjax", refusals),
-    }
+    named = {"ways": table(" | lines | ms | p10 | p90 | of float32 | loss", ways)}
+    if refusals:
+        named["refusals"] = table(" | qwix | mxjax", refusals)
     print(*named.values(), sep="\n\n")
     if page.exists():
         page.write_text(insert(page.read_text(), named))

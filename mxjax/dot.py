@@ -137,7 +137,7 @@ def _dot_general(
     check_floating(lhs, rhs, preferred_element_type)
     check_key(policy, key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    _check_axes(lhs, rhs, dimension_numbers)
+    check_axes(lhs, rhs, dimension_numbers)
     lhs_free = _remaining_axes(lhs, lhs_contract, lhs_batch)
     rhs_free = _remaining_axes(rhs, rhs_contract, rhs_batch)
     dtype = result_dtype(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
@@ -193,7 +193,8 @@ def check_floating(lhs: AnyArray | MXArray, rhs: AnyArray | MXArray, dtype: DTyp
         raise TypeError(f"mxjax.dot needs a floating-point preferred_element_type, got {jnp.dtype(dtype)}")
 
 
-def _check_axes(lhs, rhs, dimension_numbers: DimensionNumbers) -> None:
+def check_axes(lhs, rhs, dimension_numbers: DimensionNumbers) -> None:
+    """Raises ValueError unless the axes are counted from 0 and those of a pair have the same size."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     if min((*lhs_contract, *rhs_contract, *lhs_batch, *rhs_batch), default=0) < 0:
         raise ValueError(

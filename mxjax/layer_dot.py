@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from mxjax.dot import DimensionNumbers, check_key, dot_general
+from mxjax.dot import DimensionNumbers, check_axes, check_key, dot_general
 from mxjax.implementations import Implementation
 from mxjax.operand import check_choice
 from mxjax.policy import Policy
@@ -50,6 +50,7 @@ class DotGeneral:
         Raises:
           ValueError: it cannot be told which operand is the weight. Others as in `dot`.
         """
+        check_axes(lhs, rhs, dimension_numbers)
         if self.weight is None and not is_linear(lhs, dimension_numbers):
             raise ValueError(
                 f"make_dot_general cannot tell which operand of {lhs.shape} x {rhs.shape} along "

@@ -48,7 +48,8 @@ def ragged_dot(
     The first `group_sizes[0]` rows of x are multiplied by `w[0]`, the next `group_sizes[1]` by `w[1]`, and so
     on. Each expert's products are those of `dot` on its rows. Formats with a scale for the whole tensor have
     one for all experts. Random bits are drawn for the padded tensor of all of them, whose layout differs
-    between implementations.
+    between implementations. Under `jax.vmap`, "reference" and "xla" need every argument mapped along axis 0,
+    as `jax.lax.ragged_dot` does.
 
     Args:
       x: activations, sorted by group. Rows past the sum of the sizes give zeros.

@@ -176,5 +176,6 @@ def _key(policy: Policy) -> jax.Array | None:
     except Exception as error:
         raise ValueError(
             "the policy draws random bits and finds no stream 'mxjax'; in Linen pass rngs={'mxjax': key} to "
-            "apply, in NNX set model.set_attributes(qwix_rngs=nnx.Rngs(mxjax=0))"
+            "apply, in NNX pass rngs=nnx.Rngs(mxjax=0) to qwix.quantize_model, then call "
+            "model.set_attributes(qwix_rngs=nnx.Rngs(mxjax=1))"
         ) from error

@@ -114,6 +114,8 @@ def test_negative_axes_raise():
     x, w, _ = inputs()
     with pytest.raises(ValueError, match=r"axes counted from 0.*write lhs\.ndim - 1"):
         mxjax.dot_general(x, w, (((-1,), (0,)), ((), ())), policy="bf16")
+    with pytest.raises(ValueError, match="axes counted from 0"):
+        mxjax.make_dot_general("bf16")(x, w, (((-1,), (0,)), ((), ())))
 
 
 @pytest.mark.parametrize(

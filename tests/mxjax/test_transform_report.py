@@ -242,6 +242,16 @@ def test_what_does_not_fit_raises(f, args, options, message):
         mxjax.transform(f, **({"policy": "wgrad"} | options)).report(*args)
 
 
-def test_what_is_no_function_raises():
-    with types_unchecked(), pytest.raises(TypeError, match="needs a function"):
-        mxjax.transform(PARAMS, "wgrad")
+@pytest.mark.parametrize(
+    ("f", "options", "message"),
+    [
+        (PARAMS, {}, "needs a function"),
+        (loss, {"rules": "head"}, r"\(pattern, policy\) pairs, got 'head'"),
+        (loss, {"rules": [("head",)]}, r"\(pattern, policy\) pairs"),
+        (loss, {"weights": "params"}, "argument's number, counted from 0, got 'params'"),
+    ],
+    ids=["no function", "a pattern alone", "no policy", "a name"],
+)
+def test_arguments_of_other_types_raise(f, options, message):
+    with types_unchecked(), pytest.raises(TypeError, match=message):
+        mxjax.transform(f, "wgrad", **options)
