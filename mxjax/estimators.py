@@ -20,6 +20,7 @@ from mxjax.derivatives import first_order_only
 from mxjax.formats import get_format
 from mxjax.gemm_input import GemmInput, part_of, rotate_input, rotate_input_back
 from mxjax.operand import Operand
+from mxjax.policy import Policy
 from mxjax.quantize import scaled_values
 from mxjax.rounding import fraction_between
 
@@ -48,6 +49,12 @@ def changes_gradient(how: GemmInput, wanted: Operand) -> bool:
     """Whether `through_quantization` with these arguments does anything."""
     rotated = how.rotation is not None and wanted.source == "dequantized"
     return rotated or how.operand.gradient != "straight_through"
+
+
+def gradients_read_tensors(policy: Policy) -> tuple[bool, bool]:
+    """Whether the gradients of x and of w read these tensors themselves, so that packed ones do not do."""
+    x, w = (GemmInput(-1, operand, policy.fprop.rotation) for operand in (policy.fprop.lhs, policy.fprop.rhs))
+    return changes_gradient(x, policy.dgrad.rhs), changes_gradient(w, policy.wgrad.lhs)
 
 
 def through_quantization(

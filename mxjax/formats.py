@@ -27,6 +27,7 @@ FormatName = Literal[
     "nvfp4_1x128",
     "fp4_ue5m3",
     "fp4_vector",
+    "fp4_e1m2",
     "fp8_e4m3",
     "fp8_e5m2",
     "bf16",
@@ -92,6 +93,16 @@ class Format:
         """The minifloat of the block scales, or None if they are powers of two or there are none."""
         return {"e4m3": E4M3, "ue5m3": UE5M3}.get(self.scale)
 
+    @property
+    def is_vector(self) -> bool:
+        """Whether all elements along the contraction axis share one float32 scale."""
+        return self.scale == "fp32" and not self.block
+
+    @property
+    def fits_bfloat16(self) -> bool:
+        """Whether bfloat16 represents elements times block scales; a vector's scale is not one of a block."""
+        return self.dtype != jnp.float32 and not self.outer_block and (self.scale != "fp32" or self.is_vector)
+
 
 def _mx(name: FormatName, element: Element) -> Format:
     return Format(name, element.dtype, element, block=BLOCK, scale="e8m0")
@@ -113,6 +124,7 @@ _FORMATS = (
     Format("nvfp4_1x128", E2M1.dtype, E2M1, block=16, scale="e4m3", tensor_scale=True, outer_block=128),
     Format("fp4_ue5m3", E2M1.dtype, E2M1, block=16, scale="ue5m3"),
     Format("fp4_vector", E2M1.dtype, E2M1, scale="fp32"),  # arXiv 2501.17116, section 2
+    Format("fp4_e1m2", E1M2.dtype, E1M2, block=16, scale="fp32"),  # arXiv 2606.20381, table 1
     _fp8("fp8_e4m3", E4M3),
     _fp8("fp8_e5m2", E5M2),
     Format("bf16", jnp.bfloat16),

@@ -102,8 +102,7 @@ def xla_operands(
     They are in bfloat16, which represents them exactly, or in float32 if one of the formats is `fp32` or has
     float32 scales along the contracted axis.
     """
-    formats = [get_format(q.format) for q in (lhs, rhs)]
-    keep = any(f.dtype == jnp.float32 or f.outer_block for f in formats)
+    keep = not all(get_format(q.format).fits_bfloat16 for q in (lhs, rhs))
     dtype = jnp.float32 if keep else jnp.bfloat16
     precision = lax.Precision.HIGHEST if keep and precision is None else precision
     return block_values(lhs).astype(dtype), block_values(rhs).astype(dtype), precision

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from mxjax.derivatives import first_order_only
 from mxjax.draws import draw_words
-from mxjax.estimators import changes_gradient, through_quantization
+from mxjax.estimators import changes_gradient, gradients_read_tensors, through_quantization
 from mxjax.gemm import multiply
 from mxjax.gemm_input import GemmInput, as_backward_sees, fold_each, gemm_inputs
 from mxjax.implementations import ON_PACKED, GemmImplementations, How, Implementation, implementations_of
@@ -88,7 +88,7 @@ def _forward(options: Options, x, w, key, *, keep: bool):
     x, w = first_order_only(x), first_order_only(_values(w, frozen))
     x = lax.optimization_barrier(x)  # several passes read it; XLA would recompute it in each
     (left, right), dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, key)
-    needs_x, needs_w = changes_gradient(left, policy.dgrad.rhs), changes_gradient(right, policy.wgrad.lhs)
+    needs_x, needs_w = gradients_read_tensors(policy)
     keep_x, keep_w = (
         keep and frozen is None and how in ON_PACKED and not needed
         for how, needed in ((gemms.wgrad, needs_x), (gemms.dgrad, needs_w))

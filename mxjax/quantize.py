@@ -33,7 +33,7 @@ class MXArray:
       elements: x's shape, in the format's dtype (`float4_e2m1fn` for MXFP4).
       scales: one for each block, in x's shape with the blocked axis (both axes for 2-D blocks) divided by the
         block and rounded up. `float8_e8m0fnu` for MX (2**(byte - 127), byte 255 is NaN), `float8_e4m3fn` for
-        NVFP4, bfloat16 for UE5M3 values, float32 for vectors, None for FP8 and BF16.
+        NVFP4, bfloat16 for UE5M3 values, float32 for vectors and `fp4_e1m2`, None for FP8 and BF16.
       tensor_scale: float32 scale of the whole tensor (NVFP4, FP8, UE5M3 with `scale_max`), or None. In
         `nvfp4_1x128` one for each 128 elements along `axis`.
       format: name of the format.
@@ -68,7 +68,7 @@ class MXArray:
         columns, scales / prescale.
         """
         f = get_format(self.format)
-        scale = self.scales if f.scale == "fp32" else self.tensor_scale
+        scale = self.scales if f.is_vector else self.tensor_scale
         if scale is None or f.outer_block:
             return 1 / self.prescale if self.prescale else None
         return scale / self.prescale if self.prescale else scale
@@ -227,11 +227,11 @@ def scaled_values(
 def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     """Returns elements * scales, without `factor`, in float32.
 
-    bfloat16 represents them exactly, except for `fp32`, for `nvfp4_1x128`, whose outer scales are included,
-    and for magnitudes below its range (2**-133).
+    bfloat16 represents them exactly, except for formats without `fits_bfloat16`, where float32 scales are
+    included, and for magnitudes below its range (2**-133).
     """
     values = q.elements.astype(jnp.float32)
-    if q.scales is None or q.scales.dtype == jnp.float32:
+    if q.scales is None or get_format(q.format).is_vector:
         return values
     if q.scales.dtype == jnp.float8_e8m0fnu:
         byte = lax.bitcast_convert_type(q.scales, jnp.uint8).astype(jnp.int32)
@@ -262,14 +262,14 @@ def _store(values: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*
 def _divide_by_scales(
     x: Float32[Array, "*shape"], f: Format, element: Element, rule: ScaleRule, block_shape, axis: int
 ):
-    """Returns the power-of-two scales of x's blocks or None, the tensor's or None, and x divided by them."""
+    """Returns the scales of x's blocks or None, the tensor's or None, and x divided by them."""
     if f.scale == "none":  # as in Transformer Engine and torchao: multiply by max / amax
         per_unit = divide(jnp.float32(element.max), tensor_max(x))
         return None, 1 / per_unit, x * per_unit
     if f.scale == "fp32":
         amax = jnp.maximum(block_max(x, block_shape, axis), jnp.float32(SMALLEST_TENSOR_MAX))
         per_unit = divide(jnp.full_like(amax, element.max), amax)
-        return 1 / per_unit, None, x * per_unit
+        return 1 / per_unit, None, x * spread(per_unit, x.shape, block_shape, axis)
     if rule == "quest":
         byte = quest_scale(block_std(x, block_shape, axis))
     else:

@@ -17,12 +17,12 @@ from jaxtyping import Array, Float, Integer, Shaped
 from mxjax.blocks import resolve_block_shape
 from mxjax.derivatives import first_order_only
 from mxjax.dot import check_arrays, check_floating, check_key, result_dtype
-from mxjax.estimators import changes_gradient
+from mxjax.estimators import gradients_read_tensors
 from mxjax.expert_chunks import places_of
 from mxjax.expert_products import matmul_experts
 from mxjax.formats import get_format
 from mxjax.gemm import xla_operands
-from mxjax.gemm_input import GemmInput, quantize_input
+from mxjax.gemm_input import quantize_input
 from mxjax.implementations import How, Implementation, implementations_of
 from mxjax.matmul import Options, policy_inputs
 from mxjax.operand import Operand
@@ -99,14 +99,9 @@ def ragged_dot(
 
 def _check_policy(policy: Policy) -> None:
     """Raises NotImplementedError if a product of the policy is more than that of its two operands."""
-    fprop = policy.fprop
-    uses = ((fprop.lhs, policy.dgrad.rhs), (fprop.rhs, policy.wgrad.lhs))
     operands = [operand for gemm in policy.gemms.values() for operand in (gemm.lhs, gemm.rhs)]
-    whole = all(o.split == "none" and get_format(o.format).scale != "fp32" for o in operands)
-    changed = any(
-        changes_gradient(GemmInput(-1, operand, fprop.rotation), wanted) for operand, wanted in uses
-    )
-    if changed or not whole:
+    whole = all(o.split == "none" and not get_format(o.format).is_vector for o in operands)
+    if any(gradients_read_tensors(policy)) or not whole:
         raise NotImplementedError(
             "ragged_dot takes operands with gradient='straight_through' and split='none', no fp4_vector, "
             f"and source='dequantized' only of an Fprop without rotation, not {policy}; "

@@ -6,7 +6,9 @@ The modes, from most to least memory; `rematerialize` wraps a block in one:
   dots  the results of the matrix products and of attention; norms, activations, rotations and
         quantization are recomputed
   fp4   the packed operands of the MXFP4 products, 17/32 byte for each element of activations and weights,
-        and attention's result where the backward pass reads it; the products are recomputed
+        and attention's result where the backward pass reads it; the products are recomputed. Where the
+        gradient reads x and w themselves, as in `quartet`, only the Fprop's operands can be kept, if they
+        are packed: those of `quartet` are not
   full  the block's input
 
 Stochastic rounding is a function of the key, so every mode draws the same bits. Results differ only because
@@ -21,6 +23,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from mxjax.estimators import gradients_read_tensors
 from mxjax.implementations import ON_PACKED, Implementation, choose_implementation, implementations_of
 from mxjax.policy import Policy
 
@@ -68,15 +71,27 @@ def keep_products[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check_remat(mode: Remat, policies: Iterable[Policy], implementation: Implementation | None) -> None:
-    """Raises ValueError if `mode` is "fp4" and no GEMM of the policies takes packed operands here."""
-    if mode == "fp4" and not any(
-        how in ON_PACKED for policy in policies for how in implementations_of(policy, implementation)[:3]
-    ):
+    """Raises ValueError if `mode` is "fp4" and no layer would keep packed operands."""
+    policies = tuple(policies)
+    if mode != "fp4" or any(_keeps_packed(policy, implementation) for policy in policies):
+        return
+    if any(how in ON_PACKED for policy in policies for how in implementations_of(policy, implementation)[:3]):
         raise ValueError(
-            "remat 'fp4' keeps packed MXFP4 operands, but no GEMM of these policies takes them with "
-            f"implementation {choose_implementation(implementation)!r}; use a policy in MXFP4 with "
-            "implementation 'fp8_carriers' (anywhere) or 'triton' (GPUs), or remat 'dots' or 'full'"
+            "remat 'fp4' would keep no operands: these policies' gradients read x and w themselves, not "
+            "packed MXFP4 operands, and their Fprop takes none; use remat 'dots' or 'full'"
         )
+    raise ValueError(
+        "remat 'fp4' keeps packed MXFP4 operands, but no GEMM of these policies takes them with "
+        f"implementation {choose_implementation(implementation)!r}; use a policy in MXFP4 with "
+        "implementation 'fp8_carriers' (anywhere) or 'triton' (GPUs), or remat 'dots' or 'full'"
+    )
+
+
+def _keeps_packed(policy: Policy, implementation: Implementation | None) -> bool:
+    """Whether a layer keeps packed operands of the Fprop, or of a backward GEMM in place of x or w."""
+    fprop, dgrad, wgrad = (how in ON_PACKED for how in implementations_of(policy, implementation)[:3])
+    x_is_read, w_is_read = gradients_read_tensors(policy)
+    return fprop or (wgrad and not x_is_read) or (dgrad and not w_is_read)
 
 
 def _policy(names: frozenset[str]) -> Callable[..., Any]:

@@ -8,12 +8,22 @@ from mxjax.policy import Gemm, Policy, Rotation
 
 def estimators() -> dict[str, Policy]:
     """Returns these recipes by name."""
-    return {"uniform4": _uniform4(), "quartet": _quartet(), "averis": _averis(), **_ms_fp4()}
+    mx = Operand("mxfp4_e1m2", scale_rule="rceil")  # a uniform grid (abstract)
+    return {
+        "uniform4": _uniform4(mx),
+        "uniform4_fp32": _uniform4(Operand("fp4_e1m2")),
+        "quartet": _quartet(),
+        "averis": _averis(),
+        **_ms_fp4(),
+    }
 
 
-def _uniform4() -> Policy:
-    """UFP4, arXiv 2606.20381, in MX blocks, whose power of two is such that nothing clips."""
-    uniform = Operand("mxfp4_e1m2", scale_rule="rceil")  # a uniform grid (abstract)
+def _uniform4(uniform: Operand) -> Policy:
+    """UFP4, arXiv 2606.20381. No code of its authors is public.
+
+    In the paper 16 elements share a float32 scale (table 1): `uniform4_fp32`. In MX blocks the scale is the
+    smallest power of two at which nothing clips.
+    """
     gradient = dataclasses.replace(uniform, rounding="stochastic")  # of dy alone (abstract)
     redrawn = Rotation(16, "redrawn")  # random Hadamard rotations of all three GEMMs (abstract)
     return Policy(
@@ -37,7 +47,8 @@ def _quartet() -> Policy:
 def _averis() -> Policy:
     """Averis, arXiv 2603.10444: the token means of x and dy are split off before quantization (abstract).
 
-    Block shapes and rounding are those of NVFP4's recipe, whose rotation the split replaces.
+    Block shapes and rounding are those of NVFP4's recipe, whose rotation the split replaces. The paper
+    quantizes the mean too (equation 11); here it is multiplied in float32. No code of its authors is public.
     """
     x, w = Operand("nvfp4", split="mean"), Operand("nvfp4", block_shape=(16, 16))
     dy = dataclasses.replace(x, rounding="stochastic")

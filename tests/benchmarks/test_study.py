@@ -22,6 +22,7 @@ from mxjax.recipes import get_policy
 from training.command_line import parse
 from training.data.indexed_dataset import IndexedWriter
 from training.diagnosis.wgrad import VARIANTS, wgrad_grams
+from training.recipes import RECIPES
 
 
 @pytest.fixture
@@ -93,6 +94,10 @@ def test_every_published_recipe_is_a_cell():
     names = {cell.policy for cell in STUDIES["recipes"]}
     assert {"quartet", "averis", "ms_fp4", "uniform4", "nvfp4", "primus_deosc"} <= names
     assert names == {cell.policy for cell in STUDIES["recipes-tiny"]}
+    without_a_row = set(RECIPES) - names
+    assert without_a_row == {"heal", "tetrajet_v2_full"}
+    _, said = recipes_page.PAGE.read_text().split("have no row")
+    assert all(f"`{name}`" in said for name in without_a_row)
 
 
 def test_a_deadline_keeps_finished_runs(settings):

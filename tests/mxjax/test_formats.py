@@ -46,6 +46,7 @@ def test_dtype_holds_every_value_of_the_element(element):
         ("nvfp4", ("e2m1", 16, "e4m3", True)),
         ("nvfp4_1x128", ("e2m1", 16, "e4m3", True)),
         ("fp4_ue5m3", ("e2m1", 16, "ue5m3", False)),
+        ("fp4_e1m2", ("e1m2", 16, "fp32", False)),
         ("fp8_e4m3", ("e4m3", 0, "none", True)),
         ("fp8_e5m2", ("e5m2", 0, "none", True)),
     ],

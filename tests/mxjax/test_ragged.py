@@ -61,7 +61,10 @@ def test_in_float32_it_is_that_of_lax():
         np.testing.assert_allclose(a, e, rtol=0, atol=1e-5 * np.max(np.abs(e)))
 
 
-@pytest.mark.parametrize("name", ["full_hadamard", pytest.param("tetrajet_v2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["full_hadamard", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tetrajet_v2", "uniform4_fp32"))],
+)
 def test_what_one_expert_reads_changes_no_other(name):
     """Neither through blocks, outer scales and rotations, nor through a NaN."""
     options = {"policy": mxjax.get_policy(name), "key": jax.random.key(0)}

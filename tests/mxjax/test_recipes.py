@@ -55,6 +55,8 @@ _nv, _nv_tile = Operand("nvfp4"), Operand("nvfp4", block_shape=(16, 16))
 _nv_sr = Operand("nvfp4", rounding="stochastic")
 _uniform = Operand("mxfp4_e1m2", scale_rule="rceil")
 _uniform_sr = Operand("mxfp4_e1m2", scale_rule="rceil", rounding="stochastic")
+_uniform_fp32 = Operand("fp4_e1m2")
+_uniform_fp32_sr = Operand("fp4_e1m2", rounding="stochastic")
 _six_or_four = Operand("nvfp4", four_over_six="mse", scale_max=256)
 _eden = Operand("nvfp4", scale_target=6 / (17 / 16 * 0.93), scale_max=255.99, eden=128)
 _eden_seen = dataclasses.replace(_eden, source="dequantized")
@@ -85,6 +87,11 @@ PUBLISHED = {
         Gemm(_uniform_sr, _uniform, Rotation(16, "redrawn")),
         Gemm(_uniform, _uniform_sr, Rotation(16, "redrawn")),
     ),
+    "uniform4_fp32": Policy(
+        Gemm(_uniform_fp32, _uniform_fp32, Rotation(16, "redrawn")),
+        Gemm(_uniform_fp32_sr, _uniform_fp32, Rotation(16, "redrawn")),
+        Gemm(_uniform_fp32, _uniform_fp32_sr, Rotation(16, "redrawn")),
+    ),
     "chmiel_mx": Policy(Gemm(_rceil, _rceil), Gemm(_e3m0_sr, _rceil), Gemm(_rceil, _e3m0_sr)),
     # arXiv 2601.22813, figure 3 and section 3; the numbers are those of quartet_2.py in its code.
     "quartet2": Policy(
@@ -113,6 +120,7 @@ NOISE = {
     "fp8_e5m2": 2.8e-3,
     "mxfp8_e4m3": 7.0e-4,
     "mxfp8_e5m2": 2.8e-3,
+    "fp4_e1m2": 7.3e-3,
     "nvfp4 4/6": 7.6e-3,
     "nvfp4": 9.0e-3,
     "nvfp4_1x128": 9.0e-3,
@@ -123,6 +131,7 @@ NOISE = {
     "nvfp4 2-D": 1.24e-2,
     "nvfp4 4/6 2-D": 1.24e-2,
     "fp4_ue5m3 2-D": 1.24e-2,
+    "fp4_e1m2 sr": 1.46e-2,
     "nvfp4 4/6 sr": 1.75e-2,
     "nvfp4 sr": 1.88e-2,
     "nvfp4_1x128 sr": 1.88e-2,

@@ -11,6 +11,7 @@ from support.llamas import layer_policies
 
 from models import attention, llama
 from models.configs import LlamaConfig
+from mxjax import implementations
 from mxjax.recipes import get_policy
 from mxjax.remat import check_remat
 from training.memory import kept_bytes
@@ -123,6 +124,30 @@ def test_fp4_without_packed_operands_is_refused(policy, implementation):
         check_remat("fp4", [get_policy(policy)], implementation)
     check_remat("dots", [get_policy(policy)], implementation)
     check_remat("fp4", [get_policy("bf16"), get_policy("wgrad")], "fp8_carriers")
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(implementations, "_fastest", lambda target: "fp8_carriers")
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_fp4_is_refused_where_the_gradient_reads_the_tensors():
+    """The backward GEMMs of `quartet` take packed operands, but its estimates of gradients read x and w."""
+    assert implementations.implementations_of(get_policy("quartet"), None)[:3] == (
+        "xla",
+        "fp8_carriers",
+        "fp8_carriers",
+    )
+    with pytest.raises(ValueError, match="would keep no operands: these policies' gradients read x and w"):
+        check_remat("fp4", [get_policy("quartet")], None)
+    check_remat("fp4", [get_policy("quartet"), get_policy("amazon")], None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_hopper")
+def test_quartet_would_keep_attentions_result_alone(params):
+    assert kept(params, "quartet", None, "fp4") == 2 * TOKENS * SMALL.n_heads * SMALL.head_dim
 
 
 def test_cudnn_s_attention_is_kept_with_its_statistics(params, monkeypatch):

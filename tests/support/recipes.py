@@ -9,6 +9,7 @@ VARIANTS = frozenset(
         "lumen_dequantized",
         "tetrajet_v2_outliers",
         "ms_fp4_clip",
+        "uniform4_fp32",
     }
 )
 """Recipes that differ in one field from another, which the shorter runs of tests take instead."""

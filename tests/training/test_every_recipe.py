@@ -1,6 +1,7 @@
 """Every published recipe trains a small Llama for 100 steps.
 
-Each linear layer of a block has a recipe of its own, so that four share what else there is to compile.
+Each linear layer of a block has a recipe of its own, so that four share what else there is to compile. A
+recipe of a whole run trains one layer of each block, with its steps brought forward.
 """
 
 import functools
@@ -17,18 +18,18 @@ from models import llama
 from models.block import LINEAR_LAYERS
 from models.configs import LlamaConfig
 from mxjax.recipes.ladder import ladder
-from training.config import OptimizerConfig
-from training.deoscillation import Deoscillation, deoscillation_hook
+from training.config import Config, OptimizerConfig, PrecisionConfig
 from training.learning_rate import learning_rate
-from training.optimizer import make_optimizer
-from training.recipes import RECIPES
+from training.optimizer import optimizer_of
+from training.outliers import add_outliers, choose_channels, empty_norms, has_outliers, parse_outliers
+from training.recipes import RECIPES, expand
 from training.step import init_state, make_train_step, scheduled
-from training.weight_hooks import with_hook
 
 STEPS, BATCH, LENGTH, VOCABULARY = 100, 4, 32, 32
 MODEL = LlamaConfig(VOCABULARY, 64, 2, 2, 1, 32, 96, rope_theta=10_000.0)
-PUBLISHED = {name for name in mxjax.policies() if name not in ladder() and not name.startswith("amazon_")}
-MAIN = PUBLISHED - VARIANTS
+PUBLISHED = {name for name in mxjax.policies() if name not in ladder()}
+ABLATIONS = {name for name in PUBLISHED if name.startswith("amazon_")}
+MAIN = PUBLISHED - VARIANTS - ABLATIONS
 
 
 def in_groups(names):
@@ -53,35 +54,48 @@ def first_params():
     return jax.jit(lambda key: llama.init(MODEL, key))(jax.random.key(0))
 
 
-def train(policies, hook=None):
-    """Returns the losses of all steps, which one program takes."""
-    config = OptimizerConfig(lr=1e-2, warmup_steps=10)
-    optimizer = make_optimizer(config)
-    optimizer = optimizer if hook is None else with_hook(optimizer, hook)
-
-    def loss(params, batch, key):
-        return llama.mean_loss(MODEL, params, batch, policies=policies, key=key, implementation="xla")
-
-    step = scheduled(make_train_step(loss, optimizer), learning_rate(config, STEPS))
-
-    @jax.jit
-    def run(params, key):
-        def take(state, batch):
-            state, metrics = step(state, batch, key)
-            return state, metrics.loss
-
-        return jax.lax.scan(take, init_state(params, optimizer), batches())
-
-    state, losses = run(first_params(), jax.random.key(1))
+def train(*phases, precision=PrecisionConfig()):  # noqa: B008
+    """Returns the losses of all steps. The second of two phases multiplies outlier channels apart."""
+    config = Config(steps=STEPS, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=10), precision=precision)
+    setting = parse_outliers(precision.outlier_channels) if precision.outlier_channels else None
+    optimizer = optimizer_of(config, MODEL, phases[0])
+    state, losses = init_state(first_params(), optimizer), []
+    for layers in phases:
+        run = program(config, layers, optimizer, setting)
+        parts = batches() if setting is None else np.split(batches(), [setting.first_step - 1])
+        state, found = run(state, parts if setting is None else parts[has_outliers(layers)])
+        losses.append(found)
     assert bool(state.finite)
-    return np.asarray(losses)
+    return np.concatenate(losses)
+
+
+def program(config, layers, optimizer, setting):
+    """Returns the program that takes a step with each of its batches."""
+    mixed = has_outliers(layers)
+
+    def loss(params, batch, key, **more):
+        return llama.mean_loss(MODEL, params, batch, policies=layers, key=key, implementation="xla", **more)
+
+    step = make_train_step(
+        loss,
+        optimizer,
+        slots=None if setting is None or mixed else empty_norms(MODEL),
+        given=lambda opt: {"channels": choose_channels(opt.norms, setting)} if mixed and setting else {},
+    )
+    step = scheduled(step, learning_rate(config.optimizer, STEPS))
+
+    def take(state, batch):
+        state, metrics = step(state, batch, jax.random.key(1))
+        return state, metrics.loss
+
+    return jax.jit(lambda state, batches: jax.lax.scan(take, state, batches))
 
 
 @pytest.mark.parametrize(
     "names",
     [
         *(pytest.param(names, marks=pytest.mark.slow) for names in in_groups(MAIN)),
-        *(pytest.param(names, marks=pytest.mark.exhaustive) for names in in_groups(VARIANTS)),
+        *(pytest.param(names, marks=pytest.mark.exhaustive) for names in in_groups(VARIANTS | ABLATIONS)),
     ],
     ids=" ".join,
 )
@@ -93,10 +107,38 @@ def test_recipes_train(names):
     assert losses[-10:].mean() < 0.7 * losses[0]
 
 
+def layers_with(name, precision):
+    return layer_policies(MODEL, "bf16", [(name, precision.policy)])
+
+
+def expanded(name, **steps):
+    """The precision that a recipe of a whole run stands for, with other steps."""
+    return expand(Config(precision=PrecisionConfig(policy=name, **steps))).precision
+
+
 @pytest.mark.slow
 def test_a_recipe_with_a_hook_on_weights_trains():
     """`primus_deosc`: its own table leaves no block of four or fewer in MXFP4, and its period is longer."""
-    layers = layer_policies(MODEL, "bf16", [("blocks[1].mlp.down", RECIPES["primus_deosc"].policy)])
-    losses = train(layers, deoscillation_hook(Deoscillation(3.0, 20, 10), layers))
+    precision = expanded("primus_deosc", deoscillate="3:20:10")
+    losses = train(layers_with("blocks.*.mlp.down", precision), precision=precision)
     assert np.isfinite(losses).all()
     assert losses[-10:].mean() < 0.7 * losses[0]
+
+
+@pytest.mark.slow
+def test_a_recipe_with_outlier_channels_trains():
+    """`tetrajet_v2_full`, which is `tetrajet_v2_reset` with outlier channels from step 21 on."""
+    precision = expanded("tetrajet_v2_full", deoscillate="8:20:30:5", outlier_channels="0.1:10:10:16")
+    layers = layers_with("blocks.*.mlp.down", precision)
+    mixed = add_outliers(layers, mxjax.get_policy(precision.outlier_policy))
+    losses = train(layers, mixed, precision=precision)
+    assert len(losses) == STEPS
+    assert np.isfinite(losses).all()
+    assert losses[-10:].mean() < 0.7 * losses[0]
+
+
+def test_recipes_of_whole_runs_are_all_trained():
+    """`heal` is a schedule of two policies of the ladder; the tests above have the others."""
+    assert set(RECIPES) == {"heal", "primus_deosc", "tetrajet_v2_reset", "tetrajet_v2_full"}
+    reset, full = (RECIPES[f"tetrajet_v2_{name}"] for name in ("reset", "full"))
+    assert full._replace(outlier_channels=None) == reset
