@@ -9,6 +9,7 @@ import pytest
 from support.gpu import HAS_GPU
 
 import mxjax
+from mxjax import expert_chunks
 from mxjax.devices import current_target
 from mxjax.implementations import implementations_of
 
@@ -51,6 +52,25 @@ def test_kernels_give_the_values_of_the_reference(policy, implementation):
     args = tensors()
     wanted = all_three(policy, "reference", *args)
     assert_close(all_three(policy, implementation, *args), wanted)
+
+
+@pytest.mark.slow
+def test_loops_over_experts_run_the_kernels(monkeypatch):
+    """Full chunks, last ones and an expert without rows, and rows that FP8 does not hold."""
+    monkeypatch.setattr(expert_chunks, "LONGEST", 1)  # compiles fewer loops
+    x, w, dy = tensors(span=40)
+    x, w, dy = jnp.resize(x, (170, 96)), jnp.stack([w[:, :32]] * 2), jnp.resize(dy, (170, 32))
+    sizes = jnp.array([0, 150])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def products(implementation, x, w, dy):
+        product = functools.partial(
+            mxjax.ragged_dot, group_sizes=sizes, policy="wgrad_hadamard", implementation=implementation
+        )
+        y, vjp = jax.vjp(product, x, w)
+        return y, *vjp(dy)
+
+    assert_close(products("fp8_carriers", x, w, dy), products("reference", x, w, dy))
 
 
 @pytest.mark.parametrize("policy", ["fprop_dgrad", pytest.param("chmiel_mx", marks=pytest.mark.slow)])

@@ -106,7 +106,7 @@ def test_fp8_carriers_give_the_bits_of_xla(policy, static):
 @pytest.mark.slow
 def test_experts_of_any_sizes_have_the_bits_of_xla(monkeypatch):
     """Of one tile and of two, with full chunks before the last, without rows, and with rows of no expert."""
-    monkeypatch.setattr(expert_chunks, "LONGEST", 2)  # fewer loops to compile
+    monkeypatch.setattr(expert_chunks, "LONGEST", 2)  # compiles fewer loops
     x, _, dy = (jnp.resize(t, (700, t.shape[-1])) for t in EXACT)
 
     @jax.jit
