@@ -36,7 +36,7 @@ from models.loss import Head, token_losses
 from models.rope import rope_angles
 from models.sharding import constrain, weight_layout
 from mxjax.devices import on_gpu
-from mxjax.implementations import Implementation
+from mxjax.implementations import Implementation, quantizes_by_xla
 from mxjax.layer_stats import ChannelNorms, Measures, Tensors
 from mxjax.layers import LayerPolicies, Rules, resolve
 from mxjax.mixed_dot import Channels
@@ -111,15 +111,16 @@ class Llama(nnx.Module):
           channels: the channels of each linear layer, stacked over blocks, for layers whose outliers have a
             policy, `LAYER.outliers`; see `mxjax.mixed_dot`.
           unroll: blocks in one iteration of the compiled loop. All blocks run fastest, because residuals are
-            then not copied into arrays of all layers, and compile longest. Default: all on a GPU, one
-            elsewhere.
+            then not copied into arrays of all layers, and compile longest. Default: all on a GPU, but one
+            elsewhere, and where XLA's operations quantize: to fuse those of all blocks takes XLA minutes.
         """
         rope = rope_angles(tokens_BS.shape[1], self.config)
         x_BSD = _embed(self.embedding[...], tokens_BS, dtype)
         graph, blocks = nnx.split(self.blocks)
         for start, stop, block_policies in runs(policies, self.config.n_layers):
             run = functools.partial(_run_block, graph, block_policies, implementation, rope)
-            turn = min(unroll or (stop if on_gpu() else 1), stop - start)
+            slow = quantizes_by_xla(block_policies.values(), implementation)
+            turn = min(unroll or (stop if on_gpu() and not slow else 1), stop - start)
             run = rematerialize(run, remat, in_loop=stop - start > turn)
             keys = block_keys(key, start, stop)
             whole = stop - start == self.config.n_layers

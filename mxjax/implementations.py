@@ -65,6 +65,17 @@ def compiler_options(policies: Iterable[Policy], implementation: Implementation 
     return {"xla_gpu_enable_triton_gemm": False}
 
 
+def quantizes_by_xla(policies: Iterable[Policy], implementation: Implementation | None) -> bool:
+    """Whether an operand of any of the policies is quantized in blocks by XLA, because no kernel does it."""
+    for policy in policies:
+        hows = implementations_of(policy, implementation)[:3]
+        for how, gemm in zip(hows, policy.gemms.values(), strict=True):
+            formats = (get_format(o.format) for o in (gemm.lhs, gemm.rhs))
+            if how in ("reference", "xla") and any(f.scale != "none" for f in formats):
+                return True
+    return False
+
+
 def _how(name: Implementation, gemm: Gemm, explicit: bool) -> How:
     if name == "reference":
         return name

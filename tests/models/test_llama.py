@@ -5,6 +5,7 @@ import json
 import pathlib
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from support.llamas import layer_policies
 import mxjax
 from models import llama
 from models.configs import CONFIGS, LlamaConfig, RopeScaling, get_config
+from mxjax.devices import Target, use_target
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "llama.npz"
 SMALL = LlamaConfig(64, 32, 3, 4, 2, 16, 96)
@@ -189,6 +191,25 @@ def test_unrolled_layers_are_those_of_the_loop(params, remat):
         gradients(params, policies, remat=remat, unroll=n, dtype=jnp.float32) for n in (1, SMALL.n_layers)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), loop, unrolled)
+
+
+@pytest.mark.parametrize(("policy", "unroll"), [("wgrad", SMALL.n_layers), ("nvfp4", 1)])
+def test_blocks_are_unrolled_on_a_gpu_where_kernels_quantize(params, policy, unroll, monkeypatch):
+    monkeypatch.setattr(llama, "on_gpu", lambda: True)
+    policies = layer_policies(SMALL, policy)
+    with use_target(Target("cuda", "sm_90")):
+        jaxpr = jax.make_jaxpr(
+            lambda params, key: llama.losses(SMALL, params, TOKENS, policies=policies, key=key)
+        )(params, jax.random.key(0))
+    scans = [e for e in _equations(jaxpr.jaxpr) if e.params.get("length") == SMALL.n_layers]
+    assert [e.params["unroll"] for e in scans] == [unroll]
+
+
+def _equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)
 
 
 @pytest.mark.parametrize(
