@@ -158,6 +158,7 @@ OPERATIONS: dict[str, tuple[str, Callable]] = {
     "v_accvgpr_mov_b32": ("u", lambda a: a),
     "v_accvgpr_read_b32": ("u", lambda a: a),
     "v_bfrev_b32": ("u", reverse_bits),
+    "v_not_b32": ("u", lambda a: ~a),
     "v_ceil_f32": ("f", np.ceil),
     "v_rcp_f32": ("f", lambda a: F32(1) / a),
     "v_cvt_f32_u32": ("u", lambda a: a.astype(F32)),

@@ -92,6 +92,7 @@ LONG_OPERATIONS: dict[str, Callable[..., int | tuple[int, bool]]] = {
     "s_and_b64": lambda a, b: nonzero(a & b, LONG),
     "s_or_b64": lambda a, b: nonzero(a | b, LONG),
     "s_lshl_b64": lambda a, b: nonzero(a << (b & 63), LONG),
+    "s_lshr_b64": lambda a, b: nonzero(a >> (b & 63), LONG),
 }
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "s_cmp_eq_u32": lambda a, b: a == b,
