@@ -78,8 +78,8 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
         options["channels"] = channels
         return llama.losses(model, params, batch, **options)
 
-    told = compiler_options(phase.layers.policies, implementation)
-    result = evaluate(make_eval_step(losses, told), (params, channels), held_out)
+    xla_options = compiler_options(phase.layers.policies, implementation)
+    result = evaluate(make_eval_step(losses, xla_options), (params, channels), held_out)
     return {"run": str(arguments.run), "step": step, "policy": phase.policy, **result}
 
 

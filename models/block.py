@@ -18,6 +18,7 @@ from models.attention import causal_attention
 from models.configs import LlamaConfig
 from models.rope import apply_rope
 from models.sharding import constrain, weight_layout
+from mxjax.draws import fold_each
 from mxjax.implementations import Implementation
 from mxjax.layer_stats import ChannelNorms, Measures, Tensors, probe
 from mxjax.mixed_dot import Channels
@@ -183,16 +184,10 @@ class BlockGemms:
 
 
 def block_keys(key: jax.Array | None, start: int, stop: int) -> jax.Array | None:
-    """Returns keys [blocks, BLOCK_LAYERS] for `BlockGemms` in blocks start to stop - 1; None without a key.
-
-    They are drawn together: XLA takes minutes to fuse a model's step with draws of their own in each block.
-    """
+    """Returns keys [blocks, BLOCK_LAYERS] for `BlockGemms` of blocks start to stop - 1, None without one."""
     if key is None:
         return None
-    fold_each = jax.vmap(jax.random.fold_in, (None, 0))
-    of_blocks = fold_each(key, jnp.arange(start, stop))
-    of_layers = jax.vmap(fold_each, (0, None))(of_blocks, jnp.arange(len(BLOCK_LAYERS)))
-    return jax.lax.optimization_barrier(of_layers)
+    return fold_each(fold_each(key, start, stop), 0, len(BLOCK_LAYERS))
 
 
 def attend(q_BSNH, k_BTGH, v_BTGH, gemms: BlockGemms, visible_ST=None) -> Float[Array, "B S N H"]:

@@ -28,6 +28,11 @@ def reverse_mode_only(tangents: Sequence[jax.Array]) -> list[jax.Array]:
     return _reverse_mode_only_p.bind(*tangents)
 
 
+def without_forward_mode(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns x; `jax.jvp` and `jax.linearize` of it raise TypeError."""
+    return _without_forward_mode_p.bind(x)
+
+
 def refuse_linearize(primitive: Primitive) -> None:
     """Makes `jax.linearize` of a primitive raise TypeError where it is called, not where its result is."""
 
@@ -53,3 +58,17 @@ _reverse_mode_only_p.def_abstract_eval(lambda *tangents: list(tangents))
 mlir.register_lowering(_reverse_mode_only_p, _raise_on_forward_mode)
 batching.primitive_batchers[_reverse_mode_only_p] = _raise_on_forward_mode
 ad.primitive_transposes[_reverse_mode_only_p] = lambda cotangents, *_: cotangents
+
+_without_forward_mode_p = Primitive("mxjax_without_forward_mode")
+_without_forward_mode_p.def_impl(lambda x: x)
+_without_forward_mode_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_without_forward_mode_p, lambda _, x: [x])
+batching.primitive_batchers[_without_forward_mode_p] = lambda operands, axes: (
+    without_forward_mode(operands[0]),
+    axes[0],
+)
+ad.primitive_jvps[_without_forward_mode_p] = lambda primals, tangents: (
+    without_forward_mode(primals[0]),
+    tangents[0] if isinstance(tangents[0], ad.Zero) else reverse_mode_only(tangents)[0],
+)
+refuse_linearize(_without_forward_mode_p)

@@ -1,34 +1,59 @@
-"""The random words of a policy's GEMMs, drawn on GPUs by one kernel instead of hundreds of XLA's operations.
+"""Keys and random words of a policy's GEMMs, drawn together.
 
-The bits are those of JAX's keys and `jax.random`, from which kernels' inputs have them elsewhere. A dot of
-three stochastic GEMMs draws 17 times from Threefry, each time in a hundred operations. XLA takes minutes to
-fuse those of a model's training step.
+XLA takes minutes to fuse a model's training step in which each operand's random bits have a chain of hashes
+of their own. So keys are folded for many uses at once, and on GPUs one kernel draws the words that a dot's
+quantizer kernels need. Both are those of `jax.random`.
 """
 
+from collections.abc import Iterable
+
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, UInt32
 
 from mxjax.devices import current_target
-from mxjax.policy import Gemm, Policy
+from mxjax.policy import Gemm
 
 
-def draw_words(policy: Policy, key: jax.Array | None) -> UInt32[Array, "3 2 4"] | None:
+def fold_each(key: jax.Array, start: int, stop: int) -> jax.Array:
+    """Returns `jax.random.fold_in(key, i)` for i from start to stop - 1, of every key in an array of keys.
+
+    A barrier follows: otherwise XLA folds them again wherever one is used.
+    """
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if str(jax.random.key_impl(key)) == "unsafe_rbg":  # vmap folds otherwise
+        folded = [jax.random.fold_in(k, i) for k in key.reshape(-1) for i in range(start, stop)]
+        return jnp.stack(folded).reshape(*key.shape, stop - start)
+
+    def fold(key: jax.Array) -> jax.Array:
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(start, stop))
+
+    for _ in key.shape:
+        fold = jax.vmap(fold)
+    return lax.optimization_barrier(fold(key))
+
+
+def draw_words(gemms: Iterable[Gemm], key: jax.Array | None) -> UInt32[Array, "3 2 4"] | None:
     """Returns the words of `GemmInput.words` for lhs and rhs of Fprop, Dgrad and Wgrad, from the dot's key.
 
-    None without a key or a GPU, and where JAX's bits are others: for a generator other than Threefry, or
-    without `jax_threefry_partitionable`.
+    None without a key or a GPU, and where the kernel's bits are not JAX's: for a generator other than
+    Threefry, without `jax_threefry_partitionable`, and with `jax_enable_x64`.
     """
-    target = current_target()
+    target, config = current_target(), jax.config
     if key is None or target is None or target.backend == "interpreter":
         return None
-    if str(jax.random.key_impl(key)) != "threefry2x32" or not jax.config.jax_threefry_partitionable:
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        return None
+    if not config.jax_threefry_partitionable or config.jax_enable_x64:
         return None
     from mxjax.kernels.quantize.draws import draw
 
-    return draw(jax.random.key_data(key), tuple(_drawn_signs(gemm) for gemm in policy.gemms.values()))
+    return draw(jax.random.key_data(key), tuple(_redrawn_signs(gemm) for gemm in gemms))
 
 
-def _drawn_signs(gemm: Gemm) -> int:
-    """Returns how many signs the GEMM's rotation draws."""
+def _redrawn_signs(gemm: Gemm) -> int:
+    """Returns how many signs the GEMM's rotation draws from the key, at least 1."""
     rotation = gemm.rotation
     return rotation.size if rotation is not None and rotation.signs == "redrawn" else 1

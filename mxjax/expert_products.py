@@ -57,7 +57,7 @@ def _forward(options: Options, unit: int, static: Sizes, x, w, sizes, key) -> ja
     policy, gemms, dtypes, precision, _ = options
     x, w = first_order_only(x), first_order_only(w)
     chunks = chunks_of(sizes if static is None else np.array(static, np.int32), x.shape[0], unit)
-    (left, right), *_ = policy_inputs(policy, key)
+    (left, right), *_ = policy_inputs(policy, gemms, key)
     [lhs] = prepare(chunks.filled(x), [(gemms.fprop, left)])
     [rhs] = prepare(w, [(gemms.fprop, right)])
     how = functools.partial(multiply, gemms.fprop, dtypes[0], precision, carriers=("e4m3", "e4m3"))
@@ -70,7 +70,7 @@ def _backward(options: Options, unit: int, static: Sizes, x, w, sizes, key, dy):
     policy, gemms, dtypes, precision, _ = options
     x, w, dy = (first_order_only(t) for t in (x, w, dy))
     chunks = chunks_of(sizes if static is None else np.array(static, np.int32), x.shape[0], unit)
-    _, dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, key)
+    _, dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, gemms, key)
     x, dy = chunks.filled(x), chunks.filled(dy)
     dy_rows, dy_columns = prepare(dy, [(gemms.dgrad, dgrad[0]), (gemms.wgrad, wgrad[1])])
     [w_rows] = prepare(seen_w(w), [(gemms.dgrad, dgrad[1])])

@@ -1,7 +1,6 @@
 """`GemmInput`: a tensor as one GEMM takes it, rotated and quantized along the contracted axis."""
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ from jaxtyping import Array, Float, Float32, UInt32
 
 from mxjax.blocks import pad
 from mxjax.derivatives import first_order_only
+from mxjax.draws import fold_each
 from mxjax.formats import BLOCK
 from mxjax.hadamard import random_signs, rotate
 from mxjax.operand import Operand
@@ -31,8 +31,8 @@ class GemmInput(NamedTuple):
       rotation: Hadamard rotation before quantization, or None.
       signs: the rotation's signs, or None for all +1.
       key: JAX key of the random bits, or None.
-      words: two words of `key`, then `signs` as two words, for kernels; None where they were not drawn by a
-        kernel (`mxjax.draws`).
+      words: two words of `key`, then `signs` as two words if they are redrawn, for kernels; None where no
+        kernel drew them (`mxjax.draws`).
     """
 
     axis: int
@@ -71,7 +71,8 @@ def gemm_inputs(
     words: UInt32[Array, "2 4"] | None = None,
 ) -> tuple[GemmInput, GemmInput]:
     """Returns the inputs of a GEMM's two operands; `key` and `words` are the GEMM's own."""
-    of_lhs, of_rhs, of_signs = fold_each(key if gemm.needs_key else None, 3)
+    keys = (None,) * 3 if key is None or not gemm.needs_key else fold_each(key, 0, 3)
+    of_lhs, of_rhs, of_signs = keys
     signs = draw_signs(gemm.rotation, of_signs)
     lhs_words, rhs_words = (None, None) if words is None else words
     return (
@@ -133,19 +134,6 @@ def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Arra
         key = jax.random.key(rotation.seed, impl="threefry2x32")
     assert key is not None
     return random_signs(key, rotation.size)
-
-
-def fold_each(key: jax.Array | None, n: int) -> Sequence[jax.Array | None]:
-    """Returns the key with each index below n folded in, drawn together, or n times None without a key.
-
-    A barrier follows: otherwise XLA draws them again wherever one is used. A chain of four keys leads to each
-    operand, and to fuse them in a model's step then takes XLA minutes on a GPU.
-    """
-    if key is None:
-        return (None,) * n
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n))
-    keys = lax.optimization_barrier(keys)
-    return [keys[i] for i in range(n)]
 
 
 def fold(key: jax.Array | None, *indices: int) -> jax.Array | None:

@@ -20,6 +20,9 @@ How = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton", "fp8_t
 ON_PACKED: tuple[How, ...] = ("fp8_carriers", "scaled_dot", "triton")
 """Implementations that take packed operands, which the forward pass can keep for the backward pass."""
 
+BY_KERNEL: tuple[How, ...] = (*ON_PACKED, "xla_by_kernel")
+"""Implementations whose operands the quantizer kernel may write."""
+
 _log = logging.getLogger("mxjax")
 
 

@@ -16,11 +16,18 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mxjax.derivatives import first_order_only
-from mxjax.draws import draw_words
+from mxjax.draws import draw_words, fold_each
 from mxjax.estimators import changes_gradient, gradients_read_tensors, through_quantization
 from mxjax.gemm import multiply
-from mxjax.gemm_input import GemmInput, as_backward_sees, fold_each, gemm_inputs
-from mxjax.implementations import ON_PACKED, GemmImplementations, How, Implementation, implementations_of
+from mxjax.gemm_input import GemmInput, as_backward_sees, gemm_inputs
+from mxjax.implementations import (
+    BY_KERNEL,
+    ON_PACKED,
+    GemmImplementations,
+    How,
+    Implementation,
+    implementations_of,
+)
 from mxjax.kmajor import KMajor
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy
@@ -87,7 +94,7 @@ def _forward(options: Options, x, w, key, *, keep: bool):
     policy, gemms, dtypes, precision, frozen = options
     x, w = first_order_only(x), first_order_only(_values(w, frozen))
     x = lax.optimization_barrier(x)  # several passes read it; XLA would recompute it in each
-    (left, right), dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, key)
+    (left, right), dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, gemms, key)
     needs_x, needs_w = gradients_read_tensors(policy)
     keep_x, keep_w = (
         keep and frozen is None and how in ON_PACKED and not needed
@@ -114,7 +121,7 @@ def _backward(options: Options, residuals: _Residuals, dy):
     policy, gemms, dtypes, precision, frozen = options
     x, x_packed, w, w_packed, key = residuals
     dy = first_order_only(dy)
-    (left, right), dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, key)
+    (left, right), dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, gemms, key)
     if all(how.operand.format == "bf16" and how.rotation is None for how in (dgrad[0], wgrad[1])):
         dy = dy.astype(jnp.bfloat16)  # halves the bytes of float32 logits and converts them once
     dy = lax.optimization_barrier(dy)
@@ -231,15 +238,18 @@ def _prepare_two(
     return prepare(x, [now])[0], prepare(seen(x), [later])[0]
 
 
-def policy_inputs(policy: Policy, key):
+def policy_inputs(policy: Policy, hows: GemmImplementations, key: jax.Array | None):
     """Returns the inputs of Fprop (x, w), Dgrad (dy, w) and Wgrad (x, dy), and two functions.
 
     They give what Dgrad sees of w, and what Wgrad sees of x.
     """
-    axes, words = ((-1, -2), (-1, -1), (-2, -2)), draw_words(policy, key)
+    gemms = tuple(policy.gemms.values())
+    keys = (None,) * 3 if key is None else fold_each(key, 0, 3)
+    by_kernel = [gemm.needs_key and how in BY_KERNEL for gemm, how in zip(gemms, hows[:3], strict=True)]
+    words = draw_words(gemms, key) if any(by_kernel) else None
     fprop, dgrad, wgrad = (
-        gemm_inputs(gemm, *axes[i], of_gemm, None if words is None else words[i])
-        for i, (gemm, of_gemm) in enumerate(zip(policy.gemms.values(), fold_each(key, 3), strict=True))
+        gemm_inputs(gemms[i], *axes, keys[i], None if words is None or not by_kernel[i] else words[i])
+        for i, axes in enumerate(((-1, -2), (-1, -1), (-2, -2)))
     )
     left, right = fprop
 

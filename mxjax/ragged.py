@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, Shaped
 
 from mxjax.blocks import resolve_block_shape
-from mxjax.derivatives import first_order_only
+from mxjax.derivatives import first_order_only, without_forward_mode
 from mxjax.dot import check_arrays, check_floating, check_key, result_dtype
 from mxjax.estimators import gradients_read_tensors
 from mxjax.expert_chunks import places_of
@@ -72,6 +72,8 @@ def ragged_dot(
             "ragged_dot runs by implementation 'reference', 'xla' or 'fp8_carriers', "
             f"not {implementation!r}; use None"
         )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"ragged_dot needs integer group_sizes, got {group_sizes.dtype}")
     policy = as_policy(policy)
     _check_policy(policy)
     check_floating(x, w, preferred_element_type)
@@ -80,8 +82,12 @@ def ragged_dot(
     dtype = result_dtype(x, w) if preferred_element_type is None else jnp.dtype(preferred_element_type)
     gemms = implementations_of(policy, implementation or "xla")
     options = Options(policy, gemms, (dtype, x.dtype, w.dtype), precision)
+    if not x.shape[0] or not w.shape[0]:
+        return varying_as(jnp.zeros((x.shape[0], w.shape[2]), dtype), x, w, sizes, key)
     unit = _unit(policy)
     static = tuple(group_sizes.tolist()) if isinstance(group_sizes, np.ndarray) else None
+
+    x, w = without_forward_mode(x), without_forward_mode(w)
 
     def product(x, w, sizes, key):
         x, w = varying_as(x, w, sizes, key), varying_as(w, x, sizes, key)
@@ -143,7 +149,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(options: Options, x, w, sizes, key) -> jax.Array:
     x, w = first_order_only(x), first_order_only(w)
-    (left, right), *_ = policy_inputs(options.policy, key)
+    (left, right), *_ = policy_inputs(options.policy, options.gemms, key)
     operands = quantize_input(x, left), quantize_input(w, right)
     return _multiply(options.gemms.fprop, options.precision, *operands, sizes).astype(options.dtypes[0])
 
@@ -152,7 +158,7 @@ def _forward(options: Options, x, w, sizes, key) -> jax.Array:
 def _backward(options: Options, x, w, sizes, key, dy) -> tuple[jax.Array, jax.Array]:
     policy, gemms, dtypes, precision, _ = options
     x, w, dy = (first_order_only(t) for t in (x, w, dy))
-    _, dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, key)
+    _, dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, gemms, key)
     dy_rows, w_rows = quantize_input(dy, dgrad[0]), quantize_input(seen_w(w), dgrad[1])
     x_columns, dy_columns = quantize_input(seen_x(x), wgrad[0]), quantize_input(dy, wgrad[1])
     dx = _multiply(gemms.dgrad, precision, dy_rows, w_rows, sizes)

@@ -45,20 +45,20 @@ def make_programs(
 
     tokens_a_part = config.data.batch_size // config.accumulate * config.data.seq_len
     empty = empty_slots(LINEAR_LAYERS, run.model.n_layers)
-    told = compiler_options(run.mesh, phase.layers.policies, config.precision.implementation)
+    xla_options = compiler_options(run.mesh, phase.layers.policies, config.precision.implementation)
     train_step = make_train_step(
         loss,
         optimizer,
         accumulate=config.accumulate,
         skip_nonfinite=config.on_nonfinite == "skip",
         shardings=shardings,
-        compiler_options=told,
+        compiler_options=xla_options,
         slots=_slots(run, phase),
         given=(lambda opt_state: {"channels": channels_of(opt_state)}) if mixed else (lambda opt_state: {}),
     )
     return Programs(
         scheduled(train_step, learning_rate(config.optimizer, config.steps)),
-        on_mesh(run.mesh, make_eval_step(losses, told)),
+        on_mesh(run.mesh, make_eval_step(losses, xla_options)),
         make_layer_stats(loss, empty, config.seed, tokens_a_part, batch_parts_of(run.mesh.shape)),
         (lambda state: (state.params, channels_of(state.opt_state))) if mixed else attrgetter("params"),
     )

@@ -269,3 +269,22 @@ def attention_outputs(inputs: Arrays, *, which: str, **_: object) -> Arrays:
     dk = np.einsum("bgrst,bsgrh->btgh", d_scores, q)
     dv = np.einsum("bgrst,bsgrh->btgh", weights, dout)
     return {"dk": dk.astype(inputs["k"].dtype), "dv": dv.astype(inputs["v"].dtype)}
+
+
+def draw_inputs(**_: object) -> Arrays:
+    """Returns the data of a key."""
+    return {"key": np.array([0x9E3779B9, 0xBB67AE85], np.uint32)}
+
+
+def draw_outputs(inputs: Arrays, *, signs: list[int]) -> Arrays:
+    """Returns the words that `jax.random` draws for the operands of the three GEMMs of `mxjax.dot`."""
+    words = np.empty((3, 2, 4), np.uint32)
+    for i, n in enumerate(signs):
+        of_lhs, of_rhs, of_signs = (
+            jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(inputs["key"]), i), k)
+            for k in range(3)
+        )
+        negative = np.resize(np.asarray(mxjax.random_signs(of_signs, n)) < 0, SIGNS)
+        words[i, :, :2] = [jax.random.bits(key, (2,), jnp.uint32) for key in (of_lhs, of_rhs)]
+        words[i, :, 2:] = np.packbits(negative).view(">u4")
+    return {"words": words}

@@ -1,6 +1,7 @@
 """The words of `mxjax.draws`, as `jax.random` draws them: one program for each GEMM of a dot."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float32, UInt32
 
-from mxjax.gemm_input import fold_each
+from mxjax.draws import fold_each
 from mxjax.hadamard import random_signs
 from mxjax.kernels.launch import triton_call
 
@@ -29,12 +30,12 @@ def draw(key: UInt32[Array, "2"], signs: tuple[int, ...]) -> UInt32[Array, "3 2 
 
 @functools.cache
 def _drawing(signs: tuple[int, ...]):
-    sizes = {f"SIGNS{i}": min(n, LARGEST_ROTATION) for i, n in enumerate(signs)}
+    constants = constants_of(signs)
     out = jax.ShapeDtypeStruct((GEMMS, 2, 4), jnp.uint32)
 
     @jax.custom_batching.custom_vmap
     def run(key):
-        return triton_call(draw_kernel, key, out=[out], grid=(GEMMS,), num_warps=1, **sizes)[0]
+        return triton_call(draw_kernel, key, out=[out], grid=(GEMMS,), num_warps=1, **constants)[0]
 
     @run.def_vmap
     def _(size, batched, key):
@@ -44,11 +45,16 @@ def _drawing(signs: tuple[int, ...]):
     return run
 
 
-def draw_by_definition(key: UInt32[Array, "2"], signs: tuple[int, ...]) -> UInt32[Array, "3 2 4"]:
+def constants_of(signs: Sequence[int]) -> dict[str, int]:
+    """Returns `draw_kernel`'s constants."""
+    return {f"SIGNS{i}": min(n, LARGEST_ROTATION) for i, n in enumerate(signs)}
+
+
+def draw_by_definition(key: UInt32[Array, "2"], signs: Sequence[int]) -> UInt32[Array, "3 2 4"]:
     """Returns what `draw` returns, by `jax.random`."""
     gemms = []
-    for n, of_gemm in zip(signs, fold_each(jax.random.wrap_key_data(key), GEMMS), strict=True):
-        *operands, of_signs = fold_each(of_gemm, 3)
+    for n, of_gemm in zip(signs, fold_each(jax.random.wrap_key_data(key), 0, GEMMS), strict=True):
+        *operands, of_signs = fold_each(of_gemm, 0, 3)
         negative = sign_words(random_signs(of_signs, min(n, LARGEST_ROTATION)))
         gemms.append([jnp.append(jax.random.bits(o, (2,), jnp.uint32), negative) for o in operands])
     return jnp.array(gemms)

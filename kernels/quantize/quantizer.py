@@ -68,15 +68,17 @@ def quantize_operands(
 
 
 def _words(how: GemmInput | None) -> UInt32[Array, "4"]:
-    """Returns two words of an input's key and its rotation's signs as two words; 0 where it has none."""
+    """Returns two words of an input's key and two of its signs; any where the kernel reads none."""
+    nothing = jnp.zeros(2, jnp.uint32)
     if how is None:
         return jnp.zeros(4, jnp.uint32)
-    stochastic = how.operand.rounding == "stochastic"
-    redrawn = how.rotation is not None and how.rotation.signs == "redrawn"
-    if how.words is not None and (redrawn or not how.has_signs):
-        return how.words
-    nothing = jnp.zeros(2, jnp.uint32)
-    key = jax.random.bits(how.key, (2,), jnp.uint32) if stochastic and how.key is not None else nothing
+    if how.words is not None:
+        redrawn = how.rotation is not None and how.rotation.signs == "redrawn"
+        if redrawn or how.signs is None:
+            return how.words
+        return jnp.append(how.words[:2], sign_words(how.signs))
+    stochastic = how.key is not None and how.operand.rounding == "stochastic"
+    key = jax.random.bits(how.key, (2,), jnp.uint32) if stochastic else nothing
     return jnp.append(key, nothing if how.signs is None else sign_words(how.signs))
 
 

@@ -101,9 +101,14 @@ _PHILOX = tl.constexpr(
 @triton.jit
 def philox_words(counter, row, key0, key1):
     """Returns the four words of Philox 4x32-10 for the counter (counter, row, 0, 0)."""
-    dtypes: tl.constexpr = (tl.uint32, tl.uint32, tl.uint32, tl.uint32)
+    inputs = [counter, row, key0, key1]
     return tl.inline_asm_elementwise(
-        _PHILOX, "=&r,=&r,=&r,=&r,r,r,r,r", [counter, row, key0, key1], dtypes, True, 1
+        _PHILOX,
+        "=&r,=&r,=&r,=&r,r,r,r,r",
+        inputs,
+        (tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+        True,
+        1,
     )
 
 

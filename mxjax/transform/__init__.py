@@ -74,14 +74,19 @@ def transform(
       the outermost first, then with `jax.lax.axis_index` of mesh axes of `shard_map` that its activation
       varies over. The same key draws the same bits: fold in the step, or every step rounds alike.
     Raises:
-      TypeError: f is not callable, a rule is no pair, or weights is no number. Others as in `dot`,
-        when the function is called or reports.
+      TypeError: f is not callable, or holds arrays itself, a rule is no pair, or weights is no number. Others
+        as in `dot`, when the function is called or reports.
       ValueError: an unknown policy; when called, no product at all, a rule that matches no parameter, a rule
         with a policy that matches no product's weight, a product of several parameters with different
         policies, a gradient that f computes, or a missing key.
     """
     if not callable(f):
         raise TypeError(f"transform needs a function, got {f!r}; pass, for example, loss(params, batch)")
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(f)):
+        raise TypeError(
+            "transform needs a function of the parameters, and f holds arrays itself; write "
+            "transform(lambda model, x: model(x), policy)(model, x)"
+        )
     pairs = list(rules)
     if not all(isinstance(rule, tuple | list) and len(rule) == 2 for rule in pairs):
         raise TypeError(

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import mxjax
-from mxjax.devices import Target
-from mxjax.draws import draw_words
+from mxjax.devices import Target, use_target
+from mxjax.draws import draw_words, fold_each
 from mxjax.gemm_input import fold
+from mxjax.implementations import implementations_of
 from mxjax.kernels.quantize.draws import draw, draw_by_definition, sign_words
 from mxjax.matmul import policy_inputs
 
@@ -31,20 +32,44 @@ def test_words(signs):
     np.testing.assert_array_equal(many[1], draw(jax.random.key_data(keys[1]), signs))
 
 
-def test_inputs_have_the_words_of_their_keys_and_signs(monkeypatch):
-    """As on a GPU, whose kernels read the words instead of the keys and signs."""
-    policy = mxjax.get_policy("amazon")
+def on_hopper(monkeypatch):
+    """Draws as on a GPU, by a kernel in the interpreter."""
     monkeypatch.setattr("mxjax.draws.current_target", lambda: Target("cuda", "sm_90"))
-    *gemms, _, _ = policy_inputs(policy, KEY)
-    for gemm in gemms:
-        for how in gemm:
-            wanted = jax.random.bits(how.key, (2,), jnp.uint32) if how.key is not None else how.words[:2]
-            np.testing.assert_array_equal(how.words[:2], wanted)
-            if how.signs is not None:
-                np.testing.assert_array_equal(how.words[2:], sign_words(how.signs))
 
 
-@pytest.mark.parametrize("key", [None, jax.random.key(0, impl="rbg")])
-def test_no_words_where_jax_draws_others(key, monkeypatch):
-    monkeypatch.setattr("mxjax.draws.current_target", lambda: Target("cuda", "sm_90"))
-    assert draw_words(mxjax.get_policy("amazon"), key) is None
+@pytest.mark.parametrize("policy", ["amazon", "wgrad_rht", "nvfp4"])
+def test_inputs_have_the_words_of_their_keys_and_signs(policy, monkeypatch):
+    """If a kernel quantizes them, and their GEMM draws anything."""
+    on_hopper(monkeypatch)
+    policy = mxjax.get_policy(policy)
+    with use_target(Target("cuda", "sm_90")):
+        hows = implementations_of(policy, None)
+    *inputs, _, _ = policy_inputs(policy, hows, KEY)
+    for how, gemm, pair in zip(hows, policy.gemms.values(), inputs, strict=False):
+        for side in pair:
+            assert (side.words is not None) == (gemm.needs_key and how == "fp8_carriers")
+            if side.words is not None:
+                np.testing.assert_array_equal(side.words[:2], jax.random.bits(side.key, (2,), jnp.uint32))
+                np.testing.assert_array_equal(side.words[2:], sign_words(side.signs))
+
+
+def test_no_words_where_jax_draws_others(monkeypatch):
+    on_hopper(monkeypatch)
+    gemms = mxjax.get_policy("amazon").gemms.values()
+    assert draw_words(gemms, KEY) is not None
+    assert draw_words(gemms, None) is None
+    assert draw_words(gemms, jax.random.key(0, impl="rbg")) is None
+    with jax.enable_x64(True):
+        assert draw_words(gemms, KEY) is None
+    with jax.threefry_partitionable(False):
+        assert draw_words(gemms, KEY) is None
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_fold_each(impl):
+    keys = jax.random.key(4, impl=impl)[None]
+    folded = fold_each(fold_each(keys, 2, 4), 0, 3)
+    for i in range(2):
+        for k in range(3):
+            wanted = jax.random.fold_in(jax.random.fold_in(keys[0], 2 + i), k)
+            assert (jax.random.key_data(folded[0, i, k]) == jax.random.key_data(wanted)).all()

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 ATTENTION = [*EMULATED_ATTENTION, "attention_*_1x149x1x2x128_*"]
-QUANTIZERS = [*EMULATED_QUANTIZERS, *MORE_QUANTIZERS]
+QUANTIZERS = [*EMULATED_QUANTIZERS, *MORE_QUANTIZERS, "draw_*"]
 PATTERNS = [*EMULATED_GEMMS, *QUANTIZERS, *ATTENTION]
 # Where tinygrad departs from AMD's document, which gfx950/ follows.
 DEPARTURES = {

@@ -95,7 +95,7 @@ def kernel_of(call):
     # MLIR escapes the bytes of a compressed message with the kernel's name and machine code.
     [text] = re.findall(r'opaque = "(.*?)"', call)
     data = re.sub(rb"\\(\\|[0-9A-F]{2})", lambda m: unescape(m[1]), text.encode())
-    names = rb"(quantize_pairs|quantize|gemm|carry|correct)_kernel"
+    names = rb"(quantize_pairs|quantize|gemm|carry|correct|draw)_kernel"
     return re.search(names, zlib.decompress(data))[0].decode()
 
 
@@ -150,6 +150,11 @@ def on_hopper(expected):
     return expected | {"kernels": expected["kernels"] | {"quantize_kernel": 2, "quantize_pairs_kernel": 1}}
 
 
+def with_draws(expected, passes=2):
+    """Adds a draw for each pass that quantizes what is rounded stochastically."""
+    return expected | {"kernels": expected["kernels"] | {"draw_kernel": passes}}
+
+
 EXPECTED = [
     ("sm_90", "fp8_carriers", on_hopper(FP8)),
     ("sm_90", "triton", on_hopper(TRITON)),
@@ -162,9 +167,10 @@ EXPECTED = [
 
 # One policy by every implementation on every target, and other policies on each target.
 CASES = [(arch, "wgrad_hadamard", name, expected) for arch, name, expected in EXPECTED]
-CASES += [("sm_90", "wgrad_sr", None, FP8)]
+CASES += [("sm_90", "wgrad_sr", None, with_draws(FP8)), ("sm_90", "wgrad_sr", "xla", with_draws(XLA, 1))]
 MORE = [("sm_90", "full_hadamard", "fp8_carriers", FP8), ("sm_90", "full_hadamard", "xla", XLA)]
-MORE += [("sm_90", "wgrad_hadamard", "xla", XLA), ("sm_100", "wgrad_sr", "triton", TRITON)]
+MORE += [("sm_90", "wgrad_hadamard", "xla", XLA), ("sm_100", "wgrad_sr", "triton", with_draws(TRITON))]
+MORE += [("sm_89", "wgrad_sr", "fp8_carriers", with_draws(FP8))]
 MORE += [("sm_90", "full_hadamard", "scaled_dot", SCALED_DOT), ("sm_100", "full_hadamard", None, TRITON)]
 
 

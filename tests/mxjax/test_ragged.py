@@ -135,6 +135,25 @@ def test_chunks_follow_the_rows_that_exist():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["xla", "fp8_carriers"])
+@pytest.mark.parametrize("shape", [(0, 2), (5, 0)])
+def test_no_rows_or_no_experts(shape, implementation):
+    m, g = shape
+    x, w, sizes = jnp.zeros((m, 32)), jnp.zeros((g, 32, 16)), jnp.zeros(g, jnp.int32)
+    ragged = functools.partial(mxjax.ragged_dot, policy="wgrad", implementation=implementation)
+    y, vjp = jax.vjp(lambda x, w: ragged(x, w, sizes), x, w)
+    dx, dw = vjp(jnp.ones_like(y))
+    assert (y.shape, dx.shape, dw.shape) == ((m, 16), x.shape, w.shape)
+    assert not dx.any()
+
+
+@pytest.mark.parametrize("forward", [lambda f, x: jax.jvp(f, (x,), (x,)), jax.linearize])
+def test_forward_mode_raises(forward):
+    w, sizes = jnp.zeros((2, 32, 16)), jnp.array([3, 5])
+    with pytest.raises(TypeError, match="has no forward mode"):
+        forward(lambda x: mxjax.ragged_dot(x, w, sizes, policy="wgrad"), jnp.zeros((8, 32)))
+
+
 def test_random_bits_are_replayed_under_remat_and_scan():
     policy, key = mxjax.get_policy("wgrad_sr"), jax.random.key(1)
     run = functools.partial(ragged, policy=policy)
@@ -161,6 +180,7 @@ def test_random_bits_are_replayed_under_remat_and_scan():
             "'fp8_carriers' takes MXFP4",
         ),
         ({"policy": "full_sr"}, ValueError, "needs key="),
+        ({"group_sizes": jnp.ones(4)}, TypeError, "needs integer group_sizes, got float32"),
         ({"x": X.astype(jnp.int32)}, TypeError, "floating-point operands"),
     ],
 )

@@ -246,11 +246,12 @@ def test_what_does_not_fit_raises(f, args, options, message):
     ("f", "options", "message"),
     [
         (PARAMS, {}, "needs a function"),
+        (jax.tree_util.Partial(loss, PARAMS), {}, "f holds arrays itself; write transform"),
         (loss, {"rules": "head"}, r"\(pattern, policy\) pairs, got 'head'"),
         (loss, {"rules": [("head",)]}, r"\(pattern, policy\) pairs"),
         (loss, {"weights": "params"}, "argument's number, counted from 0, got 'params'"),
     ],
-    ids=["no function", "a pattern alone", "no policy", "a name"],
+    ids=["no function", "a model", "a pattern alone", "no policy", "a name"],
 )
 def test_arguments_of_other_types_raise(f, options, message):
     with types_unchecked(), pytest.raises(TypeError, match=message):
