@@ -224,7 +224,7 @@ def of_16_bits(inst: Any, state: State) -> None:
 
 
 def across_lanes(inst: Any, state: State) -> None:
-    """V_MOV_B32, V_XOR_B32 and V_MAX_I32 with DPP; tinygrad reads lanes that it has already written."""
+    """V_MOV_B32, V_ADD_U32, V_XOR_B32, V_MAX_I32 with DPP; tinygrad reads lanes that it has already written."""
     if inst.dpp < 0x100:  # quad_perm
         lanes = LANE // 4 * 4 + (inst.dpp >> 2 * (LANE % 4) & 3)
     else:
@@ -233,9 +233,13 @@ def across_lanes(inst: Any, state: State) -> None:
         mirrored = LANE // 8 * 8 + 7 - LANE % 8
         lanes = mirrored if inst.dpp == 0x141 else LANE // 16 * 16 + (LANE - count) % 16
     taken = state.v[inst.vsrc0.offset - VECTOR][lanes]
-    if "MOV" not in inst.op.name:
+    name = inst.op.name.removesuffix("_E32")
+    if name != "V_MOV_B32":
         other = state.v[inst.vsrc1.offset - VECTOR]
-        taken = taken ^ other if "XOR" in inst.op.name else np.maximum(taken.view("i4"), other.view("i4"))
+        if name == "V_MAX_I32":
+            taken = np.maximum(taken.view("i4"), other.view("i4"))
+        else:
+            taken = taken ^ other if name == "V_XOR_B32" else taken + other
     np.copyto(state.v[inst.vdst.offset - VECTOR], taken.view(U32), where=state.active())
 
 
@@ -250,7 +254,8 @@ INSTRUCTIONS = {
     "DS_READ_B64_TR_B16": read_transposed,
     "GLOBAL_LOAD_LDS_DWORDX4": load_into_lds,
     **dict.fromkeys(("DS_WRITE_B64", "DS_WRITE_B128"), write_lds),
-    **dict.fromkeys(("V_MOV_B32_E32 dpp", "V_XOR_B32_E32 dpp", "V_MAX_I32_E32 dpp"), across_lanes),
+    **dict.fromkeys(("V_MOV_B32_E32 dpp", "V_ADD_U32_E32 dpp"), across_lanes),
+    **dict.fromkeys(("V_XOR_B32_E32 dpp", "V_MAX_I32_E32 dpp"), across_lanes),
     "BUFFER_LOAD_DWORDX3": buffer,
     **dict.fromkeys(("BUFFER_LOAD_UBYTE", "BUFFER_LOAD_USHORT"), buffer),
     **dict.fromkeys(("BUFFER_STORE_BYTE", "BUFFER_STORE_SHORT"), buffer),
