@@ -224,7 +224,7 @@ def of_16_bits(inst: Any, state: State) -> None:
 
 
 def across_lanes(inst: Any, state: State) -> None:
-    """V_MOV_B32, V_ADD_U32, V_XOR_B32, V_MAX_I32 with DPP; tinygrad reads lanes that it has already written."""
+    """V_MOV_B32, V_ADD_U32, V_XOR_B32, V_MAX_I32 with DPP; tinygrad reads lanes it has written."""
     if inst.dpp < 0x100:  # quad_perm
         lanes = LANE // 4 * 4 + (inst.dpp >> 2 * (LANE % 4) & 3)
     else:
