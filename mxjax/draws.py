@@ -1,38 +1,16 @@
-"""Keys and random words of a policy's GEMMs, drawn together.
+"""Random words of a policy's GEMMs, drawn on GPUs by one kernel, as `jax.random` draws them.
 
 XLA takes minutes to fuse a model's training step in which each operand's random bits have a chain of hashes
-of their own. So keys are folded for many uses at once, and on GPUs one kernel draws the words that a dot's
-quantizer kernels need. Both are those of `jax.random`.
+of their own.
 """
 
 from collections.abc import Iterable
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, UInt32
 
 from mxjax.devices import current_target
 from mxjax.policy import Gemm
-
-
-def fold_each(key: jax.Array, start: int, stop: int) -> jax.Array:
-    """Returns `jax.random.fold_in(key, i)` for i from start to stop - 1, of every key in an array of keys.
-
-    A barrier follows: otherwise XLA folds them again wherever one is used.
-    """
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    if str(jax.random.key_impl(key)) == "unsafe_rbg":  # vmap folds otherwise
-        folded = [jax.random.fold_in(k, i) for k in key.reshape(-1) for i in range(start, stop)]
-        return jnp.stack(folded).reshape(*key.shape, stop - start)
-
-    def fold(key: jax.Array) -> jax.Array:
-        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(start, stop))
-
-    for _ in key.shape:
-        fold = jax.vmap(fold)
-    return lax.optimization_barrier(fold(key))
 
 
 def draw_words(gemms: Iterable[Gemm], key: jax.Array | None) -> UInt32[Array, "3 2 4"] | None:

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Float32, UInt32
 
 from mxjax.blocks import pad
 from mxjax.derivatives import first_order_only
-from mxjax.draws import fold_each
 from mxjax.formats import BLOCK
 from mxjax.hadamard import random_signs, rotate
 from mxjax.operand import Operand
@@ -134,6 +133,26 @@ def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Arra
         key = jax.random.key(rotation.seed, impl="threefry2x32")
     assert key is not None
     return random_signs(key, rotation.size)
+
+
+def fold_each(key: jax.Array, start: int, stop: int) -> jax.Array:
+    """Returns `jax.random.fold_in(key, i)` for i from start to stop - 1, of every key in an array of keys.
+
+    A barrier follows: otherwise XLA folds them again wherever one is used, and takes minutes to fuse a
+    model's training step.
+    """
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if str(jax.random.key_impl(key)) == "unsafe_rbg":  # vmap folds otherwise
+        folded = [jax.random.fold_in(k, i) for k in key.reshape(-1) for i in range(start, stop)]
+        return jnp.stack(folded).reshape(*key.shape, stop - start)
+
+    def fold(key: jax.Array) -> jax.Array:
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(start, stop))
+
+    for _ in key.shape:
+        fold = jax.vmap(fold)
+    return lax.optimization_barrier(fold(key))
 
 
 def fold(key: jax.Array | None, *indices: int) -> jax.Array | None:

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from mxjax.dot import DimensionNumbers, check_axes, check_key, dot_general
+from mxjax.dot import DimensionNumbers, check_arrays, check_axes, check_key, dot_general
 from mxjax.implementations import Implementation
 from mxjax.operand import check_choice
 from mxjax.policy import Policy
@@ -50,6 +50,7 @@ class DotGeneral:
         Raises:
           ValueError: it cannot be told which operand is the weight. Others as in `dot`.
         """
+        check_arrays("the result of make_dot_general", lhs=lhs, rhs=rhs)
         check_axes(lhs, rhs, dimension_numbers)
         if self.weight is None and not is_linear(lhs, dimension_numbers):
             raise ValueError(
@@ -86,7 +87,9 @@ class DotGeneral:
         names = [name for name, policy in policies().items() if policy == self.policy]
         more = {"key": self.key, "implementation": self.implementation, "weight": self.weight}
         said = [repr(names[0] if names else self.policy)]
-        said += [f"{name}={value!r}" for name, value in more.items() if value is not None]
+        said += [
+            f"{name}={' '.join(repr(value).split())}" for name, value in more.items() if value is not None
+        ]
         return f"mxjax.make_dot_general({', '.join(said)})"
 
 

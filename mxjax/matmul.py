@@ -16,10 +16,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mxjax.derivatives import first_order_only
-from mxjax.draws import draw_words, fold_each
+from mxjax.draws import draw_words
 from mxjax.estimators import changes_gradient, gradients_read_tensors, through_quantization
 from mxjax.gemm import multiply
-from mxjax.gemm_input import GemmInput, as_backward_sees, gemm_inputs
+from mxjax.gemm_input import GemmInput, as_backward_sees, fold_each, gemm_inputs
 from mxjax.implementations import (
     BY_KERNEL,
     ON_PACKED,

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
+from mxjax.formats import FORMATS
 from mxjax.hadamard import SIZES
 from mxjax.operand import Operand, check_choice
 from mxjax.scales import ScaleRule
@@ -96,7 +97,8 @@ class Gemm:
 
 def _instead(value: object) -> str:
     """Returns the advice for an error: the expression to use instead of a value that is not an `Operand`."""
-    return f"write Operand({value!r})" if isinstance(value, str) else "write Operand('mxfp4'), for example"
+    known = isinstance(value, str) and value in FORMATS
+    return f"write Operand({value!r})" if known else "write Operand('mxfp4'), for example"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float32, UInt32
 
-from mxjax.draws import fold_each
+from mxjax.gemm_input import fold_each
 from mxjax.hadamard import random_signs
 from mxjax.kernels.launch import triton_call
 

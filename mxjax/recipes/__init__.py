@@ -13,6 +13,7 @@ prints policies operand by operand, with their sources.
 import difflib
 from collections.abc import Iterator, Mapping
 
+from mxjax.formats import FORMATS
 from mxjax.policy import Policy
 from mxjax.recipes.estimators import estimators
 from mxjax.recipes.ladder import ladder
@@ -100,6 +101,10 @@ def get_policy(name: str) -> Policy:
     """
     if name in _POLICIES:
         return _POLICIES[name]
+    if name in FORMATS:
+        raise ValueError(
+            f"unknown policy {name!r}: it is a format; a policy with one is 'wgrad', for example"
+        )
     close = difflib.get_close_matches(name, _POLICIES, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ValueError(f"unknown policy {name!r}; {hint}the policies are {', '.join(_POLICIES)}")

@@ -21,6 +21,7 @@ def test_cuda_spills_nothing(cuda):
         "quantize_pairs_kernel",
         "carry_kernel",
         "correct_kernel",
+        "draw_kernel",
     }
     assert_spills_nothing(cuda)
 

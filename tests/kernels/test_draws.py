@@ -7,8 +7,8 @@ import pytest
 
 import mxjax
 from mxjax.devices import Target, use_target
-from mxjax.draws import draw_words, fold_each
-from mxjax.gemm_input import fold
+from mxjax.draws import draw_words
+from mxjax.gemm_input import fold, fold_each
 from mxjax.implementations import implementations_of
 from mxjax.kernels.quantize.draws import draw, draw_by_definition, sign_words
 from mxjax.matmul import policy_inputs

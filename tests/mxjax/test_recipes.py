@@ -230,6 +230,11 @@ def test_no_two_names_mean_the_same_policy():
     assert len(set(mxjax.policies().values())) == len(mxjax.policies())
 
 
+def test_a_format_is_no_policy():
+    with pytest.raises(ValueError, match="unknown policy 'mxfp4': it is a format"):
+        mxjax.get_policy("mxfp4")
+
+
 @pytest.mark.parametrize(
     ("typo", "meant"),
     [("wgrad_hadamar", "wgrad_hadamard"), ("fprop-dgrad", "fprop_dgrad"), ("amazn", "amazon")],
