@@ -6,6 +6,7 @@ of Wgrad's operands spans two experts. Zeros change no result.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,17 +64,7 @@ def ragged_dot(
       NotImplementedError: another implementation, or one that does not take the policy's formats. Others as
         in `dot`.
     """
-    check_arrays("ragged_dot", x=x, w=w, group_sizes=group_sizes)
-    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or group_sizes.shape != w.shape[:1]:
-        shapes = f"{x.shape}, {w.shape} and {group_sizes.shape}"
-        raise ValueError(f"ragged_dot needs x [m, k], w [g, k, n] and group_sizes [g], got {shapes}")
-    if implementation not in (None, "reference", "xla", "fp8_carriers"):
-        raise NotImplementedError(
-            "ragged_dot runs by implementation 'reference', 'xla' or 'fp8_carriers', "
-            f"not {implementation!r}; use None"
-        )
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"ragged_dot needs integer group_sizes, got {group_sizes.dtype}")
+    _check_arguments(x, w, group_sizes, implementation)
     policy = as_policy(policy)
     _check_policy(policy)
     check_floating(x, w, preferred_element_type)
@@ -101,6 +92,21 @@ def ragged_dot(
         return y.at[places].get(mode="fill", fill_value=0)
 
     return on_auto_axes(product, x, w, sizes, key if policy.needs_key else None, kept=((0,), (2,)))
+
+
+def _check_arguments(x: Any, w: Any, group_sizes: Any, implementation: object) -> None:
+    """Raises the errors of arguments that no policy could multiply."""
+    check_arrays("ragged_dot", x=x, w=w, group_sizes=group_sizes)
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or group_sizes.shape != w.shape[:1]:
+        shapes = f"{x.shape}, {w.shape} and {group_sizes.shape}"
+        raise ValueError(f"ragged_dot needs x [m, k], w [g, k, n] and group_sizes [g], got {shapes}")
+    if implementation not in (None, "reference", "xla", "fp8_carriers"):
+        raise NotImplementedError(
+            "ragged_dot runs by implementation 'reference', 'xla' or 'fp8_carriers', "
+            f"not {implementation!r}; use None"
+        )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"ragged_dot needs integer group_sizes, got {group_sizes.dtype}")
 
 
 def _check_policy(policy: Policy) -> None:

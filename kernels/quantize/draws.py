@@ -51,7 +51,7 @@ def constants_of(signs: Sequence[int]) -> dict[str, int]:
 
 
 def draw_by_definition(key: UInt32[Array, "2"], signs: Sequence[int]) -> UInt32[Array, "3 2 4"]:
-    """Returns what `draw` returns, by `jax.random`."""
+    """Draws the words of `draw` by `jax.random` instead of the kernel."""
     gemms = []
     for n, of_gemm in zip(signs, fold_each(jax.random.wrap_key_data(key), 0, GEMMS), strict=True):
         *operands, of_signs = fold_each(of_gemm, 0, 3)

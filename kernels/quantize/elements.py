@@ -157,7 +157,7 @@ def encode_fp4(xs, random, byte, prescale: tl.constexpr, STOCHASTIC: tl.constexp
 
 @triton.jit
 def encode_drawn(xs, byte, prescale: tl.constexpr, counter, row, key0, key1):
-    """Returns what `encode_fp4` returns, rounded stochastically by Philox's words for these; for sm_90 on."""
+    """Returns 8 elements as the nibbles of one int32 word; draws its random bits itself, from sm_90 on."""
     if prescale * 4 == int(prescale * 4):  # the product with a power of two is exact, also a subnormal one
         factor = inverse_scale(byte) * prescale
     else:

@@ -80,6 +80,14 @@ def transform(
         with a policy that matches no product's weight, a product of several parameters with different
         policies, a gradient that f computes, or a missing key.
     """
+    pairs = list(rules)
+    _check_arguments(f, rules, pairs, weights)
+    resolved = tuple((pattern, _resolve(policy)) for pattern, policy in pairs)
+    return Transformed(f, _resolve(policy), resolved, weights, implementation)
+
+
+def _check_arguments(f: object, rules: object, pairs: list[Any], weights: object) -> None:
+    """Raises TypeError for arguments of `transform` of other kinds than it takes."""
     if not callable(f):
         raise TypeError(f"transform needs a function, got {f!r}; pass, for example, loss(params, batch)")
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(f)):
@@ -87,7 +95,6 @@ def transform(
             "transform needs a function of the parameters, and f holds arrays itself; write "
             "transform(lambda model, x: model(x), policy)(model, x)"
         )
-    pairs = list(rules)
     if not all(isinstance(rule, tuple | list) and len(rule) == 2 for rule in pairs):
         raise TypeError(
             f"transform needs rules of (pattern, policy) pairs, got {rules!r}; write [('*head*', None)]"
@@ -96,8 +103,6 @@ def transform(
         raise TypeError(
             f"transform needs weights to be an argument's number, counted from 0, got {weights!r}"
         )
-    resolved = tuple((pattern, _resolve(policy)) for pattern, policy in pairs)
-    return Transformed(f, _resolve(policy), resolved, weights, implementation)
 
 
 def _resolve(policy: Policy | str | None) -> Policy | None:
