@@ -4,6 +4,7 @@ All policies of a seed have the same initial weights and the same batches. All s
 compilation. Several processes, one a GPU, share the cells through file locks.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
@@ -14,7 +15,7 @@ import os
 import pathlib
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from training.files import write_atomically
 from training.learning_rate import learning_rate
 from training.optimizer import make_optimizer
 from training.recipes import RECIPES
-from training.step import TrainState, evaluate, init_state, make_eval_step, make_train_step, scheduled
+from training.step import evaluate, init_state, make_eval_step, make_train_step, scheduled
 from training.weight_hooks import with_hook
 
 IMPLEMENTATION = "xla"
@@ -77,27 +78,34 @@ def missing_seeds(out: pathlib.Path, cell: Cell) -> list[int]:
 def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
     """Trains the missing runs in order; returns False if the time did not suffice.
 
-    Skips cells that another process is training.
+    Skips cells that another process is training. A cell is compiled while the one before it trains.
     """
     settings.out.mkdir(parents=True, exist_ok=True)
     data = DataConfig(data=(settings.data,), eval_data=settings.eval_data, vocab_size=settings.vocab_size)
     corpus = load_megatron(data, settings.vocab_size)
-    for cell in cells:
-        with _claimed(settings.out / f".{cell.name}.lock") as mine:
-            if mine and missing_seeds(settings.out, cell) and not run_cell(cell, cells, corpus, settings):
+    with contextlib.ExitStack() as claims, concurrent.futures.ThreadPoolExecutor(1) as compiler:
+        mine = _claimed_cells(cells, settings.out, claims)
+        cell, programs = next(mine, None), None
+        while cell is not None:
+            if programs is None:
+                if not _fits(cell, settings, compiles=True):
+                    return False
+                programs = compiler.submit(Programs, cell, corpus)
+            programs.result()
+            following = next(mine, None)
+            soon = following and _fits(following, settings, compiles=True, after=cell)
+            ahead = compiler.submit(Programs, following, corpus) if soon else None
+            if not run_cell(cell, cells, programs.result(), settings):
                 return False
+            cell, programs = following, ahead
     return True
 
 
-def run_cell(cell: Cell, cells: Sequence[Cell], corpus: MegatronCorpus, settings: Settings) -> bool:
+def run_cell(cell: Cell, cells: Sequence[Cell], programs: "Programs", settings: Settings) -> bool:
     """Trains the missing seeds of a cell; returns whether the time sufficed."""
-    programs = None
     for seed in missing_seeds(settings.out, cell):
-        if not _fits(cell, settings, compiles=programs is None):
-            print(f"{cell.name}: no time left for another run; the same command continues later", flush=True)
+        if not _fits(cell, settings, compiles=False):
             return False
-        if programs is None:
-            programs = Programs(cell, corpus)
         outcome = programs.train(seed)
         record = {"study": settings.study, "commit": settings.commit, **outcome}
         write_atomically(run_path(settings.out, cell, seed), json.dumps(record) + "\n")
@@ -114,7 +122,7 @@ class Programs:
     """A cell's compiled functions, which all its seeds share."""
 
     def __init__(self, cell: Cell, corpus: MegatronCorpus):
-        """Prepares to train a cell; compilation happens at the first step."""
+        """Compiles what a cell runs."""
         self.cell, self.corpus, self.protocol = cell, corpus, PROTOCOLS[cell.protocol]
         p = self.protocol
         self.model = model_of(cell, corpus.vocab_size)
@@ -131,16 +139,12 @@ class Programs:
         options = {"policies": policies, "implementation": IMPLEMENTATION}
         loss = functools.partial(_call, llama.mean_loss, self.model, options)
         losses = functools.partial(_call, llama.losses, self.model, options)
-        self.train_step = make_train_step(loss, optimizer)
         self.schedule = learning_rate(config, p.horizon or p.steps)
-        self.eval_step = make_eval_step(losses)
         self.first_state = jax.jit(
             lambda key: init_state(with_outliers(llama.init(self.model, key), p.outlier_channels), optimizer)
         )
         self.held_out = held_out_batches(corpus.validation, p)
-        self.compiled: Callable[..., Any] | None = None
-        self.compile_seconds = 0.0
-        self.step_bytes: int | None = None
+        self._compile(make_train_step(loss, optimizer), make_eval_step(losses))
 
     def train(self, seed: int) -> dict[str, Any]:
         """Trains one run and returns its record."""
@@ -150,12 +154,10 @@ class Programs:
         samples = self.corpus.samples(p.seq, seed, p.steps * p.batch)
         due = {round(p.steps * (i + 1) / p.evaluations) for i in range(p.evaluations)}
         losses, evaluations = [], []
-        batch = np.stack([samples[i] for i in range(p.batch)])
-        take_step = self.compiled or self._compile(state, batch, key)
         began = time.perf_counter()
         for step in range(1, p.steps + 1):
             batch = np.stack([samples[i] for i in range((step - 1) * p.batch, step * p.batch)])
-            state, metrics = take_step(state, batch, key)
+            state, metrics = self.train_step(state, batch, key)
             losses.append(metrics.loss)
             if step in due:
                 found = evaluate(self.eval_step, state.params, self.held_out)["eval_loss"]
@@ -187,18 +189,22 @@ class Programs:
             "versions": facts(),
         }
 
-    def _compile(self, state: TrainState, batch: np.ndarray, key: jax.Array) -> Callable[..., Any]:
-        """Compiles the training step, and notes its time and its memory: state, batch and temporaries."""
+    def _compile(self, train_step: Any, eval_step: Any) -> None:
+        """Compiles both for arrays of the data's types; notes the training step's time and memory.
+
+        The memory is that of the state, a batch and temporaries.
+        """
+        p, key = self.protocol, jax.random.key(0)
+        sample = self.corpus.samples(p.seq, 0, 1)[0]
+        batch = jax.ShapeDtypeStruct((p.batch, *sample.shape), sample.dtype)
+        state = jax.eval_shape(self.first_state, key)
+        self.first_state = self.first_state.lower(key).compile()
         began = time.perf_counter()
-        rate = jax.jit(self.schedule)(state.step)
-        compiled = self.train_step.lower(state, batch, key, rate).compile()
+        compiled = train_step.lower(state, batch, key, jax.eval_shape(self.schedule, state.step)).compile()
         self.compile_seconds = time.perf_counter() - began
-        memory = compiled.memory_analysis()
-        if memory is not None:
-            kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-            self.step_bytes = kept + memory.temp_size_in_bytes
-        self.compiled = scheduled(compiled, self.schedule)
-        return self.compiled
+        self.step_bytes = _kept_bytes(compiled)
+        self.train_step = scheduled(compiled, self.schedule)
+        self.eval_step = eval_step.lower(state.params, self.held_out[0], key).compile()
 
 
 def model_of(cell: Cell, vocab_size: int) -> LlamaConfig:
@@ -257,22 +263,49 @@ def current_commit() -> str:
         return "unknown"
 
 
+def _kept_bytes(compiled: Any) -> int | None:
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return kept + memory.temp_size_in_bytes
+
+
 def _call(function, model, options, params, batch, key):
     return function(model, params, batch, key=key, **options)
 
 
-def _fits(cell: Cell, settings: Settings, compiles: bool) -> bool:
-    """Whether a run of the cell is expected to end before the deadline."""
+def _fits(cell: Cell, settings: Settings, *, compiles: bool, after: Cell | None = None) -> bool:
+    """Whether a run of the cell, after another's missing runs, is expected to end before the deadline.
+
+    Says so if it is not, unless another goes first.
+    """
     if settings.deadline is None:
         return True
-    seconds = PROTOCOLS[cell.protocol].tokens * (_seconds_a_token(cell, settings.out) or 0.0)
-    return time.monotonic() + 1.15 * seconds + (_COMPILATION if compiles else 0) < settings.deadline
+    runs = [(cell, 1)] + ([(after, len(missing_seeds(settings.out, after)))] if after else [])
+    seconds = sum(n * _run_seconds(c, settings.out) for c, n in runs) + (_COMPILATION if compiles else 0)
+    fits = time.monotonic() + seconds < settings.deadline
+    if not fits and after is None:
+        print(f"{cell.name}: no time left for another run; the same command continues later", flush=True)
+    return fits
+
+
+def _run_seconds(cell: Cell, out: pathlib.Path) -> float:
+    """Returns the time to allow for a run."""
+    return 1.15 * PROTOCOLS[cell.protocol].tokens * (_seconds_a_token(cell, out) or 0.0)
 
 
 def _seconds_a_token(cell: Cell, out: pathlib.Path) -> float | None:
     """Returns the slowest of a few runs of the same model, None if there are none."""
     records = [json.loads(path.read_text()) for path in sorted(out.glob(f"*.{cell.model}.*.json"))[-8:]]
     return max((record["seconds"] / record["tokens"] for record in records), default=None)
+
+
+def _claimed_cells(cells: Sequence[Cell], out: pathlib.Path, claims: contextlib.ExitStack) -> Iterator[Cell]:
+    """Yields cells with missing runs that no other process claimed; claims them until the stack ends."""
+    for cell in cells:
+        if missing_seeds(out, cell) and claims.enter_context(_claimed(out / f".{cell.name}.lock")):
+            yield cell
 
 
 @contextlib.contextmanager
