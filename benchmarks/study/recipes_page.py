@@ -48,7 +48,7 @@ def _row(cell: CellResult, base: CellResult | None) -> list[object]:
         cell.n_diverged,
         number(statistics.mean(losses)) if losses else "-",
         *gap,
-        f"{statistics.median(rates):,.0f}",
+        f"{max(rates):,.0f}",
         f"{max(memory) / 2**30:.2f}" if memory else "-",
     ]
 
