@@ -94,11 +94,12 @@ def closer(
     """
 
     def errors(r: Rounded) -> Float32[Array, "*blocks"]:
-        # Barriers keep XLA from contracting a product and a sum into one rounding in some programs only.
-        value = lax.optimization_barrier(r.elements * spread(r.scales, x.shape, blocks, axis))
-        difference = lax.optimization_barrier(value - x)
-        measure = jnp.abs(difference) if error == "mae" else difference * difference
-        return block_sum(lax.optimization_barrier(measure), blocks, axis)
+        # An element times its scale has six bits and is exact: its subtraction may be contracted with it.
+        difference = r.elements * spread(r.scales, x.shape, blocks, axis) - x
+        if error == "mae":
+            return block_sum(jnp.abs(difference), blocks, axis)
+        # Contracted with their sum, the squares would not be rounded.
+        return block_sum(lax.optimization_barrier(difference * difference), blocks, axis)
 
     choice: Bool[Array, "*blocks"] = errors(second) < errors(first)
     wide = spread(choice, x.shape, blocks, axis)
