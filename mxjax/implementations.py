@@ -58,14 +58,15 @@ def check_implementations(policies: Iterable[Policy], implementation: Implementa
 def compiler_options(policies: Iterable[Policy], implementation: Implementation | None) -> dict[str, bool]:
     """Returns `jax.jit(compiler_options=)` for a program with GEMMs of these policies.
 
-    For FP8 products on CUDA they turn off Triton's GEMMs, which XLA would tune for minutes before it chooses
-    cuBLAS.
+    On CUDA they turn off Triton's GEMMs for FP8 products and for operands that XLA's operations quantize: XLA
+    would tune them for minutes, the operations of the operands included, before it chooses cuBLAS.
     """
-    target = current_target()
-    used = {how for policy in policies for how in implementations_of(policy, implementation)[:3]}
-    if target is None or target.backend != "cuda" or not used & {"fp8_carriers", "fp8_tensor"}:
+    target, policies = current_target(), tuple(policies)
+    if target is None or target.backend != "cuda":
         return {}
-    return {"xla_gpu_enable_triton_gemm": False}
+    used = {how for policy in policies for how in implementations_of(policy, implementation)[:3]}
+    tunes_long = used & {"fp8_carriers", "fp8_tensor"} or quantizes_by_xla(policies, implementation)
+    return {"xla_gpu_enable_triton_gemm": False} if tunes_long else {}
 
 
 def quantizes_by_xla(policies: Iterable[Policy], implementation: Implementation | None) -> bool:
