@@ -28,7 +28,7 @@ class Protocol:
       batch, seq: sequences a step, and tokens a sequence.
       evaluations: number of evaluations, evenly spaced, the last after the last step.
       outlier_channels: channels whose activations begin OUTLIER_FACTOR times as large; see
-        `benchmarks.study.runner.with_outliers`.
+        `benchmarks.study.programs.with_outliers`.
     """
 
     lr: float
@@ -139,10 +139,10 @@ def policy_of(cell: Cell) -> Policy:
     The names are those of `mxjax.policies()`, `wgrad_sr34` (stochastic rounding with a prescale of 3/4, which
     does not clip), `only_KIND` for every kind of Wgrad: Wgrad in MXFP4, the other two GEMMs in FP8, and
     `e1m2_NAME` for a policy of the ladder on a uniform grid instead of E2M1. The policy of a recipe of whole
-    runs (`training.recipes`) is that of its layers without exceptions.
+    runs (`training.recipes`) is that of its first steps, of layers without exceptions.
     """
     if cell.policy in RECIPES:
-        return get_policy(RECIPES[cell.policy].policy)
+        return get_policy(RECIPES[cell.policy].policy.partition(";")[0])
     if cell.policy.startswith(UNIFORM):
         like = dataclasses.replace(cell, policy=cell.policy.removeprefix(UNIFORM))
         return map_operands(policy_of(like), _on_uniform_grid)

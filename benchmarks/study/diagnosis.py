@@ -16,8 +16,9 @@ import tyro
 
 import eval as evaluation
 from benchmarks.study.cells import BASELINE, Cell, policy_of
+from benchmarks.study.programs import IMPLEMENTATION
 from benchmarks.study.results import CellResult, baseline, by_group
-from benchmarks.study.runner import IMPLEMENTATION, current_commit
+from benchmarks.study.runner import current_commit
 from benchmarks.study.studies import STUDIES
 from benchmarks.study.tables import interval, number
 from models import llama

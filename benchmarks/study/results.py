@@ -12,7 +12,7 @@ from benchmarks.study.cells import BASELINE
 from training.paired_statistics import has_diverged
 
 Run = dict[str, Any]
-"""The record of one run; see `benchmarks.study.runner.Programs.train`."""
+"""The record of one run; see `benchmarks.study.runner`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,9 +86,7 @@ def _grids() -> list[Cell]:
 
 def _recipes(model: str, protocol: str, seeds: int) -> tuple[Cell, ...]:
     published = (name for name in policies() if name not in ladder())
-    # The runner keeps one program for all steps.
-    of_runs = (n for n, recipe in RECIPES.items() if not (";" in recipe.policy or recipe.outlier_channels))
-    names = ("fp8", "bf16", "wgrad", "wgrad_hadamard", *published, *of_runs)
+    names = ("fp8", "bf16", "wgrad", "wgrad_hadamard", *published, *RECIPES)
     return tuple(Cell(name, "", model, protocol, seeds) for name in names)
 
 
