@@ -1,15 +1,16 @@
-"""A program that was lowered elsewhere, beside the same program lowered here: bits and time.
+"""Programs that were lowered elsewhere, beside the same programs lowered here: bits and time.
 
-    python -m mxjax.kernels.bench.bench_export write FILE [--target sm_90] [--policy wgrad_hadamard]
-    python -m mxjax.kernels.bench.bench_export run FILE [--rounds 20]
+    python -m mxjax.kernels.bench.bench_export write DIR [--target sm_90] [--programs wgrad_hadamard …]
+    python -m mxjax.kernels.bench.bench_export run DIR [--out FILE]
 
-`write` needs flatbuffers and no GPU. It saves one `dot` with its gradients at mlp.down's shape by
-`jax.export`, the kernels' machine code inside. `run` compares it with the program that the installed Triton
-compiles, and prints JSON as the last line. Exits with 1 if a result has other bits.
+`write` needs flatbuffers and no GPU. It saves programs by `jax.export`, the kernels' machine code inside: a
+`dot` with its gradients for each POLICY or POLICY:IMPLEMENTATION, training steps for `step:POLICY`, and
+`attention`. `run` compares each with the program that the installed Triton compiles, and prints a table and
+JSON as the last line. Exits with 1 if a result has other bits. Both programs sum in a fixed order and take
+cuBLAS's first algorithm.
 """
 
 import argparse
-import functools
 import importlib
 import json
 from collections.abc import Sequence
@@ -17,83 +18,110 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from mxjax.devices import Target, current_target, use_target
-from mxjax.implementations import Implementation
-from mxjax.kernels.bench.dot_cases import make_step, make_tensors
-from mxjax.kernels.bench.report import versions
+from mxjax.kernels.bench.export_programs import PROGRAMS, SIZES, Program, program_of
+from mxjax.kernels.bench.report import Report, add_arguments, versions
 from mxjax.kernels.bench.timing import measure
 from mxjax.kernels.lowering import CALL, PLATFORMS
-from mxjax.kernels.shapes import LINEARS
+from mxjax.kernels.tables import table
+
+_SAME_SUMS = {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes or runs a program, as the command line says."""
+    """Writes or runs programs, as the command line says."""
     parser = argparse.ArgumentParser(prog="python -m mxjax.kernels.bench.bench_export", description=__doc__)
     parser.add_argument("command", choices=("write", "run"))
-    parser.add_argument("file", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--target", default="sm_90", help="sm_90, sm_100, gfx950, or cpu")
-    parser.add_argument("--policy", default="wgrad_hadamard")
-    parser.add_argument("--sizes", nargs=3, type=int, default=[8192, *LINEARS["mlp.down"]], metavar="N")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--programs", nargs="+", default=PROGRAMS)
+    parser.add_argument("--sizes", nargs=3, type=int, default=SIZES, metavar="N")
+    add_arguments(parser)
     options = parser.parse_args(arguments)
     if options.command == "write":
-        write(options.file, options.target, options.policy, options.sizes)
+        for name in options.programs:
+            write(options.folder, name, options.target, options.sizes)
     else:
-        run(options.file, options.rounds)
+        run_all(options.folder, Report("mxjax.kernels.bench.bench_export", arguments, options))
 
 
-def write(file: Path, target: str, policy: str, sizes: Sequence[int]) -> None:
+def write(folder: Path, name: str, target: str, sizes: Sequence[int]) -> None:
     """Lowers a program for a target that need not be here, and saves it with its description beside it."""
-    shapes = jax.eval_shape(functools.partial(make_tensors, *sizes))
+    folder.mkdir(parents=True, exist_ok=True)
+    program = program_of(name, sizes)
+    shapes = jax.eval_shape(program.inputs)
     if target == "cpu":
-        program = _export("cpu", make_step(policy, "xla"), shapes)
+        exported = _export("cpu", program, shapes)
     else:
         backend = "hip" if target.startswith("gfx") else "cuda"
         with use_target(Target(backend, target)):
-            program = _export(PLATFORMS[backend], make_step(policy, None), shapes)
-    file.write_bytes(program.serialize())
-    about = {"target": target, "policy": policy, "sizes": list(sizes), "packages": versions()}
-    _description(file).write_text(json.dumps(about, indent=1) + "\n")
-    print(json.dumps(about | {"bytes": file.stat().st_size}))
+            exported = _export(PLATFORMS[backend], program, shapes)
+    file = folder / (name.replace(":", "-") + ".bin")
+    file.write_bytes(exported.serialize())
+    about = {"program": name, "target": target, "sizes": list(sizes), "packages": versions()}
+    file.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    print(json.dumps(about | {"bytes": file.stat().st_size}), flush=True)
 
 
-def _export(platform: str, step: Any, shapes: Any) -> jax.export.Exported:
+def _export(platform: str, program: Program, shapes: Any) -> jax.export.Exported:
     check = jax.export.DisabledSafetyCheck.custom_call(CALL)
-    return jax.export.export(step, platforms=(platform,), disabled_checks=[check])(*shapes)
+    return jax.export.export(jax.jit(program.run), platforms=(platform,), disabled_checks=[check])(*shapes)
 
 
-def run(file: Path, rounds: int) -> None:
-    """Compares a saved program with the one that is compiled here.
+def run_all(folder: Path, report: Report) -> None:
+    """Compares the programs of a folder with those that are compiled here.
 
     Raises:
-      SystemExit: the device is another, or the results differ.
+      SystemExit: there are none, the device is another, or results differ.
     """
-    about = json.loads(_description(file).read_text())
+    files = sorted(folder.glob("*.bin"))
+    if not files:
+        raise SystemExit(f"{folder} has no programs: make them with `bench_export write {folder}`")
+    if current_target() is not None:
+        importlib.import_module("jaxlib.gpu_triton")  # registers the custom call
+    for file in files:
+        if not report.is_late:
+            report.add(None, **compare(file, report.rounds))
+    records = report.content["records"]
+    rows = [
+        (r["program"], sum(r["differing"].values()), f"{1e6 * r['carried']:.0f}", f"{1e6 * r['native']:.0f}")
+        for r in records
+    ]
+    print(table("program | elements that differ | carried, us | native, us", rows))
+    report.print()
+    if bad := [r["program"] for r in records if any(r["differing"].values())]:
+        raise SystemExit(f"other bits: {', '.join(bad)}")
+
+
+def compare(file: Path, rounds: int) -> dict[str, Any]:
+    """Returns how many elements of each result differ from the native program's, and both times in seconds.
+
+    Raises:
+      SystemExit: the program is for another device.
+    """
+    about = json.loads(file.with_suffix(".json").read_text())
     here = current_target()
     name = here.arch if here is not None else "cpu"
     if name != about["target"]:
-        raise SystemExit(f"{file} is for {about['target']}, and this device is {name}: write one for it")
-    if here is not None:
-        importlib.import_module("jaxlib.gpu_triton")  # registers the custom call
-    implementation: Implementation | None = None if here is not None else "xla"
-    carried = jax.jit(jax.export.deserialize(bytearray(file.read_bytes())).call)
-    native = make_step(about["policy"], implementation)
-    tensors = make_tensors(*about["sizes"])
-    pairs = zip(("y", "dx", "dw"), carried(*tensors), native(*tensors), strict=True)
-    differing = {name: int(jnp.sum(a != b)) for name, a, b in pairs}
+        raise SystemExit(f"{file} is for {about['target']}, and this device is {name}: write it for this one")
+    program = program_of(about["program"], about["sizes"])
+    options = _SAME_SUMS if here is not None and here.backend == "cuda" else {}
+    carried = jax.jit(jax.export.deserialize(bytearray(file.read_bytes())).call, compiler_options=options)
+    native = jax.jit(program.run, compiler_options=options)
+    inputs = program.inputs()
+    pairs = zip(program.results, carried(*inputs), native(*inputs), strict=True)
+    differing = {name: int(np.sum(_bits(a) != _bits(b))) for name, a, b in pairs}
     times = {
-        name: measure(program, *tensors, rounds=rounds)._asdict()
-        for name, program in (("carried", carried), ("native", native))
+        name: measure(run, *inputs, rounds=rounds).median
+        for name, run in (("carried", carried), ("native", native))
     }
-    print(json.dumps({"written": about, "here": versions(), "differing": differing, "seconds": times}))
-    if any(differing.values()):
-        raise SystemExit(f"elements that differ: {differing}")
+    return about | {"differing": differing} | times
 
 
-def _description(file: Path) -> Path:
-    return file.with_name(file.name + ".json")
+def _bits(x: jax.Array) -> np.ndarray:
+    return np.frombuffer(np.asarray(x).tobytes(), f"u{x.dtype.itemsize}")
 
 
 if __name__ == "__main__":

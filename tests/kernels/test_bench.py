@@ -239,16 +239,35 @@ def test_measure_waits_for_the_last_call_alone():
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="carries a program for the CPU")
-def test_an_exported_program_is_compared_with_the_native_one(capsys, tmp_path, monkeypatch):
-    file = tmp_path / "dot.bin"
-    write = ["write", str(file), "--target", "cpu", "--policy", "wgrad", "--sizes", "32", "64", "32"]
+@pytest.mark.parametrize(
+    ("program", "results"),
+    [("wgrad", {"y", "dx", "dw"}), pytest.param("step:bf16", {"loss", "blocks/qkv"}, marks=pytest.mark.slow)],
+)
+def test_an_exported_program_is_compared_with_the_native_one(capsys, tmp_path, monkeypatch, program, results):
+    sizes = ("32", "64", "32")
     monkeypatch.setattr(devices, "_override", [])
-    bench_export.main(write)
-    bench_export.main(["run", str(file), "--rounds", "1"])
+    bench_export.main(["write", str(tmp_path), "--target", "cpu", "--programs", program, "--sizes", *sizes])
+    bench_export.main(["run", str(tmp_path), "--rounds", "1"])
     _, report = printed(capsys)
-    assert report["differing"] == {"y": 0, "dx": 0, "dw": 0}
-    assert set(report["seconds"]) == {"carried", "native"}
-    description = tmp_path / "dot.bin.json"
+    (record,) = report["records"]
+    assert record["program"] == program
+    assert results <= set(record["differing"])
+    assert not any(record["differing"].values())
+    assert min(record["carried"], record["native"]) > 0
+    (description,) = tmp_path.glob("*.json")
     description.write_text(description.read_text().replace('"cpu"', '"sm_90"'))
     with pytest.raises(SystemExit, match=r"is for sm_90, and this device is cpu"):
-        bench_export.main(["run", str(file)])
+        bench_export.main(["run", str(tmp_path)])
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="carries a program for the CPU")
+def test_what_cannot_be_compared_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "_override", [])
+    write = ["write", str(tmp_path), "--target", "cpu", "--programs", "wgrad", "--sizes", "32", "64", "32"]
+    bench_export.main(write)
+    description = tmp_path / "wgrad.json"
+    description.write_text(description.read_text().replace('"wgrad"', '"bf16"'))
+    with pytest.raises(SystemExit, match="other bits: bf16"):
+        bench_export.main(["run", str(tmp_path), "--rounds", "1"])
+    with pytest.raises(SystemExit, match="has no programs: make them with"):
+        bench_export.main(["run", str(tmp_path / "none")])
