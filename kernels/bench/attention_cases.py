@@ -49,10 +49,10 @@ class AttentionCase(NamedTuple):
         return f"{self.which}, {self.by if isinstance(self.by, str) else 'mxjax, fastest blocks'}"
 
 
-def kernel_cases(shape: Shape) -> Iterator[AttentionCase]:
-    """Yields the candidates of each kernel."""
+def kernel_cases(shape: Shape, *, first: bool = False) -> Iterator[AttentionCase]:
+    """Yields the candidates of each kernel, or the first of each."""
     for which, blocks in candidates(current_target(), shape.h)._asdict().items():
-        for one in blocks:
+        for one in blocks[:1] if first else blocks:
             yield AttentionCase(shape, which, one)
 
 

@@ -1,10 +1,10 @@
 """Time of fused causal attention with every candidate block, beside cuDNN's and XLA's.
 
-    python -m mxjax.kernels.bench.bench_attention [--shapes 2x8192x32x8x128 …] [--out FILE]
+    python -m mxjax.kernels.bench.bench_attention [--shapes 2x8192x32x8x128 …] [--first] [--out FILE]
 
 A shape is BxSxNxGxH: q is [B, S, N, H], k and v are [B, S, G, H]. Results are compared with a float32
 reference, and runs with each other, before they are timed. First each kernel runs alone with all of its
-candidates, then whole attention with the fastest of each. The rate counts 2 products forward, 5 backward; a
+candidates, or with `--first` with the one in use, then whole attention with the fastest of each. The rate counts 2 products forward, 5 backward; a
 backward kernel alone counts its own, 4 and 3. Prints one table a shape, and JSON as the last line.
 """
 
@@ -34,13 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m mxjax.kernels.bench.bench_attention", description=__doc__
     )
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=SHAPES, metavar="BxSxNxGxH")
+    parser.add_argument("--first", action="store_true", help="only the blocks that the library uses")
     add_arguments(parser)
     options = parser.parse_args(arguments)
     if current_target() is None:
         raise SystemExit("bench_attention needs a GPU and Triton: install mxjax[cuda] or mxjax[rocm]")
     report = Report("mxjax.kernels.bench.bench_attention", arguments, options)
     for shape in options.shapes:
-        bench_shape(report, shape)
+        bench_shape(report, shape, options.first)
     report.print()
 
 
@@ -55,8 +56,8 @@ def parse_shape(text: str) -> Shape:
     return shape
 
 
-def bench_shape(report: Report, shape: Shape) -> None:
-    """Measures all cases of a shape and prints their table."""
+def bench_shape(report: Report, shape: Shape, first: bool) -> None:
+    """Measures the cases of a shape, with all candidates or the first, and prints their table."""
     records: list[dict[str, Any]] = []
     absent: list[Absent] = []
 
@@ -69,7 +70,7 @@ def bench_shape(report: Report, shape: Shape) -> None:
         else:
             records.append(record)
 
-    for case in kernel_cases(shape):
+    for case in kernel_cases(shape, first=first):
         add(case)
     fastest = fastest_blocks(records)
     if fastest is not None:

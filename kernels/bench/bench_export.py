@@ -11,6 +11,7 @@ cuBLAS's first algorithm.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import jax
 import numpy as np
 
 from mxjax.devices import Target, current_target, use_target
-from mxjax.kernels.bench.export_programs import PROGRAMS, SIZES, Program, program_of
+from mxjax.kernels.bench.export_programs import PROGRAMS, SIZES, program_of
 from mxjax.kernels.bench.report import Report, add_arguments, versions
 from mxjax.kernels.bench.timing import measure
 from mxjax.kernels.lowering import CALL, PLATFORMS
@@ -50,24 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def write(folder: Path, name: str, target: str, sizes: Sequence[int]) -> None:
     """Lowers a program for a target that need not be here, and saves it with its description beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    program = program_of(name, sizes)
-    shapes = jax.eval_shape(program.inputs)
-    if target == "cpu":
-        exported = _export("cpu", program, shapes)
-    else:
-        backend = "hip" if target.startswith("gfx") else "cuda"
-        with use_target(Target(backend, target)):
-            exported = _export(PLATFORMS[backend], program, shapes)
+    backend = {"c": "cpu", "g": "hip", "s": "cuda"}[target[0]]
+    with contextlib.nullcontext() if backend == "cpu" else use_target(Target(backend, target)):
+        program = program_of(name, sizes)
+        check = jax.export.DisabledSafetyCheck.custom_call(CALL)
+        export = jax.export.export(
+            jax.jit(program.run), platforms=(PLATFORMS.get(backend, backend),), disabled_checks=[check]
+        )
+        exported = export(*jax.eval_shape(program.inputs))
     file = folder / (name.replace(":", "-") + ".bin")
     file.write_bytes(exported.serialize())
     about = {"program": name, "target": target, "sizes": list(sizes), "packages": versions()}
     file.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
     print(json.dumps(about | {"bytes": file.stat().st_size}), flush=True)
-
-
-def _export(platform: str, program: Program, shapes: Any) -> jax.export.Exported:
-    check = jax.export.DisabledSafetyCheck.custom_call(CALL)
-    return jax.export.export(jax.jit(program.run), platforms=(platform,), disabled_checks=[check])(*shapes)
 
 
 def run_all(folder: Path, report: Report) -> None:
