@@ -4,8 +4,9 @@
 
 A shape is BxSxNxGxH: q is [B, S, N, H], k and v are [B, S, G, H]. Results are compared with a float32
 reference, and runs with each other, before they are timed. First each kernel runs alone with all of its
-candidates, or with `--first` with the one in use, then whole attention with the fastest of each. The rate counts 2 products forward, 5 backward; a
-backward kernel alone counts its own, 4 and 3. Prints one table a shape, and JSON as the last line.
+candidates, or with `--first` with the one in use, then whole attention with the fastest of each. The rate
+counts 2 products forward, 5 backward; a backward kernel alone counts its own, 4 and 3. Prints one table a
+shape, and JSON as the last line.
 """
 
 import argparse
