@@ -13,7 +13,7 @@ from mxjax.devices import current_target
 from mxjax.policy import Gemm
 
 
-def draw_words(gemms: Iterable[Gemm], key: jax.Array | None) -> UInt32[Array, "3 2 4"] | None:
+def draw_words(gemms: Iterable[Gemm], key: jax.Array | None) -> UInt32[Array, "3 2 6"] | None:
     """Returns the words of `GemmInput.words` for lhs and rhs of Fprop, Dgrad and Wgrad, from the dot's key.
 
     None without a key or a GPU, and where the kernel's bits are not JAX's: for a generator other than

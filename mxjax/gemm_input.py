@@ -30,7 +30,7 @@ class GemmInput(NamedTuple):
       rotation: Hadamard rotation before quantization, or None.
       signs: the rotation's signs, or None for all +1.
       key: JAX key of the random bits, or None.
-      words: two words of `key`, then `signs` as two words if they are redrawn, for kernels; None where no
+      words: two words of `key`, then `signs` as four words if they are redrawn, for kernels; None where no
         kernel drew them (`mxjax.draws`).
     """
 
@@ -39,7 +39,7 @@ class GemmInput(NamedTuple):
     rotation: Rotation | None = None
     signs: Float32[Array, " size"] | None = None
     key: jax.Array | None = None
-    words: UInt32[Array, "4"] | None = None
+    words: UInt32[Array, "6"] | None = None
 
     @property
     def rotation_size(self) -> int:
@@ -67,7 +67,7 @@ def gemm_inputs(
     lhs_axis: int,
     rhs_axis: int,
     key: jax.Array | None,
-    words: UInt32[Array, "2 4"] | None = None,
+    words: UInt32[Array, "2 6"] | None = None,
 ) -> tuple[GemmInput, GemmInput]:
     """Returns the inputs of a GEMM's two operands; `key` and `words` are the GEMM's own."""
     keys = (None,) * 3 if key is None or not gemm.needs_key else fold_each(key, 0, 3)

@@ -4,13 +4,13 @@ from mxjax.devices import Target
 from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.quantize.draws import GEMMS, constants_of, draw_kernel
 
-_WORDS = "for lhs and rhs of each GEMM: two words of the operand's key, its GEMM's signs as bits in two words"
+_WORDS = "for lhs and rhs of each GEMM: two words of the operand's key, its GEMM's signs in four"
 
 
 def builds(target: Target) -> list[Build]:
     """Returns builds for policies with and without rotations that draw signs, for every target."""
     del target
-    return [_build(signs) for signs in ((1, 1, 1), (1, 64, 64), (16, 32, 1))]
+    return [_build(signs) for signs in ((1, 1, 1), (1, 64, 128), (16, 32, 1))]
 
 
 def _build(signs: tuple[int, ...]) -> Build:
@@ -19,7 +19,7 @@ def _build(signs: tuple[int, ...]) -> Build:
         kernel=draw_kernel,
         signature={
             "key": Argument((2,), "uint32", meaning="data of a Threefry key"),
-            "words": Argument((GEMMS, 2, 4), "uint32", "output", _WORDS),
+            "words": Argument((GEMMS, 2, 6), "uint32", "output", _WORDS),
         },
         constants=constants_of(signs),
         grid=(GEMMS,),

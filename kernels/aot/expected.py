@@ -19,7 +19,7 @@ from mxjax.formats import BLOCK
 from mxjax.fp8_carriers import CARRIER_DTYPES, SHIFTS, UNIT_BYTES, Carrier
 
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-SIGNS = 64
+SIGNS = 128
 """Signs that the quantizer kernel takes of each side; shorter runs repeat."""
 
 Arrays = dict[str, np.ndarray]
@@ -102,13 +102,13 @@ def quantizer_inputs(
         numbers[..., :BLOCK] *= 2.0**-134
     chance = rng.random(whole)
     x = np.select([chance < 0.001, chance < 0.002], [np.nan, np.inf], numbers).astype(dtype)
-    scalars = np.zeros((1, 11), np.uint32)
+    scalars = np.zeros((1, 15), np.uint32)
     for i, side in enumerate(sides):
         if side and side["rounding"] == "stochastic":
-            scalars[0, 4 * i : 4 * i + 2] = jax.random.bits(_random_key(i), (2,), np.uint32)
+            scalars[0, 6 * i : 6 * i + 2] = jax.random.bits(_random_key(i), (2,), np.uint32)
         if side and side["signs"] != "none":
             signs = np.tile(_random_signs(i, side), SIGNS // side["rotation"])
-            scalars[0, 4 * i + 2 : 4 * i + 4] = np.packbits(signs < 0).view(">u4")
+            scalars[0, 6 * i + 2 : 6 * i + 6] = np.packbits(signs < 0).view(">u4")
     return {"x": x, "scalars": scalars}
 
 
@@ -278,7 +278,7 @@ def draw_inputs(**_: object) -> Arrays:
 
 def draw_outputs(inputs: Arrays, *, signs: list[int]) -> Arrays:
     """Returns the words that `jax.random` draws for the operands of the three GEMMs of `mxjax.dot`."""
-    words = np.empty((3, 2, 4), np.uint32)
+    words = np.empty((3, 2, 6), np.uint32)
     for i, n in enumerate(signs):
         of_lhs, of_rhs, of_signs = (
             jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(inputs["key"]), i), k)

@@ -52,6 +52,7 @@ def builds(target: Target) -> list[Build]:
 
 _PLAIN: _Side = (Operand(), None)
 _H16: _Side = (Operand(), Rotation(16))
+_H128: _Side = (Operand(), Rotation(128, "redrawn"))
 _STOCHASTIC: _Side = (Operand(rounding="stochastic"), None)
 _SQUARE: _Side = (Operand(block_shape=(BLOCK, BLOCK)), None)
 _EVEN: _Side = (Operand(scale_rule="even"), Rotation(64, "fixed"))
@@ -77,6 +78,8 @@ _OTHER_SIDES: list[tuple[_Sides, Form]] = [
     ((_STOCHASTIC, _STOCHASTIC), "packed"),
     ((_SQUARE, _SQUARE), "packed"),
     ((_PLAIN, (Operand(), Rotation(16, "redrawn"))), "packed"),
+    ((_PLAIN, _H128), "packed"),
+    ((_H128, _H128), "packed"),
     ((_PLAIN, _H16), "bf16"),
 ]
 """Sides and forms that other policies and implementations take."""
@@ -140,8 +143,8 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target, fo
 
 
 _SCALARS_MEANING = (
-    "0, 1: Philox key words of the rows' random bits; 2, 3: signs of 64 elements of a run along the rows as "
-    "bits, 1 for negative, the first highest; 4 to 7: the same for the columns; 8 to 10: batch, row and "
+    "0, 1: Philox key words of the rows' random bits; 2 to 5: signs of 128 elements along the rows as bits, "
+    "1 for negative, the first highest; 6 to 11: the same for the columns; 12 to 14: batch, row and "
     "column of the whole tensor at which x begins, here 0"
 )
 _WORDS_MEANINGS = {

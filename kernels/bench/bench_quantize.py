@@ -30,7 +30,7 @@ from mxjax.operand import Operand
 from mxjax.policy import Rotation
 from mxjax.prepare import pack_operands, value_operands
 
-H16, H32, H64 = Rotation(16), Rotation(32), Rotation(64)
+H16, H32, H64, H128 = Rotation(16), Rotation(32), Rotation(64), Rotation(128)
 PLAIN = Operand()
 SQUARE = Operand(block_shape=(32, 32))
 STOCHASTIC = Operand(rounding="stochastic")
@@ -113,6 +113,8 @@ def cases(x: jax.Array) -> Iterator[Case]:
     yield packing("both, H16 on columns", x, rows, columns)
     yield packing("columns H32", x, use(-2, H32))
     yield packing("columns H64", x, use(-2, H64))
+    yield packing("rows H128", x, use(-1, H128))
+    yield packing("columns H128", x, use(-2, H128))
     yield packing("columns, stochastic", x, use(-2, None, STOCHASTIC))
     yield packing("both, stochastic", x, use(-1, None, STOCHASTIC), use(-2, None, STOCHASTIC))
     yield packing("both, H64, stochastic", x, use(-1, H64, STOCHASTIC), use(-2, H64, STOCHASTIC))

@@ -14,12 +14,12 @@ from mxjax.hadamard import random_signs
 from mxjax.kernels.launch import triton_call
 
 GEMMS = 3
-LARGEST_ROTATION = 64
-"""The kernels' largest: two words have its signs."""
+LARGEST_ROTATION = 128
+"""The kernels' largest: four words have its signs."""
 
 
-def draw(key: UInt32[Array, "2"], signs: tuple[int, ...]) -> UInt32[Array, "3 2 4"]:
-    """Returns two words of each operand's key and its GEMM's signs as two words, for lhs and rhs.
+def draw(key: UInt32[Array, "2"], signs: tuple[int, ...]) -> UInt32[Array, "3 2 6"]:
+    """Returns two words of each operand's key and its GEMM's signs as four words, for lhs and rhs.
 
     Args:
       key: data of the dot's Threefry key.
@@ -31,7 +31,7 @@ def draw(key: UInt32[Array, "2"], signs: tuple[int, ...]) -> UInt32[Array, "3 2 
 @functools.cache
 def _drawing(signs: tuple[int, ...]):
     constants = constants_of(signs)
-    out = jax.ShapeDtypeStruct((GEMMS, 2, 4), jnp.uint32)
+    out = jax.ShapeDtypeStruct((GEMMS, 2, 6), jnp.uint32)
 
     @jax.custom_batching.custom_vmap
     def run(key):
@@ -50,7 +50,7 @@ def constants_of(signs: Sequence[int]) -> dict[str, int]:
     return {f"SIGNS{i}": min(n, LARGEST_ROTATION) for i, n in enumerate(signs)}
 
 
-def draw_by_definition(key: UInt32[Array, "2"], signs: Sequence[int]) -> UInt32[Array, "3 2 4"]:
+def draw_by_definition(key: UInt32[Array, "2"], signs: Sequence[int]) -> UInt32[Array, "3 2 6"]:
     """Draws the words of `draw` by `jax.random` instead of the kernel."""
     gemms = []
     for n, of_gemm in zip(signs, fold_each(jax.random.wrap_key_data(key), 0, GEMMS), strict=True):
@@ -60,28 +60,28 @@ def draw_by_definition(key: UInt32[Array, "2"], signs: Sequence[int]) -> UInt32[
     return jnp.array(gemms)
 
 
-def sign_words(signs: Float32[Array, " size"]) -> UInt32[Array, "2"]:
-    """Returns a rotation's signs, repeated, as 64 bits: 1 is negative, the highest is the first."""
+def sign_words(signs: Float32[Array, " size"]) -> UInt32[Array, "4"]:
+    """Returns a rotation's signs, repeated, as 128 bits: 1 is negative, the highest is the first."""
     negative = jnp.tile(signs < 0, LARGEST_ROTATION // signs.size)
     place = 31 - jnp.arange(LARGEST_ROTATION, dtype=jnp.uint32) % 32
-    return jnp.sum((negative.astype(jnp.uint32) << place).reshape(2, 32), axis=1, dtype=jnp.uint32)
+    return jnp.sum((negative.astype(jnp.uint32) << place).reshape(4, 32), axis=1, dtype=jnp.uint32)
 
 
 @triton.jit
 def draw_kernel(key, words, SIGNS0: tl.constexpr, SIGNS1: tl.constexpr, SIGNS2: tl.constexpr):
-    """Writes words [3, 2, 4] uint32 from a key [2] uint32; SIGNS of a GEMM is the number of its signs."""
+    """Writes words [3, 2, 6] uint32 from a key [2] uint32; SIGNS of a GEMM is the number of its signs."""
     gemm = tl.program_id(0).to(tl.uint32)
     size = tl.where(gemm == 0, SIGNS0, tl.where(gemm == 1, SIGNS1, SIGNS2))
-    place, word = tl.arange(0, 64), tl.arange(0, 2)
+    place, word, of_signs = tl.arange(0, 128), tl.arange(0, 2), tl.arange(0, 4)
     key0, key1 = _fold(tl.load(key), tl.load(key + 1), gemm)
     signs0, signs1 = _fold(key0, key1, 2)
     negative = _bits(signs0, signs1, (place % size).to(tl.uint32)) >> 31
-    signs = tl.sum(tl.reshape(negative << (31 - place % 32).to(tl.uint32), [2, 32]), axis=1)
+    signs = tl.sum(tl.reshape(negative << (31 - place % 32).to(tl.uint32), [4, 32]), axis=1)
     for operand in tl.static_range(2):
-        of_operand = words + gemm * 8 + operand * 4
+        of_operand = words + gemm * 12 + operand * 6
         operand0, operand1 = _fold(key0, key1, operand)
         tl.store(of_operand + word, _bits(operand0, operand1, word.to(tl.uint32)))
-        tl.store(of_operand + 2 + word, signs)
+        tl.store(of_operand + 2 + of_signs, signs)
 
 
 @triton.jit

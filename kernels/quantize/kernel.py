@@ -31,8 +31,8 @@ from mxjax.kernels.quantize.philox import random_halves
 Form = Literal["packed", "bf16"]
 """The kernel's output: two E2M1 elements a byte, or the dequantized values in bfloat16."""
 
-SCALARS = 11
-"""uint32: for rows two words of the key and two of signs, the same for columns, and three offsets of x."""
+SCALARS = 15
+"""uint32: for rows two words of the key and four of signs, the same for columns, and three offsets of x."""
 SIGN = tl.constexpr(0x80000000)
 
 
@@ -107,8 +107,8 @@ def quantize_kernel(
     scalars += v * SCALARS_STRIDE
     batch, r_all, c_all = b.to(tl.int32), 0, 0
     if ROW_STOCHASTIC or COLUMN_STOCHASTIC:
-        batch += tl.load(scalars + 8).to(tl.int32)
-        r_all, c_all = tl.load(scalars + 9).to(tl.int32), tl.load(scalars + 10).to(tl.int32)
+        batch += tl.load(scalars + 12).to(tl.int32)
+        r_all, c_all = tl.load(scalars + 13).to(tl.int32), tl.load(scalars + 14).to(tl.int32)
     EXACT: tl.constexpr = R % BLOCK_R == 0 and C % BLOCK_C == 0
     if ROW_FORM != "" and GROUP == 32:
         row_xs = row_groups(x, R - r0, C - c0, C, GROUPS_C, BLOCK_R, EXACT)
@@ -117,7 +117,7 @@ def quantize_kernel(
     if COLUMN_FORM != "":
         _quantize_groups(
             xs,
-            scalars + 4,
+            scalars + 6,
             column_words + matrix * C * (COLUMN_LENGTH // 8) * words_of(COLUMN_FORM),
             column_scales + matrix * C * (COLUMN_LENGTH // 32),
             r0,
@@ -264,12 +264,12 @@ def _quantize_groups(
 def _group_signs(words, group, GROUP: tl.constexpr, ROTATION: tl.constexpr, CONVERT: tl.constexpr):
     """Returns the signs of each group's elements as bits, the first in the highest.
 
-    They are the bits of two words, the first repeated if ROTATION is less than 32. A load of each sign would
+    They are the bits of four words, the first repeated if ROTATION is less than 32. A load of each sign would
     cost Triton's pass over memory accesses up to minutes.
     """
     word = tl.load(words) + tl.zeros_like(group).to(tl.uint32)
-    if ROTATION == 64:
-        word = tl.where(group * GROUP % 64 < 32, word, tl.load(words + 1))
+    for i in tl.static_range(1, ROTATION // 32):
+        word = tl.where(group * GROUP % ROTATION < 32 * i, word, tl.load(words + i))
     word = word << (group * GROUP % 32).to(tl.uint32)
     if CONVERT == "gfx950":  # in scalar registers, those of all groups would not fit
         word = tl.inline_asm_elementwise("v_mov_b32 $0, $1", "=v,v", [word], tl.uint32, True, 1)

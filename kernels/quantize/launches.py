@@ -51,19 +51,22 @@ class Launch(NamedTuple):
 
 
 def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
-    """Returns the inputs of each launch: both in one, but on CUDA one by one if both are stochastic.
+    """Returns the inputs of each launch: both in one, but on CUDA one by one in two cases.
 
     A kernel with random bits for both sides takes twice as long to compile as the two, and longer to run: on
-    an H200 599 us instead of 508 with the inputs of `amazon` (8192 x 14336, bfloat16).
+    an H200 599 us instead of 508 with the inputs of `amazon` (8192 x 14336, bfloat16). One that rotates
+    columns by H128 has too few registers for rows as well.
     """
     rows, columns = pair
-    if target and target.backend == "cuda" and _is_stochastic(rows) and _is_stochastic(columns):
+    if target is None or target.backend != "cuda" or rows is None or columns is None:
+        return [pair]
+    if columns.rotation_size > 64 or (_is_stochastic(rows) and _is_stochastic(columns)):
         return [(rows, None), (None, columns)]
     return [pair]
 
 
-def _is_stochastic(how: GemmInput | None) -> bool:
-    return how is not None and how.operand.rounding == "stochastic"
+def _is_stochastic(how: GemmInput) -> bool:
+    return how.operand.rounding == "stochastic"
 
 
 def launch_of(
@@ -93,7 +96,7 @@ def launch_of(
         tile = Tile(128, 128, 4, GROUP.value)
         kernel, constants = quantize_pairs_kernel, _pairs_constants(rows, columns, r, c)
     else:
-        tile = _tile(target, pair, r, c * jnp.dtype(dtype).itemsize)
+        tile = _with_whole_runs(_tile(target, pair, r, c * jnp.dtype(dtype).itemsize), pair)
         kernel, constants = quantize_kernel, _constants(pair, form, b, r, c, whole or (r, c))
         constants |= {"GROUP": tile.group, "CONVERT": conversion(target)}
     constants |= {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns}
@@ -182,6 +185,27 @@ class Tile(NamedTuple):
     group: int
 
 
+def _with_whole_runs(tile: Tile, pair: Pair) -> Tile:
+    """Returns the tile with whole runs of H128, and as many elements in a thread.
+
+    It is longer along a rotated axis, and shorter along the other one if runs there allow it.
+    """
+    along_rows, along_columns = _rotation_sizes(pair)
+    rows, columns = max(tile.rows, along_columns), max(tile.columns, along_rows)
+    if columns > tile.columns and along_columns <= rows // 2:
+        rows //= 2
+    if rows > tile.rows and along_rows <= columns // 2:
+        columns //= 2
+    warps = max(1, tile.warps * rows * columns // (tile.rows * tile.columns))
+    return Tile(rows, columns, warps, tile.group)
+
+
+def _rotation_sizes(pair: Pair) -> tuple[int, int]:
+    """Returns the sizes of the rotations along rows and along columns; 1 is none."""
+    rows, columns = pair
+    return rows.rotation_size if rows else 1, columns.rotation_size if columns else 1
+
+
 def _tile(target: Target | None, pair: Pair, r: int, row_bytes: int) -> Tile:
     """Returns the tile: on CUDA the fastest measured on an H200, on gfx950 one chosen from its assembly.
 
@@ -191,9 +215,13 @@ def _tile(target: Target | None, pair: Pair, r: int, row_bytes: int) -> Tile:
     if target is None or target.backend == "interpreter":
         return Tile(64, 64, 1, 8)
     if target.backend == "hip":
+        along_rows, along_columns = _rotation_sizes(pair)
+        if along_columns > 64 and along_rows <= 32:
+            # The lanes of one wave exchange the groups of a run without barriers.
+            return Tile(128, 32, 2 if row_bytes % 16 else 1, 8)
         return Tile(64 if row_bytes % 16 else 128, 64, 2, 8)
     rows, columns = pair
-    if _is_stochastic(rows) and columns is None:
+    if rows and columns is None and _is_stochastic(rows):
         return Tile(128, 64, 4, 32)
     if rows and columns is None and not rows.operand.is_square and r <= 16 * MOST_PROGRAMS:
         # Wide tiles write at least 16 scale bytes of a row at a time.

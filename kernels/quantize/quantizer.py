@@ -35,11 +35,12 @@ def quantize_operands(
 ) -> list[KMajor]:
     """Returns x quantized for each input, at most one for each of the last two axes.
 
-    x is read once, or on CUDA twice if both inputs are rounded stochastically (`launched_pairs`).
+    x is read once, or on CUDA twice if both inputs are rounded stochastically or columns are rotated by
+    H128 (`launched_pairs`).
     The bits are those that `mxjax.rotate` and `mxjax.quantize` define.
 
     Raises:
-      NotImplementedError: a format or block shape that is not MXFP4's, or a rotation larger than H64.
+      NotImplementedError: a format or block shape that is not MXFP4's, or a rotation larger than H128.
       ValueError: r or c is 2**24 or more.
     """
     batch, (r, c) = x.shape[:-2], x.shape[-2:]
@@ -67,19 +68,18 @@ def quantize_operands(
     return [made[how.axis] for how in inputs]
 
 
-def _words(how: GemmInput | None) -> UInt32[Array, "4"]:
-    """Returns two words of an input's key and two of its signs; any where the kernel reads none."""
-    nothing = jnp.zeros(2, jnp.uint32)
+def _words(how: GemmInput | None) -> UInt32[Array, "6"]:
+    """Returns two words of an input's key and four of its signs; any where the kernel reads none."""
     if how is None:
-        return jnp.zeros(4, jnp.uint32)
+        return jnp.zeros(6, jnp.uint32)
     if how.words is not None:
         redrawn = how.rotation is not None and how.rotation.signs == "redrawn"
         if redrawn or how.signs is None:
             return how.words
         return jnp.append(how.words[:2], sign_words(how.signs))
     stochastic = how.key is not None and how.operand.rounding == "stochastic"
-    key = jax.random.bits(how.key, (2,), jnp.uint32) if stochastic else nothing
-    return jnp.append(key, nothing if how.signs is None else sign_words(how.signs))
+    key = jax.random.bits(how.key, (2,), jnp.uint32) if stochastic else jnp.zeros(2, jnp.uint32)
+    return jnp.append(key, jnp.zeros(4, jnp.uint32) if how.signs is None else sign_words(how.signs))
 
 
 def _from_words(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, "*b n _"]:
@@ -90,7 +90,7 @@ def _from_words(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, 
 
 @functools.cache
 def _quantizer(pair: Pair, form: Form, target: Target | None):
-    """Returns a function of x [v, b, r, c] and keys and signs as scalars [v or 1, 8]; vmap grows v.
+    """Returns a function of x [v, b, r, c] and keys and signs as scalars [v or 1, 12]; vmap grows v.
 
     JAX caches the function's trace, hence a separate function for each target.
     """

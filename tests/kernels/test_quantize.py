@@ -53,6 +53,8 @@ wanted = st.one_of(st.tuples(rows), st.tuples(columns), st.tuples(rows, columns)
 ROWS, COLUMNS, ROWS_H16 = GemmInput(-1), GemmInput(-2), GemmInput(-1, rotation=Rotation(16))
 COLUMNS_H16 = GemmInput(-2, rotation=Rotation(16))
 COLUMNS_H64 = GemmInput(-2, rotation=Rotation(64, "redrawn"))
+ROWS_H128 = GemmInput(-1, Operand(block_shape=(32, 32)), Rotation(128, "fixed"))
+COLUMNS_H128 = GemmInput(-2, Operand(rounding="stochastic", prescale=0.75), Rotation(128, "redrawn"))
 SQUARE_ROWS = GemmInput(-1, Operand(block_shape=(32, 32)))
 
 
@@ -84,6 +86,8 @@ def test_any_options(shape, kind, dtype, inputs, form, seed):
 @pytest.mark.exhaustive
 @settings(max_examples=50)
 @given(*tensors, wanted, forms, st.integers(0, 2**16))
+@example((130, 140), "wide", "bfloat16", (ROWS_H128, COLUMNS_H128), "packed", 0)
+@example((33, 65), "special", "float32", (ROWS, COLUMNS_H128), "bf16", 0)
 def test_any_options_at_length(shape, kind, dtype, inputs, form, seed):
     check_options(shape, kind, dtype, inputs, form, seed)
 
@@ -104,6 +108,8 @@ def test_nvidia_tiles(shape, kind, dtype, inputs, form, seed):
 @pytest.mark.usefixtures("nvidia_tiles")
 @settings(max_examples=30)
 @given(*tensors, wanted, forms, st.integers(0, 2**16))
+@example((130, 140), "wide", "bfloat16", (ROWS_H128, COLUMNS_H128), "packed", 0)
+@example((33, 65), "special", "float32", (ROWS, COLUMNS_H128), "bf16", 0)
 def test_nvidia_tiles_at_length(shape, kind, dtype, inputs, form, seed):
     check_options(shape, kind, dtype, inputs, form, seed)
 
@@ -121,12 +127,13 @@ def test_rules_and_roundings(rule, rounding, form):
     ("size", "signs"),
     [
         *((size, signs) for size in (2, 4, 8, 16, 32) for signs in ("none", "redrawn")),
-        (64, "redrawn"),
-        pytest.param(64, "none", marks=pytest.mark.exhaustive),
+        (128, "redrawn"),
+        *(pytest.param(64, signs, marks=pytest.mark.exhaustive) for signs in ("none", "redrawn")),
+        pytest.param(128, "none", marks=pytest.mark.exhaustive),
     ],
 )
 def test_rotations(size, signs):
-    x = draw_tensor(np.random.default_rng(1), (40, 70), "normal", "bfloat16")
+    x = draw_tensor(np.random.default_rng(1), (40, 100), "normal", "bfloat16")
     rotation = Rotation(size, signs)
     for form in ("packed", "bf16"):
         assert_as_defined(x, *(GemmInput(axis, rotation=rotation) for axis in (-1, -2)), form=form)
@@ -259,13 +266,13 @@ def rotate_kernel(
 
 
 @pytest.mark.parametrize("group", [8, 32])
-@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 128])
 def test_butterfly(size, group):
-    x = jax.random.normal(jax.random.key(7), (8, 64))
+    x = jax.random.normal(jax.random.key(7), (8, 128))
     constants = {
         "SIZE": size,
         "GROUP": group,
-        "GROUPS": 64 // group,
+        "GROUPS": 128 // group,
         "OTHER": 8,
         "FACTOR": float(np.float32(size**-0.5)),
     }

@@ -128,7 +128,7 @@ def test_what_it_does_not_take_goes_to_the_general_kernel():
         kernel_of(ROWS, None, (64, 64)),
         kernel_of(ROWS_H16, H16, (64, 64)),
         kernel_of(ROWS_H16, PLAIN, (64, 64)),
-        *(kernel_of(None, GemmInput(-2, rotation=Rotation(size)), (64, 64)) for size in (2, 8, 32, 64)),
+        *(kernel_of(None, GemmInput(-2, rotation=Rotation(size)), (64, 64)) for size in (2, 8, 32, 64, 128)),
         *(kernel_of(ROWS, PLAIN, (64, 64), target=target) for target in ELSEWHERE),
         kernel_of(None, GemmInput(-2, rotation=Rotation(16, "fixed")), (64, 64)),
         *(

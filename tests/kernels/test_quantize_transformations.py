@@ -102,7 +102,7 @@ def test_a_part_draws_the_bits_of_its_place_in_the_whole():
     stochastic = Operand(rounding="stochastic")
     pair = GemmInput(-1, stochastic), GemmInput(-2, stochastic, Rotation(16))
     words = [jax.random.bits(key, (2,), jnp.uint32) for key in keys]
-    scalars = jnp.concatenate([jnp.pad(w, (0, 2)) for w in words])[None]
+    scalars = jnp.concatenate([jnp.pad(w, (0, 4)) for w in words])[None]
     b, r, c = slice(1, 3), slice(64, 192), slice(32, 160)
     places = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in (b, r, c)]
     part = whole[b, r, c][None]
@@ -127,7 +127,7 @@ def test_refuses_other_formats_and_blocks(operand):
 
 
 def test_refuses_larger_rotations_and_longer_axes():
-    with pytest.raises(NotImplementedError, match="H64"):
-        quantize_operands(jnp.ones((32, 128)), [GemmInput(-1, rotation=Rotation(128))])
+    with pytest.raises(NotImplementedError, match="H128"):
+        quantize_operands(jnp.ones((32, 256)), [GemmInput(-1, rotation=Rotation(256))])
     with pytest.raises(ValueError, match="shorter"):
         jax.eval_shape(lambda x: quantize_operands(x, [ROWS]), jax.ShapeDtypeStruct((1, 2**24), jnp.bfloat16))

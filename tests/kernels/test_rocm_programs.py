@@ -13,22 +13,24 @@ import mxjax
 DOTS = """
 import functools, json, os, pathlib, sys
 import jax, jax.numpy as jnp, numpy as np
+import mxjax
 from support.programs import dot_and_gradients, dot_arguments
 from support.rocm_on_cpu import Emulation
 
 emulation = Emulation(pathlib.Path(os.environ["TRITON_CACHE_DIR"]))
-for policy, shape, dtype in json.loads(sys.argv[1]):
+for policy, shape, dtype, *fields in json.loads(sys.argv[1]):
     x, w, dy, key = dot_arguments(tuple(shape[:-1]), shape[-1], dtype)
     x = x.at[(0,) * (x.ndim - 1) + (3,)].set(jnp.inf)
     emulation.calls.clear()
+    name, policy = policy, mxjax.set_fields(mxjax.get_policy(policy), fields)
     found = emulation.run(functools.partial(dot_and_gradients, policy), x, w, dy, key)
     # The reference multiplies by 4/3 before the product, and so rounds elsewhere.
-    implementation = "xla" if policy == "amazon" else "reference"
+    implementation = "xla" if name == "amazon" else "reference"
     define = jax.jit(functools.partial(dot_and_gradients, policy, implementation=implementation))
-    for name, y, z in zip(("y", "dx", "dw"), found, define(x, w, dy, key), strict=True):
+    for of, y, z in zip(("y", "dx", "dw"), found, define(x, w, dy, key), strict=True):
         assert (y.dtype, y.shape) == (z.dtype, z.shape)
-        assert not jnp.isfinite(z).all() or name == "dx"
-        np.testing.assert_array_equal(y, z, err_msg=f"{policy}, {name}")
+        assert not jnp.isfinite(z).all() or of == "dx"
+        np.testing.assert_array_equal(y, z, err_msg=f"{policy}, {of}")
     print(json.dumps([call.name for call in emulation.calls]))
 """
 CASES = [
@@ -39,6 +41,7 @@ MORE = [
     ("full_rht", (3, 2, 11, 70, 33), "bfloat16"),
     ("full_sr", (67, 40, 130), "float32"),
     ("amazon", (2, 21, 64, 50), "bfloat16"),
+    ("full_rht", (2, 40, 96, 50), "bfloat16", "*.rotation.size=128"),
     ("tetrajet", (1, 33, 1), "bfloat16"),
 ]
 

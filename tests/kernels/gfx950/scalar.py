@@ -104,6 +104,12 @@ COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "s_cmp_lt_i32": lambda a, b: signed(a) < signed(b),
     "s_cmp_gt_i32": lambda a, b: signed(a) > signed(b),
 }
+# Of a word and the 16 bits in the instruction.
+SHORT_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "s_cmpk_eq_i32": lambda a, k: signed(a) == short(k),
+    "s_cmpk_lg_i32": lambda a, k: signed(a) != short(k),
+    "s_cmpk_lt_u32": lambda a, k: a < k & 0xFFFF,
+}
 
 
 def run(w: Wave, i: Instruction) -> None:
@@ -125,8 +131,8 @@ def run(w: Wave, i: Instruction) -> None:
         w.later_scalar(lambda: w.write_scalar(to.index, loaded, words))
     elif name == "s_mulk_i32":
         w.write_scalar(to.index, w.s[to.index] * short(sources[0].value) & WORD, 1)
-    elif name == "s_cmpk_lg_i32":
-        w.scc = signed(w.s[to.index]) != short(sources[0].value)
+    elif name in SHORT_COMPARISONS:
+        w.scc = SHORT_COMPARISONS[name](w.s[to.index], sources[0].value)
     elif name == "s_bitset1_b32":
         w.write_scalar(to.index, w.s[to.index] | 1 << (w.read_scalar(sources[0], 1) & 31), 1)
     elif name == "s_addk_i32":

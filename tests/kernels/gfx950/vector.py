@@ -75,6 +75,7 @@ KNOWN = {
     "v_bitop3_b32": {"bitop3"},
     "v_bitop3_b16": {"bitop3"},
     "v_pk_mov_b32": {"op_sel"},
+    "v_pk_sub_u16": {"clamp"},
     "v_pk_add_f32": PACKED,
     "v_pk_mul_f32": PACKED,
     "v_pk_fma_f32": PACKED,
@@ -121,6 +122,15 @@ def swap_lanes(w: Wave, i: Instruction) -> None:
     run = 16 if "16" in i.opcode else 32
     a, b = (w.v[o.index].reshape(-1, 2, run) for o in i.operands)
     a[:, 1], b[:, 0] = b[:, 0].copy(), a[:, 1].copy()
+
+
+def pair_of_differences(w: Wave, i: Instruction) -> None:
+    """Subtracts the halves of words, and gives 0 for negative differences; a constant's high half is 0."""
+    assert i.modifiers.get("clamp"), i.text
+    to, *sources = i.operands
+    a, b = (w.read(o, "u") for o in sources)
+    low, high = (arithmetic.saturating_subtract(part_of(a, n), part_of(b, n)) for n in ("WORD_0", "WORD_1"))
+    w.write(to.index, high << U32(16) | low)
 
 
 def pair_of_floats(w: Wave, i: Instruction) -> None:
@@ -229,6 +239,7 @@ SPECIAL = {
     "v_permlane16_swap_b32": swap_lanes,
     "v_permlane32_swap_b32": swap_lanes,
     "v_pk_mov_b32": pair_of_moves,
+    "v_pk_sub_u16": pair_of_differences,
     **dict.fromkeys(PAIRS, pair_of_floats),
     "v_cvt_scalef32_pk_fp4_f32": convert_to_e2m1,
     "v_mfma_scale_f32_16x16x128_f8f6f4": matrix,
