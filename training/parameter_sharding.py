@@ -39,12 +39,12 @@ def first_state(
       fill: fills the vocabulary, see `training.vocabulary`.
     """
 
-    def make() -> TrainState:
+    def make(key: jax.Array) -> TrainState:
         return init_state(fill(llama.init(config, key)), optimizer)
 
     params = param_shardings(mesh, parameter_axes(config))
-    shardings = state_shardings(mesh, optimizer, jax.eval_shape(make), params)
-    return jax.jit(make, out_shardings=shardings)(), shardings
+    shardings = state_shardings(mesh, optimizer, jax.eval_shape(make, key), params)
+    return jax.jit(make, out_shardings=shardings)(key), shardings
 
 
 def param_shardings(mesh: Mesh, axes: Any) -> Any:

@@ -32,8 +32,9 @@ def accumulate_tile(
     lhs += _start(batch, tile_m, M, K // 2, BLOCK_M)
     rhs += _start(batch, tile_n, N, K // 2, BLOCK_N)
     if SHUFFLED:
-        X_STEP: tl.constexpr = tl.cdiv(M, 256) * 2048
-        Y_STEP: tl.constexpr = tl.cdiv(N, 256) * 2048
+        # Triton 3.6's tl.cdiv returns no constexpr.
+        X_STEP: tl.constexpr = (M + 255) // 256 * 2048
+        Y_STEP: tl.constexpr = (N + 255) // 256 * 2048
         x_scale_offsets = tl.arange(0, BLOCK_M * 8)
         y_scale_offsets = tl.arange(0, BLOCK_N * 8)
         lhs_scales += batch * (tl.cdiv(K, 256) * X_STEP) + tile_m * (BLOCK_M * 8)

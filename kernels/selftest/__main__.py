@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target, environment = Target(*device["target"]), device["environment"]
     quick = options.quick or target == INTERPRETER
     print(f"{environment['device']}, {target.arch}, {environment['runtime'].splitlines()[0]}", flush=True)
+    drivers = [f"{name} {text.splitlines()[0]}" for name, text in environment["drivers"].items() if text]
+    print("drivers:", ", ".join(drivers) or "none found", flush=True)
     print(", ".join(f"{k} {v}" for k, v in environment["packages"].items()), flush=True)
     if target == INTERPRETER:
         print("no GPU: kernels run in Triton's interpreter, a few small cases of each group", flush=True)
