@@ -9,6 +9,7 @@ from support.gpu import HAS_GPU
 NATIVE = (
     "test_attention",
     "test_carry",
+    "test_draws",
     "test_fp4_gemm",
     "test_fp8_matmul",
     "test_products",
