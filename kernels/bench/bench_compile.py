@@ -22,10 +22,12 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
+from mxjax import implementations
 from mxjax.devices import Target, has_triton, use_target
 from mxjax.implementations import Implementation
 from mxjax.kernels.bench.dot_cases import make_step
 from mxjax.kernels.lowering import PLATFORMS
+from mxjax.recipes import get_policy
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lowered = traced.lower(lowering_platforms=(PLATFORMS[target.backend],) if target else None)
         times.append(time.perf_counter())
     if not target:
-        lowered.compile()
+        policy = get_policy(options.policy)
+        lowered.compile(implementations.compiler_options([policy], options.implementation))
     times.append(time.perf_counter())
     spans = (after - before for before, after in itertools.pairwise(times))
     seconds = dict(zip(("trace", "lower", "compile"), spans, strict=True))
