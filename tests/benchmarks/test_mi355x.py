@@ -81,7 +81,7 @@ def test_attention_by_hand(builds):
     tiles = 32 * 8192 * 4096 * 32 / (64 * 32)
     seconds = [mi355x_attention.kernel_seconds([build], overlap) for overlap in (True, False)]
     assert seconds == pytest.approx([tiles * 256 / (256 * 2.4e9), tiles * 352 / (256 * 2.4e9)])
-    assert round(mi355x_attention.xla_seconds(), 4) == 0.0581
+    assert round(mi355x_attention.xla_seconds(), 4) == 0.0577
     kernels = json.loads(mi355x_attention.RESULTS.read_text())
     assert (
         markdown.insert(DOCUMENT, {"attention": mi355x_attention.attention_table(kernels, builds)})
