@@ -66,12 +66,14 @@ def test_magnitudes_at_both_ends(columns, exponent):
     assert_as_defined(jnp.asarray(x, jnp.bfloat16), ROWS, columns)
 
 
-def test_two_stochastic_inputs_take_two_launches():
+def test_two_launches_for_two_stochastic_inputs_or_h128_of_columns():
     rows, columns = (
         GemmInput(axis, Operand(rounding="stochastic"), key=jax.random.key(3)) for axis in (-1, -2)
     )
     assert launched_pairs((rows, columns), HOPPER) == [(rows, None), (None, columns)]
     assert launched_pairs((rows, PLAIN), HOPPER) == [(rows, PLAIN)]
+    h128 = GemmInput(-2, rotation=Rotation(128))
+    assert launched_pairs((ROWS, h128), HOPPER) == [(ROWS, None), (None, h128)]
     assert launched_pairs((rows, columns), Target("hip", "gfx950")) == [(rows, columns)]
     assert_as_defined(draw_tensor(np.random.default_rng(6), (40, 72), "normal", "bfloat16"), rows, columns)
 
