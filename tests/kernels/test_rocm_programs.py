@@ -58,6 +58,40 @@ def test_dots_and_their_gradients_are_those_of_the_definition(cases, tmp_path):
         assert set(calls) == {"gemm_kernel", "quantize_kernel"} | drawn
 
 
+BATCHED = """
+import json, os, pathlib
+import jax, jax.numpy as jnp, numpy as np
+import mxjax
+from support.programs import dot_arguments
+from support.rocm_on_cpu import Emulation
+
+def batched(implementation, xs, ws, dys):
+    def one(x, w, dy):
+        dot = lambda x, w: mxjax.dot(x, w, policy="wgrad_hadamard", implementation=implementation)
+        y, vjp = jax.vjp(dot, x, w)
+        return y, *vjp(dy)
+
+    return jax.vmap(one)(xs, ws, dys)
+
+x, w, dy, _ = dot_arguments((3, 37, 96), 40, jnp.bfloat16)
+arrays = x, jnp.stack([w, 2 * w[::-1], w[:, ::-1]]), dy
+emulation = Emulation(pathlib.Path(os.environ["TRITON_CACHE_DIR"]))
+found = emulation.run(lambda *a: batched(None, *a), *arrays)
+wanted = jax.jit(lambda *a: batched("reference", *a))(*arrays)
+for name, y, z in zip(("y", "dx", "dw"), found, wanted, strict=True):
+    assert (y.dtype, y.shape) == (z.dtype, z.shape)
+    np.testing.assert_array_equal(y, z, err_msg=name)
+print(json.dumps([call.grid for call in emulation.calls if call.name == "gemm_kernel"]))
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_mapped_axis_of_x_and_w_is_an_axis_of_the_grid(tmp_path):
+    """`jax.vmap` of a dot and its gradients: three launches multiply all pairs."""
+    grids = json.loads(run_compiled(BATCHED, TRITON_CACHE_DIR=str(tmp_path)))
+    assert [grid[1] for grid in grids] == [3, 3, 3]
+
+
 ATTENTION = """
 import json, os, pathlib
 import jax, jax.numpy as jnp, numpy as np
