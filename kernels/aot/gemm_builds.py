@@ -12,7 +12,7 @@ from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.matmul import fp8_matmul
 from mxjax.kernels.matmul.carry import programs_of, rows_and_parts
 from mxjax.kernels.matmul.fp4_gemm import constants_of, gemm_kernel, grid_of, shuffle_scales
-from mxjax.kernels.matmul.tiles import MORE_TILES, OPTIONS, TILES, Tiles, choose_tiles, table_of
+from mxjax.kernels.matmul.tiles import MORE_TILES, TILES, Tiles, choose_tiles, options_of, table_of
 
 _ELEMENTS = "E2M1, two a byte along k, element 2 i in the low nibble; [batch, rows, k / 2]"
 _SCALES = "E8M0 bytes, 2**(byte - 127), 255 is NaN; [batch, rows, k / 32]"
@@ -88,7 +88,7 @@ def build_gemm(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles
         expected=Expected("gemm", sizes | {"shuffled": bool(constants["SHUFFLED"])}),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        options=OPTIONS.get(table_of(target), {}),
+        options=options_of(tiles, target),
     )
 
 
