@@ -37,7 +37,7 @@ EXP_CYCLES = 4 * ISSUE_CYCLES  # transcendental instructions have a quarter of t
 H200 = next(name for name, machine in MACHINES.items() if machine.name == "H200")
 TIMES = pathlib.Path(__file__).parents[2] / "docs" / "results" / "kernels-h200.json"
 TIMED = {"name": "forward and backward, xla", "shape": "2x8192x32x8x128"}
-"""XLA's unfused attention of 2 x 8192 tokens with Llama's heads, as `bench_attention` recorded on an H200."""
+"""XLA's unfused attention of 2 x 8192 tokens with Llama's heads, by `bench_attention` on an H200."""
 
 
 def compile_builds() -> list[dict[str, Any]]:
