@@ -17,7 +17,6 @@ LDS_LATENCY, MEMORY_LATENCY and MEMORY_BYTES are assumptions; nobody here has me
 """
 
 import argparse
-import dataclasses
 import json
 import pathlib
 import re
@@ -28,7 +27,7 @@ from benchmarks.paper_models.mi355x_rates import ISSUE_CYCLES, LDS_BYTES, MATRIX
 from mxjax.devices import Target
 from mxjax.kernels import shapes
 from mxjax.kernels.aot import assembly
-from mxjax.kernels.matmul.tiles import OPTIONS, TILES, Tiles, candidates
+from mxjax.kernels.matmul.tiles import TILES, Tiles, candidates
 from mxjax.kernels.tables import table
 
 LDS_LATENCY, MEMORY_BYTES = 128, 64
@@ -40,12 +39,11 @@ RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results" / "gfx950-gemm-
 
 GFX950 = Target("hip", "gfx950")
 PINGPONG = "the first with ping-pong, which races"
-WIDE = Tiles(256, 256, 256, warps=4, stages=2)
-"""Four waves of 128x128, each with the 512 registers of a SIMD."""
 _SMALLEST = 128  # of the sides of a tile
-_ALL = (*candidates(GFX950), WIDE)
 CANDIDATES = {
-    f"{t.m}x{t.n}x{t.k}, {t.warps} waves, {t.stages} stages": t for t in _ALL if min(t.m, t.n) >= _SMALLEST
+    f"{t.m}x{t.n}x{t.k}, {t.warps} waves, {t.stages} stages": t
+    for t in candidates(GFX950)
+    if min(t.m, t.n) >= _SMALLEST
 } | {PINGPONG: TILES["gfx950"][0]}
 
 
@@ -75,7 +73,7 @@ def _step(line: str) -> Step:
     if opcode == "s_waitcnt":
         return Step("wait", waits=tuple((name, int(n)) for name, n in re.findall(r"(\w+cnt)\((\d+)\)", line)))
     if opcode.startswith("ds_"):
-        width = re.search(r"(2?)(?:st64)?_\w?(\d+)$", opcode)
+        width = re.search(r"(2?)(?:st64)?_\w?(\d+)(?:_d16(?:_hi)?)?$", opcode)
         assert width, line
         return Step("lds", WAVE * int(width[2]) // 8 * (2 if width[1] else 1))
     if opcode.startswith(("buffer_load", "global_load")):
@@ -147,8 +145,14 @@ def pass_cycles(
     return (ends[-1] - ends[half - 1]) / (passes - half)
 
 
+def unrolled(steps: list[Step], tiles: Tiles) -> int:
+    """Returns how many steps along k a pass of the loop makes."""
+    instructions = tiles.m * tiles.n * tiles.k // (16 * 16 * 128) // tiles.warps
+    return sum(step.kind == "matrix" for step in steps) // instructions
+
+
 def matrix_cycles(tiles: Tiles) -> float:
-    """Returns the cycles that the matrix cores take for one pass of the resident programs."""
+    """Returns the cycles that the matrix cores take for a step along k of the resident programs."""
     return 2 * tiles.m * tiles.n * tiles.k * tiles.resident / MATRIX_FLOPS["mxfp4"]
 
 
@@ -160,15 +164,13 @@ def tile_share(tiles: Tiles, cycles: float, latency: int) -> float:
 
 
 def measure(name: str) -> dict:
-    """Compiles a candidate and returns its resources and the cycles of its loop by memory latency."""
+    """Compiles a candidate and returns its resources and the cycles of a step by memory latency."""
     from mxjax.kernels import knobs
     from mxjax.kernels.aot.compile import compile_build
     from mxjax.kernels.aot.gemm_builds import build_gemm
 
     tiles = CANDIDATES[name]
-    options = {"waves_per_eu": 1, "llvm_fn_attrs": ""} if tiles == WIDE else {}
     build = build_gemm(SHAPE, "bfloat16", GFX950, tiles)
-    build = dataclasses.replace(build, options=OPTIONS["gfx950"] | options)
     settings = knobs.SETTINGS["hip"]
     knobs.SETTINGS["hip"] = {"use_block_pingpong": name == PINGPONG}
     try:
@@ -177,13 +179,15 @@ def measure(name: str) -> dict:
         knobs.SETTINGS["hip"] = settings
     text = compiled.asm["amdgcn"]
     steps = loop_steps(text)
+    resources, lds = assembly.amd_resources(text), compiled.metadata.shared
+    waves = assembly.amd_occupancy(resources["vgprs"], lds, tiles.warps)
+    resident = waves * SIMDS // tiles.warps
     cycles = [
-        pass_cycles(steps, tiles.warps, t, tiles.resident, pingpong=name == PINGPONG)
+        pass_cycles(steps, tiles.warps, t, resident, pingpong=name == PINGPONG) / unrolled(steps, tiles)
         for t in MEMORY_LATENCIES
     ]
-    resources, lds = assembly.amd_resources(text), compiled.metadata.shared
     kept = {key: resources[key] for key in ("vgprs", "vgpr_spills")}
-    return {"name": name, "lds_bytes": lds, "cycles": cycles, **kept}
+    return {"name": name, "lds_bytes": lds, "resident": resident, "cycles": cycles, **kept}
 
 
 def candidates_table(found: list[dict]) -> str:
@@ -192,13 +196,21 @@ def candidates_table(found: list[dict]) -> str:
     for f in found:
         tiles = CANDIDATES[f["name"]]
         shipped = "yes" if tiles in TILES["gfx950"] and f["name"] != PINGPONG else ""
-        row = [f["name"], shipped, f["vgprs"], f["vgpr_spills"], f"{f['lds_bytes'] / 1024:.1f}"]
+        row = [
+            f["name"],
+            shipped,
+            f["vgprs"],
+            f["vgpr_spills"],
+            f"{f['lds_bytes'] / 1024:.1f}",
+            f["resident"],
+        ]
+        tiles = tiles._replace(resident=f["resident"])
         for latency, cycles in zip(MEMORY_LATENCIES, f["cycles"], strict=True):
             row += [f"{cycles:,.0f}", f"{matrix_cycles(tiles) / cycles:.0%}"]
             row.append(f"{tile_share(tiles, cycles, latency):.0%}")
         rows.append(row)
     each = " | ".join(f"cycles, {t:,} | loop | tile" for t in MEMORY_LATENCIES)
-    return table(f"candidate | shipped | VGPRs | spills | LDS, KiB | {each}", rows)
+    return table(f"candidate | shipped | VGPRs | spills | LDS, KiB | programs | {each}", rows)
 
 
 def main() -> None:

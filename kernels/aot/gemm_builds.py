@@ -12,7 +12,7 @@ from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.matmul import fp8_matmul
 from mxjax.kernels.matmul.carry import programs_of, rows_and_parts
 from mxjax.kernels.matmul.fp4_gemm import constants_of, gemm_kernel, grid_of, shuffle_scales
-from mxjax.kernels.matmul.tiles import MORE_TILES, OPTIONS, TILES, Tiles, choose_tiles, table_of
+from mxjax.kernels.matmul.tiles import MORE_TILES, TILES, Tiles, choose_tiles, options_of, table_of
 
 _ELEMENTS = "E2M1, two a byte along k, element 2 i in the low nibble; [batch, rows, k / 2]"
 _SCALES = "E8M0 bytes, 2**(byte - 127), 255 is NaN; [batch, rows, k / 32]"
@@ -45,20 +45,28 @@ def candidate_builds(target: Target) -> list[Build]:
     """Returns a small build of each tile that nobody has timed yet."""
     found = []
     for tiles in MORE_TILES.get(table_of(target), ()):
-        steps = 2 * tiles.stages + 1 if tiles.k >= 256 else 32  # fewer steps of 128 become no loop
-        build = build_gemm(_small(tiles, steps), "bfloat16", target, tiles)
+        build = build_gemm(_small(tiles), "bfloat16", target, tiles)
         name = f"candidate_gemm_{tiles.m}x{tiles.n}x{tiles.k}_{tiles.warps}x{tiles.stages}"
         found.append(dataclasses.replace(build, name=name))
     return found
 
 
-def _small(tiles: Tiles, steps: int = 5) -> shapes.GemmShape:
-    """Returns a shape of few programs of these tiles, with remainders unless the tiles must fit exactly.
-
-    Five tiles along k make at least four passes of a loop of two stages, which fill each LDS buffer again.
-    """
+def _small(tiles: Tiles) -> shapes.GemmShape:
+    """Returns a shape of few programs of these tiles, with remainders unless the tiles must fit exactly."""
     more = 0 if tiles.exact else 1
-    return shapes.GemmShape("small", tiles.m + more, tiles.n + 3 * more, steps * tiles.k + 32 * more, batch=2)
+    k = _steps(tiles) * tiles.k + 32 * more
+    return shapes.GemmShape("small", tiles.m + more, tiles.n + 3 * more, k, batch=2)
+
+
+def _steps(tiles: Tiles) -> int:
+    """Returns a number of tiles along k that make at least four passes of the loop on gfx950.
+
+    So each LDS buffer is filled again. LLVM leaves no loop of fewer steps of 128, nor of five passes where a
+    wave's share of a tile is small, and unrolls two passes of nine.
+    """
+    if tiles.k < 256:
+        return 32
+    return 2 * tiles.stages + 1 if tiles.m * tiles.n // tiles.warps > 2048 else 9
 
 
 def build_gemm(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles | None = None) -> Build:
@@ -88,7 +96,7 @@ def build_gemm(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles
         expected=Expected("gemm", sizes | {"shuffled": bool(constants["SHUFFLED"])}),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        options=OPTIONS.get(table_of(target), {}),
+        options=options_of(tiles, target),
     )
 
 

@@ -23,7 +23,7 @@ from mxjax.formats import BLOCK
 from mxjax.kernels.dies import order_on_dies
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.matmul.accumulate import accumulate_tile
-from mxjax.kernels.matmul.tiles import OPTIONS, Tiles, choose_tiles, table_of
+from mxjax.kernels.matmul.tiles import Tiles, choose_tiles, options_of, table_of
 from mxjax.kernels.mesh import partitioned
 
 
@@ -153,7 +153,7 @@ def launch(
         grid=grid_of(m, n, batch, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        options=OPTIONS.get(table_of(target), {}),
+        options=options_of(tiles, target),
         **constants_of(m, n, k, tiles, target),
     )
     return out.astype(dtype)

@@ -18,6 +18,7 @@ class Tiles(NamedTuple):
         are used only where a measurement chose them.
       resident: programs that one compute unit runs at a time.
       exact: whether the tile must divide m, n and k, because its masked form spills registers.
+      alone: whether a wave takes all registers of its SIMD.
     """
 
     m: int
@@ -28,6 +29,7 @@ class Tiles(NamedTuple):
     cost: float = math.inf
     resident: int = 1
     exact: bool = False
+    alone: bool = False
 
     @property
     def name(self) -> TileName:
@@ -65,9 +67,22 @@ MORE_TILES = {
         Tiles(128, 128, 256, warps=4, stages=3),
         Tiles(128, 64, 256, warps=4, stages=2),
         Tiles(64, 128, 256, warps=4, stages=2),
+        # Each wave computes 128x128, which reads a third less from LDS.
+        Tiles(256, 256, 256, warps=4, stages=2, exact=True, alone=True),
         # Steps of 128 along k load each word of scales twice.
-        Tiles(256, 256, 128, warps=8, stages=3, exact=True),
-        Tiles(256, 256, 128, warps=8, stages=4, exact=True),
+        *(
+            Tiles(m, n, 128, warps=warps, stages=stages, exact=True)
+            for m, n, warps in (
+                (256, 256, 8),
+                (256, 128, 4),
+                (256, 128, 8),
+                (128, 256, 4),
+                (128, 256, 8),
+                (128, 128, 4),
+                (128, 128, 8),
+            )
+            for stages in (3, 4)
+        ),
     ),
     "sm_100": (
         Tiles(256, 128, 256, warps=8, stages=2),
@@ -85,7 +100,7 @@ MORE_TILES = {
 # Numbers of compute units or streaming multiprocessors.
 UNITS = {"gfx950": 256, "sm_100": 148}
 # Options of the compiler's backend.
-OPTIONS = {
+OPTIONS: dict[str, dict[str, object]] = {
     "gfx950": {
         # v_mfma_scale_f32_16x16x128: with 32x32x64 the largest tile spills.
         "matrix_instr_nonkdim": 16,
@@ -94,12 +109,19 @@ OPTIONS = {
         "llvm_fn_attrs": "amdgpu-agpr-alloc=0",
     }
 }
+ALONE = {"waves_per_eu": 1, "llvm_fn_attrs": ""}
+"""What differs in the options of tiles whose waves take all registers of their SIMD."""
 
 
 def candidates(target: Target | None) -> tuple[Tiles, ...]:
     """Returns all tiles for a target."""
     kind = table_of(target)
     return TILES[kind] + MORE_TILES.get(kind, ())
+
+
+def options_of(tiles: Tiles, target: Target | None) -> dict[str, object]:
+    """Returns the options of the compiler's backend for a tile."""
+    return OPTIONS.get(table_of(target), {}) | (ALONE if tiles.alone else {})
 
 
 def choose_tiles(m: int, n: int, k: int, batch: int, target: Target | None) -> Tiles:

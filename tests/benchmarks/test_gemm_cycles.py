@@ -7,7 +7,14 @@ import pytest
 
 from benchmarks import markdown
 from benchmarks.paper_models import gemm_cycles
-from benchmarks.paper_models.gemm_cycles import Step, loop_steps, matrix_cycles, pass_cycles, tile_share
+from benchmarks.paper_models.gemm_cycles import (
+    Step,
+    loop_steps,
+    matrix_cycles,
+    pass_cycles,
+    tile_share,
+    unrolled,
+)
 from mxjax.kernels.matmul.tiles import Tiles
 
 DOCUMENT = (pathlib.Path(__file__).parents[2] / "docs" / "gemm-schedule.md").read_text()
@@ -69,6 +76,7 @@ def test_ping_pong_runs_half_of_the_waves_a_barrier_behind():
 def test_shares_of_the_peak_by_hand():
     tiles = Tiles(256, 256, 256, warps=8, stages=2, cost=1.0)
     assert matrix_cycles(tiles) == 2048
+    assert [unrolled([MATRIX, WAIT] * n, tiles) for n in (64, 128)] == [1, 2]
     passes, ends = 4096 / 256, 800 + 256 * 256 * 2 / 64
     assert tile_share(tiles, 3000, 800) == pytest.approx(passes * 2048 / (passes * 3000 + ends))
 

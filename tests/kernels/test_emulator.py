@@ -135,6 +135,13 @@ def test_unknown_instructions_and_modifiers_stop_the_run():
             run(PROGRAM.replace("v_xor_b32_e32 v3, 0x100, v1", line))
 
 
+def test_parts_of_words():
+    words = np.array([0x12345678], np.uint32)
+    parts = ("DWORD", "WORD_1", "BYTE_1", "BYTE_3")
+    assert [vector.part_of(words, p).item() for p in parts] == [0x12345678, 0x1234, 0x56, 0x12]
+    assert [vector.placed_at(words, p).item() for p in parts] == [0x12345678, 0x56780000, 0x7800, 0x78000000]
+
+
 def test_operands():
     read = assembly.instruction("v_maximum3_f32 v[2:3], -|v7|, s[4:5], 0x80 op_sel:[0,1]")
     to, a, b, c = read.operands

@@ -3,6 +3,7 @@
 import fnmatch
 import functools
 import json
+import math
 import re
 
 import ml_dtypes
@@ -27,6 +28,7 @@ from support.programs import run_compiled
 
 from mxjax.kernels.aot import check, expected
 from mxjax.kernels.aot.compile import list_builds
+from mxjax.kernels.matmul.tiles import TILES
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +75,35 @@ def test_spills_nothing(found):
         assert "scratch" not in d["whole_kernel"]["classes"]
 
 
+def tile_of(d):
+    """Returns m, n and k of a GEMM's tile."""
+    return tuple(d["constants"][f"BLOCK_{axis}"] for axis in "MNK")
+
+
+def matrix_instructions(d):
+    """Returns the matrix instructions of a wave for one step along k."""
+    return math.prod(tile_of(d)) // (16 * 16 * 128) // d["warps"]
+
+
+def steps_of_a_pass(d):
+    """Returns the steps along k in one pass of the main loop, more than one where LLVM unrolls it."""
+    steps, rest = divmod(d["main_loop"]["classes"]["matrix"], matrix_instructions(d))
+    assert not rest, d["name"]
+    return steps
+
+
+def test_small_builds_of_tiles_pass_the_loop_four_times(gfx950):
+    """So that each LDS buffer is filled again while other waves may still read it."""
+    names = fnmatch.filter(gfx950, "gemm_2x*_tile*")
+    assert len(names) == len(TILES["gfx950"])
+    for d in map(gfx950.get, names):
+        assert d["main_loop"]["is_loop"], d["name"]
+        steps = -(-d["constants"]["K"] // tile_of(d)[2])
+        outside = d["whole_kernel"]["classes"]["matrix"] - d["main_loop"]["classes"]["matrix"]
+        passes = (steps - outside // matrix_instructions(d)) / steps_of_a_pass(d)
+        assert passes >= 4, d["name"]
+
+
 def test_multiplies_in_fp4(gemms):
     for d in gemms:
         matrix = starting(d["whole_kernel"]["opcodes"], "v_mfma", "v_smfmac", "v_dot")
@@ -87,6 +118,7 @@ def test_gemms_load_words(gemms):
     for d in gemms:
         c, threads = d["constants"], d["block"][0]
         tile = (c["BLOCK_M"] + c["BLOCK_N"]) * c["BLOCK_K"]  # elements
+        unrolled = steps_of_a_pass(d)
         elements, scales = tile // 2 // (16 * threads), tile // 32 // (4 * threads)
         loops = [d["main_loop"]["opcodes"]] if d["main_loop"]["is_loop"] else []
         for opcodes in [d["whole_kernel"]["opcodes"], *loops]:
@@ -96,7 +128,7 @@ def test_gemms_load_words(gemms):
             assert wide + narrow == sum(loads.values()), (d["name"], loads)
             passes = wide // elements
             assert (wide, narrow) == (passes * elements, passes * scales), (d["name"], loads)
-            assert passes == 1 or opcodes not in loops
+            assert passes == unrolled or opcodes not in loops
             reads = starting(opcodes, "ds_read", "ds_load")
             assert set(reads) <= {"ds_read_b128", "ds_read_b32", "ds_read2st64_b32", "ds_read2_b32"}, d[
                 "name"
@@ -110,17 +142,16 @@ def test_scales_are_few_words_of_lds(gemms):
         splits = [(i, d["warps"] // i) for i in (1, 2, 4, 8) if i <= d["warps"]]
         opcodes = d["main_loop"]["opcodes"]
         words = opcodes.get("ds_read_b32", 0) + 2 * opcodes.get("ds_read2st64_b32", 0)
-        assert words == min(rows // i + columns // j for i, j in splits), d["name"]
+        assert words == steps_of_a_pass(d) * min(rows // i + columns // j for i, j in splits), d["name"]
 
 
 def test_main_loop(gemms):
-    """A pass takes 256 of k: operands go straight into LDS, and no register is written there."""
+    """Operands go straight into LDS, and no register is written there."""
     loops = [d for d in gemms if d["main_loop"]["is_loop"]]
     assert {d["name"] for d in loops} >= set(LLAMA)
     for d in loops:
         loop = d["main_loop"]
-        tile = d["constants"]["BLOCK_M"] * d["constants"]["BLOCK_N"] * d["constants"]["BLOCK_K"]
-        assert loop["classes"]["matrix"] == tile // (16 * 16 * 128) // d["warps"]
+        assert steps_of_a_pass(d) == (1 if min(tile_of(d)) >= 128 else 2), d["name"]
         assert set(starting(loop["opcodes"], "buffer_load", "global_load")) <= {
             "buffer_load_dword lds",
             "buffer_load_dwordx4 lds",

@@ -142,6 +142,17 @@ def selftest(folder, *arguments):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
+def test_on_the_cpu_two_groups_pass_and_write_a_table(tmp_path):
+    """The groups that take seconds in Triton's interpreter."""
+    options = ("--groups", "kernels", "gemms", "--table", "tiles.json")
+    first = selftest(tmp_path, *options)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "drivers: " in first.stdout
+    table = json.loads((tmp_path / "tiles.json").read_text())
+    assert (table["arch"], len(table["gemms"])) == ("software", 1)
+
+
 @pytest.mark.exhaustive
 def test_on_the_cpu_everything_passes_once(tmp_path):
     """In its smallest form, in Triton's interpreter; a second start runs nothing again."""

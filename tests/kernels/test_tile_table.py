@@ -9,7 +9,7 @@ from test_fp4_gemm import operands, product
 from mxjax.devices import Target
 from mxjax.kernels.matmul import tile_table
 from mxjax.kernels.matmul.fp4_gemm import matmul
-from mxjax.kernels.matmul.tiles import TILES, candidates, choose_tiles
+from mxjax.kernels.matmul.tiles import ALONE, OPTIONS, TILES, candidates, choose_tiles, options_of
 
 GFX950 = Target("hip", "gfx950")
 SHAPE = (8192, 4096, 14336, 1)
@@ -25,6 +25,15 @@ def read_anew():
 def write(path, entries, arch="gfx950"):
     gemms = [{"gemm": list(gemm), "tile": list(tile)} for gemm, tile in entries]
     tile_table.write_table(path, arch, {"device": "a test"}, gemms)
+
+
+def test_a_table_can_name_every_candidate():
+    tiles = candidates(GFX950)
+    assert len({t.name for t in tiles}) == len(tiles)
+    wide = [t for t in tiles if t.alone]
+    assert [t.name for t in wide] == [(256, 256, 256, 4, 2)]
+    assert options_of(wide[0], GFX950) == OPTIONS["gfx950"] | ALONE
+    assert all(options_of(t, GFX950) == OPTIONS["gfx950"] for t in tiles if t not in wide)
 
 
 def test_tiles_are_the_measured_ones_else_the_estimated(tmp_path, monkeypatch):

@@ -17,8 +17,6 @@ from mxjax.devices import INTERPRETER
 from mxjax.kernels.selftest import kernels
 from mxjax.kernels.selftest.cases import Settings
 
-pytestmark = pytest.mark.exhaustive
-
 ROOT = pathlib.Path(__file__).parents[2]
 OLDEST, NEWEST = ("0.11.1", "3.6.0"), ("0.12.0.1", "3.9.0")
 # Triton 3.6's interpreter cannot run tl.dot_scaled.
@@ -53,7 +51,10 @@ def install(folder, *requirements):
     return python
 
 
-@pytest.mark.parametrize(("jax", "triton"), [OLDEST, NEWEST])
+@pytest.mark.parametrize(
+    ("jax", "triton"),
+    [pytest.param(*OLDEST, marks=pytest.mark.slow), pytest.param(*NEWEST, marks=pytest.mark.exhaustive)],
+)
 def test_kernels_lower_and_give_the_defined_bits(jax, triton, tmp_path):
     """Lowers a dot and its gradients for gfx950 and sm_90, and runs kernels in the interpreter."""
     numpy = importlib.metadata.version("numpy")

@@ -28,11 +28,21 @@ def lanes_of(modifiers: dict) -> np.ndarray:
 
 def part_of(values: np.ndarray, name: str) -> np.ndarray:
     """Returns the part of each word that an SDWA modifier names."""
-    if name == "DWORD":
-        return values
-    kind, number = name.split("_")
-    width = {"WORD": 16, "BYTE": 8}[kind]
-    return (values >> U32(width * int(number))) & U32(2**width - 1)
+    first, mask = _bits_of(name)
+    return (values >> first) & mask
+
+
+def placed_at(values: np.ndarray, name: str) -> np.ndarray:
+    """Returns words with the low bits of the values in the part that an SDWA modifier names, else zeros."""
+    first, mask = _bits_of(name)
+    return (values & mask) << first
+
+
+def _bits_of(name: str) -> tuple[np.uint32, np.uint32]:
+    """Returns the first bit and the mask, at bit 0, of DWORD, WORD_1 and so on."""
+    kind, number = name.split("_") if "_" in name else (name, "0")
+    width = {"DWORD": 32, "WORD": 16, "BYTE": 8}[kind]
+    return U32(width * int(number)), U32(2**width - 1)
 
 
 def run(w: Wave, i: Instruction) -> None:
@@ -56,12 +66,15 @@ def run(w: Wave, i: Instruction) -> None:
     if i.opcode.endswith("_dpp"):
         taken[0] = taken[0][lanes_of(i.modifiers)]
     if i.opcode.endswith("_sdwa"):
-        assert i.modifiers["dst_sel"] == "DWORD", i.text
+        assert i.modifiers["dst_sel"] == "DWORD" or i.modifiers.get("dst_unused") == "UNUSED_PAD", i.text
         for n, values in enumerate(taken):
             taken[n] = part_of(values, str(i.modifiers[f"src{n}_sel"]))
     if i.modifiers.get("clamp"):
         function = arithmetic.saturating_subtract
-    w.write(to.index, function(*taken))
+    result = function(*taken)
+    if i.modifiers.get("dst_sel", "DWORD") != "DWORD":
+        result = placed_at(result, str(i.modifiers["dst_sel"]))
+    w.write(to.index, result)
 
 
 PACKED = {"op_sel", "op_sel_hi", "neg_lo", "neg_hi"}
