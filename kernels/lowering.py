@@ -7,6 +7,7 @@ others that were traced. Triton's cache keeps it on disk.
 """
 
 import collections
+import contextlib
 import functools
 import importlib
 import os
@@ -129,8 +130,9 @@ def _lower(platform: str, context, *operands, kernel, out, grid, target, options
     _register()
     avals = (*context.avals_in, *context.avals_out)
     dtypes = tuple(a.dtype.name for a in avals)
-    while _traced:
-        start_compiling(*_traced.popleft())
+    with contextlib.suppress(IndexError):  # another thread may take the last
+        while _traced:
+            start_compiling(*_traced.popleft())
     code = start_compiling(kernel, dtypes, *target, options, constants).result()
     aliases = {0: 0} if in_place else {}
     lower = jax.ffi.ffi_lowering(CALL, operand_output_aliases=aliases)

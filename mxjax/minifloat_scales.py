@@ -68,6 +68,7 @@ def quantize_by_minifloats(
         # To scale the largest magnitude to 4 instead of 6, scales are half as large again.
         other = rounded(exact * 1.5, key if key is None else jax.random.fold_in(key, 2))
         relative = x * spread(_inverse(jnp.ones_like(exact), unit), x.shape, blocks, axis)
+        relative = lax.optimization_barrier(relative)  # rounded, not contracted with a subtraction
         best = closer(relative, best, other, operand.four_over_six, blocks, axis)
     if operand.eden is not None:
         assert key is not None
@@ -92,22 +93,25 @@ def closer(
       error: "mse", the sum of squared differences from x over the block, or "mae", of their magnitudes.
     Source: arXiv 2512.02010, section 3; "mae" and ties as in TransformerEngine's reference_nvfp4.py.
     """
-
-    def errors(r: Rounded) -> Float32[Array, "*blocks"]:
-        # An element times its scale has six bits and is exact: its subtraction may be contracted with it.
-        difference = r.elements * spread(r.scales, x.shape, blocks, axis) - x
-        if error == "mae":
-            return block_sum(jnp.abs(difference), blocks, axis)
-        # Contracted with their sum, the squares would not be rounded.
-        return block_sum(lax.optimization_barrier(difference * difference), blocks, axis)
-
-    choice: Bool[Array, "*blocks"] = errors(second) < errors(first)
+    errors = [block_errors(x, r, error, blocks, axis) for r in (first, second)]
+    choice: Bool[Array, "*blocks"] = errors[1] < errors[0]
     wide = spread(choice, x.shape, blocks, axis)
     return Rounded(
         jnp.where(choice, second.scales, first.scales),
         jnp.where(wide, second.scaled, first.scaled),
         jnp.where(wide, second.elements, first.elements),
     )
+
+
+def block_errors(
+    x: Float32[Array, "*shape"], rounded: Rounded, error: FourOverSix, blocks: Blocks, axis: int
+) -> Float32[Array, "*blocks"]:
+    """Returns the sum of squared differences from x of each block, or of their magnitudes; see `closer`."""
+    # An element times its scale has six bits and is exact: its subtraction may be contracted with it.
+    difference = rounded.elements * spread(rounded.scales, x.shape, blocks, axis) - x
+    measure = jnp.abs(difference) if error == "mae" else difference * difference
+    # With what is summed in the same loop, XLA would contract the squares, and sum in another order.
+    return block_sum(lax.optimization_barrier(measure), blocks, axis)
 
 
 def eden_scales(rounded: Rounded, run: int, blocks: Blocks, axis: int) -> Float32[Array, "*blocks"]:

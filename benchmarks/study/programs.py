@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.study.cells import PROTOCOLS, Cell, Protocol, policy_of
 from models import llama
 from models.configs import get_config
-from mxjax.implementations import Implementation
+from mxjax.implementations import Implementation, compiler_options
 from training.config import OptimizerConfig, parse_rules
 from training.data.megatron import MegatronCorpus
 from training.deoscillation import deoscillation_hook, parse_deoscillation
@@ -30,7 +30,14 @@ OUTLIER_FACTOR = 16.0
 
 
 class Programs:
-    """A cell's compiled functions, which all its seeds share."""
+    """A cell's compiled functions, which all its seeds share.
+
+    Attributes:
+      compile_seconds: time to compile the training step, waits for a run that trains meanwhile included.
+      step_bytes: memory of the state, a batch and temporaries.
+    """
+
+    compilations_a_run = 0
 
     def __init__(self, cell: Cell, corpus: MegatronCorpus):
         """Compiles what a cell runs."""
@@ -55,7 +62,9 @@ class Programs:
             lambda key: init_state(with_outliers(llama.init(model, key), p.outlier_channels), optimizer)
         )
         self.held_out = held_out_batches(corpus.validation, p)
-        self._compile(make_train_step(loss, optimizer), make_eval_step(losses))
+        options = compiler_options(policies.policies, IMPLEMENTATION)
+        train_step = make_train_step(loss, optimizer, compiler_options=options)
+        self._compile(train_step, make_eval_step(losses, options))
 
     def train(self, seed: int) -> dict[str, Any]:
         """Trains one run; returns its evaluations, the losses of its steps, and its time."""
@@ -84,10 +93,7 @@ class Programs:
         }
 
     def _compile(self, train_step: Any, eval_step: Any) -> None:
-        """Compiles both for arrays of the data's types; notes the training step's time and memory.
-
-        The memory is that of the state, a batch and temporaries.
-        """
+        """Compiles both for arrays of the data's types."""
         p, key = self.protocol, jax.random.key(0)
         sample = self.corpus.samples(p.seq, 0, 1)[0]
         batch = jax.ShapeDtypeStruct((p.batch, *sample.shape), sample.dtype)

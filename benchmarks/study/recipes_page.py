@@ -40,16 +40,16 @@ def _row(cell: CellResult, base: CellResult | None) -> list[object]:
     if base is not None and base is not cell:
         d = paired_difference(cell.losses, base.losses)
         gap = [number(d.mean, "+.4f"), interval(d.low, d.high)]
-    rates = [run["tokens"] / run["seconds"] for run in runs]
-    memory = [run["step_bytes"] for run in runs if run.get("step_bytes")]
+    fastest = max(runs, key=lambda run: run["tokens"] / run["seconds"])
+    memory = fastest.get("step_bytes")
     return [
         cell.label,
         len(runs),
         cell.n_diverged,
         number(statistics.mean(losses)) if losses else "-",
         *gap,
-        f"{max(rates):,.0f}",
-        f"{max(memory) / 2**30:.2f}" if memory else "-",
+        f"{fastest['tokens'] / fastest['seconds']:,.0f}",
+        f"{memory / 2**30:.2f}" if memory else "-",
     ]
 
 

@@ -1,7 +1,8 @@
 """Trains the cells of a study; each finished run is one JSON file, and existing files are not repeated.
 
 All policies of a seed have the same initial weights and the same batches. All seeds of a cell share one
-compilation. Several processes, one a GPU, share the cells through file locks.
+compilation, except of recipes that change their program during a run. Several processes, one a GPU, share
+the cells through file locks.
 """
 
 import concurrent.futures
@@ -14,8 +15,8 @@ import os
 import pathlib
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -29,7 +30,8 @@ from training.data.megatron import MegatronCorpus, load_megatron
 from training.environment import facts
 from training.files import write_atomically
 
-_COMPILATION = 60.0  # seconds to allow for a cell's first run, until one has been timed
+_COMPILATION = 60.0  # seconds to allow for each
+LATE = "{}: no time left for another run; the same command continues later"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,21 +74,25 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
     settings.out.mkdir(parents=True, exist_ok=True)
     data = DataConfig(data=(settings.data,), eval_data=settings.eval_data, vocab_size=settings.vocab_size)
     corpus = load_megatron(data, settings.vocab_size)
-    with contextlib.ExitStack() as claims, concurrent.futures.ThreadPoolExecutor(1) as compiler:
-        mine = _claimed_cells(cells, settings.out, claims)
-        cell, programs = next(mine, None), None
-        while cell is not None:
-            if programs is None:
-                if not _fits(cell, settings, compiles=True):
+    with concurrent.futures.ThreadPoolExecutor(1) as compiler:
+        claim, programs = _claim_next(cells, settings.out), None
+        while claim is not None:
+            cell, lock = claim
+            with lock:
+                if programs is None:
+                    if not _fits(cell, settings, compilations=1):
+                        print(LATE.format(cell.name), flush=True)
+                        return False
+                    programs = compiler.submit(_prepare, cell, corpus, data)
+                ready, programs = programs.result(), None
+                following = None
+                if _has_time_for_another(cell, settings):
+                    following = _claim_next(cells, settings.out)
+                if following is not None:
+                    programs = compiler.submit(_prepare, following[0], corpus, data)
+                if not _run_cell(cell, cells, corpus, ready, settings):
                     return False
-                programs = compiler.submit(_prepare, cell, corpus, data)
-            programs.result()
-            following = next(mine, None)
-            soon = following and _fits(following, settings, compiles=True, after=cell)
-            ahead = compiler.submit(_prepare, following, corpus, data) if soon else None
-            if not _run_cell(cell, cells, corpus, programs.result(), settings):
-                return False
-            cell, programs = following, ahead
+            claim = following or _claim_next(cells, settings.out)
     return True
 
 
@@ -99,7 +105,8 @@ def _run_cell(
 ) -> bool:
     """Trains the missing seeds of a cell; returns whether the time sufficed."""
     for seed in missing_seeds(settings.out, cell):
-        if not _fits(cell, settings, compiles=False):
+        if not _fits(cell, settings, compilations=programs.compilations_a_run):
+            print(LATE.format(cell.name), flush=True)
             return False
         record = {"study": settings.study, "commit": settings.commit}
         record |= _record(cell, seed, corpus, programs)
@@ -127,6 +134,7 @@ def _record(cell: Cell, seed: int, corpus: MegatronCorpus, programs: Programs | 
     p = programs.protocol
     outcome = programs.train(seed)
     losses, evaluations, finite = outcome["losses"], outcome["evaluations"], outcome["finite"]
+    parts = np.array_split(np.array(losses), p.evaluations)
     return {
         "cell": cell.name,
         "policy": cell.policy,
@@ -140,7 +148,7 @@ def _record(cell: Cell, seed: int, corpus: MegatronCorpus, programs: Programs | 
         "tokens": len(losses) * p.batch * p.seq,
         "final_loss": evaluations[-1][1] if finite else float("nan"),
         "evaluations": evaluations,
-        "train_losses": [round(float(x.mean()), 5) for x in np.array_split(np.array(losses), p.evaluations)],
+        "train_losses": [round(float(x.mean()), 5) for x in parts if x.size],
         "finite": finite,
         "seconds": round(outcome["seconds"], 2),
         "compile_seconds": programs.compile_seconds,
@@ -174,24 +182,29 @@ def current_commit() -> str:
         return "unknown"
 
 
-def _fits(cell: Cell, settings: Settings, *, compiles: bool, after: Cell | None = None) -> bool:
-    """Whether a run of the cell, after another's missing runs, is expected to end before the deadline.
+def _fits(cell: Cell, settings: Settings, *, compilations: int) -> bool:
+    """Whether a run of the cell, with so many compilations, is expected to end before the deadline."""
+    seconds = _run_seconds(cell, settings.out) or 0.0
+    return _ends_in_time(seconds + compilations * _COMPILATION, settings)
 
-    Says so if it is not, unless another goes first.
-    """
+
+def _has_time_for_another(cell: Cell, settings: Settings) -> bool:
+    """Whether another cell is expected to compile and to finish a run after the cell's missing runs."""
     if settings.deadline is None:
         return True
-    runs = [(cell, 1)] + ([(after, len(missing_seeds(settings.out, after)))] if after else [])
-    seconds = sum(n * _run_seconds(c, settings.out) for c, n in runs) + (_COMPILATION if compiles else 0)
-    fits = time.monotonic() + seconds < settings.deadline
-    if not fits and after is None:
-        print(f"{cell.name}: no time left for another run; the same command continues later", flush=True)
-    return fits
+    seconds = _run_seconds(cell, settings.out)
+    runs = len(missing_seeds(settings.out, cell)) + 1
+    return seconds is not None and _ends_in_time(runs * seconds + _COMPILATION, settings)
 
 
-def _run_seconds(cell: Cell, out: pathlib.Path) -> float:
-    """Returns the time to allow for a run."""
-    return 1.15 * PROTOCOLS[cell.protocol].tokens * (_seconds_a_token(cell, out) or 0.0)
+def _ends_in_time(seconds: float, settings: Settings) -> bool:
+    return settings.deadline is None or time.monotonic() + seconds < settings.deadline
+
+
+def _run_seconds(cell: Cell, out: pathlib.Path) -> float | None:
+    """Returns the time to allow for a run, None if no run of the model has been timed."""
+    per_token = _seconds_a_token(cell, out)
+    return None if per_token is None else 1.15 * PROTOCOLS[cell.protocol].tokens * per_token
 
 
 def _seconds_a_token(cell: Cell, out: pathlib.Path) -> float | None:
@@ -200,20 +213,15 @@ def _seconds_a_token(cell: Cell, out: pathlib.Path) -> float | None:
     return max((record["seconds"] / record["tokens"] for record in records), default=None)
 
 
-def _claimed_cells(cells: Sequence[Cell], out: pathlib.Path, claims: contextlib.ExitStack) -> Iterator[Cell]:
-    """Yields cells with missing runs that no other process claimed; claims them until the stack ends."""
+def _claim_next(cells: Sequence[Cell], out: pathlib.Path) -> tuple[Cell, IO[str]] | None:
+    """Returns the first cell with missing runs that nobody trains, and a file whose lock claims it."""
     for cell in cells:
-        if missing_seeds(out, cell) and claims.enter_context(_claimed(out / f".{cell.name}.lock")):
-            yield cell
-
-
-@contextlib.contextmanager
-def _claimed(path: pathlib.Path) -> Iterator[bool]:
-    """Tries to take a lock that lasts as long as the process; yields whether it did."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+        if not missing_seeds(out, cell):
+            continue
+        lock = (out / f".{cell.name}.lock").open("w")
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if missing_seeds(out, cell):  # nobody finished it meanwhile
+                return cell, lock
+        lock.close()
+    return None

@@ -11,9 +11,13 @@ import pathlib
 import tempfile
 from typing import Any
 
+import jax
+
 from benchmarks.study.cells import PROTOCOLS, Cell
+from mxjax.implementations import Implementation
 from train import train
 from training.config import Config, DataConfig, OptimizerConfig, PrecisionConfig
+from training.interruption import RunInterrupted
 from training.metrics import FILE
 from training.nonfinite import NonFiniteError
 from training.recipes import RECIPES
@@ -28,19 +32,30 @@ def changes_program(policy: str) -> bool:
 class WholeRuns:
     """The runs of one cell; every run compiles anew."""
 
+    compilations_a_run = 2
     compile_seconds = None
     step_bytes = None
 
-    def __init__(self, cell: Cell, data: DataConfig, implementation: Any, held_out: int):
+    def __init__(self, cell: Cell, data: DataConfig, implementation: Implementation, held_out: int):
         """Prepares the runs of a cell.
 
         Args:
           data: the datasets and the vocabulary.
           held_out: number of sequences of an evaluation.
+
+        Raises:
+          ValueError: there are several devices, on which train.py would share a run.
         """
         self.protocol = p = PROTOCOLS[cell.protocol]
         assert p.horizon is None, f"{cell.name}: train.py's cosine ends with the run"
         assert not p.outlier_channels, f"{cell.name}: train.py begins without outliers"
+        assert p.steps % p.evaluations == 0, f"{cell.name}: train.py evaluates at equal distances"
+        assert not cell.rules, f"{cell.name}: a recipe has its own scale rules"
+        if jax.device_count() > 1:
+            raise ValueError(
+                f"{cell.name} trains on one device, and there are {jax.device_count()}: give --workers "
+                "as many, or set CUDA_VISIBLE_DEVICES to one"
+            )
         self.policy = RECIPES[cell.policy].policy if cell.policy in RECIPES else cell.policy
         self.flags: dict[str, Any] = {
             "precision": PrecisionConfig(policy=cell.policy, implementation=implementation),
@@ -54,7 +69,11 @@ class WholeRuns:
         }
 
     def train(self, seed: int) -> dict[str, Any]:
-        """Trains one run; returns its evaluations, its losses, and the time of its steps."""
+        """Trains one run; returns its evaluations, its losses, and the time of its steps.
+
+        Raises:
+          SystemExit: SIGINT or SIGTERM ended the run, of which nothing is kept.
+        """
         finite = True
         with tempfile.TemporaryDirectory() as folder:
             out = pathlib.Path(folder) / "run"
@@ -63,12 +82,15 @@ class WholeRuns:
                     train(Config(**self.flags, seed=seed, out=out))
                 except NonFiniteError:
                     finite = False
+                except RunInterrupted as error:
+                    raise SystemExit("interrupted; the same command continues with this run") from error
             lines = [json.loads(line) for line in (out / FILE).read_text().splitlines()]
         steps = [line for line in lines if "step_s" in line]
-        later = [line["step_s"] for line in steps[1:]]  # the first one compiles
+        seconds = [line["step_s"] for line in steps[1:] or steps]  # the first one compiles
+        evaluations = [line for line in lines if "eval_loss" in line]
         return {
-            "evaluations": [[x["tokens"], round(x["eval_loss"], 6)] for x in lines if "eval_loss" in x],
+            "evaluations": [[line["tokens"], round(float(line["eval_loss"]), 6)] for line in evaluations],
             "losses": [float(line["loss"]) for line in steps],
             "finite": finite,
-            "seconds": sum(later) * len(steps) / max(len(later), 1),
+            "seconds": sum(seconds) / len(seconds) * len(steps),
         }

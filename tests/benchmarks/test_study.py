@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import time
 
 import jax
 import numpy as np
@@ -36,6 +37,8 @@ from training.config import DataConfig
 from training.data.indexed_dataset import IndexedWriter
 from training.data.megatron import load_megatron
 from training.diagnosis.wgrad import VARIANTS, wgrad_grams
+from training.interruption import RunInterrupted
+from training.nonfinite import NonFiniteError
 from training.recipes import RECIPES
 
 
@@ -134,6 +137,99 @@ def test_every_published_recipe_is_a_cell():
 def test_a_deadline_keeps_finished_runs(settings):
     assert not runner.run_cells(CELLS, dataclasses.replace(settings, deadline=0.0))
     assert not list(settings.out.glob("*.json"))
+
+
+class Trainer:
+    """Stands for a cell's programs: a run takes no time."""
+
+    compilations_a_run, compile_seconds, step_bytes, policy = 0, None, None, "none"
+    protocol = Protocol(lr=1e-2, steps=4, warmup=1, batch=4, seq=16, evaluations=2)
+
+    def train(self, seed):
+        return {"evaluations": [[256, 3.0 + seed]], "losses": [4.0] * 4, "finite": True, "seconds": 0.01}
+
+
+def test_the_next_cell_is_prepared_before_a_cell_trains(settings, monkeypatch):
+    events = []
+
+    class Recorded(Trainer):
+        def __init__(self, cell, *_):
+            events.append(f"prepares {cell.policy}")
+
+        def train(self, seed):
+            time.sleep(0.1)
+            events.append("trains")
+            return super().train(seed)
+
+    monkeypatch.setattr(runner, "_prepare", Recorded)
+    assert runner.run_cells(CELLS, settings)
+    assert events == ["prepares fp8", "prepares wgrad_sr", "trains", "trains", "trains", "trains"]
+
+
+def test_a_failing_preparation_keeps_the_runs_before_it(settings, monkeypatch):
+    def prepare(cell, *_):
+        if cell.policy != "fp8":
+            raise ValueError("no such thing")
+        return Trainer()
+
+    monkeypatch.setattr(runner, "_prepare", prepare)
+    with pytest.raises(ValueError, match="no such thing"):
+        runner.run_cells(CELLS, settings)
+    assert len(list(settings.out.glob("fp8.*.json"))) == 2
+    monkeypatch.setattr(runner, "_prepare", lambda *_: Trainer())
+    assert runner.run_cells(CELLS, settings)  # its claim has ended
+
+
+def test_no_other_cell_is_begun_that_may_not_end_in_time(settings, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(runner, "_prepare", lambda cell, *_: prepared.append(cell.policy) or Trainer())
+    soon = dataclasses.replace(settings, deadline=time.monotonic() + 100)
+    monkeypatch.setattr(Trainer, "train", lambda *_: Trainer.outcome | {"seconds": 90.0})
+    Trainer.outcome = {"evaluations": [[256, 3.0]], "losses": [4.0] * 4, "finite": True}
+    assert not runner.run_cells(CELLS, soon)
+    assert prepared == ["fp8"]
+    assert len(list(settings.out.glob("*.json"))) == 1
+
+
+def test_a_cell_is_claimed_by_one_process_until_it_lets_go(tmp_path):
+    (first, lock), (second, other) = (runner._claim_next(CELLS, tmp_path) for _ in range(2))
+    assert (first, second) == CELLS
+    assert runner._claim_next(CELLS, tmp_path) is None
+    lock.close()
+    again, lock = runner._claim_next(CELLS, tmp_path)
+    assert again == first
+    lock.close()
+    other.close()
+
+
+@pytest.mark.parametrize("ending", ["nan", "nonfinite", "interrupted"])
+def test_a_run_of_the_training_program_may_end_early(settings, monkeypatch, ending):
+    def train(config):
+        config.out.mkdir()
+        lines = ['{"step": 1, "loss": "nan", "step_s": 2.0}']
+        if ending == "nan":
+            lines += [
+                '{"step": 2, "loss": 1.5, "step_s": 0.5}',
+                '{"step": 2, "tokens": 9, "eval_loss": "nan"}',
+            ]
+        (config.out / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        if ending == "nonfinite":
+            raise NonFiniteError("a loss", 1)
+        if ending == "interrupted":
+            raise RunInterrupted("continue with: python train.py")
+
+    monkeypatch.setattr(whole_runs, "train", train)
+    data = DataConfig((settings.data,), settings.eval_data, settings.vocab_size)
+    whole = whole_runs.WholeRuns(Cell("heal", "", "tiny", "small", 1), data, "xla", 4)
+    if ending == "interrupted":
+        with pytest.raises(SystemExit, match="the same command continues"):
+            whole.train(0)
+        return
+    found = whole.train(0)
+    assert found["finite"] == (ending == "nan")
+    assert math.isnan(found["losses"][0])
+    assert found["seconds"] == {"nan": 1.0, "nonfinite": 2.0}[ending]
+    assert [math.isnan(loss) for _, loss in found["evaluations"]] == [True] * (ending == "nan")
 
 
 def test_every_cell_has_a_policy_a_protocol_and_a_name_of_its_own():

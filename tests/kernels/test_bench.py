@@ -269,5 +269,7 @@ def test_what_cannot_be_compared_is_an_error(tmp_path, monkeypatch):
     description.write_text(description.read_text().replace('"wgrad"', '"bf16"'))
     with pytest.raises(SystemExit, match="other bits: bf16"):
         bench_export.main(["run", str(tmp_path), "--rounds", "1"])
+    with pytest.raises(SystemExit, match="not run: --seconds have passed"):
+        bench_export.main(["run", str(tmp_path), "--seconds", "0"])
     with pytest.raises(SystemExit, match="has no programs: make them with"):
         bench_export.main(["run", str(tmp_path / "none")])

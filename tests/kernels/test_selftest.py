@@ -161,6 +161,7 @@ def test_on_the_cpu_everything_passes_once(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "mxjax-selftest.jsonl").read_text().splitlines()]
     assert {"device", "packages", "source", "target"} <= lines[0]["environment"].keys()
     groups = [line["group"] for line in lines[1:]]
+    assert set(groups) == set(GROUPS)
     settings = Settings(INTERPRETER, quick=True, tokens=0)
     assert groups == [group for group in GROUPS for _ in cases_of(group, settings)]
     table = json.loads((tmp_path / "tiles.json").read_text())

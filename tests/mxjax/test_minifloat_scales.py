@@ -1,6 +1,7 @@
 """Scales that are minifloats: UE5M3, their targets, the choice between two, and the correction of EDEN."""
 
 import dataclasses
+import functools
 import re
 
 import gfloat
@@ -12,7 +13,7 @@ from support import oracles
 
 import mxjax
 from mxjax import Operand, formats
-from mxjax.minifloat_scales import Rounded, closer, eden_scales
+from mxjax.minifloat_scales import Rounded, block_errors, closer, eden_scales
 from mxjax.rounding import round_nearest
 
 NV = Operand("nvfp4")
@@ -155,6 +156,15 @@ def test_of_equal_errors_the_first_is_chosen():
     zeros, ones = jnp.zeros((1, 16)), jnp.ones((1, 1))
     first, second = Rounded(ones, zeros, zeros), Rounded(2 * ones, zeros, zeros)
     assert closer(zeros, first, second, "mse", (1, 16), -1).scales == 1
+
+
+@pytest.mark.parametrize("error", ["mse", "mae"])
+def test_errors_are_rounded_alike_in_a_program_and_one_by_one(error):
+    rounded = Rounded(tensor(32, 256, seed=2)[:, ::16] * 0 + 0.8125, X, jnp.rint(X))
+    errors = functools.partial(block_errors, X, rounded, error, (1, 16), -1)
+    with jax.disable_jit():
+        one_by_one = errors()
+    np.testing.assert_array_equal(jax.jit(errors)(), one_by_one)
 
 
 def test_four_over_six_does_not_depend_on_the_unit():
