@@ -1,10 +1,8 @@
-"""The study: its table of cells, its runner in small, and its report, which equals the committed one."""
+"""The study: its table of cells, its statistics, and its report, which equals the committed one."""
 
 import dataclasses
 import functools
-import json
 import math
-import time
 
 import jax
 import numpy as np
@@ -19,13 +17,12 @@ from benchmarks.study import (
     programs,
     recipes_page,
     report,
-    runner,
     token_tables,
     tokens,
     tuning,
     whole_runs,
 )
-from benchmarks.study.cells import PROTOCOLS, RATES, Cell, Protocol, policy_of
+from benchmarks.study.cells import PROTOCOLS, RATES, Cell, policy_of
 from benchmarks.study.results import gather, read_runs
 from benchmarks.study.studies import CLAIMS, STUDIES
 from models import llama
@@ -33,89 +30,8 @@ from models.configs import get_config
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
 from training.command_line import parse
-from training.config import DataConfig
-from training.data.indexed_dataset import IndexedWriter
-from training.data.megatron import load_megatron
 from training.diagnosis.wgrad import VARIANTS, wgrad_grams
-from training.interruption import RunInterrupted
-from training.nonfinite import NonFiniteError
 from training.recipes import RECIPES
-
-
-@pytest.fixture
-def settings(tmp_path, monkeypatch):
-    generator = np.random.default_rng(0)
-    for name, size in (("train", 900), ("validation", 200)):
-        with IndexedWriter(tmp_path / name, np.dtype(np.uint16)) as writer:
-            writer.add(generator.integers(0, 64, size).astype(np.uint16))
-    small = Protocol(lr=1e-2, steps=4, warmup=1, batch=4, seq=16, evaluations=2)
-    monkeypatch.setattr(cells, "PROTOCOLS", {**PROTOCOLS, "small": small})
-    for module in (runner, programs, whole_runs):
-        monkeypatch.setattr(module, "PROTOCOLS", {**PROTOCOLS, "small": small})
-    data = (str(tmp_path / "train"), str(tmp_path / "validation"))
-    return runner.Settings("test", tmp_path / "runs", *data, vocab_size=64, commit="0" * 40)
-
-
-CELLS = (Cell("fp8", "", "tiny", "small", 2), Cell("wgrad_sr", "even", "tiny", "small", 2))
-
-
-@pytest.mark.slow
-def test_a_study_trains_what_is_missing_and_nothing_else(settings, capsys):
-    assert runner.run_cells(CELLS[:1], settings)
-    first = {path.name: path.read_bytes() for path in settings.out.glob("*.json")}
-    assert sorted(first) == ["fp8.own.tiny.small.s0.json", "fp8.own.tiny.small.s1.json"]
-    (settings.out / "fp8.own.tiny.small.s1.json").unlink()
-    assert runner.run_cells(CELLS, settings)
-    records = {path.name: json.loads(path.read_text()) for path in settings.out.glob("*.json")}
-    assert len(records) == 4
-    assert (settings.out / "fp8.own.tiny.small.s0.json").read_bytes() == first["fp8.own.tiny.small.s0.json"]
-    again, before = records["fp8.own.tiny.small.s1.json"], json.loads(first["fp8.own.tiny.small.s1.json"])
-    assert again["evaluations"] == before["evaluations"]
-    for record in records.values():
-        keys = "study cell policy seed model tokens final_loss evaluations commit device versions"
-        assert set(keys.split()) <= set(record)
-        assert record["tokens"] == 4 * 4 * 16
-        assert [tokens for tokens, _ in record["evaluations"]] == [128, 256]
-        assert record["final_loss"] == record["evaluations"][-1][1]
-    assert "0 runs left" in capsys.readouterr().out
-    assert "| wgrad_sr even | 2 | 0 |" in report.sections(read_runs(settings.out))["final losses"]
-
-
-@pytest.mark.slow
-def test_a_run_of_the_training_program_is_that_of_a_cells_own_programs(settings):
-    data = DataConfig((settings.data,), settings.eval_data, settings.vocab_size)
-    corpus = load_megatron(data, settings.vocab_size)
-    own = programs.Programs(CELLS[0], corpus)
-    held_out = sum(map(len, own.held_out))
-    whole = whole_runs.WholeRuns(CELLS[0], data, programs.IMPLEMENTATION, held_out)
-    expected, found = own.train(1), whole.train(1)
-    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
-    np.testing.assert_allclose(found["evaluations"], expected["evaluations"], rtol=1e-5)
-    assert found["finite"]
-    assert found["seconds"] > 0
-
-
-@pytest.mark.slow
-def test_the_recipes_page_shows_loss_speed_and_memory(settings, tmp_path, capsys, monkeypatch):
-    group = [Cell(name, "", "tiny", "small", 2) for name in ("fp8", "primus_deosc")]
-    assert runner.run_cells(group, settings)
-    recipes_page.main(settings.out)
-    shown = capsys.readouterr().out.splitlines()[-2:]
-    assert sorted(line.split("|")[1].strip() for line in shown) == ["fp8", "primus_deosc"]
-    for line in shown:
-        *_, loss, gap, _, rate, memory = (cell.strip() for cell in line.strip("|").split("|"))
-        assert float(loss) > 0
-        assert gap == "-" or float(gap) != 0
-        assert float(rate.replace(",", "")) > 0
-        assert 0 < float(memory) < 1
-    page = tmp_path / "recipes.md"
-    page.write_text("<!-- recipes -->\n<!-- end recipes -->\n")
-    monkeypatch.setattr(recipes_page, "RUNS", settings.out)
-    recipes_page.main(page=page)
-    recipes_page.main(page=page, check=True)
-    page.write_text(page.read_text().replace("| 2 | 0 |", "| 3 | 0 |"))
-    with pytest.raises(SystemExit, match="is not what the runs give; regenerate it"):
-        recipes_page.main(page=page, check=True)
 
 
 def test_the_committed_recipes_page_is_what_the_committed_runs_give():
@@ -132,104 +48,6 @@ def test_every_published_recipe_is_a_cell():
     assert {"quartet", "averis", "ms_fp4", "uniform4", "nvfp4", "primus_deosc"} <= names
     assert names == {cell.policy for cell in STUDIES["recipes-tiny"]}
     assert set(RECIPES) < names
-
-
-def test_a_deadline_keeps_finished_runs(settings):
-    assert not runner.run_cells(CELLS, dataclasses.replace(settings, deadline=0.0))
-    assert not list(settings.out.glob("*.json"))
-
-
-class Trainer:
-    """Stands for a cell's programs: a run takes no time."""
-
-    compilations_a_run, compile_seconds, step_bytes, policy = 0, None, None, "none"
-    protocol = Protocol(lr=1e-2, steps=4, warmup=1, batch=4, seq=16, evaluations=2)
-
-    def train(self, seed):
-        return {"evaluations": [[256, 3.0 + seed]], "losses": [4.0] * 4, "finite": True, "seconds": 0.01}
-
-
-def test_the_next_cell_is_prepared_before_a_cell_trains(settings, monkeypatch):
-    events = []
-
-    class Recorded(Trainer):
-        def __init__(self, cell, *_):
-            events.append(f"prepares {cell.policy}")
-
-        def train(self, seed):
-            time.sleep(0.1)
-            events.append("trains")
-            return super().train(seed)
-
-    monkeypatch.setattr(runner, "_prepare", Recorded)
-    assert runner.run_cells(CELLS, settings)
-    assert events == ["prepares fp8", "prepares wgrad_sr", "trains", "trains", "trains", "trains"]
-
-
-def test_a_failing_preparation_keeps_the_runs_before_it(settings, monkeypatch):
-    def prepare(cell, *_):
-        if cell.policy != "fp8":
-            raise ValueError("no such thing")
-        return Trainer()
-
-    monkeypatch.setattr(runner, "_prepare", prepare)
-    with pytest.raises(ValueError, match="no such thing"):
-        runner.run_cells(CELLS, settings)
-    assert len(list(settings.out.glob("fp8.*.json"))) == 2
-    monkeypatch.setattr(runner, "_prepare", lambda *_: Trainer())
-    assert runner.run_cells(CELLS, settings)  # its claim has ended
-
-
-def test_no_other_cell_is_begun_that_may_not_end_in_time(settings, monkeypatch):
-    prepared = []
-    monkeypatch.setattr(runner, "_prepare", lambda cell, *_: prepared.append(cell.policy) or Trainer())
-    soon = dataclasses.replace(settings, deadline=time.monotonic() + 100)
-    monkeypatch.setattr(Trainer, "train", lambda *_: Trainer.outcome | {"seconds": 90.0})
-    Trainer.outcome = {"evaluations": [[256, 3.0]], "losses": [4.0] * 4, "finite": True}
-    assert not runner.run_cells(CELLS, soon)
-    assert prepared == ["fp8"]
-    assert len(list(settings.out.glob("*.json"))) == 1
-
-
-def test_a_cell_is_claimed_by_one_process_until_it_lets_go(tmp_path):
-    (first, lock), (second, other) = (runner._claim_next(CELLS, tmp_path) for _ in range(2))
-    assert (first, second) == CELLS
-    assert runner._claim_next(CELLS, tmp_path) is None
-    lock.close()
-    again, lock = runner._claim_next(CELLS, tmp_path)
-    assert again == first
-    lock.close()
-    other.close()
-
-
-@pytest.mark.parametrize("ending", ["nan", "nonfinite", "interrupted"])
-def test_a_run_of_the_training_program_may_end_early(settings, monkeypatch, ending):
-    def train(config):
-        config.out.mkdir()
-        lines = ['{"step": 1, "loss": "nan", "step_s": 2.0}']
-        if ending == "nan":
-            lines += [
-                '{"step": 2, "loss": 1.5, "step_s": 0.5}',
-                '{"step": 2, "tokens": 9, "eval_loss": "nan"}',
-            ]
-        (config.out / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        if ending == "nonfinite":
-            raise NonFiniteError("a loss", 1)
-        if ending == "interrupted":
-            raise RunInterrupted("continue with: python train.py")
-
-    monkeypatch.setattr(whole_runs, "train", train)
-    data = DataConfig((settings.data,), settings.eval_data, settings.vocab_size)
-    whole = whole_runs.WholeRuns(Cell("heal", "", "tiny", "small", 1), data, "xla", 4)
-    if ending == "interrupted":
-        with pytest.raises(SystemExit, match="the same command continues"):
-            whole.train(0)
-        return
-    found = whole.train(0)
-    assert found["finite"] == (ending == "nan")
-    assert math.isnan(found["losses"][0])
-    assert found["seconds"] == {"nan": 1.0, "nonfinite": 2.0}[ending]
-    assert [math.isnan(loss) for _, loss in found["evaluations"]] == [True] * (ending == "nan")
 
 
 def test_every_cell_has_a_policy_a_protocol_and_a_name_of_its_own():
@@ -434,7 +252,11 @@ def test_statistics_predict_the_losses_that_they_rank():
 def test_the_cells_of_a_study_are_measured_on_a_checkpoint(tmp_path, monkeypatch):
     flags = ["--policy", "fp8", "--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--steps", "2"]
     training_program.train(parse([*flags, "--warmup-steps", "1", "--out", str(tmp_path / "run")]))
-    monkeypatch.setattr(diagnosis, "STUDIES", {"two": (Cell("fp8", "", "60m", "decay", 1), CELLS[1])})
+    monkeypatch.setattr(
+        diagnosis,
+        "STUDIES",
+        {"two": (Cell("fp8", "", "60m", "decay", 1), Cell("wgrad_sr", "even", "tiny", "small", 2))},
+    )
     few = {"nearest even": VARIANTS["nearest even"]}
     monkeypatch.setattr(diagnosis, "wgrad_grams", functools.partial(wgrad_grams, variants=few))
     diagnosis.main(tmp_path / "run", study="two", batches=3, out=tmp_path / "out")

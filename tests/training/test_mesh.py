@@ -13,7 +13,6 @@ import sys
 import threading
 
 import jax
-import optax
 import pytest
 from support import meshes
 
@@ -27,7 +26,7 @@ from training import parameter_sharding
 from training.command_line import parse
 from training.config import Config
 from training.huggingface_runs import export_checkpoint
-from training.mesh import check_batch, make_mesh, parse_mesh
+from training.mesh import check_batch, parse_mesh
 from training.policy_schedule import Phase
 from training.processes import join_processes, wait_for_coordinator
 from training.setup import fits_mesh
@@ -219,37 +218,6 @@ def test_processes_that_do_not_join_end_the_program_in_one_line(monkeypatch, cap
     said = capfd.readouterr().err
     assert "error: --distributed: not all 2 processes at here:80 have joined within 0 s; see what" in said
     assert said.count("\n") == 1
-
-
-def test_states_of_two_seeds_are_made_by_one_program(monkeypatch):
-    """So that JAX's compilation cache has it for the second."""
-    programs, jit = [], jax.jit
-
-    def noting(function, **options):
-        def call(*arguments):
-            programs.append(jit(function, **options).lower(*arguments).as_text())
-            return jit(function, **options)(*arguments)
-
-        return call
-
-    monkeypatch.setattr(jax, "jit", noting)
-    mesh = make_mesh()
-    optimizer, config = optax.sgd(1.0), LlamaConfig(64, 32, 1, 1, 1, 32, 32)
-    first, second = (
-        parameter_sharding.first_state(config, optimizer, mesh, jax.random.key(seed))[0] for seed in (0, 1)
-    )
-    assert len(programs) == 2
-    assert programs[0] == programs[1]
-    assert (first.params["embedding"] != second.params["embedding"]).all()
-
-
-def test_every_parameter_has_logical_axes():
-    model = LlamaConfig(256, 128, 2, 4, 2, 32, 384)
-    axes, params = parameter_sharding.parameter_axes(model), llama.abstract_params(model)
-    jax.tree.map(lambda x, a: pytest.fail(f"{a} of {x}") if len(a) != x.ndim else None, params, axes)
-    cut = [a for a in jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, tuple)) if "norm" not in a]
-    assert len(cut) == 6
-    assert all("embed" in a for a in cut)
 
 
 @pytest.mark.parametrize(
