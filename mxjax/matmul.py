@@ -19,7 +19,7 @@ from mxjax.derivatives import first_order_only
 from mxjax.draws import draw_words
 from mxjax.estimators import changes_gradient, gradients_read_tensors, through_quantization
 from mxjax.gemm import multiply
-from mxjax.gemm_input import GemmInput, as_backward_sees, fold_each, gemm_inputs
+from mxjax.gemm_input import GemmInput, fold_each, gemm_inputs
 from mxjax.implementations import (
     BY_KERNEL,
     ON_PACKED,
@@ -31,7 +31,7 @@ from mxjax.implementations import (
 from mxjax.kmajor import KMajor
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy
-from mxjax.prepare import Prepared, prepare
+from mxjax.prepare import Prepared, prepare, seen_by_backward
 from mxjax.product import Product
 from mxjax.quantize import MXArray, dequantize
 from mxjax.recipes import as_policy
@@ -254,9 +254,9 @@ def policy_inputs(policy: Policy, hows: GemmImplementations, key: jax.Array | No
     left, right = fprop
 
     def seen_w(w):
-        return as_backward_sees(w, policy.dgrad.rhs, right)
+        return seen_by_backward(w, policy.dgrad.rhs, right, hows.fprop)
 
     def seen_x(x):
-        return as_backward_sees(x, policy.wgrad.lhs, left)
+        return seen_by_backward(x, policy.wgrad.lhs, left, hows.fprop)
 
     return fprop, dgrad, wgrad, seen_w, seen_x

@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
+from mxjax.derivatives import first_order_only
 from mxjax.devices import current_target
-from mxjax.gemm_input import GemmInput, quantize_input
+from mxjax.gemm_input import GemmInput, as_backward_sees, quantize_input
 from mxjax.implementations import ON_PACKED, How
 from mxjax.kmajor import KMajor, decode, pack_by_definition
+from mxjax.operand import Operand
 from mxjax.quantize import MXArray
 
 Prepared = MXArray | KMajor
@@ -44,6 +48,24 @@ def value_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor
         packed = [pack_by_definition(x, how) for how in inputs]
         return [KMajor(decode(q), None, q.prescale) for q in packed]
     return _by_kernel(x, inputs, "bf16")
+
+
+def seen_by_backward(
+    x: Float[Array, "*batch r c"], wanted: Operand, how: GemmInput, implementation: How
+) -> Float[Array, "*batch _ _"]:
+    """Returns `as_backward_sees(x, wanted, how)`, from the kernel if it quantizes x for the Fprop.
+
+    Args:
+      implementation: the Fprop's.
+    """
+    by_kernel = _form(implementation) is not None and _kernel_runs(x, [how])
+    if wanted.source == "original" or not by_kernel:
+        return as_backward_sees(x, wanted, how)
+    [q] = _by_kernel(first_order_only(x), [how], "bf16")
+    values = q.elements if how.axis == -1 else q.elements.swapaxes(-1, -2)
+    length = -(-x.shape[how.axis] // how.rotation_size) * how.rotation_size
+    values = lax.slice_in_dim(values, 0, length, axis=how.axis)
+    return values if q.factor is None else values.astype(jnp.float32) * q.factor
 
 
 def _form(implementation: How) -> Form | None:

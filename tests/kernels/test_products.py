@@ -9,8 +9,9 @@ import pytest
 from support.gpu import HAS_GPU
 
 import mxjax
-from mxjax import expert_chunks
+from mxjax import Gemm, Operand, Rotation, expert_chunks, prepare
 from mxjax.devices import current_target
+from mxjax.gemm_input import as_backward_sees, gemm_inputs
 from mxjax.implementations import implementations_of
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
@@ -52,6 +53,27 @@ def test_kernels_give_the_values_of_the_reference(policy, implementation):
     args = tensors()
     wanted = all_three(policy, "reference", *args)
     assert_close(all_three(policy, implementation, *args), wanted)
+
+
+@pytest.mark.parametrize(
+    ("operand", "rotation"),
+    [
+        (Operand(scale_rule="rceil"), None),
+        pytest.param(Operand(block_shape=(32, 32), prescale=0.75), None, marks=pytest.mark.slow),
+        pytest.param(Operand(rounding="stochastic"), Rotation(64, "redrawn"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_backward_pass_sees_by_the_kernel_what_the_definition_gives(operand, rotation):
+    saved = Operand(source="dequantized")
+    keys = jax.random.split(jax.random.key(3), 3)
+    x = jax.random.normal(keys[0], (2, 34, 45)) * jnp.exp2(jnp.arange(-22.0, 23.0))[None, None]
+    x = x.at[0, 0, 0].set(jnp.nan).at[0, 1, 1].set(2.0**-126).at[1].multiply(0.0)
+    for axis in (-1, -2):
+        how, _ = gemm_inputs(Gemm(operand, operand, rotation), axis, axis, keys[1])
+        by_kernel = prepare.seen_by_backward(x, saved, how, "fp8_carriers")
+        assert by_kernel.dtype == (jnp.float32 if operand.prescale else jnp.bfloat16)
+        wanted = as_backward_sees(x, saved, how)
+        np.testing.assert_array_equal(np.asarray(by_kernel, np.float32), wanted)
 
 
 @pytest.mark.slow
