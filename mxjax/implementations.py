@@ -58,14 +58,19 @@ def check_implementations(policies: Iterable[Policy], implementation: Implementa
 def compiler_options(policies: Iterable[Policy], implementation: Implementation | None) -> dict[str, bool]:
     """Returns `jax.jit(compiler_options=)` for a program with GEMMs of these policies.
 
-    On CUDA they turn off Triton's GEMMs for FP8 products and for operands that XLA's operations quantize: XLA
-    would tune them for minutes, the operations of the operands included, before it chooses cuBLAS.
+    On CUDA they turn off Triton's GEMMs for products in FP8 or float32 and for operands that XLA's operations
+    quantize: XLA would tune them for minutes, the operations of the operands included, before it chooses
+    cuBLAS.
     """
     target, policies = current_target(), tuple(policies)
     if target is None or target.backend != "cuda":
         return {}
     used = {how for policy in policies for how in implementations_of(policy, implementation)[:3]}
-    tunes_long = used & {"fp8_carriers", "fp8_tensor"} or quantizes_by_xla(policies, implementation)
+    formats = {
+        o.format for policy in policies for gemm in policy.gemms.values() for o in (gemm.lhs, gemm.rhs)
+    }
+    in_fp8_or_float32 = used & {"fp8_carriers", "fp8_tensor"} or "fp32" in formats
+    tunes_long = in_fp8_or_float32 or quantizes_by_xla(policies, implementation)
     return {"xla_gpu_enable_triton_gemm": False} if tunes_long else {}
 
 

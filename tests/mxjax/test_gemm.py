@@ -10,9 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mxjax
+from mxjax.devices import Target, use_target
 from mxjax.fp8_carriers import SHIFTS, carry
 from mxjax.gemm_input import GemmInput
-from mxjax.implementations import implementations_of
+from mxjax.implementations import compiler_options, implementations_of
 from mxjax.kmajor import KMajor, decode
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy, Rotation
@@ -205,6 +206,16 @@ def test_gemms_without_mxfp4_run_in_fp8_or_bfloat16():
 
 def test_the_fastest_here_is_xla():
     assert implementations_of(mxjax.get_policy("wgrad"), None)[:3] == ("xla", "xla", "xla")
+
+
+def test_cuda_compiles_without_tritons_gemms_where_they_are_tuned_for_long():
+    bf16, *others = (mxjax.get_policy(name) for name in ("bf16", "fp32", "fp8", "nvfp4", "wgrad_hadamard"))
+    with use_target(Target("cuda", "sm_90")):
+        assert compiler_options([bf16], None) == {}
+        for policy in others:
+            assert compiler_options([bf16, policy], None) == {"xla_gpu_enable_triton_gemm": False}
+    with use_target(Target("hip", "gfx950")):
+        assert compiler_options([bf16, *others], None) == {}
 
 
 @pytest.mark.parametrize("implementation", ON_PACKED)
