@@ -3,6 +3,8 @@
 Shapes in names as in `models.llama`; T is the length of the cache. A GEMM sees one token instead of a
 sequence, so a policy whose operands share scales between tokens (per-tensor FP8, NVFP4, 2-D blocks of x)
 gives slightly other numbers than without a cache. Policies with scales along d_in alone give the same.
+With one sequence, a policy that splits off the token mean (`averis`) quantizes nothing after the prompt: one
+token is its own mean, which is multiplied in float32.
 """
 
 import functools

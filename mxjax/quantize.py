@@ -17,7 +17,7 @@ from mxjax.minifloat_scales import quantize_by_minifloats
 from mxjax.operand import Operand
 from mxjax.rounding import Rounding, round_elements
 from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale, quest_scale
-from mxjax.tensor_scales import SMALLEST_TENSOR_MAX, divide, tensor_max
+from mxjax.tensor_scales import SMALLEST_BLOCK_MAX, divide, tensor_max
 
 
 @functools.partial(
@@ -107,8 +107,9 @@ def quantize(
       255 and elements 0, and dequantizes to NaN. Magnitudes too small for the scale 2**-127 become 0. With a
       tensor scale (FP8, NVFP4), one NaN or infinity makes the whole tensor NaN, and elements that are
       subnormal in float32 count as zero. If all magnitudes are below 2**-100, the scale is that for 2**-100:
-      they lose accuracy and at last become zero. An NVFP4 block becomes zero if its maximum is so far below
-      the tensor's that its E4M3 scale is zero; a UE5M3 scale is then 1.
+      they lose accuracy and at last become zero. For a block with one float32 scale (`fp4_vector`,
+      `fp4_e1m2`) that bound is 2**-122, and one NaN or infinity makes the block NaN. An NVFP4 block becomes
+      zero if its maximum is so far below the tensor's that its E4M3 scale is zero; a UE5M3 scale is then 1.
     Raises:
       ValueError: unknown format, rule or rounding; stochastic rounding without a key; bad block_shape.
       TypeError: x is not floating point.
@@ -267,7 +268,7 @@ def _divide_by_scales(
         per_unit = divide(jnp.float32(element.max), tensor_max(x))
         return None, 1 / per_unit, x * per_unit
     if f.scale == "fp32":
-        amax = jnp.maximum(block_max(x, block_shape, axis), jnp.float32(SMALLEST_TENSOR_MAX))
+        amax = jnp.maximum(block_max(x, block_shape, axis), jnp.float32(SMALLEST_BLOCK_MAX))
         per_unit = divide(jnp.full_like(amax, element.max), amax)
         return 1 / per_unit, None, x * spread(per_unit, x.shape, block_shape, axis)
     if rule == "quest":

@@ -7,7 +7,8 @@
 | outliers | what exceeds the quantiles of each token | sparse; here as a dense product |
 | clip | what exceeds them, dropped | none |
 
-Only tensors that have tokens are split: x and dy, whose tokens are the axis before the last.
+Only tensors that have tokens are split: x and dy, whose tokens are the axis before the last. One token is its
+own mean: then nothing is left to quantize, and the product is that of float32.
 Sources: mean, arXiv 2603.10444; outliers, arXiv 2501.17116, section 3.2; clip, Azure/MS-AMP.
 """
 

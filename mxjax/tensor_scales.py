@@ -13,6 +13,9 @@ With it every factor is a normal float32: an E5M2 tensor's scale is 2**-116, and
 multiplied by reaches 2**121.
 """
 
+SMALLEST_BLOCK_MAX = 2.0**-122
+"""The same for a block whose one scale is a float32. With it the smallest value, half a scale, is normal."""
+
 
 def tensor_max(x: Float32[Array, "*shape"]) -> Float32[Array, ""]:
     """Returns the largest magnitude of x, at least SMALLEST_TENSOR_MAX; NaN if x contains NaN."""

@@ -16,7 +16,7 @@ from models.configs import get_config
 from mxjax.implementations import Implementation, compiler_options
 from training.config import OptimizerConfig, parse_rules
 from training.data.megatron import MegatronCorpus
-from training.deoscillation import deoscillation_hook, parse_deoscillation
+from training.deoscillation import check_policies, deoscillation_hook, parse_deoscillation
 from training.learning_rate import learning_rate
 from training.optimizer import make_optimizer
 from training.recipes import RECIPES
@@ -40,7 +40,7 @@ class Programs:
     compilations_a_run = 0
 
     def __init__(self, cell: Cell, corpus: MegatronCorpus):
-        """Compiles what a cell runs."""
+        """Compiles what a cell runs; raises ValueError if its recipe has no effect on the model."""
         self.corpus, self.protocol = corpus, PROTOCOLS[cell.protocol]
         p = self.protocol
         model = dataclasses.replace(get_config(cell.model), vocab_size=corpus.vocab_size)
@@ -53,6 +53,7 @@ class Programs:
         policies = llama.layer_policies(model, policy, rules)
         if recipe and recipe.deoscillate:
             setting = parse_deoscillation(recipe.deoscillate)
+            check_policies([policies])
             optimizer = with_hook(optimizer, deoscillation_hook(setting, policies))
         options = {"policies": policies, "implementation": IMPLEMENTATION}
         loss = functools.partial(_call, llama.mean_loss, model, options)

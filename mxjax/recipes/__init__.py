@@ -40,9 +40,9 @@ class _Policies(Mapping[str, Policy]):
         return f"<{len(self)} policies: {', '.join(self)}>"
 
 
-_PAPER = "arXiv 2605.09825 (the ladder)"
 _SOURCES = {
-    "amazon": "arXiv 2502.20586",
+    **dict.fromkeys(ladder(), "arXiv 2605.09825 (the ladder)"),
+    **dict.fromkeys(amazon(), "arXiv 2502.20586"),
     "tetrajet": "arXiv 2502.20853",
     "nvfp4": "arXiv 2509.25149",
     "nvfp4_te": "arXiv 2509.25149, TransformerEngine's signs",
@@ -62,11 +62,11 @@ _SOURCES = {
     "uniform4": "arXiv 2606.20381, in MX blocks",
     "uniform4_fp32": "arXiv 2606.20381",
     "chmiel_mx": "arXiv 2112.10769, in MX blocks",
-    "primus_turbo": "AMD's Primus-Turbo",
-    "lumen": "AMD's Lumen",
-    "lumen_dequantized": "AMD's Lumen until August 2026",
+    "primus_turbo": "AMD-AGI/Primus-Turbo at a6a16cd",
+    "lumen": "DaiXindi-AMD/Lumen at 0109d35",
+    "lumen_dequantized": "DaiXindi-AMD/Lumen at deaccb4, as it was until August 2026",
     "weight_only": "MXFP4 weights, straight-through gradients (arXiv 1308.3432)",
-    "mxfp4_fp8_backward": "MXFP4 forward and MXFP8 backward",
+    "mxfp4_fp8_backward": "MXFP4 forward and MXFP8 backward, of no publication that we know",
 }
 _POLICIES = _Policies(ladder() | amazon() | published() | nvfp4() | estimators())
 
@@ -77,8 +77,13 @@ def policies() -> Mapping[str, Policy]:
 
 
 def source(name: str) -> str:
-    """Returns where the policy called `name` was published."""
-    return _SOURCES.get("amazon" if name.startswith("amazon") else name, _PAPER)
+    """Returns where the policy called `name` was published.
+
+    Raises:
+      ValueError: unknown name.
+    """
+    get_policy(name)
+    return _SOURCES[name]
 
 
 def describe(policy: Policy) -> str:

@@ -1,6 +1,15 @@
 """Published recipes in NVFP4, and in E2M1 with UE5M3 scales.
 
 Layer tables, late switches to higher precision and scales kept for several steps are not part of a policy.
+
+Files named below are of these repositories:
+
+| recipe | repository | commit |
+| --- | --- | --- |
+| `nvfp4_te`, `four_over_six_mae` | NVIDIA/TransformerEngine | d0067d0 |
+| `nvfp4_unclipped`, `quartet2` | IST-DASLab/Quartet-II, src/models/quantization/schemes | 8776a90 |
+| `four_over_six` | mit-han-lab/fouroversix | dadfad6 |
+| `tetrajet_v2`, `tetrajet_v2_outliers` | thu-ml/TetraJet-v2-NVFP4Training | ca5953f |
 """
 
 import dataclasses
@@ -9,7 +18,8 @@ from mxjax.operand import FourOverSix, Operand
 from mxjax.policy import Gemm, Policy, Rotation
 
 TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""The signs of TransformerEngine's Hadamard transform: `get_wgrad_sign_vector` of its reference_nvfp4.py."""
+"""The signs of TransformerEngine's Hadamard transform: `get_wgrad_sign_vector` of
+transformer_engine/pytorch/custom_recipes/reference_nvfp4.py."""
 
 UNCLIPPED = 6 * 16 / 17
 """Scale target at which nothing clips: an E4M3 scale is at most 1/17 smaller than what it is rounded from."""
@@ -28,9 +38,10 @@ def nvfp4() -> dict[str, Policy]:
     return {
         "nvfp4": plain,
         "nvfp4_te": _tiled(_NV, gradient, _H16),
-        # arXiv 2601.22813, section 3, and `nvidia.py` in its code: scales 17/16 as large for dy.
+        # arXiv 2601.22813, section 3, and nvidia.py: scales 17/16 as large for dy.
         "nvfp4_unclipped": _tiled(_NV, unclipped, _H16),
-        # FP4 All the Way, arXiv 2505.19115: stochastic rounding of dy in both GEMMs, and of x in Wgrad.
+        # FP4 All the Way, arXiv 2505.19115: stochastic rounding of dy in both GEMMs, and of x in Wgrad
+        # (abstract: of the backward and the update pass, with blocks of 16 and E4M3 scales).
         "fp4_all_the_way": Policy(Gemm(_NV, _NV), Gemm(gradient, _NV), Gemm(gradient, gradient)),
         "four_over_six": _four_over_six("mse"),
         "four_over_six_mae": _four_over_six("mae"),
@@ -56,9 +67,9 @@ def _four_over_six(error: FourOverSix) -> Policy:
     """Four Over Six, arXiv 2512.02010: every operand chooses its block scales, over `nvfp4_unclipped`.
 
     From section 3 of the paper: scales up to 256, so that 3/2 of the largest is in range; errors "mse". From
-    its repository: weights in 2-D blocks (`weight_scale_2d`) and gradients `stochastic_unbiased`
-    (scripts/train/configs/transformer_340M_nvfp4_fouroversix.json). "mae" is the default of
-    TransformerEngine's nvfp4_4over6.
+    its repository: weights in 2-D blocks (`weight_scale_2d`, for training: src/fouroversix/model/config.py)
+    and gradients `stochastic_unbiased` (scripts/train/configs/transformer_340M_nvfp4_fouroversix.json). "mae"
+    is TransformerEngine's default (transformer_engine/common/recipe/__init__.py, `nvfp4_4over6_err_mode`).
     """
     operand = Operand("nvfp4", scale_max=256, four_over_six=error)
     return _tiled(operand, dataclasses.replace(_stochastic(operand), scale_target=UNCLIPPED), _H16)
@@ -77,7 +88,7 @@ def _ue5m3(scale_max: int | None) -> Policy:
 def _quartet2() -> Policy:
     """Quartet II, arXiv 2601.22813: four over six in Fprop (figure 3), MS-EDEN in the others (section 3.3).
 
-    From `quartet_2.py` in its code: scale range 255.99, target 6 / (17/16 * 0.93), both backward GEMMs
+    From quartet_2.py: scale range 255.99, target 6 / (17/16 * 0.93), both backward GEMMs
     rotated by H128 with signs redrawn, x and w as the Fprop's quantization left them. One correction for each
     run of 128 is the code's choice; algorithm 1 of the paper has one for each block of 16, `eden=16`.
     """
@@ -91,9 +102,10 @@ def _quartet2() -> Policy:
 def _tetrajet_v2() -> Policy:
     """TetraJet-v2, arXiv 2510.27527: NVFP4 with float32 scales in 1 x 128, H16 in the backward pass.
 
-    From `linear.py` and `quant_fp4.cu` in its code: Dgrad and Wgrad round all operands stochastically, rotate
-    them with signs redrawn at every step, and read x and w as the Fprop's quantization left them. The resets
-    of oscillating weights are not part of a policy. Outlier channels have `tetrajet_v2_outliers`.
+    From olmo2-training/olmo/quantization_real/linear.py and kernels/csrc/quant_fp4.cu: Dgrad and Wgrad round
+    all operands stochastically, rotate them with signs redrawn at every step, and read x and w as the Fprop's
+    quantization left them. The resets of oscillating weights are not part of a policy. Outlier channels have
+    `tetrajet_v2_outliers`.
     """
     forward = Operand("nvfp4_1x128")
     gradient = _stochastic(forward)
@@ -105,9 +117,10 @@ def _tetrajet_v2() -> Policy:
 def _tetrajet_v2_outliers() -> Policy:
     """The outlier channels of TetraJet-v2, arXiv 2510.27527, for `mxjax.mixed_dot`: MXFP8, Dgrad in NVFP4.
 
-    From `linear_mix.py`, lines 151-250, in its code: Fprop and Wgrad round x, w and dy to the nearest without
-    rotation (`quant_fp8.cu`: E4M3 in 32s, amax / 448 rounded up to a power of two), and Wgrad reads x as
-    the Fprop's quantization left it. Dgrad is that of the other channels, with w from its MXFP8.
+    From olmo2-training/olmo/quantization_real/linear_mix.py, lines 151-250: Fprop and Wgrad round x, w and dy
+    to the nearest without rotation (kernels/csrc/quant_fp8.cu: E4M3 in 32s, amax / 448 rounded up to a power
+    of two), and Wgrad reads x as the Fprop's quantization left it. Dgrad is that of the other channels, with
+    w from its MXFP8.
     """
     mxfp8 = Operand("mxfp8_e4m3", scale_rule="rceil")
     seen = dataclasses.replace(mxfp8, source="dequantized")

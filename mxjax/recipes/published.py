@@ -13,7 +13,7 @@ _bf16 = Gemm(Operand("bf16"), Operand("bf16"))
 def amazon() -> dict[str, Policy]:
     """Training LLMs with MXFP4, arXiv 2502.20586: both backward GEMMs in MXFP4 with SR and random H64.
 
-    Files below are of github.com/amazon-science/mxfp4-llm; modes are its BW_USE_MXFP4 (scripts/README.md).
+    Files below are of amazon-science/mxfp4-llm at 0cc57fe; modes are its BW_USE_MXFP4 (scripts/README.md).
     """
     # patch_override_scripts/microxcaling.patch, `dither_scale`: elements times 3/4, rounded stochastically,
     # and the dequantized operand times 4/3. Here the product is divided by both prescales, which is the same.
@@ -37,25 +37,30 @@ def amazon() -> dict[str, Policy]:
 
 def published() -> dict[str, Policy]:
     """Returns the other published recipes by name."""
+    # AMD-AGI/Primus-Turbo at a6a16cd: FP4GemmMXFunction of primus_turbo/pytorch/ops/gemm_fp4.py says what has
+    # 2-D blocks (the weight) and H16 (both operands of Wgrad); use_gradient_sr is off by default.
+    # csrc/kernels/quantization/quantization_mxfp4.cu: rule even is compute_tile_scale, H16 without signs is
+    # rht16_inplace.
     even = Operand("mxfp4", scale_rule="even")
     tile = Operand("mxfp4", block_shape=(32, 32), scale_rule="even")
     primus = Policy(fprop=Gemm(even, tile), dgrad=Gemm(even, tile), wgrad=Gemm(even, even, Rotation(16)))
     even_sr = dataclasses.replace(even, rounding="stochastic")
-    # Lumen, lumen/ops/quantize/linear.py. Wgrad's x is rotated and quantized from the original; until August
-    # 2026 it was from the packed x of the Fprop (section 5.12 of its docs/mxfp4_training_report.md), as it
-    # still is where the forward quantizer does not write both.
+    # DaiXindi-AMD/Lumen, lumen/ops/quantize/linear.py at 0109d35: Wgrad's x is rotated and quantized from the
+    # original. Until August 2026, as at deaccb4, it was from the packed x of the Fprop (section 5.12 of
+    # docs/mxfp4_training_report.md at 1270677), and still is where the forward quantizer does not write both.
     lumen = Policy(primus.fprop, Gemm(even_sr, tile), Gemm(even, even_sr, Rotation(16)))
     saved = dataclasses.replace(even, source="dequantized")
     lumen_dequantized = dataclasses.replace(lumen, wgrad=dataclasses.replace(lumen.wgrad, lhs=saved))
 
-    # TetraJet, arXiv 2502.20853, and quantization/QLinear.py of github.com/thu-ml/TetraJet-MXFP4Training,
+    # TetraJet, arXiv 2502.20853, and quantization/QLinear.py of thu-ml/TetraJet-MXFP4Training at bbe9bd6,
     # which numbers its quantizers. Scales are free of truncation: no element is clipped.
     rceil = Operand("mxfp4", scale_rule="rceil")  # Q1, Q2: x and w to nearest
     rceil_sr = dataclasses.replace(rceil, rounding="stochastic")  # Q3, Q5: dy for Dgrad and for Wgrad
     seen = dataclasses.replace(rceil_sr, source="dequantized")  # Q4, Q6: from the w and x of Q2 and Q1
     tetrajet = Policy(fprop=Gemm(rceil, rceil), dgrad=Gemm(rceil_sr, seen), wgrad=Gemm(seen, rceil_sr))
 
-    # Accurate neural training with 4-bit matrix multiplications, arXiv 2112.10769, in MX blocks.
+    # Accurate neural training with 4-bit matrix multiplications, arXiv 2112.10769, in MX blocks: gradients
+    # are rounded without bias to a logarithmic grid (abstract). So no element may clip.
     clipless = Operand("mxfp4", scale_rule="rceil")
     gradient = Operand("mxfp4_e3m0", scale_rule="rceil", rounding="stochastic")
     chmiel = Policy(Gemm(clipless, clipless), Gemm(gradient, clipless), Gemm(clipless, gradient))
@@ -65,6 +70,10 @@ def published() -> dict[str, Policy]:
     seen_weight = Operand("bf16", source="dequantized")
     weight_only = Policy(fprop=Gemm(bf16, _MXFP4), dgrad=Gemm(bf16, seen_weight), wgrad=_bf16)
 
+    # Like `fprop` of the ladder, with the backward pass in MX formats too; of no publication that we know.
+    e5m2 = Operand("mxfp8_e5m2", scale_rule="even")
+    fp8_backward = Policy(fprop=Gemm(even, even), dgrad=Gemm(e5m2, e5m2), wgrad=Gemm(e5m2, e5m2))
+
     return {
         "weight_only": weight_only,
         "primus_turbo": primus,
@@ -72,9 +81,5 @@ def published() -> dict[str, Policy]:
         "lumen_dequantized": lumen_dequantized,
         "tetrajet": tetrajet,
         "chmiel_mx": chmiel,
-        "mxfp4_fp8_backward": Policy(
-            fprop=Gemm(even, even),
-            dgrad=Gemm(Operand("mxfp8_e5m2", scale_rule="even"), Operand("mxfp8_e5m2", scale_rule="even")),
-            wgrad=Gemm(Operand("mxfp8_e5m2", scale_rule="even"), Operand("mxfp8_e5m2", scale_rule="even")),
-        ),
+        "mxfp4_fp8_backward": fp8_backward,
     }

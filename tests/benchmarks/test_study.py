@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+import types
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -46,8 +48,15 @@ def test_recipes_with_several_programs_a_run_are_told_from_the_others():
 def test_every_published_recipe_is_a_cell():
     names = {cell.policy for cell in STUDIES["recipes"]}
     assert {"quartet", "averis", "ms_fp4", "uniform4", "nvfp4", "primus_deosc"} <= names
-    assert names == {cell.policy for cell in STUDIES["recipes-tiny"]}
+    tiny = {cell.policy for cell in STUDIES["recipes-tiny"]}
+    assert names == tiny | {"primus_deosc", "tetrajet_v2_full"} != tiny
     assert set(RECIPES) < names
+
+
+def test_a_recipe_without_effect_on_the_model_is_refused():
+    corpus = types.SimpleNamespace(vocab_size=64)
+    with pytest.raises(ValueError, match="no weight of the blocks is in 4 bits"):
+        programs.Programs(Cell("primus_deosc", "", "tiny", "tiny", 1), cast(Any, corpus))
 
 
 def test_every_cell_has_a_policy_a_protocol_and_a_name_of_its_own():

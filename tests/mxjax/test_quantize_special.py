@@ -110,6 +110,16 @@ def test_a_tensor_scale_serves_tiny_tensors_alike(name):
     np.testing.assert_array_equal(mxjax.dequantize(mxjax.quantize(x * tiny, name)), expected * tiny)
 
 
+@pytest.mark.parametrize("name", ["fp4_vector", "fp4_e1m2"])
+def test_a_float32_scale_serves_tiny_blocks_alike(name):
+    x = gaussian(8, 64)
+    x /= np.abs(x).max(axis=1, keepdims=True)  # vectors of 64 elements with largest magnitude 1
+    x.reshape(8, 4, 16)[..., 0] = 1  # and blocks of 16
+    tiny = np.float32(2.0**-121)  # at which inputs that do not round to zero are normal
+    expected = mxjax.dequantize(mxjax.quantize(x, name))
+    np.testing.assert_array_equal(mxjax.dequantize(mxjax.quantize(x * tiny, name)), expected * tiny)
+
+
 def test_a_prescale_may_round_the_largest_numbers_up_to_infinity():
     largest = np.full((1, 32), np.finfo(np.float32).max)
     assert np.all(np.isfinite(mxjax.dequantize(mxjax.quantize(largest))))

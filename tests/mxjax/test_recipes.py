@@ -12,6 +12,7 @@ from support.recipes import VARIANTS
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
 from mxjax.policy import map_operands
+from mxjax.recipes import source
 from mxjax.recipes.nvfp4 import UNCLIPPED
 
 FP8 = (
@@ -219,6 +220,13 @@ def test_policies_lists_every_name_once_with_the_ladder_first():
     first_published = min(names.index(name) for name in PUBLISHED)
     assert all(names.index(name) < first_published for name in LADDER)
     assert all(mxjax.get_policy(name) is policy for name, policy in mxjax.policies().items())
+
+
+def test_every_policy_has_a_source_and_no_other_name():
+    assert all(source(name) for name in mxjax.policies())
+    assert source("amazon_no_sr") == source("amazon") != source("wgrad") == source("bf16")
+    with pytest.raises(ValueError, match="unknown policy 'wgrad_hadamar'; did you mean"):
+        source("wgrad_hadamar")
 
 
 def test_policies_cannot_be_changed():

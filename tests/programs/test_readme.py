@@ -1,14 +1,26 @@
 """The README's examples run as they stand, and the links of all documents lead somewhere."""
 
+import functools
+import itertools
 import pathlib
 import re
+import shlex
 
 import pytest
+
+import mxjax
+from models import llama
+from models.configs import get_config
+from training.command_line import parse
+from training.policy_schedule import phases_of
+from training.recipes import expand
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
 DOCUMENTS += sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
+
+PRECISION = {"--policy", "--set", "--layers", "--scale-rule"}
 
 
 def run_examples(text: str) -> dict:
@@ -41,6 +53,40 @@ def test_links_lead_to_files(path):
     links = re.findall(r"\]\(([^)#\s]+)", path.read_text())
     local = [link for link in links if "://" not in link]
     assert not [link for link in local if not (path.parent / link).exists()]
+
+
+def is_of_precision(word: str) -> bool:
+    return word.partition("=")[0] in PRECISION
+
+
+def precision_flags(text: str) -> list[list[str]]:
+    """Returns the flags that say a run's precision, of each command and of code in running text."""
+    fence = r"```.*?```"
+    blocks = "\n".join(re.findall(fence, text, re.DOTALL)).replace("\\\n", " ")
+    found = []
+    for code in blocks.splitlines() + re.findall(r"`([^`]+)`", re.sub(fence, "", text, flags=re.DOTALL)):
+        if any(flag in code for flag in PRECISION):
+            rest = itertools.dropwhile(lambda w: not is_of_precision(w), shlex.split(code, comments=True))
+            found.append(
+                list(itertools.takewhile(lambda w: is_of_precision(w) or not w.startswith("--"), rest))
+            )
+    return found
+
+
+def test_flags_of_precision_in_the_documents_are_understood(tmp_path, monkeypatch):
+    texts = [path.read_text() for path in DOCUMENTS if path.stem not in ("CONTRIBUTING", "CHANGELOG")]
+    found = [flags for text in texts for flags in precision_flags(text)]
+    commands = [flags for flags in found if len(flags) > 1 or "=" in "".join(flags)]  # not names alone
+    assert len(commands) > 10
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("recipes").mkdir()
+    for name in ("own.json", "head.json", "own.py", "recipes/own.py"):
+        policy = mxjax.policy_to_json(mxjax.get_policy("wgrad")) if "json" in name else "policy = 'wgrad'"
+        pathlib.Path(name).write_text(policy)
+    layers = functools.partial(llama.layer_policies, get_config("tiny"))
+    for flags in commands:
+        config = expand(parse(flags))
+        assert phases_of(config.precision, config.steps, layers), flags
 
 
 def test_the_map_names_what_there_is():
