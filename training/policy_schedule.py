@@ -13,11 +13,11 @@ from typing import NamedTuple
 from mxjax.layers import LayerPolicies, Rules, matching
 from mxjax.policy import Policy
 from mxjax.policy_json import set_fields
+from mxjax.recipes.whole_runs import RECIPES
 from mxjax.scales import ScaleRule
 from training.config import PrecisionConfig
 from training.outliers import add_outliers, parse_outliers, remove_outliers
 from training.policy_source import label, load_policy
-from training.recipes import RECIPES
 
 _MIXED = " with outlier channels"  # ends the name of a phase that has them
 _LATER = re.compile(r"(\S.*?)\s+from\s+(\S+)")
