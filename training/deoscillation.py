@@ -50,6 +50,11 @@ class Deoscillation(NamedTuple):
     start: int
     window: int = 0
 
+    @property
+    def first_snap(self) -> int:
+        """The first step after which weights are snapped."""
+        return self.start + min((self.window or self.period) + 1, self.period)
+
 
 class Distances(NamedTuple):
     """The distances that the weights, and their quantized values, have moved in this period."""

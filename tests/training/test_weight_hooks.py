@@ -16,6 +16,7 @@ from training import deoscillation
 from training.config import Config, PrecisionConfig
 from training.deoscillation import Deoscillation, check_policies, deoscillation_hook, parse_deoscillation
 from training.recipes import expand
+from training.report import late_flags
 from training.weight_hooks import Hook, with_hook
 
 
@@ -102,6 +103,37 @@ def test_a_recipe_stands_for_its_flags():
     assert expand(expand(config)) == expand(config)
     assert expand(Config(policy=" heal ")).precision.policy == "full_hadamard; fp8 from 0.82"
     assert expand(Config()) == Config()
+
+
+@pytest.mark.parametrize(
+    ("flags", "first"),
+    [
+        ({"deoscillate": "3:200:1500"}, 1700),
+        ({"deoscillate": "8:200:15001:50"}, 15052),
+        ({"deoscillate": "8:50:100:50"}, 150),
+        ({"outlier_channels": "0.1:500:2:16"}, 503),
+    ],
+)
+def test_flags_that_begin_after_the_last_step_are_named(flags, first):
+    [(name, value)] = flags.items()
+    start = value.split(":")[2 if name == "deoscillate" else 1]
+    [said] = late_flags(Config(steps=first - 1, precision=PrecisionConfig(**flags)))
+    flag = f"--{name.replace('_', '-')} {value}"
+    assert said.startswith(f"warning: {flag} has no effect with --steps {first - 1}: its START is {start}, ")
+    assert said.endswith(f" step {first}")
+    assert late_flags(Config(steps=first, precision=PrecisionConfig(**flags))) == []
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 4])
+def test_weights_are_first_snapped_after_the_step_that_is_named(window, monkeypatch):
+    monkeypatch.setattr(
+        deoscillation, "quantized_weights", lambda params, *_: jax.tree.map(jnp.round, params)
+    )
+    setting = Deoscillation(0.01, 4, 2, window)
+    optimizer = with_hook(optax.sgd(1.0), deoscillation_hook(setting, None))
+    updates = np.float32([[0.6], [-0.6]] * 5)  # of a weight that oscillates between 0 and 1
+    weights = np.asarray(walk(optimizer, np.float32([0.2]), updates))[:, 0]
+    assert 1 + int(np.argmax(weights == np.round(weights))) == setting.first_snap
 
 
 @pytest.mark.parametrize(
