@@ -94,6 +94,38 @@ def test_rotations_are_set_and_removed():
     assert set_fields(Policy(), ['*.rotation={"signs": "redrawn"}']) == mxjax.get_policy("full_rht")
 
 
+def test_fields_of_a_rotation_need_one_or_its_size():
+    seeded = set_fields(
+        Policy(), ["wgrad.rotation.seed=3", "wgrad.rotation.size=16", "*.rotation.signs=fixed"]
+    )
+    assert seeded == Policy(wgrad=Gemm(rotation=Rotation(16, "fixed", seed=3)))
+    assert set_fields(seeded, ["wgrad.rotation.seed=4", "wgrad.rotation=none"]) == Policy()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("bf16", "wgrad.*.scale_rule=even", "scale_rule is for formats with E8M0 scales"),
+        ("nvfp4", "*.*.scale_rule=even", "scale_rule is for formats with E8M0 scales"),
+        ("wgrad", "wgrad.rhs.quantile=0.9", "quantile is for split=outliers and split=clip"),
+        ("wgrad", "wgrad.rotation.seed=3", "there is no rotation; set wgrad.rotation.size too"),
+        ("wgrad", "*.rotation.signs=redrawn", "there is no rotation; set *.rotation.size too"),
+        ("wgrad_hadamard", "wgrad.rotation.seed=3", "seed is for signs=fixed without values"),
+        ("nvfp4_te", "wgrad.rotation.seed=3", "seed is for signs=fixed without values"),
+    ],
+)
+def test_a_change_without_an_effect_is_refused(name, change, reason):
+    with pytest.raises(ValueError, match=re.escape(f"{change!r} has no effect: {reason}")):
+        set_fields(mxjax.get_policy(name), ["wgrad.rhs.rounding=nearest", change])
+
+
+def test_a_change_needs_an_effect_on_one_operand_only():
+    fprop = set_fields(mxjax.get_policy("fprop"), ["*.*.scale_rule=even"])
+    assert fprop.fprop == Gemm(Operand(scale_rule="even"), Operand(scale_rule="even"))
+    split = set_fields(Policy(), ["*.lhs.quantile=0.9", "fprop.lhs.split=outliers"])
+    assert split.fprop.lhs == Operand(split="outliers", quantile=0.9)
+
+
 def test_only_the_result_of_all_changes_must_be_a_policy():
     wanted = dataclasses.replace(Policy(), wgrad=Gemm(lhs=Operand(source="dequantized"), rotation=Rotation()))
     start = Policy(*[Gemm(rotation=Rotation())] * 3)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 
 import pytest
 
@@ -86,6 +87,16 @@ def test_changes_hold_in_every_phase_but_not_in_exceptions():
         assert phase.layers["head"] == mxjax.get_policy("wgrad")
     with pytest.raises(ValueError, match=r"--set changes bf16: .*rounding='nearest'"):
         parse_schedule("wgrad; bf16 from 3", 4, ["wgrad.lhs.rounding=stochastic"])
+
+
+def test_a_change_needs_an_effect_in_one_phase_only():
+    changes = ["wgrad.*.scale_rule=even", "wgrad.rotation.signs=redrawn"]
+    first, second = parse_schedule("wgrad_hadamard; fp8 from 3", 4, changes)
+    assert first.policy.wgrad == Gemm(*[Operand(scale_rule="even")] * 2, Rotation(16, "redrawn"))
+    assert str(second.policy) == str(mxjax.get_policy("fp8"))
+    for change in changes:
+        with pytest.raises(ValueError, match=re.escape(f"--set {change!r} has no effect: ")):
+            parse_schedule("bf16; fp8 from 3", 4, [change])
 
 
 def test_set_may_be_given_several_times():
