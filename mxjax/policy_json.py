@@ -53,17 +53,27 @@ def policy_from_json(text: str | Mapping[str, Any]) -> Policy:
     with H16 on Wgrad.
 
     Raises:
-      ValueError: not JSON, an unknown field, a value of the wrong type, or a policy that cannot be. The
-        message names the field by its path.
+      ValueError: not JSON, a field twice, an unknown field, a value of the wrong type, or a policy that
+        cannot be. The message names the field by its path.
     """
     if isinstance(text, str):
         try:
-            text = json.loads(text)
+            text = json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"a policy must be JSON, and this is not: {error}") from None
+            raise ValueError(f"a policy must be JSON, each field once, and this is not: {error}") from None
     fields = _fields(text, "policy", _GEMMS)
     gemms = {name: _gemm(value, name) for name, value in fields.items()}
     return _make(Policy, gemms, "policy")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON; Python's parser takes the last of two equal names."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r:.60} stands twice in one object")
+        found[name] = value
+    return found
 
 
 def set_fields(policy: Policy, changes: Iterable[str]) -> Policy:
@@ -79,9 +89,12 @@ def set_fields(policy: Policy, changes: Iterable[str]) -> Policy:
     values that other changes give them.
 
     Raises:
+      TypeError: `changes` is one text.
       ValueError: an unknown path, a value that the field does not take, or a policy that cannot be. Or a
         change has no effect: no operand or rotation that it names reads the field.
     """
+    if isinstance(changes, str):
+        raise TypeError(f"set_fields needs a sequence of texts PATH=VALUE, got a text; write [{changes!r}]")
     policy, idle = change_fields(policy, changes)
     for change, reason in idle.items():
         raise ValueError(f"{change!r} has no effect: {reason}")
@@ -172,7 +185,7 @@ def _value(text: str) -> object:
     if text.lower() == "none":
         return None
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
     except ValueError:
         return text
 

@@ -41,6 +41,7 @@ def test_fields_left_out_have_their_defaults():
     [
         ("{", "a policy must be JSON"),
         ("[" * 100_000, "a policy must be JSON"),
+        ('{"wgrad": {"lhs": {"eden": 16, "eden": 32}}}', "a policy must be JSON, each field once"),
         ("[]", "policy must be an object with fields among fprop, dgrad, wgrad"),
         ('{"wgard": {}}', "policy has no field 'wgard'; did you mean 'wgrad'?"),
         ('{"wgrad": null}', "wgrad must be an object"),
@@ -148,6 +149,7 @@ def test_only_the_result_of_all_changes_must_be_a_policy():
         ("wgard.rhs.rounding=nearest", "unknown GEMM 'wgard'; use one of fprop, dgrad, wgrad, or * for all"),
         ("wgrad.dy.rounding=nearest", "unknown operand 'dy'; use one of lhs, rhs, or * for all"),
         ("wgrad.rhs.roundin=nearest", "did you mean 'rounding'?"),
+        ('wgrad.rotation={"size": 16, "size": 32}', "wgrad.rotation must be an object"),
         ("wgrad.rhs=mxfp4", "a path is GEMM.OPERAND.FIELD"),
         ("wgrad=mxfp4", "a path is GEMM.OPERAND.FIELD"),
         ("wgrad.rhs.rounding=stochasticly", "wgrad.rhs: unknown rounding 'stochasticly'"),
@@ -157,6 +159,11 @@ def test_only_the_result_of_all_changes_must_be_a_policy():
 def test_a_change_that_cannot_be_is_refused(change, message):
     with oracles.types_unchecked(), pytest.raises(ValueError, match=re.escape(message)):
         set_fields(Policy(), [change])
+
+
+def test_changes_are_a_sequence_of_texts():
+    with pytest.raises(TypeError, match=re.escape("write ['wgrad.rotation.size=16']")):
+        set_fields(Policy(), "wgrad.rotation.size=16")
 
 
 NAMES = st.sampled_from(

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from support import oracles
 
 import mxjax
 from models import llama
@@ -112,6 +113,16 @@ def test_a_configuration_takes_a_policy_itself():
     assert config.folder().name.startswith("tiny-custom-")
     [phase] = phases_of(config.precision, 300, LAYER_POLICIES)
     assert (phase.policy, phase.layers["blocks.1.mlp.down"]) == ("custom", OWN)
+
+
+def test_a_policy_of_another_type_is_refused():
+    for make in (Config, PrecisionConfig):
+        with oracles.types_unchecked(), pytest.raises(TypeError, match="policy must be an mxjax"):
+            make(policy=3)
+    raw = to_json(Config())
+    raw["precision"]["policy"] = 3
+    with pytest.raises(ValueError, match="holds no configuration of this version"):
+        from_json(raw)
 
 
 def test_the_record_gives_back_every_layer_s_policy():

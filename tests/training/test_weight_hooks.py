@@ -151,3 +151,5 @@ def test_a_malformed_setting_is_refused(text):
 def test_policies_without_weights_to_snap_are_refused(policy, message):
     with pytest.raises(ValueError, match=message):
         check_policies([layer_policies(SMALL, policy)])
+    with pytest.raises(ValueError, match=f"in phase 2 of 2.*{message}|{message} in phase 2 of 2"):
+        check_policies([layer_policies(SMALL, name) for name in ("wgrad", policy)])
