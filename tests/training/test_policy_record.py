@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import sys
 
 import pytest
 from support import oracles
@@ -42,6 +43,17 @@ def test_a_policy_is_read_from_json_and_python(files):
     first, second, third = parse_schedule("own.json; ./own.py:own from 4; fp8 from 6", 9)
     assert (first.policy, second.policy, third.name) == (OWN, OWN, "fp8")
     assert PrecisionConfig(layers=("head=own.py:own",)).rules() == [("head", OWN)]
+
+
+def test_a_file_imports_its_neighbours(tmp_path):
+    path, modules = list(sys.path), set(sys.modules)
+    for name in ("fp8", "wgrad"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "its_neighbour.py").write_text(f"own = {name!r}")
+        (tmp_path / name / "own.py").write_text("from its_neighbour import own")
+        assert load_policy(f"{tmp_path / name / 'own.py'}:own") == mxjax.get_policy(name)
+    assert sys.path == path
+    assert "its_neighbour" not in sys.modules.keys() - modules
 
 
 @pytest.mark.parametrize(
