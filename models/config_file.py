@@ -21,12 +21,16 @@ MOST_LAYERS = 10_000
 def load_config(path: pathlib.Path) -> LlamaConfig:
     """Returns the shape in a JSON file: Hugging Face's fields if it has a `model_type`, else `LlamaConfig`'s.
 
+    The vocabulary comes from the data. It is 1 without a `vocab_size`, too few for data that brings none.
+
     Raises:
       ValueError: the file cannot be read, or a field is unknown, missing or of the wrong type.
     """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it, such as {path / 'config.json'}")
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    raw = read_json(path)
+    raw = {"vocab_size": 1} | read_json(path)
     try:
         return _checked(read_config(raw) if "model_type" in raw else _from_fields(LlamaConfig, raw))
     except ValueError as error:

@@ -13,6 +13,9 @@ Gradient = Literal["straight_through", "clipped", "dge"]
 Splitting = Literal["none", "mean", "outliers", "clip"]
 FourOverSix = Literal["mse", "mae"]
 
+MOST_ELEMENTS = 2**16
+"""The largest block and run of `eden`: a smaller tensor is filled up to a whole one."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
@@ -23,7 +26,8 @@ class Operand:
     Attributes:
       format: a name in `mxjax.FORMATS`.
       block_shape: number of elements along the contracted axis that share a scale, or a pair (r, b): r along
-        the other of the last two axes, b along the contracted one. None: the format's own, 1 x 32 for MX.
+        the other of the last two axes, b along the contracted one; at most 2**16 in all. None: the format's
+        own, 1 x 32 for MX.
       scale_rule: see `mxjax.scales.block_scale`; it applies only to formats with E8M0 scales.
       rounding: "nearest" (ties to even) or "stochastic", which needs a key.
       prescale: factor in (0, 1] that shrinks the elements, not the scale, so that fewer of them clip. The
@@ -69,7 +73,12 @@ class Operand:
         check_rule(self.scale_rule, f.element if f.scale == "e8m0" else None)
         check_choice("rounding", self.rounding, Rounding)
         check_choice("source", self.source, Source)
-        resolve_block_shape(f, self.block_shape, ndim=2, axis=-1)
+        rows, length = resolve_block_shape(f, self.block_shape, ndim=2, axis=-1)
+        if rows * length > MOST_ELEMENTS:
+            raise ValueError(
+                f"block_shape may hold at most {MOST_ELEMENTS:,} elements, got {rows}x{length}: a smaller "
+                "tensor is filled up to one block"
+            )
         if self.prescale is not None and not 0 < self.prescale <= 1:
             raise ValueError(f"prescale must be in (0, 1], got {self.prescale}; use None for no prescale")
         if f.element is None and (self.rounding == "stochastic" or self.prescale):
@@ -102,8 +111,8 @@ class Operand:
             value = getattr(self, name)
             if value is not None and not 0 < value <= limit:
                 raise ValueError(f"{name} must be in (0, {limit:g}], got {value}; use None for the default")
-        if self.eden is not None and type(self.eden) is not int:
-            raise ValueError(f"eden must be an integer, got {self.eden!r}")
+        if self.eden is not None and (type(self.eden) is not int or self.eden > MOST_ELEMENTS):
+            raise ValueError(f"eden must be an integer of at most {MOST_ELEMENTS:,}, got {self.eden!r}")
         if self.four_over_six is not None:
             check_choice("four_over_six", self.four_over_six, FourOverSix)
         if self.prescale is not None and (self.four_over_six or self.eden):

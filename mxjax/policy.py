@@ -29,7 +29,7 @@ class Rotation:
       size: size of the Hadamard matrix, e.g. 16 for H16.
       signs: "none" (deterministic), "fixed" (drawn once from `seed`) or "redrawn" (from the key at every
         call).
-      seed: seed of the fixed signs.
+      seed: seed of the fixed signs, from 0 to 2**32 - 1.
       values: the fixed signs themselves, `size` of +1 or -1, instead of signs drawn from `seed`.
     """
 
@@ -42,6 +42,8 @@ class Rotation:
         check_choice("signs", self.signs, Signs)
         if self.size not in SIZES:
             raise ValueError(f"Rotation needs size to be one of {SIZES}, got {self.size}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"Rotation needs seed to be from 0 to 2**32 - 1, got {self.seed}")
         if self.values is None:
             return
         given: object = self.values  # a list, a number, … from a caller without types

@@ -8,14 +8,31 @@ The JSON names every field of a policy, so it keeps its meaning if a default cha
 import dataclasses
 import difflib
 import json
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
+from mxjax.formats import get_format
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy, Rotation
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
 _OPERANDS = ("lhs", "rhs")
+_UNSIZED = object()  # size of a rotation of which only other fields are set
+# Whether an operand or rotation reads a field, and which do; the others read all they have.
+_READERS: Mapping[str, tuple[Callable[[Any], bool], str]] = types.MappingProxyType(
+    {
+        "scale_rule": (
+            lambda operand: get_format(operand.format).scale == "e8m0",
+            "formats with E8M0 scales, such as mxfp4",
+        ),
+        "quantile": (lambda operand: operand.split in ("outliers", "clip"), "split=outliers and split=clip"),
+        "seed": (
+            lambda rotation: rotation is None or (rotation.signs == "fixed" and rotation.values is None),
+            "signs=fixed without values",
+        ),
+    }
+)
 
 
 def policy_to_json(policy: Policy, indent: int | None = None) -> str:
@@ -36,17 +53,27 @@ def policy_from_json(text: str | Mapping[str, Any]) -> Policy:
     with H16 on Wgrad.
 
     Raises:
-      ValueError: not JSON, an unknown field, a value of the wrong type, or a policy that cannot be. The
-        message names the field by its path.
+      ValueError: not JSON, a field twice, an unknown field, a value of the wrong type, or a policy that
+        cannot be. The message names the field by its path.
     """
     if isinstance(text, str):
         try:
-            text = json.loads(text)
+            text = json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"a policy must be JSON, and this is not: {error}") from None
+            raise ValueError(f"a policy must be JSON, each field once, and this is not: {error}") from None
     fields = _fields(text, "policy", _GEMMS)
     gemms = {name: _gemm(value, name) for name, value in fields.items()}
     return _make(Policy, gemms, "policy")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON; Python's parser takes the last of two equal names."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r:.60} stands twice in one object")
+        found[name] = value
+    return found
 
 
 def set_fields(policy: Policy, changes: Iterable[str]) -> Policy:
@@ -58,21 +85,68 @@ def set_fields(policy: Policy, changes: Iterable[str]) -> Policy:
 
         set_fields(policy, ["wgrad.*.scale_rule=even", "wgrad.rotation=none", "*.rhs.block_shape=[32, 32]"])
 
-    Setting a field of a rotation that is None makes one with its other fields at their defaults.
+    Setting the size of a rotation that is None makes one with its other fields at their defaults, or at the
+    values that other changes give them.
 
     Raises:
-      ValueError: an unknown path, a value that the field does not take, or a policy that cannot be.
+      TypeError: `changes` is one text.
+      ValueError: an unknown path, a value that the field does not take, or a policy that cannot be. Or a
+        change has no effect: no operand or rotation that it names reads the field.
     """
-    data = dataclasses.asdict(policy)
+    if isinstance(changes, str):
+        raise TypeError(f"set_fields needs a sequence of texts PATH=VALUE, got a text; write [{changes!r}]")
+    policy, idle = change_fields(policy, changes)
+    for change, reason in idle.items():
+        raise ValueError(f"{change!r} has no effect: {reason}")
+    return policy
+
+
+def change_fields(policy: Policy, changes: Iterable[str]) -> tuple[Policy, dict[str, str]]:
+    """Returns the policy of `set_fields`, and the changes without an effect, each with the reason.
+
+    Raises:
+      ValueError: as `set_fields`, except for changes without an effect.
+    """
+    data, paths = dataclasses.asdict(policy), {}
     for change in changes:
         path, equals, value = change.partition("=")
         if not equals:
             raise ValueError(f"write PATH=VALUE, such as wgrad.rhs.rounding=stochastic; got {change!r}")
+        paths[change] = [name.strip() for name in path.split(".")]
         try:
-            _set(data, path.strip().split("."), _value(value.strip()))
+            _set(data, paths[change], _value(value.strip()))
         except ValueError as error:
             raise ValueError(f"{change!r}: {error}") from None
-    return policy_from_json(data)
+    unsized = {name for name in _GEMMS if _is_unsized(data[name]["rotation"])}
+    for name in unsized:
+        data[name]["rotation"] = None
+    changed = policy_from_json(data)
+    reasons = {change: _idle(changed, path, unsized) for change, path in paths.items()}
+    return changed, {change: reason for change, reason in reasons.items() if reason is not None}
+
+
+def _is_unsized(rotation: object) -> bool:
+    return isinstance(rotation, dict) and rotation.get("size") is _UNSIZED
+
+
+def _idle(policy: Policy, path: list[str], unsized: set[str]) -> str | None:
+    """Returns why nothing that a path names reads its field; None if anything does.
+
+    `unsized` are the GEMMs without a rotation, of which a change names another field than the size.
+    """
+    if path[1:] == ["rotation"]:
+        return None
+    gemms = _chosen(path[0], _GEMMS, "GEMM")
+    if path[1] == "rotation":
+        rotated = [name for name in gemms if name not in unsized]
+        if not rotated:
+            return f"there is no rotation; set {path[0]}.rotation.size too"
+        parts = [policy.gemms[name].rotation for name in rotated]
+    else:
+        sides = _chosen(path[1], _OPERANDS, "operand")
+        parts = [getattr(policy.gemms[name], side) for name in gemms for side in sides]
+    reads, words = _READERS.get(path[-1], (lambda _: True, ""))
+    return None if any(map(reads, parts)) else f"{path[-1]} is for {words}"
 
 
 def _set(data: dict[str, Any], path: list[str], value: object) -> None:
@@ -84,7 +158,9 @@ def _set(data: dict[str, Any], path: list[str], value: object) -> None:
                 data[gemm]["rotation"] = value
             case ["rotation", field]:
                 _check_name(field, _names(Rotation), f"{gemm}.rotation")
-                data[gemm]["rotation"] = (data[gemm]["rotation"] or {}) | {field: value}
+                rotation = data[gemm]["rotation"] or {"size": _UNSIZED}
+                if isinstance(rotation, dict):  # or it is refused later
+                    data[gemm]["rotation"] = rotation | {field: value}
             case [side, field]:
                 for operand in _chosen(side, _OPERANDS, "operand"):
                     _check_name(field, _names(Operand), f"{gemm}.{operand}")
@@ -109,7 +185,7 @@ def _value(text: str) -> object:
     if text.lower() == "none":
         return None
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
     except ValueError:
         return text
 

@@ -108,6 +108,10 @@ class PrecisionConfig:
     implementation: Implementation | None = None
     """Implementation of the GEMMs. Default: the fastest that works here."""
 
+    def __post_init__(self):
+        if not isinstance(self.policy, str | Policy):
+            raise TypeError(f"policy must be an mxjax.Policy or a text, as for --policy, got {self.policy!r}")
+
     def rules(self) -> list[tuple[str, Policy]]:
         """Returns the exceptions by layer as (pattern, policy)."""
         return parse_rules(self.layers)

@@ -50,6 +50,11 @@ class Deoscillation(NamedTuple):
     start: int
     window: int = 0
 
+    @property
+    def first_snap(self) -> int:
+        """The first step after which weights are snapped."""
+        return self.start + min((self.window or self.period) + 1, self.period)
+
 
 class Distances(NamedTuple):
     """The distances that the weights, and their quantized values, have moved in this period."""
@@ -76,17 +81,19 @@ def parse_deoscillation(text: str) -> Deoscillation:
 
 def check_policies(phases: Sequence[LayerPolicies]) -> None:
     """Raises ValueError unless each phase has weights in 4 bits, all rounded to nearest without rotation."""
-    for layers in phases:
+    for number, layers in enumerate(phases, 1):
+        phase = f" in phase {number} of {len(phases)}" if len(phases) > 1 else ""
         linear = (policy for name, policy in layers.items() if name.endswith(LINEAR_LAYERS))
         fprops = [policy.fprop for policy in linear if _operand(policy)]
         if not fprops:
             raise ValueError(
-                "--deoscillate has no effect: no weight of the blocks is in 4 bits; change --policy or "
-                "--layers, e.g. 'blocks[2:4].*=primus_turbo'"
+                f"--deoscillate has no effect{phase}: no weight of the blocks is in 4 bits; change "
+                "--policy or --layers, e.g. 'blocks[2:4].*=primus_turbo'"
             )
         if any(fprop.rotation or fprop.rhs.needs_key for fprop in fprops):
             raise ValueError(
-                "--deoscillate needs weights whose Fprop rounds to nearest without rotation; change --policy"
+                f"--deoscillate needs weights whose Fprop rounds to nearest without rotation{phase}; change "
+                "--policy"
             )
 
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from mxjax.layers import LayerPolicies, Rules, matching
 from mxjax.policy import Policy
-from mxjax.policy_json import set_fields
+from mxjax.policy_json import change_fields
+from mxjax.recipes.whole_runs import RECIPES
 from mxjax.scales import ScaleRule
 from training.config import PrecisionConfig
 from training.outliers import add_outliers, parse_outliers, remove_outliers
 from training.policy_source import label, load_policy
-from training.recipes import RECIPES
 
 _MIXED = " with outlier channels"  # ends the name of a phase that has them
 _LATER = re.compile(r"(\S.*?)\s+from\s+(\S+)")
@@ -51,10 +51,11 @@ def parse_schedule(
       steps: length of the run.
       changes: fields to change in every policy, as `mxjax.set_fields` takes them.
     Raises:
-      ValueError: malformed text, an unknown policy or field, or phases out of order or outside the run.
+      ValueError: malformed text, an unknown policy or field, a change without an effect on any policy, or
+        phases out of order or outside the run.
     """
     if isinstance(policy, Policy):
-        return (ScheduledPolicy(1, label(policy), _changed(policy, label(policy), changes)),)
+        return _changed([ScheduledPolicy(1, label(policy), policy)], changes)
     text = policy
     try:
         schedule = tuple(
@@ -70,7 +71,7 @@ def parse_schedule(
                 f"--policy {text!r}: {after.name} begins at step {after.first_step}; with --steps {steps} it "
                 f"must begin at one from {before.first_step + 1} to {steps}"
             )
-    return tuple(part._replace(policy=_changed(part.policy, part.name, changes)) for part in schedule)
+    return _changed(schedule, changes)
 
 
 def first_steps(policy: str | Policy, steps: int) -> list[int]:
@@ -179,11 +180,21 @@ def _phases_in(text: str, steps: int) -> list[tuple[int, str]]:
     return phases
 
 
-def _changed(policy: Policy, name: str, changes: Sequence[str]) -> Policy:
-    try:
-        return set_fields(policy, changes)
-    except ValueError as error:
-        raise ValueError(f"--set changes {name}: {error}") from None
+def _changed(schedule: Sequence[ScheduledPolicy], changes: Sequence[str]) -> tuple[ScheduledPolicy, ...]:
+    """Returns the schedule with fields of every policy changed; a change must have an effect on one."""
+    changed: list[ScheduledPolicy] = []
+    idle: list[dict[str, str]] = []
+    for part in schedule:
+        try:
+            policy, reasons = change_fields(part.policy, changes)
+        except ValueError as error:
+            raise ValueError(f"--set changes {part.name}: {error}") from None
+        changed.append(part._replace(policy=policy))
+        idle.append(reasons)
+    for change in changes:
+        if all(change in reasons for reasons in idle):
+            raise ValueError(f"--set {change!r} has no effect: {idle[0][change]}")
+    return tuple(changed)
 
 
 def _first_step(when: str, steps: int) -> int:

@@ -4,6 +4,8 @@ import contextlib
 import pathlib
 import re
 import runpy
+import sys
+from collections.abc import Iterator
 
 from mxjax.policy import Policy
 from mxjax.policy_json import policy_from_json
@@ -17,7 +19,8 @@ def load_policy(source: str) -> Policy:
 
     Args:
       source: a name of `mxjax.policies()`; FILE.json, as `mxjax.policy_to_json` writes it; or FILE.py:NAME, a
-        Python file that is run, and its variable that holds a `Policy` or such a name.
+        Python file that is run, and its variable that holds a `Policy` or such a name. The file may import
+        others of its folder.
     Raises:
       ValueError: unknown name, or the file cannot be read or run, or holds no such policy.
     """
@@ -42,9 +45,28 @@ def label(policy: Policy | str) -> str:
     return next((name for name, known in policies().items() if known == policy), "custom")
 
 
+@contextlib.contextmanager
+def _importing_neighbours(folder: pathlib.Path) -> Iterator[None]:
+    """Lets a file import others of its folder, as `python FILE.py` does.
+
+    They are forgotten afterwards, because those of another file's folder may have the same names.
+    """
+    path, modules = list(sys.path), set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in sys.modules.keys() - modules:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and pathlib.Path(file).parent == folder:
+                del sys.modules[name]
+
+
 def _from_python(path: str, name: str) -> Policy:
     try:
-        values = runpy.run_path(path)
+        with _importing_neighbours(pathlib.Path(path).resolve().parent):
+            values = runpy.run_path(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except BaseException as error:  # whatever the user's file raises is an error in the input

@@ -8,10 +8,12 @@ import jax
 
 from mxjax.implementations import choose_implementation
 from training import memory
+from training.config import Config
+from training.deoscillation import parse_deoscillation
 from training.device_memory import gib, memory_limit
 from training.mesh import make_mesh
 from training.metrics import in_words
-from training.outliers import remove_outliers
+from training.outliers import parse_outliers, remove_outliers
 from training.policy_schedule import Phase, phase_at
 from training.resume import command_to_continue
 from training.setup import Run
@@ -32,8 +34,29 @@ def introduction(run: Run, state: TrainState) -> str:
             f"run {run.folder} on {mesh_text(run.mesh)} {jax.devices()[0].device_kind}, "
             f"implementation {choose_implementation(config.precision.implementation)}",
             memory_estimate(run, state),
+            *late_flags(config),
         ]
     )
+
+
+def late_flags(config: Config) -> list[str]:
+    """Returns warnings of flags whose effect begins after the last step."""
+    precision, warnings = config.precision, []
+    if (text := precision.deoscillate) is not None:
+        snap = parse_deoscillation(text)
+        if snap.first_snap > config.steps:
+            warnings.append(
+                f"warning: --deoscillate {text} has no effect with --steps {config.steps}: its START is "
+                f"{snap.start}, and weights are first snapped after step {snap.first_snap}"
+            )
+    if (text := precision.outlier_channels) is not None:
+        outliers = parse_outliers(text)
+        if outliers.first_step > config.steps:
+            warnings.append(
+                f"warning: --outlier-channels {text} has no effect with --steps {config.steps}: its START is "
+                f"{outliers.start}, and outliers are first multiplied apart in step {outliers.first_step}"
+            )
+    return warnings
 
 
 def vocabulary(run: Run) -> str:

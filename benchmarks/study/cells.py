@@ -12,8 +12,8 @@ from typing import cast
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy, Rotation, map_operands, with_scale_rule
 from mxjax.recipes import get_policy
+from mxjax.recipes.whole_runs import RECIPES
 from mxjax.scales import ScaleRule
-from training.recipes import RECIPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ def policy_of(cell: Cell) -> Policy:
     The names are those of `mxjax.policies()`, `wgrad_sr34` (stochastic rounding with a prescale of 3/4, which
     does not clip), `only_KIND` for every kind of Wgrad: Wgrad in MXFP4, the other two GEMMs in FP8, and
     `e1m2_NAME` for a policy of the ladder on a uniform grid instead of E2M1. The policy of a recipe of whole
-    runs (`training.recipes`) is that of its first steps, of layers without exceptions.
+    runs (`mxjax.recipes.whole_runs`) is that of its first steps, of layers without exceptions.
     """
     if cell.policy in RECIPES:
         return get_policy(RECIPES[cell.policy].policy.partition(";")[0])

@@ -14,12 +14,12 @@ from benchmarks.study.cells import PROTOCOLS, Cell, Protocol, policy_of
 from models import llama
 from models.configs import get_config
 from mxjax.implementations import Implementation, compiler_options
+from mxjax.recipes.whole_runs import RECIPES
 from training.config import OptimizerConfig, parse_rules
 from training.data.megatron import MegatronCorpus
 from training.deoscillation import check_policies, deoscillation_hook, parse_deoscillation
 from training.learning_rate import learning_rate
 from training.optimizer import make_optimizer
-from training.recipes import RECIPES
 from training.step import evaluate, init_state, make_eval_step, make_train_step, scheduled
 from training.weight_hooks import with_hook
 

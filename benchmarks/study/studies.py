@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from benchmarks.study.cells import MULTIPLES, UNIFORM, WGRAD_KINDS, WGRAD_ONLY, Cell
 from mxjax.recipes import policies
 from mxjax.recipes.ladder import ladder
-from training.recipes import RECIPES
+from mxjax.recipes.whole_runs import RECIPES
 
 LADDER = (
     "fp8",

@@ -15,12 +15,12 @@ import jax
 
 from benchmarks.study.cells import PROTOCOLS, Cell
 from mxjax.implementations import Implementation
+from mxjax.recipes.whole_runs import RECIPES
 from train import train
 from training.config import Config, DataConfig, OptimizerConfig, PrecisionConfig
 from training.interruption import RunInterrupted
 from training.metrics import FILE
 from training.nonfinite import NonFiniteError
-from training.recipes import RECIPES
 
 
 def changes_program(policy: str) -> bool:

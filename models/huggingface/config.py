@@ -19,6 +19,15 @@ _ONLY: Mapping[str, Any] = {
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
+    # Of other families. transformers' Llama ignores them, and whoever writes them means another model.
+    "sliding_window": None,
+    "attention_chunk_size": None,
+    "num_local_experts": None,
+    "num_experts": None,
+    "n_routed_experts": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_qk_norm": False,
 }
 _LLAMA3 = {
     "factor": "factor",

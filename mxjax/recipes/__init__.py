@@ -7,7 +7,7 @@ The ladder (arXiv 2605.09825) quantizes one more GEMM to MXFP4 at each rung; the
 
     python -m mxjax.recipes [NAME ...]
 
-prints policies operand by operand, with their sources.
+prints policies operand by operand and recipes of whole runs by their flags, with their sources.
 """
 
 import difflib
@@ -19,6 +19,7 @@ from mxjax.recipes.estimators import estimators
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.nvfp4 import nvfp4
 from mxjax.recipes.published import amazon, published
+from mxjax.recipes.whole_runs import RECIPES
 
 
 class _Policies(Mapping[str, Policy]):
@@ -102,15 +103,20 @@ def get_policy(name: str) -> Policy:
     """Returns the policy called `name`, e.g. "wgrad_hadamard".
 
     Raises:
-      ValueError: unknown name; the message suggests the closest one and lists all.
+      ValueError: a recipe of a whole run, or an unknown name; the message suggests the closest and lists all.
     """
     if name in _POLICIES:
         return _POLICIES[name]
+    if name in RECIPES:
+        raise ValueError(
+            f"{name} is a recipe of a whole run: give it alone to train.py --policy; its policy is "
+            f"{RECIPES[name].policy!r}"
+        )
     if name in FORMATS:
         raise ValueError(
             f"unknown policy {name!r}: it is a format; a policy with one is 'wgrad', for example"
         )
-    close = difflib.get_close_matches(name, _POLICIES, n=1)
+    close = difflib.get_close_matches(name, [*_POLICIES, *RECIPES], n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ValueError(f"unknown policy {name!r}; {hint}the policies are {', '.join(_POLICIES)}")
 

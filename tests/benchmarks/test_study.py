@@ -31,9 +31,9 @@ from models import llama
 from models.configs import get_config
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
+from mxjax.recipes.whole_runs import RECIPES
 from training.command_line import parse
 from training.diagnosis.wgrad import VARIANTS, wgrad_grams
-from training.recipes import RECIPES
 
 
 def test_the_committed_recipes_page_is_what_the_committed_runs_give():

@@ -3,12 +3,14 @@
 import json
 import pathlib
 
+import numpy as np
 import pytest
 
 from models.config_file import load_config
 from models.configs import CONFIGS, get_config, to_dict
 from models.huggingface.config import write_config
 from training.command_line import parse
+from training.data.indexed_dataset import IndexedWriter
 from training.setup import open_folder, set_up
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
@@ -58,6 +60,23 @@ def test_missing_files_and_fields(tmp_path):
         load_config(write(tmp_path / "shape.json", {"vocab_size": 3}))
     with pytest.raises(ValueError, match="no such file"):
         load_config(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=r"is a folder; name a file in it, such as .*config\.json"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("raw", [SMALL, write_config(get_config("tiny"), 2048)], ids=["ours", "theirs"])
+def test_the_vocabulary_comes_from_the_data(tmp_path, raw):
+    """Text has its own; token ids without a tokenizer need --vocab-size."""
+    raw = {name: value for name, value in raw.items() if name != "vocab_size"}
+    path = write(tmp_path / "shape.json", raw)
+    flags = ["--model-config", str(path), "--seq-len", "8", "--eval-batches", "1", "--batch-size", "1"]
+    assert set_up(parse([*flags, "--data", __file__, "--out", str(tmp_path / "run")])).model.vocab_size == 257
+    dataset = str(tmp_path / "ids")
+    with IndexedWriter(dataset, np.uint16) as writer:
+        for _ in range(40):
+            writer.add(np.arange(40, dtype=np.uint16))
+    with pytest.raises(ValueError, match="--vocab-size"):
+        set_up(parse([*flags, "--data", dataset, "--out", str(tmp_path / "run")]))
 
 
 def test_a_run_keeps_its_shape_when_the_file_is_gone(tmp_path):

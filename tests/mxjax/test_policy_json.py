@@ -41,6 +41,7 @@ def test_fields_left_out_have_their_defaults():
     [
         ("{", "a policy must be JSON"),
         ("[" * 100_000, "a policy must be JSON"),
+        ('{"wgrad": {"lhs": {"eden": 16, "eden": 32}}}', "a policy must be JSON, each field once"),
         ("[]", "policy must be an object with fields among fprop, dgrad, wgrad"),
         ('{"wgard": {}}', "policy has no field 'wgard'; did you mean 'wgrad'?"),
         ('{"wgrad": null}', "wgrad must be an object"),
@@ -64,6 +65,14 @@ def test_fields_left_out_have_their_defaults():
         ),
         ('{"wgrad": {"lhs": {"block_shape": [32]}}}', "wgrad.lhs.block_shape must be an integer, a pair"),
         ('{"wgrad": {"lhs": {"block_shape": -1}}}', "wgrad.lhs: "),
+        ('{"wgrad": {"lhs": {"block_shape": 65537}}}', "wgrad.lhs: block_shape may hold at most 65,536"),
+        ('{"wgrad": {"lhs": {"block_shape": [257, 256]}}}', "wgrad.lhs: block_shape may hold at most 65,536"),
+        ('{"wgrad": {"rotation": {"seed": 4294967296}}}', "wgrad.rotation: Rotation needs seed to be from 0"),
+        (
+            '{"wgrad": {"lhs": {"format": "nvfp4", "eden": 65552}}}',
+            "wgrad.lhs: eden must be an integer of at",
+        ),
+        ('{"wgrad": {"rotation": {"seed": -1}}}', "wgrad.rotation: Rotation needs seed to be from 0"),
         ('{"wgrad": {"rotation": {"size": 17}}}', "wgrad.rotation: Rotation needs size to be one of"),
         ('{"wgrad": {"rotation": {"size": 16.0}}}', "wgrad.rotation.size must be an integer"),
         ('{"wgrad": {"rotation": "H16"}}', "wgrad.rotation must be an object"),
@@ -94,6 +103,38 @@ def test_rotations_are_set_and_removed():
     assert set_fields(Policy(), ['*.rotation={"signs": "redrawn"}']) == mxjax.get_policy("full_rht")
 
 
+def test_fields_of_a_rotation_need_one_or_its_size():
+    seeded = set_fields(
+        Policy(), ["wgrad.rotation.seed=3", "wgrad.rotation.size=16", "*.rotation.signs=fixed"]
+    )
+    assert seeded == Policy(wgrad=Gemm(rotation=Rotation(16, "fixed", seed=3)))
+    assert set_fields(seeded, ["wgrad.rotation.seed=4", "wgrad.rotation=none"]) == Policy()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("bf16", "wgrad.*.scale_rule=even", "scale_rule is for formats with E8M0 scales"),
+        ("nvfp4", "*.*.scale_rule=even", "scale_rule is for formats with E8M0 scales"),
+        ("wgrad", "wgrad.rhs.quantile=0.9", "quantile is for split=outliers and split=clip"),
+        ("wgrad", "wgrad.rotation.seed=3", "there is no rotation; set wgrad.rotation.size too"),
+        ("wgrad", "*.rotation.signs=redrawn", "there is no rotation; set *.rotation.size too"),
+        ("wgrad_hadamard", "wgrad.rotation.seed=3", "seed is for signs=fixed without values"),
+        ("nvfp4_te", "wgrad.rotation.seed=3", "seed is for signs=fixed without values"),
+    ],
+)
+def test_a_change_without_an_effect_is_refused(name, change, reason):
+    with pytest.raises(ValueError, match=re.escape(f"{change!r} has no effect: {reason}")):
+        set_fields(mxjax.get_policy(name), ["wgrad.rhs.rounding=nearest", change])
+
+
+def test_a_change_needs_an_effect_on_one_operand_only():
+    fprop = set_fields(mxjax.get_policy("fprop"), ["*.*.scale_rule=even"])
+    assert fprop.fprop == Gemm(Operand(scale_rule="even"), Operand(scale_rule="even"))
+    split = set_fields(Policy(), ["*.lhs.quantile=0.9", "fprop.lhs.split=outliers"])
+    assert split.fprop.lhs == Operand(split="outliers", quantile=0.9)
+
+
 def test_only_the_result_of_all_changes_must_be_a_policy():
     wanted = dataclasses.replace(Policy(), wgrad=Gemm(lhs=Operand(source="dequantized"), rotation=Rotation()))
     start = Policy(*[Gemm(rotation=Rotation())] * 3)
@@ -108,6 +149,7 @@ def test_only_the_result_of_all_changes_must_be_a_policy():
         ("wgard.rhs.rounding=nearest", "unknown GEMM 'wgard'; use one of fprop, dgrad, wgrad, or * for all"),
         ("wgrad.dy.rounding=nearest", "unknown operand 'dy'; use one of lhs, rhs, or * for all"),
         ("wgrad.rhs.roundin=nearest", "did you mean 'rounding'?"),
+        ('wgrad.rotation={"size": 16, "size": 32}', "wgrad.rotation must be an object"),
         ("wgrad.rhs=mxfp4", "a path is GEMM.OPERAND.FIELD"),
         ("wgrad=mxfp4", "a path is GEMM.OPERAND.FIELD"),
         ("wgrad.rhs.rounding=stochasticly", "wgrad.rhs: unknown rounding 'stochasticly'"),
@@ -117,6 +159,11 @@ def test_only_the_result_of_all_changes_must_be_a_policy():
 def test_a_change_that_cannot_be_is_refused(change, message):
     with oracles.types_unchecked(), pytest.raises(ValueError, match=re.escape(message)):
         set_fields(Policy(), [change])
+
+
+def test_changes_are_a_sequence_of_texts():
+    with pytest.raises(TypeError, match=re.escape("write ['wgrad.rotation.size=16']")):
+        set_fields(Policy(), "wgrad.rotation.size=16")
 
 
 NAMES = st.sampled_from(

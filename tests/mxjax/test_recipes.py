@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ from support.recipes import VARIANTS
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
 from mxjax.policy import map_operands
+from mxjax.recipes import __main__ as program
 from mxjax.recipes import source
 from mxjax.recipes.nvfp4 import UNCLIPPED
+from mxjax.recipes.whole_runs import RECIPES
 
 FP8 = (
     ("fp8_e4m3", "fp8_e4m3", None),
@@ -250,6 +253,30 @@ def test_a_format_is_no_policy():
 def test_an_unknown_policy_suggests_the_closest_name(typo, meant):
     with pytest.raises(ValueError, match=f"unknown policy '{typo}'; did you mean '{meant}'?"):
         mxjax.get_policy(typo)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_of_a_whole_run_is_no_policy(name, capsys):
+    policy = re.escape(f"its policy is {RECIPES[name].policy!r}")
+    with pytest.raises(ValueError, match=f"{name} is a recipe of a whole run: give it alone .*; {policy}"):
+        mxjax.get_policy(name)
+    program.main([name])
+    printed = capsys.readouterr().out
+    assert printed == f"{name}, a whole run: {RECIPES[name].source}\n  train.py {RECIPES[name].flags}\n"
+
+
+def test_the_flags_of_a_whole_run_are_those_of_its_recipe():
+    assert RECIPES["primus_deosc"].flags == (
+        "--policy primus_turbo --layers 'blocks[:2].*=bf16' 'blocks[-2:].*=bf16' --deoscillate 3:200:1500"
+    )
+    ends = "--deoscillate 8:200:15001:50 --outlier-channels 0.1:502:50"
+    assert RECIPES["tetrajet_v2_full"].flags == f"--policy tetrajet_v2 {ends}"
+
+
+def test_the_command_prints_every_policy_and_recipe(capsys):
+    program.main([])
+    printed = capsys.readouterr().out
+    assert re.findall(r"^(\w+)[:,]", printed, re.MULTILINE) == [*mxjax.policies(), *RECIPES]
 
 
 @pytest.mark.parametrize("name", ["wgrad_hadamar", "qqqqqq"])

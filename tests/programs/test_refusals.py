@@ -120,9 +120,11 @@ def test_other_scripts_are_names_like_any():
         ["--policy", "primus_deosc", "--layers", "blocks[1].mlp.down=primus_turbo"],
     ],
 )
-def test_the_command_of_a_run_resumes_it_when_repeated(text, tmp_path, monkeypatch, flags):
+def test_the_command_of_a_run_resumes_it_when_repeated(text, tmp_path, monkeypatch, flags, capsys):
     monkeypatch.setattr(training_program.Loop, "train", lambda _: {})
     run(text, tmp_path / "run", *flags)
+    late = "warning: --deoscillate 3:200:1500 has no effect with --steps 6"
+    assert capsys.readouterr().out.count(late) == ("primus_deosc" in flags)
     begun = read_run_config(tmp_path / "run")
     run(text, tmp_path / "run", *flags, "--resume")
     resumed = read_run_config(tmp_path / "run")

@@ -18,11 +18,12 @@ from models import llama
 from models.block import LINEAR_LAYERS
 from models.configs import LlamaConfig
 from mxjax.recipes.ladder import ladder
+from mxjax.recipes.whole_runs import RECIPES
 from training.config import Config, OptimizerConfig, PrecisionConfig
 from training.learning_rate import learning_rate
 from training.optimizer import optimizer_of
 from training.outliers import add_outliers, choose_channels, empty_norms, has_outliers, parse_outliers
-from training.recipes import RECIPES, expand
+from training.recipes import expand
 from training.step import init_state, make_train_step, scheduled
 
 STEPS, BATCH, LENGTH, VOCABULARY = 100, 4, 32, 32

@@ -3,8 +3,11 @@
 import dataclasses
 import functools
 import json
+import re
+import sys
 
 import pytest
+from support import oracles
 
 import mxjax
 from models import llama
@@ -40,6 +43,17 @@ def test_a_policy_is_read_from_json_and_python(files):
     first, second, third = parse_schedule("own.json; ./own.py:own from 4; fp8 from 6", 9)
     assert (first.policy, second.policy, third.name) == (OWN, OWN, "fp8")
     assert PrecisionConfig(layers=("head=own.py:own",)).rules() == [("head", OWN)]
+
+
+def test_a_file_imports_its_neighbours(tmp_path):
+    path, modules = list(sys.path), set(sys.modules)
+    for name in ("fp8", "wgrad"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "its_neighbour.py").write_text(f"own = {name!r}")
+        (tmp_path / name / "own.py").write_text("from its_neighbour import own")
+        assert load_policy(f"{tmp_path / name / 'own.py'}:own") == mxjax.get_policy(name)
+    assert sys.path == path
+    assert "its_neighbour" not in sys.modules.keys() - modules
 
 
 @pytest.mark.parametrize(
@@ -88,6 +102,16 @@ def test_changes_hold_in_every_phase_but_not_in_exceptions():
         parse_schedule("wgrad; bf16 from 3", 4, ["wgrad.lhs.rounding=stochastic"])
 
 
+def test_a_change_needs_an_effect_in_one_phase_only():
+    changes = ["wgrad.*.scale_rule=even", "wgrad.rotation.signs=redrawn"]
+    first, second = parse_schedule("wgrad_hadamard; fp8 from 3", 4, changes)
+    assert first.policy.wgrad == Gemm(*[Operand(scale_rule="even")] * 2, Rotation(16, "redrawn"))
+    assert str(second.policy) == str(mxjax.get_policy("fp8"))
+    for change in changes:
+        with pytest.raises(ValueError, match=re.escape(f"--set {change!r} has no effect: ")):
+            parse_schedule("bf16; fp8 from 3", 4, [change])
+
+
 def test_set_may_be_given_several_times():
     flags = ["--set", "wgrad.rhs.rounding=stochastic", "--set", "wgrad.*.scale_rule=floor"]
     assert parse(flags).precision.set == (flags[1], flags[3])
@@ -101,6 +125,16 @@ def test_a_configuration_takes_a_policy_itself():
     assert config.folder().name.startswith("tiny-custom-")
     [phase] = phases_of(config.precision, 300, LAYER_POLICIES)
     assert (phase.policy, phase.layers["blocks.1.mlp.down"]) == ("custom", OWN)
+
+
+def test_a_policy_of_another_type_is_refused():
+    for make in (Config, PrecisionConfig):
+        with oracles.types_unchecked(), pytest.raises(TypeError, match="policy must be an mxjax"):
+            make(policy=3)
+    raw = to_json(Config())
+    raw["precision"]["policy"] = 3
+    with pytest.raises(ValueError, match="holds no configuration of this version"):
+        from_json(raw)
 
 
 def test_the_record_gives_back_every_layer_s_policy():

@@ -16,13 +16,13 @@ import mxjax
 import train as training_program
 from models import llama
 from models.configs import get_config
+from mxjax.recipes.whole_runs import RECIPES
 from training import loop, policy_source
 from training.checkpoint.checkpoints import Checkpoints
 from training.command_line import parse
 from training.config import Config, PrecisionConfig
 from training.mlperf_log import TOKEN
 from training.policy_schedule import parse_schedule, phase_at, phases_of
-from training.recipes import RECIPES
 
 TIMES = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
 SMALL = ["--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--warmup-steps", "1", "--steps", "6"]
@@ -83,7 +83,9 @@ def test_a_schedule_names_first_steps(schedule, expected):
         ("wgrad; fp8", "'fp8' is no later policy; write 'POLICY; POLICY from WHEN'"),
         ("wgrad; ", "'' is no later policy"),
         ("wgrad from 3", "unknown policy 'wgrad from 3'"),
-        ("heel", "recipes of whole training runs are heal, primus_deosc"),
+        ("qqqqqq", "recipes of whole training runs are heal, primus_deosc"),
+        ("heel", "did you mean 'heal'"),
+        ("fp8; primus_deosc from 3", "primus_deosc is a recipe of a whole run: give it alone to train.py"),
         ("wgrad; fp8 from 0", "'from 0' must be a step, 1 or more, or a share of the run between 0 and 1"),
         ("wgrad; fp8 from 1.5", "'from 1.5' must be a step"),
         ("wgrad; fp8 from 0.0", "'from 0.0' must be a step"),

@@ -16,6 +16,7 @@ from training import deoscillation
 from training.config import Config, PrecisionConfig
 from training.deoscillation import Deoscillation, check_policies, deoscillation_hook, parse_deoscillation
 from training.recipes import expand
+from training.report import late_flags
 from training.weight_hooks import Hook, with_hook
 
 
@@ -105,6 +106,37 @@ def test_a_recipe_stands_for_its_flags():
 
 
 @pytest.mark.parametrize(
+    ("flags", "first"),
+    [
+        ({"deoscillate": "3:200:1500"}, 1700),
+        ({"deoscillate": "8:200:15001:50"}, 15052),
+        ({"deoscillate": "8:50:100:50"}, 150),
+        ({"outlier_channels": "0.1:500:2:16"}, 503),
+    ],
+)
+def test_flags_that_begin_after_the_last_step_are_named(flags, first):
+    [(name, value)] = flags.items()
+    start = value.split(":")[2 if name == "deoscillate" else 1]
+    [said] = late_flags(Config(steps=first - 1, precision=PrecisionConfig(**flags)))
+    flag = f"--{name.replace('_', '-')} {value}"
+    assert said.startswith(f"warning: {flag} has no effect with --steps {first - 1}: its START is {start}, ")
+    assert said.endswith(f" step {first}")
+    assert late_flags(Config(steps=first, precision=PrecisionConfig(**flags))) == []
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 4])
+def test_weights_are_first_snapped_after_the_step_that_is_named(window, monkeypatch):
+    monkeypatch.setattr(
+        deoscillation, "quantized_weights", lambda params, *_: jax.tree.map(jnp.round, params)
+    )
+    setting = Deoscillation(0.01, 4, 2, window)
+    optimizer = with_hook(optax.sgd(1.0), deoscillation_hook(setting, None))
+    updates = np.float32([[0.6], [-0.6]] * 5)  # of a weight that oscillates between 0 and 1
+    weights = np.asarray(walk(optimizer, np.float32([0.2]), updates))[:, 0]
+    assert 1 + int(np.argmax(weights == np.round(weights))) == setting.first_snap
+
+
+@pytest.mark.parametrize(
     "text", ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1", "3:200:0:201", "3:2:1:"]
 )
 def test_a_malformed_setting_is_refused(text):
@@ -119,3 +151,5 @@ def test_a_malformed_setting_is_refused(text):
 def test_policies_without_weights_to_snap_are_refused(policy, message):
     with pytest.raises(ValueError, match=message):
         check_policies([layer_policies(SMALL, policy)])
+    with pytest.raises(ValueError, match=f"in phase 2 of 2.*{message}|{message} in phase 2 of 2"):
+        check_policies([layer_policies(SMALL, name) for name in ("wgrad", policy)])

@@ -1,0 +1,66 @@
+"""Recipes of whole runs: policies by layer and step, and changes of weights, as flags of train.py.
+
+Their names are no policies: `train.py --policy NAME` takes one alone.
+"""
+
+import shlex
+import types
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class RunRecipe(NamedTuple):
+    """The flags that the name of a recipe stands for.
+
+    Attributes:
+      policy: `--policy`: a policy, or a schedule.
+      layers: exceptions by layer; those on the command line come after them.
+      deoscillate: `--deoscillate`, unless it is given.
+      outlier_channels: `--outlier-channels`, unless it is given.
+      source: where it was published.
+    """
+
+    policy: str
+    layers: tuple[str, ...] = ()
+    deoscillate: str | None = None
+    outlier_channels: str | None = None
+    source: str = ""
+
+    @property
+    def flags(self) -> str:
+        """The flags as they are written on a command line."""
+        words = ["--policy", self.policy]
+        words += ["--layers", *self.layers] if self.layers else []
+        words += ["--deoscillate", self.deoscillate] if self.deoscillate else []
+        words += ["--outlier-channels", self.outlier_channels] if self.outlier_channels else []
+        return shlex.join(words)
+
+
+RECIPES: Mapping[str, RunRecipe] = types.MappingProxyType(
+    {
+        # The last part in higher precision heals; the paper switches after 8.2 of 10 trillion tokens.
+        "heal": RunRecipe("full_hadamard; fp8 from 0.82", source="arXiv 2509.25149"),
+        # examples/mlperf/gpt_oss_20b/configs/MI355/gpt_oss_20B-MXFP4-deosc-mlperf-pretrain.yaml at fd1eeab:
+        # two layers in BF16 at each end, weight_deosc_ratio 3, weight_deosc_period 200, from step 1500.
+        "primus_deosc": RunRecipe(
+            "primus_turbo",
+            ("blocks[:2].*=bf16", "blocks[-2:].*=bf16"),
+            deoscillate="3:200:1500",
+            source="AMD-AGI/Primus",
+        ),
+        # olmo2-training/configs/150m_100bt/TJv2-mix_fp8-osci_reset.yaml at ca5953f: perturb_start_iter 15000,
+        # counted from 0; perturb_period 200, detect_DistRatio_iters 50, detect_DistRatio_thrd 8. The full one
+        # has its outlier_conf too: X_top_channels_ratio 0.1, X_chan_record_iters 50, and
+        # X_chan_record_start_iter 501, counted from 0 as well.
+        "tetrajet_v2_reset": RunRecipe(
+            "tetrajet_v2", deoscillate="8:200:15001:50", source="arXiv 2510.27527, TetraJet-v2"
+        ),
+        "tetrajet_v2_full": RunRecipe(
+            "tetrajet_v2",
+            deoscillate="8:200:15001:50",
+            outlier_channels="0.1:502:50",
+            source="arXiv 2510.27527, TetraJet-v2",
+        ),
+    }
+)
+"""Recipes by name."""
