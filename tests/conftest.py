@@ -50,8 +50,8 @@ gc.set_threshold(100_000, 20, 50)
 # How the names begin of modules that LLVM optimizes: what is compared bit for bit with a definition, and what
 # trains for many steps. Elsewhere that takes longer than it saves.
 BIT_FOR_BIT = ("hadamard", "philox", "quantize", "rounding", "scales")
-TRAINING = ("faults", "huggingface_runs", "mlperf", "megatron", "readme", "tensorboard", "train")
-OPTIMIZED = tuple(f"test_{name}" for name in BIT_FOR_BIT + TRAINING)
+RUNS = ("every_recipe", "faults", "huggingface_runs", "mlperf", "megatron", "readme", "tensorboard", "train")
+OPTIMIZED = tuple(f"test_{name}" for name in BIT_FOR_BIT + RUNS)
 KERNELS = pathlib.Path(__file__).parent / "kernels"
 # How the names begin of the library's test modules that differentiate a Llama.
 THROUGH_ATTENTION = ("test_layer_stats", "test_remat", "test_rocm_programs", "test_selftest", "test_bench")

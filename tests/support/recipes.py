@@ -12,4 +12,4 @@ VARIANTS = frozenset(
         "uniform4_fp32",
     }
 )
-"""Recipes that differ in one field from another, which the shorter runs of tests take instead."""
+"""Recipes that differ little from another, which the shorter runs of tests take instead."""
