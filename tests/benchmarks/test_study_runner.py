@@ -80,11 +80,11 @@ def test_a_run_of_the_training_program_is_that_of_a_cells_own_programs(settings)
 
 @pytest.mark.slow
 def test_the_recipes_page_shows_loss_speed_and_memory(settings, tmp_path, capsys, monkeypatch):
-    group = [Cell(name, "", "tiny", "small", 2) for name in ("fp8", "primus_deosc")]
+    group = [Cell(name, "", "tiny", "small", 2) for name in ("fp8", "tetrajet_v2_reset")]
     assert runner.run_cells(group, settings)
     recipes_page.main(settings.out)
     shown = capsys.readouterr().out.splitlines()[-2:]
-    assert sorted(line.split("|")[1].strip() for line in shown) == ["fp8", "primus_deosc"]
+    assert sorted(line.split("|")[1].strip() for line in shown) == ["fp8", "tetrajet_v2_reset"]
     for line in shown:
         *_, loss, gap, _, rate, memory = (cell.strip() for cell in line.strip("|").split("|"))
         assert float(loss) > 0

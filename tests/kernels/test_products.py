@@ -59,8 +59,11 @@ def test_kernels_give_the_values_of_the_reference(policy, implementation):
     ("operand", "rotation"),
     [
         (Operand(scale_rule="rceil"), None),
-        pytest.param(Operand(block_shape=(32, 32), prescale=0.75), None, marks=pytest.mark.slow),
-        pytest.param(Operand(rounding="stochastic"), Rotation(64, "redrawn"), marks=pytest.mark.slow),
+        pytest.param(
+            Operand(block_shape=(32, 32), rounding="stochastic", prescale=0.75),
+            Rotation(64, "redrawn"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_backward_pass_sees_by_the_kernel_what_the_definition_gives(operand, rotation):
