@@ -43,17 +43,15 @@ def quantize_by_minifloats(
     assert scale_element is not None
     largest = operand.scale_max or (scale_element.max if f.tensor_scale else None)
     target = operand.scale_target or element.max
-    exact = divide(block_max(x, blocks, axis), target)
+    block_amax = block_max(x, blocks, axis)
+    exact = divide(block_amax, target)
     tensor_scale = unit = None
     if largest is not None:
-        amax = outer_max(x, f.outer_block, axis) if f.outer_block else tensor_max(x)
+        run = f.outer_block // blocks[1] if f.outer_block else None
+        amax = outer_max(block_amax, run, axis) if run else tensor_max(block_amax)
         tensor_scale = divide(amax, target * largest)
         # The float32 scale that each block has; a scalar if all have the same.
-        unit = (
-            spread(tensor_scale, exact.shape, (1, f.outer_block // blocks[1]), axis)
-            if f.outer_block
-            else tensor_scale
-        )
+        unit = spread(tensor_scale, exact.shape, (1, run), axis) if run else tensor_scale
         exact = divide(exact, unit)
 
     def rounded(exact: Float32[Array, "*blocks"], key: jax.Array | None) -> Rounded:
