@@ -77,7 +77,7 @@ class Operand:
         if rows * length > MOST_ELEMENTS:
             raise ValueError(
                 f"block_shape may hold at most {MOST_ELEMENTS:,} elements, got {rows}x{length}: a smaller "
-                "tensor is filled up to one block"
+                "tensor is padded to one block"
             )
         if self.prescale is not None and not 0 < self.prescale <= 1:
             raise ValueError(f"prescale must be in (0, 1], got {self.prescale}; use None for no prescale")

@@ -71,7 +71,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{name!r:.60} stands twice in one object")
+            raise ValueError(f"{name!r:.60} is a duplicate field")
         found[name] = value
     return found
 
@@ -146,7 +146,14 @@ def _idle(policy: Policy, path: list[str], unsized: set[str]) -> str | None:
         sides = _chosen(path[1], _OPERANDS, "operand")
         parts = [getattr(policy.gemms[name], side) for name in gemms for side in sides]
     reads, words = _READERS.get(path[-1], (lambda _: True, ""))
-    return None if any(map(reads, parts)) else f"{path[-1]} is for {words}"
+    if any(reads(part) or _is_default(part, path[-1]) for part in parts):
+        return None
+    return f"{path[-1]} is for {words}"
+
+
+def _is_default(part: Operand | Rotation | None, field: str) -> bool:
+    """Whether a field of a policy's part has its default, which may be set where nothing reads it."""
+    return part is not None and getattr(part, field) == getattr(type(part), field, None)
 
 
 def _set(data: dict[str, Any], path: list[str], value: object) -> None:
@@ -158,7 +165,8 @@ def _set(data: dict[str, Any], path: list[str], value: object) -> None:
                 data[gemm]["rotation"] = value
             case ["rotation", field]:
                 _check_name(field, _names(Rotation), f"{gemm}.rotation")
-                rotation = data[gemm]["rotation"] or {"size": _UNSIZED}
+                rotation = data[gemm]["rotation"]
+                rotation = {"size": _UNSIZED} if rotation is None else rotation
                 if isinstance(rotation, dict):  # or it is refused later
                     data[gemm]["rotation"] = rotation | {field: value}
             case [side, field]:

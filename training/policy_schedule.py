@@ -181,7 +181,10 @@ def _phases_in(text: str, steps: int) -> list[tuple[int, str]]:
 
 
 def _changed(schedule: Sequence[ScheduledPolicy], changes: Sequence[str]) -> tuple[ScheduledPolicy, ...]:
-    """Returns the schedule with fields of every policy changed; a change must have an effect on one."""
+    """Returns the schedule with fields of every policy changed; a change must have an effect on one.
+
+    It does not reach the exceptions of `--layers`.
+    """
     changed: list[ScheduledPolicy] = []
     idle: list[dict[str, str]] = []
     for part in schedule:
@@ -193,7 +196,9 @@ def _changed(schedule: Sequence[ScheduledPolicy], changes: Sequence[str]) -> tup
         idle.append(reasons)
     for change in changes:
         if all(change in reasons for reasons in idle):
-            raise ValueError(f"--set {change!r} has no effect: {idle[0][change]}")
+            raise ValueError(
+                f"--set {change!r} has no effect: {idle[0][change]}; exceptions of --layers stay as they are"
+            )
     return tuple(changed)
 
 

@@ -5,6 +5,7 @@ import pathlib
 import re
 import runpy
 import sys
+import types
 from collections.abc import Iterator
 
 from mxjax.policy import Policy
@@ -57,10 +58,17 @@ def _importing_neighbours(folder: pathlib.Path) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = path
-        for name in sys.modules.keys() - modules:
-            file = getattr(sys.modules[name], "__file__", None)
-            if file is not None and pathlib.Path(file).parent == folder:
+        new = sys.modules.keys() - modules
+        neighbours = {name for name in new if "." not in name and _lies_in(folder, sys.modules[name])}
+        for name in new:
+            if name.partition(".")[0] in neighbours:
                 del sys.modules[name]
+
+
+def _lies_in(folder: pathlib.Path, module: types.ModuleType) -> bool:
+    """Whether a module, or a package with or without __init__.py, is directly in the folder."""
+    paths = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None) or ""]
+    return any(pathlib.Path(path).parent == folder for path in paths)
 
 
 def _from_python(path: str, name: str) -> Policy:

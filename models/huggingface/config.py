@@ -19,16 +19,18 @@ _ONLY: Mapping[str, Any] = {
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
-    # Of other families. transformers' Llama ignores them, and whoever writes them means another model.
-    "sliding_window": None,
-    "attention_chunk_size": None,
-    "num_local_experts": None,
-    "num_experts": None,
-    "n_routed_experts": None,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "use_qk_norm": False,
 }
+_OF_OTHERS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_qk_norm",
+)
+"""Fields of other families. transformers' Llama ignores them, and whoever sets them means another model."""
 _LLAMA3 = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -50,6 +52,9 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
     for name, only in _ONLY.items():
         if (value := raw.get(name, only)) != only:
             raise ValueError(f"config.json: {name} is {short(value)}, and only {only!r} is supported")
+    for name in _OF_OTHERS:
+        if raw.get(name) and not (name == "sliding_window" and raw.get("use_sliding_window") is False):
+            raise ValueError(f"config.json: {name} is {short(raw[name])}, which is not supported; remove it")
     if not isinstance(tied := raw.get("tie_word_embeddings", False), bool):
         raise ValueError(f"config.json: tie_word_embeddings must be true or false, got {short(tied)}")
     _size(raw, "max_position_embeddings", 1)  # the model does not use it

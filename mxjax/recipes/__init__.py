@@ -118,7 +118,10 @@ def get_policy(name: str) -> Policy:
         )
     close = difflib.get_close_matches(name, [*_POLICIES, *RECIPES], n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    raise ValueError(f"unknown policy {name!r}; {hint}the policies are {', '.join(_POLICIES)}")
+    raise ValueError(
+        f"unknown policy {name!r}; {hint}the policies are {', '.join(_POLICIES)}; "
+        f"recipes of whole runs, for train.py, are {', '.join(RECIPES)}"
+    )
 
 
 def as_policy(policy: Policy | str) -> Policy:

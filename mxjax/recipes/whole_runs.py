@@ -46,9 +46,10 @@ RECIPES: Mapping[str, RunRecipe] = types.MappingProxyType(
             "primus_turbo",
             ("blocks[:2].*=bf16", "blocks[-2:].*=bf16"),
             deoscillate="3:200:1500",
-            source="AMD-AGI/Primus",
+            source="AMD-AGI/Primus at fd1eeab",
         ),
-        # olmo2-training/configs/150m_100bt/TJv2-mix_fp8-osci_reset.yaml at ca5953f: perturb_start_iter 15000,
+        # thu-ml/TetraJet-v2-NVFP4Training at ca5953f,
+        # olmo2-training/configs/150m_100bt/TJv2-mix_fp8-osci_reset.yaml: perturb_start_iter 15000,
         # counted from 0; perturb_period 200, detect_DistRatio_iters 50, detect_DistRatio_thrd 8. The full one
         # has its outlier_conf too: X_top_channels_ratio 0.1, X_chan_record_iters 50, and
         # X_chan_record_start_iter 501, counted from 0 as well.

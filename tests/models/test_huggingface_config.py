@@ -37,7 +37,10 @@ def test_meta_s_llama_2_needs_no_rope_fields():
         "rope_scaling": None,
         "tie_word_embeddings": False,
         "torch_dtype": "float16",
+        "num_experts": 0,
+        "sliding_window": 4096,
         "use_cache": True,
+        "use_sliding_window": False,
         "vocab_size": 32000,
     }
     config = read_config(raw)
@@ -53,7 +56,7 @@ def test_meta_s_llama_2_needs_no_rope_fields():
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"num_local_experts": 8}, "num_local_experts is 8, and only None is supported"),
+        ({"num_local_experts": 8}, "num_local_experts is 8, which is not supported"),
         ({"num_experts": 8}, "num_experts is 8"),
         ({"sliding_window": 128}, "sliding_window is 128"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),

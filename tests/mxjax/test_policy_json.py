@@ -109,6 +109,8 @@ def test_fields_of_a_rotation_need_one_or_its_size():
     )
     assert seeded == Policy(wgrad=Gemm(rotation=Rotation(16, "fixed", seed=3)))
     assert set_fields(seeded, ["wgrad.rotation.seed=4", "wgrad.rotation=none"]) == Policy()
+    given = set_fields(Policy(), ["wgrad.rotation={}", "wgrad.rotation.signs=redrawn"])
+    assert given.wgrad.rotation == Rotation(16, "redrawn")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,8 @@ def test_a_change_without_an_effect_is_refused(name, change, reason):
 def test_a_change_needs_an_effect_on_one_operand_only():
     fprop = set_fields(mxjax.get_policy("fprop"), ["*.*.scale_rule=even"])
     assert fprop.fprop == Gemm(Operand(scale_rule="even"), Operand(scale_rule="even"))
+    reset = ["fprop.*.format=nvfp4", "fprop.*.gradient=straight_through", "fprop.*.scale_rule=floor"]
+    assert set_fields(mxjax.get_policy("quartet"), reset).fprop.lhs == Operand("nvfp4")
     split = set_fields(Policy(), ["*.lhs.quantile=0.9", "fprop.lhs.split=outliers"])
     assert split.fprop.lhs == Operand(split="outliers", quantile=0.9)
 

@@ -283,8 +283,11 @@ def test_the_command_prints_every_policy_and_recipe(capsys):
 def test_an_unknown_policy_lists_all(name):
     with pytest.raises(ValueError, match="the policies are") as raised:
         mxjax.get_policy(name)
-    listed = str(raised.value).split("the policies are ")[1].split(", ")
-    assert listed == list(mxjax.policies())
+    listed, runs = (
+        str(raised.value).split("the policies are ")[1].split("; recipes of whole runs, for train.py, are ")
+    )
+    assert listed.split(", ") == list(mxjax.policies())
+    assert runs.split(", ") == list(RECIPES)
 
 
 def estimates(policy: Policy) -> bool:

@@ -45,15 +45,17 @@ def test_a_policy_is_read_from_json_and_python(files):
     assert PrecisionConfig(layers=("head=own.py:own",)).rules() == [("head", OWN)]
 
 
-def test_a_file_imports_its_neighbours(tmp_path):
+@pytest.mark.parametrize("module", ["its_neighbour", "its_package.__init__", "its_namespace.module"])
+def test_a_file_imports_its_neighbours(tmp_path, module):
     path, modules = list(sys.path), set(sys.modules)
     for name in ("fp8", "wgrad"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "its_neighbour.py").write_text(f"own = {name!r}")
-        (tmp_path / name / "own.py").write_text("from its_neighbour import own")
+        file = (tmp_path / name).joinpath(*module.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True)
+        file.write_text(f"own = {name!r}")
+        (tmp_path / name / "own.py").write_text(f"from {module.removesuffix('.__init__')} import own")
         assert load_policy(f"{tmp_path / name / 'own.py'}:own") == mxjax.get_policy(name)
     assert sys.path == path
-    assert "its_neighbour" not in sys.modules.keys() - modules
+    assert not any(name.startswith("its_") for name in sys.modules.keys() - modules)
 
 
 @pytest.mark.parametrize(
