@@ -41,22 +41,21 @@ def introduction(run: Run, state: TrainState) -> str:
 
 def late_flags(config: Config) -> list[str]:
     """Returns warnings of flags whose effect begins after the last step."""
-    precision, warnings = config.precision, []
-    if (text := precision.deoscillate) is not None:
-        snap = parse_deoscillation(text)
-        if snap.first_snap > config.steps:
-            warnings.append(
-                f"warning: --deoscillate {text} has no effect with --steps {config.steps}: its START is "
-                f"{snap.start}, and weights are first snapped after step {snap.first_snap}"
-            )
-    if (text := precision.outlier_channels) is not None:
+    begins: list[tuple[str, int, str, int]] = []
+    if (text := config.precision.deoscillate) is not None:
+        snaps = parse_deoscillation(text)
+        first = snaps.first_snap
+        begins.append((f"--deoscillate {text}", snaps.start, "weights are first snapped after step", first))
+    if (text := config.precision.outlier_channels) is not None:
         outliers = parse_outliers(text)
-        if outliers.first_step > config.steps:
-            warnings.append(
-                f"warning: --outlier-channels {text} has no effect with --steps {config.steps}: its START is "
-                f"{outliers.start}, and outliers are first multiplied apart in step {outliers.first_step}"
-            )
-    return warnings
+        first = outliers.first_step
+        does = "outliers are first multiplied apart in step"
+        begins.append((f"--outlier-channels {text}", outliers.start, does, first))
+    return [
+        f"warning: {flag} has no effect with --steps {config.steps}: its START is {start}, and {does} {first}"
+        for flag, start, does, first in begins
+        if first > config.steps
+    ]
 
 
 def vocabulary(run: Run) -> str:
