@@ -23,12 +23,16 @@ type Order[T] = Callable[[T], tuple[str, int]]
 
 
 class LineFile:
-    """Appends lines to a file, which is put back if it is removed or replaced meanwhile."""
+    """Appends lines to a file, which is put back if it is removed or replaced meanwhile.
+
+    In a folder that is moved the file gets its lines all the same; one in its place is left alone.
+    """
 
     def __init__(self, path: pathlib.Path, kept: Iterable[bytes]):
         """Replaces the file by one with the lines `kept`, and opens it."""
         write_atomically(path, b"".join(line + b"\n" for line in kept))
         self._path, self._file = path, path.open("a+b", buffering=0)
+        self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def write(self, line: str) -> None:
         """Appends a line, or nothing if there is no room for it.
@@ -36,7 +40,7 @@ class LineFile:
         Raises:
           OSError: the line could not be written.
         """
-        if not is_same(self._file.fileno(), self._path):
+        if not is_same(self._file.fileno(), self._path) and is_same(self._folder, self._path.parent):
             self._put_back()
         end, rest = self._file.seek(0, 2), line.encode() + b"\n"
         try:
@@ -66,6 +70,7 @@ class LineFile:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+        os.close(self._folder)
 
 
 def read_lines[T](

@@ -143,6 +143,22 @@ def test_a_file_that_was_removed_or_replaced_is_put_back(tmp_path, capsys, repla
     assert not replaced or (tmp_path / "replaced-metrics.jsonl").read_text() == "another"
 
 
+def test_lines_follow_a_folder_that_is_moved_and_leave_the_next_one_alone(tmp_path, capsys):
+    out, other, moved = (tmp_path / name for name in ("out", "other", "moved"))
+    out.mkdir()
+    other.mkdir()
+    file = LineFile(out / "metrics.jsonl", [])
+    (other / "metrics.jsonl").write_text("another's")
+    out.rename(moved)
+    other.rename(out)
+    file.write("first")
+    file.close()
+    assert [path.name for path in out.iterdir()] == ["metrics.jsonl"]
+    assert (out / "metrics.jsonl").read_text() == "another's"
+    assert (moved / "metrics.jsonl").read_text() == "first\n"
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     "line", [b'\xef\xbb\xbf{"step": 1}', '{"step": 1}'.encode("utf-16-le"), b'{"step": "\xed\xa0\x80"}']
 )
