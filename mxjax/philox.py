@@ -51,12 +51,12 @@ def philox_4x32(
 
 
 def _multiply(a: int, b: Word) -> tuple[Word, Word]:
-    """Returns the high and low 32 bits of a * b; `jax.lax.mulhi` does not compile for several devices."""
-    a_high, a_low = jnp.uint32(a >> 16), jnp.uint32(a & 0xFFFF)
-    b_high, b_low = b >> 16, b & 0xFFFF
-    cross = a_low * b_high
-    middle = (a_low * b_low >> 16) + (cross & 0xFFFF) + a_high * b_low
-    return a_high * b_high + (cross >> 16) + (middle >> 16), jnp.uint32(a) * b
+    """Returns the high and low 32 bits of a * b. `jax.lax.mulhi` does not compile for several devices."""
+    with jax.enable_x64(True):
+        wide = lax.convert_element_type(b, jnp.uint64)
+        product = wide * lax.full_like(wide, a)
+        high = lax.convert_element_type(product >> lax.full_like(wide, 32), jnp.uint32)
+        return high, lax.convert_element_type(product, jnp.uint32)
 
 
 def random_uint16(key: jax.Array, shape: tuple[int, ...], axis: int = -1) -> UInt16[Array, "..."]:
