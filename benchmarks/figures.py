@@ -3,8 +3,8 @@
     python -m benchmarks.figures [--out docs/figures]
 
 ladder.svg: final validation loss of each policy against fp8, paired by seed. speed.svg: training tokens/s
-against bfloat16. gradients.svg, gradient-values.svg: a real gradient's errors and values. The same numbers
-give the same files, so run this after new results are committed.
+against bfloat16, in first steps on random tokens. gradients.svg, gradient-values.svg: a real gradient's
+errors and values. The same numbers give the same files, so run this after new results are committed.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def draw_speed(speeds: dict[str, dict[str, float]]) -> Figure:
         axes.set_yticks(range(len(LINES)), [label for label, *_ in LINES.values()])
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlim(0, 1.5)
-    figure.supxlabel("training tokens/s, mxjax in bf16 = 1", fontsize=10)
+    figure.supxlabel("training tokens/s of first steps on random tokens, mxjax in bf16 = 1", fontsize=10)
     return figure
 
 

@@ -13,7 +13,7 @@ import gzip
 import json
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mxjax.kernels.tables import table
@@ -22,8 +22,9 @@ from mxjax.kernels.tables import table
 KINDS = {
     "collectives": r"nccl|rccl|all_?reduce_kernel|ragged_all_to_all",
     "attention": r"sdpa|flash|fmha|attention",
-    "quantize": r"quantize_(pairs_)?kernel",
-    "carrier": r"carry_kernel|correct_kernel",
+    "quantize": r"quantize_(pairs_)?kernel|draw_kernel",
+    "carrier": r"carry_kernel",
+    "correction": r"correct_kernel",
     "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|Cijk_|splitk",
     "copies": r"memcpy|memset",
     "elementwise": r"",
@@ -123,13 +124,15 @@ def _each(times: list[float], runs: int) -> dict[str, Any]:
 
 def print_summary(summary: dict[str, Any]) -> None:
     """Prints the tables of a summary."""
+    if not summary["devices"]:
+        print("the profile holds no kernel of a GPU")
+        return
     span = summary["span"]
     rows = [
         [kind, f"{v['ms']:.2f}", f"{v['ms'] / span:.1%}", f"{v['launches']:.0f}"]
         for kind, v in summary["kinds"].items()
     ]
-    if span:
-        rows += [["idle", f"{summary['idle']:.2f}", f"{summary['idle'] / span:.1%}", ""]]
+    rows += [["idle", f"{summary['idle']:.2f}", f"{summary['idle'] / span:.1%}", ""]]
     rows.append(["step", f"{span:.2f}", "", ""])
     print(table("kind | ms a step | of the step | launches", rows, padded=True))
     rows = [
@@ -140,13 +143,19 @@ def print_summary(summary: dict[str, Any]) -> None:
     print(table("kernel | kind | ms a step | launches", rows, padded=True))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the tables of the profile that the command line names, and JSON last."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trace_table", description=__doc__)
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--steps", type=int, default=1, help="steps that were traced")
-    options = parser.parse_args()
-    summary = summarize(read(options.folder), options.steps)
+    options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
+    try:
+        found = read(options.folder)
+    except ValueError as error:
+        parser.error(str(error))
+    summary = summarize(found, options.steps)
     print_summary(summary)
     print(json.dumps(summary))
 

@@ -115,7 +115,7 @@ def print_report(report: dict[str, Any]) -> None:
         numbers += [f"{line['compile_seconds']:.0f}"]
         numbers += [f"{line[k]:.3f}" if line[k] else "-" for k in ("of_bf16", "of_peer")]
         rows.append([line["name"], *numbers, f"{line['first_loss']:.4f}", f"{line['last_loss']:.4f}"])
-    print()
+    print(f"\nSteps on {_described(report['data'])}\n")
     print(table(f"{header} | x bf16 | x PyTorch | first loss | last loss", rows, padded=True))
     for run in report["runs"]:
         if "trace" in run:
@@ -126,6 +126,11 @@ def print_report(report: dict[str, Any]) -> None:
         if "whole_loss" in run:
             print(f"{run['name']}: loss in chunks, since with transformers' own: {run['whole_loss']}")
     print()
+
+
+def _described(data: dict[str, Any] | str) -> str:
+    """Returns what was trained on: the name of a text and its number of tokens, or "random tokens"."""
+    return data if isinstance(data, str) else f"{data['source']}, {data['train_tokens']:,} tokens"
 
 
 def _percent(fraction: float | None) -> str:

@@ -42,6 +42,7 @@ from mxjax.implementations import Implementation
 from mxjax.kernels.bench.report import LATE, commit
 from mxjax.recipes import get_policy
 from mxjax.remat import Remat
+from training.environment import input_errors
 from training.files import write_atomically
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED", "out of memory")
@@ -60,10 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as cache:
         environment = child_environment(options, pathlib.Path(options.cache or cache).absolute())
-        options.tokens = None
+        options.tokens, report["data"] = None, "random tokens"
         if not options.random_tokens:
             options.tokens = str(pathlib.Path(cache) / "tokens.npy")
-            report["data"] = write_tokens(pathlib.Path(options.tokens), jobs(options, 0)[0], options.data)
+            with input_errors():
+                tokens = pathlib.Path(options.tokens)
+                report["data"] = write_tokens(tokens, jobs(options, 0)[0], options.data)
         for round_ in range(options.rounds):
             for job in jobs(options, round_):
                 report["runs"].append({"round": round_} | run_with_fallback(job, environment, end))
@@ -126,6 +129,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.before = 3 if options.random_tokens else 300
     if min(options.batch, options.seq, options.steps, options.before, options.rounds, options.devices) < 1:
         parser.error("--batch, --seq, --steps, --before, --rounds and --devices must be at least 1")
+    if not options.policies and options.peer is None:
+        parser.error("there is nothing to measure: name --policies, or give --peer")
+    if len(set(options.policies)) < len(options.policies):
+        parser.error("--policies names a policy twice; repeat measurements with --rounds")
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
     if options.random_tokens and options.data is not None:
         parser.error("--data and --random-tokens exclude each other")
     if options.batch % options.devices:

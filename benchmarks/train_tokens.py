@@ -1,5 +1,6 @@
 """The text that `benchmarks.train_speed` trains on, as one file of tokens for all its processes."""
 
+import os
 import pathlib
 
 import numpy as np
@@ -10,8 +11,10 @@ from training.config import DataConfig
 from training.data.load import load_data
 
 
-def write_tokens(path: pathlib.Path, job: Job, data: str | None) -> str:
-    """Writes the first batches of a training run as int32 [steps, batch, seq + 1]; returns their source.
+def write_tokens(path: pathlib.Path, job: Job, data: str | None) -> dict[str, int | str]:
+    """Writes the first batches of a training run as int32 [steps, batch, seq + 1].
+
+    Returns the identity of the data: the name of its source, its sizes, and a checksum.
 
     Args:
       path: the .npy file to write.
@@ -29,4 +32,4 @@ def write_tokens(path: pathlib.Path, job: Job, data: str | None) -> str:
     corpus, steps = load_data(config, size), number_of_steps(job)
     batches = corpus.batches(config, 0, steps)
     np.save(path, np.stack([next(batches) for _ in range(steps)]).astype(np.int32))
-    return corpus.source
+    return corpus.facts | {"source": os.path.basename(corpus.source)}

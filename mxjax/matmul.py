@@ -37,7 +37,7 @@ from mxjax.quantize import MXArray, dequantize
 from mxjax.recipes import as_policy
 from mxjax.remat import tag_operand, tag_product
 from mxjax.split import multiplies_apart, product_apart
-from mxjax.weight_layout import as_stored
+from mxjax.weight_layout import as_stored, varying_as
 
 
 class Options(NamedTuple):
@@ -112,7 +112,8 @@ def _forward(options: Options, x, w, key, *, keep: bool):
     y = Product(_after(steps, y, dtypes[0])) if steps else y
     y = tag_product(y) if w.ndim == 2 else y
     x = None if keep_x or (frozen is not None and not needs_x) else x
-    return y.value(dtypes[0]), _Residuals(x, x_packed, None, w_packed, key)
+    # jnp.where of empty arrays forgets over which mesh axes they vary.
+    return varying_as(y.value(dtypes[0]), w), _Residuals(x, x_packed, None, w_packed, key)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -135,7 +136,7 @@ def _backward(options: Options, residuals: _Residuals, dy):
     dx = multiply(
         gemms.dgrad, _before(dx_steps, dtypes[1]), precision, dy_rows, w_rows, ("e5m2", "e4m3"), gemms.layout
     )
-    dx = _after(dx_steps, dx, dtypes[1])
+    dx = varying_as(_after(dx_steps, dx, dtypes[1]), dy)
     if frozen is not None:
         return dx, None
     x_columns = x_packed if x is None else prepare(seen_x(x), [(gemms.wgrad, wgrad[0])])[0]
@@ -146,7 +147,7 @@ def _backward(options: Options, residuals: _Residuals, dy):
     dw = multiply(
         gemms.wgrad, _before(dw_steps, dtypes[2]), precision, x_columns, dy_columns, ("e4m3", "e5m2")
     )
-    return dx, as_stored(_after(dw_steps, dw, dtypes[2]), gemms.layout)
+    return dx, as_stored(varying_as(_after(dw_steps, dw, dtypes[2]), dy), gemms.layout)
 
 
 Step = Callable[[jax.Array], jax.Array]

@@ -49,6 +49,9 @@ def matmul(
 ) -> Product:
     """Returns lhs @ rhs.T of packed MXFP4 operands, as `fp4_gemm.matmul` does, on FP8 matrix units.
 
+    A recomputed result may become zero if it is below 2**-126 times the factors of its row and column. A
+    row's factor is 2**-6 (E4M3) or 2**-13 (E5M2) of its largest scale, but from 2**-63 to 2**63.
+
     Args:
       dtype: dtype of the product before its factors are applied.
       carriers: carriers of lhs and of rhs.

@@ -61,6 +61,7 @@ def test_kinds_idle_time_and_launches_by_hand():
         ("gemm_fusion_dot_12", "GEMM"),
         ("Cijk_Ailk_Bljk_BBS_BH_MT256x256x64", "GEMM"),
         ("carry_kernel", "carrier"),
+        ("correct_kernel", "correction"),
         ("MemcpyD2D", "copies"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_SIMPLE", "collectives"),
         ("input_reduce_fusion_3", "elementwise"),
@@ -94,3 +95,11 @@ def test_a_profile_without_gpus_is_empty(capsys):
     summary = trace_table.summarize([], 3)
     trace_table.print_summary(summary)
     assert (summary["devices"], summary["kinds"]) == (0, {})
+    assert capsys.readouterr().out == "the profile holds no kernel of a GPU\n"
+
+
+def test_bad_arguments_end_with_one_line(tmp_path, capsys):
+    for flags, message in [([], "name the folder that"), (["--steps", "0"], "--steps must be at least 1")]:
+        with pytest.raises(SystemExit):
+            trace_table.main([str(tmp_path), *flags])
+        assert message in capsys.readouterr().err

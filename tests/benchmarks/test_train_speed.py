@@ -140,15 +140,36 @@ def test_bad_arguments_are_refused_before_anything_runs(capsys):
         (["--policies", "nonsense"], "nonsense"),
         (["--before", "0"], "must be at least 1"),
         (["--devices", "3"], "must be a multiple of --devices 3"),
+        (["--policies"], "name --policies, or give --peer"),
+        (["--policies", "bf16", "fp8", "bf16"], "names a policy twice"),
+        (["--out", "/no/such/folder/out.json"], "there is no folder /no/such/folder"),
+        (["--random-tokens", "--data", "text"], "exclude each other"),
     ]:
         with pytest.raises(SystemExit):
             train_speed.parse([*TINY, *flags])
         assert message in capsys.readouterr().err
 
 
+def test_text_that_cannot_be_read_ends_with_one_line(tmp_path):
+    (tmp_path / "short").write_text("short")
+    for data, message in [("none", "no such file"), ("short", "17 are needed to train on")]:
+        with pytest.raises(SystemExit, match=message):
+            train_speed.main([*TINY, "--policies", "bf16", "--data", str(tmp_path / data)])
+
+
+def test_random_tokens_are_called_so(capsys):
+    train_speed.main([*TINY, "--policies", "bf16", "--seconds", "0", "--random-tokens"])
+    *printed, report = capsys.readouterr().out.splitlines()
+    assert "Steps on random tokens" in printed
+    assert json.loads(report)["data"] == "random tokens"
+
+
 def test_after_its_seconds_nothing_starts(capsys, tmp_path):
     train_speed.main([*TINY, "--policies", "bf16", "--seconds", "0", "--out", str(tmp_path / "out.json")])
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    *printed, report = capsys.readouterr().out.splitlines()
+    report = json.loads(report)
+    assert report["data"]["source"] == "the source of Python's standard library"
+    assert f"Steps on {report['data']['source']}, {report['data']['train_tokens']:,} tokens" in printed
     assert "--seconds have passed" in report["runs"][0]["absent"]
     assert json.loads((tmp_path / "out.json").read_text()) == report
 
@@ -156,7 +177,9 @@ def test_after_its_seconds_nothing_starts(capsys, tmp_path):
 def test_all_jobs_train_on_the_same_text(tmp_path):
     job = Job(OURS, "bf16", "tiny", batch=2, seq=16, steps=3, before=1, tokens=str(tmp_path / "tokens.npy"))
     (tmp_path / "text").write_text("to be or not to be " * 50)
-    train_tokens.write_tokens(tmp_path / "tokens.npy", job, str(tmp_path / "text"))
+    data = train_tokens.write_tokens(tmp_path / "tokens.npy", job, str(tmp_path / "text"))
+    sizes = {"train_tokens": 904, "validation_tokens": 47}  # with the end of the document
+    assert data == {"source": "text", **sizes, "crc32": "fa14730d"}
     batches = train_job.batches(job, 257)
     assert (len(batches), batches[0].shape, batches[0].dtype) == (5, (2, 17), np.int32)
     assert bytes(batches[0][0].tolist()).decode() in "to be or not to be " * 50

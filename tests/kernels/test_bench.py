@@ -15,11 +15,13 @@ from mxjax.kernels.bench import (
     bench_dot,
     bench_export,
     bench_gemm,
+    bench_lost,
     bench_quantize,
     bench_ragged,
     gemm_cases,
 )
 from mxjax.kernels.bench.timing import Timing, measure
+from mxjax.kernels.matmul import fp8_matmul
 
 HEADER = {"device", "jax", "packages", "commit", "command", "kernels", "records"}
 
@@ -180,6 +182,31 @@ def test_gemm_times_no_candidate_with_wrong_bits(monkeypatch, capsys, tmp_path):
     assert [set(r) for r in report["records"] if r["by"] == "mxjax"][1] >= {"absent"}
     [entry] = json.loads((tmp_path / "tiles.json").read_text())["gemms"]
     assert entry["tile"][0] == 128
+
+
+LOST = ["--shapes", "17x5x96", "--rounds", "1", "--commit", "abc"]
+
+
+@pytest.mark.slow
+def test_lost_rows_are_timed_after_a_comparison(capsys):
+    bench_lost.main([*LOST, "--shares", "0.5"])
+    lines, report = printed(capsys)
+    assert set(report) == HEADER
+    assert [r.get("rows") for r in report["records"]] == [None, 8]
+    assert all(0 < r["p10"] <= r["median"] <= r["p90"] for r in report["records"])
+    assert any("| 0.5 lost" in line for line in lines)
+
+
+def test_products_that_are_not_computed_again_get_no_time(monkeypatch, capsys):
+    def keep(y, operands, left, right, target):
+        return [y, *(jnp.exp2(q.unit.astype(jnp.float32) - 127) for q in (left, right))]
+
+    monkeypatch.setattr(fp8_matmul, "correct", keep)
+    fp8_matmul._matmul.cache_clear()
+    with pytest.raises(SystemExit, match="failed: 1 lost: AssertionError: the result differs"):
+        bench_lost.main([*LOST, "--shares", "1"])
+    assert "median" not in printed(capsys)[1]["records"][1]
+    fp8_matmul._matmul.cache_clear()  # nothing keeps what was traced with it
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The dot of every named policy lowers with kernels by every implementation, or says which to use."""
+"""Every named policy's dot and model step lower by every implementation, or say which to use."""
 
 import json
 import os
@@ -37,18 +37,8 @@ def only_xla_takes(name: str) -> bool:
     return any(o.format != "mxfp4" and get_format(o.format).scale != "none" for o in operands)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "arch"),
-    [
-        pytest.param("cuda", "sm_90", marks=pytest.mark.exhaustive),
-        ("hip", "gfx950"),
-    ],
-)
-def test_every_policy_lowers_by_every_implementation(backend, arch):
-    models = ["chmiel_mx", "fprop_dgrad", "wgrad_hadamard"]
-    programs = lower(backend, arch, *models)
-    assert len(programs) == 6 * len(mxjax.policies()) + len(models)
+def check(programs: list[dict]) -> None:
+    """Checks that each program calls kernels or none, or that the named implementation refused the policy."""
     for program in programs:
         named = program.get("implementation") in ("fp8_carriers", "scaled_dot", "triton")
         if named and only_xla_takes(program["policy"]):
@@ -56,3 +46,27 @@ def test_every_policy_lowers_by_every_implementation(backend, arch):
             assert "use 'xla', or None" in program["error"]
         else:
             assert program.get("targets") in CALLS, program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "arch"),
+    [
+        pytest.param("cuda", "sm_90", marks=pytest.mark.exhaustive),
+        pytest.param("cuda", "sm_100", marks=pytest.mark.exhaustive),
+        ("hip", "gfx950"),
+    ],
+)
+def test_every_policy_lowers_by_every_implementation(backend, arch):
+    models = ["chmiel_mx", "fprop_dgrad", "wgrad_hadamard"]
+    programs = lower("dots", backend, arch, *models)
+    assert len(programs) == 6 * len(mxjax.policies()) + len(models)
+    check(programs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("backend", "arch"), [("cuda", "sm_90"), ("hip", "gfx950")])
+def test_every_policys_step_lowers_by_every_implementation(backend, arch):
+    programs = lower("steps", backend, arch)
+    assert len(programs) == 6 * len(mxjax.policies())
+    check(programs)

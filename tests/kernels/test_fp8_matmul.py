@@ -82,6 +82,41 @@ def test_every_exponent_of_rows_is_given_back(middles, lost):
     assert np.all(np.isinf(got[abs(wanted) > 2.0**128]))
 
 
+def wild(rng: np.random.Generator, shape: tuple[int, ...]) -> KMajor:
+    """Returns an operand of [*batch, n, blocks] with any scales: rows that fit, jumps, zeros and NaN."""
+    elements = rng.integers(0, 256, (*shape, 16), np.uint8)
+    elements[rng.random(shape) < 0.2] = 0
+    middle, span = rng.integers(40, 210), rng.choice([1, 4, 16, 30, 41, 100])
+    scales = middle + rng.integers(0, span, shape)
+    jumps = (rng.random((*shape[:-1], 1)) < rng.choice([0, 0.05, 0.5, 1])) & (rng.random(shape) < 0.5)
+    scales = np.clip(scales + jumps * rng.choice([-40, 16, 30, 40]), 3, 251)
+    scales[rng.random(shape) < rng.choice([0, 0.02])] = 255
+    return KMajor(jnp.asarray(elements.reshape(*shape[:-1], -1)), jnp.asarray(scales.astype(np.uint8)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(12))
+def test_any_scales_are_multiplied_right(seed):
+    """Only results that are subnormal before the factors may become zero, and only sums overflow."""
+    from mxjax.kernels.matmul import fp8_matmul
+
+    rng = np.random.default_rng(seed)
+    batch = [(), (2,), (2, 3)][seed % 3]
+    m, n = rng.integers(1, 40 if batch else 150, 2)
+    blocks = rng.choice([1, 2, 3, 8, 33])
+    lhs, rhs = (wild(rng, (*batch, length, blocks)) for length in (m, n))
+    carriers = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")][rng.integers(3)]
+    got = fp8_matmul.matmul(*lhs.packed, *rhs.packed, jnp.float32, carriers)
+    rows, columns = (np.asarray(t, np.float64) for t in got.factors)
+    wanted, bound = exact(lhs, rhs)
+    left, right = (abs(np.asarray(decode(q), np.float64)) for q in (lhs, rhs))
+    known = left @ right.swapaxes(-1, -2) < 2.0**127  # neither NaN nor a sum that overflows
+    smallest = 32 * blocks * 2.0**-126 * np.maximum(rows[..., :, None] * columns[..., None, :], 1)
+    error = abs(np.asarray(got.value(jnp.float32), np.float64) - wanted)
+    assert np.all(error[known] <= bound[known] + smallest[known])
+    assert np.all(np.isnan(np.asarray(got.raw, np.float32))[np.isnan(wanted)])
+
+
 def test_rows_of_other_magnitudes_are_held():
     """A tensor may span what FP8 does not, as long as each of its rows does not."""
     lhs, rhs = operand(2, (64, 3), 4), operand(3, (64, 3), 4)

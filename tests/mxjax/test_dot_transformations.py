@@ -117,3 +117,17 @@ def test_a_second_derivative_raises(name):
 def test_a_hessian_raises():
     with pytest.raises((TypeError, NotImplementedError), match=r"forward-mode|second derivative"):
         jax.hessian(lambda x: jnp.sum(mxjax.dot(x, jnp.ones((3, 2)), policy="wgrad") ** 2))(jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize(("tokens", "d_in", "d_out"), [(0, 33, 5), (4, 0, 5), (4, 33, 0)])
+def test_empty_shards_have_gradients(tokens, d_in, d_out):
+    """Their results vary over the mesh axis, as shard_map demands of gradients."""
+    mesh, rows = jax.make_mesh((1,), ("d",), (jax.sharding.AxisType.Auto,)), jax.P("d")
+    x, w, dy = jnp.ones((tokens, d_in)), jnp.ones((d_in, d_out)), jnp.ones((tokens, d_out))
+
+    def of_shard(x, w, dy):
+        y, vjp = jax.vjp(functools.partial(mxjax.dot, policy="wgrad"), x, w)
+        return y, *vjp(dy)
+
+    run = jax.shard_map(of_shard, mesh=mesh, in_specs=(rows, jax.P(), rows), out_specs=(rows, rows, jax.P()))
+    assert [t.shape for t in jax.eval_shape(run, x, w, dy)] == [dy.shape, x.shape, w.shape]

@@ -1,8 +1,10 @@
 """Lowers the dot of policies and a small Llama's step for a target, without compiling kernels.
 
-    python -m support.every_policy BACKEND ARCH [MODEL_POLICY ...]
+    python -m support.every_policy dots BACKEND ARCH [MODEL_POLICY ...]
+    python -m support.every_policy steps BACKEND ARCH
 
-prints what became of each policy and implementation, as JSON, one a line.
+prints what became of each policy and implementation, as JSON, one a line: of the dots, and of the steps of
+the named policies by "xla"; or of all steps.
 """
 
 import json
@@ -22,7 +24,7 @@ from support.programs import lower_dot, targets_of
 IMPLEMENTATIONS = ("reference", "xla", "fp8_carriers", "scaled_dot", "triton", None)
 
 
-def lower_llama(target: Target, policy: str, implementation: str) -> str:
+def lower_llama(target: Target, policy: str, implementation: str | None) -> str:
     """Returns the program of a small Llama's loss and its gradients."""
     policies = layer_policies(SMALL, policy)
 
@@ -45,7 +47,10 @@ def attempt(lower, *arguments) -> dict[str, object]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def main(backend: str, arch: str, *model_policies: str) -> None:
+PROGRAMS = {"dots": lambda *case: lower_dot(*case).as_text(), "steps": lower_llama}
+
+
+def main(what: str, backend: str, arch: str, *model_policies: str) -> None:
     target = Target(backend, arch)
     capability = target.compute_capability or 0
     # A stand-in for each kernel: compiling them all anew would take minutes.
@@ -54,8 +59,7 @@ def main(backend: str, arch: str, *model_policies: str) -> None:
     )
     for policy in mxjax.policies():
         for implementation in IMPLEMENTATIONS:
-            lower = lambda *case: lower_dot(*case).as_text()  # noqa: E731
-            said = attempt(lower, target, policy, implementation)
+            said = attempt(PROGRAMS[what], target, policy, implementation)
             print(json.dumps({"policy": policy, "implementation": implementation} | said))
     for policy in model_policies:
         print(json.dumps({"model": policy} | attempt(lower_llama, target, policy, "xla")))
