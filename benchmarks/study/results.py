@@ -57,6 +57,14 @@ def diverged(run: Run) -> bool:
     return has_diverged(run["final_loss"], run["evaluations"])
 
 
+def read_record(path: pathlib.Path) -> Run:
+    """Reads the record of one run; raises ValueError if the file holds no JSON."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no whole JSON file; remove it, and its run is trained again") from error
+
+
 def read_runs(folder: pathlib.Path) -> list[Run]:
     """Reads the records of all runs in a folder, ordered by file name.
 
@@ -65,7 +73,7 @@ def read_runs(folder: pathlib.Path) -> list[Run]:
     """
     runs = []
     for path in sorted(folder.glob("*.json")):
-        run = json.loads(path.read_text())
+        run = read_record(path)
         missing = {"cell", "policy", "seed", "final_loss", "evaluations", "protocol"} - set(run)
         if missing:
             raise ValueError(f"{path} is no record of a run: it has no {', '.join(sorted(missing))}")
