@@ -19,6 +19,8 @@ RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 RUNS = RESULTS / "study" / "runs"
 REPEATS = RESULTS / "study" / "repeats"
 """Second runs of the same cell and seed, which show how far a seed determines a run."""
+RECIPES = RESULTS / "recipes" / "runs"
+"""Runs of the recipes' page, of which a few are rungs of the ladder at the tuned rate."""
 PAGE = RESULTS / "study.md"
 COMMAND = "python -m benchmarks.study report"
 
@@ -26,7 +28,9 @@ TABLES = {
     "progress": tables.progress,
     "learning rates": tables.learning_rates,
     "final losses": tables.final_losses,
+    "paper layout": tables.paper_layout,
     "claims": tables.claims,
+    "seen": tables.seen,
     "power": tables.power,
     "averaging": tables.averaging,
     "constant tokens": token_tables.constant_tokens,
@@ -37,11 +41,12 @@ PLOTS = {"learning-rates.svg": plots.learning_rates, "seeds.svg": plots.seeds}
 
 
 def sections(runs: Sequence[Run]) -> dict[str, str]:
-    """Returns every generated part of the page by its marker; diagnosis and repeats are those committed."""
+    """Returns every generated part of the page by its marker; what is not of `runs` is as committed."""
     again = {name: cell for name, cell in gather(read_runs(REPEATS)).items() if name in gather(runs)}
     cells, record = gather(runs), diagnosis.read(PAGE.with_suffix(""))
     return {name: make(cells) for name, make in TABLES.items()} | {
         "repeats": tables.repeats(cells, again),
+        "tuned": tables.tuned(gather(read_runs(RECIPES))),
         "published": tables.published(),
         "variants": diagnosis.variants_table(record),
         "gradients": diagnosis.cells_table(record),
