@@ -113,7 +113,7 @@ def _run_cell(
             return False
         record = {"study": settings.study, "commit": settings.commit}
         record |= _record(cell, seed, corpus, programs)
-        write_atomically(run_path(settings.out, cell, seed), json.dumps(record) + "\n")
+        _keep(run_path(settings.out, cell, seed), record)
         left = sum(len(missing_seeds(settings.out, c)) for c in cells)
         print(
             f"{cell.name} seed {seed}: final loss {record['final_loss']:.4f}, {record['seconds']:.1f} s; "
@@ -121,6 +121,14 @@ def _run_cell(
             flush=True,
         )
     return True
+
+
+def _keep(path: pathlib.Path, record: dict[str, Any]) -> None:
+    try:
+        write_atomically(path, json.dumps(record) + "\n")
+    except OSError as error:
+        reason = f"{path} cannot be written: {error.strerror}"
+        raise ValueError(f"{reason}. This run is lost; the same command trains it again") from error
 
 
 def _prepare(cell: Cell, corpus: MegatronCorpus, data: DataConfig) -> Programs | WholeRuns:

@@ -283,13 +283,14 @@ def test_the_cells_of_a_study_are_measured_on_a_checkpoint(tmp_path, monkeypatch
         "STUDIES",
         {"two": (Cell("fp8", "", "60m", "decay", 1), Cell("wgrad_sr", "even", "tiny", "small", 2))},
     )
-    few = {"nearest even": VARIANTS["nearest even"]}
+    few = {name: VARIANTS[name] for name in ("nearest even", "stochastic even")}
     monkeypatch.setattr(diagnosis, "wgrad_grams", functools.partial(wgrad_grams, variants=few))
     diagnosis.main(tmp_path / "run", study="two", batches=3, out=tmp_path / "out")
     found = diagnosis.read(tmp_path / "out")
     assert found is not None
     assert (found["model"], found["policy"], found["step"], found["tokens"]) == ("tiny", "fp8", 2, 192)
+    assert "| stochastic even | " in diagnosis.compared_table(found)
     errors = {name: parts["error"]["mean"] for name, parts in found["cells"].items()}
     assert 0 < errors["fp8"] < errors["wgrad_sr even"]
-    with pytest.raises(SystemExit, match="unknown study three; the studies are two"):
+    with pytest.raises(SystemExit, match="unknown study three; the studies are two, and none"):
         diagnosis.main(tmp_path / "run", study="three", out=tmp_path)

@@ -237,3 +237,8 @@ def test_results_leave_the_commit_as_it_is(tmp_path, monkeypatch):
     assert len(runner.current_commit()) == 40
     (tmp_path / "a.py").touch()
     assert runner.current_commit().endswith("+changes")
+
+
+def test_a_run_that_cannot_be_kept_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.json cannot be written: No such file.* trains it again"):
+        runner._keep(tmp_path / "none" / "a.json", {})
