@@ -9,7 +9,7 @@
     python -m benchmarks.study recipes          # writes docs/results/recipes.md; --check and DIR likewise
 
 Finished runs are skipped, so the same command continues after an interruption. With `--minutes` no run starts
-that would not end in time.
+that is not expected to end in time; runs of a size that none has timed yet may take longer.
 """
 
 import os
