@@ -1,7 +1,8 @@
 """Runs and reports the study of the paper's ladder.
 
     python -m benchmarks.study run ladder-60m --out DIR --data PREFIX --eval-data PREFIX --minutes 25
-    python -m benchmarks.study diagnose RUN --out docs/results/study
+    python -m benchmarks.study diagnose RUN --out docs/results/study/ladder
+    python -m benchmarks.study diagnose RUN --study none --batches 32 --out docs/results/study/wgrad
     python -m benchmarks.study report           # writes docs/results/study.md and its plots
     python -m benchmarks.study report --check   # fails if they are not what the committed runs give
     python -m benchmarks.study report DIR       # prints the tables of other runs

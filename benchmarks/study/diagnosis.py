@@ -152,8 +152,7 @@ def compared_table(record: Mapping[str, Any] | None) -> str:
                 interval(repeating["low"], repeating["high"]),
             ]
         )
-    header = "Wgrad | error over nearest's | 95 % | repeating energy minus nearest's | 95 %"
-    return _source(record) + "\n\n" + table(header, rows)
+    return table("Wgrad | error over nearest's | 95 % | repeating energy minus nearest's | 95 %", rows)
 
 
 def cells_table(record: Mapping[str, Any] | None) -> str:
@@ -161,7 +160,7 @@ def cells_table(record: Mapping[str, Any] | None) -> str:
     if record is None:
         return "Not measured yet."
     rows = [[name, *(_estimate(parts[key]) for key in STATISTICS)] for name, parts in record["cells"].items()]
-    return table("policy, rules | " + " | ".join(STATISTICS.values()), rows)
+    return _source(record) + "\n\n" + table("policy, rules | " + " | ".join(STATISTICS.values()), rows)
 
 
 def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> str:

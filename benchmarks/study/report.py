@@ -43,14 +43,16 @@ PLOTS = {"learning-rates.svg": plots.learning_rates, "seeds.svg": plots.seeds}
 def sections(runs: Sequence[Run]) -> dict[str, str]:
     """Returns every generated part of the page by its marker; what is not of `runs` is as committed."""
     again = {name: cell for name, cell in gather(read_runs(REPEATS)).items() if name in gather(runs)}
-    cells, record = gather(runs), diagnosis.read(PAGE.with_suffix(""))
+    cells = gather(runs)
+    ladder, wgrad = (diagnosis.read(PAGE.with_suffix("") / name) for name in ("ladder", "wgrad"))
     return {name: make(cells) for name, make in TABLES.items()} | {
         "repeats": tables.repeats(cells, again),
         "tuned": tables.tuned(gather(read_runs(RECIPES))),
         "published": tables.published(),
-        "variants": diagnosis.variants_table(record),
-        "gradients": diagnosis.cells_table(record),
-        "prediction": diagnosis.prediction(cells, record),
+        "variants": diagnosis.variants_table(wgrad),
+        "compared": diagnosis.compared_table(wgrad),
+        "gradients": diagnosis.cells_table(ladder),
+        "prediction": diagnosis.prediction(cells, ladder),
     }
 
 
