@@ -58,11 +58,20 @@ def diverged(run: Run) -> bool:
 
 
 def read_record(path: pathlib.Path) -> Run:
-    """Reads the record of one run; raises ValueError if the file holds no JSON."""
+    """Reads the record of one run, in which a loss that is not finite may be a string.
+
+    Raises:
+      ValueError: the file holds no JSON.
+    """
     try:
-        return json.loads(path.read_text())
+        run = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is no whole JSON file; remove it, and its run is trained again") from error
+    if "final_loss" in run:
+        run["final_loss"] = float(run["final_loss"])
+    if "evaluations" in run:
+        run["evaluations"] = [[tokens, float(loss)] for tokens, loss in run["evaluations"]]
+    return run
 
 
 def read_runs(folder: pathlib.Path) -> list[Run]:

@@ -9,7 +9,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
-import json
 import math
 import os
 import pathlib
@@ -30,6 +29,7 @@ from training.config import DataConfig
 from training.data.megatron import MegatronCorpus, load_megatron
 from training.environment import facts
 from training.files import write_atomically
+from training.metrics import json_line
 
 _COMPILATION = 60.0  # seconds to allow for each
 LATE = "{}: no time left for another run; the same command continues later"
@@ -125,7 +125,7 @@ def _run_cell(
 
 def _keep(path: pathlib.Path, record: dict[str, Any]) -> None:
     try:
-        write_atomically(path, json.dumps(record) + "\n")
+        write_atomically(path, json_line(record) + "\n")
     except OSError as error:
         reason = f"{path} cannot be written: {error.strerror}"
         raise ValueError(f"{reason}. This run is lost; the same command trains it again") from error

@@ -15,6 +15,7 @@ from benchmarks.study import (
     programs,
     recipes_page,
     report,
+    results,
     runner,
     whole_runs,
 )
@@ -242,3 +243,12 @@ def test_results_leave_the_commit_as_it_is(tmp_path, monkeypatch):
 def test_a_run_that_cannot_be_kept_says_so(tmp_path):
     with pytest.raises(ValueError, match=r"a\.json cannot be written: No such file.* trains it again"):
         runner._keep(tmp_path / "none" / "a.json", {})
+
+
+def test_a_diverged_run_is_kept_as_json(tmp_path):
+    path = tmp_path / "a.json"
+    runner._keep(path, {"final_loss": math.nan, "evaluations": [[9, 3.0], [18, math.inf]]})
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["final_loss"] == "nan"
+    run = results.read_record(path)
+    assert results.diverged(run)
+    assert run["evaluations"] == [[9, 3.0], [18, math.inf]]
