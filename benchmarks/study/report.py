@@ -3,6 +3,7 @@
 import io
 import pathlib
 import re
+import zlib
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -62,7 +63,7 @@ def drawings(runs: Sequence[Run]) -> dict[str, str]:
     with matplotlib.rc_context(STYLE):
         for name, draw in PLOTS.items():
             file = io.StringIO()
-            metadata = {"Date": None, "Creator": "benchmarks.study"}
+            metadata = {"Date": None, "Creator": "benchmarks.study", "Description": _identity(runs)}
             draw(cells).savefig(file, format="svg", facecolor="white", metadata=metadata)
             found[name] = file.getvalue()
     return found
@@ -80,7 +81,8 @@ def write(runs: Sequence[Run], page: pathlib.Path) -> None:
 def differences(runs: Sequence[Run], page: pathlib.Path) -> list[str]:
     """Returns what the page and its plots show that the runs do not give.
 
-    Plots are compared by their texts, because versions of matplotlib may place them differently.
+    Plots are compared by their texts and by a checksum of the runs, because versions of matplotlib may place
+    them differently.
     """
     found = [
         f"{page}: the part {name!r} is not what the runs give"
@@ -117,5 +119,11 @@ def main(
             raise ValueError("\n".join([*found, f"regenerate them with {COMMAND}"]))
 
 
+def _identity(runs: Sequence[Run]) -> str:
+    """Returns the number of runs and a checksum of their losses."""
+    losses = sorted((run["cell"], run["seed"], run["final_loss"]) for run in runs)
+    return f"{len(runs)} runs, {zlib.crc32(repr(losses).encode()):08x}"
+
+
 def _texts(svg: str) -> list[str]:
-    return re.findall(r">([^<>]+)</text>", svg)
+    return re.findall(r">([^<>]+)</(?:text|dc:description)>", svg)

@@ -121,6 +121,13 @@ def test_a_changed_number_fails_the_check(tmp_path):
     ]
 
 
+def test_plots_of_other_losses_fail_the_check():
+    runs = read_runs(report.RUNS)
+    found = report.drawings([runs[0] | {"final_loss": runs[0]["final_loss"] + 1e-4}, *runs[1:]])
+    for name, drawing in report.drawings(runs).items():
+        assert report._texts(drawing) != report._texts(found[name])
+
+
 def test_a_folder_without_runs_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match="holds no run"):
         report.main(tmp_path)
