@@ -175,7 +175,8 @@ def statistics_table(found: Sequence[dict[str, Any]], base: str, unit: str) -> s
             ]
         )
     at = found[0]["at"]
-    header = ["", "runs", "diverged", "loss", "sd", "train loss", f"- {base}", "95 %", "p", "detectable"]
+    columns = ["", "runs", "diverged", "loss", "sd", "train loss"]
+    header = [*columns, f"- {base}", "95 %", "p (Holm)", "detectable"]
     where = f"after {at:,} {unit}" if at is not None else "the runs share no evaluation"
     return f"{where}\n{text_table(header, rows)}"
 

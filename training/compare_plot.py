@@ -51,7 +51,9 @@ def plot(
         axes.set(xlabel=unit, ylabel=f"{name} loss, nats a token")
         axes.xaxis.set_major_formatter(formatter)
         axes.grid(color="#dddddd", linewidth=0.6)
-    right.legend(frameon=False, fontsize="small")
+    several = any(len(group.runs) > 1 for group in groups)
+    title = "means, and ranges of the runs" if several else None
+    right.legend(frameon=False, fontsize="small", title=title, title_fontsize="small")
     figure.savefig(path, dpi=150)
 
 

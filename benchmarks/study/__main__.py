@@ -1,7 +1,8 @@
 """Runs and reports the study of the paper's ladder.
 
     python -m benchmarks.study run ladder-60m --out DIR --data PREFIX --eval-data PREFIX --minutes 25
-    python -m benchmarks.study diagnose RUN --out docs/results/study
+    python -m benchmarks.study diagnose RUN --out docs/results/study/ladder
+    python -m benchmarks.study diagnose RUN --study none --batches 32 --out docs/results/study/wgrad
     python -m benchmarks.study report           # writes docs/results/study.md and its plots
     python -m benchmarks.study report --check   # fails if they are not what the committed runs give
     python -m benchmarks.study report DIR       # prints the tables of other runs
@@ -9,11 +10,12 @@
     python -m benchmarks.study recipes          # writes docs/results/recipes.md; --check and DIR likewise
 
 Finished runs are skipped, so the same command continues after an interruption. With `--minutes` no run starts
-that would not end in time.
+that is not expected to end in time; runs of a size that none has timed yet may take longer.
 """
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -46,13 +48,15 @@ def run(
       eval_data: prefix of the dataset to evaluate on.
       vocab_size: vocabulary of the datasets' tokenizer.
       minutes: time limit; default, none.
-      workers: processes that share the cells, each on its own GPU.
+      workers: processes that share the cells, each on its own GPU of CUDA_VISIBLE_DEVICES, or of all.
       commit: commit for the record; default, the checkout's.
     """
     with input_errors():
         names = study.split(",")
         if unknown := [name for name in names if name not in STUDIES]:
             raise ValueError(f"unknown study {', '.join(unknown)}; the studies are {', '.join(STUDIES)}")
+        if workers < 1 or not (minutes is None or minutes > 0):
+            raise ValueError(f"--workers and --minutes are positive, got {workers} and {minutes}")
         if workers > 1:
             sys.exit(_run_workers(workers))
         enable_compilation_cache()
@@ -66,14 +70,23 @@ def run(
 
 
 def _run_workers(count: int) -> int:
-    """Starts this command once for each GPU; returns the highest exit status."""
-    position = sys.argv.index("--workers")
-    arguments = [*sys.argv[1:position], *sys.argv[position + 2 :]]
-    command = [sys.executable, "-m", "benchmarks.study", *arguments]
+    """Starts this command once for each GPU; returns the highest exit status. SIGTERM ends all of them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(i) for i in range(count)]
+    if len(devices) < count:
+        raise ValueError(f"--workers {count} needs as many GPUs, and CUDA_VISIBLE_DEVICES is {visible}")
+    command = [sys.executable, "-m", "benchmarks.study", *sys.argv[1:], "--workers", "1"]
     processes = [
-        subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": str(i)}) for i in range(count)
+        subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": device})
+        for device in devices[:count]
     ]
-    return max(process.wait() for process in processes)
+
+    def end(signum: int, _: object) -> None:
+        for process in processes:
+            process.send_signal(signum)
+
+    signal.signal(signal.SIGTERM, end)
+    return max(128 - status if status < 0 else status for status in [p.wait() for p in processes])
 
 
 def main() -> None:

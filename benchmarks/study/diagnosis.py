@@ -26,13 +26,14 @@ from models.configs import name_of, to_dict
 from mxjax.kernels.tables import table
 from mxjax.recipes import get_policy
 from training.diagnosis.capture import make_pass
-from training.diagnosis.split import split
+from training.diagnosis.split import compare, split
 from training.diagnosis.wgrad import gradient_grams, total, wgrad_grams
 from training.environment import enable_compilation_cache, facts, input_errors
 from training.files import write_atomically
 from training.paired_statistics import rank_correlation
 
 FILE = "diagnosis.json"
+NONE = "none"
 STATISTICS = {
     "error": "relative error",
     "repeating_share": "share that repeats",
@@ -56,7 +57,7 @@ def main(
 
     Args:
       run: folder of a run of train.py, best in fp8.
-      study: study whose policies to measure.
+      study: study whose policies to measure; "none" measures Wgrad's variants alone.
       step: step of the checkpoint. Default: the last.
       batches: number of batches of the run's held-out data, at least 3.
       out: folder for diagnosis.json.
@@ -64,12 +65,12 @@ def main(
     enable_compilation_cache()
     commit = current_commit()  # of the code that runs, whatever is edited meanwhile
     with input_errors():
-        if study not in STUDIES:
-            raise ValueError(f"unknown study {study}; the studies are {', '.join(STUDIES)}")
+        if study not in STUDIES and study != NONE:
+            raise ValueError(f"unknown study {study}; the studies are {', '.join(STUDIES)}, and {NONE}")
         arguments = evaluation.EvalConfig(run, step=step, batches=batches)
         restored = evaluation.restore(arguments)
         held_out = evaluation.read_batches(arguments, restored)
-        found = measure(STUDIES[study], restored, held_out)
+        found = measure(STUDIES.get(study, ()), restored, held_out)
     record = {
         "run": run.name,
         "model": name_of(restored.model),
@@ -89,7 +90,10 @@ def main(
 def measure(
     cells: Sequence[Cell], restored: evaluation.Restored, batches: Sequence[np.ndarray]
 ) -> dict[str, Any]:
-    """Returns the splits of whole gradients by cell, and of Wgrad alone by variant, over all blocks."""
+    """Returns the splits of whole gradients by cell, and of Wgrad alone by variant, over all blocks.
+
+    "compared" has each variant of Wgrad beside rounding to nearest with the same rule.
+    """
     model, params = restored.model, restored.params
     key = jax.random.key(0)
 
@@ -97,20 +101,30 @@ def measure(
         run = make_pass(model, llama.layer_policies(model, policy), IMPLEMENTATION)
         return [jax.device_get(run(params, b, jax.random.fold_in(key, i))) for i, b in enumerate(batches)]
 
-    exact = passes(get_policy("bf16"))
+    exact = passes(get_policy("bf16")) if cells else []
     labels = {f"{cell.policy} {cell.rules}".strip(): policy_of(cell) for cell in cells}
     splits = {}
     for label, policy in labels.items():
         if policy != get_policy("bf16"):
             splits[label] = _numbers(total(gradient_grams(passes(policy), exact)))
             print(f"{label}: error {splits[label]['error']['mean']:.4f}", flush=True)
-    variants = wgrad_grams(passes(get_policy(BASELINE)), key)
-    return {"cells": splits, "wgrad": {name: _numbers(total(grams)) for name, grams in variants.items()}}
+    variants = {name: total(g) for name, g in wgrad_grams(passes(get_policy(BASELINE)), key).items()}
+    compared = {}
+    for name, grams in variants.items():
+        base = f"nearest {name.split()[-1]}"
+        if name != base and base in variants:
+            compared[name] = _rounded(compare(grams, variants[base]))
+    wgrad = {name: _numbers(grams) for name, grams in variants.items()}
+    return {"cells": splits, "wgrad": wgrad, "compared": compared}
 
 
 def _numbers(grams) -> dict[str, dict[str, float]]:
-    parts = split(grams)._asdict()
-    return {name: {k: round(v, 6) for k, v in e._asdict().items() if k != "p"} for name, e in parts.items()}
+    return _rounded(split(grams))
+
+
+def _rounded(parts) -> dict[str, dict[str, float]]:
+    estimates = parts._asdict().items()
+    return {name: {k: round(v, 6) for k, v in e._asdict().items() if k != "p"} for name, e in estimates}
 
 
 def variants_table(record: Mapping[str, Any] | None) -> str:
@@ -121,12 +135,32 @@ def variants_table(record: Mapping[str, Any] | None) -> str:
     return _source(record) + "\n\n" + table("Wgrad | " + " | ".join(STATISTICS.values()), rows)
 
 
+def compared_table(record: Mapping[str, Any] | None) -> str:
+    """Returns each variant of Wgrad beside rounding to nearest with the same rule."""
+    if record is None or "compared" not in record:
+        return "Not measured yet."
+    rows = []
+    for name, parts in record["compared"].items():
+        ratio, repeating = parts["log_ratio"], parts["repeating"]
+        low, high = math.exp(ratio["low"]), math.exp(ratio["high"])
+        rows.append(
+            [
+                name,
+                number(math.exp(ratio["mean"]), ".3f"),
+                interval(low, high, ".3f"),
+                number(repeating["mean"], "+.4f"),
+                interval(repeating["low"], repeating["high"]),
+            ]
+        )
+    return table("Wgrad | error over nearest's | 95 % | repeating energy minus nearest's | 95 %", rows)
+
+
 def cells_table(record: Mapping[str, Any] | None) -> str:
     """Returns the split of whole gradients' errors by cell."""
     if record is None:
         return "Not measured yet."
     rows = [[name, *(_estimate(parts[key]) for key in STATISTICS)] for name, parts in record["cells"].items()]
-    return table("policy, rules | " + " | ".join(STATISTICS.values()), rows)
+    return _source(record) + "\n\n" + table("policy, rules | " + " | ".join(STATISTICS.values()), rows)
 
 
 def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> str:

@@ -3,6 +3,7 @@
 import io
 import pathlib
 import re
+import zlib
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -19,6 +20,8 @@ RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 RUNS = RESULTS / "study" / "runs"
 REPEATS = RESULTS / "study" / "repeats"
 """Second runs of the same cell and seed, which show how far a seed determines a run."""
+RECIPES = RESULTS / "recipes" / "runs"
+"""Runs of the recipes' page, of which a few are rungs of the ladder at the tuned rate."""
 PAGE = RESULTS / "study.md"
 COMMAND = "python -m benchmarks.study report"
 
@@ -26,7 +29,9 @@ TABLES = {
     "progress": tables.progress,
     "learning rates": tables.learning_rates,
     "final losses": tables.final_losses,
+    "paper layout": tables.paper_layout,
     "claims": tables.claims,
+    "seen": tables.seen,
     "power": tables.power,
     "averaging": tables.averaging,
     "constant tokens": token_tables.constant_tokens,
@@ -37,15 +42,18 @@ PLOTS = {"learning-rates.svg": plots.learning_rates, "seeds.svg": plots.seeds}
 
 
 def sections(runs: Sequence[Run]) -> dict[str, str]:
-    """Returns every generated part of the page by its marker; diagnosis and repeats are those committed."""
+    """Returns every generated part of the page by its marker; what is not of `runs` is as committed."""
     again = {name: cell for name, cell in gather(read_runs(REPEATS)).items() if name in gather(runs)}
-    cells, record = gather(runs), diagnosis.read(PAGE.with_suffix(""))
+    cells = gather(runs)
+    ladder, wgrad = (diagnosis.read(PAGE.with_suffix("") / name) for name in ("ladder", "wgrad"))
     return {name: make(cells) for name, make in TABLES.items()} | {
         "repeats": tables.repeats(cells, again),
+        "tuned": tables.tuned(gather(read_runs(RECIPES))),
         "published": tables.published(),
-        "variants": diagnosis.variants_table(record),
-        "gradients": diagnosis.cells_table(record),
-        "prediction": diagnosis.prediction(cells, record),
+        "variants": diagnosis.variants_table(wgrad),
+        "compared": diagnosis.compared_table(wgrad),
+        "gradients": diagnosis.cells_table(ladder),
+        "prediction": diagnosis.prediction(cells, ladder),
     }
 
 
@@ -55,7 +63,7 @@ def drawings(runs: Sequence[Run]) -> dict[str, str]:
     with matplotlib.rc_context(STYLE):
         for name, draw in PLOTS.items():
             file = io.StringIO()
-            metadata = {"Date": None, "Creator": "benchmarks.study"}
+            metadata = {"Date": None, "Creator": "benchmarks.study", "Description": _identity(runs)}
             draw(cells).savefig(file, format="svg", facecolor="white", metadata=metadata)
             found[name] = file.getvalue()
     return found
@@ -73,7 +81,8 @@ def write(runs: Sequence[Run], page: pathlib.Path) -> None:
 def differences(runs: Sequence[Run], page: pathlib.Path) -> list[str]:
     """Returns what the page and its plots show that the runs do not give.
 
-    Plots are compared by their texts, because versions of matplotlib may place them differently.
+    Plots are compared by their texts and by a checksum of the runs, because versions of matplotlib may place
+    them differently.
     """
     found = [
         f"{page}: the part {name!r} is not what the runs give"
@@ -110,5 +119,11 @@ def main(
             raise ValueError("\n".join([*found, f"regenerate them with {COMMAND}"]))
 
 
+def _identity(runs: Sequence[Run]) -> str:
+    """Returns the number of runs and a checksum of their losses."""
+    losses = sorted((run["cell"], run["seed"], run["final_loss"]) for run in runs)
+    return f"{len(runs)} runs, {zlib.crc32(repr(losses).encode()):08x}"
+
+
 def _texts(svg: str) -> list[str]:
-    return re.findall(r">([^<>]+)</text>", svg)
+    return re.findall(r">([^<>]+)</(?:text|dc:description)>", svg)

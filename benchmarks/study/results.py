@@ -57,6 +57,23 @@ def diverged(run: Run) -> bool:
     return has_diverged(run["final_loss"], run["evaluations"])
 
 
+def read_record(path: pathlib.Path) -> Run:
+    """Reads the record of one run, in which a loss that is not finite may be a string.
+
+    Raises:
+      ValueError: the file holds no JSON.
+    """
+    try:
+        run = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no whole JSON file; remove it, and its run is trained again") from error
+    if "final_loss" in run:
+        run["final_loss"] = float(run["final_loss"])
+    if "evaluations" in run:
+        run["evaluations"] = [[tokens, float(loss)] for tokens, loss in run["evaluations"]]
+    return run
+
+
 def read_runs(folder: pathlib.Path) -> list[Run]:
     """Reads the records of all runs in a folder, ordered by file name.
 
@@ -65,7 +82,7 @@ def read_runs(folder: pathlib.Path) -> list[Run]:
     """
     runs = []
     for path in sorted(folder.glob("*.json")):
-        run = json.loads(path.read_text())
+        run = read_record(path)
         missing = {"cell", "policy", "seed", "final_loss", "evaluations", "protocol"} - set(run)
         if missing:
             raise ValueError(f"{path} is no record of a run: it has no {', '.join(sorted(missing))}")

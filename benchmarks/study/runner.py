@@ -9,7 +9,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
-import json
 import math
 import os
 import pathlib
@@ -23,12 +22,14 @@ import numpy as np
 
 from benchmarks.study.cells import PROTOCOLS, Cell
 from benchmarks.study.programs import IMPLEMENTATION, Programs, held_out_batches
+from benchmarks.study.results import read_record
 from benchmarks.study.whole_runs import WholeRuns, changes_program
 from models.configs import get_config
 from training.config import DataConfig
 from training.data.megatron import MegatronCorpus, load_megatron
 from training.environment import facts
 from training.files import write_atomically
+from training.metrics import json_line
 
 _COMPILATION = 60.0  # seconds to allow for each
 LATE = "{}: no time left for another run; the same command continues later"
@@ -74,6 +75,8 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
     settings.out.mkdir(parents=True, exist_ok=True)
     data = DataConfig(data=(settings.data,), eval_data=settings.eval_data, vocab_size=settings.vocab_size)
     corpus = load_megatron(data, settings.vocab_size)
+    wanted, left = sum(cell.seeds for cell in cells), sum(len(missing_seeds(settings.out, c)) for c in cells)
+    print(f"{settings.study}: {left} of {wanted} runs left", flush=True)
     with concurrent.futures.ThreadPoolExecutor(1) as compiler:
         claim, programs = _claim_next(cells, settings.out), None
         while claim is not None:
@@ -110,7 +113,7 @@ def _run_cell(
             return False
         record = {"study": settings.study, "commit": settings.commit}
         record |= _record(cell, seed, corpus, programs)
-        write_atomically(run_path(settings.out, cell, seed), json.dumps(record) + "\n")
+        _keep(run_path(settings.out, cell, seed), record)
         left = sum(len(missing_seeds(settings.out, c)) for c in cells)
         print(
             f"{cell.name} seed {seed}: final loss {record['final_loss']:.4f}, {record['seconds']:.1f} s; "
@@ -118,6 +121,14 @@ def _run_cell(
             flush=True,
         )
     return True
+
+
+def _keep(path: pathlib.Path, record: dict[str, Any]) -> None:
+    try:
+        write_atomically(path, json_line(record) + "\n")
+    except OSError as error:
+        reason = f"{path} cannot be written: {error.strerror}"
+        raise ValueError(f"{reason}. This run is lost; the same command trains it again") from error
 
 
 def _prepare(cell: Cell, corpus: MegatronCorpus, data: DataConfig) -> Programs | WholeRuns:
@@ -171,13 +182,17 @@ def remaining_seconds(cells: Sequence[Cell], out: pathlib.Path) -> float:
 
 
 def current_commit() -> str:
-    """Returns the commit of the checkout, marked if files differ from it; "unknown" outside git."""
+    """Returns the commit of the checkout, marked if files differ from it; "unknown" outside git.
+
+    Files in docs/results do not count: the runs themselves are there.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+        others = ("status", "--porcelain", "--", ":/", ":(top,exclude)docs/results")
+        return git("rev-parse", "HEAD") + ("+changes" if git(*others) else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -209,7 +224,7 @@ def _run_seconds(cell: Cell, out: pathlib.Path) -> float | None:
 
 def _seconds_a_token(cell: Cell, out: pathlib.Path) -> float | None:
     """Returns the slowest of a few runs of the same model, None if there are none."""
-    records = [json.loads(path.read_text()) for path in sorted(out.glob(f"*.{cell.model}.*.json"))[-8:]]
+    records = [read_record(path) for path in sorted(out.glob(f"*.{cell.model}.*.json"))[-8:]]
     return max((record["seconds"] / record["tokens"] for record in records), default=None)
 
 

@@ -66,7 +66,8 @@ def _wgrad_rules() -> list[Cell]:
     cells = []
     for kind in WGRAD_KINDS:
         for rule in RULES:
-            cells.append(Cell(kind, f"even-even-{rule}", "60m", "tuned-60m", 8))
+            rules = rule if rule == "even" else f"even-even-{rule}"  # `even` is a cell of the ladder
+            cells.append(Cell(kind, rules, "60m", "tuned-60m", 8))
             cells.append(Cell(WGRAD_ONLY + kind, rule, "60m", "tuned-60m", 8))
     return cells
 
@@ -105,7 +106,7 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
         "tune-60m-warmup": _tuning("60m", "decay-w150", _RATES, 3),
         "tune-60m-constant": _tuning("60m", "constant-w150", _RATES[:4], 3),
         "tune-125m": _tuning("125m", "decay-w150", _RATES, 3),
-        "tune-350m": _tuning("350m", "decay-w150", ("5e-4", "1e-3", "2e-3", "3e-3"), 2),
+        "tune-350m": _tuning("350m", "decay-w150", ("5e-4", "1e-3", "2e-3", "3e-3"), 3),
         # A. The ladder, and fp8 at other lengths for P2. `ladder-60m` has the first tuning's rate.
         "ladder-60m": tuple(_ladder("60m", "decay", LADDER, ("floor", "even"), 8)),
         "ladder-60m-tuned": (
@@ -141,36 +142,69 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A difference of final losses that the text speaks of: cell `ours` minus cell `base`."""
+    """A difference of final losses that the text speaks of: cell `ours` minus cell `base`.
+
+    Attributes:
+      beside: another pair of cells. The claim is then about the first difference minus theirs.
+    """
 
     text: str
     ours: str
     base: str
+    beside: tuple[str, str] | None = None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The names of all its cells."""
+        return (self.ours, self.base, *(self.beside or ()))
 
 
-def _claims() -> tuple[Claim, ...]:
-    claims = []
-    for protocol in ("decay", "tuned-60m"):
-
-        def name(policy: str, protocol: str = protocol) -> str:
-            return f"{policy}.60m.{protocol}"
-
-        where = f" ({protocol})"
-        fp8, wgrad, rotated = name("fp8.own"), name("wgrad.floor"), name("wgrad_hadamard.floor")
-        claims += [
-            Claim("MXFP4 in all three GEMMs costs loss" + where, wgrad, fp8),
-            Claim("Wgrad costs loss beyond Fprop and Dgrad" + where, wgrad, name("fprop_dgrad.floor")),
-            Claim("H16 on Wgrad takes off loss" + where, rotated, wgrad),
-            Claim("with H16 on Wgrad a cost remains" + where, rotated, fp8),
-            Claim("stochastic rounding of Wgrad changes the loss" + where, name("wgrad_sr.floor"), wgrad),
-            Claim("redrawn signs differ from H16" + where, name("wgrad_rht.floor"), rotated),
-            Claim("without rotation, rule even differs from floor" + where, name("wgrad.even"), wgrad),
-            Claim(
-                "rule even without rotation differs from floor with H16" + where, name("wgrad.even"), rotated
-            ),
-        ]
-    return tuple(claims)
+def _claim(protocol: str, text: str, ours: str, base: str, *beside: str) -> Claim:
+    """Returns a claim about cells of `60m`, each named by its policy and rules."""
+    first, second, *others = (f"{cell}.60m.{protocol}" for cell in (ours, base, *beside))
+    return Claim(f"{text} ({protocol})", first, second, (others[0], others[1]) if others else None)
 
 
-CLAIMS = _claims()
+_CLAIMS = (
+    ("MXFP4 in all three GEMMs costs loss", "wgrad.floor", "fp8.own"),
+    ("Wgrad costs loss beyond Fprop and Dgrad", "wgrad.floor", "fprop_dgrad.floor"),
+    ("H16 on Wgrad takes off loss", "wgrad_hadamard.floor", "wgrad.floor"),
+    ("with H16 on Wgrad a cost remains", "wgrad_hadamard.floor", "fp8.own"),
+    ("stochastic rounding of Wgrad changes the loss", "wgrad_sr.floor", "wgrad.floor"),
+    ("redrawn signs differ from H16", "wgrad_rht.floor", "wgrad_hadamard.floor"),
+    ("without rotation, rule even differs from floor", "wgrad.even", "wgrad.floor"),
+    ("rule even without rotation differs from floor with H16", "wgrad.even", "wgrad_hadamard.floor"),
+    (
+        "Wgrad costs more under floor than under even",
+        *("wgrad.floor", "fprop_dgrad.floor", "wgrad.even", "fprop_dgrad.even"),
+    ),
+    (
+        "H16 on Wgrad takes off more under floor than under even",
+        *("wgrad_hadamard.floor", "wgrad.floor", "wgrad_hadamard.even", "wgrad.even"),
+    ),
+)
+CLAIMS = tuple(_claim(protocol, *claim) for protocol in ("decay", "tuned-60m") for claim in _CLAIMS)
 """Holm's correction is over all of them that have at least two pairs."""
+
+_SEEN = (
+    ("Fprop costs more than Wgrad, floor", "fprop.floor", "fp8.own", "wgrad.floor", "fprop_dgrad.floor"),
+    ("Dgrad beyond Fprop, floor", "fprop_dgrad.floor", "fprop.floor"),
+    ("Dgrad beyond Fprop, even", "fprop_dgrad.even", "fprop.even"),
+    ("Wgrad beyond Fprop and Dgrad, even", "wgrad.even", "fprop_dgrad.even"),
+    ("H16 on Wgrad, even", "wgrad_hadamard.even", "wgrad.even"),
+    ("H16 on Wgrad - Fprop alone, floor", "wgrad_hadamard.floor", "fprop.floor"),
+    ("H16 on Wgrad - Fprop and Dgrad alone, floor", "wgrad_hadamard.floor", "fprop_dgrad.floor"),
+    ("redrawn signs on Wgrad - none, floor", "wgrad_rht.floor", "wgrad.floor"),
+    ("stochastic rounding of Wgrad, even", "wgrad_sr.even", "wgrad.even"),
+    ("redrawn signs - H16, all GEMMs, floor", "full_rht.floor", "full_hadamard.floor"),
+    ("redrawn signs - H16, all GEMMs, even", "full_rht.even", "full_hadamard.even"),
+    ("stochastic - nearest, all GEMMs, floor", "full_sr.floor", "wgrad.floor"),
+    ("stochastic - nearest, all GEMMs, even", "full_sr.even", "wgrad.even"),
+    ("H16 on all GEMMs - on Wgrad, floor", "full_hadamard.floor", "wgrad_hadamard.floor"),
+    ("H16 on all GEMMs - on Wgrad, even", "full_hadamard.even", "wgrad_hadamard.even"),
+    ("H16 on all GEMMs - Fprop alone, floor", "full_hadamard.floor", "fprop.floor"),
+    ("H16 on all GEMMs - Fprop alone, even", "full_hadamard.even", "fprop.even"),
+    ("H32 - H16, all GEMMs, floor", "full_hadamard32.floor", "full_hadamard.floor"),
+)
+SEEN = tuple(_claim("decay", *claim) for claim in _SEEN)
+"""Differences that the text mentions and that were chosen after the losses were known."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from benchmarks.study import tuning
 from benchmarks.study.cells import RATES
 from benchmarks.study.results import CellResult, baseline, by_group
-from benchmarks.study.studies import CLAIMS, STUDIES
+from benchmarks.study.studies import CLAIMS, SEEN, STUDIES, Claim
 from mxjax.kernels.tables import table
 from training import mlperf
 from training.paired_statistics import (
@@ -18,6 +18,7 @@ from training.paired_statistics import (
     paired_difference,
     seeds_needed,
     standard_deviation,
+    t_interval,
 )
 
 Cells = Mapping[str, CellResult]
@@ -98,16 +99,94 @@ def final_losses(cells: Cells) -> str:
 
 def claims(cells: Cells) -> str:
     """Returns the tests of the text's claims, corrected together."""
+    found = [_pairs(cells, claim) for claim in CLAIMS]
+    corrected = holm([t_interval(pairs).p for pairs in found])
+    rows = [
+        [*_difference(claim.text, pairs), number(p, ".2g"), len(pairs)]
+        for claim, pairs, p in zip(CLAIMS, found, corrected, strict=True)
+        if pairs
+    ]
+    missing = len(CLAIMS) - len(rows)
+    lines = [table("claim | difference | 95 % | detectable | p (Holm) | pairs", rows)]
+    return "\n\n".join([*lines, *([f"Claims whose cells have not run: {missing}."] if missing else [])])
 
-    def losses(name: str) -> dict[int, float]:
-        return cells[name].losses if name in cells else {}
 
-    found = [paired_difference(losses(claim.ours), losses(claim.base)) for claim in CLAIMS]
+def seen(cells: Cells) -> str:
+    """Returns differences that were chosen after the losses were known; nothing is corrected."""
+    found = [(claim, _pairs(cells, claim)) for claim in SEEN]
+    rows = [[*_difference(claim.text, pairs), len(pairs)] for claim, pairs in found if pairs]
+    return table("comparison | difference | 95 % | detectable | pairs", rows)
+
+
+def _pairs(cells: Cells, claim: Claim) -> list[float]:
+    """Returns a claim's difference for each seed that has all its cells."""
+
+    def between(ours: str, base: str) -> dict[int, float]:
+        a, b = (cells[name].losses if name in cells else {} for name in (ours, base))
+        return {seed: a[seed] - b[seed] for seed in a.keys() & b.keys()}
+
+    first = between(claim.ours, claim.base)
+    other = between(*claim.beside) if claim.beside else dict.fromkeys(first, 0.0)
+    return differences(first, other)
+
+
+def _difference(text: str, pairs: list[float]) -> list[str]:
+    """Returns a text, the mean of the differences, its interval, and the mean that so many pairs can show."""
+    d = t_interval(pairs)
+    shown = detectable(standard_deviation(pairs), len(pairs))
+    return [text, number(d.mean, "+.4f"), interval(d.low, d.high), number(shown)]
+
+
+PAPER_COLUMNS = "MXFP4 in | rule | round to nearest | stochastic rounding | random-sign H16 | H16"
+PAPER_ROWS = (
+    ("Fprop", ("fprop",)),
+    ("Fprop, Dgrad", ("fprop_dgrad",)),
+    ("Fprop, Dgrad, Wgrad; remedy on Wgrad", ("wgrad", "wgrad_sr", "wgrad_rht", "wgrad_hadamard")),
+    ("the same; remedy on all three", ("", "full_sr", "full_rht", "full_hadamard")),
+)
+
+
+def paper_layout(cells: Cells) -> str:
+    """Returns the losses beyond fp8 in the layout of the paper's table, for each protocol of `60m`."""
+    parts = []
+    for (model, protocol), group in by_group(dict(cells)).items():
+        base, found = baseline(group), {cell.label: cell for cell in group}
+        if base is None or not any(f"wgrad {rule}" in found for rule in ("floor", "even")):
+            continue
+        rows = []
+        for rule in ("floor", "even"):
+            for name, policies in PAPER_ROWS:
+                chosen = [found.get(f"{policy} {rule}") for policy in (*policies, "", "", "")[:4]]
+                rows.append([name, f"`{rule}`", *(_with_half(cell, base) for cell in chosen)])
+        parts.append(f"`{model}`, protocol `{protocol}`, nats beyond fp8:\n\n{table(PAPER_COLUMNS, rows)}")
+    return "\n\n".join(parts)
+
+
+def _with_half(cell: CellResult | None, base: CellResult) -> str:
+    if cell is None:
+        return ""
+    d = paired_difference(cell.losses, base.losses)
+    return f"{d.mean:+.3f}" + ("" if math.isnan(d.low) else f" ± {d.mean - d.low:.3f}")
+
+
+def tuned(recipes: Cells) -> str:
+    """Returns differences between rungs of the ladder at the tuned rate, from the runs of the recipes' page.
+
+    A recipe has its own scale rule; that of the ladder's is `floor`.
+    """
+    names = {policy: f"{policy}.own.60m.tuned-60m" for policy in ("fp8", "bf16", "wgrad", "wgrad_hadamard")}
+    pairs = (
+        ("bf16", "fp8"),
+        ("wgrad", "fp8"),
+        ("wgrad_hadamard", "fp8"),
+        ("wgrad_hadamard", "wgrad"),
+    )
     rows = []
-    for claim, d, p in zip(CLAIMS, found, holm([d.p for d in found]), strict=True):
-        values = [number(d.mean, "+.4f"), interval(d.low, d.high), number(p, ".2g"), d.n]
-        rows.append([claim.text, *(values if d.n else ["not run", "-", "-", 0])])
-    return table("claim | difference | 95 % | p (Holm) | pairs", rows)
+    for ours, base in pairs:
+        d = _pairs(recipes, Claim("", names[ours], names[base]))
+        if d:
+            rows.append([*_difference(f"{ours} - {base}", d), len(d)])
+    return table("`60m`, protocol `tuned-60m` | difference | 95 % | detectable | pairs", rows)
 
 
 def power(cells: Cells) -> str:

@@ -62,14 +62,16 @@ def constant_tokens(cells: Cells) -> str:
 def _overhead(found: tokens.Overhead) -> list[object]:
     ratio = found.log_ratio
     mean, low, high = (100 * math.expm1(x) for x in ratio[:3])
+    bound = "> " if found.not_reached else ""
     return [
-        ratio.n + found.not_reached,
+        ratio.n,
         found.not_reached,
-        number(mean, "+.1f") + (" %" if ratio.n else ""),
+        bound + number(mean, "+.1f") + (" %" if ratio.n else ""),
         interval(low, high, "+.1f"),
         number(ratio.p, ".2g"),
     ]
 
 
 def _curves(cell: CellResult) -> dict[int, Sequence[Sequence[float]]]:
-    return {seed: run["evaluations"] for seed, run in cell.runs.items() if seed in cell.losses}
+    """Returns the evaluations by seed, none of a run that diverged."""
+    return {seed: run["evaluations"] if seed in cell.losses else [] for seed, run in cell.runs.items()}

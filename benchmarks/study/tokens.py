@@ -26,7 +26,8 @@ class Overhead(NamedTuple):
     """P1: the logarithm of the ratio of tokens to fp8's, over seeds.
 
     Attributes:
-      log_ratio: estimate over the seeds whose run reached the loss.
+      log_ratio: estimate over all seeds. A run that never reached the loss counts with its whole length, so
+        that the mean is a lower bound; interval and p are then NaN.
       not_reached: number of seeds whose run never did.
     """
 
@@ -62,18 +63,19 @@ def overhead(ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> Overhead:
     """Returns P1's overhead of runs over fp8's, paired by seed.
 
     Args:
-      ours, base: the evaluations of each seed's run.
+      ours, base: the evaluations of each seed's run; an empty curve is that of a run that diverged.
     """
     ratios, not_reached = [], 0
-    for seed in sorted(ours.keys() & base.keys()):
-        tokens = SHARE * base[seed][-1][0]
-        target = loss_at(smooth(base[seed]), tokens)
-        needed = tokens_to_reach(smooth(ours[seed]), target)
-        if needed is None:
-            not_reached += 1
-        else:
-            ratios.append(math.log(needed / tokens))
-    return Overhead(t_interval(ratios), not_reached)
+    for seed in sorted(seed for seed in ours.keys() & base.keys() if base[seed]):
+        end = base[seed][-1][0]
+        target = loss_at(smooth(base[seed]), SHARE * end)
+        needed = tokens_to_reach(smooth(ours[seed]), target) if ours[seed] else None
+        not_reached += needed is None
+        ratios.append(math.log((end if needed is None else needed) / (SHARE * end)))
+    found = t_interval(ratios)
+    if not_reached:
+        found = found._replace(low=math.nan, high=math.nan, p=math.nan)
+    return Overhead(found, not_reached)
 
 
 def effective_multiple(ours: Mapping[int, float], lengths: Mapping[float, Mapping[int, float]]) -> Estimate:

@@ -19,6 +19,7 @@ from benchmarks.study import (
     programs,
     recipes_page,
     report,
+    tables,
     token_tables,
     tokens,
     tuning,
@@ -26,7 +27,7 @@ from benchmarks.study import (
 )
 from benchmarks.study.cells import PROTOCOLS, RATES, Cell, policy_of
 from benchmarks.study.results import gather, read_runs
-from benchmarks.study.studies import CLAIMS, STUDIES
+from benchmarks.study.studies import CLAIMS, SEEN, STUDIES, Claim
 from models import llama
 from models.configs import get_config
 from mxjax.policy import Gemm
@@ -79,7 +80,7 @@ def test_rules_are_those_of_each_gemm():
 
 def test_claims_are_about_cells_of_the_studies():
     names = {cell.name for study in STUDIES.values() for cell in study}
-    assert {name for claim in CLAIMS for name in (claim.ours, claim.base)} <= names
+    assert {name for claim in (*CLAIMS, *SEEN) for name in claim.cells} <= names
 
 
 def test_a_uniform_grid_replaces_e2m1_and_nothing_else():
@@ -120,12 +121,30 @@ def test_a_changed_number_fails_the_check(tmp_path):
     ]
 
 
+def test_plots_of_other_losses_fail_the_check():
+    runs = read_runs(report.RUNS)
+    found = report.drawings([runs[0] | {"final_loss": runs[0]["final_loss"] + 1e-4}, *runs[1:]])
+    for name, drawing in report.drawings(runs).items():
+        assert report._texts(drawing) != report._texts(found[name])
+
+
 def test_a_folder_without_runs_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match="holds no run"):
         report.main(tmp_path)
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(SystemExit, match="is no record of a run: it has no cell, evaluations"):
         report.main(tmp_path)
+    (tmp_path / "a.json").write_text('{"cell": "fp8')
+    with pytest.raises(SystemExit, match=r"a\.json is no whole JSON file; remove it"):
+        report.main(tmp_path)
+
+
+def test_a_claim_beside_another_is_a_difference_of_differences():
+    losses = {"a": [4.0, 5.0], "b": [3.0, 3.5], "c": [2.0, 3.0, 9.0], "d": [1.5, 1.0, 0.0]}
+    runs = [record(name, name, seed, loss) for name in losses for seed, loss in enumerate(losses[name])]
+    assert tables._pairs(gather(runs), Claim("", "a", "b")) == [1.0, 1.5]
+    assert tables._pairs(gather(runs), Claim("", "a", "b", ("c", "d"))) == [0.5, -0.5]
+    assert tables._pairs(gather(runs), Claim("", "a", "none")) == []
 
 
 def power_law(tokens):
@@ -174,9 +193,14 @@ def test_the_overhead_is_that_of_a_stretched_curve():
     def curve(stretch):
         return [(n, power_law(n / stretch)) for n in np.linspace(1, 100, 100)]
 
-    found = tokens.overhead({0: curve(1.2), 1: curve(1.1), 2: curve(5)}, {s: curve(1) for s in range(3)})
+    base = {s: curve(1) for s in range(4)}
+    found = tokens.overhead({0: curve(1.2), 1: curve(1.1)}, base)
     np.testing.assert_allclose(math.exp(found.log_ratio.mean), math.sqrt(1.2 * 1.1), rtol=1e-3)
-    assert (found.log_ratio.n, found.not_reached) == (2, 1)
+    assert (found.log_ratio.n, found.not_reached) == (2, 0)
+    bound = tokens.overhead({0: curve(1.2), 1: curve(1.1), 2: curve(5), 3: []}, base)  # 3 diverged
+    np.testing.assert_allclose(math.exp(bound.log_ratio.mean), (1.2 * 1.1 * 1.25**2) ** 0.25, rtol=1e-3)
+    assert (bound.log_ratio.n, bound.not_reached) == (4, 2)
+    assert math.isnan(bound.log_ratio.low)
 
 
 def test_tokens_to_reach_interpolates_between_evaluations():
@@ -266,13 +290,14 @@ def test_the_cells_of_a_study_are_measured_on_a_checkpoint(tmp_path, monkeypatch
         "STUDIES",
         {"two": (Cell("fp8", "", "60m", "decay", 1), Cell("wgrad_sr", "even", "tiny", "small", 2))},
     )
-    few = {"nearest even": VARIANTS["nearest even"]}
+    few = {name: VARIANTS[name] for name in ("nearest even", "stochastic even")}
     monkeypatch.setattr(diagnosis, "wgrad_grams", functools.partial(wgrad_grams, variants=few))
     diagnosis.main(tmp_path / "run", study="two", batches=3, out=tmp_path / "out")
     found = diagnosis.read(tmp_path / "out")
     assert found is not None
     assert (found["model"], found["policy"], found["step"], found["tokens"]) == ("tiny", "fp8", 2, 192)
+    assert "| stochastic even | " in diagnosis.compared_table(found)
     errors = {name: parts["error"]["mean"] for name, parts in found["cells"].items()}
     assert 0 < errors["fp8"] < errors["wgrad_sr even"]
-    with pytest.raises(SystemExit, match="unknown study three; the studies are two"):
+    with pytest.raises(SystemExit, match="unknown study three; the studies are two, and none"):
         diagnosis.main(tmp_path / "run", study="three", out=tmp_path)

@@ -3,16 +3,19 @@
 import dataclasses
 import json
 import math
+import subprocess
 import time
 
 import numpy as np
 import pytest
 
+from benchmarks.study import __main__ as program
 from benchmarks.study import (
     cells,
     programs,
     recipes_page,
     report,
+    results,
     runner,
     whole_runs,
 )
@@ -197,3 +200,55 @@ def test_a_run_of_the_training_program_may_end_early(settings, monkeypatch, endi
     assert math.isnan(found["losses"][0])
     assert found["seconds"] == {"nan": 1.0, "nonfinite": 2.0}[ending]
     assert [math.isnan(loss) for _, loss in found["evaluations"]] == [True] * (ending == "nan")
+
+
+@pytest.mark.parametrize("flags", [{"workers": 0}, {"minutes": -1.0}, {"minutes": math.nan}])
+def test_limits_that_leave_nothing_to_run_are_refused(tmp_path, flags):
+    with pytest.raises(SystemExit, match="--workers and --minutes are positive"):
+        program.run("ladder-60m", out=tmp_path, data="none", eval_data="none", **flags)
+
+
+def test_workers_take_the_visible_devices(monkeypatch):
+    started = []
+
+    class Process:
+        def __init__(self, command, env):
+            started.append((command[3:], env["CUDA_VISIBLE_DEVICES"]))
+
+        def wait(self):
+            return -15
+
+    monkeypatch.setattr(program.subprocess, "Popen", Process)
+    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(program.sys, "argv", ["study", "run", "grid-60m", "--workers=2"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert program._run_workers(2) == 143
+    assert started == [(["run", "grid-60m", "--workers=2", "--workers", "1"], gpu) for gpu in ("4", "5")]
+    with pytest.raises(ValueError, match="needs as many GPUs, and CUDA_VISIBLE_DEVICES is 4,5"):
+        program._run_workers(3)
+
+
+def test_results_leave_the_commit_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    commit = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "a"]
+    for command in (["git", "init", "-q"], commit):
+        subprocess.run(command, check=True)
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "docs" / "results" / "a.json").write_text("{}")
+    assert len(runner.current_commit()) == 40
+    (tmp_path / "a.py").touch()
+    assert runner.current_commit().endswith("+changes")
+
+
+def test_a_run_that_cannot_be_kept_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.json cannot be written: No such file.* trains it again"):
+        runner._keep(tmp_path / "none" / "a.json", {})
+
+
+def test_a_diverged_run_is_kept_as_json(tmp_path):
+    path = tmp_path / "a.json"
+    runner._keep(path, {"final_loss": math.nan, "evaluations": [[9, 3.0], [18, math.inf]]})
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["final_loss"] == "nan"
+    run = results.read_record(path)
+    assert results.diverged(run)
+    assert run["evaluations"] == [[9, 3.0], [18, math.inf]]

@@ -24,7 +24,7 @@ from training.diagnosis import diagnose as program
 from training.diagnosis import measures
 from training.diagnosis.capture import make_pass, weights
 from training.diagnosis.diagnose import diagnose
-from training.diagnosis.split import Grams, split
+from training.diagnosis.split import Grams, compare, split
 from training.diagnosis.wgrad import VARIANTS, wgrad_grams
 
 MODEL = LlamaConfig(64, 64, 2, 2, 1, 32, 96, rope_theta=10_000.0)
@@ -136,6 +136,26 @@ def test_a_known_error_is_split():
         assert abs(estimate.mean - value) < 1.5 * half, name
         assert half < 0.05
     np.testing.assert_allclose(found.gradient_over_noise.mean * found.error.mean, 3**-0.5)
+
+
+def test_errors_are_compared_batch_by_batch():
+    """One error is 10 % smaller in every batch, and less of it repeats; the batches differ by far more."""
+    generator, n, size = np.random.default_rng(0), 8, 4000
+    g, across = (v / np.linalg.norm(v) for v in generator.normal(size=(2, size)))
+    scale = generator.uniform(0.5, 2, (n, 1))
+    noise = generator.normal(0, 1 / np.sqrt(size), (n, size))
+    gradients = g + np.zeros((n, 1))
+
+    def grams(e):
+        return Grams(e @ e.T, e @ gradients.T, gradients @ gradients.T)
+
+    base, ours = grams(scale * noise + 0.2 * across), grams(0.9 * scale * noise)
+    found = compare(ours, base)
+    assert found.log_ratio.low < np.log(0.9) - 0.01 < found.log_ratio.high < 0
+    assert found.repeating.low < -(0.2**2) < found.repeating.high < 0
+    assert split(ours).error.high > split(base).error.mean  # the splits alone do not show it
+    with pytest.raises(ValueError, match="at least 3 batches, got 2"):
+        compare(ours._replace(ee=np.eye(2)), base)
 
 
 def test_an_exact_gradient_has_no_parts_of_its_error():
