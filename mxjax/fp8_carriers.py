@@ -11,7 +11,7 @@ must add up to a float32's.
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, UInt8
+from jaxtyping import Array, Bool, Float, UInt8, UInt32
 
 from mxjax.formats import BLOCK, E4M3, E5M2
 from mxjax.kmajor import KMajor, code_values, power_of_two, spread_blocks, unpack_codes
@@ -31,13 +31,13 @@ class Carried(NamedTuple):
     Attributes:
       elements: FP8, K-major.
       unit: the scale byte in each row that becomes a factor of 1, within UNIT_BYTES.
-      lost: flags, 1 where FP8 cannot represent a nonzero element. There is one for each row, or one for each
-        program of the kernel in the order of `mxjax.kernels.matmul.carry.rows_and_parts`.
+      lost: 1 for each row with a nonzero element that FP8 cannot represent, else 0. From the kernel, a word
+        for each of its programs (`mxjax.kernels.matmul.carry.rows_and_parts`): bit i is that of its row i.
     """
 
     elements: Float[Array, "*batch n k"]
     unit: UInt8[Array, "*batch n"]
-    lost: UInt8[Array, "*batch flags"]
+    lost: UInt8[Array, "*batch n"] | UInt32[Array, "*batch programs"]
 
     @property
     def fits(self) -> Bool[Array, ""]:

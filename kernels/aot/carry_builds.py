@@ -11,7 +11,7 @@ from mxjax.kernels.matmul.carry import BLOCKS, carry_kernel, constants_of, progr
 
 _ELEMENTS = "E2M1, eight a word, element 8 i + j in bits 4 j to 4 j + 3; [1, rows, 4 words a block of 32]"
 _OUT = "the elements times 2**(scale byte - unit), the shift clipped to LOW and HIGH"
-_LOST = "1 if a shift changed elements, for each program's ROWS rows of BLOCKS blocks"
+_LOST = "bit i is 1 if a shift changed elements of row i of a program's ROWS rows of BLOCKS blocks"
 
 
 def builds(target: Target) -> list[Build]:
@@ -37,7 +37,7 @@ def _build(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
             "scales": Argument((1, n, blocks), "uint8", meaning="E8M0 bytes"),
             "out": Argument((1, n, 8 * blocks), "int32", "output", _OUT, view),
             "unit": Argument((1, n), "uint8", "output", "the scale byte that becomes a factor of 1"),
-            "lost": Argument((1, programs), "uint8", "output", _LOST),
+            "lost": Argument((1, programs), "uint32", "output", _LOST),
         },
         constants=constants,
         grid=(programs, 1),

@@ -175,7 +175,7 @@ def carrier_inputs(*, rows: int, blocks: int, **_: object) -> Arrays:
 
 
 def carrier_outputs(inputs: Arrays, *, rows: int, blocks: int, carrier: Carrier, tile: list[int]) -> Arrays:
-    """Computes the rows in FP8, each row's scale byte that stands for 1, and which tiles lost elements.
+    """Computes the rows in FP8, each row's scale byte that stands for 1, and which rows lost elements.
 
     tile: rows and blocks of one program.
     """
@@ -190,25 +190,26 @@ def carrier_outputs(inputs: Arrays, *, rows: int, blocks: int, carrier: Carrier,
     nonzero = (elements != 0).reshape(*scales.shape, BLOCK).any(-1)
     lost = ((shift < low) | (shift > high)) & ~is_nan & nonzero
     tiles = np.pad(lost[0], ((0, -rows % tile[0]), (0, -blocks % tile[1])))
-    tiles = tiles.reshape(-(-rows // tile[0]), tile[0], -(-blocks // tile[1]), tile[1]).any((1, 3))
+    tiles = tiles.reshape(-(-rows // tile[0]), tile[0], -(-blocks // tile[1]), tile[1]).any(3)
+    bits = tiles.astype(np.uint32) << np.arange(tile[0], dtype=np.uint32)[:, None]
     return {
         "out": (elements * np.repeat(factors, BLOCK, axis=-1)).astype(CARRIER_DTYPES[carrier]),
         "unit": unit.astype(np.uint8),
-        "lost": tiles.reshape(1, -1).astype(np.uint8),
+        "lost": bits.sum(1).reshape(1, -1).astype(np.uint32),
     }
 
 
 def correction_inputs(*, batch: int, m: int, n: int, k: int, dtype: str, rows: int, parts: int) -> Arrays:
     """Draws what `gemm_inputs` does, an earlier result, and factors and lost elements of both operands.
 
-    The last part of lhs lost elements in the first batch, of rhs in the second, and none in others. Bytes
+    The first row of the last part of lhs lost elements in the first batch, of rhs in the second. Bytes
     from 77 to 177 for a factor of 1 keep the result normal.
     """
     arrays = gemm_inputs(batch=batch, m=m, n=n, k=k, shuffled=False)
     rng = np.random.default_rng(1)
     for place, (side, length) in enumerate((("lhs", m), ("rhs", n))):
         arrays[f"{side}_unit"] = rng.integers(77, 178, (batch, length)).astype(np.uint8)
-        lost = np.zeros((batch, -(-length // rows) * parts), np.uint8)
+        lost = np.zeros((batch, -(-length // rows) * parts), np.uint32)
         lost[place : place + 1, -1] = 1
         arrays[f"{side}_lost"] = lost
     arrays["before"] = rng.standard_normal((batch, m, n)).astype(dtype)
@@ -220,12 +221,13 @@ def correction_outputs(
 ) -> Arrays:
     """Computes the row and column factors, and the result recomputed where elements were lost.
 
-    Each of `parts` parts of `rows` rows of lhs, and of rhs, has a flag.
+    Each of `parts` parts of `rows` rows of lhs, and of rhs, has a bit for each row.
     """
     exponents, affected, values = [], [], []
     for side, length in (("lhs", m), ("rhs", n)):
-        flags = inputs[f"{side}_lost"].reshape(batch, -1, parts).any(2)
-        affected.append(np.repeat(flags, rows, axis=1)[:, :length])
+        words = np.bitwise_or.reduce(inputs[f"{side}_lost"].reshape(batch, -1, parts), axis=2)
+        bits = words[..., None] >> np.arange(rows, dtype=np.uint32) & 1
+        affected.append(bits.reshape(batch, -1)[:, :length] > 0)
         exponents.append(inputs[f"{side}_unit"].astype(int) - 127)
         values.append(decode(inputs[side], inputs[f"{side}_scales"]))
     exponent = exponents[0][:, :, None] + exponents[1][:, None, :]

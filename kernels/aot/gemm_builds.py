@@ -105,13 +105,13 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
     tiles = fp8_matmul.tiles_of(target)
     constants = fp8_matmul.constants_of(m, n, k, tiles)
     unit = "scale byte that stands for 1 in each row of the operand's FP8 elements, from 64 to 190"
-    lost = "1 if the operand lost elements in FP8, for each of PARTS parts of each ROWS rows"
+    lost = "bit i is 1 if row i lost elements in FP8, for each of PARTS parts of each ROWS rows"
     factors = "2**(unit - 127)"
     rows, parts = rows_and_parts(k // 32)
     sizes = {"batch": batch, "m": m, "n": n, "k": k, "dtype": dtype}
     result = (
-        "lhs @ rhs.T, summed in float32, divided by the factors of its row and column, in each ROWS rows or "
-        "columns that have a flag set"
+        "lhs @ rhs.T, summed in float32, divided by the factors of its row and column, in each row or column "
+        "that lost elements"
     )
     operands = {}
     for side, length in (("lhs", m), ("rhs", n)):
@@ -125,8 +125,8 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
             **operands,
             "lhs_unit": Argument((batch, m), "uint8", meaning=unit),
             "rhs_unit": Argument((batch, n), "uint8", meaning=unit),
-            "lhs_lost": Argument((batch, programs_of(m, k // 32)), "uint8", meaning=lost),
-            "rhs_lost": Argument((batch, programs_of(n, k // 32)), "uint8", meaning=lost),
+            "lhs_lost": Argument((batch, programs_of(m, k // 32)), "uint32", meaning=lost),
+            "rhs_lost": Argument((batch, programs_of(n, k // 32)), "uint32", meaning=lost),
             "out": Argument((batch, m, n), dtype, "output", result),
             "lhs_factors": Argument((batch, m), "float32", "output", factors),
             "rhs_factors": Argument((batch, n), "float32", "output", factors),

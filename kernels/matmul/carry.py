@@ -12,7 +12,8 @@ from mxjax.fp8_carriers import CARRIER_DTYPES, SHIFTS, UNIT_BYTES, Carried, Carr
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.quantize.elements import encode_fp8, scale_value
 
-BLOCKS = 256  # per program
+BLOCKS = 256  # per program, at most
+MOST_ROWS = 32  # per program, a bit of its flags each
 _WORDS = BLOCK // 8  # words of 8 elements per block
 _LEAST_UNIT, _LARGEST_UNIT = tl.constexpr(UNIT_BYTES[0]), tl.constexpr(UNIT_BYTES[1])
 
@@ -54,7 +55,7 @@ def carry_operand(
         out=[
             jax.ShapeDtypeStruct((batch, n, 2 * _WORDS * blocks), jnp.int32),
             jax.ShapeDtypeStruct((batch, n), jnp.uint8),
-            jax.ShapeDtypeStruct((batch, programs), jnp.uint8),
+            jax.ShapeDtypeStruct((batch, programs), jnp.uint32),
         ],
         grid=(programs, batch),
         num_warps=4,
@@ -73,7 +74,7 @@ def programs_of(n: int, blocks: int) -> int:
 def rows_and_parts(blocks: int) -> tuple[int, int]:
     """Returns the number of rows per program and of programs per row; one of the two is 1."""
     width = _width(blocks)
-    return BLOCKS // width, ceil_div(blocks, width)
+    return min(BLOCKS // width, MOST_ROWS), ceil_div(blocks, width)
 
 
 def _width(blocks: int) -> int:
@@ -84,12 +85,11 @@ def _width(blocks: int) -> int:
 def constants_of(n: int, blocks: int, carrier: Carrier, target: Target | None) -> dict[str, int | bool]:
     """Returns the kernel's constants for an operand of n rows."""
     low, high = SHIFTS[carrier]
-    width = _width(blocks)
     return {
         "N": n,
         "K": blocks,
-        "ROWS": BLOCKS // width,
-        "BLOCKS": width,
+        "ROWS": rows_and_parts(blocks)[0],
+        "BLOCKS": _width(blocks),
         "LOW": low,
         "HIGH": high,
         "E5M2": carrier == "e5m2",
@@ -115,7 +115,8 @@ def carry_kernel(
 ):
     """Converts BLOCKS of the K blocks of ROWS rows of words [v, N, 4 K] and scales [v, N, K].
 
-    The outputs are out [v, N, 8 K], unit [v, N] and lost [v, programs]; the grid is (programs, v).
+    The outputs are out [v, N, 8 K], unit [v, N] and lost [v, programs], uint32, whose bit i is set if row i
+    of the program lost an element; the grid is (programs, v).
     """
     PARTS: tl.constexpr = (K + BLOCKS - 1) // BLOCKS  # programs per row; if more than one, ROWS is 1
     v = tl.program_id(1).to(tl.int64)
@@ -139,7 +140,9 @@ def carry_kernel(
 
     holds_something = tl.max((word & 0x77777777).to(tl.uint32, bitcast=True), 1) > 0
     missed = ((shift < LOW) | (shift > HIGH)) & (byte < 255) & holds_something
-    tl.store(lost + v * tl.num_programs(0) + tl.program_id(0), tl.max(missed.to(tl.int32), 0).to(tl.uint8))
+    of_rows = tl.max(tl.reshape(missed.to(tl.int32), [ROWS, BLOCKS]), 1).to(tl.uint32)
+    flags = tl.sum(of_rows << rows.to(tl.uint32), 0).to(tl.uint32)
+    tl.store(lost + v * tl.num_programs(0) + tl.program_id(0), flags)
     scale = scale_value(tl.where(byte == 255, 255, tl.minimum(tl.maximum(shift, LOW), HIGH) + 127))
     if NATIVE:
         magnitudes = (0 * scale, 0.5 * scale, scale, 1.5 * scale, 2 * scale, 3 * scale, 4 * scale, 6 * scale)

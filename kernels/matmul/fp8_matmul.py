@@ -105,8 +105,6 @@ def correct(
 ) -> list[jax.Array]:
     """Returns y, recomputed where its row or column lost elements, with the factors of rows and columns.
 
-    Rows that share a flag are recomputed together.
-
     Args:
       y: the product of the elements of `left` and `right`. It is overwritten.
       operands: packed lhs, lhs_scales, rhs, rhs_scales.
@@ -164,8 +162,8 @@ def scratch_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
 def constants_of(m: int, n: int, k: int, tiles: Tiles) -> dict[str, int]:
     """Returns the kernel's constexpr arguments."""
     rows, parts = rows_and_parts(k // BLOCK)
-    flags = {"ROWS": rows, "PARTS": parts}
-    return {"M": m, "N": n, "K": k, **flags, "BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k}
+    groups = {"ROWS": rows, "PARTS": parts}
+    return {"M": m, "N": n, "K": k, **groups, "BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k}
 
 
 @triton.jit
@@ -196,9 +194,9 @@ def correct_kernel(
 
     They become those of lhs[b] @ rhs[b].T divided by the factors of their rows and columns, as the rest of
     out is. The kernel also writes these factors, [b, M] and [b, N], from the unit bytes. Each of PARTS parts
-    of ROWS rows has a flag: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N instead of M. `before` is
-    the memory of out, and scratch, [programs * b, max(BLOCK_M, BLOCK_N)], is for this kernel alone. The grid
-    is (programs, batch), with any number of programs.
+    of ROWS rows has a word with a bit for each row: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N
+    instead of M. `before` is the memory of out, and scratch, [programs * b, max(BLOCK_M, BLOCK_N)], is for
+    this kernel alone. The grid is (programs, batch), with any number of programs.
     """
     TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -213,8 +211,8 @@ def correct_kernel(
     _write_factors(lhs_unit, lhs_factors + batch * M, M)
     _write_factors(rhs_unit, rhs_factors + batch * N, N)
     # Strips of BLOCK_M lost rows across all columns, then strips of BLOCK_N lost columns across all rows.
-    of_rows = tl.cdiv(_count_lost(lhs_lost, M, ROWS, PARTS) * ROWS, BLOCK_M) * TILES_N
-    of_columns = tl.cdiv(_count_lost(rhs_lost, N, ROWS, PARTS) * ROWS, BLOCK_N) * TILES_M
+    of_rows = tl.cdiv(_count_lost(lhs_lost, M, ROWS, PARTS), BLOCK_M) * TILES_N
+    of_columns = tl.cdiv(_count_lost(rhs_lost, N, ROWS, PARTS), BLOCK_N) * TILES_M
     for tile in range(program, of_rows + of_columns, programs):
         if tile < of_rows:
             rows = _lost_rows(lhs_lost, scratch, tile // TILES_N, M, ROWS, PARTS, BLOCK_M)
@@ -248,12 +246,12 @@ def correct_kernel(
 
 @triton.jit
 def _count_lost(flags, LENGTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns the number of groups of ROWS rows with a flag set."""
+    """Returns the number of rows that lost elements."""
     GROUPS: tl.constexpr = (LENGTH + ROWS - 1) // ROWS
     WIDTH: tl.constexpr = 4096 if GROUPS > 4096 else triton.next_power_of_2(GROUPS)
     count = tl.zeros([WIDTH], tl.int32)
     for start in range(0, GROUPS, WIDTH):
-        count += _group_flags(flags, start + tl.arange(0, WIDTH), GROUPS, PARTS)
+        count += _ones(_group_flags(flags, start + tl.arange(0, WIDTH), GROUPS, PARTS))
     return tl.sum(count, 0)
 
 
@@ -267,35 +265,45 @@ def _lost_rows(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Returns a strip's BLOCK rows of those in groups with a flag set; past the last of them, LENGTH.
+    """Returns a strip's BLOCK rows of those that lost elements; past the last of them, LENGTH.
 
-    The program finds the groups together, and hands them to its threads through scratch memory.
+    The program finds the rows together, and hands them to its threads through scratch memory.
     """
     GROUPS: tl.constexpr = (LENGTH + ROWS - 1) // ROWS
     WIDTH: tl.constexpr = 4096 if GROUPS > 4096 else triton.next_power_of_2(GROUPS)
-    SLOTS: tl.constexpr = BLOCK // ROWS if BLOCK > ROWS else 1
-    first = strip * BLOCK // ROWS  # of the strip's groups, counted among those with a flag
+    first = strip * BLOCK  # of the strip's rows, counted among those that lost elements
     before = 0
     tl.debug_barrier()  # all threads have read the last strip's
     for start in range(0, GROUPS, WIDTH):
         group = start + tl.arange(0, WIDTH)
         found = _group_flags(flags, group, GROUPS, PARTS)
-        slot = before + tl.cumsum(found, 0) - 1 - first
-        tl.store(scratch + slot, group, mask=(found > 0) & (slot >= 0) & (slot < SLOTS))
-        before += tl.sum(found, 0)
+        count = _ones(found)
+        slot = before - first + tl.cumsum(count, 0) - count
+        for i in range(ROWS):
+            is_lost = (found >> i & 1).to(tl.int32)
+            tl.store(scratch + slot, group * ROWS + i, mask=(is_lost > 0) & (slot >= 0) & (slot < BLOCK))
+            slot += is_lost
+        before += tl.sum(count, 0)
     tl.debug_barrier()
-    rank = strip * BLOCK + tl.arange(0, BLOCK)
-    group = tl.load(scratch + (rank // ROWS - first), mask=rank // ROWS < before, other=GROUPS)
-    return tl.minimum(group * ROWS + rank % ROWS, LENGTH)
+    rank = tl.arange(0, BLOCK)
+    return tl.load(scratch + rank, mask=first + rank < before, other=LENGTH)
 
 
 @triton.jit
 def _group_flags(flags, group, GROUPS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns 1 for each group, by its index, that has one of its PARTS flags set, else 0."""
-    found = tl.zeros(group.shape, tl.int32)
+    """Returns for each group, by its index, a bit for each of its rows, over all parts; 0 past the last."""
+    found = tl.zeros(group.shape, tl.uint32)
     for part in tl.static_range(PARTS):
-        found |= tl.load(flags + group * PARTS + part, group < GROUPS, 0).to(tl.int32)
+        found |= tl.load(flags + group * PARTS + part, group < GROUPS, 0)
     return found
+
+
+@triton.jit
+def _ones(bits):
+    """Returns the number of ones in each of 32 bits."""
+    pairs = bits - (bits >> 1 & 0x55555555)
+    fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333)
+    return (((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101 >> 24).to(tl.int32)
 
 
 @triton.jit

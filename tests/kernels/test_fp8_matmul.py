@@ -170,11 +170,11 @@ def correct_poison(left, right, lhs: KMajor, rhs: KMajor):
     return np.asarray(y != poison), np.asarray(y, np.float64) * rows[:, :, None] * columns[:, None, :]
 
 
-def groups_with(rows, batch: int, length: int, group: int):
-    """Returns which of [batch, length] lie in a group of rows, which share a flag, with one of these rows."""
+def places(rows, batch: int, length: int):
+    """Returns which of [batch, length] these rows are."""
     found = np.zeros((batch, length), bool)
     for b, row in rows:
-        found[b, row // group * group : row // group * group + group] = True
+        found[b, row] = True
     return found
 
 
@@ -186,9 +186,9 @@ def groups_with(rows, batch: int, length: int, group: int):
     ],
     ids=[f"{size}-{len(rows)}-{len(columns)}" for size, rows, columns in LOST],
 )
-def test_only_rows_that_share_a_flag_with_a_lost_one_are_put_right(size, lhs_lost, rhs_lost):
+def test_only_lost_rows_are_put_right(size, lhs_lost, rhs_lost):
     """In a lost row a block is far above the others; it meets zeros, so that the others are all there is."""
-    from mxjax.kernels.matmul.carry import carry_operand, rows_and_parts
+    from mxjax.kernels.matmul.carry import carry_operand
 
     (m, n, blocks), batch = size, 1 + max(b for b, _ in lhs_lost + rhs_lost)
     far = [np.zeros((batch, length, blocks), np.uint8) for length in (m, n)]
@@ -201,21 +201,21 @@ def test_only_rows_that_share_a_flag_with_a_lost_one_are_put_right(size, lhs_los
     lhs, rhs = without(lhs, 1) if rhs_lost else lhs, without(rhs, 0) if lhs_lost else rhs
     left, right = (carry_operand(q.elements, q.scales, "e4m3", current_target()) for q in (lhs, rhs))
     overwritten, got = correct_poison(left, right, lhs, rhs)
-    group, _ = rows_and_parts(blocks)
-    in_rows, in_columns = groups_with(lhs_lost, batch, m, group), groups_with(rhs_lost, batch, n, group)
+    in_rows, in_columns = places(lhs_lost, batch, m), places(rhs_lost, batch, n)
     np.testing.assert_array_equal(overwritten, in_rows[:, :, None] | in_columns[:, None, :])
     wanted, bound = exact(lhs, rhs)
     assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])
 
 
-@pytest.mark.parametrize(("flag", "rows"), [(0, slice(0, 256)), (1, slice(256, 300))])
-def test_a_flag_of_more_rows_than_a_tile_has(flag, rows):
+@pytest.mark.parametrize(("word", "rows"), [(0, slice(0, 32)), (9, slice(288, 300))])
+def test_all_rows_of_a_word_are_put_right(word, rows):
     from mxjax.kernels.matmul.carry import carry_operand
 
     lhs, rhs = operand(0, (1, 300, 1), 4), operand(1, (1, 9, 1), 4)
     left, right = (carry_operand(q.elements, q.scales, "e4m3", current_target()) for q in (lhs, rhs))
-    assert left.lost.shape == (1, 2)
-    overwritten, got = correct_poison(left._replace(lost=left.lost.at[0, flag].set(1)), right, lhs, rhs)
+    assert left.lost.shape == (1, 10)
+    all_set = left._replace(lost=left.lost.at[0, word].set(2**32 - 1))
+    overwritten, got = correct_poison(all_set, right, lhs, rhs)
     found = np.zeros_like(overwritten)
     found[:, rows] = True
     np.testing.assert_array_equal(overwritten, found)
