@@ -17,7 +17,7 @@ from mxjax.recipes.whole_runs import RECIPES
 from mxjax.scales import ScaleRule
 from training.config import PrecisionConfig
 from training.outliers import add_outliers, parse_outliers, remove_outliers
-from training.policy_source import label, load_policy
+from training.policy_source import check_sources, label, load_policy
 
 _MIXED = " with outlier channels"  # ends the name of a phase that has them
 _LATER = re.compile(r"(\S.*?)\s+from\s+(\S+)")
@@ -55,7 +55,7 @@ def parse_schedule(
         phases out of order or outside the run.
     """
     if isinstance(policy, Policy):
-        return _changed([ScheduledPolicy(1, label(policy), policy)], changes)
+        return _changed([ScheduledPolicy(1, label(policy), check_sources(policy))], changes)
     text = policy
     try:
         schedule = tuple(
