@@ -39,9 +39,16 @@ def flags[T](parse: Callable[[], T], program: str | None = None) -> T:
     except SystemExit as error:
         if error.code != 2:
             raise
-        message = f"{in_one_line(errors.getvalue())}; see {program} --help"
+        message = in_one_line(errors.getvalue())
+    raise refusal(message, program)
+
+
+def refusal(message: str, program: str | None = None) -> FlagError:
+    """Prints one line that says what is wrong with the flags; returns the error to raise."""
+    program = program or program_name()
+    message = f"{message}; see {program} --help"
     print(f"{program}: error: {message}", file=sys.stderr)
-    raise FlagError(message)
+    return FlagError(message)
 
 
 def in_one_line(box: str) -> str:

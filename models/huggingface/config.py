@@ -79,7 +79,7 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
     """
     kind = raw.get("model_type")
     if kind != "llama":
-        hint = "; a Mistral without a sliding_window is a Llama: write 'llama'" if kind == "mistral" else ""
+        hint = "; a Mistral without a sliding_window is one: write 'llama'" if kind == "mistral" else ""
         raise ValueError(f"config.json: model_type is {short(kind)}; only 'llama' can be imported{hint}")
     _check_features(raw)
     if not isinstance(tied := raw.get("tie_word_embeddings", False), bool):
