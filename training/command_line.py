@@ -7,13 +7,13 @@ import math
 import pathlib
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import tyro
 
 from training import mlperf
 from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig
-from training.flags import flags, refusal
+from training.flags import check_lists, flags
 
 
 def mlperf_llama31_8b(batch_size: int = 32) -> Config:
@@ -54,7 +54,7 @@ def parse(argv: list[str] | None = None) -> Config:
     one of its values.
     """
     argv = sys.argv[1:] if argv is None else argv
-    _check_lists(argv)
+    check_lists(argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset")
     first.add_argument("--batch-size", "--batch_size", type=int, default=32)
@@ -72,17 +72,6 @@ def parse(argv: list[str] | None = None) -> Config:
             default = PRESETS[known.preset](known.batch_size)
     description = "Train a Llama in MXFP4."
     return flags(lambda: tyro.cli(Config, args=argv, default=default, description=description))
-
-
-def _check_lists(argv: Sequence[str]) -> None:
-    """Refuses a list that is given in two parts, of which tyro takes the last, and --set with two changes."""
-    words = [word.partition("=")[0] for word in argv]
-    for flag in ("--layers", "--data"):
-        if words.count(flag) > 1:
-            raise refusal(f"{flag} is given {words.count(flag)} times; write all its values after one {flag}")
-    for before, _, word in zip(argv, argv[1:], argv[2:], strict=False):
-        if before == "--set" and not word.startswith("--"):
-            raise refusal(f"--set takes one change; write --set before {word!r} too")
 
 
 def _begun_run(folder: pathlib.Path) -> Config | None:

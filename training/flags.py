@@ -5,7 +5,7 @@ import io
 import itertools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from training.startup import output_errors, program_name
 
@@ -41,6 +41,17 @@ def flags[T](parse: Callable[[], T], program: str | None = None) -> T:
             raise
         message = in_one_line(errors.getvalue())
     raise refusal(message, program)
+
+
+def check_lists(argv: Sequence[str]) -> None:
+    """Refuses a list that is given in two parts, of which tyro takes the last, and --set with two changes."""
+    words = [word.partition("=")[0] for word in argv]
+    for flag in ("--layers", "--data"):
+        if words.count(flag) > 1:
+            raise refusal(f"{flag} is given {words.count(flag)} times; write all its values after one {flag}")
+    for before, _, word in zip(argv, argv[1:], argv[2:], strict=False):
+        if before == "--set" and "=" in word and not word.startswith("--"):
+            raise refusal(f"--set takes one change; write --set before {word!r} too")
 
 
 def refusal(message: str, program: str | None = None) -> FlagError:
