@@ -30,10 +30,10 @@ from training.diagnosis.tables import summary
 from training.environment import enable_compilation_cache, facts, input_errors
 from training.extras import check_extra
 from training.files import write_atomically
-from training.flags import flags
+from training.flags import check_lists, flags
 from training.metrics import json_line
 from training.outliers import has_outliers
-from training.restored import Restored, RunArguments, restore
+from training.restored import Restored, RunArguments, describe, restore
 from training.sampling import SampleConfig, sample
 from training.startup import output_errors
 from training.step import evaluate, make_eval_step
@@ -70,7 +70,7 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
     with input_errors():
         restored = restore(arguments)
         held_out = read_batches(arguments, restored)
-    _, model, params, step, phase, implementation, channels = restored
+    _, model, params, _, phase, implementation, channels = restored
 
     def losses(both, batch, key):
         params, channels = both
@@ -80,7 +80,7 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
 
     xla_options = compiler_options(phase.layers.policies, implementation)
     result = evaluate(make_eval_step(losses, xla_options), (params, channels), held_out)
-    return {"run": str(arguments.run), "step": step, "policy": phase.policy, **result}
+    return describe(arguments, restored) | result
 
 
 def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
@@ -97,9 +97,9 @@ def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
                 "one with --policy, e.g. --policy tetrajet_v2"
             )
         batches = read_batches(arguments, restored)
-        _, model, params, step, phase, implementation, _ = restored
+        _, model, params, _, phase, implementation, _ = restored
         found = diagnose(model, params, phase.layers, implementation, batches)
-    described = {"run": str(arguments.run), "step": step, "policy": phase.policy}
+    described = describe(arguments, restored)
     shape = {"batches": len(batches), "tokens": sum(batch[:, 1:].size for batch in batches)}
     found = described | shape | found | {"versions": facts()}
     show(summary(found))
@@ -137,6 +137,7 @@ def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.nd
 
 def run_command(argv: list[str]) -> None:
     """Runs `eval.py ARGUMENTS`."""
+    check_lists(argv)
     if argv and argv[0] in COMMANDS:
         command(argv[0], argv[1:])
     else:

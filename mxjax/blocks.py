@@ -55,13 +55,15 @@ def block_std(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Ar
 
     The zeros that fill up a short block count as elements. Sums are in pairs of halves, in a fixed order.
 
-    Special values: NaN if the block contains NaN or infinity, or magnitudes past 2**63, whose squares
-      overflow.
+    Special values: NaN if the block contains NaN or infinity.
     """
+    large = block_max(x, block_shape, axis) >= 2.0**48
+    x = jnp.where(spread(large, x.shape, block_shape, axis), x * 2.0**-80, x)  # so that no sum overflows
     squares = lax.optimization_barrier(x * x)  # a fused multiplication and addition would round once
     mean, mean_square = (_block_mean(t, block_shape, axis) for t in (x, squares))
     variance = mean_square - lax.optimization_barrier(mean * mean)
-    return jnp.sqrt(jnp.where(variance < 0, 0, variance))
+    std = jnp.sqrt(jnp.where(variance < 0, 0, variance))
+    return jnp.where(large, std * 2.0**80, std)
 
 
 def _block_mean(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:

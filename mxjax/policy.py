@@ -157,6 +157,18 @@ class Policy:
         return any(gemm.needs_key for gemm in self.gemms.values())
 
     @property
+    def idle_sources(self) -> tuple[str, ...]:
+        """The operands with source "dequantized" whose tensor the Fprop neither quantizes nor rotates."""
+        if self.fprop.rotation is not None:
+            return ()
+        seen = {"dgrad.rhs": (self.dgrad.rhs, self.fprop.rhs), "wgrad.lhs": (self.wgrad.lhs, self.fprop.lhs)}
+        return tuple(
+            name
+            for name, (operand, first) in seen.items()
+            if operand.source == "dequantized" and FORMATS[first.format].element is None
+        )
+
+    @property
     def has_mxfp4(self) -> bool:
         """Whether any of the six operands is in MXFP4."""
         return any(o.format == "mxfp4" for gemm in self.gemms.values() for o in (gemm.lhs, gemm.rhs))

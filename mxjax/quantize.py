@@ -268,12 +268,24 @@ def _divide_by_scales(
         per_unit = divide(jnp.float32(element.max), tensor_max(x))
         return None, 1 / per_unit, x * per_unit
     if f.scale == "fp32":
-        amax = jnp.maximum(block_max(x, block_shape, axis), jnp.float32(SMALLEST_BLOCK_MAX))
-        per_unit = divide(jnp.full_like(amax, element.max), amax)
-        return 1 / per_unit, None, x * spread(per_unit, x.shape, block_shape, axis)
+        scales, scaled = _divide_by_float32(x, element, block_shape, axis)
+        return scales, None, scaled
     if rule == "quest":
         byte = quest_scale(block_std(x, block_shape, axis))
     else:
         byte = block_scale(block_max(x, block_shape, axis), rule, element)
     scaled = divide_by_scale(x, spread(byte.astype(jnp.int32), x.shape, block_shape, axis))
     return lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), None, scaled
+
+
+def _divide_by_float32(
+    x: Float32[Array, "*shape"], element: Element, block_shape, axis: int
+) -> tuple[Float32[Array, "*blocks"], Float32[Array, "*shape"]]:
+    """Returns the scales that make each block's largest magnitude the element's, and x divided by them."""
+    amax = jnp.maximum(block_max(x, block_shape, axis), jnp.float32(SMALLEST_BLOCK_MAX))
+    # XLA flushes subnormals, and 3.5 divided by float32's largest number is one: halve such blocks first.
+    halved = amax > 2.0**126
+    per_unit = divide(jnp.full_like(amax, element.max), jnp.where(halved, amax * 0.5, amax))
+    x = jnp.where(spread(halved, x.shape, block_shape, axis), x * 0.5, x)
+    scales = jnp.where(halved, 2 / per_unit, 1 / per_unit)
+    return scales, x * spread(per_unit, x.shape, block_shape, axis)

@@ -13,7 +13,7 @@ import tyro
 
 from training import mlperf
 from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig
-from training.flags import flags
+from training.flags import check_lists, flags
 
 
 def mlperf_llama31_8b(batch_size: int = 32) -> Config:
@@ -54,6 +54,7 @@ def parse(argv: list[str] | None = None) -> Config:
     one of its values.
     """
     argv = sys.argv[1:] if argv is None else argv
+    check_lists(argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset")
     first.add_argument("--batch-size", "--batch_size", type=int, default=32)

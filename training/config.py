@@ -110,7 +110,9 @@ class PrecisionConfig:
 
     def __post_init__(self):
         if not isinstance(self.policy, str | Policy):
-            raise TypeError(f"policy must be an mxjax.Policy or a text, as for --policy, got {self.policy!r}")
+            raise TypeError(
+                f"policy must be an mxjax.Policy or a text, as for --policy, got {self.policy!r:.60}"
+            )
 
     def rules(self) -> list[tuple[str, Policy]]:
         """Returns the exceptions by layer as (pattern, policy)."""

@@ -5,7 +5,7 @@ import io
 import itertools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from training.startup import output_errors, program_name
 
@@ -39,9 +39,27 @@ def flags[T](parse: Callable[[], T], program: str | None = None) -> T:
     except SystemExit as error:
         if error.code != 2:
             raise
-        message = f"{in_one_line(errors.getvalue())}; see {program} --help"
+        message = in_one_line(errors.getvalue())
+    raise refusal(message, program)
+
+
+def check_lists(argv: Sequence[str]) -> None:
+    """Refuses a list that is given in two parts, of which tyro takes the last, and --set with two changes."""
+    words = [word.partition("=")[0] for word in argv]
+    for flag in ("--layers", "--data"):
+        if words.count(flag) > 1:
+            raise refusal(f"{flag} is given {words.count(flag)} times; write all its values after one {flag}")
+    for before, _, word in zip(argv, argv[1:], argv[2:], strict=False):
+        if before == "--set" and "=" in word and not word.startswith("--"):
+            raise refusal(f"--set takes one change; write --set before {word!r} too")
+
+
+def refusal(message: str, program: str | None = None) -> FlagError:
+    """Prints one line that says what is wrong with the flags; returns the error to raise."""
+    program = program or program_name()
+    message = f"{message}; see {program} --help"
     print(f"{program}: error: {message}", file=sys.stderr)
-    raise FlagError(message)
+    return FlagError(message)
 
 
 def in_one_line(box: str) -> str:

@@ -13,11 +13,10 @@ from typing import NamedTuple
 from mxjax.layers import LayerPolicies, Rules, matching
 from mxjax.policy import Policy
 from mxjax.policy_json import change_fields
-from mxjax.recipes.whole_runs import RECIPES
 from mxjax.scales import ScaleRule
 from training.config import PrecisionConfig
 from training.outliers import add_outliers, parse_outliers, remove_outliers
-from training.policy_source import label, load_policy
+from training.policy_source import check_sources, label, load_policy
 
 _MIXED = " with outlier channels"  # ends the name of a phase that has them
 _LATER = re.compile(r"(\S.*?)\s+from\s+(\S+)")
@@ -55,16 +54,14 @@ def parse_schedule(
         phases out of order or outside the run.
     """
     if isinstance(policy, Policy):
-        return _changed([ScheduledPolicy(1, label(policy), policy)], changes)
+        return _changed([ScheduledPolicy(1, label(policy), check_sources(policy))], changes)
     text = policy
     try:
         schedule = tuple(
             ScheduledPolicy(step, name, load_policy(name)) for step, name in _phases_in(text, steps)
         )
     except ValueError as error:
-        unknown = str(error).startswith("unknown policy")
-        more = f"; recipes of whole training runs are {', '.join(RECIPES)}" if unknown else ""
-        raise ValueError(f"--policy {text!r}: {error}{more}") from None
+        raise ValueError(f"--policy {text!r}: {error}") from None
     for before, after in itertools.pairwise(schedule):
         if not before.first_step < after.first_step <= steps:
             raise ValueError(
@@ -169,6 +166,8 @@ def phase_at(phases: tuple[Phase, ...], step: int) -> Phase:
 def _phases_in(text: str, steps: int) -> list[tuple[int, str]]:
     """Returns the first step and the policy, as text, of each part of a schedule."""
     first, *rest = (part.strip() for part in text.split(";"))
+    if begins := _LATER.fullmatch(first):
+        raise ValueError(f"the first policy begins at step 1; write {begins[1]!r} without 'from'")
     phases = [(1, first)]
     for part in rest:
         if (later := _LATER.fullmatch(part)) is None:

@@ -23,11 +23,12 @@ def load_policy(source: str) -> Policy:
         Python file that is run, and its variable that holds a `Policy` or such a name. The file may import
         others of its folder.
     Raises:
-      ValueError: unknown name, or the file cannot be read or run, or holds no such policy.
+      ValueError: unknown name, or the file cannot be read or run, or holds no such policy, or one with a
+        `source` that has no effect.
     """
     if source.endswith(".json"):
         try:
-            return policy_from_json(pathlib.Path(source).read_text())
+            return check_sources(policy_from_json(pathlib.Path(source).read_text()))
         except OSError as error:
             raise ValueError(f"{source}: {error.strerror}") from None
         except ValueError as error:
@@ -37,6 +38,19 @@ def load_policy(source: str) -> Policy:
     if source.endswith(".py"):
         raise ValueError(f"{source} may hold several policies; write {source}:NAME")
     return get_policy(source)
+
+
+def check_sources(policy: Policy) -> Policy:
+    """Returns the policy.
+
+    Raises:
+      ValueError: an operand has source "dequantized" for a tensor that the Fprop does not quantize.
+    """
+    for name in policy.idle_sources:
+        raise ValueError(
+            f"{name}.source=dequantized has no effect: the Fprop does not quantize that tensor; use original"
+        )
+    return policy
 
 
 def label(policy: Policy | str) -> str:
@@ -91,4 +105,7 @@ def _from_python(path: str, name: str) -> Policy:
         raise ValueError(
             f"{path} has no mxjax.Policy called {name}{is_other}; it has {', '.join(there) or 'none'}"
         )
-    return value
+    try:
+        return check_sources(value)
+    except ValueError as error:
+        raise ValueError(f"{path}:{name}: {error}") from None

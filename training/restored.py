@@ -94,6 +94,13 @@ def restore(arguments: RunArguments) -> Restored:
     return Restored(config, model, params, step, phase, implementation, channels)
 
 
+def describe(arguments: RunArguments, restored: Restored) -> dict[str, Any]:
+    """Returns the run, step and policy for records, and the flags that change the policy if there are any."""
+    flags = {name: getattr(arguments, name) for name in ("set", "scale_rule", "layers")}
+    given = {name: value for name, value in flags.items() if value}
+    return {"run": str(arguments.run), "step": restored.step, "policy": restored.phase.policy} | given
+
+
 def _channels(checkpoints: Checkpoints, config: Config, model: LlamaConfig, step: int | None):
     """Returns the channels that the norms in a checkpoint's optimizer state choose."""
     assert config.precision.outlier_channels is not None

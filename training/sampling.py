@@ -16,7 +16,7 @@ from training.data.megatron import is_indexed, parse_blend
 from training.data.text import END_OF_DOCUMENT
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_path
 from training.device_memory import gib, memory_there_is
-from training.restored import Restored, RunArguments, restore
+from training.restored import Restored, RunArguments, describe, restore
 from training.run_config import HUGGINGFACE
 
 
@@ -86,8 +86,11 @@ def sample(arguments: SampleConfig) -> dict[str, Any]:
         if token == codec.end:
             break
         found.append(token)
-    described = {"run": str(arguments.run), "step": restored.step, "policy": restored.phase.policy}
-    return described | {"seed": arguments.seed, "tokens": len(found), "text": codec.decode(found)}
+    return describe(arguments, restored) | {
+        "seed": arguments.seed,
+        "tokens": len(found),
+        "text": codec.decode(found),
+    }
 
 
 def check_length(model: LlamaConfig, length: int) -> None:

@@ -1,36 +1,67 @@
 """Conversion between `LlamaConfig` and config.json, as transformers 4 and 5 write it.
 
-Settings that change the model's values and are not supported raise an error; others (caches, dropout, token
-ids) are ignored.
+Settings that change the model's values and are not supported raise an error. Those known to change none
+(caches, dropout, token ids) are ignored. So are unknown ones, with a warning.
 
 Source: transformers' configuration_llama.py and modeling_rope_utils.py, 4.57 and 5.23.
 """
 
+import logging
 from collections.abc import Mapping
 from reprlib import repr as short
 from typing import Any
 
 from models.configs import LlamaConfig, RopeScaling
 
+_log = logging.getLogger(__name__)
+
 # The only supported value of each field, which is also its default.
 _ONLY: Mapping[str, Any] = {
     "hidden_act": "silu",
+    "hidden_activation": "silu",
     "attention_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
+    "is_causal": True,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
     "quantization_config": None,
 }
 _OF_OTHERS = (
-    "sliding_window",
-    "attention_chunk_size",
-    "num_local_experts",
-    "num_experts",
-    "n_routed_experts",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "use_qk_norm",
+    *("sliding_window", "use_sliding_window", "sliding_window_pattern", "attention_chunk_size"),
+    *("qk_norm", "use_qk_norm", "qk_layernorm", "clip_qkv", "use_parallel_residual"),
+    *("bias", "use_bias", "qkv_bias", "attention_out_bias", "lm_head_bias"),
+    *("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("scale_emb", "scale_depth", "dim_model_base", "rope_interleave", "rope_interleaved"),
+    *("num_local_experts", "num_experts", "n_routed_experts", "kv_lora_rank", "num_nextn_predict_layers"),
+    *("use_bidirectional_attention", "add_cross_attention", "is_encoder_decoder", "per_layer_config"),
 )
-"""Fields of other families. transformers' Llama ignores them, and whoever sets them means another model."""
+"""Fields of other families. transformers' Llama ignores most, and whoever sets them means another model."""
+_PER_LAYER: Mapping[str, Any] = {
+    "layer_types": "full_attention",
+    "mlp_layer_types": "dense",
+    "no_rope_layers": 1,
+}
+"""Lists with an entry a layer, and the only supported entry."""
+_READ = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"),
+    *("rms_norm_eps", "initializer_range", "rope_theta", "rope_scaling", "rope_parameters"),
+    "original_max_position_embeddings",
+)
+_WITHOUT_EFFECT = (
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "auto_map"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_implementation"),
+    *("use_cache", "pretraining_tp", "max_window_layers", "chunk_size_feed_forward", "is_decoder"),
+    *("output_attentions", "output_hidden_states", "return_dict", "torchscript", "use_return_dict"),
+    *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams"),
+    *("repetition_penalty", "length_penalty", "num_return_sequences", "tokenizer_class", "prefix"),
+)
+"""Fields of labels, generation, dropout and files: they do not change a Llama's logits."""
 _LLAMA3 = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -48,13 +79,9 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
     """
     kind = raw.get("model_type")
     if kind != "llama":
-        raise ValueError(f"config.json: model_type is {short(kind)}; only 'llama' can be imported")
-    for name, only in _ONLY.items():
-        if (value := raw.get(name, only)) != only:
-            raise ValueError(f"config.json: {name} is {short(value)}, and only {only!r} is supported")
-    for name in _OF_OTHERS:
-        if raw.get(name) and not (name == "sliding_window" and raw.get("use_sliding_window") is False):
-            raise ValueError(f"config.json: {name} is {short(raw[name])}, which is not supported; remove it")
+        hint = "; a Mistral without a sliding_window is one: write 'llama'" if kind == "mistral" else ""
+        raise ValueError(f"config.json: model_type is {short(kind)}; only 'llama' can be imported{hint}")
+    _check_features(raw)
     if not isinstance(tied := raw.get("tie_word_embeddings", False), bool):
         raise ValueError(f"config.json: tie_word_embeddings must be true or false, got {short(tied)}")
     _size(raw, "max_position_embeddings", 1)  # the model does not use it
@@ -79,6 +106,34 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
         norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
         init_std=_positive(raw, "initializer_range", 0.02),
         tied=tied,
+    )
+
+
+def _check_features(raw: Mapping[str, Any]) -> None:
+    """Raises ValueError for a field that makes another model; warns of fields that nothing here knows."""
+    for name, only in _ONLY.items():
+        if raw.get(name) not in (None, only):
+            raise _unsupported(name, raw[name], f"only {only!r} is supported")
+    for name, only in _PER_LAYER.items():
+        layers = raw.get(name) or []
+        if not isinstance(layers, list) or any(layer != only for layer in layers):
+            raise _unsupported(name, layers, f"only {only!r} in every layer is supported")
+    unused = ("sliding_window", "sliding_window_pattern") if raw.get("use_sliding_window") is False else ()
+    for name in _OF_OTHERS:
+        if raw.get(name) and name not in unused:
+            raise _unsupported(name, raw[name], "it is not supported")
+    known = {*_ONLY, *_PER_LAYER, *_OF_OTHERS, *_READ, *_WITHOUT_EFFECT}
+    if unknown := sorted(n for n in raw if raw[n] and n not in known and not n.startswith("_")):
+        _log.warning(
+            "config.json: %s: unknown fields, ignored; check that the model needs none",
+            short(unknown),
+        )
+
+
+def _unsupported(name: str, value: object, why: str) -> ValueError:
+    return ValueError(
+        f"config.json: {name} is {short(value)}, and {why}; "
+        "remove it if the model was trained without it, else it cannot be imported"
     )
 
 
@@ -135,7 +190,12 @@ def write_config(config: LlamaConfig, context: int) -> dict[str, Any]:
 
 def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Returns the base of the rotary frequencies and their scaling, from the fields of either version."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope, older = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    if rope and older and rope != older:
+        raise ValueError(
+            "config.json: rope_parameters and rope_scaling differ; remove the one that is not the model's"
+        )
+    rope = rope or older
     if not isinstance(rope, dict):
         raise ValueError(f"config.json: rope scaling must be an object, got {short(rope)}")
     theta = _positive(rope if "rope_theta" in rope else raw, "rope_theta", 10_000.0)
@@ -146,7 +206,7 @@ def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     given = {name for name, value in rope.items() if value is not None}
     if unknown := given - fields - _ROPE_FIELDS:
         raise ValueError(f"config.json: rope type {short(kind)} does not take {short(sorted(unknown))}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError("config.json: rotating a part of each head (partial_rotary_factor) is not supported")
     if kind == "default":
         return theta, None
@@ -154,6 +214,10 @@ def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise ValueError(f"config.json: rope type 'llama3' lacks {', '.join(sorted(missing))}")
     values: dict[str, Any] = {ours: _positive(rope, name) for name, ours in _LLAMA3.items()}
     values["original_context"] = _size(rope, "original_max_position_embeddings")
+    if raw.get("original_max_position_embeddings") not in (None, values["original_context"]):
+        raise ValueError(
+            "config.json: original_max_position_embeddings differs from that of the rope scaling"
+        )
     if not values["low_freq_factor"] < values["high_freq_factor"]:
         raise ValueError("config.json: low_freq_factor must be less than high_freq_factor")
     return theta, RopeScaling(**values)

@@ -1,8 +1,7 @@
-"""Prints policies operand by operand, and recipes of whole runs by their flags, with their sources.
+"""Prints policies operand by operand, and recipes of whole runs by their flags, with their sources."""
 
-`python -m mxjax.recipes [NAME ...]`
-"""
-
+import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,7 +24,12 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser("python -m mxjax.recipes", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="what to print; default: all")
     try:
-        main(sys.argv[1:])
+        main(parser.parse_args().names)
+        sys.stdout.flush()
     except ValueError as error:
-        sys.exit(str(error))
+        parser.error(str(error))
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

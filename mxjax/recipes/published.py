@@ -6,6 +6,7 @@ from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy, Rotation
 
 _MXFP4 = Operand("mxfp4")
+_EVEN = Operand("mxfp4", scale_rule="even")
 _E4M3 = Operand("fp8_e4m3")
 _bf16 = Gemm(Operand("bf16"), Operand("bf16"))
 
@@ -35,23 +36,26 @@ def amazon() -> dict[str, Policy]:
     }
 
 
-def published() -> dict[str, Policy]:
-    """Returns the other published recipes by name."""
+def _primus_and_lumen() -> dict[str, Policy]:
+    """Recipes with weights in 2-D blocks and H16 on Wgrad, for AMD's GPUs."""
     # AMD-AGI/Primus-Turbo at a6a16cd: FP4GemmMXFunction of primus_turbo/pytorch/ops/gemm_fp4.py says what has
     # 2-D blocks (the weight) and H16 (both operands of Wgrad); use_gradient_sr is off by default.
     # csrc/kernels/quantization/quantization_mxfp4.cu: rule even is compute_tile_scale, H16 without signs is
     # rht16_inplace.
-    even = Operand("mxfp4", scale_rule="even")
     tile = Operand("mxfp4", block_shape=(32, 32), scale_rule="even")
-    primus = Policy(fprop=Gemm(even, tile), dgrad=Gemm(even, tile), wgrad=Gemm(even, even, Rotation(16)))
-    even_sr = dataclasses.replace(even, rounding="stochastic")
+    primus = Policy(fprop=Gemm(_EVEN, tile), dgrad=Gemm(_EVEN, tile), wgrad=Gemm(_EVEN, _EVEN, Rotation(16)))
+    even_sr = dataclasses.replace(_EVEN, rounding="stochastic")
     # DaiXindi-AMD/Lumen, lumen/ops/quantize/linear.py at 0109d35: Wgrad's x is rotated and quantized from the
     # original. Until August 2026, as at deaccb4, it was from the packed x of the Fprop (section 5.12 of
     # docs/mxfp4_training_report.md at 1270677), and still is where the forward quantizer does not write both.
-    lumen = Policy(primus.fprop, Gemm(even_sr, tile), Gemm(even, even_sr, Rotation(16)))
-    saved = dataclasses.replace(even, source="dequantized")
+    lumen = Policy(primus.fprop, Gemm(even_sr, tile), Gemm(_EVEN, even_sr, Rotation(16)))
+    saved = dataclasses.replace(_EVEN, source="dequantized")
     lumen_dequantized = dataclasses.replace(lumen, wgrad=dataclasses.replace(lumen.wgrad, lhs=saved))
+    return {"primus_turbo": primus, "lumen": lumen, "lumen_dequantized": lumen_dequantized}
 
+
+def published() -> dict[str, Policy]:
+    """Returns the other published recipes by name."""
     # TetraJet, arXiv 2502.20853, and quantization/QLinear.py of thu-ml/TetraJet-MXFP4Training at bbe9bd6,
     # which numbers its quantizers. Scales are free of truncation: no element is clipped.
     rceil = Operand("mxfp4", scale_rule="rceil")  # Q1, Q2: x and w to nearest
@@ -72,13 +76,11 @@ def published() -> dict[str, Policy]:
 
     # Like `fprop` of the ladder, with the backward pass in MX formats too; of no publication that we know.
     e5m2 = Operand("mxfp8_e5m2", scale_rule="even")
-    fp8_backward = Policy(fprop=Gemm(even, even), dgrad=Gemm(e5m2, e5m2), wgrad=Gemm(e5m2, e5m2))
+    fp8_backward = Policy(fprop=Gemm(_EVEN, _EVEN), dgrad=Gemm(e5m2, e5m2), wgrad=Gemm(e5m2, e5m2))
 
     return {
         "weight_only": weight_only,
-        "primus_turbo": primus,
-        "lumen": lumen,
-        "lumen_dequantized": lumen_dequantized,
+        **_primus_and_lumen(),
         "tetrajet": tetrajet,
         "chmiel_mx": chmiel,
         "mxfp4_fp8_backward": fp8_backward,

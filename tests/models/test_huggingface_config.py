@@ -48,19 +48,34 @@ def test_meta_s_llama_2_needs_no_rope_fields():
     assert config.n_params == 6_738_415_616  # the size of that checkpoint
 
 
+GRANITE = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model_type": "qwen2"}, "model_type is 'qwen2'"),
+        ({"model_type": "mistral"}, "model_type is 'mistral'.* write 'llama'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"num_local_experts": 8}, "num_local_experts is 8, which is not supported"),
+        ({"num_local_experts": 8}, "num_local_experts is 8, and it is not supported; remove"),
         ({"num_experts": 8}, "num_experts is 8"),
         ({"sliding_window": 128}, "sliding_window is 128"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"use_qk_norm": True}, "use_qk_norm is True"),
+        ({"qk_norm": True}, "qk_norm is True"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types is .*'full_attention' in every",
+        ),
+        ({"layer_types": "full_attention"}, "layer_types"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and only 1.0"),
+        ({"is_causal": False}, "is_causal is False"),
+        *(({name: 0.5}, f"{name} is 0.5") for name in GRANITE),
         ({"hidden_size": None}, "hidden_size must be a positive integer"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers must be"),
         ({"num_key_value_heads": 3}, "no multiple of 3 key/value heads"),
@@ -69,6 +84,8 @@ def test_meta_s_llama_2_needs_no_rope_fields():
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"does not take \['full_attention'\]"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": 3}, "must be an object"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters and rope_scaling differ"),
+        ({"original_max_position_embeddings": 32}, "differs from that of the rope"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
     ],
@@ -76,6 +93,19 @@ def test_meta_s_llama_2_needs_no_rope_fields():
 def test_other_models_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         read_config(golden_raw() | change)
+
+
+def test_values_that_change_nothing_are_taken_and_unknown_fields_are_named(caplog):
+    """Fields of Mistral, Qwen 2 and 3 and Granite by which they are a Llama."""
+    raw = golden_raw() | dict.fromkeys(GRANITE, 1.0) | {"attention_multiplier": None, "attention_bias": False}
+    raw |= {"layer_types": ["full_attention"] * 2, "sliding_window": None, "partial_rotary_factor": None}
+    raw |= {"max_window_layers": 28, "use_sliding_window": False, "qk_norm": False, "attention_dropout": 0.1}
+    assert read_config(raw) == read_config(golden_raw())
+    assert not caplog.messages
+    assert read_config(raw | {"alibi": True, "rotary_pct": 0.25, "_kept": 1}) == read_config(golden_raw())
+    assert caplog.messages == [
+        "config.json: ['alibi', 'rotary_pct']: unknown fields, ignored; check that the model needs none"
+    ]
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}

@@ -123,6 +123,8 @@ def test_fields_of_a_rotation_need_one_or_its_size():
         ("wgrad", "*.rotation.signs=redrawn", "there is no rotation; set *.rotation.size too"),
         ("wgrad_hadamard", "wgrad.rotation.seed=3", "seed is for signs=fixed without values"),
         ("nvfp4_te", "wgrad.rotation.seed=3", "seed is for signs=fixed without values"),
+        ("amazon", "wgrad.lhs.source=dequantized", "the Fprop does not quantize that tensor"),
+        ("fp32", "dgrad.rhs.source=dequantized", "the Fprop does not quantize that tensor"),
     ],
 )
 def test_a_change_without_an_effect_is_refused(name, change, reason):
@@ -137,6 +139,13 @@ def test_a_change_needs_an_effect_on_one_operand_only():
     assert set_fields(mxjax.get_policy("quartet"), reset).fprop.lhs == Operand("nvfp4")
     split = set_fields(Policy(), ["*.lhs.quantile=0.9", "fprop.lhs.split=outliers"])
     assert split.fprop.lhs == Operand(split="outliers", quantile=0.9)
+
+
+def test_a_source_needs_an_fprop_that_quantizes_or_rotates():
+    assert not any(policy.idle_sources for policy in mxjax.policies().values())
+    for other in ("fprop.lhs.format=mxfp4", "fprop.rotation.size=16"):
+        changes = ["wgrad.lhs.source=dequantized", other]
+        assert set_fields(mxjax.get_policy("bf16"), changes).wgrad.lhs.source == "dequantized"
 
 
 def test_only_the_result_of_all_changes_must_be_a_policy():

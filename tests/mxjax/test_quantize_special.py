@@ -1,5 +1,9 @@
 """Zeros, NaN, infinities and subnormals, and how far each of them reaches."""
 
+import contextlib
+import itertools
+from typing import get_args
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,6 +21,8 @@ from support.tensors import (
 )
 
 import mxjax
+from mxjax.rounding import Rounding
+from mxjax.scales import ScaleRule
 
 
 def test_a_zero_block_has_scale_byte_zero_and_keeps_signs():
@@ -124,3 +130,51 @@ def test_a_prescale_may_round_the_largest_numbers_up_to_infinity():
     largest = np.full((1, 32), np.finfo(np.float32).max)
     assert np.all(np.isfinite(mxjax.dequantize(mxjax.quantize(largest))))
     assert np.all(np.isinf(mxjax.dequantize(mxjax.quantize(largest, prescale=0.75))))
+
+
+def _extremes():
+    """Blocks with magnitudes at the ends of float32's and bfloat16's ranges, small ones beside."""
+    info, subnormal = np.finfo(np.float32), np.finfo(np.float32).smallest_subnormal
+    largest = [info.max, ml_dtypes.finfo(ml_dtypes.bfloat16).max, 2.98e38, 2.0**126, 2.0**62, 1.0, info.tiny]
+    rows = []
+    for m in np.float32([*largest, info.tiny / 2, 3 * subnormal, subnormal]):
+        rows += [np.full(128, m), np.where(np.arange(128) % 2, m, -m)]
+        rows += [np.where(np.arange(128) == 5, m, other) for other in np.float32([0, subnormal, info.tiny])]
+    return np.float32(rows)
+
+
+def _operands():
+    """Every format with every rule, rounding, prescale and choice of minifloat scales that it takes."""
+    scales = [{}, {"four_over_six": "mse"}, {"four_over_six": "mae"}, {"eden": 128}]
+    for name, rule, rounding, prescale, more in itertools.product(
+        mxjax.FORMATS, get_args(ScaleRule), get_args(Rounding), (None, 0.75), scales
+    ):
+        f = mxjax.FORMATS[name]
+        if rule != "floor" and f.scale != "e8m0":
+            continue
+        with contextlib.suppress(ValueError):  # a combination that is refused
+            yield mxjax.Operand(name, None, rule, rounding, prescale, **more)
+
+
+_FEW = [mxjax.Operand(scale_rule="quest"), mxjax.Operand("fp4_e1m2"), mxjax.Operand("fp4_vector")]
+
+
+@pytest.mark.parametrize(
+    "operand",
+    [pytest.param(o, marks=() if o in _FEW else pytest.mark.exhaustive) for o in _operands()],
+    ids=str,
+)
+def test_finite_numbers_never_become_nan(operand):
+    x = _extremes()
+    for part in (x, x[10:15], x[-10:]):
+        q = mxjax.quantize(part, operand, key=KEY)
+        assert not np.isnan(elements(q)).any()
+        assert q.scales is None or np.isfinite(np.float32(q.scales)).all()
+        assert not np.isnan(mxjax.dequantize(q)).any()
+
+
+def test_a_float32_scale_serves_the_largest_blocks_alike():
+    x = np.float32([np.linspace(-1, 1, 16)])
+    q, expected = (mxjax.quantize(x * np.float32(m), "fp4_e1m2") for m in (np.finfo(np.float32).max, 1))
+    np.testing.assert_array_equal(elements(q), elements(expected))
+    np.testing.assert_allclose(q.scales * 3.5, np.finfo(np.float32).max, rtol=1e-6)

@@ -95,7 +95,7 @@ def test_block_scale_of_special_values(rule):
 def test_quest_is_the_power_of_two_below_its_multiple_of_the_standard_deviation():
     # Rows of every size and mantissa, zeros, and a short last block, which zeros fill up.
     x = (RNG.standard_normal((400, 50)) + RNG.uniform(-1, 1, (400, 1))) * 2.0 ** RNG.uniform(
-        -40, 40, (400, 1)
+        -40, 125, (400, 1)
     )
     x = np.concatenate([x, np.zeros((1, 50)), np.full((1, 50), 3.0)]).astype(np.float32)
     blocks = np.pad(x.astype(np.float64), [(0, 0), (0, 14)]).reshape(-1, 2, 32)
@@ -108,8 +108,8 @@ def test_quest_is_the_power_of_two_below_its_multiple_of_the_standard_deviation(
 
 
 def test_quest_marks_blocks_that_are_not_finite():
-    x = np.ones((3, 32), np.float32)
-    x[0, 5], x[1, 6], x[2, 7] = np.nan, np.inf, 2.0**64
+    x = np.ones((2, 32), np.float32)
+    x[0, 5], x[1, 6] = np.nan, np.inf
     q = mxjax.quantize(x, scale_rule="quest")
     np.testing.assert_array_equal(np.asarray(q.scales).view(np.uint8), 255)
     assert np.isnan(mxjax.dequantize(q)).all()

@@ -58,6 +58,9 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
         ("--remat x", "Expected one of ('none', 'dots', 'fp4', 'full'); see"),
         ("--warmup-steps 2147483647", "--warmup-steps must be at least 0 and less than 2**31 - 1, got"),
         ("--policy", "Missing value for argument '--policy'"),
+        ("--layers a=fp8 --lr 1 --layers b=fp8", "--layers is given 2 times; write all its values after one"),
+        ("--data a --data=b", "--data is given 2 times"),
+        ("--set a=1 b=2 --lr 1", "--set takes one change; write --set before 'b=2' too; see"),
     ],
 )
 def test_wrong_flags_are_one_line(flags, said, capsys):

@@ -21,6 +21,7 @@ from training.policy_source import load_policy
 from training.run_config import from_json, to_json
 
 OWN = Policy(wgrad=Gemm(rotation=Rotation(32, "fixed", seed=3)))
+IDLE = Policy(Gemm(Operand("bf16"), Operand()), wgrad=Gemm(Operand(source="dequantized")))
 LAYER_POLICIES = functools.partial(llama.layer_policies, get_config("tiny"))
 
 
@@ -35,6 +36,8 @@ def files(tmp_path, monkeypatch):
         "named = 'fp8'\nnothing = 3\n"
     )
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "idle.json").write_text(mxjax.policy_to_json(IDLE))
+    (tmp_path / "idle.py").write_text(f"from mxjax import *\nown = {IDLE!r}")
 
 
 def test_a_policy_is_read_from_json_and_python(files):
@@ -68,6 +71,9 @@ def test_a_file_imports_its_neighbours(tmp_path, module):
         ("own.py", "write own.py:NAME"),
         ("own.py:other", "own.py has no mxjax.Policy called other; it has own"),
         ("own.py:nothing", "no mxjax.Policy called nothing"),
+        ("idle.json", "idle.json: wgrad.lhs.source=dequantized has no effect: the Fprop does not quantize"),
+        ("idle.py:own", "idle.py:own: wgrad.lhs.source=dequantized has no effect"),
+        (IDLE, "wgrad.lhs.source=dequantized has no effect"),
         ("broken.py:own", "broken.py raises ZeroDivisionError: division by zero"),
     ],
 )

@@ -50,10 +50,12 @@ def test_greedy_tokens_equal_those_without_a_cache(run, monkeypatch, capsys):
     np.testing.assert_array_equal(following[3:-1], tokens[0, 4:])
 
 
-def test_the_seed_decides(run):
+def test_the_seed_and_the_policy_decide(run):
     texts = [sample(SampleConfig(run, tokens=8, seed=seed))["text"] for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
-    assert sample(SampleConfig(run, policy="fp8", tokens=2))["policy"] == "fp8"
+    changes = ("wgrad.*.scale_rule=even",)
+    result = sample(SampleConfig(run, policy="wgrad", set=changes, tokens=2))
+    assert (result["policy"], result["set"]) == ("wgrad", changes)
 
 
 def test_the_tokenizer_is_the_data_s(run, tmp_path):
