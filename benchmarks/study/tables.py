@@ -172,7 +172,7 @@ def _with_half(cell: CellResult | None, base: CellResult) -> str:
 def tuned(recipes: Cells) -> str:
     """Returns differences between rungs of the ladder at the tuned rate, from the runs of the recipes' page.
 
-    A recipe has its own scale rule; that of the ladder's is `floor`.
+    A recipe has a scale rule of its own; for these it is `floor`.
     """
     names = {policy: f"{policy}.own.60m.tuned-60m" for policy in ("fp8", "bf16", "wgrad", "wgrad_hadamard")}
     pairs = (
