@@ -158,14 +158,14 @@ class Policy:
 
     @property
     def idle_sources(self) -> tuple[str, ...]:
-        """The operands with source "dequantized" whose tensor the Fprop neither quantizes nor rotates."""
+        """The operands with source "dequantized" whose tensor the Fprop reads unrotated in float32."""
         if self.fprop.rotation is not None:
             return ()
         seen = {"dgrad.rhs": (self.dgrad.rhs, self.fprop.rhs), "wgrad.lhs": (self.wgrad.lhs, self.fprop.lhs)}
         return tuple(
             name
             for name, (operand, first) in seen.items()
-            if operand.source == "dequantized" and FORMATS[first.format].element is None
+            if operand.source == "dequantized" and first.format == "fp32"
         )
 
     @property

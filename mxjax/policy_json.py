@@ -137,7 +137,7 @@ def _idle(policy: Policy, path: list[str], unsized: set[str]) -> str | None:
     if path[1:] == ["rotation"]:
         return None
     if path[-1] == "source" and ".".join(path[:2]) in policy.idle_sources:
-        return "the Fprop does not quantize that tensor"
+        return "the Fprop reads that tensor in float32"
     gemms = _chosen(path[0], _GEMMS, "GEMM")
     if path[1] == "rotation":
         rotated = [name for name in gemms if name not in unsized]

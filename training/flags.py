@@ -11,6 +11,7 @@ from training.startup import output_errors, program_name
 
 _BORDER = re.compile(r"^[ │] ?| *│?$")
 _INDENT = "    "
+_CHANGE = re.compile(r"[\w*]+\.[\w.*]+=")  # of a field of a policy
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -50,7 +51,7 @@ def check_lists(argv: Sequence[str]) -> None:
         if words.count(flag) > 1:
             raise refusal(f"{flag} is given {words.count(flag)} times; write all its values after one {flag}")
     for before, _, word in zip(argv, argv[1:], argv[2:], strict=False):
-        if before == "--set" and "=" in word and not word.startswith("--"):
+        if before == "--set" and _CHANGE.match(word):  # eval.py's RUN may be called lr=3e-4
             raise refusal(f"--set takes one change; write --set before {word!r} too")
 
 

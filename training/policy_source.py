@@ -44,11 +44,11 @@ def check_sources(policy: Policy) -> Policy:
     """Returns the policy.
 
     Raises:
-      ValueError: an operand has source "dequantized" for a tensor that the Fprop does not quantize.
+      ValueError: an operand has source "dequantized" for a tensor that the Fprop reads in float32.
     """
     for name in policy.idle_sources:
         raise ValueError(
-            f"{name}.source=dequantized has no effect: the Fprop does not quantize that tensor; use original"
+            f"{name}.source=dequantized has no effect: the Fprop reads that tensor in float32; use original"
         )
     return policy
 

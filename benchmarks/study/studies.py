@@ -205,6 +205,8 @@ _SEEN = (
     ("H16 on all GEMMs - Fprop alone, floor", "full_hadamard.floor", "fprop.floor"),
     ("H16 on all GEMMs - Fprop alone, even", "full_hadamard.even", "fprop.even"),
     ("H32 - H16, all GEMMs, floor", "full_hadamard32.floor", "full_hadamard.floor"),
+    ("H32 on all GEMMs - H16 on Wgrad, floor", "full_hadamard32.floor", "wgrad_hadamard.floor"),
+    ("H32 on all GEMMs - Fprop alone, floor", "full_hadamard32.floor", "fprop.floor"),
 )
 SEEN = tuple(_claim("decay", *claim) for claim in _SEEN)
 """Differences that the text mentions and that were chosen after the losses were known."""

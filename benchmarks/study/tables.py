@@ -106,9 +106,10 @@ def claims(cells: Cells) -> str:
         for claim, pairs, p in zip(CLAIMS, found, corrected, strict=True)
         if pairs
     ]
-    missing = len(CLAIMS) - len(rows)
-    lines = [table("claim | difference | 95 % | detectable | p (Holm) | pairs", rows)]
-    return "\n\n".join([*lines, *([f"Claims whose cells have not run: {missing}."] if missing else [])])
+    text = table("claim | difference | 95 % | detectable | p (Holm) | pairs", rows)
+    if missing := len(CLAIMS) - len(rows):
+        text += f"\n\nClaims without pairs, whose cells have not run or have diverged: {missing}."
+    return text
 
 
 def seen(cells: Cells) -> str:
@@ -163,16 +164,21 @@ def paper_layout(cells: Cells) -> str:
 
 
 def _with_half(cell: CellResult | None, base: CellResult) -> str:
+    """Returns a cell's mean loss beyond fp8, half of its interval, and how many of its runs diverged."""
     if cell is None:
         return ""
-    d = paired_difference(cell.losses, base.losses)
-    return f"{d.mean:+.3f}" + ("" if math.isnan(d.low) else f" ± {d.mean - d.low:.3f}")
+    d, parts = paired_difference(cell.losses, base.losses), []
+    if d.n:
+        parts.append(f"{d.mean:+.3f}" + ("" if math.isnan(d.low) else f" ± {d.mean - d.low:.3f}"))
+    if cell.n_diverged:
+        parts.append(f"{cell.n_diverged} of {len(cell.runs)} diverged")
+    return ", ".join(parts)
 
 
 def tuned(recipes: Cells) -> str:
     """Returns differences between rungs of the ladder at the tuned rate, from the runs of the recipes' page.
 
-    A recipe has its own scale rule; that of the ladder's is `floor`.
+    A recipe has a scale rule of its own; for these it is `floor`.
     """
     names = {policy: f"{policy}.own.60m.tuned-60m" for policy in ("fp8", "bf16", "wgrad", "wgrad_hadamard")}
     pairs = (

@@ -60,6 +60,7 @@ _WITHOUT_EFFECT = (
     *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
     *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams"),
     *("repetition_penalty", "length_penalty", "num_return_sequences", "tokenizer_class", "prefix"),
+    *("is_llama_config", "transformers.js_config"),
 )
 """Fields of labels, generation, dropout and files: they do not change a Llama's logits."""
 _LLAMA3 = {
@@ -191,13 +192,14 @@ def write_config(config: LlamaConfig, context: int) -> dict[str, Any]:
 def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Returns the base of the rotary frequencies and their scaling, from the fields of either version."""
     rope, older = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
-    if rope and older and rope != older:
+    for given in (rope, older):
+        if not isinstance(given, dict):
+            raise ValueError(f"config.json: rope scaling must be an object, got {short(given)}")
+    if rope and rope | older != rope:
         raise ValueError(
             "config.json: rope_parameters and rope_scaling differ; remove the one that is not the model's"
         )
     rope = rope or older
-    if not isinstance(rope, dict):
-        raise ValueError(f"config.json: rope scaling must be an object, got {short(rope)}")
     theta = _positive(rope if "rope_theta" in rope else raw, "rope_theta", 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):

@@ -147,6 +147,15 @@ def test_a_claim_beside_another_is_a_difference_of_differences():
     assert tables._pairs(gather(runs), Claim("", "a", "none")) == []
 
 
+def test_the_papers_layout_counts_diverged_runs():
+    losses = {"fp8": [3.0, 3.0], "wgrad floor": [3.1, 3.1]}
+    losses |= {"wgrad_sr floor": [3.2, math.nan], "full_sr floor": [math.nan, math.nan]}
+    runs = [record(name, name, seed, loss) for name in losses for seed, loss in enumerate(losses[name])]
+    found = tables.paper_layout(gather(runs))
+    assert "| +0.200, 1 of 2 diverged |" in found
+    assert "| 2 of 2 diverged |" in found
+
+
 def power_law(tokens):
     return 2.0 + 8.0 * tokens**-0.3
 

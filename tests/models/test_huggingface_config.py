@@ -108,6 +108,14 @@ def test_values_that_change_nothing_are_taken_and_unknown_fields_are_named(caplo
     ]
 
 
+def test_both_fields_of_rope_may_say_the_same():
+    """rope_scaling has no rope_theta, which rope_parameters holds too."""
+    rope = golden_raw()["rope_parameters"]
+    older = {name: value for name, value in rope.items() if name != "rope_theta"}
+    assert older
+    assert read_config(golden_raw() | {"rope_scaling": older}) == read_config(golden_raw())
+
+
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 

@@ -123,8 +123,8 @@ def test_fields_of_a_rotation_need_one_or_its_size():
         ("wgrad", "*.rotation.signs=redrawn", "there is no rotation; set *.rotation.size too"),
         ("wgrad_hadamard", "wgrad.rotation.seed=3", "seed is for signs=fixed without values"),
         ("nvfp4_te", "wgrad.rotation.seed=3", "seed is for signs=fixed without values"),
-        ("amazon", "wgrad.lhs.source=dequantized", "the Fprop does not quantize that tensor"),
-        ("fp32", "dgrad.rhs.source=dequantized", "the Fprop does not quantize that tensor"),
+        ("fp32", "wgrad.lhs.source=dequantized", "the Fprop reads that tensor in float32"),
+        ("fp32", "dgrad.rhs.source=dequantized", "the Fprop reads that tensor in float32"),
     ],
 )
 def test_a_change_without_an_effect_is_refused(name, change, reason):
@@ -141,11 +141,11 @@ def test_a_change_needs_an_effect_on_one_operand_only():
     assert split.fprop.lhs == Operand(split="outliers", quantile=0.9)
 
 
-def test_a_source_needs_an_fprop_that_quantizes_or_rotates():
+def test_a_source_needs_an_fprop_that_rounds_or_rotates():
     assert not any(policy.idle_sources for policy in mxjax.policies().values())
-    for other in ("fprop.lhs.format=mxfp4", "fprop.rotation.size=16"):
+    for other in ("fprop.lhs.format=mxfp4", "fprop.lhs.format=bf16", "fprop.rotation.size=16"):
         changes = ["wgrad.lhs.source=dequantized", other]
-        assert set_fields(mxjax.get_policy("bf16"), changes).wgrad.lhs.source == "dequantized"
+        assert set_fields(mxjax.get_policy("fp32"), changes).wgrad.lhs.source == "dequantized"
 
 
 def test_only_the_result_of_all_changes_must_be_a_policy():

@@ -11,7 +11,7 @@ import eval as evaluation_program
 import train as training_program
 from training.checkpoint.structure import check_saveable
 from training.command_line import parse
-from training.flags import in_one_line
+from training.flags import check_lists, in_one_line
 from training.run_config import read_run_config
 
 SHAPE = {"d_model": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 4, "d_ff": 8}
@@ -60,7 +60,7 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
         ("--policy", "Missing value for argument '--policy'"),
         ("--layers a=fp8 --lr 1 --layers b=fp8", "--layers is given 2 times; write all its values after one"),
         ("--data a --data=b", "--data is given 2 times"),
-        ("--set a=1 b=2 --lr 1", "--set takes one change; write --set before 'b=2' too; see"),
+        ("--set a.b=1 *.c=2 --lr 1", "--set takes one change; write --set before '*.c=2' too; see"),
     ],
 )
 def test_wrong_flags_are_one_line(flags, said, capsys):
@@ -71,6 +71,11 @@ def test_wrong_flags_are_one_line(flags, said, capsys):
     assert said in errors
     assert errors.count("\n") == 1
     assert errors.endswith("--help\n")
+
+
+def test_a_folder_after_a_change_may_have_an_equals_sign():
+    check_lists(["--set", "wgrad.*.scale_rule=even", "lr=3e-4"])
+    check_lists(["--set", "wgrad.*.scale_rule=even", "runs/lr=3e-4"])
 
 
 def test_boxes_in_other_encodings_and_colors_are_one_line():

@@ -21,7 +21,7 @@ from training.policy_source import load_policy
 from training.run_config import from_json, to_json
 
 OWN = Policy(wgrad=Gemm(rotation=Rotation(32, "fixed", seed=3)))
-IDLE = Policy(Gemm(Operand("bf16"), Operand()), wgrad=Gemm(Operand(source="dequantized")))
+IDLE = Policy(Gemm(Operand("fp32"), Operand()), wgrad=Gemm(Operand(source="dequantized")))
 LAYER_POLICIES = functools.partial(llama.layer_policies, get_config("tiny"))
 
 
@@ -71,7 +71,7 @@ def test_a_file_imports_its_neighbours(tmp_path, module):
         ("own.py", "write own.py:NAME"),
         ("own.py:other", "own.py has no mxjax.Policy called other; it has own"),
         ("own.py:nothing", "no mxjax.Policy called nothing"),
-        ("idle.json", "idle.json: wgrad.lhs.source=dequantized has no effect: the Fprop does not quantize"),
+        ("idle.json", "idle.json: wgrad.lhs.source=dequantized has no effect: the Fprop reads that tensor"),
         ("idle.py:own", "idle.py:own: wgrad.lhs.source=dequantized has no effect"),
         (IDLE, "wgrad.lhs.source=dequantized has no effect"),
         ("broken.py:own", "broken.py raises ZeroDivisionError: division by zero"),
