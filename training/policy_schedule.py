@@ -167,6 +167,8 @@ def _phases_in(text: str, steps: int) -> list[tuple[int, str]]:
     """Returns the first step and the policy, as text, of each part of a schedule."""
     first, *rest = (part.strip() for part in text.split(";"))
     if begins := _LATER.fullmatch(first):
+        if "," in first:
+            raise ValueError(f"{first!r}: policies of a schedule are separated by ';'")
         raise ValueError(f"the first policy begins at step 1; write {begins[1]!r} without 'from'")
     phases = [(1, first)]
     for part in rest:

@@ -13,17 +13,21 @@ Finished runs are skipped, so the same command continues after an interruption. 
 that is not expected to end in time; runs of a size that none has timed yet may take longer.
 """
 
+import dataclasses
+import fnmatch
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
 
 from benchmarks.study import diagnosis, recipes_page, report, runner
+from benchmarks.study.cells import Cell
 from benchmarks.study.studies import STUDIES
 from training.environment import enable_compilation_cache, input_errors
 
@@ -38,6 +42,8 @@ def run(
     minutes: float | None = None,
     workers: int = 1,
     commit: str | None = None,
+    cells: str = "*",
+    seeds: int | None = None,
 ) -> None:
     """Trains the missing runs of a study.
 
@@ -50,23 +56,40 @@ def run(
       minutes: time limit; default, none.
       workers: processes that share the cells, each on its own GPU of CUDA_VISIBLE_DEVICES, or of all.
       commit: commit for the record; default, the checkout's.
+      cells: pattern of the names of the cells to train, such as "wgrad.floor.*".
+      seeds: seeds of each cell; default, the study's.
     """
     with input_errors():
         names = study.split(",")
         if unknown := [name for name in names if name not in STUDIES]:
             raise ValueError(f"unknown study {', '.join(unknown)}; the studies are {', '.join(STUDIES)}")
-        if workers < 1 or not (minutes is None or minutes > 0):
-            raise ValueError(f"--workers and --minutes are positive, got {workers} and {minutes}")
+        if workers < 1 or not (minutes is None or minutes > 0) or not (seeds is None or seeds > 0):
+            raise ValueError(
+                f"--workers, --minutes and --seeds are positive, got {workers}, {minutes} and {seeds}"
+            )
         if workers > 1:
             sys.exit(_run_workers(workers))
         enable_compilation_cache()
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
         commit = commit or runner.current_commit()
-        for name in names:
-            settings = runner.Settings(name, out, data, eval_data, vocab_size, commit, deadline)
-            if not runner.run_cells(STUDIES[name], settings):
-                break
-            print(f"{name}: no run is missing, or other processes train the rest")
+        try:
+            for name in names:
+                settings = runner.Settings(name, out, data, eval_data, vocab_size, commit, deadline)
+                if not runner.run_cells(_chosen(STUDIES[name], cells, seeds), settings):
+                    break
+                print(f"{name}: no run is missing, or other processes train the rest")
+        except KeyboardInterrupt:
+            sys.exit("interrupted; the same command trains what is missing")
+
+
+def _chosen(study: Sequence[Cell], pattern: str, seeds: int | None) -> list[Cell]:
+    """Returns the cells whose name matches, with at most so many seeds."""
+    found = [cell for cell in study if fnmatch.fnmatchcase(cell.name, pattern)]
+    if not found:
+        raise ValueError(
+            f"no cell is called {pattern!r}; the cells are {', '.join(cell.name for cell in study)}"
+        )
+    return [dataclasses.replace(cell, seeds=min(cell.seeds, seeds or cell.seeds)) for cell in found]
 
 
 def _run_workers(count: int) -> int:

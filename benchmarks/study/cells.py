@@ -90,7 +90,7 @@ _HARD = {
 
 
 def _protocols() -> dict[str, Protocol]:
-    """Returns the protocols; an epoch is 717 steps of 64 x 512 tokens at a vocabulary of 16,384."""
+    """Returns the protocols; an epoch is 715 steps of 64 x 512 tokens at a vocabulary of 16,384."""
     decay = Protocol(lr=1e-3)
     found = {"decay": decay}
     for lr in ("5e-4", "1e-3", "1.5e-3", "2e-3", "4e-3"):  # the first tuning, with a warm-up of 50 steps

@@ -53,20 +53,22 @@ def main(
     batches: int = 8,
     out: pathlib.Path,
 ) -> None:
-    """Measures the cells of a study on a run's checkpoint, and Wgrad's variants, into diagnosis.json.
+    """Measures the cells of a study on a run's checkpoint, and Wgrad's variants; prints and keeps the tables.
 
     Args:
       run: folder of a run of train.py, best in fp8.
       study: study whose policies to measure; "none" measures Wgrad's variants alone.
       step: step of the checkpoint. Default: the last.
       batches: number of batches of the run's held-out data, at least 3.
-      out: folder for diagnosis.json.
+      out: folder for diagnosis.json, which must not be there yet.
     """
     enable_compilation_cache()
     commit = current_commit()  # of the code that runs, whatever is edited meanwhile
     with input_errors():
         if study not in STUDIES and study != NONE:
             raise ValueError(f"unknown study {study}; the studies are {', '.join(STUDIES)}, and {NONE}")
+        if (out / FILE).exists():
+            raise ValueError(f"{out / FILE} exists; name another --out")
         arguments = evaluation.EvalConfig(run, step=step, batches=batches)
         restored = evaluation.restore(arguments)
         held_out = evaluation.read_batches(arguments, restored)
@@ -85,6 +87,7 @@ def main(
     }
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / FILE, json.dumps(record | found, indent=1) + "\n")
+    print(variants_table(read(out)), compared_table(read(out)), f"written to {out / FILE}", sep="\n\n")
 
 
 def measure(

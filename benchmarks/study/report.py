@@ -41,12 +41,18 @@ TABLES = {
 PLOTS = {"learning-rates.svg": plots.learning_rates, "seeds.svg": plots.seeds}
 
 
+def tables_of(runs: Sequence[Run]) -> dict[str, str]:
+    """Returns the tables that runs alone give, by the page's markers."""
+    cells = gather(runs)
+    return {name: make(cells) for name, make in TABLES.items()}
+
+
 def sections(runs: Sequence[Run]) -> dict[str, str]:
     """Returns every generated part of the page by its marker; what is not of `runs` is as committed."""
     again = {name: cell for name, cell in gather(read_runs(REPEATS)).items() if name in gather(runs)}
     cells = gather(runs)
     ladder, wgrad = (diagnosis.read(PAGE.with_suffix("") / name) for name in ("ladder", "wgrad"))
-    return {name: make(cells) for name, make in TABLES.items()} | {
+    return tables_of(runs) | {
         "repeats": tables.repeats(cells, again),
         "tuned": tables.tuned(gather(read_runs(RECIPES))),
         "published": tables.published(),
@@ -105,14 +111,17 @@ def main(
     """Regenerates the page and its plots from the committed runs, or prints the tables of other runs.
 
     Args:
-      folder: runs whose tables to print; nothing is written. Default: the committed runs.
+      folder: runs whose tables to print; nothing is written. Default: the committed runs. Those of recipes
+        are printed by `benchmarks.study recipes`.
       page: document to write into.
       check: write nothing; fail if the page or a plot differs from what the runs give.
     """
     with input_errors():
         runs = read_runs(folder or RUNS)
-        if folder is not None and not check:
-            print("\n\n".join(f"## {name}\n\n{content}" for name, content in sections(runs).items()))
+        if folder is not None:
+            if check:
+                raise ValueError("--check compares the page with the committed runs: leave out the folder")
+            print("\n\n".join(f"## {name}\n\n{content}" for name, content in tables_of(runs).items()))
         elif not check:
             write(runs, page)
         elif found := differences(runs, page):

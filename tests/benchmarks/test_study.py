@@ -108,6 +108,8 @@ def test_outlier_channels_change_activations_and_no_function():
 def test_the_committed_report_is_what_the_committed_runs_give():
     page = report.PAGE.read_bytes()
     program.report.main(check=True)
+    with pytest.raises(SystemExit, match="leave out the folder"):
+        program.report.main(program.report.RUNS, check=True)
     assert report.PAGE.read_bytes() == page
 
 
@@ -310,3 +312,5 @@ def test_the_cells_of_a_study_are_measured_on_a_checkpoint(tmp_path, monkeypatch
     assert 0 < errors["fp8"] < errors["wgrad_sr even"]
     with pytest.raises(SystemExit, match="unknown study three; the studies are two, and none"):
         diagnosis.main(tmp_path / "run", study="three", out=tmp_path)
+    with pytest.raises(SystemExit, match=r"diagnosis\.json exists; name another --out"):
+        diagnosis.main(tmp_path / "run", study="two", out=tmp_path / "out")

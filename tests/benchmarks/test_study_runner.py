@@ -202,10 +202,22 @@ def test_a_run_of_the_training_program_may_end_early(settings, monkeypatch, endi
     assert [math.isnan(loss) for _, loss in found["evaluations"]] == [True] * (ending == "nan")
 
 
-@pytest.mark.parametrize("flags", [{"workers": 0}, {"minutes": -1.0}, {"minutes": math.nan}])
+@pytest.mark.parametrize("flags", [{"workers": 0}, {"minutes": -1.0}, {"minutes": math.nan}, {"seeds": 0}])
 def test_limits_that_leave_nothing_to_run_are_refused(tmp_path, flags):
-    with pytest.raises(SystemExit, match="--workers and --minutes are positive"):
+    with pytest.raises(SystemExit, match="--workers, --minutes and --seeds are positive"):
         program.run("ladder-60m", out=tmp_path, data="none", eval_data="none", **flags)
+
+
+def test_a_part_of_a_study_is_chosen(tmp_path, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(program.runner, "run_cells", lambda cells, settings: chosen.append(cells))
+    options = {"out": tmp_path, "data": "none", "eval_data": "none"}
+    program.run("ladder-60m", cells="wgrad.*", seeds=3, **options)
+    assert [(cell.name, cell.seeds) for cell in chosen[0]] == [
+        (name, 3) for name in ("wgrad.floor.60m.decay", "wgrad.even.60m.decay")
+    ]
+    with pytest.raises(SystemExit, match=r"no cell is called 'nvfp4.\*'; the cells are fp8.own.60m.decay, "):
+        program.run("ladder-60m", cells="nvfp4.*", **options)
 
 
 def test_workers_take_the_visible_devices(monkeypatch):
