@@ -92,7 +92,11 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
         raise ValueError(
             f"config.json: num_attention_heads {heads} is no multiple of {groups} key/value heads"
         )
-    if (head_dim := _size(raw, "head_dim", max(width // heads, 1))) % 2:
+    if raw.get("head_dim") is None and width % heads:
+        raise ValueError(
+            f"config.json: hidden_size {width} is no multiple of num_attention_heads {heads}; add head_dim"
+        )
+    if (head_dim := _size(raw, "head_dim", width // heads)) % 2:
         raise ValueError(f"config.json: head_dim {head_dim} must be even for rotary embeddings")
     return LlamaConfig(
         vocab_size=_size(raw, "vocab_size"),
@@ -142,6 +146,8 @@ def _size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
     """Returns a positive integer; null is the default if there is one."""
     value = raw.get(name)
     value = default if value is None else value
+    if value is None:
+        raise ValueError(f"config.json: {name} is missing")
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
         raise ValueError(f"config.json: {name} must be a positive integer below 2**31, got {short(value)}")
     return value
