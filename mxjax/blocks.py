@@ -82,6 +82,8 @@ def _block_mean(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[
 def _reduce(
     reduce: Callable[..., Array], x: Shaped[Array, "*shape"], block_shape, axis: int
 ) -> Shaped[Array, "*blocks"]:
+    if not block_shape[1] and not x.shape[axis]:  # the whole axis is one block, though empty
+        x = jnp.zeros([*x.shape[: x.ndim + axis], 1, *x.shape[x.ndim + axis + 1 :]], x.dtype)
     for i, size in _sizes(x.shape, block_shape, axis).items():
         x = pad(x, i, size)
         x = reduce(x.reshape(*x.shape[:i], x.shape[i] // size, size, *x.shape[i + 1 :]), axis=i + 1)

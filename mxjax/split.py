@@ -46,8 +46,7 @@ def split(x: Float[Array, "*batch m k"], operand: Operand) -> Split:
             return Split(x - mean, mean)
         case "outliers" | "clip":
             x = x.astype(jnp.float32)
-            low, high = _quantiles(x, operand.quantile)
-            part = jnp.clip(x, low, high)
+            part = jnp.clip(x, *_quantiles(x, operand.quantile)) if x.size else x
             return Split(part, x - part if operand.split == "outliers" else None)
 
 

@@ -134,7 +134,7 @@ def test_any_shape(x_shape, d_out):
 
 
 @pytest.mark.parametrize(("tokens", "d_in", "d_out"), [(0, 33, 5), (4, 0, 5), (4, 33, 0)])
-@pytest.mark.parametrize("name", ["fp32", "wgrad"])
+@pytest.mark.parametrize("name", ["fp32", "wgrad", "ms_fp4"])
 def test_an_empty_axis_gives_an_empty_or_zero_product(tokens, d_in, d_out, name):
     x, w, dy = jnp.ones((tokens, d_in)), jnp.ones((d_in, d_out)), jnp.ones((tokens, d_out))
     assert_same(products(x, w, dy, policy=name), (x @ w, dy @ w.T, x.T @ dy))
