@@ -99,15 +99,18 @@ def _run_workers(count: int) -> int:
     if len(devices) < count:
         raise ValueError(f"--workers {count} needs as many GPUs, and CUDA_VISIBLE_DEVICES is {visible}")
     command = [sys.executable, "-m", "benchmarks.study", *sys.argv[1:], "--workers", "1"]
-    processes = list[subprocess.Popen]()
+    processes, ended = list[subprocess.Popen](), list[int]()
 
     def end(signum: int, _: object) -> None:
+        ended.append(signum)
         for process in processes:
             process.send_signal(signum)
 
     signal.signal(signal.SIGTERM, end)
     for device in devices[:count]:
         processes.append(subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": device}))
+    if ended:  # while they were started
+        end(ended[0], None)
     return max(128 - status if status < 0 else status for status in [p.wait() for p in processes])
 
 
