@@ -7,9 +7,10 @@ others that were traced. Triton's cache keeps it on disk.
 """
 
 import collections
+import contextlib
 import functools
 import importlib
-import threading
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from mxjax.kernels import workers
 from mxjax.kernels.call_message import ALIGNMENT, MachineCode, encode_call
 from mxjax.kernels.knobs import compiler_knobs
-from mxjax.kernels.workers import Frozen, Job
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -51,6 +50,9 @@ TYPES = {
 MOST_THREADS = 16
 """Kernels that are compiled at a time."""
 
+Frozen = tuple[tuple[str, type, Any], ...]
+"""A mapping as a hashable value, with types: 1, 1.0 and True are equal, but compile to different kernels."""
+
 
 def kernel_call(
     kernel,
@@ -72,18 +74,17 @@ def kernel_call(
       constants: the kernel's constexpr arguments.
       in_place: the first result takes the memory of the first array, and the kernel gets both pointers.
     """
+    options, constants = _freeze(options), _freeze(constants)
     dtypes = tuple(x.dtype.name for x in (*arrays, *out))
-    job = Job(kernel, dtypes, backend, arch, _freeze(options), _freeze(constants))
-    _traced.append(job)
-    workers.prepare(job)
+    _traced.append((kernel, dtypes, backend, arch, options, constants))
     return _kernel_call.bind(
         *arrays,
         kernel=kernel,
         out=tuple((o.shape, jax.numpy.dtype(o.dtype)) for o in out),
         grid=grid,
         target=(backend, arch),
-        options=job.options,
-        constants=job.constants,
+        options=options,
+        constants=constants,
         in_place=in_place,
     )
 
@@ -97,9 +98,9 @@ def _thaw(values: Frozen) -> dict[str, Any]:
 
 
 # Kernels that were traced and not lowered yet: the first that is lowered begins the compilation of all.
-_traced: collections.deque[Job] = collections.deque(maxlen=1000)
-_started: dict[Job, Future[MachineCode]] = {}
-_starting = threading.Lock()
+_traced: collections.deque[tuple[Any, tuple[str, ...], str, str, Frozen, Frozen]] = collections.deque(
+    maxlen=1000
+)
 _kernel_call = Primitive("mxjax_kernel_call")
 _kernel_call.multiple_results = True
 
@@ -129,7 +130,10 @@ def _lower(platform: str, context, *operands, kernel, out, grid, target, options
     _register()
     avals = (*context.avals_in, *context.avals_out)
     dtypes = tuple(a.dtype.name for a in avals)
-    code = start_compiling(Job(kernel, dtypes, target[0], target[1], options, constants)).result()
+    with contextlib.suppress(IndexError):  # another thread may take the last
+        while _traced:
+            start_compiling(*_traced.popleft())
+    code = start_compiling(kernel, dtypes, *target, options, constants).result()
     aliases = {0: 0} if in_place else {}
     lower = jax.ffi.ffi_lowering(CALL, operand_output_aliases=aliases)
     return lower(context, *operands, opaque=encode_call(code, grid, len(avals)))
@@ -145,51 +149,36 @@ def _register() -> None:
     importlib.import_module("jaxlib.gpu_triton")
 
 
-def start_compiling(job: Job) -> Future[MachineCode]:
-    """Begins to compile a kernel and all that were traced, each once a process.
-
-    Threads do it, or processes where that is faster; see `mxjax.kernels.workers`.
-    """
-    with _starting:
-        jobs = [job]
-        while _traced:
-            jobs.append(_traced.popleft())
-        new = [job for job in dict.fromkeys(jobs) if job not in _started]
-        elsewhere = workers.compile_in_processes(new)
-        for each in new:
-            _started[each] = _pool().submit(_compile, each, elsewhere.get(each))
-        return _started[job]
-
-
-def _compile(job: Job, elsewhere: threading.Event | None) -> MachineCode:
-    """Returns a compiled kernel, after another process has put it into Triton's cache."""
-    if elsewhere is not None:
-        elsewhere.wait()
-    return compile_kernel(job)
+@functools.cache
+def start_compiling(
+    kernel, dtypes: tuple[str, ...], backend: str, arch: str, options: Frozen, constants: Frozen
+) -> Future[MachineCode]:
+    """Begins `compile_kernel` in a thread, once a process. Triton compiles outside Python's lock."""
+    return _pool().submit(compile_kernel, kernel, dtypes, backend, arch, options, constants)
 
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(MOST_THREADS, workers.cores()), "mxjax-compile")
+    return ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "mxjax-compile")
 
 
-def compile_kernel(job: Job) -> MachineCode:
-    """Returns a kernel compiled for pointers to its arrays, which are multiples of 16 bytes.
+def compile_kernel(
+    kernel, dtypes: tuple[str, ...], backend: str, arch: str, options: Frozen, constants: Frozen
+) -> MachineCode:
+    """Returns a kernel compiled for pointers to arrays of `dtypes`, which are multiples of 16 bytes.
 
     Without line information, which would name the folder of the installation and quadruple the size.
     """
-    kernel, dtypes, backend, arch = job.kernel, job.dtypes, job.backend, job.arch
-    constants = _thaw(job.constants)
-    pointers = [name for name in kernel.arg_names if name not in constants]
+    names, values = kernel.arg_names, _thaw(constants)
+    pointers = [name for name in names if name not in values]
     if len(pointers) != len(dtypes):
         raise TypeError(
             f"{kernel.__name__} takes pointers to {', '.join(pointers)}; "
             f"it was called with {len(dtypes)} arrays"
         )
     compiled = build_kernel(
-        kernel, dict(zip(pointers, dtypes, strict=True)), constants, backend, arch, _thaw(job.options)
+        kernel, dict(zip(pointers, dtypes, strict=True)), values, backend, arch, _thaw(options)
     )
-    workers.keep(job)
     about = compiled.metadata
     return MachineCode(
         image=compiled.asm["cubin" if backend == "cuda" else "hsaco"],

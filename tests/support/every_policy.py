@@ -54,7 +54,9 @@ def main(what: str, backend: str, arch: str, *model_policies: str) -> None:
     target = Target(backend, arch)
     capability = target.compute_capability or 0
     # A stand-in for each kernel: compiling them all anew would take minutes.
-    lowering.compile_kernel = lambda job: MachineCode(b"\x7fELF", job.kernel.__name__, 4, 0, 0, 1, capability)
+    lowering.compile_kernel = lambda kernel, *_: MachineCode(
+        b"\x7fELF", kernel.__name__, 4, 0, 0, 1, capability
+    )
     for policy in mxjax.policies():
         for implementation in IMPLEMENTATIONS:
             said = attempt(PROGRAMS[what], target, policy, implementation)
