@@ -23,21 +23,34 @@ SHIFTS = {"e4m3": (-8, 6), "e5m2": (-15, 13)}
 """The smallest and largest shift s for which E2M1's magnitudes, 0.5 to 6, times 2**s are exact."""
 UNIT_BYTES = (64, 190)
 """The smallest and largest unit byte of a row; its exponent is then from -63 to 63."""
+WIDTHS = {carrier: high - low + 1 for carrier, (low, high) in SHIFTS.items()}
+"""The number of binades that a row's scales may span."""
+
+Flags = UInt8[Array, "*batch n"] | UInt32[Array, "*batch programs"]
+"""1 for some rows, 0 for others. From the kernel, a word for each of its programs
+(`mxjax.kernels.matmul.carry.rows_and_parts`): bit i is that of its row i."""
 
 
 class Carried(NamedTuple):
     """An operand in FP8. Its value is elements * 2**(unit - 127), row by row, unless elements were lost.
 
+    With w of WIDTHS, it is (elements + lower * 2**-w) * 2**(unit - 127) also where elements were lost, unless
+    some are in neither.
+
     Attributes:
-      elements: FP8, K-major.
+      elements: FP8, K-major; 0 in place of lost elements.
       unit: the scale byte in each row that becomes a factor of 1, within UNIT_BYTES.
-      lost: 1 for each row with a nonzero element that FP8 cannot represent, else 0. From the kernel, a word
-        for each of its programs (`mxjax.kernels.matmul.carry.rows_and_parts`): bit i is that of its row i.
+      lost: the rows with a nonzero element that FP8 cannot represent beside the others.
+      lower: FP8, the elements of the w binades below; from the kernel only in rows that lost elements, and
+        not for all operands.
+      far: the rows with a nonzero element in neither; from the kernel where there is `lower`.
     """
 
     elements: Float[Array, "*batch n k"]
     unit: UInt8[Array, "*batch n"]
-    lost: UInt8[Array, "*batch n"] | UInt32[Array, "*batch programs"]
+    lost: Flags
+    lower: Float[Array, "*batch n k"] | None = None
+    far: Flags | None = None
 
     @property
     def fits(self) -> Bool[Array, ""]:
@@ -48,15 +61,27 @@ class Carried(NamedTuple):
 def carry(q: KMajor, carrier: Carrier) -> Carried:
     """Returns a packed operand in FP8, without its factor; NaN where q is NaN."""
     packed, scales = q.packed
-    low, high = SHIFTS[carrier]
+    high = SHIFTS[carrier][1]
     byte = scales.astype(jnp.int32)
     is_nan = byte == 255
     largest = jnp.max(jnp.where(is_nan, 0, byte), axis=-1, initial=0)
     unit = jnp.clip(largest - high, *UNIT_BYTES)
     shift = byte - unit[..., None]
     groups = packed.reshape(*scales.shape, BLOCK // 2)
-    is_nonzero = jnp.any((groups & 0x77) != 0, axis=-1)
-    lost = jnp.any(((shift < low) | (shift > high)) & ~is_nan & is_nonzero, axis=-1)
-    factor = jnp.where(is_nan, jnp.nan, power_of_two(jnp.clip(shift, low, high)))
-    elements = code_values(unpack_codes(packed)) * spread_blocks(factor)
-    return Carried(elements.astype(CARRIER_DTYPES[carrier]), unit.astype(jnp.uint8), lost.astype(jnp.uint8))
+    counts = jnp.any((groups & 0x77) != 0, axis=-1) & ~is_nan
+    values = code_values(unpack_codes(packed))
+    scaled, held = _window(values, shift, carrier)
+    lost = counts & ~held
+    elements = jnp.where(spread_blocks(is_nan), jnp.nan, jnp.where(spread_blocks(lost), 0, scaled))
+    scaled, held_below = _window(values, shift + WIDTHS[carrier], carrier)
+    lower = jnp.where(spread_blocks(lost & held_below), scaled, 0)
+    lost_rows, far_rows = (jnp.any(b, axis=-1).astype(jnp.uint8) for b in (lost, lost & ~held_below))
+    dtype = CARRIER_DTYPES[carrier]
+    return Carried(elements.astype(dtype), unit.astype(jnp.uint8), lost_rows, lower.astype(dtype), far_rows)
+
+
+def _window(values, shift, carrier: Carrier):
+    """Returns values times 2**shift, the shift clipped, and the blocks whose shift FP8 holds."""
+    low, high = SHIFTS[carrier]
+    clipped = jnp.clip(shift, low, high)
+    return values * spread_blocks(power_of_two(clipped)), clipped == shift

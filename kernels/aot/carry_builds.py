@@ -7,10 +7,12 @@ from mxjax.formats import BLOCK
 from mxjax.fp8_carriers import CARRIER_DTYPES, Carrier
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
-from mxjax.kernels.matmul.carry import BLOCKS, carry_kernel, constants_of, programs_of
+from mxjax.kernels.matmul.carry import BLOCKS, carry_kernel, constants_of, outputs_of, programs_of
 
 _ELEMENTS = "E2M1, eight a word, element 8 i + j in bits 4 j to 4 j + 3; [1, rows, 4 words a block of 32]"
-_OUT = "the elements times 2**(scale byte - unit), the shift clipped to LOW and HIGH"
+_OUT = "the elements times 2**(scale byte - unit), 0 in place of lost ones"
+_LOWER = "the same of shifts from LOW - WIDTH to LOW - 1, times 2**WIDTH, in programs that lost elements"
+_FAR = "as lost, of elements in neither"
 _LOST = "bit i is 1 if a shift changed elements of row i of a program's ROWS rows of BLOCKS blocks"
 
 
@@ -26,9 +28,11 @@ def builds(target: Target) -> list[Build]:
 
 def _build(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
     programs = programs_of(n, blocks)
-    constants = constants_of(n, blocks, carrier, target)
+    constants = constants_of(n, blocks, carrier, target, lower=carrier == "e5m2")
+    has_lower = bool(constants["LOWER"])
+    *_, lower, far = outputs_of(1, n, blocks, has_lower=has_lower)
     view = ((1, n, BLOCK * blocks), jnp.dtype(CARRIER_DTYPES[carrier]).name)
-    tile = [constants["ROWS"], constants["BLOCKS"]]
+    sizes = {"rows": n, "blocks": blocks, "tile": [constants["ROWS"], constants["BLOCKS"]]}
     return Build(
         name=f"carry_{n}x{BLOCK * blocks}_{carrier}",
         kernel=carry_kernel,
@@ -38,8 +42,15 @@ def _build(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
             "out": Argument((1, n, 8 * blocks), "int32", "output", _OUT, view),
             "unit": Argument((1, n), "uint8", "output", "the scale byte that becomes a factor of 1"),
             "lost": Argument((1, programs), "uint32", "output", _LOST),
+            "lower": Argument(lower.shape, lower.dtype.name, "scratch", _LOWER if has_lower else "not used"),
+            "far": Argument(
+                far.shape,
+                far.dtype.name,
+                "output" if has_lower else "scratch",
+                _FAR if has_lower else "not used",
+            ),
         },
         constants=constants,
         grid=(programs, 1),
-        expected=Expected("carrier", {"rows": n, "blocks": blocks, "carrier": carrier, "tile": tile}),
+        expected=Expected("carrier", sizes | {"carrier": carrier, "has_lower": has_lower}),
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 import mxjax
 from mxjax.formats import BLOCK
-from mxjax.fp8_carriers import CARRIER_DTYPES, SHIFTS, UNIT_BYTES, Carrier
+from mxjax.fp8_carriers import CARRIER_DTYPES, SHIFTS, UNIT_BYTES, WIDTHS, Carrier
 
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
 SIGNS = 128
@@ -174,10 +174,14 @@ def carrier_inputs(*, rows: int, blocks: int, **_: object) -> Arrays:
     return {"words": codes.view(np.int32).reshape(1, rows, 4 * blocks), "scales": scales}
 
 
-def carrier_outputs(inputs: Arrays, *, rows: int, blocks: int, carrier: Carrier, tile: list[int]) -> Arrays:
+def carrier_outputs(
+    inputs: Arrays, *, rows: int, blocks: int, carrier: Carrier, tile: list[int], has_lower: bool
+) -> Arrays:
     """Computes the rows in FP8, each row's scale byte that stands for 1, and which rows lost elements.
 
-    tile: rows and blocks of one program.
+    Args:
+      tile: rows and blocks of one program.
+      has_lower: whether the kernel also says which rows have elements outside of the binades below.
     """
     low, high = SHIFTS[carrier]
     codes = inputs["words"].view(np.uint8).reshape(1, rows, 16 * blocks)
@@ -186,24 +190,35 @@ def carrier_outputs(inputs: Arrays, *, rows: int, blocks: int, carrier: Carrier,
     unit = np.clip(np.where(is_nan, 0, scales).astype(int).max(-1) - high, *UNIT_BYTES)
     shift = scales.astype(int) - unit[..., None]
     elements = decode(codes, np.full_like(scales, 127))
-    factors = np.where(is_nan, np.nan, np.ldexp(1.0, np.clip(shift, low, high)))
     nonzero = (elements != 0).reshape(*scales.shape, BLOCK).any(-1)
     lost = ((shift < low) | (shift > high)) & ~is_nan & nonzero
-    tiles = np.pad(lost[0], ((0, -rows % tile[0]), (0, -blocks % tile[1])))
+    factors = np.where(is_nan, np.nan, np.ldexp(1.0, np.clip(shift, low, high)))
+    far = lost & ((shift < low - WIDTHS[carrier]) | (shift > high))
+    # Not -0 in place of lost elements.
+    out = np.where(np.repeat(lost, BLOCK, axis=-1), 0, elements * np.repeat(factors, BLOCK, axis=-1))
+    outputs = {
+        "out": out.astype(CARRIER_DTYPES[carrier]),
+        "unit": unit.astype(np.uint8),
+        "lost": _flags(lost, tile),
+    }
+    return outputs | ({"far": _flags(far, tile)} if has_lower else {})
+
+
+def _flags(found: np.ndarray, tile: list[int]) -> np.ndarray:
+    """Returns, for each tile of found [1, rows, blocks], a word with a bit for each row that has one."""
+    rows, blocks = found.shape[1:]
+    tiles = np.pad(found[0], ((0, -rows % tile[0]), (0, -blocks % tile[1])))
     tiles = tiles.reshape(-(-rows // tile[0]), tile[0], -(-blocks // tile[1]), tile[1]).any(3)
     bits = tiles.astype(np.uint32) << np.arange(tile[0], dtype=np.uint32)[:, None]
-    return {
-        "out": (elements * np.repeat(factors, BLOCK, axis=-1)).astype(CARRIER_DTYPES[carrier]),
-        "unit": unit.astype(np.uint8),
-        "lost": bits.sum(1).reshape(1, -1).astype(np.uint32),
-    }
+    return bits.sum(1).reshape(1, -1).astype(np.uint32)
 
 
 def correction_inputs(*, batch: int, m: int, n: int, k: int, dtype: str, rows: int, parts: int) -> Arrays:
     """Draws what `gemm_inputs` does, an earlier result, and factors and lost elements of both operands.
 
     The first row of the last part of lhs lost elements in the first batch, of rhs in the second. Bytes
-    from 77 to 177 for a factor of 1 keep the result normal.
+    from 77 to 177 for a factor of 1 keep the result normal. Far elements make the kernel multiply the packed
+    operands, whatever the FP8 arrays hold.
     """
     arrays = gemm_inputs(batch=batch, m=m, n=n, k=k, shuffled=False)
     rng = np.random.default_rng(1)
@@ -212,6 +227,9 @@ def correction_inputs(*, batch: int, m: int, n: int, k: int, dtype: str, rows: i
         lost = np.zeros((batch, -(-length // rows) * parts), np.uint32)
         lost[place : place + 1, -1] = 1
         arrays[f"{side}_lost"] = lost
+    arrays["lhs_far"] = np.ones((batch, -(-m // rows) * parts), np.uint32)
+    for name, length, carrier in (("lhs_fp8", m, "e5m2"), ("lhs_lower", m, "e5m2"), ("rhs_fp8", n, "e4m3")):
+        arrays[name] = np.zeros((batch, length, k), CARRIER_DTYPES[carrier])
     arrays["before"] = rng.standard_normal((batch, m, n)).astype(dtype)
     return arrays
 

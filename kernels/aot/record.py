@@ -100,13 +100,16 @@ def _cuda_code(compiled: CompiledKernel, resource_usage: str) -> _Code:
     return _Code(fields, POINTER * len(fields), resources, None, instructions)
 
 
+_IN_TTIR = {"float8_e4m3fn": "f8E4M3FN", "float8_e5m2": "f8E5M2"}
+
+
 def check_order(build: Build, ttir: str) -> None:
     """Raises RuntimeError unless the kernel that Triton compiled takes the build's arrays in its order."""
     [parameters] = re.findall(r"tt\.func public @\w+\((.*)\) attributes", ttir)
     compiled = re.findall(r"%(\w+): !tt\.ptr<(\w+)>", parameters)
     # Triton's IR has no signs.
     wanted = [
-        (name, TYPES[a.dtype].replace("u", "i").replace("fp", "f").replace("f8e4nv", "f8E4M3FN"))
+        (name, _IN_TTIR.get(a.dtype) or TYPES[a.dtype].replace("u", "i").replace("fp", "f"))
         for name, a in build.signature.items()
     ]
     if compiled != wanted:

@@ -1,4 +1,4 @@
-"""The main loops of the kernels that multiply packed MXFP4 operands: of a tile, and of rows from anywhere."""
+"""The main loops of the kernels that multiply MXFP4 operands: of a tile, and of rows from anywhere."""
 
 import triton
 import triton.language as tl
@@ -102,6 +102,24 @@ def accumulate_rows(
         BLOCK_K,
         False,
     )
+
+
+@triton.jit
+def accumulate_fp8(lhs, rhs, lhs_rows, rhs_rows, acc, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Returns acc + lhs[lhs_rows] @ rhs[rhs_rows].T of FP8 arrays with K columns, a multiple of BLOCK_K.
+
+    Hopper's FP8 units keep 13 bits of a sum; here they sum BLOCK_K products before float32 takes over.
+    """
+    k = tl.arange(0, BLOCK_K)
+    lhs_offsets = lhs_rows[:, None] * K + k[None, :]
+    rhs_offsets = rhs_rows[None, :] * K + k[:, None]
+    for _ in range(K // BLOCK_K):
+        acc = tl.dot(
+            tl.load(lhs + lhs_offsets), tl.load(rhs + rhs_offsets), acc, max_num_imprecise_acc=BLOCK_K
+        )
+        lhs += BLOCK_K
+        rhs += BLOCK_K
+    return acc
 
 
 @triton.jit

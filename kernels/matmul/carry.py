@@ -8,7 +8,7 @@ from jaxtyping import Array, UInt8
 
 from mxjax.devices import Target
 from mxjax.formats import BLOCK
-from mxjax.fp8_carriers import CARRIER_DTYPES, SHIFTS, UNIT_BYTES, Carried, Carrier
+from mxjax.fp8_carriers import CARRIER_DTYPES, SHIFTS, UNIT_BYTES, WIDTHS, Carried, Carrier
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.quantize.elements import encode_fp8, scale_value
 
@@ -43,26 +43,42 @@ def carry_operand(
     scales: UInt8[Array, "batch n blocks"],
     carrier: Carrier,
     target: Target | None,
+    lower: bool = False,
 ) -> Carried:
-    """Returns a packed operand in FP8, bit for bit as `mxjax.fp8_carriers.carry` does."""
+    """Returns a packed operand in FP8, bit for bit as `mxjax.fp8_carriers.carry` does.
+
+    Args:
+      lower: whether the result has `lower` and `far`, unless a row is of several programs.
+    """
     batch, n, blocks = scales.shape
     words = jax.lax.bitcast_convert_type(elements.reshape(batch, n, _WORDS * blocks, 4), jnp.int32)
-    programs = programs_of(n, blocks)
-    carried, unit, lost = triton_call(
+    constants = constants_of(n, blocks, carrier, target, lower)
+    carried, unit, lost, below, far = triton_call(
         carry_kernel,
         words,
         scales,
-        out=[
-            jax.ShapeDtypeStruct((batch, n, 2 * _WORDS * blocks), jnp.int32),
-            jax.ShapeDtypeStruct((batch, n), jnp.uint8),
-            jax.ShapeDtypeStruct((batch, programs), jnp.uint32),
-        ],
-        grid=(programs, batch),
+        out=outputs_of(batch, n, blocks, has_lower=bool(constants["LOWER"])),
+        grid=(programs_of(n, blocks), batch),
         num_warps=4,
-        **constants_of(n, blocks, carrier, target),
+        **constants,
     )
-    fp8 = jax.lax.bitcast_convert_type(carried, CARRIER_DTYPES[carrier])
-    return Carried(fp8.reshape(batch, n, BLOCK * blocks), unit, lost)
+
+    def in_fp8(words):
+        fp8 = jax.lax.bitcast_convert_type(words, CARRIER_DTYPES[carrier])
+        return fp8.reshape(batch, n, BLOCK * blocks)
+
+    if not constants["LOWER"]:
+        return Carried(in_fp8(carried), unit, lost)
+    return Carried(in_fp8(carried), unit, lost, in_fp8(below), far)
+
+
+def outputs_of(batch: int, n: int, blocks: int, *, has_lower: bool) -> list[jax.ShapeDtypeStruct]:
+    """Returns the arrays that the kernel writes; without `lower` the last two are not written."""
+    carried = jax.ShapeDtypeStruct((batch, n, 2 * _WORDS * blocks), jnp.int32)
+    flags = jax.ShapeDtypeStruct((batch, programs_of(n, blocks)), jnp.uint32)
+    nothing = jax.ShapeDtypeStruct((1,), jnp.int32)
+    more = (carried, flags) if has_lower else (nothing, nothing)
+    return [carried, jax.ShapeDtypeStruct((batch, n), jnp.uint8), flags, *more]
 
 
 def programs_of(n: int, blocks: int) -> int:
@@ -82,16 +98,21 @@ def _width(blocks: int) -> int:
     return min(BLOCKS, triton.next_power_of_2(blocks))
 
 
-def constants_of(n: int, blocks: int, carrier: Carrier, target: Target | None) -> dict[str, int | bool]:
+def constants_of(
+    n: int, blocks: int, carrier: Carrier, target: Target | None, lower: bool
+) -> dict[str, int | bool]:
     """Returns the kernel's constants for an operand of n rows."""
     low, high = SHIFTS[carrier]
+    rows, parts = rows_and_parts(blocks)
     return {
         "N": n,
         "K": blocks,
-        "ROWS": rows_and_parts(blocks)[0],
+        "ROWS": rows,
         "BLOCKS": _width(blocks),
         "LOW": low,
         "HIGH": high,
+        "WIDTH": WIDTHS[carrier],
+        "LOWER": lower and parts == 1,
         "E5M2": carrier == "e5m2",
         "NATIVE": target is not None and target.backend == "cuda",
     }
@@ -104,19 +125,25 @@ def carry_kernel(
     out,
     unit,
     lost,
+    lower,
+    far,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LOWER: tl.constexpr,
     E5M2: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Converts BLOCKS of the K blocks of ROWS rows of words [v, N, 4 K] and scales [v, N, K].
 
     The outputs are out [v, N, 8 K], unit [v, N] and lost [v, programs], uint32, whose bit i is set if row i
-    of the program lost an element; the grid is (programs, v).
+    of the program lost an element. With LOWER, which needs whole rows, they are also lower [v, N, 8 K] of the
+    WIDTH binades below, written only by programs that lost elements, and far [v, programs], like lost, for
+    elements in neither. The grid is (programs, v).
     """
     PARTS: tl.constexpr = (K + BLOCKS - 1) // BLOCKS  # programs per row; if more than one, ROWS is 1
     v = tl.program_id(1).to(tl.int64)
@@ -138,12 +165,35 @@ def carry_kernel(
     tl.store(unit + first + rows, row_unit.to(tl.uint8), rows < tl.where(part == 0, rows_left, 0))
     shift = byte - tl.reshape(tl.broadcast_to(row_unit[:, None], [ROWS, BLOCKS]), [ROWS * BLOCKS])
 
-    holds_something = tl.max((word & 0x77777777).to(tl.uint32, bitcast=True), 1) > 0
-    missed = ((shift < LOW) | (shift > HIGH)) & (byte < 255) & holds_something
-    of_rows = tl.max(tl.reshape(missed.to(tl.int32), [ROWS, BLOCKS]), 1).to(tl.uint32)
-    flags = tl.sum(of_rows << rows.to(tl.uint32), 0).to(tl.uint32)
+    counts = (tl.max((word & 0x77777777).to(tl.uint32, bitcast=True), 1) > 0) & (byte < 255)
+    missed = ((shift < LOW) | (shift > HIGH)) & counts
+    flags = _flags_of_rows(missed, ROWS, BLOCKS)
     tl.store(lost + v * tl.num_programs(0) + tl.program_id(0), flags)
     scale = scale_value(tl.where(byte == 255, 255, tl.minimum(tl.maximum(shift, LOW), HIGH) + 127))
+    at = 8 * block[:, None] + tl.arange(0, 8)[None, :]
+    carried = _carry_words(tl.where(missed[:, None], 0, word), scale, ROWS * BLOCKS, E5M2, NATIVE)
+    tl.store(out + at, carried, inside[:, None])
+    if LOWER:
+        below = missed & (shift < LOW) & (shift >= LOW - WIDTH)
+        tl.store(
+            far + v * tl.num_programs(0) + tl.program_id(0), _flags_of_rows(missed & ~below, ROWS, BLOCKS)
+        )
+        if flags != 0:
+            scale = scale_value(tl.where(below, shift + WIDTH, 0) + 127)
+            carried = _carry_words(tl.where(below[:, None], word, 0), scale, ROWS * BLOCKS, E5M2, NATIVE)
+            tl.store(lower + at, carried, inside[:, None])
+
+
+@triton.jit
+def _flags_of_rows(blocks, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Returns a word whose bit i is set if one of row i's blocks is."""
+    of_rows = tl.max(tl.reshape(blocks.to(tl.int32), [ROWS, BLOCKS]), 1).to(tl.uint32)
+    return tl.sum(of_rows << tl.arange(0, ROWS).to(tl.uint32), 0).to(tl.uint32)
+
+
+@triton.jit
+def _carry_words(word, scale, COUNT: tl.constexpr, E5M2: tl.constexpr, NATIVE: tl.constexpr):
+    """Returns COUNT blocks of 4 words in E2M1, times their scales, as 8 words in FP8."""
     if NATIVE:
         magnitudes = (0 * scale, 0.5 * scale, scale, 1.5 * scale, 2 * scale, 3 * scale, 4 * scale, 6 * scale)
         small = encode_fp8(magnitudes, E5M2, True)
@@ -157,8 +207,7 @@ def carry_kernel(
         for i in tl.static_range(8):
             values = values + (_code_value((word >> (4 * i)) & 15) * scale[:, None],)
         halves = encode_fp8(values, E5M2, False)
-    carried = tl.reshape(tl.join(halves[0], halves[1]), [ROWS * BLOCKS, 8])
-    tl.store(out + 8 * block[:, None] + tl.arange(0, 8)[None, :], carried, inside[:, None])
+    return tl.reshape(tl.join(halves[0], halves[1]), [COUNT, 8])
 
 
 @triton.jit

@@ -1,9 +1,10 @@
 """Products of packed MXFP4 operands on FP8 matrix units: exact in FP8 carriers, else recomputed by a kernel.
 
 Whether FP8 represents the operands exactly is known only at run time. XLA's FP8 GEMM always runs.
-`correct_kernel` then gathers the rows that lost elements from the packed operands and multiplies them alone,
-so that the cost is in proportion to their number. The XLA program needs no branch, which would copy its
-inputs and outputs.
+`correct_kernel` then gathers the rows that lost elements and multiplies them alone, so that the cost is in
+proportion to their number: in FP8 once more, from two carriers of their high and low binades, or where two do
+not hold them from the packed operands. The XLA program needs no branch, which would copy its inputs and
+outputs.
 """
 
 import functools
@@ -21,9 +22,9 @@ from triton import knobs
 
 from mxjax.devices import Target, current_target
 from mxjax.formats import BLOCK
-from mxjax.fp8_carriers import Carried, Carrier
+from mxjax.fp8_carriers import CARRIER_DTYPES, WIDTHS, Carried, Carrier
 from mxjax.kernels.launch import ceil_div, triton_call
-from mxjax.kernels.matmul.accumulate import accumulate_rows
+from mxjax.kernels.matmul.accumulate import accumulate_fp8, accumulate_rows
 from mxjax.kernels.matmul.carry import carry_operand, rows_and_parts
 from mxjax.kernels.matmul.fp4_gemm import (
     batched,
@@ -79,7 +80,8 @@ def _part(lhs, lhs_scales, rhs, rhs_scales, *, dtype, carriers, target, summed_o
 
     Where k is sharded the factors are ones, because each shard has its own and applies them before the sum.
     """
-    left = carry_operand(lhs, lhs_scales, carriers[0], target)
+    # The operands that lose elements are gradients, in E5M2.
+    left = carry_operand(lhs, lhs_scales, carriers[0], target, lower=carriers[0] == "e5m2")
     right = carry_operand(rhs, rhs_scales, carriers[1], target)
     y = _contract(left.elements, right.elements, jnp.dtype(jnp.float32) if summed_over else dtype)
     y, rows, columns = correct(y, (lhs, lhs_scales, rhs, rhs_scales), left, right, target)
@@ -116,6 +118,8 @@ def correct(
       column_factors: [batch, n] float32, likewise.
     """
     batch, m, n = y.shape
+    in_fp8 = left.lower is not None and left.far is not None
+    width = next(w for c, w in WIDTHS.items() if left.elements.dtype == CARRIER_DTYPES[c]) if in_fp8 else 0
     # Triton's interpreter truncates to bfloat16 where GPUs round.
     before = y.astype(jnp.float32) if knobs.runtime.interpret else y
     tiles = tiles_of(target)
@@ -127,6 +131,10 @@ def correct(
         right.unit,
         left.lost,
         right.lost,
+        left.far if in_fp8 else left.lost,
+        left.elements,
+        left.lower if in_fp8 else left.elements,
+        right.elements,
         out=[
             jax.ShapeDtypeStruct(before.shape, before.dtype),
             jax.ShapeDtypeStruct((batch, m), jnp.float32),
@@ -137,7 +145,7 @@ def correct(
         grid=grid_of(m, n, batch, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **constants_of(m, n, 2 * operands[0].shape[2], tiles),
+        **constants_of(m, n, 2 * operands[0].shape[2], tiles, width),
     )
     return [corrected.astype(y.dtype), row_factors, column_factors]
 
@@ -159,11 +167,22 @@ def scratch_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
     return programs, max(tiles.m, tiles.n)
 
 
-def constants_of(m: int, n: int, k: int, tiles: Tiles) -> dict[str, int]:
-    """Returns the kernel's constexpr arguments."""
+def constants_of(m: int, n: int, k: int, tiles: Tiles, width: int) -> dict[str, int]:
+    """Returns the kernel's constexpr arguments.
+
+    Args:
+      width: the width of the carrier of lhs, of `mxjax.fp8_carriers.WIDTHS`, or 0 if it has no `lower`.
+    """
     rows, parts = rows_and_parts(k // BLOCK)
-    groups = {"ROWS": rows, "PARTS": parts}
-    return {"M": m, "N": n, "K": k, **groups, "BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k}
+    sizes = {"M": m, "N": n, "K": k, "ROWS": rows, "PARTS": parts}
+    fp8_k = next(size for size in (128, 64, 32) if k % size == 0)
+    return sizes | {
+        "WIDTH": width,
+        "BLOCK_M": tiles.m,
+        "BLOCK_N": tiles.n,
+        "BLOCK_K": tiles.k,
+        "FP8_K": fp8_k,
+    }
 
 
 @triton.jit
@@ -177,6 +196,10 @@ def correct_kernel(
     rhs_unit,
     lhs_lost,
     rhs_lost,
+    lhs_far,
+    lhs_fp8,
+    lhs_lower,
+    rhs_fp8,
     out,
     lhs_factors,
     rhs_factors,
@@ -186,62 +209,88 @@ def correct_kernel(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FP8_K: tl.constexpr,
 ):
     """Recomputes the rows of out [b, M, N] whose row of lhs lost elements, and columns likewise for rhs.
 
     They become those of lhs[b] @ rhs[b].T divided by the factors of their rows and columns, as the rest of
     out is. The kernel also writes these factors, [b, M] and [b, N], from the unit bytes. Each of PARTS parts
     of ROWS rows has a word with a bit for each row: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N
-    instead of M. `before` is the memory of out, and scratch, [programs * b, max(BLOCK_M, BLOCK_N)], is for
-    this kernel alone. The grid is (programs, batch), with any number of programs.
+    instead of M. If WIDTH is not 0, lhs_fp8, lhs_lower, rhs_fp8 and the flags lhs_far are the operands in FP8
+    (see `mxjax.fp8_carriers`), which suffice where no column and no far element was lost. `before` is the
+    memory of out, and scratch, [programs * b, max(BLOCK_M, BLOCK_N)], is for this kernel alone. The grid is
+    (programs, batch), with any number of programs.
     """
     TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    WIDTH: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
+    SLOTS: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
     program, programs = tl.program_id(0), tl.num_programs(0)
     batch = tl.program_id(1).to(tl.int64)
     lhs_unit += batch * M
     rhs_unit += batch * N
     lhs_lost += batch * (tl.cdiv(M, ROWS) * PARTS)
     rhs_lost += batch * (tl.cdiv(N, ROWS) * PARTS)
-    scratch += (batch * programs + program) * WIDTH
+    scratch += (batch * programs + program) * SLOTS
     _write_factors(lhs_unit, lhs_factors + batch * M, M)
     _write_factors(rhs_unit, rhs_factors + batch * N, N)
+    out += batch * (M * N)
     # Strips of BLOCK_M lost rows across all columns, then strips of BLOCK_N lost columns across all rows.
     of_rows = tl.cdiv(_count_lost(lhs_lost, M, ROWS, PARTS), BLOCK_M) * TILES_N
     of_columns = tl.cdiv(_count_lost(rhs_lost, N, ROWS, PARTS), BLOCK_N) * TILES_M
-    for tile in range(program, of_rows + of_columns, programs):
-        if tile < of_rows:
+    in_fp8 = False
+    if WIDTH != 0:
+        lhs_far += batch * tl.cdiv(M, ROWS)
+        in_fp8 = (of_columns == 0) & (_count_lost(lhs_far, M, ROWS, PARTS) == 0)
+    if in_fp8:
+        x, below, y = lhs_fp8 + batch * (M * K), lhs_lower + batch * (M * K), rhs_fp8 + batch * (N * K)
+        for tile in range(program, of_rows, programs):
             rows = _lost_rows(lhs_lost, scratch, tile // TILES_N, M, ROWS, PARTS, BLOCK_M)
             columns = tile % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
-        else:
-            strip = (tile - of_rows) // TILES_M
-            columns = _lost_rows(rhs_lost, scratch, strip, N, ROWS, PARTS, BLOCK_N)
-            rows = (tile - of_rows) % TILES_M * BLOCK_M + tl.arange(0, BLOCK_M)
-        lhs_rows = tl.minimum(rows, M - 1).to(tl.int64 if M * K >= 2**32 else tl.int32)
-        rhs_rows = tl.minimum(columns, N - 1).to(tl.int64 if N * K >= 2**32 else tl.int32)
-        acc = accumulate_rows(
-            lhs + batch * (M * (K // 2)),
-            lhs_scales + batch * (M * (K // 32)),
-            rhs + batch * (N * (K // 2)),
-            rhs_scales + batch * (N * (K // 32)),
-            lhs_rows,
-            rhs_rows,
-            K,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
-        row_exponent = tl.load(lhs_unit + lhs_rows).to(tl.int32) - 127
-        column_exponent = tl.load(rhs_unit + rhs_rows).to(tl.int32) - 127
-        acc = acc * _power_of_two(-row_exponent[:, None] - column_exponent[None, :])
-        out_rows = rows.to(tl.int64 if M * N >= 2**31 else tl.int32)
-        place = out + batch * (M * N) + (out_rows[:, None] * N + columns[None, :])
-        inside = (rows < M)[:, None] & (columns < N)[None, :]
-        tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
+            x_rows = tl.minimum(rows, M - 1).to(tl.int64 if M * K >= 2**31 else tl.int32)
+            y_rows = tl.minimum(columns, N - 1).to(tl.int64 if N * K >= 2**31 else tl.int32)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            acc = accumulate_fp8(below, y, x_rows, y_rows, acc, K, FP8_K) * 2.0**-WIDTH
+            acc = accumulate_fp8(x, y, x_rows, y_rows, acc, K, FP8_K)
+            _store_tile(out, acc, rows, columns, M, N)
+    else:
+        for tile in range(program, of_rows + of_columns, programs):
+            if tile < of_rows:
+                rows = _lost_rows(lhs_lost, scratch, tile // TILES_N, M, ROWS, PARTS, BLOCK_M)
+                columns = tile % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
+            else:
+                strip = (tile - of_rows) // TILES_M
+                columns = _lost_rows(rhs_lost, scratch, strip, N, ROWS, PARTS, BLOCK_N)
+                rows = (tile - of_rows) % TILES_M * BLOCK_M + tl.arange(0, BLOCK_M)
+            lhs_rows = tl.minimum(rows, M - 1).to(tl.int64 if M * K >= 2**32 else tl.int32)
+            rhs_rows = tl.minimum(columns, N - 1).to(tl.int64 if N * K >= 2**32 else tl.int32)
+            acc = accumulate_rows(
+                lhs + batch * (M * (K // 2)),
+                lhs_scales + batch * (M * (K // 32)),
+                rhs + batch * (N * (K // 2)),
+                rhs_scales + batch * (N * (K // 32)),
+                lhs_rows,
+                rhs_rows,
+                K,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
+            row_exponent = tl.load(lhs_unit + lhs_rows).to(tl.int32) - 127
+            column_exponent = tl.load(rhs_unit + rhs_rows).to(tl.int32) - 127
+            acc = acc * _power_of_two(-row_exponent[:, None] - column_exponent[None, :])
+            _store_tile(out, acc, rows, columns, M, N)
+
+
+@triton.jit
+def _store_tile(out, acc, rows, columns, M: tl.constexpr, N: tl.constexpr):
+    """Stores the elements of acc whose row and column are in out [M, N]."""
+    offsets = rows.to(tl.int64 if M * N >= 2**31 else tl.int32)[:, None] * N + columns[None, :]
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

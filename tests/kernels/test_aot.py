@@ -95,12 +95,17 @@ def test_cuda_quantizer(cuda, target, name):
 @pytest.mark.parametrize("carrier", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("shape", ["8192x4096", "8192x28672"])
 def test_sm_90_carrier(cuda, shape, carrier):
-    """A thread takes two blocks: loads and stores have 16 bytes, and a block takes 4 conversions."""
+    """A thread takes two blocks: loads and stores have 16 bytes, and a block takes 4 conversions.
+
+    With the binades below, which few programs write, it has the code twice.
+    """
     d = cuda["sm_90", f"carry_{shape}_{carrier}"]
     opcodes = d["whole_kernel"]["opcodes"]
     blocks = d["constants"]["ROWS"] * d["constants"]["BLOCKS"] // d["block"][0]
-    assert starting(opcodes, "LDG.E.128", "STG.E.128") == {"LDG.E.128": blocks, "STG.E.128": 2 * blocks}
-    assert sum(n for x, n in opcodes.items() if carrier.upper() in x) == 4 * blocks
+    times = 2 if d["constants"]["LOWER"] else 1
+    wanted = {"LDG.E.128": blocks, "STG.E.128": times * 2 * blocks}
+    assert starting(opcodes, "LDG.E.128", "STG.E.128") == wanted
+    assert sum(n for x, n in opcodes.items() if carrier.upper() in x) == times * 4 * blocks
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
