@@ -43,7 +43,7 @@ class Carried(NamedTuple):
       lost: the rows with a nonzero element that FP8 cannot represent beside the others.
       lower: FP8, the elements of the w binades below; from the kernel only in rows that lost elements, and
         not for all operands.
-      far: the rows with a nonzero element in neither; from the kernel where there is `lower`.
+      far: those rows of `lost` with a nonzero element in neither; from the kernel where there is `lower`.
     """
 
     elements: Float[Array, "*batch n k"]

@@ -217,8 +217,8 @@ def correction_inputs(*, batch: int, m: int, n: int, k: int, dtype: str, rows: i
     """Draws what `gemm_inputs` does, an earlier result, and factors and lost elements of both operands.
 
     The first row of the last part of lhs lost elements in the first batch, of rhs in the second. Bytes
-    from 77 to 177 for a factor of 1 keep the result normal. Far elements make the kernel multiply the packed
-    operands, whatever the FP8 arrays hold.
+    from 77 to 177 for a factor of 1 keep the result normal. All lost rows of lhs are far, so that
+    the kernel multiplies the packed operands, whatever the FP8 arrays hold.
     """
     arrays = gemm_inputs(batch=batch, m=m, n=n, k=k, shuffled=False)
     rng = np.random.default_rng(1)
@@ -227,7 +227,7 @@ def correction_inputs(*, batch: int, m: int, n: int, k: int, dtype: str, rows: i
         lost = np.zeros((batch, -(-length // rows) * parts), np.uint32)
         lost[place : place + 1, -1] = 1
         arrays[f"{side}_lost"] = lost
-    arrays["lhs_far"] = np.ones((batch, -(-m // rows) * parts), np.uint32)
+    arrays["lhs_far"] = arrays["lhs_lost"]
     for name, length, carrier in (("lhs_fp8", m, "e5m2"), ("lhs_lower", m, "e5m2"), ("rhs_fp8", n, "e4m3")):
         arrays[name] = np.zeros((batch, length, k), CARRIER_DTYPES[carrier])
     arrays["before"] = rng.standard_normal((batch, m, n)).astype(dtype)

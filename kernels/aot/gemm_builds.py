@@ -10,7 +10,7 @@ from mxjax.devices import Target
 from mxjax.fp8_carriers import WIDTHS
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
-from mxjax.kernels.matmul import fp8_matmul
+from mxjax.kernels.matmul import correct
 from mxjax.kernels.matmul.carry import programs_of, rows_and_parts
 from mxjax.kernels.matmul.fp4_gemm import constants_of, gemm_kernel, grid_of, shuffle_scales
 from mxjax.kernels.matmul.tiles import MORE_TILES, TILES, Tiles, choose_tiles, options_of, table_of
@@ -103,10 +103,10 @@ def build_gemm(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles
 
 def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
     _, m, n, k, batch = shape
-    tiles = fp8_matmul.tiles_of(target)
+    tiles = correct.tiles_of(target)
     rows, parts = rows_and_parts(k // 32)
     width = WIDTHS["e5m2"] if parts == 1 else 0
-    constants = fp8_matmul.constants_of(m, n, k, tiles, width)
+    constants = correct.constants_of(m, n, k, tiles, width)
     unit = "scale byte that stands for 1 in each row of the operand's FP8 elements, from 64 to 190"
     lost = "bit i is 1 if row i lost elements in FP8, for each of PARTS parts of each ROWS rows"
     factors = "2**(unit - 127)"
@@ -122,7 +122,7 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
         operands[f"{side}_scales"] = Argument((batch, length, k // 32), "uint8", meaning=_SCALES)
     return Build(
         name=f"correct_{batch}x{m}x{n}x{k}_{dtype}",
-        kernel=fp8_matmul.correct_kernel,
+        kernel=correct.correct_kernel,
         signature={
             "before": Argument((batch, m, n), dtype, meaning="the previous content of out, at its address"),
             **operands,
@@ -138,14 +138,14 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
             "lhs_factors": Argument((batch, m), "float32", "output", factors),
             "rhs_factors": Argument((batch, n), "float32", "output", factors),
             "scratch": Argument(
-                fp8_matmul.scratch_of(m, n, batch, tiles),
+                correct.scratch_of(m, n, batch, tiles),
                 "int32",
                 "scratch",
                 "any content, of no meaning after",
             ),
         },
         constants=constants,
-        grid=fp8_matmul.grid_of(m, n, batch, tiles),
+        grid=correct.grid_of(m, n, batch, tiles),
         expected=Expected("correction", sizes | {"rows": rows, "parts": parts}),
         num_warps=tiles.warps,
         num_stages=tiles.stages,

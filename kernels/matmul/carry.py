@@ -168,7 +168,8 @@ def carry_kernel(
     counts = (tl.max((word & 0x77777777).to(tl.uint32, bitcast=True), 1) > 0) & (byte < 255)
     missed = ((shift < LOW) | (shift > HIGH)) & counts
     flags = _flags_of_rows(missed, ROWS, BLOCKS)
-    tl.store(lost + v * tl.num_programs(0) + tl.program_id(0), flags)
+    place = v * tl.num_programs(0) + tl.program_id(0)
+    tl.store(lost + place, flags)
     scale = scale_value(tl.where(byte == 255, 255, tl.minimum(tl.maximum(shift, LOW), HIGH) + 127))
     at = 8 * block[:, None] + tl.arange(0, 8)[None, :]
     carried = _carry_words(tl.where(missed[:, None], 0, word), scale, ROWS * BLOCKS, E5M2, NATIVE)

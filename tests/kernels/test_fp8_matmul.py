@@ -224,6 +224,26 @@ def test_two_carriers_hold_rows_of_58_binades(blocks):
     assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])
 
 
+@pytest.mark.parametrize("columns", [[], [5, 130]], ids=["", "columns"])
+def test_rows_near_and_far_and_columns_are_put_right_together(columns):
+    """In a lost row a block is far above the others; it meets zeros, so that the others are all there is."""
+    from mxjax.kernels.matmul.carry import carry_operand
+
+    lhs, rhs = operand(0, (2, 300, 4), 4), without(operand(1, (2, 140, 4), 4), 0)
+    near, far = [(b, row) for b in range(2) for row in range(b, 300, 3)], [(1, 0), (1, 299)]
+    above = 40 * places(near, 2, 300) + 100 * places(far, 2, 300)
+    lhs = KMajor(lhs.elements, lhs.scales.at[..., 0].add(jnp.asarray(above, jnp.uint8)))
+    lost = [(1, column) for column in columns]
+    rhs = KMajor(rhs.elements, rhs.scales.at[..., 1].add(jnp.asarray(40 * places(lost, 2, 140), jnp.uint8)))
+    left = carry_operand(lhs.elements, lhs.scales, "e5m2", current_target(), lower=True)
+    right = carry_operand(rhs.elements, rhs.scales, "e4m3", current_target())
+    overwritten, got = correct_poison(left, right, lhs, rhs)
+    rows = places(near + far, 2, 300)[:, :, None]
+    np.testing.assert_array_equal(overwritten, rows | places(lost, 2, 140)[:, None, :])
+    wanted, bound = exact(lhs, rhs)
+    assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])
+
+
 @pytest.mark.parametrize(("word", "rows"), [(0, slice(0, 32)), (9, slice(288, 300))])
 def test_all_rows_of_a_word_are_put_right(word, rows):
     from mxjax.kernels.matmul.carry import carry_operand

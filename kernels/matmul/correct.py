@@ -1,0 +1,347 @@
+"""The kernel that puts right the rows of an FP8 product whose operands lost elements (`mxjax.fp8_carriers`).
+
+It gathers them and multiplies them alone: in FP8 once more, from two carriers of their high and low binades,
+or where two do not hold them, and for columns, from the packed operands.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float
+from triton import knobs
+
+from mxjax.devices import Target
+from mxjax.formats import BLOCK
+from mxjax.fp8_carriers import CARRIER_DTYPES, WIDTHS, Carried
+from mxjax.kernels.launch import ceil_div, triton_call
+from mxjax.kernels.matmul.accumulate import accumulate_fp8, accumulate_rows
+from mxjax.kernels.matmul.carry import rows_and_parts
+from mxjax.kernels.matmul.lost_rows import count_lost, find_lost
+from mxjax.kernels.matmul.tiles import TILES, Tiles
+
+# Two for each of Hopper's multiprocessors.
+PROGRAMS = 264
+# The fastest on H200; larger tiles have no registers for the offsets of gathered rows.
+GATHERED = Tiles(64, 128, 64, warps=4, stages=4)
+
+
+def correct(
+    y: Float[Array, "batch m n"],
+    operands: tuple[jax.Array, ...],
+    left: Carried,
+    right: Carried,
+    target: Target | None,
+) -> list[jax.Array]:
+    """Returns y, recomputed where its row or column lost elements, with the factors of rows and columns.
+
+    Args:
+      y: the product of the elements of `left` and `right`. It is overwritten.
+      operands: packed lhs, lhs_scales, rhs, rhs_scales.
+
+    Returns:
+      y: the product before the factors of its rows and columns are applied. Recomputed results may flush
+        subnormals to zero.
+      row_factors: [batch, m] float32, powers of two with exponents from -63 to 63.
+      column_factors: [batch, n] float32, likewise.
+    """
+    batch, m, n = y.shape
+    in_fp8 = left.lower is not None and left.far is not None
+    width = next(w for c, w in WIDTHS.items() if left.elements.dtype == CARRIER_DTYPES[c]) if in_fp8 else 0
+    # Triton's interpreter truncates to bfloat16 where GPUs round.
+    before = y.astype(jnp.float32) if knobs.runtime.interpret else y
+    tiles = tiles_of(target)
+    corrected, row_factors, column_factors, _ = triton_call(
+        correct_kernel,
+        before,
+        *operands,
+        left.unit,
+        right.unit,
+        left.lost,
+        right.lost,
+        left.far if in_fp8 else left.lost,
+        left.elements,
+        left.lower if in_fp8 else left.elements,
+        right.elements,
+        out=[
+            jax.ShapeDtypeStruct(before.shape, before.dtype),
+            jax.ShapeDtypeStruct((batch, m), jnp.float32),
+            jax.ShapeDtypeStruct((batch, n), jnp.float32),
+            jax.ShapeDtypeStruct(scratch_of(m, n, batch, tiles), jnp.int32),
+        ],
+        in_place=True,
+        grid=grid_of(m, n, batch, tiles),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **constants_of(m, n, 2 * operands[0].shape[2], tiles, width),
+    )
+    return [corrected.astype(y.dtype), row_factors, column_factors]
+
+
+def tiles_of(target: Target | None) -> Tiles:
+    """Returns the tiles of the recomputed product."""
+    interpreted = target is None or target.backend == "interpreter"
+    return TILES["interpreter"][0] if interpreted else GATHERED
+
+
+def grid_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
+    """Returns the number of programs along each grid axis."""
+    return min(ceil_div(m, tiles.m) * ceil_div(n, tiles.n), PROGRAMS), batch
+
+
+def scratch_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
+    """Returns the shape of the kernel's scratch memory, int32: a tile's rows for each program."""
+    programs = math.prod(grid_of(m, n, batch, tiles))
+    return programs, max(tiles.m, tiles.n)
+
+
+def constants_of(m: int, n: int, k: int, tiles: Tiles, width: int) -> dict[str, int]:
+    """Returns the kernel's constexpr arguments.
+
+    Args:
+      width: the width of the carrier of lhs, of `mxjax.fp8_carriers.WIDTHS`, or 0 if it has no `lower`.
+    """
+    rows, parts = rows_and_parts(k // BLOCK)
+    return {
+        "M": m,
+        "N": n,
+        "K": k,
+        "ROWS": rows,
+        "PARTS": parts,
+        "WIDTH": width,
+        "BLOCK_M": tiles.m,
+        # In a kernel that has both ways, this is the rare one, and larger tiles of it would spill registers.
+        "BLOCK_N": tiles.n // 2 if width else tiles.n,
+        "BLOCK_K": tiles.k,
+        "FP8_N": tiles.n,
+        "FP8_K": next(size for size in (128, 64, 32) if k % size == 0),
+    }
+
+
+@triton.jit
+def correct_kernel(
+    before,
+    lhs,
+    lhs_scales,
+    rhs,
+    rhs_scales,
+    lhs_unit,
+    rhs_unit,
+    lhs_lost,
+    rhs_lost,
+    lhs_far,
+    lhs_fp8,
+    lhs_lower,
+    rhs_fp8,
+    out,
+    lhs_factors,
+    rhs_factors,
+    scratch,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FP8_N: tl.constexpr,
+    FP8_K: tl.constexpr,
+):
+    """Recomputes the rows of out [b, M, N] whose row of lhs lost elements, and columns likewise for rhs.
+
+    They become those of lhs[b] @ rhs[b].T divided by the factors of their rows and columns, as the rest of
+    out is. The kernel also writes these factors, [b, M] and [b, N], from the unit bytes. Each of PARTS parts
+    of ROWS rows has a word with a bit for each row: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N
+    instead of M. If WIDTH is not 0, lhs_fp8, lhs_lower, rhs_fp8 and the flags lhs_far are of the operands in
+    FP8 (see `mxjax.fp8_carriers`), which suffice for rows that are not far if no column was lost. `before` is
+    the memory of out, and scratch, [programs * b, max(BLOCK_M, BLOCK_N)], is for this kernel alone. The grid
+    is (programs, batch), with any number of programs.
+    """
+    TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    SLOTS: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    batch = tl.program_id(1).to(tl.int64)
+    lhs_unit += batch * M
+    rhs_unit += batch * N
+    lhs_lost += batch * (tl.cdiv(M, ROWS) * PARTS)
+    rhs_lost += batch * (tl.cdiv(N, ROWS) * PARTS)
+    scratch += (batch * programs + program) * SLOTS
+    _write_factors(lhs_unit, lhs_factors + batch * M, M)
+    _write_factors(rhs_unit, rhs_factors + batch * N, N)
+    out += batch * (M * N)
+    lost = count_lost(lhs_lost, None, M, ROWS, PARTS)
+    of_columns = tl.cdiv(count_lost(rhs_lost, None, N, ROWS, PARTS), BLOCK_N) * TILES_M
+    if WIDTH != 0:
+        lhs_far += batch * tl.cdiv(M, ROWS)
+        if (lost > 0) & (of_columns == 0):
+            near = count_lost(lhs_lost, lhs_far, M, ROWS, PARTS)
+            x, below, y = lhs_fp8 + batch * (M * K), lhs_lower + batch * (M * K), rhs_fp8 + batch * (N * K)
+            tiles = tl.cdiv(near, BLOCK_M) * ((N + FP8_N - 1) // FP8_N)
+            first, count = _share_of(tiles, program, programs)
+            for i in range(count):
+                _put_near_tile(
+                    x,
+                    below,
+                    y,
+                    lhs_lost,
+                    lhs_far,
+                    out,
+                    scratch,
+                    first + i,
+                    i == 0,
+                    M,
+                    N,
+                    K,
+                    ROWS,
+                    PARTS,
+                    WIDTH,
+                    BLOCK_M,
+                    FP8_N,
+                    FP8_K,
+                )
+            lhs_lost, lost = lhs_far, lost - near
+    of_rows = tl.cdiv(lost, BLOCK_M) * TILES_N
+    first, count = _share_of(of_rows + of_columns, program, programs)
+    for i in range(count):
+        rows, columns = _place_of(
+            lhs_lost,
+            rhs_lost,
+            scratch,
+            first + i,
+            i == 0,
+            of_rows,
+            M,
+            N,
+            ROWS,
+            PARTS,
+            BLOCK_M,
+            BLOCK_N,
+        )
+        lhs_rows = tl.minimum(rows, M - 1).to(tl.int64 if M * K >= 2**32 else tl.int32)
+        rhs_rows = tl.minimum(columns, N - 1).to(tl.int64 if N * K >= 2**32 else tl.int32)
+        acc = accumulate_rows(
+            lhs + batch * (M * (K // 2)),
+            lhs_scales + batch * (M * (K // 32)),
+            rhs + batch * (N * (K // 2)),
+            rhs_scales + batch * (N * (K // 32)),
+            lhs_rows,
+            rhs_rows,
+            K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        row_exponent = tl.load(lhs_unit + lhs_rows).to(tl.int32) - 127
+        column_exponent = tl.load(rhs_unit + rhs_rows).to(tl.int32) - 127
+        acc = acc * _power_of_two(-row_exponent[:, None] - column_exponent[None, :])
+        _store_tile(out, acc, rows, columns, M, N)
+
+
+@triton.jit
+def _put_near_tile(
+    x,
+    below,
+    y,
+    lost,
+    far,
+    out,
+    scratch,
+    tile,
+    is_first,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Writes a tile of (x + below * 2**-WIDTH) @ y.T, of rows that lost elements and are not far.
+
+    Each strip of BLOCK_M such rows has tiles across all columns. A program finds the rows of a strip with its
+    first tile there, and keeps them in scratch memory.
+    """
+    ACROSS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    if is_first | (tile % ACROSS == 0):
+        find_lost(lost, far, scratch, tile // ACROSS, M, ROWS, PARTS, BLOCK_M)
+    rows = tl.load(scratch + tl.arange(0, BLOCK_M))
+    columns = tile % ACROSS * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_rows = tl.minimum(rows, M - 1).to(tl.int64 if M * K >= 2**31 else tl.int32)
+    y_rows = tl.minimum(columns, N - 1).to(tl.int64 if N * K >= 2**31 else tl.int32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = accumulate_fp8(below, y, x_rows, y_rows, acc, K, BLOCK_K) * 2.0**-WIDTH
+    acc = accumulate_fp8(x, y, x_rows, y_rows, acc, K, BLOCK_K)
+    _store_tile(out, acc, rows, columns, M, N)
+
+
+@triton.jit
+def _place_of(
+    lhs_lost,
+    rhs_lost,
+    scratch,
+    tile,
+    is_first,
+    of_rows,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Returns the rows and columns of a tile; past the end they are M and N, or more.
+
+    The first `of_rows` tiles are of strips of BLOCK_M lost rows across all columns, the others of strips of
+    BLOCK_N lost columns across all rows; see `_put_near_tile`.
+    """
+    TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    if tile < of_rows:
+        if is_first | (tile % TILES_N == 0):
+            find_lost(lhs_lost, None, scratch, tile // TILES_N, M, ROWS, PARTS, BLOCK_M)
+        rows = tl.load(scratch + tl.arange(0, BLOCK_M))
+        columns = tile % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
+    else:
+        strip, across = (tile - of_rows) // TILES_M, (tile - of_rows) % TILES_M
+        if is_first | (across == 0):
+            find_lost(rhs_lost, None, scratch, strip, N, ROWS, PARTS, BLOCK_N)
+        columns = tl.load(scratch + tl.arange(0, BLOCK_N))
+        rows = across * BLOCK_M + tl.arange(0, BLOCK_M)
+    return rows, columns
+
+
+@triton.jit
+def _share_of(tiles, program, programs):
+    """Returns a program's first tile and the number of its tiles, which follow each other."""
+    each = tl.cdiv(tiles, programs)
+    return program * each, tl.minimum(tl.maximum(tiles - program * each, 0), each)
+
+
+@triton.jit
+def _store_tile(out, acc, rows, columns, M: tl.constexpr, N: tl.constexpr):
+    """Stores the elements of acc whose row and column are in out [M, N]."""
+    offsets = rows.to(tl.int64 if M * N >= 2**31 else tl.int32)[:, None] * N + columns[None, :]
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_factors(units, factors, LENGTH: tl.constexpr):
+    """Writes this program's part of the rows' factors, 2**(unit - 127)."""
+    WIDTH: tl.constexpr = 256
+    for start in range(tl.program_id(0) * WIDTH, LENGTH, tl.num_programs(0) * WIDTH):
+        row = start + tl.arange(0, WIDTH)
+        exponent = tl.load(units + row, row < LENGTH, 127).to(tl.int32) - 127
+        tl.store(factors + row, _power_of_two(exponent), row < LENGTH)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
