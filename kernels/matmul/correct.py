@@ -116,8 +116,13 @@ def constants_of(m: int, n: int, k: int, tiles: Tiles, width: int) -> dict[str, 
         "BLOCK_N": tiles.n // 2 if width else tiles.n,
         "BLOCK_K": tiles.k,
         "FP8_N": tiles.n,
-        "FP8_K": next(size for size in (128, 64, 32) if k % size == 0),
+        "FP8_K": _step_of(k),
     }
+
+
+def _step_of(k: int) -> int:
+    """Returns the step along k in FP8: the largest with eight steps, since fewer are unrolled and spill."""
+    return next(step for step in (128, 64, 32) if k % step == 0 and (k >= 8 * step or step == 32))
 
 
 @triton.jit

@@ -208,7 +208,7 @@ def test_only_lost_rows_are_put_right(size, lhs_lost, rhs_lost):
     assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3, 4])  # steps of 32, 64, 32 and 128 along k
+@pytest.mark.parametrize("blocks", [1, 3, 16, 32])  # steps of 32, 32, 64 and 128 along k
 def test_two_carriers_hold_rows_of_58_binades(blocks):
     """Such rows are multiplied in FP8 alone: what the packed operands say does not matter."""
     from mxjax.kernels.matmul.carry import carry_operand
