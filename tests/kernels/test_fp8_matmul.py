@@ -208,7 +208,9 @@ def test_only_lost_rows_are_put_right(size, lhs_lost, rhs_lost):
     assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])
 
 
-@pytest.mark.parametrize("blocks", [1, 3, 16, 32])  # steps of 32, 32, 64 and 128 along k
+@pytest.mark.parametrize(  # steps of 32, 128, 32 and 64 along k
+    "blocks", [3, 32, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 16))]
+)
 def test_two_carriers_hold_rows_of_58_binades(blocks):
     """Such rows are multiplied in FP8 alone: what the packed operands say does not matter."""
     from mxjax.kernels.matmul.carry import carry_operand
@@ -224,7 +226,7 @@ def test_two_carriers_hold_rows_of_58_binades(blocks):
     assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])
 
 
-@pytest.mark.parametrize("columns", [[], [5, 130]], ids=["", "columns"])
+@pytest.mark.parametrize("columns", [[5, 130], pytest.param([], marks=pytest.mark.exhaustive)], ids=str)
 def test_rows_near_and_far_and_columns_are_put_right_together(columns):
     """In a lost row a block is far above the others; it meets zeros, so that the others are all there is."""
     from mxjax.kernels.matmul.carry import carry_operand
