@@ -22,6 +22,7 @@ import jax
 import optax
 
 from models import llama
+from models.llama import Params
 from training.agreement import check_agreement
 from training.checkpoint.checkpoints import CheckpointError, Checkpoints
 from training.checkpoint.damaged import set_aside_damaged
@@ -38,12 +39,12 @@ from training.mlperf_log import set_aside_damaged_events
 from training.nonfinite import NonFiniteError, check_state
 from training.optimizer import optimizer_of
 from training.outliers import OutlierError
-from training.parameter_sharding import first_state
+from training.parameter_sharding import abstract_state, first_state
 from training.policy_record import changed_files
 from training.processes import ProcessError, is_first_process, join_processes, together
-from training.programs import make_programs
+from training.programs import make_programs, start_kernels
 from training.records import open_records
-from training.report import introduction, summary
+from training.report import introduction, memory_estimate, summary
 from training.run_lock import locked
 from training.setup import Run, check_folder, open_folder, remove_beginning, set_up
 from training.step import TrainState
@@ -121,8 +122,12 @@ def begin_or_resume(
         failing_together(*SHARED),
     ):
         resumes = config.resume and checkpoints.latest is not None
+        fill = functools.partial(resize, size=run.filled_vocab_size)
+        shapes = abstract_state(run.model, optimizer, run.mesh, fill)
+        estimate = memory_estimate(run, shapes, checkpoints.latest or 0)
+        start_kernels()
         try:
-            state, shardings = initial_state(run, optimizer, None if resumes else config.init)
+            state, shardings = initial_state(run, optimizer, fill, None if resumes else config.init)
         except SystemExit:
             if not config.resume:
                 remove_beginning(run)
@@ -140,7 +145,7 @@ def begin_or_resume(
             with input_errors():
                 check_state(state, folder)
         with open_records(run, state, began, check) as records:
-            records.display.line("\n".join([introduction(run, state), *notes]))
+            records.display.line("\n".join([introduction(run, estimate), *notes]))
             loop = Loop(
                 run=run,
                 make_programs=lambda phase: make_programs(
@@ -158,14 +163,17 @@ def begin_or_resume(
 
 
 def initial_state(
-    run: Run, optimizer: optax.GradientTransformation, init: pathlib.Path | None
+    run: Run,
+    optimizer: optax.GradientTransformation,
+    fill: Callable[[Params], Params],
+    init: pathlib.Path | None,
 ) -> tuple[TrainState, TrainState]:
     """Returns the state to begin with and its shardings.
 
-    The parameters are random, or the last ones of the run in `init`. Exits if those cannot be used.
+    The parameters are random, or the last ones of the run in `init`, with a vocabulary that `fill` fills.
+    Exits if those cannot be used.
     """
     key = jax.random.fold_in(jax.random.key(run.config.seed), 2**32 - 1)  # no step has this key
-    fill = functools.partial(resize, size=run.filled_vocab_size)
     state, shardings = first_state(run.model, optimizer, run.mesh, key, fill)
     if init is not None:
         with Checkpoints(init / "checkpoints") as checkpoints, input_errors():

@@ -3,7 +3,7 @@
 A program depends only on the kernels' source, constants, options, target and the installed versions. It names
 no file, so JAX's caches hit and all processes of a job compile the same program. Lowering needs no GPU and no
 GPU plugin. A kernel is compiled when it is lowered, not when it is traced, once a process, together with all
-others that were traced. Triton's cache keeps it on disk.
+others that were traced; `start_traced` begins earlier. Triton's cache keeps it on disk.
 """
 
 import collections
@@ -97,7 +97,7 @@ def _thaw(values: Frozen) -> dict[str, Any]:
     return {name: value for name, _, value in values}
 
 
-# Kernels that were traced and not lowered yet: the first that is lowered begins the compilation of all.
+# Kernels that were traced and not lowered yet.
 _traced: collections.deque[tuple[Any, tuple[str, ...], str, str, Frozen, Frozen]] = collections.deque(
     maxlen=1000
 )
@@ -130,9 +130,7 @@ def _lower(platform: str, context, *operands, kernel, out, grid, target, options
     _register()
     avals = (*context.avals_in, *context.avals_out)
     dtypes = tuple(a.dtype.name for a in avals)
-    with contextlib.suppress(IndexError):  # another thread may take the last
-        while _traced:
-            start_compiling(*_traced.popleft())
+    start_traced()
     code = start_compiling(kernel, dtypes, *target, options, constants).result()
     aliases = {0: 0} if in_place else {}
     lower = jax.ffi.ffi_lowering(CALL, operand_output_aliases=aliases)
@@ -147,6 +145,13 @@ for _platform in PLATFORMS.values():
 def _register() -> None:
     """Registers jaxlib's custom call where a GPU plugin is installed, for the program to run."""
     importlib.import_module("jaxlib.gpu_triton")
+
+
+def start_traced() -> None:
+    """Begins to compile, in threads, all kernels that were traced and not lowered yet."""
+    with contextlib.suppress(IndexError):  # another thread may take the last
+        while _traced:
+            start_compiling(*_traced.popleft())
 
 
 @functools.cache

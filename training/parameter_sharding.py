@@ -22,6 +22,19 @@ from mxjax.policy import Policy
 from training.step import TrainState, init_state
 
 
+def abstract_state(
+    config: LlamaConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    fill: Callable[[Params], Params] = lambda params: params,
+) -> TrainState:
+    """Returns the shapes, dtypes and shardings of what `first_state` creates."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = jax.eval_shape(lambda key: init_state(fill(llama.init(config, key)), optimizer), key)
+    shardings = state_shardings(mesh, optimizer, state, param_shardings(mesh, parameter_axes(config)))
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, shardings)
+
+
 def first_state(
     config: LlamaConfig,
     optimizer: optax.GradientTransformation,
@@ -42,8 +55,7 @@ def first_state(
     def make(key: jax.Array) -> TrainState:
         return init_state(fill(llama.init(config, key)), optimizer)
 
-    params = param_shardings(mesh, parameter_axes(config))
-    shardings = state_shardings(mesh, optimizer, jax.eval_shape(make, key), params)
+    shardings = jax.tree.map(lambda a: a.sharding, abstract_state(config, optimizer, mesh, fill))
     return jax.jit(make, out_shardings=shardings)(key), shardings
 
 

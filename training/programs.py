@@ -1,5 +1,6 @@
 """The compiled programs of a run: training step, evaluation step, and statistics of layers."""
 
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -62,6 +63,12 @@ def make_programs(
         make_layer_stats(loss, empty, config.seed, tokens_a_part, batch_parts_of(run.mesh.shape)),
         (lambda state: (state.params, channels_of(state.opt_state))) if mixed else attrgetter("params"),
     )
+
+
+def start_kernels() -> None:
+    """Begins to compile the Triton kernels that were traced, in threads, if there are any."""
+    if (lowering := sys.modules.get("mxjax.kernels.lowering")) is not None:
+        lowering.start_traced()
 
 
 def _slots(run: Run, phase: Phase) -> Any:

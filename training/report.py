@@ -20,8 +20,8 @@ from training.setup import Run
 from training.step import TrainState
 
 
-def introduction(run: Run, state: TrainState) -> str:
-    """Returns the introduction: model, data, policies, devices and the memory estimate."""
+def introduction(run: Run, estimate: str) -> str:
+    """Returns the introduction: model, data, policies, devices and the `memory_estimate`."""
     config, model = run.config, run.model
     tokens = config.steps * config.data.tokens_a_step
     return "\n".join(
@@ -33,7 +33,7 @@ def introduction(run: Run, state: TrainState) -> str:
             *(line for phase in run.phases for line in phase_lines(phase)),
             f"run {run.folder} on {mesh_text(run.mesh)} {jax.devices()[0].device_kind}, "
             f"implementation {choose_implementation(config.precision.implementation)}",
-            memory_estimate(run, state),
+            estimate,
             *late_flags(config),
         ]
     )
@@ -76,13 +76,18 @@ def phase_lines(phase: Phase) -> list[str]:
     return [f"policy {phase.policy}{start}:", *(f"  {line}" for line in str(phase.layers).splitlines())]
 
 
-def memory_estimate(run: Run, state: TrainState) -> str:
-    """Returns the memory of a step on a device, its share of the total, and advice if it is too much."""
+def memory_estimate(run: Run, state: TrainState, step: int) -> str:
+    """Returns the memory of a step on a device, its share of the total, and advice if it is too much.
+
+    Args:
+      state: arrays, or their shapes, dtypes and shardings.
+      step: the last step taken.
+    """
     config = run.config
     with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
         needed = memory.step_memory(
             run.model,
-            remove_outliers(phase_at(run.phases, int(state.step)).layers),
+            remove_outliers(phase_at(run.phases, step).layers),
             state.params,
             state.opt_state,
             batch_size=config.data.batch_size,

@@ -155,6 +155,36 @@ def test_no_program_for_rocm_names_anything_of_nvidia(policies):
         assert (targets or ["triton_kernel_call_ffi"], names) == (["triton_kernel_call_ffi"], []), policy
 
 
+START = r"""
+import jax, jax.numpy as jnp
+import mxjax
+from mxjax.devices import Target, use_target
+from mxjax.kernels import lowering
+from mxjax.kernels.call_message import MachineCode
+
+compiled = []
+def compile_kernel(kernel, *_):
+    compiled.append(kernel.__name__)
+    return MachineCode(b"\x7fELF", kernel.__name__, 4, 0, 0, 1, 0)
+
+lowering.compile_kernel = compile_kernel
+x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 128), (128, 32)))
+with use_target(Target("hip", "gfx950")):
+    traced = jax.jit(lambda x, w: mxjax.dot(x, w, policy="wgrad")).trace(x, w)
+    print(len(compiled))
+    lowering.start_traced()
+    lowering._pool().shutdown()
+    print(len(compiled))
+    traced.lower(lowering_platforms=("rocm",))
+    print(len(compiled))
+"""
+
+
+def test_traced_kernels_start_early_and_compile_once():
+    """The forward pass quantizes x and w, and multiplies them."""
+    assert run_compiled(START).split() == ["0", "3", "3"]
+
+
 @pytest.mark.exhaustive
 def test_programs_are_the_same_in_every_process(rocm_program, tmp_path):
     """Whatever seeds Python's hashes, wherever it runs, and whether Triton's cache has the kernels."""
