@@ -54,8 +54,13 @@ class Carried(NamedTuple):
 
     @property
     def fits(self) -> Bool[Array, ""]:
-        """Whether no element was lost. If False, do not multiply these elements."""
+        """Whether no element was lost. If False, these elements alone give another product."""
         return ~jnp.any(self.lost)
+
+    @property
+    def width(self) -> int:
+        """The number of binades of `elements`, and of `lower`."""
+        return next(w for c, w in WIDTHS.items() if self.elements.dtype == CARRIER_DTYPES[c])
 
 
 def carry(q: KMajor, carrier: Carrier) -> Carried:

@@ -176,9 +176,7 @@ def carry_kernel(
     tl.store(out + at, carried, inside[:, None])
     if LOWER:
         below = missed & (shift < LOW) & (shift >= LOW - WIDTH)
-        tl.store(
-            far + v * tl.num_programs(0) + tl.program_id(0), _flags_of_rows(missed & ~below, ROWS, BLOCKS)
-        )
+        tl.store(far + place, _flags_of_rows(missed & ~below, ROWS, BLOCKS))
         if flags != 0:
             scale = scale_value(tl.where(below, shift + WIDTH, 0) + 127)
             carried = _carry_words(tl.where(below[:, None], word, 0), scale, ROWS * BLOCKS, E5M2, NATIVE)

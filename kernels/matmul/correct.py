@@ -15,7 +15,7 @@ from triton import knobs
 
 from mxjax.devices import Target
 from mxjax.formats import BLOCK
-from mxjax.fp8_carriers import CARRIER_DTYPES, WIDTHS, Carried
+from mxjax.fp8_carriers import Carried
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.matmul.accumulate import accumulate_fp8, accumulate_rows
 from mxjax.kernels.matmul.carry import rows_and_parts
@@ -48,8 +48,9 @@ def correct(
       column_factors: [batch, n] float32, likewise.
     """
     batch, m, n = y.shape
-    in_fp8 = left.lower is not None and left.far is not None
-    width = next(w for c, w in WIDTHS.items() if left.elements.dtype == CARRIER_DTYPES[c]) if in_fp8 else 0
+    width, lower, far = 0, left.elements, left.lost  # not read
+    if left.lower is not None and left.far is not None:
+        width, lower, far = left.width, left.lower, left.far
     # Triton's interpreter truncates to bfloat16 where GPUs round.
     before = y.astype(jnp.float32) if knobs.runtime.interpret else y
     tiles = tiles_of(target)
@@ -61,9 +62,9 @@ def correct(
         right.unit,
         left.lost,
         right.lost,
-        left.far if in_fp8 else left.lost,
+        far,
         left.elements,
-        left.lower if in_fp8 else left.elements,
+        lower,
         right.elements,
         out=[
             jax.ShapeDtypeStruct(before.shape, before.dtype),
@@ -121,7 +122,10 @@ def constants_of(m: int, n: int, k: int, tiles: Tiles, width: int) -> dict[str, 
 
 
 def _step_of(k: int) -> int:
-    """Returns the step along k in FP8: the largest with eight steps, since fewer are unrolled and spill."""
+    """Returns the step along k in FP8: the largest of at least eight, if any, since few are unrolled.
+
+    Triton 3.9 then spills registers of the small builds for sm_90.
+    """
     return next(step for step in (128, 64, 32) if k % step == 0 and (k >= 8 * step or step == 32))
 
 
@@ -163,7 +167,7 @@ def correct_kernel(
     of ROWS rows has a word with a bit for each row: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N
     instead of M. If WIDTH is not 0, lhs_fp8, lhs_lower, rhs_fp8 and the flags lhs_far are of the operands in
     FP8 (see `mxjax.fp8_carriers`), which suffice for rows that are not far if no column was lost. `before` is
-    the memory of out, and scratch, [programs * b, max(BLOCK_M, BLOCK_N)], is for this kernel alone. The grid
+    the memory of out, and scratch has max(BLOCK_M, BLOCK_N) words a program for this kernel alone. The grid
     is (programs, batch), with any number of programs.
     """
     TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def count_lost(flags, without, LENGTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns the number of rows that lost elements."""
+    """Returns the number of rows that lost elements; `without` as in `_group_flags`."""
     GROUPS: tl.constexpr = (LENGTH + ROWS - 1) // ROWS
     WIDTH: tl.constexpr = 4096 if GROUPS > 4096 else triton.next_power_of_2(GROUPS)
     count = tl.zeros([WIDTH], tl.int32)
@@ -26,7 +26,10 @@ def find_lost(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes to scratch a strip's BLOCK rows of those that lost elements; past the last of them, LENGTH."""
+    """Writes to scratch a strip's BLOCK rows of those that lost elements; past the last of them, LENGTH.
+
+    `without` is as in `_group_flags`.
+    """
     GROUPS: tl.constexpr = (LENGTH + ROWS - 1) // ROWS
     WIDTH: tl.constexpr = 1024 if GROUPS > 1024 else triton.next_power_of_2(GROUPS)
     first = strip * BLOCK  # of the strip's rows, counted among those that lost elements

@@ -129,8 +129,12 @@ def test_rows_of_other_magnitudes_are_held():
 
 
 @pytest.mark.parametrize("span", [6, 40])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_nan_and_zero_blocks_whether_held_or_not(span, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "carriers"),
+    [(jnp.float32, CARRIERS), (jnp.bfloat16, CARRIERS), (jnp.bfloat16, ("e5m2", "e4m3"))],
+    ids=["float32", "bfloat16", "two"],
+)
+def test_nan_and_zero_blocks_whether_held_or_not(span, dtype, carriers):
     lhs, rhs = operand(4, (20, 5), span), operand(5, (30, 5), 6)
     elements = np.array(lhs.elements).reshape(20, 5, 16)
     scales = np.array(lhs.scales)
@@ -139,7 +143,7 @@ def test_nan_and_zero_blocks_whether_held_or_not(span, dtype):
     scales[5, 2] = scales[6] = 255
     lhs = KMajor(jnp.asarray(elements.reshape(20, 80)), jnp.asarray(scales))
     rhs = KMajor(rhs.elements, rhs.scales.at[7, 0].set(255))
-    got = product(lhs, rhs, dtype)
+    got = product(lhs, rhs, dtype, carriers)
     assert got.dtype == dtype
     nan = np.zeros((20, 30), bool)
     nan[5] = nan[6] = nan[:, 7] = True
@@ -216,6 +220,9 @@ def test_two_carriers_hold_rows_of_58_binades(blocks):
     from mxjax.kernels.matmul.carry import carry_operand
 
     lhs, rhs = operand(0, (2, 150, blocks), 58), operand(1, (2, 9, blocks), 4)
+    # Some rows are of the smallest elements that each carrier holds, whatever is far above them.
+    scales = lhs.scales.at[:, ::3].set(jnp.resize(jnp.asarray([127, 99, 98, 97, 70], jnp.uint8), blocks))
+    lhs = without(KMajor(lhs.elements, scales), 0)
     left = carry_operand(lhs.elements, lhs.scales, "e5m2", current_target(), lower=True)
     right = carry_operand(rhs.elements, rhs.scales, "e4m3", current_target())
     assert not np.any(left.far)

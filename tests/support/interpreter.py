@@ -1,12 +1,15 @@
-"""Triton's interpreter without what it does over and over.
+"""Triton's interpreter without what it does over and over, and with exact conversions from FP8.
 
-At each call from one kernel function to another, a hundred times a program, it replaces the functions of
-`triton.language` by its own. They are replaced already: a launch begins so, and ends by restoring them.
+It takes NaN in E4M3 for 480, and subnormals of E5M2 for other values in float16. At each call from one kernel
+function to another, a hundred times a program, it replaces the functions of `triton.language` by its own.
+They are replaced already: a launch begins so, and ends by restoring them.
 """
 
 import functools
 import inspect
 
+import ml_dtypes
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -15,6 +18,27 @@ def replace_once() -> None:
     """Makes calls within a launch find Triton's functions as its beginning left them."""
     if not hasattr(interpreter._patch_lang, "__wrapped__"):
         interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
+
+
+def convert_exactly() -> None:
+    """Makes conversions from FP8 exact, also of operands of `tl.dot`."""
+    if not hasattr(interpreter._convert_float, "__wrapped__"):
+        interpreter._convert_float = _by_ml_dtypes(interpreter._convert_float)
+
+
+def _by_ml_dtypes(convert):
+    """Returns `_convert_float` with ml_dtypes' conversions from FP8 to wider floats."""
+    fp8 = {tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float8e5: ml_dtypes.float8_e5m2}
+    wider = {tl.float16: np.float16, tl.bfloat16: ml_dtypes.bfloat16, tl.float32: np.float32}
+
+    @functools.wraps(convert)
+    def exact(values, input_dtype, output_dtype, rounding_mode):
+        if input_dtype not in fp8 or output_dtype not in wider:
+            return convert(values, input_dtype, output_dtype, rounding_mode)
+        bits = f"uint{output_dtype.primitive_bitwidth}"
+        return values.view(fp8[input_dtype]).astype(wider[output_dtype]).view(bits)
+
+    return exact
 
 
 def _once_a_launch(patch_lang):
