@@ -244,7 +244,8 @@ def test_a_folder_that_is_moved_ends_the_run_and_another_s_in_its_place_is_left_
     wait_for_lines(process, out / "metrics.jsonl", 5)
     before = {path.relative_to(run): path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     out.rename(moved)
-    run.rename(out)
+    while not renamed(run, out):  # a save that was under way has made the folder anew
+        shutil.rmtree(out, ignore_errors=True)
     process.join(30)
     assert process.exitcode == 1
     said = errors.read_text()
@@ -256,6 +257,15 @@ def test_a_folder_that_is_moved_ends_the_run_and_another_s_in_its_place_is_left_
     newest = max(saved_steps(moved / "checkpoints"))
     training_program.main(["--resume", "--out", str(moved), "--stop-after", str(newest + 1)])
     assert read_records(moved)[-1]["step"] == newest + 1
+
+
+def renamed(folder, name):
+    """Renames a folder; returns whether nothing was in the way."""
+    try:
+        folder.rename(name)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
