@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from operator import attrgetter
 
 import grain
 import jax
@@ -41,8 +42,9 @@ from training.optimizer import optimizer_of
 from training.outliers import OutlierError
 from training.parameter_sharding import abstract_state, first_state
 from training.policy_record import changed_files
+from training.policy_schedule import Phase, phase_at
 from training.processes import ProcessError, is_first_process, join_processes, together
-from training.programs import make_programs, start_kernels
+from training.programs import Programs, make_programs, start_compiling
 from training.records import open_records
 from training.report import introduction, memory_estimate, summary
 from training.run_lock import locked
@@ -124,10 +126,11 @@ def begin_or_resume(
         resumes = config.resume and checkpoints.latest is not None
         fill = functools.partial(resize, size=run.filled_vocab_size)
         shapes = abstract_state(run.model, optimizer, run.mesh, fill)
+        programs_of = phase_programs(run, jax.tree.map(attrgetter("sharding"), shapes))
+        wait = start_compiling(run, programs_of(phase_at(run.phases, checkpoints.latest or 0)), shapes)
         estimate = memory_estimate(run, shapes, checkpoints.latest or 0)
-        start_kernels()
         try:
-            state, shardings = initial_state(run, optimizer, fill, None if resumes else config.init)
+            state = initial_state(run, optimizer, fill, None if resumes else config.init)
         except SystemExit:
             if not config.resume:
                 remove_beginning(run)
@@ -146,20 +149,21 @@ def begin_or_resume(
                 check_state(state, folder)
         with open_records(run, state, began, check) as records:
             records.display.line("\n".join([introduction(run, estimate), *notes]))
-            loop = Loop(
-                run=run,
-                make_programs=lambda phase: make_programs(
-                    run, phase, optimizer_of(config, run.model, phase.layers), shardings
-                ),
-                state=state,
-                stream=stream,
-                checkpoints=checkpoints,
-                records=records,
-                interruption=interruption,
-            )
+            wait()
+            loop = Loop(run, programs_of, state, stream, checkpoints, records, interruption)
             evaluation = loop.train()
             records.display.line(summary(run, loop.step, loop.done, evaluation, records.reporter.step_times))
             return evaluation
+
+
+def phase_programs(run: Run, shardings: TrainState) -> Callable[[Phase], Programs]:
+    """Returns a function that makes the programs of a phase, once."""
+
+    @functools.lru_cache(maxsize=1)
+    def programs_of(phase: Phase) -> Programs:
+        return make_programs(run, phase, optimizer_of(run.config, run.model, phase.layers), shardings)
+
+    return programs_of
 
 
 def initial_state(
@@ -167,20 +171,20 @@ def initial_state(
     optimizer: optax.GradientTransformation,
     fill: Callable[[Params], Params],
     init: pathlib.Path | None,
-) -> tuple[TrainState, TrainState]:
-    """Returns the state to begin with and its shardings.
+) -> TrainState:
+    """Returns the state to begin with.
 
     The parameters are random, or the last ones of the run in `init`, with a vocabulary that `fill` fills.
     Exits if those cannot be used.
     """
     key = jax.random.fold_in(jax.random.key(run.config.seed), 2**32 - 1)  # no step has this key
-    state, shardings = first_state(run.model, optimizer, run.mesh, key, fill)
+    state, _ = first_state(run.model, optimizer, run.mesh, key, fill)
     if init is not None:
         with Checkpoints(init / "checkpoints") as checkpoints, input_errors():
             params = checkpoints.restore_params(run.unfilled(state.params))
             state = state._replace(params=run.filled(params))
             check_state(state, init)
-    return state, shardings
+    return state
 
 
 def main(argv: list[str] | None = None) -> None:

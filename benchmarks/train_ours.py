@@ -23,7 +23,7 @@ from training.environment import facts
 from training.learning_rate import learning_rate
 from training.mesh import check_batch, compiler_options, global_batch, make_mesh
 from training.optimizer import make_optimizer
-from training.step import make_train_step, scheduled
+from training.step import ScheduledStep, make_train_step
 from training.vocabulary import filled_size, resize
 
 GEMMS = ((8192, 8192, 8192), (8192, 4096, 14336))
@@ -66,7 +66,7 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     lower_seconds = time.perf_counter() - start
     compiled = lowered.compile()
     compile_seconds = time.perf_counter() - start - lower_seconds
-    compiled_step = scheduled(compiled, schedule)
+    compiled_step = ScheduledStep(compiled, schedule)
 
     def step(tokens: np.ndarray):
         nonlocal state

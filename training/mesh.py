@@ -118,9 +118,17 @@ def process_part(mesh: Mesh, rows: int) -> tuple[int, int]:
 def global_batch(mesh: Mesh, rows: np.ndarray) -> jax.Array:
     """Returns the sharded batch [batch, length], to which each process contributes the rows it holds."""
     _, parts = process_part(mesh, batch_parts_of(mesh.shape))
-    sharding = NamedSharding(mesh, spec(("batch", None)))
     shape = (len(rows) * parts, *rows.shape[1:])
-    return jax.make_array_from_process_local_data(sharding, rows, shape)
+    return jax.make_array_from_process_local_data(_batch_sharding(mesh), rows, shape)
+
+
+def abstract_batch(mesh: Mesh, sequences: int, length: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype and sharding of what `global_batch` returns for so many sequences."""
+    return jax.ShapeDtypeStruct((sequences, length), np.int32, sharding=_batch_sharding(mesh))
+
+
+def _batch_sharding(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, spec(("batch", None)))
 
 
 def on_mesh(mesh: Mesh, eval_step: Any) -> Any:

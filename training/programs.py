@@ -1,10 +1,13 @@
 """The compiled programs of a run: training step, evaluation step, and statistics of layers."""
 
-import sys
+import contextlib
+import contextvars
+import threading
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
 from models import llama
@@ -13,11 +16,11 @@ from models.sharding import batch_parts_of
 from mxjax.layer_stats import empty_slots, make_layer_stats
 from mxjax.mixed_dot import Channels
 from training.learning_rate import learning_rate
-from training.mesh import compiler_options, on_mesh
+from training.mesh import abstract_batch, compiler_options, on_mesh
 from training.outliers import choose_channels, empty_norms, has_outliers, parse_outliers
 from training.policy_schedule import Phase
 from training.setup import Run
-from training.step import Loss, Losses, TrainState, make_eval_step, make_train_step, scheduled
+from training.step import Loss, Losses, ScheduledStep, TrainState, make_eval_step, make_train_step
 
 
 class Programs(NamedTuple):
@@ -27,7 +30,7 @@ class Programs(NamedTuple):
       evaluated: returns what `eval_step` takes as parameters, from the training state.
     """
 
-    train_step: Callable
+    train_step: ScheduledStep
     eval_step: Callable
     layer_stats: Callable
     evaluated: Callable[[TrainState], Any]
@@ -58,17 +61,34 @@ def make_programs(
         given=(lambda opt_state: {"channels": channels_of(opt_state)}) if mixed else (lambda opt_state: {}),
     )
     return Programs(
-        scheduled(train_step, learning_rate(config.optimizer, config.steps)),
+        ScheduledStep(train_step, learning_rate(config.optimizer, config.steps)),
         on_mesh(run.mesh, make_eval_step(losses, xla_options)),
         make_layer_stats(loss, empty, config.seed, tokens_a_part, batch_parts_of(run.mesh.shape)),
         (lambda state: (state.params, channels_of(state.opt_state))) if mixed else attrgetter("params"),
     )
 
 
-def start_kernels() -> None:
-    """Begins to compile the Triton kernels that were traced, in threads, if there are any."""
-    if (lowering := sys.modules.get("mxjax.kernels.lowering")) is not None:
-        lowering.start_traced()
+def start_compiling(run: Run, programs: Programs, state: TrainState) -> Callable[[], None]:
+    """Begins to compile the training step in a thread; returns a function that waits until it is compiled.
+
+    An error is not raised here: the first step meets it again. Processes of one job compile at their first
+    step, together.
+
+    Args:
+      state: shapes, dtypes and shardings.
+    """
+    if jax.process_count() > 1:
+        return lambda: None
+    data = run.config.data
+    batch = abstract_batch(run.mesh, data.batch_size, data.seq_len + 1)
+
+    def compile_step():
+        with contextlib.suppress(Exception), jax.set_mesh(run.mesh):
+            programs.train_step.compile(state, batch, jax.random.key(run.config.seed))
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(compile_step,))
+    thread.start()
+    return thread.join
 
 
 def _slots(run: Run, phase: Phase) -> Any:

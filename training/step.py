@@ -133,17 +133,30 @@ def _next_state(
     return TrainState(state.step + taken, *kept, finite=finite | skip_nonfinite, skipped=skipped)
 
 
-def scheduled(step: Callable[..., Any], learning_rate: optax.Schedule) -> Callable[..., Any]:
-    """Returns `step(state, batch, key)` with the learning rate for the number of updates made before it.
+class ScheduledStep:
+    """`step(state, batch, key)` with the learning rate for the number of updates made before it.
 
     A program of its own computes the rate, on the device.
     """
-    rate = jax.jit(lambda state_step, skipped: learning_rate(state_step - skipped))
 
-    def at_rate(state: TrainState, batch: Int32[Array, "batch length"], key: jax.Array):
-        return step(state, batch, key, rate(state.step, state.skipped))
+    def __init__(self, step: Any, learning_rate: optax.Schedule):
+        self._step = step
+        self._rate = jax.jit(lambda state_step, skipped: learning_rate(state_step - skipped))
 
-    return at_rate
+    def __call__(self, state: TrainState, batch: Int32[Array, "batch length"], key: jax.Array):
+        return self._step(state, batch, key, self._rate(state.step, state.skipped))
+
+    def compile(self, state: TrainState, batch: jax.ShapeDtypeStruct, key: jax.Array) -> None:
+        """Compiles the step, which its calls then find.
+
+        Args:
+          state, batch: shapes, dtypes and shardings of what the step will be called with.
+          key: a key like those that it will be called with.
+        """
+        rate = self._rate.lower(state.step, state.skipped)
+        shape, sharding = rate.out_info, rate.compile().output_shardings
+        rate = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+        self._step.lower(state, batch, key, rate).compile()
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:

@@ -20,7 +20,7 @@ from training.data.megatron import MegatronCorpus
 from training.deoscillation import check_policies, deoscillation_hook, parse_deoscillation
 from training.learning_rate import learning_rate
 from training.optimizer import make_optimizer
-from training.step import evaluate, init_state, make_eval_step, make_train_step, scheduled
+from training.step import ScheduledStep, evaluate, init_state, make_eval_step, make_train_step
 from training.weight_hooks import with_hook
 
 IMPLEMENTATION: Implementation = "xla"
@@ -104,7 +104,7 @@ class Programs:
         compiled = train_step.lower(state, batch, key, jax.eval_shape(self.schedule, state.step)).compile()
         self.compile_seconds = round(time.perf_counter() - began, 2)
         self.step_bytes = _kept_bytes(compiled)
-        self.train_step = scheduled(compiled, self.schedule)
+        self.train_step = ScheduledStep(compiled, self.schedule)
         self.eval_step = eval_step.lower(state.params, self.held_out[0], key).compile()
 
 

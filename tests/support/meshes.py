@@ -29,7 +29,7 @@ from training.learning_rate import learning_rate
 from training.memory import step_memory
 from training.mesh import global_batch, make_mesh, on_mesh
 from training.optimizer import make_optimizer
-from training.step import make_eval_step, make_train_step, scheduled
+from training.step import ScheduledStep, make_eval_step, make_train_step
 from training.vocabulary import filled_size, resize, resize_on
 
 # Every axis has 8 whole blocks and rotations of 32.
@@ -81,7 +81,7 @@ class OnMesh:
             first = parameter_sharding.first_state(model, optimizer, self.mesh, jax.random.key(0), fill)
         self.state, self.shardings = first
         self.program = make_train_step(loss, optimizer, accumulate=accumulate, shardings=self.shardings)
-        self.step = scheduled(self.program, schedule)
+        self.step = ScheduledStep(self.program, schedule)
         self.eval_step = on_mesh(self.mesh, make_eval_step(losses))
 
     def run(self, batches) -> list[float]:

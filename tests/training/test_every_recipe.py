@@ -24,7 +24,7 @@ from training.learning_rate import learning_rate
 from training.optimizer import optimizer_of
 from training.outliers import add_outliers, choose_channels, empty_norms, has_outliers, parse_outliers
 from training.recipes import expand
-from training.step import init_state, make_train_step, scheduled
+from training.step import ScheduledStep, init_state, make_train_step
 
 STEPS, BATCH, LENGTH, VOCABULARY = 100, 4, 32, 32
 MODEL = dataclasses.replace(get_config("tiny"), vocab_size=VOCABULARY)
@@ -77,7 +77,7 @@ def program(config, layers, optimizer, setting):
         slots=None if setting is None or mixed else empty_norms(MODEL),
         given=lambda opt: {"channels": choose_channels(opt.norms, setting)} if mixed and setting else {},
     )
-    step = scheduled(step, learning_rate(config.optimizer, STEPS))
+    step = ScheduledStep(step, learning_rate(config.optimizer, STEPS))
 
     def take(state, batch):
         state, metrics = step(state, batch, jax.random.key(1))
