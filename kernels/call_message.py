@@ -36,8 +36,13 @@ class MachineCode(NamedTuple):
     compute_capability: int
 
 
-def encode_call(code: MachineCode, grid: Sequence[int], arrays: int) -> bytes:
-    """Returns the message that launches `code` on `grid` with pointers to so many arrays, in order."""
+def encode_call(code: MachineCode, grid: Sequence[int], arrays: int, sizes: Sequence[int] = ()) -> bytes:
+    """Returns the message that launches `code` on `grid`.
+
+    Args:
+      arrays: number of arrays to whose memory the kernel takes pointers, its first arguments.
+      sizes: its other arguments, int32.
+    """
     x, y, z = (*grid, 1, 1)[:3]
     image = _text(1, code.image) + _text(2, code.name.encode()) + _number(3, code.shared_bytes)
     kernel = _text(1, code.name.encode()) + _number(2, code.num_warps) + _number(3, code.shared_bytes)
@@ -48,6 +53,7 @@ def encode_call(code: MachineCode, grid: Sequence[int], arrays: int) -> bytes:
         kernel += _number(12, code.scratch_bytes) + _number(13, code.scratch_alignment)
     call = _text(1, kernel) + _number(2, x) + _number(3, y) + _number(4, z)
     call += _text(5, _text(1, _number(2, ALIGNMENT))) * arrays
+    call += b"".join(_text(5, _number(3, size)) for size in sizes)
     return zlib.compress(_text(1, call) + _text(4, code.name.encode()))
 
 

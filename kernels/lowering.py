@@ -10,10 +10,11 @@ import collections
 import contextlib
 import functools
 import importlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.core import ShapedArray
@@ -50,8 +51,34 @@ TYPES = {
 MOST_THREADS = 16
 """Kernels that are compiled at a time."""
 
+LARGEST_DIVISOR = 128
+"""The largest divisor that is told of sizes: enough for the widest loads and stores of rows."""
+
 Frozen = tuple[tuple[str, type, Any], ...]
 """A mapping as a hashable value, with types: 1, 1.0 and True are equal, but compile to different kernels."""
+
+
+class Size(NamedTuple):
+    """An integer that a kernel gets at run time, of which only a divisor is known when it is compiled."""
+
+    divisor: int
+
+
+def sizes_of(kernel, backend: str, constants: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the arguments after the pointers that a kernel gets at run time, in its order.
+
+    On CUDA these are the ones that the kernel does not annotate as constexpr. One kernel then serves many
+    arrays, and a program compiles fewer. On HIP all are constants.
+    """
+    if backend != "cuda":
+        return {}
+    return {p.name: constants[p.name] for p in kernel.params if p.name in constants and not p.is_constexpr}
+
+
+def specialized(kernel, backend: str, constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments after the pointers as the kernel is compiled for them: constants and sizes."""
+    sizes = sizes_of(kernel, backend, constants)
+    return {**constants, **{name: Size(math.gcd(value, LARGEST_DIVISOR)) for name, value in sizes.items()}}
 
 
 def kernel_call(
@@ -71,10 +98,11 @@ def kernel_call(
     Args:
       backend, arch: Triton's target, "cuda" and "sm_90" or "hip" and "gfx950".
       options: the compiler's, with num_warps and num_stages.
-      constants: the kernel's constexpr arguments.
+      constants: the kernel's arguments after the pointers; see `sizes_of`.
       in_place: the first result takes the memory of the first array, and the kernel gets both pointers.
     """
-    options, constants = _freeze(options), _freeze(constants)
+    sizes = tuple(sizes_of(kernel, backend, constants).values())
+    options, constants = _freeze(options), _freeze(specialized(kernel, backend, constants))
     dtypes = tuple(x.dtype.name for x in (*arrays, *out))
     _traced.append((kernel, dtypes, backend, arch, options, constants))
     return _kernel_call.bind(
@@ -85,6 +113,7 @@ def kernel_call(
         target=(backend, arch),
         options=options,
         constants=constants,
+        sizes=sizes,
         in_place=in_place,
     )
 
@@ -120,7 +149,7 @@ def _jitted(**parameters):
     return jax.jit(functools.partial(_kernel_call.bind, **parameters))
 
 
-def _lower(platform: str, context, *operands, kernel, out, grid, target, options, constants, in_place):
+def _lower(platform: str, context, *operands, kernel, out, grid, target, options, constants, sizes, in_place):
     if PLATFORMS[target[0]] != platform:
         raise ValueError(
             f"{kernel.__name__} was traced for {target[1]}, and cannot be lowered for {platform}: "
@@ -134,7 +163,7 @@ def _lower(platform: str, context, *operands, kernel, out, grid, target, options
     code = start_compiling(kernel, dtypes, *target, options, constants).result()
     aliases = {0: 0} if in_place else {}
     lower = jax.ffi.ffi_lowering(CALL, operand_output_aliases=aliases)
-    return lower(context, *operands, opaque=encode_call(code, grid, len(avals)))
+    return lower(context, *operands, opaque=encode_call(code, grid, len(avals), sizes))
 
 
 for _platform in PLATFORMS.values():
@@ -209,7 +238,7 @@ def build_kernel(
 
     Args:
       dtypes: the dtype of each pointer's array, by parameter; pointers are multiples of 16 bytes.
-      constants: the constexpr arguments; together with `dtypes` all parameters.
+      constants: all other arguments, `specialized`.
       line_info: whether the code names the lines of its source.
     """
     import triton
@@ -217,11 +246,14 @@ def build_kernel(
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
+    sizes = {name: value.divisor for name, value in constants.items() if isinstance(value, Size)}
+    divisors = dict.fromkeys(dtypes, ALIGNMENT) | sizes
+    types = {name: f"*{TYPES[dtype]}" for name, dtype in dtypes.items()} | dict.fromkeys(sizes, "i32")
     source = ASTSource(
         fn=kernel,
-        signature={name: f"*{TYPES[dtypes[name]]}" if name in dtypes else "constexpr" for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in dtypes},
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items() if name not in sizes},
+        attrs={(names.index(name),): [["tt.divisibility", divisor]] for name, divisor in divisors.items()},
     )
     capability = compute_capability(backend, arch)
     target = GPUTarget("cuda", capability, 32) if capability else GPUTarget("hip", arch, 64)

@@ -80,12 +80,20 @@ def amd_descriptor(assembly: str) -> dict[str, int]:
 
 
 def cuda_arguments(ptx: str) -> list[dict[str, int | str | None]]:
-    """Returns the same for a PTX entry, whose parameters must all be pointers to global memory."""
+    """Returns the same for a PTX entry, whose parameters must be pointers to global memory or of 32 bits."""
     [parameters] = re.findall(r"\.entry \w+\((.*?)\)", ptx, re.S)
-    kinds = [p.split()[:4] for p in parameters.split(",")]
-    if any(kind != [".param", ".u64", ".ptr", ".global"] for kind in kinds):
-        raise ValueError(f"cuda_arguments takes pointers to global memory only, got {parameters}")
-    return [_argument(8 * i, 8, "global_buffer", {"address_space": "global"}) for i in range(len(kinds))]
+    found, end = [], 0
+    for words in (p.split() for p in parameters.split(",")):
+        if words[:4] == [".param", ".u64", ".ptr", ".global"]:
+            size, kind, fields = 8, "global_buffer", {"address_space": "global"}
+        elif words[:2] == [".param", ".u32"]:
+            size, kind, fields = 4, "by_value", {}
+        else:
+            raise ValueError(f"cuda_arguments takes pointers to global memory and .u32, got {parameters}")
+        offset = -(-end // size) * size
+        found.append(_argument(offset, size, kind, fields))
+        end = offset + size
+    return found
 
 
 def _argument(offset, size, kind: str, fields) -> dict[str, int | str | None]:

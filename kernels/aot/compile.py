@@ -24,7 +24,7 @@ from triton.compiler import CompiledKernel
 from mxjax.devices import Target
 from mxjax.kernels.aot.builds import Build
 from mxjax.kernels.aot.record import make_record
-from mxjax.kernels.lowering import build_kernel
+from mxjax.kernels.lowering import build_kernel, specialized
 from mxjax.kernels.tables import table
 
 DESCRIPTION = "Compiles every kernel for the shapes of Llama 3.1 8B, on a machine with or without a GPU."
@@ -46,12 +46,14 @@ def parse_target(name: str) -> Target:
 
 def compile_build(build: Build, target: str) -> CompiledKernel:
     """Compiles a build as `mxjax.dot` compiles its kernels: without fusing products and sums."""
+    backend, arch = parse_target(target)[:2]
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": False}
     return build_kernel(
         build.kernel,
         {name: argument.dtype for name, argument in build.signature.items()},
-        build.constants,
-        *parse_target(target),
+        specialized(build.kernel, backend, build.constants),
+        backend,
+        arch,
         options | build.options,
         line_info=True,
     )

@@ -16,9 +16,9 @@ from mxjax.kernels.aot import assembly
 from mxjax.kernels.aot.builds import Argument, Build
 from mxjax.kernels.call_message import ALIGNMENT
 from mxjax.kernels.knobs import SETTINGS
-from mxjax.kernels.lowering import TYPES
+from mxjax.kernels.lowering import TYPES, sizes_of
 
-POINTER = 8
+POINTER, SIZE = 8, 4  # bytes
 SCRATCH = ("global_scratch", "profile_scratch")  # Triton's own arguments, after a kernel's
 
 
@@ -36,7 +36,9 @@ def make_record(build: Build, target: str, compiled: CompiledKernel, resource_us
     block = (metadata.num_warps * metadata.target.warp_size, 1, 1)
     grid = (*build.grid, 1, 1)[:3]
     code = _amd_code(compiled) if target.startswith("gfx") else _cuda_code(compiled, resource_usage)
-    arguments, more = _arguments(build, code.fields, launch_values(grid, block, metadata.shared))
+    sizes = sizes_of(build.kernel, metadata.target.backend, build.constants)
+    values = launch_values(grid, block, metadata.shared)
+    arguments, more = _arguments(build, code.fields, sizes, values)
     body, is_loop = assembly.main_loop(code.instructions)
     return {
         "name": build.name,
@@ -97,7 +99,8 @@ def _cuda_code(compiled: CompiledKernel, resource_usage: str) -> _Code:
     resources["warps_per_multiprocessor"] = assembly.cuda_occupancy(
         resources["registers"], metadata.shared, metadata.num_warps
     )
-    return _Code(fields, POINTER * len(fields), resources, None, instructions)
+    end = fields[-1]["offset"] + fields[-1]["size"]
+    return _Code(fields, end, resources, None, instructions)
 
 
 _IN_TTIR = {"float8_e4m3fn": "f8E4M3FN", "float8_e5m2": "f8E5M2"}
@@ -130,18 +133,21 @@ def launch_values(grid, block, shared_bytes: int) -> dict[str, int]:
     return values | {f"hidden_{p}": 0 for p in (*pointers, "queue_ptr")} | dict.fromkeys(SCRATCH, 0)
 
 
-def _arguments(build: Build, fields: list[dict], values: dict[str, int]) -> tuple[list[dict], list[dict]]:
+def _arguments(
+    build: Build, fields: list[dict], sizes: dict[str, int], values: dict[str, int]
+) -> tuple[list[dict], list[dict]]:
     """Returns the arrays and the arguments after them, each with its place in the argument segment."""
     explicit = [f for f in fields if not f["kind"].startswith("hidden_")]
     hidden = fields[len(explicit) :]
-    names = [*build.signature, *SCRATCH]
-    if [f["size"] for f in explicit] != [POINTER] * len(names):
+    names = [*build.signature, *sizes, *SCRATCH]
+    if [f["size"] for f in explicit] != [SIZE if name in sizes else POINTER for name in names]:
         raise RuntimeError(f"{build.name} takes {names}, but the compiled kernel {explicit}")
     arrays = [
         _array(name, a) | field for (name, a), field in zip(build.signature.items(), explicit, strict=False)
     ]
-    scratch = zip(SCRATCH, explicit[len(arrays) :], strict=True)
-    more = [{"name": name, **field} for name, field in (*scratch, *((f["kind"], f) for f in hidden))]
+    others = zip((*sizes, *SCRATCH), explicit[len(arrays) :], strict=True)
+    more = [{"name": name, **field} for name, field in (*others, *((f["kind"], f) for f in hidden))]
+    values = values | sizes
     for field in more:
         if field["name"] not in values:
             raise RuntimeError(

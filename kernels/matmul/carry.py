@@ -127,7 +127,7 @@ def carry_kernel(
     lost,
     lower,
     far,
-    N: tl.constexpr,
+    N,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,

@@ -99,7 +99,7 @@ def scratch_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
 
 
 def constants_of(m: int, n: int, k: int, tiles: Tiles, width: int) -> dict[str, int]:
-    """Returns the kernel's constexpr arguments.
+    """Returns the kernel's arguments other than arrays.
 
     Args:
       width: the width of the carrier of lhs, of `mxjax.fp8_carriers.WIDTHS`, or 0 if it has no `lower`.
@@ -111,12 +111,14 @@ def constants_of(m: int, n: int, k: int, tiles: Tiles, width: int) -> dict[str, 
         "K": k,
         "ROWS": rows,
         "PARTS": parts,
+        "LARGE": max(m * k, n * k, m * n) >= 2**31,
         "WIDTH": width,
         "BLOCK_M": tiles.m,
         # In a kernel that has both ways, this is the rare one, and larger tiles of it would spill registers.
         "BLOCK_N": tiles.n // 2 if width else tiles.n,
         "BLOCK_K": tiles.k,
-        "FP8_N": tiles.n,
+        # Few steps along k are unrolled, for which larger tiles have no registers.
+        "FP8_N": tiles.n if k > 512 else tiles.n // 2,
         "FP8_K": _step_of(k),
     }
 
@@ -148,11 +150,12 @@ def correct_kernel(
     lhs_factors,
     rhs_factors,
     scratch,
-    M: tl.constexpr,
-    N: tl.constexpr,
+    M,
+    N,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    LARGE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -170,8 +173,7 @@ def correct_kernel(
     the memory of out, and scratch has max(BLOCK_M, BLOCK_N) words a program for this kernel alone. The grid
     is (programs, batch), with any number of programs.
     """
-    TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILES_M, TILES_N = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     SLOTS: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
     program, programs = tl.program_id(0), tl.num_programs(0)
     batch = tl.program_id(1).to(tl.int64)
@@ -182,15 +184,15 @@ def correct_kernel(
     scratch += (batch * programs + program) * SLOTS
     _write_factors(lhs_unit, lhs_factors + batch * M, M)
     _write_factors(rhs_unit, rhs_factors + batch * N, N)
-    out += batch * (M * N)
+    out += batch * M * N
     lost = count_lost(lhs_lost, None, M, ROWS, PARTS)
     of_columns = tl.cdiv(count_lost(rhs_lost, None, N, ROWS, PARTS), BLOCK_N) * TILES_M
     if WIDTH != 0:
         lhs_far += batch * tl.cdiv(M, ROWS)
         if (lost > 0) & (of_columns == 0):
             near = count_lost(lhs_lost, lhs_far, M, ROWS, PARTS)
-            x, below, y = lhs_fp8 + batch * (M * K), lhs_lower + batch * (M * K), rhs_fp8 + batch * (N * K)
-            tiles = tl.cdiv(near, BLOCK_M) * ((N + FP8_N - 1) // FP8_N)
+            x, below, y = lhs_fp8 + batch * M * K, lhs_lower + batch * M * K, rhs_fp8 + batch * N * K
+            tiles = tl.cdiv(near, BLOCK_M) * tl.cdiv(N, FP8_N)
             first, count = _share_of(tiles, program, programs)
             for i in range(count):
                 _put_near_tile(
@@ -208,6 +210,7 @@ def correct_kernel(
                     K,
                     ROWS,
                     PARTS,
+                    LARGE,
                     WIDTH,
                     BLOCK_M,
                     FP8_N,
@@ -231,13 +234,13 @@ def correct_kernel(
             BLOCK_M,
             BLOCK_N,
         )
-        lhs_rows = tl.minimum(rows, M - 1).to(tl.int64 if M * K >= 2**32 else tl.int32)
-        rhs_rows = tl.minimum(columns, N - 1).to(tl.int64 if N * K >= 2**32 else tl.int32)
+        lhs_rows = tl.minimum(rows, M - 1).to(tl.int64 if LARGE else tl.int32)
+        rhs_rows = tl.minimum(columns, N - 1).to(tl.int64 if LARGE else tl.int32)
         acc = accumulate_rows(
-            lhs + batch * (M * (K // 2)),
-            lhs_scales + batch * (M * (K // 32)),
-            rhs + batch * (N * (K // 2)),
-            rhs_scales + batch * (N * (K // 32)),
+            lhs + batch * M * (K // 2),
+            lhs_scales + batch * M * (K // 32),
+            rhs + batch * N * (K // 2),
+            rhs_scales + batch * N * (K // 32),
             lhs_rows,
             rhs_rows,
             K,
@@ -248,7 +251,7 @@ def correct_kernel(
         row_exponent = tl.load(lhs_unit + lhs_rows).to(tl.int32) - 127
         column_exponent = tl.load(rhs_unit + rhs_rows).to(tl.int32) - 127
         acc = acc * _power_of_two(-row_exponent[:, None] - column_exponent[None, :])
-        _store_tile(out, acc, rows, columns, M, N)
+        _store_tile(out, acc, rows, columns, M, N, LARGE)
 
 
 @triton.jit
@@ -262,11 +265,12 @@ def _put_near_tile(
     scratch,
     tile,
     is_first,
-    M: tl.constexpr,
-    N: tl.constexpr,
+    M,
+    N,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    LARGE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -277,17 +281,17 @@ def _put_near_tile(
     Each strip of BLOCK_M such rows has tiles across all columns. A program finds the rows of a strip with its
     first tile there, and keeps them in scratch memory.
     """
-    ACROSS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    ACROSS = tl.cdiv(N, BLOCK_N)
     if is_first | (tile % ACROSS == 0):
         find_lost(lost, far, scratch, tile // ACROSS, M, ROWS, PARTS, BLOCK_M)
     rows = tl.load(scratch + tl.arange(0, BLOCK_M))
     columns = tile % ACROSS * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_rows = tl.minimum(rows, M - 1).to(tl.int64 if M * K >= 2**31 else tl.int32)
-    y_rows = tl.minimum(columns, N - 1).to(tl.int64 if N * K >= 2**31 else tl.int32)
+    x_rows = tl.minimum(rows, M - 1).to(tl.int64 if LARGE else tl.int32)
+    y_rows = tl.minimum(columns, N - 1).to(tl.int64 if LARGE else tl.int32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = accumulate_fp8(below, y, x_rows, y_rows, acc, K, BLOCK_K) * 2.0**-WIDTH
     acc = accumulate_fp8(x, y, x_rows, y_rows, acc, K, BLOCK_K)
-    _store_tile(out, acc, rows, columns, M, N)
+    _store_tile(out, acc, rows, columns, M, N, LARGE)
 
 
 @triton.jit
@@ -298,8 +302,8 @@ def _place_of(
     tile,
     is_first,
     of_rows,
-    M: tl.constexpr,
-    N: tl.constexpr,
+    M,
+    N,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -310,8 +314,7 @@ def _place_of(
     The first `of_rows` tiles are of strips of BLOCK_M lost rows across all columns, the others of strips of
     BLOCK_N lost columns across all rows; see `_put_near_tile`.
     """
-    TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILES_M, TILES_N = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     if tile < of_rows:
         if is_first | (tile % TILES_N == 0):
             find_lost(lhs_lost, None, scratch, tile // TILES_N, M, ROWS, PARTS, BLOCK_M)
@@ -334,15 +337,15 @@ def _share_of(tiles, program, programs):
 
 
 @triton.jit
-def _store_tile(out, acc, rows, columns, M: tl.constexpr, N: tl.constexpr):
+def _store_tile(out, acc, rows, columns, M, N, LARGE: tl.constexpr):
     """Stores the elements of acc whose row and column are in out [M, N]."""
-    offsets = rows.to(tl.int64 if M * N >= 2**31 else tl.int32)[:, None] * N + columns[None, :]
+    offsets = rows.to(tl.int64 if LARGE else tl.int32)[:, None] * N + columns[None, :]
     inside = (rows < M)[:, None] & (columns < N)[None, :]
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _write_factors(units, factors, LENGTH: tl.constexpr):
+def _write_factors(units, factors, LENGTH):
     """Writes this program's part of the rows' factors, 2**(unit - 127)."""
     WIDTH: tl.constexpr = 256
     for start in range(tl.program_id(0) * WIDTH, LENGTH, tl.num_programs(0) * WIDTH):

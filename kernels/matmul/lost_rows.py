@@ -5,10 +5,10 @@ import triton.language as tl
 
 
 @triton.jit
-def count_lost(flags, without, LENGTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr):
+def count_lost(flags, without, LENGTH, ROWS: tl.constexpr, PARTS: tl.constexpr):
     """Returns the number of rows that lost elements; `without` as in `_group_flags`."""
-    GROUPS: tl.constexpr = (LENGTH + ROWS - 1) // ROWS
-    WIDTH: tl.constexpr = 4096 if GROUPS > 4096 else triton.next_power_of_2(GROUPS)
+    WIDTH: tl.constexpr = 4096
+    GROUPS = tl.cdiv(LENGTH, ROWS)
     count = tl.zeros([WIDTH], tl.int32)
     for start in range(0, GROUPS, WIDTH):
         count += _ones(_group_flags(flags, without, start + tl.arange(0, WIDTH), GROUPS, PARTS))
@@ -21,7 +21,7 @@ def find_lost(
     without,
     scratch,
     strip,
-    LENGTH: tl.constexpr,
+    LENGTH,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -30,8 +30,8 @@ def find_lost(
 
     `without` is as in `_group_flags`.
     """
-    GROUPS: tl.constexpr = (LENGTH + ROWS - 1) // ROWS
-    WIDTH: tl.constexpr = 1024 if GROUPS > 1024 else triton.next_power_of_2(GROUPS)
+    WIDTH: tl.constexpr = 1024
+    GROUPS = tl.cdiv(LENGTH, ROWS)
     first = strip * BLOCK  # of the strip's rows, counted among those that lost elements
     before = 0
     tl.debug_barrier()  # all threads have read the last strip's
@@ -53,7 +53,7 @@ def find_lost(
 
 
 @triton.jit
-def _group_flags(flags, without, group, GROUPS: tl.constexpr, PARTS: tl.constexpr):
+def _group_flags(flags, without, group, GROUPS, PARTS: tl.constexpr):
     """Returns for each group, by its index, a bit for each of its rows, over all parts; 0 past the last.
 
     Those of `without` are left out, unless it is None.

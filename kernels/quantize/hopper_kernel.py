@@ -35,12 +35,13 @@ def quantize_pairs_kernel(
     row_scales,
     column_words,
     column_scales,
-    R: tl.constexpr,
+    R,
     C: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    EXACT: tl.constexpr,
     ROW_LENGTH: tl.constexpr,
-    COLUMN_LENGTH: tl.constexpr,
+    COLUMN_LENGTH,
     ROTATION: tl.constexpr,
     FOLDED: tl.constexpr,
 ):
@@ -56,7 +57,6 @@ def quantize_pairs_kernel(
       ROTATION: size of the columns' rotation: 1, 4 or 16.
       FOLDED: log2 of sqrt(ROTATION), folded into the scales.
     """
-    EXACT: tl.constexpr = R % BLOCK_R == 0 and C % BLOCK_C == 0
     r0, c0 = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)
     x += matrix * R * C + r0.to(tl.int64) * C + c0
@@ -163,7 +163,7 @@ def _quantize_columns(
     scales,
     length,
     others,
-    LENGTH: tl.constexpr,
+    LENGTH,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ROTATION: tl.constexpr,

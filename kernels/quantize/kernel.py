@@ -45,15 +45,16 @@ def quantize_kernel(
     column_words,
     column_scales,
     BATCH: tl.constexpr,
-    R: tl.constexpr,
+    R,
     C: tl.constexpr,
-    R_ALL: tl.constexpr,
+    R_ALL,
     C_ALL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     GROUP: tl.constexpr,
     SCALARS_STRIDE: tl.constexpr,
     CONVERT: tl.constexpr,
+    EXACT: tl.constexpr,
     ROW_FORM: tl.constexpr,
     ROW_LENGTH: tl.constexpr,
     ROW_ROTATION: tl.constexpr,
@@ -64,7 +65,7 @@ def quantize_kernel(
     ROW_STOCHASTIC: tl.constexpr,
     ROW_PRESCALE: tl.constexpr,
     COLUMN_FORM: tl.constexpr,
-    COLUMN_LENGTH: tl.constexpr,
+    COLUMN_LENGTH,
     COLUMN_ROTATION: tl.constexpr,
     COLUMN_FACTOR: tl.constexpr,
     COLUMN_SIGNS: tl.constexpr,
@@ -109,7 +110,6 @@ def quantize_kernel(
     if ROW_STOCHASTIC or COLUMN_STOCHASTIC:
         batch += tl.load(scalars + 12).to(tl.int32)
         r_all, c_all = tl.load(scalars + 13).to(tl.int32), tl.load(scalars + 14).to(tl.int32)
-    EXACT: tl.constexpr = R % BLOCK_R == 0 and C % BLOCK_C == 0
     if ROW_FORM != "" and GROUP == 32:
         row_xs = row_groups(x, R - r0, C - c0, C, GROUPS_C, BLOCK_R, EXACT)
     if COLUMN_FORM != "" or GROUP == 8:
@@ -178,13 +178,13 @@ def _quantize_groups(
     other0,
     counter0,
     row0,
-    N: tl.constexpr,
+    N,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     OTHER: tl.constexpr,
     CONVERT: tl.constexpr,
     FORM: tl.constexpr,
-    LENGTH: tl.constexpr,
+    LENGTH,
     ROTATION: tl.constexpr,
     FACTOR: tl.constexpr,
     SIGNS: tl.constexpr,
@@ -285,7 +285,7 @@ def _store_scales(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     OTHER: tl.constexpr,
-    LENGTH: tl.constexpr,
+    LENGTH,
     CARRY: tl.constexpr,
     SQUARE: tl.constexpr,
     FACTOR: tl.constexpr,

@@ -99,7 +99,8 @@ def launch_of(
         tile = _with_whole_runs(_tile(target, pair, r, c * jnp.dtype(dtype).itemsize), pair)
         kernel, constants = quantize_kernel, _constants(pair, form, b, r, c, whole or (r, c))
         constants |= {"GROUP": tile.group, "CONVERT": conversion(target)}
-    constants |= {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns}
+    exact = r % tile.rows == 0 and c % tile.columns == 0
+    constants |= {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "EXACT": exact}
     tiles = (ceil_div(r, tile.rows), ceil_div(c, tile.columns))
     return Launch(kernel, out, (*(tiles if columns else tiles[::-1]), v * b), tile.warps, constants)
 

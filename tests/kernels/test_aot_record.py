@@ -1,6 +1,7 @@
 """A build's record against the compiled code: arguments as a loader sees them, results as the kernel's."""
 
 import importlib
+import inspect
 import json
 import re
 import subprocess
@@ -137,7 +138,15 @@ def test_arguments_are_those_of_the_cubins(builds, target):
         assert record["kernarg_bytes"] == int(
             re.search(r"CBANK_PARAM_SIZE.*\n.*\n\s+Value:\s+(\w+)", elf)[1], 16
         )
-        assert [a["name"] for a in record["more_arguments"]] == ["global_scratch", "profile_scratch"]
+        *sizes, first, second = record["more_arguments"]
+        parameters = inspect.signature(find_kernel(record).fn).parameters.values()
+        assert [first["name"], second["name"]] == ["global_scratch", "profile_scratch"]
+        assert [(a["name"], a["kind"], a["size"]) for a in sizes] == [
+            (p.name, "by_value", 4)
+            for p in list(parameters)[len(record["arguments"]) :]
+            if p.annotation is p.empty  # not constexpr
+        ]
+        assert all(a["value"] == record["constants"][a["name"]] for a in sizes)
         threads = re.search(r"\.reqntid (\d+)", path.with_suffix(".ptx").read_text())
         assert record["block"] == [int(threads[1]), 1, 1]
 

@@ -53,6 +53,11 @@ def test_the_call():
     assert [fields_of(array[1][0]) for array in arrays] == [{2: [16]}] * 3
 
 
+def test_sizes_follow_the_arrays():
+    _, call, _ = decode(encode_call(CODE, (1,), 1, (768, 0)))
+    assert [fields_of(parameter) for parameter in call[5][1:]] == [{3: [768]}, {3: [0]}]  # int32
+
+
 def test_a_kernel_without_scratch_memory_names_none():
     _, _, kernel = decode(encode_call(CODE._replace(scratch_bytes=0), (1,), 1))
     assert not {12, 13} & kernel.keys()

@@ -155,6 +155,28 @@ def test_no_program_for_rocm_names_anything_of_nvidia(policies):
         assert (targets or ["triton_kernel_call_ffi"], names) == (["triton_kernel_call_ffi"], []), policy
 
 
+SIZES = """
+import jax, jax.numpy as jnp
+import mxjax
+from mxjax.devices import Target, use_target
+from support.programs import calls_of
+
+def images(rows):
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, 256), (256, 128)))
+    dot = jax.jit(lambda x, w: mxjax.dot(x, w, policy="wgrad_hadamard"))
+    return [c.image for c in calls_of(dot.trace(x, w).lower(lowering_platforms=("cuda",)).as_text())]
+
+with use_target(Target("cuda", "sm_90")):
+    first, second = images(512), images(4096)
+print(len(first), first == second)
+"""
+
+
+def test_cuda_kernels_serve_all_numbers_of_rows():
+    """The forward pass: two operands quantized and carried, and a product corrected."""
+    assert run_compiled(SIZES).split() == ["5", "True"]
+
+
 START = r"""
 import jax, jax.numpy as jnp
 import mxjax
@@ -222,7 +244,8 @@ for line in sys.stdin:
     call, lds = json.loads(line)
     pointers = [4096 * (i + 1) for i in range(call["arrays"])]
     try:
-        notes, image = runtime.launch(bytes.fromhex(call["opaque"]), pointers, call["bytes"], lds)
+        opaque, sizes = bytes.fromhex(call["opaque"]), call.get("sizes", 0)
+        notes, image = runtime.launch(opaque, pointers, call["bytes"], lds, sizes)
     except RuntimeError as error:
         notes, image = [str(error)], b""
     print(json.dumps([notes, image.hex()]))
@@ -249,6 +272,16 @@ def test_jaxlib_launches_on_hip_what_the_program_says(rocm_program, extension):
         assert notes[-1] == " ".join(["launch", *map(str, numbers)])
         assert notes[:2] == ["load", f"function {call['name']}"]
         assert hashlib.sha256(bytes.fromhex(image)).hexdigest() == call["image"]
+
+
+def test_jaxlib_passes_sizes(extension):
+    """After the pointers, as integers of 32 bits."""
+    code = MachineCode(b"\x7fELF", "sized", 8, 0, 0, 1, 0)
+    call = {"opaque": encode_call(code, (1,), 1, (768, 2**31 - 1)).hex(), "arrays": 1, "sizes": 2, "bytes": 4}
+    [(notes, _)] = launch(extension, [(call, LDS)])
+    pointer, *sizes, first, second = map(int, notes[-1].split()[8:])
+    assert (pointer, first, second) == (4096, 0, 0)
+    assert [size & (2**32 - 1) for size in sizes] == [768, 2**31 - 1]
 
 
 def test_jaxlib_asks_hip_for_more_than_48_kib(extension):

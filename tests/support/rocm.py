@@ -100,9 +100,9 @@ class Runtime:
         )
         self._call = signature(pointer_of(_triton.get_custom_call()))
 
-    def launch(self, opaque, pointers, image_bytes, lds=160 * 1024):
+    def launch(self, opaque, pointers, image_bytes, lds=160 * 1024, sizes=0):
         """Returns what HIP is told when jaxlib runs the call on arrays at `pointers`: notes and the image."""
-        ctypes.c_int.in_dll(self.hip, "arguments").value = len(pointers) + 2
+        ctypes.c_int.in_dll(self.hip, "arguments").value = len(pointers) + sizes + 2
         ctypes.c_int.in_dll(self.hip, "lds").value = lds
         self.hip.clear()
         status = (
