@@ -1,7 +1,6 @@
 """The compiled programs of a run: training step, evaluation step, and statistics of layers."""
 
 import contextlib
-import contextvars
 import threading
 from collections.abc import Callable
 from operator import attrgetter
@@ -69,9 +68,10 @@ def make_programs(
 
 
 def start_compiling(run: Run, programs: Programs, state: TrainState) -> Callable[[], None]:
-    """Begins to compile the training step in a thread; returns a function that waits until it is compiled.
+    """Lowers the training step and compiles it in a thread; returns a function that waits for that.
 
-    An error is not raised here: the first step meets it again. Processes of one job compile at their first
+    Tracing and lowering hold Python's lock, so that nothing runs beside them; XLA's compilation does not. An
+    error is not raised here: the first step meets it again. Processes of one job compile at their first
     step, together.
 
     Args:
@@ -81,12 +81,16 @@ def start_compiling(run: Run, programs: Programs, state: TrainState) -> Callable
         return lambda: None
     data = run.config.data
     batch = abstract_batch(run.mesh, data.batch_size, data.seq_len + 1)
+    try:
+        lowered = programs.train_step.lower(state, batch, jax.random.key(run.config.seed))
+    except Exception:
+        return lambda: None
 
     def compile_step():
-        with contextlib.suppress(Exception), jax.set_mesh(run.mesh):
-            programs.train_step.compile(state, batch, jax.random.key(run.config.seed))
+        with contextlib.suppress(Exception):
+            lowered.compile()
 
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(compile_step,))
+    thread = threading.Thread(target=compile_step)
     thread.start()
     return thread.join
 

@@ -146,8 +146,8 @@ class ScheduledStep:
     def __call__(self, state: TrainState, batch: Int32[Array, "batch length"], key: jax.Array):
         return self._step(state, batch, key, self._rate(state.step, state.skipped))
 
-    def compile(self, state: TrainState, batch: jax.ShapeDtypeStruct, key: jax.Array) -> None:
-        """Compiles the step, which its calls then find.
+    def lower(self, state: TrainState, batch: jax.ShapeDtypeStruct, key: jax.Array) -> jax.stages.Lowered:
+        """Returns the lowered step; once it is compiled, calls find it so.
 
         Args:
           state, batch: shapes, dtypes and shardings of what the step will be called with.
@@ -156,7 +156,7 @@ class ScheduledStep:
         rate = self._rate.lower(state.step, state.skipped)
         shape, sharding = rate.out_info, rate.compile().output_shardings
         rate = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-        self._step.lower(state, batch, key, rate).compile()
+        return self._step.lower(state, batch, key, rate)
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
