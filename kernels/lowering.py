@@ -3,7 +3,7 @@
 A program depends only on the kernels' source, constants, options, target and the installed versions. It names
 no file, so JAX's caches hit and all processes of a job compile the same program. Lowering needs no GPU and no
 GPU plugin. A kernel is compiled when it is lowered, not when it is traced, once a process, together with all
-others that were traced; `start_traced` begins earlier. Triton's cache keeps it on disk.
+others that were traced. Triton's cache keeps it on disk.
 """
 
 import collections
