@@ -127,7 +127,9 @@ def begin_or_resume(
         fill = functools.partial(resize, size=run.filled_vocab_size)
         shapes = abstract_state(run.model, optimizer, run.mesh, fill)
         programs_of = phase_programs(run, jax.tree.map(attrgetter("sharding"), shapes))
-        wait = start_compiling(run, programs_of(phase_at(run.phases, checkpoints.latest or 0)), shapes)
+        compiling = None
+        if not resumes and config.init is None:  # a state that is read may be refused, which must not wait
+            compiling = start_compiling(run, programs_of(phase_at(run.phases, 1)), shapes)
         estimate = memory_estimate(run, shapes, checkpoints.latest or 0)
         try:
             state = initial_state(run, optimizer, fill, None if resumes else config.init)
@@ -149,7 +151,8 @@ def begin_or_resume(
                 check_state(state, folder)
         with open_records(run, state, began, check) as records:
             records.display.line("\n".join([introduction(run, estimate), *notes]))
-            wait()
+            if compiling is not None:
+                compiling.join()
             loop = Loop(run, programs_of, state, stream, checkpoints, records, interruption)
             evaluation = loop.train()
             records.display.line(summary(run, loop.step, loop.done, evaluation, records.reporter.step_times))

@@ -44,7 +44,8 @@ def triton_call(
     Under `jax.shard_map` the outputs vary over every mesh axis that an input varies over.
 
     Args:
-      kernel: a function decorated with `triton.jit`. All parameters but the pointers are constexpr.
+      kernel: a function decorated with `triton.jit`. Its pointers come first; the other parameters are
+        constexpr, or sizes (see `mxjax.kernels.lowering.sizes_of`).
       arrays: inputs, passed as pointers aligned to 16 bytes.
       out: shapes and dtypes of the outputs. The kernel must write every element, except those
         of an `in_place` output and of scratch memory.
@@ -52,7 +53,7 @@ def triton_call(
       options: options of the target's compiler, which ignores those that it does not know.
       in_place: whether the first output starts as the first array and reuses its memory if nothing else
         reads it. The kernel gets a pointer to that memory for both.
-      constants: the kernel's constexpr arguments.
+      constants: the kernel's arguments after the pointers.
     """
     if 0 in grid:
         return [varying_as(jnp.zeros(o.shape, o.dtype), *arrays) for o in out]

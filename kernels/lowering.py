@@ -247,6 +247,8 @@ def build_kernel(
 
     names = kernel.arg_names
     sizes = {name: value.divisor for name, value in constants.items() if isinstance(value, Size)}
+    if names[: len(dtypes)] != list(dtypes):  # programs pass pointers, then sizes
+        raise TypeError(f"{kernel.__name__} must take {', '.join(dtypes)} before its other parameters")
     divisors = dict.fromkeys(dtypes, ALIGNMENT) | sizes
     types = {name: f"*{TYPES[dtype]}" for name, dtype in dtypes.items()} | dict.fromkeys(sizes, "i32")
     source = ASTSource(

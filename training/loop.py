@@ -32,7 +32,7 @@ class Loop:
 
     Attributes:
       run: configuration, mesh, data and phases.
-      make_programs: returns the programs of a phase; each compiles at its first call.
+      make_programs: returns the programs of a phase.
       state: the newest state; each step donates the one before.
       stream: this process's rows of the batches after the state's step.
       checkpoints: where states are saved.

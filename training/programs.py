@@ -23,7 +23,7 @@ from training.step import Loss, Losses, ScheduledStep, TrainState, make_eval_ste
 
 
 class Programs(NamedTuple):
-    """The programs for the policies of one phase; each compiles at its first call.
+    """The programs for the policies of one phase; each compiles at its first call, or see `start_compiling`.
 
     Attributes:
       evaluated: returns what `eval_step` takes as parameters, from the training state.
@@ -67,24 +67,24 @@ def make_programs(
     )
 
 
-def start_compiling(run: Run, programs: Programs, state: TrainState) -> Callable[[], None]:
-    """Lowers the training step and compiles it in a thread; returns a function that waits for that.
+def start_compiling(run: Run, programs: Programs, state: TrainState) -> threading.Thread | None:
+    """Lowers the training step and compiles it in a thread, which is returned.
 
     Tracing and lowering hold Python's lock, so that nothing runs beside them; XLA's compilation does not. An
-    error is not raised here: the first step meets it again. Processes of one job compile at their first
-    step, together.
+    error is not raised here: the first step meets it again. Of several processes' programs only the kernels
+    are compiled; XLA compiles together at the first step. Then, and after an error, there is no thread.
 
     Args:
       state: shapes, dtypes and shardings.
     """
-    if jax.process_count() > 1:
-        return lambda: None
     data = run.config.data
     batch = abstract_batch(run.mesh, data.batch_size, data.seq_len + 1)
     try:
         lowered = programs.train_step.lower(state, batch, jax.random.key(run.config.seed))
     except Exception:
-        return lambda: None
+        return None
+    if jax.process_count() > 1:
+        return None
 
     def compile_step():
         with contextlib.suppress(Exception):
@@ -92,7 +92,7 @@ def start_compiling(run: Run, programs: Programs, state: TrainState) -> Callable
 
     thread = threading.Thread(target=compile_step)
     thread.start()
-    return thread.join
+    return thread
 
 
 def _slots(run: Run, phase: Phase) -> Any:

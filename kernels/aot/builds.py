@@ -46,7 +46,7 @@ class Build:
       name: stem of the files that are written.
       kernel: a function decorated with `triton.jit`.
       signature: its pointer arguments in order.
-      constants: its constexpr arguments.
+      constants: its other arguments.
       grid: programs along each axis.
       expected: how to compute what it must write.
       options: options of the compiler's backend.
