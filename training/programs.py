@@ -12,6 +12,7 @@ import optax
 from models import llama
 from models.block import LINEAR_LAYERS
 from models.sharding import batch_parts_of
+from mxjax.devices import on_gpu
 from mxjax.layer_stats import empty_slots, make_layer_stats
 from mxjax.mixed_dot import Channels
 from training.learning_rate import learning_rate
@@ -72,11 +73,14 @@ def start_compiling(run: Run, programs: Programs, state: TrainState) -> threadin
 
     Tracing and lowering hold Python's lock, so that nothing runs beside them; XLA's compilation does not. An
     error is not raised here: the first step meets it again. Of several processes' programs only the kernels
-    are compiled; XLA compiles together at the first step. Then, and after an error, there is no thread.
+    are compiled; XLA compiles together at the first step. Then, on a CPU, and after an error there is no
+    thread.
 
     Args:
       state: shapes, dtypes and shardings.
     """
+    if not on_gpu():  # where XLA would take the cores of what runs beside it
+        return None
     data = run.config.data
     batch = abstract_batch(run.mesh, data.batch_size, data.seq_len + 1)
     try:

@@ -22,7 +22,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_the_loss_falls(text, tmp_path, caplog):
+def test_the_loss_falls(text, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(programs, "on_gpu", lambda: True)
     with jax.log_compiles():
         run(text, tmp_path / "run", "--policy", "wgrad_hadamard", "--steps", "40", "--lr", "1e-2")
     # Logged by the main thread: it lowers the step once, and another compiles it.
