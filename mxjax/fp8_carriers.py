@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt8, UInt32
 
 from mxjax.formats import BLOCK, E4M3, E5M2
-from mxjax.kmajor import KMajor, code_values, power_of_two, spread_blocks, unpack_codes
+from mxjax.kmajor import KMajor, code_values, spread_blocks, unpack_codes
+from mxjax.scales import power_of_two
 
 Carrier = Literal["e4m3", "e5m2"]
 

@@ -11,10 +11,11 @@ from mxjax.devices import current_target
 from mxjax.formats import get_format
 from mxjax.fp8_carriers import Carrier, carry
 from mxjax.implementations import How
-from mxjax.kmajor import KMajor, decode, power_of_two
+from mxjax.kmajor import KMajor, decode
 from mxjax.prepare import Prepared
-from mxjax.product import Product, contract, contract_fp8
+from mxjax.product import Product, contract, contract_float32, contract_fp8
 from mxjax.quantize import MXArray, block_values, dequantize
+from mxjax.scales import power_of_two
 from mxjax.weight_layout import Layout, to_multiply, varying_as
 
 
@@ -90,8 +91,11 @@ def _multiply_reference(lhs: MXArray, rhs: MXArray, layout: Layout | None) -> ja
 
 def _multiply_xla(lhs: MXArray, rhs: MXArray, precision, layout: Layout | None) -> jax.Array:
     """Multiplies the operands without their factors."""
-    left, right, precision = xla_operands(lhs, rhs, precision)
-    return contract(left, lhs.axis, to_multiply(right, layout), rhs.axis, precision)
+    left, right, how = xla_operands(lhs, rhs, precision)
+    right = to_multiply(right, layout)
+    if left.dtype == jnp.float32 and precision is None and "fp32" not in (lhs.format, rhs.format):
+        return contract_float32(left, lhs.axis, right, rhs.axis)
+    return contract(left, lhs.axis, right, rhs.axis, how)
 
 
 def xla_operands(

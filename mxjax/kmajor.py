@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Shaped, UInt8
 
 from mxjax.blocks import pad
 from mxjax.formats import BLOCK
 from mxjax.gemm_input import GemmInput, quantize_input
 from mxjax.quantize import float4_codes, pack_codes
+from mxjax.scales import power_of_two
 
 
 @functools.partial(
@@ -83,11 +84,6 @@ def code_values(codes: UInt8[Array, "*b k"]) -> Float32[Array, "*b k"]:
 def spread_blocks(scales: Shaped[Array, "*b blocks"]) -> Shaped[Array, "*b k"]:
     """Repeats each block's value for each of its elements."""
     return jnp.repeat(scales, BLOCK, axis=-1)
-
-
-def power_of_two(exponent: Int32[Array, "*b"]) -> Float32[Array, "*b"]:
-    """Returns 2**exponent for exponents from -126 to 127."""
-    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def pack_by_definition(x: Float[Array, "*b r c"], how: GemmInput) -> KMajor:

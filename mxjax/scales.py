@@ -133,3 +133,8 @@ def multiply_by_scale(
     product = jnp.where(magnitude == 0, 0, product)
     product = jnp.where(scale == NAN_SCALE, _MAGNITUDE, product)
     return lax.bitcast_convert_type(product | (bits & ~_MAGNITUDE), jnp.float32)
+
+
+def power_of_two(exponent: Int32[Array, "*b"]) -> Float32[Array, "*b"]:
+    """Returns 2**exponent for exponents from -126 to 127."""
+    return lax.bitcast_convert_type((exponent + BIAS) << 23, jnp.float32)

@@ -1,6 +1,7 @@
 """Implementations of a GEMM: each multiplies the same values, whatever it carries them in."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from mxjax.kmajor import KMajor, decode
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy, Rotation
 from mxjax.prepare import pack_operands
+from mxjax.product import contract_by_halves, contract_float32
 
 ON_PACKED = ["fp8_carriers", "scaled_dot"]
 POLICIES = ["wgrad", "wgrad_hadamard", "full_hadamard", "full_rht", "wgrad_sr", "tetrajet", "lumen", "fprop"]
@@ -240,3 +242,44 @@ def test_no_tokens_give_no_results(implementation):
     y, dx, dw = all_three(x, w, dy, "wgrad_hadamard", implementation)
     assert (y.shape, dx.shape) == ((0, 72), (0, 96))
     np.testing.assert_array_equal(dw, np.zeros((96, 72)))
+
+
+@pytest.mark.parametrize(("lhs_axis", "rhs_axis"), [(-1, -2), (-2, -1), (-2, -2), (-1, -1)])
+def test_a_product_by_halves_is_as_exact_as_one_in_float32(lhs_axis, rhs_axis):
+    random = np.random.default_rng(0)
+
+    def operand(axis):  # 13 binades in a row, and rows that are 80 apart
+        x = random.standard_normal((2, 40, 512)) * np.exp(3 * random.standard_normal((2, 40, 512)))
+        x = np.float32(x * 2.0 ** random.integers(-40, 40, (2, 40, 1)))
+        x[1, 0] = 0
+        return jnp.asarray(x if axis == -1 else x.swapaxes(-1, -2))
+
+    left, right = operand(lhs_axis), operand(rhs_axis)
+    rows, columns = (
+        np.float64(t if axis == -1 else t.swapaxes(-1, -2))
+        for t, axis in ((left, lhs_axis), (right, rhs_axis))
+    )
+    exact = rows @ columns.swapaxes(-1, -2)
+    size = np.linalg.norm(rows, axis=-1)[..., :, None] * np.linalg.norm(columns, axis=-1)[..., None, :]
+
+    def error(product):
+        y = np.asarray(product(left, lhs_axis, right, rhs_axis), np.float64)
+        return np.sqrt(np.mean(np.square((y - exact) / np.where(size, size, 1))))
+
+    assert error(contract_by_halves) < 2 * error(contract_float32) < 1e-7
+
+
+@pytest.mark.parametrize("policy", ["uniform4_fp32", "tetrajet_v2", "ms_fp4"])
+def test_gpus_multiply_float32_scales_by_halves(policy, monkeypatch):
+    x, w, dy = tensors(k=128, n=128)
+    exact = all_three(x, w, dy, mxjax.get_policy(policy), "xla")
+    halves = mock.Mock(wraps=contract_by_halves)
+    with monkeypatch.context() as patch:
+        patch.setattr("mxjax.product.on_gpu", lambda: True)
+        patch.setattr("mxjax.product.contract_by_halves", halves)
+        jax.clear_caches()
+        found = all_three(x, w, dy, mxjax.get_policy(policy), "xla")
+    jax.clear_caches()
+    assert halves.called
+    for got, expected in zip(found, exact, strict=True):
+        assert distance(got, expected) < (1e-6 if got.dtype == jnp.float32 else 1e-3)

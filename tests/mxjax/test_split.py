@@ -98,6 +98,16 @@ def test_outliers_are_what_exceeds_a_quantile_of_each_token():
     np.testing.assert_array_equal(clipped.part, part)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_quantiles_are_elements_of_the_sorted_token(dtype):
+    x = jnp.asarray(draw(2, 50, 200, seed=6)).astype(dtype)
+    x = x.at[0, 0, 3].set(jnp.nan).at[0, 1].set(0.0).at[0, 1, 5].set(-0.0)
+    x = x.at[0, 2, :7].set(jnp.inf).at[0, 3, :7].set(-jnp.inf).at[0, 4].set(jnp.finfo(dtype).max)
+    ordered = jnp.sort(x.astype(jnp.float32), axis=-1)
+    expected = jnp.clip(x.astype(jnp.float32), ordered[..., 6:7], ordered[..., 194:195])
+    np.testing.assert_array_equal(split(x, Operand(split="clip", quantile=0.97)).part, expected)
+
+
 def test_outliers_are_multiplied_and_clipped_ones_dropped():
     x, w, _ = tensors()
     for how, remains in (("outliers", 1), ("clip", 0)):
