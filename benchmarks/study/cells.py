@@ -12,7 +12,7 @@ from typing import cast
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy, Rotation, map_operands, with_scale_rule
 from mxjax.recipes import get_policy
-from mxjax.recipes.whole_runs import RECIPES
+from mxjax.recipes.whole_runs import RECIPES, RunRecipe
 from mxjax.scales import ScaleRule
 
 
@@ -156,6 +156,29 @@ def policy_of(cell: Cell) -> Policy:
         return policy
     rules = cell.rules.split("-")
     return policy_with_rules(policy, rules * 3 if len(rules) == 1 else rules)
+
+
+def recipe_of(policy: str, steps: int) -> RunRecipe | None:
+    """Returns the recipe of whole runs of this name, for a run of so many steps, or None.
+
+    What begins late in a published run of known length begins at the same part of this one.
+    """
+    recipe = RECIPES.get(policy)
+    if recipe is None or recipe.steps is None:
+        return recipe
+
+    def moved(setting: str | None, start: int) -> str | None:
+        if setting is None:
+            return None
+        fields = setting.split(":")
+        fields[start] = str(round(int(fields[start]) * steps / recipe.steps))
+        return ":".join(fields)
+
+    return recipe._replace(
+        deoscillate=moved(recipe.deoscillate, 2),  # RATIO:PERIOD:START:WINDOW
+        outlier_channels=moved(recipe.outlier_channels, 1),  # FRACTION:START:STEPS
+        steps=steps,
+    )
 
 
 def _on_uniform_grid(operand: Operand) -> Operand:

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.study.cells import PROTOCOLS, Cell, Protocol, policy_of
+from benchmarks.study.cells import PROTOCOLS, Cell, Protocol, policy_of, recipe_of
 from models import llama
 from models.configs import get_config
 from mxjax.implementations import Implementation, compiler_options
-from mxjax.recipes.whole_runs import RECIPES
 from training.config import OptimizerConfig, parse_rules
 from training.data.megatron import MegatronCorpus
 from training.deoscillation import check_policies, deoscillation_hook, parse_deoscillation
@@ -46,7 +45,7 @@ class Programs:
         model = dataclasses.replace(get_config(cell.model), vocab_size=corpus.vocab_size)
         config = OptimizerConfig(lr=p.lr, warmup_steps=p.warmup)
         optimizer = make_optimizer(config)
-        recipe = RECIPES.get(cell.policy)
+        recipe = recipe_of(cell.policy, p.steps)
         rules = parse_rules(recipe.layers) if recipe else ()
         policy = policy_of(cell)
         self.policy = str(policy)

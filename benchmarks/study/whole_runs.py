@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
-from benchmarks.study.cells import PROTOCOLS, Cell
+from benchmarks.study.cells import PROTOCOLS, Cell, recipe_of
 from mxjax.implementations import Implementation
-from mxjax.recipes.whole_runs import RECIPES
+from mxjax.recipes.whole_runs import RECIPES, RunRecipe
 from train import train
 from training.config import Config, DataConfig, OptimizerConfig, PrecisionConfig
 from training.interruption import RunInterrupted
@@ -56,9 +56,16 @@ class WholeRuns:
                 f"{cell.name} trains on one device, and there are {jax.device_count()}: give --workers "
                 "as many, or set CUDA_VISIBLE_DEVICES to one"
             )
-        self.policy = RECIPES[cell.policy].policy if cell.policy in RECIPES else cell.policy
+        recipe = recipe_of(cell.policy, p.steps) or RunRecipe(cell.policy)
+        self.policy = recipe.policy
         self.flags: dict[str, Any] = {
-            "precision": PrecisionConfig(policy=cell.policy, implementation=implementation),
+            "precision": PrecisionConfig(
+                policy=recipe.policy,
+                implementation=implementation,
+                layers=recipe.layers,
+                deoscillate=recipe.deoscillate,
+                outlier_channels=recipe.outlier_channels,
+            ),
             "data": DataConfig(data.data, data.eval_data, data.vocab_size, p.batch, p.seq),
             "optimizer": OptimizerConfig(lr=p.lr, warmup_steps=p.warmup),
             "model": cell.model,

@@ -25,7 +25,7 @@ from benchmarks.study import (
     tuning,
     whole_runs,
 )
-from benchmarks.study.cells import PROTOCOLS, RATES, Cell, policy_of
+from benchmarks.study.cells import PROTOCOLS, RATES, Cell, policy_of, recipe_of
 from benchmarks.study.results import gather, read_runs
 from benchmarks.study.studies import CLAIMS, SEEN, STUDIES, Claim
 from models import llama
@@ -52,6 +52,14 @@ def test_every_published_recipe_is_a_cell():
     tiny = {cell.policy for cell in STUDIES["recipes-tiny"]}
     assert names == tiny | {"primus_deosc", "tetrajet_v2_full"} != tiny
     assert set(RECIPES) < names
+
+
+def test_what_begins_late_in_a_recipe_begins_at_the_same_part_of_a_shorter_run():
+    full = recipe_of("tetrajet_v2_full", 700)
+    assert (full.deoscillate, full.outlier_channels) == ("8:200:440:50", "0.1:15:50")  # of 23842
+    assert recipe_of("tetrajet_v2_reset", 23842) == RECIPES["tetrajet_v2_reset"]
+    assert recipe_of("primus_deosc", 700) == RECIPES["primus_deosc"]  # of unknown length
+    assert recipe_of("fp8", 700) is None
 
 
 def test_a_recipe_without_effect_on_the_model_is_refused():
