@@ -26,7 +26,7 @@ from training.outliers import add_outliers, choose_channels, empty_norms, has_ou
 from training.recipes import expand
 from training.step import ScheduledStep, init_state, make_train_step
 
-STEPS, BATCH, LENGTH, VOCABULARY = 100, 4, 32, 32
+STEPS, BATCH, LENGTH, VOCABULARY = 100, 2, 32, 32
 MODEL = dataclasses.replace(get_config("tiny"), vocab_size=VOCABULARY)
 PUBLISHED = sorted(name for name in mxjax.policies() if name not in ladder())
 GROUPS = list(itertools.batched(PUBLISHED, len(LINEAR_LAYERS)))
