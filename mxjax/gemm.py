@@ -91,11 +91,12 @@ def _multiply_reference(lhs: MXArray, rhs: MXArray, layout: Layout | None) -> ja
 
 def _multiply_xla(lhs: MXArray, rhs: MXArray, precision, layout: Layout | None) -> jax.Array:
     """Multiplies the operands without their factors."""
-    left, right, how = xla_operands(lhs, rhs, precision)
+    left, right, exact = xla_operands(lhs, rhs, precision)
     right = to_multiply(right, layout)
+    # The format `fp32` is what the others are compared with: it stays plain float32.
     if left.dtype == jnp.float32 and precision is None and "fp32" not in (lhs.format, rhs.format):
         return contract_float32(left, lhs.axis, right, rhs.axis)
-    return contract(left, lhs.axis, right, rhs.axis, how)
+    return contract(left, lhs.axis, right, rhs.axis, exact)
 
 
 def xla_operands(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from mxjax.devices import on_gpu
 from mxjax.scales import power_of_two
@@ -57,7 +57,7 @@ def contract_fp8(lhs: Float[Array, "..."], rhs: Float[Array, "..."], dtype: DTyp
 def contract_float32(
     lhs: Float32[Array, "..."], lhs_axis: int, rhs: Float32[Array, "..."], rhs_axis: int
 ) -> Float32[Array, "..."]:
-    """Contracts two axes of float32 operands to float32's precision, on GPUs by matrix units."""
+    """Contracts two axes of float32 operands: on GPUs by matrix units, elsewhere in float32."""
     if on_gpu():
         return contract_by_halves(lhs, lhs_axis, rhs, rhs_axis)
     return contract(lhs, lhs_axis, rhs, rhs_axis, lax.Precision.HIGHEST)
@@ -69,8 +69,9 @@ def contract_by_halves(
     """Contracts two axes of float32 operands by one product of float16 operands three times as long.
 
     Each operand is the sum of two float16 tensors, times a power of two for each row that puts its largest
-    magnitude in [2**14, 2**15). Of their four products the smallest is left out. An element loses at most
-    2**-22 of itself or 2**-40 of its row's largest magnitude. Infinities become NaN.
+    magnitude in [2**14, 2**15); below 2**-112 it stays smaller. An element loses at most 2**-23 of itself or
+    2**-39 of its row's largest magnitude. Of the four products the smallest is left out, at most 2**-22 of
+    each term. Infinities become NaN.
     Source: arXiv 2203.03341, section 3, which scales the second tensor where this scales rows.
 
     Args:
@@ -79,18 +80,21 @@ def contract_by_halves(
     (left, left_rest, rows), (right, right_rest, columns) = _halves(lhs, lhs_axis), _halves(rhs, rhs_axis)
     left = lax.concatenate([left, left, left_rest], lhs.ndim + lhs_axis)
     right = lax.concatenate([right, right_rest, right], rhs.ndim + rhs_axis)
-    y = contract(left, lhs_axis, right, rhs_axis, None)
-    rows, columns = rows[..., :, None], columns[..., None, :]
-    return y * jnp.minimum(rows, columns) * jnp.maximum(rows, columns)  # in between nothing overflows
+    y = contract(left, lhs_axis, right, rhs_axis, lax.Precision.DEFAULT)
+    return _times_power_of_two(y, rows[..., :, None] + columns[..., None, :])
 
 
 def _halves(x: Float32[Array, "..."], axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns two float16 tensors whose sum, times the third result for each row, is x."""
+    """Returns two float16 tensors, and exponents for the rows: x is the sum times two to their power."""
     x = lax.optimization_barrier(x)  # computed once, though read several times
-    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
+    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0.0)
     exponent = jnp.maximum((lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127 - 14, -126)
-    # Two factors, because 2**-exponent may be past float32's largest power.
-    scaled = x * power_of_two(-(exponent // 2)) * power_of_two(exponent // 2 - exponent)
-    high = scaled.astype(jnp.float16)
-    rest = scaled - high.astype(jnp.float32)
-    return high, rest.astype(jnp.float16), jnp.squeeze(power_of_two(exponent), axis)
+    scaled = _times_power_of_two(x, -exponent)
+    # On GPUs XLA drops a conversion there and back, and with it the second tensor.
+    high = lax.reduce_precision(scaled, exponent_bits=5, mantissa_bits=10)
+    return high.astype(jnp.float16), (scaled - high).astype(jnp.float16), jnp.squeeze(exponent, axis)
+
+
+def _times_power_of_two(x: Float32[Array, "*s"], exponent: Int32[Array, "*#s"]) -> Float32[Array, "*s"]:
+    """Returns x * 2**exponent for exponents from -252 to 254, in two steps between x and the result."""
+    return x * power_of_two(exponent // 2) * power_of_two(exponent - exponent // 2)

@@ -1,5 +1,7 @@
 """Operands split in two: a part that is quantized, and a rest that is multiplied apart in float32.
 
+On GPUs by `mxjax.product.contract_by_halves`.
+
 | split | the rest | its product |
 | --- | --- | --- |
 | none | nothing | |
@@ -93,7 +95,7 @@ def _order_statistics(
 ) -> Float[Array, "n *batch m 1"]:
     """Returns the elements at these ranks, counted from 0, along the last axis; NaN comes last.
 
-    Bit by bit, each a count over x, which GPUs and CPUs do faster than sorting.
+    Bit by bit, each a count over x, which is faster than sorting on GPUs and CPUs.
     """
     width = 8 * x.dtype.itemsize
     unsigned = jnp.dtype(f"uint{width}")

@@ -21,7 +21,7 @@ if not HAS_GPU:
 # In the environment, for the programs that tests start too, and before JAX reads it.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 # XLA's older emitter for CPUs compiles in two thirds of the time, undivided programs in 0.9 of that, and with
-# LLVM's first level of optimization, which runs them as fast, in 0.7 of that.
+# LLVM's first level of optimization, after which they run as fast, in 0.7 of that.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "

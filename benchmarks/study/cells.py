@@ -161,7 +161,8 @@ def policy_of(cell: Cell) -> Policy:
 def recipe_of(policy: str, steps: int) -> RunRecipe | None:
     """Returns the recipe of whole runs of this name, for a run of so many steps, or None.
 
-    What begins late in a published run of known length begins at the same part of this one.
+    What begins late in a published run of known length begins at the same part of this one; periods and
+    windows keep their steps.
     """
     recipe = RECIPES.get(policy)
     if recipe is None or recipe.steps is None:
