@@ -18,8 +18,8 @@ from models.attention import causal_attention
 from models.configs import LlamaConfig
 from models.rope import apply_rope
 from models.sharding import constrain, weight_layout
-from mxjax.gemm_input import fold_each
 from mxjax.implementations import Implementation
+from mxjax.keys import fold_each
 from mxjax.layer_stats import ChannelNorms, Measures, Tensors, probe
 from mxjax.mixed_dot import Channels
 from mxjax.policy import Policy

@@ -1,16 +1,52 @@
-"""Random words of a policy's GEMMs, drawn on GPUs by one kernel, as `jax.random` draws them.
+"""What a policy's GEMMs draw from a key: random words and signs, as `jax.random` draws them.
 
-XLA takes minutes to fuse a model's training step in which each operand's random bits have a chain of hashes
-of their own.
+Each hash costs XLA 150 operations, and as many again wherever it is fused. Therefore all GEMMs of a pass draw
+at once, and on GPUs a kernel draws what kernels read.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, UInt32
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, UInt32
 
 from mxjax.devices import current_target
+from mxjax.hadamard import random_signs
+from mxjax.keys import fold_each, over_keys
+from mxjax.philox import KeyWords, key_words
 from mxjax.policy import Gemm
+
+
+class Drawn(NamedTuple):
+    """What one GEMM draws: for its operands, and the signs of its rotation if they are redrawn."""
+
+    lhs: KeyWords | None = None
+    rhs: KeyWords | None = None
+    signs: Float32[Array, " size"] | None = None
+
+
+def draw_each(gemms: Sequence[Gemm], keys: jax.Array | None) -> list[Drawn]:
+    """Returns what each GEMM draws from its own key in `keys`; nothing without keys."""
+    if keys is None or not any(gemm.needs_key for gemm in gemms):
+        return [Drawn()] * len(gemms)
+    keys = fold_each(keys, 0, 3)
+    operands, of_signs = keys[:, :2, None], keys[:, 2]
+    if any(o.eden is not None or o.four_over_six is not None for gemm in gemms for o in (gemm.lhs, gemm.rhs)):
+        operands = jnp.concatenate([operands, fold_each(keys[:, :2], 1, 3)], axis=2)
+    words = lax.optimization_barrier(over_keys(key_words, operands))
+    signs = {
+        n: lax.optimization_barrier(over_keys(functools.partial(random_signs, n=n), of_signs))
+        for n in {gemm.redrawn_signs for gemm in gemms if gemm.redrawn_signs}
+    }
+    drawn = []
+    for i, gemm in enumerate(gemms):
+        lhs, rhs = (KeyWords(words[i, k]) for k in range(2))
+        of_rotation = signs[gemm.redrawn_signs][i] if gemm.redrawn_signs else None
+        drawn.append(Drawn(lhs, rhs, of_rotation) if gemm.needs_key else Drawn())
+    return drawn
 
 
 def draw_words(gemms: Iterable[Gemm], key: jax.Array | None) -> UInt32[Array, "3 2 6"] | None:
@@ -28,10 +64,4 @@ def draw_words(gemms: Iterable[Gemm], key: jax.Array | None) -> UInt32[Array, "3
         return None
     from mxjax.kernels.quantize.draws import draw
 
-    return draw(jax.random.key_data(key), tuple(_redrawn_signs(gemm) for gemm in gemms))
-
-
-def _redrawn_signs(gemm: Gemm) -> int:
-    """Returns how many signs the GEMM's rotation draws from the key, at least 1."""
-    rotation = gemm.rotation
-    return rotation.size if rotation is not None and rotation.signs == "redrawn" else 1
+    return draw(jax.random.key_data(key), tuple(max(gemm.redrawn_signs, 1) for gemm in gemms))

@@ -1,6 +1,5 @@
 """`GemmInput`: a tensor as one GEMM takes it, rotated and quantized along the contracted axis."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -10,9 +9,12 @@ from jaxtyping import Array, Float, Float32, UInt32
 
 from mxjax.blocks import pad
 from mxjax.derivatives import first_order_only
+from mxjax.draws import Drawn, draw_each
 from mxjax.formats import BLOCK
 from mxjax.hadamard import random_signs, rotate
+from mxjax.keys import as_key
 from mxjax.operand import Operand
+from mxjax.philox import KeyWords
 from mxjax.policy import Gemm, Rotation
 from mxjax.quantize import MXArray, dequantize, quantize_unpacked
 from mxjax.split import split
@@ -29,7 +31,7 @@ class GemmInput(NamedTuple):
       operand: how the tensor is quantized.
       rotation: Hadamard rotation before quantization, or None.
       signs: the rotation's signs, or None for all +1.
-      key: JAX key of the random bits, or None.
+      key: JAX key of the random bits, or what was drawn from it, or None.
       words: two words of `key`, then `signs` as four words if they are redrawn, for kernels; None where no
         kernel drew them (`mxjax.draws`).
     """
@@ -38,7 +40,7 @@ class GemmInput(NamedTuple):
     operand: Operand = Operand()
     rotation: Rotation | None = None
     signs: Float32[Array, " size"] | None = None
-    key: jax.Array | None = None
+    key: jax.Array | KeyWords | None = None
     words: UInt32[Array, "6"] | None = None
 
     @property
@@ -63,20 +65,22 @@ class GemmInput(NamedTuple):
 
 
 def gemm_inputs(
-    gemm: Gemm,
-    lhs_axis: int,
-    rhs_axis: int,
-    key: jax.Array | None,
-    words: UInt32[Array, "2 6"] | None = None,
+    gemm: Gemm, lhs_axis: int, rhs_axis: int, key: jax.Array | None
 ) -> tuple[GemmInput, GemmInput]:
-    """Returns the inputs of a GEMM's two operands; `key` and `words` are the GEMM's own."""
-    keys = (None,) * 3 if key is None or not gemm.needs_key else fold_each(key, 0, 3)
-    of_lhs, of_rhs, of_signs = keys
-    signs = draw_signs(gemm.rotation, of_signs)
+    """Returns the inputs of a GEMM's two operands; `key` is the GEMM's own."""
+    [drawn] = draw_each([gemm], None if key is None else as_key(key)[None])
+    return inputs_with(gemm, lhs_axis, rhs_axis, drawn)
+
+
+def inputs_with(
+    gemm: Gemm, lhs_axis: int, rhs_axis: int, drawn: Drawn, words: UInt32[Array, "2 6"] | None = None
+) -> tuple[GemmInput, GemmInput]:
+    """Returns the inputs of a GEMM's two operands, with what was drawn for it and, for kernels, `words`."""
+    signs = fixed_signs(gemm.rotation) if drawn.signs is None else drawn.signs
     lhs_words, rhs_words = (None, None) if words is None else words
     return (
-        GemmInput(lhs_axis, gemm.lhs, gemm.rotation, signs, of_lhs, lhs_words),
-        GemmInput(rhs_axis, gemm.rhs, gemm.rotation, signs, of_rhs, rhs_words),
+        GemmInput(lhs_axis, gemm.lhs, gemm.rotation, signs, drawn.lhs, lhs_words),
+        GemmInput(rhs_axis, gemm.rhs, gemm.rotation, signs, drawn.rhs, rhs_words),
     )
 
 
@@ -123,43 +127,12 @@ def as_backward_sees(x: Float[Array, "..."], wanted: Operand, how: GemmInput) ->
     return lax.optimization_barrier(seen)  # a rotation's stages would each compute it again
 
 
-def draw_signs(rotation: Rotation | None, key: jax.Array | None) -> Float32[Array, " size"] | None:
-    """Returns a rotation's signs: None, its own, fixed ones drawn from its seed, or ones drawn from `key`."""
+def fixed_signs(rotation: Rotation | None) -> Float32[Array, " size"] | None:
+    """Returns the signs of a rotation that draws none from a key: None, its own, or those of its seed."""
     if rotation is None or rotation.signs == "none":
         return None
     if rotation.values is not None:
         return jnp.asarray(rotation.values, jnp.float32)
-    if rotation.signs == "fixed":  # independent of JAX's default generator
-        key = jax.random.key(rotation.seed, impl="threefry2x32")
-    assert key is not None
-    return random_signs(key, rotation.size)
-
-
-def fold_each(key: jax.Array, start: int, stop: int) -> jax.Array:
-    """Returns `jax.random.fold_in(key, i)` for i from start to stop - 1, of every key in an array of keys.
-
-    A barrier follows: otherwise XLA folds them again wherever one is used, and takes minutes to fuse a
-    model's training step.
-    """
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    if str(jax.random.key_impl(key)) == "unsafe_rbg":  # vmap folds otherwise
-        folded = [jax.random.fold_in(k, i) for k in key.reshape(-1) for i in range(start, stop)]
-        return jnp.stack(folded).reshape(*key.shape, stop - start)
-
-    def fold(key: jax.Array) -> jax.Array:
-        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(start, stop))
-
-    for _ in key.shape:
-        fold = jax.vmap(fold)
-    return lax.optimization_barrier(fold(key))
-
-
-def fold(key: jax.Array | None, *indices: int) -> jax.Array | None:
-    """Returns the key with the indices folded in, or None without a key.
-
-    Rematerialization draws the same bits again, because this is a pure function of the key.
-    """
-    if key is None:
-        return None
-    return functools.reduce(jax.random.fold_in, indices, key)
+    assert rotation.signs == "fixed"
+    # Independent of JAX's default generator.
+    return random_signs(jax.random.key(rotation.seed, impl="threefry2x32"), rotation.size)

@@ -16,10 +16,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mxjax.derivatives import first_order_only
-from mxjax.draws import draw_words
+from mxjax.draws import draw_each, draw_words
 from mxjax.estimators import changes_gradient, gradients_read_tensors, through_quantization
 from mxjax.gemm import multiply
-from mxjax.gemm_input import GemmInput, fold_each, gemm_inputs
+from mxjax.gemm_input import GemmInput, inputs_with
 from mxjax.implementations import (
     BY_KERNEL,
     ON_PACKED,
@@ -28,6 +28,7 @@ from mxjax.implementations import (
     Implementation,
     implementations_of,
 )
+from mxjax.keys import fold_each
 from mxjax.kmajor import KMajor
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy
@@ -245,11 +246,12 @@ def policy_inputs(policy: Policy, hows: GemmImplementations, key: jax.Array | No
     They give what Dgrad sees of w, and what Wgrad sees of x.
     """
     gemms = tuple(policy.gemms.values())
-    keys = (None,) * 3 if key is None else fold_each(key, 0, 3)
+    keys = None if key is None else fold_each(key, 0, 3)
     by_kernel = [gemm.needs_key and how in BY_KERNEL for gemm, how in zip(gemms, hows[:3], strict=True)]
     words = draw_words(gemms, key) if any(by_kernel) else None
+    drawn = draw_each(gemms, keys)
     fprop, dgrad, wgrad = (
-        gemm_inputs(gemms[i], *axes, keys[i], None if words is None or not by_kernel[i] else words[i])
+        inputs_with(gemms[i], *axes, drawn[i], None if words is None or not by_kernel[i] else words[i])
         for i, axes in enumerate(((-1, -2), (-1, -1), (-2, -2)))
     )
     left, right = fprop

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float32
 from mxjax.blocks import block_max, block_sum, spread
 from mxjax.formats import UE5M3, Element, Format
 from mxjax.operand import FourOverSix, Operand
-from mxjax.philox import random_uint16
+from mxjax.philox import KeyWords, random_uint16
 from mxjax.rounding import round_elements, round_nearest, stochastic_round
 from mxjax.tensor_scales import divide, outer_max, tensor_max
 
@@ -35,7 +35,12 @@ class Rounded(NamedTuple):
 
 
 def quantize_by_minifloats(
-    x: Float32[Array, "*shape"], f: Format, operand: Operand, blocks: Blocks, axis: int, key: jax.Array | None
+    x: Float32[Array, "*shape"],
+    f: Format,
+    operand: Operand,
+    blocks: Blocks,
+    axis: int,
+    key: jax.Array | KeyWords | None,
 ) -> tuple[Float32[Array, "*shape"], Float32[Array, "*blocks"], Float32[Array, "*outer"] | None]:
     """Returns the elements of x, the scales of its blocks, and those of outer blocks or the tensor."""
     element, scale_element = f.element, f.scale_element
@@ -54,24 +59,26 @@ def quantize_by_minifloats(
         unit = spread(tensor_scale, exact.shape, (1, run), axis) if run else tensor_scale
         exact = divide(exact, unit)
 
-    def rounded(exact: Float32[Array, "*blocks"], key: jax.Array | None) -> Rounded:
+    def rounded(exact: Float32[Array, "*blocks"], use: int) -> Rounded:
         scales = _round_scales(exact, scale_element)
         scaled = x * spread(_inverse(scales, unit), x.shape, blocks, axis)
         return Rounded(
-            scales, scaled, round_elements(scaled, element, operand.rounding, operand.prescale, key, axis)
+            scales,
+            scaled,
+            round_elements(scaled, element, operand.rounding, operand.prescale, key, axis, use),
         )
 
-    best = rounded(exact, key)
+    best = rounded(exact, 0)
     if operand.four_over_six is not None:
         # To scale the largest magnitude to 4 instead of 6, scales are half as large again.
-        other = rounded(exact * 1.5, key if key is None else jax.random.fold_in(key, 2))
+        other = rounded(exact * 1.5, 2)
         relative = x * spread(_inverse(jnp.ones_like(exact), unit), x.shape, blocks, axis)
         relative = lax.optimization_barrier(relative)  # rounded, not contracted with a subtraction
         best = closer(relative, best, other, operand.four_over_six, blocks, axis)
     if operand.eden is not None:
         assert key is not None
         scales = eden_scales(best, operand.eden, blocks, axis)
-        random = random_uint16(jax.random.fold_in(key, 1), scales.shape, axis)
+        random = random_uint16(key, scales.shape, axis, use=1)
         best = best._replace(scales=stochastic_round(scales, scale_element, random))
     return best.elements, best.scales, tensor_scale
 

@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from mxjax.dot import AnyArray, check_arrays, check_floating, dot, result_dtype
-from mxjax.gemm_input import fold
 from mxjax.implementations import Implementation
+from mxjax.keys import fold
 from mxjax.policy import Policy
 from mxjax.weight_layout import Layout
 

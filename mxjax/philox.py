@@ -12,6 +12,7 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 import functools
 import math
 import operator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,13 +60,31 @@ def _multiply(a: int, b: Word) -> tuple[Word, Word]:
         return high, lax.convert_element_type(product, jnp.uint32)
 
 
-def random_uint16(key: jax.Array, shape: tuple[int, ...], axis: int = -1) -> UInt16[Array, "..."]:
+class KeyWords(NamedTuple):
+    """What `random_uint16` reads of a key, drawn for many keys at once: each hash costs XLA 150 operations.
+
+    Attributes:
+      words: two words of the key, then two of each of its folds with 1, 2, ….
+    """
+
+    words: UInt32[Array, "uses 2"]
+
+
+def key_words(key: jax.Array | KeyWords, use: int = 0) -> UInt32[Array, "2"]:
+    """Returns two words of a key or, for another use, of its fold with the use's number."""
+    if isinstance(key, KeyWords):
+        return key.words[use]
+    return jax.random.bits(jax.random.fold_in(key, use) if use else key, (2,), jnp.uint32)
+
+
+def random_uint16(
+    key: jax.Array | KeyWords, shape: tuple[int, ...], axis: int = -1, use: int = 0
+) -> UInt16[Array, "..."]:
     """Returns uniform integers in [0, 2**16), one for each position of `shape`.
 
-    Let k be the position along `axis`, row the row-major index over the other axes, and key_words two words
-    drawn from `key`. The number is half k % 8 (low half first) of the words of
-    Philox(counter=(k // 8, row, 0, 0), key=key_words). So transposing `axis` keeps the bits, and a tile or
-    shard needs only its own offsets.
+    Let k be the position along `axis` and row the row-major index over the other axes. The number is half
+    k % 8 (low half first) of the words of Philox(counter=(k // 8, row, 0, 0), key=key_words(key, use)). So
+    transposing `axis` keeps the bits, and a tile or shard needs only its own offsets.
     """
     axis = normalize_axis_index(axis, len(shape))
     length = shape[axis]
@@ -75,7 +94,7 @@ def random_uint16(key: jax.Array, shape: tuple[int, ...], axis: int = -1) -> UIn
         if i != axis:
             row = row * jnp.uint32(n) + lax.broadcasted_iota(jnp.uint32, grid, i)
     zero = jnp.zeros(grid, jnp.uint32)
-    k0, k1 = jax.random.bits(key, (2,), jnp.uint32)
+    k0, k1 = key_words(key, use)
     counter = (lax.broadcasted_iota(jnp.uint32, grid, axis), row, zero, zero)
     # Without the barriers XLA fuses the generator into its users, once for each of the 8 halves.
     words = lax.optimization_barrier(philox_4x32(counter, (k0, k1)))

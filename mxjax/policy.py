@@ -87,11 +87,12 @@ class Gemm:
     @property
     def needs_key(self) -> bool:
         """Whether running this GEMM draws random bits."""
-        return (
-            self.lhs.needs_key
-            or self.rhs.needs_key
-            or (self.rotation is not None and self.rotation.signs == "redrawn")
-        )
+        return self.lhs.needs_key or self.rhs.needs_key or self.redrawn_signs > 0
+
+    @property
+    def redrawn_signs(self) -> int:
+        """How many signs its rotation draws from the key."""
+        return self.rotation.size if self.rotation and self.rotation.signs == "redrawn" else 0
 
     def __str__(self) -> str:
         return f"{self.lhs} x {self.rhs}" + (f" ({self.rotation})" if self.rotation else "")

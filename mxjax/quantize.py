@@ -15,6 +15,7 @@ from mxjax.blocks import BlockShape, block_max, block_std, pad, resolve_block_sh
 from mxjax.formats import E2M1, Element, Format, FormatName, get_format
 from mxjax.minifloat_scales import quantize_by_minifloats
 from mxjax.operand import Operand
+from mxjax.philox import KeyWords
 from mxjax.rounding import Rounding, round_elements
 from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale, quest_scale
 from mxjax.tensor_scales import SMALLEST_BLOCK_MAX, divide, tensor_max
@@ -185,7 +186,7 @@ def pack_codes(codes: UInt8[Array, "*shape"], axis: int) -> UInt8[Array, "*packe
 
 
 def quantize_unpacked(
-    x: Shaped[Array | np.ndarray, "*shape"], operand: Operand, axis: int, key: jax.Array | None
+    x: Shaped[Array | np.ndarray, "*shape"], operand: Operand, axis: int, key: jax.Array | KeyWords | None
 ) -> MXArray:
     """Returns x quantized as `operand` says, with blocks along `axis` and elements in float32.
 

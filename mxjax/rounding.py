@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt16
 
 from mxjax.formats import Element
-from mxjax.philox import random_uint16
+from mxjax.philox import KeyWords, random_uint16
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -59,20 +59,22 @@ def round_elements(
     element: Element,
     rounding: Rounding,
     prescale: float | None,
-    key: jax.Array | None,
+    key: jax.Array | KeyWords | None,
     axis: int,
+    use: int = 0,
 ) -> Float32[Array, "*shape"]:
     """Returns scaled values rounded to elements, after the prescale.
 
     Args:
-      axis: blocked axis, along which random bits are counted; see `random_uint16`.
+      axis, use: the blocked axis, along which random bits are counted, and their use of the key; see
+        `random_uint16`.
     """
     if prescale is not None:
         x = x * jnp.float32(prescale)
     if rounding == "nearest":
         return round_nearest(x, element)
     assert key is not None
-    return stochastic_round(x, element, random_uint16(key, x.shape, axis))
+    return stochastic_round(x, element, random_uint16(key, x.shape, axis, use))
 
 
 def _steps(

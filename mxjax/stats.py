@@ -8,8 +8,9 @@ from jaxtyping import Array, Float, Float32
 
 from mxjax.dot import dot
 from mxjax.formats import get_format
-from mxjax.gemm_input import as_backward_sees, fold, gemm_inputs, part_of, quantize_input
+from mxjax.gemm_input import as_backward_sees, gemm_inputs, part_of, quantize_input
 from mxjax.implementations import Implementation
+from mxjax.keys import fold
 from mxjax.matmul import residual_bytes as residual_bytes
 from mxjax.policy import Policy
 from mxjax.quantize import MXArray, dequantize

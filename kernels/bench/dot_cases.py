@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from mxjax.devices import current_target
 from mxjax.dot import dot
 from mxjax.formats import get_format
-from mxjax.gemm_input import fold, gemm_inputs
+from mxjax.gemm_input import gemm_inputs
 from mxjax.implementations import ON_PACKED, How, Implementation, implementations_of
 from mxjax.kernels.bench.peers import linears
 from mxjax.kernels.matmul.carry import carry_operand
+from mxjax.keys import fold
 from mxjax.kmajor import KMajor
 from mxjax.prepare import Prepared, prepare
 from mxjax.quantize import block_values

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float32, UInt32
 
-from mxjax.gemm_input import fold_each
 from mxjax.hadamard import random_signs
 from mxjax.kernels.launch import triton_call
+from mxjax.keys import fold_each
 
 GEMMS = 3
 LARGEST_ROTATION = 128

@@ -25,6 +25,7 @@ from mxjax.kernels.quantize.launches import (
     launched_pairs,
 )
 from mxjax.kmajor import KMajor
+from mxjax.philox import key_words
 
 FORM_DTYPES: Mapping[Form, DTypeLike] = {"packed": jnp.uint8, "bf16": jnp.bfloat16}
 """The dtype of the elements in the kernel's 32-bit words."""
@@ -78,7 +79,7 @@ def _words(how: GemmInput | None) -> UInt32[Array, "6"]:
             return how.words
         return jnp.append(how.words[:2], sign_words(how.signs))
     stochastic = how.key is not None and how.operand.rounding == "stochastic"
-    key = jax.random.bits(how.key, (2,), jnp.uint32) if stochastic else jnp.zeros(2, jnp.uint32)
+    key = key_words(how.key) if stochastic else jnp.zeros(2, jnp.uint32)
     return jnp.append(key, jnp.zeros(4, jnp.uint32) if how.signs is None else sign_words(how.signs))
 
 

@@ -8,9 +8,9 @@ import pytest
 import mxjax
 from mxjax.devices import Target, use_target
 from mxjax.draws import draw_words
-from mxjax.gemm_input import fold, fold_each
 from mxjax.implementations import implementations_of
 from mxjax.kernels.quantize.draws import draw, draw_by_definition, sign_words
+from mxjax.keys import fold, fold_each
 from mxjax.matmul import policy_inputs
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
@@ -49,7 +49,7 @@ def test_inputs_have_the_words_of_their_keys_and_signs(policy, monkeypatch):
         for side in pair:
             assert (side.words is not None) == (gemm.needs_key and how == "fp8_carriers")
             if side.words is not None:
-                np.testing.assert_array_equal(side.words[:2], jax.random.bits(side.key, (2,), jnp.uint32))
+                np.testing.assert_array_equal(side.words[:2], side.key.words[0])
                 np.testing.assert_array_equal(side.words[2:], sign_words(side.signs))
 
 

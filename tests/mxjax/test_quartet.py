@@ -12,7 +12,8 @@ import pytest
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
 from mxjax.estimators import derivative
-from mxjax.gemm_input import fold, gemm_inputs, quantize_input, rotate_input
+from mxjax.gemm_input import gemm_inputs, quantize_input, rotate_input
+from mxjax.keys import fold
 from mxjax.policy import map_operands
 from mxjax.quantize import dequantize
 

@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, Float32
 
 from mxjax.blocks import block_max, magnitude_bits
 from mxjax.formats import BLOCK
-from mxjax.gemm_input import GemmInput, fold, gemm_inputs, part_of, quantize_input, rotate_input
+from mxjax.gemm_input import GemmInput, gemm_inputs, part_of, quantize_input, rotate_input
 from mxjax.implementations import Implementation
+from mxjax.keys import fold
 from mxjax.policy import Gemm, Policy, Rotation
 from mxjax.quantize import dequantize
 from mxjax.stats import DotErrors, gemms

@@ -1,0 +1,49 @@
+"""JAX's random keys: what is drawn and folded from many of them at once."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Key
+
+
+def as_key(key: jax.Array) -> Key[Array, "*shape"]:
+    """Returns keys as typed ones, also of `jax.random.PRNGKey`."""
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+
+
+def over_keys(
+    function: Callable[..., jax.Array], keys: Key[Array, "*shape"], *arrays: jax.Array
+) -> jax.Array:
+    """Returns function(key, *elements) for every key of an array and the same elements of other arrays."""
+    if str(jax.random.key_impl(keys)) == "threefry2x32":
+        for _ in keys.shape:
+            function = jax.vmap(function)
+        return function(keys, *arrays)
+    # Other generators draw otherwise under vmap.
+    each = [function(*at) for at in zip(keys.reshape(-1), *(a.reshape(-1) for a in arrays), strict=True)]
+    return jnp.stack(each).reshape(*keys.shape, *each[0].shape)
+
+
+def fold_each(keys: jax.Array, start: int, stop: int) -> Key[Array, "*shape n"]:
+    """Returns `jax.random.fold_in(key, i)` for i from start to stop - 1, of every key in an array of keys.
+
+    A barrier follows: otherwise XLA folds them again wherever one is used, and takes minutes to fuse a
+    model's training step.
+    """
+    keys = as_key(keys)
+    shape = *keys.shape, stop - start
+    keys, numbers = (jnp.broadcast_to(a, shape) for a in (keys[..., None], jnp.arange(start, stop)))
+    return lax.optimization_barrier(over_keys(jax.random.fold_in, keys, numbers))
+
+
+def fold(key: jax.Array | None, *indices: int) -> jax.Array | None:
+    """Returns the key with the indices folded in, or None without a key.
+
+    Rematerialization draws the same bits again, because this is a pure function of the key.
+    """
+    if key is None:
+        return None
+    return functools.reduce(jax.random.fold_in, indices, key)
