@@ -16,6 +16,7 @@ from mxjax.kernels.bench import (
     bench_export,
     bench_gemm,
     bench_lost,
+    bench_products,
     bench_quantize,
     bench_ragged,
     gemm_cases,
@@ -210,6 +211,18 @@ def test_products_that_are_not_computed_again_get_no_time(monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_float32_products_are_timed_beside_their_errors(capsys):
+    bench_products.main(["--shapes", "64x96x64", "--rounds", "1"])
+    records = json.loads(capsys.readouterr().out.splitlines()[-1])["records"]
+    errors = {(r["gemm"], r["name"]): r["error"] for r in records}
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        assert 0 < errors[gemm, "float32"] < 1e-6
+        assert 0 < errors[gemm, "halves"] < 2e-6
+        assert 1e-3 < errors[gemm, "bfloat16"] < 1e-2
+    with pytest.raises(SystemExit):
+        bench_products.main(["--shapes", "8x96x64"])
+
+
 def test_attention_times_every_candidate_and_the_whole(capsys):
     bench_attention.main(["--shapes", "1x19x2x1x64", "--rounds", "1", "--commit", "abc"])
     lines, report = printed(capsys)
