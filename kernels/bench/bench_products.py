@@ -3,8 +3,9 @@
     python -m mxjax.kernels.bench.bench_products [--shapes 32768x512x2752 …] [--out FILE]
 
 A shape is m x k x n: x [m, k] @ w [k, n], as in a layer's Fprop. Its Dgrad and Wgrad are measured too, which
-contract n and m. The error is that of 64 rows against float64, in the Frobenius norm. Long sums of matrix units
-are less exact than float32's, also those of bfloat16. Prints a table for each shape, and JSON as the last line.
+contract n and m. The error is that of 64 rows against float64, in the Frobenius norm. Long sums of matrix
+units are less exact than float32's, also those of bfloat16. Prints a table for each shape, and JSON as the
+last line.
 """
 
 import argparse
