@@ -51,6 +51,7 @@ def main(
     study: str = "ladder-60m",
     step: int | None = None,
     batches: int = 8,
+    commit: str | None = None,
     out: pathlib.Path,
 ) -> None:
     """Measures the cells of a study on a run's checkpoint, and Wgrad's variants; prints and keeps the tables.
@@ -60,10 +61,11 @@ def main(
       study: study whose policies to measure; "none" measures Wgrad's variants alone.
       step: step of the checkpoint. Default: the last.
       batches: number of batches of the run's held-out data, at least 3.
+      commit: commit for the record; default, the checkout's.
       out: folder for diagnosis.json, which must not be there yet.
     """
     enable_compilation_cache()
-    commit = current_commit()  # of the code that runs, whatever is edited meanwhile
+    commit = commit or current_commit()  # of the code that runs, whatever is edited meanwhile
     with input_errors():
         if study not in STUDIES and study != NONE:
             raise ValueError(f"unknown study {study}; the studies are {', '.join(STUDIES)}, and {NONE}")
