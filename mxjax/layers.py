@@ -77,13 +77,19 @@ def matching(names: Sequence[str], pattern: str) -> list[str]:
     Raises:
       ValueError: no name matches.
     """
-    sliced = _SLICE.fullmatch(pattern)
-    found = fnmatch.filter(names, pattern) if sliced is None else _in_slice(names, *sliced.groups())
+    found = _found(names, pattern)
     if not found:
         known = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+        sliced = _SLICE.fullmatch(pattern)
         count = f"; of {sliced[1]} there are {len(_numbers(names, sliced[1]))}" if sliced else ""
-        raise ValueError(f"layer pattern {pattern!r} matches none of {', '.join(known)}{count}")
+        whole = f"; for all within it write {pattern + '.*'!r}" if _found(names, pattern + ".*") else ""
+        raise ValueError(f"layer pattern {pattern!r} matches none of {', '.join(known)}{count}{whole}")
     return found
+
+
+def _found(names: Sequence[str], pattern: str) -> list[str]:
+    sliced = _SLICE.fullmatch(pattern)
+    return fnmatch.filter(names, pattern) if sliced is None else _in_slice(names, *sliced.groups())
 
 
 def _in_slice(names: Sequence[str], stack: str, index: str, rest: str) -> list[str]:

@@ -1,5 +1,7 @@
 """The table of layers and their policies."""
 
+import re
+
 import pytest
 
 import mxjax
@@ -48,6 +50,12 @@ def test_brackets_count_blocks_by_number_not_by_letter():
 @pytest.mark.parametrize("pattern", ["blocks[4].*", "blocks[-5].*", "blocks[2:2].*", "blocks[:2].left"])
 def test_a_slice_that_holds_no_layer_is_an_error(pattern):
     with pytest.raises(ValueError, match=r"matches none of blocks\.\*\.up, .*of blocks there are 4"):
+        resolve(NAMES, get_policy("wgrad"), [(pattern, get_policy("bf16"))])
+
+
+@pytest.mark.parametrize("pattern", ["blocks[:2]", "blocks.0"])
+def test_a_pattern_that_ends_at_a_block_is_completed_in_the_error(pattern):
+    with pytest.raises(ValueError, match=f"for all within it write {re.escape(repr(pattern + '.*'))}$"):
         resolve(NAMES, get_policy("wgrad"), [(pattern, get_policy("bf16"))])
 
 
