@@ -7,6 +7,7 @@ not a multiple of the block are padded with zeros, which change no maximum.
 from collections.abc import Callable
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, Int32, Shaped
 
@@ -22,7 +23,7 @@ def resolve_block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int
     if block_shape is None:
         return (1, f.block)
     pair = block_shape if isinstance(block_shape, tuple) else (1, block_shape)
-    if len(pair) != 2 or min(pair) < 1:
+    if len(pair) != 2 or not all(isinstance(size, int | np.integer) and size > 0 for size in pair):
         raise ValueError(f"block_shape needs one or two positive sizes, got {block_shape}")
     rows, length = pair
     if rows > 1 and (ndim < 2 or axis < -2):

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from mxjax.blocks import BlockShape, resolve_block_shape
 from mxjax.formats import BLOCK, FormatName, get_format
 from mxjax.rounding import Rounding
@@ -69,6 +71,7 @@ class Operand:
     eden: int | None = None
 
     def __post_init__(self):
+        use_python_numbers(self)
         f = get_format(self.format)
         check_rule(self.scale_rule, f.element if f.scale == "e8m0" else None)
         check_choice("rounding", self.rounding, Rounding)
@@ -175,6 +178,13 @@ class Operand:
         if self.split != "none":
             parts.append(f"-{self.split}" + (f"({self.quantile:g})" if self.split != "mean" else ""))
         return ":".join(parts)
+
+
+def use_python_numbers(part: Any) -> None:
+    """Makes Python's numbers of a dataclass's numpy scalars, which JSON does not take."""
+    for field in dataclasses.fields(part):
+        if isinstance(value := getattr(part, field.name), np.generic):
+            object.__setattr__(part, field.name, value.item())
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from mxjax.formats import FORMATS
 from mxjax.hadamard import SIZES
-from mxjax.operand import Operand, check_choice
+from mxjax.operand import Operand, check_choice, use_python_numbers
 from mxjax.scales import ScaleRule
 
 Signs = Literal["none", "fixed", "redrawn"]
@@ -39,6 +39,7 @@ class Rotation:
     values: tuple[int, ...] | None = None
 
     def __post_init__(self):
+        use_python_numbers(self)
         check_choice("signs", self.signs, Signs)
         if self.size not in SIZES:
             raise ValueError(f"Rotation needs size to be one of {SIZES}, got {self.size}")
@@ -178,6 +179,13 @@ class Policy:
         return " | ".join(f"{name} {gemm}" for name, gemm in self.gemms.items())
 
 
+def check_policy(policy: object, function: str) -> None:
+    """Raises TypeError unless `policy` is a `Policy`, for a function that takes no names."""
+    if not isinstance(policy, Policy):
+        hint = f"; write mxjax.get_policy({policy!r})" if isinstance(policy, str) else ""
+        raise TypeError(f"{function} needs an mxjax.Policy, got {policy!r:.60}{hint}")
+
+
 def map_operands(policy: Policy, change: Callable[[Operand], Operand]) -> Policy:
     """Returns the policy with `change(operand) -> Operand` applied to all six operands."""
 
@@ -191,8 +199,10 @@ def with_scale_rule(policy: Policy, rule: ScaleRule) -> Policy:
     """Returns the policy with `rule` for every operand in MXFP4.
 
     Raises:
+      TypeError: `policy` is no `Policy`, for example a name.
       ValueError: unknown rule, or no operand of the policy is in MXFP4.
     """
+    check_policy(policy, "with_scale_rule")
     if not policy.has_mxfp4:
         raise ValueError(f"scale rule {rule!r} has no effect: no operand of the policy is in mxfp4")
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from mxjax.formats import get_format
 from mxjax.operand import Operand
-from mxjax.policy import Gemm, Policy, Rotation
+from mxjax.policy import Gemm, Policy, Rotation, check_policy
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
 _OPERANDS = ("lhs", "rhs")
@@ -42,7 +42,10 @@ def policy_to_json(policy: Policy, indent: int | None = None) -> str:
 
     Args:
       indent: as in `json.dumps`; None writes one line.
+    Raises:
+      TypeError: `policy` is no `Policy`, for example a name.
     """
+    check_policy(policy, "policy_to_json")
     return json.dumps(dataclasses.asdict(policy), indent=indent)
 
 
@@ -89,10 +92,11 @@ def set_fields(policy: Policy, changes: Iterable[str]) -> Policy:
     values that other changes give them.
 
     Raises:
-      TypeError: `changes` is one text.
+      TypeError: `policy` is no `Policy`, for example a name, or `changes` is one text.
       ValueError: an unknown path, a value that the field does not take, or a policy that cannot be. Or a
         change has no effect: no operand or rotation that it names reads the field.
     """
+    check_policy(policy, "set_fields")
     if isinstance(changes, str):
         raise TypeError(f"set_fields needs a sequence of texts PATH=VALUE, got a text; write [{changes!r}]")
     policy, idle = change_fields(policy, changes)

@@ -59,7 +59,7 @@ def quest_scale(std: Float32[Array, "*blocks"]) -> UInt8[Array, "*blocks"]:
     """Returns the E8M0 byte of the scale of E2M1 blocks with this standard deviation, for the rule `quest`.
 
     The scale is `2**floor(log2(QUEST_CLIP / 6 * std + 1e-8))`. It clips elements past 1.46 to 2.92 standard
-    deviations.
+    deviations. It is at least 2**-27, so magnitudes up to 2**-29 become zero.
 
     Returns:
       100, which is 2**-27, for an all-zero block; 255 (NaN) where std is NaN or infinite.

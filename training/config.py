@@ -29,6 +29,19 @@ _POLICY = tyro.constructors.PrimitiveConstructorSpec(
 """How tyro reads a policy: as text, which is resolved when the model is known."""
 
 
+def _make_tuples(config: object, *names: str) -> None:
+    """Makes tuples of the lists that a program gave for these fields, so that they equal those of a record.
+
+    Raises:
+      TypeError: one of them is a text.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, str):
+            raise TypeError(f"{name} must be a tuple of texts, got {value!r:.60}; write ({value!r:.60},)")
+        object.__setattr__(config, name, tuple(value))
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW as in MLPerf Training's llama31_8b, with its linear warm-up and cosine decay."""
@@ -67,6 +80,9 @@ class DataConfig:
     """Sequences a step."""
     seq_len: int = 128
     """Tokens a sequence."""
+
+    def __post_init__(self):
+        _make_tuples(self, "data")
 
     @property
     def tokens_a_step(self) -> int:
@@ -113,6 +129,7 @@ class PrecisionConfig:
             raise TypeError(
                 f"policy must be an mxjax.Policy or a text, as for --policy, got {self.policy!r:.60}"
             )
+        _make_tuples(self, "layers", "set")
 
     def rules(self) -> list[tuple[str, Policy]]:
         """Returns the exceptions by layer as (pattern, policy)."""
@@ -254,6 +271,9 @@ class Config:
     def __post_init__(self, policy: str | Policy | None):
         if policy is not None:
             object.__setattr__(self, "precision", dataclasses.replace(self.precision, policy=policy))
+        for name in ("model_config", "init", "out"):  # programs may give texts
+            if isinstance(path := getattr(self, name), str):
+                object.__setattr__(self, name, pathlib.Path(path))
         check_ranges(by_flag(self))
         names = self.data.data if self.data.eval_data is None else (*self.data.data, self.data.eval_data)
         if not all(names):

@@ -56,6 +56,12 @@ def check_same_run(config: Config, folder: pathlib.Path) -> None:
             check_extension(config, saved, last_checkpoint(folder))
 
 
+def _difference(begun: Any, asked: Any) -> str:
+    """Returns how two values differ; a text of a policy leaves out, for example, the seed of its signs."""
+    text = repr if str(begun) == str(asked) else str
+    return f"the run has {text(begun)}, the command line {text(asked)}"
+
+
 def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:
     """Raises ValueError if `config` differs from the run in `folder`; the message lists the differences.
 
@@ -63,7 +69,7 @@ def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None
     """
     asked, begun = map(by_flag, (config, saved))
     differences = [
-        f"--{name.replace('_', '-')}: the run has {begun[name]}, the command line {asked[name]}"
+        f"--{name.replace('_', '-')}: " + _difference(begun[name], asked[name])
         for name in begun
         if name not in _MAY_CHANGE
         and begun[name] != asked[name]

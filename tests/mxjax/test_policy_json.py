@@ -6,6 +6,7 @@ import json
 import re
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from support import oracles
@@ -177,6 +178,27 @@ def test_a_change_that_cannot_be_is_refused(change, message):
 def test_changes_are_a_sequence_of_texts():
     with pytest.raises(TypeError, match=re.escape("write ['wgrad.rotation.size=16']")):
         set_fields(Policy(), "wgrad.rotation.size=16")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        policy_to_json,
+        lambda name: set_fields(name, ["wgrad.rotation.size=16"]),
+        lambda name: mxjax.with_scale_rule(name, "even"),
+    ],
+)
+def test_a_name_is_refused_with_what_to_write(call):
+    with oracles.types_unchecked(), pytest.raises(TypeError, match=r"write mxjax\.get_policy\('wgrad'\)"):
+        call("wgrad")
+
+
+def test_numbers_may_be_numpys():
+    with oracles.types_unchecked():
+        operand = Operand("nvfp4", scale_target=np.float32(5.5), eden=np.int32(128))
+        policy = Policy(Gemm(operand, rotation=Rotation(np.int64(16), seed=np.uint8(3))))
+    assert policy_from_json(policy_to_json(policy)) == policy
+    assert set_fields(policy, ["fprop.lhs.eden=16"]).fprop.lhs.scale_target == 5.5
 
 
 NAMES = st.sampled_from(

@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 import train as training_program
+from mxjax import Gemm, Policy, Rotation
 from training.command_line import parse
 from training.config import Config, PrecisionConfig
 from training.resume import check_resumable
@@ -103,3 +104,11 @@ def test_a_resumed_run_may_change_how_often_but_not_what():
     check_resumable(dataclasses.replace(saved, eval_every=7, resume=True), saved, pathlib.Path("a"))
     with pytest.raises(ValueError, match="steps: the run has 300, the command line 5"):
         check_resumable(dataclasses.replace(saved, steps=5), saved, pathlib.Path("a"))
+
+
+def test_policies_whose_texts_are_alike_are_told_apart():
+    seeded = [Policy(wgrad=Gemm(rotation=Rotation(16, "fixed", seed=seed))) for seed in (3, 4)]
+    assert str(seeded[0]) == str(seeded[1])
+    saved, asked = (Config(policy=policy) for policy in seeded)
+    with pytest.raises(ValueError, match=r"the run has .*seed=3.*, the command line .*seed=4"):
+        check_resumable(asked, saved, pathlib.Path("a"))

@@ -14,7 +14,7 @@ from models import llama
 from models.configs import get_config
 from mxjax import Gemm, Operand, Policy, Rotation
 from training.command_line import parse
-from training.config import Config, PrecisionConfig, by_flag
+from training.config import Config, DataConfig, PrecisionConfig, by_flag
 from training.policy_record import changed_files, from_record, to_record
 from training.policy_schedule import parse_schedule, phases_of
 from training.policy_source import load_policy
@@ -133,6 +133,17 @@ def test_a_configuration_takes_a_policy_itself():
     assert config.folder().name.startswith("tiny-custom-")
     [phase] = phases_of(config.precision, 300, LAYER_POLICIES)
     assert (phase.policy, phase.layers["blocks.1.mlp.down"]) == ("custom", OWN)
+
+
+def test_a_configuration_takes_texts_for_paths_and_lists_for_tuples():
+    flags = ["--out", "runs/a", "--model-config", "a.json", "--policy", "wgrad"]
+    flags += ["--layers", "head=fp8", "--set", "wgrad.rhs.rounding=stochastic", "--data", "a", "b"]
+    with oracles.types_unchecked():
+        precision = PrecisionConfig("wgrad", layers=["head=fp8"], set=["wgrad.rhs.rounding=stochastic"])
+        config = Config(precision=precision, data=DataConfig(["a", "b"]), out="runs/a", model_config="a.json")
+        assert config == parse(flags)
+        with pytest.raises(TypeError, match=r"layers must be a tuple .*write \('head"):
+            PrecisionConfig(layers="head=fp8")
 
 
 def test_a_policy_of_another_type_is_refused():
