@@ -1,9 +1,10 @@
 """Trains a Llama in the precision that a policy names: `python train.py --policy=wgrad_hadamard`."""
 
 if __name__ == "__main__":
-    from training.startup import prepare_process
+    from training.startup import prepare_process, start_compile_server
 
     prepare_process()  # before the other imports, which take seconds
+    start_compile_server()
 
     from training.command_line import check_flags
 
@@ -24,6 +25,9 @@ import optax
 
 from models import llama
 from models.llama import Params
+from mxjax.kernels.compile_server import CompileServer
+from mxjax.kernels.lowering import use_compile_server
+from training import startup
 from training.agreement import check_agreement
 from training.checkpoint.checkpoints import CheckpointError, Checkpoints
 from training.checkpoint.damaged import set_aside_damaged
@@ -203,4 +207,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    if startup.compile_server is not None:
+        use_compile_server(CompileServer(startup.compile_server))
     main()

@@ -3,7 +3,7 @@
 A program depends only on the kernels' source, constants, options, target and the installed versions. It names
 no file, so JAX's caches hit and all processes of a job compile the same program. Lowering needs no GPU and no
 GPU plugin. A kernel is compiled when it is lowered, not when it is traced, once a process, together with all
-others that were traced. Triton's cache keeps it on disk.
+others that were traced, in threads or by a `CompileServer`. Triton's cache keeps it on disk.
 """
 
 import collections
@@ -22,6 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from mxjax.kernels.call_message import ALIGNMENT, MachineCode, encode_call
+from mxjax.kernels.compile_server import CompileServer
 from mxjax.kernels.knobs import compiler_knobs
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def _thaw(values: Frozen) -> dict[str, Any]:
     return {name: value for name, _, value in values}
 
 
+_server: CompileServer | None = None
 # Kernels that were traced and not lowered yet.
 _traced: collections.deque[tuple[Any, tuple[str, ...], str, str, Frozen, Frozen]] = collections.deque(
     maxlen=1000
@@ -176,19 +178,37 @@ def _register() -> None:
     importlib.import_module("jaxlib.gpu_triton")
 
 
+def use_compile_server(server: CompileServer) -> None:
+    """Lets a process compile the kernels that are traced from now on."""
+    global _server
+    _server = server
+
+
 def start_traced() -> None:
-    """Begins to compile, in threads, all kernels that were traced and not lowered yet."""
+    """Begins to compile all kernels that were traced and not lowered yet."""
+    jobs = []
     with contextlib.suppress(IndexError):  # another thread may take the last
         while _traced:
-            start_compiling(*_traced.popleft())
+            jobs.append(_traced.popleft())
+    if _server is not None:
+        _server.begin(jobs)
+    for job in jobs:
+        start_compiling(*job)
 
 
 @functools.cache
 def start_compiling(
     kernel, dtypes: tuple[str, ...], backend: str, arch: str, options: Frozen, constants: Frozen
 ) -> Future[MachineCode]:
-    """Begins `compile_kernel` in a thread, once a process. Triton compiles outside Python's lock."""
-    return _pool().submit(compile_kernel, kernel, dtypes, backend, arch, options, constants)
+    """Begins `compile_kernel` in a thread, once a process. Triton compiles partly outside Python's lock."""
+    return _pool().submit(_compile, (kernel, dtypes, backend, arch, options, constants))
+
+
+def _compile(job: tuple) -> MachineCode:
+    """Returns a compiled kernel, from Triton's cache if the server has put it there."""
+    if _server is not None:
+        _server.wait(job)
+    return compile_kernel(*job)
 
 
 @functools.cache

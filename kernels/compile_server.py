@@ -1,0 +1,132 @@
+"""A process that compiles kernels, each in a fork of its own, where Python's lock would take their time.
+
+Triton compiles a kernel partly in Python, of which a process runs one thread at a time: with many cores,
+threads compile a training step's kernels hardly faster than four cores could. `training.startup` starts
+this process before its own slow imports, so that it is ready when the first kernels are traced:
+
+    python -m mxjax.kernels.compile_server
+
+It reads lists of kernels from standard input, pickled, and compiles them into Triton's cache on disk, where
+its caller finds them. When it is done with a kernel, well or not, it writes the kernel's place in its list.
+What it does not manage, for whatever reason, its caller compiles itself. It ends with its input or when idle.
+"""
+
+import contextlib
+import importlib
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+IDLE_SECONDS = 300
+MOST_PROCESSES = 32
+_PLACE = struct.Struct("<I")
+
+Job = tuple[Any, ...]
+"""The arguments of `mxjax.kernels.lowering.compile_kernel`; on its way, the kernel is its module and name."""
+
+
+class CompileServer:
+    """The caller's end of the process."""
+
+    def __init__(self, process: subprocess.Popen):
+        self._process = process
+        self._done: dict[Job, threading.Event] = {}
+        self._changing, self._talking = threading.Lock(), threading.Lock()
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Hands kernels to the process, those that it can import."""
+        with self._changing:
+            new = [job for job in dict.fromkeys(jobs) if job not in self._done and _name_of(job[0])]
+            events = {job: threading.Event() for job in new}
+            self._done |= events
+        if events:
+            threading.Thread(target=self._talk, args=(events,), daemon=True).start()
+
+    def wait(self, job: Job) -> None:
+        """Waits until the process is done with a kernel, or gone."""
+        if done := self._done.get(job):
+            done.wait()
+
+    def _talk(self, events: dict[Job, threading.Event]) -> None:
+        """Sends kernels, and sets the event of each when it is compiled, or of all if the process is gone."""
+        requests, replies, jobs = self._process.stdin, self._process.stdout, list(events)
+        assert requests is not None
+        assert replies is not None
+        try:
+            with self._talking, contextlib.suppress(OSError):
+                pickle.dump([(_name_of(job[0]), *job[1:]) for job in jobs], requests)
+                requests.flush()
+                for _ in jobs:
+                    place = replies.read(_PLACE.size)
+                    if len(place) < _PLACE.size:
+                        self._process.wait()
+                        break
+                    events[jobs[_PLACE.unpack(place)[0]]].set()
+        finally:
+            for event in events.values():
+                event.set()
+
+
+def _name_of(kernel) -> tuple[str, str] | None:
+    """Returns the module and the name by which another process finds a kernel, or None."""
+    module, name = kernel.fn.__module__, kernel.fn.__qualname__
+    found = getattr(sys.modules.get(module), name, None) is kernel and module != "__main__"
+    return (module, name) if found else None
+
+
+def serve(compile_kernel: Callable[..., Any]) -> None:
+    """Reads lists of kernels from standard input and compiles them, each in a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
+    replies = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no reply
+    while select.select([0], [], [], IDLE_SECONDS)[0]:
+        try:
+            jobs = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        running: dict[int, int] = {}
+        for place, job in enumerate(jobs):
+            if len(running) == MOST_PROCESSES:
+                _reply(replies, running)
+            running[_fork(compile_kernel, job)] = place
+        while running:
+            _reply(replies, running)
+
+
+def _reply(replies: int, running: dict[int, int]) -> None:
+    """Waits for one of the running processes, and writes the place of its kernel."""
+    process, _ = os.wait()
+    os.write(replies, _PLACE.pack(running.pop(process)))
+
+
+def _fork(compile_kernel: Callable[..., Any], job: Job) -> int:
+    """Returns the id of a new process that compiles a kernel."""
+    process = os.fork()
+    if process:
+        return process
+    with contextlib.suppress(BaseException):
+        (module, name), *rest = job
+        compile_kernel(getattr(importlib.import_module(module), name), *rest)
+    os._exit(0)
+
+
+def main() -> None:
+    """Imports all that kernels need, and serves."""
+    from mxjax.kernels.attention import launches as attention
+    from mxjax.kernels.lowering import compile_kernel
+    from mxjax.kernels.matmul import fp8_matmul
+    from mxjax.kernels.quantize import draws, launches
+
+    del attention, draws, fp8_matmul, launches
+    serve(compile_kernel)
+
+
+if __name__ == "__main__":
+    main()
