@@ -26,7 +26,7 @@ _KEY, _ALIVE, _DONE = "mxjax/error", "mxjax/alive", "done"
 _EVERY = 1.0  # seconds between looks
 _SILENT = 30  # looks after which a process that counts no more is dead
 _TO_NOTICE = 5.0  # seconds in which a process must fail by itself, or be ended
-_TO_END = 30.0  # seconds in which a process that has failed must end, or be ended
+_TO_END = 20.0  # seconds in which a process that has failed must end, or be ended
 _TO_JOIN = 50  # seconds in which the others must join a process that cannot start
 _CONSEQUENCE = re.compile("connection|socket|peer|remote|network|unavailable|timed out|deadline", re.I)
 """Words of errors that another process may have caused by its end."""
@@ -113,7 +113,7 @@ class _Watch:
             return
         self._failed.set()
         atexit.register(_end)  # JAX would wait for the other processes
-        if isinstance(error, jax.errors.JaxRuntimeError) and (first := self._cause_of(error)) is not None:
+        if _is_from_jax(error) and (first := self._cause_of(error)) is not None:
             raise ProcessError(first) from None
         self._leave(f"process {self._index}: {_in_words(error)}")
         if self._index == 0:  # the store ends with this process
@@ -170,6 +170,12 @@ class _Watch:
                     f"process {key.rpartition('/')[2]} has not answered for {_SILENT} s: it was killed or "
                     "stopped, or its host or the network failed; continue with --resume"
                 )
+
+
+def _is_from_jax(error: BaseException) -> bool:
+    """Whether JAX's runtime raised it; a broken collective on the CPU is a ValueError with a status' name."""
+    is_status = isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error)) is not None
+    return is_status or isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def _in_words(error: BaseException) -> str:
