@@ -117,7 +117,12 @@ probe.defvjp(_probe_fwd, _probe_bwd)
 
 
 def make_layer_stats(
-    mean_loss, empty: dict[str, Measures], seed: int, tokens_a_step: int, batch_parts: int = 1
+    mean_loss,
+    empty: dict[str, Measures],
+    seed: int,
+    tokens_a_step: int,
+    batch_parts: int = 1,
+    compiler_options: dict[str, Any] | None = None,
 ):
     """Returns a jitted function `layer_stats(params, batch, step)`, which returns every probe's measures.
 
@@ -130,9 +135,10 @@ def make_layer_stats(
       seed: the run's seed.
       tokens_a_step: number of tokens over which a step takes the mean.
       batch_parts: number of the batch's shards on the mesh; each gets equally many sequences.
+      compiler_options: `jax.jit`'s; the products are also multiplied in float32.
     """
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options)
     def layer_stats(params, batch, step):
         key = jax.random.fold_in(jax.random.key(seed), step)
         length = min(batch.shape[1] - 1, max(1, MAX_TOKENS // batch_parts))

@@ -1,6 +1,7 @@
 """The compiled programs of a run: training step, evaluation step, and statistics of layers."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from operator import attrgetter
@@ -15,6 +16,7 @@ from models.sharding import batch_parts_of
 from mxjax.devices import on_gpu
 from mxjax.layer_stats import empty_slots, make_layer_stats
 from mxjax.mixed_dot import Channels
+from mxjax.recipes import get_policy
 from training.learning_rate import learning_rate
 from training.mesh import abstract_batch, compiler_options, on_mesh
 from training.outliers import choose_channels, empty_norms, has_outliers, parse_outliers
@@ -49,7 +51,10 @@ def make_programs(
 
     tokens_a_part = config.data.batch_size // config.accumulate * config.data.seq_len
     empty = empty_slots(LINEAR_LAYERS, run.model.n_layers)
-    xla_options = compiler_options(run.mesh, phase.layers.policies, config.precision.implementation)
+    options_for = functools.partial(
+        compiler_options, run.mesh, implementation=config.precision.implementation
+    )
+    xla_options = options_for(phase.layers.policies)
     train_step = make_train_step(
         loss,
         optimizer,
@@ -63,7 +68,14 @@ def make_programs(
     return Programs(
         ScheduledStep(train_step, learning_rate(config.optimizer, config.steps)),
         on_mesh(run.mesh, make_eval_step(losses, xla_options)),
-        make_layer_stats(loss, empty, config.seed, tokens_a_part, batch_parts_of(run.mesh.shape)),
+        make_layer_stats(
+            loss,
+            empty,
+            config.seed,
+            tokens_a_part,
+            batch_parts_of(run.mesh.shape),
+            options_for((*phase.layers.policies, get_policy("fp32"))),
+        ),
         (lambda state: (state.params, channels_of(state.opt_state))) if mixed else attrgetter("params"),
     )
 

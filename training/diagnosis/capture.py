@@ -1,5 +1,6 @@
 """The tensors that a model's linear layers read during one forward and backward pass on a batch."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float32, Int32
 from models import llama
 from models.block import LINEAR_LAYERS
 from models.configs import LlamaConfig
-from mxjax.implementations import Implementation
+from mxjax.implementations import Implementation, compiler_options
 from mxjax.layer_stats import Tensors
 from mxjax.layers import LayerPolicies
 
@@ -45,7 +46,7 @@ def make_pass(
 ) -> Callable[[llama.Params, Int32[np.ndarray, "batch length"], jax.Array], Pass]:
     """Returns the jitted `run(params, batch, key)` for the mean loss of a batch under these policies."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options(policies.policies, implementation))
     def run(params: llama.Params, batch: Any, key: jax.Array) -> Pass:
         def loss(blocks: Any, slots: Mapping[str, Tensors]) -> Float32[Array, ""]:
             options: dict[str, Any] = {"policies": policies, "key": key, "implementation": implementation}

@@ -11,7 +11,7 @@ from jaxtyping import Int32
 
 from models import llama
 from models.configs import LlamaConfig
-from mxjax.implementations import Implementation
+from mxjax.implementations import Implementation, compiler_options
 from mxjax.layers import LayerPolicies
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
@@ -93,7 +93,10 @@ def _layers(
 @functools.cache
 def _measure(policy, implementation):
     """Returns `measure_layer` jitted for a policy, which layers with the same policy and shapes share."""
-    return jax.jit(lambda x, w, dy, key: measure_layer(x, w, dy, policy, key, implementation))
+    return jax.jit(
+        lambda x, w, dy, key: measure_layer(x, w, dy, policy, key, implementation),
+        compiler_options=compiler_options([policy, get_policy("fp32")], implementation),
+    )
 
 
 def _layer_numbers(m: LayerMeasures) -> dict[str, Any]:

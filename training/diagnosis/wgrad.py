@@ -1,5 +1,6 @@
 """Wgrad's error under several roundings, rotations and scale rules, on the same tensors."""
 
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
+from mxjax.implementations import compiler_options
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Rotation
+from mxjax.recipes import get_policy
 from mxjax.scales import ScaleRule
 from training.diagnosis.capture import Pass
 from training.diagnosis.measures import weight_gradient
@@ -75,7 +78,7 @@ def total(grams: Mapping[str, Grams], layer: str = "") -> Grams:
 def _layer_grams(variants: tuple[Gemm, ...]) -> Callable:
     """Returns a jitted function from a layer's tensors in all batches to each variant's inner products."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options([get_policy("fp32")], None))
     def of_layer(
         x: Float[Array, "batches tokens d_in"], dy: Float[Array, "batches tokens d_out"], keys: jax.Array
     ) -> list[tuple[Float32[Array, "batches batches"], ...]]:
