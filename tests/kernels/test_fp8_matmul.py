@@ -86,7 +86,7 @@ def test_every_exponent_of_rows_is_given_back(middles, lost):
 
 
 def wild(rng: np.random.Generator, shape: tuple[int, ...]) -> KMajor:
-    """Returns an operand of [*batch, n, blocks] with any scales: fitting rows, heads, jumps, zeros and NaN."""
+    """Returns an operand of [*batch, n, blocks] of any scales: fitting rows, heads, jumps, zeros and NaN."""
     elements = rng.integers(0, 256, (*shape, 16), np.uint8)
     elements[rng.random(shape) < 0.2] = 0
     middle, span = rng.integers(40, 210), rng.choice([1, 4, 16, 30, 41, 100])
