@@ -24,8 +24,8 @@ SHIFTS = {"e4m3": (-8, 6), "e5m2": (-15, 13)}
 """The smallest and largest shift s for which E2M1's magnitudes, 0.5 to 6, times 2**s are exact."""
 UNIT_BYTES = (64, 190)
 """The smallest and largest unit byte of a row; its exponent is then from -63 to 63."""
-WIDTHS = {carrier: high - low + 1 for carrier, (low, high) in SHIFTS.items()}
-"""The number of binades that a row's scales may span."""
+LEAST_FACTOR = -126
+"""The smallest exponent of a group's factor, which is then a normal float32."""
 
 Flags = UInt8[Array, "*batch n"] | UInt32[Array, "*batch programs"]
 """1 for some rows, 0 for others. From the kernel, a word for each of its programs
@@ -35,22 +35,24 @@ Flags = UInt8[Array, "*batch n"] | UInt32[Array, "*batch programs"]
 class Carried(NamedTuple):
     """An operand in FP8. Its value is elements * 2**(unit - 127), row by row, unless elements were lost.
 
-    With w of WIDTHS, it is (elements + lower * 2**-w) * 2**(unit - 127) also where elements were lost, unless
-    some are in neither.
+    It is grouped * 2**(group_scales - 127) * 2**(unit - 127), with a scale for each `group_of` blocks, also
+    in rows that lost elements, unless they are far.
 
     Attributes:
       elements: FP8, K-major; 0 in place of lost elements.
       unit: the scale byte in each row that becomes a factor of 1, within UNIT_BYTES.
       lost: the rows with a nonzero element that FP8 cannot represent beside the others.
-      lower: FP8, the elements of the w binades below; from the kernel only in rows that lost elements, and
-        not for all operands.
-      far: those rows of `lost` with a nonzero element in neither; from the kernel where there is `lower`.
+      grouped: FP8, the elements relative to their group's largest scale; 0 in place of those that do not fit.
+        From the kernel only in rows that lost elements, and not for all operands, as the next two.
+      group_scales: the scale byte of each group.
+      far: those rows of `lost` with a nonzero element that FP8 cannot represent beside those of its group.
     """
 
     elements: Float[Array, "*batch n k"]
     unit: UInt8[Array, "*batch n"]
     lost: Flags
-    lower: Float[Array, "*batch n k"] | None = None
+    grouped: Float[Array, "*batch n k"] | None = None
+    group_scales: UInt8[Array, "*batch n groups"] | None = None
     far: Flags | None = None
 
     @property
@@ -58,36 +60,41 @@ class Carried(NamedTuple):
         """Whether no element was lost. If False, these elements alone give another product."""
         return ~jnp.any(self.lost)
 
-    @property
-    def width(self) -> int:
-        """The number of binades of `elements`, and of `lower`."""
-        return next(w for c, w in WIDTHS.items() if self.elements.dtype == CARRIER_DTYPES[c])
+
+def group_of(blocks: int) -> int:
+    """Returns how many of a row's blocks share a scale in `Carried.grouped`: two, or one if they are odd."""
+    return 2 - blocks % 2
 
 
 def carry(q: KMajor, carrier: Carrier) -> Carried:
     """Returns a packed operand in FP8, without its factor; NaN where q is NaN."""
-    packed, scales = q.packed
-    high = SHIFTS[carrier][1]
-    byte = scales.astype(jnp.int32)
+    byte = q.packed[1].astype(jnp.int32)
+    high, blocks = SHIFTS[carrier][1], byte.shape[-1]
+    group = group_of(blocks)
+    known = jnp.where(byte == 255, 0, byte)
+    unit = jnp.clip(jnp.max(known, axis=-1, initial=0) - high, *UNIT_BYTES)
+    elements, lost = _carry_blocks(q, byte, unit[..., None], carrier)
+    largest = jnp.max(known.reshape(*unit.shape, blocks // group, group), axis=-1)
+    group_unit = jnp.maximum(largest - high, unit[..., None] + LEAST_FACTOR)
+    grouped, missed = _carry_blocks(q, byte, jnp.repeat(group_unit, group, axis=-1), carrier)
+    lost_rows = jnp.any(lost, axis=-1)
+    return Carried(
+        elements,
+        unit.astype(jnp.uint8),
+        lost_rows.astype(jnp.uint8),
+        grouped,
+        (group_unit - unit[..., None] + 127).astype(jnp.uint8),
+        (lost_rows & jnp.any(missed, axis=-1)).astype(jnp.uint8),
+    )
+
+
+def _carry_blocks(q: KMajor, byte, unit, carrier: Carrier):
+    """Returns the elements in FP8, relative to the units of blocks, and the blocks that FP8 does not hold."""
+    packed = q.packed[0]
     is_nan = byte == 255
-    largest = jnp.max(jnp.where(is_nan, 0, byte), axis=-1, initial=0)
-    unit = jnp.clip(largest - high, *UNIT_BYTES)
-    shift = byte - unit[..., None]
-    groups = packed.reshape(*scales.shape, BLOCK // 2)
-    counts = jnp.any((groups & 0x77) != 0, axis=-1) & ~is_nan
-    values = code_values(unpack_codes(packed))
-    scaled, held = _window(values, shift, carrier)
-    lost = counts & ~held
-    elements = jnp.where(spread_blocks(is_nan), jnp.nan, jnp.where(spread_blocks(lost), 0, scaled))
-    scaled, held_below = _window(values, shift + WIDTHS[carrier], carrier)
-    lower = jnp.where(spread_blocks(lost & held_below), scaled, 0)
-    lost_rows, far_rows = (jnp.any(b, axis=-1).astype(jnp.uint8) for b in (lost, lost & ~held_below))
-    dtype = CARRIER_DTYPES[carrier]
-    return Carried(elements.astype(dtype), unit.astype(jnp.uint8), lost_rows, lower.astype(dtype), far_rows)
-
-
-def _window(values, shift, carrier: Carrier):
-    """Returns values times 2**shift, the shift clipped, and the blocks whose shift FP8 holds."""
-    low, high = SHIFTS[carrier]
-    clipped = jnp.clip(shift, low, high)
-    return values * spread_blocks(power_of_two(clipped)), clipped == shift
+    counts = jnp.any((packed.reshape(*byte.shape, BLOCK // 2) & 0x77) != 0, axis=-1) & ~is_nan
+    shift = jnp.clip(byte - unit, *SHIFTS[carrier])
+    missed = counts & (shift != byte - unit)
+    values = code_values(unpack_codes(packed)) * spread_blocks(power_of_two(shift))
+    held = jnp.where(spread_blocks(is_nan), jnp.nan, jnp.where(spread_blocks(missed), 0, values))
+    return held.astype(CARRIER_DTYPES[carrier]), missed

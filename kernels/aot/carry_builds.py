@@ -11,8 +11,9 @@ from mxjax.kernels.matmul.carry import BLOCKS, carry_kernel, constants_of, outpu
 
 _ELEMENTS = "E2M1, eight a word, element 8 i + j in bits 4 j to 4 j + 3; [1, rows, 4 words a block of 32]"
 _OUT = "the elements times 2**(scale byte - unit), 0 in place of lost ones"
-_LOWER = "the same of shifts from LOW - WIDTH to LOW - 1, times 2**WIDTH, in programs that lost elements"
-_FAR = "as lost, of elements in neither"
+_GROUPED = "as out with a unit for each GROUP blocks, in programs that lost elements; not used if GROUP is 0"
+_GROUP_SCALES = "127 + the unit of a group - that of its row; where grouped is written"
+_FAR = "as lost, of lost rows with elements that changed in grouped; not used if GROUP is 0"
 _LOST = "bit i is 1 if a shift changed elements of row i of a program's ROWS rows of BLOCKS blocks"
 
 
@@ -28,9 +29,9 @@ def builds(target: Target) -> list[Build]:
 
 def _build(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
     programs = programs_of(n, blocks)
-    constants = constants_of(n, blocks, carrier, target, lower=carrier == "e5m2")
-    has_lower = bool(constants["LOWER"])
-    *_, lower, far = outputs_of(1, n, blocks, has_lower=has_lower)
+    constants = constants_of(n, blocks, carrier, target, grouped=carrier == "e5m2")
+    has_groups = constants["GROUP"] > 0
+    grouped, group_scales, far = outputs_of(1, n, blocks, has_groups=has_groups)[3:]
     view = ((1, n, BLOCK * blocks), jnp.dtype(CARRIER_DTYPES[carrier]).name)
     sizes = {"rows": n, "blocks": blocks, "tile": [constants["ROWS"], constants["BLOCKS"]]}
     return Build(
@@ -42,15 +43,11 @@ def _build(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
             "out": Argument((1, n, 8 * blocks), "int32", "output", _OUT, view),
             "unit": Argument((1, n), "uint8", "output", "the scale byte that becomes a factor of 1"),
             "lost": Argument((1, programs), "uint32", "output", _LOST),
-            "lower": Argument(lower.shape, lower.dtype.name, "scratch", _LOWER if has_lower else "not used"),
-            "far": Argument(
-                far.shape,
-                far.dtype.name,
-                "output" if has_lower else "scratch",
-                _FAR if has_lower else "not used",
-            ),
+            "grouped": Argument(grouped.shape, grouped.dtype.name, "scratch", _GROUPED),
+            "group_scales": Argument(group_scales.shape, group_scales.dtype.name, "scratch", _GROUP_SCALES),
+            "far": Argument(far.shape, far.dtype.name, "output" if has_groups else "scratch", _FAR),
         },
         constants=constants,
         grid=(programs, 1),
-        expected=Expected("carrier", sizes | {"carrier": carrier, "has_lower": has_lower}),
+        expected=Expected("carrier", sizes | {"carrier": carrier, "has_groups": has_groups}),
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 import mxjax
 from mxjax.formats import BLOCK
-from mxjax.fp8_carriers import CARRIER_DTYPES, SHIFTS, UNIT_BYTES, WIDTHS, Carrier
+from mxjax.fp8_carriers import CARRIER_DTYPES, LEAST_FACTOR, SHIFTS, UNIT_BYTES, Carrier, group_of
 
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
 SIGNS = 128
@@ -175,25 +175,29 @@ def carrier_inputs(*, rows: int, blocks: int, **_: object) -> Arrays:
 
 
 def carrier_outputs(
-    inputs: Arrays, *, rows: int, blocks: int, carrier: Carrier, tile: list[int], has_lower: bool
+    inputs: Arrays, *, rows: int, blocks: int, carrier: Carrier, tile: list[int], has_groups: bool
 ) -> Arrays:
     """Computes the rows in FP8, each row's scale byte that stands for 1, and which rows lost elements.
 
     Args:
       tile: rows and blocks of one program.
-      has_lower: whether the kernel also says which rows have elements outside of the binades below.
+      has_groups: whether the kernel also says which rows have elements that groups do not hold either.
     """
     low, high = SHIFTS[carrier]
     codes = inputs["words"].view(np.uint8).reshape(1, rows, 16 * blocks)
     scales = inputs["scales"]
     is_nan = scales == 255
-    unit = np.clip(np.where(is_nan, 0, scales).astype(int).max(-1) - high, *UNIT_BYTES)
+    known = np.where(is_nan, 0, scales).astype(int)
+    unit = np.clip(known.max(-1) - high, *UNIT_BYTES)
     shift = scales.astype(int) - unit[..., None]
     elements = decode(codes, np.full_like(scales, 127))
     nonzero = (elements != 0).reshape(*scales.shape, BLOCK).any(-1)
     lost = ((shift < low) | (shift > high)) & ~is_nan & nonzero
     factors = np.where(is_nan, np.nan, np.ldexp(1.0, np.clip(shift, low, high)))
-    far = lost & ((shift < low - WIDTHS[carrier]) | (shift > high))
+    of_groups = known.reshape(1, rows, -1, group_of(blocks)).max(-1) - high
+    of_groups = np.maximum(of_groups, unit[..., None] + LEAST_FACTOR).repeat(group_of(blocks), axis=-1)
+    far = ((scales < low + of_groups) | (scales > high + of_groups)) & ~is_nan & nonzero
+    far &= lost.any(-1, keepdims=True)
     # Not -0 in place of lost elements.
     out = np.where(np.repeat(lost, BLOCK, axis=-1), 0, elements * np.repeat(factors, BLOCK, axis=-1))
     outputs = {
@@ -201,7 +205,7 @@ def carrier_outputs(
         "unit": unit.astype(np.uint8),
         "lost": _flags(lost, tile),
     }
-    return outputs | ({"far": _flags(far, tile)} if has_lower else {})
+    return outputs | ({"far": _flags(far, tile)} if has_groups else {})
 
 
 def _flags(found: np.ndarray, tile: list[int]) -> np.ndarray:
@@ -213,7 +217,9 @@ def _flags(found: np.ndarray, tile: list[int]) -> np.ndarray:
     return bits.sum(1).reshape(1, -1).astype(np.uint32)
 
 
-def correction_inputs(*, batch: int, m: int, n: int, k: int, dtype: str, rows: int, parts: int) -> Arrays:
+def correction_inputs(
+    *, batch: int, m: int, n: int, k: int, dtype: str, rows: int, parts: int, groups: int
+) -> Arrays:
     """Draws what `gemm_inputs` does, an earlier result, and factors and lost elements of both operands.
 
     The first row of the last part of lhs lost elements in the first batch, of rhs in the second. Bytes
@@ -228,8 +234,9 @@ def correction_inputs(*, batch: int, m: int, n: int, k: int, dtype: str, rows: i
         lost[place : place + 1, -1] = 1
         arrays[f"{side}_lost"] = lost
     arrays["lhs_far"] = arrays["lhs_lost"]
-    for name, length, carrier in (("lhs_fp8", m, "e5m2"), ("lhs_lower", m, "e5m2"), ("rhs_fp8", n, "e4m3")):
+    for name, length, carrier in (("lhs_grouped", m, "e5m2"), ("rhs_fp8", n, "e4m3")):
         arrays[name] = np.zeros((batch, length, k), CARRIER_DTYPES[carrier])
+    arrays["lhs_group_scales"] = np.zeros((batch, m, groups), np.uint8)
     arrays["before"] = rng.standard_normal((batch, m, n)).astype(dtype)
     return arrays
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.devices import Target
-from mxjax.fp8_carriers import WIDTHS
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.matmul import correct
@@ -105,12 +104,12 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
     _, m, n, k, batch = shape
     tiles = correct.tiles_of(target)
     rows, parts = rows_and_parts(k // 32)
-    width = WIDTHS["e5m2"] if parts == 1 else 0
-    constants = correct.constants_of(m, n, k, tiles, width)
+    constants = correct.constants_of(m, n, k, tiles, has_groups=parts == 1)
+    groups = k // constants["GROUP"] if constants["GROUP"] else 1
     unit = "scale byte that stands for 1 in each row of the operand's FP8 elements, from 64 to 190"
     lost = "bit i is 1 if row i lost elements in FP8, for each of PARTS parts of each ROWS rows"
     factors = "2**(unit - 127)"
-    in_fp8 = "the operand in FP8, not read if far elements were lost"
+    in_fp8 = "the operand in FP8, not read for far rows"
     sizes = {"batch": batch, "m": m, "n": n, "k": k, "dtype": dtype}
     result = (
         "lhs @ rhs.T, summed in float32, divided by the factors of its row and column, in each row or column "
@@ -130,9 +129,11 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
             "rhs_unit": Argument((batch, n), "uint8", meaning=unit),
             "lhs_lost": Argument((batch, programs_of(m, k // 32)), "uint32", meaning=lost),
             "rhs_lost": Argument((batch, programs_of(n, k // 32)), "uint32", meaning=lost),
+            "lhs_grouped": Argument((batch, m, k), "float8_e5m2", meaning=in_fp8),
+            "lhs_group_scales": Argument(
+                (batch, m, groups), "uint8", meaning="127 + exponent of each GROUP columns"
+            ),
             "lhs_far": Argument((batch, programs_of(m, k // 32)), "uint32", meaning="as lhs_lost, if far"),
-            "lhs_fp8": Argument((batch, m, k), "float8_e5m2", meaning=in_fp8),
-            "lhs_lower": Argument((batch, m, k), "float8_e5m2", meaning=f"its lower binades: {in_fp8}"),
             "rhs_fp8": Argument((batch, n, k), "float8_e4m3fn", meaning=in_fp8),
             "out": Argument((batch, m, n), dtype, "output", result),
             "lhs_factors": Argument((batch, m), "float32", "output", factors),
@@ -146,7 +147,7 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
         },
         constants=constants,
         grid=correct.grid_of(m, n, batch, tiles),
-        expected=Expected("correction", sizes | {"rows": rows, "parts": parts}),
+        expected=Expected("correction", sizes | {"rows": rows, "parts": parts, "groups": groups}),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -3,10 +3,10 @@
     python -m mxjax.kernels.bench.bench_lost [--shapes 16384x2048x3072 …] [--shares 0 0.01 0.1] [--out FILE]
 
 A shape is m x n x k; the first two defaults are Dgrad of attention's fused product in llama3.2-1b with
-4 x 4096 tokens and in 125m with 64 x 512. A lost row of the gradient, in E5M2, has a block 2**40 above its
-others, which meets zeros: a product that was not computed again is wrong. Lost rows are drawn, or with
-`--together` the first ones. Every result is compared with the definition before it is timed. Prints a table
-for each shape, and JSON as the last line.
+4 x 4096 tokens and in 125m with 64 x 512. A lost row of the gradient, in E5M2, has a group of columns 2**40
+above its others, which meets zeros: a product that was not computed again is wrong. Lost rows are drawn, or
+with `--together` the first ones. Every result is compared with the definition before it is timed. Prints a
+table for each shape, and JSON as the last line.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from jax import lax
 
 from mxjax.devices import current_target
 from mxjax.formats import BLOCK
+from mxjax.fp8_carriers import group_of
 from mxjax.implementations import compiler_options
 from mxjax.kernels.bench.dot_cases import TOLERANCE, distance
 from mxjax.kernels.bench.report import LATE, Absent, Report, add_arguments, first_line, print_absent
@@ -29,8 +30,8 @@ from mxjax.recipes import get_policy
 
 SHAPES = ("16384x2048x3072", "32768x768x2304")
 SHARES = (0, 0.001, 0.01, 0.1, 1)
-FAR = 40
-"""Binades between a lost row's first block and its others."""
+ABOVE = 40
+"""Binades between a lost row's first group and its others."""
 BASELINE = "jnp.dot, bfloat16"
 
 
@@ -51,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def shape_of(text: str) -> tuple[int, int, int]:
-    """Reads MxNxK; k must be a multiple of the block, and at least two blocks."""
+    """Reads MxNxK; k must be a multiple of the block, and at least three blocks."""
     m, n, k = map(int, text.split("x"))
-    if min(m, n) < 1 or k < 2 * BLOCK or k % BLOCK:
-        raise argparse.ArgumentTypeError(f"{text}: k must be a multiple of {BLOCK} from {2 * BLOCK} on")
+    if min(m, n) < 1 or k < 3 * BLOCK or k % BLOCK:
+        raise argparse.ArgumentTypeError(f"{text}: k must be a multiple of {BLOCK} from {3 * BLOCK} on")
     return m, n, k
 
 
@@ -103,8 +104,9 @@ def time_share(report: Report, shape: tuple[int, int, int], share: float, togeth
 
 
 def make_operands(shape: tuple[int, int, int], share: float, together: bool) -> tuple[KMajor, KMajor, int]:
-    """Returns packed operands and the number of lost rows of the first: their first block is far above."""
+    """Returns packed operands and the number of lost rows of the first: their first group is far above."""
     m, n, k = shape
+    group = group_of(k // BLOCK)
     keys, lost = jax.random.split(jax.random.key(1), 5), round(share * m)
     lhs, rhs = (
         KMajor(
@@ -114,8 +116,9 @@ def make_operands(shape: tuple[int, int, int], share: float, together: bool) -> 
         for i, rows in enumerate((m, n))
     )
     rows = jnp.arange(m) if together else jax.random.permutation(keys[4], m)
-    scales = lhs.packed[1].at[rows[:lost], 0].add(FAR)
-    return KMajor(lhs.elements, scales), KMajor(rhs.elements.at[:, : BLOCK // 2].set(0), rhs.scales), lost
+    scales = lhs.packed[1].at[rows[:lost], :group].add(ABOVE)
+    elements = rhs.elements.at[:, : group * BLOCK // 2].set(0)
+    return KMajor(lhs.elements, scales), KMajor(elements, rhs.scales), lost
 
 
 def fp8_product() -> Callable[[KMajor, KMajor], jax.Array]:

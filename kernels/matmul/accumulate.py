@@ -105,18 +105,34 @@ def accumulate_rows(
 
 
 @triton.jit
-def accumulate_fp8(lhs, rhs, lhs_rows, rhs_rows, acc, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Returns acc + lhs[lhs_rows] @ rhs[rhs_rows].T of FP8 arrays with K columns, a multiple of BLOCK_K.
+def accumulate_groups(
+    lhs,
+    lhs_scales,
+    rhs,
+    lhs_rows,
+    rhs_rows,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Returns lhs[lhs_rows] @ rhs[rhs_rows].T in float32 of FP8 arrays with K columns, a multiple of BLOCK_K.
 
-    Hopper's FP8 units keep 13 bits of a sum; here they sum BLOCK_K products before float32 takes over.
+    Each BLOCK_K columns of a row of lhs have a scale byte in lhs_scales, from 1 to 254. Hopper's FP8 units
+    keep 13 bits of a sum; here they sum BLOCK_K products before float32 takes over.
     """
     k = tl.arange(0, BLOCK_K)
     lhs_offsets = lhs_rows[:, None] * K + k[None, :]
     rhs_offsets = rhs_rows[None, :] * K + k[:, None]
-    for _ in range(K // BLOCK_K):
-        acc = tl.dot(
-            tl.load(lhs + lhs_offsets), tl.load(rhs + rhs_offsets), acc, max_num_imprecise_acc=BLOCK_K
-        )
+    lhs_scales += lhs_rows * (K // BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    byte = tl.load(lhs_scales)
+    for group in range(1, K // BLOCK_K + 1):
+        following = tl.load(lhs_scales + tl.minimum(group, K // BLOCK_K - 1))  # for the next step
+        products = tl.dot(tl.load(lhs + lhs_offsets), tl.load(rhs + rhs_offsets))
+        scale = (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        acc = tl.fma(products, tl.broadcast_to(scale[:, None], products.shape), acc)
+        byte = following
         lhs += BLOCK_K
         rhs += BLOCK_K
     return acc

@@ -8,7 +8,7 @@ from jaxtyping import Array, UInt8
 
 from mxjax.devices import Target
 from mxjax.formats import BLOCK
-from mxjax.fp8_carriers import CARRIER_DTYPES, SHIFTS, UNIT_BYTES, WIDTHS, Carried, Carrier
+from mxjax.fp8_carriers import CARRIER_DTYPES, LEAST_FACTOR, SHIFTS, UNIT_BYTES, Carried, Carrier, group_of
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.quantize.elements import encode_fp8, scale_value
 
@@ -16,6 +16,7 @@ BLOCKS = 256  # per program, at most
 MOST_ROWS = 32  # per program, a bit of its flags each
 _WORDS = BLOCK // 8  # words of 8 elements per block
 _LEAST_UNIT, _LARGEST_UNIT = tl.constexpr(UNIT_BYTES[0]), tl.constexpr(UNIT_BYTES[1])
+_LEAST_FACTOR = tl.constexpr(LEAST_FACTOR)
 
 # prmt selects a byte of {$4:$3} by each of 4 nibbles: the FP8 value of a code's magnitude. If a nibble's
 # highest bit is set, it replicates the byte's sign bit instead, so that 0x80 becomes 0xff for negative codes.
@@ -43,21 +44,21 @@ def carry_operand(
     scales: UInt8[Array, "batch n blocks"],
     carrier: Carrier,
     target: Target | None,
-    lower: bool = False,
+    grouped: bool = False,
 ) -> Carried:
     """Returns a packed operand in FP8, bit for bit as `mxjax.fp8_carriers.carry` does.
 
     Args:
-      lower: whether the result has `lower` and `far`, unless a row is of several programs.
+      grouped: whether the result has `grouped`, `group_scales` and `far`, where one program takes whole rows.
     """
     batch, n, blocks = scales.shape
     words = jax.lax.bitcast_convert_type(elements.reshape(batch, n, _WORDS * blocks, 4), jnp.int32)
-    constants = constants_of(n, blocks, carrier, target, lower)
-    carried, unit, lost, below, far = triton_call(
+    constants = constants_of(n, blocks, carrier, target, grouped)
+    carried, unit, lost, of_groups, group_scales, far = triton_call(
         carry_kernel,
         words,
         scales,
-        out=outputs_of(batch, n, blocks, has_lower=bool(constants["LOWER"])),
+        out=outputs_of(batch, n, blocks, has_groups=constants["GROUP"] > 0),
         grid=(programs_of(n, blocks), batch),
         num_warps=4,
         **constants,
@@ -67,17 +68,17 @@ def carry_operand(
         fp8 = jax.lax.bitcast_convert_type(words, CARRIER_DTYPES[carrier])
         return fp8.reshape(batch, n, BLOCK * blocks)
 
-    if not constants["LOWER"]:
+    if not constants["GROUP"]:
         return Carried(in_fp8(carried), unit, lost)
-    return Carried(in_fp8(carried), unit, lost, in_fp8(below), far)
+    return Carried(in_fp8(carried), unit, lost, in_fp8(of_groups), group_scales, far)
 
 
-def outputs_of(batch: int, n: int, blocks: int, *, has_lower: bool) -> list[jax.ShapeDtypeStruct]:
-    """Returns the arrays that the kernel writes; without `lower` the last two are not written."""
+def outputs_of(batch: int, n: int, blocks: int, *, has_groups: bool) -> list[jax.ShapeDtypeStruct]:
+    """Returns the arrays that the kernel writes; without groups the last three are not written."""
     carried = jax.ShapeDtypeStruct((batch, n, 2 * _WORDS * blocks), jnp.int32)
     flags = jax.ShapeDtypeStruct((batch, programs_of(n, blocks)), jnp.uint32)
-    nothing = jax.ShapeDtypeStruct((1,), jnp.int32)
-    more = (carried, flags) if has_lower else (nothing, nothing)
+    group_scales = jax.ShapeDtypeStruct((batch, n, blocks // group_of(blocks)), jnp.uint8)
+    more = (carried, group_scales, flags) if has_groups else (jax.ShapeDtypeStruct((1,), jnp.int32),) * 3
     return [carried, jax.ShapeDtypeStruct((batch, n), jnp.uint8), flags, *more]
 
 
@@ -99,8 +100,8 @@ def _width(blocks: int) -> int:
 
 
 def constants_of(
-    n: int, blocks: int, carrier: Carrier, target: Target | None, lower: bool
-) -> dict[str, int | bool]:
+    n: int, blocks: int, carrier: Carrier, target: Target | None, grouped: bool
+) -> dict[str, int]:
     """Returns the kernel's constants for an operand of n rows."""
     low, high = SHIFTS[carrier]
     rows, parts = rows_and_parts(blocks)
@@ -111,8 +112,7 @@ def constants_of(
         "BLOCKS": _width(blocks),
         "LOW": low,
         "HIGH": high,
-        "WIDTH": WIDTHS[carrier],
-        "LOWER": lower and parts == 1,
+        "GROUP": group_of(blocks) if grouped and parts == 1 else 0,
         "E5M2": carrier == "e5m2",
         "NATIVE": target is not None and target.backend == "cuda",
     }
@@ -125,7 +125,8 @@ def carry_kernel(
     out,
     unit,
     lost,
-    lower,
+    grouped,
+    group_scales,
     far,
     N,
     K: tl.constexpr,
@@ -133,17 +134,16 @@ def carry_kernel(
     BLOCKS: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LOWER: tl.constexpr,
+    GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Converts BLOCKS of the K blocks of ROWS rows of words [v, N, 4 K] and scales [v, N, K].
 
     The outputs are out [v, N, 8 K], unit [v, N] and lost [v, programs], uint32, whose bit i is set if row i
-    of the program lost an element. With LOWER, which needs whole rows, they are also lower [v, N, 8 K] of the
-    WIDTH binades below, written only by programs that lost elements, and far [v, programs], like lost, for
-    elements in neither. The grid is (programs, v).
+    of the program lost an element. Unless GROUP is 0, which it is for parts of rows, they are also grouped
+    [v, N, 8 K] and group_scales [v, N, K / GROUP], written only by programs that lost elements, and far
+    [v, programs], like lost. The grid is (programs, v).
     """
     PARTS: tl.constexpr = (K + BLOCKS - 1) // BLOCKS  # programs per row; if more than one, ROWS is 1
     v = tl.program_id(1).to(tl.int64)
@@ -163,24 +163,49 @@ def carry_kernel(
     row_unit = tl.minimum(tl.maximum(largest - HIGH, _LEAST_UNIT), _LARGEST_UNIT)
     rows = tl.arange(0, ROWS)
     tl.store(unit + first + rows, row_unit.to(tl.uint8), rows < tl.where(part == 0, rows_left, 0))
-    shift = byte - tl.reshape(tl.broadcast_to(row_unit[:, None], [ROWS, BLOCKS]), [ROWS * BLOCKS])
-
-    counts = (tl.max((word & 0x77777777).to(tl.uint32, bitcast=True), 1) > 0) & (byte < 255)
-    missed = ((shift < LOW) | (shift > HIGH)) & counts
+    unit_of_block = _spread(row_unit, BLOCKS)
+    carried, missed = _carry_blocks(word, byte, unit_of_block, LOW, HIGH, ROWS * BLOCKS, E5M2, NATIVE)
+    at = 8 * block[:, None] + tl.arange(0, 8)[None, :]
+    tl.store(out + at, carried, inside[:, None])
     flags = _flags_of_rows(missed, ROWS, BLOCKS)
     place = v * tl.num_programs(0) + tl.program_id(0)
     tl.store(lost + place, flags)
-    scale = scale_value(tl.where(byte == 255, 255, tl.minimum(tl.maximum(shift, LOW), HIGH) + 127))
-    at = 8 * block[:, None] + tl.arange(0, 8)[None, :]
-    carried = _carry_words(tl.where(missed[:, None], 0, word), scale, ROWS * BLOCKS, E5M2, NATIVE)
-    tl.store(out + at, carried, inside[:, None])
-    if LOWER:
-        below = missed & (shift < LOW) & (shift >= LOW - WIDTH)
-        tl.store(far + place, _flags_of_rows(missed & ~below, ROWS, BLOCKS))
+    if GROUP > 0:
         if flags != 0:
-            scale = scale_value(tl.where(below, shift + WIDTH, 0) + 127)
-            carried = _carry_words(tl.where(below[:, None], word, 0), scale, ROWS * BLOCKS, E5M2, NATIVE)
-            tl.store(lower + at, carried, inside[:, None])
+            of_group = _spread(tl.max(tl.reshape(_finite(byte), [ROWS * BLOCKS // GROUP, GROUP]), 1), GROUP)
+            group_unit = tl.maximum(of_group - HIGH, unit_of_block + _LEAST_FACTOR)
+            carried, missed = _carry_blocks(word, byte, group_unit, LOW, HIGH, ROWS * BLOCKS, E5M2, NATIVE)
+            tl.store(grouped + at, carried, inside[:, None])
+            group_scale = (group_unit - unit_of_block + 127).to(tl.uint8)
+            tl.store(group_scales + block // GROUP, group_scale, inside & (column % GROUP == 0))
+            flags &= _flags_of_rows(missed, ROWS, BLOCKS)
+        tl.store(far + place, flags)
+
+
+@triton.jit
+def _spread(values, EACH: tl.constexpr):
+    """Returns each value EACH times."""
+    spread = tl.broadcast_to(values[:, None], [values.shape[0], EACH])
+    return tl.reshape(spread, [values.shape[0] * EACH])
+
+
+@triton.jit
+def _carry_blocks(
+    word,
+    byte,
+    unit,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    COUNT: tl.constexpr,
+    E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Returns COUNT blocks of 4 words in FP8, relative to their units, and those that FP8 does not hold."""
+    shift = byte - unit
+    counts = (tl.max((word & 0x77777777).to(tl.uint32, bitcast=True), 1) > 0) & (byte < 255)
+    missed = ((shift < LOW) | (shift > HIGH)) & counts
+    scale = scale_value(tl.where(byte == 255, 255, tl.minimum(tl.maximum(shift, LOW), HIGH) + 127))
+    return _carry_words(tl.where(missed[:, None], 0, word), scale, COUNT, E5M2, NATIVE), missed
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The kernel that puts right the rows of an FP8 product whose operands lost elements (`mxjax.fp8_carriers`).
 
-It gathers them and multiplies them alone: in FP8 once more, from two carriers of their high and low binades,
-or where two do not hold them, and for columns, from the packed operands.
+It gathers them and multiplies them alone: rows in FP8 once more, with a scale for each group of columns, or
+where FP8 does not hold a group, and for columns, from the packed operands.
 """
 
 import math
@@ -15,9 +15,9 @@ from triton import knobs
 
 from mxjax.devices import Target
 from mxjax.formats import BLOCK
-from mxjax.fp8_carriers import Carried
+from mxjax.fp8_carriers import Carried, group_of
 from mxjax.kernels.launch import ceil_div, triton_call
-from mxjax.kernels.matmul.accumulate import accumulate_fp8, accumulate_rows
+from mxjax.kernels.matmul.accumulate import accumulate_groups, accumulate_rows
 from mxjax.kernels.matmul.carry import rows_and_parts
 from mxjax.kernels.matmul.lost_rows import count_lost, find_lost
 from mxjax.kernels.matmul.tiles import TILES, Tiles
@@ -48,9 +48,10 @@ def correct(
       column_factors: [batch, n] float32, likewise.
     """
     batch, m, n = y.shape
-    width, lower, far = 0, left.elements, left.lost  # not read
-    if left.lower is not None and left.far is not None:
-        width, lower, far = left.width, left.lower, left.far
+    grouped = (left.grouped, left.group_scales, left.far)
+    has_groups = left.grouped is not None
+    if not has_groups:
+        grouped = (left.elements, left.unit, left.lost)  # not read
     # Triton's interpreter truncates to bfloat16 where GPUs round.
     before = y.astype(jnp.float32) if knobs.runtime.interpret else y
     tiles = tiles_of(target)
@@ -62,9 +63,7 @@ def correct(
         right.unit,
         left.lost,
         right.lost,
-        far,
-        left.elements,
-        lower,
+        *grouped,
         right.elements,
         out=[
             jax.ShapeDtypeStruct(before.shape, before.dtype),
@@ -76,7 +75,7 @@ def correct(
         grid=grid_of(m, n, batch, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **constants_of(m, n, 2 * operands[0].shape[2], tiles, width),
+        **constants_of(m, n, 2 * operands[0].shape[2], tiles, has_groups),
     )
     return [corrected.astype(y.dtype), row_factors, column_factors]
 
@@ -98,11 +97,11 @@ def scratch_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
     return programs, max(tiles.m, tiles.n)
 
 
-def constants_of(m: int, n: int, k: int, tiles: Tiles, width: int) -> dict[str, int]:
+def constants_of(m: int, n: int, k: int, tiles: Tiles, has_groups: bool) -> dict[str, int]:
     """Returns the kernel's arguments other than arrays.
 
     Args:
-      width: the width of the carrier of lhs, of `mxjax.fp8_carriers.WIDTHS`, or 0 if it has no `lower`.
+      has_groups: whether lhs has `grouped`, which needs whole rows.
     """
     rows, parts = rows_and_parts(k // BLOCK)
     return {
@@ -112,23 +111,14 @@ def constants_of(m: int, n: int, k: int, tiles: Tiles, width: int) -> dict[str, 
         "ROWS": rows,
         "PARTS": parts,
         "LARGE": max(m * k, n * k, m * n) >= 2**31,
-        "WIDTH": width,
+        "GROUP": BLOCK * group_of(k // BLOCK) if has_groups else 0,
         "BLOCK_M": tiles.m,
         # In a kernel that has both ways, this is the rare one, and larger tiles of it would spill registers.
-        "BLOCK_N": tiles.n // 2 if width else tiles.n,
+        "BLOCK_N": tiles.n // 2 if has_groups else tiles.n,
         "BLOCK_K": tiles.k,
         # Few steps along k are unrolled, for which larger tiles have no registers.
         "FP8_N": tiles.n if k > 512 else tiles.n // 2,
-        "FP8_K": _step_of(k),
     }
-
-
-def _step_of(k: int) -> int:
-    """Returns the step along k in FP8: the largest of at least eight, if any, since few are unrolled.
-
-    Triton 3.9 then spills registers of the small builds for sm_90.
-    """
-    return next(step for step in (128, 64, 32) if k % step == 0 and (k >= 8 * step or step == 32))
 
 
 @triton.jit
@@ -142,9 +132,9 @@ def correct_kernel(
     rhs_unit,
     lhs_lost,
     rhs_lost,
+    lhs_grouped,
+    lhs_group_scales,
     lhs_far,
-    lhs_fp8,
-    lhs_lower,
     rhs_fp8,
     out,
     lhs_factors,
@@ -156,22 +146,21 @@ def correct_kernel(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     LARGE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FP8_N: tl.constexpr,
-    FP8_K: tl.constexpr,
 ):
     """Recomputes the rows of out [b, M, N] whose row of lhs lost elements, and columns likewise for rhs.
 
     They become those of lhs[b] @ rhs[b].T divided by the factors of their rows and columns, as the rest of
     out is. The kernel also writes these factors, [b, M] and [b, N], from the unit bytes. Each of PARTS parts
     of ROWS rows has a word with a bit for each row: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N
-    instead of M. If WIDTH is not 0, lhs_fp8, lhs_lower, rhs_fp8 and the flags lhs_far are of the operands in
-    FP8 (see `mxjax.fp8_carriers`), which suffice for rows that are not far if no column was lost. `before` is
-    the memory of out, and scratch has max(BLOCK_M, BLOCK_N) words a program for this kernel alone. The grid
-    is (programs, batch), with any number of programs.
+    instead of M. Unless GROUP is 0, lhs_grouped, lhs_group_scales of each GROUP columns, the flags lhs_far
+    and rhs_fp8 are of the operands in FP8 (see `mxjax.fp8_carriers`), which suffice for rows that are not
+    far in columns that are not lost. `before` is the memory of out, and scratch has max(BLOCK_M, BLOCK_N)
+    words a program for this kernel alone. The grid is (programs, batch), with any number of programs.
     """
     TILES_M, TILES_N = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     SLOTS: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
@@ -187,20 +176,20 @@ def correct_kernel(
     out += batch * M * N
     lost = count_lost(lhs_lost, None, M, ROWS, PARTS)
     of_columns = tl.cdiv(count_lost(rhs_lost, None, N, ROWS, PARTS), BLOCK_N) * TILES_M
-    if WIDTH != 0:
+    if GROUP > 0:
         lhs_far += batch * tl.cdiv(M, ROWS)
-        if (lost > 0) & (of_columns == 0):
+        if lost > 0:
             near = count_lost(lhs_lost, lhs_far, M, ROWS, PARTS)
-            x, below, y = lhs_fp8 + batch * M * K, lhs_lower + batch * M * K, rhs_fp8 + batch * N * K
             tiles = tl.cdiv(near, BLOCK_M) * tl.cdiv(N, FP8_N)
             first, count = _share_of(tiles, program, programs)
             for i in range(count):
                 _put_near_tile(
-                    x,
-                    below,
-                    y,
+                    lhs_grouped + batch * M * K,
+                    lhs_group_scales + batch * M * (K // GROUP),
+                    rhs_fp8 + batch * N * K,
                     lhs_lost,
                     lhs_far,
+                    rhs_lost,
                     out,
                     scratch,
                     first + i,
@@ -209,12 +198,10 @@ def correct_kernel(
                     N,
                     K,
                     ROWS,
-                    PARTS,
                     LARGE,
-                    WIDTH,
+                    GROUP,
                     BLOCK_M,
                     FP8_N,
-                    FP8_K,
                 )
             lhs_lost, lost = lhs_far, lost - near
     of_rows = tl.cdiv(lost, BLOCK_M) * TILES_N
@@ -257,10 +244,11 @@ def correct_kernel(
 @triton.jit
 def _put_near_tile(
     x,
-    below,
+    x_scales,
     y,
     lost,
     far,
+    columns_lost,
     out,
     scratch,
     tile,
@@ -269,29 +257,26 @@ def _put_near_tile(
     N,
     K: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
     LARGE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
-    """Writes a tile of (x + below * 2**-WIDTH) @ y.T, of rows that lost elements and are not far.
+    """Writes a tile of x @ y.T, of rows that lost elements and are not far, but for columns that did.
 
     Each strip of BLOCK_M such rows has tiles across all columns. A program finds the rows of a strip with its
     first tile there, and keeps them in scratch memory.
     """
     ACROSS = tl.cdiv(N, BLOCK_N)
     if is_first | (tile % ACROSS == 0):
-        find_lost(lost, far, scratch, tile // ACROSS, M, ROWS, PARTS, BLOCK_M)
+        find_lost(lost, far, scratch, tile // ACROSS, M, ROWS, 1, BLOCK_M)
     rows = tl.load(scratch + tl.arange(0, BLOCK_M))
     columns = tile % ACROSS * BLOCK_N + tl.arange(0, BLOCK_N)
     x_rows = tl.minimum(rows, M - 1).to(tl.int64 if LARGE else tl.int32)
     y_rows = tl.minimum(columns, N - 1).to(tl.int64 if LARGE else tl.int32)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = accumulate_fp8(below, y, x_rows, y_rows, acc, K, BLOCK_K) * 2.0**-WIDTH
-    acc = accumulate_fp8(x, y, x_rows, y_rows, acc, K, BLOCK_K)
-    _store_tile(out, acc, rows, columns, M, N, LARGE)
+    acc = accumulate_groups(x, x_scales, y, x_rows, y_rows, K, BLOCK_M, BLOCK_N, GROUP)
+    is_lost = tl.load(columns_lost + y_rows // ROWS) >> (y_rows % ROWS).to(tl.uint32) & 1
+    _store_tile(out, acc, rows, tl.where(is_lost > 0, N, columns), M, N, LARGE)
 
 
 @triton.jit

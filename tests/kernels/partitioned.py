@@ -216,9 +216,9 @@ def check_explicit() -> None:
                     np.testing.assert_allclose(got, one, rtol=1e-4, atol=1e-4)
 
 
-def plain_carry(elements, scales, carrier, target, lower=False):
+def plain_carry(elements, scales, carrier, target, grouped=False):
     """Carries as the carrier kernel does, by the definition, with one flag a batch."""
-    del target, lower
+    del target, grouped
     rows = [carry(KMajor(*q), carrier) for q in zip(elements, scales, strict=True)]
     q = jax.tree.map(lambda *t: jnp.stack(t), *rows)
     return Carried(q.elements, q.unit, jnp.max(q.lost, axis=1, keepdims=True))

@@ -64,6 +64,12 @@ def test_sm_90_multiplies_in_bfloat16(cuda):
 
 
 @pytest.mark.slow
+def test_sm_90_multiplies_lost_rows_in_fp8(cuda):
+    for name, opcodes in opcodes_of(cuda, "sm_90", "correct_kernel"):
+        assert starting(opcodes, "QGMMA"), name  # wgmma of FP8
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("name", STEP)
 def test_cuda_quantizer(cuda, target, name):
@@ -97,12 +103,12 @@ def test_cuda_quantizer(cuda, target, name):
 def test_sm_90_carrier(cuda, shape, carrier):
     """A thread takes two blocks: loads and stores have 16 bytes, and a block takes 4 conversions.
 
-    With the binades below, which few programs write, it has the code twice.
+    With groups, which few programs write, it has the code twice.
     """
     d = cuda["sm_90", f"carry_{shape}_{carrier}"]
     opcodes = d["whole_kernel"]["opcodes"]
     blocks = d["constants"]["ROWS"] * d["constants"]["BLOCKS"] // d["block"][0]
-    times = 2 if d["constants"]["LOWER"] else 1
+    times = 2 if d["constants"]["GROUP"] else 1
     wanted = {"LDG.E.128": blocks, "STG.E.128": times * 2 * blocks}
     assert starting(opcodes, "LDG.E.128", "STG.E.128") == wanted
     assert sum(n for x, n in opcodes.items() if carrier.upper() in x) == times * 4 * blocks

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxjax.fp8_carriers import carry
-from mxjax.kmajor import KMajor
+from mxjax.kmajor import KMajor, decode
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
 
@@ -30,7 +30,7 @@ def by_kernel(elements, scales, carrier):
     from mxjax.devices import current_target
     from mxjax.kernels.matmul.carry import carry_operand, rows_and_parts
 
-    carried = carry_operand(elements, scales, carrier, current_target(), lower=True)
+    carried = carry_operand(elements, scales, carrier, current_target(), grouped=True)
     batch, n, blocks = scales.shape
     rows, parts = rows_and_parts(blocks)
 
@@ -49,10 +49,11 @@ def assert_same(got, q, carrier):
     np.testing.assert_array_equal(got.unit, wanted.unit)
     np.testing.assert_array_equal(got.lost, wanted.lost)
     assert_same_elements(got.elements, wanted.elements)
-    if got.lower is not None:
+    if got.grouped is not None:
         np.testing.assert_array_equal(got.far, wanted.far)
         lost = np.asarray(got.lost, bool)
-        assert_same_elements(np.asarray(got.lower)[lost], np.asarray(wanted.lower)[lost])
+        np.testing.assert_array_equal(got.group_scales[lost], wanted.group_scales[lost])
+        assert_same_elements(np.asarray(got.grouped)[lost], np.asarray(wanted.grouped)[lost])
 
 
 def assert_same_elements(got, wanted):
@@ -68,7 +69,7 @@ def assert_same_elements(got, wanted):
     seed=st.integers(0, 100),
     n=st.integers(1, 40),
     blocks=st.integers(1, 12),
-    span=st.integers(1, 70),
+    span=st.integers(1, 120),
     carrier=st.sampled_from(["e4m3", "e5m2"]),
 )
 def test_carries_what_the_definition_does(seed, n, blocks, span, carrier):
@@ -78,11 +79,68 @@ def test_carries_what_the_definition_does(seed, n, blocks, span, carrier):
 
 
 @pytest.mark.parametrize("carrier", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("span", [30, 80])
-def test_scales_over_thirty_binades(carrier, span):
-    q = random_operand(1, 5, 3, span)
+@pytest.mark.parametrize(("blocks", "span"), [(3, 30), (6, 30), (6, 80)])
+def test_scales_over_thirty_binades(carrier, blocks, span):
+    q = random_operand(1, 5, blocks, span)
     got = by_kernel(q.elements[None], q.scales[None], carrier)
     assert_same(jax.tree.map(operator.itemgetter(0), got), q, carrier)
+
+
+ROWS = [  # the scales of a row of E5M2, 253 of a block of zeros; whether it lost elements and is far
+    ([127, 99, 127, 99], False, False),
+    ([127, 98, 127, 99], True, True),
+    ([127, 99, 98, 70], True, False),
+    ([127, 127, 40, 12], True, False),
+    ([127, 127, 40, 11], True, True),
+    ([10, 10, 220, 220], True, True),  # a factor of 2**-210
+    ([69, 69, 195, 195], True, False),  # the smallest factor, 2**-126
+    ([56, 69, 195, 195], True, False),
+    ([68, 68, 195, 195], True, False),
+    ([40, 68, 195, 195], True, True),  # relative to 2**-126 it is 2**-16
+    ([254, 254, 190, 190], True, False),  # factors above 1
+    ([253, 190, 190, 190], False, False),
+    ([253, 190, 190, 150], True, True),
+    ([3, 1, 30, 20], True, False),
+    ([0, 0, 60, 0], True, True),
+    ([255, 99, 98, 71], False, False),
+    ([127, 255, 98, 70], True, False),
+    ([127, 127, 255, 255], False, False),
+]
+
+
+def test_rows_are_far_where_a_group_does_not_fit():
+    scales = np.asarray([row for row, *_ in ROWS], np.uint8)
+    elements = np.repeat(np.where(scales == 253, 0, 0x97).astype(np.uint8), 16, axis=1)  # 6 and -0.5
+    q = KMajor(jnp.asarray(elements), jnp.asarray(scales))
+    got = jax.tree.map(operator.itemgetter(0), by_kernel(q.elements[None], q.scales[None], "e5m2"))
+    np.testing.assert_array_equal(got.lost, [lost for _, lost, _ in ROWS])
+    np.testing.assert_array_equal(got.far, [far for *_, far in ROWS])
+    assert_same(got, q, "e5m2")
+    near = (got.lost == 1) & (got.far == 0)
+    units = np.asarray(got.unit, float)[:, None] + np.asarray(got.group_scales) - 2 * 127
+    value = np.asarray(got.grouped, np.float64) * np.exp2(np.repeat(units, 64, axis=1))
+    np.testing.assert_array_equal(value[near], decode_exactly(q)[near])
+
+
+def decode_exactly(q: KMajor):
+    """Returns an operand in float64, which holds what float32 makes infinite or flushes to zero."""
+    ones = jnp.where(q.scales == 255, q.scales, 127)
+    factors = np.exp2(np.asarray(q.scales, np.float64) - 127)
+    return np.asarray(decode(KMajor(q.elements, ones)), np.float64) * np.repeat(factors, 32, axis=-1)
+
+
+@pytest.mark.parametrize("blocks", [5, 6])
+def test_a_lost_row_may_be_the_first_or_the_last(blocks):
+    """Of several programs' rows; the last program has fewer. Five blocks are a group each."""
+    n = 70
+    scales = np.full((n, blocks), 127, np.uint8)
+    scales[0, -1] -= 60
+    scales[n - 1, -2:] -= 60
+    q = KMajor(jnp.full((n, 16 * blocks), 0x35, jnp.uint8), jnp.asarray(scales))
+    got = jax.tree.map(operator.itemgetter(0), by_kernel(q.elements[None], q.scales[None], "e5m2"))
+    assert list(np.flatnonzero(got.lost)) == [0, n - 1]
+    assert list(np.flatnonzero(got.far)) == ([] if blocks % 2 else [0])
+    assert_same(got, q, "e5m2")
 
 
 @pytest.mark.parametrize("blocks", [256, 257, 1100])

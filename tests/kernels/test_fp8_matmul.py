@@ -1,6 +1,7 @@
 """Products by FP8 matrix units, put right where FP8 does not hold the operands, against float64."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from mxjax.devices import current_target
+from mxjax.fp8_carriers import group_of
 from mxjax.kmajor import KMajor, decode
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
@@ -84,11 +86,13 @@ def test_every_exponent_of_rows_is_given_back(middles, lost):
 
 
 def wild(rng: np.random.Generator, shape: tuple[int, ...]) -> KMajor:
-    """Returns an operand of [*batch, n, blocks] with any scales: rows that fit, jumps, zeros and NaN."""
+    """Returns an operand of [*batch, n, blocks] of any scales: fitting rows, heads, jumps, zeros and NaN."""
     elements = rng.integers(0, 256, (*shape, 16), np.uint8)
     elements[rng.random(shape) < 0.2] = 0
     middle, span = rng.integers(40, 210), rng.choice([1, 4, 16, 30, 41, 100])
     scales = middle + rng.integers(0, span, shape)
+    heads = rng.integers(0, rng.choice([1, 40, 100]), (*shape[:-1], -(-shape[-1] // 2)))
+    scales -= np.repeat(heads, 2, axis=-1)[..., : shape[-1]]
     jumps = (rng.random((*shape[:-1], 1)) < rng.choice([0, 0.05, 0.5, 1])) & (rng.random(shape) < 0.5)
     scales = np.clip(scales + jumps * rng.choice([-40, 16, 30, 40]), 3, 251)
     scales[rng.random(shape) < rng.choice([0, 0.02])] = 255
@@ -104,7 +108,7 @@ def test_any_scales_are_multiplied_right(seed):
     rng = np.random.default_rng(seed)
     batch = [(), (2,), (2, 3)][seed % 3]
     m, n = rng.integers(1, 40 if batch else 150, 2)
-    blocks = rng.choice([1, 2, 3, 8, 33])
+    blocks = rng.choice([1, 2, 3, 8, 33, 34])
     lhs, rhs = (wild(rng, (*batch, length, blocks)) for length in (m, n))
     carriers = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")][rng.integers(3)]
     got = fp8_matmul.matmul(*lhs.packed, *rhs.packed, jnp.float32, carriers)
@@ -212,45 +216,116 @@ def test_only_lost_rows_are_put_right(size, lhs_lost, rhs_lost):
     assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])
 
 
-@pytest.mark.parametrize(  # steps of 32, 128, 32 and 64 along k
-    "blocks", [3, 32, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 16))]
+def spread(seed: int, shape: tuple[int, ...], group: int, spans: tuple[int, int]) -> KMajor:
+    """Returns an operand whose groups span so many binades in a row, and the blocks of a group so many more.
+
+    Each row has one group at the top, and zeros there in two rows of three, so that what is below counts.
+    """
+    rng = np.random.default_rng(seed)
+    *outer, blocks = shape
+    groups = -rng.integers(0, spans[0], (*outer, blocks // group))
+    np.put_along_axis(groups, top := rng.integers(0, blocks // group, (*outer, 1)), 0, axis=-1)
+    scales = np.repeat(groups, group, axis=-1) - rng.integers(0, spans[1], shape) + 127 + spans[0] // 2
+    elements = rng.integers(0, 256, (*shape, 16), np.uint8)
+    above = np.repeat(np.arange(blocks // group) == top, group, axis=-1)
+    above[..., ::3, :] = False
+    elements[above] = 0
+    return KMajor(jnp.asarray(elements.reshape(*outer, -1)), jnp.asarray(scales.astype(np.uint8)))
+
+
+@pytest.mark.parametrize("span", [40, 100])
+@pytest.mark.parametrize(
+    "blocks", [3, 34, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 16, 25, 256))]
 )
-def test_two_carriers_hold_rows_of_58_binades(blocks):
+def test_groups_hold_rows_of_any_binades(blocks, span):
     """Such rows are multiplied in FP8 alone: what the packed operands say does not matter."""
     from mxjax.kernels.matmul.carry import carry_operand
 
-    lhs, rhs = operand(0, (2, 150, blocks), 58), operand(1, (2, 9, blocks), 4)
-    # Some rows are of the smallest elements that each carrier holds, whatever is far above them.
-    scales = lhs.scales.at[:, ::3].set(jnp.resize(jnp.asarray([127, 99, 98, 97, 70], jnp.uint8), blocks))
-    lhs = without(KMajor(lhs.elements, scales), 0)
-    left = carry_operand(lhs.elements, lhs.scales, "e5m2", current_target(), lower=True)
+    group = group_of(blocks)
+    lhs = spread(0, (2, 150, blocks), group, (span, 25 if group == 2 else 1))
+    rhs = operand(1, (2, 9, blocks), 4)
+    left = carry_operand(lhs.elements, lhs.scales, "e5m2", current_target(), grouped=True)
     right = carry_operand(rhs.elements, rhs.scales, "e4m3", current_target())
     assert not np.any(left.far)
     packed = jax.tree.map(jnp.zeros_like, (lhs, rhs))
     overwritten, got = correct_poison(left, right, *packed)
     wanted, bound = exact(lhs, rhs)
-    assert np.any(overwritten) == (blocks > 1)
+    assert np.any(overwritten) == (blocks > 2)
     assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])
 
 
-@pytest.mark.parametrize("columns", [[5, 130], pytest.param([], marks=pytest.mark.exhaustive)], ids=str)
-def test_rows_near_and_far_and_columns_are_put_right_together(columns):
-    """In a lost row a block is far above the others; it meets zeros, so that the others are all there is."""
+def test_rows_near_and_far_and_columns_are_put_right_together():
+    """In a lost row blocks are far above the others; they meet zeros, so that the others are all there is.
+
+    Where a column is lost too, near rows are multiplied in FP8, whatever is packed, but for that column.
+    """
     from mxjax.kernels.matmul.carry import carry_operand
 
-    lhs, rhs = operand(0, (2, 300, 4), 4), without(operand(1, (2, 140, 4), 4), 0)
-    near, far = [(b, row) for b in range(2) for row in range(b, 300, 3)], [(1, 0), (1, 299)]
-    above = 40 * places(near, 2, 300) + 100 * places(far, 2, 300)
-    lhs = KMajor(lhs.elements, lhs.scales.at[..., 0].add(jnp.asarray(above, jnp.uint8)))
-    lost = [(1, column) for column in columns]
-    rhs = KMajor(rhs.elements, rhs.scales.at[..., 1].add(jnp.asarray(40 * places(lost, 2, 140), jnp.uint8)))
-    left = carry_operand(lhs.elements, lhs.scales, "e5m2", current_target(), lower=True)
+    lhs, rhs = operand(0, (2, 300, 4), 4), without(without(operand(1, (2, 140, 4), 4), 0), 1)
+    near = places([(b, row) for b in range(2) for row in range(b, 300, 3)], 2, 300)
+    far = places([(1, 0), (1, 299)], 2, 300)
+    columns = places([(1, 5), (1, 130), (0, 139)], 2, 140)
+    above = jnp.asarray(40 * near + 100 * far, jnp.uint8)
+    scales = lhs.scales.at[..., 0].add(above).at[..., 1].add(jnp.asarray(40 * near, jnp.uint8))
+    lhs = KMajor(lhs.elements, scales)
+    rhs = KMajor(rhs.elements, rhs.scales.at[..., 2].add(jnp.asarray(40 * columns, jnp.uint8)))
+    left = carry_operand(lhs.elements, lhs.scales, "e5m2", current_target(), grouped=True)
     right = carry_operand(rhs.elements, rhs.scales, "e4m3", current_target())
-    overwritten, got = correct_poison(left, right, lhs, rhs)
-    rows = places(near + far, 2, 300)[:, :, None]
-    np.testing.assert_array_equal(overwritten, rows | places(lost, 2, 140)[:, None, :])
     wanted, bound = exact(lhs, rhs)
+    in_columns = np.broadcast_to(columns[:, None, :], wanted.shape)
+    overwritten, got = correct_poison(left, right, lhs, rhs)
+    np.testing.assert_array_equal(overwritten, (near | far)[:, :, None] | in_columns)
     assert np.all(abs(got - wanted)[overwritten] <= bound[overwritten])
+    only_fp8 = KMajor(jnp.where(near[..., None], 0, lhs.elements), lhs.scales)
+    right_without = ~(in_columns & near[:, :, None]) & overwritten
+    _, got = correct_poison(left, right, only_fp8, rhs)
+    assert np.all(abs(got - wanted)[right_without] <= bound[right_without])
+    assert not np.any(got[in_columns & near[:, :, None]])
+
+
+def test_groups_keep_nan_and_zeros():
+    """A NaN block makes its row NaN, and no other; a group of zeros, and a row of them, count nothing."""
+    lhs = spread(0, (60, 6), 2, (60, 4))
+    elements, scales = np.array(lhs.elements).reshape(60, 3, 32), np.array(lhs.scales)
+    elements[5, 1] = elements[7] = elements[-1, :2] = 0
+    scales[5, 2:4], scales[7] = 254, [200, 3] * 3
+    scales[[0, 9, 59], [5, 1, 2]] = 255
+    lhs, rhs = KMajor(jnp.asarray(elements.reshape(60, -1)), jnp.asarray(scales)), operand(1, (20, 6), 4)
+    rhs = KMajor(rhs.elements, rhs.scales.at[3, 0].set(255))
+    got = product(lhs, rhs, jnp.float32, ("e5m2", "e4m3"))
+    assert_right(got, lhs, rhs)
+    nan = np.zeros((60, 20), bool)
+    nan[[0, 9, 59]] = nan[:, 3] = True
+    np.testing.assert_array_equal(np.isnan(got), nan)
+    assert not np.any(np.asarray(got)[7, np.arange(20) != 3])
+
+
+def test_groups_below_the_least_factor_are_not_dropped():
+    """Groups up to 2**180 below the top of their row, which meets zeros in some columns.
+
+    Those that a factor of 2**-126 does not reach are far: results may be zero only where they are that small.
+    """
+    low = np.arange(45, 85)
+    scales = np.stack([0 * low + 230, 0 * low + 230, low, low + 1], axis=1).astype(np.uint8)
+    lhs = KMajor(operand(0, (40, 4), 1).elements, jnp.asarray(scales))
+    rhs = without(without(operand(1, (20, 4), 4), 0), 1)
+    rhs = jax.tree.map(lambda *t: jnp.concatenate(t), rhs, operand(2, (20, 4), 4))
+    got = np.asarray(product(lhs, rhs, jnp.float32, ("e5m2", "e4m3")), np.float64)
+    wanted, bound = exact(lhs, rhs)
+    factors = np.exp2(190 - 127 + np.max(np.asarray(rhs.scales, float), axis=1) - 127 - 6)
+    assert np.all(abs(got - wanted) <= bound + 2.0**-126 * factors)
+    assert np.all((got == 0)[20:, :20] == (wanted == 0)[20:, :20])
+
+
+def test_groups_of_batches_are_put_right_under_vmap():
+    lhs, rhs = spread(0, (3, 40, 8), 2, (90, 4)), operand(1, (3, 19, 8), 4)
+    multiply = functools.partial(product, carriers=("e5m2", "e4m3"))
+    assert_right(multiply(lhs, rhs), lhs, rhs)
+    assert_right(jax.vmap(multiply)(lhs, rhs), lhs, rhs)
+    one = jax.tree.map(lambda t: t[0], rhs)
+    shared = jax.vmap(multiply, (0, None))(lhs, one)
+    for i in range(3):
+        assert_right(shared[i], jax.tree.map(operator.itemgetter(i), lhs), one)
 
 
 @pytest.mark.parametrize(("word", "rows"), [(0, slice(0, 32)), (9, slice(288, 300))])
