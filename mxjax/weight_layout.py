@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 from jaxtyping import Array, Shaped
 
@@ -50,8 +52,15 @@ def to_multiply(x: Shaped[Array, "*shape"], layout: Layout | None) -> Shaped[Arr
 
 
 def as_stored(gradient: jax.Array, layout: Layout | None) -> jax.Array:
-    """Returns a weight's gradient, sharded as the weight is stored."""
-    return gradient if layout is None else lax.with_sharding_constraint(gradient, layout.stored)
+    """Returns a weight's gradient, sharded as the weight is stored, and row-major like it.
+
+    XLA's reduce-scatter puts the scattered axis first in memory. It would update the optimizer's state in
+    that order too, then transpose and copy parameters and moments back.
+    """
+    if layout is None:
+        return gradient
+    gradient = lax.with_sharding_constraint(gradient, layout.stored)
+    return with_layout_constraint(gradient, MemoryLayout(tuple(range(gradient.ndim))))
 
 
 def on_auto_axes(
