@@ -16,7 +16,7 @@ from mxjax.prepare import Prepared
 from mxjax.product import Product, contract, contract_float32, contract_fp8
 from mxjax.quantize import MXArray, block_values, dequantize
 from mxjax.scales import power_of_two
-from mxjax.weight_layout import Layout, to_multiply, varying_as
+from mxjax.weight_layout import Layout, packed_to_multiply, to_multiply, varying_as
 
 
 def multiply(
@@ -66,8 +66,10 @@ def _factor(q: Prepared, axis: int) -> jax.Array | float | None:
 
 
 def _gathered(q: KMajor, layout: Layout | None) -> KMajor:
-    scales = None if q.scales is None else to_multiply(q.scales, layout)
-    return dataclasses.replace(q, elements=to_multiply(q.elements, layout), scales=scales)
+    if q.scales is None:
+        return dataclasses.replace(q, elements=to_multiply(q.elements, layout))
+    elements, scales = packed_to_multiply(q.elements, layout), to_multiply(q.scales, layout)
+    return dataclasses.replace(q, elements=elements, scales=scales)
 
 
 def _multiply_kmajor(how: How, dtype, precision, lhs: KMajor, rhs: KMajor, carriers) -> Product:

@@ -6,14 +6,18 @@ result's sharding; inside the product these axes are Auto. Under `jax.shard_map`
 across devices.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Shaped, UInt8
 
 from mxjax.quantize import MXArray
 
@@ -49,9 +53,38 @@ def to_multiply(x: Shaped[Array, "*shape"], layout: Layout | None) -> Shaped[Arr
     return lax.with_sharding_constraint(lax.with_sharding_constraint(x, layout.stored), layout.multiplied)
 
 
+def packed_to_multiply(
+    elements: UInt8[Array, "*rows bytes"], layout: Layout | None
+) -> UInt8[Array, "*rows bytes"]:
+    """Returns `to_multiply` of packed elements.
+
+    Where the bytes of a row are gathered, the parts of all rows arrive device by device, and rows are then
+    put together by words. XLA's own gather transposes single bytes before and after it.
+    """
+    if layout is None:
+        return elements
+    stored, multiplied = ((*spec, *(None for _ in elements.shape))[: elements.ndim] for spec in layout)
+    names = (stored[-1],) if isinstance(stored[-1], str) else tuple(stored[-1] or ())
+    parts = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
+    if parts == 1 or multiplied[-1] is not None or elements.shape[-1] % (4 * parts):
+        return to_multiply(elements, layout)
+    words = lax.bitcast_convert_type(elements.reshape(*elements.shape[:-1], parts, -1, 4), jnp.int32)
+    first = Layout(PartitionSpec(names, *stored[:-1]), PartitionSpec(None, *multiplied[:-1]))
+    gathered = jnp.moveaxis(to_multiply(jnp.moveaxis(words, -2, 0), first), 0, -2)
+    whole = lax.bitcast_convert_type(gathered, jnp.uint8).reshape(elements.shape)
+    return lax.with_sharding_constraint(whole, PartitionSpec(*multiplied))
+
+
 def as_stored(gradient: jax.Array, layout: Layout | None) -> jax.Array:
-    """Returns a weight's gradient, sharded as the weight is stored."""
-    return gradient if layout is None else lax.with_sharding_constraint(gradient, layout.stored)
+    """Returns a weight's gradient, sharded as the weight is stored, and row-major like it.
+
+    XLA's reduce-scatter puts the scattered axis first in memory. It would update the optimizer's state in
+    that order too, then transpose and copy parameters and moments back.
+    """
+    if layout is None:
+        return gradient
+    gradient = lax.with_sharding_constraint(gradient, layout.stored)
+    return with_layout_constraint(gradient, MemoryLayout(tuple(range(gradient.ndim))))
 
 
 def on_auto_axes(

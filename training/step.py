@@ -163,8 +163,16 @@ class ScheduledStep:
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Returns whether no element of any array is NaN or infinite."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+    """Returns whether no element of any array is NaN or infinite.
+
+    Arrays stacked over layers are reduced layer by layer, as `largest_values` reduces gradients, so that XLA
+    reads them once for both. The barrier keeps it from merging the reductions.
+    """
+    finite = [
+        jnp.atleast_1d(jnp.all(jnp.isfinite(leaf), axis=tuple(range(1 if leaf.ndim > 2 else 0, leaf.ndim))))
+        for leaf in jax.tree.leaves(tree)
+    ]
+    return jnp.all(jax.lax.optimization_barrier(jnp.concatenate(finite)))
 
 
 def _make_loss_and_grads(loss: Callable[..., Any], accumulate: int, shardings: TrainState | None, slots: Any):

@@ -4,7 +4,13 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import mxjax
 
 # In a process of its own, since the number of devices is fixed when JAX starts.
 PROGRAM = """
@@ -106,3 +112,19 @@ def test_gradients_do_not_depend_on_sharding(kinds):
     flags |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     flags |= {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise"}
     subprocess.run([sys.executable, "-c", PROGRAM, *kinds], check=True, env=os.environ | flags)
+
+
+def test_a_gradient_is_row_major():
+    """Else XLA keeps a reduce-scatter's order in memory, and transposes and copies the optimizer's state."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    x, w = jnp.ones((64, 64)), jnp.ones((64, 32))
+    layout = mxjax.Layout(P(None, "d"), P(None, None))
+
+    def loss(w):
+        return mxjax.dot(x, w, policy="wgrad", layout=layout).sum()
+
+    with jax.set_mesh(mesh):
+        lines = jax.jit(jax.grad(loss)).lower(w).as_text().splitlines()
+    [constraint] = [line for line in lines if "LayoutConstraint" in line]
+    assert "result_layouts = [dense<[1, 0]>" in constraint
+    assert "tensor<64x32xf32>" in constraint
