@@ -18,14 +18,16 @@ def schedule(work: Work) -> Found:
     work.train("schedule", *work.small(), "--policy", SCHEDULE)
     run, whole, half = work.folder / "schedule", work.folder / "whole", work.sizes.steps // 2
     figures = {
-        "loss_before": difference(run, whole, "loss", range(1, half + 1)),
-        "grad_norm_before": difference(run, whole, "grad_norm", range(1, half + 1)),
-        "loss_after": difference(run, whole, "loss", range(half + 1, work.sizes.steps + 1)),
+        "loss_error_before": difference(run, whole, "loss", range(1, half + 1)),
+        "norm_error_before": difference(run, whole, "grad_norm", range(1, half + 1)),
+        "loss_error_after": difference(run, whole, "loss", range(half + 1, work.sizes.steps + 1)),
         "eval_loss": final(run, "eval_loss"),
         "step_ms": step_ms(run),
         "peak_gib": peak_gib(run),
     }
-    return Found(figures, {"loss_before": ZERO, "grad_norm_before": ZERO, "loss_after": (1e-9, None)})
+    return Found(
+        figures, {"loss_error_before": ZERO, "norm_error_before": ZERO, "loss_error_after": (1e-9, None)}
+    )
 
 
 def layers(work: Work) -> Found:

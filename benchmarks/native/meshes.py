@@ -44,14 +44,14 @@ def _on_mesh(work: Work, mesh: str) -> Found:
     run, one = work.folder / name, work.folder / "one"
     later = range(2, 1 + int(max(series(one, "loss"))))
     figures = {
-        "first_loss": difference(run, one, "loss", {1}),
-        "first_grad_norm": difference(run, one, "grad_norm", {1}),
-        "later_losses": difference(run, one, "loss", later),
-        "later_grad_norms": difference(run, one, "grad_norm", later),
-        "eval_loss": difference(run, one, "eval_loss"),
+        "first_loss_error": difference(run, one, "loss", {1}),
+        "first_norm_error": difference(run, one, "grad_norm", {1}),
+        "later_loss_error": difference(run, one, "loss", later),
+        "later_norm_error": difference(run, one, "grad_norm", later),
+        "eval_loss_error": difference(run, one, "eval_loss"),
     }
-    bounds = {name: (0.0, LATER) for name in ("first_grad_norm", "later_losses", "eval_loss")}
-    return Found(figures | _costs(work, name), bounds | {"first_loss": (0.0, FIRST)})
+    bounds = {name: (0.0, LATER) for name in ("first_norm_error", "later_loss_error", "eval_loss_error")}
+    return Found(figures | _costs(work, name), bounds | {"first_loss_error": (0.0, FIRST)})
 
 
 def _train(work: Work, run: str, *flags: str) -> list[str]:

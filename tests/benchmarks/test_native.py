@@ -7,9 +7,9 @@ import pytest
 from benchmarks.native import __main__ as program
 from benchmarks.native import lanes, plan
 from benchmarks.native.plan import CHECKS, LANES, Check, gpus_of, with_needed
-from benchmarks.native.program import CheckFailed
+from benchmarks.native.program import ROOT, CheckFailed
 from benchmarks.native.runs import difference, differing
-from benchmarks.native.table import table
+from benchmarks.native.table import page, table
 from benchmarks.native.work import ZERO, Found
 
 
@@ -90,20 +90,25 @@ def test_runs_are_compared_without_times(tmp_path):
 
 def test_the_table_has_a_row_for_each_check():
     checks = {
-        "good": {"outcome": "pass", "seconds": 9.6, "figures": {"elements": 34659076, "dw": 7.24e-08}},
+        "good": {"outcome": "pass", "seconds": 9.6, "figures": {"elements": 34659076, "peak_gib": 1.25}},
         "far": {
             "outcome": "fail",
             "seconds": 2.0,
-            "figures": {"loss": 0.25, "eval_loss": 0.5, "peak_gib": None},
+            "figures": {"loss": 0.25, "eval_loss": 5e-08, "ratio": None},
             "reason": "outside of its bounds: loss",
         },
         "wide": {"outcome": "skip", "seconds": 0.0, "figures": {}, "reason": "needs 2 devices"},
     }
     assert table({"checks": checks}).splitlines()[2:] == [
-        "| `good` | pass | 10 | elements 34,659,076, dw 7.24e-08 |",
-        "| `far` | fail | 2 | **loss 0.25**, eval loss 0.5 |",
+        "| `good` | pass | 10 | elements 34,659,076, peak 1.25 GiB |",
+        "| `far` | fail | 2 | **loss 0.25**, eval loss 5e-08 |",
         "| `wide` | skip | 0 | needs 2 devices |",
     ]
+
+
+def test_the_page_has_the_table_of_its_results():
+    results = ROOT / "docs/results"
+    assert page(results / "native-h100.json", results / "native.md") == (results / "native.md").read_text()
 
 
 @pytest.mark.slow
