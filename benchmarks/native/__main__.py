@@ -19,7 +19,7 @@ import tyro
 
 from benchmarks.native.lanes import Lanes
 from benchmarks.native.plan import with_needed
-from benchmarks.native.program import ROOT
+from benchmarks.native.program import python_path
 from benchmarks.native.table import table
 from benchmarks.native.work import device_variables
 from benchmarks.study.runner import current_commit
@@ -79,7 +79,7 @@ def main(
 def _facts(cpu: bool) -> dict[str, Any]:
     """Returns the versions and devices from another process, so that this one holds no GPU."""
     variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (device_variables("01", cpu) if cpu else {})
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    environment = {**os.environ, "PYTHONPATH": python_path(), **variables}
     found = subprocess.run([sys.executable, "-c", FACTS], env=environment, stdout=subprocess.PIPE, check=True)
     return json.loads(found.stdout.splitlines()[-1])
 

@@ -58,6 +58,7 @@ class Lanes:
             for thread in threads:
                 thread.join()
         finally:  # also when this program is ended
+            self._end = 0.0
             for work in self._works:
                 work.end_programs()
         return self.records

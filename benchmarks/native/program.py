@@ -12,6 +12,11 @@ from typing import IO
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+def python_path() -> str:
+    """Returns PYTHONPATH with the repository first."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 class CheckFailed(Exception):
     """A check could not be carried out; the message is its reason."""
 
@@ -37,7 +42,7 @@ class Program:
         self.process = subprocess.Popen(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment},
+            env={**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1", **environment},
             text=True,
             errors="replace",
             stdin=subprocess.DEVNULL,

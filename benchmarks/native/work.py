@@ -50,6 +50,8 @@ class Work:
       cpu: run small models on virtual CPU devices.
       end: `time.monotonic()` by which the check must have ended.
       log: the file of its programs' lines.
+      programs: those that it has started.
+      ended: they were ended, and no more are started.
     """
 
     folder: pathlib.Path
@@ -59,6 +61,7 @@ class Work:
     end: float
     log: IO[str]
     programs: list[Program] = dataclasses.field(default_factory=list)
+    ended: bool = False
 
     @property
     def sizes(self) -> Sizes:
@@ -71,7 +74,9 @@ class Work:
         return [*self.sizes.small.split(), *steps, *self.data]
 
     def start(self, *arguments: object, name: str = "", **environment: object) -> Program:
-        """Starts a Python program on the check's GPUs."""
+        """Starts a Python program on the check's GPUs; raises CheckFailed once programs were ended."""
+        if self.ended:
+            raise CheckFailed("not finished: the checks were ended")
         variables = device_variables(self.gpus, self.cpu) | {k: str(v) for k, v in environment.items()}
         name = name or pathlib.Path(str(arguments[0])).stem
         program = Program(name, arguments, variables, self.log, self.end)
@@ -118,7 +123,8 @@ class Work:
         return len(series(self.folder / run, "loss"))
 
     def end_programs(self) -> None:
-        """Ends the programs that still run."""
+        """Ends the programs that still run; no more are started."""
+        self.ended = True
         for program in self.programs:
             program.kill()
 
