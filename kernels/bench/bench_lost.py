@@ -41,10 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", type=shape_of, default=list(map(shape_of, SHAPES)))
     parser.add_argument("--shares", nargs="+", type=share_of, default=SHARES, help="of rows, from 0 to 1")
     parser.add_argument("--together", action="store_true", help="lose the first rows, not drawn ones")
+    numbers = ("M", "N", "K", "WARPS", "STAGES")
+    parser.add_argument("--tiles", nargs=5, type=int, metavar=numbers, help="of the rows computed again")
     add_arguments(parser)
     options = parser.parse_args(arguments)
     if current_target() is None:
         raise SystemExit("bench_lost needs a GPU and Triton: install mxjax[cuda]")
+    if options.tiles:
+        from mxjax.kernels.matmul import correct, tiles
+
+        correct.GATHERED = tiles.Tiles(*options.tiles)
     report = Report("mxjax.kernels.bench.bench_lost", arguments, options)
     for shape in options.shapes:
         bench_shape(report, shape, options.shares, options.together)

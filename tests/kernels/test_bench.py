@@ -22,7 +22,8 @@ from mxjax.kernels.bench import (
     gemm_cases,
 )
 from mxjax.kernels.bench.timing import Timing, measure
-from mxjax.kernels.matmul import fp8_matmul
+from mxjax.kernels.matmul import correct, fp8_matmul
+from mxjax.kernels.matmul.tiles import Tiles
 
 HEADER = {"device", "jax", "packages", "commit", "command", "kernels", "records"}
 
@@ -189,8 +190,10 @@ LOST = ["--shapes", "17x5x96", "--rounds", "1", "--commit", "abc"]
 
 
 @pytest.mark.slow
-def test_lost_rows_are_timed_after_a_comparison(capsys):
-    bench_lost.main([*LOST, "--shares", "0.5"])
+def test_lost_rows_are_timed_after_a_comparison(monkeypatch, capsys):
+    monkeypatch.setattr(correct, "GATHERED", None)  # the interpreter has tiles of its own
+    bench_lost.main([*LOST, "--shares", "0.5", "--tiles", "64", "128", "64", "4", "6"])
+    assert Tiles(64, 128, 64, warps=4, stages=6) == correct.GATHERED
     lines, report = printed(capsys)
     assert set(report) == HEADER
     assert [r.get("rows") for r in report["records"]] == [None, 8]
