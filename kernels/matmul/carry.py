@@ -154,7 +154,8 @@ def carry_kernel(
     row, column = index // BLOCKS, part * BLOCKS + index % BLOCKS
     inside = (row < rows_left) & (column < K)
     block = first * K + row * K + column
-    word = tl.load(words + 4 * block[:, None] + tl.arange(0, 4)[None, :], inside[:, None], 0)
+    word_at = 4 * block[:, None] + tl.arange(0, 4)[None, :]
+    word = tl.load(words + word_at, inside[:, None], 0)
     byte = tl.load(scales + block, inside, 0).to(tl.int32)
     if PARTS == 1:
         largest = tl.max(tl.reshape(_finite(byte), [ROWS, BLOCKS]), 1)
@@ -164,21 +165,24 @@ def carry_kernel(
     rows = tl.arange(0, ROWS)
     tl.store(unit + first + rows, row_unit.to(tl.uint8), rows < tl.where(part == 0, rows_left, 0))
     unit_of_block = _spread(row_unit, BLOCKS)
-    carried, missed = _carry_blocks(word, byte, unit_of_block, LOW, HIGH, ROWS * BLOCKS, E5M2, NATIVE)
-    at = 8 * block[:, None] + tl.arange(0, 8)[None, :]
-    tl.store(out + at, carried, inside[:, None])
+    missed, scale = _fit_blocks(word, byte, unit_of_block, LOW, HIGH)
     flags = _flags_of_rows(missed, ROWS, BLOCKS)
     place = v * tl.num_programs(0) + tl.program_id(0)
     tl.store(lost + place, flags)
+    at = 8 * block[:, None] + tl.arange(0, 8)[None, :]
+    carried = _carry_words(tl.where(missed[:, None], 0, word), scale, ROWS * BLOCKS, E5M2, NATIVE)
+    tl.store(out + at, carried, inside[:, None])
     if GROUP > 0:
         if flags != 0:
+            word = tl.load(words + word_at, inside[:, None], 0)  # once more, for which no registers wait
             of_group = _spread(tl.max(tl.reshape(_finite(byte), [ROWS * BLOCKS // GROUP, GROUP]), 1), GROUP)
             group_unit = tl.maximum(of_group - HIGH, unit_of_block + _LEAST_FACTOR)
-            carried, missed = _carry_blocks(word, byte, group_unit, LOW, HIGH, ROWS * BLOCKS, E5M2, NATIVE)
-            tl.store(grouped + at, carried, inside[:, None])
             group_scale = (group_unit - unit_of_block + 127).to(tl.uint8)
             tl.store(group_scales + block // GROUP, group_scale, inside & (column % GROUP == 0))
+            missed, scale = _fit_blocks(word, byte, group_unit, LOW, HIGH)
             flags &= _flags_of_rows(missed, ROWS, BLOCKS)
+            carried = _carry_words(tl.where(missed[:, None], 0, word), scale, ROWS * BLOCKS, E5M2, NATIVE)
+            tl.store(grouped + at, carried, inside[:, None])
         tl.store(far + place, flags)
 
 
@@ -190,22 +194,12 @@ def _spread(values, EACH: tl.constexpr):
 
 
 @triton.jit
-def _carry_blocks(
-    word,
-    byte,
-    unit,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    COUNT: tl.constexpr,
-    E5M2: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """Returns COUNT blocks of 4 words in FP8, relative to their units, and those that FP8 does not hold."""
+def _fit_blocks(word, byte, unit, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Returns the blocks that FP8 does not hold relative to their units, and the factors of the others."""
     shift = byte - unit
     counts = (tl.max((word & 0x77777777).to(tl.uint32, bitcast=True), 1) > 0) & (byte < 255)
     missed = ((shift < LOW) | (shift > HIGH)) & counts
-    scale = scale_value(tl.where(byte == 255, 255, tl.minimum(tl.maximum(shift, LOW), HIGH) + 127))
-    return _carry_words(tl.where(missed[:, None], 0, word), scale, COUNT, E5M2, NATIVE), missed
+    return missed, scale_value(tl.where(byte == 255, 255, tl.minimum(tl.maximum(shift, LOW), HIGH) + 127))
 
 
 @triton.jit

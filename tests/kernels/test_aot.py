@@ -109,7 +109,7 @@ def test_sm_90_carrier(cuda, shape, carrier):
     opcodes = d["whole_kernel"]["opcodes"]
     blocks = d["constants"]["ROWS"] * d["constants"]["BLOCKS"] // d["block"][0]
     times = 2 if d["constants"]["GROUP"] else 1
-    wanted = {"LDG.E.128": blocks, "STG.E.128": times * 2 * blocks}
+    wanted = {"LDG.E.128": times * blocks, "STG.E.128": times * 2 * blocks}
     assert starting(opcodes, "LDG.E.128", "STG.E.128") == wanted
     assert sum(n for x, n in opcodes.items() if carrier.upper() in x) == times * 4 * blocks
 
