@@ -25,7 +25,7 @@ import optax
 
 from models import llama
 from models.llama import Params
-from mxjax.kernels.compile_server import CompileServer
+from mxjax.kernels.compile_client import CompileServer
 from mxjax.kernels.lowering import use_compile_server
 from training import startup
 from training.agreement import check_agreement

@@ -17,68 +17,14 @@ import os
 import pickle
 import select
 import signal
-import struct
-import subprocess
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+from mxjax.kernels.compile_client import PLACE, Job
 
 IDLE_SECONDS = 300
 MOST_PROCESSES = 32
-_PLACE = struct.Struct("<I")
-
-Job = tuple[Any, ...]
-"""The arguments of `mxjax.kernels.lowering.compile_kernel`; on its way, the kernel is its module and name."""
-
-
-class CompileServer:
-    """The caller's end of the process."""
-
-    def __init__(self, process: subprocess.Popen):
-        self._process = process
-        self._done: dict[Job, threading.Event] = {}
-        self._changing, self._talking = threading.Lock(), threading.Lock()
-
-    def begin(self, jobs: Sequence[Job]) -> None:
-        """Hands kernels to the process, those that it can import."""
-        with self._changing:
-            new = [job for job in dict.fromkeys(jobs) if job not in self._done and _name_of(job[0])]
-            events = {job: threading.Event() for job in new}
-            self._done |= events
-        if events:
-            threading.Thread(target=self._talk, args=(events,), daemon=True).start()
-
-    def wait(self, job: Job) -> None:
-        """Waits until the process is done with a kernel, or gone."""
-        if done := self._done.get(job):
-            done.wait()
-
-    def _talk(self, events: dict[Job, threading.Event]) -> None:
-        """Sends kernels, and sets the event of each when it is compiled, or of all if the process is gone."""
-        requests, replies, jobs = self._process.stdin, self._process.stdout, list(events)
-        assert requests is not None
-        assert replies is not None
-        try:
-            with self._talking, contextlib.suppress(OSError):
-                pickle.dump([(_name_of(job[0]), *job[1:]) for job in jobs], requests)
-                requests.flush()
-                for _ in jobs:
-                    place = replies.read(_PLACE.size)
-                    if len(place) < _PLACE.size:
-                        self._process.wait()
-                        break
-                    events[jobs[_PLACE.unpack(place)[0]]].set()
-        finally:
-            for event in events.values():
-                event.set()
-
-
-def _name_of(kernel) -> tuple[str, str] | None:
-    """Returns the module and the name by which another process finds a kernel, or None."""
-    module, name = kernel.fn.__module__, kernel.fn.__qualname__
-    found = getattr(sys.modules.get(module), name, None) is kernel and module != "__main__"
-    return (module, name) if found else None
 
 
 def serve(compile_kernel: Callable[..., Any]) -> None:
@@ -103,7 +49,7 @@ def serve(compile_kernel: Callable[..., Any]) -> None:
 def _reply(replies: int, running: dict[int, int]) -> None:
     """Waits for one of the running processes, and writes the place of its kernel."""
     process, _ = os.wait()
-    os.write(replies, _PLACE.pack(running.pop(process)))
+    os.write(replies, PLACE.pack(running.pop(process)))
 
 
 def _fork(compile_kernel: Callable[..., Any], job: Job) -> int:

@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from mxjax.kernels.call_message import ALIGNMENT, MachineCode, encode_call
-from mxjax.kernels.compile_server import CompileServer
+from mxjax.kernels.compile_client import CompileServer
 from mxjax.kernels.knobs import compiler_knobs
 
 if TYPE_CHECKING:

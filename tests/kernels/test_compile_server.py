@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from triton.compiler import ASTSource
 from mxjax.devices import Target, use_target
-from mxjax.kernels.compile_server import CompileServer
+from mxjax.kernels.compile_client import CompileServer
 from mxjax.kernels.lowering import use_compile_server
 from mxjax.kernels.matmul.carry import carry_operand
 
