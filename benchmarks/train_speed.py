@@ -44,6 +44,7 @@ from mxjax.recipes import get_policy
 from mxjax.remat import Remat
 from training.environment import input_errors
 from training.files import write_atomically
+from training.startup import unwinding_signals
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED", "out of memory")
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "runs": [],
     }
     end = time.monotonic() + options.seconds
-    with tempfile.TemporaryDirectory() as cache:
+    with unwinding_signals(), tempfile.TemporaryDirectory() as cache:  # which end the job's process too
         environment = child_environment(options, pathlib.Path(options.cache or cache).absolute())
         options.tokens, report["data"] = None, "random tokens"
         if not options.random_tokens:

@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import pathlib
+import signal
+import subprocess
 import sys
 import time
 
@@ -214,6 +217,24 @@ def test_a_process_that_takes_too_long_is_ended(monkeypatch, tmp_path):
     job = Job("sleeps", "bf16", "tiny", batch=2, seq=16, steps=2, before=1)
     found = train_speed.run(job, {"PYTHONPATH": str(tmp_path)}, time.monotonic() + 2)
     assert found["absent"] == "not finished when --seconds had passed"
+
+
+def test_a_signal_ends_the_process_of_a_job_too(monkeypatch, tmp_path):
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(train_speed, "OURS", "sleeps")
+    waiting, ended = subprocess.Popen.wait, []
+
+    def wait(process, timeout=None):
+        if not ended:
+            ended.append(process)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return waiting(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    with pytest.raises(SystemExit, match="143"):
+        train_speed.main([*TINY, "--random-tokens", "--policies", "bf16"])
+    assert ended[0].returncode == -signal.SIGKILL
 
 
 @pytest.mark.exhaustive
