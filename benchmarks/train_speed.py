@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "runs": [],
     }
     end = time.monotonic() + options.seconds
-    with unwinding_signals(), tempfile.TemporaryDirectory() as cache:  # which end the job's process too
+    with unwinding_signals(), tempfile.TemporaryDirectory() as cache:  # a signal ends the job's process too
         environment = child_environment(options, pathlib.Path(options.cache or cache).absolute())
         options.tokens, report["data"] = None, "random tokens"
         if not options.random_tokens:

@@ -12,6 +12,9 @@ from typing import Any
 PLACE = struct.Struct("<I")
 """A reply: the place of a compiled kernel in the list that was sent."""
 
+PATIENCE = 120.0
+"""Seconds after which a caller compiles a kernel itself."""
+
 Job = tuple[Any, ...]
 """The arguments of `mxjax.kernels.lowering.compile_kernel`; on its way, the kernel is its module and name."""
 
@@ -34,28 +37,40 @@ class CompileServer:
             threading.Thread(target=self._talk, args=(events,), daemon=True).start()
 
     def wait(self, job: Job) -> None:
-        """Waits until the process is done with a kernel, or gone."""
+        """Waits until the process is done with a kernel, or gone, but no longer than PATIENCE."""
         if done := self._done.get(job):
-            done.wait()
+            done.wait(PATIENCE)
 
     def _talk(self, events: dict[Job, threading.Event]) -> None:
         """Sends kernels, and sets the event of each when it is compiled, or of all if the process is gone."""
+        requests = self._process.stdin
+        assert requests is not None
+        try:
+            with self._talking:
+                if not requests.closed and not self._exchange(events):
+                    with contextlib.suppress(OSError):
+                        requests.close()
+                    self._process.wait()
+        finally:
+            for event in events.values():
+                event.set()
+
+    def _exchange(self, events: dict[Job, threading.Event]) -> bool:
+        """Returns whether the process has answered for each kernel."""
         requests, replies, jobs = self._process.stdin, self._process.stdout, list(events)
         assert requests is not None
         assert replies is not None
         try:
-            with self._talking, contextlib.suppress(OSError):
-                pickle.dump([(_name_of(job[0]), *job[1:]) for job in jobs], requests)
-                requests.flush()
-                for _ in jobs:
-                    place = replies.read(PLACE.size)
-                    if len(place) < PLACE.size:
-                        self._process.wait()
-                        break
-                    events[jobs[PLACE.unpack(place)[0]]].set()
-        finally:
-            for event in events.values():
-                event.set()
+            pickle.dump([(_name_of(job[0]), *job[1:]) for job in jobs], requests)
+            requests.flush()
+        except OSError:
+            return False
+        for _ in jobs:
+            place = replies.read(PLACE.size)
+            if len(place) < PLACE.size:
+                return False
+            events[jobs[PLACE.unpack(place)[0]]].set()
+        return True
 
 
 def _name_of(kernel) -> tuple[str, str] | None:

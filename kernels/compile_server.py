@@ -24,7 +24,11 @@ from typing import Any
 from mxjax.kernels.compile_client import PLACE, Job
 
 IDLE_SECONDS = 300
-MOST_PROCESSES = 32
+MOST_PROCESSES = min(32, 2 * (os.cpu_count() or 1))
+
+
+KERNELS = "attention.launches", "matmul.fp8_matmul", "quantize.draws", "quantize.launches"
+"""Modules that import all kernels of a training step."""
 
 
 def serve(compile_kernel: Callable[..., Any]) -> None:
@@ -41,7 +45,7 @@ def serve(compile_kernel: Callable[..., Any]) -> None:
         for place, job in enumerate(jobs):
             if len(running) == MOST_PROCESSES:
                 _reply(replies, running)
-            running[_fork(compile_kernel, job)] = place
+            running[_fork(compile_kernel, job, replies)] = place
         while running:
             _reply(replies, running)
 
@@ -52,11 +56,12 @@ def _reply(replies: int, running: dict[int, int]) -> None:
     os.write(replies, PLACE.pack(running.pop(process)))
 
 
-def _fork(compile_kernel: Callable[..., Any], job: Job) -> int:
+def _fork(compile_kernel: Callable[..., Any], job: Job, replies: int) -> int:
     """Returns the id of a new process that compiles a kernel."""
     process = os.fork()
     if process:
         return process
+    os.close(replies)  # so that they end with the server
     with contextlib.suppress(BaseException):
         (module, name), *rest = job
         compile_kernel(getattr(importlib.import_module(module), name), *rest)
@@ -65,12 +70,10 @@ def _fork(compile_kernel: Callable[..., Any], job: Job) -> int:
 
 def main() -> None:
     """Imports all that kernels need, and serves."""
-    from mxjax.kernels.attention import launches as attention
     from mxjax.kernels.lowering import compile_kernel
-    from mxjax.kernels.matmul import fp8_matmul
-    from mxjax.kernels.quantize import draws, launches
 
-    del attention, draws, fp8_matmul, launches
+    for module in KERNELS:
+        importlib.import_module(f"mxjax.kernels.{module}")
     serve(compile_kernel)
 
 

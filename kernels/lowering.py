@@ -50,7 +50,7 @@ TYPES = {
 """Triton's names of dtypes."""
 
 MOST_THREADS = 16
-"""Kernels that are compiled at a time."""
+"""Kernels that are compiled at a time without a server."""
 
 LARGEST_DIVISOR = 128
 """The largest divisor that is told of sizes: enough for the widest loads and stores of rows."""

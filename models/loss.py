@@ -136,7 +136,7 @@ def _mean_loss_fwd(head: Head, x_BSD, w_DV, targets_BS, key):
 
 def _over_pieces(head: Head, weight: float, x_BSD, w_DV, targets_BS, key, zero):
     """Returns the weighted sum of the losses and its gradients; `zero` is the initial dw."""
-    stored = w_DV.astype(jnp.bfloat16) if head.is_bfloat16 else w_DV  # once, not for each piece
+    rounded = w_DV.astype(jnp.bfloat16) if head.is_bfloat16 else w_DV  # once, not for each piece
 
     def next_piece(dw_DV, piece):
         index, x, targets, is_token = piece
@@ -144,7 +144,7 @@ def _over_pieces(head: Head, weight: float, x_BSD, w_DV, targets_BS, key, zero):
         def weighted(x, w_DV):
             return jnp.sum(weight * is_token * head.losses(x, w_DV, targets, _fold(key, index)))
 
-        loss, gradients = jax.value_and_grad(weighted, argnums=(0, 1))(x, stored.astype(w_DV.dtype))
+        loss, gradients = jax.value_and_grad(weighted, argnums=(0, 1))(x, rounded.astype(w_DV.dtype))
         return dw_DV + gradients[1], (loss, gradients[0])
 
     dw_DV, (losses, dx) = jax.lax.scan(next_piece, zero, _pieces(x_BSD, targets_BS))

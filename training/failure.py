@@ -30,6 +30,7 @@ _TO_END = 20.0  # seconds in which a process that has failed must end, or be end
 _TO_JOIN = 50  # seconds in which the others must join a process that cannot start
 _CONSEQUENCE = re.compile("connection|socket|peer|remote|network|unavailable|timed out|deadline", re.I)
 """Words of errors that another process may have caused by its end."""
+_STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ")
 
 
 @contextlib.contextmanager
@@ -174,7 +175,7 @@ class _Watch:
 
 def _is_from_jax(error: BaseException) -> bool:
     """Whether JAX's runtime raised it; a broken collective on the CPU is a ValueError with a status' name."""
-    is_status = isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error)) is not None
+    is_status = isinstance(error, ValueError) and _STATUS.match(str(error)) is not None
     return is_status or isinstance(error, jax.errors.JaxRuntimeError)
 
 

@@ -9,7 +9,6 @@ FILE.runs, which must not exist. The exit status is 1 if a check fails.
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from benchmarks.native.work import device_variables
 from benchmarks.study.runner import current_commit
 from training.environment import input_errors
 from training.files import write_atomically
+from training.startup import unwinding_signals
 
 FACTS = "import json; from training.environment import facts; print(json.dumps(facts()))"
 
@@ -71,7 +71,7 @@ def main(
     flags = ["--data", str(pathlib.Path(data).absolute())]
     flags += ["--eval-data", str(pathlib.Path(eval_data).absolute())]
     left = seconds - (time.monotonic() - began)
-    records = Lanes(chosen, folder, flags, _devices(results["devices"]), cpu, left, keep).run()
+    records = Lanes(chosen, folder, flags, _devices(results["devices"], cpu), cpu, left, keep).run()
     print(table(results))
     return int(any(record["outcome"] == "fail" for record in records.values()))
 
@@ -84,12 +84,12 @@ def _facts(cpu: bool) -> dict[str, Any]:
     return json.loads(found.stdout.splitlines()[-1])
 
 
-def _devices(count: int) -> list[str]:
+def _devices(count: int, cpu: bool) -> list[str]:
     """Returns the names of the devices: those of CUDA_VISIBLE_DEVICES, or their numbers."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = None if cpu else os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(i) for i in range(count)]
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    sys.exit(tyro.cli(main, description=__doc__))
+    with unwinding_signals():
+        sys.exit(tyro.cli(main, description=__doc__))

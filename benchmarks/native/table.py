@@ -6,6 +6,7 @@ writes it into a page, between the markers of `checks`.
 """
 
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Mapping
@@ -49,7 +50,7 @@ def _in_words(name: str, value: float) -> str:
 
 def _number(value: float) -> str:
     """Returns an integer in full, and other numbers with up to four digits."""
-    return f"{int(value):,}" if value == int(value) else f"{value:.4g}"
+    return f"{int(value):,}" if math.isfinite(value) and value == int(value) else f"{value:.4g}"
 
 
 def page(results: pathlib.Path, document: pathlib.Path) -> str:

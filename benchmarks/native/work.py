@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import signal
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import IO
@@ -52,6 +53,7 @@ class Work:
       log: the file of its programs' lines.
       programs: those that it has started.
       ended: they were ended, and no more are started.
+      starting: held while `programs` and `ended` change.
     """
 
     folder: pathlib.Path
@@ -62,6 +64,7 @@ class Work:
     log: IO[str]
     programs: list[Program] = dataclasses.field(default_factory=list)
     ended: bool = False
+    starting: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
     def sizes(self) -> Sizes:
@@ -75,12 +78,13 @@ class Work:
 
     def start(self, *arguments: object, name: str = "", **environment: object) -> Program:
         """Starts a Python program on the check's GPUs; raises CheckFailed once programs were ended."""
-        if self.ended:
-            raise CheckFailed("not finished: the checks were ended")
         variables = device_variables(self.gpus, self.cpu) | {k: str(v) for k, v in environment.items()}
         name = name or pathlib.Path(str(arguments[0])).stem
-        program = Program(name, arguments, variables, self.log, self.end)
-        self.programs.append(program)
+        with self.starting:
+            if self.ended:
+                raise CheckFailed("not finished: the checks were ended")
+            program = Program(name, arguments, variables, self.log, self.end)
+            self.programs.append(program)
         return program
 
     def train(self, run: str, *flags: object) -> Program:
@@ -124,7 +128,8 @@ class Work:
 
     def end_programs(self) -> None:
         """Ends the programs that still run; no more are started."""
-        self.ended = True
+        with self.starting:
+            self.ended = True
         for program in self.programs:
             program.kill()
 

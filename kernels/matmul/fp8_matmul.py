@@ -65,7 +65,7 @@ def _part(lhs, lhs_scales, rhs, rhs_scales, *, dtype, carriers, target, summed_o
 
     Where k is sharded the factors are ones, because each shard has its own and applies them before the sum.
     """
-    # Of training's operands only Dgrad's gradient, which is lhs in E5M2, was seen to lose elements.
+    # Of training's operands Dgrad's gradient, which is lhs in E5M2, loses rows; Wgrad's was once seen to.
     left = carry_operand(lhs, lhs_scales, carriers[0], target, grouped=carriers[0] == "e5m2")
     right = carry_operand(rhs, rhs_scales, carriers[1], target)
     y = _contract(left.elements, right.elements, jnp.dtype(jnp.float32) if summed_over else dtype)

@@ -94,14 +94,14 @@ def test_the_table_has_a_row_for_each_check():
         "far": {
             "outcome": "fail",
             "seconds": 2.0,
-            "figures": {"loss": 0.25, "eval_loss": 5e-08, "ratio": None},
+            "figures": {"loss": 0.25, "eval_loss": 5e-08, "ratio": None, "norm": float("nan")},
             "reason": "outside of its bounds: loss",
         },
         "wide": {"outcome": "skip", "seconds": 0.0, "figures": {}, "reason": "needs 2 devices"},
     }
     assert table({"checks": checks}).splitlines()[2:] == [
         "| `good` | pass | 10 | elements 34,659,076, peak 1.25 GiB |",
-        "| `far` | fail | 2 | **loss 0.25**, eval loss 5e-08 |",
+        "| `far` | fail | 2 | **loss 0.25**, eval loss 5e-08, norm nan |",
         "| `wide` | skip | 0 | needs 2 devices |",
     ]
 

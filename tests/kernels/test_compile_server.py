@@ -2,10 +2,16 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 from support.programs import run_compiled
 
+from mxjax.kernels import compile_client
+from mxjax.kernels.compile_client import CompileServer
+from mxjax.kernels.matmul.carry import carry_kernel
 from training import startup
 
 LOWER = """
@@ -65,6 +71,36 @@ def test_the_server_compiles_the_same_kernels(tmp_path):
     half = lower("second")
     assert half["here"] == ["carry_kernel"]
     assert half["programs"] == alone["programs"]
+
+
+SLEEPS = """
+import time
+from mxjax.kernels.compile_server import serve
+
+serve(lambda *job: time.sleep(3))
+"""
+
+
+@pytest.mark.slow
+def test_a_caller_waits_neither_for_a_dead_server_nor_for_ever(monkeypatch):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", SLEEPS], **pipes)
+    server, jobs = CompileServer(process), [(carry_kernel, i) for i in range(3)]
+    monkeypatch.setattr(compile_client, "PATIENCE", 0.01)
+    server.begin(jobs[:1])
+    server.wait(jobs[0])
+    assert not server._done[jobs[0]].is_set()
+    monkeypatch.setattr(compile_client, "PATIENCE", 60.0)
+    server.wait(jobs[0])
+    server.begin(jobs[1:2])
+    process.kill()
+    server.wait(jobs[1])
+    assert process.wait() == -signal.SIGKILL
+    server.begin(jobs[2:])
+    server.wait(jobs[2])
+    assert process.stdin.closed
+    assert all(done.is_set() for done in server._done.values())
+    process.stdout.close()
 
 
 @pytest.mark.parametrize(
