@@ -21,7 +21,7 @@ from mxjax.policy import Gemm
 
 
 class Drawn(NamedTuple):
-    """What one GEMM draws: for its operands, and the signs of its rotation if they are redrawn."""
+    """Random words of a GEMM's two operands, and the signs of its rotation if they are redrawn."""
 
     lhs: KeyWords | None = None
     rhs: KeyWords | None = None
@@ -29,7 +29,7 @@ class Drawn(NamedTuple):
 
 
 def draw_each(gemms: Sequence[Gemm], keys: jax.Array | None) -> list[Drawn]:
-    """Returns what each GEMM draws from its own key in `keys`; nothing without keys."""
+    """Draws the random words and signs of each GEMM from its own key in `keys`; none without keys."""
     if keys is None or not any(gemm.needs_key for gemm in gemms):
         return [Drawn()] * len(gemms)
     keys = fold_each(keys, 0, 3)

@@ -61,7 +61,7 @@ def _multiply(a: int, b: Word) -> tuple[Word, Word]:
 
 
 class KeyWords(NamedTuple):
-    """What `random_uint16` reads of a key, drawn for many keys at once: each hash costs XLA 150 operations.
+    """Words of a key for `random_uint16`, drawn for many keys at once: each hash costs XLA 150 operations.
 
     Attributes:
       words: two words of the key, then two of each of its folds with 1, 2, ….
