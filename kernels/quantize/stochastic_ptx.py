@@ -1,12 +1,15 @@
 """Stochastic rounding to E2M1 on NVIDIA GPUs: Philox and eight elements in one piece of PTX.
 
 The bits are those of `mxjax.kernels.quantize.elements.round_element`. There a magnitude of s steps, each the
-distance between E2M1's neighbours, is rounded up where its fraction is above (random + 1/2) / 2**16. Here s
-is rounded to D / 2**16, a tie downward, and the result is the integer part of (D + 2**16 - 1 - random) /
-2**16. The sum of 192 and s - 2**-17, rounded up, has D in the last bits of a float32 with known other bits.
+distance between E2M1's neighbours, is rounded up where its fraction is above (random + 1/2) / 2**16.
 
-Conversions and roundings to integers have a quarter of the throughput of sums on Hopper; here are none. One
-operation also spares Triton's pass over memory accesses, whose time grows with the square of their number.
+Times 2**-126, E2M1's subnormals become float32's: from bit 22 on, the magnitude's bits are then its code, and
+the 22 bits below, 64 f, the fraction in units of 2**-16. It is rounded up where f > random + 1/2, which is
+where 64 f, rounded up to an integer, plus 31 and 64 (65535 - random) reaches 2**22. So one sum gives the code.
+
+Hopper has half as many lanes for integers as for float32. These are few operations on integers, as many of
+them as possible on pairs. One operation also spares Triton's pass over memory accesses, whose time grows
+with the square of their number.
 """
 
 import triton
@@ -25,45 +28,35 @@ mov.b32 c3, low0;
 add.u32 k0, k0, 0x9E3779B9;
 add.u32 k1, k1, 0xBB67AE85;
 """
-# Two magnitudes of at most 6 in steps of E2M1. The halves of `binades` have binades where bfloat16 has its
-# exponent; from 0x7F80 they leave the exponent of the factor that makes steps.
+# Two elements, as the bits that are code and sign at 6 to 9 of each half of m{i}; below them is noise.
 _PAIR = """mul.rn.f32 a0, {first}, {factor};
 mul.rn.f32 a1, {second}, {factor};
 abs.f32 a0, a0;
 abs.f32 a1, a1;
-min.f32 a0, a0, 0f40C00000;
-min.f32 a1, a1, 0f40C00000;
+mul.rp.f32 a0, a0, 0f00800000;
+mul.rp.f32 a1, a1, 0f00800000;
+prmt.b32 r0, {random0}, 0x7C00, {half};
+prmt.b32 r1, {random1}, 0x7C00, {half};
+shr.u32 r0, r0, 10;
+shr.u32 r1, r1, 10;
 mov.b32 b0, a0;
 mov.b32 b1, a1;
-prmt.b32 binades, b0, b1, 0x7632;
-and.b32 binades, binades, 0x7F807F80;
-max.u16x2 binades, binades, least;
-sub.u32 b1, 0x7F807F80, binades;
-shl.b32 b0, b1, 16;
-and.b32 b1, b1, 0xFFFF0000;
-mov.b32 s0, b0;
-mov.b32 s1, b1;
-fma.rn.f32 s0, a0, s0, 0fB7000000;
-fma.rn.f32 s1, a1, s1, 0fB7000000;
-add.rp.f32 s0, s0, 0f43400000;
-add.rp.f32 s1, s1, 0f43400000;
-{draw} b0, {random0}, {half};
-{draw} b1, {random1}, {half};
-mov.b32 d0, s0;
-mov.b32 d1, s1;
-sub.u32 d0, d0, b0;
-sub.u32 d1, d1, b1;
-add.u32 d0, d0, 0xFFFF;
-add.u32 d1, d1, 0xFFFF;
-prmt.b32 code, d0, d1, 0x7632;
-shr.u32 binades, binades, 6;
-add.u32 code, code, binades;
-add.u32 code, code, 0x00020002;
-and.b32 code, code, 0x00070007;
-prmt.b32 sign, {first}, {second}, 0x7632;
-shr.u32 sign, sign, 12;
-lop3.b32 n{i}, sign, 0x00080008, code, 0xEA;
+add.u32 b0, b0, r0;
+add.u32 b1, b1, r1;
+prmt.b32 code, b0, b1, 0x7632;
+min.u16x2 code, code, most;
+prmt.b32 sign, {first}, {second}, 0xFFBB;
+lop3.b32 m{i}, sign, code, 0x02000200, 0xE4;
 """
+
+_JOIN = """shl.b32 m1, m1, 4;
+shl.b32 m3, m3, 4;
+lop3.b32 m0, m0, m1, 0x03C003C0, 0xE4;
+lop3.b32 m2, m2, m3, 0x03C003C0, 0xE4;
+shr.u32 m0, m0, 6;
+shl.b32 m2, m2, 2;
+lop3.b32 $0, m0, m2, 0x00FF00FF, 0xE4;
+}"""
 
 
 def _philox(counter: str, row: str, key0: str, key1: str) -> str:
@@ -78,18 +71,15 @@ def _philox(counter: str, row: str, key0: str, key1: str) -> str:
 def _encode_text() -> str:
     """Returns PTX for 8 float32, $1 to $8, times $9; $10 to $13 are Philox's counter, row and key."""
     text = f"""{{
-.reg .b32 b0, b1, d0, d1, binades, least, code, sign, n0, n1, n2, n3;
-.reg .f32 a0, a1, s0, s1;
-{_philox("$10", "$11", "$12", "$13")}mov.b32 least, 0x3F803F80;
+.reg .b32 b0, b1, r0, r1, most, code, sign, m0, m1, m2, m3;
+.reg .f32 a0, a1;
+{_philox("$10", "$11", "$12", "$13")}mov.b32 most, 0x01FF01FF;
 """
-    halves = (("and.b32", "0xFFFF"), ("shr.u32", "16"))
+    text += "".join(f"not.b32 c{i}, c{i};\n" for i in range(4))
     for i in range(4):
-        draw, half = halves[i % 2]
-        names = {"random0": f"c{i // 2}", "random1": f"c{i // 2 + 2}", "draw": draw, "half": half}
+        names = {"random0": f"c{i // 2}", "random1": f"c{i // 2 + 2}", "half": ("0x1054", "0x3254")[i % 2]}
         text += _PAIR.format(i=i, first=f"${i + 1}", second=f"${i + 5}", factor="$9", **names)
-    for i in (2, 1, 0):
-        text += f"shl.b32 n3, n3, 4;\nor.b32 n3, n3, n{i};\n"
-    return text + "mov.b32 $0, n3;\n}"
+    return text + _JOIN
 
 
 _ENCODE = tl.constexpr(_encode_text())

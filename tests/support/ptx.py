@@ -60,8 +60,19 @@ def _add_up(a, b):
     total = a + b
     rest = (a - (total - (total - a))) + (b - (total - a))
     rounded = total.astype(np.float32)
-    short = (rounded < total) | ((rounded == total) & (rest > 0))
-    return np.where(short, np.nextafter(rounded, np.float32(np.inf)), rounded).astype(np.float32).view(U32)
+    return _next_above(rounded, (rounded < total) | ((rounded == total) & (rest > 0)))
+
+
+def _multiply_up(a, b):
+    """Returns a * b in float32, rounded up; the product in float64 is exact."""
+    product = _float(a) * _float(b)
+    rounded = product.astype(np.float32)
+    return _next_above(rounded, rounded < product)
+
+
+def _next_above(x, where):
+    """Returns the words of x [float32], of the next larger number where `where`."""
+    return np.where(where, np.nextafter(x, np.float32(np.inf)), x).astype(np.float32).view(U32)
 
 
 def _fma_bf16(a, b, c):
@@ -103,6 +114,7 @@ OPCODES = {
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
     "xor.b32": np.bitwise_xor,
+    "not.b32": np.invert,
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,
     "add.u32": np.add,
@@ -110,6 +122,7 @@ OPCODES = {
     "max.u32": np.maximum,
     "mul.wide.u32": lambda a, b: np.asarray(a, np.uint64) * np.asarray(b, np.uint64),
     "max.u16x2": _halves(np.uint16, np.maximum),
+    "min.u16x2": _halves(np.uint16, np.minimum),
     "add.s16x2": _halves(np.int16, np.add),
     "max.s16x2": _halves(np.int16, np.maximum),
     "abs.f16x2": lambda a: a & U32(0x7FFF7FFF),
@@ -120,6 +133,7 @@ OPCODES = {
     "fma.rn.f32": _f32(lambda a, b, c: a * b + c),
     "sub.rn.f32": _f32(np.subtract),
     "mul.rn.f32": _f32(np.multiply),
+    "mul.rp.f32": _multiply_up,
     "min.f32": _f32(np.fmin),
     "abs.f32": lambda a: a & U32(0x7FFFFFFF),
     "add.rp.f32": _add_up,
