@@ -65,9 +65,11 @@ def rematerialize(function: Callable, mode: Remat, *, in_loop: bool) -> Callable
 def keep_products[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """Returns the function, keeping only tagged values and its arguments for the backward pass.
 
-    Elementwise results are recomputed where they are read.
+    Elementwise results are recomputed where they are read. XLA fuses that without a barrier against common
+    subexpressions, which would keep the incoming gradient from being fused too.
     """
-    return jax.checkpoint(function, policy=_policy(frozenset().union(*_KEPT.values())))
+    kept = _policy(frozenset().union(*_KEPT.values()))
+    return jax.checkpoint(function, policy=kept, prevent_cse=False)
 
 
 def check_remat(mode: Remat, policies: Iterable[Policy], implementation: Implementation | None) -> None:

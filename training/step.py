@@ -112,18 +112,31 @@ def make_train_step(
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite
         more |= {} if slots is None else {"observed": observed, "step": state.step + 1}
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, learning_rate=learning_rate, **more
-        )
-        updated = (optax.apply_updates(state.params, updates), opt_state)
-        finite &= all_finite(updated)
-        params, largest_params = _largest_unless(finite, state.params)
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, (params, state.opt_state))
+
+        def update(params, opt_state):
+            updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate, **more)
+            return optax.apply_updates(params, updates), opt_state
+
+        kept, finite, largest_params = _update_if_finite(update, state, finite)
         largest = jnp.stack([jnp.where(finite, 0, largest_values(grads)), largest_params])
         metrics = StepMetrics(value, grad_norm, finite, state.skipped, largest)
         return _next_state(state, kept, finite, skip_nonfinite), metrics
 
     return step
+
+
+def _update_if_finite(update: Callable[..., tuple[Any, Any]], state: TrainState, finite: Bool[Array, ""]):
+    """Returns the updated parameters and optimizer's state, unless that or `finite` is not finite.
+
+    Returns (the updated ones or else those before, whether all is finite, the largest values of the
+    parameters or else zeros).
+    """
+    finite &= all_finite(update(state.params, state.opt_state))
+    params, largest_params = _largest_unless(finite, state.params)
+    # The barrier has the update computed again: less memory traffic than to keep it until all is checked.
+    old = jax.lax.optimization_barrier((params, state.opt_state))
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(*old), old)
+    return kept, finite, largest_params
 
 
 def _next_state(
