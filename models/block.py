@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 import mxjax
 from models.attention import causal_attention
+from models.backward_order import after_gradients
 from models.configs import LlamaConfig
 from models.rope import apply_rope
 from models.sharding import constrain, weight_layout
@@ -88,6 +89,7 @@ class Attention(nnx.Module):
     def __call__(self, x, rope, gemms: "BlockGemms") -> Float[Array, "B S D"]:
         c = self.config
         groups, rest = c.n_kv_heads, c.n_heads // c.n_kv_heads
+        x, out_weight = after_gradients(x, self.out[...])
         y = gemms.dot("attention.qkv", x, self.qkv[...])
         y = y.reshape(*x.shape[:2], groups, rest + 2, c.head_dim)
         # The gradient of a split is one concatenation; slices would be padded with zeros and added.
@@ -96,7 +98,7 @@ class Attention(nnx.Module):
         k_BSGH, v_BSGH = apply_rope(k_BSG1H[..., 0, :], rope), v_BSG1H[..., 0, :]
         out_BSNH = gemms.attend(q_BSNH, k_BSGH, v_BSGH)
         out = out_BSNH.reshape(*x.shape[:2], c.n_heads * c.head_dim).astype(x.dtype)
-        return gemms.dot("attention.out", out, self.out[...])
+        return gemms.dot("attention.out", out, out_weight)
 
 
 class Mlp(nnx.Module):
@@ -107,8 +109,9 @@ class Mlp(nnx.Module):
         self.down = random_matrix(rngs, config.d_ff, config.d_model, _residual_std(config))
 
     def __call__(self, x: Float[Array, "B S D"], gemms: "BlockGemms") -> Float[Array, "B S D"]:
+        x, down = after_gradients(x, self.down[...])
         gated = keep_products(lambda x, w: _swiglu(gemms.dot("mlp.gate_up", x, w)))
-        return gemms.dot("mlp.down", gated(x, self.gate_up[...]), self.down[...])
+        return gemms.dot("mlp.down", gated(x, self.gate_up[...]), down)
 
 
 class Block(nnx.Module):

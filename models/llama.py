@@ -21,6 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import block, loss
+from models.backward_order import run_blocks
 from models.block import (
     BLOCK_LAYERS,
     LINEAR_LAYERS,
@@ -34,7 +35,7 @@ from models.block import (
 from models.configs import LlamaConfig
 from models.loss import Head, token_losses
 from models.rope import rope_angles
-from models.sharding import constrain, weight_layout
+from models.sharding import batch_parts, constrain, weight_layout
 from mxjax.devices import on_gpu
 from mxjax.implementations import Implementation, quantizes_by_xla
 from mxjax.layer_stats import ChannelNorms, Measures, Tensors
@@ -82,7 +83,7 @@ class Llama(nnx.Module):
     ) -> Float32[Array, "B S V"]:
         """Returns the logits of each next token; arguments as in `hidden`."""
         common: Any = {"policies": policies, "key": key, "implementation": implementation}
-        return self.logits(self.hidden(tokens_BS, **common, **options), **common)
+        return self.logits(self.hidden(tokens_BS, **common, **options)[0], **common)
 
     def hidden(
         self,
@@ -96,8 +97,8 @@ class Llama(nnx.Module):
         slots: Mapping[str, Measures | Tensors | ChannelNorms] | None = None,
         channels: Mapping[str, Channels] | None = None,
         unroll: int | None = None,
-    ) -> Float[Array, "B S D"]:
-        """Returns the input of the head: the output of the last block, normalized.
+    ) -> tuple[Float[Array, "B S D"], Float32[Array, "D V"]]:
+        """Returns the input of the head, the last block's output, normalized, and the head's matrix.
 
         Args:
           tokens_BS: token ids.
@@ -115,7 +116,7 @@ class Llama(nnx.Module):
             elsewhere, and where XLA's operations quantize: to fuse those of all blocks takes XLA minutes.
         """
         rope = rope_angles(tokens_BS.shape[1], self.config)
-        x_BSD = _embed(self.embedding[...], tokens_BS, dtype)
+        x_BSD, head = _embed(self.embedding[...], tokens_BS, dtype), self.head_matrix()
         graph, blocks = nnx.split(self.blocks)
         for start, stop, block_policies in runs(policies, self.config.n_layers):
             run = functools.partial(_run_block, graph, block_policies, implementation, rope)
@@ -125,9 +126,13 @@ class Llama(nnx.Module):
             keys = block_keys(key, start, stop)
             whole = stop - start == self.config.n_layers
             stacked = blocks, slots, channels
-            here = stacked if whole else _slice(stacked, start, stop)
-            x_BSD, _ = jax.lax.scan(run, x_BSD, (keys, *here), length=stop - start, unroll=turn)
-        return self.norm(x_BSD)
+            weights, *others = stacked if whole else _slice(stacked, start, stop)
+            rest = keys, *others
+            if turn == stop - start and batch_parts() > 1:
+                x_BSD, head = run_blocks(run, x_BSD, weights, rest, turn, head)
+            else:
+                x_BSD, _ = jax.lax.scan(run, x_BSD, (weights, rest), length=stop - start, unroll=turn)
+        return self.norm(x_BSD), head
 
     def logits(
         self,
@@ -196,9 +201,9 @@ def _head(config: LlamaConfig, policies: LayerPolicies, implementation: Implemen
 
 def _head_and_input(config, params, batch, *, policies, key=None, implementation=None, **options):
     model = nnx.merge(graph(config), params)
-    x_BSD = model.hidden(batch[:, :-1], policies=policies, key=key, implementation=implementation, **options)
-    head = _head(config, policies, implementation)
-    return head, x_BSD, model.head_matrix(), batch[:, 1:], model.head_key(key)
+    common: Any = {"policies": policies, "key": key, "implementation": implementation}
+    x_BSD, matrix = model.hidden(batch[:, :-1], **common, **options)
+    return _head(config, policies, implementation), x_BSD, matrix, batch[:, 1:], model.head_key(key)
 
 
 @functools.cache
@@ -220,7 +225,7 @@ def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtyp
 
 def _run_block(graph, policies, implementation, rope, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
-    keys, weights, slots, channels = layer
+    weights, (keys, slots, channels) = layer
     gemms = BlockGemms(policies, keys, implementation, slots, channels)
     return nnx.merge(graph, weights)(x_BSD, rope, gemms), None
 
