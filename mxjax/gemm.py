@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from mxjax.devices import current_target
+from mxjax.devices import current_target, on_gpu
 from mxjax.formats import get_format
 from mxjax.fp8_carriers import Carrier, carry
 from mxjax.implementations import How
@@ -16,7 +16,13 @@ from mxjax.prepare import Prepared
 from mxjax.product import Product, contract, contract_float32, contract_fp8
 from mxjax.quantize import MXArray, block_values, dequantize
 from mxjax.scales import power_of_two
-from mxjax.weight_layout import Layout, packed_to_multiply, to_multiply, varying_as
+from mxjax.weight_layout import (
+    Layout,
+    packed_to_multiply,
+    sums_on_each_device,
+    to_multiply,
+    varying_as,
+)
 
 
 def multiply(
@@ -40,13 +46,17 @@ def multiply(
         case KMajor(), KMajor():
             if how == "scaled_dot" and current_target() is None:  # before gathering: shard by shard
                 lhs, rhs = _with_normal_scales(lhs), _with_normal_scales(rhs)
-            raw, factors = _multiply_kmajor(how, dtype, precision, lhs, _gathered(rhs, layout), carriers)
+            if lhs.scales is None:  # bfloat16 values
+                right, result = _gathered(rhs, layout), _result_dtype(lhs, rhs, dtype, layout)
+                raw, factors = contract(lhs.elements, -1, right.elements, -1, precision, result), None
+            else:
+                raw, factors = _multiply_kmajor(how, dtype, precision, lhs, _gathered(rhs, layout), carriers)
         case MXArray(), MXArray() if how == "reference":
             return Product(_multiply_reference(lhs, rhs, layout).astype(dtype))
         case MXArray(), MXArray() if how == "fp8_tensor":
             raw, factors = _multiply_fp8_tensors(lhs, rhs, layout), None
         case MXArray(), MXArray():
-            raw, factors = _multiply_xla(lhs, rhs, precision, layout), None
+            raw, factors = _multiply_xla(lhs, rhs, dtype, precision, layout), None
         case _:
             raise TypeError(f"multiply needs two KMajor or two MXArray, got {type(lhs)} and {type(rhs)}")
     for factor in (_factor(lhs, -1), _factor(rhs, -2)):
@@ -73,8 +83,6 @@ def _gathered(q: KMajor, layout: Layout | None) -> KMajor:
 
 
 def _multiply_kmajor(how: How, dtype, precision, lhs: KMajor, rhs: KMajor, carriers) -> Product:
-    if lhs.scales is None:  # bfloat16 values
-        return Product(contract(lhs.elements, -1, rhs.elements, -1, precision))
     if 0 in (*lhs.elements.shape, *rhs.elements.shape):
         return Product(contract(decode(lhs), -1, decode(rhs), -1, precision))
     exact = lhs.factor is None and rhs.factor is None and dtype in (jnp.bfloat16, jnp.float32)
@@ -91,14 +99,25 @@ def _multiply_reference(lhs: MXArray, rhs: MXArray, layout: Layout | None) -> ja
     return contract(dequantize(lhs), lhs.axis, right, rhs.axis, lax.Precision.HIGHEST)
 
 
-def _multiply_xla(lhs: MXArray, rhs: MXArray, precision, layout: Layout | None) -> jax.Array:
+def _multiply_xla(lhs: MXArray, rhs: MXArray, dtype, precision, layout: Layout | None) -> jax.Array:
     """Multiplies the operands without their factors."""
     left, right, exact = xla_operands(lhs, rhs, precision)
     right = to_multiply(right, layout)
     # The format `fp32` is what the others are compared with: it stays plain float32.
     if left.dtype == jnp.float32 and precision is None and "fp32" not in (lhs.format, rhs.format):
         return contract_float32(left, lhs.axis, right, rhs.axis)
-    return contract(left, lhs.axis, right, rhs.axis, exact)
+    result = _result_dtype(lhs, rhs, dtype, layout) if left.dtype == jnp.bfloat16 else jnp.float32
+    return contract(left, lhs.axis, right, rhs.axis, exact, result)
+
+
+def _result_dtype(lhs: Prepared, rhs: Prepared, dtype: DTypeLike, layout: Layout | None) -> DTypeLike:
+    """Returns the dtype of a product of bfloat16 operands that will be read in `dtype`.
+
+    It is bfloat16 on GPUs, if no factors and no sums over devices remain: the sums of one GEMM are in float32
+    all the same, and rounded once. XLA would often convert a float32 result in a pass of its own.
+    """
+    done = lhs.factor is None and rhs.factor is None and sums_on_each_device(layout)
+    return jnp.bfloat16 if done and on_gpu() and dtype == jnp.bfloat16 else jnp.float32
 
 
 def xla_operands(

@@ -45,6 +45,18 @@ class Layout(NamedTuple):
         return Layout(*(PartitionSpec(None, *spec) for spec in self))
 
 
+def sums_on_each_device(layout: Layout | None) -> bool:
+    """Returns whether each device computes whole sums of a product: no mesh axis shards the contraction.
+
+    Without a layout that is known only where there is one device.
+    """
+    if layout is None:
+        return jax.device_count() == 1
+    sizes = jax.sharding.get_abstract_mesh().shape
+    named = (n for axis in layout.multiplied if axis for n in ([axis] if isinstance(axis, str) else axis))
+    return all(sizes[name] == 1 for name in named)
+
+
 def to_multiply(x: Shaped[Array, "*shape"], layout: Layout | None) -> Shaped[Array, "*shape"]:
     """Returns x, a weight's quantized operand or its scales, sharded as the GEMM reads it."""
     if layout is None:
