@@ -114,7 +114,9 @@ def make_train_step(
         more |= {} if slots is None else {"observed": observed, "step": state.step + 1}
 
         def update(params, opt_state):
-            updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate, **more)
+            updates, opt_state = optimizer.update(
+                grads, opt_state, params, learning_rate=learning_rate, **more
+            )
             return optax.apply_updates(params, updates), opt_state
 
         kept, finite, largest_params = _update_if_finite(update, state, finite)

@@ -53,14 +53,15 @@ class Launch(NamedTuple):
 def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
     """Returns the inputs of each launch: both in one, but on CUDA one by one in two cases.
 
-    A kernel with random bits for both sides takes twice as long to compile as the two, and longer to run: on
-    an H200 599 us instead of 508 with the inputs of `amazon` (8192 x 14336, bfloat16). One that rotates
-    columns by H128 has too few registers for rows as well.
+    A kernel that rotates both sides and draws random bits for both takes longer to run than two, on an H200
+    531 us instead of 449 with the inputs of `amazon` (8192 x 14336, bfloat16); without rotations it takes 216
+    instead of 245. One that rotates columns by H128 has too few registers for rows as well.
     """
     rows, columns = pair
     if target is None or target.backend != "cuda" or rows is None or columns is None:
         return [pair]
-    if columns.rotation_size > 64 or (_is_stochastic(rows) and _is_stochastic(columns)):
+    rotates_both = rows.rotation is not None and columns.rotation is not None
+    if columns.rotation_size > 64 or (rotates_both and _is_stochastic(rows) and _is_stochastic(columns)):
         return [(rows, None), (None, columns)]
     return [pair]
 
@@ -222,7 +223,7 @@ def _tile(target: Target | None, pair: Pair, r: int, row_bytes: int) -> Tile:
             return Tile(128, 32, 2 if row_bytes % 16 else 1, 8)
         return Tile(64 if row_bytes % 16 else 128, 64, 2, 8)
     rows, columns = pair
-    if rows and columns is None and _is_stochastic(rows):
+    if rows and columns is None and _is_stochastic(rows) and rows.rotation:
         return Tile(128, 64, 4, 32)
     if rows and columns is None and not rows.operand.is_square and r <= 16 * MOST_PROGRAMS:
         # Wide tiles write at least 16 scale bytes of a row at a time.

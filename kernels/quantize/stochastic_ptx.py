@@ -5,7 +5,7 @@ distance between E2M1's neighbours, is rounded up where its fraction is above (r
 
 Times 2**-126, E2M1's subnormals become float32's: from bit 22 on, the magnitude's bits are then its code, and
 the 22 bits below, 64 f, the fraction in units of 2**-16. It is rounded up where f > random + 1/2, which is
-where 64 f, rounded up to an integer, plus 31 and 64 (65535 - random) reaches 2**22. So one sum gives the code.
+where 64 f, rounded up to an integer, plus 31 and 64 (65535 - random) reaches 2**22. So a sum gives the code.
 
 Hopper has half as many lanes for integers as for float32. These are few operations on integers, as many of
 them as possible on pairs. One operation also spares Triton's pass over memory accesses, whose time grows

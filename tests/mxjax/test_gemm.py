@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 import mxjax
 from mxjax.devices import Target, use_target
@@ -20,6 +21,7 @@ from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy, Rotation
 from mxjax.prepare import pack_operands
 from mxjax.product import contract, contract_by_halves
+from mxjax.weight_layout import Layout
 
 ON_PACKED = ["fp8_carriers", "scaled_dot"]
 POLICIES = ["wgrad", "wgrad_hadamard", "full_hadamard", "full_rht", "wgrad_sr", "tetrajet", "lumen", "fprop"]
@@ -302,3 +304,34 @@ def test_gpus_multiply_float32_scales_by_halves(policy, monkeypatch):
     jax.clear_caches()
     for expected, got in zip(*results, strict=True):
         assert distance(got, expected) < (1e-6 if got.dtype == jnp.float32 else 1e-3)
+
+
+def test_gemms_on_gpus_round_to_bfloat16_themselves(monkeypatch):
+    """Where nothing is left to do with the sums: no other dtype, no factors, no sums over devices."""
+    monkeypatch.setattr("mxjax.gemm.on_gpu", lambda: True)
+    x, w, _ = tensors(24, 96, 40)  # a shape of its own, because traces are kept
+    expected = contract(x, -1, w.astype(jnp.bfloat16), -2, None).astype(jnp.bfloat16)
+
+    def dot(dtype, policy, layout=None, devices=1):
+        monkeypatch.setattr("jax.device_count", lambda: devices)
+        options = {"policy": policy, "key": jax.random.key(0), "implementation": "xla"}
+        trace = jax.jit(
+            functools.partial(mxjax.dot, layout=layout, preferred_element_type=dtype, **options)
+        ).trace(x, w)
+        jax.clear_caches()
+        return trace, str(trace.jaxpr).count("preferred_element_type=bfloat16")
+
+    trace, rounded = dot(jnp.bfloat16, "bf16")
+    assert rounded == 1
+    found = trace.lower().compile()(x, w)
+    np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=2**-7)
+    assert dot(jnp.bfloat16, "wgrad")[1] == 1
+    assert dot(jnp.float32, "bf16")[1] == 0
+    assert dot(jnp.bfloat16, "nvfp4")[1] == 0  # its tensors have factors
+    assert dot(jnp.bfloat16, "bf16", devices=2)[1] == 0
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    for tensor, whole in ((1, 1), (2, 0)):
+        mesh = jax.sharding.AbstractMesh((2, tensor), ("fsdp", "tensor"), axes)
+        layout = Layout(P("fsdp", "tensor"), P(None, "tensor"))
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert dot(jnp.bfloat16, "bf16", layout, 2)[1] == whole

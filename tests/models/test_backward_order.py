@@ -1,0 +1,26 @@
+"""Blocks that are unrolled on a mesh, where barriers order the backward pass."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("arguments", [("fsdp=2", "bf16"), ("data=2,fsdp=1,tensor=1", "wgrad_sr", "tied")])
+def test_gradients_are_those_of_the_loop(arguments):
+    """The order changes no gradient, and is there: the unrolled program has more barriers."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    command = [sys.executable, "tests/support/unrolled.py", *arguments]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["loss"] < 1e-6
+    assert max(found["gradients"]) < 1e-5
+    loop, unrolled = found["barriers"]
+    assert unrolled > loop

@@ -1,0 +1,50 @@
+"""Prints, for a mesh of two devices, how gradients of unrolled blocks differ from those of a loop over them.
+
+One JSON object: the loss's difference, the largest difference of each gradient relative to its largest
+element, and the number of barriers in both programs.
+"""
+
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mxjax
+from models import llama
+from models.configs import LlamaConfig
+from training import parameter_sharding
+from training.config import OptimizerConfig
+from training.mesh import global_batch, make_mesh
+from training.optimizer import make_optimizer
+
+MODEL = LlamaConfig(256, 128, 3, 4, 2, 32, 256, rope_theta=10_000.0, tied="tied" in sys.argv)
+
+
+def main(shape: str, policy: str) -> None:
+    """Compares the two on a mesh of this shape."""
+    mesh = make_mesh(shape)
+    policies = llama.layer_policies(MODEL, mxjax.get_policy(policy))
+    with jax.set_mesh(mesh):
+        optimizer = make_optimizer(OptimizerConfig())
+        state, _ = parameter_sharding.first_state(MODEL, optimizer, mesh, jax.random.key(0))
+        batch = global_batch(mesh, np.random.default_rng(0).integers(256, size=(4, 33), dtype=np.int32))
+        results, barriers = [], []
+        for unroll in (1, MODEL.n_layers):
+            options = {"policies": policies, "key": jax.random.key(1), "dtype": jnp.float32, "unroll": unroll}
+            loss = functools.partial(llama.mean_loss, MODEL, **options)
+            step = jax.jit(jax.value_and_grad(loss)).lower(state.params, batch)
+            barriers.append(step.as_text().count("optimization_barrier"))
+            results.append(jax.device_get(step.compile()(state.params, batch)))
+        (loss, gradients), (unrolled_loss, unrolled) = results
+        difference = jax.tree.map(
+            lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(a))), gradients, unrolled
+        )
+    found = {"loss": abs(float(loss - unrolled_loss)), "gradients": jax.tree.leaves(difference)}
+    print(json.dumps(found | {"barriers": barriers}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])
