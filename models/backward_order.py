@@ -32,16 +32,18 @@ def _tied(x, weights):
 _tied.defvjp(lambda x, weights: ((x, weights), None), lambda _, given: jax.lax.optimization_barrier(given))
 
 
-def run_blocks(run: Callable[..., Any], x: jax.Array, weights: Any, rest: Any, n: int, head: jax.Array):
-    """Returns x after `run(x, (weights, rest))` of each of n blocks, and the head: a loop, but unrolled.
+def run_blocks(run: Callable[..., Any], x: jax.Array, layers: Any, n: int, head: jax.Array):
+    """Returns x after `run(x, layer)` of each of n blocks, and the head: a loop, but unrolled.
 
     Args:
       run: one block; returns x and None, as the body of `jax.lax.scan` does.
-      weights: the blocks' parameters, stacked.
-      rest: what else they take, stacked.
+      layers: ((parameters, other arrays of floats), other arrays), all stacked over blocks. Parameters are
+        nested dicts.
       head: the weight that is read after these blocks.
     """
-    blocks = _unstack(weights, n)
+    floats, others = layers
+    parts = _unstack(floats, n)
+    blocks = [weights for weights, _ in parts]
     for i, block in enumerate(blocks):
         x, block["mlp"]["gate_up"] = after_gradients(x, block["mlp"]["gate_up"])
         if i + 1 < n:
@@ -49,7 +51,7 @@ def run_blocks(run: Callable[..., Any], x: jax.Array, weights: Any, rest: Any, n
             x, above["qkv"] = after_gradients(x, above["qkv"])
         if i == max(n - 2, 0):
             x, head = after_gradients(x, head)
-        x, _ = run(x, (block, jax.tree.map(lambda a, i=i: a[i], rest)))
+        x, _ = run(x, ((block, parts[i][1]), jax.tree.map(lambda a, i=i: a[i], others)))
     return x, head
 
 

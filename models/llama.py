@@ -125,13 +125,13 @@ class Llama(nnx.Module):
             run = rematerialize(run, remat, in_loop=stop - start > turn)
             keys = block_keys(key, start, stop)
             whole = stop - start == self.config.n_layers
-            stacked = blocks, slots, channels
-            weights, *others = stacked if whole else _slice(stacked, start, stop)
-            rest = keys, *others
+            stacked = (blocks, slots), channels
+            floats, here = stacked if whole else _slice(stacked, start, stop)
+            layers = floats, (keys, here)
             if turn == stop - start and batch_parts() > 1:
-                x_BSD, head = run_blocks(run, x_BSD, weights, rest, turn, head)
+                x_BSD, head = run_blocks(run, x_BSD, layers, turn, head)
             else:
-                x_BSD, _ = jax.lax.scan(run, x_BSD, (weights, rest), length=stop - start, unroll=turn)
+                x_BSD, _ = jax.lax.scan(run, x_BSD, layers, length=stop - start, unroll=turn)
         return self.norm(x_BSD), head
 
     def logits(
@@ -225,7 +225,7 @@ def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtyp
 
 def _run_block(graph, policies, implementation, rope, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
-    weights, (keys, slots, channels) = layer
+    (weights, slots), (keys, channels) = layer
     gemms = BlockGemms(policies, keys, implementation, slots, channels)
     return nnx.merge(graph, weights)(x_BSD, rope, gemms), None
 

@@ -60,7 +60,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def weight_layout(axes: LogicalAxes) -> Layout | None:
     """Returns the layout of a weight matrix for `mxjax.dot` on the current mesh: gathered over fsdp."""
     whole = [None if RULES[axis or "layers"] == "fsdp" else axis for axis in axes]
-    return Layout(spec(axes), spec(whole)) if _is_sharded() else None
+    return Layout(spec(axes), spec(whole), is_data_parallel()) if _is_sharded() else None
 
 
 def is_data_parallel() -> bool:

@@ -47,7 +47,7 @@ def multiply(
             if how == "scaled_dot" and current_target() is None:  # before gathering: shard by shard
                 lhs, rhs = _with_normal_scales(lhs), _with_normal_scales(rhs)
             if lhs.scales is None:  # bfloat16 values
-                right, result = _gathered(rhs, layout), _result_dtype(lhs, rhs, dtype, layout)
+                right, result = _gathered(rhs, layout), _result_dtype(lhs, rhs, dtype, precision, layout)
                 raw, factors = contract(lhs.elements, -1, right.elements, -1, precision, result), None
             else:
                 raw, factors = _multiply_kmajor(how, dtype, precision, lhs, _gathered(rhs, layout), carriers)
@@ -106,18 +106,22 @@ def _multiply_xla(lhs: MXArray, rhs: MXArray, dtype, precision, layout: Layout |
     # The format `fp32` is what the others are compared with: it stays plain float32.
     if left.dtype == jnp.float32 and precision is None and "fp32" not in (lhs.format, rhs.format):
         return contract_float32(left, lhs.axis, right, rhs.axis)
-    result = _result_dtype(lhs, rhs, dtype, layout) if left.dtype == jnp.bfloat16 else jnp.float32
+    result = _result_dtype(lhs, rhs, dtype, exact, layout) if left.dtype == jnp.bfloat16 else jnp.float32
     return contract(left, lhs.axis, right, rhs.axis, exact, result)
 
 
-def _result_dtype(lhs: Prepared, rhs: Prepared, dtype: DTypeLike, layout: Layout | None) -> DTypeLike:
+def _result_dtype(
+    lhs: Prepared, rhs: Prepared, dtype: DTypeLike, precision: lax.PrecisionLike, layout: Layout | None
+) -> DTypeLike:
     """Returns the dtype of a product of bfloat16 operands that will be read in `dtype`.
 
-    It is bfloat16 on GPUs, if no factors and no sums over devices remain: the sums of one GEMM are in float32
-    all the same, and rounded once. XLA would often convert a float32 result in a pass of its own.
+    It is bfloat16 on GPUs, if no factors and no sums over devices remain: XLA would often convert a float32
+    result in a pass of its own. A GEMM sums in float32 all the same; where cuBLAS splits a long contraction,
+    it may add the parts in bfloat16, which any `precision` but the default prevents.
     """
     done = lhs.factor is None and rhs.factor is None and sums_on_each_device(layout)
-    return jnp.bfloat16 if done and on_gpu() and dtype == jnp.bfloat16 else jnp.float32
+    default = precision in (None, lax.Precision.DEFAULT)
+    return jnp.bfloat16 if done and default and on_gpu() and dtype == jnp.bfloat16 else jnp.float32
 
 
 def xla_operands(

@@ -29,32 +29,32 @@ class Layout(NamedTuple):
       stored: sharding of the weight itself and of its gradient.
       multiplied: sharding of the operand that a GEMM reads. Axes that only `stored` names are gathered after
         quantization: as packed elements and scales, FP8 or bfloat16, never as master weights.
+      whole_sums: whether each device computes whole sums in Fprop and Dgrad: no mesh axis of more than one
+        device shards what they contract, in the weight or in the other operand.
     """
 
     stored: PartitionSpec
     multiplied: PartitionSpec
+    whole_sums: bool = False
 
     @property
     def transposed(self) -> "Layout":
         """The layout of the weight's transpose: the last two axes change places."""
-        return Layout(*(PartitionSpec(*spec[:-2], *spec[:-3:-1]) for spec in self))
+        stored, multiplied = (PartitionSpec(*spec[:-2], *spec[:-3:-1]) for spec in self[:2])
+        return Layout(stored, multiplied, self.whole_sums)
 
     @property
     def stacked(self) -> "Layout":
         """The layout of several such weights along a new first axis, which is not sharded."""
-        return Layout(*(PartitionSpec(None, *spec) for spec in self))
+        stored, multiplied = (PartitionSpec(None, *spec) for spec in self[:2])
+        return Layout(stored, multiplied, self.whole_sums)
 
 
 def sums_on_each_device(layout: Layout | None) -> bool:
-    """Returns whether each device computes whole sums of a product: no mesh axis shards the contraction.
-
-    Without a layout that is known only where there is one device.
-    """
-    if layout is None:
-        return jax.device_count() == 1
-    sizes = jax.sharding.get_abstract_mesh().shape
-    named = (n for axis in layout.multiplied if axis for n in ([axis] if isinstance(axis, str) else axis))
-    return all(sizes[name] == 1 for name in named)
+    """Returns whether each device computes whole sums of a product, as far as is known."""
+    if layout is not None:
+        return layout.whole_sums
+    return jax.device_count() == 1 and jax.sharding.get_abstract_mesh().size <= 1
 
 
 def to_multiply(x: Shaped[Array, "*shape"], layout: Layout | None) -> Shaped[Array, "*shape"]:
@@ -75,7 +75,7 @@ def packed_to_multiply(
     """
     if layout is None:
         return elements
-    stored, multiplied = ((*spec, *(None for _ in elements.shape))[: elements.ndim] for spec in layout)
+    stored, multiplied = ((*spec, *(None for _ in elements.shape))[: elements.ndim] for spec in layout[:2])
     names = (stored[-1],) if isinstance(stored[-1], str) else tuple(stored[-1] or ())
     parts = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
     if parts == 1 or multiplied[-1] is not None or elements.shape[-1] % (4 * parts):

@@ -242,7 +242,7 @@ class Config:
     out: pathlib.Path | None = None
     """Folder of the run. Default: runs/MODEL-POLICY-TIME."""
     resume: bool = False
-    """Resume the run in --out from its last good checkpoint, bit for bit, with all its flags."""
+    """Resume the run in --out from its last good checkpoint with all its flags, on a CPU bit for bit."""
     stop_after: int | None = None
     """Checkpoint and end after this step; --resume continues the run."""
     checkpoint_every: int = 100

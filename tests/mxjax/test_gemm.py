@@ -332,6 +332,6 @@ def test_gemms_on_gpus_round_to_bfloat16_themselves(monkeypatch):
     axes = (jax.sharding.AxisType.Auto,) * 2
     for tensor, whole in ((1, 1), (2, 0)):
         mesh = jax.sharding.AbstractMesh((2, tensor), ("fsdp", "tensor"), axes)
-        layout = Layout(P("fsdp", "tensor"), P(None, "tensor"))
+        layout = Layout(P("fsdp", "tensor"), P(None, "tensor"), whole_sums=tensor == 1)
         with jax.sharding.use_abstract_mesh(mesh):
             assert dot(jnp.bfloat16, "bf16", layout, 2)[1] == whole

@@ -1,7 +1,7 @@
 """Prints, for a mesh of two devices, how gradients of unrolled blocks differ from those of a loop over them.
 
 One JSON object: the loss's difference, the largest difference of each gradient relative to its largest
-element, and the number of barriers in both programs.
+element, and the number of barriers: of the loop, unrolled, and unrolled without ties between blocks.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mxjax
-from models import llama
+from models import backward_order, llama
 from models.configs import LlamaConfig
 from training import parameter_sharding
 from training.config import OptimizerConfig
@@ -32,13 +32,15 @@ def main(shape: str, policy: str) -> None:
         state, _ = parameter_sharding.first_state(MODEL, optimizer, mesh, jax.random.key(0))
         batch = global_batch(mesh, np.random.default_rng(0).integers(256, size=(4, 33), dtype=np.int32))
         results, barriers = [], []
-        for unroll in (1, MODEL.n_layers):
+        for unroll, tied in ((1, True), (MODEL.n_layers, True), (MODEL.n_layers, False)):
+            if not tied:  # without the ties between blocks
+                backward_order.after_gradients = lambda x, weights: (x, weights)
             options = {"policies": policies, "key": jax.random.key(1), "dtype": jnp.float32, "unroll": unroll}
             loss = functools.partial(llama.mean_loss, MODEL, **options)
             step = jax.jit(jax.value_and_grad(loss)).lower(state.params, batch)
             barriers.append(step.as_text().count("optimization_barrier"))
             results.append(jax.device_get(step.compile()(state.params, batch)))
-        (loss, gradients), (unrolled_loss, unrolled) = results
+        (loss, gradients), (unrolled_loss, unrolled), _ = results
         difference = jax.tree.map(
             lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(a))), gradients, unrolled
         )
