@@ -112,14 +112,9 @@ def make_train_step(
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite
         more |= {} if slots is None else {"observed": observed, "step": state.step + 1}
-
-        def update(params, opt_state):
-            updates, opt_state = optimizer.update(
-                grads, opt_state, params, learning_rate=learning_rate, **more
-            )
-            return optax.apply_updates(params, updates), opt_state
-
-        kept, finite, largest_params = _update_if_finite(update, state, finite)
+        kept, finite, largest_params = _update_if_finite(
+            finite, state, optimizer, grads, learning_rate=learning_rate, **more
+        )
         largest = jnp.stack([jnp.where(finite, 0, largest_values(grads)), largest_params])
         metrics = StepMetrics(value, grad_norm, finite, state.skipped, largest)
         return _next_state(state, kept, finite, skip_nonfinite), metrics
@@ -127,12 +122,17 @@ def make_train_step(
     return step
 
 
-def _update_if_finite(update: Callable[..., tuple[Any, Any]], state: TrainState, finite: Bool[Array, ""]):
-    """Returns the updated parameters and optimizer's state, unless that or `finite` is not finite.
+def _update_if_finite(finite: Bool[Array, ""], state: TrainState, optimizer, grads, **options: Any):
+    """Returns the updated parameters and optimizer's state, unless they or `finite` are not finite.
 
-    Returns (the updated ones or else those before, whether all is finite, the largest values of the
-    parameters or else zeros).
+    Returns ((parameters, optimizer's state), updated or else as before; whether all is finite; the largest
+    values of the parameters, or zeros if all is).
     """
+
+    def update(params, opt_state):
+        updates, opt_state = optimizer.update(grads, opt_state, params, **options)
+        return optax.apply_updates(params, updates), opt_state
+
     finite &= all_finite(update(state.params, state.opt_state))
     params, largest_params = _largest_unless(finite, state.params)
     # The barrier has the update computed again: less memory traffic than to keep it until all is checked.

@@ -66,16 +66,20 @@ def test_magnitudes_at_both_ends(columns, exponent):
     assert_as_defined(jnp.asarray(x, jnp.bfloat16), ROWS, columns)
 
 
-def test_two_launches_for_two_stochastic_inputs_or_h128_of_columns():
-    rows, columns = (
-        GemmInput(axis, Operand(rounding="stochastic"), key=jax.random.key(3)) for axis in (-1, -2)
-    )
-    assert launched_pairs((rows, columns), HOPPER) == [(rows, None), (None, columns)]
+def test_two_launches_for_rotated_stochastic_inputs_or_h128_of_columns():
+    """Two stochastic inputs are one launch only without rotations."""
+    stochastic = Operand(rounding="stochastic")
+    rows, columns = (GemmInput(axis, stochastic, key=jax.random.key(3)) for axis in (-1, -2))
+    rotated = GemmInput(-2, stochastic, Rotation(16), key=jax.random.key(3))
+    assert launched_pairs((rows, columns), HOPPER) == [(rows, columns)]
+    assert launched_pairs((rows, rotated), HOPPER) == [(rows, None), (None, rotated)]
     assert launched_pairs((rows, PLAIN), HOPPER) == [(rows, PLAIN)]
     h128 = GemmInput(-2, rotation=Rotation(128))
     assert launched_pairs((ROWS, h128), HOPPER) == [(ROWS, None), (None, h128)]
-    assert launched_pairs((rows, columns), Target("hip", "gfx950")) == [(rows, columns)]
-    assert_as_defined(draw_tensor(np.random.default_rng(6), (40, 72), "normal", "bfloat16"), rows, columns)
+    assert launched_pairs((rows, rotated), Target("hip", "gfx950")) == [(rows, rotated)]
+    x = draw_tensor(np.random.default_rng(6), (40, 72), "normal", "bfloat16")
+    assert_as_defined(x, rows, columns)
+    assert_as_defined(x, rows, rotated)
 
 
 @pytest.mark.parametrize("prescale", [0.75, 0.7])
