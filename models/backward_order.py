@@ -2,8 +2,7 @@
 
 A scheduler sees that only the optimizer reads the gradients of weights. XLA's computes those of all blocks at
 the end of the step, one product after another. There nothing hides their reduce-scatters: by a trace on two
-H200 each starts when the next product frees multiprocessors, and the product after that waits for it. And
-all that they are computed from is kept until then.
+H200 each starts when the next product frees multiprocessors, and the product after that waits for it.
 
 Here the backward pass waits for them earlier. It leaves the MLP after the gradient of `down`, the attention
 after that of `out`, and the block after those of `gate_up`, of `qkv` in the block above, and of the head two
