@@ -22,7 +22,7 @@ from training.config import OptimizerConfig
 from training.environment import facts
 from training.learning_rate import learning_rate
 from training.mesh import check_batch, compiler_options, global_batch, make_mesh
-from training.optimizer import make_optimizer
+from training.optimizer import keeps_finite, make_optimizer
 from training.step import ScheduledStep, make_train_step
 from training.vocabulary import filled_size, resize
 
@@ -59,7 +59,9 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     state, shardings = parameter_sharding.first_state(model, optimizer, mesh, jax.random.key(0), fill)
     loss = functools.partial(_loss, model, options)
     told = compiler_options(mesh, policies.policies, job.implementation)
-    train_step = make_train_step(loss, optimizer, shardings=shardings, compiler_options=told)
+    train_step = make_train_step(
+        loss, optimizer, shardings=shardings, compiler_options=told, keeps_finite=keeps_finite(config)
+    )
     inputs, key = train_job.batches(job, model.vocab_size), jax.random.key(0)
     start = time.perf_counter()
     lowered = train_step.lower(state, global_batch(mesh, inputs[0]), key, jax.jit(schedule)(state.step))

@@ -3,10 +3,12 @@
 The learning rate is an argument of the update, so that runs with other rates or lengths share a program.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
+from jaxtyping import Array, Bool
 
 from models.configs import LlamaConfig
 from mxjax.layers import LayerPolicies
@@ -46,6 +48,26 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtra
         ),
         optax.GradientTransformationExtraArgs(optax.init_empty_state, _scale),
     )
+
+
+def keeps_finite(config: OptimizerConfig) -> Callable[[jax.Array], Bool[Array, ""]] | None:
+    """Returns what tells from a learning rate that `make_optimizer` keeps a finite state finite, if it may.
+
+    That holds for gradients with a finite norm. Clipped, none of their elements exceeds `clip`, nor does the
+    first moment, a weighted mean of them, so that no update before the learning rate exceeds
+    `clip / ((1 - b1) eps)`. Up to 1e30 that is less than half a unit in the last place of float32's largest
+    values, and a rate from 0 to 1 makes it no more, while decay takes a parameter towards zero. None for
+    settings without such a bound, among them no clipping.
+    """
+    decays = (config.b1, config.b2)
+    bounded = (
+        config.clip <= 1e15  # so that squares are finite
+        and config.eps > 0
+        and all(0 <= b <= 1 - 1e-6 for b in decays)
+        and config.clip <= 1e30 * (1 - config.b1) * config.eps
+        and 0 <= config.weight_decay <= 0.5
+    )
+    return (lambda rate: (rate >= 0) & (rate <= 1)) if bounded else None
 
 
 def _scale(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

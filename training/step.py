@@ -71,6 +71,7 @@ def make_train_step(
     compiler_options: dict[str, Any] | None = None,
     slots: Any = None,
     given: Callable[[Any], dict[str, Any]] = lambda opt_state: {},
+    keeps_finite: Callable[[jax.Array], Bool[Array, ""]] | None = None,
 ):
     """Returns the jitted `step(state, batch, key, learning_rate) -> (state, metrics)`; the state is donated.
 
@@ -88,6 +89,9 @@ def make_train_step(
       slots: arrays of zeros that the loss takes as `slots`. The optimizer's update takes their gradients, the
         mean over parts of the batch, as `observed`, and the number of the step, from 1, as `step`.
       given: returns further arguments of the loss and of the optimizer's update, from the optimizer's state.
+      keeps_finite: returns, from the learning rate, whether gradients with a finite norm keep a finite state
+        finite for certain. Only otherwise, or without it, are the updated state's elements checked, which
+        reads parameters, moments and gradients once more.
     """
     loss_and_grads = _make_loss_and_grads(loss, accumulate, shardings, slots)
     optimizer = optax.with_extra_args_support(optimizer)
@@ -112,33 +116,48 @@ def make_train_step(
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite
         more |= {} if slots is None else {"observed": observed, "step": state.step + 1}
-        kept, finite, largest_params = _update_if_finite(
-            finite, state, optimizer, grads, learning_rate=learning_rate, **more
+        keeps = keeps_finite(learning_rate) if keeps_finite and learning_rate is not None else None
+        kept, finite, largest = _update_if_finite(
+            finite, keeps, state, optimizer, grads, learning_rate=learning_rate, **more
         )
-        largest = jnp.stack([jnp.where(finite, 0, largest_values(grads)), largest_params])
         metrics = StepMetrics(value, grad_norm, finite, state.skipped, largest)
         return _next_state(state, kept, finite, skip_nonfinite), metrics
 
     return step
 
 
-def _update_if_finite(finite: Bool[Array, ""], state: TrainState, optimizer, grads, **options: Any):
+def _update_if_finite(
+    finite: Bool[Array, ""], keeps: Bool[Array, ""] | None, state: TrainState, optimizer, grads, **options
+):
     """Returns the updated parameters and optimizer's state, unless they or `finite` are not finite.
 
-    Returns ((parameters, optimizer's state), updated or else as before; whether all is finite; the largest
-    values of the parameters, or zeros if all is).
+    Returns ((parameters, optimizer's state), updated or else as before; whether all is finite; `largest` of
+    the step's metrics).
+
+    Args:
+      keeps: whether gradients with a finite norm make a finite update for certain; None if that is unknown.
     """
 
     def update(params, opt_state):
         updates, opt_state = optimizer.update(grads, opt_state, params, **options)
         return optax.apply_updates(params, updates), opt_state
 
-    finite &= all_finite(update(state.params, state.opt_state))
-    params, largest_params = _largest_unless(finite, state.params)
-    # The barrier has the update computed again: less memory traffic than to keep it until all is checked.
-    old = jax.lax.optimization_barrier((params, state.opt_state))
-    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(*old), old)
-    return kept, finite, largest_params
+    def examine(old):
+        old = jax.lax.optimization_barrier(old)  # or XLA examines even where it need not
+        found = finite & all_finite(update(*old))
+        return found, _largest_unless(found, (grads, old[0]))
+
+    old = (state.params, state.opt_state)
+    if keeps is None:
+        finite, largest = examine(old)
+    else:
+        finite, largest = jax.lax.cond(
+            finite & keeps, lambda _: (jnp.array(True), _no_largest(grads)), examine, old
+        )
+    # The barrier has `examine` read the state before it can be overwritten, else XLA copies it. And the
+    # update is computed again: that is less memory traffic than to keep it until all is checked.
+    old, finite, largest = jax.lax.optimization_barrier((old, finite, largest))
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(*old), old), finite, largest
 
 
 def _next_state(
@@ -177,16 +196,8 @@ class ScheduledStep:
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Returns whether no element of any array is NaN or infinite.
-
-    Arrays stacked over layers are reduced layer by layer, as `largest_values` reduces gradients, so that XLA
-    reads them once for both. The barrier keeps it from merging the reductions.
-    """
-    finite = [
-        jnp.atleast_1d(jnp.all(jnp.isfinite(leaf), axis=tuple(range(1 if leaf.ndim > 2 else 0, leaf.ndim))))
-        for leaf in jax.tree.leaves(tree)
-    ]
-    return jnp.all(jax.lax.optimization_barrier(jnp.concatenate(finite)))
+    """Returns whether no element of any array is NaN or infinite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
 def _make_loss_and_grads(loss: Callable[..., Any], accumulate: int, shardings: TrainState | None, slots: Any):
@@ -222,19 +233,19 @@ def _make_loss_and_grads(loss: Callable[..., Any], accumulate: int, shardings: T
     return loss_and_grads
 
 
-def _largest_unless(finite: Bool[Array, ""], params) -> tuple[Any, Float32[Array, " layers"]]:
-    """Returns the parameters and their largest values, or zeros if `finite`.
+def _largest_unless(finite: Bool[Array, ""], trees: tuple[Any, Any]) -> Float32[Array, "2 layers"]:
+    """Returns `largest_values` of both, or zeros if `finite`: a pass over all of them takes time."""
 
-    A pass over all parameters takes time, so it happens only when its result is needed. The barrier makes it
-    happen before the returned parameters can be overwritten; otherwise XLA copies them.
-    """
-    largest = jax.lax.cond(
-        finite,
-        lambda tree: jnp.zeros_like(largest_values(tree)),
-        lambda tree: largest_values(jax.lax.optimization_barrier(tree)),  # or XLA runs both branches
-        params,
-    )
-    return jax.lax.optimization_barrier((params, largest))
+    def find(trees):
+        trees = jax.lax.optimization_barrier(trees)  # or XLA runs both branches
+        return jnp.stack([largest_values(tree) for tree in trees])
+
+    return jax.lax.cond(finite, lambda trees: _no_largest(trees[0]), find, trees)
+
+
+def _no_largest(tree: Any) -> Float32[Array, "2 layers"]:
+    shape = jax.eval_shape(largest_values, tree).shape
+    return jnp.zeros((2, *shape), jnp.float32)
 
 
 def make_eval_step(losses: Losses, compiler_options: dict[str, Any] | None = None):

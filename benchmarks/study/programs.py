@@ -18,7 +18,7 @@ from training.config import OptimizerConfig, parse_rules
 from training.data.megatron import MegatronCorpus
 from training.deoscillation import check_policies, deoscillation_hook, parse_deoscillation
 from training.learning_rate import learning_rate
-from training.optimizer import make_optimizer
+from training.optimizer import keeps_finite, make_optimizer
 from training.step import ScheduledStep, evaluate, init_state, make_eval_step, make_train_step
 from training.weight_hooks import with_hook
 
@@ -63,7 +63,8 @@ class Programs:
         )
         self.held_out = held_out_batches(corpus.validation, p)
         options = compiler_options(policies.policies, IMPLEMENTATION)
-        train_step = make_train_step(loss, optimizer, compiler_options=options)
+        certain = None if recipe and recipe.deoscillate else keeps_finite(config)
+        train_step = make_train_step(loss, optimizer, compiler_options=options, keeps_finite=certain)
         self._compile(train_step, make_eval_step(losses, options))
 
     def train(self, seed: int) -> dict[str, Any]:

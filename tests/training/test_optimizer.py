@@ -1,14 +1,18 @@
 """The optimizer: MLPerf's schedule, and AdamW against a plain numpy version."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 
 from models import llama
 from models.configs import LlamaConfig
 from training.config import OptimizerConfig
 from training.learning_rate import learning_rate
-from training.optimizer import decayed, make_optimizer
+from training.optimizer import decayed, keeps_finite, make_optimizer
 
 
 def test_warm_up_and_cosine():
@@ -71,3 +75,39 @@ def clip(grads, largest):
     norm = np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(grads)))
     assert norm > largest
     return jax.tree.map(lambda g: np.float64(g) * largest / norm, grads)
+
+
+@pytest.mark.parametrize(
+    "config", [OptimizerConfig(), OptimizerConfig(clip=1e15, eps=1e-8, b1=0.9999, b2=0.999, weight_decay=0.5)]
+)
+def test_a_finite_state_stays_finite_where_that_is_said(config):
+    """Gradients from 1e-38 to as much as a finite norm allows, parameters up to float32's largest value."""
+    certain = keeps_finite(config)
+    assert certain is not None
+    assert bool(certain(jnp.float32(1)))
+    largest = np.finfo(np.float32).max
+    params = {"w": jnp.array([largest, -largest, 1e30, 1, 1e-38, 0, 0, largest], jnp.float32)}
+    optimizer = make_optimizer(config)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        sizes = 10.0 ** rng.uniform(-38, rng.choice([-37, 0, 18.5]), 8)
+        grads = {"w": jnp.float32(sizes * rng.choice([-1, 0, 1], 8))}
+        assert np.isfinite(optax.tree.norm(grads))
+        updates, state = update(grads, state, params, learning_rate=jnp.float32(1))
+        params = optax.apply_updates(params, updates)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
+        assert np.abs(state[1][0].mu["w"]).max() <= config.clip * 1.001
+
+
+@pytest.mark.parametrize(
+    "changes", [{"clip": np.inf}, {"eps": 0.0}, {"b1": 1.0}, {"b2": 1.0}, {"weight_decay": 3.0}]
+)
+def test_settings_without_a_bound_have_their_updates_checked(changes):
+    assert keeps_finite(dataclasses.replace(OptimizerConfig(), **changes)) is None
+
+
+def test_learning_rates_without_a_bound_have_their_updates_checked():
+    certain = keeps_finite(OptimizerConfig())
+    found = [bool(certain(jnp.float32(rate))) for rate in (0, 4e-3, 1, 1.5, -1e-3, np.inf, np.nan)]
+    assert found == [True, True, True, False, False, False, False]

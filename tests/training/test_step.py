@@ -6,7 +6,9 @@ import numpy as np
 import optax
 import pytest
 
+from training.config import OptimizerConfig
 from training.largest_values import largest_values, layer_names
+from training.optimizer import keeps_finite, make_optimizer
 from training.step import evaluate, init_state, make_eval_step, make_train_step
 
 
@@ -126,6 +128,36 @@ def test_an_update_that_is_not_finite_is_not_made(params, skip):
     assert np.isfinite([metrics.loss, metrics.grad_norm]).all()
     assert not bool(metrics.finite)
     assert (int(state.step), int(state.skipped), bool(state.finite)) == (skip, skip, skip)
+    jax.tree.map(np.testing.assert_array_equal, state[1:3], before[1:3])
+    np.testing.assert_array_equal(metrics.largest[1], [15 / 8])
+
+
+def test_an_update_that_is_finite_for_certain_is_made_as_one_that_is_checked(params):
+    config = OptimizerConfig(lr=0.1)
+    for loss, is_finite in ((mean_bigram, True), (nan_at_token_3, False)):
+        found = []
+        for certain in (None, keeps_finite(config)):
+            optimizer = make_optimizer(config)
+            state = init_state(jax.tree.map(jnp.copy, params), optimizer)
+            step = make_train_step(loss, optimizer, keeps_finite=certain)
+            for _ in range(2):
+                state, metrics = step(state, BATCH, KEY, jnp.float32(0.1))
+            assert bool(metrics.finite) == is_finite
+            found.append((state, metrics))
+        jax.tree.map(np.testing.assert_array_equal, *found)
+        assert bool(found[0][1].largest.any()) != is_finite
+
+
+@pytest.mark.parametrize("rate", [3.4e38, jnp.inf, jnp.nan])
+def test_an_update_by_a_rate_without_a_bound_is_checked(params, rate):
+    config = OptimizerConfig()
+    optimizer = make_optimizer(config)
+    state = init_state(params, optimizer)
+    before = jax.tree.map(np.asarray, state)
+    step = make_train_step(mean_bigram, optimizer, keeps_finite=keeps_finite(config))
+    state, metrics = step(state, BATCH, KEY, jnp.float32(rate))
+    assert np.isfinite([metrics.loss, metrics.grad_norm]).all()
+    assert not bool(metrics.finite)
     jax.tree.map(np.testing.assert_array_equal, state[1:3], before[1:3])
     np.testing.assert_array_equal(metrics.largest[1], [15 / 8])
 
