@@ -196,7 +196,8 @@ def mean_loss(
 
 
 def _head(config: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None) -> Head:
-    return Head(policies["head"], implementation, weight_layout(AXES["head"]), config.vocab_size)
+    layout = weight_layout(AXES["head"])
+    return Head(policies["head"], implementation, layout, config.vocab_size, config.tied)
 
 
 def _head_and_input(config, params, batch, *, policies, key=None, implementation=None, **options):

@@ -25,13 +25,15 @@ LOSS_TOKENS = 2048
 class Head(NamedTuple):
     """The policy, implementation and weight layout of the head's GEMM, and its vocabulary; hashable.
 
-    Columns of the weight beyond `vocab_size` are filler, whose logits are minus infinity. None has none.
+    Columns of the weight beyond `vocab_size` are filler, whose logits are minus infinity. None has none. If
+    `tied`, the weight is the transposed embedding.
     """
 
     policy: Policy
     implementation: Implementation | None = None
     layout: Layout | None = None
     vocab_size: int | None = None
+    tied: bool = False
 
     def logits(self, x: Float[Array, "*B D"], w_DV: Float[Array, "D V"], key) -> Float32[Array, "*B V"]:
         """Returns x @ w_DV."""
@@ -138,17 +140,20 @@ def _over_pieces(head: Head, weight: float, x_BSD, w_DV, targets_BS, key, zero):
     """Returns the weighted sum of the losses and its gradients; `zero` is the initial dw."""
     rounded = w_DV.astype(jnp.bfloat16) if head.is_bfloat16 else w_DV  # once, not for each piece
 
-    def next_piece(dw_DV, piece):
+    def as_summed(dw):  # in the embedding's order, which spares transposing the sum
+        return dw.T if head.tied else dw
+
+    def next_piece(total, piece):
         index, x, targets, is_token = piece
 
         def weighted(x, w_DV):
             return jnp.sum(weight * is_token * head.losses(x, w_DV, targets, _fold(key, index)))
 
         loss, gradients = jax.value_and_grad(weighted, argnums=(0, 1))(x, rounded.astype(w_DV.dtype))
-        return dw_DV + gradients[1], (loss, gradients[0])
+        return total + as_summed(gradients[1]), (loss, gradients[0])
 
-    dw_DV, (losses, dx) = jax.lax.scan(next_piece, zero, _pieces(x_BSD, targets_BS))
-    return jnp.sum(losses), _whole(dx, targets_BS.shape[1]), dw_DV
+    total, (losses, dx) = jax.lax.scan(next_piece, as_summed(zero), _pieces(x_BSD, targets_BS))
+    return jnp.sum(losses), _whole(dx, targets_BS.shape[1]), as_summed(total)
 
 
 def _by_device(head: Head, weight: float, x_BSD, w_DV, targets_BS, key):

@@ -298,6 +298,20 @@ def test_a_tied_head_is_the_embedding():
     )
 
 
+def test_the_gradient_of_a_tied_head_is_added_to_that_of_the_embedding():
+    config = dataclasses.replace(SMALL, tied=True)
+    params = llama.init(config, jax.random.key(0))
+    untied = params | {"head": params["embedding"].T}
+    policies = layer_policies(SMALL, "bf16")
+    batch = jax.random.randint(jax.random.key(1), (4, 17), 0, SMALL.vocab_size)
+    found, apart = (
+        jax.grad(lambda p, c=c: llama.mean_loss(c, p, batch, policies=policies))(p)
+        for c, p in ((config, params), (SMALL, untied))
+    )
+    np.testing.assert_allclose(found["embedding"], apart["embedding"] + apart["head"].T, atol=1e-7)
+    np.testing.assert_allclose(found["norm"]["scale"], apart["norm"]["scale"], rtol=1e-6)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_are_counted(tied):
     config = dataclasses.replace(SMALL, tied=tied)
