@@ -28,7 +28,7 @@ from training.environment import enable_compilation_cache
 from training.learning_rate import learning_rate
 from training.memory import step_memory
 from training.mesh import global_batch, make_mesh, on_mesh
-from training.optimizer import make_optimizer
+from training.optimizer import keeps_finite, make_optimizer
 from training.step import ScheduledStep, make_eval_step, make_train_step
 from training.vocabulary import filled_size, resize, resize_on
 
@@ -80,7 +80,13 @@ class OnMesh:
             fill = functools.partial(resize, size=filled_size(self.mesh.shape, model, [policies]))
             first = parameter_sharding.first_state(model, optimizer, self.mesh, jax.random.key(0), fill)
         self.state, self.shardings = first
-        self.program = make_train_step(loss, optimizer, accumulate=accumulate, shardings=self.shardings)
+        self.program = make_train_step(
+            loss,
+            optimizer,
+            accumulate=accumulate,
+            shardings=self.shardings,
+            keeps_finite=keeps_finite(config),
+        )
         self.step = ScheduledStep(self.program, schedule)
         self.eval_step = on_mesh(self.mesh, make_eval_step(losses))
 
