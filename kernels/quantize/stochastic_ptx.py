@@ -19,10 +19,8 @@ _ROUND = """mul.wide.u32 wide, c0, 0xD2511F53;
 mov.b64 {low0, high0}, wide;
 mul.wide.u32 wide, c2, 0xCD9E8D57;
 mov.b64 {low1, high1}, wide;
-xor.b32 c0, high1, c1;
-xor.b32 c0, c0, k0;
-xor.b32 c2, high0, c3;
-xor.b32 c2, c2, k1;
+lop3.b32 c0, high1, c1, k0, TABLE;
+lop3.b32 c2, high0, c3, k1, TABLE;
 mov.b32 c1, low1;
 mov.b32 c3, low0;
 add.u32 k0, k0, 0x9E3779B9;
@@ -35,8 +33,8 @@ abs.f32 a0, a0;
 abs.f32 a1, a1;
 mul.rp.f32 a0, a0, 0f00800000;
 mul.rp.f32 a1, a1, 0f00800000;
-prmt.b32 r0, {random0}, 0x7C00, {half};
-prmt.b32 r1, {random1}, 0x7C00, {half};
+prmt.b32 r0, {random0}, half, {half};
+prmt.b32 r1, {random1}, half, {half};
 shr.u32 r0, r0, 10;
 shr.u32 r1, r1, 10;
 mov.b32 b0, a0;
@@ -49,6 +47,11 @@ prmt.b32 sign, {first}, {second}, 0xFFBB;
 lop3.b32 m{i}, sign, code, 0x02000200, 0xE4;
 """
 
+# Half a unit above zeros. A constant would share its instruction with another one, which ptxas then moves to
+# a register for every element; of this one it does not know that it is constant.
+_HALF = """shr.u32 half, {positive}, 31;
+or.b32 half, half, 0x7C00;
+"""
 _JOIN = """shl.b32 m1, m1, 4;
 shl.b32 m3, m3, 4;
 lop3.b32 m0, m0, m1, 0x03C003C0, 0xE4;
@@ -59,23 +62,25 @@ lop3.b32 $0, m0, m2, 0x00FF00FF, 0xE4;
 }"""
 
 
-def _philox(counter: str, row: str, key0: str, key1: str) -> str:
+def _philox(counter: str, row: str, key0: str, key1: str, *, inverted: bool = False) -> str:
+    """Returns PTX that leaves Philox's words in c0 to c3, or their inverses."""
+    rounds = 10 * _ROUND.replace("TABLE", "0x96")  # a sum of three bits
+    if inverted:
+        rounds = 9 * _ROUND.replace("TABLE", "0x96") + _ROUND.replace("TABLE", "0x69")
+        rounds += "not.b32 c1, c1;\nnot.b32 c3, c3;\n"
     start = "".join(f"mov.b32 {name}, {value};\n" for name, value in (
         ("c0", counter), ("c1", row), ("c2", "0"), ("c3", "0"), ("k0", key0), ("k1", key1),
     ))  # fmt: skip
-    return (
-        ".reg .b32 c0, c1, c2, c3, k0, k1, low0, low1, high0, high1;\n.reg .b64 wide;\n" + start + 10 * _ROUND
-    )
+    return ".reg .b32 c0, c1, c2, c3, k0, k1, low0, low1, high0, high1;\n.reg .b64 wide;\n" + start + rounds
 
 
 def _encode_text() -> str:
     """Returns PTX for 8 float32, $1 to $8, times $9; $10 to $13 are Philox's counter, row and key."""
     text = f"""{{
-.reg .b32 b0, b1, r0, r1, most, code, sign, m0, m1, m2, m3;
+.reg .b32 b0, b1, r0, r1, most, half, code, sign, m0, m1, m2, m3;
 .reg .f32 a0, a1;
-{_philox("$10", "$11", "$12", "$13")}mov.b32 most, 0x01FF01FF;
-"""
-    text += "".join(f"not.b32 c{i}, c{i};\n" for i in range(4))
+{_philox("$10", "$11", "$12", "$13", inverted=True)}mov.b32 most, 0x01FF01FF;
+{_HALF.format(positive="$9")}"""
     for i in range(4):
         names = {"random0": f"c{i // 2}", "random1": f"c{i // 2 + 2}", "half": ("0x1054", "0x3254")[i % 2]}
         text += _PAIR.format(i=i, first=f"${i + 1}", second=f"${i + 5}", factor="$9", **names)
