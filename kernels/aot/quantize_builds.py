@@ -11,7 +11,7 @@ from mxjax.formats import BLOCK
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
-from mxjax.kernels.quantize.kernel import SCALARS, Form, quantize_kernel
+from mxjax.kernels.quantize.kernel import SCALARS, Form
 from mxjax.kernels.quantize.launches import Pair, launch_of, launched_pairs
 from mxjax.kernels.quantize.quantizer import FORM_DTYPES
 from mxjax.operand import Operand
@@ -117,11 +117,10 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target, fo
     b = math.prod(batch)
     rows, columns = sides
     launch = launch_of(_pair(sides), form, target, (1, b, r, c), dtype)
-    constants = launch.constants
-    arguments = {"x": Argument((1, b, r, c), dtype, meaning="the tensor, row-major")}
-    if launch.kernel is quantize_kernel:
-        constants = {**constants, "SCALARS_STRIDE": 0}
-        arguments["scalars"] = Argument((1, SCALARS), "uint32", meaning=_SCALARS_MEANING)
+    arguments = {
+        "x": Argument((1, b, r, c), dtype, meaning="the tensor, row-major"),
+        "scalars": Argument((1, SCALARS), "uint32", meaning=_SCALARS_MEANING),
+    }
     outputs = iter(launch.out)
     for name, side in zip(("row", "column"), sides, strict=True):
         words, scales = next(outputs), next(outputs)
@@ -135,7 +134,7 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target, fo
         name=f"quantize_{size}_{dtype}_rows_{_label(rows, form)}_columns_{_label(columns, form)}",
         kernel=launch.kernel,
         signature=arguments,
-        constants=constants,
+        constants={**launch.constants, "SCALARS_STRIDE": 0},
         grid=launch.grid,
         expected=Expected("quantizer", {"shape": [b, r, c], "dtype": dtype, **options}),
         num_warps=launch.num_warps,

@@ -1,8 +1,8 @@
 """Hopper's quantizer kernel for training's common case: bfloat16, quantized along columns or both axes.
 
-It computes the same as `mxjax.kernels.quantize.kernel` in fewer instructions, for packed operands, rounding
-to nearest and the rule `floor`; columns may be rotated by H4 or H16. `mxjax.kernels.quantize.launches`
-chooses between the two.
+It computes the same as `mxjax.kernels.quantize.kernel` in fewer instructions, for packed operands and the
+rule `floor`; columns that are rounded to nearest may be rotated by H4 or H16.
+`mxjax.kernels.quantize.launches` chooses between the two.
 
 Two neighbouring elements of a row stay in the word in which they are loaded: they are in two blocks along
 columns, but in one along the row. A thread has 16 rows of 8 elements, each row from one 16-byte load. A block
@@ -23,6 +23,8 @@ from mxjax.kernels.quantize.hopper_ptx import (
     largest_pair,
     pair_scales,
 )
+from mxjax.kernels.quantize.hopper_stochastic_ptx import draw_columns, draw_row
+from mxjax.kernels.quantize.kernel import place_of
 from mxjax.kernels.quantize.loads import join_tensors
 
 GROUP = tl.constexpr(16)  # rows per thread
@@ -31,34 +33,45 @@ GROUP = tl.constexpr(16)  # rows per thread
 @triton.jit
 def quantize_pairs_kernel(
     x,
+    scalars,
     row_words,
     row_scales,
     column_words,
     column_scales,
+    BATCH: tl.constexpr,
     R,
     C: tl.constexpr,
+    R_ALL,
+    C_ALL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    SCALARS_STRIDE: tl.constexpr,
     EXACT: tl.constexpr,
     ROW_LENGTH: tl.constexpr,
+    ROW_STOCHASTIC: tl.constexpr,
     COLUMN_LENGTH,
+    COLUMN_STOCHASTIC: tl.constexpr,
     ROTATION: tl.constexpr,
     FOLDED: tl.constexpr,
 ):
-    """Quantizes x [matrices, R, C] (bfloat16, C a multiple of 8) along its columns, and its rows if wanted.
+    """Quantizes x [V, BATCH, R, C] (bfloat16, C a multiple of 8) along its columns, and its rows if wanted.
 
-    It writes operands as `mxjax.kernels.quantize.kernel` does: words [matrices, R, ROW_LENGTH / 8] int32 and
-    scales [matrices, R, ROW_LENGTH / 32] uint8; those of columns have C and COLUMN_LENGTH instead. The grid
-    is (tiles along R, tiles along C, matrices).
+    It takes the same scalars as `mxjax.kernels.quantize.kernel`, and writes operands as that does: words
+    [V, BATCH, R, ROW_LENGTH / 8] int32 and scales [V, BATCH, R, ROW_LENGTH / 32] uint8; those of columns have
+    C and COLUMN_LENGTH instead. The grid is (tiles along R, tiles along C, V * BATCH).
 
     Args:
       ROW_LENGTH: C padded to whole blocks, or 0 if rows are not wanted.
       COLUMN_LENGTH: R padded to whole blocks.
+      ROW_STOCHASTIC, COLUMN_STOCHASTIC: whether rounding is stochastic.
       ROTATION: size of the columns' rotation: 1, 4 or 16.
       FOLDED: log2 of sqrt(ROTATION), folded into the scales.
     """
     r0, c0 = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)
+    scalars += matrix // BATCH * SCALARS_STRIDE
+    batch, r_all, c_all = place_of(scalars, matrix % BATCH, ROW_STOCHASTIC or COLUMN_STOCHASTIC)
+    r_all, c_all = r_all + r0, c_all + c0
     x += matrix * R * C + r0.to(tl.int64) * C + c0
     x = x.to(tl.pointer_type(tl.int32))
     columns = _load_words(x, R - r0, (C - c0) // 2, C // 2, BLOCK_R, BLOCK_C, EXACT)
@@ -66,7 +79,21 @@ def quantize_pairs_kernel(
         row = matrix * R + r0
         words = row_words + row * (ROW_LENGTH // 8) + c0 // 8
         scales = row_scales + row * (ROW_LENGTH // 32) + c0 // 32
-        _quantize_rows(columns, words, scales, R - r0, ROW_LENGTH - c0, ROW_LENGTH, BLOCK_R, BLOCK_C, EXACT)
+        _quantize_rows(
+            columns,
+            words,
+            scales,
+            scalars,
+            c_all // 8,
+            batch * R_ALL + r_all,
+            R - r0,
+            ROW_LENGTH - c0,
+            ROW_LENGTH,
+            BLOCK_R,
+            BLOCK_C,
+            ROW_STOCHASTIC,
+            EXACT,
+        )
     column = matrix * C + c0
     words = column_words + column * (COLUMN_LENGTH // 8) + r0 // 8
     scales = column_scales + column * (COLUMN_LENGTH // 32) + r0 // 32
@@ -74,11 +101,15 @@ def quantize_pairs_kernel(
         columns,
         words,
         scales,
+        scalars + 6,
+        r_all // 8,
+        batch * C_ALL + c_all,
         COLUMN_LENGTH - r0,
         C - c0,
         COLUMN_LENGTH,
         BLOCK_R,
         BLOCK_C,
+        COLUMN_STOCHASTIC,
         ROTATION,
         FOLDED,
         EXACT,
@@ -123,14 +154,21 @@ def _quantize_rows(
     columns,
     words,
     scales,
+    key,
+    counter0,
+    row0,
     rows,
     length,
     LENGTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Quantizes along rows, two at a time; stores words [rows, length / 8] and scales [rows, length / 32]."""
+    """Quantizes along rows, two at a time; stores words [rows, length / 8] and scales [rows, length / 32].
+
+    The tile begins at Philox's counter `counter0` and row `row0`; both are used if STOCHASTIC.
+    """
     GROUPS: tl.constexpr = BLOCK_R // GROUP
     QUADS: tl.constexpr = BLOCK_C // 8
     row, word = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, QUADS)[None, :]
@@ -142,10 +180,17 @@ def _quantize_rows(
         largest = tl.reshape(larger_halves(first, second), [GROUPS, QUADS // 4, 4])
         pair = pair_scales(tl.reduce(largest, 2, larger), 0)
         both = _along_row(pair, GROUPS, QUADS)
+        if STOCHASTIC and i == 0:
+            counter, drawn_row = _in_layout(counter0 + word, row0 + row, both)
+            key0, key1 = tl.load(key), tl.load(key + 1)
         for k in tl.static_range(2):
             byte, is_nan = _bytes(pair, k, 0)
             written = written + (byte,)
-            codes = encode_row(w0[i + k], w1[i + k], w2[i + k], w3[i + k], both, k)
+            four = (w0[i + k], w1[i + k], w2[i + k], w3[i + k])
+            if STOCHASTIC:
+                codes = draw_row(four, both, k, counter, drawn_row + (i + k), key0, key1)
+            else:
+                codes = encode_row(four, both, k)
             inside = (row + (i + k) < rows) & (word < length // 8)
             pointers = words + (i + k) * (LENGTH // 8) + (row * (LENGTH // 8) + word)
             _store(pointers, tl.where(_along_row(is_nan, GROUPS, QUADS), 0, codes), inside, EXACT)
@@ -161,11 +206,15 @@ def _quantize_columns(
     columns,
     words,
     scales,
+    key,
+    counter0,
+    row0,
     length,
     others,
     LENGTH,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     ROTATION: tl.constexpr,
     FOLDED: tl.constexpr,
     EXACT: tl.constexpr,
@@ -176,7 +225,9 @@ def _quantize_columns(
     bytes_written = ()
     words_written = ()
     for j in tl.static_range(4):
-        two_bytes, four_words = _quantize_two_columns(columns[j], ROTATION, FOLDED, GROUPS, QUADS)
+        two_bytes, four_words = _quantize_two_columns(
+            columns[j], key, counter0, row0 + 2 * j, STOCHASTIC, ROTATION, FOLDED, GROUPS, QUADS
+        )
         bytes_written = bytes_written + two_bytes
         words_written = words_written + four_words
     column = tl.arange(0, BLOCK_C)[None, :]
@@ -193,7 +244,15 @@ def _quantize_columns(
 
 @triton.jit
 def _quantize_two_columns(
-    ws, ROTATION: tl.constexpr, FOLDED: tl.constexpr, GROUPS: tl.constexpr, QUADS: tl.constexpr
+    ws,
+    key,
+    counter0,
+    row0,
+    STOCHASTIC: tl.constexpr,
+    ROTATION: tl.constexpr,
+    FOLDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    QUADS: tl.constexpr,
 ):
     """Quantizes the columns in the low and in the high halves of GROUP tensors of words.
 
@@ -217,9 +276,15 @@ def _quantize_two_columns(
     high_byte, high_nan = _bytes(pair, 1, FOLDED)
     low_nan, high_nan = _along_columns(low_nan, GROUPS, QUADS), _along_columns(high_nan, GROUPS, QUADS)
     divisors = _along_columns(pair, GROUPS, QUADS) + 0x00800080 * FOLDED
+    if STOCHASTIC:
+        counters = counter0 + tl.arange(0, GROUPS)[:, None] * (GROUP // 8)
+        counter, row = _in_layout(counters, row0 + tl.arange(0, QUADS)[None, :] * 8, divisors)
+        key0, key1 = tl.load(key), tl.load(key + 1)
     words = ()
     for i in tl.static_range(0, GROUP, 8):
-        if ROTATION > 1:
+        if STOCHASTIC:
+            low, high = draw_columns(ws, i, divisors, counter + i // 8, row, key0, key1)
+        elif ROTATION > 1:
             low = encode_rotated(lows, i, divisors, 0)
             high = encode_rotated(highs, i, divisors, 1)
         else:
@@ -234,6 +299,15 @@ def _bytes(pair, HIGH: tl.constexpr, FOLDED: tl.constexpr):
     byte = pair >> 23 if HIGH else (pair >> 7) & 255
     is_nan = byte == 253 - FOLDED
     return tl.where(is_nan, 255, byte), is_nan
+
+
+@triton.jit
+def _in_layout(counter, row, scales):
+    """Returns Philox's counters and rows as uint32, with the shape and layout of `scales`, none negative.
+
+    Without that dependence Triton would convert them through shared memory.
+    """
+    return tl.where(scales >= 0, counter, 0).to(tl.uint32), tl.where(scales >= 0, row, 0).to(tl.uint32)
 
 
 @triton.jit

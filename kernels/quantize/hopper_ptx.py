@@ -15,7 +15,7 @@ from mxjax.kernels.quantize.elements_ptx import (
     pair_start,
 )
 
-_SPREAD = ("0x1010", "0x3232")  # selectors of prmt: the low or the high half of a word in both halves
+SPREAD = ("0x1010", "0x3232")  # selectors of prmt: the low or the high half of a word in both halves
 
 
 @triton.constexpr_function
@@ -45,7 +45,7 @@ max.s16x2 $0, less, zero;
 
 def _encode_row(half: int) -> str:
     """Returns PTX for 8 elements of a row, in $1 to $4; $5 has the scales of two rows, $0 is the result."""
-    spread = f"prmt.b32 t, $5, $5, {_SPREAD[half]};\n"
+    spread = f"prmt.b32 t, $5, $5, {SPREAD[half]};\n"
     text = f"""{{
 .reg .b32 inverse, shift, least, base, t, one, small, zero, most, low, high, p0, p1, p2, p3;
 {pair_start(spread)}"""
@@ -65,7 +65,7 @@ add.u32 $0, t, base;
 
 
 def _encode_floats(half: int) -> str:
-    return encode_floats_text(f"prmt.b32 t, $9, $9, {_SPREAD[half]};\n")
+    return encode_floats_text(f"prmt.b32 t, $9, $9, {SPREAD[half]};\n")
 
 
 _LARGER_HALVES = tl.constexpr("""{
@@ -127,10 +127,11 @@ def encode_columns(ws, i: tl.constexpr, scales):
 
 
 @triton.jit
-def encode_row(w0, w1, w2, w3, scales, SECOND: tl.constexpr):
-    """Returns 8 elements of a row as a word of nibbles, with the first or second row's scale of two."""
+def encode_row(ws, scales, SECOND: tl.constexpr):
+    """Returns 8 elements of a row, in 4 words, as a word of nibbles, by the first or second of two scales."""
     TEXT: tl.constexpr = _ENCODE_SECOND_ROW if SECOND else _ENCODE_FIRST_ROW
-    return tl.inline_asm_elementwise(TEXT, "=&r,r,r,r,r,r", [w0, w1, w2, w3, scales], tl.int32, True, 1)
+    inputs = [ws[0], ws[1], ws[2], ws[3], scales]
+    return tl.inline_asm_elementwise(TEXT, "=&r,r,r,r,r,r", inputs, tl.int32, True, 1)
 
 
 @triton.jit

@@ -106,10 +106,7 @@ def quantize_kernel(
     v, b = matrix // BATCH, matrix % BATCH
     x += matrix * R * C + r0.to(tl.int64) * C + c0
     scalars += v * SCALARS_STRIDE
-    batch, r_all, c_all = b.to(tl.int32), 0, 0
-    if ROW_STOCHASTIC or COLUMN_STOCHASTIC:
-        batch += tl.load(scalars + 12).to(tl.int32)
-        r_all, c_all = tl.load(scalars + 13).to(tl.int32), tl.load(scalars + 14).to(tl.int32)
+    batch, r_all, c_all = place_of(scalars, b, ROW_STOCHASTIC or COLUMN_STOCHASTIC)
     if ROW_FORM != "" and GROUP == 32:
         row_xs = row_groups(x, R - r0, C - c0, C, GROUPS_C, BLOCK_R, EXACT)
     if COLUMN_FORM != "" or GROUP == 8:
@@ -166,6 +163,16 @@ def quantize_kernel(
             ROW_STOCHASTIC,
             ROW_PRESCALE,
         )
+
+
+@triton.jit
+def place_of(scalars, b, STOCHASTIC: tl.constexpr):
+    """Returns where in the whole tensor matrix b of x begins: batch, row, column; any if not STOCHASTIC."""
+    batch, r_all, c_all = b.to(tl.int32), 0, 0
+    if STOCHASTIC:
+        batch += tl.load(scalars + 12).to(tl.int32)
+        r_all, c_all = tl.load(scalars + 13).to(tl.int32), tl.load(scalars + 14).to(tl.int32)
+    return batch, r_all, c_all
 
 
 @triton.jit

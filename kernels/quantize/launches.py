@@ -40,7 +40,7 @@ def check_input(how: GemmInput) -> None:
 class Launch(NamedTuple):
     """A kernel with its outputs (of both sides, wanted or not), grid, warps and constants.
 
-    `quantize_kernel` also takes the stride of its scalars.
+    The kernel also takes the stride of its scalars.
     """
 
     kernel: Any
@@ -54,8 +54,8 @@ def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
     """Returns the inputs of each launch: both in one, but on CUDA one by one in two cases.
 
     A kernel that rotates both sides and draws random bits for both takes longer to run than two, on an H200
-    531 us instead of 449 with the inputs of `amazon` (8192 x 14336, bfloat16); without rotations it takes 215
-    instead of 243. One that rotates columns by H128 has too few registers for rows as well.
+    531 us instead of 449 with the inputs of `amazon` (8192 x 14336, bfloat16); the general kernel without
+    rotations takes 215 instead of 243. One that rotates columns by H128 has too few registers for rows too.
     """
     rows, columns = pair
     if target is None or target.backend != "cuda" or rows is None or columns is None:
@@ -95,7 +95,7 @@ def launch_of(
             out.append(jax.ShapeDtypeStruct((v, b, other, n // BLOCK), jnp.uint8))
     if form == "packed" and _hopper_takes(pair, target, c, dtype):
         tile = Tile(128, 128, 4, GROUP.value)
-        kernel, constants = quantize_pairs_kernel, _pairs_constants(rows, columns, r, c)
+        kernel, constants = quantize_pairs_kernel, _pairs_constants(pair, b, r, c, whole or (r, c))
     else:
         tile = _with_whole_runs(_tile(target, pair, r, c * jnp.dtype(dtype).itemsize), pair)
         kernel, constants = quantize_kernel, _constants(pair, form, b, r, c, whole or (r, c))
@@ -111,27 +111,40 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
     rows, columns = pair
     if conversion(target) != "sm_90" or jnp.dtype(dtype) != jnp.bfloat16 or c % 8:
         return False
-    if columns is None or not _is_plain(columns) or columns.rotation_size not in (1, 4, 16):
+    if columns is None or not _is_plain(columns):
+        return False
+    if columns.rotation_size not in ((1,) if _is_stochastic(columns) else (1, 4, 16)):
         return False
     return rows is None or (_is_plain(rows) and rows.rotation_size == 1)
 
 
 def _is_plain(how: GemmInput) -> bool:
-    """Whether the input has 1-D blocks, rule `floor` and nearest rounding, but no signs and no prescale."""
+    """Whether the input has 1-D blocks and rule `floor`, but no signs and no prescale."""
     o = how.operand
-    plain = o.scale_rule == "floor" and o.rounding == "nearest" and not o.prescale
-    return plain and not o.is_square and not how.has_signs
+    return o.scale_rule == "floor" and not o.prescale and not o.is_square and not how.has_signs
 
 
-def _pairs_constants(rows: GemmInput | None, columns: GemmInput | None, r: int, c: int) -> dict[str, Any]:
+def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int]) -> dict[str, Any]:
+    rows, columns = pair
     assert columns is not None
-    lengths = {"ROW_LENGTH": rows.padded(c) if rows else 0, "COLUMN_LENGTH": columns.padded(r)}
     size = columns.rotation_size
-    return {"R": r, "C": c, **lengths, "ROTATION": size, "FOLDED": size.bit_length() // 2}
+    return {
+        **_sizes(b, r, c, whole),
+        "ROW_LENGTH": rows.padded(c) if rows else 0,
+        "ROW_STOCHASTIC": rows is not None and _is_stochastic(rows),
+        "COLUMN_LENGTH": columns.padded(r),
+        "COLUMN_STOCHASTIC": _is_stochastic(columns),
+        "ROTATION": size,
+        "FOLDED": size.bit_length() // 2,
+    }
+
+
+def _sizes(b: int, r: int, c: int, whole: tuple[int, int]) -> dict[str, Any]:
+    return {"BATCH": b, "R": r, "C": c, "R_ALL": whole[0], "C_ALL": whole[1]}
 
 
 def _constants(pair: Pair, form: Form, b: int, r: int, c: int, whole: tuple[int, int]) -> dict[str, Any]:
-    constants: dict[str, Any] = {"BATCH": b, "R": r, "C": c, "R_ALL": whole[0], "C_ALL": whole[1]}
+    constants = _sizes(b, r, c, whole)
     for name, how, length in zip(("ROW", "COLUMN"), pair, (c, r), strict=True):
         values = _input_constants(how, form, how.padded(length)) if how else _ABSENT
         constants |= {f"{name}_{k}": value for k, value in values.items()}

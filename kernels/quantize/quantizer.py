@@ -16,7 +16,7 @@ from mxjax.gemm_input import GemmInput
 from mxjax.kernels.launch import triton_call
 from mxjax.kernels.mesh import along, compound, partitioned
 from mxjax.kernels.quantize.draws import sign_words
-from mxjax.kernels.quantize.kernel import SCALARS, Form, quantize_kernel, words_of
+from mxjax.kernels.quantize.kernel import SCALARS, Form, words_of
 from mxjax.kernels.quantize.launches import (
     LONGEST_AXIS,
     Pair,
@@ -36,8 +36,8 @@ def quantize_operands(
 ) -> list[KMajor]:
     """Returns x quantized for each input, at most one for each of the last two axes.
 
-    x is read once, or on CUDA twice if both inputs are rounded stochastically or columns are rotated by
-    H128 (`launched_pairs`).
+    x is read once, or on CUDA twice if both inputs are rounded stochastically and one is rotated, or columns
+    are rotated by H128 (`launched_pairs`).
     The bits are those that `mxjax.rotate` and `mxjax.quantize` define.
 
     Raises:
@@ -165,13 +165,11 @@ def _call(
 
 def _launch(pair: Pair, form: Form, target: Target | None, whole, x, scalars, places) -> list[jax.Array]:
     launch = launch_of(pair, form, target, x.shape, x.dtype, whole)
-    inputs, stride = (x,), {}
-    if launch.kernel is quantize_kernel:
-        scalars, stride = _scalars([how for how in pair if how], x, scalars, places)
-        inputs = x, scalars
+    scalars, stride = _scalars([how for how in pair if how], x, scalars, places)
     results = triton_call(
         launch.kernel,
-        *inputs,
+        x,
+        scalars,
         out=launch.out,
         grid=launch.grid,
         num_warps=launch.num_warps,
@@ -183,7 +181,7 @@ def _launch(pair: Pair, form: Form, target: Target | None, whole, x, scalars, pl
 
 
 def _scalars(inputs: list[GemmInput], x, scalars, places) -> tuple[jax.Array, dict[str, int]]:
-    """Returns the scalars that `quantize_kernel` takes, and their stride.
+    """Returns the scalars that the kernel takes, and their stride.
 
     x stands in for scalars that no input reads, because making that array would be another kernel.
     """

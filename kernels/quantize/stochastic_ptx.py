@@ -26,15 +26,13 @@ mov.b32 c3, low0;
 add.u32 k0, k0, 0x9E3779B9;
 add.u32 k1, k1, 0xBB67AE85;
 """
-# Two elements, as the bits that are code and sign at 6 to 9 of each half of m{i}; below them is noise.
-_PAIR = """mul.rn.f32 a0, {first}, {factor};
-mul.rn.f32 a1, {second}, {factor};
-abs.f32 a0, a0;
+# Rounds a0 and a1. Each half of `code` then has a code at bits 6 to 8; below them is noise.
+ROUND_PAIR = """abs.f32 a0, a0;
 abs.f32 a1, a1;
 mul.rp.f32 a0, a0, 0f00800000;
 mul.rp.f32 a1, a1, 0f00800000;
-prmt.b32 r0, {random0}, half, {half};
-prmt.b32 r1, {random1}, half, {half};
+prmt.b32 r0, {random0}, half, {half0};
+prmt.b32 r1, {random1}, half, {half1};
 shr.u32 r0, r0, 10;
 shr.u32 r1, r1, 10;
 mov.b32 b0, a0;
@@ -43,14 +41,20 @@ add.u32 b0, b0, r0;
 add.u32 b1, b1, r1;
 prmt.b32 code, b0, b1, 0x7632;
 min.u16x2 code, code, most;
-prmt.b32 sign, {first}, {second}, 0xFFBB;
-lop3.b32 m{i}, sign, code, 0x02000200, 0xE4;
 """
-
+HALVES = ("0x1054", "0x3254")
+"""Selectors of `ROUND_PAIR` for the low and the high half of a random word."""
 # Half a unit above zeros. A constant would share its instruction with another one, which ptxas then moves to
 # a register for every element; of this one it does not know that it is constant.
-_HALF = """shr.u32 half, {positive}, 31;
+ROUND_START = """mov.b32 most, 0x01FF01FF;
+shr.u32 half, {positive}, 31;
 or.b32 half, half, 0x7C00;
+"""
+# Two elements, as code and sign at bits 6 to 9 of each half of m{i}.
+_PAIR = f"""mul.rn.f32 a0, {{first}}, {{factor}};
+mul.rn.f32 a1, {{second}}, {{factor}};
+{ROUND_PAIR}prmt.b32 sign, {{first}}, {{second}}, 0xFFBB;
+lop3.b32 m{{i}}, sign, code, 0x02000200, 0xE4;
 """
 _JOIN = """shl.b32 m1, m1, 4;
 shl.b32 m3, m3, 4;
@@ -62,7 +66,7 @@ lop3.b32 $0, m0, m2, 0x00FF00FF, 0xE4;
 }"""
 
 
-def _philox(counter: str, row: str, key0: str, key1: str, *, inverted: bool = False) -> str:
+def philox_text(counter: str, row: str, key0: str, key1: str, *, inverted: bool = False) -> str:
     """Returns PTX that leaves Philox's words in c0 to c3, or their inverses."""
     rounds = 10 * _ROUND.replace("TABLE", "0x96")  # a sum of three bits
     if inverted:
@@ -79,17 +83,17 @@ def _encode_text() -> str:
     text = f"""{{
 .reg .b32 b0, b1, r0, r1, most, half, code, sign, m0, m1, m2, m3;
 .reg .f32 a0, a1;
-{_philox("$10", "$11", "$12", "$13", inverted=True)}mov.b32 most, 0x01FF01FF;
-{_HALF.format(positive="$9")}"""
+{philox_text("$10", "$11", "$12", "$13", inverted=True)}{ROUND_START.format(positive="$9")}"""
     for i in range(4):
-        names = {"random0": f"c{i // 2}", "random1": f"c{i // 2 + 2}", "half": ("0x1054", "0x3254")[i % 2]}
-        text += _PAIR.format(i=i, first=f"${i + 1}", second=f"${i + 5}", factor="$9", **names)
+        half = HALVES[i % 2]
+        random = {"random0": f"c{i // 2}", "random1": f"c{i // 2 + 2}", "half0": half, "half1": half}
+        text += _PAIR.format(i=i, first=f"${i + 1}", second=f"${i + 5}", factor="$9", **random)
     return text + _JOIN
 
 
 _ENCODE = tl.constexpr(_encode_text())
 _PHILOX = tl.constexpr(
-    "{\n" + _philox("$4", "$5", "$6", "$7") + "".join(f"mov.b32 ${i}, c{i};\n" for i in range(4)) + "}"
+    "{\n" + philox_text("$4", "$5", "$6", "$7") + "".join(f"mov.b32 ${i}, c{i};\n" for i in range(4)) + "}"
 )
 
 

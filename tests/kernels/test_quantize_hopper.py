@@ -13,13 +13,17 @@ from mxjax.devices import INTERPRETER, Target, current_target, use_target
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.quantize.hopper_kernel import quantize_pairs_kernel
 from mxjax.kernels.quantize.launches import launch_of, launched_pairs
-from mxjax.kernels.quantize.quantizer import quantize_operands
+from mxjax.kernels.quantize.quantizer import _call, quantize_operands
 from mxjax.operand import Operand
+from mxjax.philox import key_words
 from mxjax.policy import Rotation
 
 ROWS, PLAIN = GemmInput(-1), GemmInput(-2)
 H16, ROWS_H16 = (GemmInput(axis, rotation=Rotation(16)) for axis in (-2, -1))
-COLUMNS = [PLAIN, GemmInput(-2, Operand(block_shape=32), Rotation(4)), H16]
+ROWS_DRAWN, DRAWN = (
+    GemmInput(axis, Operand(rounding="stochastic"), key=jax.random.key(3)) for axis in (-1, -2)
+)
+COLUMNS = [PLAIN, GemmInput(-2, Operand(block_shape=32), Rotation(4)), H16, DRAWN]
 HOPPER = Target("cuda", "sm_90")
 ELSEWHERE = [INTERPRETER, Target("cuda", "sm_89"), Target("cuda", "sm_100"), Target("hip", "gfx950")]
 
@@ -41,7 +45,7 @@ def kernel_of(rows, columns, shape, dtype="bfloat16", target=HOPPER, form="packe
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("rows", [None, ROWS])
+@pytest.mark.parametrize("rows", [None, ROWS, ROWS_DRAWN])
 @pytest.mark.parametrize("kind", ["normal", "special", "grid"])
 def test_as_defined(rows, columns, kind):
     """Edges on both axes: rows end within a group, a block and a tile, columns within a block and a tile."""
@@ -56,6 +60,7 @@ def test_as_defined(rows, columns, kind):
 def test_shapes(shape):
     x = draw_tensor(np.random.default_rng(1), shape, "wide", "bfloat16")
     assert_as_defined(x, ROWS, H16)
+    assert_as_defined(x, ROWS_DRAWN, DRAWN)
 
 
 @pytest.mark.parametrize("exponent", [-112, 113, 118, 124])
@@ -91,6 +96,39 @@ def test_stochastic_rounding(form, prescale):
     assert_as_defined(x, how, form=form)
 
 
+def test_a_part_draws_the_bits_of_its_place():
+    x = draw_tensor(np.random.default_rng(9), (3, 128, 96), "normal", "bfloat16")
+    whole = quantize_operands(x, [ROWS_DRAWN, DRAWN])
+    words = [np.asarray(key_words(how.key)) for how in (ROWS_DRAWN, DRAWN)]
+    scalars = jnp.asarray(np.concatenate([np.append(w, np.zeros(4, np.uint32)) for w in words]))[None]
+    places = [jnp.arange(first, 128, dtype=jnp.uint32) for first in (1, 64, 32)]
+    part = x[None, 1:, 64:, 32:]
+    pair = ROWS_DRAWN.options, DRAWN.options
+    row_words, row_scales, column_words, column_scales = _call(
+        pair, "packed", HOPPER, (128, 96), part, scalars, *places
+    )
+    for words, scales, y, rows, columns in (
+        (row_words, row_scales, whole[0], slice(64, None), slice(32 // 8, None)),
+        (column_words, column_scales, whole[1], slice(32, None), slice(64 // 8, None)),
+    ):
+        expected = np.asarray(y.elements).view(np.int32)
+        np.testing.assert_array_equal(words[0], expected[1:, rows, columns])
+        np.testing.assert_array_equal(scales[0], np.asarray(y.scales)[1:, rows, columns.start // 4 :])
+
+
+def test_vmap_of_keys():
+    x = draw_tensor(np.random.default_rng(10), (2, 48, 40), "normal", "bfloat16")
+
+    def quantize(key):
+        return quantize_operands(x, [how._replace(key=key) for how in (ROWS_DRAWN, DRAWN)])
+
+    keys = jax.random.split(jax.random.key(4), 3)
+    got = jax.vmap(quantize)(keys)
+    for i, key in enumerate(keys):
+        for y, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(quantize(key)), strict=True):
+            np.testing.assert_array_equal(y[i], wanted)
+
+
 def test_vmap():
     xs = draw_tensor(np.random.default_rng(5), (2, 3, 48, 40), "normal", "bfloat16")
     got = jax.vmap(lambda x: quantize_operands(x, [ROWS, H16]))(xs)
@@ -121,8 +159,9 @@ def test_all_bit_patterns(order):
         finite = patterns[np.isfinite(patterns.view(ml_dtypes.bfloat16).astype(np.float32))]
         patterns = np.resize(np.random.default_rng(3).permutation(finite), 2**16)
     x = jnp.asarray(patterns.view(ml_dtypes.bfloat16).reshape(512, 128))
-    assert_as_defined(x, ROWS, PLAIN)
-    assert_as_defined(x.T, ROWS, PLAIN)
+    for transposed in (x, x.T):
+        assert_as_defined(transposed, ROWS, PLAIN)
+        assert_as_defined(transposed, ROWS_DRAWN, DRAWN)
 
 
 def test_what_it_does_not_take_goes_to_the_general_kernel():
@@ -137,11 +176,11 @@ def test_what_it_does_not_take_goes_to_the_general_kernel():
         *(kernel_of(None, GemmInput(-2, rotation=Rotation(size)), (64, 64)) for size in (2, 8, 32, 64, 128)),
         *(kernel_of(ROWS, PLAIN, (64, 64), target=target) for target in ELSEWHERE),
         kernel_of(None, GemmInput(-2, rotation=Rotation(16, "fixed")), (64, 64)),
+        kernel_of(ROWS, GemmInput(-2, Operand(rounding="stochastic"), Rotation(16)), (64, 64)),
         *(
             kernel_of(ROWS, GemmInput(-2, Operand(**options)), (64, 64))
             for options in (
                 {"scale_rule": "even"},
-                {"rounding": "stochastic"},
                 {"prescale": 0.75},
                 {"block_shape": (32, 32)},
             )

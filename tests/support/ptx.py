@@ -129,6 +129,7 @@ OPCODES = {
     "min.f16x2": _halves(np.float16, np.fmin),
     "max.bf16x2": _halves(ml_dtypes.bfloat16, np.fmax),
     "max.NaN.bf16x2": _halves(ml_dtypes.bfloat16, np.maximum),
+    "mul.rn.bf16x2": _halves(ml_dtypes.bfloat16, lambda a, b: a.astype(np.float32) * b.astype(np.float32)),
     "fma.rn.bf16x2": _halves(ml_dtypes.bfloat16, _fma_bf16),
     "fma.rn.f32": _f32(lambda a, b, c: a * b + c),
     "sub.rn.f32": _f32(np.subtract),
