@@ -51,17 +51,19 @@ class Launch(NamedTuple):
 
 
 def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
-    """Returns the inputs of each launch: both in one, but on CUDA one by one in two cases.
+    """Returns the inputs of each launch: both in one, but on CUDA one by one in three cases.
 
     A kernel that rotates both sides and draws random bits for both takes longer to run than two, on an H200
     531 us instead of 449 with the inputs of `amazon` (8192 x 14336, bfloat16); the general kernel without
-    rotations takes 215 instead of 243. One that rotates columns by H128 has too few registers for rows too.
+    rotations takes 215 instead of 243. One that rotates columns by H128 has too few registers for rows too,
+    and one that rotates both by H64 cannot have the tile of either.
     """
     rows, columns = pair
     if target is None or target.backend != "cuda" or rows is None or columns is None:
         return [pair]
     rotates = rows.rotation is not None or columns.rotation is not None
-    if columns.rotation_size > 64 or (rotates and _is_stochastic(rows) and _is_stochastic(columns)):
+    sizes = _rotation_sizes(pair)
+    if sizes[1] > 64 or min(sizes) > 32 or (rotates and _is_stochastic(rows) and _is_stochastic(columns)):
         return [(rows, None), (None, columns)]
     return [pair]
 
@@ -224,8 +226,8 @@ def _rotation_sizes(pair: Pair) -> tuple[int, int]:
 def _tile(target: Target | None, pair: Pair, r: int, row_bytes: int) -> Tile:
     """Returns the tile: on CUDA the fastest measured on an H200, on gfx950 one chosen from its assembly.
 
-    On gfx950 a thread has 64 elements, or 32 if rows are not aligned to 16 bytes: loads of single elements
-    need more registers.
+    Those for H64 and H128 of columns on CUDA are chosen from the machine code too. On gfx950 a thread has 64
+    elements, or 32 if rows are not aligned to 16 bytes: loads of single elements need more registers.
     """
     if target is None or target.backend == "interpreter":
         return Tile(64, 64, 1, 8)
@@ -236,6 +238,10 @@ def _tile(target: Target | None, pair: Pair, r: int, row_bytes: int) -> Tile:
             return Tile(128, 32, 2 if row_bytes % 16 else 1, 8)
         return Tile(64 if row_bytes % 16 else 128, 64, 2, 8)
     rows, columns = pair
+    along_rows, along_columns = _rotation_sizes(pair)
+    if along_columns > 32 and along_rows <= 32:
+        # A thread has 2 columns, so that the lanes of one warp exchange a run's groups, without barriers.
+        return Tile(128, 32, 2, 32) if along_columns == 64 else Tile(256, 16, 2, 32)
     if rows and columns is None and _is_stochastic(rows) and rows.rotation:
         return Tile(128, 64, 4, 32)
     if rows and columns is None and not rows.operand.is_square and r <= 16 * MOST_PROGRAMS:
