@@ -146,7 +146,7 @@ XLA = {"kernels": {"quantize_kernel": 5}, "products": ["bf16 bf16"], "choices": 
 
 
 def on_hopper(expected):
-    """Returns the kernels on Hopper, where x, bfloat16 and rotated along columns alone, has its own."""
+    """Returns the kernels on Hopper, where x, bfloat16 and at most rotated along columns, has its own."""
     return expected | {"kernels": expected["kernels"] | {"quantize_kernel": 2, "quantize_pairs_kernel": 1}}
 
 
@@ -167,7 +167,8 @@ EXPECTED = [
 
 # One policy by every implementation on every target, and other policies on each target.
 CASES = [(arch, "wgrad_hadamard", name, expected) for arch, name, expected in EXPECTED]
-CASES += [("sm_90", "wgrad_sr", None, with_draws(FP8)), ("sm_90", "wgrad_sr", "xla", with_draws(XLA, 1))]
+CASES += [("sm_90", "wgrad_sr", None, with_draws(on_hopper(FP8)))]
+CASES += [("sm_90", "wgrad_sr", "xla", with_draws(XLA, 1))]
 MORE = [("sm_90", "full_hadamard", "fp8_carriers", FP8), ("sm_90", "full_hadamard", "xla", XLA)]
 MORE += [("sm_90", "wgrad_hadamard", "xla", XLA), ("sm_100", "wgrad_sr", "triton", with_draws(TRITON))]
 MORE += [("sm_89", "wgrad_sr", "fp8_carriers", with_draws(FP8))]
