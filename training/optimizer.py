@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool
 
@@ -59,10 +60,10 @@ def keeps_finite(config: OptimizerConfig) -> Callable[[jax.Array], Bool[Array, "
     values, and a rate from 0 to 1 makes it no more, while decay takes a parameter towards zero. None for
     settings without such a bound, among them no clipping.
     """
-    decays = (config.b1, config.b2)
+    decays, least = (config.b1, config.b2), float(jnp.finfo(jnp.float32).tiny)  # XLA takes less for 0
     bounded = (
-        config.clip <= 1e15  # so that squares are finite
-        and config.eps > 0
+        least <= config.clip <= 1e15  # so that squares are finite
+        and config.eps >= least
         and all(0 <= b <= 1 - 1e-6 for b in decays)
         and config.clip <= 1e30 * (1 - config.b1) * config.eps
         and 0 <= config.weight_decay <= 0.5

@@ -101,7 +101,11 @@ def test_a_finite_state_stays_finite_where_that_is_said(config):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"clip": np.inf}, {"eps": 0.0}, {"b1": 1.0}, {"b2": 1.0}, {"weight_decay": 3.0}]
+    "changes",
+    [
+        *({"clip": np.inf}, {"clip": 1e-40}, {"clip": 0.0}, {"eps": 0.0}, {"eps": 1e-40, "clip": 1e-12}),
+        *({"b1": 1.0}, {"b2": 1.0}, {"weight_decay": 3.0}),
+    ],
 )
 def test_settings_without_a_bound_have_their_updates_checked(changes):
     assert keeps_finite(dataclasses.replace(OptimizerConfig(), **changes)) is None
