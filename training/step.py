@@ -91,7 +91,8 @@ def make_train_step(
       given: returns further arguments of the loss and of the optimizer's update, from the optimizer's state.
       keeps_finite: returns, from the learning rate, whether gradients with a finite norm keep a finite state
         finite for certain. Only otherwise, or without it, are the updated state's elements checked, which
-        reads parameters, moments and gradients once more.
+        reads parameters, moments and gradients once more. A state that is not finite before goes unnoticed
+        then, unless the loss or a gradient depends on the element.
     """
     loss_and_grads = _make_loss_and_grads(loss, accumulate, shardings, slots)
     optimizer = optax.with_extra_args_support(optimizer)
