@@ -32,6 +32,13 @@ def optimizer_of(
     return optimizer
 
 
+def keeps_finite_with_hooks(config: Config) -> Callable[[jax.Array], Bool[Array, ""]] | None:
+    """Returns `keeps_finite` of `optimizer_of`'s optimizer: None if it has hooks or outlier channels."""
+    precision = config.precision
+    is_plain = precision.deoscillate is None and precision.outlier_channels is None
+    return keeps_finite(config.optimizer) if is_plain else None
+
+
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     """Returns clipping by global norm, then AdamW, for parameters of `models.llama`.
 
@@ -52,13 +59,13 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtra
 
 
 def keeps_finite(config: OptimizerConfig) -> Callable[[jax.Array], Bool[Array, ""]] | None:
-    """Returns what tells from a learning rate that `make_optimizer` keeps a finite state finite, if it may.
+    """Returns a function of the learning rate: whether an update certainly keeps a finite state finite.
 
-    That holds for gradients with a finite norm. Clipped, none of their elements exceeds `clip`, nor does the
-    first moment, a weighted mean of them, so that no update before the learning rate exceeds
-    `clip / ((1 - b1) eps)`. Up to 1e30 that is less than half a unit in the last place of float32's largest
-    values, and a rate from 0 to 1 makes it no more, while decay takes a parameter towards zero. None for
-    settings without such a bound, among them no clipping.
+    The update is `make_optimizer`'s, by gradients with a finite norm. Clipped, none of their elements exceeds
+    `clip`, nor does the first moment, a weighted mean of them, so that no update before the learning rate
+    exceeds `clip / ((1 - b1) eps)`. Up to 1e30 that is less than half a unit in the last place of float32's
+    largest values, and a rate from 0 to 1 makes it no more, while decay takes a parameter towards zero. None
+    for settings without such a bound, among them no clipping.
     """
     decays, least = (config.b1, config.b2), float(jnp.finfo(jnp.float32).tiny)  # XLA takes less for 0
     bounded = (

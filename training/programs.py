@@ -19,7 +19,7 @@ from mxjax.mixed_dot import Channels
 from mxjax.recipes import get_policy
 from training.learning_rate import learning_rate
 from training.mesh import abstract_batch, compiler_options, on_mesh
-from training.optimizer import keeps_finite
+from training.optimizer import keeps_finite_with_hooks
 from training.outliers import choose_channels, empty_norms, has_outliers, parse_outliers
 from training.policy_schedule import Phase
 from training.setup import Run
@@ -56,8 +56,6 @@ def make_programs(
         compiler_options, run.mesh, implementation=config.precision.implementation
     )
     xla_options = options_for(phase.layers.policies)
-    precision = config.precision
-    has_hook = precision.deoscillate is not None or precision.outlier_channels is not None
     train_step = make_train_step(
         loss,
         optimizer,
@@ -67,7 +65,7 @@ def make_programs(
         compiler_options=xla_options,
         slots=_slots(run, phase),
         given=(lambda opt_state: {"channels": channels_of(opt_state)}) if mixed else (lambda opt_state: {}),
-        keeps_finite=None if has_hook else keeps_finite(config.optimizer),
+        keeps_finite=keeps_finite_with_hooks(config),
     )
     return Programs(
         ScheduledStep(train_step, learning_rate(config.optimizer, config.steps)),

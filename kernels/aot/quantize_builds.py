@@ -58,7 +58,7 @@ _SQUARE: _Side = (Operand(block_shape=(BLOCK, BLOCK)), None)
 _EVEN: _Side = (Operand(scale_rule="even"), Rotation(64, "fixed"))
 _RCEIL: _Side = (Operand(scale_rule="rceil", rounding="stochastic"), Rotation(32, "redrawn"))
 _PRESCALED: _Side = (Operand(prescale=0.75, block_shape=(BLOCK, BLOCK)), None)
-_PAIRS: list[_Sides] = [(_PLAIN, _PLAIN), (_PLAIN, _H16), (None, _H16)]
+_PAIRS: list[_Sides] = [(_PLAIN, _PLAIN), (_PLAIN, _H16), (None, _H16), (_STOCHASTIC, _STOCHASTIC)]
 _BATCH = (3, 40, 70)
 _SMALL = [(128, 128), (65, 97)]
 _EDGE_SIDES: list[tuple[str, _Sides, Form]] = [

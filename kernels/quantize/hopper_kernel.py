@@ -1,7 +1,7 @@
 """Hopper's quantizer kernel for training's common case: bfloat16, quantized along columns or both axes.
 
 It computes the same as `mxjax.kernels.quantize.kernel` in fewer instructions, for packed operands and the
-rule `floor`; columns that are rounded to nearest may be rotated by H4 or H16.
+rule `floor`; columns may be rotated by H4 or H16 if neither side is rounded stochastically.
 `mxjax.kernels.quantize.launches` chooses between the two.
 
 Two neighbouring elements of a row stay in the word in which they are loaded: they are in two blocks along
@@ -303,9 +303,10 @@ def _bytes(pair, HIGH: tl.constexpr, FOLDED: tl.constexpr):
 
 @triton.jit
 def _in_layout(counter, row, scales):
-    """Returns Philox's counters and rows as uint32, with the shape and layout of `scales`, none negative.
+    """Returns Philox's counters and rows as uint32, in the shape and layout of `scales`.
 
-    Without that dependence Triton would convert them through shared memory.
+    Those are never negative, so that their values do not matter. Without the dependence Triton would convert
+    counters and rows through shared memory.
     """
     return tl.where(scales >= 0, counter, 0).to(tl.uint32), tl.where(scales >= 0, row, 0).to(tl.uint32)
 

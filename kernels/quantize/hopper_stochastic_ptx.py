@@ -77,9 +77,10 @@ _ENCODE_FIRST_ROW, _ENCODE_SECOND_ROW = tl.constexpr(_encode_row(0)), tl.constex
 
 @triton.jit
 def draw_columns(ws, i: tl.constexpr, scales, counter, row, key0, key1):
-    """Returns what `mxjax.kernels.quantize.hopper_ptx.encode_columns` does, rounded stochastically.
+    """Returns two words of 8 nibbles: the low halves of ws[i] to ws[i + 7], and the high halves.
 
     Args:
+      scales: of both columns, each in a half.
       counter, row: Philox's counter of both columns, and its row of the first.
     """
     inputs = [ws[i], ws[i + 1], ws[i + 2], ws[i + 3], ws[i + 4], ws[i + 5], ws[i + 6], ws[i + 7], scales]
@@ -90,7 +91,13 @@ def draw_columns(ws, i: tl.constexpr, scales, counter, row, key0, key1):
 
 @triton.jit
 def draw_row(ws, scales, SECOND: tl.constexpr, counter, row, key0, key1):
-    """Returns what `mxjax.kernels.quantize.hopper_ptx.encode_row` does, rounded stochastically."""
+    """Returns 8 elements of a row, in 4 words, as a word of nibbles.
+
+    Args:
+      scales: of two rows, each in a half.
+      SECOND: whether the row is the second.
+      counter, row: Philox's counter and row.
+    """
     TEXT: tl.constexpr = _ENCODE_SECOND_ROW if SECOND else _ENCODE_FIRST_ROW
     inputs = [ws[0], ws[1], ws[2], ws[3], scales, counter, row, key0, key1]
     return tl.inline_asm_elementwise(TEXT, "=&r,r,r,r,r,r,r,r,r,r", inputs, tl.int32, True, 1)

@@ -167,7 +167,7 @@ def quantize_kernel(
 
 @triton.jit
 def place_of(scalars, b, STOCHASTIC: tl.constexpr):
-    """Returns where in the whole tensor matrix b of x begins: batch, row, column; any if not STOCHASTIC."""
+    """Returns the batch, row and column at which matrix b of x begins in the whole tensor, if STOCHASTIC."""
     batch, r_all, c_all = b.to(tl.int32), 0, 0
     if STOCHASTIC:
         batch += tl.load(scalars + 12).to(tl.int32)

@@ -113,11 +113,11 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
     rows, columns = pair
     if conversion(target) != "sm_90" or jnp.dtype(dtype) != jnp.bfloat16 or c % 8:
         return False
-    if columns is None or not _is_plain(columns):
+    wanted = [how for how in pair if how]
+    if columns is None or not all(map(_is_plain, wanted)) or (rows and rows.rotation):
         return False
-    if columns.rotation_size not in ((1,) if _is_stochastic(columns) else (1, 4, 16)):
-        return False
-    return rows is None or (_is_plain(rows) and rows.rotation_size == 1)
+    # Random bits beside a rotation spill registers.
+    return columns.rotation_size in ((1,) if any(map(_is_stochastic, wanted)) else (1, 4, 16))
 
 
 def _is_plain(how: GemmInput) -> bool:
@@ -130,12 +130,15 @@ def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int])
     rows, columns = pair
     assert columns is not None
     size = columns.rotation_size
+    drawn = rows is not None and _is_stochastic(rows), _is_stochastic(columns)
+    # Random bits alone depend on the place, and other kernels are the same for any.
+    sizes = _sizes(b, r, c, whole) if any(drawn) else _sizes(1, r, c, (r, c))
     return {
-        **_sizes(b, r, c, whole),
+        **sizes,
         "ROW_LENGTH": rows.padded(c) if rows else 0,
-        "ROW_STOCHASTIC": rows is not None and _is_stochastic(rows),
+        "ROW_STOCHASTIC": drawn[0],
         "COLUMN_LENGTH": columns.padded(r),
-        "COLUMN_STOCHASTIC": _is_stochastic(columns),
+        "COLUMN_STOCHASTIC": drawn[1],
         "ROTATION": size,
         "FOLDED": size.bit_length() // 2,
     }

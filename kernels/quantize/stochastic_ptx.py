@@ -44,8 +44,9 @@ min.u16x2 code, code, most;
 """
 HALVES = ("0x1054", "0x3254")
 """Selectors of `ROUND_PAIR` for the low and the high half of a random word."""
-# Half a unit above zeros. A constant would share its instruction with another one, which ptxas then moves to
-# a register for every element; of this one it does not know that it is constant.
+# 0x7C00 below an inverted random half makes 64 (65535 - random) + 31 when shifted by 10. As a constant beside
+# prmt's selector, ptxas would move it to a register for every element. It does not know that the sign bit of
+# `positive` is 0, so that it keeps the sum in a register.
 ROUND_START = """mov.b32 most, 0x01FF01FF;
 shr.u32 half, {positive}, 31;
 or.b32 half, half, 0x7C00;

@@ -12,6 +12,7 @@ from support.quantizer import assert_as_defined, draw_tensor
 from mxjax.devices import INTERPRETER, Target, current_target, use_target
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.quantize.hopper_kernel import quantize_pairs_kernel
+from mxjax.kernels.quantize.kernel import quantize_kernel
 from mxjax.kernels.quantize.launches import launch_of, launched_pairs
 from mxjax.kernels.quantize.quantizer import _call, quantize_operands
 from mxjax.operand import Operand
@@ -21,7 +22,7 @@ from mxjax.policy import Rotation
 ROWS, PLAIN = GemmInput(-1), GemmInput(-2)
 H16, ROWS_H16 = (GemmInput(axis, rotation=Rotation(16)) for axis in (-2, -1))
 ROWS_DRAWN, DRAWN = (
-    GemmInput(axis, Operand(rounding="stochastic"), key=jax.random.key(3)) for axis in (-1, -2)
+    GemmInput(axis, Operand(rounding="stochastic"), key=jax.random.key(3 - axis)) for axis in (-1, -2)
 )
 COLUMNS = [PLAIN, GemmInput(-2, Operand(block_shape=32), Rotation(4)), H16, DRAWN]
 HOPPER = Target("cuda", "sm_90")
@@ -49,7 +50,8 @@ def kernel_of(rows, columns, shape, dtype="bfloat16", target=HOPPER, form="packe
 @pytest.mark.parametrize("kind", ["normal", "special", "grid"])
 def test_as_defined(rows, columns, kind):
     """Edges on both axes: rows end within a group, a block and a tile, columns within a block and a tile."""
-    assert kernel_of(rows, columns, (37, 136)) is quantize_pairs_kernel
+    general = rows is ROWS_DRAWN and columns.rotation
+    assert kernel_of(rows, columns, (37, 136)) is (quantize_kernel if general else quantize_pairs_kernel)
     assert_as_defined(
         draw_tensor(np.random.default_rng(0), (37, 136), kind, "bfloat16"),
         *(how for how in (rows, columns) if how),
@@ -159,9 +161,9 @@ def test_all_bit_patterns(order):
         finite = patterns[np.isfinite(patterns.view(ml_dtypes.bfloat16).astype(np.float32))]
         patterns = np.resize(np.random.default_rng(3).permutation(finite), 2**16)
     x = jnp.asarray(patterns.view(ml_dtypes.bfloat16).reshape(512, 128))
-    for transposed in (x, x.T):
-        assert_as_defined(transposed, ROWS, PLAIN)
-        assert_as_defined(transposed, ROWS_DRAWN, DRAWN)
+    for tensor in (x, x.T):
+        assert_as_defined(tensor, ROWS, PLAIN)
+        assert_as_defined(tensor, ROWS_DRAWN, DRAWN)
 
 
 def test_what_it_does_not_take_goes_to_the_general_kernel():
@@ -177,6 +179,7 @@ def test_what_it_does_not_take_goes_to_the_general_kernel():
         *(kernel_of(ROWS, PLAIN, (64, 64), target=target) for target in ELSEWHERE),
         kernel_of(None, GemmInput(-2, rotation=Rotation(16, "fixed")), (64, 64)),
         kernel_of(ROWS, GemmInput(-2, Operand(rounding="stochastic"), Rotation(16)), (64, 64)),
+        kernel_of(ROWS_DRAWN, H16, (64, 64)),
         *(
             kernel_of(ROWS, GemmInput(-2, Operand(**options)), (64, 64))
             for options in (

@@ -12,7 +12,7 @@ import pytest
 from support.llamas import layer_policies
 
 import mxjax
-from models import llama
+from models import llama, loss
 from models.configs import CONFIGS, LlamaConfig, RopeScaling, get_config
 from mxjax.devices import Target, use_target
 
@@ -298,7 +298,9 @@ def test_a_tied_head_is_the_embedding():
     )
 
 
-def test_the_gradient_of_a_tied_head_is_added_to_that_of_the_embedding():
+@pytest.mark.parametrize("tokens", [2048, 16, 10], ids=lambda n: f"pieces of {n}")
+def test_the_gradient_of_a_tied_head_is_added_to_that_of_the_embedding(tokens, monkeypatch):
+    monkeypatch.setattr(loss, "LOSS_TOKENS", tokens)
     config = dataclasses.replace(SMALL, tied=True)
     params = llama.init(config, jax.random.key(0))
     untied = params | {"head": params["embedding"].T}

@@ -113,7 +113,6 @@ OPCODES = {
     "lop3.b32": _lop3,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
-    "xor.b32": np.bitwise_xor,
     "not.b32": np.invert,
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,

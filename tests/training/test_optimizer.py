@@ -86,13 +86,14 @@ def test_a_finite_state_stays_finite_where_that_is_said(config):
     assert certain is not None
     assert bool(certain(jnp.float32(1)))
     largest = np.finfo(np.float32).max
-    params = {"w": jnp.array([largest, -largest, 1e30, 1, 1e-38, 0, 0, largest], jnp.float32)}
+    values = jnp.array([largest, -largest, 1e30, 1, 1e-38, 0, 0, largest], jnp.float32)
+    params = {"w": values, "scale": values}  # the latter does not decay
     optimizer = make_optimizer(config)
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     rng = np.random.default_rng(0)
     for _ in range(300):
         sizes = 10.0 ** rng.uniform(-38, rng.choice([-37, 0, 18.5]), 8)
-        grads = {"w": jnp.float32(sizes * rng.choice([-1, 0, 1], 8))}
+        grads = {name: jnp.float32(sizes * rng.choice([-1, 0, 1], 8)) for name in params}
         assert np.isfinite(optax.tree.norm(grads))
         updates, state = update(grads, state, params, learning_rate=jnp.float32(1))
         params = optax.apply_updates(params, updates)
@@ -103,8 +104,9 @@ def test_a_finite_state_stays_finite_where_that_is_said(config):
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"clip": np.inf}, {"clip": 1e-40}, {"clip": 0.0}, {"eps": 0.0}, {"eps": 1e-40, "clip": 1e-12}),
-        *({"b1": 1.0}, {"b2": 1.0}, {"weight_decay": 3.0}),
+        *({"clip": np.inf}, {"clip": 2e15}, {"clip": 1e-40}, {"clip": 0.0}),
+        *({"eps": 0.0}, {"eps": 1e-40, "clip": 1e-12}, {"eps": 1e-32}),
+        *({"b1": 1.0}, {"b1": 1 - 1e-7}, {"b2": 1.0}, {"b2": 1 - 1e-7}, {"weight_decay": 0.6}),
     ],
 )
 def test_settings_without_a_bound_have_their_updates_checked(changes):
@@ -113,5 +115,5 @@ def test_settings_without_a_bound_have_their_updates_checked(changes):
 
 def test_learning_rates_without_a_bound_have_their_updates_checked():
     certain = keeps_finite(OptimizerConfig())
-    found = [bool(certain(jnp.float32(rate))) for rate in (0, 4e-3, 1, 1.5, -1e-3, np.inf, np.nan)]
+    found = [bool(certain(jnp.float32(rate))) for rate in (0, 4e-3, 1, 1.001, -1e-3, np.inf, np.nan)]
     assert found == [True, True, True, False, False, False, False]

@@ -148,6 +148,15 @@ def test_an_update_that_is_finite_for_certain_is_made_as_one_that_is_checked(par
         assert bool(found[0][1].largest.any()) != is_finite
 
 
+@pytest.mark.parametrize("certain", [False, True])
+def test_only_an_update_that_is_not_finite_for_certain_is_checked(params, certain):
+    optimizer = optax.sgd(jnp.inf)
+    step = make_train_step(mean_bigram, optimizer, keeps_finite=lambda rate: jnp.array(certain))
+    state, metrics = step(init_state(params, optimizer), BATCH, KEY, jnp.float32(1))
+    assert bool(metrics.finite) == certain
+    assert np.isfinite(state.params["table"]).all() != certain
+
+
 @pytest.mark.parametrize("rate", [3.4e38, jnp.inf, jnp.nan])
 def test_an_update_by_a_rate_without_a_bound_is_checked(params, rate):
     config = OptimizerConfig()
