@@ -23,7 +23,7 @@ from training.environment import facts
 from training.learning_rate import learning_rate
 from training.mesh import check_batch, compiler_options, global_batch, make_mesh
 from training.optimizer import keeps_finite, make_optimizer
-from training.step import ScheduledStep, make_train_step
+from training.step import ScheduledStep, TrainState, make_train_step
 from training.vocabulary import filled_size, resize
 
 GEMMS = ((8192, 8192, 8192), (8192, 4096, 14336))
@@ -47,6 +47,31 @@ def run(job: Job) -> dict[str, Any]:
 
 def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Measures all that `run` returns except the GEMMs' rates."""
+    compiled_step, state, seconds = prepare(job, mesh)
+    inputs, key = train_job.batches(job, get_config(job.model).vocab_size), jax.random.key(0)
+
+    def step(tokens: np.ndarray):
+        nonlocal state
+        state, metrics = compiled_step(state, global_batch(mesh, tokens), key)
+        return metrics.loss
+
+    losses, times = train_job.run_steps(step, float, inputs)
+    outcome = {
+        "times": times[job.before - 1 :],
+        "times_before": times[: job.before - 1],
+        "losses": losses,
+        **seconds,
+        "peak_bytes": peak_bytes(),
+        "implementation": choose_implementation(job.implementation),
+        "environment": facts(),
+    }
+    if job.trace is not None:
+        outcome["trace"] = trace(step, inputs, pathlib.Path(job.trace))
+    return outcome
+
+
+def prepare(job: Job, mesh: jax.sharding.Mesh) -> tuple[ScheduledStep, TrainState, dict[str, float]]:
+    """Returns a job's compiled step, which donates its state, the first state, and seconds of compilation."""
     model = get_config(job.model)
     config = OptimizerConfig(*train_job.learning_rate(job))
     optimizer, schedule = make_optimizer(config), learning_rate(config, 1_000_000_000)
@@ -62,33 +87,14 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     train_step = make_train_step(
         loss, optimizer, shardings=shardings, compiler_options=told, keeps_finite=keeps_finite(config)
     )
-    inputs, key = train_job.batches(job, model.vocab_size), jax.random.key(0)
+    batch = global_batch(mesh, train_job.batches(job, model.vocab_size)[0])
     start = time.perf_counter()
-    lowered = train_step.lower(state, global_batch(mesh, inputs[0]), key, jax.jit(schedule)(state.step))
+    lowered = train_step.lower(state, batch, jax.random.key(0), jax.jit(schedule)(state.step))
     lower_seconds = time.perf_counter() - start
     compiled = lowered.compile()
     compile_seconds = time.perf_counter() - start - lower_seconds
-    compiled_step = ScheduledStep(compiled, schedule)
-
-    def step(tokens: np.ndarray):
-        nonlocal state
-        state, metrics = compiled_step(state, global_batch(mesh, tokens), key)
-        return metrics.loss
-
-    losses, times = train_job.run_steps(step, float, inputs)
-    outcome = {
-        "times": times[job.before - 1 :],
-        "times_before": times[: job.before - 1],
-        "losses": losses,
-        "lower_seconds": lower_seconds,
-        "compile_seconds": compile_seconds,
-        "peak_bytes": peak_bytes(),
-        "implementation": choose_implementation(job.implementation),
-        "environment": facts(),
-    }
-    if job.trace is not None:
-        outcome["trace"] = trace(step, inputs, pathlib.Path(job.trace))
-    return outcome
+    seconds = {"lower_seconds": lower_seconds, "compile_seconds": compile_seconds}
+    return ScheduledStep(compiled, schedule), state, seconds
 
 
 def _loss(model, options, params, batch, key):

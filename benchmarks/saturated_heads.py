@@ -1,0 +1,113 @@
+"""What a training step costs once heads are saturated on purpose, so that FP8 loses rows of a gradient.
+
+    python -m benchmarks.saturated_heads --model 125m --batch 64 --seq 512 --data PREFIX --factors 1 4 16
+
+Trains `--before` steps on text, as `benchmarks.train_speed` does. Then it multiplies the weights of all
+queries and keys by each factor, from the same state, and times `--steps` steps. Scores of attention grow with
+the factor's square: the softmax saturates, and the gradients of queries and keys become tiny beside those of
+values, which share their rows. Such rows are computed again. Prints a table, and JSON as the last line.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import tempfile
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import train_job, train_ours
+from benchmarks.train_job import OURS, Job
+from benchmarks.train_tokens import write_tokens
+from models import llama
+from models.configs import LlamaConfig, get_config
+from mxjax.kernels.bench.report import commit
+from mxjax.kernels.tables import table
+from training.environment import facts, input_errors
+from training.mesh import make_mesh
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures what the command line names and prints it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.saturated_heads", description=__doc__)
+    parser.add_argument("--model", default="125m", help="a name of models/configs.py")
+    parser.add_argument("--policy", default="wgrad_hadamard")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--before", type=int, default=100, help="steps of training before these")
+    parser.add_argument("--steps", type=int, default=20, help="timed for each factor")
+    parser.add_argument("--factors", type=float, nargs="+", default=[1.0, 2.0, 4.0, 8.0, 16.0])
+    parser.add_argument("--data", help="text or dataset PREFIX; default: the source of Python's library")
+    parser.add_argument("--commit", help="of the code; default: what git says")
+    options = parser.parse_args(arguments)
+    if options.before < 1 or options.steps < 2:
+        parser.error("--before must be at least 1, and --steps at least 2")
+    with input_errors(), tempfile.TemporaryDirectory() as folder:
+        tokens = pathlib.Path(folder) / "tokens.npy"
+        job = Job(
+            OURS,
+            options.policy,
+            options.model,
+            options.batch,
+            options.seq,
+            options.steps,
+            options.before,
+            tokens=str(tokens),
+        )
+        data = write_tokens(tokens, job, options.data)
+        seconds = measure(job, options.factors)
+    first = statistics.median(seconds[0])
+    rows = []
+    for factor, times in zip(options.factors, seconds, strict=True):
+        median = statistics.median(times)
+        rows.append([f"{factor:g}", f"{1e3 * median:.1f}", f"{median / first:.3f}"])
+    print(table("factor | step ms | of the first", rows, padded=True))
+    numbers = {"factors": options.factors, "seconds": seconds}
+    environment = {
+        "commit": options.commit or commit(),
+        "device": jax.devices()[0].device_kind,
+        "versions": facts(),
+    }
+    print(json.dumps(environment | {"policy": job.subject, "model": job.model, "data": data} | numbers))
+
+
+def measure(job: Job, factors: Sequence[float]) -> list[list[float]]:
+    """Returns the seconds of each timed step, for each factor."""
+    mesh, key = make_mesh(None), jax.random.key(0)
+    with jax.set_mesh(mesh):
+        step, state, _ = train_ours.prepare(job, mesh)
+        model = get_config(job.model)
+        inputs = train_job.batches(job, model.vocab_size)
+        for tokens in inputs[: job.before]:
+            state, _ = step(state, np.asarray(tokens), key)
+        found = []
+        for factor in factors:
+            changed = jax.tree.map(jnp.copy, state)  # the step donates it
+            changed = changed._replace(params=saturated(changed.params, model, factor))
+
+            def run(tokens: np.ndarray):
+                nonlocal changed
+                changed, metrics = step(changed, np.asarray(tokens), key)
+                return metrics.loss
+
+            found.append(train_job.run_steps(run, float, inputs[job.before :])[1])
+    return found
+
+
+def saturated(params: llama.Params, model: LlamaConfig, factor: float) -> llama.Params:
+    """Returns the parameters with the weights of all queries and keys times the factor."""
+    heads = (
+        model.n_heads // model.n_kv_heads + 2
+    )  # the columns of a key/value head: its queries, key and value
+    scale = np.ones((model.n_kv_heads, heads, model.head_dim), np.float32)
+    scale[:, :-1] = factor
+    blocks = params["blocks"]
+    attention = blocks["attention"] | {"qkv": blocks["attention"]["qkv"] * scale.reshape(-1)}
+    return params | {"blocks": blocks | {"attention": attention}}
+
+
+if __name__ == "__main__":
+    main()
