@@ -173,18 +173,19 @@ def _quantize_rows(
     QUADS: tl.constexpr = BLOCK_C // 8
     row, word = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, QUADS)[None, :]
     w0, w1, w2, w3 = columns
-    pairs = ()
+    written = ()
     for i in tl.static_range(0, GROUP, 2):
         first = largest_pair((w0[i], w1[i], w2[i], w3[i]), 4)
         second = largest_pair((w0[i + 1], w1[i + 1], w2[i + 1], w3[i + 1]), 4)
         largest = tl.reshape(larger_halves(first, second), [GROUPS, QUADS // 4, 4])
         pair = pair_scales(tl.reduce(largest, 2, larger), 0)
-        pairs = pairs + (pair,)
         both = _along_row(pair, GROUPS, QUADS)
         if STOCHASTIC and i == 0:
             counter, drawn_row = _in_layout(counter0 + word, row0 + row, both)
             key0, key1 = tl.load(key), tl.load(key + 1)
         for k in tl.static_range(2):
+            byte, is_nan = _bytes(pair, k, 0)
+            written = written + (byte,)
             four = (w0[i + k], w1[i + k], w2[i + k], w3[i + k])
             if STOCHASTIC:
                 codes = draw_row(four, both, k, counter, drawn_row + (i + k), key0, key1)
@@ -192,10 +193,7 @@ def _quantize_rows(
                 codes = encode_row(four, both, k)
             inside = (row + (i + k) < rows) & (word < length // 8)
             pointers = words + (i + k) * (LENGTH // 8) + (row * (LENGTH // 8) + word)
-            _store(pointers, tl.where(_bytes(both, k, 0)[1], 0, codes), inside, EXACT)
-    written = ()
-    for i in tl.static_range(GROUP):
-        written = written + (_bytes(pairs[i // 2], i % 2, 0)[0],)
+            _store(pointers, tl.where(_along_row(is_nan, GROUPS, QUADS), 0, codes), inside, EXACT)
     byte = tl.reshape(join_tensors(written, GROUP), [GROUPS, QUADS // 4, GROUP])
     byte = tl.reshape(tl.permute(byte, [0, 2, 1]), [BLOCK_R, QUADS // 4])
     row, block = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, QUADS // 4)[None, :]
@@ -224,24 +222,24 @@ def _quantize_columns(
     """Quantizes along columns, two at a time; stores words and scales as `_quantize_rows` does."""
     GROUPS: tl.constexpr = BLOCK_R // GROUP
     QUADS: tl.constexpr = BLOCK_C // 8
-    at = tl.arange(0, GROUPS * 2)[:, None]
-    column = tl.arange(0, QUADS)[None, :] * 8
-    pointers = words + (column * (LENGTH // 8) + at)
     bytes_written = ()
+    words_written = ()
     for j in tl.static_range(4):
         two_bytes, four_words = _quantize_two_columns(
             columns[j], key, counter0, row0 + 2 * j, STOCHASTIC, ROTATION, FOLDED, GROUPS, QUADS
         )
         bytes_written = bytes_written + two_bytes
-        for k in tl.static_range(2):
-            word = tl.permute(tl.join(four_words[k], four_words[2 + k]), [0, 2, 1])
-            inside = (column + (2 * j + k) < others) & (at < length // 8)
-            _store(pointers + (2 * j + k) * (LENGTH // 8), tl.reshape(word, [GROUPS * 2, QUADS]), inside, EXACT)
+        words_written = words_written + four_words
     column = tl.arange(0, BLOCK_C)[None, :]
     byte = tl.reshape(join_tensors(bytes_written, 8), [GROUPS // 2, BLOCK_C])
     block = tl.arange(0, GROUPS // 2)[:, None]
     inside = (column < others) & (block < length // 32)
     _store(scales + (column * (LENGTH // 32) + block), byte.to(tl.uint8), inside, EXACT)
+    word = tl.reshape(join_tensors(words_written, 16), [GROUPS, QUADS, 4, 2, 2])
+    word = tl.reshape(tl.permute(word, [0, 3, 1, 2, 4]), [GROUPS * 2, BLOCK_C])
+    at = tl.arange(0, GROUPS * 2)[:, None]
+    inside = (column < others) & (at < length // 8)
+    _store(words + (column * (LENGTH // 8) + at), word, inside, EXACT)
 
 
 @triton.jit

@@ -19,13 +19,6 @@ from mxjax.scales import rule_carry
 
 LONGEST_AXIS = 2**24  # axes are shorter, because offsets in a tile have 32 bits
 
-PAIRS_REGISTERS = 168
-"""Most registers a thread of Hopper's kernel for both sides that draws random bits.
-
-Without a limit it takes some 200, with which a multiprocessor holds 8 warps instead of 12: on an H200 240 us
-instead of 212 if both sides draw, 180 to 191 instead of 150 to 157 if one does (8192 x 14336).
-"""
-
 Pair = tuple[GemmInput | None, GemmInput | None]
 """A tensor's inputs along its rows (axis -1) and along its columns (axis -2), without their arrays."""
 
@@ -62,9 +55,9 @@ def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
     """Returns the inputs of each launch: both in one, but on CUDA one by one in three cases.
 
     A kernel that rotates both sides and draws random bits for both takes longer to run than two, on an H200
-    531 us instead of 449 with the inputs of `amazon` (8192 x 14336, bfloat16); the general kernel without
-    rotations takes 215 instead of 243. One that rotates columns by H128 has too few registers for rows too,
-    and one that rotates both by H64 cannot have the tile of either.
+    531 us instead of 449 with the inputs of `amazon` (8192 x 14336, bfloat16); without rotations one takes 210
+    instead of 211. One that rotates columns by H128 has too few registers for rows too, and one that rotates
+    both by H64 cannot have the tile of either.
     """
     rows, columns = pair
     if target is None or target.backend != "cuda" or rows is None or columns is None:
@@ -103,10 +96,7 @@ def launch_of(
             n = how.padded(length)
             out.append(jax.ShapeDtypeStruct((v, b, other, n // 8 * words_of(form)), jnp.int32))
             out.append(jax.ShapeDtypeStruct((v, b, other, n // BLOCK), jnp.uint8))
-    options = {}
-    if form == "packed" and _hopper_takes(pair, target, c, dtype):
-        if rows and any(map(_is_stochastic, (rows, columns))):
-            options["maxnreg"] = PAIRS_REGISTERS
+    if hopper := form == "packed" and _hopper_takes(pair, target, c, dtype):
         tile = Tile(128, 128, 4, GROUP.value)
         kernel, constants = quantize_pairs_kernel, _pairs_constants(pair, b, r, c, whole or (r, c))
     else:
@@ -115,6 +105,7 @@ def launch_of(
         constants |= {"GROUP": tile.group, "CONVERT": conversion(target)}
     exact = r % tile.rows == 0 and c % tile.columns == 0
     constants |= {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "EXACT": exact}
+    options = _hopper_options(pair, exact) if hopper else {}
     tiles = (ceil_div(r, tile.rows), ceil_div(c, tile.columns))
     return Launch(kernel, out, (*(tiles if columns else tiles[::-1]), v * b), tile.warps, constants, options)
 
@@ -129,6 +120,21 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
         return False
     # Random bits beside a rotation spill registers.
     return columns.rotation_size in ((1,) if any(map(_is_stochastic, wanted)) else (1, 4, 16))
+
+
+def _hopper_options(pair: Pair, exact: bool) -> dict[str, Any]:
+    """Returns the compiler's options for Hopper's kernel: a limit on registers where ptxas takes too many.
+
+    A multiprocessor then holds 16 warps instead of 8, or 12 if random bits are drawn. On an H200 both sides take
+    111 us instead of 139; 210 instead of 240 if both draw, 149 to 156 instead of 180 to 191 if one does (8192 x
+    14336). Up to 16 registers spill.
+    """
+    rows, columns = pair
+    if rows is None or columns is None:
+        return {}
+    if _is_stochastic(rows) or _is_stochastic(columns):
+        return {"maxnreg": 168}
+    return {"maxnreg": 128} if exact and columns.rotation is None else {}
 
 
 def _is_plain(how: GemmInput) -> bool:
