@@ -38,7 +38,7 @@ def check_input(how: GemmInput) -> None:
 
 
 class Launch(NamedTuple):
-    """A kernel with its outputs (of both sides, wanted or not), grid, warps, constants and compiler's options.
+    """A kernel with its outputs (of both sides, wanted or not), grid, warps, constants and options.
 
     The kernel also takes the stride of its scalars.
     """
@@ -55,8 +55,8 @@ def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
     """Returns the inputs of each launch: both in one, but on CUDA one by one in three cases.
 
     A kernel that rotates both sides and draws random bits for both takes longer to run than two, on an H200
-    531 us instead of 449 with the inputs of `amazon` (8192 x 14336, bfloat16); without rotations one takes 210
-    instead of 211. One that rotates columns by H128 has too few registers for rows too, and one that rotates
+    531 us instead of 449 with the inputs of `amazon` (8192 x 14336, bfloat16); without rotations both
+    take the same. One that rotates columns by H128 has too few registers for rows too, and one that rotates
     both by H64 cannot have the tile of either.
     """
     rows, columns = pair
@@ -125,9 +125,9 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
 def _hopper_options(pair: Pair, exact: bool) -> dict[str, Any]:
     """Returns the compiler's options for Hopper's kernel: a limit on registers where ptxas takes too many.
 
-    A multiprocessor then holds 16 warps instead of 8, or 12 if random bits are drawn. On an H200 both sides take
-    111 us instead of 139; 210 instead of 240 if both draw, 149 to 156 instead of 180 to 191 if one does (8192 x
-    14336). Up to 16 registers spill.
+    A multiprocessor then holds 16 warps instead of 8, or 12 if random bits are drawn. On an H200 both sides
+    take 111 us instead of 139; 210 instead of 240 if both draw, 149 to 156 instead of 180 to 191 if one does
+    (8192 x 14336). Up to 16 registers spill.
     """
     rows, columns = pair
     if rows is None or columns is None:
