@@ -138,7 +138,6 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target, fo
         grid=launch.grid,
         expected=Expected("quantizer", {"shape": [b, r, c], "dtype": dtype, **options}),
         num_warps=launch.num_warps,
-        options=launch.options,
     )
 
 

@@ -1,7 +1,7 @@
 """Hopper's quantizer kernel for training's common case: bfloat16, quantized along columns or both axes.
 
 It computes the same as `mxjax.kernels.quantize.kernel` in fewer instructions, for packed operands and the
-rule `floor`; columns may be rotated by H4 or H16 if neither side is rounded stochastically.
+rule `floor`; columns may be rotated by H4 or H16, or else, without rows, rounded stochastically.
 `mxjax.kernels.quantize.launches` chooses between the two.
 
 Two neighbouring elements of a row stay in the word in which they are loaded: they are in two blocks along
@@ -23,7 +23,7 @@ from mxjax.kernels.quantize.hopper_ptx import (
     largest_pair,
     pair_scales,
 )
-from mxjax.kernels.quantize.hopper_stochastic_ptx import draw_columns, draw_row
+from mxjax.kernels.quantize.hopper_stochastic_ptx import draw_columns
 from mxjax.kernels.quantize.kernel import place_of
 from mxjax.kernels.quantize.loads import join_tensors
 
@@ -48,7 +48,6 @@ def quantize_pairs_kernel(
     SCALARS_STRIDE: tl.constexpr,
     EXACT: tl.constexpr,
     ROW_LENGTH: tl.constexpr,
-    ROW_STOCHASTIC: tl.constexpr,
     COLUMN_LENGTH,
     COLUMN_STOCHASTIC: tl.constexpr,
     ROTATION: tl.constexpr,
@@ -63,14 +62,14 @@ def quantize_pairs_kernel(
     Args:
       ROW_LENGTH: C padded to whole blocks, or 0 if rows are not wanted.
       COLUMN_LENGTH: R padded to whole blocks.
-      ROW_STOCHASTIC, COLUMN_STOCHASTIC: whether rounding is stochastic.
+      COLUMN_STOCHASTIC: whether rounding is stochastic.
       ROTATION: size of the columns' rotation: 1, 4 or 16.
       FOLDED: log2 of sqrt(ROTATION), folded into the scales.
     """
     r0, c0 = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)
     scalars += matrix // BATCH * SCALARS_STRIDE
-    batch, r_all, c_all = place_of(scalars, matrix % BATCH, ROW_STOCHASTIC or COLUMN_STOCHASTIC)
+    batch, r_all, c_all = place_of(scalars, matrix % BATCH, COLUMN_STOCHASTIC)
     r_all, c_all = r_all + r0, c_all + c0
     x += matrix * R * C + r0.to(tl.int64) * C + c0
     x = x.to(tl.pointer_type(tl.int32))
@@ -79,21 +78,7 @@ def quantize_pairs_kernel(
         row = matrix * R + r0
         words = row_words + row * (ROW_LENGTH // 8) + c0 // 8
         scales = row_scales + row * (ROW_LENGTH // 32) + c0 // 32
-        _quantize_rows(
-            columns,
-            words,
-            scales,
-            scalars,
-            c_all // 8,
-            batch * R_ALL + r_all,
-            R - r0,
-            ROW_LENGTH - c0,
-            ROW_LENGTH,
-            BLOCK_R,
-            BLOCK_C,
-            ROW_STOCHASTIC,
-            EXACT,
-        )
+        _quantize_rows(columns, words, scales, R - r0, ROW_LENGTH - c0, ROW_LENGTH, BLOCK_R, BLOCK_C, EXACT)
     column = matrix * C + c0
     words = column_words + column * (COLUMN_LENGTH // 8) + r0 // 8
     scales = column_scales + column * (COLUMN_LENGTH // 32) + r0 // 32
@@ -154,21 +139,14 @@ def _quantize_rows(
     columns,
     words,
     scales,
-    key,
-    counter0,
-    row0,
     rows,
     length,
     LENGTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Quantizes along rows, two at a time; stores words [rows, length / 8] and scales [rows, length / 32].
-
-    The tile begins at Philox's counter `counter0` and row `row0`; both are used if STOCHASTIC.
-    """
+    """Quantizes along rows, two at a time; stores words [rows, length / 8] and scales [rows, length / 32]."""
     GROUPS: tl.constexpr = BLOCK_R // GROUP
     QUADS: tl.constexpr = BLOCK_C // 8
     row, word = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, QUADS)[None, :]
@@ -180,17 +158,10 @@ def _quantize_rows(
         largest = tl.reshape(larger_halves(first, second), [GROUPS, QUADS // 4, 4])
         pair = pair_scales(tl.reduce(largest, 2, larger), 0)
         both = _along_row(pair, GROUPS, QUADS)
-        if STOCHASTIC and i == 0:
-            counter, drawn_row = _in_layout(counter0 + word, row0 + row, both)
-            key0, key1 = tl.load(key), tl.load(key + 1)
         for k in tl.static_range(2):
             byte, is_nan = _bytes(pair, k, 0)
             written = written + (byte,)
-            four = (w0[i + k], w1[i + k], w2[i + k], w3[i + k])
-            if STOCHASTIC:
-                codes = draw_row(four, both, k, counter, drawn_row + (i + k), key0, key1)
-            else:
-                codes = encode_row(four, both, k)
+            codes = encode_row((w0[i + k], w1[i + k], w2[i + k], w3[i + k]), both, k)
             inside = (row + (i + k) < rows) & (word < length // 8)
             pointers = words + (i + k) * (LENGTH // 8) + (row * (LENGTH // 8) + word)
             _store(pointers, tl.where(_along_row(is_nan, GROUPS, QUADS), 0, codes), inside, EXACT)
@@ -219,9 +190,13 @@ def _quantize_columns(
     FOLDED: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Quantizes along columns, two at a time; stores words and scales as `_quantize_rows` does."""
+    """Quantizes along columns, two at a time; stores words and scales as `_quantize_rows` does.
+
+    The tile begins at Philox's counter `counter0` and row `row0`; both are used if STOCHASTIC.
+    """
     GROUPS: tl.constexpr = BLOCK_R // GROUP
     QUADS: tl.constexpr = BLOCK_C // 8
+    at = tl.arange(0, GROUPS * 2)[:, None]
     bytes_written = ()
     words_written = ()
     for j in tl.static_range(4):
@@ -229,17 +204,26 @@ def _quantize_columns(
             columns[j], key, counter0, row0 + 2 * j, STOCHASTIC, ROTATION, FOLDED, GROUPS, QUADS
         )
         bytes_written = bytes_written + two_bytes
-        words_written = words_written + four_words
+        if ROTATION == 1:
+            # Stored at once they need fewer registers; after a rotation that takes longer.
+            for k in tl.static_range(2):
+                column = tl.arange(0, QUADS)[None, :] * 8 + (2 * j + k)
+                word = tl.permute(tl.join(four_words[k], four_words[2 + k]), [0, 2, 1])
+                inside = (column < others) & (at < length // 8)
+                pointers = words + (column * (LENGTH // 8) + at)
+                _store(pointers, tl.reshape(word, [GROUPS * 2, QUADS]), inside, EXACT)
+        else:
+            words_written = words_written + four_words
     column = tl.arange(0, BLOCK_C)[None, :]
     byte = tl.reshape(join_tensors(bytes_written, 8), [GROUPS // 2, BLOCK_C])
     block = tl.arange(0, GROUPS // 2)[:, None]
     inside = (column < others) & (block < length // 32)
     _store(scales + (column * (LENGTH // 32) + block), byte.to(tl.uint8), inside, EXACT)
-    word = tl.reshape(join_tensors(words_written, 16), [GROUPS, QUADS, 4, 2, 2])
-    word = tl.reshape(tl.permute(word, [0, 3, 1, 2, 4]), [GROUPS * 2, BLOCK_C])
-    at = tl.arange(0, GROUPS * 2)[:, None]
-    inside = (column < others) & (at < length // 8)
-    _store(words + (column * (LENGTH // 8) + at), word, inside, EXACT)
+    if ROTATION > 1:
+        word = tl.reshape(join_tensors(words_written, 16), [GROUPS, QUADS, 4, 2, 2])
+        word = tl.reshape(tl.permute(word, [0, 3, 1, 2, 4]), [GROUPS * 2, BLOCK_C])
+        inside = (column < others) & (at < length // 8)
+        _store(words + (column * (LENGTH // 8) + at), word, inside, EXACT)
 
 
 @triton.jit

@@ -7,7 +7,6 @@ a bfloat16 again, but for one so small that no random number rounds it up.
 import triton
 import triton.language as tl
 
-from mxjax.kernels.quantize.hopper_ptx import SPREAD
 from mxjax.kernels.quantize.stochastic_ptx import HALVES, ROUND_PAIR, ROUND_START, philox_text
 
 _REGISTERS = """.reg .b32 t, inverse, b0, b1, r0, r1, most, half, code, p0, p1, p2, p3, p4, p5, p6, p7;
@@ -24,33 +23,6 @@ lop3.b32 {{pair}}, {{word}}, code, 0x80008000, 0xE4;
 """
 
 
-def _start(scales: str) -> str:
-    """Returns PTX that sets the registers of `_PAIR`; `scales` sets each half of t to 128 scale bytes."""
-    return f"{scales}sub.u32 inverse, 0x7F007F00, t;\n" + ROUND_START.format(positive="inverse")
-
-
-def _encode_row(half: int) -> str:
-    """Returns PTX for 8 elements of a row, in $1 to $4; $0 is the result.
-
-    $5 has the scales of two rows, $6 to $9 are Philox's counter, row and key.
-    """
-    text = "{\n" + _REGISTERS + philox_text("$6", "$7", "$8", "$9", inverted=True)
-    text += _start(f"prmt.b32 t, $5, $5, {SPREAD[half]};\n")
-    for i in range(4):
-        random = {"random0": f"c{i}", "random1": f"c{i}", "half0": HALVES[0], "half1": HALVES[1]}
-        text += _PAIR.format(word=f"${i + 1}", pair=f"p{i}", **random)
-    # Nibbles of even elements are in the low halves, those of odd elements in the high halves.
-    return f"""{text}shr.u32 p0, p0, 8;
-lop3.b32 p1, p1, p0, 0xF000F000, 0xE4;
-shr.u32 p2, p2, 8;
-lop3.b32 p3, p3, p2, 0xF000F000, 0xE4;
-prmt.b32 p0, p1, p3, 0x5410;
-prmt.b32 p1, p1, p3, 0x7632;
-shr.u32 p0, p0, 4;
-lop3.b32 $0, p1, p0, 0xF0F0F0F0, 0xE4;
-}}"""
-
-
 def _encode_columns() -> str:
     """Returns PTX for 8 elements of two columns, in $2 to $9; $0 and $1 are the results.
 
@@ -60,7 +32,7 @@ def _encode_columns() -> str:
     for into, row in (("d", "$12"), ("e", "next")):
         drawn = philox_text("$11", row, "$13", "$14", inverted=True)
         text += "{\n" + drawn + "".join(f"mov.b32 {into}{i}, c{i};\n" for i in range(4)) + "}\n"
-    text += _start("mov.b32 t, $10;\n")
+    text += "sub.u32 inverse, 0x7F007F00, $10;\n" + ROUND_START.format(positive="inverse")
     for i in range(8):
         half = HALVES[i % 2]
         random = {"random0": f"d{i // 2}", "random1": f"e{i // 2}", "half0": half, "half1": half}
@@ -72,7 +44,6 @@ def _encode_columns() -> str:
 
 
 _ENCODE_COLUMNS = tl.constexpr(_encode_columns())
-_ENCODE_FIRST_ROW, _ENCODE_SECOND_ROW = tl.constexpr(_encode_row(0)), tl.constexpr(_encode_row(1))
 
 
 @triton.jit
@@ -87,17 +58,3 @@ def draw_columns(ws, i: tl.constexpr, scales, counter, row, key0, key1):
     inputs = inputs + [counter, row, key0, key1]
     CONSTRAINTS: tl.constexpr = "=&r,=&r" + ",r" * 13
     return tl.inline_asm_elementwise(_ENCODE_COLUMNS, CONSTRAINTS, inputs, (tl.int32, tl.int32), True, 1)
-
-
-@triton.jit
-def draw_row(ws, scales, SECOND: tl.constexpr, counter, row, key0, key1):
-    """Returns 8 elements of a row, in 4 words, as a word of nibbles.
-
-    Args:
-      scales: of two rows, each in a half.
-      SECOND: whether the row is the second.
-      counter, row: Philox's counter and row.
-    """
-    TEXT: tl.constexpr = _ENCODE_SECOND_ROW if SECOND else _ENCODE_FIRST_ROW
-    inputs = [ws[0], ws[1], ws[2], ws[3], scales, counter, row, key0, key1]
-    return tl.inline_asm_elementwise(TEXT, "=&r,r,r,r,r,r,r,r,r,r", inputs, tl.int32, True, 1)

@@ -38,7 +38,7 @@ def check_input(how: GemmInput) -> None:
 
 
 class Launch(NamedTuple):
-    """A kernel with its outputs (of both sides, wanted or not), grid, warps, constants and options.
+    """A kernel with its outputs (of both sides, wanted or not), grid, warps and constants.
 
     The kernel also takes the stride of its scalars.
     """
@@ -48,23 +48,22 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     num_warps: int
     constants: dict[str, Any]
-    options: dict[str, Any]
 
 
 def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
     """Returns the inputs of each launch: both in one, but on CUDA one by one in three cases.
 
-    A kernel that rotates both sides and draws random bits for both takes longer to run than two, on an H200
-    531 us instead of 449 with the inputs of `amazon` (8192 x 14336, bfloat16); without rotations both
-    take the same. One that rotates columns by H128 has too few registers for rows too, and one that rotates
-    both by H64 cannot have the tile of either.
+    Rows that draw random bits are alone if columns do too or are not rotated: on an H200 one launch for both
+    takes 231 us instead of 211 (8192 x 14336, bfloat16), with the rotations of `amazon` 531 instead of 449. A
+    kernel that rotates columns by H128 has too few registers for rows too, and one that rotates both by H64
+    cannot have the tile of either.
     """
     rows, columns = pair
     if target is None or target.backend != "cuda" or rows is None or columns is None:
         return [pair]
-    rotates = rows.rotation is not None or columns.rotation is not None
     sizes = _rotation_sizes(pair)
-    if sizes[1] > 64 or min(sizes) > 32 or (rotates and _is_stochastic(rows) and _is_stochastic(columns)):
+    drawn_apart = _is_stochastic(rows) and (_is_stochastic(columns) or columns.rotation is None)
+    if sizes[1] > 64 or min(sizes) > 32 or drawn_apart:
         return [(rows, None), (None, columns)]
     return [pair]
 
@@ -96,7 +95,7 @@ def launch_of(
             n = how.padded(length)
             out.append(jax.ShapeDtypeStruct((v, b, other, n // 8 * words_of(form)), jnp.int32))
             out.append(jax.ShapeDtypeStruct((v, b, other, n // BLOCK), jnp.uint8))
-    if hopper := form == "packed" and _hopper_takes(pair, target, c, dtype):
+    if form == "packed" and _hopper_takes(pair, target, c, dtype):
         tile = Tile(128, 128, 4, GROUP.value)
         kernel, constants = quantize_pairs_kernel, _pairs_constants(pair, b, r, c, whole or (r, c))
     else:
@@ -105,9 +104,8 @@ def launch_of(
         constants |= {"GROUP": tile.group, "CONVERT": conversion(target)}
     exact = r % tile.rows == 0 and c % tile.columns == 0
     constants |= {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "EXACT": exact}
-    options = _hopper_options(pair, exact) if hopper else {}
     tiles = (ceil_div(r, tile.rows), ceil_div(c, tile.columns))
-    return Launch(kernel, out, (*(tiles if columns else tiles[::-1]), v * b), tile.warps, constants, options)
+    return Launch(kernel, out, (*(tiles if columns else tiles[::-1]), v * b), tile.warps, constants)
 
 
 def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -> bool:
@@ -118,23 +116,10 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
     wanted = [how for how in pair if how]
     if columns is None or not all(map(_is_plain, wanted)) or (rows and rows.rotation):
         return False
-    # Random bits beside a rotation spill registers.
-    return columns.rotation_size in ((1,) if any(map(_is_stochastic, wanted)) else (1, 4, 16))
-
-
-def _hopper_options(pair: Pair, exact: bool) -> dict[str, Any]:
-    """Returns the compiler's options for Hopper's kernel: a limit on registers where ptxas takes too many.
-
-    A multiprocessor then holds 16 warps instead of 8, or 12 if random bits are drawn. On an H200 both sides
-    take 111 us instead of 139; 210 instead of 240 if both draw, 149 to 156 instead of 180 to 191 if one does
-    (8192 x 14336). Up to 16 registers spill.
-    """
-    rows, columns = pair
-    if rows is None or columns is None:
-        return {}
-    if _is_stochastic(rows) or _is_stochastic(columns):
-        return {"maxnreg": 168}
-    return {"maxnreg": 128} if exact and columns.rotation is None else {}
+    # Random bits of rows, or beside a rotation, need too many registers.
+    if rows and _is_stochastic(rows):
+        return False
+    return columns.rotation_size in ((1,) if _is_stochastic(columns) else (1, 4, 16))
 
 
 def _is_plain(how: GemmInput) -> bool:
@@ -147,15 +132,14 @@ def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int])
     rows, columns = pair
     assert columns is not None
     size = columns.rotation_size
-    drawn = rows is not None and _is_stochastic(rows), _is_stochastic(columns)
+    drawn = _is_stochastic(columns)
     # Random bits alone depend on the place, and other kernels are the same for any.
-    sizes = _sizes(b, r, c, whole) if any(drawn) else _sizes(1, r, c, (r, c))
+    sizes = _sizes(b, r, c, whole) if drawn else _sizes(1, r, c, (r, c))
     return {
         **sizes,
         "ROW_LENGTH": rows.padded(c) if rows else 0,
-        "ROW_STOCHASTIC": drawn[0],
         "COLUMN_LENGTH": columns.padded(r),
-        "COLUMN_STOCHASTIC": drawn[1],
+        "COLUMN_STOCHASTIC": drawn,
         "ROTATION": size,
         "FOLDED": size.bit_length() // 2,
     }

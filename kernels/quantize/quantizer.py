@@ -173,7 +173,6 @@ def _launch(pair: Pair, form: Form, target: Target | None, whole, x, scalars, pl
         out=launch.out,
         grid=launch.grid,
         num_warps=launch.num_warps,
-        options=launch.options,
         **launch.constants,
         **stride,
     )

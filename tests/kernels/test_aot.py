@@ -33,13 +33,9 @@ def test_more_builds_for_cuda_spill_nothing(more_builds):
 
 def assert_spills_nothing(cuda):
     for d in cuda.values():
-        assert d["resources"]["warps_per_multiprocessor"] >= d["warps"], d["name"]
-        if "maxnreg" in d["options"]:  # faster than with as many registers as it takes, by measurement
-            assert d["resources"]["stack_bytes"] <= 64, d["name"]
-            assert d["resources"]["warps_per_multiprocessor"] >= 12, d["name"]
-            continue
         assert d["resources"]["scratch_bytes"] == d["resources"]["stack_bytes"] == 0, d["name"]
         assert d["resources"]["spills"] == 0, d["name"]
+        assert d["resources"]["warps_per_multiprocessor"] >= d["warps"], d["name"]
         assert "scratch" not in d["whole_kernel"]["classes"]
 
 

@@ -51,7 +51,9 @@ def kernel_of(rows, columns, shape, dtype="bfloat16", target=HOPPER, form="packe
 def test_as_defined(rows, columns, kind):
     """Edges on both axes: rows end within a group, a block and a tile, columns within a block and a tile."""
     general = rows is ROWS_DRAWN and columns.rotation
-    assert kernel_of(rows, columns, (37, 136)) is (quantize_kernel if general else quantize_pairs_kernel)
+    *apart, last = launched_pairs((rows, columns), HOPPER)
+    assert kernel_of(*last, (37, 136)) is (quantize_kernel if general else quantize_pairs_kernel)
+    assert apart == ([(ROWS_DRAWN, None)] if rows is ROWS_DRAWN and not general else [])
     assert_as_defined(
         draw_tensor(np.random.default_rng(0), (37, 136), kind, "bfloat16"),
         *(how for how in (rows, columns) if how),
@@ -73,14 +75,16 @@ def test_magnitudes_at_both_ends(columns, exponent):
     assert_as_defined(jnp.asarray(x, jnp.bfloat16), ROWS, columns)
 
 
-def test_two_launches_for_rotated_stochastic_inputs_or_h128_of_columns():
-    """Two stochastic inputs are one launch only without rotations."""
+def test_two_launches_for_stochastic_inputs_or_h128_of_columns():
     stochastic = Operand(rounding="stochastic")
     rows, columns = (GemmInput(axis, stochastic, key=jax.random.key(3)) for axis in (-1, -2))
     rotated = GemmInput(-2, stochastic, Rotation(16), key=jax.random.key(3))
-    assert launched_pairs((rows, columns), HOPPER) == [(rows, columns)]
+    assert launched_pairs((rows, columns), HOPPER) == [(rows, None), (None, columns)]
+    assert kernel_of(None, columns, (40, 72)) is quantize_pairs_kernel
     assert launched_pairs((rows, rotated), HOPPER) == [(rows, None), (None, rotated)]
-    assert launched_pairs((rows, PLAIN), HOPPER) == [(rows, PLAIN)]
+    assert launched_pairs((rows, PLAIN), HOPPER) == [(rows, None), (None, PLAIN)]
+    assert launched_pairs((rows, H16), HOPPER) == [(rows, H16)]
+    assert launched_pairs((ROWS, columns), HOPPER) == [(ROWS, columns)]
     h128 = GemmInput(-2, rotation=Rotation(128))
     assert launched_pairs((ROWS, h128), HOPPER) == [(ROWS, None), (None, h128)]
     assert launched_pairs((rows, rotated), Target("hip", "gfx950")) == [(rows, rotated)]
