@@ -115,7 +115,7 @@ def saturated(params: llama.Params, model: LlamaConfig, factor: float) -> llama.
     scale = np.ones((model.n_kv_heads, heads, model.head_dim), np.float32)
     scale[:, :-1] = factor
     blocks = params["blocks"]
-    attention = blocks["attention"] | {"qkv": blocks["attention"]["qkv"] * scale.reshape(-1)}
+    attention = blocks["attention"] | {"qkv": blocks["attention"]["qkv"] * scale.reshape(1, 1, -1)}
     return params | {"blocks": blocks | {"attention": attention}}
 
 
