@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", help="text or dataset PREFIX; default: the source of Python's library")
     parser.add_argument("--commit", help="of the code; default: what git says")
     options = parser.parse_args(arguments)
-    if options.before < 1 or options.steps < 2:
-        parser.error("--before must be at least 1, and --steps at least 2")
+    if min(options.before, options.steps) < 1:
+        parser.error("--before and --steps must be at least 1")
     with input_errors(), tempfile.TemporaryDirectory() as folder:
         tokens = pathlib.Path(folder) / "tokens.npy"
         job = Job(
@@ -105,7 +105,9 @@ def measure(job: Job, factors: Sequence[float]) -> tuple[list[list[float]], list
                 changed, metrics = step(changed, np.asarray(tokens), key)
                 return metrics.loss
 
-            seconds.append(train_job.run_steps(run, float, inputs[job.before :])[1])
+            seconds.append(
+                train_job.run_steps(run, float, inputs[job.before - 1 :])[1]
+            )  # the first has no time
     return seconds, lost
 
 

@@ -34,4 +34,4 @@ def test_values_stay():
 
 def test_bad_input():
     with pytest.raises(SystemExit):
-        saturated_heads.main([*TINY[:-1], "1"])
+        saturated_heads.main([*TINY[:-1], "0"])
