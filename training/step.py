@@ -271,9 +271,10 @@ def evaluate(eval_step, params, batches: Iterable[Int32[np.ndarray, "batch lengt
 
     A policy that draws random bits draws the same ones in every evaluation.
     """
-    total, tokens = 0.0, 0
+    sums, tokens = [], 0
     for i, batch in enumerate(batches):
-        total += float(eval_step(params, batch, jax.random.fold_in(jax.random.key(0), i)))
+        sums.append(eval_step(params, batch, jax.random.fold_in(jax.random.key(0), i)))
         tokens += batch[:, 1:].size
+    total = sum(float(x) for x in jax.device_get(sums))  # fetched last, so that the device does not wait
     loss = total / tokens
     return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0)), "eval_tokens": tokens}
