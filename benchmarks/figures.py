@@ -56,8 +56,11 @@ class LadderPoint(NamedTuple):
 
 
 def ladder_points(runs: Sequence[dict[str, Any]], model: str = "60m") -> list[LadderPoint]:
-    """Returns the points of the ladder's policies at one model size, in the ladder's order."""
-    chosen = [run for run in runs if run["model"] == model and run["protocol"]["name"] == "decay"]
+    """Returns the points of the ladder's policies at a size's tuned rate, in the ladder's order.
+
+    A cell with a single run has no point.
+    """
+    chosen = [run for run in runs if run["model"] == model and run["protocol"]["name"] == f"tuned-{model}"]
     cells = {(cell.policy, cell.rules): cell for cell in gather(chosen).values()}
     base = cells[BASELINE, ""].losses
     points = []
@@ -67,6 +70,8 @@ def ladder_points(runs: Sequence[dict[str, Any]], model: str = "60m") -> list[La
                 continue
             cell = cells[policy, rule]
             difference = paired_difference(cell.losses, base)
+            if len(cell.runs) < 2:
+                continue
             points.append(LadderPoint(policy, rule, difference, cell.n_diverged))
     return points
 

@@ -12,7 +12,7 @@ import tyro
 
 from benchmarks.markdown import insert
 from benchmarks.plot_style import STYLE
-from benchmarks.study import diagnosis, plots, tables, token_tables
+from benchmarks.study import claims, diagnosis, plots, tables, token_tables
 from benchmarks.study.results import Run, gather, read_runs
 from training.environment import input_errors
 
@@ -20,8 +20,6 @@ RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 RUNS = RESULTS / "study" / "runs"
 REPEATS = RESULTS / "study" / "repeats"
 """Second runs of the same cell and seed, which show how far a seed determines a run."""
-RECIPES = RESULTS / "recipes" / "runs"
-"""Runs of the recipes' page, of which a few are rungs of the ladder at the tuned rate."""
 PAGE = RESULTS / "study.md"
 COMMAND = "python -m benchmarks.study report"
 
@@ -30,8 +28,9 @@ TABLES = {
     "learning rates": tables.learning_rates,
     "final losses": tables.final_losses,
     "paper layout": tables.paper_layout,
-    "claims": tables.claims,
-    "seen": tables.seen,
+    "claims": claims.claims,
+    "both": claims.both,
+    "seen": claims.seen,
     "power": tables.power,
     "averaging": tables.averaging,
     "constant tokens": token_tables.constant_tokens,
@@ -54,7 +53,6 @@ def sections(runs: Sequence[Run]) -> dict[str, str]:
     ladder, wgrad = (diagnosis.read(PAGE.with_suffix("") / name) for name in ("ladder", "wgrad"))
     return tables_of(runs) | {
         "repeats": tables.repeats(cells, again),
-        "tuned": tables.tuned(gather(read_runs(RECIPES))),
         "published": tables.published(),
         "variants": diagnosis.variants_table(wgrad),
         "compared": diagnosis.compared_table(wgrad),

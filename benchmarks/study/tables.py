@@ -7,18 +7,16 @@ from collections.abc import Mapping
 from benchmarks.study import tuning
 from benchmarks.study.cells import RATES
 from benchmarks.study.results import CellResult, baseline, by_group
-from benchmarks.study.studies import CLAIMS, SEEN, STUDIES, Claim
+from benchmarks.study.studies import STUDIES
 from mxjax.kernels.tables import table
 from training import mlperf
 from training.paired_statistics import (
     detectable,
     deviation_interval,
     differences,
-    holm,
     paired_difference,
     seeds_needed,
     standard_deviation,
-    t_interval,
 )
 
 Cells = Mapping[str, CellResult]
@@ -97,47 +95,6 @@ def final_losses(cells: Cells) -> str:
     return "\n\n".join(parts)
 
 
-def claims(cells: Cells) -> str:
-    """Returns the tests of the text's claims, corrected together."""
-    found = [_pairs(cells, claim) for claim in CLAIMS]
-    corrected = holm([t_interval(pairs).p for pairs in found])
-    rows = [
-        [*_difference(claim.text, pairs), number(p, ".2g"), len(pairs)]
-        for claim, pairs, p in zip(CLAIMS, found, corrected, strict=True)
-        if pairs
-    ]
-    text = table("claim | difference | 95 % | detectable | p (Holm) | pairs", rows)
-    if missing := len(CLAIMS) - len(rows):
-        text += f"\n\nClaims without pairs, whose cells have not run or have diverged: {missing}."
-    return text
-
-
-def seen(cells: Cells) -> str:
-    """Returns differences that were chosen after the losses were known; nothing is corrected."""
-    found = [(claim, _pairs(cells, claim)) for claim in SEEN]
-    rows = [[*_difference(claim.text, pairs), len(pairs)] for claim, pairs in found if pairs]
-    return table("comparison | difference | 95 % | detectable | pairs", rows)
-
-
-def _pairs(cells: Cells, claim: Claim) -> list[float]:
-    """Returns a claim's difference for each seed that has all its cells."""
-
-    def between(ours: str, base: str) -> dict[int, float]:
-        a, b = (cells[name].losses if name in cells else {} for name in (ours, base))
-        return {seed: a[seed] - b[seed] for seed in a.keys() & b.keys()}
-
-    first = between(claim.ours, claim.base)
-    other = between(*claim.beside) if claim.beside else dict.fromkeys(first, 0.0)
-    return differences(first, other)
-
-
-def _difference(text: str, pairs: list[float]) -> list[str]:
-    """Returns a text, the mean of the differences, its interval, and the mean that so many pairs can show."""
-    d = t_interval(pairs)
-    shown = detectable(standard_deviation(pairs), len(pairs))
-    return [text, number(d.mean, "+.4f"), interval(d.low, d.high), number(shown)]
-
-
 PAPER_COLUMNS = "MXFP4 in | rule | round to nearest | stochastic rounding | random-sign H16 | H16"
 PAPER_ROWS = (
     ("Fprop", ("fprop",)),
@@ -173,26 +130,6 @@ def _with_half(cell: CellResult | None, base: CellResult) -> str:
     if cell.n_diverged:
         parts.append(f"{cell.n_diverged} of {len(cell.runs)} diverged")
     return ", ".join(parts)
-
-
-def tuned(recipes: Cells) -> str:
-    """Returns differences between rungs of the ladder at the tuned rate, from the runs of the recipes' page.
-
-    A recipe has a scale rule of its own; for these it is `floor`.
-    """
-    names = {policy: f"{policy}.own.60m.tuned-60m" for policy in ("fp8", "bf16", "wgrad", "wgrad_hadamard")}
-    pairs = (
-        ("bf16", "fp8"),
-        ("wgrad", "fp8"),
-        ("wgrad_hadamard", "fp8"),
-        ("wgrad_hadamard", "wgrad"),
-    )
-    rows = []
-    for ours, base in pairs:
-        d = _pairs(recipes, Claim("", names[ours], names[base]))
-        if d:
-            rows.append([*_difference(f"{ours} - {base}", d), len(d)])
-    return table("`60m`, protocol `tuned-60m` | difference | 95 % | detectable | pairs", rows)
 
 
 def power(cells: Cells) -> str:

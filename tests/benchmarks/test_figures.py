@@ -42,7 +42,7 @@ def run(policy, rules, seed, loss, evaluations=()):
         "rules": rules,
         "seed": seed,
         "model": "60m",
-        "protocol": {"name": "decay"},
+        "protocol": {"name": "tuned-60m"},
         "final_loss": loss,
         "evaluations": [*evaluations, (1, loss)],
     }
@@ -53,6 +53,7 @@ def test_ladder_points_are_differences_to_fp8():
     runs = [run("fp8", "", seed, loss) for seed, loss in enumerate(base)]
     runs += [run("wgrad", "floor", seed, loss) for seed, loss in enumerate(other)]
     runs.append(run("wgrad", "floor", 3, 5.0, [(0, 3.0)]))
+    runs.append(run("wgrad", "even", 0, 3.0))  # alone
     [point] = figures.ladder_points(runs)
     wanted = paired_difference(dict(enumerate(other)), dict(enumerate(base)))
     assert point == ("wgrad", "floor", wanted, 1)

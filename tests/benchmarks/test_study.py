@@ -10,12 +10,14 @@ from typing import Any, cast
 import jax
 import numpy as np
 import pytest
+import scipy.stats
 
 import mxjax
 import train as training_program
 from benchmarks.study import __main__ as program
 from benchmarks.study import (
     cells,
+    claims,
     diagnosis,
     programs,
     recipes_page,
@@ -28,7 +30,7 @@ from benchmarks.study import (
 )
 from benchmarks.study.cells import PROTOCOLS, RATES, Cell, policy_of, recipe_of
 from benchmarks.study.results import gather, read_runs
-from benchmarks.study.studies import CLAIMS, SEEN, STUDIES, Claim
+from benchmarks.study.studies import CLAIMS, LADDERS, SEEN, STUDIES, Claim
 from models import llama
 from models.configs import get_config
 from mxjax.policy import Gemm
@@ -89,7 +91,9 @@ def test_rules_are_those_of_each_gemm():
 
 def test_claims_are_about_cells_of_the_studies():
     names = {cell.name for study in STUDIES.values() for cell in study}
-    assert {name for claim in (*CLAIMS, *SEEN) for name in claim.cells} <= names
+    assert {
+        name for protocol in LADDERS for claim in (*CLAIMS, *SEEN) for name in claim.at(protocol).cells
+    } <= names
 
 
 def test_a_uniform_grid_replaces_e2m1_and_nothing_else():
@@ -167,9 +171,26 @@ def test_a_folder_without_runs_is_an_error(tmp_path):
 def test_a_claim_beside_another_is_a_difference_of_differences():
     losses = {"a": [4.0, 5.0], "b": [3.0, 3.5], "c": [2.0, 3.0, 9.0], "d": [1.5, 1.0, 0.0]}
     runs = [record(name, name, seed, loss) for name in losses for seed, loss in enumerate(losses[name])]
-    assert tables._pairs(gather(runs), Claim("", "a", "b")) == [1.0, 1.5]
-    assert tables._pairs(gather(runs), Claim("", "a", "b", ("c", "d"))) == [0.5, -0.5]
-    assert tables._pairs(gather(runs), Claim("", "a", "none")) == []
+    gathered = gather(runs)
+    assert claims.differences(gathered, Claim("", "a", "b")) == {0: 1.0, 1: 1.5}
+    assert claims.differences(gathered, Claim("", "a", "b", ("c", "d"))) == {0: 0.5, 1: -0.5}
+    assert claims.differences(gathered, Claim("", "a", "none")) == {}
+
+
+def test_both_ladders_give_one_difference_a_seed():
+    losses = {
+        "wgrad.floor.60m.decay": [3.0, 3.2, 3.1],
+        "fp8.own.60m.decay": [2.9, 3.0, 3.1],
+        "wgrad.floor.60m.tuned-60m": [2.6, 2.7, 2.8, 9.0],
+        "fp8.own.60m.tuned-60m": [2.4, 2.7, 2.6, 0.0],  # the fourth seed has not run in the other protocol
+    }
+    runs = [record(n, n, seed, loss) for n, found in losses.items() for seed, loss in enumerate(found)]
+    wanted = scipy.stats.ttest_1samp([0.15, 0.1, 0.1], 0)
+    low, high = wanted.confidence_interval()
+    row = f"| +0.1000 | +0.1333 | +0.1167 | {low:+.4f} to {high:+.4f} |"
+    found = claims.both(gather(runs)).splitlines()
+    assert len(found) == 3 and row in found[2]
+    assert found[2].endswith(f"| {wanted.pvalue:.2g} | 3 |")
 
 
 def test_the_papers_layout_counts_diverged_runs():

@@ -1,0 +1,88 @@
+"""The tests of the text's claims, as Markdown tables, from the finished runs."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from benchmarks.study.cells import PROTOCOLS
+from benchmarks.study.results import CellResult
+from benchmarks.study.studies import CLAIMS, LADDERS, SEEN, Claim
+from benchmarks.study.tables import interval, number
+from mxjax.kernels.tables import table
+from training.paired_statistics import detectable, holm, standard_deviation, t_interval
+
+Cells = Mapping[str, CellResult]
+_RATES = " | ".join(f"at {PROTOCOLS[protocol].lr:g}" for protocol in LADDERS)
+_BOTH = f"{{}} | {_RATES} | mean | 95 % | detectable"
+
+
+def claims(cells: Cells) -> str:
+    """Returns the tests of the claims in each protocol, corrected together."""
+    tested = [claim.at(protocol) for protocol in LADDERS for claim in CLAIMS]
+    found = [list(differences(cells, claim).values()) for claim in tested]
+    corrected = holm([t_interval(pairs).p for pairs in found])
+    rows = [
+        [claim.text, *_estimate(pairs), number(p, ".2g"), len(pairs)]
+        for claim, pairs, p in zip(tested, found, corrected, strict=True)
+        if pairs
+    ]
+    text = table("claim | difference | 95 % | detectable | p (Holm) | pairs", rows)
+    if missing := len(tested) - len(rows):
+        text += f"\n\nClaims without pairs, whose cells have not run or have diverged: {missing}."
+    return text
+
+
+def both(cells: Cells) -> str:
+    """Returns the tests of the claims over both protocols, corrected together."""
+    found = [(claim, _of_both(cells, claim)) for claim in CLAIMS]
+    corrected = holm([t_interval(_means(differences)).p for _, differences in found])
+    rows = [
+        [*_row(claim, differences), number(p, ".2g"), len(differences)]
+        for (claim, differences), p in zip(found, corrected, strict=True)
+        if differences
+    ]
+    return table(f"{_BOTH.format('claim')} | p (Holm) | seeds", rows)
+
+
+def seen(cells: Cells) -> str:
+    """Returns differences that were chosen after the losses were known; nothing is corrected."""
+    found = [(claim, _of_both(cells, claim)) for claim in SEEN]
+    rows = [[*_row(claim, differences), len(differences)] for claim, differences in found if differences]
+    return table(f"{_BOTH.format('comparison')} | seeds", rows)
+
+
+def differences(cells: Cells, claim: Claim) -> dict[int, float]:
+    """Returns a claim's difference by seed, for the seeds that have all its cells."""
+
+    def between(ours: str, base: str) -> dict[int, float]:
+        a, b = (cells[name].losses if name in cells else {} for name in (ours, base))
+        return {seed: a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())}
+
+    first = between(claim.ours, claim.base)
+    if claim.beside is None:
+        return first
+    other = between(*claim.beside)
+    return {seed: d - other[seed] for seed, d in first.items() if seed in other}
+
+
+def _of_both(cells: Cells, claim: Claim) -> list[tuple[float, ...]]:
+    """Returns the differences in each of LADDERS, of every seed that has all cells in all of them."""
+    found = [differences(cells, claim.at(protocol)) for protocol in LADDERS]
+    common = sorted(set.intersection(*(set(d) for d in found)))
+    return [tuple(d[seed] for d in found) for seed in common]
+
+
+def _means(differences: Sequence[tuple[float, ...]]) -> list[float]:
+    """Returns the mean over the protocols of each seed, which is one sample: its batches are the same."""
+    return [statistics.fmean(of_seed) for of_seed in differences]
+
+
+def _row(claim: Claim, differences: Sequence[tuple[float, ...]]) -> list[str]:
+    of_protocols = (number(statistics.fmean(column), "+.4f") for column in zip(*differences, strict=True))
+    return [claim.text, *of_protocols, *_estimate(_means(differences))]
+
+
+def _estimate(pairs: Sequence[float]) -> list[str]:
+    """Returns the mean of the differences, its interval, and the mean that so many pairs can show."""
+    d = t_interval(pairs)
+    shown = detectable(standard_deviation(pairs), len(pairs))
+    return [number(d.mean, "+.4f"), interval(d.low, d.high), number(shown)]
