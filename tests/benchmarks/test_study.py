@@ -189,7 +189,8 @@ def test_both_ladders_give_one_difference_a_seed():
     low, high = wanted.confidence_interval()
     row = f"| +0.1000 | +0.1333 | +0.1167 | {low:+.4f} to {high:+.4f} |"
     found = claims.both(gather(runs)).splitlines()
-    assert len(found) == 3 and row in found[2]
+    assert len(found) == 3
+    assert row in found[2]
     assert found[2].endswith(f"| {wanted.pvalue:.2g} | 3 |")
 
 

@@ -93,6 +93,14 @@ def test_two_launches_for_stochastic_inputs_or_h128_of_columns():
     assert_as_defined(x, rows, rotated)
 
 
+@pytest.mark.parametrize("rule", ["even", "rceil"])
+def test_the_general_kernel_rounds_two_elements_at_a_time(rule):
+    inputs = [GemmInput(axis, Operand(scale_rule=rule)) for axis in (-1, -2)]
+    assert kernel_of(*inputs, (37, 136)) is quantize_kernel
+    for kind in ("normal", "special", "grid"):
+        assert_as_defined(draw_tensor(np.random.default_rng(2), (37, 136), kind, "bfloat16"), *inputs)
+
+
 @pytest.mark.parametrize("prescale", [0.75, 0.7])
 @pytest.mark.parametrize("form", ["packed", "bf16"])
 def test_stochastic_rounding(form, prescale):

@@ -142,20 +142,33 @@ OPCODES = {
 
 
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack, _semantic=None):
-    """Replaces Triton's function in its interpreter, for 32-bit elements one at a time."""
+    """Replaces Triton's function in its interpreter, for 32-bit elements, or `pack` of 16 or 32 bits.
+
+    Packed elements are neighbours on the last axis; a GPU's layout may pair others.
+    """
     from triton.language import core
     from triton.runtime.interpreter import TensorHandle
 
-    assert int(pack) == 1
-    outputs = str(getattr(constraints, "value", constraints)).count("=")
+    pack, n_outputs = int(pack), str(getattr(constraints, "value", constraints)).count("=")
     arrays = np.broadcast_arrays(*(a.handle.data for a in args))
-    inputs = {f"r{outputs + i}": np.ascontiguousarray(a).view(U32) for i, a in enumerate(arrays)}
-    registers = run(str(getattr(asm, "value", asm)), **inputs)
     shape = list(arrays[0].shape)
-    results = []
-    for i in range(outputs):
-        element = dtype[i] if outputs > 1 else dtype
+    words = [word for a in arrays for word in _words(np.ascontiguousarray(a), pack)]
+    registers = run(
+        str(getattr(asm, "value", asm)), **{f"r{n_outputs + i}": word for i, word in enumerate(words)}
+    )
+    elements, results = (dtype if n_outputs > pack else (dtype,)), []
+    for i, element in enumerate(elements):
         kind = np.uint32 if element == core.uint32 else np.int32
-        data = np.ascontiguousarray(np.broadcast_to(registers[f"${i}"], shape)).view(kind)
+        parts = [np.broadcast_to(registers[f"${pack * i + k}"], words[0].shape) for k in range(pack)]
+        data = np.stack(parts, axis=-1).reshape(shape).view(kind)
         results.append(core.tensor(TensorHandle(data, element), core.block_type(element, shape)))
-    return core.tuple(results) if outputs > 1 else results[0]
+    return core.tuple(results) if n_outputs > pack else results[0]
+
+
+def _words(array, pack):
+    """Returns the registers of an argument: `pack` elements a register of 32 bits, or one each."""
+    if array.dtype.itemsize == 2:
+        assert pack == 2
+        return [array.view(U32)]
+    array = array.view(U32)
+    return [np.ascontiguousarray(array[..., i::pack]) for i in range(pack)]
