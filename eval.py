@@ -49,6 +49,8 @@ class EvalConfig(RunArguments):
     """Evaluate on all of this text or dataset PREFIX."""
     batches: int | None = None
     """Number of batches to read."""
+    batch_size: int | None = None
+    """Sequences a batch, where the run's need too much memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +117,16 @@ def read_batches(arguments: EvalConfig, restored: Restored) -> list[np.ndarray]:
     """Returns the batches to run the model on; raises ValueError for bad arguments."""
     config, vocab_size = restored.config, restored.model.vocab_size
     n_batches = config.eval_batches if arguments.batches is None else arguments.batches
-    if n_batches < 1:
-        raise ValueError(f"--batches must be at least 1, got {n_batches}")
-    n_sequences = config.eval_sequences if arguments.batches is None else None
+    size = config.data.batch_size if arguments.batch_size is None else arguments.batch_size
+    if min(n_batches, size) < 1:
+        raise ValueError(f"--batches and --batch-size must be at least 1, got {n_batches} and {size}")
+    data, n_sequences = config.data, config.eval_sequences
+    if arguments.batches is not None:
+        data, n_sequences = dataclasses.replace(data, batch_size=size), None
     tokens = read_tokens(arguments, config, vocab_size)
-    return list(evaluation_batches(tokens, config.data, n_batches, vocab_size, n_sequences=n_sequences))
+    found = evaluation_batches(tokens, data, n_batches, vocab_size, n_sequences=n_sequences)
+    sequences = np.concatenate(list(found))  # without --batches those of the run's evaluations
+    return [sequences[i : i + size] for i in range(0, len(sequences), size)]
 
 
 def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.ndarray:

@@ -51,6 +51,7 @@ def main(
     study: str = "ladder-60m",
     step: int | None = None,
     batches: int = 8,
+    batch_size: int | None = None,
     commit: str | None = None,
     out: pathlib.Path,
 ) -> None:
@@ -61,6 +62,7 @@ def main(
       study: study whose policies to measure; "none" measures Wgrad's variants alone.
       step: step of the checkpoint. Default: the last.
       batches: number of batches of the run's held-out data, at least 3.
+      batch_size: sequences a batch; default, the run's.
       commit: commit for the record; default, the checkout's.
       out: folder for diagnosis.json, which must not be there yet.
     """
@@ -71,7 +73,7 @@ def main(
             raise ValueError(f"unknown study {study}; the studies are {', '.join(STUDIES)}, and {NONE}")
         if (out / FILE).exists():
             raise ValueError(f"{out / FILE} exists; name another --out")
-        arguments = evaluation.EvalConfig(run, step=step, batches=batches)
+        arguments = evaluation.EvalConfig(run, step=step, batches=batches, batch_size=batch_size)
         restored = evaluation.restore(arguments)
         held_out = evaluation.read_batches(arguments, restored)
         found = measure(STUDIES.get(study, ()), restored, held_out)

@@ -67,6 +67,20 @@ def test_eval_takes_another_policy_and_step_count(finished):
     assert 0 < abs(own["eval_loss"] - other["eval_loss"]) < 0.1
 
 
+def test_eval_takes_batches_of_another_size(finished):
+    EvalConfig = evaluation_program.EvalConfig
+    own, small = (
+        evaluation_program.main(EvalConfig(finished, policy="fp32", batch_size=size)) for size in (None, 1)
+    )
+    assert small["eval_tokens"] == own["eval_tokens"]
+    np.testing.assert_allclose(small["eval_loss"], own["eval_loss"], rtol=1e-4)
+    restored = evaluation_program.restore(EvalConfig(finished))
+    found = evaluation_program.read_batches(EvalConfig(finished, batches=3, batch_size=1), restored)
+    assert [len(batch) for batch in found] == [1, 1, 1]
+    with pytest.raises(ValueError, match="--batch-size must be at least 1, got 3 and 0"):
+        evaluation_program.read_batches(EvalConfig(finished, batches=3, batch_size=0), restored)
+
+
 def test_a_folder_in_use_is_not_overwritten(text, finished):
     before = (finished / "metrics.jsonl").read_bytes()
     with pytest.raises(SystemExit, match="add --resume"):

@@ -50,7 +50,7 @@ def diagnose(
     if len(batches) < 3 or len(shapes) > 1:
         raise ValueError(
             f"diagnose needs at least 3 batches of one shape, got {len(batches)} of {len(shapes)} shapes; "
-            "change --batches or give more data"
+            "change --batches or --batch-size, or give more data"
         )
     key = jax.random.key(seed)
     exact_policies = llama.layer_policies(model, get_policy("bf16"))
