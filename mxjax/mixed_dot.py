@@ -22,6 +22,7 @@ from mxjax.dot import AnyArray, check_arrays, check_floating, dot, result_dtype
 from mxjax.implementations import Implementation
 from mxjax.keys import fold
 from mxjax.policy import Policy
+from mxjax.recipes import as_policy
 from mxjax.weight_layout import Layout
 
 _OUTLIERS = 3  # in the key; 0 to 2 are the GEMMs of the ordinary channels
@@ -75,6 +76,7 @@ def mixed_dot(
       ValueError: shapes that do not match, or channels, where not traced, that are not each channel once.
       TypeError: channels are not integers, or x or w is not an array. Others: see `dot`.
     """
+    policy, outlier_policy = as_policy(policy), as_policy(outlier_policy)
     check_arrays("mixed_dot", x=x, w=w)
     check_floating(x, w, preferred_element_type)
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:

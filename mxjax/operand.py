@@ -181,10 +181,15 @@ class Operand:
 
 
 def use_python_numbers(part: Any) -> None:
-    """Makes Python's numbers of a dataclass's numpy scalars, which JSON does not take."""
+    """Makes Python's numbers of a dataclass's numpy scalars, also in tuples, which JSON does not take."""
+
+    def plain(value: Any) -> Any:
+        return value.item() if isinstance(value, np.generic) else value
+
     for field in dataclasses.fields(part):
-        if isinstance(value := getattr(part, field.name), np.generic):
-            object.__setattr__(part, field.name, value.item())
+        value = getattr(part, field.name)
+        value = tuple(map(plain, value)) if isinstance(value, tuple) else plain(value)
+        object.__setattr__(part, field.name, value)
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:

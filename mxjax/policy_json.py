@@ -200,7 +200,7 @@ def _value(text: str) -> object:
         return None
     try:
         return json.loads(text, object_pairs_hook=_once)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter of thousands of brackets
         return text
 
 

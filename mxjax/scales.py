@@ -120,14 +120,13 @@ def multiply_by_scale(
 ) -> Float32[Array, "*shape"]:
     """Returns x * 2**(scale - 127) for x zero or normal; exact even where the product is subnormal.
 
-    Special values: NaN where scale is 255; infinity where the product is 2**128 or more. Only elements of 4
-      and 6 reach that, where a rule other than `floor` rounded a block's largest magnitude up past float32's
-      range.
+    Special values: NaN where scale is 255; infinity where the product is 2**128 or more. Quantization reaches
+      that only where a rule other than `floor` rounded a block's largest magnitude up past float32's range.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     magnitude = bits & _MAGNITUDE
     exponent = (magnitude >> 23) + scale - BIAS
-    normal = magnitude + ((scale - BIAS) << 23)
+    normal = jnp.where(exponent >= 255, _INFINITY, magnitude + ((scale - BIAS) << 23))
     subnormal = ((magnitude & (_ONE - 1)) | _ONE) >> jnp.clip(1 - exponent, 0, 31)
     product = jnp.where(exponent > 0, normal, subnormal)
     product = jnp.where(magnitude == 0, 0, product)

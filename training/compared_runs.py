@@ -1,5 +1,6 @@
 """Runs to compare: their losses by tokens, short names, and groups that differ in the seed alone."""
 
+import collections
 import itertools
 import json
 import math
@@ -114,7 +115,16 @@ def group_by_configuration(runs: Sequence[ComparedRun]) -> list[Group]:
             groups.append(Group(members[0].name, tuple(members)))
         else:
             groups.append(Group(_label(members, list(settings.values()), settings), tuple(members)))
-    return groups
+    return _with_unique_names(groups)
+
+
+def _with_unique_names(groups: Sequence[Group]) -> list[Group]:
+    """Returns the groups; of those with one name each also names its first run."""
+    count = collections.Counter(group.name for group in groups)
+    return [
+        group._replace(name=f"{group.name} ({group.runs[0].name})") if count[group.name] > 1 else group
+        for group in groups
+    ]
 
 
 def _label(members: Sequence[ComparedRun], everything: list[dict], settings: Mapping[str, dict]) -> str:
@@ -122,7 +132,7 @@ def _label(members: Sequence[ComparedRun], everything: list[dict], settings: Map
     own = settings[members[0].name]
     varying = [key for key in own if len({str(other.get(key)) for other in everything}) > 1]
     label = members[0].config.precision.label
-    texts = [label if key.endswith("policy") else f"{key.split('.')[-1]}={own[key]}" for key in varying]
+    texts = [label if key == "precision.policy" else f"{key.split('.')[-1]}={own[key]}" for key in varying]
     if texts:
         return " ".join(texts)
     names = [run.name for run in members]

@@ -111,9 +111,9 @@ class PrecisionConfig:
     'wgrad.*.scale_rule=even'. See mxjax.set_fields."""
     deoscillate: str | None = None
     """Snap 4-bit weights that oscillate to their quantized value, as RATIO:PERIOD:START: every PERIOD steps
-    after step START, those whose quantized value moved at least RATIO times as far as they did. With :WINDOW,
-    distances are added up over the first WINDOW steps of a period alone, and weights are snapped after them.
-    It takes the memory of two more copies of the parameters. Default: none."""
+    after step START, those whose quantized value moved at least RATIO times as far as they did. Skipped steps
+    do not count. With :WINDOW, distances are added up over the first WINDOW steps of a period alone, and
+    weights are snapped after them. It takes two more copies of the parameters. Default: none."""
     outlier_channels: str | None = None
     """Multiply the input channels with the largest norms in --outlier-policy, in layers that read x in 4
     bits, as FRACTION:START:STEPS: norms are added up over STEPS steps after step START, and from then on the

@@ -1,12 +1,13 @@
 """Resuming a run: whether a configuration continues the run in a folder, and the command that does."""
 
+import dataclasses
 import os
 import pathlib
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from training.config import Config, by_flag
+from training.config import Config, ObserveConfig, by_flag
 from training.extension import check_extension, last_checkpoint
 from training.run_config import COPY, FILE, from_json, read_run_config
 
@@ -24,7 +25,7 @@ _MAY_CHANGE = {
     "log_every",
     "mesh",
     "distributed",
-    "observe",
+    *(field.name for field in dataclasses.fields(ObserveConfig)),
     "on_nonfinite",
     "spike_factor",
 }

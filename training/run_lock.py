@@ -66,7 +66,7 @@ def locked(folder: pathlib.Path) -> Iterator[RunLock]:
 
 
 def check_unlocked(folder: pathlib.Path) -> None:
-    """Raises ValueError if a process holds the folder's lock; takes no lock and writes nothing."""
+    """Raises ValueError if a process holds the folder's lock; writes nothing and keeps no lock."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         descriptor = _open(folder, os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(descriptor, errors="replace") as file:

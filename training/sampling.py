@@ -17,6 +17,7 @@ from training.data.text import END_OF_DOCUMENT
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_path
 from training.device_memory import gib, memory_there_is
 from training.restored import Restored, RunArguments, describe, restore
+from training.resume import begun_run
 from training.run_config import HUGGINGFACE
 
 
@@ -121,20 +122,26 @@ def _tokens(arguments: SampleConfig, restored: Restored, prompt: list[int]):
 
 
 def codec_of(run: pathlib.Path, restored: Restored) -> Codec:
-    """Returns the tokenizer of a run's data or of the imported checkpoint, or bytes for a run on text.
+    """Returns the tokenizer of a run's dataset or of an imported checkpoint, or bytes for a run on text.
 
     Raises:
-      ValueError: the run has no tokenizer.
+      ValueError: the run has no tokenizer, or its data is gone.
     """
     data = restored.config.data.data
-    indexed = bool(data) and is_indexed(data)
+    begun = begun_run(run) is not None
+    indexed = begun and bool(data) and is_indexed(data)
+    if begun and data and not indexed and not pathlib.Path(data[0]).exists():
+        raise ValueError(
+            f"{data[0]}, which {run} was trained on, is gone, so that its tokenizer is unknown; put it back, "
+            "or of a dataset its .idx and .tokenizer.json"
+        )
+    if begun and not indexed and restored.model.vocab_size > END_OF_DOCUMENT:
+        return Codec(lambda text: list(text.encode()), _text_of_bytes, END_OF_DOCUMENT)
     prefixes = parse_blend(data)[0] if indexed else []
     paths = [*map(tokenizer_path, prefixes), run / HUGGINGFACE / "tokenizer.json"]
-    if (path := next((path for path in paths if path.exists()), None)) is not None:
-        return _tokenizer_codec(path)
-    if indexed or restored.model.vocab_size <= END_OF_DOCUMENT:
+    if (path := next((path for path in paths if path.exists()), None)) is None:
         raise ValueError(f"{run} has no tokenizer; one of {', '.join(map(str, paths))} must exist")
-    return Codec(lambda text: list(text.encode()), _text_of_bytes, END_OF_DOCUMENT)
+    return _tokenizer_codec(path)
 
 
 def _tokenizer_codec(path: pathlib.Path) -> Codec:

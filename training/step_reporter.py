@@ -67,7 +67,7 @@ class StepReporter:
         }
         self.step_times.append(time.monotonic() - self._clock)
         self._clock = time.monotonic()
-        recent = self.step_times[1:][-_RECENT_STEPS:]  # the first one compiles
+        recent = self.step_times[max(1, len(self.step_times) - _RECENT_STEPS) :]  # the first one compiles
         mean = sum(recent or self.step_times) / max(len(recent), 1)
         values |= throughput.speed(self._tokens_a_step, self._flops_a_step, mean, jax.devices())
         values |= {"step_s": self.step_times[-1]} | memory_use(jax.local_devices()[0])

@@ -27,7 +27,7 @@ class Hook(NamedTuple):
 
 
 class HookState(NamedTuple):
-    """The state of an optimizer with a hook; `step` counts the steps taken."""
+    """The state of an optimizer with a hook; `step` counts the updates, without skipped steps."""
 
     optimizer: Any
     hook: Any

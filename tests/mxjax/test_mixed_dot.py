@@ -146,6 +146,8 @@ def test_other_bad_input_is_refused():
     x, w, _ = small()
     with pytest.raises(ValueError, match=r"needs x \[\.\.\., d_in\] and w"):
         mixed(CHANNELS)(x, w.T)
+    with pytest.raises(ValueError, match="unknown policy 'nonsense'"):
+        mixed_dot(x, w, Channels(np.arange(96), np.arange(0)), policy="wgrad", outlier_policy="nonsense")
     with pytest.raises(ValueError, match="needs key="):
         mixed_dot(x, w, CHANNELS, policy="wgrad", outlier_policy=OUTLIERS)
     with pytest.raises(ValueError, match="needs 0 to 4 outliers, got 5"):

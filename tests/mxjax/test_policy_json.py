@@ -196,9 +196,15 @@ def test_a_name_is_refused_with_what_to_write(call):
 def test_numbers_may_be_numpys():
     with oracles.types_unchecked():
         operand = Operand("nvfp4", scale_target=np.float32(5.5), eden=np.int32(128))
-        policy = Policy(Gemm(operand, rotation=Rotation(np.int64(16), seed=np.uint8(3))))
+        square = Operand(block_shape=(np.int64(32), 32))
+        policy = Policy(Gemm(operand, square, rotation=Rotation(np.int64(16), seed=np.uint8(3))))
     assert policy_from_json(policy_to_json(policy)) == policy
     assert set_fields(policy, ["fprop.lhs.eden=16"]).fprop.lhs.scale_target == 5.5
+
+
+def test_a_value_of_many_brackets_is_no_value():
+    with pytest.raises((TypeError, ValueError), match="block_shape"):
+        set_fields(mxjax.get_policy("wgrad"), ["wgrad.lhs.block_shape=" + "[" * 100_000])
 
 
 NAMES = st.sampled_from(

@@ -170,6 +170,13 @@ def test_multiply_by_scale_is_exact_for_any_normal_number_whose_product_fits():
     assert_same_bits(np.where(fits, ours, 0), np.where(fits, product, 0))
 
 
+def test_a_product_past_float32_is_infinite():
+    """Quantization gives no such block, but an array from elsewhere may have one."""
+    x = np.float32([[6], [-6], [1], [0]])
+    found = multiply_by_scale(x, np.array([252, 253, 254], np.int32))
+    assert_same_bits(found, ldexp(x, np.array([252, 253, 254]) - 127))
+
+
 def test_multiply_by_nan_scale_gives_nan():
     x = np.float32([1, -1, 0, -0.0, 448])
     assert np.isnan(multiply_by_scale(x, 255)).all()

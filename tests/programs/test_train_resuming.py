@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import signal
 
 import jax
@@ -11,7 +12,10 @@ from support.runs import lines, resume, run, weights, without_time
 
 import eval as evaluation_program
 from training import loop, step_reporter
+from training.command_line import parse
+from training.config import Config, by_flag
 from training.interruption import RunInterrupted
+from training.resume import _MAY_CHANGE, check_resumable
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +103,12 @@ def test_a_folder_in_use_is_not_overwritten(text, finished):
 def test_resuming_another_run_names_the_difference(text, finished, flags, message):
     with pytest.raises(SystemExit, match=message):
         resume(finished, *flags)
+
+
+def test_resuming_may_observe_more():
+    assert by_flag(Config()).keys() >= _MAY_CHANGE
+    observed = parse(["--tensorboard", "--stats-every", "1", "--profile", "3:4"])
+    check_resumable(observed, Config(), pathlib.Path("run"))
 
 
 def test_resuming_with_other_data_is_an_error(text, finished, tmp_path):

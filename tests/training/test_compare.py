@@ -106,6 +106,24 @@ def test_other_runs_are_compared_by_tokens_unless_asked(tmp_path, capsys):
     assert published["curves"]["a"] == {320: 3.0}
 
 
+def test_groups_have_names_of_their_own(tmp_path):
+    """Two policies without a name, and the same policies but for outlier channels."""
+    folders = make_seeds(tmp_path, "own.json", [3.0, 3.0, 2.0, 2.0])
+    for folder, name in zip(folders, ("wgrad", "wgrad", "fp8", "fp8"), strict=True):
+        phase = Phase(1, "own.json", LayerPolicies(("head",), (get_policy(name),)))
+        values = json.loads((folder / "config.json").read_text()) | to_record([phase])
+        (folder / "config.json").write_text(json.dumps(values))
+    first, second = group_by_configuration(read_runs(folders, sequences=False))
+    assert (first.name, second.name) == ("own.json (own.json-0)", "own.json (own.json-2)")
+    outliers = [
+        make_run(tmp_path / f"{policy}{seed}", {20: 3.0}, ["--outlier-policy", policy, "--seed", str(seed)])
+        for policy in ("fp8", "bf16")
+        for seed in (0, 1)
+    ]
+    groups = group_by_configuration(read_runs(outliers, sequences=False))
+    assert [group.name for group in groups] == ["outlier_policy=fp8", "outlier_policy=bf16"]
+
+
 def test_groups_differ_in_more_than_the_seed(tmp_path):
     folders = [*make_seeds(tmp_path, "fp8", [3, 3]), *make_seeds(tmp_path, "wgrad", [3, 3, 3])]
     folders.append(make_run(tmp_path / "one", {20: 3.0}, ["--lr", "1e-3"]))

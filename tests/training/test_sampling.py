@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from models import llama
 from training import sampling
 from training.command_line import parse
 from training.restored import restore
+from training.run_config import HUGGINGFACE
 from training.sampling import Codec, SampleConfig, codec_of, sample
 
 
@@ -71,6 +73,27 @@ def test_the_tokenizer_is_the_data_s(run, tmp_path):
     pathlib.Path(tmp_path / "data.tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"has no tokenizer; one of .*data.tokenizer.json, .* must exist"):
         codec_of(run, restored)
+
+
+def test_data_that_is_gone_leaves_no_tokenizer(run, tmp_path):
+    restored = restore(SampleConfig(run))
+    gone = restored._replace(config=parse(["--data", str(tmp_path / "gone")]))
+    with pytest.raises(ValueError, match=r"gone, which .* was trained on, is gone, so that its tokenizer is"):
+        codec_of(run, gone)
+
+
+def test_a_run_on_text_reads_bytes_whatever_it_began_from(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / HUGGINGFACE).mkdir()
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save(
+        str(copy / HUGGINGFACE / "tokenizer.json")
+    )
+    restored = restore(SampleConfig(copy))
+    assert codec_of(copy, restored).encode("hi") == [104, 105]
+    description = json.loads((copy / "config.json").read_text())
+    del description["data"], description["crc32"]  # as of an imported checkpoint, which has not begun
+    (copy / "config.json").write_text(json.dumps(description))
+    assert codec_of(copy, restored).encode("a") == [0]
 
 
 @pytest.mark.parametrize(
