@@ -144,15 +144,13 @@ def begin_or_resume(
         if resumes:
             with input_errors():
                 state, position = checkpoints.restore(run.unfilled(state))
+                check_state(state, folder)
             state = run.filled(state)
             if position is not None:
                 stream.set_state(position)
             notes = [*notes, *missing_steps(run.folder, int(state.step))]
         elif config.resume:
             notes = [*notes, f"no checkpoint in {folder}: beginning at step 1"]
-        if resumes:
-            with input_errors():
-                check_state(state, folder)
         with open_records(run, state, began, check) as records:
             records.display.line("\n".join([introduction(run, estimate), *notes]))
             if compiling is not None:

@@ -35,8 +35,8 @@ from training.config import DataConfig
 from training.data.indexed_dataset import IndexedDataset, write_index
 from training.data.megatron import load_megatron
 from training.data.tokenizer import load_tokenizer
+from training.startup import cores
 from training.tokenize.documents import Document, Documents, find_files
-from training.tokenize.tokenize import _cores
 from training.tokenize.train_tokenizer import train_tokenizer
 
 VOCABULARY = 32_000
@@ -227,7 +227,7 @@ def main() -> None:
     arguments = parser.parse_args()
     adopt_orphans()
     files = find_files([str(arguments.corpus / "c4-train.*.json.gz")])
-    results: dict[str, Any] = {"cores": _cores(), "processor": processor(), "load": os.getloadavg()}
+    results: dict[str, Any] = {"cores": cores(), "processor": processor(), "load": os.getloadavg()}
     results |= {
         "python": platform.python_version(),
         "numpy": np.__version__,

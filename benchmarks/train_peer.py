@@ -24,7 +24,6 @@ from benchmarks.train_job import Job
 from models.configs import get_config
 from models.huggingface.config import write_config
 
-PRECISIONS = ("autocast", "bf16")
 ON_GPU = torch.cuda.is_available()
 
 

@@ -49,6 +49,12 @@ AXES = {
 _FUSED_ATTENTION = {mxjax.get_policy("bf16"): jnp.bfloat16, mxjax.get_policy("fp32"): jnp.float32}
 
 
+def linear_weights(blocks: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the weights [layers, d_in, d_out] of LINEAR_LAYERS by name, from the blocks' parameters."""
+    paths = {name: name.split(".") for name in LINEAR_LAYERS}
+    return {name: blocks[module][matrix] for name, (module, matrix) in paths.items()}
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square normalization in float32."""
 

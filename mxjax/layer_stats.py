@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from mxjax.implementations import Implementation
-from mxjax.policy import Policy
+from mxjax.policy import OPERANDS, Policy
 from mxjax.recipes import get_policy
 from mxjax.stats import DotErrors, gemms
 
 MAX_TOKENS = 2048
 """The largest number of tokens measured."""
-_OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
 
 
 class Amax(NamedTuple):
@@ -170,7 +169,7 @@ def by_layer(measures: dict[str, Measures]) -> dict[str, dict[str, Any]]:
 def _numbers(m: Measures) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, gemm in m.errors._asdict().items():
-        sides = zip(_OPERANDS[name], (gemm.lhs, gemm.rhs), strict=True)
+        sides = zip(OPERANDS[name], (gemm.lhs, gemm.rhs), strict=True)
         result[name] = {"sqnr_db": gemm.product.sqnr_db} | {
             side: {"clipped": error.clipped, "flushed": error.flushed} for side, error in sides
         }

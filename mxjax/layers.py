@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mxjax.policy import Policy, with_scale_rule
 from mxjax.scales import ScaleRule
@@ -20,6 +20,11 @@ class LayerPolicies:
 
     names: tuple[str, ...]
     policies: tuple[Policy, ...]
+
+    @classmethod
+    def of(cls, policies: Mapping[str, Policy]) -> "LayerPolicies":
+        """Returns the table of these policies by layer, in their order."""
+        return cls(tuple(policies), tuple(policies.values()))
 
     def __getitem__(self, name: str) -> Policy:
         return self.policies[self.names.index(name)]
@@ -38,6 +43,17 @@ class LayerPolicies:
             f"{', '.join(_numbered(layer, blocks) for layer, blocks in found.items())}: {policy}"
             for policy, found in layers.items()
         )
+
+    def with_rules(self, rules: Rules) -> "LayerPolicies":
+        """Returns the table with exceptions; of the rules that match a layer the last one holds.
+
+        Raises:
+          ValueError: a pattern matches no layer.
+        """
+        chosen = dict(self.items())
+        for pattern, policy in rules:
+            chosen |= dict.fromkeys(matching(self.names, pattern), policy)
+        return LayerPolicies.of(chosen)
 
     def with_scale_rule(self, rule: ScaleRule) -> "LayerPolicies":
         """Returns the table with `rule` for every operand in MXFP4.
@@ -61,10 +77,7 @@ def resolve(names: Sequence[str], default: Policy, rules: Rules = ()) -> LayerPo
     Raises:
       ValueError: a pattern matches no layer.
     """
-    chosen = dict.fromkeys(names, default)
-    for pattern, policy in rules:
-        chosen |= dict.fromkeys(matching(names, pattern), policy)
-    return LayerPolicies(tuple(names), tuple(chosen.values()))
+    return LayerPolicies.of(dict.fromkeys(names, default)).with_rules(rules)
 
 
 def matching(names: Sequence[str], pattern: str) -> list[str]:

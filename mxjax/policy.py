@@ -10,7 +10,8 @@ Variations are made with `dataclasses.replace`; `mxjax.recipes` holds the named 
 """
 
 import dataclasses
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from mxjax.formats import FORMATS
@@ -19,6 +20,10 @@ from mxjax.operand import Operand, check_choice, use_python_numbers
 from mxjax.scales import ScaleRule
 
 Signs = Literal["none", "fixed", "redrawn"]
+OPERANDS: Mapping[str, tuple[str, str]] = types.MappingProxyType(
+    {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
+)
+"""What a linear layer's GEMMs multiply: lhs and rhs, by GEMM."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from mxjax.formats import get_format
 from mxjax.operand import Operand
-from mxjax.policy import Gemm, Policy, Rotation, check_policy
+from mxjax.policy import OPERANDS, Gemm, Policy, Rotation, check_policy
 
-_GEMMS = ("fprop", "dgrad", "wgrad")
+_GEMMS = tuple(OPERANDS)
 _OPERANDS = ("lhs", "rhs")
 _UNSIZED = object()  # size of a rotation of which only other fields are set
 # Whether an operand or rotation reads a field, and which do; the others read all they have.

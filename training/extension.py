@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from models.block import OUTLIERS
+from training.checkpoint.damaged import saved_steps
 from training.config import Config
 from training.data.megatron import MegatronCorpus
 from training.data.text import TextCorpus
@@ -21,8 +22,7 @@ from training.policy_source import load_policy
 
 def last_checkpoint(folder: pathlib.Path) -> int:
     """Returns the step of the newest checkpoint of the run in a folder; 0 if there is none."""
-    names = (path.name for path in (folder / "checkpoints").glob("[0-9]*"))
-    return max((int(name) for name in names if name.isdecimal()), default=0)
+    return max(saved_steps(folder / "checkpoints"), default=0)
 
 
 def check_extension(config: Config, saved: Config, taken: int) -> None:

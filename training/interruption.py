@@ -5,12 +5,10 @@ import signal
 import socket
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
-
-_T = TypeVar("_T")
 
 
 class RunInterrupted(SystemExit):
@@ -65,7 +63,7 @@ class Interruption:
             return multihost_utils.reached_preemption_sync_point(self._calls)
         return self._arrived
 
-    def guard(self, batches: Iterable[_T]) -> Iterator[_T]:
+    def guard[T](self, batches: Iterable[T]) -> Iterator[T]:
         """Yields the batches; raises Interrupted instead of a batch once a signal has arrived."""
         for batch in batches:
             if self.requested():

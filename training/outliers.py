@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float32
 
-from models.block import AXES, LINEAR_LAYERS, OUTLIERS
+from models.block import AXES, LINEAR_LAYERS, OUTLIERS, linear_weights
 from models.configs import LlamaConfig
 from models.llama import abstract_params
 from models.sharding import RULES
@@ -81,20 +81,18 @@ def parse_outliers(text: str) -> OutlierSetting:
 def add_outliers(layers: LayerPolicies, policy: Policy) -> LayerPolicies:
     """Returns the table with `policy` for the outliers of each linear layer that reads x in 4 bits."""
     added = [f"{name}{OUTLIERS}" for name, own in layers.items() if _is_mixed(name, own)]
-    return LayerPolicies((*layers.names, *added), (*layers.policies, *(policy for _ in added)))
+    return LayerPolicies.of(dict(layers.items()) | dict.fromkeys(added, policy))
 
 
 def drop_unmixed(layers: LayerPolicies) -> LayerPolicies:
     """Returns the table without the outliers' policies of layers that no longer read x in 4 bits."""
     unmixed = {f"{name}{OUTLIERS}" for name, policy in layers.items() if not _is_mixed(name, policy)}
-    kept = [(name, policy) for name, policy in layers.items() if name not in unmixed]
-    return LayerPolicies(tuple(name for name, _ in kept), tuple(policy for _, policy in kept))
+    return LayerPolicies.of({name: policy for name, policy in layers.items() if name not in unmixed})
 
 
 def remove_outliers(layers: LayerPolicies) -> LayerPolicies:
     """Returns the table without the outliers' policies."""
-    kept = [(name, policy) for name, policy in layers.items() if not name.endswith(OUTLIERS)]
-    return LayerPolicies(tuple(name for name, _ in kept), tuple(policy for _, policy in kept))
+    return LayerPolicies.of({n: policy for n, policy in layers.items() if not n.endswith(OUTLIERS)})
 
 
 def has_outliers(layers: LayerPolicies) -> bool:
@@ -135,12 +133,7 @@ def check_outliers(
 
 def input_shapes(model: LlamaConfig) -> dict[str, tuple[int, int]]:
     """Returns the number of blocks and of input channels of each linear layer."""
-    blocks = abstract_params(model)["blocks"]
-    found = {}
-    for name in LINEAR_LAYERS:
-        module, matrix = name.split(".")
-        found[name] = blocks[module][matrix].shape[:2]
-    return found
+    return {name: w.shape[:2] for name, w in linear_weights(abstract_params(model)["blocks"]).items()}
 
 
 def empty_norms(model: LlamaConfig) -> dict[str, ChannelNorms]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mxjax.layers import LayerPolicies, Rules, matching
+from mxjax.layers import LayerPolicies, Rules
 from mxjax.policy import Policy
 from mxjax.policy_json import change_fields
 from mxjax.scales import ScaleRule
@@ -137,10 +137,7 @@ def with_exceptions(phase: Phase, rules: Rules) -> Phase:
     Raises:
       ValueError: a pattern matches no layer.
     """
-    chosen = dict(phase.layers.items())
-    for pattern, policy in rules:
-        chosen |= dict.fromkeys(matching(phase.layers.names, pattern), policy)
-    return phase._replace(layers=LayerPolicies(phase.layers.names, tuple(chosen.values())))
+    return phase._replace(layers=phase.layers.with_rules(rules))
 
 
 def with_scale_rule(phases: Sequence[Phase], rule: ScaleRule) -> tuple[Phase, ...]:

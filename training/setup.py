@@ -20,6 +20,7 @@ from mxjax.implementations import check_implementations, choose_implementation
 from mxjax.layers import LayerPolicies
 from mxjax.remat import check_remat
 from training import mlperf_log, tensorboard, wandb_run
+from training.checkpoint.damaged import saved_steps
 from training.checkpoint.structure import check_saveable
 from training.config import Config, PrecisionConfig
 from training.data.load import load_data
@@ -229,7 +230,7 @@ def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaCon
         raise ValueError(
             f"{source} holds {name} with {model.vocab_size} tokens; leave out --model and --vocab-size"
         )
-    if not continues and not any((source / "checkpoints").glob("[0-9]*")):
+    if not continues and not saved_steps(source / "checkpoints"):
         raise ValueError(f"{source} has no checkpoint to begin with")
     if not continues and (source / HUGGINGFACE).exists():
         check_files(source / HUGGINGFACE)  # before anything of it is copied

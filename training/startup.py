@@ -32,12 +32,16 @@ def prepare_process() -> None:
     sys.unraisablehook = _show_unraisable
 
 
+def cores() -> int:
+    """Returns the number of processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def start_compile_server() -> None:
     """Starts `mxjax.kernels.compile_server` where it saves time: with a GPU and many cores."""
     global compile_server
     has_gpu = any(os.path.exists(path) for path in _GPU_DRIVERS) and os.environ.get("JAX_PLATFORMS") != "cpu"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    if not has_gpu or cores < _LEAST_CORES or importlib.util.find_spec("triton") is None:
+    if not has_gpu or cores() < _LEAST_CORES or importlib.util.find_spec("triton") is None:
         return
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),

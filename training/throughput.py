@@ -11,7 +11,7 @@ PEAK_FLOPS: Mapping[str, float] = types.MappingProxyType(
     {
         # NVIDIA's H100 and H200 data sheets; half of BF16 "with sparsity".
         r"H100 PCIe": 756e12,
-        r"H100 NVL": 835e12,
+        r"H100 NVL|H200 NVL": 835e12,
         r"H100|H200|GH200": 989e12,
         # NVIDIA's HGX B200 and GB200 NVL72 pages, per GPU; halved likewise.
         r"B200": 2250e12,

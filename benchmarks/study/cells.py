@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from mxjax.operand import Operand
-from mxjax.policy import Gemm, Policy, Rotation, map_operands, with_scale_rule
+from mxjax.policy import OPERANDS, Gemm, Policy, Rotation, map_operands, with_scale_rule
 from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES, RunRecipe
 from mxjax.scales import ScaleRule
@@ -191,5 +191,5 @@ def policy_with_rules(policy: Policy, rules: Sequence[str]) -> Policy:
     changed = (
         with_scale_rule(policy, cast(ScaleRule, rule)) if policy.has_mxfp4 else policy for rule in rules
     )
-    gemms = zip(("fprop", "dgrad", "wgrad"), changed, strict=True)
+    gemms = zip(OPERANDS, changed, strict=True)
     return dataclasses.replace(policy, **{name: getattr(p, name) for name, p in gemms})

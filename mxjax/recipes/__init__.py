@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 
 from mxjax.formats import FORMATS
-from mxjax.policy import Policy
+from mxjax.policy import OPERANDS, Policy
 from mxjax.recipes.estimators import estimators
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.nvfp4 import nvfp4
@@ -89,10 +89,9 @@ def source(name: str) -> str:
 
 def describe(policy: Policy) -> str:
     """Returns a policy operand by operand: one line for each GEMM, with the rotation of both operands."""
-    names = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
     width = max(28, *(len(str(o)) for g in policy.gemms.values() for o in (g.lhs, g.rhs)))
     lines: list[str] = []
-    for gemm, (lhs, rhs) in names.items():
+    for gemm, (lhs, rhs) in OPERANDS.items():
         g = policy.gemms[gemm]
         line = f"{gemm}  {lhs:2} {g.lhs!s:{width}} {rhs:2} {g.rhs!s:{width}} {g.rotation or ''}"
         lines.append(line.rstrip())

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from models import llama
-from models.block import LINEAR_LAYERS
+from models.block import linear_weights
 from models.configs import LlamaConfig
 from mxjax.implementations import Implementation, compiler_options
 from mxjax.layer_stats import Tensors
@@ -32,15 +32,6 @@ class Pass(NamedTuple):
     gradients: Mapping[str, Float32[Array, "layers d_in d_out"]]
 
 
-def weights(params: llama.Params) -> dict[str, Float32[Array, "layers d_in d_out"]]:
-    """Returns the weights of the linear layers of all blocks."""
-    found = {}
-    for name in LINEAR_LAYERS:
-        module, matrix = name.split(".")
-        found[name] = params["blocks"][module][matrix]
-    return found
-
-
 def make_pass(
     model: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None
 ) -> Callable[[llama.Params, Int32[np.ndarray, "batch length"], jax.Array], Pass]:
@@ -55,9 +46,9 @@ def make_pass(
         shape = (model.n_layers, batch.shape[0], batch.shape[1] - 1)
         slots = {
             name: Tensors(*(jnp.zeros((*shape, width), ACTIVATIONS) for width in w.shape[1:]))
-            for name, w in weights(params).items()
+            for name, w in linear_weights(params["blocks"]).items()
         }
         blocks, tensors = jax.grad(loss, argnums=(0, 1))(params["blocks"], slots)
-        return Pass(tensors, weights({"blocks": blocks}))
+        return Pass(tensors, linear_weights(blocks))
 
     return run

@@ -10,17 +10,17 @@ import numpy as np
 from jaxtyping import Int32
 
 from models import llama
+from models.block import linear_weights
 from models.configs import LlamaConfig
 from mxjax.implementations import Implementation, compiler_options
 from mxjax.layers import LayerPolicies
-from mxjax.policy import Gemm
+from mxjax.policy import OPERANDS, Gemm
 from mxjax.recipes import get_policy
-from training.diagnosis.capture import Pass, make_pass, weights
+from training.diagnosis.capture import Pass, make_pass
 from training.diagnosis.measures import LayerMeasures, OperandMeasures, measure_layer
 from training.diagnosis.split import Grams, split
 from training.diagnosis.wgrad import VARIANTS, gradient_grams, total, wgrad_grams
 
-OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
 Batch = Int32[np.ndarray, "batch length"]
 
 
@@ -79,7 +79,7 @@ def _layers(
 ) -> dict[str, Any]:
     """Returns each layer's measures, in means over the batches."""
     found = {}
-    for name, w in weights(params).items():
+    for name, w in linear_weights(params["blocks"]).items():
         for i in range(len(w)):
             layer = f"blocks.{i}.{name}"
             measure = _measure(policies[layer], implementation)

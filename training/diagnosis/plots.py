@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from training.diagnosis.diagnose import OPERANDS
+from mxjax.policy import OPERANDS
 from training.extras import require
 
 _GEMM_MAPS = {

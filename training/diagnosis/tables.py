@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from training.diagnosis.diagnose import OPERANDS
+from mxjax.policy import OPERANDS
 from training.display import text_table
 
 

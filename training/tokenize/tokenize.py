@@ -31,7 +31,7 @@ from training.environment import input_errors
 from training.files import write_atomically
 from training.flags import flags
 from training.integrity import problem, read_checked, size_and_crc32, to_checked
-from training.startup import output_errors, unwinding_signals
+from training.startup import cores, output_errors, unwinding_signals
 from training.tokenize import workers
 from training.tokenize.documents import find_files
 from training.tokenize.train_tokenizer import train_tokenizer
@@ -96,9 +96,11 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
         tokenizer = load_tokenizer(path)
         name, eod = end_of_document(tokenizer, config.eod) if config.append_eod else (None, None)
         size = tokenizer_vocab_size(path)
-        cores = config.workers or _cores()
-        processes = min(cores, len(files))
-        job = workers.Job(folder, path, config.field, eod, token_dtype(size).name, max(cores // processes, 1))
+        n_workers = config.workers or cores()
+        processes = min(n_workers, len(files))
+        job = workers.Job(
+            folder, path, config.field, eod, token_dtype(size).name, max(n_workers // processes, 1)
+        )
         made = _shards(job, files, processes)
         record = {"plan": plan, "vocab_size": size, "eod": name, "eod_id": eod, **_counts(made)}
         _write(prefix, job, made, record)
@@ -308,10 +310,6 @@ def _problem_lines(shard: workers.Shard) -> list[str]:
 
 def _beside(prefix: pathlib.Path, suffix: str) -> pathlib.Path:
     return prefix.with_name(prefix.name + suffix)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def summary(prefix: str, record: dict[str, Any]) -> str:
