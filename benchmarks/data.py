@@ -117,15 +117,15 @@ def time_tokenizing(folder: pathlib.Path, files: list[str], repeats: int, number
     }
 
 
-def time_reading(prefix: str, seq_len: int, repeats: int, seconds: float = 5.0) -> list[float]:
-    """Times batches of 32 sequences, each repeat over some seconds after the first; returns tokens/s."""
+def time_reading(prefix: str, seq_len: int, repeats: int) -> list[float]:
+    """Times batches of 32 sequences, each repeat over five seconds after the first; returns tokens/s."""
     config, speeds = DataConfig((prefix,), batch_size=32, seq_len=seq_len), []
     corpus = load_megatron(config, VOCABULARY)
     for seed in range(repeats):
         stream = corpus.batches(config, seed, steps=100_000)
         next(stream)
         start, batches = time.perf_counter(), 0
-        while time.perf_counter() - start < seconds:
+        while time.perf_counter() - start < 5.0:
             batches += next(stream)[:, 1:].size > 0
         speeds.append(batches * 32 * seq_len / (time.perf_counter() - start))
     return speeds

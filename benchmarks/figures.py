@@ -26,6 +26,8 @@ from training.paired_statistics import Estimate, paired_difference
 
 ROOT = pathlib.Path(__file__).parents[1]
 RUNS = ROOT / "docs" / "results" / "study" / "runs"
+LADDER_GROUP = ("60m", "tuned-60m")
+"""Model and protocol of the runs that the figure of the ladder shows."""
 GRADIENTS = ROOT / "docs" / "results" / "gradients.json"
 SPEEDS = {
     "Llama 3.2 1B, one H200": "llama3.2-1b.json",
@@ -55,12 +57,12 @@ class LadderPoint(NamedTuple):
     diverged: int
 
 
-def ladder_points(runs: Sequence[dict[str, Any]], model: str = "60m") -> list[LadderPoint]:
-    """Returns the points of the ladder's policies at a size's tuned rate, in the ladder's order.
+def ladder_points(runs: Sequence[dict[str, Any]]) -> list[LadderPoint]:
+    """Returns the points of the ladder's policies in LADDER_GROUP, in the ladder's order.
 
     A cell with a single run has no point.
     """
-    chosen = [run for run in runs if run["model"] == model and run["protocol"]["name"] == f"tuned-{model}"]
+    chosen = [run for run in runs if (run["model"], run["protocol"]["name"]) == LADDER_GROUP]
     cells = {(cell.policy, cell.rules): cell for cell in gather(chosen).values()}
     base = cells[BASELINE, ""].losses
     points = []
@@ -108,11 +110,9 @@ def draw_ladder(points: Sequence[LadderPoint]) -> Figure:
     return figure
 
 
-def relative_speeds(
-    folder: pathlib.Path = ROOT / "docs" / "results" / "train-h200",
-) -> dict[str, dict[str, float]]:
+def relative_speeds() -> dict[str, dict[str, float]]:
     """Returns tokens/s over mxjax's in bfloat16, by panel and line."""
-    found = {}
+    folder, found = ROOT / "docs" / "results" / "train-h200", {}
     for title, name in SPEEDS.items():
         lines = json.loads((folder / name).read_text())["lines"]
         found[title] = {line["name"]: line["of_bf16"] for line in lines}

@@ -47,10 +47,12 @@ QWIX_MXFP4 = {  # blocks of 32 and MXFP4 in the backward GEMMs too
 
 
 def unquantized(model):
+    """Returns the model."""
     return model
 
 
 def qwix_mxfp4(model):
+    """Returns the model in MXFP4 by qwix's own rules."""
     rule = qwix.QtRule(
         module_path="block.*",
         weight_qtype="mxfp4",
@@ -63,15 +65,18 @@ def qwix_mxfp4(model):
 
 
 def mxjax_rules(model, policy="wgrad"):
+    """Returns the model in a policy by `mxjax.integrations.qwix`."""
     rule = PolicyRule(module_path="block.*", policy=policy)
     return qwix.quantize_model(model, Provider([rule]))
 
 
 def mxjax_rules_hadamard(model):
+    """Returns the model in `wgrad_hadamard` by `mxjax.integrations.qwix`."""
     return mxjax_rules(model, "wgrad_hadamard")
 
 
 def mxjax_dot_general(model):
+    """Returns the model with `mxjax.make_dot_general` as its product."""
     return model.clone(dot_general=mxjax.make_dot_general("wgrad_hadamard"))
 
 
@@ -191,22 +196,26 @@ def dense(width: int, d_in: int, tokens: int = 96, dtype=jnp.float32):
 
 
 def convolution(library: str):
+    """Runs a convolution quantized by the library."""
     layer = quantized(linen.Conv(32, (3, 3)), library)
     x = jnp.ones((1, 8, 8, 32))
     return layer.apply(linen.Conv(32, (3, 3)).init(jax.random.key(0), x), x)
 
 
 def attention(library: str):
+    """Runs an attention layer quantized by the library."""
     layer = quantized(linen.MultiHeadDotProductAttention(2), library)
     x = jax.random.normal(jax.random.key(0), (2, 16, 64))
     return layer.apply(linen.MultiHeadDotProductAttention(2).init(jax.random.key(1), x), x)
 
 
 def forward_mode(f: Callable) -> Callable:
+    """Returns the derivative of f along its own argument."""
     return lambda params: jax.jvp(f, (params,), (params,))
 
 
 def second_derivative(f: Callable) -> Callable:
+    """Returns the gradient of the squared norm of f's gradient."""
     return lambda params: jax.grad(lambda p: jnp.sum(jax.grad(f)(p)["params"]["kernel"] ** 2))(params)
 
 

@@ -55,10 +55,10 @@ class LlamaConfig:
         return self.n_layers * block + embeddings + self.d_model
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Returns the training FLOPs of a token: 6 per matrix parameter, and 6 S d per layer for attention.
+        """Returns the training FLOPs of a token: 6 per parameter, and 6 S N H per layer for attention.
 
-        The embedding lookup does not count, but a tied embedding counts as the head. Recomputation by `remat`
-        does not count.
+        S is `seq_len`, N the number of heads and H their size. The embedding lookup does not count, but a
+        tied embedding counts as the head. Recomputation by `remat` does not count.
 
         Source: arXiv 2204.02311, appendix B; the causal mask removes half of the attention products.
         """

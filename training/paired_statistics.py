@@ -119,10 +119,10 @@ def detectable(sd: float, n: int, power: float = 0.8) -> float:
     return high * sd / math.sqrt(n)
 
 
-def seeds_needed(sd: float, difference: float, power: float = 0.8, most: int = 1000) -> int | None:
+def seeds_needed(sd: float, difference: float, most: int = 1000) -> int | None:
     """Returns the smallest number of pairs for which `difference` is detectable; None above `most`."""
     counts = range(2, most + 1)
-    i = bisect.bisect_left(counts, True, key=lambda n: detectable(sd, n, power) <= difference)
+    i = bisect.bisect_left(counts, True, key=lambda n: detectable(sd, n) <= difference)
     return counts[i] if i < len(counts) else None
 
 

@@ -32,14 +32,14 @@ DOCUMENTED = ("summary",)
 """The tables that docs/scaling.md holds; the others are printed only."""
 
 
-def survey(machine: Machine, devices: Sequence[int] = DEVICES) -> list[dict[str, Any]]:
+def survey(machine: Machine) -> list[dict[str, Any]]:
     """Returns the best plan of every model, number of devices and policy; "plan" is None where none fits.
 
     If there are more devices than sequences in a step, a second line has one sequence a device.
     """
     found = []
     for model in MODELS:
-        for count in devices:
+        for count in DEVICES:
             for sequences in sorted({SEQUENCES, max(SEQUENCES, count)}):
                 for policy in POLICIES:
                     plan = best_plan(get_config(model), policy, machine, count, sequences)

@@ -35,10 +35,10 @@ class Overhead(NamedTuple):
     not_reached: int
 
 
-def smooth(evaluations: Curve, window: int = SMOOTHED) -> list[tuple[float, float]]:
-    """Returns means of `window` neighbouring evaluations, of tokens and of losses."""
+def smooth(evaluations: Curve) -> list[tuple[float, float]]:
+    """Returns means of SMOOTHED neighbouring evaluations, of tokens and of losses."""
     points = np.asarray(evaluations, np.float64)
-    return [tuple(points[i : i + window].mean(axis=0)) for i in range(len(points) - window + 1)]
+    return [tuple(points[i : i + SMOOTHED].mean(axis=0)) for i in range(len(points) - SMOOTHED + 1)]
 
 
 def loss_at(curve: Curve, tokens: float) -> float:

@@ -30,7 +30,6 @@ def diagnose(
     policies: LayerPolicies,
     implementation: Implementation | None,
     batches: Sequence[Batch],
-    seed: int = 0,
     variants: Mapping[str, Gemm] = VARIANTS,
 ) -> dict[str, Any]:
     """Returns the measures of every linear layer of the blocks, and the split of the gradients' errors.
@@ -39,7 +38,6 @@ def diagnose(
 
     Args:
       batches: token ids of at least three batches of one shape.
-      seed: draws the random bits of policies and variants; they differ from batch to batch.
       variants: what to compare Wgrad under.
     Returns: "layers" by layer (see `_layer_numbers`), "gradient" (errors of whole gradients) and "wgrad" (by
       variant), these two by "all", by linear layer and by layer; see `training.diagnosis.split.Split`.
@@ -52,7 +50,7 @@ def diagnose(
             f"diagnose needs at least 3 batches of one shape, got {len(batches)} of {len(shapes)} shapes; "
             "change --batches or --batch-size, or give more data"
         )
-    key = jax.random.key(seed)
+    key = jax.random.key(0)  # random bits differ from batch to batch
     exact_policies = llama.layer_policies(model, get_policy("bf16"))
     run, run_exact = (make_pass(model, p, implementation) for p in (policies, exact_policies))
     keys = [jax.random.fold_in(key, i) for i in range(len(batches))]

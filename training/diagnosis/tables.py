@@ -52,9 +52,9 @@ def shape_table(layers: Mapping[str, Mapping[str, Any]]) -> str:
 _SHAPE = {"kurtosis": "{:.1f}", "outliers": "{:.1e}", "crest": "{:.3f}"}
 
 
-def split_table(splits: Mapping[str, Mapping[str, Any]], part: str = "all") -> str:
+def split_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the split of the gradients' error over all layers, a row for each key of `splits`."""
-    rows = [[name, *(_with_interval(splits[name][part][key]) for key in _SPLIT)] for name in splits]
+    rows = [[name, *(_with_interval(splits[name]["all"][key]) for key in _SPLIT)] for name in splits]
     return text_table(["", *_SPLIT.values()], rows)
 
 
