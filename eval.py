@@ -5,7 +5,10 @@ measures the errors of every GEMM of one, `python eval.py sample RUN --prompt TE
 """
 
 if __name__ == "__main__":
-    from training.startup import prepare_process
+    try:
+        from training.startup import prepare_process
+    except ImportError as error:  # of an extra that is not installed
+        raise SystemExit(f"eval.py: error: {error}") from None
 
     prepare_process()  # before the other imports, which take seconds
 
@@ -24,7 +27,7 @@ from training.compare import CompareConfig, compare
 from training.config import Config
 from training.data.load import load_data, load_held_out
 from training.data.windows import evaluation_batches
-from training.diagnosis.diagnose import diagnose
+from training.diagnosis.diagnose import diagnose, totals
 from training.diagnosis.plots import draw
 from training.diagnosis.tables import summary
 from training.environment import enable_compilation_cache, facts, input_errors
@@ -152,11 +155,14 @@ def run_command(argv: list[str]) -> None:
 
 
 def command(name: str, argv: list[str]) -> None:
-    """Runs `eval.py compare`, `diagnose` or `sample`, and prints its result as one line of JSON last."""
+    """Runs `eval.py compare`, `diagnose` or `sample`, and prints its result as one line of JSON last.
+
+    Of a diagnosis that line has the numbers over all layers; `--out` writes those of every layer.
+    """
     program = f"eval.py {name}"
     arguments = flags(lambda: tyro.cli(COMMANDS[name], args=argv, prog=program), program)
     if isinstance(arguments, DiagnoseConfig):
-        result = diagnose_run(arguments)
+        result = totals(diagnose_run(arguments))
     elif isinstance(arguments, CompareConfig):
         with input_errors():
             result = compare(arguments)

@@ -1,7 +1,10 @@
 """Trains a Llama in the precision that a policy names: `python train.py --policy=wgrad_hadamard`."""
 
 if __name__ == "__main__":
-    from training.startup import prepare_process, start_compile_server
+    try:
+        from training.startup import prepare_process, start_compile_server
+    except ImportError as error:  # of an extra that is not installed
+        raise SystemExit(f"train.py: error: {error}") from None
 
     prepare_process()  # before the other imports, which take seconds
     start_compile_server()

@@ -73,12 +73,13 @@ CONFIGS: Mapping[str, LlamaConfig] = types.MappingProxyType(
     {
         # The default, our own: bytes as tokens; trains on two CPU cores in about a minute.
         "tiny": LlamaConfig(257, 128, 4, 4, 2, 32, 384, rope_theta=10_000.0),
-        # GaLore's Llamas (arXiv 2403.03507, configs/llama_{20,60,350}m.json), norm_eps 1e-6 as there.
+        # GaLore's Llamas (arXiv 2403.03507, configs/llama_{20,60,350}m.json) with its norm_eps of 1e-6.
         "20m": LlamaConfig(32_000, 256, 4, 4, 4, 64, 688, rope_theta=10_000.0, norm_eps=1e-6),
         "60m": LlamaConfig(32_000, 512, 8, 8, 8, 64, 1376, rope_theta=10_000.0, norm_eps=1e-6),
-        "350m": LlamaConfig(32_000, 1024, 24, 16, 16, 64, 2736, rope_theta=10_000.0, norm_eps=1e-6),
         # GPT-3 Small's shape (arXiv 2005.14165, table 2.1) with a Llama's gated MLP of the same size.
         "125m": LlamaConfig(32_000, 768, 12, 12, 12, 64, 2048, rope_theta=10_000.0),
+        # GaLore's again.
+        "350m": LlamaConfig(32_000, 1024, 24, 16, 16, 64, 2736, rope_theta=10_000.0, norm_eps=1e-6),
         # Meta's model cards: Llama 3.2 1B (tied) and Llama 3.1 (arXiv 2407.21783, table 3).
         "llama3.2-1b": LlamaConfig(128_256, 2048, 16, 32, 8, 64, 8192, rope_scaling=_LLAMA_32, tied=True),
         "llama3.1-8b": LlamaConfig(128_256, 4096, 32, 32, 8, 128, 14_336, rope_scaling=_LLAMA_31),

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Shaped
 
 from mxjax.batching import product_of
 from mxjax.implementations import Implementation, implementations_of
+from mxjax.keys import check_one_key
 from mxjax.matmul import Options
 from mxjax.policy import Policy
 from mxjax.quantize import MXArray
@@ -169,17 +170,19 @@ def check_arrays(function: str, **arrays: object) -> None:
 
 
 def check_key(policy: Policy, key: object) -> None:
-    """Raises ValueError if the policy needs a key and there is none, TypeError if `key` is not a JAX key."""
+    """Raises ValueError if the policy needs a key and there is none, TypeError if `key` is no JAX key."""
     if policy.needs_key and key is None:
-        drawing = ", ".join(name for name, gemm in policy.gemms.items() if gemm.needs_key)
         raise ValueError(
-            f"the policy draws random bits in {drawing} and needs key=; "
+            f"the policy draws random bits in {policy.drawing} and needs key=; "
             "pass jax.random.key(0), folded with the step and the layer"
         )
-    if key is not None and not isinstance(key, jax.Array | np.ndarray):
+    if key is None:
+        return
+    if not isinstance(key, jax.Array | np.ndarray):
         raise TypeError(
             f"key must be a JAX key, got {key!r}; pass jax.random.key(0), folded with the step and the layer"
         )
+    check_one_key(key)
 
 
 def check_floating(lhs: AnyArray | MXArray, rhs: AnyArray | MXArray, dtype: DTypeLike | None) -> None:

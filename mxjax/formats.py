@@ -7,6 +7,7 @@ NVFP4 in 1x128 (double-block quantization): arXiv 2510.27527; vectors: arXiv 250
 """
 
 import dataclasses
+import difflib
 import types
 from collections.abc import Mapping
 from typing import Literal
@@ -141,5 +142,8 @@ def get_format(name: str) -> Format:
       ValueError: no such format; the message lists those there are.
     """
     if name not in FORMATS:
-        raise ValueError(f"unknown format {name!r}; the formats are {', '.join(FORMATS)}")
+        close = [known for known in FORMATS if known.startswith(name)] if name else []
+        close = close or difflib.get_close_matches(name, FORMATS, n=1)
+        hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+        raise ValueError(f"unknown format {name!r}; {hint}the formats are {', '.join(FORMATS)}")
     return FORMATS[name]

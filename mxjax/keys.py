@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Key
 
@@ -12,6 +13,16 @@ from jaxtyping import Array, Key
 def as_key(key: jax.Array) -> Key[Array, "*shape"]:
     """Returns keys as typed ones, also of `jax.random.PRNGKey`."""
     return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+
+
+def check_one_key(key: jax.Array | np.ndarray) -> None:
+    """Raises TypeError unless an array is one JAX key, typed or of `jax.random.PRNGKey`."""
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if key.ndim != (0 if is_typed else 1) or not (is_typed or key.dtype == jnp.uint32):
+        raise TypeError(
+            f"key must be one JAX key, got an array {key.dtype}{list(key.shape)}; pass one of its keys, or "
+            "use jax.vmap over them"
+        )
 
 
 def over_keys(

@@ -57,7 +57,9 @@ class DotGeneral:
                 f"make_dot_general cannot tell which operand of {lhs.shape} x {rhs.shape} along "
                 f"{dimension_numbers} is the weight; use mxjax.einsum, or weight='rhs' or 'lhs'"
             )
-        key = self.key() if callable(self.key) else self.key
+        key = self.key
+        if callable(key):
+            key = key() if self.policy.needs_key else None  # no random stream is needed for nothing
         contract, batch = dimension_numbers
         swap = self.weight == "lhs"
         y = dot_general(
@@ -114,10 +116,11 @@ def make_dot_general(
     """Returns a `dot_general` for `flax.nnx.Linear(dot_general=...)` and `flax.linen.Dense(dot_general=...)`.
 
     Args:
-      key: JAX key for policies that draw random bits, or a function that returns a new key at each call. A
-        single key draws the same bits at every call. In Linen pass `lambda: self.make_rng("mxjax")`. In NNX
-        pass `rngs.mxjax` and give the layer `dot_general=nnx.data(make_dot_general(...))`: the stream is then
-        a part of the layer, so that it advances under nnx.jit and other transformations.
+      key: JAX key for policies that draw random bits, or a function that returns a new key at each call; it
+        is called only if the policy draws any. A single key draws the same bits at every call. In Linen pass
+        `lambda: self.make_rng("mxjax")`. In NNX pass `rngs.mxjax` and give the layer
+        `dot_general=nnx.data(make_dot_general(...))`: the stream is then a part of the layer, so that it
+        advances under nnx.jit and other transformations.
       weight: the operand that is the weight, "lhs" or "rhs"; the other one has the tokens that Wgrad
         contracts. None: rhs, in a linear layer's product of the last axes of lhs with the first of rhs; any
         other product is refused. For `jnp.einsum`, which may swap its operands, use `mxjax.einsum`.
@@ -128,6 +131,12 @@ def make_dot_general(
     A layer with `dtype=bfloat16` rounds its weights to bfloat16 before this function sees them.
     """
     resolved = as_policy(policy)
+    if key is None and resolved.needs_key:
+        raise ValueError(
+            f"the policy draws random bits in {resolved.drawing} and needs key=, a function that returns a "
+            "new key at each call; pass lambda: self.make_rng('mxjax') in Linen, and in NNX rngs.mxjax "
+            "within nnx.data"
+        )
     if not callable(key):
         check_key(resolved, key)
     if weight is not None:

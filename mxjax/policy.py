@@ -159,6 +159,11 @@ class Policy:
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
     @property
+    def drawing(self) -> str:
+        """The names of the GEMMs that draw random bits, for errors."""
+        return ", ".join(name for name, gemm in self.gemms.items() if gemm.needs_key)
+
+    @property
     def needs_key(self) -> bool:
         """Whether running any of the GEMMs draws random bits."""
         return any(gemm.needs_key for gemm in self.gemms.values())

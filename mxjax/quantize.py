@@ -13,6 +13,7 @@ from numpy.lib.array_utils import normalize_axis_index
 
 from mxjax.blocks import BlockShape, block_max, block_std, pad, resolve_block_shape, spread
 from mxjax.formats import E2M1, Element, Format, FormatName, get_format
+from mxjax.keys import check_one_key
 from mxjax.minifloat_scales import quantize_by_minifloats
 from mxjax.operand import Operand
 from mxjax.philox import KeyWords
@@ -123,6 +124,8 @@ def quantize(
         operand = format
     else:
         raise ValueError(f"quantize takes the options of the operand {format}; leave the others out")
+    if isinstance(key, jax.Array | np.ndarray):
+        check_one_key(key)
     return _quantize(x, operand, axis, key)
 
 
@@ -141,7 +144,14 @@ def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*sha
     Special values: NaN for a block whose scale is NaN; infinity where a rule other than `floor`, or rounding
       after a prescale, took a magnitude near float32's largest up to 2**128 or more. Values that are
       subnormal in float32 are kept with E8M0 scales; a GEMM on the CPU counts them as zero.
+    Raises:
+      TypeError: q is no MXArray.
     """
+    if not isinstance(q, MXArray):
+        raise TypeError(
+            f"dequantize needs the MXArray that quantize returns, got {type(q).__name__}; packed bytes have "
+            "no scales: dataclasses.replace(q, elements=mxjax.unpack(packed))"
+        )
     return _dequantize(q, dtype)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from mxjax.dot import dot
+from mxjax.dot import check_arrays, dot
 from mxjax.formats import get_format
 from mxjax.gemm_input import as_backward_sees, gemm_inputs, part_of, quantize_input
 from mxjax.implementations import Implementation
@@ -103,8 +103,15 @@ def gemms(
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> DotErrors:
-    """Returns the errors of the three GEMMs of `dot(x, w, policy=...)`, for the output gradient dy."""
+    """Returns the errors of the three GEMMs of `dot(x, w, policy=...)`, for the output gradient dy.
+
+    Raises:
+      ValueError: dy has not the shape of the product. Others: see `dot`.
+    """
     policy = as_policy(policy)
+    check_arrays("gemms", x=x, w=w, dy=dy)
+    if dy.shape != (shape := (*x.shape[:-1], *w.shape[1:])):
+        raise ValueError(f"gemms needs dy with the shape of x @ w, {shape}, got {dy.shape}")
     x, w, dy = (a.astype(jnp.float32) for a in (x, w, dy))
     x, dy = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
 

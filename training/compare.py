@@ -13,7 +13,13 @@ import tyro
 
 from training import mlperf
 from training.compare_plot import plot
-from training.compared_runs import Group, Losses, group_by_configuration, read_runs
+from training.compared_runs import (
+    Group,
+    Losses,
+    differing_settings,
+    group_by_configuration,
+    read_runs,
+)
 from training.display import text_table
 from training.paired_statistics import (
     detectable,
@@ -82,6 +88,9 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     found = statistics_of(groups, base)
     if len(groups) > 1 or len(runs) > 1:
         said.append("\n" + statistics_table(found, base.name, unit))
+    said += [f"  {name}: {text}" for name, text in differing_settings(groups).items()]
+    if len({run.held_out for run in runs}) > 1:
+        said.append("the runs are evaluated on different tokens: their losses do not compare")
     if target is not None:
         said.append(f"\n{unit} until loss {target:g}")
         for name, count in reached.items():
@@ -177,8 +186,12 @@ def statistics_table(found: Sequence[dict[str, Any]], base: str, unit: str) -> s
     at = found[0]["at"]
     columns = ["", "runs", "diverged", "loss", "sd", "train loss"]
     header = [*columns, f"- {base}", "95 %", "p (Holm)", "detectable"]
-    where = f"after {at:,} {unit}" if at is not None else "the runs share no evaluation"
-    return f"{where}\n{text_table(header, rows)}"
+    filled = [i for i in range(len(header)) if i < 2 or any(row[i] for row in rows)]
+    lines = [f"after {at:,} {unit}" if at is not None else "the runs share no evaluation"]
+    lines.append(text_table([header[i] for i in filled], [[row[i] for i in filled] for row in rows]))
+    if at is not None and max(len(row["runs"]) for row in found) < 2:
+        lines.append("one seed each: no intervals; train more with --seed")
+    return "\n".join(lines)
 
 
 def _baseline(groups: Sequence[Group], name: str | None) -> Group:

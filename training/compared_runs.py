@@ -30,6 +30,7 @@ class ComparedRun(NamedTuple):
       validation: loss of each evaluation.
       train: loss of each step.
       resolved: the model and the layers' policies on record, which the configuration may only name.
+      held_out: the identity of what the run is evaluated on.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ComparedRun(NamedTuple):
     validation: Losses
     train: Losses
     resolved: str = ""
+    held_out: str = ""
 
     @property
     def diverged(self) -> bool:
@@ -87,7 +89,10 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
         if not validation:
             raise ValueError(f"{folder} has no evaluation to compare; wait for its first one")
         train = {r["step"] * step: r["loss"] for r in records if "loss" in r}
-        runs.append(ComparedRun(name, config, validation, train, resolved))
+        evaluated = config.eval_sequences or config.eval_batches * config.data.batch_size
+        facts = saved.get("data", {}) | {"source": None}  # the same data may lie elsewhere
+        held_out = json.dumps([facts, config.data.seq_len, evaluated], sort_keys=True)
+        runs.append(ComparedRun(name, config, validation, train, resolved, held_out))
     return runs
 
 
@@ -103,10 +108,9 @@ def short_names(folders: Sequence[pathlib.Path]) -> list[str]:
 
 def group_by_configuration(runs: Sequence[ComparedRun]) -> list[Group]:
     """Returns the runs grouped by everything but the seed; equal seeds stay groups of their own."""
-    settings = {run.name: _settings(run.config) for run in runs}
     found: dict[tuple, list[ComparedRun]] = {}
     for run in runs:
-        found.setdefault((run.resolved, *settings[run.name].items()), []).append(run)
+        found.setdefault((run.resolved, *_settings(run.config).items()), []).append(run)
     groups = []
     for members in found.values():
         if len({run.config.seed for run in members}) < len(members):
@@ -114,8 +118,15 @@ def group_by_configuration(runs: Sequence[ComparedRun]) -> list[Group]:
         elif len(members) == 1:
             groups.append(Group(members[0].name, tuple(members)))
         else:
-            groups.append(Group(_label(members, list(settings.values()), settings), tuple(members)))
+            groups.append(Group(_label(members, runs), tuple(members)))
     return _with_unique_names(groups)
+
+
+def differing_settings(groups: Sequence[Group]) -> dict[str, str]:
+    """Returns the values of the settings in which groups differ, of groups whose name does not say them."""
+    runs = [group.runs[0] for group in groups]
+    texts = {group.name: _differing(run, runs) for group, run in zip(groups, runs, strict=True)}
+    return {name: text for name, text in texts.items() if text and not name.startswith(text)}
 
 
 def _with_unique_names(groups: Sequence[Group]) -> list[Group]:
@@ -127,17 +138,21 @@ def _with_unique_names(groups: Sequence[Group]) -> list[Group]:
     ]
 
 
-def _label(members: Sequence[ComparedRun], everything: list[dict], settings: Mapping[str, dict]) -> str:
+def _label(members: Sequence[ComparedRun], everything: Sequence[ComparedRun]) -> str:
     """Returns the values in which a group differs from the others, else what its names begin with."""
-    own = settings[members[0].name]
-    varying = [key for key in own if len({str(other.get(key)) for other in everything}) > 1]
-    label = members[0].config.precision.label
-    texts = [label if key == "precision.policy" else f"{key.split('.')[-1]}={own[key]}" for key in varying]
-    if texts:
-        return " ".join(texts)
+    if text := _differing(members[0], everything):
+        return text
     names = [run.name for run in members]
     shared = "".join(a[0] for a in itertools.takewhile(lambda a: len(set(a)) == 1, zip(*names, strict=False)))
     return shared.rstrip("-_. ") or names[0]
+
+
+def _differing(run: ComparedRun, runs: Sequence[ComparedRun]) -> str:
+    """Returns a run's values of the settings in which the runs differ; the policy is a name alone."""
+    own, others = _settings(run.config), [_settings(other.config) for other in runs]
+    varying = [key for key in own if len({str(other.get(key)) for other in others}) > 1]
+    label = run.config.precision.label
+    return " ".join(label if k == "precision.policy" else f"{k.split('.')[-1]}={own[k]}" for k in varying)
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Display:
             left = datetime.timedelta(seconds=round((self._last - step) * m["mean_step_s"]))
             text += f"  {left} left"
         self._bar.update(self._task, completed=step, description=text)
-        if self._bar.disable and (step % self._every == 0 or step == self._first):
+        if step % self._every == 0 or step == self._first:
             self.line(f"step {step:6d}  {text}  grad norm {m['grad_norm']:.3f}  lr {m['lr']:.2e}")
 
     def line(self, text: str) -> None:

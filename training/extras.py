@@ -14,7 +14,7 @@ def check_extra(extra: str, purpose: str, *modules: str) -> None:
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(
-                f"{purpose} needs {module}: pip install 'mxjax[{extra}]', or in a checkout "
+                f"{purpose} needs {module}: in a checkout of mxjax, pip install -e '.[{extra}]' or "
                 f"uv sync --extra {extra}"
             )
 

@@ -28,6 +28,18 @@ def test_a_missing_key_raises_and_names_the_gemms(policy, drawing):
         mxjax.dot(x, w, policy=policy)
 
 
+@pytest.mark.parametrize("policy", ["wgrad_sr", "full_sr", "wgrad"])
+@pytest.mark.parametrize(
+    "key", [jax.random.split(jax.random.key(0), 3), jnp.zeros(2), jnp.zeros((3, 2), "uint32")]
+)
+def test_several_keys_are_not_one(policy, key):
+    x, w, _ = inputs()
+    with pytest.raises(TypeError, match=r"must be one JAX key, got an array .*\[[23]"):
+        mxjax.dot(x, w, policy=policy, key=key)
+    with pytest.raises(TypeError, match="must be one JAX key"):
+        mxjax.quantize(x, rounding="stochastic", key=key)
+
+
 @pytest.fixture
 def unchecked(monkeypatch):
     """Turns off the tests' annotation checks, which would reject a wrong Literal before the library does."""

@@ -133,6 +133,15 @@ def test_make_dot_general_checks_its_policy_at_once(policy, message):
         mxjax.make_dot_general(policy)
 
 
+def test_a_policy_that_draws_nothing_needs_no_stream():
+    def never():
+        raise AssertionError
+
+    x, w = jnp.ones((4, 64)), jnp.ones((64, 32))
+    dot_general = mxjax.make_dot_general("wgrad_hadamard", key=never)
+    assert dot_general(x, w, (((1,), (0,)), ((), ()))).shape == (4, 32)
+
+
 class Keyed(nnx.Module):
     """Two NNX layers that draw their keys from one stream, which is a part of them."""
 

@@ -16,7 +16,8 @@ def test_integers_are_refused(dtype):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"format": "mxfp5"}, "unknown format 'mxfp5'"),
+        ({"format": "mxfp5"}, "unknown format 'mxfp5'; did you mean 'mxfp4'"),
+        ({"format": "fp8"}, "did you mean 'fp8_e4m3' or 'fp8_e5m2'"),
         ({"scale_rule": "round"}, "unknown scale_rule 'round'; the rules are floor"),
         ({"rounding": "up"}, "unknown rounding 'up'; use one of nearest, stochastic"),
         ({"format": "mxfp8_e4m3", "scale_rule": "uos"}, "'uos' is defined for E2M1"),
@@ -31,6 +32,12 @@ def test_integers_are_refused(dtype):
 def test_bad_arguments_are_refused(arguments, message):
     with oracles.types_unchecked(), pytest.raises(ValueError, match=message):
         mxjax.quantize(np.ones((3, 64, 32), np.float32), **arguments)
+
+
+@pytest.mark.parametrize("made", [np.asarray, lambda x: mxjax.pack(mxjax.quantize(x))])
+def test_dequantize_takes_what_quantize_returns(made):
+    with oracles.types_unchecked(), pytest.raises(TypeError, match="needs the MXArray that quantize returns"):
+        mxjax.dequantize(made(np.ones(64, np.float32)))
 
 
 def test_square_blocks_need_two_axes():

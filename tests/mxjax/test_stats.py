@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.oracles import types_unchecked
 
 import mxjax
 from mxjax import Gemm, Operand, stats
@@ -181,6 +182,15 @@ def test_gemms_are_the_errors_of_dot():
     exact = [np.asarray(t, np.float64) for t in (x @ w, dy @ w.T, x.T @ dy)]
     for a, e, p in zip(actual, exact, products(x, w, dy, policy, key), strict=True):
         np.testing.assert_allclose(a.product, expected_error(e, p), rtol=1e-4)
+
+
+def test_gemms_needs_a_gradient_of_the_product():
+    x, w = jnp.ones((2, 4, 64)), jnp.ones((64, 32))
+    with (
+        types_unchecked(),
+        pytest.raises(ValueError, match=r"dy with the shape of x @ w, \(2, 4, 32\), got \(2, 4, 64\)"),
+    ):
+        stats.gemms(x, w, x, policy="wgrad")
 
 
 @pytest.mark.parametrize("name", ["fprop", "dgrad", "wgrad"])

@@ -138,6 +138,26 @@ def test_groups_differ_in_more_than_the_seed(tmp_path):
     assert [group.name for group in twice] == ["fp8-0", "again"]  # the same seed, not a pair
 
 
+def test_what_differs_is_said(tmp_path, capsys):
+    """Runs of one seed have no statistics, and another held-out text no comparable loss."""
+    folders = [
+        make_run(tmp_path / name, {20: 3.0}, ["--policy", name, "--lr", lr, "--data", f"{name}.txt"])
+        for name, lr in (("fp8", "1e-3"), ("wgrad", "2e-3"))
+    ]
+    compare(CompareConfig(tuple(folders)))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2:] == [
+        "  fp8: fp8 data=['fp8.txt'] lr=0.001",
+        "  wgrad: wgrad data=['wgrad.txt'] lr=0.002",
+    ]
+    assert "one seed each: no intervals; train more with --seed" in printed
+    assert not any("detectable" in line for line in printed)
+    values = json.loads((folders[1] / "config.json").read_text()) | {"data": {"crc32": "0"}}
+    (folders[1] / "config.json").write_text(json.dumps(values))
+    compare(CompareConfig(tuple(folders)))
+    assert "the runs are evaluated on different tokens" in capsys.readouterr().out
+
+
 def test_differences_are_scipys_paired_by_seed(tmp_path, capsys):
     generator = np.random.default_rng(0)
     base, ours = generator.normal(3, 0.05, 5), generator.normal(3.1, 0.05, 4)

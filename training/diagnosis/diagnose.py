@@ -63,6 +63,13 @@ def diagnose(
     }
 
 
+def totals(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a diagnosis without the numbers of single layers."""
+    wgrad = {variant: splits["all"] for variant, splits in found["wgrad"].items()}
+    rest = {name: value for name, value in found.items() if name != "layers"}
+    return rest | {"gradient": found["gradient"]["all"], "wgrad": wgrad}
+
+
 def _fetch(p: Pass) -> Pass:
     """Moves a pass to the host, where passes of all batches have room."""
     return jax.device_get(p)
