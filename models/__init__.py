@@ -5,5 +5,6 @@ import importlib.util
 for _module in ("flax", "rich", "safetensors"):
     if importlib.util.find_spec(_module) is None:
         raise ImportError(
-            f"models needs {_module}: pip install 'mxjax[train]', or in a checkout uv sync --extra train"
+            f"models needs {_module}: in a checkout of mxjax, pip install -e '.[train]' or "
+            "uv sync --extra train"
         )

@@ -58,12 +58,15 @@ def check_implementations(policies: Iterable[Policy], implementation: Implementa
 def compiler_options(policies: Iterable[Policy], implementation: Implementation | None) -> dict[str, bool]:
     """Returns `jax.jit(compiler_options=)` for a program with GEMMs of these policies.
 
-    On CUDA they turn off Triton's GEMMs for products in FP8 or float32 and for operands that XLA's operations
-    quantize: XLA would tune them for minutes, the operations of the operands included, before it chooses
-    cuBLAS.
+    On the CPU they keep XLA from dropping conversions to bfloat16, which it drops elsewhere on a mesh than on
+    one device. On CUDA they turn off Triton's GEMMs for products in FP8 or float32 and for operands that
+    XLA's operations quantize: XLA would tune them for minutes, the operations of the operands included,
+    before it chooses cuBLAS.
     """
     target, policies = current_target(), tuple(policies)
-    if target is None or target.backend != "cuda":
+    if target is None:
+        return {"xla_allow_excess_precision": False}
+    if target.backend != "cuda":
         return {}
     used = {how for policy in policies for how in implementations_of(policy, implementation)[:3]}
     formats = {

@@ -30,7 +30,8 @@ try:
     from haliax.util import ensure_tuple
 except ImportError as error:
     raise ImportError(
-        "mxjax.integrations.haliax needs marin-haliax 0.2.227 or newer; pip install 'mxjax[integrations]'"
+        "mxjax.integrations.haliax needs marin-haliax 0.2.227 or newer; in a checkout of mxjax, "
+        "pip install -e '.[integrations]'"
     ) from error
 
 Rules = Sequence[tuple[str, Policy | str]]

@@ -27,7 +27,9 @@ try:
     import qwix
     from qwix._src.utils import flax_util  # it finds parameters; qwix has no public name for that
 except ImportError as error:
-    raise ImportError("mxjax.integrations.qwix needs qwix; pip install 'mxjax[integrations]'") from error
+    raise ImportError(
+        "mxjax.integrations.qwix needs qwix; in a checkout of mxjax, pip install -e '.[integrations]'"
+    ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

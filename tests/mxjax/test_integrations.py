@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::S
 def test_an_import_without_the_library_says_what_to_install(name, needs, monkeypatch):
     monkeypatch.setitem(sys.modules, needs, None)
     monkeypatch.delitem(sys.modules, f"mxjax.integrations.{name}", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'mxjax\[integrations\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '.\[integrations\]'"):
         importlib.import_module(f"mxjax.integrations.{name}")
 
 

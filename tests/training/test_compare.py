@@ -230,7 +230,7 @@ def test_curves_can_be_drawn(tmp_path):
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        with pytest.raises(ImportError, match=r"pip install .mxjax\[plot\]"):
+        with pytest.raises(ImportError, match=r"pip install -e '.\[plot\]'"):
             compare(CompareConfig(folders, plot=files))
         return
     compare(CompareConfig(folders, mlperf=True, plot=files))

@@ -19,6 +19,7 @@ from models import llama
 from models.block import linear_weights
 from models.configs import LlamaConfig
 from mxjax.gemm_input import GemmInput
+from mxjax.implementations import compiler_options
 from mxjax.policy import Gemm, Rotation
 from training.command_line import parse
 from training.diagnosis import diagnose as program
@@ -46,7 +47,11 @@ def passes():
 def test_gradients_are_autodiffs_and_the_products_of_the_captured_tensors(passes):
     params, batches, found = passes
     policies = llama.layer_policies(MODEL, mxjax.get_policy("bf16"))
-    expected = jax.jit(jax.grad(lambda p: llama.mean_loss(MODEL, p, batches[0], policies=policies)))(params)
+    gradient = jax.jit(
+        jax.grad(lambda p: llama.mean_loss(MODEL, p, batches[0], policies=policies)),
+        compiler_options=compiler_options(policies.policies, "xla"),
+    )
+    expected = gradient(params)
     jax.tree.map(np.testing.assert_array_equal, dict(found[0].gradients), linear_weights(expected["blocks"]))
     for name, tensors in found[0].tensors.items():
         x, dy = (np.asarray(t, np.float64).reshape(2, -1, t.shape[-1]) for t in tensors)

@@ -88,7 +88,7 @@ def test_without_tensorboardx_a_run_says_what_to_install(tmp_path, monkeypatch):
         importlib.util, "find_spec", lambda name: None if name == "tensorboardX" else original(name)
     )
     out = tmp_path / "run"
-    with pytest.raises(SystemExit, match=r"pip install 'mxjax\[tensorboard\]'"):
+    with pytest.raises(SystemExit, match=r"pip install -e '.\[tensorboard\]'"):
         training_program.train(
             parse(["--tensorboard", "--data", __file__, "--out", str(out), "--seq-len", "8"])
         )
