@@ -60,7 +60,7 @@ class LadderPoint(NamedTuple):
 def ladder_points(runs: Sequence[dict[str, Any]]) -> list[LadderPoint]:
     """Returns the points of the ladder's policies in LADDER_GROUP, in the ladder's order.
 
-    A cell with a single run has no point.
+    A cell with fewer than two pairs has no point.
     """
     chosen = [run for run in runs if (run["model"], run["protocol"]["name"]) == LADDER_GROUP]
     cells = {(cell.policy, cell.rules): cell for cell in gather(chosen).values()}
@@ -72,7 +72,7 @@ def ladder_points(runs: Sequence[dict[str, Any]]) -> list[LadderPoint]:
                 continue
             cell = cells[policy, rule]
             difference = paired_difference(cell.losses, base)
-            if len(cell.runs) < 2:
+            if difference.n < 2:
                 continue
             points.append(LadderPoint(policy, rule, difference, cell.n_diverged))
     return points

@@ -57,11 +57,15 @@ def current_target() -> Target | None:
     return _device_target() if on_gpu() and has_triton() else None
 
 
+def platform() -> str:
+    """Returns the platform on which JAX computes by default, such as "cpu"."""
+    device = jax.config.jax_default_device
+    return str(getattr(device, "platform", device) or jax.default_backend())
+
+
 def on_gpu() -> bool:
     """Whether JAX computes on a GPU by default."""
-    device = jax.config.jax_default_device
-    platform = getattr(device, "platform", device) or jax.default_backend()
-    return platform in ("gpu", "cuda", "rocm")
+    return platform() in ("gpu", "cuda", "rocm")
 
 
 @functools.cache

@@ -142,8 +142,9 @@ def get_format(name: str) -> Format:
       ValueError: no such format; the message lists those there are.
     """
     if name not in FORMATS:
-        close = [known for known in FORMATS if known.startswith(name)] if name else []
-        close = close or difflib.get_close_matches(name, FORMATS, n=1)
+        text = name if isinstance(name, str) else ""
+        close = [known for known in FORMATS if text and known.startswith(text)]
+        close = close or difflib.get_close_matches(text, FORMATS, n=1)
         hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
         raise ValueError(f"unknown format {name!r}; {hint}the formats are {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 
-from mxjax.devices import Target, current_target, has_triton
+from mxjax.devices import Target, current_target, has_triton, platform
 from mxjax.formats import get_format
 from mxjax.policy import Gemm, Policy
 from mxjax.weight_layout import Layout
@@ -64,10 +64,8 @@ def compiler_options(policies: Iterable[Policy], implementation: Implementation 
     before it chooses cuBLAS.
     """
     target, policies = current_target(), tuple(policies)
-    if target is None:
-        return {"xla_allow_excess_precision": False}
-    if target.backend != "cuda":
-        return {}
+    if target is None or target.backend != "cuda":
+        return {"xla_allow_excess_precision": False} if target is None and platform() == "cpu" else {}
     used = {how for policy in policies for how in implementations_of(policy, implementation)[:3]}
     formats = {
         o.format for policy in policies for gemm in policy.gemms.values() for o in (gemm.lhs, gemm.rhs)

@@ -90,7 +90,7 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
         said.append("\n" + statistics_table(found, base.name, unit))
     said += [f"  {name}: {text}" for name, text in differing_settings(groups).items()]
     if len({run.held_out for run in runs}) > 1:
-        said.append("the runs are evaluated on different tokens: their losses do not compare")
+        said.append("the runs are evaluated on different tokens: see --data, --eval-data, --eval-batches")
     if target is not None:
         said.append(f"\n{unit} until loss {target:g}")
         for name, count in reached.items():

@@ -91,6 +91,8 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
         train = {r["step"] * step: r["loss"] for r in records if "loss" in r}
         evaluated = config.eval_sequences or config.eval_batches * config.data.batch_size
         facts = saved.get("data", {}) | {"source": None}  # the same data may lie elsewhere
+        if config.data.eval_data is not None:  # then training data may differ
+            facts = {"source": config.data.eval_data, "tokens": facts.get("validation_tokens")}
         held_out = json.dumps([facts, config.data.seq_len, evaluated], sort_keys=True)
         runs.append(ComparedRun(name, config, validation, train, resolved, held_out))
     return runs

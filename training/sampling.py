@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from models.configs import LlamaConfig
 from models.generation import Options, generate
 from training.data.megatron import is_indexed, parse_blend
-from training.data.text import END_OF_DOCUMENT
+from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_path
 from training.device_memory import gib, memory_there_is
 from training.restored import Restored, RunArguments, describe, restore
@@ -130,7 +130,7 @@ def codec_of(run: pathlib.Path, restored: Restored) -> Codec:
     data = restored.config.data.data
     begun = begun_run(run) is not None
     indexed = begun and bool(data) and is_indexed(data)
-    if begun and data and not indexed and not pathlib.Path(data[0]).exists():
+    if begun and data and not (indexed or _reads_bytes(restored)) and not pathlib.Path(data[0]).exists():
         raise ValueError(
             f"{data[0]}, which {run} was trained on, is gone, so that its tokenizer is unknown; put it back, "
             "or of a dataset its .idx and .tokenizer.json"
@@ -142,6 +142,11 @@ def codec_of(run: pathlib.Path, restored: Restored) -> Codec:
     if (path := next((path for path in paths if path.exists()), None)) is None:
         raise ValueError(f"{run} has no tokenizer; one of {', '.join(map(str, paths))} must exist")
     return _tokenizer_codec(path)
+
+
+def _reads_bytes(restored: Restored) -> bool:
+    """Whether the model's vocabulary is that of text, so that its data was no dataset."""
+    return restored.model.vocab_size == VOCAB_SIZE
 
 
 def _tokenizer_codec(path: pathlib.Path) -> Codec:

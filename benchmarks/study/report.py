@@ -20,6 +20,8 @@ RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 RUNS = RESULTS / "study" / "runs"
 REPEATS = RESULTS / "study" / "repeats"
 """Second runs of the same cell and seed, which show how far a seed determines a run."""
+RECIPES = RESULTS / "recipes" / "runs"
+"""Runs of the recipes' page, of which a few are rungs of the ladder at 3e-3."""
 PAGE = RESULTS / "study.md"
 COMMAND = "python -m benchmarks.study report"
 
@@ -53,6 +55,7 @@ def sections(runs: Sequence[Run]) -> dict[str, str]:
     ladder, wgrad = (diagnosis.read(PAGE.with_suffix("") / name) for name in ("ladder", "wgrad"))
     return tables_of(runs) | {
         "repeats": tables.repeats(cells, again),
+        "on h200": claims.on_h200(gather(read_runs(RECIPES))),
         "published": tables.published(),
         "variants": diagnosis.variants_table(wgrad),
         "compared": diagnosis.compared_table(wgrad),

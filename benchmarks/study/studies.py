@@ -145,6 +145,7 @@ class Claim:
     """A difference of final losses that the text speaks of: cell `ours` minus cell `base`.
 
     Attributes:
+      ours, base: policy and rules, such as "wgrad.floor"; of a claim that `at` returns, names of cells.
       beside: another pair of cells. The claim is then about the first difference minus theirs.
     """
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import mxjax
+from mxjax import implementations
 from mxjax.devices import Target, use_target
 from mxjax.fp8_carriers import SHIFTS, carry
 from mxjax.gemm_input import GemmInput
@@ -210,6 +211,14 @@ def test_gemms_without_mxfp4_run_in_fp8_or_bfloat16():
 
 def test_the_fastest_here_is_xla():
     assert implementations_of(mxjax.get_policy("wgrad"), None)[:3] == ("xla", "xla", "xla")
+
+
+def test_the_cpu_keeps_conversions_and_a_gpu_without_kernels_has_no_options(monkeypatch):
+    if implementations.current_target() is None:
+        assert compiler_options([mxjax.get_policy("bf16")], None) == {"xla_allow_excess_precision": False}
+    monkeypatch.setattr(implementations, "current_target", lambda: None)
+    monkeypatch.setattr(implementations, "platform", lambda: "gpu")
+    assert compiler_options([mxjax.get_policy("bf16")], None) == {}
 
 
 def test_cuda_compiles_without_tritons_gemms_where_they_are_tuned_for_long():

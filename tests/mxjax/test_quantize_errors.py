@@ -17,6 +17,7 @@ def test_integers_are_refused(dtype):
     ("arguments", "message"),
     [
         ({"format": "mxfp5"}, "unknown format 'mxfp5'; did you mean 'mxfp4'"),
+        ({"format": None}, "unknown format None; the formats are"),
         ({"format": "fp8"}, "did you mean 'fp8_e4m3' or 'fp8_e5m2'"),
         ({"scale_rule": "round"}, "unknown scale_rule 'round'; the rules are floor"),
         ({"rounding": "up"}, "unknown rounding 'up'; use one of nearest, stochastic"),

@@ -156,6 +156,13 @@ def test_what_differs_is_said(tmp_path, capsys):
     (folders[1] / "config.json").write_text(json.dumps(values))
     compare(CompareConfig(tuple(folders)))
     assert "the runs are evaluated on different tokens" in capsys.readouterr().out
+    for folder, crc in zip(folders, "01", strict=True):
+        values = json.loads((folder / "config.json").read_text())
+        values["config"]["data"]["eval_data"] = "held"
+        values["data"] = {"crc32": crc, "train_tokens": int(crc), "validation_tokens": 9}
+        (folder / "config.json").write_text(json.dumps(values))
+    compare(CompareConfig(tuple(folders)))
+    assert "different tokens" not in capsys.readouterr().out
 
 
 def test_differences_are_scipys_paired_by_seed(tmp_path, capsys):
