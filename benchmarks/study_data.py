@@ -16,7 +16,8 @@ import sys
 from train import train
 from training.command_line import parse
 from training.environment import input_errors
-from training.tokenize.tokenize import TokenizeConfig, summary, tokenize
+from training.tokenize.plan import TokenizeConfig
+from training.tokenize.tokenize import summary, tokenize
 
 
 def pack(corpus: pathlib.Path, out: pathlib.Path, vocab_size: int) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from training.data.tokenizer import load_tokenizer
 from training.tokenize import workers
-from training.tokenize.tokenize import TokenizeConfig
+from training.tokenize.plan import TokenizeConfig
 
 
 def write_files(folder, n_files, n_documents, words=8):

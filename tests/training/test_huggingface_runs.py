@@ -23,7 +23,8 @@ from training import huggingface_runs
 from training.command_line import parse
 from training.data.indexed_dataset import IndexedDataset
 from training.huggingface_runs import export_checkpoint, import_checkpoint
-from training.tokenize.tokenize import TokenizeConfig, tokenize
+from training.tokenize.plan import TokenizeConfig
+from training.tokenize.tokenize import tokenize
 
 ROOT = pathlib.Path(__file__).parents[2]
 FLAGS = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2"]

@@ -15,7 +15,8 @@ from support.tokenizing import config, write_files
 from training.data.indexed_dataset import IndexedDataset
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_vocab_size
 from training.tokenize import workers
-from training.tokenize.tokenize import TokenizeConfig, main, summary, tokenize
+from training.tokenize.plan import TokenizeConfig
+from training.tokenize.tokenize import main, summary, tokenize
 from training.tokenize.train_tokenizer import train_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from training.tokenize.tokenize import TokenizeConfig, tokenize
+from training.tokenize.plan import TokenizeConfig
+from training.tokenize.tokenize import tokenize
 
 pytest.importorskip("tokenizers")
 
