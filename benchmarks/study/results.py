@@ -4,7 +4,8 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,9 +48,21 @@ class CellResult:
         return {seed: run["final_loss"] for seed, run in self.runs.items() if not diverged(run)}
 
     @property
+    def devices(self) -> str:
+        """The names of the devices that trained the runs, with the number of runs if there are several."""
+        found = Counter(_short(run.get("device", "unknown")) for run in self.runs.values())
+        counts = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+        return counts[0][0] if len(counts) == 1 else ", ".join(f"{n} {name}" for name, n in counts)
+
+    @property
     def n_diverged(self) -> int:
         """The number of runs that diverged."""
         return sum(map(diverged, self.runs.values()))
+
+
+def _short(device: str) -> str:
+    """Returns a device's name without its maker and memory: H100 for NVIDIA H100 80GB HBM3."""
+    return re.sub(r"^NVIDIA |(?<=\w) \d+GB.*$", "", device)
 
 
 def diverged(run: Run) -> bool:

@@ -88,9 +88,10 @@ def final_losses(cells: Cells) -> str:
                     number(statistics.mean(values)) if values else "-",
                     number(standard_deviation(values)),
                     *(["-", "-"] if cell is base else [number(d.mean, "+.4f"), interval(d.low, d.high)]),
+                    cell.devices,
                 ]
             )
-        header = "policy, rules | runs | diverged | loss | sd | minus fp8 | 95 %"
+        header = "policy, rules | runs | diverged | loss | sd | minus fp8 | 95 % | device"
         parts.append(f"`{model}`, protocol `{protocol}`:\n\n{table(header, rows)}")
     return "\n\n".join(parts)
 

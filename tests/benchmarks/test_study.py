@@ -194,6 +194,13 @@ def test_both_ladders_give_one_difference_a_seed():
     assert found[2].endswith(f"| {wanted.pvalue:.2g} | 3 |")
 
 
+def test_a_cell_names_the_devices_of_its_runs():
+    devices = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H200"]
+    runs = [record("a", "fp8", seed, 3.0) | {"device": device} for seed, device in enumerate(devices)]
+    assert gather(runs)["a"].devices == "2 H200, 1 H100"
+    assert gather([runs[0] | {"device": "cpu"}])["a"].devices == "cpu"
+
+
 def test_the_papers_layout_counts_diverged_runs():
     losses = {"fp8": [3.0, 3.0], "wgrad floor": [3.1, 3.1]}
     losses |= {"wgrad_sr floor": [3.2, math.nan], "full_sr floor": [math.nan, math.nan]}
