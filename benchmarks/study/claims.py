@@ -19,7 +19,7 @@ _BOTH = f"{{}} | {_RATES} | mean | 95 % | detectable"
 def claims(cells: Cells) -> str:
     """Returns the tests of the claims in each protocol, corrected together."""
     tested = [claim.at(protocol) for protocol in LADDERS for claim in CLAIMS]
-    found = [list(differences(cells, claim).values()) for claim in tested]
+    found = [list(by_seed(cells, claim).values()) for claim in tested]
     corrected = holm([t_interval(pairs).p for pairs in found])
     rows = [
         [claim.text, *_estimate(pairs), number(p, ".2g"), len(pairs)]
@@ -58,14 +58,14 @@ def on_h200(recipes: Cells) -> str:
     """
     pairs = (("bf16", "fp8"), ("wgrad", "fp8"), ("wgrad_hadamard", "fp8"), ("wgrad_hadamard", "wgrad"))
     found = {
-        f"{ours} - {base}": list(differences(recipes, Claim("", f"{ours}{_OWN}", f"{base}{_OWN}")).values())
+        f"{ours} - {base}": list(by_seed(recipes, Claim("", f"{ours}{_OWN}", f"{base}{_OWN}")).values())
         for ours, base in pairs
     }
     rows = [[text, *_estimate(d), len(d)] for text, d in found.items() if d]
     return table("`60m`, `tuned-60m`, one H200 a run | difference | 95 % | detectable | pairs", rows)
 
 
-def differences(cells: Cells, claim: Claim) -> dict[int, float]:
+def by_seed(cells: Cells, claim: Claim) -> dict[int, float]:
     """Returns a claim's difference by seed, for the seeds that have all its cells."""
 
     def between(ours: str, base: str) -> dict[int, float]:
@@ -81,7 +81,7 @@ def differences(cells: Cells, claim: Claim) -> dict[int, float]:
 
 def _of_both(cells: Cells, claim: Claim) -> list[tuple[float, ...]]:
     """Returns the differences in each of LADDERS, of every seed that has all cells in all of them."""
-    found = [differences(cells, claim.at(protocol)) for protocol in LADDERS]
+    found = [by_seed(cells, claim.at(protocol)) for protocol in LADDERS]
     common = sorted(set.intersection(*(set(d) for d in found)))
     return [tuple(d[seed] for d in found) for seed in common]
 

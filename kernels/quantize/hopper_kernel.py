@@ -1,7 +1,7 @@
 """Hopper's quantizer kernel for training's common case: bfloat16, quantized along columns or both axes.
 
 It computes the same as `mxjax.kernels.quantize.kernel` in fewer instructions, for packed operands and the
-rule `floor`; columns may be rotated by H4 or H16, or else, without rows, rounded stochastically.
+rule `floor`; columns may be rotated by H4 or H16, or else rounded stochastically.
 `mxjax.kernels.quantize.launches` chooses between the two.
 
 Two neighbouring elements of a row stay in the word in which they are loaded: they are in two blocks along

@@ -172,9 +172,9 @@ def test_a_claim_beside_another_is_a_difference_of_differences():
     losses = {"a": [4.0, 5.0], "b": [3.0, 3.5], "c": [2.0, 3.0, 9.0], "d": [1.5, 1.0, 0.0]}
     runs = [record(name, name, seed, loss) for name in losses for seed, loss in enumerate(losses[name])]
     gathered = gather(runs)
-    assert claims.differences(gathered, Claim("", "a", "b")) == {0: 1.0, 1: 1.5}
-    assert claims.differences(gathered, Claim("", "a", "b", ("c", "d"))) == {0: 0.5, 1: -0.5}
-    assert claims.differences(gathered, Claim("", "a", "none")) == {}
+    assert claims.by_seed(gathered, Claim("", "a", "b")) == {0: 1.0, 1: 1.5}
+    assert claims.by_seed(gathered, Claim("", "a", "b", ("c", "d"))) == {0: 0.5, 1: -0.5}
+    assert claims.by_seed(gathered, Claim("", "a", "none")) == {}
 
 
 def test_both_ladders_give_one_difference_a_seed():

@@ -28,7 +28,7 @@ def tensors():
     return x + np.float32(3) * x[:1], w, dy + np.float32(2) * dy[:1]
 
 
-def agrees(policy, implementation, expected):
+def assert_agrees(policy, implementation, expected):
     x, w, dy = tensors()
     dot = functools.partial(mxjax.dot, policy=policy, implementation=implementation)
     y, vjp = jax.vjp(dot, x, w)
@@ -81,7 +81,7 @@ def test_uniform4_multiplies_rotated_operands_on_a_uniform_grid(name, quantized,
 
     x, w, dy = tensors()
     fprop, dgrad, wgrad = signs
-    agrees(
+    assert_agrees(
         policy,
         implementation,
         (
@@ -128,7 +128,7 @@ def test_averis_splits_the_means_of_x_and_dy_off(implementation):
     x, w, dy = tensors()
     x_mean, dy_mean = (t.mean(axis=0, keepdims=True, dtype=np.float64) for t in (x, dy))
     x_rest, dy_rest = x - x_mean, dy - dy_mean
-    agrees(
+    assert_agrees(
         nearest(mxjax.get_policy("averis")),
         implementation,
         (

@@ -30,7 +30,7 @@ def run(policy, implementation, key=None):
     return {"y": y} | dict(zip(("dx", "dw"), vjp(g["dy"]), strict=True))
 
 
-def agree(found, name, kinds):
+def assert_agrees(found, name, kinds):
     for kind in kinds:
         expected = golden()[f"{name}/{kind}"]
         atol = 2e-6 * np.abs(expected).max()
@@ -49,7 +49,7 @@ def test_the_layer_of_tetrajet_rounded_to_nearest_is_that_of_the_repository(impl
     nearest = map_operands(
         mxjax.get_policy("tetrajet"), lambda operand: dataclasses.replace(operand, rounding="nearest")
     )
-    agree(run(nearest, implementation), "tetrajet", ("y", "dx", "dw"))
+    assert_agrees(run(nearest, implementation), "tetrajet", ("y", "dx", "dw"))
 
 
 def test_backward_gemms_of_amazon_without_stochastic_rounding_are_those_of_the_repository():
@@ -61,9 +61,9 @@ def test_backward_gemms_of_amazon_without_stochastic_rounding_are_those_of_the_r
         dataclasses.replace(gemm, rotation=fixed(gemm.rotation, mine))
         for gemm, mine in zip((policy.dgrad, policy.wgrad), signs, strict=True)
     )
-    agree(run(Policy(policy.fprop, dgrad, wgrad), "xla"), "amazon_no_sr", ("dx", "dw"))
+    assert_agrees(run(Policy(policy.fprop, dgrad, wgrad), "xla"), "amazon_no_sr", ("dx", "dw"))
     name = "amazon_no_hadamard_no_sr"
-    agree(run(mxjax.get_policy(name), "xla"), name, ("dx", "dw"))
+    assert_agrees(run(mxjax.get_policy(name), "xla"), name, ("dx", "dw"))
 
 
 @pytest.mark.slow
