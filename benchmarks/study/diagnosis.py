@@ -4,10 +4,11 @@ All cells are measured on one early checkpoint of fp8 and the same batches. A st
 as their final losses do predicts, early and on one model, what a policy will cost.
 """
 
+import concurrent.futures
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -24,8 +25,9 @@ from benchmarks.study.tables import interval, number
 from models import llama
 from models.configs import name_of, to_dict
 from mxjax.kernels.tables import table
+from mxjax.policy import Policy
 from mxjax.recipes import get_policy
-from training.diagnosis.capture import make_pass
+from training.diagnosis.capture import Pass, make_pass
 from training.diagnosis.split import compare, split
 from training.diagnosis.wgrad import gradient_grams, total, wgrad_grams
 from training.environment import enable_compilation_cache, facts, input_errors
@@ -41,6 +43,7 @@ STATISTICS = {
     "across": "repeating error across the gradient",
     "gradient_over_noise": "gradient over sqrt(3) noise",
 }
+_COMPILATIONS = 4  # at once
 LEAST_CELLS = 5
 """The smallest number of cells for which a rank correlation is shown."""
 
@@ -101,21 +104,17 @@ def measure(
 
     "compared" has each variant of Wgrad beside rounding to nearest with the same rule.
     """
-    model, params = restored.model, restored.params
     key = jax.random.key(0)
-
-    def passes(policy):
-        run = make_pass(model, llama.layer_policies(model, policy), IMPLEMENTATION)
-        return [jax.device_get(run(params, b, jax.random.fold_in(key, i))) for i, b in enumerate(batches)]
-
-    exact = passes(get_policy("bf16")) if cells else []
-    labels = {f"{cell.policy} {cell.rules}".strip(): policy_of(cell) for cell in cells}
+    policies = {f"{cell.policy} {cell.rules}".strip(): policy_of(cell) for cell in cells}
+    policies = {name: policy for name, policy in policies.items() if policy != get_policy("bf16")}
+    first = [get_policy(BASELINE), *([get_policy("bf16")] if policies else [])]
+    passes = _passes([*first, *policies.values()], restored, batches, key)
+    variants = {name: total(g) for name, g in wgrad_grams(next(passes), key).items()}
+    exact = next(passes, [])
     splits = {}
-    for label, policy in labels.items():
-        if policy != get_policy("bf16"):
-            splits[label] = _numbers(total(gradient_grams(passes(policy), exact)))
-            print(f"{label}: error {splits[label]['error']['mean']:.4f}", flush=True)
-    variants = {name: total(g) for name, g in wgrad_grams(passes(get_policy(BASELINE)), key).items()}
+    for name, found in zip(policies, passes, strict=True):
+        splits[name] = _numbers(total(gradient_grams(found, exact)))
+        print(f"{name}: error {splits[name]['error']['mean']:.4f}", flush=True)
     compared = {}
     for name, grams in variants.items():
         base = f"nearest {name.split()[-1]}"
@@ -123,6 +122,22 @@ def measure(
             compared[name] = _rounded(compare(grams, variants[base]))
     wgrad = {name: _numbers(grams) for name, grams in variants.items()}
     return {"cells": splits, "wgrad": wgrad, "compared": compared}
+
+
+def _passes(
+    policies: Sequence[Policy], restored: evaluation.Restored, batches: Sequence[np.ndarray], key: jax.Array
+) -> Iterator[list[Pass]]:
+    """Yields the passes over the batches under each policy, while those of the next are compiled."""
+    model, params = restored.model, restored.params
+
+    def compiled(policy):
+        run = make_pass(model, llama.layer_policies(model, policy), IMPLEMENTATION)
+        return run.lower(params, batches[0], key).compile()
+
+    keys = [jax.random.fold_in(key, i) for i in range(len(batches))]
+    with concurrent.futures.ThreadPoolExecutor(_COMPILATIONS) as pool:
+        for run in pool.map(compiled, policies):
+            yield [jax.device_get(run(params, b, k)) for b, k in zip(batches, keys, strict=True)]
 
 
 def _numbers(grams) -> dict[str, dict[str, float]]:
