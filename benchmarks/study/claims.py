@@ -12,7 +12,6 @@ from training.paired_statistics import detectable, holm, standard_deviation, t_i
 
 Cells = Mapping[str, CellResult]
 _RATES = " | ".join(f"at {PROTOCOLS[protocol].lr:g}" for protocol in LADDERS)
-_OWN = ".own.60m.tuned-60m"
 _BOTH = f"{{}} | {_RATES} | mean | 95 % | detectable"
 
 
@@ -49,20 +48,6 @@ def seen(cells: Cells) -> str:
     found = [(claim, _of_both(cells, claim)) for claim in SEEN]
     rows = [[*_row(claim, differences), len(differences)] for claim, differences in found if differences]
     return table(f"{_BOTH.format('comparison')} | seeds", rows)
-
-
-def on_h200(recipes: Cells) -> str:
-    """Returns differences between rungs of the ladder at 3e-3, from the runs of the recipes' page.
-
-    A recipe has a scale rule of its own; for these it is `floor`.
-    """
-    pairs = (("bf16", "fp8"), ("wgrad", "fp8"), ("wgrad_hadamard", "fp8"), ("wgrad_hadamard", "wgrad"))
-    found = {
-        f"{ours} - {base}": list(by_seed(recipes, Claim("", f"{ours}{_OWN}", f"{base}{_OWN}")).values())
-        for ours, base in pairs
-    }
-    rows = [[text, *_estimate(d), len(d)] for text, d in found.items() if d]
-    return table("`60m`, `tuned-60m`, one H200 a run | difference | 95 % | detectable | pairs", rows)
 
 
 def by_seed(cells: Cells, claim: Claim) -> dict[int, float]:

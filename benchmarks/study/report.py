@@ -12,7 +12,7 @@ import tyro
 
 from benchmarks.markdown import insert
 from benchmarks.plot_style import STYLE
-from benchmarks.study import claims, diagnosis, plots, tables, token_tables
+from benchmarks.study import claims, diagnosis, plots, repeats, rules, tables, token_tables
 from benchmarks.study.results import Run, gather, read_runs
 from training.environment import input_errors
 
@@ -20,8 +20,6 @@ RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 RUNS = RESULTS / "study" / "runs"
 REPEATS = RESULTS / "study" / "repeats"
 """Second runs of the same cell and seed, which show how far a seed determines a run."""
-RECIPES = RESULTS / "recipes" / "runs"
-"""Runs of the recipes' page, of which a few are rungs of the ladder at 3e-3."""
 PAGE = RESULTS / "study.md"
 COMMAND = "python -m benchmarks.study report"
 
@@ -33,10 +31,12 @@ TABLES = {
     "claims": claims.claims,
     "both": claims.both,
     "seen": claims.seen,
+    "rules": rules.rules,
     "power": tables.power,
     "averaging": tables.averaging,
     "constant tokens": token_tables.constant_tokens,
     "decay tokens": token_tables.decay_tokens,
+    "paper layout in tokens": token_tables.paper_layout_in_tokens,
 }
 """The tables by the markers of the page between which they stand."""
 PLOTS = {"learning-rates.svg": plots.learning_rates, "seeds.svg": plots.seeds}
@@ -52,13 +52,17 @@ def sections(runs: Sequence[Run]) -> dict[str, str]:
     """Returns every generated part of the page by its marker; what is not of `runs` is as committed."""
     again = {name: cell for name, cell in gather(read_runs(REPEATS)).items() if name in gather(runs)}
     cells = gather(runs)
-    ladder, wgrad = (diagnosis.read(PAGE.with_suffix("") / name) for name in ("ladder", "wgrad"))
+    found = (diagnosis.read(PAGE.with_suffix("") / name) for name in ("ladder", "wgrad", "wgrad-end"))
+    ladder, wgrad, wgrad_end = found
     return tables_of(runs) | {
-        "repeats": tables.repeats(cells, again),
-        "on h200": claims.on_h200(gather(read_runs(RECIPES))),
+        "repeats": repeats.repeats(cells, again),
+        "devices": repeats.devices(cells, again),
+        "averaged": repeats.averaged(cells, again),
         "published": tables.published(),
         "variants": diagnosis.variants_table(wgrad),
         "compared": diagnosis.compared_table(wgrad),
+        "variants at the end": diagnosis.variants_table(wgrad_end),
+        "compared at the end": diagnosis.compared_table(wgrad_end),
         "gradients": diagnosis.cells_table(ladder),
         "prediction": diagnosis.prediction(cells, ladder),
     }

@@ -50,7 +50,7 @@ class CellResult:
     @property
     def devices(self) -> str:
         """The names of the devices that trained the runs, with the number of runs if there are several."""
-        found = Counter(_short(run.get("device", "unknown")) for run in self.runs.values())
+        found = Counter(map(short_name, self.runs.values()))
         counts = sorted(found.items(), key=lambda item: (-item[1], item[0]))
         return counts[0][0] if len(counts) == 1 else ", ".join(f"{n} {name}" for name, n in counts)
 
@@ -60,9 +60,9 @@ class CellResult:
         return sum(map(diverged, self.runs.values()))
 
 
-def _short(device: str) -> str:
-    """Returns a device's name without its maker and memory: H100 for NVIDIA H100 80GB HBM3."""
-    return re.sub(r"^NVIDIA |(?<=\w) \d+GB.*$", "", device)
+def short_name(run: Run) -> str:
+    """Returns the name of a run's device without maker and memory: H100 for NVIDIA H100 80GB HBM3."""
+    return re.sub(r"^NVIDIA |(?<=\w) \d+GB.*$", "", run.get("device", "unknown"))
 
 
 def diverged(run: Run) -> bool:

@@ -112,19 +112,24 @@ def paper_layout(cells: Cells) -> str:
         base, found = baseline(group), {cell.label: cell for cell in group}
         if base is None or not any(f"wgrad {rule}" in found for rule in ("floor", "even")):
             continue
-        rows = []
-        for rule in ("floor", "even"):
-            for name, policies in PAPER_ROWS:
-                chosen = [found.get(f"{policy} {rule}") for policy in (*policies, "", "", "")[:4]]
-                rows.append([name, f"`{rule}`", *(_with_half(cell, base) for cell in chosen)])
-        parts.append(f"`{model}`, protocol `{protocol}`, nats beyond fp8:\n\n{table(PAPER_COLUMNS, rows)}")
+        shown = {name: _with_half(cell, base) for name, cell in found.items()}
+        layout = table(PAPER_COLUMNS, paper_rows(shown))
+        parts.append(f"`{model}`, protocol `{protocol}`, nats beyond fp8:\n\n{layout}")
     return "\n\n".join(parts)
 
 
-def _with_half(cell: CellResult | None, base: CellResult) -> str:
+def paper_rows(shown: Mapping[str, str]) -> list[list[str]]:
+    """Returns the rows of the paper's table; policies and rules without anything to show are blank."""
+    rows = []
+    for rule in ("floor", "even"):
+        for name, policies in PAPER_ROWS:
+            chosen = (shown.get(f"{policy} {rule}", "") for policy in (*policies, "", "", "")[:4])
+            rows.append([name, f"`{rule}`", *chosen])
+    return rows
+
+
+def _with_half(cell: CellResult, base: CellResult) -> str:
     """Returns a cell's mean loss beyond fp8, half of its interval, and how many of its runs diverged."""
-    if cell is None:
-        return ""
     d, parts = paired_difference(cell.losses, base.losses), []
     if d.n:
         parts.append(f"{d.mean:+.3f}" + ("" if math.isnan(d.low) else f" ± {d.mean - d.low:.3f}"))
@@ -160,30 +165,6 @@ def power(cells: Cells) -> str:
     names = " | ".join(f"seeds for {size:g}" for size in sizes)
     header = f"pairs with fp8 | n | sd | correlation | detectable | {names}"
     return table(header, rows)
-
-
-def repeats(cells: Cells, again: Cells) -> str:
-    """Returns the differences between runs of one seed: repeated, or of protocols that differ in name alone.
-
-    Args:
-      again: the repeated runs.
-    """
-    pairs = [(f"{cell.label}: again - {cell.protocol['name']}", cell, cells[n]) for n, cell in again.items()]
-    same: dict[tuple, list[CellResult]] = {}
-    for cell in cells.values():
-        p = {name: value for name, value in cell.protocol.items() if name != "name" and value}
-        same.setdefault((cell.policy, cell.rules, cell.model, *sorted(p.items())), []).append(cell)
-    for first, *others in same.values():
-        for other in others:
-            pairs.append(
-                (f"{first.label}: {other.protocol['name']} - {first.protocol['name']}", other, first)
-            )
-    rows = []
-    for name, other, first in pairs:
-        d = differences(other.losses, first.losses)
-        of_one_run = math.sqrt(statistics.fmean(x * x for x in d) / 2)
-        rows.append([name, ", ".join(f"{x:+.4f}" for x in d), number(of_one_run)])
-    return table("same policy, protocol and seed in two processes | differences by seed | sd of a run", rows)
 
 
 def averaging(cells: Cells) -> str:

@@ -6,41 +6,83 @@ from collections.abc import Mapping, Sequence
 from benchmarks.study import tokens
 from benchmarks.study.cells import BASELINE, MULTIPLES
 from benchmarks.study.results import CellResult, baseline, by_group
-from benchmarks.study.tables import Cells, interval, number
+from benchmarks.study.tables import PAPER_COLUMNS, Cells, interval, number, paper_rows
 from mxjax.kernels.tables import table
 from training.paired_statistics import Estimate
 
 
 def decay_tokens(cells: Cells) -> str:
-    """Returns P2: effective-token multipliers under full decay."""
+    """Returns P2: effective-token multipliers under full decay, and their inverses as overheads."""
     rows, notes = [], []
     for (model, protocol), group in by_group(dict(cells)).items():
+        lengths = _lengths(cells, model, protocol)
         base = baseline(group)
-        lengths = {m: cells.get(f"{BASELINE}.own.{model}.{protocol}-x{m:g}") for m in MULTIPLES}
-        done = {m: cell.losses for m, cell in lengths.items() if cell is not None and cell.losses}
-        if base is None or not protocol.startswith("tuned-") or protocol.count("-") > 1:
+        if base is None or not _is_tuned(protocol):
             continue
-        absent = [f"{m:g}" for m in MULTIPLES if m not in done]
+        absent = [f"{m:g}" for m in MULTIPLES if m not in lengths]
         if absent:
             notes.append(f"`{model}`, {protocol}: fp8 has not run at lengths {', '.join(absent)}.")
-        if len(done) < 2:
+        if len(lengths) < 3:
             continue
-        done[1.0] = base.losses
         for cell in group:
             if cell is not base:
-                rows.append([cell.label, *_multiple(tokens.effective_multiple(cell.losses, done), done)])
+                rows.append(
+                    [cell.label, *_multiple(tokens.effective_multiple(cell.losses, lengths), lengths)]
+                )
     if not rows:
         return "\n".join(notes) or "Not run yet: fp8 at other lengths (study `ladder-60m-tuned`)."
-    header = "policy, rules | seeds | tokens of fp8 | 95 % | p"
+    header = "policy, rules | seeds | tokens of fp8 | 95 % | overhead | p"
     return "\n\n".join([table(header, rows), *notes])
+
+
+def paper_layout_in_tokens(cells: Cells) -> str:
+    """Returns P2's overheads in the layout of the paper's table."""
+    parts = []
+    for (model, protocol), group in by_group(dict(cells)).items():
+        lengths = _lengths(cells, model, protocol)
+        if not _is_tuned(protocol) or baseline(group) is None or len(lengths) < 3:
+            continue
+        found = {cell.label: tokens.effective_multiple(cell.losses, lengths) for cell in group}
+        layout = table(
+            PAPER_COLUMNS, paper_rows({name: _overhead_with_interval(e) for name, e in found.items()})
+        )
+        parts.append(f"`{model}`, protocol `{protocol}`, tokens beyond fp8 (P2):\n\n{layout}")
+    return "\n\n".join(parts) or "Not run yet: fp8 at other lengths (study `ladder-60m-tuned`)."
+
+
+def _is_tuned(protocol: str) -> bool:
+    """Whether the protocol is that of a ladder at a tuned rate, not a variation of it."""
+    return protocol.startswith("tuned-") and protocol.count("-") == 1
+
+
+def _lengths(cells: Cells, model: str, protocol: str) -> dict[float, Mapping[int, float]]:
+    """Returns fp8's final losses by seed for each length that has run, 1 among them."""
+    names = {m: f"{BASELINE}.own.{model}.{protocol}-x{m:g}" for m in MULTIPLES}
+    names[1.0] = f"{BASELINE}.own.{model}.{protocol}"
+    return {m: cells[name].losses for m, name in names.items() if name in cells and cells[name].losses}
 
 
 def _multiple(log: Estimate, lengths: Mapping[float, object]) -> list[object]:
     if math.isinf(log.mean):
         bound = f"< {min(lengths):g}" if log.mean < 0 else f"> {max(lengths):g}"
-        return [log.n, bound, "-", "-"]
+        return [log.n, bound, "-", "-", "-"]
     low, high = math.exp(log.low), math.exp(log.high)
-    return [log.n, number(math.exp(log.mean), ".3f"), interval(low, high, ".3f"), number(log.p, ".2g")]
+    of_fp8 = [number(math.exp(log.mean), ".3f"), interval(low, high, ".3f")]
+    return [log.n, *of_fp8, f"{_overhead_percent(log.mean):+.1f} %", number(log.p, ".2g")]
+
+
+def _overhead_with_interval(log: Estimate) -> str:
+    if not math.isfinite(log.mean):
+        return "-"
+    if math.isnan(log.low):
+        return f"{_overhead_percent(log.mean):+.1f} %"
+    low, high = _overhead_percent(log.high), _overhead_percent(log.low)
+    return f"{_overhead_percent(log.mean):+.1f} % ({low:+.1f} to {high:+.1f})"
+
+
+def _overhead_percent(log: float) -> float:
+    """Returns the tokens beyond fp8's of a run whose loss fp8 reaches with exp(log) times its tokens."""
+    return 100 * math.expm1(-log)
 
 
 def constant_tokens(cells: Cells) -> str:

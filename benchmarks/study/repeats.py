@@ -1,0 +1,101 @@
+"""What a seed leaves open: runs of one cell and seed that were trained twice, as Markdown tables."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from benchmarks.study.claims import by_seed
+from benchmarks.study.results import CellResult, Run, short_name
+from benchmarks.study.studies import CLAIMS, LADDERS
+from benchmarks.study.tables import interval, number
+from mxjax.kernels.tables import table
+from training.paired_statistics import differences, t_interval
+
+Cells = Mapping[str, CellResult]
+
+
+def repeats(cells: Cells, again: Cells) -> str:
+    """Returns the differences between runs of one seed: repeated, or of protocols that differ in name alone.
+
+    Args:
+      again: the repeated runs.
+    """
+    pairs = [(f"{cell.label}: again - {cell.protocol['name']}", cell, cells[n]) for n, cell in again.items()]
+    same: dict[tuple, list[CellResult]] = {}
+    for cell in cells.values():
+        p = {name: value for name, value in cell.protocol.items() if name != "name" and value}
+        same.setdefault((cell.policy, cell.rules, cell.model, *sorted(p.items())), []).append(cell)
+    for first, *others in same.values():
+        for other in others:
+            pairs.append(
+                (f"{first.label}: {other.protocol['name']} - {first.protocol['name']}", other, first)
+            )
+    rows = []
+    for name, other, first in pairs:
+        d = differences(other.losses, first.losses)
+        rows.append([name, ", ".join(f"{x:+.4f}" for x in d), number(_of_one_run(d))])
+    return table("same policy, protocol and seed in two processes | differences by seed | sd of a run", rows)
+
+
+def devices(cells: Cells, again: Cells) -> str:
+    """Returns the mean difference between a seed's two runs, by the devices that trained them."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for name, cell in again.items():
+        first = cells[name]
+        for seed in cell.losses.keys() & first.losses.keys():
+            ours, base = (short_name(runs[seed]) for runs in (cell.runs, first.runs))
+            sign = 1 if ours >= base else -1  # H200 - H100, whichever came first
+            label = f"{max(ours, base)} - {min(ours, base)}"
+            found[label].append(sign * (cell.losses[seed] - first.losses[seed]))
+    rows = []
+    for label, d in sorted(found.items()):
+        mean = t_interval(d)
+        rows.append(
+            [label, len(d), number(mean.mean, "+.4f"), interval(mean.low, mean.high), number(_of_one_run(d))]
+        )
+    return table("again - first | pairs | mean | 95 % | sd of a run", rows)
+
+
+def averaged(cells: Cells, again: Cells) -> str:
+    """Returns the claims whose cells were trained twice, with the mean of both runs as a seed's loss."""
+    merged = {
+        name: _with_repeats(cell, again[name]) if name in again else cell for name, cell in cells.items()
+    }
+    rows = []
+    for claim in (claim.at(protocol) for protocol in LADDERS for claim in CLAIMS):
+        twice = [name for name in claim.cells if name in again]
+        if not twice:
+            continue
+        first, both = (t_interval(list(by_seed(c, claim).values())) for c in (cells, merged))
+        rows.append(
+            [
+                claim.text,
+                f"{len(twice)} of {len(claim.cells)}",
+                *(x for e in (first, both) for x in (number(e.mean, "+.4f"), interval(e.low, e.high))),
+            ]
+        )
+    return table("claim | cells with repeats | first runs | 95 % | means of both | 95 %", rows)
+
+
+def _with_repeats(cell: CellResult, again: CellResult) -> CellResult:
+    """Returns the cell with the mean of both final losses for seeds that were trained twice."""
+
+    def mean(seed: int, run: Run) -> Run:
+        if seed not in cell.losses or seed not in again.losses:
+            return run
+        return run | {"final_loss": statistics.fmean((cell.losses[seed], again.losses[seed]))}
+
+    return CellResult(
+        cell.name,
+        cell.policy,
+        cell.rules,
+        cell.model,
+        cell.protocol,
+        {seed: mean(seed, run) for seed, run in cell.runs.items()},
+    )
+
+
+def _of_one_run(d: Sequence[float]) -> float:
+    """Returns the standard deviation of one run, from differences between two."""
+    return math.sqrt(statistics.fmean(x * x for x in d) / 2)
