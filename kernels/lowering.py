@@ -12,6 +12,7 @@ import functools
 import importlib
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -132,6 +133,7 @@ _server: CompileServer | None = None
 _traced: collections.deque[tuple[Any, tuple[str, ...], str, str, Frozen, Frozen]] = collections.deque(
     maxlen=1000
 )
+_starting = threading.Lock()
 _kernel_call = Primitive("mxjax_kernel_call")
 _kernel_call.multiple_results = True
 
@@ -196,12 +198,17 @@ def start_traced() -> None:
         start_compiling(*job)
 
 
-@functools.cache
 def start_compiling(
     kernel, dtypes: tuple[str, ...], backend: str, arch: str, options: Frozen, constants: Frozen
 ) -> Future[MachineCode]:
     """Begins `compile_kernel` in a thread, once a process. Triton compiles partly outside Python's lock."""
-    return _pool().submit(_compile, (kernel, dtypes, backend, arch, options, constants))
+    with _starting:  # two threads may lower the same kernel
+        return _submitted((kernel, dtypes, backend, arch, options, constants))
+
+
+@functools.cache
+def _submitted(job: tuple) -> Future[MachineCode]:
+    return _pool().submit(_compile, job)
 
 
 def _compile(job: tuple) -> MachineCode:

@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.programs import run_compiled
 
-from mxjax.kernels import compile_client
+from mxjax.kernels import compile_client, lowering
 from mxjax.kernels.compile_client import CompileServer
 from mxjax.kernels.matmul.carry import carry_kernel
 from training import startup
@@ -113,3 +115,16 @@ def test_no_server_starts_without_a_gpu_or_cores(monkeypatch, drivers, least_cor
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     startup.start_compile_server()
     assert startup.compile_server is None
+
+
+def test_two_threads_that_lower_a_kernel_compile_it_once(monkeypatch):
+    class Pool:
+        def submit(self, function, job):
+            time.sleep(0.1)
+            return object()
+
+    monkeypatch.setattr(lowering, "_pool", Pool)
+    job = (object(), ("float32",), "cuda", "sm_90", (), ())
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: lowering.start_compiling(*job), range(2))
+    assert first is second

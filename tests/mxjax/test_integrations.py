@@ -209,6 +209,19 @@ def test_each_step_of_a_haliax_model_draws_new_bits(haliax_model):
     np.testing.assert_allclose(*weights, atol=0.2 * float(jnp.max(jnp.abs(weights[0]))))
 
 
+def test_a_haliax_model_takes_a_seed_and_an_implementation(haliax_model):
+    from mxjax.integrations.haliax import quantize_linear_layers
+
+    model, x = haliax_model
+    first, again, other = (
+        quantize_linear_layers(model, [(r"head", "full_sr")], seed=seed, implementation="reference")
+        for seed in (1, 1, 2)
+    )
+    assert first.head.dot_general.implementation == "reference"
+    assert_same([first(x).array], [again(x).array])
+    assert not np.array_equal(first(x).array, other(x).array)
+
+
 def test_a_rule_for_no_layer_of_haliax_is_refused(haliax_model):
     from mxjax.integrations.haliax import quantize_linear_layers
 
