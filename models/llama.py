@@ -33,6 +33,7 @@ from models.block import (
     random_matrix,
 )
 from models.configs import LlamaConfig
+from models.embedding import lookup
 from models.loss import Head, token_losses
 from models.rope import rope_angles
 from models.sharding import batch_parts, constrain, weight_layout
@@ -220,7 +221,7 @@ def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtyp
     rows to their devices. That moves less than gathering the table.
     """
     tokens_BS = constrain(tokens_BS, "data", None)
-    x_BSD = constrain(embedding_VD[tokens_BS].astype(dtype), "data", None, "embed")
+    x_BSD = constrain(lookup(embedding_VD, tokens_BS).astype(dtype), "data", None, "embed")
     return constrain(x_BSD, "batch", None, None)
 
 

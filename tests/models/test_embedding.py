@@ -1,0 +1,102 @@
+"""The embedding's gradient on GPUs has the same bits in any order and on any mesh; float64 is the oracle."""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.llamas import SMALL, layer_policies
+
+from models import embedding, llama
+
+ROOT = pathlib.Path(__file__).parents[2]
+ROWS, WIDTH = 512, 32
+
+
+def draw(n, spread, most=None):
+    """Returns tokens of which few are frequent, as in text, and rows of magnitudes 2^-spread to 1."""
+    rng = np.random.default_rng(n)
+    tokens = np.minimum(rng.zipf(1.2, n), ROWS) - 1
+    tokens[: most or 0] = 7
+    rows = rng.standard_normal((n, WIDTH)) * np.exp2(rng.integers(-spread, 1, (n, 1)))
+    return tokens.astype(np.int32), rows.astype(jnp.bfloat16).astype(np.float32)
+
+
+@pytest.mark.parametrize(("n", "spread", "most"), [(1, 0, None), (4096, 0, None), (4096, 24, 3000)])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**120])
+def test_sums_are_those_of_float64_in_any_order(n, spread, most, scale):
+    tokens, dy = draw(n, spread, most)
+    dy *= np.float32(scale)
+    found = np.asarray(embedding.add_rows(tokens, dy, ROWS))
+    exact = np.zeros((ROWS, WIDTH))
+    np.add.at(exact, tokens, dy.astype(np.float64))
+    counts = np.bincount(tokens, minlength=ROWS)
+    bound = counts * float(counts.max()) ** 2 * 2.0**-58 * np.abs(dy).max() + counts * 2.0**-126
+    error = np.abs(found - exact)
+    assert np.all(error <= bound[:, None] + 2.0**-23 * np.abs(exact))
+    order = np.random.default_rng(1).permutation(n)
+    np.testing.assert_array_equal(embedding.add_rows(tokens[order], dy[order], ROWS), found)
+
+
+def test_no_sum_overflows_where_all_tokens_are_one():
+    tokens, dy = np.zeros(70_000, np.int32), np.full((70_000, 1), 1.9990234375, np.float32)
+    found = embedding.add_rows(tokens, dy, 2)
+    np.testing.assert_allclose(found, [[70_000 * 1.9990234375], [0.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_gradient_that_is_not_finite_is_not_hidden(value):
+    tokens, dy = draw(64, 0)
+    dy[3, 5] = value
+    assert np.all(np.isnan(embedding.add_rows(tokens, dy, ROWS)))
+
+
+def test_zeros_and_no_tokens_give_zeros():
+    tokens, dy = draw(64, 0)
+    assert not np.any(embedding.add_rows(tokens, 0 * dy, ROWS))
+    assert not np.any(embedding.add_rows(tokens[:0], dy[:0], ROWS))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_on_a_gpu_has_the_gradients_of_one_on_a_cpu(monkeypatch, tied):
+    config = dataclasses.replace(SMALL, tied=tied)
+    params = llama.init(config, jax.random.key(0))
+    batch = jax.random.randint(jax.random.key(1), (2, 17), 0, config.vocab_size)
+
+    policies = layer_policies(config, "bf16")
+
+    def gradients():
+        return jax.jit(jax.grad(lambda p: llama.mean_loss(config, p, batch, policies=policies)))(params)
+
+    expected = gradients()
+    monkeypatch.setattr(embedding, "on_gpu", lambda: True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), gradients(), expected)
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from models.embedding import add_rows
+
+rng = np.random.default_rng(0)
+tokens = (np.minimum(rng.zipf(1.2, (8, 64)), 128) - 1).astype(np.int32)
+dy = rng.standard_normal((8, 64, 32)).astype(np.float32)
+whole = np.asarray(add_rows(tokens, dy, 128))
+for axes, spec, columns in (((4,), P("data"), None), ((2, 2), P("data"), "fsdp")):
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(axes, ("data", "fsdp")[: len(axes)], axis_types=types)
+    put = lambda x, s: jax.device_put(x, NamedSharding(mesh, s))
+    sharded = add_rows(put(tokens, spec), put(dy, P("data", None, columns)), 128)
+    assert np.array_equal(sharded, whole), axes
+"""
+
+
+def test_a_mesh_gives_the_bits_of_one_device():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
