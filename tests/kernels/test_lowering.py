@@ -70,6 +70,7 @@ def test_lowers_for_cuda_without_a_gpu():
 
 DOT = r"""
 import collections
+import dataclasses
 import functools
 import json
 import re
@@ -81,7 +82,12 @@ import mxjax
 from mxjax.devices import Target, use_target
 
 
+# Wgrad alone in MXFP4: both of its operands are tensors that another GEMM reads in FP8.
+ONLY_WGRAD = dataclasses.replace(mxjax.get_policy("fp8"), wgrad=mxjax.Gemm())
+
+
 def all_three(policy, implementation, x, w, dy, key):
+    policy = ONLY_WGRAD if policy == "only_wgrad" else policy
     dot = functools.partial(mxjax.dot, policy=policy, key=key, implementation=implementation)
     y, vjp = jax.vjp(dot, x, w)
     return y, vjp(dy)
@@ -145,6 +151,24 @@ SCALED_DOT = {
 XLA = {"kernels": {"quantize_kernel": 5}, "products": ["bf16 bf16"], "choices": 0, "scaled_dots": 0}
 
 
+# Rungs between FP8 and MXFP4: the kernel quantizes every MXFP4 operand, whatever else reads its tensor.
+MIXED = {
+    policy: {
+        "kernels": {"quantize_kernel": operands},
+        "products": ["bf16 bf16"],
+        "choices": 0,
+        "scaled_dots": 0,
+    }
+    for policy, operands in {"fprop": 2, "fprop_dgrad": 4, "only_wgrad": 2}.items()
+}
+ONLY_WGRAD_FP8 = {
+    "kernels": {"quantize_kernel": 1, "quantize_pairs_kernel": 1, "carry_kernel": 2, "correct_kernel": 1},
+    "products": FP8["products"],
+    "choices": 0,
+    "scaled_dots": 0,
+}
+
+
 def on_hopper(expected):
     """Returns the kernels on Hopper, where x, bfloat16 and at most rotated along columns, has its own."""
     return expected | {"kernels": expected["kernels"] | {"quantize_kernel": 2, "quantize_pairs_kernel": 1}}
@@ -169,6 +193,8 @@ EXPECTED = [
 CASES = [(arch, "wgrad_hadamard", name, expected) for arch, name, expected in EXPECTED]
 CASES += [("sm_90", "wgrad_sr", None, with_draws(on_hopper(FP8)))]
 CASES += [("sm_90", "wgrad_sr", "xla", with_draws(XLA, 1))]
+CASES += [("sm_90", policy, "xla", expected) for policy, expected in MIXED.items()]
+CASES += [("sm_90", "only_wgrad", None, ONLY_WGRAD_FP8)]
 MORE = [("sm_90", "full_hadamard", "fp8_carriers", FP8), ("sm_90", "full_hadamard", "xla", XLA)]
 MORE += [("sm_90", "wgrad_hadamard", "xla", XLA), ("sm_100", "wgrad_sr", "triton", with_draws(TRITON))]
 MORE += [("sm_89", "wgrad_sr", "fp8_carriers", with_draws(FP8))]
