@@ -27,7 +27,9 @@ def draw(n, spread, most=None):
     return tokens.astype(np.int32), rows.astype(jnp.bfloat16).astype(np.float32)
 
 
-@pytest.mark.parametrize(("n", "spread", "most"), [(1, 0, None), (4096, 0, None), (4096, 24, 3000)])
+@pytest.mark.parametrize(
+    ("n", "spread", "most"), [(1, 0, None), (200, 8, 50), (4096, 0, None), (4096, 24, 3000)]
+)
 @pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**120])
 def test_sums_are_those_of_float64_in_any_order(n, spread, most, scale):
     tokens, dy = draw(n, spread, most)
@@ -51,9 +53,10 @@ def test_no_sum_overflows_where_all_tokens_are_one():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_gradient_that_is_not_finite_is_not_hidden(value):
-    tokens, dy = draw(64, 0)
-    dy[3, 5] = value
-    assert np.all(np.isnan(embedding.add_rows(tokens, dy, ROWS)))
+    for n in (64, 4096):
+        tokens, dy = draw(n, 0)
+        dy[3, 5] = value
+        assert np.all(np.isnan(np.asarray(embedding.add_rows(tokens, dy, ROWS))[np.unique(tokens)]))
 
 
 def test_zeros_and_no_tokens_give_zeros():
@@ -86,13 +89,15 @@ from models.embedding import add_rows
 rng = np.random.default_rng(0)
 tokens = (np.minimum(rng.zipf(1.2, (8, 64)), 128) - 1).astype(np.int32)
 dy = rng.standard_normal((8, 64, 32)).astype(np.float32)
-whole = np.asarray(add_rows(tokens, dy, 128))
-for axes, spec, columns in (((4,), P("data"), None), ((2, 2), P("data"), "fsdp")):
+for rows, axes, columns in (
+    (128, (4,), None), (128, (2, 2), "fsdp"), (2048, (4,), None), (2048, (2, 2), "fsdp")
+):
+    whole, spec = np.asarray(add_rows(tokens, dy, rows)), P("data")
     types = (jax.sharding.AxisType.Auto,) * len(axes)
     mesh = jax.make_mesh(axes, ("data", "fsdp")[: len(axes)], axis_types=types)
     put = lambda x, s: jax.device_put(x, NamedSharding(mesh, s))
-    sharded = add_rows(put(tokens, spec), put(dy, P("data", None, columns)), 128)
-    assert np.array_equal(sharded, whole), axes
+    sharded = add_rows(put(tokens, spec), put(dy, P("data", None, columns)), rows)
+    assert np.array_equal(sharded, whole), (rows, axes)
 """
 
 
