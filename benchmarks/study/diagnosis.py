@@ -5,10 +5,11 @@ as their final losses do predicts, early and on one model, what a policy will co
 """
 
 import concurrent.futures
+import contextlib
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -27,8 +28,8 @@ from models.configs import name_of, to_dict
 from mxjax.kernels.tables import table
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
-from training.diagnosis.capture import Pass, make_pass
-from training.diagnosis.split import compare, split
+from training.diagnosis.capture import Gradients, make_gradients, make_pass
+from training.diagnosis.split import Grams, compare, split
 from training.diagnosis.wgrad import gradient_grams, total, wgrad_grams
 from training.environment import enable_compilation_cache, facts, input_errors
 from training.files import write_atomically
@@ -107,14 +108,14 @@ def measure(
     key = jax.random.key(0)
     policies = {f"{cell.policy} {cell.rules}".strip(): policy_of(cell) for cell in cells}
     policies = {name: policy for name, policy in policies.items() if policy != get_policy("bf16")}
-    first = [get_policy(BASELINE), *([get_policy("bf16")] if policies else [])]
-    passes = _passes([*first, *policies.values()], restored, batches, key)
-    variants = {name: total(g) for name, g in wgrad_grams(next(passes), key).items()}
-    exact = next(passes, [])
     splits = {}
-    for name, found in zip(policies, passes, strict=True):
-        splits[name] = _numbers(total(gradient_grams(found, exact)))
-        print(f"{name}: error {splits[name]['error']['mean']:.4f}", flush=True)
+    with _compiled([get_policy("bf16"), *policies.values()] if policies else [], restored, batches) as runs:
+        variants = _wgrad_grams(restored, batches, key)
+        exact = _gradients(next(runs), restored, batches, key) if policies else []
+        for name, run in zip(policies, runs, strict=True):
+            grams = gradient_grams(_gradients(run, restored, batches, key), exact)
+            splits[name] = _numbers(total(grams))
+            print(f"{name}: error {splits[name]['error']['mean']:.4f}", flush=True)
     compared = {}
     for name, grams in variants.items():
         base = f"nearest {name.split()[-1]}"
@@ -124,20 +125,44 @@ def measure(
     return {"cells": splits, "wgrad": wgrad, "compared": compared}
 
 
-def _passes(
-    policies: Sequence[Policy], restored: evaluation.Restored, batches: Sequence[np.ndarray], key: jax.Array
-) -> Iterator[list[Pass]]:
-    """Yields the passes over the batches under each policy, while those of the next are compiled."""
-    model, params = restored.model, restored.params
+def _wgrad_grams(
+    restored: evaluation.Restored, batches: Sequence[np.ndarray], key: jax.Array
+) -> dict[str, Grams]:
+    """Returns the inner products of the errors of Wgrad's variants over all layers, on tensors of fp8."""
+    layers = llama.layer_policies(restored.model, get_policy(BASELINE))
+    run = make_pass(restored.model, layers, IMPLEMENTATION)
+    passes = [jax.device_get(run(restored.params, b, k)) for b, k in _with_keys(batches, key)]
+    return {name: total(grams) for name, grams in wgrad_grams(passes, key).items()}
 
-    def compiled(policy):
-        run = make_pass(model, llama.layer_policies(model, policy), IMPLEMENTATION)
-        return run.lower(params, batches[0], key).compile()
 
-    keys = [jax.random.fold_in(key, i) for i in range(len(batches))]
-    with concurrent.futures.ThreadPoolExecutor(_COMPILATIONS) as pool:
-        for run in pool.map(compiled, policies):
-            yield [jax.device_get(run(params, b, k)) for b, k in zip(batches, keys, strict=True)]
+def _gradients(
+    run: Callable, restored: evaluation.Restored, batches: Sequence[np.ndarray], key: jax.Array
+) -> list[Gradients]:
+    """Returns the gradients of each batch, which stay on the device."""
+    return [run(restored.params, batch, k) for batch, k in _with_keys(batches, key)]
+
+
+def _with_keys(batches: Sequence[np.ndarray], key: jax.Array) -> Iterator[tuple[np.ndarray, jax.Array]]:
+    """Yields the batches and the keys of their random bits, the same under every policy."""
+    yield from ((batch, jax.random.fold_in(key, i)) for i, batch in enumerate(batches))
+
+
+@contextlib.contextmanager
+def _compiled(
+    policies: Sequence[Policy], restored: evaluation.Restored, batches: Sequence[np.ndarray]
+) -> Iterator[Iterator[Callable]]:
+    """Compiles the gradients under each policy, several at once, ahead of their use."""
+    model = restored.model
+
+    def compiled(policy: Policy) -> Callable:
+        run = make_gradients(model, llama.layer_policies(model, policy), IMPLEMENTATION)
+        return run.lower(restored.params, batches[0], jax.random.key(0)).compile()
+
+    pool = concurrent.futures.ThreadPoolExecutor(_COMPILATIONS)
+    try:
+        yield pool.map(compiled, policies)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _numbers(grams) -> dict[str, dict[str, float]]:

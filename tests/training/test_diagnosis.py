@@ -24,10 +24,10 @@ from mxjax.policy import Gemm, Rotation
 from training.command_line import parse
 from training.diagnosis import diagnose as program
 from training.diagnosis import measures
-from training.diagnosis.capture import make_pass
+from training.diagnosis.capture import make_gradients, make_pass
 from training.diagnosis.diagnose import diagnose, totals
 from training.diagnosis.split import Grams, compare, split
-from training.diagnosis.wgrad import VARIANTS, wgrad_grams
+from training.diagnosis.wgrad import VARIANTS, gradient_grams, wgrad_grams
 
 MODEL = LlamaConfig(64, 64, 2, 2, 1, 32, 96, rope_theta=10_000.0)
 
@@ -58,6 +58,18 @@ def test_gradients_are_autodiffs_and_the_products_of_the_captured_tensors(passes
         dw = np.einsum("lti,ltj->lij", x, dy)
         error = np.linalg.norm(dw - found[0].gradients[name]) / np.linalg.norm(dw)
         assert error < 1e-5, name
+
+
+@pytest.mark.parametrize("name", ["bf16", "wgrad_sr"])
+def test_gradients_alone_are_those_of_a_pass(passes, name):
+    params, batches, _ = passes
+    policies = llama.layer_policies(MODEL, mxjax.get_policy(name))
+    alone, whole = (
+        make(MODEL, policies, "xla")(params, batches[0], jax.random.key(2))
+        for make in (make_gradients, make_pass)
+    )
+    assert set(alone) == set(whole.tensors)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), alone, whole.gradients)
 
 
 def test_the_shape_of_a_tensor_is_scipys():
@@ -120,6 +132,33 @@ def test_inner_products_are_those_of_the_errors(passes):
     for actual, wanted in zip(ours, (e @ e.T, e @ exact.T, exact @ exact.T), strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=1e-3, atol=1e-5 * np.abs(wanted).max())
     assert set(grams["H16"]) == set(grams["nearest"])
+
+
+def test_inner_products_of_whole_gradients_are_those_of_float64():
+    """Errors of a thousandth of gradients with 700,700 weights; from the device and from the host."""
+    generator = np.random.default_rng(0)
+    exact = [
+        {
+            "mlp.down": generator.normal(1, 3, (2, 700, 1001)).astype(np.float32),
+            "out": np.ones((2, 3, 5), "f"),
+        }
+        for _ in range(3)
+    ]
+    noise = generator.normal(1, 1e-3, (3, 1, 700, 1)).astype(np.float32)
+    found = [
+        {"mlp.down": gradients["mlp.down"] * n, "out": gradients["out"]}
+        for gradients, n in zip(exact, noise, strict=True)
+    ]
+    grams = gradient_grams(jax.device_put(found), exact)
+    assert list(grams) == ["blocks.0.mlp.down", "blocks.1.mlp.down", "blocks.0.out", "blocks.1.out"]
+    p, g = (np.stack([b["mlp.down"][1].ravel() for b in side]).astype(np.float64) for side in (found, exact))
+    e = p - g
+    ours = grams["blocks.1.mlp.down"]
+    for actual, wanted in zip(ours, (e @ e.T, e @ g.T, g @ g.T), strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6 * np.abs(wanted).max())
+    np.testing.assert_array_equal(grams["blocks.0.out"].ee, np.zeros((3, 3)))
+    for actual, wanted in zip(split(ours), split(Grams(e @ e.T, e @ g.T, g @ g.T)), strict=True):
+        np.testing.assert_allclose(actual[:3], wanted[:3], rtol=1e-4, atol=1e-6)
 
 
 def test_a_known_error_is_split():

@@ -20,35 +20,62 @@ ACTIVATIONS = jnp.bfloat16
 """dtype of the activations, as in training."""
 
 
+Gradients = Mapping[str, Float32[Array, "layers d_in d_out"]]
+"""The weights' gradients by linear layer."""
+
+
 class Pass(NamedTuple):
     """The tensors and gradients of one forward and backward pass over a batch.
 
     Attributes:
       tensors: inputs and output gradients [layers, batch, tokens, width] by linear layer.
-      gradients: the weights' gradients [layers, d_in, d_out] by linear layer.
+      gradients: the weights' gradients by linear layer.
     """
 
     tensors: Mapping[str, Tensors]
-    gradients: Mapping[str, Float32[Array, "layers d_in d_out"]]
+    gradients: Gradients
 
 
 def make_pass(
     model: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None
 ) -> Callable[[llama.Params, Int32[np.ndarray, "batch length"], jax.Array], Pass]:
     """Returns the jitted `run(params, batch, key)` for the mean loss of a batch under these policies."""
+    loss = _loss(model, policies, implementation)
 
     @functools.partial(jax.jit, compiler_options=compiler_options(policies.policies, implementation))
     def run(params: llama.Params, batch: Any, key: jax.Array) -> Pass:
-        def loss(blocks: Any, slots: Mapping[str, Tensors]) -> Float32[Array, ""]:
-            options: dict[str, Any] = {"policies": policies, "key": key, "implementation": implementation}
-            return llama.mean_loss(model, params | {"blocks": blocks}, batch, slots=slots, **options)
-
         shape = (model.n_layers, batch.shape[0], batch.shape[1] - 1)
         slots = {
             name: Tensors(*(jnp.zeros((*shape, width), ACTIVATIONS) for width in w.shape[1:]))
             for name, w in linear_weights(params["blocks"]).items()
         }
-        blocks, tensors = jax.grad(loss, argnums=(0, 1))(params["blocks"], slots)
+        gradient = jax.grad(loss, argnums=(0, 1))
+        blocks, tensors = gradient(params["blocks"], slots, params, batch, key)
         return Pass(tensors, linear_weights(blocks))
 
     return run
+
+
+def make_gradients(
+    model: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None
+) -> Callable[[llama.Params, Int32[np.ndarray, "batch length"], jax.Array], Gradients]:
+    """Returns the jitted `run(params, batch, key)` for a pass's gradients without its tensors."""
+    loss = _loss(model, policies, implementation)
+
+    @functools.partial(jax.jit, compiler_options=compiler_options(policies.policies, implementation))
+    def run(params: llama.Params, batch: Any, key: jax.Array) -> Gradients:
+        return linear_weights(jax.grad(loss)(params["blocks"], None, params, batch, key))
+
+    return run
+
+
+def _loss(model: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None) -> Callable:
+    """Returns the mean loss of a batch as a function of the blocks' weights and the slots first."""
+
+    def loss(
+        blocks: Any, slots: Mapping[str, Tensors] | None, params: llama.Params, batch: Any, key: jax.Array
+    ) -> Float32[Array, ""]:
+        options: dict[str, Any] = {"policies": policies, "key": key, "implementation": implementation}
+        return llama.mean_loss(model, params | {"blocks": blocks}, batch, slots=slots, **options)
+
+    return loss

@@ -16,7 +16,7 @@ from mxjax.implementations import Implementation, compiler_options
 from mxjax.layers import LayerPolicies
 from mxjax.policy import OPERANDS, Gemm
 from mxjax.recipes import get_policy
-from training.diagnosis.capture import Pass, make_pass
+from training.diagnosis.capture import Pass, make_gradients, make_pass
 from training.diagnosis.measures import LayerMeasures, OperandMeasures, measure_layer
 from training.diagnosis.split import Grams, split
 from training.diagnosis.wgrad import VARIANTS, gradient_grams, total, wgrad_grams
@@ -52,13 +52,15 @@ def diagnose(
         )
     key = jax.random.key(0)  # random bits differ from batch to batch
     exact_policies = llama.layer_policies(model, get_policy("bf16"))
-    run, run_exact = (make_pass(model, p, implementation) for p in (policies, exact_policies))
+    run = make_pass(model, policies, implementation)
+    run_exact = make_gradients(model, exact_policies, implementation)
     keys = [jax.random.fold_in(key, i) for i in range(len(batches))]
-    passes = [_fetch(run(params, batch, k)) for batch, k in zip(batches, keys, strict=True)]
-    exact = [_fetch(run_exact(params, batch, k)) for batch, k in zip(batches, keys, strict=True)]
+    # To the host, where the passes of all batches have room.
+    passes = [jax.device_get(run(params, batch, k)) for batch, k in zip(batches, keys, strict=True)]
+    exact = [jax.device_get(run_exact(params, batch, k)) for batch, k in zip(batches, keys, strict=True)]
     return {
         "layers": _layers(passes, params, policies, implementation, keys),
-        "gradient": _splits(gradient_grams(passes, exact)),
+        "gradient": _splits(gradient_grams([p.gradients for p in passes], exact)),
         "wgrad": {name: _splits(g) for name, g in wgrad_grams(passes, key, variants).items()},
     }
 
@@ -68,11 +70,6 @@ def totals(found: Mapping[str, Any]) -> dict[str, Any]:
     wgrad = {variant: splits["all"] for variant, splits in found["wgrad"].items()}
     rest = {name: value for name, value in found.items() if name != "layers"}
     return rest | {"gradient": found["gradient"]["all"], "wgrad": wgrad}
-
-
-def _fetch(p: Pass) -> Pass:
-    """Moves a pass to the host, where passes of all batches have room."""
-    return jax.device_get(p)
 
 
 def _layers(

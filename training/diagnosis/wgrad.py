@@ -1,6 +1,7 @@
 """Wgrad's error under several roundings, rotations and scale rules, on the same tensors."""
 
 import functools
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,9 +15,12 @@ from mxjax.operand import Operand
 from mxjax.policy import Gemm, Rotation
 from mxjax.recipes import get_policy
 from mxjax.scales import ScaleRule
-from training.diagnosis.capture import Pass
+from training.diagnosis.capture import Gradients, Pass
 from training.diagnosis.measures import weight_gradient
 from training.diagnosis.split import Grams
+
+Products = tuple[Float32[Array, "batches batches"], ...]
+"""`Grams` in float32, on the device."""
 
 RULES: tuple[ScaleRule, ...] = ("floor", "even", "rceil")
 
@@ -53,20 +57,24 @@ def wgrad_grams(
             x, dy = (
                 jnp.stack([t[i].reshape(-1, t.shape[-1]) for t in side]) for side in _sides(passes, name)
             )
-            for variant, grams in zip(variants, jax.device_get(of_layer(x, dy, keys)), strict=True):
-                found[variant][f"blocks.{i}.{name}"] = Grams(*(np.asarray(m, np.float64) for m in grams))
+            for variant, grams in zip(variants, of_layer(x, dy, keys), strict=True):
+                found[variant][f"blocks.{i}.{name}"] = _on_host(grams)
     return found
 
 
-def gradient_grams(passes: Sequence[Pass], exact: Sequence[Pass]) -> dict[str, Grams]:
-    """Returns the inner products of the errors of whole gradients by layer: all GEMMs, all layers below."""
-    found = {}
-    for name in passes[0].gradients:
-        for i in range(len(passes[0].gradients[name])):
-            g = np.stack([np.asarray(p.gradients[name][i], np.float64).ravel() for p in exact])
-            e = np.stack([np.asarray(p.gradients[name][i], np.float64).ravel() for p in passes]) - g
-            found[f"blocks.{i}.{name}"] = Grams(e @ e.T, e @ g.T, g @ g.T)
-    return found
+def gradient_grams(found: Sequence[Gradients], exact: Sequence[Gradients]) -> dict[str, Grams]:
+    """Returns the inner products of the errors of whole gradients by layer: all GEMMs, all layers below.
+
+    Args:
+      found: the gradients of each batch, on the host or, which is faster, on the device.
+      exact: those without errors.
+    """
+    of_layer, grams = jax.jit(_error_grams, compiler_options=compiler_options([get_policy("fp32")], None)), {}
+    for name in exact[0]:
+        for i in range(len(exact[0][name])):
+            ours, g = (jnp.stack([gradients[name][i] for gradients in side]) for side in (found, exact))
+            grams[f"blocks.{i}.{name}"] = _on_host(of_layer(ours, g))
+    return grams
 
 
 def total(grams: Mapping[str, Grams], layer: str = "") -> Grams:
@@ -81,21 +89,33 @@ def _layer_grams(variants: tuple[Gemm, ...]) -> Callable:
     @functools.partial(jax.jit, compiler_options=compiler_options([get_policy("fp32")], None))
     def of_layer(
         x: Float[Array, "batches tokens d_in"], dy: Float[Array, "batches tokens d_out"], keys: jax.Array
-    ) -> list[tuple[Float32[Array, "batches batches"], ...]]:
+    ) -> list[Products]:
         x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
         exact = jnp.matmul(x.swapaxes(1, 2), dy, precision=jax.lax.Precision.HIGHEST)
         results = []
         for gemm in variants:
             computed = jax.lax.map(lambda a, g=gemm: weight_gradient(a[0], a[1], g, a[2]), (x, dy, keys))
-            results.append((_gram(computed - exact), _gram(computed - exact, exact), _gram(exact)))
+            results.append(_error_grams(computed, exact))
         return results
 
     return of_layer
 
 
-def _gram(a: Float32[Array, "batches ..."], b: Float32[Array, "batches ..."] | None = None) -> Array:
-    b = a if b is None else b
-    return jnp.einsum("aij,bij->ab", a, b, precision=jax.lax.Precision.HIGHEST)
+def _error_grams(found: Float32[Array, "batches ..."], exact: Float32[Array, "batches ..."]) -> Products:
+    """Returns the inner products of `Grams`, of found - exact and exact."""
+    e = found - exact
+    return _gram(e, e), _gram(e, exact), _gram(exact, exact)
+
+
+def _gram(a: Float32[Array, "batches ..."], b: Float32[Array, "batches ..."]) -> Array:
+    """Returns the inner products as sums of up to 64 parts: one sum of millions of terms would err more."""
+    parts = math.gcd(a.shape[1], 64)
+    a, b = (t.reshape(len(t), parts, -1) for t in (a, b))
+    return jnp.einsum("apk,bpk->pab", a, b, precision=jax.lax.Precision.HIGHEST).sum(0)
+
+
+def _on_host(products: Products) -> Grams:
+    return Grams(*(np.asarray(m, np.float64) for m in jax.device_get(products)))
 
 
 def _sides(passes: Sequence[Pass], name: str):
