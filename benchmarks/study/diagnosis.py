@@ -7,9 +7,8 @@ as their final losses do predicts, early and on one model, what a policy will co
 import concurrent.futures
 import contextlib
 import json
-import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -18,14 +17,13 @@ import tyro
 
 import eval as evaluation
 from benchmarks.study.cells import BASELINE, Cell, policy_of
+from benchmarks.study.diagnosis_file import FILE, read
+from benchmarks.study.diagnosis_tables import compared_table, variants_table
 from benchmarks.study.programs import IMPLEMENTATION
-from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.runner import current_commit
 from benchmarks.study.studies import STUDIES
-from benchmarks.study.tables import interval, number
 from models import llama
 from models.configs import name_of, to_dict
-from mxjax.kernels.tables import table
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
 from training.diagnosis.capture import Gradients, make_gradients, make_pass
@@ -33,20 +31,9 @@ from training.diagnosis.split import Grams, compare, split
 from training.diagnosis.wgrad import gradient_grams, total, wgrad_grams
 from training.environment import enable_compilation_cache, facts, input_errors
 from training.files import write_atomically
-from training.paired_statistics import rank_correlation
 
-FILE = "diagnosis.json"
 NONE = "none"
-STATISTICS = {
-    "error": "relative error",
-    "repeating_share": "share that repeats",
-    "along": "repeating error along the gradient",
-    "across": "repeating error across the gradient",
-    "gradient_over_noise": "gradient over sqrt(3) noise",
-}
 _COMPILATIONS = 4  # at once
-LEAST_CELLS = 5
-"""The smallest number of cells for which a rank correlation is shown."""
 
 
 def main(
@@ -172,92 +159,3 @@ def _numbers(grams) -> dict[str, dict[str, float]]:
 def _rounded(parts) -> dict[str, dict[str, float]]:
     estimates = parts._asdict().items()
     return {name: {k: round(v, 6) for k, v in e._asdict().items() if k != "p"} for name, e in estimates}
-
-
-def variants_table(record: Mapping[str, Any] | None) -> str:
-    """Returns the split of Wgrad's error by rounding, rotation and rule."""
-    if record is None:
-        return "Not measured yet."
-    rows = [[name, *(_estimate(parts[key]) for key in STATISTICS)] for name, parts in record["wgrad"].items()]
-    return _source(record) + "\n\n" + table("Wgrad | " + " | ".join(STATISTICS.values()), rows)
-
-
-def compared_table(record: Mapping[str, Any] | None) -> str:
-    """Returns each variant of Wgrad beside rounding to nearest with the same rule."""
-    if record is None or "compared" not in record:
-        return "Not measured yet."
-    rows = []
-    for name, parts in record["compared"].items():
-        ratio, repeating = parts["log_ratio"], parts["repeating"]
-        low, high = math.exp(ratio["low"]), math.exp(ratio["high"])
-        rows.append(
-            [
-                name,
-                number(math.exp(ratio["mean"]), ".3f"),
-                interval(low, high, ".3f"),
-                number(repeating["mean"], "+.4f"),
-                interval(repeating["low"], repeating["high"]),
-            ]
-        )
-    return table("Wgrad | error over nearest's | 95 % | repeating energy minus nearest's | 95 %", rows)
-
-
-def cells_table(record: Mapping[str, Any] | None) -> str:
-    """Returns the split of whole gradients' errors by cell."""
-    if record is None:
-        return "Not measured yet."
-    rows = [[name, *(_estimate(parts[key]) for key in STATISTICS)] for name, parts in record["cells"].items()]
-    return _source(record) + "\n\n" + table("policy, rules | " + " | ".join(STATISTICS.values()), rows)
-
-
-def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> str:
-    """Returns the rank correlation of each statistic with the final loss minus fp8's, by group of cells."""
-    if record is None:
-        return "Not measured yet."
-    parts = []
-    for (model, protocol), group in by_group(dict(cells)).items():
-        base = baseline(group)
-        known = [c for c in group if c is not base and c.losses and c.label in record["cells"]]
-        if base is None or not known:
-            continue
-        gaps = [_mean(cell.losses) - _mean(base.losses) for cell in known]
-        if len(known) < LEAST_CELLS:
-            names = ", ".join(f"`{cell.label}`" for cell in known)
-            parts.append(
-                f"`{model}`, protocol `{protocol}`: {len(known)} cells have run ({names}); "
-                f"a rank correlation needs at least {LEAST_CELLS}."
-            )
-            continue
-        rows = []
-        for key, name in STATISTICS.items():
-            r = rank_correlation([record["cells"][cell.label][key]["mean"] for cell in known], gaps)
-            rows.append(
-                [name, r.n, number(r.mean, "+.2f"), interval(r.low, r.high, "+.2f"), number(r.p, ".2g")]
-            )
-        header = f"{model}, {protocol}: statistic | cells | rank correlation | 95 % | p"
-        parts.append(table(header, rows))
-    return "\n\n".join(parts)
-
-
-def read(folder: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the record in a folder, None if there is none."""
-    path = folder / FILE
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def _source(record: Mapping[str, Any]) -> str:
-    tokens = record["tokens"] // record["batches"]
-    return (
-        f"{record['parameters']:,} parameters, trained in `{record['policy']}`, step {record['step']}; "
-        f"{record['batches']} batches of {tokens:,} tokens; commit {record['commit'][:7]}, "
-        f"{record['versions']['device']}."
-    )
-
-
-def _estimate(e: Mapping[str, float]) -> str:
-    half = (e["high"] - e["low"]) / 2
-    return number(e["mean"]) + ("" if math.isnan(half) else f" ± {half:.4f}")
-
-
-def _mean(losses: Mapping[int, float]) -> float:
-    return math.fsum(losses.values()) / len(losses)

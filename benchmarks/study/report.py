@@ -12,7 +12,16 @@ import tyro
 
 from benchmarks.markdown import insert
 from benchmarks.plot_style import STYLE
-from benchmarks.study import claims, diagnosis, plots, repeats, rules, tables, token_tables
+from benchmarks.study import (
+    claims,
+    diagnosis_file,
+    diagnosis_tables,
+    plots,
+    repeats,
+    rules,
+    tables,
+    token_tables,
+)
 from benchmarks.study.results import Run, gather, read_runs
 from training.environment import input_errors
 
@@ -52,19 +61,19 @@ def sections(runs: Sequence[Run]) -> dict[str, str]:
     """Returns every generated part of the page by its marker; what is not of `runs` is as committed."""
     again = {name: cell for name, cell in gather(read_runs(REPEATS)).items() if name in gather(runs)}
     cells = gather(runs)
-    found = (diagnosis.read(PAGE.with_suffix("") / name) for name in ("ladder", "wgrad", "wgrad-end"))
+    found = (diagnosis_file.read(PAGE.with_suffix("") / name) for name in ("ladder", "wgrad", "wgrad-end"))
     ladder, wgrad, wgrad_end = found
     return tables_of(runs) | {
         "repeats": repeats.repeats(cells, again),
         "devices": repeats.devices(cells, again),
         "averaged": repeats.averaged(cells, again),
         "published": tables.published(),
-        "variants": diagnosis.variants_table(wgrad),
-        "compared": diagnosis.compared_table(wgrad),
-        "variants at the end": diagnosis.variants_table(wgrad_end),
-        "compared at the end": diagnosis.compared_table(wgrad_end),
-        "gradients": diagnosis.cells_table(ladder),
-        "prediction": diagnosis.prediction(cells, ladder),
+        "variants": diagnosis_tables.variants_table(wgrad),
+        "compared": diagnosis_tables.compared_table(wgrad),
+        "variants at the end": diagnosis_tables.variants_table(wgrad_end),
+        "compared at the end": diagnosis_tables.compared_table(wgrad_end),
+        "gradients": diagnosis_tables.cells_table(ladder),
+        "prediction": diagnosis_tables.prediction(cells, ladder),
     }
 
 

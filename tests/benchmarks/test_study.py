@@ -19,6 +19,8 @@ from benchmarks.study import (
     cells,
     claims,
     diagnosis,
+    diagnosis_file,
+    diagnosis_tables,
     programs,
     recipes_page,
     report,
@@ -322,7 +324,7 @@ def measured(values):
     estimate = {
         name: {"mean": value, "low": value - 0.1, "high": value + 0.1} for name, value in values.items()
     }
-    cells = {name: dict.fromkeys(diagnosis.STATISTICS, estimate[name]) for name in values}
+    cells = {name: dict.fromkeys(diagnosis_tables.STATISTICS, estimate[name]) for name in values}
     facts = {"parameters": 1000, "policy": "fp8", "step": 5, "batches": 3, "tokens": 96, "commit": "0" * 40}
     return facts | {"versions": {"device": "cpu"}, "cells": cells, "wgrad": cells}
 
@@ -333,15 +335,16 @@ def test_statistics_predict_the_losses_that_they_rank():
         record(f"{p}.c", p, s, 3 + i + 0.01 * s) for i, p in enumerate(("fp8", *policies)) for s in (0, 1)
     ]
     same_order = measured({policy: i**2 for i, policy in enumerate(policies)})
-    found = diagnosis.prediction(gather(runs), same_order)
+    found = diagnosis_tables.prediction(gather(runs), same_order)
     assert "| relative error | 6 | +1.00 |" in found
-    few = diagnosis.prediction(gather(runs[:8]), same_order)
+    few = diagnosis_tables.prediction(gather(runs[:8]), same_order)
     assert "3 cells have run (`fprop`, `fprop_dgrad`, `wgrad`); a rank correlation needs at least 5" in few
-    assert "| full_sr | 16.0000 ± 0.1000 |" in diagnosis.cells_table(same_order)
-    assert "1,000 parameters, trained in `fp8`, step 5; 3 batches of 32 tokens" in diagnosis.variants_table(
-        same_order
+    assert "| full_sr | 16.0000 ± 0.1000 |" in diagnosis_tables.cells_table(same_order)
+    assert (
+        "1,000 parameters, trained in `fp8`, step 5; 3 batches of 32 tokens"
+        in diagnosis_tables.variants_table(same_order)
     )
-    assert diagnosis.prediction(gather(runs), None) == "Not measured yet."
+    assert diagnosis_tables.prediction(gather(runs), None) == "Not measured yet."
 
 
 @pytest.mark.slow
@@ -350,16 +353,18 @@ def test_the_cells_of_a_study_are_measured_on_a_checkpoint(tmp_path, monkeypatch
     training_program.train(parse([*flags, "--warmup-steps", "1", "--out", str(tmp_path / "run")]))
     monkeypatch.setattr(
         diagnosis,
+        diagnosis_file,
+        diagnosis_tables,
         "STUDIES",
         {"two": (Cell("fp8", "", "60m", "decay", 1), Cell("wgrad_sr", "even", "tiny", "small", 2))},
     )
     few = {name: VARIANTS[name] for name in ("nearest even", "stochastic even")}
     monkeypatch.setattr(diagnosis, "wgrad_grams", functools.partial(wgrad_grams, variants=few))
     diagnosis.main(tmp_path / "run", study="two", batches=3, out=tmp_path / "out")
-    found = diagnosis.read(tmp_path / "out")
+    found = diagnosis_file.read(tmp_path / "out")
     assert found is not None
     assert (found["model"], found["policy"], found["step"], found["tokens"]) == ("tiny", "fp8", 2, 192)
-    assert "| stochastic even | " in diagnosis.compared_table(found)
+    assert "| stochastic even | " in diagnosis_tables.compared_table(found)
     errors = {name: parts["error"]["mean"] for name, parts in found["cells"].items()}
     assert 0 < errors["fp8"] < errors["wgrad_sr even"]
     with pytest.raises(SystemExit, match="unknown study three; the studies are two, and none"):

@@ -1,0 +1,103 @@
+"""The tables of a diagnosis, as Markdown, and how well its statistics predict final losses."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.study.results import CellResult, baseline, by_group
+from benchmarks.study.tables import interval, number
+from mxjax.kernels.tables import table
+from training.paired_statistics import rank_correlation
+
+STATISTICS = {
+    "error": "relative error",
+    "repeating_share": "share that repeats",
+    "along": "repeating error along the gradient",
+    "across": "repeating error across the gradient",
+    "gradient_over_noise": "gradient over sqrt(3) noise",
+}
+LEAST_CELLS = 5
+"""The smallest number of cells for which a rank correlation is shown."""
+
+
+def variants_table(record: Mapping[str, Any] | None) -> str:
+    """Returns the split of Wgrad's error by rounding, rotation and rule."""
+    if record is None:
+        return "Not measured yet."
+    rows = [[name, *(_estimate(parts[key]) for key in STATISTICS)] for name, parts in record["wgrad"].items()]
+    return _source(record) + "\n\n" + table("Wgrad | " + " | ".join(STATISTICS.values()), rows)
+
+
+def compared_table(record: Mapping[str, Any] | None) -> str:
+    """Returns each variant of Wgrad beside rounding to nearest with the same rule."""
+    if record is None or "compared" not in record:
+        return "Not measured yet."
+    rows = []
+    for name, parts in record["compared"].items():
+        ratio, repeating = parts["log_ratio"], parts["repeating"]
+        low, high = math.exp(ratio["low"]), math.exp(ratio["high"])
+        rows.append(
+            [
+                name,
+                number(math.exp(ratio["mean"]), ".3f"),
+                interval(low, high, ".3f"),
+                number(repeating["mean"], "+.4f"),
+                interval(repeating["low"], repeating["high"]),
+            ]
+        )
+    return table("Wgrad | error over nearest's | 95 % | repeating energy minus nearest's | 95 %", rows)
+
+
+def cells_table(record: Mapping[str, Any] | None) -> str:
+    """Returns the split of whole gradients' errors by cell."""
+    if record is None:
+        return "Not measured yet."
+    rows = [[name, *(_estimate(parts[key]) for key in STATISTICS)] for name, parts in record["cells"].items()]
+    return _source(record) + "\n\n" + table("policy, rules | " + " | ".join(STATISTICS.values()), rows)
+
+
+def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> str:
+    """Returns the rank correlation of each statistic with the final loss minus fp8's, by group of cells."""
+    if record is None:
+        return "Not measured yet."
+    parts = []
+    for (model, protocol), group in by_group(dict(cells)).items():
+        base = baseline(group)
+        known = [c for c in group if c is not base and c.losses and c.label in record["cells"]]
+        if base is None or not known:
+            continue
+        gaps = [_mean(cell.losses) - _mean(base.losses) for cell in known]
+        if len(known) < LEAST_CELLS:
+            names = ", ".join(f"`{cell.label}`" for cell in known)
+            parts.append(
+                f"`{model}`, protocol `{protocol}`: {len(known)} cells have run ({names}); "
+                f"a rank correlation needs at least {LEAST_CELLS}."
+            )
+            continue
+        rows = []
+        for key, name in STATISTICS.items():
+            r = rank_correlation([record["cells"][cell.label][key]["mean"] for cell in known], gaps)
+            rows.append(
+                [name, r.n, number(r.mean, "+.2f"), interval(r.low, r.high, "+.2f"), number(r.p, ".2g")]
+            )
+        header = f"{model}, {protocol}: statistic | cells | rank correlation | 95 % | p"
+        parts.append(table(header, rows))
+    return "\n\n".join(parts)
+
+
+def _source(record: Mapping[str, Any]) -> str:
+    tokens = record["tokens"] // record["batches"]
+    return (
+        f"{record['parameters']:,} parameters, trained in `{record['policy']}`, step {record['step']}; "
+        f"{record['batches']} batches of {tokens:,} tokens; commit {record['commit'][:7]}, "
+        f"{record['versions']['device']}."
+    )
+
+
+def _estimate(e: Mapping[str, float]) -> str:
+    half = (e["high"] - e["low"]) / 2
+    return number(e["mean"]) + ("" if math.isnan(half) else f" ± {half:.4f}")
+
+
+def _mean(losses: Mapping[int, float]) -> float:
+    return math.fsum(losses.values()) / len(losses)
