@@ -9,8 +9,9 @@
     python -m benchmarks.study run recipes --out docs/results/recipes/runs ...
     python -m benchmarks.study recipes          # writes docs/results/recipes.md; --check and DIR likewise
 
-Finished runs are skipped, so the same command continues after an interruption. With `--minutes` no run starts
-that is not expected to end in time; runs of a size that none has timed yet may take longer.
+Finished runs are skipped, and cells that an unfinished diagnosis has measured, so the same command continues
+after an interruption. With `--minutes` no run starts that is not expected to end in time; runs of a size that
+none has timed yet may take longer.
 """
 
 import dataclasses

@@ -6,9 +6,9 @@ as their final losses do predicts, early and on one model, what a policy will co
 
 import concurrent.futures
 import contextlib
-import json
+import hashlib
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -16,8 +16,8 @@ import numpy as np
 import tyro
 
 import eval as evaluation
+from benchmarks.study import diagnosis_file
 from benchmarks.study.cells import BASELINE, Cell, policy_of
-from benchmarks.study.diagnosis_file import FILE, read
 from benchmarks.study.diagnosis_tables import compared_table, variants_table
 from benchmarks.study.programs import IMPLEMENTATION
 from benchmarks.study.runner import current_commit
@@ -30,7 +30,7 @@ from training.diagnosis.capture import Gradients, make_gradients, make_pass
 from training.diagnosis.split import Grams, compare, split
 from training.diagnosis.wgrad import gradient_grams, total, wgrad_grams
 from training.environment import enable_compilation_cache, facts, input_errors
-from training.files import write_atomically
+from training.startup import unwinding_signals
 
 NONE = "none"
 _COMPILATIONS = 4  # at once
@@ -48,6 +48,8 @@ def main(
 ) -> None:
     """Measures the cells of a study on a run's checkpoint, and Wgrad's variants; prints and keeps the tables.
 
+    Every cell is kept once it is measured: after an interruption, the same command continues.
+
     Args:
       run: folder of a run of train.py, best in fp8.
       study: study whose policies to measure; "none" measures Wgrad's variants alone.
@@ -55,61 +57,79 @@ def main(
       batches: number of batches of the run's held-out data, at least 3.
       batch_size: sequences a batch; default, the run's.
       commit: commit for the record; default, the checkout's.
-      out: folder for diagnosis.json, which must not be there yet.
+      out: folder for diagnosis.json, which must not be there yet, and diagnosis.partial.json before it.
     """
     enable_compilation_cache()
     commit = commit or current_commit()  # of the code that runs, whatever is edited meanwhile
-    with input_errors():
+    with unwinding_signals("the same command continues"), input_errors():
         if study not in STUDIES and study != NONE:
             raise ValueError(f"unknown study {study}; the studies are {', '.join(STUDIES)}, and {NONE}")
-        if (out / FILE).exists():
-            raise ValueError(f"{out / FILE} exists; name another --out")
+        diagnosis_file.check_unfinished(out)
         arguments = evaluation.EvalConfig(run, step=step, batches=batches, batch_size=batch_size)
         restored = evaluation.restore(arguments)
         held_out = evaluation.read_batches(arguments, restored)
-        found = measure(STUDIES.get(study, ()), restored, held_out)
-    record = {
-        "run": run.name,
+        settings = {"run": run.name} | _settings(restored, held_out)
+        settings |= {"study": study, "commit": commit, "versions": facts()}
+        out.mkdir(parents=True, exist_ok=True)
+        record = diagnosis_file.begin(out, settings)
+        measure(STUDIES.get(study, ()), restored, held_out, record, lambda: diagnosis_file.keep(out, record))
+        diagnosis_file.finish(out, record)
+    written = f"written to {out / diagnosis_file.FILE}"
+    print(variants_table(record), compared_table(record), written, sep="\n\n")
+
+
+def _settings(restored: evaluation.Restored, batches: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Returns what tells a model and batches from others."""
+    digest = hashlib.sha256()
+    for array in (*jax.tree.leaves(restored.params), *batches):
+        digest.update(np.ascontiguousarray(array))
+    return {
         "model": name_of(restored.model),
         "parameters": to_dict(restored.model)["parameters"],
         "step": restored.step,
         "policy": restored.phase.policy,
-        "batches": len(held_out),
-        "tokens": sum(batch[:, 1:].size for batch in held_out),
-        "study": study,
-        "commit": commit,
-        "versions": facts(),
+        "batches": len(batches),
+        "batch_size": len(batches[0]),
+        "tokens": sum(batch[:, 1:].size for batch in batches),
+        "weights_and_batches": digest.hexdigest()[:16],
     }
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / FILE, json.dumps(record | found, indent=1) + "\n")
-    print(variants_table(read(out)), compared_table(read(out)), f"written to {out / FILE}", sep="\n\n")
 
 
 def measure(
-    cells: Sequence[Cell], restored: evaluation.Restored, batches: Sequence[np.ndarray]
-) -> dict[str, Any]:
-    """Returns the splits of whole gradients by cell, and of Wgrad alone by variant, over all blocks.
+    cells: Sequence[Cell],
+    restored: evaluation.Restored,
+    batches: Sequence[np.ndarray],
+    record: dict[str, Any],
+    keep: Callable[[], None],
+) -> None:
+    """Adds to a record the splits of whole gradients by cell, and of Wgrad alone by variant, over all blocks.
 
-    "compared" has each variant of Wgrad beside rounding to nearest with the same rule.
+    "compared" has each variant of Wgrad beside rounding to nearest with the same rule. What the record holds
+    already is not measured again. `keep` is called after every cell.
     """
     key = jax.random.key(0)
     policies = {f"{cell.policy} {cell.rules}".strip(): policy_of(cell) for cell in cells}
-    policies = {name: policy for name, policy in policies.items() if policy != get_policy("bf16")}
-    splits = {}
+    skipped = {name for name in policies if name in record["cells"] or policies[name] == get_policy("bf16")}
+    policies = {name: policy for name, policy in policies.items() if name not in skipped}
     with _compiled([get_policy("bf16"), *policies.values()] if policies else [], restored, batches) as runs:
-        variants = _wgrad_grams(restored, batches, key)
+        if "wgrad" not in record:
+            record |= _wgrad_numbers(_wgrad_grams(restored, batches, key))
+            keep()
         exact = _gradients(next(runs), restored, batches, key) if policies else []
         for name, run in zip(policies, runs, strict=True):
             grams = gradient_grams(_gradients(run, restored, batches, key), exact)
-            splits[name] = _numbers(total(grams))
-            print(f"{name}: error {splits[name]['error']['mean']:.4f}", flush=True)
+            record["cells"][name] = _numbers(total(grams))
+            keep()
+            print(f"{name}: error {record['cells'][name]['error']['mean']:.4f}", flush=True)
+
+
+def _wgrad_numbers(variants: Mapping[str, Grams]) -> dict[str, Any]:
     compared = {}
     for name, grams in variants.items():
         base = f"nearest {name.split()[-1]}"
         if name != base and base in variants:
             compared[name] = _rounded(compare(grams, variants[base]))
-    wgrad = {name: _numbers(grams) for name, grams in variants.items()}
-    return {"cells": splits, "wgrad": wgrad, "compared": compared}
+    return {"wgrad": {name: _numbers(grams) for name, grams in variants.items()}, "compared": compared}
 
 
 def _wgrad_grams(

@@ -1,7 +1,6 @@
 """The study: its table of cells, its statistics, and its report, which equals the committed one."""
 
 import dataclasses
-import functools
 import math
 import re
 import types
@@ -13,13 +12,10 @@ import pytest
 import scipy.stats
 
 import mxjax
-import train as training_program
 from benchmarks.study import __main__ as program
 from benchmarks.study import (
     cells,
     claims,
-    diagnosis,
-    diagnosis_file,
     diagnosis_tables,
     programs,
     recipes_page,
@@ -38,8 +34,6 @@ from models.configs import get_config
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES
-from training.command_line import parse
-from training.diagnosis.wgrad import VARIANTS, wgrad_grams
 
 
 def test_the_committed_recipes_page_is_what_the_committed_runs_give():
@@ -345,29 +339,3 @@ def test_statistics_predict_the_losses_that_they_rank():
         in diagnosis_tables.variants_table(same_order)
     )
     assert diagnosis_tables.prediction(gather(runs), None) == "Not measured yet."
-
-
-@pytest.mark.slow
-def test_the_cells_of_a_study_are_measured_on_a_checkpoint(tmp_path, monkeypatch):
-    flags = ["--policy", "fp8", "--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--steps", "2"]
-    training_program.train(parse([*flags, "--warmup-steps", "1", "--out", str(tmp_path / "run")]))
-    monkeypatch.setattr(
-        diagnosis,
-        diagnosis_file,
-        diagnosis_tables,
-        "STUDIES",
-        {"two": (Cell("fp8", "", "60m", "decay", 1), Cell("wgrad_sr", "even", "tiny", "small", 2))},
-    )
-    few = {name: VARIANTS[name] for name in ("nearest even", "stochastic even")}
-    monkeypatch.setattr(diagnosis, "wgrad_grams", functools.partial(wgrad_grams, variants=few))
-    diagnosis.main(tmp_path / "run", study="two", batches=3, out=tmp_path / "out")
-    found = diagnosis_file.read(tmp_path / "out")
-    assert found is not None
-    assert (found["model"], found["policy"], found["step"], found["tokens"]) == ("tiny", "fp8", 2, 192)
-    assert "| stochastic even | " in diagnosis_tables.compared_table(found)
-    errors = {name: parts["error"]["mean"] for name, parts in found["cells"].items()}
-    assert 0 < errors["fp8"] < errors["wgrad_sr even"]
-    with pytest.raises(SystemExit, match="unknown study three; the studies are two, and none"):
-        diagnosis.main(tmp_path / "run", study="three", out=tmp_path)
-    with pytest.raises(SystemExit, match=r"diagnosis\.json exists; name another --out"):
-        diagnosis.main(tmp_path / "run", study="two", out=tmp_path / "out")
