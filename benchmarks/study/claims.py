@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.study.cells import PROTOCOLS
 from benchmarks.study.results import CellResult
-from benchmarks.study.studies import CLAIMS, LADDERS, SEEN, Claim
+from benchmarks.study.studies import CLAIMS, LADDERS, RULE_CONTRASTS, SEEN, Claim
 from benchmarks.study.tables import interval, number
 from mxjax.kernels.tables import table
 from training.paired_statistics import detectable, holm, standard_deviation, t_interval
@@ -48,6 +48,17 @@ def seen(cells: Cells) -> str:
     found = [(claim, _of_both(cells, claim)) for claim in SEEN]
     rows = [[*_row(claim, differences), len(differences)] for claim, differences in found if differences]
     return table(f"{_BOTH.format('comparison')} | seeds", rows)
+
+
+def rule_contrasts(cells: Cells) -> str:
+    """Returns what rule floor costs beyond even in some of the GEMMs, in each protocol and over both."""
+    rows = []
+    for claim in RULE_CONTRASTS:
+        at = [t_interval(list(by_seed(cells, claim.at(protocol)).values())) for protocol in LADDERS]
+        at.append(t_interval(_means(_of_both(cells, claim))))
+        parts = (("", "") if not e.n else (number(e.mean, "+.4f"), interval(e.low, e.high)) for e in at)
+        rows.append([claim.text, *(x for part in parts for x in part)])
+    return table(f"floor - even in | {_RATES.replace(' |', ' | 95 % |')} | 95 % | mean | 95 %", rows)
 
 
 def by_seed(cells: Cells, claim: Claim) -> dict[int, float]:

@@ -19,46 +19,47 @@ def repeats(cells: Cells, again: Cells) -> str:
     """Returns the differences between runs of one seed: repeated, or of protocols that differ in name alone.
 
     Args:
-      again: the repeated runs.
+      again: the runs under `repeats`, which no other table has.
     """
-    pairs = [(f"{cell.label}: again - {cell.protocol['name']}", cell, cells[n]) for n, cell in again.items()]
+    pairs = [(f"{cell.label}, {cell.protocol['name']}: repeat", cell, cells[n]) for n, cell in again.items()]
     same: dict[tuple, list[CellResult]] = {}
     for cell in cells.values():
         p = {name: value for name, value in cell.protocol.items() if name != "name" and value}
         same.setdefault((cell.policy, cell.rules, cell.model, *sorted(p.items())), []).append(cell)
     for first, *others in same.values():
         for other in others:
-            pairs.append(
-                (f"{first.label}: {other.protocol['name']} - {first.protocol['name']}", other, first)
-            )
+            names = f"{other.protocol['name']} - {first.protocol['name']}"
+            pairs.append((f"{first.label}: {names}", other, first))
     rows = []
     for name, other, first in pairs:
-        d = differences(other.losses, first.losses)
-        rows.append([name, ", ".join(f"{x:+.4f}" for x in d), number(_of_one_run(d))])
+        if d := differences(other.losses, first.losses):
+            rows.append([name, ", ".join(f"{x:+.4f}" for x in d), number(_of_one_run(d))])
     return table("same policy, protocol and seed in two processes | differences by seed | sd of a run", rows)
 
 
 def devices(cells: Cells, again: Cells) -> str:
-    """Returns the mean difference between a seed's two runs, by the devices that trained them."""
-    found: dict[str, list[float]] = defaultdict(list)
+    """Returns the mean difference between a seed's two runs, by protocol and the devices that trained them.
+
+    Between two devices it is that of the later name minus the earlier, else that of the repeat minus the run.
+    """
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for name, cell in again.items():
         first = cells[name]
         for seed in cell.losses.keys() & first.losses.keys():
             ours, base = (short_name(runs[seed]) for runs in (cell.runs, first.runs))
-            sign = 1 if ours >= base else -1  # H200 - H100, whichever came first
-            label = f"{max(ours, base)} - {min(ours, base)}"
-            found[label].append(sign * (cell.losses[seed] - first.losses[seed]))
+            sign = 1 if ours >= base else -1
+            key = cell.protocol["name"], f"{max(ours, base)} - {min(ours, base)}"
+            found[key].append(sign * (cell.losses[seed] - first.losses[seed]))
     rows = []
-    for label, d in sorted(found.items()):
+    for key, d in sorted(found.items()):
         mean = t_interval(d)
-        rows.append(
-            [label, len(d), number(mean.mean, "+.4f"), interval(mean.low, mean.high), number(_of_one_run(d))]
-        )
-    return table("again - first | pairs | mean | 95 % | sd of a run", rows)
+        numbers = number(mean.mean, "+.4f"), interval(mean.low, mean.high), number(_of_one_run(d))
+        rows.append([*key, len(d), *numbers])
+    return table("protocol | devices | pairs | mean difference | 95 % | sd of a run", rows)
 
 
 def averaged(cells: Cells, again: Cells) -> str:
-    """Returns the claims whose cells were trained twice, with the mean of both runs as a seed's loss."""
+    """Returns the claims whose cells have repeats, also with the mean of both runs as a seed's loss."""
     merged = {
         name: _with_repeats(cell, again[name]) if name in again else cell for name, cell in cells.items()
     }
@@ -67,15 +68,15 @@ def averaged(cells: Cells, again: Cells) -> str:
         twice = [name for name in claim.cells if name in again]
         if not twice:
             continue
-        first, both = (t_interval(list(by_seed(c, claim).values())) for c in (cells, merged))
+        single, both = (t_interval(list(by_seed(c, claim).values())) for c in (cells, merged))
         rows.append(
             [
                 claim.text,
                 f"{len(twice)} of {len(claim.cells)}",
-                *(x for e in (first, both) for x in (number(e.mean, "+.4f"), interval(e.low, e.high))),
+                *(x for e in (single, both) for x in (number(e.mean, "+.4f"), interval(e.low, e.high))),
             ]
         )
-    return table("claim | cells with repeats | first runs | 95 % | means of both | 95 %", rows)
+    return table("claim | cells with repeats | without them | 95 % | means with them | 95 %", rows)
 
 
 def _with_repeats(cell: CellResult, again: CellResult) -> CellResult:

@@ -41,6 +41,7 @@ TABLES = {
     "both": claims.both,
     "seen": claims.seen,
     "rules": rules.rules,
+    "rule contrasts": claims.rule_contrasts,
     "power": tables.power,
     "averaging": tables.averaging,
     "constant tokens": token_tables.constant_tokens,

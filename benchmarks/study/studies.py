@@ -202,6 +202,8 @@ SEEN = (
     Claim("H16 on Wgrad - Fprop and Dgrad alone, floor", "wgrad_hadamard.floor", "fprop_dgrad.floor"),
     Claim("redrawn signs on Wgrad - none, floor", "wgrad_rht.floor", "wgrad.floor"),
     Claim("stochastic rounding of Wgrad, even", "wgrad_sr.even", "wgrad.even"),
+    Claim("redrawn signs on Wgrad - none, even", "wgrad_rht.even", "wgrad.even"),
+    Claim("redrawn signs - H16, on Wgrad, even", "wgrad_rht.even", "wgrad_hadamard.even"),
     Claim("redrawn signs - H16, all GEMMs, floor", "full_rht.floor", "full_hadamard.floor"),
     Claim("redrawn signs - H16, all GEMMs, even", "full_rht.even", "full_hadamard.even"),
     Claim("stochastic - nearest, all GEMMs, floor", "full_sr.floor", "wgrad.floor"),
@@ -210,8 +212,21 @@ SEEN = (
     Claim("H16 on all GEMMs - on Wgrad, even", "full_hadamard.even", "wgrad_hadamard.even"),
     Claim("H16 on all GEMMs - Fprop alone, floor", "full_hadamard.floor", "fprop.floor"),
     Claim("H16 on all GEMMs - Fprop alone, even", "full_hadamard.even", "fprop.even"),
+    Claim("H16 on all GEMMs - fp8, even", "full_hadamard.even", "fp8.own"),
+    Claim("H32 on all GEMMs - fp8, floor", "full_hadamard32.floor", "fp8.own"),
     Claim("H32 - H16, all GEMMs, floor", "full_hadamard32.floor", "full_hadamard.floor"),
     Claim("H32 on all GEMMs - H16 on Wgrad, floor", "full_hadamard32.floor", "wgrad_hadamard.floor"),
     Claim("H32 on all GEMMs - Fprop alone, floor", "full_hadamard32.floor", "fprop.floor"),
 )
 """Differences that the text mentions and that were chosen after the losses were known."""
+RULE_CONTRASTS = (
+    Claim("all three GEMMs", "wgrad.floor", "wgrad.even"),
+    Claim("all three GEMMs, H16 on Wgrad", "wgrad_hadamard.floor", "wgrad_hadamard.even"),
+    Claim("Fprop and Dgrad, without MXFP4 in Wgrad", "fprop_dgrad.floor", "fprop_dgrad.even"),
+    Claim("Fprop and Dgrad, Wgrad with floor", "wgrad.floor", "wgrad.even-even-floor"),
+    Claim("Wgrad, Fprop and Dgrad with even", "wgrad.even-even-floor", "wgrad.even"),
+    Claim(
+        "Wgrad with H16, Fprop and Dgrad with even", "wgrad_hadamard.even-even-floor", "wgrad_hadamard.even"
+    ),
+)
+"""What the rule floor instead of even changes, by the GEMMs that have it."""

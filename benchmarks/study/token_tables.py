@@ -31,7 +31,7 @@ def decay_tokens(cells: Cells) -> str:
                 )
     if not rows:
         return "\n".join(notes) or "Not run yet: fp8 at other lengths (study `ladder-60m-tuned`)."
-    header = "policy, rules | seeds | tokens of fp8 | 95 % | overhead | p"
+    header = "policy, rules | seeds | tokens of fp8 | 95 % | overhead"
     return "\n\n".join([table(header, rows), *notes])
 
 
@@ -65,10 +65,12 @@ def _lengths(cells: Cells, model: str, protocol: str) -> dict[float, Mapping[int
 def _multiple(log: Estimate, lengths: Mapping[float, object]) -> list[object]:
     if math.isinf(log.mean):
         bound = f"< {min(lengths):g}" if log.mean < 0 else f"> {max(lengths):g}"
-        return [log.n, bound, "-", "-", "-"]
+        return [log.n, bound, "-", "-"]
     low, high = math.exp(log.low), math.exp(log.high)
+    if math.isnan(log.mean):
+        return [log.n, "-", "-", "-"]
     of_fp8 = [number(math.exp(log.mean), ".3f"), interval(low, high, ".3f")]
-    return [log.n, *of_fp8, f"{_overhead_percent(log.mean):+.1f} %", number(log.p, ".2g")]
+    return [log.n, *of_fp8, _overhead_with_interval(log)]
 
 
 def _overhead_with_interval(log: Estimate) -> str:

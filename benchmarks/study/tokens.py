@@ -81,12 +81,13 @@ def overhead(ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> Overhead:
 def effective_multiple(ours: Mapping[int, float], lengths: Mapping[float, Mapping[int, float]]) -> Estimate:
     """Returns P2's log multiple: fp8 reaches the mean final loss of `ours` with exp(it) times the tokens.
 
-    The mean losses of fp8 are fitted by a quadratic in the logarithm of the length. Its uncertainty is a
-    jackknife over seeds, which leaves a seed out of all cells at once.
+    The mean losses of fp8 are fitted by a quadratic in the logarithm of the length. The multiple is relative
+    to that at which the fit has the loss of fp8's own runs of length 1, which the fit need not pass through.
+    The uncertainty is a jackknife over seeds, which leaves a seed out of all cells at once.
 
     Args:
       ours: final losses by seed.
-      lengths: final losses of fp8 by seed, for each length relative to `ours`.
+      lengths: final losses of fp8 by seed, for each length relative to `ours`, 1 among them.
     Special values: the mean is -inf or inf if the loss is above or below those of all lengths; the interval
       is then NaN. Everything is NaN with fewer than three lengths or without a common seed.
     """
@@ -96,7 +97,9 @@ def effective_multiple(ours: Mapping[int, float], lengths: Mapping[float, Mappin
 
     def estimate(chosen: Sequence[int]) -> float:
         means = {m: float(np.mean([losses[s] for s in chosen])) for m, losses in lengths.items()}
-        return _log_length(means, float(np.mean([ours[s] for s in chosen])))
+        found = (float(np.mean([ours[s] for s in chosen])), means[1.0])
+        own, base = (_log_length(means, loss) for loss in found)
+        return own - base
 
     whole = estimate(seeds)
     parts = [estimate([s for s in seeds if s != left]) for left in seeds] if len(seeds) > 1 else []

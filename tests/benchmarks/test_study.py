@@ -282,7 +282,7 @@ def test_token_tables_of_finished_studies():
             runs.append(record(f"{policy}.c", policy, seed, curve[-1][1], "constant-60m", curve))
     found = gather(runs)
     assert "| wgrad | 4 | 0.900 |" in token_tables.decay_tokens(found)
-    assert "| full_sr | 4 | < 0.65 | - | - | - |" in token_tables.decay_tokens(found)
+    assert "| full_sr | 4 | < 0.65 | - | - |" in token_tables.decay_tokens(found)
     assert "| wgrad, 60m constant-60m | 4 | 0 | +10.0 % |" in token_tables.constant_tokens(found)
 
 

@@ -42,17 +42,17 @@ def row(table, *named):
 def test_repeats_show_what_a_run_and_a_device_change():
     first = gather(runs("wgrad.floor", [2.0, 2.1, 2.2]) + runs("fp8.own", [1.9, 1.9]))
     again = gather(runs("wgrad.floor", [2.02, 2.09, 2.23], H200) + runs("fp8.own", [1.9, 1.92]))
-    assert row(repeats.repeats(first, again), "wgrad floor: again - tuned-60m") == [
+    assert row(repeats.repeats(first, again), "wgrad floor, tuned-60m: repeat") == [
         "+0.0200", "-0.0100", "+0.0300", f"{math.sqrt((4 + 1 + 9) / 3 / 2) / 100:.4f}",
     ]  # fmt: skip
     found = repeats.devices(first, again)
     low, high = scipy.stats.t.interval(
         0.95, 2, loc=0.04 / 3, scale=statistics.stdev([0.02, -0.01, 0.03]) / math.sqrt(3)
     )
-    assert row(found, "H200 - H100", "3")[:3] == ["+0.0133", f"{low:+.4f}", f"{high:+.4f}"]
-    assert row(found, "H100 - H100", "2")[0] == "+0.0100"
+    assert row(found, "tuned-60m", "H200 - H100", "3")[:3] == ["+0.0133", f"{low:+.4f}", f"{high:+.4f}"]
+    assert row(found, "tuned-60m", "H100 - H100", "2")[0] == "+0.0100"
     swapped = repeats.devices(again, first)
-    assert row(swapped, "H200 - H100", "3")[0] == "+0.0133"
+    assert row(swapped, "tuned-60m", "H200 - H100", "3")[0] == "+0.0133"
 
 
 def test_claims_are_repeated_with_the_means_of_both_runs():
