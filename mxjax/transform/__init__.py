@@ -126,7 +126,7 @@ class Transformed:
 
     def __call__(self, *args: Any, mxjax_key: jax.Array | None = None, **kwargs: Any) -> Any:
         """Returns f(*args, **kwargs), with products in their policies."""
-        traced = trace(self._f, self._weights, args, kwargs)
+        traced = self._trace(args, kwargs)
         plan = self._plan(traced)
         if self._policy is not None and not any(f.is_product for f in plan.found):
             raise ValueError(
@@ -137,9 +137,21 @@ class Transformed:
             self._check_key(plan, mxjax_key)
         return traced.results.unflatten(evaluate(plan, traced.arrays, Draw(mxjax_key)))
 
-    def report(self, *args: Any, **kwargs: Any) -> Report:
-        """Returns the products that f has for these arguments; arrays may be `jax.ShapeDtypeStruct`."""
-        return Report(self._plan(trace(self._f, self._weights, args, kwargs)).found)
+    def report(self, *args: Any, mxjax_key: jax.Array | None = None, **kwargs: Any) -> Report:
+        """Returns the products that f has for these arguments; arrays may be `jax.ShapeDtypeStruct`.
+
+        It takes the arguments of the call; the key changes nothing in it.
+        """
+        del mxjax_key
+        return Report(self._plan(self._trace(args, kwargs)).found)
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        try:
+            return trace(self._f, self._weights, args, kwargs)
+        except TypeError as error:
+            if "key" not in kwargs or "unexpected keyword argument 'key'" not in str(error):
+                raise
+            raise TypeError(f"{error}; the key of transform's policies is mxjax_key=") from error
 
     @staticmethod
     def _check_key(plan: Plan, key: object) -> None:

@@ -164,6 +164,19 @@ def test_a_key_that_is_missing_or_none_raises():
         transformed(draw(24, 40, seed=2), X, mxjax_key=3)
 
 
+def test_the_report_takes_the_key_of_the_call():
+    transformed = mxjax.transform(lambda w, x: x @ w.T, "full_sr")
+    w, key = draw(24, 40, seed=2), jax.random.key(3)
+    assert transformed.report(w, X, mxjax_key=key) == transformed.report(w, X)
+
+
+@pytest.mark.parametrize("method", ["__call__", "report"])
+def test_a_key_that_the_function_does_not_take_says_how_to_pass_it(method):
+    transformed = mxjax.transform(lambda w, x: x @ w.T, "full_sr")
+    with pytest.raises(TypeError, match="argument 'key'; the key of transform's policies is mxjax_key="):
+        getattr(transformed, method)(draw(24, 40, seed=2), X, key=jax.random.key(3))
+
+
 def test_while_loops_run_and_fold_their_index():
     def f(w, x):
         return lax.while_loop(lambda s: s[1] < 2, lambda s: (jnp.tanh(s[0] @ w), s[1] + 1), (x, 0))[0]
