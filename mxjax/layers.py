@@ -92,11 +92,11 @@ def matching(names: Sequence[str], pattern: str) -> list[str]:
     """
     found = _found(names, pattern)
     if not found:
-        known = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+        known = ", ".join(dict.fromkeys(repr(re.sub(r"\.\d+\.", ".*.", name)) for name in names))
         sliced = _SLICE.fullmatch(pattern)
         count = f"; of {sliced[1]} there are {len(_numbers(names, sliced[1]))}" if sliced else ""
         whole = f"; for all within it write {pattern + '.*'!r}" if _found(names, pattern + ".*") else ""
-        raise ValueError(f"layer pattern {pattern!r} matches none of {', '.join(known)}{count}{whole}")
+        raise ValueError(f"layer pattern {pattern!r} matches none of {known}{count}{whole}")
     return found
 
 

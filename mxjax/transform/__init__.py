@@ -19,6 +19,7 @@ from mxjax.policy import Policy
 from mxjax.recipes import as_policy
 from mxjax.transform import control_flow, products, shapes
 from mxjax.transform.interpreter import Context, Draw, Plan, evaluate, make_plan
+from mxjax.transform.origins import quoted
 from mxjax.transform.report import Report
 from mxjax.transform.tracing import Traced, trace
 
@@ -158,8 +159,8 @@ class Transformed:
         first = next(f for f in plan.found if f.policy is not None and f.policy.needs_key)
         if key is None:
             raise ValueError(
-                f"the policy of {first.weight} draws random bits and needs mxjax_key=; "
-                "pass jax.random.key(0), folded with the step"
+                f"the policy of the weight {quoted(first.paths, ' + ')} draws random bits and needs "
+                "mxjax_key=; pass jax.random.key(0), folded with the step"
             )
         assert first.policy is not None
         check_key(first.policy, key)
@@ -180,9 +181,9 @@ class Transformed:
         multiplied = {path for f in found if f.is_product for path in f.paths}
         for pattern, policy, paths in matched:
             if policy is not None and multiplied.isdisjoint(paths):
-                known = ", ".join(dict.fromkeys(re.sub(r"\d+", "*", path) for path in multiplied)) or "none"
+                known = quoted(dict.fromkeys(re.sub(r"\d+", "*", path) for path in multiplied)) or "none"
                 raise ValueError(
-                    f"the rule {pattern!r} of transform matches {', '.join(paths)}, which no product with an "
+                    f"the rule {pattern!r} of transform matches {quoted(paths)}, which no product with an "
                     f"activation has as its weight; the products' weights are {known}"
                 )
         return plan(path for f in found if f.policy is not None for path in f.paths)

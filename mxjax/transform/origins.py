@@ -75,6 +75,11 @@ def dotted(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".") or "weights"
 
 
+def quoted(paths: Iterable[str], separator: str = ", ") -> str:
+    """Returns paths for a message, in quotes, because that of a tuple's element is a number."""
+    return separator.join(map(repr, paths))
+
+
 def aval(atom: Any) -> Any:
     """Returns the type of a jaxpr's variable or literal: an array's, with dtype and shape."""
     return atom.aval

@@ -14,7 +14,7 @@ from mxjax.layer_dot import with_sharding
 from mxjax.policy import Policy
 from mxjax.ragged import ragged_dot
 from mxjax.transform.interpreter import Context, Draw, Outcome, Planner, plan_other
-from mxjax.transform.origins import CASTS, DATA, Origin, aval, seen
+from mxjax.transform.origins import CASTS, DATA, Origin, aval, quoted, seen
 from mxjax.transform.report import NO_POLICY, Found, policy_name
 
 _MXJAX = "mxjax_matmul"
@@ -94,8 +94,8 @@ def _find(eqn, inputs: list[Origin], weight: int | None, context: Context, unfit
         why = "" if policy else NO_POLICY
     if policy and context.backward:
         raise ValueError(
-            f"transform found a gradient of {' + '.join(paths)} in the function, whose GEMMs it cannot tell "
-            "apart; transform the loss alone, jax.grad(mxjax.transform(loss, ...))"
+            f"transform found a gradient of the weight {quoted(paths, ' + ')} in the function, whose GEMMs "
+            "it cannot tell apart; transform the loss alone, jax.grad(mxjax.transform(loss, ...))"
         )
     return Found(context.start, eqn.primitive.name, paths, operands, policy, why)
 
@@ -103,7 +103,7 @@ def _find(eqn, inputs: list[Origin], weight: int | None, context: Context, unfit
 def _policy_of(paths: tuple[str, ...], context: Context) -> Policy | None:
     policies = {path: context.policies[path] for path in paths}
     if len(set(policies.values())) > 1:
-        each = ", ".join(f"{path}: {policy_name(policy)}" for path, policy in policies.items())
+        each = ", ".join(f"{path!r}: {policy_name(policy)}" for path, policy in policies.items())
         raise ValueError(
             f"transform found one product of several parameters with different policies, {each}; "
             "give them the same by a rule"

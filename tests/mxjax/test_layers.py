@@ -26,7 +26,7 @@ def test_a_rule_takes_a_policy_as_well_as_a_name():
 
 
 def test_a_pattern_that_matches_nothing_is_an_error():
-    with pytest.raises(ValueError, match=r"'block\.\*' matches none of blocks\.\*\.up, "):
+    with pytest.raises(ValueError, match=r"'block\.\*' matches none of 'blocks\.\*\.up', "):
         resolve(NAMES, get_policy("wgrad"), [("block.*", get_policy("bf16"))])
 
 
@@ -49,7 +49,7 @@ def test_brackets_count_blocks_by_number_not_by_letter():
 
 @pytest.mark.parametrize("pattern", ["blocks[4].*", "blocks[-5].*", "blocks[2:2].*", "blocks[:2].left"])
 def test_a_slice_that_holds_no_layer_is_an_error(pattern):
-    with pytest.raises(ValueError, match=r"matches none of blocks\.\*\.up, .*of blocks there are 4"):
+    with pytest.raises(ValueError, match=r"matches none of 'blocks\.\*\.up', .*of blocks there are 4"):
         resolve(NAMES, get_policy("wgrad"), [(pattern, get_policy("bf16"))])
 
 

@@ -16,6 +16,7 @@ PARAMS = {
     "head": draw(40, 8, seed=5),
     "norm": draw(40, seed=6),
 }
+PAIR = PARAMS["blocks"][0]["up"], PARAMS["blocks"][0]["down"]
 
 
 def loss(params, x):
@@ -158,7 +159,9 @@ def test_keys_are_folded_by_product_and_loop_index():
 
 def test_a_key_that_is_missing_or_none_raises():
     transformed = mxjax.transform(lambda w, x: x @ w.T, "full_sr")
-    with pytest.raises(ValueError, match="policy of weights draws random bits and needs mxjax_key="):
+    with pytest.raises(
+        ValueError, match="policy of the weight 'weights' draws random bits and needs mxjax_key="
+    ):
         transformed(draw(24, 40, seed=2), X)
     with types_unchecked(), pytest.raises(TypeError, match="key must be a JAX key, got 3"):
         transformed(draw(24, 40, seed=2), X, mxjax_key=3)
@@ -229,6 +232,10 @@ def sgd(params, x):
     return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params, x))
 
 
+def sgd_of_a_tuple(params, x):
+    return jax.grad(lambda params: jnp.sum((x @ params[0] @ params[1]) ** 2))(params)
+
+
 def merged(params, x):
     return x @ jnp.concatenate([block["up"] for block in params["blocks"]], axis=1)
 
@@ -236,19 +243,35 @@ def merged(params, x):
 @pytest.mark.parametrize(
     ("f", "args", "options", "message"),
     [
-        (loss, (PARAMS, X), {"rules": [("*haed*", None)]}, r"'\*haed\*' matches none of blocks.\*.down"),
+        (loss, (PARAMS, X), {"rules": [("*haed*", None)]}, r"'\*haed\*' matches none of 'blocks.\*.down'"),
         (
             loss,
             (PARAMS, X),
             {"rules": [("norm", "fp8")]},
-            "'norm' of transform matches norm, which no product",
+            "'norm' of transform matches 'norm', which no product",
         ),
         (loss, (PARAMS, X), {"policy": "wgrda"}, "did you mean 'wgrad'"),
         (sgd, (PARAMS, X), {}, "transform the loss alone, jax.grad"),
-        (merged, (PARAMS, X), {"rules": [("blocks[0].*", "fp8")]}, "blocks.0.up: fp8, blocks.1.up: wgrad"),
+        (sgd_of_a_tuple, (PAIR, X), {}, "found a gradient of the weight '1' in the"),
+        (sgd_of_a_tuple, (PAIR, X), {"rules": [("2", "fp8")]}, "'2' matches none of '0', '1'"),
+        (
+            merged,
+            (PARAMS, X),
+            {"rules": [("blocks[0].*", "fp8")]},
+            "'blocks.0.up': fp8, 'blocks.1.up': wgrad",
+        ),
         (loss, (PARAMS,), {"weights": 1}, "from positional argument 1, but 1 arrived"),
     ],
-    ids=["no parameter", "no product", "policy", "gradient", "several policies", "argument"],
+    ids=[
+        "no parameter",
+        "no product",
+        "policy",
+        "gradient",
+        "a tuple's",
+        "no element",
+        "several policies",
+        "argument",
+    ],
 )
 def test_what_does_not_fit_raises(f, args, options, message):
     with types_unchecked(), pytest.raises(ValueError, match=message):
