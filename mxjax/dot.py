@@ -9,6 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from mxjax.arguments import check_arrays
 from mxjax.batching import product_of
 from mxjax.implementations import Implementation, implementations_of
 from mxjax.keys import check_one_key
@@ -71,7 +72,8 @@ def dot(
     Raises:
       ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
         random bits without a key.
-      TypeError: x, w or the result's dtype is not floating point, or key is not a JAX key; forward mode.
+      TypeError: x or w is no array or in another dtype, such as FP8, the result's dtype is not floating
+        point, or key is not a JAX key; forward mode.
       NotImplementedError: an implementation that does not run here or does not take the policy's formats; a
         second derivative.
     Source: arXiv 2605.09825, section 3; arXiv 2502.20586, algorithm 3.
@@ -159,16 +161,6 @@ def _dot_general(
     return on_auto_axes(product, lhs, rhs, key, kept=((*lhs_batch, *lhs_free), rhs_free))
 
 
-def check_arrays(function: str, **arrays: object) -> None:
-    """Raises TypeError if one of the named arguments of `function` is not an array."""
-    for name, x in arrays.items():
-        if not hasattr(x, "ndim"):
-            convert = "mxjax.dequantize" if isinstance(x, MXArray) else "jnp.asarray"
-            raise TypeError(
-                f"{function} needs {name} to be an array, not {type(x).__name__}; pass {convert}({name})"
-            )
-
-
 def check_key(policy: Policy, key: object) -> None:
     """Raises ValueError if the policy needs a key and there is none, TypeError if `key` is no JAX key."""
     if policy.needs_key and key is None:
@@ -176,24 +168,27 @@ def check_key(policy: Policy, key: object) -> None:
             f"the policy draws random bits in {policy.drawing} and needs key=; "
             "pass jax.random.key(0), folded with the step and the layer"
         )
-    if key is None:
-        return
-    if not isinstance(key, jax.Array | np.ndarray):
-        raise TypeError(
-            f"key must be a JAX key, got {key!r}; pass jax.random.key(0), folded with the step and the layer"
-        )
-    check_one_key(key)
+    if key is not None:
+        check_one_key(key)
 
 
 def check_floating(lhs: AnyArray | MXArray, rhs: AnyArray | MXArray, dtype: DTypeLike | None) -> None:
-    """Raises TypeError unless both operands and the result's dtype are floating point."""
+    """Raises TypeError unless the operands are float32, bfloat16 or float16, and the result floating point.
+
+    float64, where JAX has it enabled, is accepted too.
+    """
     for name, x in (("lhs (x)", lhs), ("rhs (w)", rhs)):
-        if not isinstance(x, MXArray) and not jnp.issubdtype(x.dtype, jnp.floating):
+        if not isinstance(x, MXArray) and not _is_operand(x.dtype):
             raise TypeError(
-                f"mxjax.dot needs floating-point operands, but {name} is {x.dtype}; cast it first"
+                f"mxjax.dot needs float32, bfloat16 or float16, but {name} is {x.dtype}; cast it first"
             )
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"mxjax.dot needs a floating-point preferred_element_type, got {jnp.dtype(dtype)}")
+
+
+def _is_operand(dtype: DTypeLike) -> bool:
+    """Whether a dtype is floating point of 16 bits or more: narrower ones need scales."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
 def check_axes(lhs, rhs, dimension_numbers: DimensionNumbers) -> None:

@@ -7,7 +7,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from mxjax.dot import check_arrays, dot_general
+from mxjax.arguments import check_arrays
+from mxjax.dot import dot_general
 from mxjax.implementations import Implementation
 from mxjax.policy import Policy
 

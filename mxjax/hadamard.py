@@ -14,6 +14,8 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 from numpy.lib.array_utils import normalize_axis_index
 
+from mxjax.arguments import check_arrays, check_tensor
+
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -23,6 +25,7 @@ def hadamard_matrix(n: int) -> Float32[Array, "n n"]:
     Raises:
       ValueError: n is not a power of two from 2 to 256.
     """
+    _check_size("hadamard_matrix", "n", n)
     return rotate(jnp.eye(n, dtype=jnp.float32), n)
 
 
@@ -52,16 +55,30 @@ def rotate(
       signs: `size` values of +1 or -1, the same for every run.
     Special values: NaN and infinity make their whole run NaN or infinite.
     Raises:
-      ValueError: a size that is not such a power of two, or an axis that it does not divide.
+      ValueError: a size that is not such a power of two, an axis that it does not divide, signs of another
+        shape, or an x without axes.
+      TypeError: x or signs is no array, or x is not floating point.
     Source: Sylvester (1867); for MXFP4 training arXiv 2502.20586, arXiv 2605.09825.
     """
+    check_tensor("rotate", x)
+    _check_size("rotate", "size", size)
+    if signs is not None:
+        check_arrays("rotate", signs=signs)
+        if signs.shape != (size,):
+            raise ValueError(
+                f"rotate needs signs of shape ({size},), one for each element of a run, got {signs.shape}; "
+                f"pass mxjax.random_signs(key, {size})"
+            )
     return _rotate(x, size, axis, signs)
+
+
+def _check_size(function: str, name: str, size: object) -> None:
+    if not isinstance(size, int | np.integer) or size not in SIZES:
+        raise ValueError(f"{function} needs {name} to be one of {SIZES}, got {size!r}")
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _rotate(x, size: int, axis: int, signs) -> Float32[Array, "*shape"]:
-    if size not in SIZES:
-        raise ValueError(f"rotate needs size to be one of {SIZES}, got {size}")
     axis = normalize_axis_index(axis, x.ndim)
     before, length, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
     if length % size:

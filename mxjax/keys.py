@@ -15,8 +15,12 @@ def as_key(key: jax.Array) -> Key[Array, "*shape"]:
     return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
 
 
-def check_one_key(key: jax.Array | np.ndarray) -> None:
-    """Raises TypeError unless an array is one JAX key, typed or of `jax.random.PRNGKey`."""
+def check_one_key(key: object) -> None:
+    """Raises TypeError unless `key` is one JAX key, typed or of `jax.random.PRNGKey`."""
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise TypeError(
+            f"key must be a JAX key, got {key!r}; pass jax.random.key(0), folded with the step and the layer"
+        )
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if key.ndim != (0 if is_typed else 1) or not (is_typed or key.dtype == jnp.uint32):
         raise TypeError(

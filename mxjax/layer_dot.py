@@ -12,7 +12,8 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from mxjax.dot import DimensionNumbers, check_arrays, check_axes, check_key, dot_general
+from mxjax.arguments import check_arrays
+from mxjax.dot import DimensionNumbers, check_axes, check_key, dot_general
 from mxjax.implementations import Implementation
 from mxjax.operand import check_choice
 from mxjax.policy import Policy

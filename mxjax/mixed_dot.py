@@ -18,7 +18,8 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from mxjax.dot import AnyArray, check_arrays, check_floating, dot, result_dtype
+from mxjax.arguments import check_arrays
+from mxjax.dot import AnyArray, check_floating, dot, result_dtype
 from mxjax.implementations import Implementation
 from mxjax.keys import fold
 from mxjax.policy import Policy

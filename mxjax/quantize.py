@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped, UInt8
 from numpy.lib.array_utils import normalize_axis_index
 
+from mxjax.arguments import check_has_axis, check_tensor
 from mxjax.blocks import BlockShape, block_max, block_std, pad, resolve_block_shape, spread
 from mxjax.formats import E2M1, Element, Format, FormatName, get_format
 from mxjax.keys import check_one_key
@@ -113,10 +114,12 @@ def quantize(
       `fp4_e1m2`) that bound is 2**-122, and one NaN or infinity makes the block NaN. An NVFP4 block becomes
       zero if its maximum is so far below the tensor's that its E4M3 scale is zero; a UE5M3 scale is then 1.
     Raises:
-      ValueError: unknown format, rule or rounding; stochastic rounding without a key; bad block_shape.
-      TypeError: x is not floating point.
+      ValueError: unknown format, rule or rounding; stochastic rounding without a key; bad block_shape; an
+        axis that x does not have.
+      TypeError: x is no array or not floating point; key is not one JAX key.
     Source: OCP MX v1.0, section 6.3; arXiv 2605.09825, appendix.
     """
+    check_tensor("quantize", x)
     operand = Operand(block_shape=block_shape, scale_rule=scale_rule, rounding=rounding, prescale=prescale)
     if not isinstance(format, Operand):
         operand = dataclasses.replace(operand, format=format)
@@ -124,7 +127,7 @@ def quantize(
         operand = format
     else:
         raise ValueError(f"quantize takes the options of the operand {format}; leave the others out")
-    if isinstance(key, jax.Array | np.ndarray):
+    if key is not None:
         check_one_key(key)
     return _quantize(x, operand, axis, key)
 
@@ -145,13 +148,15 @@ def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*sha
       after a prescale, took a magnitude near float32's largest up to 2**128 or more. Values that are
       subnormal in float32 are kept with E8M0 scales; a GEMM on the CPU counts them as zero.
     Raises:
-      TypeError: q is no MXArray.
+      TypeError: q is no MXArray, or dtype is not floating point.
     """
     if not isinstance(q, MXArray):
         raise TypeError(
             f"dequantize needs the MXArray that quantize returns, got {type(q).__name__}; packed bytes have "
             "no scales: dataclasses.replace(q, elements=mxjax.unpack(packed))"
         )
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise TypeError(f"dequantize needs a floating-point dtype, got {jnp.dtype(dtype)}; pass jnp.float32")
     return _dequantize(q, dtype)
 
 
@@ -168,23 +173,35 @@ def pack(q: MXArray | Shaped[Array, "*shape"], *, axis: int = -1) -> UInt8[Array
       q: quantized tensor, or its `float4_e2m1fn` elements. An axis of odd length is padded with a zero.
       axis: axis to pack if `q` is elements; ignored for a quantized tensor.
     Raises:
-      ValueError: the elements are not 4-bit.
+      ValueError: the elements are no array in `float4_e2m1fn`, or have no axis.
     """
     elements, axis = (q.elements, q.axis) if isinstance(q, MXArray) else (q, axis)
-    if elements.dtype != jnp.float4_e2m1fn:
-        raise ValueError(
-            f"pack needs float4_e2m1fn elements, got {elements.dtype}; quantize to mxfp4 or nvfp4"
-        )
+    if (got := _dtype_name(elements)) != "float4_e2m1fn":
+        raise ValueError(f"pack needs float4_e2m1fn elements, got {got}; quantize to mxfp4 or nvfp4")
+    check_has_axis("pack", elements)
     axis = normalize_axis_index(axis, elements.ndim)
     return pack_codes(lax.bitcast_convert_type(elements, jnp.uint4).astype(jnp.uint8), axis)
 
 
 def unpack(packed: UInt8[Array, "*packed"], *, axis: int = -1) -> Shaped[Array, "*shape"]:
-    """Returns the `float4_e2m1fn` elements that `pack` packed along `axis`."""
+    """Returns the `float4_e2m1fn` elements that `pack` packed along `axis`.
+
+    Raises:
+      TypeError: packed is no array of uint8.
+      ValueError: packed has no axis.
+    """
+    if (got := _dtype_name(packed)) != "uint8":
+        raise TypeError(f"unpack needs the uint8 array that pack returns, got {got}; pass mxjax.pack(q)")
+    check_has_axis("unpack", packed)
     axis = normalize_axis_index(axis, packed.ndim)
     codes = jnp.stack([packed & 0xF, packed >> 4], axis=axis + 1).astype(jnp.uint4)
     shape = (*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
     return lax.bitcast_convert_type(codes.reshape(shape), jnp.float4_e2m1fn)
+
+
+def _dtype_name(x: object) -> str:
+    """Returns the dtype of an array, or the type of anything else."""
+    return str(getattr(x, "dtype", type(x).__name__))
 
 
 def pack_codes(codes: UInt8[Array, "*shape"], axis: int) -> UInt8[Array, "*packed"]:
@@ -203,8 +220,6 @@ def quantize_unpacked(
     This is `quantize` without its last step, because GEMMs read values. `key` is for stochastic rounding of
     elements, and of scales under EDEN.
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"quantize needs a floating-point tensor, got {x.dtype}; cast it")
     f = get_format(operand.format)
     axis = normalize_axis_index(axis, x.ndim) - x.ndim
     block_shape = resolve_block_shape(f, operand.block_shape, x.ndim, axis)

@@ -15,9 +15,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, Shaped
 
+from mxjax.arguments import check_arrays
 from mxjax.blocks import resolve_block_shape
 from mxjax.derivatives import first_order_only, without_forward_mode
-from mxjax.dot import check_arrays, check_floating, check_key, result_dtype
+from mxjax.dot import check_floating, check_key, result_dtype
 from mxjax.estimators import gradients_read_tensors
 from mxjax.expert_chunks import places_of
 from mxjax.expert_products import matmul_experts

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from mxjax.dot import check_arrays, dot
+from mxjax.arguments import check_arrays
+from mxjax.dot import dot
 from mxjax.formats import get_format
 from mxjax.gemm_input import as_backward_sees, gemm_inputs, part_of, quantize_input
 from mxjax.implementations import Implementation

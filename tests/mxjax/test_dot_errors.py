@@ -75,10 +75,16 @@ def test_shapes_that_do_not_match_raise(x_shape, w_shape):
 
 
 @pytest.mark.parametrize(
-    ("x_dtype", "w_dtype", "name"), [("int32", "float32", "x"), ("float32", "int8", "w")]
+    ("x_dtype", "w_dtype", "name"),
+    [
+        ("int32", "float32", "x"),
+        ("float32", "int8", "w"),
+        ("float8_e4m3fn", "float32", "x"),
+        ("float32", "float4_e2m1fn", "w"),
+    ],
 )
-def test_integers_raise(x_dtype, w_dtype, name):
-    with pytest.raises(TypeError, match=rf"floating-point operands, but .hs \({name}\) is int"):
+def test_other_dtypes_raise(x_dtype, w_dtype, name):
+    with pytest.raises(TypeError, match=rf"bfloat16 or float16, but .hs \({name}\) is (int|float)[348]"):
         mxjax.dot(jnp.ones((4, 5), x_dtype), jnp.ones((5, 3), w_dtype), policy="wgrad")
 
 

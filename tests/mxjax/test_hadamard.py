@@ -135,9 +135,28 @@ def test_rotate_refuses_a_size_that_is_no_power_of_two(size):
         mxjax.rotate(np.ones((2, 1536), np.float32), size)
 
 
-def test_matrix_refuses_a_size_that_is_no_power_of_two():
-    with pytest.raises(ValueError, match="got 12"):
-        mxjax.hadamard_matrix(12)
+def test_matrix_names_itself_where_it_refuses_a_size():
+    with pytest.raises(ValueError, match=r"hadamard_matrix needs n to be one of .*256.*, got 3"):
+        mxjax.hadamard_matrix(3)
+
+
+X = np.ones((2, 32), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: mxjax.rotate([1.0, 2.0], 2), TypeError, "x to be an array, not list; pass jnp"),
+        (lambda: mxjax.rotate(X.astype(np.int32)), TypeError, "floating-point tensor, got int32; cast it"),
+        (lambda: mxjax.rotate(np.float32(1), 2), ValueError, "rotate needs an array with an axis"),
+        (lambda: mxjax.rotate(X, 16.0), ValueError, "size to be one of .*, got 16.0"),
+        (lambda: mxjax.rotate(X, 16, signs=np.ones(8, np.float32)), ValueError, r"shape \(16,\).*got \(8,\)"),
+        (lambda: mxjax.rotate(X, 16, signs=[1.0] * 16), TypeError, r"pass jnp\.asarray\(signs\)"),
+    ],
+)
+def test_rotate_refuses_other_arguments(call, error, message):
+    with oracles.types_unchecked(), pytest.raises(error, match=message):
+        call()
 
 
 def test_rotate_refuses_an_axis_that_the_size_does_not_divide():

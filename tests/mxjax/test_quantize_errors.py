@@ -1,5 +1,6 @@
 """Arguments that `quantize` refuses, and the texts of its errors."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import oracles
@@ -39,6 +40,38 @@ def test_bad_arguments_are_refused(arguments, message):
 def test_dequantize_takes_what_quantize_returns(made):
     with oracles.types_unchecked(), pytest.raises(TypeError, match="needs the MXArray that quantize returns"):
         mxjax.dequantize(made(np.ones(64, np.float32)))
+
+
+X = np.ones((3, 64), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: mxjax.quantize([1.0, 2.0]),
+            TypeError,
+            r"x to be an array, not list; pass jnp\.asarray\(x\)",
+        ),
+        (lambda: mxjax.quantize(mxjax.quantize(X)), TypeError, r"pass mxjax\.dequantize\(x\)"),
+        (
+            lambda: mxjax.quantize(jnp.float32(1)),
+            ValueError,
+            "quantize needs an array with an axis, got a scalar",
+        ),
+        (lambda: mxjax.quantize(X, key=3), TypeError, "must be a JAX key, got 3"),
+        (lambda: mxjax.dequantize(mxjax.quantize(X), jnp.int8), TypeError, "floating-point dtype, got int8"),
+        (lambda: mxjax.pack([1.0]), ValueError, "pack needs float4_e2m1fn elements, got list"),
+        (lambda: mxjax.pack(X), ValueError, "elements, got float32; quantize to mxfp4"),
+        (lambda: mxjax.pack(jnp.ones((), "float4_e2m1fn")), ValueError, "pack needs an array with an axis"),
+        (lambda: mxjax.unpack(X), TypeError, "the uint8 array that pack returns, got float32"),
+        (lambda: mxjax.unpack(mxjax.quantize(X)), TypeError, r"got MXArray; pass mxjax\.pack\(q\)"),
+        (lambda: mxjax.unpack(jnp.uint8(1)), ValueError, "unpack needs an array with an axis"),
+    ],
+)
+def test_what_is_no_such_array_is_refused(call, error, message):
+    with oracles.types_unchecked(), pytest.raises(error, match=message):
+        call()
 
 
 def test_square_blocks_need_two_axes():

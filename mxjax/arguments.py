@@ -1,0 +1,29 @@
+"""Checks of the arguments of functions that users call; inside `jit` they run while it traces."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+
+def check_arrays(function: str, **arrays: object) -> None:
+    """Raises TypeError if one of the named arguments of `function` is not an array."""
+    for name, x in arrays.items():
+        if not hasattr(x, "ndim"):
+            convert = "mxjax.dequantize" if type(x).__name__ == "MXArray" else "jnp.asarray"
+            raise TypeError(
+                f"{function} needs {name} to be an array, not {type(x).__name__}; pass {convert}({name})"
+            )
+
+
+def check_tensor(function: str, x: Any) -> None:
+    """Raises TypeError unless x is an array in floating point, ValueError if it has no axis."""
+    check_arrays(function, x=x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{function} needs a floating-point tensor, got {x.dtype}; cast it to float32")
+    check_has_axis(function, x)
+
+
+def check_has_axis(function: str, x: Any) -> None:
+    """Raises ValueError for an array without axes."""
+    if not x.ndim:
+        raise ValueError(f"{function} needs an array with an axis, got a scalar; reshape it to (1,)")
