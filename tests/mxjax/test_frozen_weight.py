@@ -1,6 +1,7 @@
 """`dot` of an `MXArray`, a frozen weight: the products of its values, and neither Wgrad nor its residual."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,30 @@ def test_the_fprop_multiplies_its_very_values():
 @pytest.mark.parametrize("q", [mxjax.quantize(W, "nvfp4", axis=0), mxjax.quantize(W, axis=1, prescale=0.75)])
 def test_any_format_and_axis_will_do(q):
     assert_same(y_and_dx(X, q, DY, "fp8"), y_and_dx(X, mxjax.dequantize(q), DY, "fp8"))
+
+
+def test_blocks_along_the_other_axis_are_warned_of():
+    q = mxjax.quantize(W)
+    with pytest.warns(UserWarning, match=r"4 bits twice.*mxjax\.quantize\(w, axis=0\)"):
+        mxjax.dot(X, q, policy="wgrad")
+    with pytest.warns(UserWarning, match="4 bits twice"):
+        jax.eval_shape(jax.vmap(lambda x: mxjax.dot(x, q, policy="fprop")), X)
+
+
+@pytest.mark.parametrize(
+    ("q", "policy"),
+    [
+        (mxjax.quantize(W), "bf16"),
+        (mxjax.quantize(W), "fp8"),
+        (mxjax.quantize(W), "quartet"),  # rotates
+        (mxjax.quantize(W, "mxfp8_e4m3"), "wgrad"),
+        (mxjax.quantize(W, block_shape=(32, 32)), "wgrad"),
+    ],
+)
+def test_other_weights_are_not(q, policy):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(lambda: mxjax.dot(X, q, policy=policy, key=jax.random.key(0)))
 
 
 def test_the_result_has_the_dtype_of_x():
