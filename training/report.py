@@ -5,12 +5,14 @@ import statistics
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from mxjax.implementations import choose_implementation
 from training import memory
 from training.config import Config
 from training.deoscillation import parse_deoscillation
 from training.device_memory import gib, memory_limit
+from training.learning_rate import learning_rate
 from training.mesh import make_mesh
 from training.metrics import in_words
 from training.outliers import parse_outliers, remove_outliers
@@ -35,6 +37,7 @@ def introduction(run: Run, estimate: str) -> str:
             f"implementation {choose_implementation(config.precision.implementation)}",
             estimate,
             *late_flags(config),
+            *low_learning_rate(config),
         ]
     )
 
@@ -55,6 +58,18 @@ def late_flags(config: Config) -> list[str]:
         f"warning: {flag} has no effect with --steps {config.steps}: its START is {start}, and {does} {first}"
         for flag, start, does, first in begins
         if first > config.steps
+    ]
+
+
+def low_learning_rate(config: Config) -> list[str]:
+    """Returns a warning if the run ends before its warm-up, with the highest learning rate it reaches."""
+    warmup, steps = config.optimizer.warmup_steps, config.steps
+    if warmup < steps:
+        return []
+    highest = np.asarray(learning_rate(config.optimizer, steps, np)(steps - 1))
+    return [
+        f"warning: --warmup-steps {warmup} does not end within --steps {steps}: the highest learning rate is "
+        f"{highest:.4g}, not --lr {config.optimizer.lr:g}"
     ]
 
 

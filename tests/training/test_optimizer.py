@@ -10,9 +10,11 @@ import pytest
 
 from models import llama
 from models.configs import LlamaConfig
-from training.config import OptimizerConfig
+from training.command_line import parse
+from training.config import Config, OptimizerConfig
 from training.learning_rate import learning_rate
 from training.optimizer import decayed, keeps_finite, make_optimizer
+from training.report import low_learning_rate
 
 
 def test_warm_up_and_cosine():
@@ -28,6 +30,15 @@ def test_warm_up_and_cosine():
     on_host = learning_rate(config, 1_200_000, np)
     for step in (0, 63, 128, 5000, 1_200_000):
         np.testing.assert_allclose(on_host(step), schedule(step), rtol=1e-5)
+
+
+def test_a_warm_up_that_outlasts_the_run_is_named_with_the_highest_learning_rate():
+    [said] = low_learning_rate(parse(["--steps", "3", "--warmup-steps", "500", "--lr", "1"]))
+    assert said.startswith("warning: --warmup-steps 500 does not end within --steps 3: ")
+    assert said.endswith(f"the highest learning rate is {3 / 501:.4g}, not --lr 1")
+    assert len(low_learning_rate(Config(steps=30))) == 1
+    assert low_learning_rate(Config(steps=31)) == []
+    assert low_learning_rate(Config(steps=300, stop_after=3)) == []
 
 
 def test_only_the_norms_do_not_decay():
