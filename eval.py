@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import dataclasses
 import difflib
+import functools
 import pathlib
 import sys
 from typing import Any
@@ -160,7 +161,7 @@ def command(name: str, argv: list[str]) -> None:
     Of a diagnosis that line has the numbers over all layers; `--out` writes those of every layer.
     """
     program = f"eval.py {name}"
-    arguments = flags(lambda: tyro.cli(COMMANDS[name], args=argv, prog=program), program)
+    arguments = flags(lambda words: tyro.cli(COMMANDS[name], args=words, prog=program), argv, program)
     if isinstance(arguments, DiagnoseConfig):
         result = totals(diagnose_run(arguments))
     elif isinstance(arguments, CompareConfig):
@@ -181,7 +182,8 @@ def evaluate_run(argv: list[str]) -> None:
     if close and not pathlib.Path(first).exists():
         print(f"eval.py: error: {first} is no run; did you mean eval.py {close[0]}?", file=sys.stderr)
         sys.exit(2)
-    result = main(flags(lambda: tyro.cli(EvalConfig, args=argv, prog="eval.py", description=__doc__)))
+    parse = functools.partial(tyro.cli, EvalConfig, prog="eval.py", description=__doc__)
+    result = main(flags(lambda words: parse(args=words), argv))
     show(
         f"step {result['step']}  policy {result['policy']}  eval loss {result['eval_loss']:.4f}  "
         f"perplexity {result['eval_perplexity']:.3f}  over {result['eval_tokens']:,} tokens",

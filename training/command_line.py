@@ -71,7 +71,7 @@ def parse(argv: list[str] | None = None) -> Config:
         elif known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
     description = "Train a Llama in MXFP4."
-    return flags(lambda: tyro.cli(Config, args=argv, default=default, description=description))
+    return flags(lambda words: tyro.cli(Config, args=words, default=default, description=description), argv)
 
 
 def _begun_run(folder: pathlib.Path) -> Config | None:

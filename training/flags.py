@@ -12,6 +12,8 @@ from training.startup import output_errors, program_name
 _BORDER = re.compile(r"^[ │] ?| *│?$")
 _INDENT = "    "
 _CHANGE = re.compile(r"[\w*]+\.[\w.*]+=")  # of a field of a policy
+_UNKNOWN = re.compile("Unrecognized options: .*--[\\w-]+=")
+_SUGGESTION = "; did you mean "
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -23,25 +25,48 @@ class FlagError(SystemExit):
         self.message = message
 
 
-def flags[T](parse: Callable[[], T], program: str | None = None) -> T:
+def flags[T](
+    parse: Callable[[list[str]], T], argv: Sequence[str] | None = None, program: str | None = None
+) -> T:
     """Parses flags by tyro, and ends the program with one line if they are wrong.
 
     Args:
-      parse: calls tyro; its result is returned.
+      parse: calls tyro with these arguments; its result is returned.
+      argv: the arguments. Default: the running program's.
       program: the name in messages, and the command that takes `--help`. Default: the running program's.
     Raises:
       FlagError: tyro refuses the command line; one line on standard error says why.
     """
-    program = program or program_name()
+    words = [*(sys.argv[1:] if argv is None else argv)]
     errors = io.StringIO()
     try:
         with output_errors(), contextlib.redirect_stderr(errors):
-            return parse()
+            return parse(words)
     except SystemExit as error:
         if error.code != 2:
             raise
-        message = in_one_line(errors.getvalue())
-    raise refusal(message, program)
+    message = in_one_line(errors.getvalue())
+    if _UNKNOWN.match(message) and _SUGGESTION not in message:
+        message += _suggestion(parse, words, message)
+    raise refusal(message, program or program_name())
+
+
+def _suggestion(parse: Callable[[list[str]], object], words: list[str], message: str) -> str:
+    """Returns what tyro suggests for unknown flags that a message has with their values.
+
+    Its suggestions compare the whole of `--flag=value` with the names of flags, so it gets the flag alone.
+    Alone it may be right, as --help is.
+    """
+    unknown = set(re.findall(r"(--[\w-]+)=", message))
+    names = [word.partition("=")[0] for word in words]
+    alone = [name if name in unknown else word for name, word in zip(names, words, strict=True)]
+    errors, help_of_all = io.StringIO(), contextlib.redirect_stdout(io.StringIO())
+    with contextlib.redirect_stderr(errors), help_of_all, contextlib.suppress(SystemExit):
+        parse(alone)
+    if not errors.getvalue():
+        return f"{_SUGGESTION}{' or '.join(sorted(unknown))}?"
+    _, suggests, similar = in_one_line(errors.getvalue()).partition(_SUGGESTION)
+    return suggests + similar
 
 
 def check_lists(argv: Sequence[str]) -> None:
@@ -80,7 +105,7 @@ def in_one_line(box: str) -> str:
         if title.startswith(("Perhaps you meant", "Arguments similar")) and line.startswith(f"{_INDENT}--")
     ]
     if similar:
-        message += f"; did you mean {' or '.join(dict.fromkeys(similar))}?"
+        message += f"{_SUGGESTION}{' or '.join(dict.fromkeys(similar))}?"
     commands = [" ".join(part).strip() for part in others if part[0].startswith("Available subcommands")]
     return "; ".join([message, *commands])
 

@@ -32,7 +32,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # the weights need no accelerator
     commands = {"import": _later(import_checkpoint), "export": _later(export_checkpoint)}
     parse = tyro.extras.subcommand_cli_from_dict
-    run = flags(lambda: parse(commands, prog=PROGRAM, description=__doc__), PROGRAM)
+    run = flags(lambda words: parse(commands, args=words, prog=PROGRAM, description=__doc__), program=PROGRAM)
     with unwinding_signals(), input_errors():
         config = run()
     with output_errors():

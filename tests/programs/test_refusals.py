@@ -54,6 +54,9 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
     [
         ("--lrx 3", "Unrecognized options: --lrx, 3; did you mean --lr?; see"),
         ("--stps 1 --oot x", "Unrecognized options: --stps, 1, --oot, x; did you mean --"),
+        ("--polcy=bf16 --sed=a=b", "options: --polcy=bf16, --sed=a=b; did you mean --"),
+        ("--help=3", "Unrecognized options: --help=3; did you mean --help?; see"),
+        ("--zzzzz=3", "Unrecognized options: --zzzzz=3; see"),
         ("--steps 1.5", "Error parsing --steps: invalid literal for int() with base 10: '1.5'; see"),
         ("--remat x", "Expected one of ('none', 'dots', 'fp4', 'full'); see"),
         ("--warmup-steps 2147483647", "--warmup-steps must be at least 0 and less than 2**31 - 1, got"),
@@ -71,6 +74,13 @@ def test_wrong_flags_are_one_line(flags, said, capsys):
     assert said in errors
     assert errors.count("\n") == 1
     assert errors.endswith("--help\n")
+
+
+@pytest.mark.parametrize("flag", ["--polcy=bf16", "--polcy bf16"])
+def test_eval_suggests_the_closest_flag(flag, capsys):
+    with pytest.raises(SystemExit):
+        evaluation_program.run_command(["runs/any", *flag.split()])
+    assert "did you mean --policy?; see" in capsys.readouterr().err
 
 
 def test_a_folder_after_a_change_may_have_an_equals_sign():

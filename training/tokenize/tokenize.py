@@ -203,7 +203,9 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     program, description = "python -m training.tokenize", "Turn text into a Megatron indexed dataset."
     config = flags(
-        lambda: tyro.cli(TokenizeConfig, args=argv, prog=program, description=description), program
+        lambda words: tyro.cli(TokenizeConfig, args=words, prog=program, description=description),
+        argv,
+        program,
     )
     with unwinding_signals("the same command continues where it ended"), input_errors():
         record = tokenize(config)
