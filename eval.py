@@ -37,7 +37,7 @@ from training.files import write_atomically
 from training.flags import check_lists, flags
 from training.metrics import json_line
 from training.outliers import has_outliers
-from training.restored import Restored, RunArguments, describe, restore
+from training.restored import Restored, RunArguments, describe, in_words, restore
 from training.sampling import SampleConfig, sample
 from training.startup import output_errors
 from training.step import evaluate, make_eval_step
@@ -185,7 +185,7 @@ def evaluate_run(argv: list[str]) -> None:
     parse = functools.partial(tyro.cli, EvalConfig, prog="eval.py", description=__doc__)
     result = main(flags(lambda words: parse(args=words), argv))
     show(
-        f"step {result['step']}  policy {result['policy']}  eval loss {result['eval_loss']:.4f}  "
+        f"step {result['step']}  policy {in_words(result)}  eval loss {result['eval_loss']:.4f}  "
         f"perplexity {result['eval_perplexity']:.3f}  over {result['eval_tokens']:,} tokens",
         json_line(result),
     )

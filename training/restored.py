@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import pathlib
+import shlex
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -28,6 +30,7 @@ from training.outliers import (
 from training.policy_record import from_record
 from training.policy_schedule import Phase, phase_at, phases_of, with_exceptions, with_scale_rule
 from training.run_config import from_json, model_of, read_run_config
+from training.startup import program_name
 from training.step import all_finite
 
 
@@ -39,7 +42,7 @@ class RunArguments:
     """The run's folder."""
     policy: str | None = None
     """Run the weights in this policy: a name, FILE.json or FILE.py:NAME. Default: the policies that the run
-    had at the checkpoint's step."""
+    had at the step of the checkpoint, with its --set, --scale-rule and --layers; others go without these."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Changes a field of --policy, as PATH=VALUE."""
     scale_rule: ScaleRule | None = None
@@ -69,7 +72,7 @@ class Restored(NamedTuple):
 
 
 def restore(arguments: RunArguments) -> Restored:
-    """Returns the model that the arguments name.
+    """Returns the model that the arguments name; a line says what --policy leaves out.
 
     Raises:
       ValueError: no such run, step or policy, the policy cannot run here, or the weights are not finite.
@@ -78,6 +81,8 @@ def restore(arguments: RunArguments) -> Restored:
     config, model = from_json(saved["config"]), model_of(saved)
     implementation = arguments.implementation or config.precision.implementation
     phases = choose_phases(arguments, saved, config, model)
+    if (line := left_out(arguments, config)) is not None:
+        print(f"{program_name()}: {line}", file=sys.stderr)
     for phase in phases:
         check_implementations(phase.layers.policies, implementation)
     with Checkpoints(arguments.run / "checkpoints", losses=evaluations(arguments.run)) as checkpoints:
@@ -95,10 +100,43 @@ def restore(arguments: RunArguments) -> Restored:
 
 
 def describe(arguments: RunArguments, restored: Restored) -> dict[str, Any]:
-    """Returns the run, step and policy for records, and the flags that change the policy if there are any."""
-    flags = {name: getattr(arguments, name) for name in ("set", "scale_rule", "layers")}
-    given = {name: value for name, value in flags.items() if value}
-    return {"run": str(arguments.run), "step": restored.step, "policy": restored.phase.policy} | given
+    """Returns the run, step and policy for records, and the flags that change the policy if there are any.
+
+    Without --policy these are the run's own too.
+    """
+    changes = _changes(arguments)
+    if arguments.policy is None:
+        own = _changes(restored.config.precision)
+        changes = own | changes | {"layers": (*own.get("layers", ()), *arguments.layers)}
+    changes = {name: value for name, value in changes.items() if value}
+    return {"run": str(arguments.run), "step": restored.step, "policy": restored.phase.policy} | changes
+
+
+def in_words(described: Mapping[str, Any]) -> str:
+    """Returns the policy of such a record and the flags that change it."""
+    return " ".join([described["policy"], *_as_flags(described)])
+
+
+def left_out(arguments: RunArguments, config: Config) -> str | None:
+    """Returns a line that names the run's changes of its policy that another --policy does without."""
+    given, own = _changes(arguments), _changes(config.precision)
+    missing = {name: value for name, value in own.items() if name not in given}
+    if arguments.policy is None or not missing:
+        return None
+    return f"without the run's {', '.join(_as_flags(missing))}; repeat them to keep them"
+
+
+def _changes(flags: RunArguments | PrecisionConfig) -> dict[str, Any]:
+    """Returns the values of the flags that change a policy, of those that are given."""
+    values = {name: getattr(flags, name) for name in ("set", "scale_rule", "layers")}
+    return {name: value for name, value in values.items() if value}
+
+
+def _as_flags(changes: Mapping[str, Any]) -> list[str]:
+    """Returns the changes as a command line has them."""
+    found = [f"--set {shlex.quote(change)}" for change in changes.get("set", ())]
+    found += [f"--scale-rule {changes['scale_rule']}"] if "scale_rule" in changes else []
+    return found + ([f"--layers {shlex.join(changes['layers'])}"] if "layers" in changes else [])
 
 
 def _channels(checkpoints: Checkpoints, config: Config, model: LlamaConfig, step: int | None):

@@ -17,11 +17,13 @@ from training.config import Config, by_flag
 from training.interruption import RunInterrupted
 from training.resume import _MAY_CHANGE, check_resumable
 
+FLAGS = ("--policy", "full_sr", "--layers", "head=bf16", "--eval-every", "3")
+
 
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "whole"
-    run(text, out, "--policy", "full_sr", "--eval-every", "3")
+    run(text, out, *FLAGS)
     return out
 
 
@@ -52,7 +54,7 @@ def test_the_description_holds_every_resolved_value(finished):
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, tmp_path, finished):
     """With random bits in every GEMM, so that their replay is tested too."""
     out = tmp_path / "resumed"
-    run(text, out, "--policy", "full_sr", "--eval-every", "3", "--stop-after", "3")
+    run(text, out, *FLAGS, "--stop-after", "3")
     assert lines(out)[-1]["step"] == 3
     resume(out)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
@@ -69,6 +71,21 @@ def test_eval_takes_another_policy_and_step_count(finished):
     other = evaluation_program.main(evaluation_program.EvalConfig(finished, policy="bf16"))
     assert other["policy"] == "bf16"
     assert 0 < abs(own["eval_loss"] - other["eval_loss"]) < 0.1
+
+
+def test_eval_says_what_of_the_run_another_policy_leaves_out(finished, capsys):
+    def evaluate(*flags):
+        evaluation_program.evaluate_run([str(finished), "--batches", "1", *flags])
+        said, errors = capsys.readouterr()
+        words, record = said.splitlines()
+        return words, json.loads(record).get("layers"), errors
+
+    words, layers, errors = evaluate()
+    assert ("policy full_sr --layers head=bf16  eval" in words, layers) == (True, ["head=bf16"])
+    assert "without" not in errors
+    words, layers, errors = evaluate("--policy", "bf16")
+    assert ("policy bf16  eval" in words, layers) == (True, None)
+    assert errors.endswith(": without the run's --layers head=bf16; repeat them to keep them\n")
 
 
 def test_eval_takes_batches_of_another_size(finished):
@@ -128,7 +145,7 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes_from_the_start(text, 
     out = tmp_path / "run"
     out.mkdir()
     (out / "config.json").write_bytes((finished / "config.json").read_bytes())
-    run(text, out, "--policy", "full_sr", "--eval-every", "3", "--resume")
+    run(text, out, *FLAGS, "--resume")
     assert f"no checkpoint in {out}/checkpoints: beginning at step 1\n" in capsys.readouterr().out
     assert without_time(lines(out)) == without_time(lines(finished))
 
@@ -149,7 +166,7 @@ def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(step_reporter.StepReporter, "step", step_and_signal)
         with pytest.raises(RunInterrupted, match=r"interrupted after step \d; continue with: python"):
-            run(text, out, "--policy", "full_sr", "--eval-every", "3")
+            run(text, out, *FLAGS)
     resume(out)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
 
@@ -174,7 +191,7 @@ def test_a_signal_ends_an_evaluation_which_is_repeated(text, finished, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(loop, "evaluate", evaluate_and_signal)
         with pytest.raises(SystemExit, match=f"interrupted after step {step}; continue with"):
-            run(text, out, "--policy", "full_sr", "--eval-every", "3")
+            run(text, out, *FLAGS)
     assert len(seen) == 2 * step // 3 - 1
     assert lines(out)[-1].keys() >= {"loss"}
     resume(out)
