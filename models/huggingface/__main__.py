@@ -9,7 +9,10 @@ This is a program, like train.py: it may import `training`, which the modules of
 """
 
 if __name__ == "__main__":
-    from training.startup import prepare_process
+    try:
+        from training.startup import prepare_process
+    except ImportError as error:  # of an extra that is not installed
+        raise SystemExit(f"python -m models.huggingface: error: {error}") from None
 
     prepare_process()  # before the other imports, which take seconds
 
