@@ -1,5 +1,6 @@
 """The shape of a Llama from a JSON file, in the fields of Hugging Face's config.json or of `LlamaConfig`."""
 
+import contextlib
 import dataclasses
 import difflib
 import pathlib
@@ -9,7 +10,7 @@ from reprlib import repr as short
 from typing import Any
 
 from models.configs import LlamaConfig, RopeScaling
-from models.huggingface.config import read_config
+from models.huggingface.config import read_config, read_context
 from models.huggingface.folder import read_json
 
 _IGNORED = {"parameters"}  # in the record of a run's model, `models.configs.to_dict`
@@ -35,6 +36,14 @@ def load_config(path: pathlib.Path) -> LlamaConfig:
         return _checked(read_config(raw) if "model_type" in raw else _from_fields(LlamaConfig, raw))
     except ValueError as error:
         raise ValueError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
+
+
+def context_length(path: pathlib.Path) -> int | None:
+    """Returns the longest sequence that a file with Hugging Face's fields names, if it is there and does."""
+    with contextlib.suppress(ValueError, OSError):
+        raw = read_json(path)
+        return read_context(raw) if "model_type" in raw else None
+    return None
 
 
 def from_dict(raw: object) -> LlamaConfig:

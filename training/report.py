@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from models.config_file import context_length
 from mxjax.implementations import choose_implementation
 from training import memory
 from training.config import Config
@@ -38,6 +39,7 @@ def introduction(run: Run, estimate: str) -> str:
             estimate,
             *late_flags(config),
             *low_learning_rate(config),
+            *long_sequences(config),
         ]
     )
 
@@ -70,6 +72,18 @@ def low_learning_rate(config: Config) -> list[str]:
     return [
         f"warning: --warmup-steps {warmup} does not end within --steps {steps}: the highest learning rate is "
         f"{highest:.4g}, not --lr {config.optimizer.lr:g}"
+    ]
+
+
+def long_sequences(config: Config) -> list[str]:
+    """Returns a warning if sequences are longer than the file of --model-config names, if it still exists."""
+    path, length = config.model_config, config.data.seq_len
+    longest = None if path is None else context_length(path)
+    if longest is None or length <= longest:
+        return []
+    return [
+        f"warning: --seq-len {length} is longer than the max_position_embeddings of {longest} in {path}, "
+        "which sets no limit here"
     ]
 
 

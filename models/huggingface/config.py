@@ -85,7 +85,7 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
     _check_features(raw)
     if not isinstance(tied := raw.get("tie_word_embeddings", False), bool):
         raise ValueError(f"config.json: tie_word_embeddings must be true or false, got {short(tied)}")
-    _size(raw, "max_position_embeddings", 1)  # the model does not use it
+    read_context(raw)  # the model does not use it
     theta, scaling = _read_rope(raw)
     heads, width = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
     if heads % (groups := _size(raw, "num_key_value_heads", heads)):
@@ -112,6 +112,12 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
         init_std=_positive(raw, "initializer_range", 0.02),
         tied=tied,
     )
+
+
+def read_context(raw: Mapping[str, Any]) -> int | None:
+    """Returns the longest sequence that a config.json names, if it does; raises ValueError for no length."""
+    name = "max_position_embeddings"
+    return None if raw.get(name) is None else _size(raw, name)
 
 
 def _check_features(raw: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from models.configs import CONFIGS, get_config, to_dict
 from models.huggingface.config import write_config
 from training.command_line import parse
 from training.data.indexed_dataset import IndexedWriter
+from training.report import long_sequences
 from training.setup import open_folder, set_up
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
@@ -77,6 +78,18 @@ def test_the_vocabulary_comes_from_the_data(tmp_path, raw):
             writer.add(np.arange(40, dtype=np.uint16))
     with pytest.raises(ValueError, match="--vocab-size"):
         set_up(parse([*flags, "--data", dataset, "--out", str(tmp_path / "run")]))
+
+
+@pytest.mark.parametrize(("length", "is_longer"), [(512, False), (513, True)])
+def test_sequences_longer_than_the_file_names_are_warned_of(tmp_path, length, is_longer):
+    path = write(tmp_path / "config.json", write_config(get_config("tiny"), 512))
+    config = parse(["--model-config", str(path), "--seq-len", str(length)])
+    said = f"warning: --seq-len {length} is longer than the max_position_embeddings of 512 in {path}, "
+    assert [line.startswith(said) for line in long_sequences(config)] == [True] * is_longer
+    write(path, SMALL | {"max_seq_len": 3})
+    assert long_sequences(config) == []  # our fields have none
+    path.unlink()
+    assert long_sequences(config) == []  # of a run that is resumed
 
 
 def test_a_run_keeps_its_shape_when_the_file_is_gone(tmp_path):
