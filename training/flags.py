@@ -52,10 +52,10 @@ def flags[T](
 
 
 def _suggestion(parse: Callable[[list[str]], object], words: list[str], message: str) -> str:
-    """Returns what tyro suggests for unknown flags that a message has with their values.
+    """Returns tyro's suggestion for the unknown flags of a message, such as --polcy=bf16.
 
-    Its suggestions compare the whole of `--flag=value` with the names of flags, so it gets the flag alone.
-    Alone it may be right, as --help is.
+    tyro compares all of it with the names of flags, value included, so it parses once more without the value.
+    A flag that is right without one, as --help is, is the suggestion itself.
     """
     unknown = set(re.findall(r"(--[\w-]+)=", message))
     names = [word.partition("=")[0] for word in words]

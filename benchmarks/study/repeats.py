@@ -1,5 +1,6 @@
 """What a seed leaves open: runs of one cell and seed that were trained twice, as Markdown tables."""
 
+import dataclasses
 import math
 import statistics
 from collections import defaultdict
@@ -87,14 +88,7 @@ def _with_repeats(cell: CellResult, again: CellResult) -> CellResult:
             return run
         return run | {"final_loss": statistics.fmean((cell.losses[seed], again.losses[seed]))}
 
-    return CellResult(
-        cell.name,
-        cell.policy,
-        cell.rules,
-        cell.model,
-        cell.protocol,
-        {seed: mean(seed, run) for seed, run in cell.runs.items()},
-    )
+    return dataclasses.replace(cell, runs={seed: mean(seed, run) for seed, run in cell.runs.items()})
 
 
 def _of_one_run(d: Sequence[float]) -> float:
