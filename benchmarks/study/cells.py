@@ -77,8 +77,8 @@ RATES: Mapping[str, float] = types.MappingProxyType(
 )
 """Peak learning rate of each size, with a warm-up of 150 steps.
 
-`60m` and `60m-constant` are tuned. The others are placeholders until their tuning has run: the report compares them with its
-choice.
+`60m` and `60m-constant` are tuned. The others are placeholders until their tuning has run: the report
+compares them with its choice.
 """
 _HARD = {
     "lr2x": {"lr": 2 * RATES["60m"]},

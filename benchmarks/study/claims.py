@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.study.cells import PROTOCOLS
 from benchmarks.study.results import CellResult
-from benchmarks.study.studies import CLAIMS, LADDERS, RULE_CONTRASTS, SEEN, Claim
+from benchmarks.study.studies import ALONE, CLAIMS, LADDERS, RULE_CONTRASTS, SEEN, Claim
 from benchmarks.study.tables import interval, number
 from mxjax.kernels.tables import table
 from training.paired_statistics import detectable, holm, standard_deviation, t_interval
@@ -17,7 +17,15 @@ _BOTH = f"{{}} | {_RATES} | mean | 95 % | detectable"
 
 def claims(cells: Cells) -> str:
     """Returns the tests of the claims in each protocol, corrected together."""
-    tested = [claim.at(protocol) for protocol in LADDERS for claim in CLAIMS]
+    return _tested(cells, [claim.at(protocol) for protocol in LADDERS for claim in CLAIMS])
+
+
+def alone(cells: Cells) -> str:
+    """Returns the tests of the claims about Wgrad alone in MXFP4, corrected together."""
+    return _tested(cells, [claim.at(LADDERS[1]) for claim in ALONE])
+
+
+def _tested(cells: Cells, tested: Sequence[Claim]) -> str:
     found = [list(by_seed(cells, claim).values()) for claim in tested]
     corrected = holm([t_interval(pairs).p for pairs in found])
     rows = [

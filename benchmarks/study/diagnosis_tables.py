@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.study.results import CellResult, baseline, by_group
-from benchmarks.study.tables import interval, number
+from benchmarks.study.tables import interval, is_variation, number
 from mxjax.kernels.tables import table
 from training.paired_statistics import rank_correlation
 
@@ -64,7 +64,7 @@ def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None
     for (model, protocol), group in by_group(dict(cells)).items():
         base = baseline(group)
         known = [c for c in group if c is not base and c.losses and c.label in record["cells"]]
-        if base is None or not known:
+        if is_variation(protocol) or base is None or not known:
             continue
         gaps = [_mean(cell.losses) - _mean(base.losses) for cell in known]
         if len(known) < LEAST_CELLS:

@@ -6,9 +6,14 @@ from matplotlib.figure import Figure
 
 from benchmarks.study import tuning
 from benchmarks.study.results import CellResult, baseline, by_group
+from benchmarks.study.tables import is_variation
 
 _LINES = (("black", "o", "-"), ("#7f7f7f", "s", "--"), ("#404040", "^", ":"), ("#b0b0b0", "D", "-."))
 """Color, marker and line of each curve; they differ without color."""
+
+
+_SHOWN = 1.0
+"""Range of the losses shown over the learning rate, in nats: what hardly learns is far above."""
 
 
 def learning_rates(cells: Mapping[str, CellResult]) -> Figure:
@@ -24,23 +29,29 @@ def learning_rates(cells: Mapping[str, CellResult]) -> Figure:
         label = f"{setting.model}, warm-up {setting.warmup}" + (", constant" if setting.constant else "")
         axes.plot(*zip(*means, strict=True), line, color=color, marker=marker, markersize=3, label=label)
     axes.set(xscale="log", xlabel="peak learning rate", ylabel="fp8's final validation loss, nats")
+    axes.set_ylim(top=min(axes.get_ylim()[1], axes.get_ylim()[0] + _SHOWN))
     axes.legend(frameon=False)
     return figure
 
 
 def seeds(cells: Mapping[str, CellResult]) -> Figure:
-    """Draws the final loss of every seed of each cell that is compared with fp8."""
-    groups = [g for g in by_group(dict(cells)).values() if baseline(g) is not None and len(g) > 1]
-    shown = [cell for group in groups for cell in group]
-    figure = Figure(figsize=(7, 1 + 0.34 * len(shown)), layout="constrained")
-    axes = figure.subplots()
-    for y, cell in enumerate(shown):
-        losses = list(cell.losses.values())
-        axes.plot(losses, [y] * len(losses), "o", color="black", markerfacecolor="none", markersize=5)
-        axes.plot([sum(losses) / len(losses)], [y], "|", color="black", markersize=16, markeredgewidth=2)
-    names = [f"{cell.label}, {cell.model} {cell.protocol['name']}" for cell in shown]
-    axes.set_yticks(range(len(shown)), names)
-    axes.set_ylim(len(shown) - 0.5, -0.5)
-    axes.set_xlabel("final validation loss of each seed, and their mean, in nats")
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    """Draws the final loss of every seed of each cell that is compared with fp8, a panel for each ladder."""
+    groups = {
+        name: group
+        for name, group in by_group(dict(cells)).items()
+        if not is_variation(name[1]) and baseline(group) is not None and len(group) > 1
+    }
+    rows = [len(group) for group in groups.values()]
+    figure = Figure(figsize=(7, 0.8 * len(rows) + 0.24 * sum(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), squeeze=False, height_ratios=[n + 1 for n in rows])[:, 0]
+    for axes, ((model, protocol), group) in zip(panels, groups.items(), strict=True):
+        for y, cell in enumerate(group):
+            losses = list(cell.losses.values())
+            axes.plot(losses, [y] * len(losses), "o", color="black", markerfacecolor="none", markersize=4.5)
+            axes.plot([sum(losses) / len(losses)], [y], "|", color="black", markersize=13, markeredgewidth=2)
+        axes.set_yticks(range(len(group)), [cell.label for cell in group])
+        axes.set_ylim(len(group) - 0.5, -0.5)
+        axes.set_title(f"{model}, protocol {protocol}", loc="left")
+        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    panels[-1].set_xlabel("final validation loss of each seed, and their mean, in nats")
     return figure

@@ -43,6 +43,8 @@ TELLING = (
     ("full_sr", "floor"),
 )
 """Policies and rules that are repeated at other sizes and lengths."""
+CONSTANT = "constant-60m"
+"""The paper's protocol, for P1: study and protocol."""
 REMEDIES = ("wgrad_hadamard", "wgrad_sr", "wgrad_rht")
 _WITHOUT_MXFP4 = ("fp8", "bf16")
 _NOT_TINY = ("primus_deosc", "tetrajet_v2_full")
@@ -119,10 +121,10 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
         "scale-125m": _telling("125m", "tuned-125m", 4),
         "scale-350m": _telling("350m", "tuned-350m", 2),
         "epochs-60m": _telling("60m", "tuned-60m-4epochs", 3),
-        "constant-60m": tuple(
+        CONSTANT: tuple(
             _ladder(
                 "60m",
-                "constant-60m",
+                CONSTANT,
                 ("fp8", "bf16", "fprop", "fprop_dgrad", "wgrad", *REMEDIES),
                 ("floor",),
                 4,
@@ -190,6 +192,23 @@ CLAIMS = (
     ),
 )
 """Tested in each of LADDERS, and over both."""
+ALONE = (
+    Claim("Wgrad costs loss, floor", "only_wgrad.floor", "fp8.own"),
+    Claim("H16 takes off loss, floor", "only_wgrad_hadamard.floor", "only_wgrad.floor"),
+    Claim("with H16 a cost remains, floor", "only_wgrad_hadamard.floor", "fp8.own"),
+    Claim("redrawn signs take off loss, floor", "only_wgrad_rht.floor", "only_wgrad.floor"),
+    Claim("Wgrad costs loss, even", "only_wgrad.even", "fp8.own"),
+    Claim("H16 takes off loss, even", "only_wgrad_hadamard.even", "only_wgrad.even"),
+    Claim("with H16 a cost remains, even", "only_wgrad_hadamard.even", "fp8.own"),
+    Claim("without rotation, rule even differs from floor", "only_wgrad.even", "only_wgrad.floor"),
+    Claim(
+        "H16 takes off more under floor than under even",
+        "only_wgrad_hadamard.floor",
+        "only_wgrad.floor",
+        ("only_wgrad_hadamard.even", "only_wgrad.even"),
+    ),
+)
+"""Tested at the tuned rate: Wgrad alone in MXFP4, the other two GEMMs in FP8."""
 SEEN = (
     Claim(
         "Fprop costs more than Wgrad, floor", "fprop.floor", "fp8.own", ("wgrad.floor", "fprop_dgrad.floor")

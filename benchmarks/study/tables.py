@@ -53,7 +53,7 @@ def learning_rates(cells: Cells) -> str:
             values = tuning.losses_of(found)
             rows.append(
                 [
-                    f"{setting.model}{' constant' if setting.constant else ''}, warm-up {setting.warmup}",
+                    _named(setting),
                     f"{lr:g}",
                     len(values),
                     number(statistics.mean(values)) if values else "-",
@@ -64,10 +64,14 @@ def learning_rates(cells: Cells) -> str:
             )
         if (choice := tuning.choose(rates)) is not None:
             edge = ", the end of the rates tried: provisional" if choice.at_edge else ""
-            lines.append(f"- {setting.model}, warm-up {setting.warmup}: {choice.lr:g}{edge}")
+            lines.append(f"- {_named(setting)}: {choice.lr:g}{edge}")
     in_use = ", ".join(f"`{name}` {lr:g}" for name, lr in RATES.items())
     header = "fp8 | learning rate | runs | loss | sd | 95 % of sd | highest - lowest"
     return "\n".join([table(header, rows), "", "The rule chooses:", "", *lines, "", f"In use: {in_use}."])
+
+
+def _named(setting: tuning.Setting) -> str:
+    return f"{setting.model}{' constant' if setting.constant else ''}, warm-up {setting.warmup}"
 
 
 def final_losses(cells: Cells) -> str:
@@ -96,6 +100,11 @@ def final_losses(cells: Cells) -> str:
     return "\n\n".join(parts)
 
 
+def is_variation(protocol: str) -> bool:
+    """Whether a protocol varies that of a ladder, as tuned-60m-lr2x does."""
+    return protocol.count("-") > 1
+
+
 PAPER_COLUMNS = "MXFP4 in | rule | round to nearest | stochastic rounding | random-sign H16 | H16"
 PAPER_ROWS = (
     ("Fprop", ("fprop",)),
@@ -110,7 +119,7 @@ def paper_layout(cells: Cells) -> str:
     parts = []
     for (model, protocol), group in by_group(dict(cells)).items():
         base, found = baseline(group), {cell.label: cell for cell in group}
-        if base is None or not any(f"wgrad {rule}" in found for rule in ("floor", "even")):
+        if is_variation(protocol) or base is None or not {"wgrad floor", "wgrad even"} & found.keys():
             continue
         shown = {name: _with_half(cell, base) for name, cell in found.items()}
         layout = table(PAPER_COLUMNS, paper_rows(shown))
@@ -119,12 +128,13 @@ def paper_layout(cells: Cells) -> str:
 
 
 def paper_rows(shown: Mapping[str, str]) -> list[list[str]]:
-    """Returns the rows of the paper's table; policies and rules without anything to show are blank."""
+    """Returns the rows of the paper's table that have something to show; what they lack is blank."""
     rows = []
     for rule in ("floor", "even"):
         for name, policies in PAPER_ROWS:
-            chosen = (shown.get(f"{policy} {rule}", "") for policy in (*policies, "", "", "")[:4])
-            rows.append([name, f"`{rule}`", *chosen])
+            chosen = [shown.get(f"{policy} {rule}", "") for policy in (*policies, "", "", "")[:4]]
+            if any(chosen):
+                rows.append([name, f"`{rule}`", *chosen])
     return rows
 
 

@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.study import tokens
 from benchmarks.study.cells import BASELINE, MULTIPLES
+from benchmarks.study.claims import by_seed
 from benchmarks.study.results import CellResult, baseline, by_group
-from benchmarks.study.tables import PAPER_COLUMNS, Cells, interval, number, paper_rows
+from benchmarks.study.studies import CLAIMS, CONSTANT, STUDIES, Claim
+from benchmarks.study.tables import PAPER_COLUMNS, Cells, interval, is_variation, number, paper_rows
 from mxjax.kernels.tables import table
-from training.paired_statistics import Estimate
+from training.paired_statistics import Estimate, holm, t_interval
 
 
 def decay_tokens(cells: Cells) -> str:
@@ -17,7 +19,7 @@ def decay_tokens(cells: Cells) -> str:
     for (model, protocol), group in by_group(dict(cells)).items():
         lengths = _lengths(cells, model, protocol)
         base = baseline(group)
-        if base is None or not _is_tuned(protocol):
+        if base is None or not _has_lengths(protocol):
             continue
         absent = [f"{m:g}" for m in MULTIPLES if m not in lengths]
         if absent:
@@ -36,23 +38,37 @@ def decay_tokens(cells: Cells) -> str:
 
 
 def paper_layout_in_tokens(cells: Cells) -> str:
-    """Returns P2's overheads in the layout of the paper's table."""
+    """Returns the overheads in the layout of the paper's table: P1 where the rate is constant, else P2."""
     parts = []
     for (model, protocol), group in by_group(dict(cells)).items():
-        lengths = _lengths(cells, model, protocol)
-        if not _is_tuned(protocol) or baseline(group) is None or len(lengths) < 3:
+        base, lengths = baseline(group), _lengths(cells, model, protocol)
+        if base is None:
             continue
-        found = {cell.label: tokens.effective_multiple(cell.losses, lengths) for cell in group}
-        layout = table(
-            PAPER_COLUMNS, paper_rows({name: _overhead_with_interval(e) for name, e in found.items()})
-        )
-        parts.append(f"`{model}`, protocol `{protocol}`, tokens beyond fp8 (P2):\n\n{layout}")
-    return "\n\n".join(parts) or "Not run yet: fp8 at other lengths (study `ladder-60m-tuned`)."
+        if _is_constant(base) and len(group) > 1:
+            measure, shown = "P1", {cell.label: _constant_overhead(cell, base) for cell in group}
+        elif _has_lengths(protocol) and len(lengths) >= 3:
+            found = {cell.label: tokens.effective_multiple(cell.losses, lengths) for cell in group}
+            measure, shown = "P2", {name: _overhead_with_interval(e) for name, e in found.items()}
+        else:
+            continue
+        if rows := paper_rows(shown):
+            layout = table(PAPER_COLUMNS, rows)
+            parts.append(f"`{model}`, protocol `{protocol}`, tokens beyond fp8 ({measure}):\n\n{layout}")
+    return "\n\n".join(parts) or "Not run yet: `constant-60m`, and fp8 at other lengths (`ladder-60m-tuned`)."
 
 
-def _is_tuned(protocol: str) -> bool:
-    """Whether the protocol is that of a ladder at a tuned rate, not a variation of it."""
-    return protocol.startswith("tuned-") and protocol.count("-") == 1
+def _constant_overhead(cell: CellResult, base: CellResult) -> str:
+    _, not_reached, mean, span, _ = _overhead(tokens.overhead(_curves(cell), _curves(base)))
+    return f"{mean} ({f'{not_reached} did not reach it' if not_reached else span})"
+
+
+def _has_lengths(protocol: str) -> bool:
+    """Whether fp8 has other lengths in the protocol of this ladder: the tuned ones have."""
+    return protocol.startswith("tuned-") and not is_variation(protocol)
+
+
+def _is_constant(base: CellResult) -> bool:
+    return base.protocol["horizon"] is not None
 
 
 def _lengths(cells: Cells, model: str, protocol: str) -> dict[float, Mapping[int, float]]:
@@ -92,15 +108,49 @@ def constant_tokens(cells: Cells) -> str:
     rows = []
     for (model, protocol), group in by_group(dict(cells)).items():
         base = baseline(group)
-        if base is None or base.protocol["horizon"] is None or len(group) < 2:
+        if base is None or not _is_constant(base) or len(group) < 2:
             continue
         for cell in group:
             if cell is not base:
                 found = tokens.overhead(_curves(cell), _curves(base))
                 rows.append([f"{cell.label}, {model} {protocol}", *_overhead(found)])
     if not rows:
-        return "Not run yet: study `constant-60m`."
+        return f"Not run yet: study `{CONSTANT}`."
     return table("policy, rules | seeds | did not reach it | overhead | 95 % | p", rows)
+
+
+def constant_claims(cells: Cells) -> str:
+    """Returns the tests of the claims whose cells have run under P1's protocol, corrected together.
+
+    Tokens to reach fp8's loss are compared seed by seed, beside the final losses.
+    """
+    have = {cell.name for cell in STUDIES[CONSTANT]}
+    tested = [claim for claim in CLAIMS if set(claim.at(CONSTANT).cells) <= have]
+    rows, p = [], []
+    for claim in tested:
+        found, losses = _claimed(cells, claim.at(CONSTANT)), by_seed(cells, claim.at(CONSTANT))
+        if not found.log_ratio.n:
+            continue
+        p.append(found.log_ratio.p)
+        _, _, mean, span, _ = _overhead(found)
+        d = t_interval(list(losses.values()))
+        rows.append([claim.text, mean, span, number(d.mean, "+.4f"), interval(d.low, d.high), d.n])
+    if not rows:
+        return f"Not run yet: study `{CONSTANT}`."
+    rows = [[*row[:3], number(q, ".2g"), *row[3:]] for row, q in zip(rows, holm(p), strict=True)]
+    return table("claim | tokens | 95 % | p (Holm) | nats | 95 % | seeds", rows)
+
+
+def _claimed(cells: Cells, claim: Claim) -> tokens.Overhead:
+    """Returns the overhead of a claim's first cell over its second."""
+    fp8 = cells.get(f"{BASELINE}.own.60m.{CONSTANT}")
+    ours, base = (
+        tokens.log_ratios(_curves(cells[name]), _curves(fp8)) if fp8 is not None and name in cells else {}
+        for name in (claim.ours, claim.base)
+    )
+    return tokens.summary(
+        [(ours[s][0] - base[s][0], ours[s][1] and base[s][1]) for s in sorted(ours.keys() & base.keys())]
+    )
 
 
 def _overhead(found: tokens.Overhead) -> list[object]:

@@ -65,17 +65,32 @@ def overhead(ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> Overhead:
     Args:
       ours, base: the evaluations of each seed's run; an empty curve is that of a run that diverged.
     """
-    ratios, not_reached = [], 0
+    return summary(list(log_ratios(ours, base).values()))
+
+
+def summary(ratios: Sequence[tuple[float, bool]]) -> Overhead:
+    """Returns the estimate over seeds from the logarithms of their ratios and whether they are exact."""
+    not_reached = sum(not reached for _, reached in ratios)
+    found = t_interval([ratio for ratio, _ in ratios])
+    if not_reached:
+        found = found._replace(low=math.nan, high=math.nan, p=math.nan)
+    return Overhead(found, not_reached)
+
+
+def log_ratios(ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> dict[int, tuple[float, bool]]:
+    """Returns the logarithm of the ratio of P1 by seed, and whether the run reached the loss.
+
+    Args:
+      ours, base: as in `overhead`.
+    """
+    found = {}
     for seed in sorted(seed for seed in ours.keys() & base.keys() if base[seed]):
         end = base[seed][-1][0]
         target = loss_at(smooth(base[seed]), SHARE * end)
         needed = tokens_to_reach(smooth(ours[seed]), target) if ours[seed] else None
-        not_reached += needed is None
-        ratios.append(math.log((end if needed is None else needed) / (SHARE * end)))
-    found = t_interval(ratios)
-    if not_reached:
-        found = found._replace(low=math.nan, high=math.nan, p=math.nan)
-    return Overhead(found, not_reached)
+        tokens = end if needed is None else needed
+        found[seed] = math.log(tokens / (SHARE * end)), needed is not None
+    return found
 
 
 def effective_multiple(ours: Mapping[int, float], lengths: Mapping[float, Mapping[int, float]]) -> Estimate:

@@ -28,7 +28,7 @@ from benchmarks.study import (
 )
 from benchmarks.study.cells import PROTOCOLS, RATES, Cell, policy_of, recipe_of
 from benchmarks.study.results import gather, read_runs
-from benchmarks.study.studies import CLAIMS, LADDERS, SEEN, STUDIES, Claim
+from benchmarks.study.studies import ALONE, CLAIMS, LADDERS, SEEN, STUDIES, Claim
 from models import llama
 from models.configs import get_config
 from mxjax.policy import Gemm
@@ -90,6 +90,7 @@ def test_claims_are_about_cells_of_the_studies():
     assert {
         name for protocol in LADDERS for claim in (*CLAIMS, *SEEN) for name in claim.at(protocol).cells
     } <= names
+    assert {name for claim in ALONE for name in claim.at(LADDERS[1]).cells} <= names
 
 
 def test_a_uniform_grid_replaces_e2m1_and_nothing_else():
@@ -284,6 +285,25 @@ def test_token_tables_of_finished_studies():
     assert "| wgrad | 4 | 0.900 |" in token_tables.decay_tokens(found)
     assert "| full_sr | 4 | < 0.65 | - | - |" in token_tables.decay_tokens(found)
     assert "| wgrad, 60m constant-60m | 4 | 0 | +10.0 % |" in token_tables.constant_tokens(found)
+
+
+def test_claims_at_a_constant_rate_compare_tokens():
+    stretches = {"fp8.own": 1.0, "fprop_dgrad.floor": 1.05, "wgrad.floor": 1.155, "wgrad_hadamard.floor": 5.0}
+    runs = []
+    for name, stretch in stretches.items():
+        for seed in range(4):
+            curve = [(n, power_law(n / stretch) + 0.01 * seed) for n in np.linspace(1, 100, 100)]
+            policy, rules = name.split(".")
+            run = record(f"{name}.60m.constant-60m", policy, seed, curve[-1][1], "constant-60m", curve)
+            runs.append(run | {"rules": rules})
+    found = {row.split(" | ")[0]: row for row in token_tables.constant_claims(gather(runs)).splitlines()}
+    assert "| +15.5 % |" in found["| MXFP4 in all three GEMMs costs loss"]
+    assert "| +10.0 % |" in found["| Wgrad costs loss beyond Fprop and Dgrad"]
+    assert "| > +8.2 % | - | - |" in found["| H16 on Wgrad takes off loss"]  # never reached: 1.25 / 1.155
+    assert token_tables.constant_claims({}) == "Not run yet: study `constant-60m`."
+    layout = token_tables.paper_layout_in_tokens(gather(runs))
+    assert "| +15.5 % (" in layout
+    assert "| > +25.0 % (4 did not reach it) |" in layout
 
 
 def test_the_learning_rate_is_the_best_or_a_lower_one_that_is_as_good():
