@@ -1,6 +1,6 @@
 """The Markdown table of the checks, from their JSON.
 
-    python -m benchmarks.native.table docs/results/native-h200.json docs/results/native.md
+    python -m benchmarks.native.table docs/results/native-h100.json docs/results/native.md
 
 writes it into a page, between the markers of `checks`.
 """
