@@ -11,6 +11,7 @@ from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.matmul import correct
 from mxjax.kernels.matmul.carry import programs_of, rows_and_parts
+from mxjax.kernels.matmul.correct_kernel import correct_kernel
 from mxjax.kernels.matmul.fp4_gemm import constants_of, gemm_kernel, grid_of, shuffle_scales
 from mxjax.kernels.matmul.tiles import MORE_TILES, TILES, Tiles, choose_tiles, options_of, table_of
 
@@ -121,7 +122,7 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
         operands[f"{side}_scales"] = Argument((batch, length, k // 32), "uint8", meaning=_SCALES)
     return Build(
         name=f"correct_{batch}x{m}x{n}x{k}_{dtype}",
-        kernel=correct.correct_kernel,
+        kernel=correct_kernel,
         signature={
             "before": Argument((batch, m, n), dtype, meaning="the previous content of out, at its address"),
             **operands,

@@ -1,0 +1,264 @@
+"""The kernel that recomputes the rows of an FP8 product whose operands lost elements (`mxjax.fp8_carriers`).
+
+It gathers them and multiplies them alone: rows in FP8 once more, with a scale for each group of columns, or
+where FP8 does not hold a group, and for columns, from the packed operands.
+"""
+
+import triton
+import triton.language as tl
+
+from mxjax.kernels.matmul.accumulate import accumulate_groups, accumulate_rows
+from mxjax.kernels.matmul.lost_rows import count_lost, find_lost
+
+
+@triton.jit
+def correct_kernel(
+    before,
+    lhs,
+    lhs_scales,
+    rhs,
+    rhs_scales,
+    lhs_unit,
+    rhs_unit,
+    lhs_lost,
+    rhs_lost,
+    lhs_grouped,
+    lhs_group_scales,
+    lhs_far,
+    rhs_fp8,
+    out,
+    lhs_factors,
+    rhs_factors,
+    scratch,
+    M,
+    N,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LARGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FP8_N: tl.constexpr,
+):
+    """Recomputes the rows of out [b, M, N] whose row of lhs lost elements, and columns likewise for rhs.
+
+    They become those of lhs[b] @ rhs[b].T divided by the factors of their rows and columns, as the rest of
+    out is. The kernel also writes these factors, [b, M] and [b, N], from the unit bytes. Each of PARTS parts
+    of ROWS rows has a word with a bit for each row: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N
+    instead of M. Unless GROUP is 0, lhs_grouped, lhs_group_scales of each GROUP columns, the flags lhs_far
+    and rhs_fp8 are of the operands in FP8 (see `mxjax.fp8_carriers`), which suffice for rows that are not
+    far in columns that are not lost. `before` is the memory of out, and scratch has max(BLOCK_M, BLOCK_N)
+    words a program for this kernel alone. The grid is (programs, batch), with any number of programs.
+    """
+    TILES_M, TILES_N = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    SLOTS: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    batch = tl.program_id(1).to(tl.int64)
+    lhs_unit += batch * M
+    rhs_unit += batch * N
+    lhs_lost += batch * (tl.cdiv(M, ROWS) * PARTS)
+    rhs_lost += batch * (tl.cdiv(N, ROWS) * PARTS)
+    scratch += (batch * programs + program) * SLOTS
+    _write_factors(lhs_unit, lhs_factors + batch * M, M)
+    _write_factors(rhs_unit, rhs_factors + batch * N, N)
+    out += batch * M * N
+    lost = count_lost(lhs_lost, None, M, ROWS, PARTS)
+    of_columns = tl.cdiv(count_lost(rhs_lost, None, N, ROWS, PARTS), BLOCK_N) * TILES_M
+    if GROUP > 0:
+        lhs_far += batch * tl.cdiv(M, ROWS)
+        if lost > 0:
+            near = count_lost(lhs_lost, lhs_far, M, ROWS, PARTS)
+            tiles = tl.cdiv(near, BLOCK_M) * tl.cdiv(N, FP8_N)
+            first, count = _share_of(tiles, program, programs)
+            for i in range(count):
+                _put_near_tile(
+                    lhs_grouped + batch * M * K,
+                    lhs_group_scales + batch * M * (K // GROUP),
+                    rhs_fp8 + batch * N * K,
+                    lhs_lost,
+                    lhs_far,
+                    rhs_lost,
+                    out,
+                    scratch,
+                    first + i,
+                    i == 0,
+                    M,
+                    N,
+                    K,
+                    ROWS,
+                    LARGE,
+                    GROUP,
+                    BLOCK_M,
+                    FP8_N,
+                )
+            lhs_lost, lost = lhs_far, lost - near
+    of_rows = tl.cdiv(lost, BLOCK_M) * TILES_N
+    first, count = _share_of(of_rows + of_columns, program, programs)
+    for i in range(count):
+        _put_far_tile(
+            lhs + batch * M * (K // 2),
+            lhs_scales + batch * M * (K // 32),
+            rhs + batch * N * (K // 2),
+            rhs_scales + batch * N * (K // 32),
+            lhs_unit,
+            rhs_unit,
+            lhs_lost,
+            rhs_lost,
+            out,
+            scratch,
+            first + i,
+            i == 0,
+            of_rows,
+            M,
+            N,
+            K,
+            ROWS,
+            PARTS,
+            LARGE,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+
+
+@triton.jit
+def _put_near_tile(
+    x,
+    x_scales,
+    y,
+    lost,
+    far,
+    columns_lost,
+    out,
+    scratch,
+    tile,
+    is_first,
+    M,
+    N,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    LARGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes a tile of x @ y.T, of rows that lost elements and are not far, but for columns that did.
+
+    Each strip of BLOCK_M such rows has tiles across all columns. A program finds the rows of a strip with its
+    first tile there, and keeps them in scratch memory.
+    """
+    ACROSS = tl.cdiv(N, BLOCK_N)
+    if is_first | (tile % ACROSS == 0):
+        find_lost(lost, far, scratch, tile // ACROSS, M, ROWS, 1, BLOCK_M)
+    rows = tl.load(scratch + tl.arange(0, BLOCK_M))
+    columns = tile % ACROSS * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_rows = tl.minimum(rows, M - 1).to(tl.int64 if LARGE else tl.int32)
+    y_rows = tl.minimum(columns, N - 1).to(tl.int64 if LARGE else tl.int32)
+    acc = accumulate_groups(x, x_scales, y, x_rows, y_rows, K, BLOCK_M, BLOCK_N, GROUP)
+    is_lost = tl.load(columns_lost + y_rows // ROWS) >> (y_rows % ROWS).to(tl.uint32) & 1
+    _store_tile(out, acc, rows, tl.where(is_lost > 0, N, columns), M, N, LARGE)
+
+
+@triton.jit
+def _put_far_tile(
+    lhs,
+    lhs_scales,
+    rhs,
+    rhs_scales,
+    lhs_unit,
+    rhs_unit,
+    lhs_lost,
+    rhs_lost,
+    out,
+    scratch,
+    tile,
+    is_first,
+    of_rows,
+    M,
+    N,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LARGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Writes a tile of lost rows or columns, from the packed operands; see `_place_of`."""
+    rows, columns = _place_of(
+        lhs_lost, rhs_lost, scratch, tile, is_first, of_rows, M, N, ROWS, PARTS, BLOCK_M, BLOCK_N
+    )
+    lhs_rows = tl.minimum(rows, M - 1).to(tl.int64 if LARGE else tl.int32)
+    rhs_rows = tl.minimum(columns, N - 1).to(tl.int64 if LARGE else tl.int32)
+    acc = accumulate_rows(lhs, lhs_scales, rhs, rhs_scales, lhs_rows, rhs_rows, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    row_exponent = tl.load(lhs_unit + lhs_rows).to(tl.int32) - 127
+    column_exponent = tl.load(rhs_unit + rhs_rows).to(tl.int32) - 127
+    acc = acc * _power_of_two(-row_exponent[:, None] - column_exponent[None, :])
+    _store_tile(out, acc, rows, columns, M, N, LARGE)
+
+
+@triton.jit
+def _place_of(
+    lhs_lost,
+    rhs_lost,
+    scratch,
+    tile,
+    is_first,
+    of_rows,
+    M,
+    N,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Returns the rows and columns of a tile; past the end they are M and N, or more.
+
+    The first `of_rows` tiles are of strips of BLOCK_M lost rows across all columns, the others of strips of
+    BLOCK_N lost columns across all rows; see `_put_near_tile`.
+    """
+    TILES_M, TILES_N = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    if tile < of_rows:
+        if is_first | (tile % TILES_N == 0):
+            find_lost(lhs_lost, None, scratch, tile // TILES_N, M, ROWS, PARTS, BLOCK_M)
+        rows = tl.load(scratch + tl.arange(0, BLOCK_M))
+        columns = tile % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
+    else:
+        strip, across = (tile - of_rows) // TILES_M, (tile - of_rows) % TILES_M
+        if is_first | (across == 0):
+            find_lost(rhs_lost, None, scratch, strip, N, ROWS, PARTS, BLOCK_N)
+        columns = tl.load(scratch + tl.arange(0, BLOCK_N))
+        rows = across * BLOCK_M + tl.arange(0, BLOCK_M)
+    return rows, columns
+
+
+@triton.jit
+def _share_of(tiles, program, programs):
+    """Returns a program's first tile and the number of its tiles, which follow each other."""
+    each = tl.cdiv(tiles, programs)
+    return program * each, tl.minimum(tl.maximum(tiles - program * each, 0), each)
+
+
+@triton.jit
+def _store_tile(out, acc, rows, columns, M, N, LARGE: tl.constexpr):
+    """Stores the elements of acc whose row and column are in out [M, N]."""
+    offsets = rows.to(tl.int64 if LARGE else tl.int32)[:, None] * N + columns[None, :]
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_factors(units, factors, LENGTH):
+    """Writes this program's part of the rows' factors, 2**(unit - 127)."""
+    WIDTH: tl.constexpr = 256
+    for start in range(tl.program_id(0) * WIDTH, LENGTH, tl.num_programs(0) * WIDTH):
+        row = start + tl.arange(0, WIDTH)
+        exponent = tl.load(units + row, row < LENGTH, 127).to(tl.int32) - 127
+        tl.store(factors + row, _power_of_two(exponent), row < LENGTH)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
