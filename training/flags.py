@@ -13,6 +13,7 @@ _BORDER = re.compile(r"^[ │] ?| *│?$")
 _INDENT = "    "
 _CHANGE = re.compile(r"[\w*]+\.[\w.*]+=")  # of a field of a policy
 _UNKNOWN = re.compile("Unrecognized options: .*--[\\w-]+=")
+_STRAY = re.compile("Unrecognized options: ([^-\\s]\\S*)")
 _SUGGESTION = "; did you mean "
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -48,6 +49,8 @@ def flags[T](
     message = in_one_line(errors.getvalue())
     if _UNKNOWN.match(message) and _SUGGESTION not in message:
         message += _suggestion(parse, words, message)
+    if found := _STRAY.fullmatch(message):
+        message += _without_value(words, found[1])
     raise refusal(message, program or program_name())
 
 
@@ -67,6 +70,15 @@ def _suggestion(parse: Callable[[list[str]], object], words: list[str], message:
         return f"{_SUGGESTION}{' or '.join(sorted(unknown))}?"
     _, suggests, similar = in_one_line(errors.getvalue()).partition(_SUGGESTION)
     return suggests + similar
+
+
+def _without_value(words: Sequence[str], stray: str) -> str:
+    """Returns that a flag takes no value if the stray word was given to it, as in --tensorboard=true."""
+    for word, following in itertools.pairwise([*words, ""]):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and (value if equals else following) == stray:
+            return f"; {flag} takes no value"
+    return ""
 
 
 def check_lists(argv: Sequence[str]) -> None:

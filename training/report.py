@@ -19,6 +19,7 @@ from training.metrics import in_words
 from training.outliers import parse_outliers, remove_outliers
 from training.policy_schedule import Phase, phase_at
 from training.resume import command_to_continue
+from training.run_config import HUGGINGFACE
 from training.setup import Run
 from training.step import TrainState
 
@@ -76,8 +77,12 @@ def low_learning_rate(config: Config) -> list[str]:
 
 
 def long_sequences(config: Config) -> list[str]:
-    """Returns a warning if sequences are longer than the file of --model-config names, if it still exists."""
-    path, length = config.model_config, config.data.seq_len
+    """Returns a warning if sequences are longer than the model's file names, if it still exists.
+
+    The file is that of --model-config, or the one that was imported into --init.
+    """
+    imported = None if config.init is None else config.init / HUGGINGFACE / "config.json"
+    path, length = config.model_config or imported, config.data.seq_len
     longest = None if path is None else context_length(path)
     if longest is None or length <= longest:
         return []

@@ -12,6 +12,7 @@ from models.huggingface.config import write_config
 from training.command_line import parse
 from training.data.indexed_dataset import IndexedWriter
 from training.report import long_sequences
+from training.run_config import HUGGINGFACE
 from training.setup import open_folder, set_up
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
@@ -86,6 +87,11 @@ def test_sequences_longer_than_the_file_names_are_warned_of(tmp_path, length, is
     config = parse(["--model-config", str(path), "--seq-len", str(length)])
     said = f"warning: --seq-len {length} is longer than the max_position_embeddings of 512 in {path}, "
     assert [line.startswith(said) for line in long_sequences(config)] == [True] * is_longer
+    (tmp_path / HUGGINGFACE).mkdir()
+    imported = path.rename(tmp_path / HUGGINGFACE / "config.json")
+    config_of_init = parse(["--init", str(tmp_path), "--seq-len", str(length)])
+    found = long_sequences(config_of_init)
+    assert [f"of 512 in {imported}, " in line for line in found] == [True] * is_longer
     write(path, SMALL | {"max_seq_len": 3})
     assert long_sequences(config) == []  # our fields have none
     path.unlink()
