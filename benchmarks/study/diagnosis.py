@@ -52,7 +52,8 @@ def main(
 
     Args:
       run: folder of a run of train.py, best in fp8.
-      study: study whose policies to measure; "none" measures Wgrad's variants alone.
+      study: study whose policies to measure, or several joined by commas; "none" measures Wgrad's variants
+        alone.
       step: step of the checkpoint. Default: the last.
       batches: number of batches of the run's held-out data, at least 3.
       batch_size: sequences a batch; default, the run's.
@@ -62,8 +63,11 @@ def main(
     enable_compilation_cache()
     commit = commit or current_commit()  # of the code that runs, whatever is edited meanwhile
     with unwinding_signals("the same command continues"), input_errors():
-        if study not in STUDIES and study != NONE:
-            raise ValueError(f"unknown study {study}; the studies are {', '.join(STUDIES)}, and {NONE}")
+        names = [] if study == NONE else study.split(",")
+        if unknown := [name for name in names if name not in STUDIES]:
+            known = f"the studies are {', '.join(STUDIES)}, and {NONE}"
+            raise ValueError(f"unknown study {', '.join(unknown)}; {known}")
+        cells = [cell for name in names for cell in STUDIES[name]]
         diagnosis_file.check_unfinished(out)
         arguments = evaluation.EvalConfig(run, step=step, batches=batches, batch_size=batch_size)
         restored = evaluation.restore(arguments)
@@ -72,7 +76,7 @@ def main(
         settings |= {"study": study, "commit": commit, "versions": facts()}
         out.mkdir(parents=True, exist_ok=True)
         record = diagnosis_file.begin(out, settings)
-        measure(STUDIES.get(study, ()), restored, held_out, record, lambda: diagnosis_file.keep(out, record))
+        measure(cells, restored, held_out, record, lambda: diagnosis_file.keep(out, record))
         diagnosis_file.finish(out, record)
     written = f"written to {out / diagnosis_file.FILE}"
     print(variants_table(record), compared_table(record), written, sep="\n\n")

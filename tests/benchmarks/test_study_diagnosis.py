@@ -22,7 +22,7 @@ def run(tmp_path, monkeypatch):
     flags = ["--policy", "fp8", "--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--steps", "2"]
     training_program.train(parse([*flags, "--warmup-steps", "1", "--out", str(tmp_path / "run")]))
     study = (Cell("fp8", "", "60m", "decay", 1), Cell("wgrad_sr", "even", "tiny", "small", 2))
-    monkeypatch.setattr(diagnosis, "STUDIES", {"two": study})
+    monkeypatch.setattr(diagnosis, "STUDIES", {"two": study, "last": study[1:]})
     few = {name: VARIANTS[name] for name in ("nearest even", "stochastic even")}
     monkeypatch.setattr(diagnosis, "wgrad_grams", functools.partial(wgrad_grams, variants=few))
     return tmp_path / "run"
@@ -41,7 +41,7 @@ def interrupt(monkeypatch, number):
 @pytest.mark.slow
 def test_the_cells_of_a_study_are_measured_on_a_checkpoint(run, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
-    measure = functools.partial(diagnosis.main, run, study="two", batches=3)
+    measure = functools.partial(diagnosis.main, run, study="two,last", batches=3)
     measure(out=out)
     found = diagnosis_file.read(out)
     assert found is not None
@@ -50,8 +50,8 @@ def test_the_cells_of_a_study_are_measured_on_a_checkpoint(run, tmp_path, capsys
     assert "| stochastic even | " in diagnosis_tables.compared_table(found)
     errors = {name: parts["error"]["mean"] for name, parts in found["cells"].items()}
     assert 0 < errors["fp8"] < errors["wgrad_sr even"]
-    with pytest.raises(SystemExit, match="unknown study three; the studies are two, and none"):
-        diagnosis.main(run, study="three", out=tmp_path)
+    with pytest.raises(SystemExit, match="unknown study three, four; the studies are two, last, and none"):
+        diagnosis.main(run, study="two,three,four", out=tmp_path)
     with pytest.raises(SystemExit, match=r"diagnosis\.json exists and is complete; name another --out"):
         measure(out=out)
 
@@ -68,7 +68,7 @@ def test_the_cells_of_a_study_are_measured_on_a_checkpoint(run, tmp_path, capsys
     with pytest.raises(
         SystemExit, match=r"other settings \(batches 3, now 4; tokens 192, now 256; .*\); give"
     ):
-        diagnosis.main(run, study="two", batches=4, out=again)
+        diagnosis.main(run, study="two,last", batches=4, out=again)
     monkeypatch.setattr(diagnosis, "wgrad_grams", None)
     capsys.readouterr()
     measure(out=again)
