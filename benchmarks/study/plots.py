@@ -5,8 +5,11 @@ from collections.abc import Mapping
 from matplotlib.figure import Figure
 
 from benchmarks.study import tuning
+from benchmarks.study.cells import WGRAD_ONLY
 from benchmarks.study.results import CellResult, baseline, by_group
+from benchmarks.study.studies import REMEDIES
 from benchmarks.study.tables import is_variation
+from training.paired_statistics import paired_difference
 
 _LINES = (("black", "o", "-"), ("#7f7f7f", "s", "--"), ("#404040", "^", ":"), ("#b0b0b0", "D", "-."))
 """Color, marker and line of each curve; they differ without color."""
@@ -14,6 +17,9 @@ _LINES = (("black", "o", "-"), ("#7f7f7f", "s", "--"), ("#404040", "^", ":"), ("
 
 _SHOWN = 1.0
 """Range of the losses shown over the learning rate, in nats: what hardly learns is far above."""
+
+
+_REMEDIES = {"wgrad_hadamard": "H16", "wgrad_sr": "stochastic rounding", "wgrad_rht": "redrawn signs"}
 
 
 def learning_rates(cells: Mapping[str, CellResult]) -> Figure:
@@ -55,3 +61,34 @@ def seeds(cells: Mapping[str, CellResult]) -> Figure:
         axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     panels[-1].set_xlabel("final validation loss of each seed, and their mean, in nats")
     return figure
+
+
+def remedies(cells: Mapping[str, CellResult]) -> Figure:
+    """Draws what each remedy of Wgrad changes beside Wgrad without one, wherever both have run."""
+    groups = {name: group for name, group in by_group(dict(cells)).items() if not is_variation(name[1])}
+    shown = [
+        (f"{_named_alone(base)}, {protocol}", base, {cell.label: cell for cell in group})
+        for (_, protocol), group in groups.items()
+        for base in sorted(group, key=lambda cell: cell.label)
+        if base.policy in ("wgrad", f"{WGRAD_ONLY}wgrad")
+    ]
+    figure = Figure(figsize=(7, 1.1 + 0.3 * len(shown)), layout="constrained")
+    panels = figure.subplots(1, len(REMEDIES), sharex=True, sharey=True)
+    for axes, remedy in zip(panels, REMEDIES, strict=True):
+        axes.axvline(0, color="#7f7f7f", linewidth=0.8)
+        for y, (_, base, others) in enumerate(shown):
+            prefix = base.policy.removesuffix("wgrad")
+            other = others.get(base.label.replace(base.policy, prefix + remedy, 1))
+            if other is not None and (d := paired_difference(other.losses, base.losses)).n > 1:
+                axes.plot([d.low, d.high], [y, y], color="black", linewidth=1.2)
+                axes.plot([d.mean], [y], "o", color="black", markersize=4)
+        axes.set_title(_REMEDIES[remedy], loc="left", fontsize="medium")
+        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    panels[0].set_yticks(range(len(shown)), [name for name, *_ in shown])
+    panels[0].set_ylim(len(shown) - 0.5, -0.5)
+    panels[len(panels) // 2].set_xlabel("loss minus that without it, nats; 95 % intervals")
+    return figure
+
+
+def _named_alone(cell: CellResult) -> str:
+    return ("Wgrad alone, " if cell.policy.startswith(WGRAD_ONLY) else "") + cell.rules

@@ -51,7 +51,11 @@ TABLES = {
     "paper layout in tokens": token_tables.paper_layout_in_tokens,
 }
 """The tables by the markers of the page between which they stand."""
-PLOTS = {"learning-rates.svg": plots.learning_rates, "seeds.svg": plots.seeds}
+PLOTS = {
+    "learning-rates.svg": plots.learning_rates,
+    "seeds.svg": plots.seeds,
+    "remedies.svg": plots.remedies,
+}
 
 
 def tables_of(runs: Sequence[Run]) -> dict[str, str]:
