@@ -118,6 +118,8 @@ def _constant(protocol: Protocol) -> Protocol:
 
 
 PROTOCOLS: Mapping[str, Protocol] = types.MappingProxyType(_protocols())
+MAIN_PROTOCOLS = ("decay", "tuned-60m", "tuned-125m", "tuned-350m", "constant-60m", "tiny")
+"""The protocols that are no variation of another one in rate, length, batch or model."""
 
 WGRAD_ONLY = "only_"
 UNIFORM = "e1m2_"

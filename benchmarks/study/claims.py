@@ -1,11 +1,12 @@
 """The tests of the text's claims, as Markdown tables, from the finished runs."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks.study.cells import PROTOCOLS
 from benchmarks.study.results import CellResult
-from benchmarks.study.studies import ALONE, CLAIMS, LADDERS, RULE_CONTRASTS, SEEN, Claim
+from benchmarks.study.studies import ALONE, ALONE_SEEN, CLAIMS, LADDERS, RULE_CONTRASTS, SEEN, Claim
 from benchmarks.study.tables import interval, number
 from mxjax.kernels.tables import table
 from training.paired_statistics import detectable, holm, standard_deviation, t_interval
@@ -22,19 +23,21 @@ def claims(cells: Cells) -> str:
 
 def alone(cells: Cells) -> str:
     """Returns the tests of the claims about Wgrad alone in MXFP4, corrected together."""
-    return _tested(cells, [claim.at(LADDERS[1]) for claim in ALONE])
+    return _tested(cells, *([claim.at(LADDERS[1]) for claim in claims] for claims in (ALONE, ALONE_SEEN)))
 
 
-def _tested(cells: Cells, tested: Sequence[Claim]) -> str:
-    found = [list(by_seed(cells, claim).values()) for claim in tested]
-    corrected = holm([t_interval(pairs).p for pairs in found])
+def _tested(cells: Cells, tested: Sequence[Claim], seen: Sequence[Claim] = ()) -> str:
+    """Returns a table of claims; those of `tested` are corrected together, those of `seen` have no p."""
+    shown = [*tested, *seen]
+    found = [list(by_seed(cells, claim).values()) for claim in shown]
+    corrected = holm([t_interval(pairs).p for pairs in found[: len(tested)]]) + [math.nan] * len(seen)
     rows = [
         [claim.text, *_estimate(pairs), number(p, ".2g"), len(pairs)]
-        for claim, pairs, p in zip(tested, found, corrected, strict=True)
+        for claim, pairs, p in zip(shown, found, corrected, strict=True)
         if pairs
     ]
     text = table("claim | difference | 95 % | detectable | p (Holm) | pairs", rows)
-    if missing := len(tested) - len(rows):
+    if missing := len(shown) - len(rows):
         text += f"\n\nClaims without pairs, whose cells have not run or have diverged: {missing}."
     return text
 

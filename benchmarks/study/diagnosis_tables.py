@@ -1,11 +1,12 @@
 """The tables of a diagnosis, as Markdown, and how well its statistics predict final losses."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.study.cells import MAIN_PROTOCOLS
 from benchmarks.study.results import CellResult, baseline, by_group
-from benchmarks.study.tables import interval, is_variation, number
+from benchmarks.study.tables import interval, number
 from mxjax.kernels.tables import table
 from training.paired_statistics import rank_correlation
 
@@ -16,6 +17,8 @@ STATISTICS = {
     "across": "repeating error across the gradient",
     "gradient_over_noise": "gradient over sqrt(3) noise",
 }
+FAR = ("amazon", "full_sr")
+"""The policies with the smallest and the largest error of all with MXFP4, and the same ends of the losses."""
 LEAST_CELLS = 5
 """The smallest number of cells for which a rank correlation is shown."""
 
@@ -57,16 +60,18 @@ def cells_table(record: Mapping[str, Any] | None) -> str:
 
 
 def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> str:
-    """Returns the rank correlation of each statistic with the final loss minus fp8's, by group of cells."""
+    """Returns the rank correlation of each statistic with the final loss minus fp8's, by group of cells.
+
+    Each stands beside the same without the policies FAR, on which it may hang.
+    """
     if record is None:
         return "Not measured yet."
     parts = []
     for (model, protocol), group in by_group(dict(cells)).items():
         base = baseline(group)
         known = [c for c in group if c is not base and c.losses and c.label in record["cells"]]
-        if is_variation(protocol) or base is None or not known:
+        if protocol not in MAIN_PROTOCOLS or base is None or not known:
             continue
-        gaps = [_mean(cell.losses) - _mean(base.losses) for cell in known]
         if len(known) < LEAST_CELLS:
             names = ", ".join(f"`{cell.label}`" for cell in known)
             parts.append(
@@ -74,15 +79,25 @@ def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None
                 f"a rank correlation needs at least {LEAST_CELLS}."
             )
             continue
-        rows = []
-        for key, name in STATISTICS.items():
-            r = rank_correlation([record["cells"][cell.label][key]["mean"] for cell in known], gaps)
-            rows.append(
-                [name, r.n, number(r.mean, "+.2f"), interval(r.low, r.high, "+.2f"), number(r.p, ".2g")]
-            )
-        header = f"{model}, {protocol}: statistic | cells | rank correlation | 95 % | p"
+        near = [cell for cell in known if cell.policy not in FAR]
+        rows = [
+            [name, *(_correlation(key, chosen, base, record) for chosen in (known, near))]
+            for key, name in STATISTICS.items()
+        ]
+        header = f"{model}, {protocol}: statistic | all | without {' and '.join(FAR)}"
         parts.append(table(header, rows))
     return "\n\n".join(parts)
+
+
+def _correlation(key: str, known: Sequence[CellResult], base: CellResult, record: Mapping[str, Any]) -> str:
+    """Returns the rank correlation of a statistic with the losses of the cells, in words."""
+    if len(known) < LEAST_CELLS:
+        return "-"
+    gaps = [_mean(cell.losses) - _mean(base.losses) for cell in known]
+    r = rank_correlation([record["cells"][cell.label][key]["mean"] for cell in known], gaps)
+    return (
+        f"{number(r.mean, '+.2f')} ({interval(r.low, r.high, '+.2f')}), p {number(r.p, '.2g')}, {r.n} cells"
+    )
 
 
 def _source(record: Mapping[str, Any]) -> str:

@@ -5,20 +5,15 @@ from collections.abc import Mapping
 from matplotlib.figure import Figure
 
 from benchmarks.study import tuning
-from benchmarks.study.cells import WGRAD_ONLY
+from benchmarks.study.cells import MAIN_PROTOCOLS, WGRAD_ONLY
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.studies import REMEDIES
-from benchmarks.study.tables import is_variation
 from training.paired_statistics import paired_difference
 
 _LINES = (("black", "o", "-"), ("#7f7f7f", "s", "--"), ("#404040", "^", ":"), ("#b0b0b0", "D", "-."))
 """Color, marker and line of each curve; they differ without color."""
-
-
-_SHOWN = 1.0
+_RANGE = 1.0
 """Range of the losses shown over the learning rate, in nats: what hardly learns is far above."""
-
-
 _REMEDIES = {"wgrad_hadamard": "H16", "wgrad_sr": "stochastic rounding", "wgrad_rht": "redrawn signs"}
 
 
@@ -35,7 +30,7 @@ def learning_rates(cells: Mapping[str, CellResult]) -> Figure:
         label = f"{setting.model}, warm-up {setting.warmup}" + (", constant" if setting.constant else "")
         axes.plot(*zip(*means, strict=True), line, color=color, marker=marker, markersize=3, label=label)
     axes.set(xscale="log", xlabel="peak learning rate", ylabel="fp8's final validation loss, nats")
-    axes.set_ylim(top=min(axes.get_ylim()[1], axes.get_ylim()[0] + _SHOWN))
+    axes.set_ylim(top=min(axes.get_ylim()[1], axes.get_ylim()[0] + _RANGE))
     axes.legend(frameon=False)
     return figure
 
@@ -45,8 +40,10 @@ def seeds(cells: Mapping[str, CellResult]) -> Figure:
     groups = {
         name: group
         for name, group in by_group(dict(cells)).items()
-        if not is_variation(name[1]) and baseline(group) is not None and len(group) > 1
+        if name[1] in MAIN_PROTOCOLS and baseline(group) is not None and len(group) > 1
     }
+    if not groups:
+        return Figure(figsize=(7, 1))
     rows = [len(group) for group in groups.values()]
     figure = Figure(figsize=(7, 0.8 * len(rows) + 0.24 * sum(rows)), layout="constrained")
     panels = figure.subplots(len(rows), squeeze=False, height_ratios=[n + 1 for n in rows])[:, 0]
@@ -54,7 +51,8 @@ def seeds(cells: Mapping[str, CellResult]) -> Figure:
         for y, cell in enumerate(group):
             losses = list(cell.losses.values())
             axes.plot(losses, [y] * len(losses), "o", color="black", markerfacecolor="none", markersize=4.5)
-            axes.plot([sum(losses) / len(losses)], [y], "|", color="black", markersize=13, markeredgewidth=2)
+            mean = [sum(losses) / len(losses)] if losses else []
+            axes.plot(mean, [y] * len(mean), "|", color="black", markersize=13, markeredgewidth=2)
         axes.set_yticks(range(len(group)), [cell.label for cell in group])
         axes.set_ylim(len(group) - 0.5, -0.5)
         axes.set_title(f"{model}, protocol {protocol}", loc="left")
@@ -65,7 +63,7 @@ def seeds(cells: Mapping[str, CellResult]) -> Figure:
 
 def remedies(cells: Mapping[str, CellResult]) -> Figure:
     """Draws what each remedy of Wgrad changes beside Wgrad without one, wherever both have run."""
-    groups = {name: group for name, group in by_group(dict(cells)).items() if not is_variation(name[1])}
+    groups = {name: group for name, group in by_group(dict(cells)).items() if name[1] in MAIN_PROTOCOLS}
     shown = [
         (f"{_named_alone(base)}, {protocol}", base, {cell.label: cell for cell in group})
         for (_, protocol), group in groups.items()
@@ -85,7 +83,7 @@ def remedies(cells: Mapping[str, CellResult]) -> Figure:
         axes.set_title(_REMEDIES[remedy], loc="left", fontsize="medium")
         axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     panels[0].set_yticks(range(len(shown)), [name for name, *_ in shown])
-    panels[0].set_ylim(len(shown) - 0.5, -0.5)
+    panels[0].set_ylim(max(len(shown), 1) - 0.5, -0.5)
     panels[len(panels) // 2].set_xlabel("loss minus that without it, nats; 95 % intervals")
     return figure
 

@@ -14,6 +14,7 @@ from benchmarks.markdown import insert
 from benchmarks.plot_style import STYLE
 from benchmarks.study import (
     claims,
+    constant_rate,
     diagnosis_file,
     diagnosis_tables,
     plots,
@@ -45,8 +46,9 @@ TABLES = {
     "rule contrasts": claims.rule_contrasts,
     "power": tables.power,
     "averaging": tables.averaging,
-    "constant tokens": token_tables.constant_tokens,
-    "constant claims": token_tables.constant_claims,
+    "constant tokens": constant_rate.constant_tokens,
+    "constant claims": constant_rate.constant_claims,
+    "slopes": constant_rate.slopes,
     "decay tokens": token_tables.decay_tokens,
     "paper layout in tokens": token_tables.paper_layout_in_tokens,
 }

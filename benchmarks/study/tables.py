@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping
 
 from benchmarks.study import tuning
-from benchmarks.study.cells import RATES
+from benchmarks.study.cells import MAIN_PROTOCOLS, RATES
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.studies import STUDIES
 from mxjax.kernels.tables import table
@@ -100,11 +100,6 @@ def final_losses(cells: Cells) -> str:
     return "\n\n".join(parts)
 
 
-def is_variation(protocol: str) -> bool:
-    """Whether a protocol varies that of a ladder, as tuned-60m-lr2x does."""
-    return protocol.count("-") > 1
-
-
 PAPER_COLUMNS = "MXFP4 in | rule | round to nearest | stochastic rounding | random-sign H16 | H16"
 PAPER_ROWS = (
     ("Fprop", ("fprop",)),
@@ -119,7 +114,7 @@ def paper_layout(cells: Cells) -> str:
     parts = []
     for (model, protocol), group in by_group(dict(cells)).items():
         base, found = baseline(group), {cell.label: cell for cell in group}
-        if is_variation(protocol) or base is None or not {"wgrad floor", "wgrad even"} & found.keys():
+        if protocol not in MAIN_PROTOCOLS or base is None or not {"wgrad floor", "wgrad even"} & found.keys():
             continue
         shown = {name: _with_half(cell, base) for name, cell in found.items()}
         layout = table(PAPER_COLUMNS, paper_rows(shown))

@@ -22,17 +22,32 @@ Curve = Sequence[Sequence[float]]
 """(tokens, loss) of each evaluation, in the order of training."""
 
 
-class Overhead(NamedTuple):
-    """P1: the logarithm of the ratio of tokens to fp8's, over seeds.
+class LogRatio(NamedTuple):
+    """The logarithm of a seed's ratio of tokens.
 
     Attributes:
-      log_ratio: estimate over all seeds. A run that never reached the loss counts with its whole length, so
-        that the mean is a lower bound; interval and p are then NaN.
-      not_reached: number of seeds whose run never did.
+      is_low, is_high: whether the value bounds it from below, or from above, because a run never reached the
+        loss and counts with its whole length. Both: nothing is known.
+    """
+
+    value: float
+    is_low: bool = False
+    is_high: bool = False
+
+
+class Overhead(NamedTuple):
+    """P1: the logarithm of the ratio of tokens over seeds.
+
+    Attributes:
+      log_ratio: estimate over all seeds. Interval and p are NaN if the mean is a bound; the mean too if seeds
+        bound it from both sides.
+      not_reached: number of seeds whose run never reached the loss.
+      bound: "> " if the mean is a lower bound, "< " if it is an upper one, else "".
     """
 
     log_ratio: Estimate
     not_reached: int
+    bound: str
 
 
 def smooth(evaluations: Curve) -> list[tuple[float, float]]:
@@ -65,32 +80,38 @@ def overhead(ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> Overhead:
     Args:
       ours, base: the evaluations of each seed's run; an empty curve is that of a run that diverged.
     """
-    return summary(list(log_ratios(ours, base).values()))
+    return over_seeds(list(log_ratios(ours, base).values()))
 
 
-def summary(ratios: Sequence[tuple[float, bool]]) -> Overhead:
-    """Returns the estimate over seeds from the logarithms of their ratios and whether they are exact."""
-    not_reached = sum(not reached for _, reached in ratios)
-    found = t_interval([ratio for ratio, _ in ratios])
-    if not_reached:
-        found = found._replace(low=math.nan, high=math.nan, p=math.nan)
-    return Overhead(found, not_reached)
-
-
-def log_ratios(ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> dict[int, tuple[float, bool]]:
-    """Returns the logarithm of the ratio of P1 by seed, and whether the run reached the loss.
-
-    Args:
-      ours, base: as in `overhead`.
-    """
+def log_ratios(ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> dict[int, LogRatio]:
+    """Returns P1's ratio of each seed. Arguments are those of `overhead`."""
     found = {}
     for seed in sorted(seed for seed in ours.keys() & base.keys() if base[seed]):
         end = base[seed][-1][0]
         target = loss_at(smooth(base[seed]), SHARE * end)
         needed = tokens_to_reach(smooth(ours[seed]), target) if ours[seed] else None
         tokens = end if needed is None else needed
-        found[seed] = math.log(tokens / (SHARE * end)), needed is not None
+        found[seed] = LogRatio(math.log(tokens / (SHARE * end)), is_low=needed is None)
     return found
+
+
+def difference(ratios: Sequence[LogRatio]) -> LogRatio:
+    """Returns the first ratio less the second, and of four the same less that of the other two."""
+    signs = (1, -1, -1, 1)[: len(ratios)]
+    pairs = list(zip(signs, ratios, strict=True))
+    value = math.fsum(sign * ratio.value for sign, ratio in pairs)
+    is_low = any(r.is_low if sign > 0 else r.is_high for sign, r in pairs)
+    return LogRatio(value, is_low, any(r.is_high if sign > 0 else r.is_low for sign, r in pairs))
+
+
+def over_seeds(ratios: Sequence[LogRatio]) -> Overhead:
+    """Returns the estimate over seeds."""
+    found, not_reached = t_interval([r.value for r in ratios]), sum(r.is_low or r.is_high for r in ratios)
+    is_low, is_high = any(r.is_low for r in ratios), any(r.is_high for r in ratios)
+    if not_reached:
+        mean = math.nan if is_low and is_high else found.mean
+        found = found._replace(mean=mean, low=math.nan, high=math.nan, p=math.nan)
+    return Overhead(found, not_reached, "> " if is_low else "< " if is_high else "")
 
 
 def effective_multiple(ours: Mapping[int, float], lengths: Mapping[float, Mapping[int, float]]) -> Estimate:

@@ -16,6 +16,7 @@ from benchmarks.study import __main__ as program
 from benchmarks.study import (
     cells,
     claims,
+    constant_rate,
     diagnosis_tables,
     programs,
     recipes_page,
@@ -284,11 +285,12 @@ def test_token_tables_of_finished_studies():
     found = gather(runs)
     assert "| wgrad | 4 | 0.900 |" in token_tables.decay_tokens(found)
     assert "| full_sr | 4 | < 0.65 | - | - |" in token_tables.decay_tokens(found)
-    assert "| wgrad, 60m constant-60m | 4 | 0 | +10.0 % |" in token_tables.constant_tokens(found)
+    assert "| wgrad, 60m constant-60m | 4 | 0 | +10.0 % |" in constant_rate.constant_tokens(found)
 
 
 def test_claims_at_a_constant_rate_compare_tokens():
     stretches = {"fp8.own": 1.0, "fprop_dgrad.floor": 1.05, "wgrad.floor": 1.155, "wgrad_hadamard.floor": 5.0}
+    stretches |= {"wgrad_rht.floor": 1.1, "fprop.floor": 1.2}
     runs = []
     for name, stretch in stretches.items():
         for seed in range(4):
@@ -296,14 +298,27 @@ def test_claims_at_a_constant_rate_compare_tokens():
             policy, rules = name.split(".")
             run = record(f"{name}.60m.constant-60m", policy, seed, curve[-1][1], "constant-60m", curve)
             runs.append(run | {"rules": rules})
-    found = {row.split(" | ")[0]: row for row in token_tables.constant_claims(gather(runs)).splitlines()}
+    found = {row.split(" | ")[0]: row for row in constant_rate.constant_claims(gather(runs)).splitlines()}
     assert "| +15.5 % |" in found["| MXFP4 in all three GEMMs costs loss"]
     assert "| +10.0 % |" in found["| Wgrad costs loss beyond Fprop and Dgrad"]
     assert "| > +8.2 % | - | - |" in found["| H16 on Wgrad takes off loss"]  # never reached: 1.25 / 1.155
-    assert token_tables.constant_claims({}) == "Not run yet: study `constant-60m`."
+    assert "| < -12.0 % | - | - |" in found["| redrawn signs differ from H16"]  # 1.1 / 1.25
+    assert "| -4.8 % | " in found["| redrawn signs take off loss"]
+    assert "| +9.1 % | " in found["| Fprop costs more than Wgrad"]  # 1.2 * 1.05 / 1.155
+    assert constant_rate.constant_claims({}) == "Not run yet: study `constant-60m`."
     layout = token_tables.paper_layout_in_tokens(gather(runs))
     assert "| +15.5 % (" in layout
     assert "| > +25.0 % (4 did not reach it) |" in layout
+
+
+def test_bounds_of_differences_follow_their_signs():
+    exact, low = tokens.LogRatio(0.1), tokens.LogRatio(0.2, is_low=True)
+    assert tokens.difference([low, exact])[1:] == (True, False)
+    assert tokens.difference([exact, low])[1:] == (False, True)
+    assert tokens.difference([exact, exact, exact, low])[1:] == (True, False)
+    nothing = tokens.over_seeds([tokens.difference([low, low])])
+    assert math.isnan(nothing.log_ratio.mean)
+    assert nothing.not_reached == 1
 
 
 def test_the_learning_rate_is_the_best_or_a_lower_one_that_is_as_good():
@@ -350,7 +365,8 @@ def test_statistics_predict_the_losses_that_they_rank():
     ]
     same_order = measured({policy: i**2 for i, policy in enumerate(policies)})
     found = diagnosis_tables.prediction(gather(runs), same_order)
-    assert "| relative error | 6 | +1.00 |" in found
+    assert "| relative error | +1.00 (+1.00 to +1.00), p 0, 6 cells | +1.00 (" in found
+    assert found.count("5 cells") == len(diagnosis_tables.STATISTICS)  # without full_sr
     few = diagnosis_tables.prediction(gather(runs[:8]), same_order)
     assert "3 cells have run (`fprop`, `fprop_dgrad`, `wgrad`); a rank correlation needs at least 5" in few
     assert "| full_sr | 16.0000 ± 0.1000 |" in diagnosis_tables.cells_table(same_order)

@@ -1,0 +1,121 @@
+"""The study's tables of P1, token overheads at an all but constant rate, and of the losses' slopes."""
+
+import math
+from collections.abc import Sequence
+
+from benchmarks.study import tokens
+from benchmarks.study.cells import BASELINE
+from benchmarks.study.claims import by_seed
+from benchmarks.study.results import CellResult, baseline, by_group
+from benchmarks.study.studies import CLAIMS, CONSTANT, CONSTANT_SEEN, STUDIES, Claim
+from benchmarks.study.tables import Cells, interval, number
+from mxjax.kernels.tables import table
+from training import mlperf
+from training.paired_statistics import holm, t_interval
+
+NOT_RUN = f"Not run yet: study `{CONSTANT}`."
+PAPERS = ("8.5 %", 1.085), ("26.5 %", 1.265)
+"""The paper's overheads with H16 and without, in the middle of what it states. Source: arXiv 2605.09825."""
+_AROUND = 0.1  # of a run before and after the target of P1
+
+
+def constant_tokens(cells: Cells) -> str:
+    """Returns P1: token overheads under an all but constant learning rate."""
+    rows = []
+    for (model, protocol), group in by_group(dict(cells)).items():
+        base = baseline(group)
+        if base is None or not is_constant(base) or len(group) < 2:
+            continue
+        for cell in group:
+            if cell is not base:
+                found = tokens.overhead(_curves(cell), _curves(base))
+                named = [f"{cell.label}, {model} {protocol}", found.log_ratio.n, found.not_reached]
+                rows.append([*named, *_percent(found), number(found.log_ratio.p, ".2g")])
+    if not rows:
+        return NOT_RUN
+    return table("policy, rules | seeds | did not reach it | overhead | 95 % | p", rows)
+
+
+def constant_claims(cells: Cells) -> str:
+    """Returns the tests of the claims whose cells have run under P1's protocol, corrected together.
+
+    Tokens to reach fp8's loss are compared seed by seed, beside the final losses. CONSTANT_SEEN has no p.
+    """
+    have = {cell.name for cell in STUDIES[CONSTANT]}
+    tested = [claim for claim in CLAIMS if set(claim.at(CONSTANT).cells) <= have]
+    rows, p = [], []
+    for claim in (*tested, *CONSTANT_SEEN):
+        found = _claimed(cells, claim.at(CONSTANT))
+        if not found.log_ratio.n:
+            continue
+        p.append(found.log_ratio.p if claim in tested else math.nan)
+        d = t_interval(list(by_seed(cells, claim.at(CONSTANT)).values()))
+        rows.append([claim.text, *_percent(found), number(d.mean, "+.4f"), interval(d.low, d.high), d.n])
+    if not rows:
+        return NOT_RUN
+    rows = [[*row[:3], number(q, ".2g"), *row[3:]] for row, q in zip(rows, holm(p), strict=True)]
+    return table("claim | tokens | 95 % | p (Holm) | nats | 95 % | seeds", rows)
+
+
+def _claimed(cells: Cells, claim: Claim) -> tokens.Overhead:
+    """Returns the overhead of a claim's first cell over its second, less that of the pair beside."""
+    fp8 = cells.get(f"{BASELINE}.own.60m.{CONSTANT}")
+    if fp8 is None or not set(claim.cells) <= cells.keys():
+        return tokens.over_seeds([])
+    ratios = [tokens.log_ratios(_curves(cells[name]), _curves(fp8)) for name in claim.cells]
+    common = sorted(set.intersection(*(set(of_cell) for of_cell in ratios)))
+    return tokens.over_seeds([tokens.difference([of_cell[seed] for of_cell in ratios]) for seed in common])
+
+
+def overhead_with_interval(cell: CellResult, base: CellResult) -> str:
+    """Returns P1's overhead of a cell over fp8 with its interval, or the number of runs that it lacks."""
+    found = tokens.overhead(_curves(cell), _curves(base))
+    mean, span = _percent(found)
+    note = f"{found.not_reached} did not reach it" if found.not_reached else span
+    return mean if note == "-" else f"{mean} ({note})"
+
+
+def is_constant(base: CellResult) -> bool:
+    """Whether the cell's rate is all but constant after the warm-up."""
+    return base.protocol["horizon"] is not None
+
+
+def slopes(cells: Cells) -> str:
+    """Returns by how much losses fall with the logarithm of the tokens, and the paper's overheads in nats."""
+    found = []
+    fp8 = cells.get(f"{BASELINE}.own.60m.{CONSTANT}")
+    if fp8 is not None and fp8.losses:
+        curves = [tokens.smooth(curve) for curve in _curves(fp8).values() if curve]
+        of_seeds = [_slope(curve, tokens.SHARE - _AROUND, tokens.SHARE + _AROUND) for curve in curves]
+        found.append(
+            (f"fp8, `{CONSTANT}`, {len(curves)} seeds, around P1's target", t_interval(of_seeds).mean)
+        )
+    for curve in mlperf.PUBLISHED_CURVES:
+        (n0, before), (n1, last) = sorted(curve.losses.items())[-2:]
+        name = f"{curve.name}, Llama 3.1 8B, {n0:,} to {n1:,} sequences"
+        found.append((name, (last - before) / math.log(n1 / n0)))
+    rows = [
+        [name, number(slope, "+.2f"), *(number(-slope * math.log(ratio), ".3f") for _, ratio in PAPERS)]
+        for name, slope in found
+    ]
+    columns = " | ".join(f"{text} more tokens, nats" for text, _ in PAPERS)
+    return table(f"curve | nats an e-fold of tokens | {columns}", rows)
+
+
+def _slope(curve: Sequence[Sequence[float]], first: float, last: float) -> float:
+    """Returns the slope over the logarithm of the tokens between two shares of a curve."""
+    end = curve[-1][0]
+    fall = tokens.loss_at(curve, last * end) - tokens.loss_at(curve, first * end)
+    return fall / math.log(last / first)
+
+
+def _percent(found: tokens.Overhead) -> list[str]:
+    """Returns the mean overhead, as a bound if it is one, and its interval."""
+    mean, low, high = (100 * math.expm1(x) for x in found.log_ratio[:3])
+    percent = "-" if math.isnan(mean) else f"{found.bound}{mean:+.1f} %"
+    return [percent, interval(low, high, "+.1f")]
+
+
+def _curves(cell: CellResult) -> dict[int, Sequence[Sequence[float]]]:
+    """Returns the evaluations by seed, none of a run that diverged."""
+    return {seed: run["evaluations"] if seed in cell.losses else [] for seed, run in cell.runs.items()}
