@@ -29,11 +29,12 @@ def kernels_run():
     if HAS_GPU:
         yield
         return
-    from support.interpreter import convert_exactly, reduce_slices, replace_once
+    from support.interpreter import compute_once, convert_exactly, reduce_slices, replace_once
 
     from mxjax.devices import INTERPRETER, use_target
 
     replace_once()
+    compute_once()
     reduce_slices()
     convert_exactly()
     with use_target(INTERPRETER):

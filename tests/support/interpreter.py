@@ -4,8 +4,10 @@ It takes NaN in E4M3 for 480, and subnormals of E5M2 for other values in float16
 function to another, a hundred times a program, it replaces the functions of `triton.language` by its own.
 They are replaced already: a launch begins so, and ends by restoring them. It reduces by a function of a
 kernel's own element by element, hundreds of thousands of calls, where a slice at a time has the same values.
+It adds and multiplies integers again in 64 bits, for an assertion that it then leaves out.
 """
 
+import dataclasses
 import functools
 import inspect
 
@@ -19,6 +21,26 @@ def replace_once() -> None:
     """Makes calls within a launch find Triton's functions as its beginning left them."""
     if not hasattr(interpreter._patch_lang, "__wrapped__"):
         interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
+
+
+def compute_once() -> None:
+    """Leaves out what serves assertions of overflow only, and makes the table of dtypes once."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    if not hasattr(interpreter._get_np_dtype, "__wrapped__"):
+        interpreter._get_np_dtype = _by_scalar(interpreter._get_np_dtype)
+
+
+def _by_scalar(get_np_dtype):
+    """Returns `_get_np_dtype` that asks once for each type of elements that are no pointers."""
+    known = functools.cache(get_np_dtype)
+
+    @functools.wraps(get_np_dtype)
+    def get(dtype):
+        return get_np_dtype(dtype) if dtype.scalar.is_ptr() else known(dtype.scalar)
+
+    return get
 
 
 def reduce_slices() -> None:
