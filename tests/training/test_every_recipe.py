@@ -1,4 +1,4 @@
-"""Every published recipe trains the model `tiny` for 100 steps, with a smaller vocabulary.
+"""Every published recipe trains two blocks of the model `tiny` for 100 steps, with a smaller vocabulary.
 
 Each linear layer of a block has a recipe of its own, so that four share what else there is to compile. A
 recipe of a whole run trains one layer of each block, with its steps brought forward.
@@ -27,7 +27,7 @@ from training.recipes import expand
 from training.step import ScheduledStep, init_state, make_train_step
 
 STEPS, BATCH, LENGTH, VOCABULARY = 100, 2, 32, 32
-MODEL = dataclasses.replace(get_config("tiny"), vocab_size=VOCABULARY)
+MODEL = dataclasses.replace(get_config("tiny"), vocab_size=VOCABULARY, n_layers=2)
 PUBLISHED = sorted(name for name in mxjax.policies() if name not in ladder())
 GROUPS = list(itertools.batched(PUBLISHED, len(LINEAR_LAYERS)))
 
