@@ -4,6 +4,7 @@ Every function is deterministic, so that reports can be regenerated and compared
 """
 
 import bisect
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -110,13 +111,19 @@ def detectable(sd: float, n: int, power: float = 0.8) -> float:
     """
     if n < 2 or math.isnan(sd):
         return math.nan
+    return _noncentrality(n, power) * sd / math.sqrt(n)
+
+
+@functools.cache
+def _noncentrality(n: int, power: float) -> float:
+    """Returns the mean of n values, in standard errors, that the test of `detectable` finds."""
     critical = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1))
     low, high = 0.0, 100.0
     for _ in range(60):
         middle = (low + high) / 2
         found = float(stats.nct.sf(critical, n - 1, middle))
         low, high = (middle, high) if found < power else (low, middle)
-    return high * sd / math.sqrt(n)
+    return high
 
 
 def seeds_needed(sd: float, difference: float, most: int = 1000) -> int | None:

@@ -1,7 +1,6 @@
 """The study: its table of cells, its statistics, and its report, which equals the committed one."""
 
 import dataclasses
-import json
 import math
 import re
 import types
@@ -36,22 +35,6 @@ from models.configs import get_config
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tables_made_once():
-    """Keeps the tables of the same runs, which take seconds, and of which tests need the committed ones."""
-    made, sections = {}, report.sections
-
-    def kept(runs):
-        key = json.dumps(runs)
-        if key not in made:
-            made[key] = sections(runs)
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "sections", kept)
-        yield
 
 
 def test_the_committed_recipes_page_is_what_the_committed_runs_give():
