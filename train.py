@@ -36,7 +36,7 @@ from training.checkpoint.checkpoints import CheckpointError, Checkpoints
 from training.checkpoint.damaged import set_aside_damaged
 from training.command_line import parse
 from training.config import Config
-from training.environment import enable_compilation_cache, input_errors, path_errors
+from training.environment import enable_compilation_cache, input_errors, memory_errors, path_errors
 from training.failure import failing_together, telling_others
 from training.interruption import Interruption, RunInterrupted
 from training.loop import Loop
@@ -91,7 +91,7 @@ def train(config: Config) -> dict[str, float]:
             with together():
                 check, notes = take_folder(run, stack) if is_first_process() else (lambda: None, [])
             notes += set_aside_damaged(run.folder / "checkpoints")
-        with path_errors(run.folder), jax.set_mesh(run.mesh):
+        with path_errors(run.folder), memory_errors(), jax.set_mesh(run.mesh):
             with together():
                 if is_first_process():
                     open_folder(run)  # before anything slow: a run killed there can be resumed

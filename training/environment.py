@@ -79,6 +79,19 @@ def path_errors(folder: pathlib.Path) -> Iterator[None]:
         raise SystemExit(f"{program_name()}: error: {in_one_line(error, folder)}") from error
 
 
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """Ends the program with one line about memory that a device does not have."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        first = str(error).partition("\n")[0]
+        if not first.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        advice = "try a smaller --batch-size with --accumulate, a smaller --seq-len, or --remat full"
+        raise SystemExit(f"{program_name()}: error: {first.rstrip('.')}; {advice}") from error
+
+
 def facts() -> dict[str, str | int]:
     """Returns the versions and the device that a run's numbers depend on."""
     packages = ("jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")

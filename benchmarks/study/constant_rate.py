@@ -11,11 +11,12 @@ from benchmarks.study.studies import CLAIMS, CONSTANT, CONSTANT_SEEN, STUDIES, C
 from benchmarks.study.tables import Cells, interval, number
 from mxjax.kernels.tables import table
 from training import mlperf
-from training.paired_statistics import holm, t_interval
+from training.paired_statistics import holm, paired_difference, t_interval
 
 NOT_RUN = f"Not run yet: study `{CONSTANT}`."
 PAPERS = ("8.5 %", 1.085), ("26.5 %", 1.265)
 """The paper's overheads with H16 and without, in the middle of what it states. Source: arXiv 2605.09825."""
+_FP8 = f"{BASELINE}.own.60m.{CONSTANT}"
 _AROUND = 0.1  # of a run before and after the target of P1
 
 
@@ -59,7 +60,7 @@ def constant_claims(cells: Cells) -> str:
 
 def _claimed(cells: Cells, claim: Claim) -> tokens.Overhead:
     """Returns the overhead of a claim's first cell over its second, less that of the pair beside."""
-    fp8 = cells.get(f"{BASELINE}.own.60m.{CONSTANT}")
+    fp8 = cells.get(_FP8)
     if fp8 is None or not set(claim.cells) <= cells.keys():
         return tokens.over_seeds([])
     ratios = [tokens.log_ratios(_curves(cells[name]), _curves(fp8)) for name in claim.cells]
@@ -82,14 +83,7 @@ def is_constant(base: CellResult) -> bool:
 
 def slopes(cells: Cells) -> str:
     """Returns by how much losses fall with the logarithm of the tokens, and the paper's overheads in nats."""
-    found = []
-    fp8 = cells.get(f"{BASELINE}.own.60m.{CONSTANT}")
-    if fp8 is not None and fp8.losses:
-        curves = [tokens.smooth(curve) for curve in _curves(fp8).values() if curve]
-        of_seeds = [_slope(curve, tokens.SHARE - _AROUND, tokens.SHARE + _AROUND) for curve in curves]
-        found.append(
-            (f"fp8, `{CONSTANT}`, {len(curves)} seeds, around P1's target", t_interval(of_seeds).mean)
-        )
+    found = [(f"fp8, `{CONSTANT}`, around P1's target", _slope_of_fp8(cells))]
     for curve in mlperf.PUBLISHED_CURVES:
         (n0, before), (n1, last) = sorted(curve.losses.items())[-2:]
         name = f"{curve.name}, Llama 3.1 8B, {n0:,} to {n1:,} sequences"
@@ -100,6 +94,34 @@ def slopes(cells: Cells) -> str:
     ]
     columns = " | ".join(f"{text} more tokens, nats" for text, _ in PAPERS)
     return table(f"curve | nats an e-fold of tokens | {columns}", rows)
+
+
+def costs(cells: Cells) -> str:
+    """Returns each overhead at a constant rate in nats: by the slope of fp8's loss, and at the end."""
+    slope, rows = _slope_of_fp8(cells), []
+    fp8 = cells.get(_FP8)
+    group = sorted(
+        (c for c in cells.values() if fp8 is not None and c.group == fp8.group), key=lambda c: c.label
+    )
+    for cell in group:
+        if cell is fp8 or fp8 is None:
+            continue
+        found = tokens.overhead(_curves(cell), _curves(fp8)).log_ratio
+        d = paired_difference(cell.losses, fp8.losses)
+        nats = [-slope * x for x in found[:3]]
+        at_target = [number(nats[0], "+.3f"), interval(*nats[1:], "+.3f")]
+        rows.append([cell.label, *at_target, number(d.mean, "+.3f"), interval(d.low, d.high, "+.3f")])
+    if not rows:
+        return NOT_RUN
+    return table("policy, rules | overhead times slope, nats | 95 % | at the end | 95 %", rows)
+
+
+def _slope_of_fp8(cells: Cells) -> float:
+    """Returns the slope of fp8's loss around P1's target, over seeds; NaN without runs."""
+    fp8 = cells.get(_FP8)
+    curves = [tokens.smooth(curve) for curve in _curves(fp8).values() if curve] if fp8 is not None else []
+    of_seeds = [_slope(curve, tokens.SHARE - _AROUND, tokens.SHARE + _AROUND) for curve in curves]
+    return t_interval(of_seeds).mean
 
 
 def _slope(curve: Sequence[Sequence[float]], first: float, last: float) -> float:

@@ -110,6 +110,8 @@ def _source(record: Mapping[str, Any]) -> str:
 
 
 def _estimate(e: Mapping[str, float]) -> str:
+    if e["mean"] == 0:  # a square that came out negative
+        return "not resolved"
     half = (e["high"] - e["low"]) / 2
     return number(e["mean"]) + ("" if math.isnan(half) else f" ± {half:.4f}")
 

@@ -24,6 +24,7 @@ from benchmarks.study import (
     token_tables,
 )
 from benchmarks.study.results import Run, gather, read_runs
+from benchmarks.study.studies import STUDIES
 from training.environment import input_errors
 
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
@@ -49,10 +50,12 @@ TABLES = {
     "constant tokens": constant_rate.constant_tokens,
     "constant claims": constant_rate.constant_claims,
     "slopes": constant_rate.slopes,
+    "costs": constant_rate.costs,
     "decay tokens": token_tables.decay_tokens,
     "paper layout in tokens": token_tables.paper_layout_in_tokens,
 }
 """The tables by the markers of the page between which they stand."""
+_CELLS = {cell.name for name, cells in STUDIES.items() if not name.startswith("recipes") for cell in cells}
 PLOTS = {
     "learning-rates.svg": plots.learning_rates,
     "seeds.svg": plots.seeds,
@@ -144,6 +147,10 @@ def main(
         if folder is not None:
             if check:
                 raise ValueError("--check compares the page with the committed runs: leave out the folder")
+            if not {run["cell"] for run in runs} & _CELLS:
+                raise ValueError(
+                    f"{folder} holds no run of the study; benchmarks.study recipes prints others"
+                )
             print("\n\n".join(f"## {name}\n\n{content}" for name, content in tables_of(runs).items()))
         elif not check:
             write(runs, page)

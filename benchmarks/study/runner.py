@@ -77,6 +77,7 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
     corpus = load_megatron(data, settings.vocab_size)
     wanted, left = sum(cell.seeds for cell in cells), sum(len(missing_seeds(settings.out, c)) for c in cells)
     print(f"{settings.study}: {left} of {wanted} runs left", flush=True)
+    _warn_of_other_data(cells, settings.out, corpus.facts["crc32"])
     with concurrent.futures.ThreadPoolExecutor(1) as compiler:
         claim, programs = _claim_next(cells, settings.out), None
         while claim is not None:
@@ -97,6 +98,17 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
                     return False
             claim = following or _claim_next(cells, settings.out)
     return True
+
+
+def _warn_of_other_data(cells: Sequence[Cell], out: pathlib.Path, crc32: str) -> None:
+    """Says so if finished runs of the cells were trained on other data."""
+    paths = [run_path(out, cell, seed) for cell in cells for seed in range(cell.seeds)]
+    others = [path for path in paths if path.exists() and read_record(path)["data"]["crc32"] != crc32]
+    if others:
+        where = f"{len(others)} finished runs in {out}, such as {others[0].name}"
+        print(
+            f"warning: {where}, are of other data than --data and --eval-data; name another --out", flush=True
+        )
 
 
 def _run_cell(

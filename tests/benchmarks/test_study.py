@@ -1,6 +1,7 @@
 """The study: its table of cells, its statistics, and its report, which equals the committed one."""
 
 import dataclasses
+import json
 import math
 import re
 import types
@@ -158,6 +159,9 @@ def test_plots_of_other_losses_fail_the_check():
 def test_a_folder_without_runs_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match="holds no run"):
         report.main(tmp_path)
+    (tmp_path / "a.json").write_text(json.dumps(record("wgrad.own.tiny.tiny", "wgrad", 0, 3.0, "tiny")))
+    with pytest.raises(SystemExit, match=r"holds no run of the study; benchmarks\.study recipes prints"):
+        report.main(tmp_path)
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(SystemExit, match="is no record of a run: it has no cell, evaluations"):
         report.main(tmp_path)
@@ -305,7 +309,11 @@ def test_claims_at_a_constant_rate_compare_tokens():
     assert "| < -12.0 % | - | - |" in found["| redrawn signs differ from H16"]  # 1.1 / 1.25
     assert "| -4.8 % | " in found["| redrawn signs take off loss"]
     assert "| +9.1 % | " in found["| Fprop costs more than Wgrad"]  # 1.2 * 1.05 / 1.155
-    assert constant_rate.constant_claims({}) == "Not run yet: study `constant-60m`."
+    assert constant_rate.constant_claims({}) == constant_rate.costs({}) == constant_rate.NOT_RUN
+    costs = constant_rate.costs(gather(runs))
+    slope = -2.4 * 80**-0.3  # of the power law, over the logarithm
+    [wgrad] = [row for row in costs.splitlines() if row.startswith("| wgrad floor |")]
+    np.testing.assert_allclose(float(wgrad.split("|")[2]), -slope * math.log(1.155), rtol=0.02)
     layout = token_tables.paper_layout_in_tokens(gather(runs))
     assert "| +15.5 % (" in layout
     assert "| > +25.0 % (4 did not reach it) |" in layout

@@ -63,7 +63,16 @@ def test_a_study_trains_what_is_missing_and_nothing_else(settings, capsys):
         assert record["tokens"] == 4 * 4 * 16
         assert [tokens for tokens, _ in record["evaluations"]] == [128, 256]
         assert record["final_loss"] == record["evaluations"][-1][1]
-    assert "0 runs left" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "0 runs left" in printed
+    assert "of other data" not in printed
+    path = settings.out / "fp8.own.tiny.small.s0.json"
+    path.write_text(path.read_text().replace('"crc32": "', '"crc32": "0'))
+    assert runner.run_cells(CELLS, settings)
+    assert (
+        f"1 finished runs in {settings.out}, such as {path.name}, are of other data"
+        in capsys.readouterr().out
+    )
     assert "| wgrad_sr even | 2 | 0 |" in report.sections(read_runs(settings.out))["final losses"]
 
 

@@ -8,7 +8,7 @@ import pwd
 import jax
 import pytest
 
-from training.environment import enable_compilation_cache, input_errors, path_errors
+from training.environment import enable_compilation_cache, input_errors, memory_errors, path_errors
 from training.path_errors import free_space, in_one_line
 
 
@@ -59,6 +59,17 @@ def test_without_a_cache_folder_a_warning_says_so(cache, tmp_path, capsys, monke
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert cache() is None
     assert "nothing compiled is cached: there is no home folder" in capsys.readouterr().err
+
+
+def test_too_little_memory_is_one_line():
+    text = "RESOURCE_EXHAUSTED: Out of memory allocating 64401751544 bytes.\nBufferAssignment: ..."
+    with pytest.raises(SystemExit) as ended, memory_errors():
+        raise jax.errors.JaxRuntimeError(text)
+    message = str(ended.value)
+    assert ": error: RESOURCE_EXHAUSTED: Out of memory allocating 64401751544 bytes; try a smaller" in message
+    assert "\n" not in message
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory_errors():
+        raise jax.errors.JaxRuntimeError("INTERNAL: RESOURCE_EXHAUSTED elsewhere")
 
 
 def test_errors_of_paths_are_one_line(tmp_path):
