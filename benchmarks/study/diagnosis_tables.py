@@ -25,10 +25,7 @@ LEAST_CELLS = 5
 
 def variants_table(record: Mapping[str, Any] | None) -> str:
     """Returns the split of Wgrad's error by rounding, rotation and rule."""
-    if record is None:
-        return "Not measured yet."
-    rows = [[name, *(_estimate(parts[key]) for key in STATISTICS)] for name, parts in record["wgrad"].items()]
-    return _source(record) + "\n\n" + table("Wgrad | " + " | ".join(STATISTICS.values()), rows)
+    return _split_table("Wgrad", "wgrad", record)
 
 
 def compared_table(record: Mapping[str, Any] | None) -> str:
@@ -53,10 +50,15 @@ def compared_table(record: Mapping[str, Any] | None) -> str:
 
 def cells_table(record: Mapping[str, Any] | None) -> str:
     """Returns the split of whole gradients' errors by cell."""
+    return _split_table("policy, rules", "cells", record)
+
+
+def _split_table(heading: str, part: str, record: Mapping[str, Any] | None) -> str:
     if record is None:
         return "Not measured yet."
-    rows = [[name, *(_estimate(parts[key]) for key in STATISTICS)] for name, parts in record["cells"].items()]
-    return _source(record) + "\n\n" + table("policy, rules | " + " | ".join(STATISTICS.values()), rows)
+    splits = record[part].items()
+    rows = [[name, *(_estimate(key, split[key]) for key in STATISTICS)] for name, split in splits]
+    return _source(record) + "\n\n" + table(" | ".join([heading, *STATISTICS.values()]), rows)
 
 
 def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> str:
@@ -109,8 +111,8 @@ def _source(record: Mapping[str, Any]) -> str:
     )
 
 
-def _estimate(e: Mapping[str, float]) -> str:
-    if e["mean"] == 0:  # a square that came out negative
+def _estimate(key: str, e: Mapping[str, float]) -> str:
+    if key == "across" and e["mean"] == 0:  # its square came out negative
         return "not resolved"
     half = (e["high"] - e["low"]) / 2
     return number(e["mean"]) + ("" if math.isnan(half) else f" ± {half:.4f}")

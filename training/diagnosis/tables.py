@@ -54,7 +54,7 @@ _SHAPE = {"kurtosis": "{:.1f}", "outliers": "{:.1e}", "crest": "{:.3f}"}
 
 def split_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the split of the gradients' error over all layers, a row for each key of `splits`."""
-    rows = [[name, *(_with_interval(splits[name]["all"][key]) for key in _SPLIT)] for name in splits]
+    rows = [[name, *(_with_interval(key, splits[name]["all"][key]) for key in _SPLIT)] for name in splits]
     return text_table(["", *_SPLIT.values()], rows)
 
 
@@ -67,7 +67,9 @@ _SPLIT = {
 }
 
 
-def _with_interval(estimate: Mapping[str, float]) -> str:
+def _with_interval(key: str, estimate: Mapping[str, float]) -> str:
+    if key == "across" and estimate["mean"] == 0:  # its square came out negative
+        return "not resolved"
     mean, half = estimate["mean"], (estimate["high"] - estimate["low"]) / 2
     return f"{mean:.4f}" + ("" if math.isnan(half) else f" ± {half:.4f}")
 
