@@ -42,12 +42,12 @@ def paper_layout_in_tokens(cells: Cells) -> str:
         base, lengths = baseline(group), _lengths(cells, model, protocol)
         if base is None:
             continue
-        if constant_rate.is_constant(base) and len(group) > 1:
-            shown = {cell.label: constant_rate.overhead_with_interval(cell, base) for cell in group}
-            measure = "P1"
-        elif _has_lengths(protocol) and len(lengths) >= 3:
+        if _has_lengths(protocol) and len(lengths) >= 3:
             found = {cell.label: tokens.effective_multiple(cell.losses, lengths) for cell in group}
             measure, shown = "P2", {name: _overhead_with_interval(e) for name, e in found.items()}
+        elif len(group) > 1 and constant_rate.is_constant(base):
+            shown = {cell.label: constant_rate.overhead_with_interval(cell, base) for cell in group}
+            measure = "P1"
         else:
             continue
         if rows := paper_rows(shown):
