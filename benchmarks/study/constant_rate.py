@@ -100,16 +100,12 @@ def costs(cells: Cells) -> str:
     """Returns each overhead at a constant rate in nats: by the slope of fp8's loss, and at the end."""
     slope, rows = _slope_of_fp8(cells), []
     fp8 = cells.get(_FP8)
-    group = sorted(
-        (c for c in cells.values() if fp8 is not None and c.group == fp8.group), key=lambda c: c.label
-    )
-    for cell in group:
-        if cell is fp8 or fp8 is None:
-            continue
-        found = tokens.overhead(_curves(cell), _curves(fp8)).log_ratio
-        d = paired_difference(cell.losses, fp8.losses)
-        nats = [-slope * x for x in found[:3]]
-        at_target = [number(nats[0], "+.3f"), interval(*nats[1:], "+.3f")]
+    group = [] if fp8 is None else [c for c in cells.values() if c.group == fp8.group and c is not fp8]
+    for cell in sorted(group, key=lambda c: c.label):
+        found = tokens.overhead(_curves(cell), _curves(cells[_FP8]))
+        d = paired_difference(cell.losses, cells[_FP8].losses)
+        mean, low, high = (-slope * x for x in found.log_ratio[:3])
+        at_target = [found.bound + number(mean, "+.3f"), interval(low, high, "+.3f")]
         rows.append([cell.label, *at_target, number(d.mean, "+.3f"), interval(d.low, d.high, "+.3f")])
     if not rows:
         return NOT_RUN

@@ -30,7 +30,17 @@ from benchmarks.study import (
 )
 from benchmarks.study.cells import PROTOCOLS, RATES, Cell, policy_of, recipe_of
 from benchmarks.study.results import gather, read_runs
-from benchmarks.study.studies import ALONE, CLAIMS, LADDERS, SEEN, STUDIES, Claim
+from benchmarks.study.studies import (
+    ALONE,
+    ALONE_SEEN,
+    CLAIMS,
+    CONSTANT,
+    CONSTANT_SEEN,
+    LADDERS,
+    SEEN,
+    STUDIES,
+    Claim,
+)
 from models import llama
 from models.configs import get_config
 from mxjax.policy import Gemm
@@ -92,7 +102,8 @@ def test_claims_are_about_cells_of_the_studies():
     assert {
         name for protocol in LADDERS for claim in (*CLAIMS, *SEEN) for name in claim.at(protocol).cells
     } <= names
-    assert {name for claim in ALONE for name in claim.at(LADDERS[1]).cells} <= names
+    assert {name for claim in (*ALONE, *ALONE_SEEN) for name in claim.at(LADDERS[1]).cells} <= names
+    assert {name for claim in CONSTANT_SEEN for name in claim.at(CONSTANT).cells} <= names
 
 
 def test_a_uniform_grid_replaces_e2m1_and_nothing_else():
@@ -314,6 +325,7 @@ def test_claims_at_a_constant_rate_compare_tokens():
     slope = -2.4 * 80**-0.3  # of the power law, over the logarithm
     [wgrad] = [row for row in costs.splitlines() if row.startswith("| wgrad floor |")]
     np.testing.assert_allclose(float(wgrad.split("|")[2]), -slope * math.log(1.155), rtol=0.02)
+    assert "| wgrad_hadamard floor | > +0." in costs  # never reached
     layout = token_tables.paper_layout_in_tokens(gather(runs))
     assert "| +15.5 % (" in layout
     assert "| > +25.0 % (4 did not reach it) |" in layout
