@@ -73,7 +73,7 @@ MULTIPLES = (0.65, 0.8, 0.9, 1.1, 1.25, 1.5)
 0.65 is there because the first gaps, of 0.1 nats, may exceed what 0.8 loses.
 """
 RATES: Mapping[str, float] = types.MappingProxyType(
-    {"60m": 3e-3, "125m": 2e-3, "350m": 1e-3, "60m-constant": 2e-3}
+    {"60m": 3e-3, "125m": 3e-3, "350m": 1e-3, "60m-constant": 2e-3}
 )
 """Peak learning rate of each size, with a warm-up of 150 steps.
 
