@@ -6,7 +6,18 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.study.cells import PROTOCOLS
 from benchmarks.study.results import CellResult
-from benchmarks.study.studies import ALONE, ALONE_SEEN, CLAIMS, LADDERS, RULE_CONTRASTS, SEEN, Claim
+from benchmarks.study.studies import (
+    ALONE,
+    ALONE_SEEN,
+    CLAIMS,
+    LADDERS,
+    LARGER,
+    LARGER_SEEN,
+    RULE_CONTRASTS,
+    SEEN,
+    STUDIES,
+    Claim,
+)
 from benchmarks.study.tables import interval, number
 from mxjax.kernels.tables import table
 from training.paired_statistics import detectable, holm, standard_deviation, t_interval
@@ -26,19 +37,38 @@ def alone(cells: Cells) -> str:
     return _tested(cells, *([claim.at(LADDERS[1]) for claim in claims] for claims in (ALONE, ALONE_SEEN)))
 
 
+def larger(cells: Cells) -> str:
+    """Returns the tests of the claims at each other size that has runs, corrected together at each size."""
+    parts = []
+    for model in LARGER:
+        planned = {cell.name for cell in STUDIES[f"scale-{model}"]}
+        tested, later = (
+            [claim.at(f"tuned-{model}", model) for claim in claims] for claims in (CLAIMS, LARGER_SEEN)
+        )
+        tested = [claim for claim in tested if set(claim.cells) <= planned]
+        if any(by_seed(cells, claim) for claim in tested):
+            parts.append(_tested(cells, tested, later))
+    return "\n\n".join(parts) or "Not run yet: " + ", ".join(f"`scale-{model}`" for model in LARGER) + "."
+
+
 def _tested(cells: Cells, tested: Sequence[Claim], seen: Sequence[Claim] = ()) -> str:
-    """Returns a table of claims; those of `tested` are corrected together, those of `seen` have no p."""
+    """Returns a table of claims; those of `tested` are corrected together, those of `seen` have no p.
+
+    Claims that wait for runs count in the correction, so that these runs can only lower the p of the others.
+    """
     shown = [*tested, *seen]
     found = [list(by_seed(cells, claim).values()) for claim in shown]
-    corrected = holm([t_interval(pairs).p for pairs in found[: len(tested)]]) + [math.nan] * len(seen)
+    p = [t_interval(pairs).p for pairs in found[: len(tested)]]
+    corrected = holm([1.0 if math.isnan(x) else x for x in p]) + [math.nan] * len(seen)
     rows = [
-        [claim.text, *_estimate(pairs), number(p, ".2g"), len(pairs)]
+        [claim.text, *_estimate(pairs), number(p if len(pairs) > 1 else math.nan, ".2g"), len(pairs)]
         for claim, pairs, p in zip(shown, found, corrected, strict=True)
         if pairs
     ]
     text = table("claim | difference | 95 % | detectable | p (Holm) | pairs", rows)
-    if missing := len(shown) - len(rows):
-        text += f"\n\nClaims without pairs, whose cells have not run or have diverged: {missing}."
+    waiting = [claim.text for claim, pairs in zip(shown, found, strict=True) if not pairs]
+    if waiting:
+        text += f"\n\nWithout pairs, since cells have not run or have diverged: {'; '.join(waiting)}."
     return text
 
 

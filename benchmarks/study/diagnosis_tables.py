@@ -74,6 +74,8 @@ def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None
         known = [c for c in group if c is not base and c.losses and c.label in record["cells"]]
         if protocol not in MAIN_PROTOCOLS or base is None or not known:
             continue
+        if any(run["parameters"] != record["parameters"] for run in base.runs.values()):
+            continue  # another size than the checkpoint's
         if len(known) < LEAST_CELLS:
             names = ", ".join(f"`{cell.label}`" for cell in known)
             parts.append(

@@ -41,6 +41,7 @@ TABLES = {
     "paper layout": tables.paper_layout,
     "claims": claims.claims,
     "both": claims.both,
+    "larger": claims.larger,
     "alone": claims.alone,
     "seen": claims.seen,
     "rules": rules.rules,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.study.cells import BASELINE
+from models.configs import get_config
 from training.paired_statistics import has_diverged
 
 Run = dict[str, Any]
@@ -116,16 +117,25 @@ def gather(runs: Sequence[Run]) -> dict[str, CellResult]:
 
 
 def by_group(cells: dict[str, CellResult]) -> dict[tuple[str, str], list[CellResult]]:
-    """Returns the cells by model and protocol, each group from the lowest loss to the highest."""
+    """Returns the cells by model, smallest first, and protocol; in a group the lowest loss is first."""
     groups: dict[tuple[str, str], list[CellResult]] = defaultdict(list)
     for cell in cells.values():
         groups[cell.group].append(cell)
-    return {group: sorted(groups[group], key=_mean_loss) for group in sorted(groups)}
+    return {group: sorted(groups[group], key=_mean_loss) for group in sorted(groups, key=_size_first)}
+
+
+def size_of(model: str) -> int:
+    """Returns a model's number of parameters, by which tables order the models."""
+    return get_config(model).n_params
 
 
 def baseline(group: Sequence[CellResult]) -> CellResult | None:
     """Returns the fp8 cell among cells of one group."""
     return next((cell for cell in group if cell.policy == BASELINE), None)
+
+
+def _size_first(group: tuple[str, str]) -> tuple[int, str]:
+    return size_of(group[0]), group[1]
 
 
 def _mean_loss(cell: CellResult) -> float:

@@ -107,7 +107,7 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
         "tune-60m": _tuning("60m", "decay", ("1e-3", "1.5e-3", "2e-3", "5e-4", "4e-3"), 3),
         "tune-60m-warmup": _tuning("60m", "decay-w150", _RATES, 3),
         "tune-60m-constant": _tuning("60m", "constant-w150", _RATES[:4], 3),
-        "tune-125m": _tuning("125m", "decay-w150", _RATES, 3),
+        "tune-125m": _tuning("125m", "decay-w150", _RATES[:4], 3),
         "tune-350m": _tuning("350m", "decay-w150", ("5e-4", "1e-3", "2e-3", "3e-3"), 3),
         # A. The ladder, and fp8 at other lengths for P2. `ladder-60m` has the first tuning's rate.
         "ladder-60m": tuple(_ladder("60m", "decay", LADDER, ("floor", "even"), 8)),
@@ -156,9 +156,9 @@ class Claim:
     base: str
     beside: tuple[str, str] | None = None
 
-    def at(self, protocol: str) -> "Claim":
-        """Returns the claim about cells of `60m` in a protocol; here they are named by policy and rules."""
-        ours, base, *beside = (f"{cell}.60m.{protocol}" for cell in self.cells)
+    def at(self, protocol: str, model: str = "60m") -> "Claim":
+        """Returns the claim about cells of a model in a protocol; here they are named by policy and rules."""
+        ours, base, *beside = (f"{cell}.{model}.{protocol}" for cell in self.cells)
         return Claim(f"{self.text} ({protocol})", ours, base, (beside[0], beside[1]) if beside else None)
 
     @property
@@ -169,6 +169,8 @@ class Claim:
 
 LADDERS = ("decay", "tuned-60m")
 """The protocols of the ladder at `60m`: peak rates 1e-3 and 3e-3."""
+LARGER = ("125m", "350m")
+"""The other sizes, each with a study `scale-SIZE` in the protocol `tuned-SIZE`."""
 CLAIMS = (
     Claim("MXFP4 in all three GEMMs costs loss", "wgrad.floor", "fp8.own"),
     Claim("Wgrad costs loss beyond Fprop and Dgrad", "wgrad.floor", "fprop_dgrad.floor"),
@@ -191,7 +193,7 @@ CLAIMS = (
         ("wgrad_hadamard.even", "wgrad.even"),
     ),
 )
-"""Tested in each of LADDERS, and over both."""
+"""Tested in each of LADDERS, and over both; those whose cells are planned there, also in each of LARGER."""
 ALONE = (
     Claim("Wgrad costs loss, floor", "only_wgrad.floor", "fp8.own"),
     Claim("H16 takes off loss, floor", "only_wgrad_hadamard.floor", "only_wgrad.floor"),
@@ -214,11 +216,15 @@ ALONE_SEEN = (
     Claim("Fprop alone costs more than Wgrad alone, floor", "fprop.floor", "only_wgrad.floor"),
     Claim("Fprop alone costs more than Wgrad alone, even", "fprop.even", "only_wgrad.even"),
 )
+LARGER_SEEN = (
+    Claim("redrawn signs take off loss, floor", "wgrad_rht.floor", "wgrad.floor"),
+    Claim("H16 takes off loss, even", "wgrad_hadamard.even", "wgrad.even"),
+)
 CONSTANT_SEEN = (
     Claim("redrawn signs take off loss", "wgrad_rht.floor", "wgrad.floor"),
     Claim("Fprop costs more than Wgrad", "fprop.floor", "fp8.own", ("wgrad.floor", "fprop_dgrad.floor")),
 )
-"""Beside ALONE and the claims at a constant rate; chosen after the losses were known, and not tested."""
+"""Beside ALONE and the claims elsewhere; chosen after the losses were known, and not tested."""
 SEEN = (
     Claim(
         "Fprop costs more than Wgrad, floor", "fprop.floor", "fp8.own", ("wgrad.floor", "fprop_dgrad.floor")

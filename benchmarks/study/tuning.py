@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from benchmarks.study.cells import BASELINE
-from benchmarks.study.results import CellResult
+from benchmarks.study.results import CellResult, size_of
 from training.paired_statistics import standard_deviation
 
 LEAST_SEEDS = 3
@@ -44,7 +44,10 @@ def candidates(cells: Iterable[CellResult]) -> dict[Setting, dict[float, list[Ce
         plain = (p["steps"], p["batch"], p["seq"], p.get("outlier_channels", 0)) == (700, 64, 512, 0)
         if cell.policy == BASELINE and plain:
             found[Setting(cell.model, p["warmup"], p["horizon"] is not None)][p["lr"]].append(cell)
-    return {setting: dict(sorted(found[setting].items())) for setting in sorted(found)}
+    return {
+        setting: dict(sorted(found[setting].items()))
+        for setting in sorted(found, key=lambda s: (size_of(s.model), s))
+    }
 
 
 def losses_of(cells: Iterable[CellResult]) -> list[float]:

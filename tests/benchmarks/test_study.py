@@ -10,13 +10,11 @@ from typing import Any, cast
 import jax
 import numpy as np
 import pytest
-import scipy.stats
 
 import mxjax
 from benchmarks.study import __main__ as program
 from benchmarks.study import (
     cells,
-    claims,
     constant_rate,
     diagnosis_tables,
     programs,
@@ -30,22 +28,13 @@ from benchmarks.study import (
 )
 from benchmarks.study.cells import PROTOCOLS, RATES, Cell, policy_of, recipe_of
 from benchmarks.study.results import gather, read_runs
-from benchmarks.study.studies import (
-    ALONE,
-    ALONE_SEEN,
-    CLAIMS,
-    CONSTANT,
-    CONSTANT_SEEN,
-    LADDERS,
-    SEEN,
-    STUDIES,
-    Claim,
-)
+from benchmarks.study.studies import STUDIES
 from models import llama
 from models.configs import get_config
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES
+from tests.support.study_runs import record
 
 
 def test_the_committed_recipes_page_is_what_the_committed_runs_give():
@@ -95,15 +84,6 @@ def test_rules_are_those_of_each_gemm():
     assert policy.wgrad.rotation == get_policy("wgrad_hadamard").wgrad.rotation
     alone = policy_of(Cell("only_wgrad", "floor", "60m", "decay", 1))
     assert alone == dataclasses.replace(get_policy("fp8"), wgrad=Gemm())
-
-
-def test_claims_are_about_cells_of_the_studies():
-    names = {cell.name for study in STUDIES.values() for cell in study}
-    assert {
-        name for protocol in LADDERS for claim in (*CLAIMS, *SEEN) for name in claim.at(protocol).cells
-    } <= names
-    assert {name for claim in (*ALONE, *ALONE_SEEN) for name in claim.at(LADDERS[1]).cells} <= names
-    assert {name for claim in CONSTANT_SEEN for name in claim.at(CONSTANT).cells} <= names
 
 
 def test_a_uniform_grid_replaces_e2m1_and_nothing_else():
@@ -181,32 +161,6 @@ def test_a_folder_without_runs_is_an_error(tmp_path):
         report.main(tmp_path)
 
 
-def test_a_claim_beside_another_is_a_difference_of_differences():
-    losses = {"a": [4.0, 5.0], "b": [3.0, 3.5], "c": [2.0, 3.0, 9.0], "d": [1.5, 1.0, 0.0]}
-    runs = [record(name, name, seed, loss) for name in losses for seed, loss in enumerate(losses[name])]
-    gathered = gather(runs)
-    assert claims.by_seed(gathered, Claim("", "a", "b")) == {0: 1.0, 1: 1.5}
-    assert claims.by_seed(gathered, Claim("", "a", "b", ("c", "d"))) == {0: 0.5, 1: -0.5}
-    assert claims.by_seed(gathered, Claim("", "a", "none")) == {}
-
-
-def test_both_ladders_give_one_difference_a_seed():
-    losses = {
-        "wgrad.floor.60m.decay": [3.0, 3.2, 3.1],
-        "fp8.own.60m.decay": [2.9, 3.0, 3.1],
-        "wgrad.floor.60m.tuned-60m": [2.6, 2.7, 2.8, 9.0],
-        "fp8.own.60m.tuned-60m": [2.4, 2.7, 2.6, 0.0],  # the fourth seed has not run in the other protocol
-    }
-    runs = [record(n, n, seed, loss) for n, found in losses.items() for seed, loss in enumerate(found)]
-    wanted = scipy.stats.ttest_1samp([0.15, 0.1, 0.1], 0)
-    low, high = wanted.confidence_interval()
-    row = f"| +0.1000 | +0.1333 | +0.1167 | {low:+.4f} to {high:+.4f} |"
-    found = claims.both(gather(runs)).splitlines()
-    assert len(found) == 3
-    assert row in found[2]
-    assert found[2].endswith(f"| {wanted.pvalue:.2g} | 3 |")
-
-
 def test_a_cell_names_the_devices_of_its_runs():
     devices = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H200"]
     runs = [record("a", "fp8", seed, 3.0) | {"device": device} for seed, device in enumerate(devices)]
@@ -225,20 +179,6 @@ def test_the_papers_layout_counts_diverged_runs():
 
 def power_law(tokens):
     return 2.0 + 8.0 * tokens**-0.3
-
-
-def record(cell, policy, seed, loss, protocol="tuned-60m", curve=None, **changes):
-    p = dataclasses.replace(PROTOCOLS[protocol], **changes)
-    return {
-        "cell": cell,
-        "policy": policy,
-        "rules": "",
-        "model": "60m",
-        "seed": seed,
-        "protocol": {"name": protocol, **dataclasses.asdict(p)},
-        "final_loss": loss,
-        "evaluations": curve or [[p.tokens, loss]],
-    }
 
 
 def test_effective_multiples_invert_a_power_law():
@@ -395,3 +335,4 @@ def test_statistics_predict_the_losses_that_they_rank():
         in diagnosis_tables.variants_table(same_order)
     )
     assert diagnosis_tables.prediction(gather(runs), None) == "Not measured yet."
+    assert not diagnosis_tables.prediction(gather(runs), same_order | {"parameters": 999})  # another size
