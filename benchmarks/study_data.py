@@ -17,7 +17,7 @@ from train import train
 from training.command_line import parse
 from training.environment import input_errors
 from training.tokenize.plan import TokenizeConfig
-from training.tokenize.tokenize import summary, tokenize
+from training.tokenize.tokenize import advice, summary, tokenize
 
 
 def pack(corpus: pathlib.Path, out: pathlib.Path, vocab_size: int) -> list[str]:
@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> dict[str, float] | None:
     with input_errors():
         flags = [*pack(arguments.corpus, arguments.out, arguments.vocab_size), *flags]
     if arguments.no_train:
+        print(advice(flags[1], flags[3]))
         return None
     run = arguments.out / "run"
     if "--out" not in flags:

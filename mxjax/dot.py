@@ -205,8 +205,18 @@ def check_floating(lhs: AnyArray | MXArray, rhs: AnyArray | MXArray, dtype: DTyp
             raise TypeError(
                 f"mxjax.dot needs float32, bfloat16 or float16, but {name} is {x.dtype}; cast it first"
             )
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"mxjax.dot needs a floating-point preferred_element_type, got {jnp.dtype(dtype)}")
+    if dtype is not None and not _is_floating(dtype):
+        raise TypeError(
+            f"mxjax.dot needs a floating-point preferred_element_type, such as jnp.bfloat16, got {dtype!r}"
+        )
+
+
+def _is_floating(dtype: object) -> bool:
+    """Whether this is a floating-point dtype, or the name of one."""
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:  # no dtype
+        return False
 
 
 def _is_operand(dtype: DTypeLike) -> bool:

@@ -26,10 +26,12 @@ from models import llama
 from models.configs import name_of, to_dict
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
-from training.diagnosis.capture import Gradients, make_gradients, make_pass
+from training.diagnosis.capture import LossAndGradients, make_gradients, make_pass
+from training.diagnosis.descent import descents, share
 from training.diagnosis.split import Grams, compare, split
 from training.diagnosis.wgrad import gradient_grams, total, wgrad_grams
 from training.environment import enable_compilation_cache, facts, input_errors
+from training.paired_statistics import Estimate, t_interval
 from training.startup import unwinding_signals
 
 NONE = "none"
@@ -121,10 +123,20 @@ def measure(
             keep()
         exact = _gradients(next(runs), restored, batches, key) if policies else []
         for name, run in zip(policies, runs, strict=True):
-            grams = gradient_grams(_gradients(run, restored, batches, key), exact)
-            record["cells"][name] = _numbers(total(grams))
+            record["cells"][name] = _cell_numbers(_gradients(run, restored, batches, key), exact)
             keep()
             print(f"{name}: error {record['cells'][name]['error']['mean']:.4f}", flush=True)
+
+
+def _cell_numbers(
+    found: Sequence[LossAndGradients], exact: Sequence[LossAndGradients]
+) -> dict[str, dict[str, float]]:
+    """Returns the split of the whole gradients' errors, and what errors do to the loss and its descent."""
+    ours, base = ([one.gradients for one in side] for side in (found, exact))
+    losses = [float(a.loss) - float(b.loss) for a, b in zip(found, exact, strict=True)]
+    numbers = _numbers(total(gradient_grams(ours, base)))
+    more = {"loss": t_interval(losses), "descent": share(descents(ours, base))}
+    return numbers | {name: _rounded(e) for name, e in more.items()}
 
 
 def _wgrad_numbers(variants: Mapping[str, Grams]) -> dict[str, Any]:
@@ -132,7 +144,7 @@ def _wgrad_numbers(variants: Mapping[str, Grams]) -> dict[str, Any]:
     for name, grams in variants.items():
         base = f"nearest {name.split()[-1]}"
         if name != base and base in variants:
-            compared[name] = _rounded(compare(grams, variants[base]))
+            compared[name] = _all_rounded(compare(grams, variants[base]))
     return {"wgrad": {name: _numbers(grams) for name, grams in variants.items()}, "compared": compared}
 
 
@@ -148,8 +160,8 @@ def _wgrad_grams(
 
 def _gradients(
     run: Callable, restored: evaluation.Restored, batches: Sequence[np.ndarray], key: jax.Array
-) -> list[Gradients]:
-    """Returns the gradients of each batch, which stay on the device."""
+) -> list[LossAndGradients]:
+    """Returns the loss and gradients of each batch, which stay on the device."""
     return [run(restored.params, batch, k) for batch, k in _with_keys(batches, key)]
 
 
@@ -177,9 +189,12 @@ def _compiled(
 
 
 def _numbers(grams) -> dict[str, dict[str, float]]:
-    return _rounded(split(grams))
+    return _all_rounded(split(grams))
 
 
-def _rounded(parts) -> dict[str, dict[str, float]]:
-    estimates = parts._asdict().items()
-    return {name: {k: round(v, 6) for k, v in e._asdict().items() if k != "p"} for name, e in estimates}
+def _all_rounded(parts) -> dict[str, dict[str, float]]:
+    return {name: _rounded(e) for name, e in parts._asdict().items()}
+
+
+def _rounded(e: Estimate) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in e._asdict().items() if name != "p"}

@@ -17,6 +17,11 @@ STATISTICS = {
     "across": "repeating error across the gradient",
     "gradient_over_noise": "gradient over sqrt(3) noise",
 }
+OF_CELLS = STATISTICS | {
+    "loss": "loss beyond bf16's",
+    "descent": "descent of a normalized step",
+}
+"""The statistics of whole gradients by cell; older records have the first few."""
 FAR = ("amazon", "full_sr")
 """The policies with the smallest and the largest error of all with MXFP4, and the same ends of the losses."""
 LEAST_CELLS = 5
@@ -56,9 +61,14 @@ def cells_table(record: Mapping[str, Any] | None) -> str:
 def _split_table(heading: str, part: str, record: Mapping[str, Any] | None) -> str:
     if record is None:
         return "Not measured yet."
-    splits = record[part].items()
-    rows = [[name, *(_estimate(key, split[key]) for key in STATISTICS)] for name, split in splits]
-    return _source(record) + "\n\n" + table(" | ".join([heading, *STATISTICS.values()]), rows)
+    splits, shown = record[part], _measured(record[part])
+    rows = [[name, *(_estimate(key, split[key]) for key in shown)] for name, split in splits.items()]
+    return _source(record) + "\n\n" + table(" | ".join([heading, *shown.values()]), rows)
+
+
+def _measured(splits: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the names of the statistics that all splits have."""
+    return {key: name for key, name in OF_CELLS.items() if all(key in split for split in splits.values())}
 
 
 def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> str:
@@ -86,7 +96,7 @@ def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None
         near = [cell for cell in known if cell.policy not in FAR]
         rows = [
             [name, *(_correlation(key, chosen, base, record) for chosen in (known, near))]
-            for key, name in STATISTICS.items()
+            for key, name in _measured(record["cells"]).items()
         ]
         header = f"{model}, {protocol}: statistic | all | without {' and '.join(FAR)}"
         parts.append(table(header, rows))

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.study.cells import PROTOCOLS, Cell
 from benchmarks.study.programs import IMPLEMENTATION, Programs, held_out_batches
-from benchmarks.study.results import read_record
+from benchmarks.study.results import Run, read_record
 from benchmarks.study.whole_runs import WholeRuns, changes_program
 from models.configs import get_config
 from training.config import DataConfig
@@ -31,7 +31,7 @@ from training.environment import facts
 from training.files import write_atomically
 from training.metrics import json_line
 
-_COMPILATION = 60.0  # seconds to allow for each
+_COMPILATION = 60.0  # seconds to allow at most for each
 LATE = "{}: no time left for another run; the same command continues later"
 
 
@@ -212,7 +212,7 @@ def current_commit() -> str:
 def _fits(cell: Cell, settings: Settings, *, compilations: int) -> bool:
     """Whether a run of the cell, with so many compilations, is expected to end before the deadline."""
     seconds = _run_seconds(cell, settings.out) or 0.0
-    return _ends_in_time(seconds + compilations * _COMPILATION, settings)
+    return _ends_in_time(seconds + compilations * _compilation_seconds(cell, settings.out), settings)
 
 
 def _has_time_for_another(cell: Cell, settings: Settings) -> bool:
@@ -221,7 +221,8 @@ def _has_time_for_another(cell: Cell, settings: Settings) -> bool:
         return True
     seconds = _run_seconds(cell, settings.out)
     runs = len(missing_seeds(settings.out, cell)) + 1
-    return seconds is not None and _ends_in_time(runs * seconds + _COMPILATION, settings)
+    compilation = _compilation_seconds(cell, settings.out)
+    return seconds is not None and _ends_in_time(runs * seconds + compilation, settings)
 
 
 def _ends_in_time(seconds: float, settings: Settings) -> bool:
@@ -236,8 +237,17 @@ def _run_seconds(cell: Cell, out: pathlib.Path) -> float | None:
 
 def _seconds_a_token(cell: Cell, out: pathlib.Path) -> float | None:
     """Returns the slowest of a few runs of the same model, None if there are none."""
-    records = [read_record(path) for path in sorted(out.glob(f"*.{cell.model}.*.json"))[-8:]]
-    return max((record["seconds"] / record["tokens"] for record in records), default=None)
+    return max((record["seconds"] / record["tokens"] for record in _some_records(cell, out)), default=None)
+
+
+def _compilation_seconds(cell: Cell, out: pathlib.Path) -> float:
+    """Returns the time to allow for a compilation: twice the slowest of a few of the same model."""
+    known = [record["compile_seconds"] for record in _some_records(cell, out) if record["compile_seconds"]]
+    return min(2 * max(known, default=math.inf), _COMPILATION)
+
+
+def _some_records(cell: Cell, out: pathlib.Path) -> list[Run]:
+    return [read_record(path) for path in sorted(out.glob(f"*.{cell.model}.*.json"))[-8:]]
 
 
 def _claim_next(cells: Sequence[Cell], out: pathlib.Path) -> tuple[Cell, IO[str]] | None:

@@ -50,6 +50,9 @@ def test_the_cells_of_a_study_are_measured_on_a_checkpoint(run, tmp_path, capsys
     assert "| stochastic even | " in diagnosis_tables.compared_table(found)
     errors = {name: parts["error"]["mean"] for name, parts in found["cells"].items()}
     assert 0 < errors["fp8"] < errors["wgrad_sr even"]
+    shown = diagnosis_tables.cells_table(found)
+    assert "| loss beyond bf16's | descent of a normalized step |" in shown
+    assert 0 < found["cells"]["wgrad_sr even"]["descent"]["mean"] < 1.2
     with pytest.raises(SystemExit, match="unknown study three, four; the studies are two, last, and none"):
         diagnosis.main(run, study="two,three,four", out=tmp_path)
     with pytest.raises(SystemExit, match=r"diagnosis\.json exists and is complete; name another --out"):

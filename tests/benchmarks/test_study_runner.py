@@ -170,6 +170,16 @@ def test_no_other_cell_is_begun_that_may_not_end_in_time(settings, monkeypatch):
     assert len(list(settings.out.glob("*.json"))) == 1
 
 
+def test_a_compilation_is_allowed_the_time_that_others_of_the_model_took(settings, monkeypatch):
+    monkeypatch.setattr(runner, "_prepare", lambda *_: Trainer())
+    monkeypatch.setattr(Trainer, "compile_seconds", 5.0)
+    monkeypatch.setattr(Trainer, "train", lambda *_: Trainer.outcome | {"seconds": 20.0})
+    Trainer.outcome = {"evaluations": [[256, 3.0]], "losses": [4.0] * 4, "finite": True}
+    soon = dataclasses.replace(settings, deadline=time.monotonic() + 70)
+    assert runner.run_cells(CELLS, soon)  # the first cell is allowed a minute, the second ten seconds
+    assert len(list(settings.out.glob("*.json"))) == 4
+
+
 def test_a_cell_is_claimed_by_one_process_until_it_lets_go(tmp_path):
     (first, lock), (second, other) = (runner._claim_next(CELLS, tmp_path) for _ in range(2))
     assert (first, second) == CELLS

@@ -116,6 +116,10 @@ def test_what_is_no_policy_is_refused(policy):
             lambda x, w: mxjax.dot_general(x, mxjax.quantize(w), (), policy="bf16"),
             r"mxjax\.dequantize",
         ),
+        (
+            lambda x, w: mxjax.dot(x, w, policy="bf16", preferred_element_type="bf16"),
+            r"preferred_element_type, such as jnp\.bfloat16, got 'bf16'",
+        ),
         (lambda x, w: Gemm("wgrad", "bf16"), r"needs lhs to be .*write Operand\('mxfp4'\), for example"),
         (lambda x, w: Gemm("mxfp4", "bf16"), r"needs lhs to be an mxjax\.Operand.*write Operand\('mxfp4'\)"),
         (lambda x, w: Gemm(rotation=16), r"write Rotation\(16\)"),

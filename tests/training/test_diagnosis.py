@@ -25,6 +25,7 @@ from training.command_line import parse
 from training.diagnosis import diagnose as program
 from training.diagnosis import measures
 from training.diagnosis.capture import make_gradients, make_pass
+from training.diagnosis.descent import descents, share
 from training.diagnosis.diagnose import diagnose, totals
 from training.diagnosis.split import Grams, compare, split
 from training.diagnosis.wgrad import VARIANTS, gradient_grams, wgrad_grams
@@ -68,8 +69,11 @@ def test_gradients_alone_are_those_of_a_pass(passes, name):
         make(MODEL, policies, "xla")(params, batches[0], jax.random.key(2))
         for make in (make_gradients, make_pass)
     )
-    assert set(alone) == set(whole.tensors)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), alone, whole.gradients)
+    assert set(alone.gradients) == set(whole.tensors)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    jax.tree.map(close, alone.gradients, whole.gradients)
+    loss = llama.mean_loss(MODEL, params, batches[0], policies=policies, key=jax.random.key(2))
+    np.testing.assert_allclose(alone.loss, loss, rtol=1e-3)
 
 
 def test_the_shape_of_a_tensor_is_scipys():
@@ -159,6 +163,36 @@ def test_inner_products_of_whole_gradients_are_those_of_float64():
     np.testing.assert_array_equal(grams["blocks.0.out"].ee, np.zeros((3, 3)))
     for actual, wanted in zip(split(ours), split(Grams(e @ e.T, e @ g.T, g @ g.T)), strict=True):
         np.testing.assert_allclose(actual[:3], wanted[:3], rtol=1e-4, atol=1e-6)
+
+
+def test_descents_are_those_of_float64():
+    generator = np.random.default_rng(0)
+    exact = generator.normal(0.1, 1, (5, 2, 30, 40)).astype(np.float32)
+    computed = 0.9 * exact + generator.normal(0, 0.5, exact.shape).astype(np.float32)
+    ours, base = ([{"a": g[:1], "b": g[1:]} for g in side] for side in (computed, exact))
+    found = descents(ours, base)
+    g = exact.astype(np.float64)
+    for c, actual in ((computed.astype(np.float64), found.computed), (g, found.exact)):
+        for b in range(5):
+            others = np.delete(c, b, 0)
+            wanted = np.sum(g[b] * others.mean(0) / np.sqrt(np.mean(others**2, 0)))
+            np.testing.assert_allclose(actual[b], wanted, rtol=1e-4)
+
+
+def test_a_normalized_step_descends_less_by_noise_and_not_by_a_factor():
+    """Noise as large as the gradients' own scatter takes their mean square from 1.04 to 2.04."""
+    generator = np.random.default_rng(0)
+    mean = generator.normal(0, 0.2, (1, 300, 400))
+    exact, noise = mean + generator.normal(0, 1, (16, 1, 300, 400)), generator.normal(0, 1, (16, 1, 300, 400))
+
+    def shares(computed):
+        ours, base = ([{"a": g.astype(np.float32)} for g in side] for side in (computed, exact))
+        return share(descents(ours, base))
+
+    np.testing.assert_allclose(shares(0.1 * exact).mean, 1, rtol=1e-5)
+    found = shares(exact + noise)
+    assert found.low < np.sqrt(1.04 / 2.04) < found.high
+    np.testing.assert_allclose(found.mean, np.sqrt(1.04 / 2.04), rtol=0.02)
 
 
 def test_a_known_error_is_split():

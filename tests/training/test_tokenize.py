@@ -16,7 +16,7 @@ from training.data.indexed_dataset import IndexedDataset
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_vocab_size
 from training.tokenize import workers
 from training.tokenize.plan import TokenizeConfig
-from training.tokenize.tokenize import main, summary, tokenize
+from training.tokenize.tokenize import advice, main, tokenize
 from training.tokenize.train_tokenizer import train_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -240,9 +240,10 @@ def test_the_command_line_ends_with_the_message_alone(tmp_path):
         main(["--input", "nothing", "--output", str(tmp_path / "d"), "--train-tokenizer"])
 
 
-def test_the_command_of_the_summary_survives_a_shell():
-    printed = summary("data/my corpus; rm", {"documents": 1, "tokens": 2, "left_out": {}})
-    assert printed.endswith("train on it with: python train.py --data 'data/my corpus; rm'")
+def test_the_command_that_trains_survives_a_shell():
+    train = "train on it with: python train.py --data 'data/my corpus; rm'"
+    assert advice("data/my corpus; rm") == train
+    assert advice("data/my corpus; rm", "held out") == f"{train} --eval-data 'held out'"
 
 
 def test_a_tokenizer_at_which_the_package_panics_is_an_error(tmp_path):

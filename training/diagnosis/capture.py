@@ -24,6 +24,13 @@ Gradients = Mapping[str, Float32[Array, "layers d_in d_out"]]
 """The weights' gradients by linear layer."""
 
 
+class LossAndGradients(NamedTuple):
+    """The mean loss of a batch, and the weights' gradients by linear layer."""
+
+    loss: Float32[Array, ""]
+    gradients: Gradients
+
+
 class Pass(NamedTuple):
     """The tensors and gradients of one forward and backward pass over a batch.
 
@@ -58,13 +65,14 @@ def make_pass(
 
 def make_gradients(
     model: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None
-) -> Callable[[llama.Params, Int32[np.ndarray, "batch length"], jax.Array], Gradients]:
-    """Returns the jitted `run(params, batch, key)` for a pass's gradients without its tensors."""
+) -> Callable[[llama.Params, Int32[np.ndarray, "batch length"], jax.Array], LossAndGradients]:
+    """Returns the jitted `run(params, batch, key)` for a pass's loss and gradients without its tensors."""
     loss = _loss(model, policies, implementation)
 
     @functools.partial(jax.jit, compiler_options=compiler_options(policies.policies, implementation))
-    def run(params: llama.Params, batch: Any, key: jax.Array) -> Gradients:
-        return linear_weights(jax.grad(loss)(params["blocks"], None, params, batch, key))
+    def run(params: llama.Params, batch: Any, key: jax.Array) -> LossAndGradients:
+        value, blocks = jax.value_and_grad(loss)(params["blocks"], None, params, batch, key)
+        return LossAndGradients(value, linear_weights(blocks))
 
     return run
 

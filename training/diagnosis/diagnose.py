@@ -57,7 +57,9 @@ def diagnose(
     keys = [jax.random.fold_in(key, i) for i in range(len(batches))]
     # To the host, where the passes of all batches have room.
     passes = [jax.device_get(run(params, batch, k)) for batch, k in zip(batches, keys, strict=True)]
-    exact = [jax.device_get(run_exact(params, batch, k)) for batch, k in zip(batches, keys, strict=True)]
+    exact = [
+        jax.device_get(run_exact(params, batch, k).gradients) for batch, k in zip(batches, keys, strict=True)
+    ]
     return {
         "layers": _layers(passes, params, policies, implementation, keys),
         "gradient": _splits(gradient_grams([p.gradients for p in passes], exact)),

@@ -195,8 +195,13 @@ def summary(prefix: str, record: dict[str, Any]) -> str:
     if record["left_out"]:
         kinds = ", ".join(f"{count:,} x {kind}" for kind, count in record["left_out"].items())
         lines.append(f"skipped, see {prefix}.problems.txt: {kinds}")
-    lines.append(f"train on it with: python train.py --data {shlex.quote(prefix)}")
     return "\n".join(lines)
+
+
+def advice(train: str, validation: str | None = None) -> str:
+    """Returns the command that trains on an output, and evaluates on another one."""
+    evaluated = [] if validation is None else ["--eval-data", validation]
+    return f"train on it with: {shlex.join(['python', 'train.py', '--data', train, *evaluated])}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -210,4 +215,4 @@ def main(argv: list[str] | None = None) -> None:
     with unwinding_signals("the same command continues where it ended"), input_errors():
         record = tokenize(config)
     with output_errors():
-        print(summary(config.output, record))
+        print(summary(config.output, record), advice(config.output), sep="\n")
