@@ -77,7 +77,7 @@ RATES: Mapping[str, float] = types.MappingProxyType(
 )
 """Peak learning rate of each size, with a warm-up of 150 steps.
 
-`60m` and `60m-constant` are tuned. The others are placeholders until their tuning has run: the report
+`350m` is a placeholder until its tuning has run, and the others are tuned: the report
 compares them with its choice.
 """
 _HARD = {

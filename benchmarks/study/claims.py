@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.study.cells import PROTOCOLS
 from benchmarks.study.results import CellResult
@@ -43,7 +43,8 @@ def larger(cells: Cells) -> str:
     for model in LARGER:
         planned = {cell.name for cell in STUDIES[f"scale-{model}"]}
         tested, later = (
-            [claim.at(f"tuned-{model}", model) for claim in claims] for claims in (CLAIMS, LARGER_SEEN)
+            [claim.at(f"tuned-{model}", model) for claim in claims]
+            for claims in (CLAIMS, LARGER_SEEN.get(model, ()))
         )
         tested = [claim for claim in tested if set(claim.cells) <= planned]
         if any(by_seed(cells, claim) for claim in tested):
@@ -66,10 +67,16 @@ def _tested(cells: Cells, tested: Sequence[Claim], seen: Sequence[Claim] = ()) -
         if pairs
     ]
     text = table("claim | difference | 95 % | detectable | p (Holm) | pairs", rows)
-    waiting = [claim.text for claim, pairs in zip(shown, found, strict=True) if not pairs]
-    if waiting:
-        text += f"\n\nWithout pairs, since cells have not run or have diverged: {'; '.join(waiting)}."
-    return text
+    return text + "".join(_missing(cells, shown))
+
+
+def _missing(cells: Cells, shown: Sequence[Claim]) -> Iterator[str]:
+    """Yields paragraphs about claims that wait for runs, and about runs without pairs, which diverged."""
+    if waiting := [claim.text for claim in shown if not set(claim.cells) <= cells.keys()]:
+        yield f"\n\nCells have not run: {'; '.join(waiting)}."
+    names = dict.fromkeys(name for claim in shown for name in claim.cells if name in cells)
+    if diverged := [f"{n} of {name}" for name in names if (n := cells[name].n_diverged)]:
+        yield f"\n\nRuns that diverged, without pairs: {', '.join(diverged)}."
 
 
 def both(cells: Cells) -> str:

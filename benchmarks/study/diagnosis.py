@@ -27,7 +27,7 @@ from models.configs import name_of, to_dict
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
 from training.diagnosis.capture import LossAndGradients, make_gradients, make_pass
-from training.diagnosis.descent import descents, share
+from training.diagnosis.descent import LEAST_BATCHES, Descent, descent, shares
 from training.diagnosis.split import Grams, compare, split
 from training.diagnosis.wgrad import gradient_grams, total, wgrad_grams
 from training.environment import enable_compilation_cache, facts, input_errors
@@ -57,7 +57,7 @@ def main(
       study: study whose policies to measure, or several joined by commas; "none" measures Wgrad's variants
         alone.
       step: step of the checkpoint. Default: the last.
-      batches: number of batches of the run's held-out data, at least 3.
+      batches: number of batches of the run's held-out data, at least 4, or 3 with the study "none".
       batch_size: sequences a batch; default, the run's.
       commit: commit for the record; default, the checkout's.
       out: folder for diagnosis.json, which must not be there yet, and diagnosis.partial.json before it.
@@ -70,6 +70,8 @@ def main(
             known = f"the studies are {', '.join(STUDIES)}, and {NONE}"
             raise ValueError(f"unknown study {', '.join(unknown)}; {known}")
         cells = [cell for name in names for cell in STUDIES[name]]
+        if cells and batches < LEAST_BATCHES:
+            raise ValueError(f"--batches must be at least {LEAST_BATCHES}, got {batches}")
         diagnosis_file.check_unfinished(out)
         arguments = evaluation.EvalConfig(run, step=step, batches=batches, batch_size=batch_size)
         restored = evaluation.restore(arguments)
@@ -121,22 +123,27 @@ def measure(
         if "wgrad" not in record:
             record |= _wgrad_numbers(_wgrad_grams(restored, batches, key))
             keep()
-        exact = _gradients(next(runs), restored, batches, key) if policies else []
+        if not policies:
+            return
+        exact = _gradients(next(runs), restored, batches, key)
+        gradients = [one.gradients for one in exact]
+        judged = descent(gradients, gradients)
         for name, run in zip(policies, runs, strict=True):
-            record["cells"][name] = _cell_numbers(_gradients(run, restored, batches, key), exact)
+            record["cells"][name] = _cell_numbers(_gradients(run, restored, batches, key), exact, judged)
             keep()
             print(f"{name}: error {record['cells'][name]['error']['mean']:.4f}", flush=True)
 
 
 def _cell_numbers(
-    found: Sequence[LossAndGradients], exact: Sequence[LossAndGradients]
+    found: Sequence[LossAndGradients], exact: Sequence[LossAndGradients], judged: Descent
 ) -> dict[str, dict[str, float]]:
     """Returns the split of the whole gradients' errors, and what errors do to the loss and its descent."""
     ours, base = ([one.gradients for one in side] for side in (found, exact))
     losses = [float(a.loss) - float(b.loss) for a, b in zip(found, exact, strict=True)]
     numbers = _numbers(total(gradient_grams(ours, base)))
-    more = {"loss": t_interval(losses), "descent": share(descents(ours, base))}
-    return numbers | {name: _rounded(e) for name, e in more.items()}
+    return (
+        numbers | {"loss": _rounded(t_interval(losses))} | _all_rounded(shares(descent(ours, base), judged))
+    )
 
 
 def _wgrad_numbers(variants: Mapping[str, Grams]) -> dict[str, Any]:

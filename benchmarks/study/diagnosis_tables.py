@@ -20,6 +20,7 @@ STATISTICS = {
 OF_CELLS = STATISTICS | {
     "loss": "loss beyond bf16's",
     "descent": "descent of a normalized step",
+    "descent_for_length": "for its length",
 }
 """The statistics of whole gradients by cell; older records have the first few."""
 FAR = ("amazon", "full_sr")

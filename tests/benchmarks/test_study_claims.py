@@ -1,5 +1,7 @@
 """The tests of the study's claims, against scipy's t-tests."""
 
+import math
+
 import numpy as np
 import scipy.stats
 
@@ -26,7 +28,7 @@ def test_claims_are_about_cells_of_the_studies():
         name for protocol in LADDERS for claim in (*CLAIMS, *SEEN) for name in claim.at(protocol).cells
     } <= names
     assert {name for claim in (*ALONE, *ALONE_SEEN) for name in claim.at(LADDERS[1]).cells} <= names
-    assert {name for claim in LARGER_SEEN for name in claim.at("tuned-125m", "125m").cells} <= names
+    assert {name for claim in LARGER_SEEN["125m"] for name in claim.at("tuned-125m", "125m").cells} <= names
     assert {name for claim in CONSTANT_SEEN for name in claim.at(CONSTANT).cells} <= names
 
 
@@ -77,5 +79,9 @@ def test_claims_at_another_size_are_corrected_with_those_that_wait_for_runs():
         largest = max(largest, (planned - rank) * p[claim])
         [row] = [line for line in found.splitlines() if line.startswith(f"| {claim} (tuned-125m) |")]
         assert row.endswith(f"| {min(1.0, largest):.2g} | 3 |")
-    assert "Wgrad costs loss beyond Fprop and Dgrad (tuned-125m);" in found
+    assert "Cells have not run: Wgrad costs loss beyond Fprop and Dgrad (tuned-125m);" in found
+    runs.append(record(runs[-1]["cell"], "", 3, math.nan))
+    assert "diverged, without pairs: 1 of wgrad_hadamard.floor.125m.tuned-125m." in claims.larger(
+        gather(runs)
+    )
     assert claims.larger({}) == "Not run yet: `scale-125m`, `scale-350m`."

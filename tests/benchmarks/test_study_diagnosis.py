@@ -41,18 +41,21 @@ def interrupt(monkeypatch, number):
 @pytest.mark.slow
 def test_the_cells_of_a_study_are_measured_on_a_checkpoint(run, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
-    measure = functools.partial(diagnosis.main, run, study="two,last", batches=3)
+    measure = functools.partial(diagnosis.main, run, study="two,last", batches=4)
     measure(out=out)
     found = diagnosis_file.read(out)
     assert found is not None
-    assert (found["model"], found["policy"], found["step"], found["tokens"]) == ("tiny", "fp8", 2, 192)
-    assert (found["batches"], found["batch_size"]) == (3, 2)
+    assert (found["model"], found["policy"], found["step"], found["tokens"]) == ("tiny", "fp8", 2, 256)
+    assert (found["batches"], found["batch_size"]) == (4, 2)
     assert "| stochastic even | " in diagnosis_tables.compared_table(found)
     errors = {name: parts["error"]["mean"] for name, parts in found["cells"].items()}
     assert 0 < errors["fp8"] < errors["wgrad_sr even"]
     shown = diagnosis_tables.cells_table(found)
-    assert "| loss beyond bf16's | descent of a normalized step |" in shown
-    assert 0 < found["cells"]["wgrad_sr even"]["descent"]["mean"] < 1.2
+    assert "| loss beyond bf16's | descent of a normalized step | for its length |" in shown
+    parts = found["cells"]["fp8"]
+    assert parts["descent"]["low"] < parts["descent"]["mean"] < parts["descent"]["high"]
+    with pytest.raises(SystemExit, match="--batches must be at least 4, got 3"):
+        diagnosis.main(run, study="two", batches=3, out=tmp_path)
     with pytest.raises(SystemExit, match="unknown study three, four; the studies are two, last, and none"):
         diagnosis.main(run, study="two,three,four", out=tmp_path)
     with pytest.raises(SystemExit, match=r"diagnosis\.json exists and is complete; name another --out"):
@@ -69,9 +72,9 @@ def test_the_cells_of_a_study_are_measured_on_a_checkpoint(run, tmp_path, capsys
         assert list(partial["cells"]) == cells
         assert partial["wgrad"] == found["wgrad"]
     with pytest.raises(
-        SystemExit, match=r"other settings \(batches 3, now 4; tokens 192, now 256; .*\); give"
+        SystemExit, match=r"other settings \(batches 4, now 5; tokens 256, now 320; .*\); give"
     ):
-        diagnosis.main(run, study="two,last", batches=4, out=again)
+        diagnosis.main(run, study="two,last", batches=5, out=again)
     monkeypatch.setattr(diagnosis, "wgrad_grams", None)
     capsys.readouterr()
     measure(out=again)

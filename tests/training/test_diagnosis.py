@@ -25,7 +25,7 @@ from training.command_line import parse
 from training.diagnosis import diagnose as program
 from training.diagnosis import measures
 from training.diagnosis.capture import make_gradients, make_pass
-from training.diagnosis.descent import descents, share
+from training.diagnosis.descent import Descent, descent, shares
 from training.diagnosis.diagnose import diagnose, totals
 from training.diagnosis.split import Grams, compare, split
 from training.diagnosis.wgrad import VARIANTS, gradient_grams, wgrad_grams
@@ -165,18 +165,27 @@ def test_inner_products_of_whole_gradients_are_those_of_float64():
         np.testing.assert_allclose(actual[:3], wanted[:3], rtol=1e-4, atol=1e-6)
 
 
-def test_descents_are_those_of_float64():
+def expected_descent(c, g):
+    """Returns the sums of <g_b, u_b> and <u_b, u_b> in float64."""
+    others = [np.delete(c, b, 0) for b in range(len(c))]
+    steps = np.stack([o.mean(0) / np.sqrt(np.mean(o**2, 0)) for o in others])
+    return np.sum(g * steps), np.sum(steps**2)
+
+
+@pytest.mark.parametrize("loudness", [[1, 1, 1, 1, 1], [1, 1, 1e5, 1, 1e-5]], ids=["alike", "one_loud"])
+def test_descents_are_those_of_float64(loudness):
     generator = np.random.default_rng(0)
-    exact = generator.normal(0.1, 1, (5, 2, 30, 40)).astype(np.float32)
+    exact = generator.normal(0.1, 1, (5, 2, 30, 40)) * np.reshape(loudness, (5, 1, 1, 1))
+    exact = exact.astype(np.float32)
     computed = 0.9 * exact + generator.normal(0, 0.5, exact.shape).astype(np.float32)
     ours, base = ([{"a": g[:1], "b": g[1:]} for g in side] for side in (computed, exact))
-    found = descents(ours, base)
-    g = exact.astype(np.float64)
-    for c, actual in ((computed.astype(np.float64), found.computed), (g, found.exact)):
-        for b in range(5):
-            others = np.delete(c, b, 0)
-            wanted = np.sum(g[b] * others.mean(0) / np.sqrt(np.mean(others**2, 0)))
-            np.testing.assert_allclose(actual[b], wanted, rtol=1e-4)
+    found = descent(ours, base)
+    c, g = computed.astype(np.float64), exact.astype(np.float64)
+    wanted = [expected_descent(c, g)]
+    wanted += [expected_descent(np.delete(c, i, 0), np.delete(g, i, 0)) for i in range(5)]
+    np.testing.assert_allclose(np.stack(found, 1), wanted, rtol=1e-4)
+    with pytest.raises(ValueError, match="at least 4 batches, got 3; raise --batches"):
+        descent(ours[:3], base[:3])
 
 
 def test_a_normalized_step_descends_less_by_noise_and_not_by_a_factor():
@@ -184,15 +193,24 @@ def test_a_normalized_step_descends_less_by_noise_and_not_by_a_factor():
     generator = np.random.default_rng(0)
     mean = generator.normal(0, 0.2, (1, 300, 400))
     exact, noise = mean + generator.normal(0, 1, (16, 1, 300, 400)), generator.normal(0, 1, (16, 1, 300, 400))
+    base = [{"a": g.astype(np.float32)} for g in exact]
 
-    def shares(computed):
-        ours, base = ([{"a": g.astype(np.float32)} for g in side] for side in (computed, exact))
-        return share(descents(ours, base))
+    def found(computed):
+        ours = [{"a": g.astype(np.float32)} for g in computed]
+        return shares(descent(ours, base), descent(base, base))
 
-    np.testing.assert_allclose(shares(0.1 * exact).mean, 1, rtol=1e-5)
-    found = shares(exact + noise)
-    assert found.low < np.sqrt(1.04 / 2.04) < found.high
-    np.testing.assert_allclose(found.mean, np.sqrt(1.04 / 2.04), rtol=0.02)
+    for share in found(0.1 * exact):
+        np.testing.assert_allclose(share.mean, 1, rtol=1e-5)
+    noisy = found(exact + noise).descent
+    assert noisy.low < np.sqrt(1.04 / 2.04) < noisy.high
+    np.testing.assert_allclose(noisy.mean, np.sqrt(1.04 / 2.04), rtol=0.02)
+    turned = found(exact + 0.5 * generator.normal(0, 1, mean.shape))  # the same for all batches
+    assert turned.descent.low > turned.descent_for_length.high  # steps are longer, in a worse direction
+
+
+def test_steps_that_go_upwards_have_no_share():
+    zero = Descent(np.array([1.0, 1.0, -1.0]), np.ones(3))
+    assert np.isnan(shares(zero, zero).descent.low)
 
 
 def test_a_known_error_is_split():

@@ -1,13 +1,13 @@
 """What an error of the gradient leaves of the descent of an optimizer that normalizes its steps.
 
-Batch a has the gradient g_a, computed as c_a. Adam's step divides the mean of past gradients by their root
-mean square, weight by weight. A batch b judges the step of the others,
+Batch a has the gradient g_a, computed as c_a. Adam's step, but for its epsilon and for clipping, is the mean
+of past gradients over their root mean square, weight by weight. A batch b judges the step of the others:
 
     u_b = mean c_a / sqrt(mean c_a**2) over a != b        descent_b = <g_b, u_b>
 
 by which a small step along -u_b lowers its loss. Errors that average out raise the root mean square, and so
-shorten the step; errors that repeat turn it. As a part of the descent of the exact gradients, this counts
-both as the optimizer does, which relative errors do not.
+shorten the step; errors that repeat turn it, and may lengthen it. So the descent is also reported for the
+length of the step. Both depend on how much the batches' own gradients scatter, so on their size and number.
 """
 
 from collections.abc import Sequence
@@ -21,48 +21,82 @@ from jaxtyping import Array, Float, Float32
 from training.diagnosis.capture import Gradients
 from training.paired_statistics import Estimate, jackknife
 
-
-class Descents(NamedTuple):
-    """The descent that each batch sees, of the computed gradients and of the exact ones."""
-
-    computed: Float[np.ndarray, "batches"]
-    exact: Float[np.ndarray, "batches"]
+LEAST_BATCHES = 4
+"""Without one of three batches, a step would be one gradient's signs."""
 
 
-def descents(found: Sequence[Gradients], exact: Sequence[Gradients]) -> Descents:
-    """Returns the descents over all layers.
+class Descent(NamedTuple):
+    """Sums over the judging batches, of all batches first, and then without each of them in turn.
+
+    Attributes:
+      along: <g_b, u_b>.
+      square: <u_b, u_b>.
+    """
+
+    along: Float[np.ndarray, "samples"]
+    square: Float[np.ndarray, "samples"]
+
+
+class Shares(NamedTuple):
+    """A descent as a part of that of the exact gradients, with jackknife intervals over the batches.
+
+    Attributes:
+      descent: of the steps as they are.
+      descent_for_length: of steps of the same length.
+    """
+
+    descent: Estimate
+    descent_for_length: Estimate
+
+
+def descent(found: Sequence[Gradients], exact: Sequence[Gradients]) -> Descent:
+    """Returns the descent of the computed gradients, over all layers.
 
     Args:
       found: the computed gradients of each batch, on the host or, which is faster, on the device.
-      exact: those without errors.
+      exact: those without errors, which judge.
+    Raises:
+      ValueError: fewer than four batches.
     """
-    of_layer = jax.jit(_descents)
-    sums = np.zeros((2, len(exact)))
+    if len(exact) < LEAST_BATCHES:
+        raise ValueError(
+            f"a descent needs at least {LEAST_BATCHES} batches, got {len(exact)}; raise --batches"
+        )
+    of_layer, sums = jax.jit(_of_layer), np.zeros((2, 1 + len(exact)))
     for name in exact[0]:
         for i in range(len(exact[0][name])):
             computed, g = (jnp.stack([gradients[name][i] for gradients in side]) for side in (found, exact))
             sums += np.asarray(jax.device_get(of_layer(computed, g)), np.float64)
-    return Descents(*sums)
+    return Descent(*sums)
 
 
-def share(found: Descents) -> Estimate:
-    """Returns the computed gradients' part of the exact ones' descent, with a jackknife over the batches."""
-    without = [
-        np.delete(found.computed, i).sum() / np.delete(found.exact, i).sum() for i in range(len(found.exact))
-    ]
-    return jackknife(float(found.computed.sum() / found.exact.sum()), without)
+def shares(ours: Descent, base: Descent) -> Shares:
+    """Returns ours as parts of another descent of the same batches; NaN where that one goes upwards."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(base.along > 0, ours.along / base.along, np.nan)
+        length = np.sqrt(ours.square / base.square)
+    return Shares(*(jackknife(float(r[0]), r[1:].tolist()) for r in (ratio, ratio / length)))
 
 
-def _descents(computed: Float32[Array, "batches ..."], exact: Float32[Array, "batches ..."]) -> list[Array]:
-    others = len(exact) - 1
-    return [jax.vmap(_seen_by, (None, 0, 0))(_sums(c), c, exact) / others**0.5 for c in (computed, exact)]
+def _of_layer(
+    c: Float32[Array, "batches ..."], g: Float32[Array, "batches ..."]
+) -> Float32[Array, "2 samples"]:
+    n = len(c)
+    kept = np.array([np.delete(np.arange(n), i) for i in range(n)])
+    without = jax.lax.map(lambda others: _sums(c[others], g[others]), kept)
+    return jnp.concatenate([_sums(c, g)[:, None], without.T], axis=1)
 
 
-def _sums(c: Float32[Array, "batches ..."]) -> tuple[Array, Array]:
-    return c.sum(0), jnp.square(c).sum(0)
+def _sums(c: Float32[Array, "batches ..."], g: Float32[Array, "batches ..."]) -> Float32[Array, "2"]:
+    first, second = _sums_of_others(c), _sums_of_others(jnp.square(c))
+    u = jnp.where(second > 0, first * jax.lax.rsqrt(jnp.where(second > 0, second, 1)), 0)
+    u = u / (len(c) - 1) ** 0.5
+    return jnp.stack([jnp.sum(g * u), jnp.sum(jnp.square(u))])
 
 
-def _seen_by(sums: tuple[Array, Array], c: Float32[Array, "..."], g: Float32[Array, "..."]) -> Array:
-    """Returns <g, u> for the step u of all batches but that of c and g, times the root of their number."""
-    first, second = sums[0] - c, jnp.maximum(sums[1] - jnp.square(c), 0)
-    return jnp.sum(g * first * jax.lax.rsqrt(second + jnp.finfo(jnp.float32).tiny))
+def _sums_of_others(c: Float32[Array, "batches ..."]) -> Float32[Array, "batches ..."]:
+    """Returns for each batch the sum over the others; to subtract it from a sum of all could cancel."""
+    zero = jnp.zeros_like(c[:1])
+    before = jnp.concatenate([zero, jnp.cumsum(c[:-1], 0)])
+    after = jnp.concatenate([jnp.cumsum(c[:0:-1], 0)[::-1], zero])
+    return before + after
