@@ -63,10 +63,11 @@ def triton_call(
         written = jax.pure_callback(run, tuple(out), *arrays, vmap_method="sequential")
         return [varying_as(y, *arrays) for y in written]
     target = current_target()
-    if target is None:
+    if target is None or target.backend == "interpreter":
         raise NotImplementedError(
             "triton_call needs a GPU and Triton (install mxjax[cuda] or mxjax[rocm]), or Triton's "
-            "interpreter (set TRITON_INTERPRET=1 and call use_target(INTERPRETER))"
+            "interpreter (set TRITON_INTERPRET=1 before kernels are imported, and call "
+            "use_target(INTERPRETER))"
         )
     if target.backend == "cuda" and max(grid[1:], default=1) > MOST_PROGRAMS:
         raise ValueError(

@@ -4,6 +4,8 @@ A rule is Shardy's: `v b (ro ri) c -> …` names the factors of each axis. Some 
 as the elements of a block.
 """
 
+import functools
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
+
+_log = logging.getLogger("mxjax")
 
 Axis = tuple[str, dict[str, int], list[str]]
 """An axis as a rule writes it, the sizes of its compound factors, and the factors that are never sharded."""
@@ -61,10 +65,27 @@ def partitioned(
     )
 
     def call(*arguments):
-        """Calls the kernel directly under `jax.shard_map` over all axes: the arguments are shards already."""
-        return (on_all if get_abstract_mesh().are_all_axes_manual else function)(*arguments)
+        """Calls the kernel directly under `jax.shard_map` over all axes: the arguments are shards already.
+
+        Under one over some axes the arguments are gathered over the others, which JAX cannot partition here.
+        """
+        mesh = get_abstract_mesh()
+        if mesh.are_all_axes_manual:
+            return on_all(*arguments)
+        if not mesh.manual_axes:
+            return function(*arguments)
+        _warn_of_gathering()
+        rest = set(mesh.axis_names) - set(mesh.manual_axes)
+        return jax.shard_map(on_all, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names=rest)(
+            *arguments
+        )
 
     return call
+
+
+@functools.cache
+def _warn_of_gathering() -> None:
+    _log.warning("kernels under jax.shard_map over some mesh axes gather over the others: map over all axes")
 
 
 def _parse(terms: str) -> list[list[tuple[str, ...]]]:

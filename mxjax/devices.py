@@ -27,7 +27,9 @@ class Target(NamedTuple):
 
     @property
     def has_fp8(self) -> bool:
-        """Whether it converts to and multiplies FP8: CUDA from sm_89 on, gfx950 and the interpreter."""
+        """Whether it converts to and multiplies OCP's FP8: CUDA from sm_89 on, gfx950 and the interpreter."""
+        if self.backend == "hip":
+            return self.arch == "gfx950"
         return (self.compute_capability or 89) >= 89
 
 

@@ -211,7 +211,7 @@ def check_floating(lhs: AnyArray | MXArray, rhs: AnyArray | MXArray, dtype: DTyp
         )
 
 
-def _is_floating(dtype: object) -> bool:
+def _is_floating(dtype: DTypeLike) -> bool:
     """Whether this is a floating-point dtype, or the name of one."""
     try:
         return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)

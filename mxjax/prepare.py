@@ -37,14 +37,14 @@ def prepare(x: Float[Array, "*batch r c"], wanted: Sequence[tuple[How, GemmInput
 
 def pack_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor]:
     """Returns x packed for each input; each axis has at most one."""
-    if not _kernel_runs(x, inputs):
+    if not _kernel_runs(x, inputs, "packed"):
         return [pack_by_definition(x, how) for how in inputs]
     return _by_kernel(x, inputs, "packed")
 
 
 def value_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor]:
     """Returns x quantized for each input and dequantized to bfloat16; each axis has at most one."""
-    if not _kernel_runs(x, inputs):
+    if not _kernel_runs(x, inputs, "bf16"):
         packed = [pack_by_definition(x, how) for how in inputs]
         return [KMajor(decode(q), None, q.prescale) for q in packed]
     return _by_kernel(x, inputs, "bf16")
@@ -58,7 +58,7 @@ def seen_by_backward(
     Args:
       implementation: the Fprop's.
     """
-    by_kernel = _form(implementation) is not None and _kernel_runs(x, [how])
+    by_kernel = _form(implementation) is not None and _kernel_runs(x, [how], "bf16")
     if wanted.source == "original" or not by_kernel:
         return as_backward_sees(x, wanted, how)
     [q] = _by_kernel(first_order_only(x), [how], "bf16")
@@ -85,12 +85,15 @@ def _in_form(form: Form | None, x: jax.Array, inputs: Sequence[GemmInput]) -> Se
             return [quantize_input(x, how) for how in inputs]
 
 
-def _kernel_runs(x: jax.Array, inputs: Sequence[GemmInput]) -> bool:
-    if current_target() is None or not x.size:
+def _kernel_runs(x: jax.Array, inputs: Sequence[GemmInput], form: Form) -> bool:
+    target = current_target()
+    if target is None or not x.size:
         return False
-    from mxjax.kernels.quantize.launches import LARGEST_ROTATION, LONGEST_AXIS
+    from mxjax.kernels.quantize.launches import LARGEST_ROTATION, fit
 
-    return max(x.shape[-2:]) < LONGEST_AXIS and all(how.rotation_size <= LARGEST_ROTATION for how in inputs)
+    rows, columns = ({how.axis: how for how in inputs}.get(axis) for axis in (-1, -2))
+    rotates = all(how.rotation_size <= LARGEST_ROTATION for how in inputs)
+    return rotates and fit((rows, columns), form, target, x.shape, x.dtype)
 
 
 def _by_kernel(x: jax.Array, inputs: Sequence[GemmInput], form: Form) -> list[KMajor]:

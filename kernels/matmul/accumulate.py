@@ -166,8 +166,9 @@ def _accumulate(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for i in range(K // BLOCK_K):
         if HALVES:
-            x_scales = _half(tl.load(lhs_scales + x_scale_offsets + i // 2 * X_STEP), i % 2, BLOCK_M)
-            y_scales = _half(tl.load(rhs_scales + y_scale_offsets + i // 2 * Y_STEP), i % 2, BLOCK_N)
+            pair = (i // 2).to(tl.int64)
+            x_scales = _half(tl.load(lhs_scales + x_scale_offsets + pair * X_STEP), i % 2, BLOCK_M)
+            y_scales = _half(tl.load(rhs_scales + y_scale_offsets + pair * Y_STEP), i % 2, BLOCK_N)
         else:
             x_scales = _unshuffle(tl.load(lhs_scales + x_scale_offsets), BLOCK_M, SHUFFLED)
             y_scales = _unshuffle(tl.load(rhs_scales + y_scale_offsets), BLOCK_N, SHUFFLED)

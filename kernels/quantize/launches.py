@@ -1,5 +1,6 @@
 """Launches of the quantizer kernel: the operands wanted, as constants, tiles and programs."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -35,6 +36,18 @@ def check_input(how: GemmInput) -> None:
             f"the quantizer kernel rotates by H{LARGEST_ROTATION} at most, got H{how.rotation_size}; "
             "use mxjax.rotate and mxjax.quantize"
         )
+
+
+def fit(pair: Pair, form: Form, target: Target | None, shape: tuple[int, ...], dtype: DTypeLike) -> bool:
+    """Whether the kernel takes a tensor [..., r, c] of this size: its offsets, and the grids of CUDA."""
+    *batch, r, c = shape
+    if max(r, c) >= LONGEST_AXIS:
+        return False
+    if target is None or target.backend != "cuda":
+        return True
+    flat = (1, math.prod(batch), r, c)
+    grids = (launch_of(part, form, target, flat, dtype).grid for part in launched_pairs(pair, target))
+    return all(max(grid[1:]) <= MOST_PROGRAMS for grid in grids)
 
 
 class Launch(NamedTuple):
@@ -245,7 +258,8 @@ def _tile(target: Target | None, pair: Pair, r: int, row_bytes: int) -> Tile:
     along_rows, along_columns = _rotation_sizes(pair)
     if along_columns > 32 and along_rows <= 32:
         # A thread has 2 columns, so that the lanes of one warp exchange a run's groups, without barriers.
-        return Tile(128, 32, 2, 32) if along_columns == 64 else Tile(256, 16, 2, 32)
+        square = columns and columns.operand.is_square  # a block has 32 columns
+        return Tile(128, 32, 2, 32) if along_columns == 64 or square else Tile(256, 16, 2, 32)
     if rows and columns is None and _is_stochastic(rows) and rows.rotation:
         return Tile(128, 64, 4, 32)
     if rows and columns is None and not rows.operand.is_square and r <= 16 * MOST_PROGRAMS:

@@ -14,6 +14,7 @@ from mxjax.devices import Target, current_target
 from mxjax.formats import BLOCK
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.launch import triton_call
+from mxjax.kernels.lowering import TYPES
 from mxjax.kernels.mesh import along, compound, partitioned
 from mxjax.kernels.quantize.draws import sign_words
 from mxjax.kernels.quantize.kernel import SCALARS, Form, words_of
@@ -36,13 +37,13 @@ def quantize_operands(
 ) -> list[KMajor]:
     """Returns x quantized for each input, at most one for each of the last two axes.
 
-    x is read once, or on CUDA twice if both inputs are rounded stochastically and one is rotated, or columns
-    are rotated by H128 (`launched_pairs`).
+    x is read once, or on CUDA in some cases twice (`launched_pairs`).
     The bits are those that `mxjax.rotate` and `mxjax.quantize` define.
 
     Raises:
       NotImplementedError: a format or block shape that is not MXFP4's, or a rotation larger than H128.
-      ValueError: r or c is 2**24 or more.
+      ValueError: r or c is 2**24 or more, or the tensor needs more programs than a grid of CUDA holds
+        (`mxjax.kernels.quantize.launches.fit`).
     """
     batch, (r, c) = x.shape[:-2], x.shape[-2:]
     if max(r, c) >= LONGEST_AXIS:
@@ -56,6 +57,7 @@ def quantize_operands(
     scalars = jnp.concatenate([_words(how) for how in both])
     rows, columns = (how and how.options for how in both)
     run = _quantizer((rows, columns), form, current_target())
+    x = x if x.dtype.name in TYPES else x.astype(jnp.float32)  # float64, as the definition does
     flat = run(x.reshape(1, math.prod(batch), r, c), scalars[None])
     made = {}
     for axis, how, other in ((-1, rows, r), (-2, columns, c)):

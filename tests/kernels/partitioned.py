@@ -62,8 +62,10 @@ def plain_kernel(kernel, x, scalars, *, out, **constants):
 
 
 def check_shard_map() -> None:
-    """Parts of a mesh by hand, by the kernels themselves, and a gradient that is summed over them."""
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    """Parts of a mesh by hand, by the kernels themselves, and a gradient that is summed over them.
+
+    Of the second mesh one axis alone is by hand.
+    """
     x = jax.random.normal(jax.random.key(0), (4, 32, 64))
     w = jax.random.normal(jax.random.key(1), (64, 32))
 
@@ -73,12 +75,16 @@ def check_shard_map() -> None:
     def of_part(x, w):
         return lax.psum(loss(x, w), "a")
 
-    by_hand = jax.shard_map(of_part, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     with use_target(INTERPRETER):
         wanted = jax.jit(jax.grad(loss, (0, 1)))(x, w)
-        got = jax.jit(jax.grad(by_hand, (0, 1)))(x, w)
-    for a, b in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+    for shape, names in (((4,), ("a",)), ((2, 2), ("a", "b"))):
+        types = (AxisType.Auto,) * len(shape)
+        mesh = jax.make_mesh(shape, names, axis_types=types, devices=jax.devices()[:4])
+        by_hand = jax.shard_map(of_part, mesh=mesh, in_specs=(P("a"), P()), out_specs=P(), axis_names={"a"})
+        with use_target(INTERPRETER):
+            got = jax.jit(jax.grad(by_hand, (0, 1)))(x, w)
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
 def main() -> None:

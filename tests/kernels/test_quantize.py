@@ -56,6 +56,7 @@ COLUMNS_H64 = GemmInput(-2, rotation=Rotation(64, "redrawn"))
 ROWS_H128 = GemmInput(-1, Operand(block_shape=(32, 32)), Rotation(128, "fixed"))
 COLUMNS_H128 = GemmInput(-2, Operand(rounding="stochastic", prescale=0.75), Rotation(128, "redrawn"))
 SQUARE_ROWS = GemmInput(-1, Operand(block_shape=(32, 32)))
+SQUARE_COLUMNS_H128 = GemmInput(-2, Operand(block_shape=(32, 32)), Rotation(128))
 
 
 def check_options(shape, kind, dtype, inputs, form, seed):
@@ -100,6 +101,7 @@ def test_any_options_at_length(shape, kind, dtype, inputs, form, seed):
 @example((17, 600), "wide", "bfloat16", (ROWS_H16,), "packed", 0)
 @example((5, 1100), "wide", "bfloat16", (ROWS_H16,), "packed", 0)
 @example((33, 70), "normal", "bfloat16", (SQUARE_ROWS,), "packed", 0)
+@example((33, 40), "normal", "bfloat16", (SQUARE_COLUMNS_H128,), "packed", 0)
 def test_nvidia_tiles(shape, kind, dtype, inputs, form, seed):
     check_options(shape, kind, dtype, inputs, form, seed)
 

@@ -7,7 +7,7 @@ import pytest
 from support.quantizer import check, define, draw
 
 import mxjax
-from mxjax.devices import Target, current_target
+from mxjax.devices import Target, current_target, use_target
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.launch import MOST_PROGRAMS
 from mxjax.kernels.quantize import launches
@@ -15,6 +15,7 @@ from mxjax.kernels.quantize.quantizer import _call, _from_words, quantize_operan
 from mxjax.kmajor import pack_by_definition
 from mxjax.operand import Operand
 from mxjax.policy import Rotation
+from mxjax.prepare import value_operands
 
 # --- transformations
 
@@ -88,12 +89,28 @@ def test_scan():
 
 
 def test_rows_in_any_number_are_few_programs():
-    """CUDA runs 65535 programs along all axes but one."""
-    columns = GemmInput(-2)
+    """CUDA runs 65535 programs along all axes but one; what needs more is quantized by the definition."""
+    columns, target = GemmInput(-2), Target("cuda", "sm_90")
     for pair in ((ROWS, None), (None, columns), (ROWS, columns)):
         for shape in ((1, 1, 2**21, 64), (1, 1, 64, 2**21)):
-            launch = launches.launch_of(pair, "packed", Target("cuda", "sm_90"), shape, "bfloat16")
+            launch = launches.launch_of(pair, "packed", target, shape, "bfloat16")
             assert max(launch.grid[1:]) <= MOST_PROGRAMS, (pair, shape)
+            assert launches.fit(pair, "packed", target, shape, "bfloat16")
+    for shape in ((2**24 - 1, 64), (70_000, 64, 64), (2**24, 64)):
+        assert not launches.fit((ROWS, None), "packed", target, shape, "bfloat16")
+        x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        with use_target(target):
+            jax.eval_shape(lambda x: jax.tree.leaves(value_operands(x, ROWS)), x)
+    assert launches.fit((ROWS, None), "packed", Target("hip", "gfx950"), (2**24 - 1, 64), "bfloat16")
+
+
+def test_float64_is_quantized_as_its_float32():
+    x = np.random.default_rng(0).normal(size=(40, 70))
+    wanted = quantize_operands(jnp.asarray(x, jnp.float32), [ROWS])
+    with jax.enable_x64(True):
+        got = quantize_operands(jnp.asarray(x), [ROWS])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_part_draws_the_bits_of_its_place_in_the_whole():
