@@ -85,6 +85,9 @@ def error(x: Float[Array, "*shape"], approximation: Float[Array, "*shape"]) -> E
 
 def quantization(x: Float[Array, "*shape"], q: MXArray) -> QuantizationError:
     """Returns the error of q, a quantization of x such as `mxjax.quantize(x)`."""
+    check_arrays("quantization", x=x)
+    if not isinstance(q, MXArray):
+        raise TypeError(f"quantization needs q to be an mxjax.MXArray, not {type(q).__name__}")
     x, value = x.astype(jnp.float32), dequantize(q)
     element = get_format(q.format).element
     at_limit = jnp.abs(q.elements.astype(jnp.float32)) == (element.max if element else jnp.inf)

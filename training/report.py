@@ -28,12 +28,15 @@ def introduction(run: Run, estimate: str) -> str:
     """Returns the introduction: model, data, policies, devices and the `memory_estimate`."""
     config, model = run.config, run.model
     tokens = config.steps * config.data.tokens_a_step
+    epochs = tokens / run.corpus.train_tokens
+    repeated = f", {epochs:.1f} epochs" if epochs >= 1.05 else ""
     return "\n".join(
         [
             f"model {config.model_name}: {model.n_params:,} parameters, {vocabulary(run)}"
             f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
             f"data {run.corpus.source}: {run.corpus.train_tokens:,} tokens, {tokens:,} to train on "
-            f"({tokens / model.n_params:.1f}/parameter), unigram entropy {run.corpus.unigram_entropy():.4f}",
+            f"({tokens / model.n_params:.1f}/parameter{repeated}), "
+            f"unigram entropy {run.corpus.unigram_entropy():.4f}",
             *(line for phase in run.phases for line in phase_lines(phase)),
             f"run {run.folder} on {mesh_text(run.mesh)} {jax.devices()[0].device_kind}, "
             f"implementation {choose_implementation(config.precision.implementation)}",

@@ -39,7 +39,7 @@ def run(
     out: pathlib.Path,
     data: str,
     eval_data: str,
-    vocab_size: int = 16_384,
+    vocab_size: int | None = None,
     minutes: float | None = None,
     workers: int = 1,
     commit: str | None = None,
@@ -53,7 +53,7 @@ def run(
       out: folder of the runs' JSON files; other studies may share it.
       data: prefix of the tokenized dataset to train on (see `benchmarks.study_data`).
       eval_data: prefix of the dataset to evaluate on.
-      vocab_size: vocabulary of the datasets' tokenizer.
+      vocab_size: vocabulary of the models. Default: that of DATA.tokenizer.json, or else the study's, 16,384.
       minutes: time limit; default, none.
       workers: processes that share the cells, each on its own GPU of CUDA_VISIBLE_DEVICES, or of all.
       commit: commit for the record; default, the checkout's.
@@ -124,6 +124,7 @@ def main() -> None:
             "recipes": recipes_page.main,
             "diagnose": diagnosis.main,
         },
+        prog="python -m benchmarks.study",
         description=__doc__,
     )
 

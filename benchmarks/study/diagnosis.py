@@ -7,6 +7,7 @@ as their final losses do predicts, early and on one model, what a policy will co
 import concurrent.futures
 import contextlib
 import hashlib
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ import tyro
 import eval as evaluation
 from benchmarks.study import diagnosis_file
 from benchmarks.study.cells import BASELINE, Cell, policy_of
-from benchmarks.study.diagnosis_tables import compared_table, variants_table
+from benchmarks.study.diagnosis_tables import cells_table, compared_table, variants_table
 from benchmarks.study.programs import IMPLEMENTATION
 from benchmarks.study.runner import current_commit
 from benchmarks.study.studies import STUDIES
@@ -28,6 +29,7 @@ from mxjax.policy import Policy
 from mxjax.recipes import get_policy
 from training.diagnosis.capture import LossAndGradients, make_gradients, make_pass
 from training.diagnosis.descent import LEAST_BATCHES, Descent, descent, shares
+from training.diagnosis.diagnose import check_batches
 from training.diagnosis.split import Grams, compare, split
 from training.diagnosis.wgrad import gradient_grams, total, wgrad_grams
 from training.environment import enable_compilation_cache, facts, input_errors
@@ -35,7 +37,7 @@ from training.paired_statistics import Estimate, t_interval
 from training.startup import unwinding_signals
 
 NONE = "none"
-_COMPILATIONS = 4  # at once
+_COMPILATIONS = max(1, min(4, (os.cpu_count() or 1) // 2))  # at once, beside the measurement of Wgrad
 
 
 def main(
@@ -76,6 +78,7 @@ def main(
         arguments = evaluation.EvalConfig(run, step=step, batches=batches, batch_size=batch_size)
         restored = evaluation.restore(arguments)
         held_out = evaluation.read_batches(arguments, restored)
+        check_batches(held_out)
         settings = {"run": run.name} | _settings(restored, held_out)
         settings |= {"study": study, "commit": commit, "versions": facts()}
         out.mkdir(parents=True, exist_ok=True)
@@ -83,7 +86,8 @@ def main(
         measure(cells, restored, held_out, record, lambda: diagnosis_file.keep(out, record))
         diagnosis_file.finish(out, record)
     written = f"written to {out / diagnosis_file.FILE}"
-    print(variants_table(record), compared_table(record), written, sep="\n\n")
+    of_cells = [cells_table(record)] if record["cells"] else []
+    print(*of_cells, variants_table(record), compared_table(record), written, sep="\n\n")
 
 
 def _settings(restored: evaluation.Restored, batches: Sequence[np.ndarray]) -> dict[str, Any]:
@@ -119,6 +123,10 @@ def measure(
     policies = {f"{cell.policy} {cell.rules}".strip(): policy_of(cell) for cell in cells}
     skipped = {name for name in policies if name in record["cells"] or policies[name] == get_policy("bf16")}
     policies = {name: policy for name, policy in policies.items() if name not in skipped}
+    print(
+        f"to measure: {'' if 'wgrad' in record else "Wgrad's variants, and "}{len(policies)} cells",
+        flush=True,
+    )
     with _compiled([get_policy("bf16"), *policies.values()] if policies else [], restored, batches) as runs:
         if "wgrad" not in record:
             record |= _wgrad_numbers(_wgrad_grams(restored, batches, key))

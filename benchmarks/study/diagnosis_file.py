@@ -1,6 +1,7 @@
 """The file of a diagnosis, and the one of an unfinished diagnosis, with which the same command continues."""
 
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -14,7 +15,7 @@ _MEASURED = ("cells", "wgrad", "compared")
 def read(folder: pathlib.Path) -> dict[str, Any] | None:
     """Returns the record in a folder, None if there is no finished one."""
     path = folder / FILE
-    return json.loads(path.read_text()) if path.exists() else None
+    return json.loads(path.read_text(), object_hook=_with_nan) if path.exists() else None
 
 
 def check_unfinished(folder: pathlib.Path) -> None:
@@ -35,7 +36,7 @@ def begin(folder: pathlib.Path, settings: dict[str, Any]) -> dict[str, Any]:
     if not path.exists():
         return settings | {"cells": {}}
     try:
-        saved = json.loads(path.read_text())
+        saved = json.loads(path.read_text(), object_hook=_with_nan)
     except ValueError as error:
         raise ValueError(f"{path} is no whole JSON file; remove it to measure everything again") from error
     ours, theirs = _comparable(settings), _comparable(saved)
@@ -63,7 +64,21 @@ def finish(folder: pathlib.Path, record: dict[str, Any]) -> None:
 
 
 def _write(path: pathlib.Path, record: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(record, indent=1) + "\n")
+    write_atomically(path, json.dumps(_without_nan(record), indent=1, allow_nan=False) + "\n")
+
+
+def _without_nan(value: Any) -> Any:
+    """Returns a record with None in place of NaN, which JSON lacks."""
+    if isinstance(value, dict):
+        return {name: _without_nan(part) for name, part in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _with_nan(value: dict[str, Any]) -> dict[str, Any]:
+    """Returns an estimate with NaN in place of None, and anything else as it is."""
+    if "low" not in value:
+        return value
+    return {name: math.nan if part is None else part for name, part in value.items()}
 
 
 def _comparable(record: dict[str, Any]) -> dict[str, Any]:

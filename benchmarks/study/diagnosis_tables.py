@@ -128,7 +128,7 @@ def _estimate(key: str, e: Mapping[str, float]) -> str:
     if key == "across" and e["mean"] == 0:  # its square came out negative
         return "not resolved"
     half = (e["high"] - e["low"]) / 2
-    return number(e["mean"]) + ("" if math.isnan(half) else f" ± {half:.4f}")
+    return number(e["mean"]) + ("" if math.isnan(half) or half == 0 else f" ± {half:.4f}")
 
 
 def _mean(losses: Mapping[int, float]) -> float:

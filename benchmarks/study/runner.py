@@ -32,6 +32,8 @@ from training.files import write_atomically
 from training.metrics import json_line
 
 _COMPILATION = 60.0  # seconds to allow at most for each
+VOCABULARY = 16_384
+"""The vocabulary of the study's data, for data without a tokenizer beside it."""
 LATE = "{}: no time left for another run; the same command continues later"
 
 
@@ -43,7 +45,7 @@ class Settings:
       study: name for the record.
       out: folder of the runs' JSON files.
       data, eval_data: prefixes of tokenized datasets.
-      vocab_size: vocabulary of the data and the models.
+      vocab_size: vocabulary of the models; None for that of the data's tokenizer, or else VOCABULARY.
       commit: commit of the code, for the record.
       deadline: `time.monotonic()` by which every run must have ended; None for no limit.
     """
@@ -52,7 +54,7 @@ class Settings:
     out: pathlib.Path
     data: str
     eval_data: str
-    vocab_size: int
+    vocab_size: int | None
     commit: str
     deadline: float | None = None
 
@@ -74,7 +76,7 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
     """
     settings.out.mkdir(parents=True, exist_ok=True)
     data = DataConfig(data=(settings.data,), eval_data=settings.eval_data, vocab_size=settings.vocab_size)
-    corpus = load_megatron(data, settings.vocab_size)
+    corpus = load_megatron(data, VOCABULARY)
     wanted, left = sum(cell.seeds for cell in cells), sum(len(missing_seeds(settings.out, c)) for c in cells)
     print(f"{settings.study}: {left} of {wanted} runs left", flush=True)
     _warn_of_other_data(cells, settings.out, corpus.facts["crc32"])
@@ -196,15 +198,16 @@ def remaining_seconds(cells: Sequence[Cell], out: pathlib.Path) -> float:
 def current_commit() -> str:
     """Returns the commit of the checkout, marked if files differ from it; "unknown" outside git.
 
-    Files in docs/results do not count: the runs themselves are there.
+    Files in docs/results do not count, since the runs themselves are there, and of new ones only Python's.
     """
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        others = ("status", "--porcelain", "--", ":/", ":(top,exclude)docs/results")
-        return git("rev-parse", "HEAD") + ("+changes" if git(*others) else "")
+        changed = git("diff", "--name-only", "HEAD", "--", ":/", ":(top,exclude)docs/results")
+        new = git("ls-files", "--others", "--exclude-standard", "--", ":(top)*.py")
+        return git("rev-parse", "HEAD") + ("+changes" if changed or new else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

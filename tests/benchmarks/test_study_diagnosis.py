@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import signal
 
@@ -116,6 +117,22 @@ def test_an_unfinished_diagnosis_of_other_settings_is_refused(tmp_path, changed,
         ValueError, match=message + "; give the same ones to continue it, or name another --out"
     ):
         diagnosis_file.begin(tmp_path, SETTINGS | changed)
+
+
+def test_an_estimate_without_an_interval_is_null_in_json(tmp_path):
+    record = diagnosis_file.begin(tmp_path, SETTINGS)
+    record["cells"]["fp8"] = {"descent": {"mean": 0.5, "low": math.nan, "high": math.nan}}
+    diagnosis_file.keep(tmp_path, record)
+    assert (
+        json.loads((tmp_path / "diagnosis.partial.json").read_text())["cells"]["fp8"]["descent"]["low"]
+        is None
+    )
+    again = diagnosis_file.begin(tmp_path, SETTINGS)["cells"]["fp8"]["descent"]
+    assert math.isnan(again["low"])
+    diagnosis_file.finish(tmp_path, record)
+    found = diagnosis_file.read(tmp_path)
+    assert found is not None
+    assert math.isnan(found["cells"]["fp8"]["descent"]["high"])
 
 
 def test_a_torn_file_is_named(tmp_path):

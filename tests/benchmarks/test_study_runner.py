@@ -266,6 +266,7 @@ def test_results_leave_the_commit_as_it_is(tmp_path, monkeypatch):
         subprocess.run(command, check=True)
     (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "docs" / "results" / "a.json").write_text("{}")
+    (tmp_path / "tokens.bin").touch()
     assert len(runner.current_commit()) == 40
     (tmp_path / "a.py").touch()
     assert runner.current_commit().endswith("+changes")

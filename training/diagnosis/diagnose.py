@@ -44,12 +44,7 @@ def diagnose(
     Raises:
       ValueError: fewer than three batches, or batches of several shapes.
     """
-    shapes = {batch.shape for batch in batches}
-    if len(batches) < 3 or len(shapes) > 1:
-        raise ValueError(
-            f"diagnose needs at least 3 batches of one shape, got {len(batches)} of {len(shapes)} shapes; "
-            "change --batches or --batch-size, or give more data"
-        )
+    check_batches(batches)
     key = jax.random.key(0)  # random bits differ from batch to batch
     exact_policies = llama.layer_policies(model, get_policy("bf16"))
     run = make_pass(model, policies, implementation)
@@ -65,6 +60,16 @@ def diagnose(
         "gradient": _splits(gradient_grams([p.gradients for p in passes], exact)),
         "wgrad": {name: _splits(g) for name, g in wgrad_grams(passes, key, variants).items()},
     }
+
+
+def check_batches(batches: Sequence[Batch]) -> None:
+    """Raises ValueError unless there are at least three batches of one shape."""
+    shapes = {batch.shape for batch in batches}
+    if len(batches) < 3 or len(shapes) > 1:
+        raise ValueError(
+            f"diagnose needs at least 3 batches of one shape, got {len(batches)} of {len(shapes)} shapes; "
+            "change --batches or --batch-size, or give more data"
+        )
 
 
 def totals(found: Mapping[str, Any]) -> dict[str, Any]:
