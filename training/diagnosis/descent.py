@@ -81,22 +81,20 @@ def shares(ours: Descent, base: Descent) -> Shares:
 def _of_layer(
     c: Float32[Array, "batches ..."], g: Float32[Array, "batches ..."]
 ) -> Float32[Array, "2 samples"]:
-    n = len(c)
-    kept = np.array([np.delete(np.arange(n), i) for i in range(n)])
-    without = jax.lax.map(lambda others: _sums(c[others], g[others]), kept)
-    return jnp.concatenate([_sums(c, g)[:, None], without.T], axis=1)
+    c, g = (x.reshape(len(x), -1) for x in (c, g))
+    kept = np.concatenate([np.ones((1, len(c))), 1 - np.eye(len(c))]).astype(np.float32)
+    return jax.lax.map(lambda of: jnp.stack(_sums(c, g, of)), kept).T
 
 
-def _sums(c: Float32[Array, "batches ..."], g: Float32[Array, "batches ..."]) -> Float32[Array, "2"]:
-    first, second = _sums_of_others(c), _sums_of_others(jnp.square(c))
+def _sums(
+    c: Float32[Array, "batches weights"],
+    g: Float32[Array, "batches weights"],
+    kept: Float32[Array, "batches"],
+) -> tuple[Array, Array]:
+    """Returns the sums of <g_b, u_b> and <u_b, u_b> over the batches whose `kept` is 1, of these batches."""
+    others = kept[None] * (1 - jnp.eye(len(c)))
+    # Sums of the others alone: differences from the sum of all could cancel.
+    first, second = (jnp.matmul(others, x, precision=jax.lax.Precision.HIGHEST) for x in (c, jnp.square(c)))
     u = jnp.where(second > 0, first * jax.lax.rsqrt(jnp.where(second > 0, second, 1)), 0)
-    u = u / (len(c) - 1) ** 0.5
-    return jnp.stack([jnp.sum(g * u), jnp.sum(jnp.square(u))])
-
-
-def _sums_of_others(c: Float32[Array, "batches ..."]) -> Float32[Array, "batches ..."]:
-    """Returns for each batch the sum over the others; to subtract it from a sum of all could cancel."""
-    zero = jnp.zeros_like(c[:1])
-    before = jnp.concatenate([zero, jnp.cumsum(c[:-1], 0)])
-    after = jnp.concatenate([jnp.cumsum(c[:0:-1], 0)[::-1], zero])
-    return before + after
+    u = u * (kept / jnp.sqrt(kept.sum() - 1))[:, None]
+    return jnp.sum(g * u), jnp.sum(jnp.square(u))
