@@ -123,10 +123,8 @@ def measure(
     policies = {f"{cell.policy} {cell.rules}".strip(): policy_of(cell) for cell in cells}
     skipped = {name for name in policies if name in record["cells"] or policies[name] == get_policy("bf16")}
     policies = {name: policy for name, policy in policies.items() if name not in skipped}
-    print(
-        f"to measure: {'' if 'wgrad' in record else "Wgrad's variants, and "}{len(policies)} cells",
-        flush=True,
-    )
+    variants = "" if "wgrad" in record else "Wgrad's variants, and "
+    print(f"to measure: {variants}{len(policies)} cells", flush=True)
     with _compiled([get_policy("bf16"), *policies.values()] if policies else [], restored, batches) as runs:
         if "wgrad" not in record:
             record |= _wgrad_numbers(_wgrad_grams(restored, batches, key))
@@ -148,10 +146,8 @@ def _cell_numbers(
     """Returns the split of the whole gradients' errors, and what errors do to the loss and its descent."""
     ours, base = ([one.gradients for one in side] for side in (found, exact))
     losses = [float(a.loss) - float(b.loss) for a, b in zip(found, exact, strict=True)]
-    numbers = _numbers(total(gradient_grams(ours, base)))
-    return (
-        numbers | {"loss": _rounded(t_interval(losses))} | _all_rounded(shares(descent(ours, base), judged))
-    )
+    numbers = _numbers(total(gradient_grams(ours, base))) | _all_rounded(shares(descent(ours, base), judged))
+    return numbers | {"loss": _rounded(t_interval(losses))}
 
 
 def _wgrad_numbers(variants: Mapping[str, Grams]) -> dict[str, Any]:
