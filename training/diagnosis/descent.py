@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
+from mxjax.implementations import compiler_options
+from mxjax.recipes import get_policy
 from training.diagnosis.capture import Gradients
 from training.paired_statistics import Estimate, jackknife
 
@@ -62,7 +64,8 @@ def descent(found: Sequence[Gradients], exact: Sequence[Gradients]) -> Descent:
         raise ValueError(
             f"a descent needs at least {LEAST_BATCHES} batches, got {len(exact)}; raise --batches"
         )
-    of_layer, sums = jax.jit(_of_layer), np.zeros((2, 1 + len(exact)))
+    options = compiler_options([get_policy("fp32")], None)
+    of_layer, sums = jax.jit(_of_layer, compiler_options=options), np.zeros((2, 1 + len(exact)))
     for name in exact[0]:
         for i in range(len(exact[0][name])):
             computed, g = (jnp.stack([gradients[name][i] for gradients in side]) for side in (found, exact))
