@@ -3,7 +3,7 @@
     python -m benchmarks.figures [--out docs/figures]
 
 ladder.svg: final validation loss of each policy against fp8, paired by seed. speed.svg: training tokens/s
-against bfloat16, in first steps on random tokens. gradients.svg, gradient-values.svg: a real gradient's
+on text against bfloat16. gradients.svg, gradient-values.svg: a real gradient's
 errors and values. The same numbers give the same files, so run this after new results are committed.
 """
 
@@ -30,17 +30,21 @@ LADDER_GROUP = ("60m", "tuned-60m")
 """Model and protocol of the runs that the figure of the ladder shows."""
 GRADIENTS = ROOT / "docs" / "results" / "gradients.json"
 SPEEDS = {
-    "Llama 3.2 1B, one H200": "llama3.2-1b.json",
-    "Llama 3.1 8B, four H200": "llama3.1-8b-4gpus.json",
+    "60m, 64 x 512": ("ladder-60m-cd0dbc0.json", None),
+    "125m, 64 x 512": ("125m-text-dc2484f.json", None),
+    "350m, 64 x 512": ("ladder-350m-dc2484f.json", None),
+    "Llama 3.2 1B, 4 x 4096": ("llama3.2-1b-text-6bcd486.json", None),
+    "Llama 3.1 8B, 2 x 8192, two GPUs": (
+        "llama3.1-8b-2gpus-dc2484f.json",
+        "llama3.1-8b-2gpus-dc2484f-peer.json",
+    ),
 }
+"""Our file and PyTorch's, where that is another one, by model and tokens."""
 LINES = {
     "PyTorch, autocast": ("PyTorch, bfloat16", "white", "///"),
-    "bf16": ("bf16", "#d0d4da", ""),
-    "fp8": ("fp8", "#7f9fc4", ""),
     "wgrad_hadamard": ("wgrad_hadamard", "#17365d", ""),
-    "full_hadamard": ("full_hadamard", "#17365d", ""),
 }
-"""Label, color and hatch of each bar from below; the colors differ in brightness, for print in grey."""
+"""Label, color and hatch of each line's bars; the colors differ in brightness, for print in grey."""
 
 
 class LadderPoint(NamedTuple):
@@ -111,30 +115,34 @@ def draw_ladder(points: Sequence[LadderPoint]) -> Figure:
 
 
 def relative_speeds() -> dict[str, dict[str, float]]:
-    """Returns tokens/s over mxjax's in bfloat16, by panel and line."""
+    """Returns tokens/s over mxjax's in bfloat16, by model and line, where a line was measured."""
     folder, found = ROOT / "docs" / "results" / "train-h200", {}
-    for title, name in SPEEDS.items():
-        lines = json.loads((folder / name).read_text())["lines"]
-        found[title] = {line["name"]: line["of_bf16"] for line in lines}
+    for title, files in SPEEDS.items():
+        lines = [line for file in files if file for line in json.loads((folder / file).read_text())["lines"]]
+        speeds = {line["name"]: line["tokens_per_s"] for line in lines}
+        found[title] = {name: speeds[name] / speeds["bf16"] for name in LINES if name in speeds}
     return found
 
 
 def draw_speed(speeds: dict[str, dict[str, float]]) -> Figure:
-    """Draws one panel of bars for each model."""
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
-    panels = figure.subplots(1, len(speeds), sharex=True, sharey=True, squeeze=False)[0]
-    for axes, (title, measured) in zip(panels, speeds.items(), strict=True):
-        axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
-        for i, (name, (_, color, hatch)) in enumerate(LINES.items()):
-            speed = measured[name]
-            axes.barh(i, speed, 0.7, color=color, hatch=hatch, edgecolor="black", linewidth=0.8)
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-            style = {"textcoords": "offset points", "va": "center", "bbox": box}
-            axes.annotate(f"{speed:.2f}", (speed, i), (4, 0), **style)
-        axes.set_yticks(range(len(LINES)), [label for label, *_ in LINES.values()])
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xlim(0, 1.5)
-    figure.supxlabel("training tokens/s of first steps on random tokens, mxjax in bf16 = 1", fontsize=10)
+    """Draws a group of bars for each model."""
+    figure = Figure(figsize=(7, 0.9 + 0.5 * len(speeds)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    for i, (name, (label, color, hatch)) in enumerate(LINES.items()):
+        rows = {row: measured[name] for row, measured in enumerate(speeds.values()) if name in measured}
+        y = [row + 0.36 * (0.5 - i) for row in rows]
+        style = {"color": color, "hatch": hatch, "edgecolor": "black", "linewidth": 0.8}
+        axes.barh(y, list(rows.values()), 0.34, label=label, **style)
+        for at, speed in zip(y, rows.values(), strict=True):
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            note = {"textcoords": "offset points", "va": "center", "bbox": box, "fontsize": 8}
+            axes.annotate(f"{speed:.2f}", (speed, at), (4, 0), **note)
+    axes.set_yticks(range(len(speeds)), list(speeds))
+    axes.set_ylim(len(speeds) - 0.5, -0.5)
+    axes.set_xlim(0, 1.5)
+    axes.set_xlabel("training tokens/s on text, mxjax in bf16 = 1", fontsize=10)
+    figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=9, reverse=True)
     return figure
 
 
