@@ -5,7 +5,6 @@ as their final losses do predicts, early and on one model, what a policy will co
 """
 
 import concurrent.futures
-import contextlib
 import hashlib
 import os
 import pathlib
@@ -37,7 +36,7 @@ from training.paired_statistics import Estimate, t_interval
 from training.startup import unwinding_signals
 
 NONE = "none"
-_COMPILATIONS = max(1, min(4, (os.cpu_count() or 1) // 2))  # at once, beside the measurement of Wgrad
+_COMPILATIONS = max(1, min(8, (os.cpu_count() or 1) // 2))  # at once
 
 
 def main(
@@ -125,19 +124,19 @@ def measure(
     policies = {name: policy for name, policy in policies.items() if name not in skipped}
     variants = "" if "wgrad" in record else "Wgrad's variants, and "
     print(f"to measure: {variants}{len(policies)} cells", flush=True)
-    with _compiled([get_policy("bf16"), *policies.values()] if policies else [], restored, batches) as runs:
-        if "wgrad" not in record:
-            record |= _wgrad_numbers(_wgrad_grams(restored, batches, key))
-            keep()
-        if not policies:
-            return
-        exact = _gradients(next(runs), restored, batches, key)
-        gradients = [one.gradients for one in exact]
-        judged = descent(gradients, gradients)
-        for name, run in zip(policies, runs, strict=True):
-            record["cells"][name] = _cell_numbers(_gradients(run, restored, batches, key), exact, judged)
-            keep()
-            print(f"{name}: error {record['cells'][name]['error']['mean']:.4f}", flush=True)
+    runs = _compiled([get_policy("bf16"), *policies.values()] if policies else [], restored, batches)
+    if "wgrad" not in record:
+        record |= _wgrad_numbers(_wgrad_grams(restored, batches, key))
+        keep()
+    if not policies:
+        return
+    exact = _gradients(next(runs), restored, batches, key)
+    gradients = [one.gradients for one in exact]
+    judged = descent(gradients, gradients)
+    for name, run in zip(policies, runs, strict=True):
+        record["cells"][name] = _cell_numbers(_gradients(run, restored, batches, key), exact, judged)
+        keep()
+        print(f"{name}: error {record['cells'][name]['error']['mean']:.4f}", flush=True)
 
 
 def _cell_numbers(
@@ -181,20 +180,22 @@ def _with_keys(batches: Sequence[np.ndarray], key: jax.Array) -> Iterator[tuple[
     yield from ((batch, jax.random.fold_in(key, i)) for i, batch in enumerate(batches))
 
 
-@contextlib.contextmanager
 def _compiled(
     policies: Sequence[Policy], restored: evaluation.Restored, batches: Sequence[np.ndarray]
-) -> Iterator[Iterator[Callable]]:
-    """Compiles the gradients under each policy, several at once, ahead of their use."""
-    model = restored.model
+) -> Iterator[Callable]:
+    """Compiles the gradients under each policy, several at once, and all of them before any runs.
+
+    On GPUs XLA times algorithms as it compiles, while cuDNN, as a program first runs, records a graph: what
+    another thread does to the GPU meanwhile makes that fail.
+    """
 
     def compiled(policy: Policy) -> Callable:
-        run = make_gradients(model, llama.layer_policies(model, policy), IMPLEMENTATION)
+        run = make_gradients(restored.model, llama.layer_policies(restored.model, policy), IMPLEMENTATION)
         return run.lower(restored.params, batches[0], jax.random.key(0)).compile()
 
     pool = concurrent.futures.ThreadPoolExecutor(_COMPILATIONS)
     try:
-        yield pool.map(compiled, policies)
+        return iter(list(pool.map(compiled, policies)))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
