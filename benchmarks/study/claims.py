@@ -10,6 +10,8 @@ from benchmarks.study.studies import (
     ALONE,
     ALONE_SEEN,
     CLAIMS,
+    GRID,
+    GRID_SEEN,
     LADDERS,
     LARGER,
     LARGER_SEEN,
@@ -35,6 +37,11 @@ def claims(cells: Cells) -> str:
 def alone(cells: Cells) -> str:
     """Returns the tests of the claims about Wgrad alone in MXFP4, corrected together."""
     return _tested(cells, *([claim.at(LADDERS[1]) for claim in claims] for claims in (ALONE, ALONE_SEEN)))
+
+
+def grid(cells: Cells) -> str:
+    """Returns the tests of what rotations take off from a uniform grid and from E2M1, corrected together."""
+    return _tested(cells, *([claim.at(LADDERS[1]) for claim in claims] for claims in (GRID, GRID_SEEN)))
 
 
 def larger(cells: Cells) -> str:

@@ -43,6 +43,7 @@ TABLES = {
     "both": claims.both,
     "larger": claims.larger,
     "alone": claims.alone,
+    "grid": claims.grid,
     "seen": claims.seen,
     "rules": rules.rules,
     "rule contrasts": claims.rule_contrasts,

@@ -13,6 +13,8 @@ from benchmarks.study.studies import (
     CLAIMS,
     CONSTANT,
     CONSTANT_SEEN,
+    GRID,
+    GRID_SEEN,
     LADDERS,
     LARGER_SEEN,
     SEEN,
@@ -30,6 +32,9 @@ def test_claims_are_about_cells_of_the_studies():
     assert {name for claim in (*ALONE, *ALONE_SEEN) for name in claim.at(LADDERS[1]).cells} <= names
     assert {name for claim in LARGER_SEEN["125m"] for name in claim.at("tuned-125m", "125m").cells} <= names
     assert {name for claim in CONSTANT_SEEN for name in claim.at(CONSTANT).cells} <= names
+    grid = {cell.name for cell in STUDIES["grid-60m"]}
+    assert {name for claim in GRID for name in claim.at(LADDERS[1]).cells} <= grid
+    assert {name for claim in GRID_SEEN for name in claim.at(LADDERS[1]).cells} <= names
 
 
 def test_a_claim_beside_another_is_a_difference_of_differences():
