@@ -1,5 +1,6 @@
 """Errors of quantization against float32, for a tensor and for each GEMM of a `dot`."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -11,9 +12,10 @@ from mxjax.dot import dot
 from mxjax.formats import get_format
 from mxjax.gemm_input import as_backward_sees, gemm_inputs, part_of, quantize_input
 from mxjax.implementations import Implementation
+from mxjax.kernels.tables import table
 from mxjax.keys import fold
 from mxjax.matmul import residual_bytes as residual_bytes
-from mxjax.policy import Policy
+from mxjax.policy import OPERANDS, Policy
 from mxjax.quantize import MXArray, dequantize
 from mxjax.recipes import as_policy
 
@@ -51,19 +53,44 @@ class QuantizationError(NamedTuple):
 
 
 class GemmError(NamedTuple):
-    """The errors of one GEMM's product and of its (rotated) operands."""
+    """The errors of one GEMM's product and of its (rotated) operands. `print` shows a table."""
 
     product: Error
     lhs: QuantizationError
     rhs: QuantizationError
 
+    def __str__(self) -> str:
+        return _table(self._asdict()) or repr(self)
+
 
 class DotErrors(NamedTuple):
-    """The errors of the GEMMs that compute y, dx and dw."""
+    """The errors of the GEMMs that compute y, dx and dw. `print` shows a table."""
 
     fprop: GemmError
     dgrad: GemmError
     wgrad: GemmError
+
+    def __str__(self) -> str:
+        rows = {}
+        for name, errors in self._asdict().items():
+            parts = zip(("product", *OPERANDS[name]), errors, strict=True)
+            rows |= {f"{name} {part}": error for part, error in parts}
+        return _table(rows) or repr(self)
+
+
+def _table(rows: Mapping[str, Error | QuantizationError]) -> str:
+    """Returns errors as a table; an empty text if they are no scalars, for example traced or stacked."""
+    fields = QuantizationError._fields
+    cells = []
+    try:
+        for name, errors in rows.items():
+            sqnr_db, *others = map(float, errors)
+            blank = [""] * (len(fields) - len(errors))
+            cells.append([name, f"{sqnr_db:.1f}", *(f"{x:.4f}" for x in others), *blank])
+    except (TypeError, ValueError):
+        return ""
+    names = (field.replace("_", " ") for field in fields[1:])
+    return table(" | ".join(["", "SQNR, dB", *names]), cells, padded=True)
 
 
 def error(x: Float[Array, "*shape"], approximation: Float[Array, "*shape"]) -> Error:

@@ -228,3 +228,25 @@ def test_gemms_reports_each_operand_as_it_is_quantized():
     }
     for (gemm, side), expected in alone.items():
         np.testing.assert_allclose(getattr(errors[gemm], side), expected, rtol=1e-6)
+
+
+def test_the_errors_of_gemms_print_as_a_table():
+    x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(64, 48), (48, 56), (64, 56)]))
+    errors = stats.gemms(x, w, dy, policy="wgrad")
+    header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in str(errors).splitlines()]
+    assert header[1:] == ["SQNR, dB", "relative error", "cosine", "projection", "clipped", "flushed"]
+    assert [row[0] for row in rows[:4]] == ["fprop product", "fprop x", "fprop w", "dgrad product"]
+    product, lhs = errors.fprop.product, errors.fprop.lhs
+    assert rows[0][1:] == [f"{product.sqnr_db:.1f}", *(f"{value:.4f}" for value in product[1:]), "", ""]
+    assert rows[1][-2:] == [f"{lhs.clipped:.4f}", f"{lhs.flushed:.4f}"]
+    assert [line.split()[1] for line in str(errors.wgrad).splitlines()[2:]] == ["product", "lhs", "rhs"]
+
+
+def test_errors_that_are_no_scalars_print_as_they_are():
+    errors = stats.gemms(jnp.ones((2, 32)), jnp.ones((32, 2)), jnp.ones((2, 2)), policy="wgrad")
+    stacked = jax.tree.map(lambda value: value[None], errors)
+    assert str(stacked) == repr(stacked)
+    assert repr(errors).startswith("DotErrors(fprop=GemmError(product=Error(sqnr_db=")
+    traced = []
+    jax.jit(lambda errors: traced.append((str(errors), repr(errors))))(errors)
+    assert traced[0][0] == traced[0][1]
