@@ -1,7 +1,10 @@
 """Evaluates a run's checkpoint, in its own precision or another: `python eval.py RUN --policy=bf16`.
 
-`python eval.py compare RUN [RUN ...]` compares the evaluations of several runs, `python eval.py diagnose RUN`
-measures the errors of every GEMM of one, `python eval.py sample RUN --prompt TEXT` generates text.
+`python eval.py compare RUN [RUN ...]` compares the evaluations of several runs.
+`python eval.py diagnose RUN` measures the errors of every GEMM of one.
+`python eval.py sample RUN --prompt TEXT` generates text.
+
+All print text to read, or with --json one line of JSON.
 """
 
 if __name__ == "__main__":
@@ -90,7 +93,10 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
 
 
 def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
-    """Prints the diagnosis of a checkpoint and returns it; writes it and its plots with `out`."""
+    """Diagnoses a checkpoint and prints the tables, unless `json`; with `out` writes all and draws plots.
+
+    Returns the diagnosis.
+    """
     enable_compilation_cache()
     with input_errors():
         if arguments.out is not None:
@@ -108,12 +114,14 @@ def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
     described = describe(arguments, restored)
     shape = {"batches": len(batches), "tokens": sum(batch[:, 1:].size for batch in batches)}
     found = described | shape | found | {"versions": facts()}
-    show(summary(found))
+    said = [summary(found)]
     if arguments.out is not None:
         with input_errors():
             write_atomically(arguments.out / "diagnosis.json", json_line(found) + "\n")
             drawn = draw(found, arguments.out)
-        show(*map(str, drawn))
+        said += map(str, drawn)
+    if not arguments.json:
+        show(*said)
     return found
 
 
@@ -156,7 +164,7 @@ def run_command(argv: list[str]) -> None:
 
 
 def command(name: str, argv: list[str]) -> None:
-    """Runs `eval.py compare`, `diagnose` or `sample`, and prints its result as one line of JSON last.
+    """Runs `eval.py compare`, `diagnose` or `sample`, and prints its result, with --json as one line of JSON.
 
     Of a diagnosis that line has the numbers over all layers; `--out` writes those of every layer.
     """
@@ -171,24 +179,25 @@ def command(name: str, argv: list[str]) -> None:
         enable_compilation_cache()
         with input_errors():
             result = sample(arguments)
-        show(arguments.prompt + result["text"])
-    show(json_line(result))
+        if not arguments.json:
+            show(arguments.prompt + result["text"])
+    if arguments.json:
+        show(json_line(result))
 
 
 def evaluate_run(argv: list[str]) -> None:
-    """Runs `eval.py RUN`, and prints its result in words and as one line of JSON."""
+    """Runs `eval.py RUN`, and prints its result in words, with --json as one line of JSON."""
     first = next(iter(argv), "")
     close = difflib.get_close_matches(first, COMMANDS, n=1)
     if close and not pathlib.Path(first).exists():
         print(f"eval.py: error: {first} is no run; did you mean eval.py {close[0]}?", file=sys.stderr)
         sys.exit(2)
     parse = functools.partial(tyro.cli, EvalConfig, prog="eval.py", description=__doc__)
-    result = main(flags(lambda words: parse(args=words), argv))
-    show(
-        f"step {result['step']}  policy {in_words(result)}  eval loss {result['eval_loss']:.4f}  "
-        f"perplexity {result['eval_perplexity']:.3f}  over {result['eval_tokens']:,} tokens",
-        json_line(result),
-    )
+    arguments = flags(lambda words: parse(args=words), argv)
+    result = main(arguments)
+    said = f"step {result['step']}  policy {in_words(result)}  eval loss {result['eval_loss']:.4f}  "
+    said += f"perplexity {result['eval_perplexity']:.3f}  over {result['eval_tokens']:,} tokens"
+    show(json_line(result) if arguments.json else said)
 
 
 def show(*lines: str) -> None:

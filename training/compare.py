@@ -50,6 +50,8 @@ class CompareConfig:
     """Report when this loss was reached. Default: the runs' --target-loss."""
     plot: tuple[pathlib.Path, ...] = ()
     """Also draw the curves into these files (.svg, .png, .pdf)."""
+    json: bool = False
+    """Print the result as one line of JSON and nothing else. A number that does not exist is null."""
 
     def __post_init__(self):
         if not self.runs:
@@ -63,7 +65,7 @@ class CompareConfig:
 
 
 def compare(arguments: CompareConfig) -> dict[str, Any]:
-    """Prints tables of the losses and of the groups' differences.
+    """Prints tables of the losses and of the groups' differences, unless the result is to be JSON.
 
     Returns the curves by run, the unit of their keys, when each group reached the target, and the groups.
 
@@ -103,8 +105,9 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
             )
     for path in arguments.plot:
         plot(groups, {name: means[name] for name in list(means)[len(groups) :]}, target, unit, path)
-    with output_errors():
-        print("\n".join(said), flush=True)
+    if not arguments.json:
+        with output_errors():
+            print("\n".join(said), flush=True)
     return {"target": target, "unit": unit, "curves": curves, "reached": reached, "groups": found}
 
 
@@ -124,7 +127,8 @@ def statistics_of(groups: Sequence[Group], base: Group) -> list[dict[str, Any]]:
     """Returns each group's losses and its difference to `base`, paired by seed.
 
     All losses are of the last evaluation that every run has that did not diverge, so that runs of different
-    length can be compared. Intervals are 95 % t-intervals; p is corrected by Holm over the groups.
+    length can be compared. Intervals are 95 % t-intervals; p is corrected by Holm over the groups. What so
+    few runs do not give, such as the interval of one, is None.
     """
     good = {group.name: [run for run in group.runs if not run.diverged] for group in groups}
     points = [set(run.validation) for runs in good.values() for run in runs]
@@ -158,18 +162,18 @@ def statistics_of(groups: Sequence[Group], base: Group) -> list[dict[str, Any]]:
         )
     for row, p in zip(found, holm([row["p"] for row in found]), strict=True):
         row["p"] = p
-    return found
+    return [{key: None if _is_nan(value) else value for key, value in row.items()} for row in found]
 
 
 def statistics_table(found: Sequence[dict[str, Any]], base: str, unit: str) -> str:
     """Returns `statistics_of` as a table."""
 
-    def number(x: float, form: str = ".4f") -> str:
-        return "" if math.isnan(x) else format(x, form)
+    def number(x: float | None, form: str = ".4f") -> str:
+        return "" if x is None else format(x, form)
 
     rows = []
     for row in found:
-        between = "" if math.isnan(row["low"]) else f"{row['low']:+.4f} to {row['high']:+.4f}"
+        between = "" if row["low"] is None else f"{row['low']:+.4f} to {row['high']:+.4f}"
         numbers = [number(row[key]) for key in ("loss", "sd", "train_loss")]
         rows.append(
             [
@@ -203,6 +207,10 @@ def _baseline(groups: Sequence[Group], name: str | None) -> Group:
         known = ", ".join(group.name for group in groups)
         raise ValueError(f"--baseline {name!r} is no group of these runs; they are {known}")
     return found
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _last_train_loss(train: Losses, at: int | None) -> float:

@@ -53,6 +53,8 @@ class RunArguments:
     """Implementation of the GEMMs. Default: as in the run."""
     step: int | Literal["best"] | None = None
     """Take the checkpoint of this step, or the best one by evaluation loss. Default: the last."""
+    json: bool = False
+    """Print the result as one line of JSON and nothing else."""
 
 
 class Restored(NamedTuple):

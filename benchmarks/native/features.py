@@ -103,8 +103,8 @@ def mlperf(work: Work) -> Found:
 def evaluate(work: Work) -> Found:
     """`eval.py` gives the loss of the run's last evaluation, and samples text."""
     run = work.folder / "whole"
-    found = json.loads(work.start("eval.py", run).done().last_json)
-    flags = ["--prompt", "The weather is", "--tokens", str(work.sizes.tokens), "--temperature", "0"]
+    found = json.loads(work.start("eval.py", run, "--json").done().last_json)
+    flags = ["--prompt", "The weather is", "--tokens", str(work.sizes.tokens), "--temperature", "0", "--json"]
     sampled = json.loads(work.start("eval.py", "sample", run, *flags, name="sample").done().last_json)
     recorded = final(run, "eval_loss")
     difference = abs(found["eval_loss"] - recorded) / recorded

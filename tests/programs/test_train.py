@@ -226,5 +226,5 @@ def test_the_programs_run_as_commands(text, tmp_path):
     printed = command("train.py", "--policy=wgrad_hadamard", *SMALL, "--data", str(text), "--out", out)
     assert any("blocks.0-3.mlp.down: fprop mxfp4:floor" in line for line in printed)
     assert any(line.startswith("final eval loss") for line in printed)
-    result = json.loads(command("eval.py", out)[-1])
+    result = json.loads(command("eval.py", out, "--json")[-1])
     assert result["eval_loss"] == lines(pathlib.Path(out))[-1]["eval_loss"]

@@ -76,8 +76,10 @@ def test_eval_takes_another_policy_and_step_count(finished):
 def test_eval_says_what_of_the_run_another_policy_leaves_out(finished, capsys):
     def evaluate(*flags):
         evaluation_program.evaluate_run([str(finished), "--batches", "1", *flags])
-        said, errors = capsys.readouterr()
-        words, record = said.splitlines()
+        words, errors = capsys.readouterr()
+        evaluation_program.evaluate_run([str(finished), "--batches", "1", "--json", *flags])
+        record = capsys.readouterr().out
+        assert words.count("\n") == record.count("\n") == 1
         return words, json.loads(record).get("layers"), errors
 
     words, layers, errors = evaluate()

@@ -214,13 +214,21 @@ def test_nothing_to_compare_is_said(tmp_path):
         compare(CompareConfig((make_run(tmp_path / "b", {10: 3.0}),), baseline="x"))
 
 
-def test_the_command_prints_json_last(tmp_path, capsys, monkeypatch):
+def test_the_command_prints_text_or_json(tmp_path, capsys, monkeypatch):
     runs = [str(make_run(tmp_path / name, {10: 3.0})) for name in ("run", "other")]
     monkeypatch.setattr(sys, "argv", ["eval.py", "compare", *runs, "--target", "3"])
     runpy.run_path(evaluation_program.__file__, run_name="__main__")
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr().out
+    assert printed.endswith("  run: 20,480\n  other: 20,480\n")
+    assert "nan" not in printed
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--json"])
+    runpy.run_path(evaluation_program.__file__, run_name="__main__")
+    result = json.loads(capsys.readouterr().out)
     assert result["reached"] == {"run": 20_480, "other": 20_480}
-    assert [group["low"] for group in result["groups"]] == ["nan", "nan"]
+    assert [[group[key] for key in ("low", "p", "sd", "detectable")] for group in result["groups"]] == [
+        [None] * 4,
+        [None] * 4,
+    ]
 
 
 def test_a_plot_in_a_folder_that_does_not_exist_says_how_to_make_it(tmp_path):

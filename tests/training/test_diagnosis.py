@@ -285,7 +285,9 @@ def test_the_command_writes_tables_json_and_plots(tmp_path, capsys, monkeypatch)
     runpy.run_path(evaluation_program.__file__, run_name="__main__")
     printed = capsys.readouterr().out
     found = json.loads((out / "diagnosis.json").read_text())
-    assert json.loads(printed.splitlines()[-1]) == totals(found)
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-2], "--json"])
+    runpy.run_path(evaluation_program.__file__, run_name="__main__")
+    assert json.loads(capsys.readouterr().out) == totals(found)
     assert len(found["layers"]) == 16
     assert set(found["wgrad"]) == set(few)
     assert (found["batches"], found["tokens"], found["step"]) == (3, 192, 2)

@@ -39,12 +39,12 @@ def run(tmp_path_factory):
 def test_greedy_tokens_equal_those_without_a_cache(run, monkeypatch, capsys):
     codec = Codec(lambda text: list(text.encode()), lambda ids: " ".join(map(str, ids)), end=None)
     monkeypatch.setattr(sampling, "codec_of", lambda *_: codec)
-    evaluation_program.command(
-        "sample", ["--prompt", "def ", "--tokens", "5", "--temperature", "0", str(run)]
-    )
-    printed, last = capsys.readouterr().out.splitlines()
-    result = json.loads(last)
-    assert printed == "def " + result["text"]
+    arguments = ["--prompt", "def ", "--tokens", "5", "--temperature", "0", str(run)]
+    evaluation_program.command("sample", arguments)
+    printed = capsys.readouterr().out
+    evaluation_program.command("sample", ["--json", *arguments])
+    result = json.loads(capsys.readouterr().out)
+    assert printed == "def " + result["text"] + "\n"
     assert (result["policy"], result["step"], result["tokens"]) == ("wgrad_rht", 1, 5)
     _, model, params, _, phase, *_ = restore(SampleConfig(run))
     tokens = jnp.array([[*b"def ", *map(int, result["text"].split())]])
