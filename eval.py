@@ -17,13 +17,11 @@ if __name__ == "__main__":
 
 import dataclasses
 import difflib
-import functools
 import pathlib
 import sys
 from typing import Any
 
 import numpy as np
-import tyro
 
 from models import llama
 from mxjax.implementations import compiler_options
@@ -37,7 +35,7 @@ from training.diagnosis.tables import summary
 from training.environment import enable_compilation_cache, facts, input_errors
 from training.extras import check_extra
 from training.files import write_atomically
-from training.flags import check_lists, flags
+from training.flags import check_lists, flags_of
 from training.metrics import json_line
 from training.outliers import has_outliers
 from training.restored import Restored, RunArguments, describe, in_words, restore
@@ -169,7 +167,7 @@ def command(name: str, argv: list[str]) -> None:
     Of a diagnosis that line has the numbers over all layers; `--out` writes those of every layer.
     """
     program = f"eval.py {name}"
-    arguments = flags(lambda words: tyro.cli(COMMANDS[name], args=words, prog=program), argv, program)
+    arguments = flags_of(COMMANDS[name], argv, program, prog=program)
     if isinstance(arguments, DiagnoseConfig):
         result = totals(diagnose_run(arguments))
     elif isinstance(arguments, CompareConfig):
@@ -192,8 +190,7 @@ def evaluate_run(argv: list[str]) -> None:
     if close and not pathlib.Path(first).exists():
         print(f"eval.py: error: {first} is no run; did you mean eval.py {close[0]}?", file=sys.stderr)
         sys.exit(2)
-    parse = functools.partial(tyro.cli, EvalConfig, prog="eval.py", description=__doc__)
-    arguments = flags(lambda words: parse(args=words), argv)
+    arguments = flags_of(EvalConfig, argv, prog="eval.py", description=__doc__)
     result = main(arguments)
     said = f"step {result['step']}  policy {in_words(result)}  eval loss {result['eval_loss']:.4f}  "
     said += f"perplexity {result['eval_perplexity']:.3f}  over {result['eval_tokens']:,} tokens"

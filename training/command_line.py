@@ -9,11 +9,9 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 
-import tyro
-
 from training import mlperf
 from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig
-from training.flags import check_lists, flags
+from training.flags import check_lists, flags_of
 
 
 def mlperf_llama31_8b(batch_size: int = 32) -> Config:
@@ -70,8 +68,7 @@ def parse(argv: list[str] | None = None) -> Config:
                 default = dataclasses.replace(default, precision=dataclasses.replace(begun.precision, set=()))
         elif known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
-    description = "Train a Llama in MXFP4."
-    return flags(lambda words: tyro.cli(Config, args=words, default=default, description=description), argv)
+    return flags_of(Config, argv, default=default, description="Train a Llama in MXFP4.")
 
 
 def _begun_run(folder: pathlib.Path) -> Config | None:

@@ -1,11 +1,19 @@
 """Flags by tyro, whose errors become one line: tyro draws boxes of many lines. `--help` is tyro's."""
 
+import ast
 import contextlib
+import dataclasses
+import inspect
 import io
 import itertools
 import re
 import sys
+import textwrap
+import types
 from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import tyro
 
 from training.startup import output_errors, program_name
 
@@ -24,6 +32,20 @@ class FlagError(SystemExit):
     def __init__(self, message: str):
         super().__init__(2)
         self.message = message
+
+
+def flags_of[T](
+    config: type[T], argv: Sequence[str] | None = None, program: str | None = None, **options: Any
+) -> T:
+    """Parses the flags that a dataclass's fields are; see `flags`.
+
+    Args:
+      options: further arguments of `tyro.cli`.
+    """
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    if not {"-h", "--help"}.isdisjoint(words):
+        _join_help(config)
+    return flags(lambda words: tyro.cli(config, args=words, **options), words, program)
 
 
 def flags[T](
@@ -52,6 +74,32 @@ def flags[T](
     if found := _STRAY.fullmatch(message):
         message += _without_value(words, found[1])
     raise refusal(message, program or program_name())
+
+
+def _join_help(config: type[Any]) -> None:
+    """Joins the lines of the text below each field of a dataclass, and of dataclasses in it, for `--help`.
+
+    tyro breaks lines where the source does, unless the text is in the field's metadata.
+    """
+    for cls in config.__mro__[-2::-1]:
+        for name, text in _texts(cls).items():
+            field = cls.__dict__["__dataclass_fields__"][name]
+            field.metadata = types.MappingProxyType({**field.metadata, "help": text})
+    for field in dataclasses.fields(config):
+        nested = getattr(field.type, "__origin__", field.type)  # of Annotated
+        if isinstance(nested, type) and dataclasses.is_dataclass(nested):
+            _join_help(nested)
+
+
+def _texts(cls: type[Any]) -> dict[str, str]:
+    """Returns the text below each field of a class, in one line."""
+    module = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    found: dict[str, str] = {}
+    for field, below in itertools.pairwise(cast(ast.ClassDef, module.body[0]).body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found
 
 
 def _suggestion(parse: Callable[[list[str]], object], words: list[str], message: str) -> str:

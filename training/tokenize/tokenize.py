@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -26,7 +25,7 @@ from training.data.tokenizer import (
 )
 from training.environment import input_errors
 from training.files import write_atomically
-from training.flags import flags
+from training.flags import flags_of
 from training.integrity import problem, read_checked, size_and_crc32, to_checked
 from training.startup import cores, output_errors, unwinding_signals
 from training.tokenize import workers
@@ -207,11 +206,7 @@ def advice(train: str, validation: str | None = None) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     program, description = "python -m training.tokenize", "Turn text into a Megatron indexed dataset."
-    config = flags(
-        lambda words: tyro.cli(TokenizeConfig, args=words, prog=program, description=description),
-        argv,
-        program,
-    )
+    config = flags_of(TokenizeConfig, argv, program, prog=program, description=description)
     with unwinding_signals("the same command continues where it ended"), input_errors():
         record = tokenize(config)
     with output_errors():
