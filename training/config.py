@@ -95,8 +95,9 @@ class PrecisionConfig:
     """The precision of the GEMMs."""
 
     policy: Annotated[str | Policy, _POLICY] = "wgrad_hadamard"
-    """Policy of the linear layers: a name of mxjax.policies(), FILE.json, or FILE.py:NAME. Or a schedule,
-    where each later policy begins at a step or after a share of the run: 'wgrad_hadamard; fp8 from 0.82'.
+    """Policy of the linear layers: a name of mxjax.policies(), FILE.json, or FILE.py:NAME, a variable of a
+    file that is run, without what is below if __name__ == "__main__". Or a schedule, where each later policy
+    begins at a step or after a share of the run: 'wgrad_hadamard; fp8 from 0.82'.
     Or a recipe of a whole run: 'heal' is 'full_hadamard; fp8 from 0.82', 'primus_deosc' is primus_turbo with
     bf16 in the first and last two blocks and --deoscillate 3:200:1500, 'tetrajet_v2_reset' is tetrajet_v2
     with --deoscillate 8:200:15001:50, 'tetrajet_v2_full' that with --outlier-channels 0.1:502:50."""

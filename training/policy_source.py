@@ -20,8 +20,8 @@ def load_policy(source: str) -> Policy:
 
     Args:
       source: a name of `mxjax.policies()`; FILE.json, as `mxjax.policy_to_json` writes it; or FILE.py:NAME, a
-        Python file that is run, and its variable that holds a `Policy` or such a name. The file may import
-        others of its folder.
+        Python file that is run, without what is below `if __name__ == "__main__"`, and its variable that
+        holds a `Policy` or such a name. The file may import others of its folder.
     Raises:
       ValueError: unknown name, or the file cannot be read or run, or holds no such policy, or one with a
         `source` that has no effect.
@@ -95,7 +95,10 @@ def _from_python(path: str, name: str) -> Policy:
         text = ""
         with contextlib.suppress(Exception):  # of its own __str__
             text = " ".join(str(error).split())
-        raise ValueError(f"{path} raises {type(error).__name__}: {text}") from None
+        raise ValueError(
+            f"{path} raises {type(error).__name__}: {text}; all of it is run to read {name}, except for what "
+            'is below if __name__ == "__main__"'
+        ) from None
     value = values.get(name)
     if isinstance(value, str):
         value = get_policy(value)

@@ -57,4 +57,4 @@ def test_help_breaks_no_line_where_the_source_does(capsys, monkeypatch):
 
 def test_the_help_of_training_fills_its_lines(capsys, monkeypatch):
     lines = help_of(Config, capsys, monkeypatch, 1000)
-    assert any("FILE.py:NAME. Or a schedule, where each later policy" in line for line in lines)
+    assert any("Or a schedule, where each later policy begins at a step" in line for line in lines)

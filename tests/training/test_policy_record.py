@@ -48,6 +48,11 @@ def test_a_policy_is_read_from_json_and_python(files):
     assert PrecisionConfig(layers=("head=own.py:own",)).rules() == [("head", OWN)]
 
 
+def test_a_program_below_main_is_not_run(tmp_path):
+    (tmp_path / "own.py").write_text("own = 'fp8'\nif __name__ == '__main__':\n    1 / 0")
+    assert load_policy(f"{tmp_path}/own.py:own") == mxjax.get_policy("fp8")
+
+
 @pytest.mark.parametrize("module", ["its_neighbour", "its_package.__init__", "its_namespace.module"])
 def test_a_file_imports_its_neighbours(tmp_path, module):
     path, modules = list(sys.path), set(sys.modules)
@@ -74,7 +79,7 @@ def test_a_file_imports_its_neighbours(tmp_path, module):
         ("idle.json", "idle.json: wgrad.lhs.source=dequantized has no effect: the Fprop reads that tensor"),
         ("idle.py:own", "idle.py:own: wgrad.lhs.source=dequantized has no effect"),
         (IDLE, "wgrad.lhs.source=dequantized has no effect"),
-        ("broken.py:own", "broken.py raises ZeroDivisionError: division by zero"),
+        ("broken.py:own", "broken.py raises ZeroDivisionError: division by zero; all of it is run"),
     ],
 )
 def test_errors_name_the_file_in_one_line(files, source, message):
