@@ -53,7 +53,7 @@ from training.policy_schedule import Phase, phase_at
 from training.processes import ProcessError, is_first_process, join_processes, together
 from training.programs import Programs, make_programs, start_compiling
 from training.records import open_records
-from training.report import introduction, memory_estimate, summary
+from training.report import introduction, memory_estimate, overfitting, summary
 from training.run_lock import locked
 from training.setup import Run, check_folder, open_folder, remove_beginning, set_up
 from training.step import TrainState
@@ -160,7 +160,10 @@ def begin_or_resume(
                 compiling.join()
             loop = Loop(run, programs_of, state, stream, checkpoints, records, interruption)
             evaluation = loop.train()
-            records.display.line(summary(run, loop.step, loop.done, evaluation, records.reporter.step_times))
+            said = [summary(run, loop.step, loop.done, evaluation, records.reporter.step_times)]
+            if loop.done and evaluation:
+                said += overfitting(run.folder, checkpoints.losses, loop.step, checkpoints.best)
+            records.display.line("\n".join(said))
             return evaluation
 
 

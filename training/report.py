@@ -1,8 +1,9 @@
 """The printed report of a run: an introduction before the first step, a summary after the last."""
 
+import pathlib
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -22,6 +23,9 @@ from training.resume import command_to_continue
 from training.run_config import HUGGINGFACE
 from training.setup import Run
 from training.step import TrainState
+
+OVERFITTED = 0.02
+"""A run has overfitted if its last evaluation is this many nats above its lowest: 2 % more perplexity."""
 
 
 def introduction(run: Run, estimate: str) -> str:
@@ -168,6 +172,27 @@ def summary(
     if not done:
         lines.append(f"continue with: {command_to_continue(run.folder)}")
     return "\n".join([*lines, f"evaluate it with: python eval.py {shlex.quote(str(run.folder))}"])
+
+
+def overfitting(folder: pathlib.Path, losses: Mapping[int, float], last: int, best: int | None) -> list[str]:
+    """Returns a line with the lowest evaluation if the last one is clearly above it.
+
+    Args:
+      folder: the run's folder.
+      losses: the loss of every evaluation, by step.
+      last: the last step evaluated.
+      best: the step of the checkpoint with the lowest loss; None without any.
+    """
+    lowest = min(losses, key=lambda step: losses[step])
+    if losses[last] <= losses[lowest] + OVERFITTED:
+        return []
+    found = f"the lowest eval loss was {losses[lowest]:.4f}, after step {lowest}"
+    command = f"python eval.py {shlex.quote(str(folder))} --step best"
+    if best == lowest:
+        return [f"{found}; evaluate that checkpoint with: {command}"]
+    if best is None or losses[best] >= losses[last]:
+        return [f"{found}; no checkpoint better than the last one was kept"]
+    return [f"{found}; the best checkpoint is of step {best}, with {losses[best]:.4f}: {command}"]
 
 
 def times_in_words(step_times: Sequence[float], tokens_a_step: int) -> str:

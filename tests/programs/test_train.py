@@ -167,6 +167,48 @@ def test_the_first_step_s_time_is_no_other_s():
     assert report.times_in_words([9.0], 100) == "first step after 9.0 s, 9.0 s in all"
 
 
+def test_the_end_of_a_run_that_overfitted_names_its_best_checkpoint(text, tmp_path, monkeypatch, capsys):
+    losses = iter([4.0, 3.0, 3.5])
+    found = {"eval_perplexity": 1.0, "eval_tokens": 1}
+    monkeypatch.setattr(loop, "evaluate", lambda *_: found | {"eval_loss": next(losses)})
+    out = tmp_path / "run"
+    run(
+        text,
+        out,
+        "--policy",
+        "bf16",
+        "--eval-every",
+        "2",
+        "--checkpoint-every",
+        "2",
+        "--keep-checkpoints",
+        "1",
+    )
+    last = capsys.readouterr().out.splitlines()[-1]
+    command = f"python eval.py {out} --step best"
+    assert last == f"the lowest eval loss was 3.0000, after step 4; evaluate that checkpoint with: {command}"
+    assert (out / "checkpoints" / "4").exists()
+
+
+@pytest.mark.parametrize(
+    ("losses", "best", "said"),
+    [
+        ({10: 3.0, 20: 2.9}, 20, []),
+        ({10: 3.0, 20: 3.01}, 20, []),
+        ({10: 3.0, 20: 3.1}, 20, ["no checkpoint better than the last one was kept"]),
+        ({10: 3.0, 20: 3.1}, None, ["no checkpoint better than the last one was kept"]),
+        (
+            {10: 3.0, 20: 3.05, 30: 3.1},
+            20,
+            ["the best checkpoint is of step 20, with 3.0500: python eval.py 'a run' --step best"],
+        ),
+    ],
+)
+def test_overfitting_is_an_end_clearly_above_the_lowest_evaluation(losses, best, said):
+    lines = report.overfitting(pathlib.Path("a run"), losses, max(losses), best)
+    assert lines == [f"the lowest eval loss was 3.0000, after step 10; {rest}" for rest in said]
+
+
 @pytest.mark.slow
 def test_measuring_layers_and_tracing_are_not_in_a_step_s_time(text, tmp_path, monkeypatch):
     """On a clock that steps move by a second, everything else by a thousand."""
