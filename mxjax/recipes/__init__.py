@@ -102,7 +102,7 @@ def get_policy(name: str) -> Policy:
     """Returns the policy called `name`, e.g. "wgrad_hadamard".
 
     Raises:
-      ValueError: a recipe of a whole run, or an unknown name; the message suggests the closest and lists all.
+      ValueError: a recipe of a whole run, or an unknown name; the message suggests the closest.
     """
     if name in _POLICIES:
         return _POLICIES[name]
@@ -115,12 +115,9 @@ def get_policy(name: str) -> Policy:
         raise ValueError(
             f"unknown policy {name!r}: it is a format; a policy with one is 'wgrad', for example"
         )
-    close = difflib.get_close_matches(name, [*_POLICIES, *RECIPES], n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise ValueError(
-        f"unknown policy {name!r}; {hint}the policies are {', '.join(_POLICIES)}; "
-        f"recipes of whole runs, for train.py, are {', '.join(RECIPES)}"
-    )
+    close = difflib.get_close_matches(name, [*_POLICIES, *RECIPES], n=3)
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    raise ValueError(f"unknown policy {name!r}; {hint}`python -m mxjax.recipes` lists all")
 
 
 def as_policy(policy: Policy | str) -> Policy:

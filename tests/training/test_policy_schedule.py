@@ -82,7 +82,7 @@ def test_a_schedule_names_first_steps(schedule, expected):
         ("wgrad; fp9 from 4", "unknown policy 'fp9'; did you mean 'fp8'"),
         ("wgrad; fp8", "'fp8' is no later policy; write 'POLICY; POLICY from WHEN'"),
         ("wgrad; ", "'' is no later policy"),
-        ("qqqqqq", "recipes of whole runs, for train.py, are heal, primus_deosc"),
+        ("qqqqqq", "unknown policy 'qqqqqq'; `python -m mxjax.recipes` lists all"),
         ("wgrad from 3", "the first policy begins at step 1; write 'wgrad' without 'from'"),
         ("heel", "did you mean 'heal'"),
         ("fp8; primus_deosc from 3", "primus_deosc is a recipe of a whole run: give it alone to train.py"),
