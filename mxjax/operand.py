@@ -30,7 +30,7 @@ class Operand:
       block_shape: number of elements along the contracted axis that share a scale, or a pair (r, b): r along
         the other of the last two axes, b along the contracted one; at most 2**16 in all. None: the format's
         own, 1 x 32 for MX.
-      scale_rule: see `mxjax.scales.block_scale`; it applies only to formats with E8M0 scales.
+      scale_rule: see `mxjax.scales.block_scale`; only formats with E8M0 scales read it, others ignore it.
       rounding: "nearest" (ties to even) or "stochastic", which needs a key.
       prescale: factor in (0, 1] that shrinks the elements, not the scale, so that fewer of them clip. The
         GEMM's result (or `dequantize`) is divided by it. None: no prescale.

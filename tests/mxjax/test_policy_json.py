@@ -142,6 +142,15 @@ def test_a_change_needs_an_effect_on_one_operand_only():
     assert split.fprop.lhs == Operand(split="outliers", quantile=0.9)
 
 
+def test_a_field_that_nothing_reads_may_stay_when_the_format_changes():
+    """Records of runs hold such fields: a change of all operands, and a schedule's, need not fit each."""
+    changed = set_fields(mxjax.get_policy("fprop"), ["*.*.scale_rule=even"])
+    assert changed.wgrad.lhs == dataclasses.replace(Operand("fp8_e4m3"), scale_rule="even")
+    assert policy_from_json(policy_to_json(changed)) == changed
+    assert str(changed.wgrad) == str(mxjax.get_policy("fprop").wgrad)
+    assert dataclasses.replace(Operand(scale_rule="even"), format="bf16").scale_rule == "even"
+
+
 def test_a_source_needs_an_fprop_that_rounds_or_rotates():
     assert not any(policy.idle_sources for policy in mxjax.policies().values())
     for other in ("fprop.lhs.format=mxfp4", "fprop.lhs.format=bf16", "fprop.rotation.size=16"):
