@@ -55,7 +55,7 @@ from training.programs import Programs, make_programs, start_compiling
 from training.records import open_records
 from training.report import introduction, memory_estimate, overfitting, summary
 from training.run_lock import locked
-from training.setup import Run, check_folder, open_folder, remove_beginning, set_up
+from training.setup import Run, check_folder, open_folder, remove_beginning, remove_without_steps, set_up
 from training.step import TrainState
 from training.vocabulary import resize
 
@@ -91,7 +91,8 @@ def train(config: Config) -> dict[str, float]:
             with together():
                 check, notes = take_folder(run, stack) if is_first_process() else (lambda: None, [])
             notes += set_aside_damaged(run.folder / "checkpoints")
-        with path_errors(run.folder), memory_errors(), jax.set_mesh(run.mesh):
+        clean_up = functools.partial(remove_without_steps, run)
+        with path_errors(run.folder), memory_errors(clean_up), jax.set_mesh(run.mesh):
             with together():
                 if is_first_process():
                     open_folder(run)  # before anything slow: a run killed there can be resumed

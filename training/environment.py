@@ -8,7 +8,7 @@ import platform
 import pwd
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -80,14 +80,15 @@ def path_errors(folder: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def memory_errors() -> Iterator[None]:
-    """Ends the program with one line about memory that a device does not have."""
+def memory_errors(clean_up: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Ends the program with one line about memory that a device does not have, after `clean_up`."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         first = str(error).partition("\n")[0]
         if not first.startswith("RESOURCE_EXHAUSTED"):
             raise
+        clean_up()
         advice = "try a smaller --batch-size with --accumulate, a smaller --seq-len, or --remat full"
         raise SystemExit(f"{program_name()}: error: {first.rstrip('.')}; {advice}") from error
 

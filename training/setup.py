@@ -33,6 +33,8 @@ from training.environment import facts
 from training.extension import check_order, extend_phases, last_checkpoint
 from training.files import temporary_path
 from training.mesh import check_batch, make_mesh
+from training.metrics import FILE as METRICS
+from training.metrics import SPIKES, read_records
 from training.outliers import check_outliers, parse_outliers
 from training.parameter_sharding import check_shards
 from training.policy_record import from_record, to_record
@@ -281,14 +283,23 @@ def open_folder(run: Run) -> None:
     write_run_config(run.folder, values)
 
 
+def remove_without_steps(run: Run) -> None:
+    """Removes what a new run has written if it has no checkpoint and no step on record."""
+    trained = saved_steps(run.folder / "checkpoints") or any("loss" in r for r in read_records(run.folder))
+    if not (run.config.resume or trained):
+        remove_beginning(run)
+
+
 def remove_beginning(run: Run) -> None:
-    """Removes what a run that is refused before its first step has written."""
+    """Removes what a run that ends before its first step has written, and nothing else."""
     folder = run.folder
     if not is_first_process():
         return
-    shutil.rmtree(folder / HUGGINGFACE, ignore_errors=True)
-    for name in (FILE, COPY, LOCK):
-        (folder / name).unlink(missing_ok=True)
+    for name in (HUGGINGFACE, "profile", "wandb"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    names = FILE, COPY, LOCK, METRICS, SPIKES, mlperf_log.FILE, wandb_run.ID_FILE
+    for path in (*(folder / name for name in names), *folder.glob(f"{tensorboard.PREFIX}*")):
+        path.unlink(missing_ok=True)
     for path in (folder / "checkpoints", *([] if run.had_folder else [folder])):
         with contextlib.suppress(OSError):  # not empty
             path.rmdir()

@@ -12,6 +12,8 @@ from typing import Any
 
 from training.extras import check_extra, require
 
+PREFIX = "events.out.tfevents."
+"""How the names of the files begin."""
 _FLUSH_EVERY = 120.0  # seconds
 
 
@@ -29,7 +31,7 @@ class EventFiles:
         self._summary: Any = require("tensorboard", "--tensorboard", "tensorboardX.summary")
         self._event: Any = require("tensorboard", "--tensorboard", "tensorboardX.proto.event_pb2")
         records: Any = require("tensorboard", "--tensorboard", "tensorboardX.record_writer")
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{keep_steps}"
+        name = f"{PREFIX}{int(time.time())}.{socket.gethostname()}.{keep_steps}"
         self._file, self._flushed = records.RecordWriter(str(folder / name)), 0.0
         self._add(keep_steps + 1, file_version="brain.Event:2")
         self._add(keep_steps + 1, session_log={"status": self._event.SessionLog.START})

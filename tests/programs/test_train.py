@@ -108,6 +108,51 @@ def test_the_start_says_what_a_step_takes(text, tmp_path, monkeypatch, capsys, l
     assert ("warning: that is more than there is: lower --batch-size" in printed) == warns
 
 
+def without_memory(monkeypatch, step):
+    """Makes a step of training need more memory than there is."""
+    original = training_program.make_programs
+
+    def make_programs(*arguments):
+        train_step, *others = original(*arguments)
+
+        def fails(state, *rest):
+            if int(state.step) + 1 == step:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+            return train_step(state, *rest)
+
+        return programs.Programs(fails, *others)
+
+    monkeypatch.setattr(training_program, "make_programs", make_programs)
+
+
+RECORDS = ["--policy", "bf16", "--mllog", "--tensorboard"]
+
+
+@pytest.mark.parametrize("had_folder", [False, True])
+def test_a_first_step_without_memory_leaves_nothing_new(text, tmp_path, monkeypatch, had_folder):
+    out = tmp_path / "run"
+    if had_folder:
+        out.mkdir()
+    with monkeypatch.context() as patch:
+        without_memory(patch, step=1)
+        with pytest.raises(SystemExit, match=r"RESOURCE_EXHAUSTED.*smaller --batch-size"):
+            run(text, out, *RECORDS)
+    assert out.exists() == had_folder
+    assert not had_folder or not list(out.iterdir())
+
+
+def test_a_later_step_without_memory_leaves_what_was_trained(text, tmp_path, monkeypatch):
+    whole, failed = tmp_path / "whole", tmp_path / "failed"
+    run(text, whole, *RECORDS, "--stop-after", "2")
+    without_memory(monkeypatch, step=3)  # the second step's metrics are still on their way
+    for out, flags in ((whole, ["--resume"]), (failed, RECORDS)):
+        with pytest.raises(SystemExit, match="RESOURCE_EXHAUSTED"):
+            run(text, out, *flags)
+        assert (out / "config.json").exists()
+        assert lines(out)[0]["step"] == 1
+    assert weights(whole)[0] == 2
+
+
 @pytest.mark.slow
 def test_an_interrupted_program_ends_with_success(text, tmp_path, monkeypatch):
     step = step_reporter.StepReporter.step
