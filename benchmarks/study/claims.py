@@ -15,6 +15,7 @@ from benchmarks.study.studies import (
     LADDERS,
     LARGER,
     LARGER_SEEN,
+    RCEIL_SEEN,
     RULE_CONTRASTS,
     SEEN,
     STUDIES,
@@ -42,6 +43,11 @@ def alone(cells: Cells) -> str:
 def grid(cells: Cells) -> str:
     """Returns the tests of what rotations take off from a uniform grid and from E2M1, corrected together."""
     return _tested(cells, *([claim.at(LADDERS[1]) for claim in claims] for claims in (GRID, GRID_SEEN)))
+
+
+def rceil(cells: Cells) -> str:
+    """Returns what the rule rceil changes in all three GEMMs; nothing is tested."""
+    return _tested(cells, [], [claim.at(LADDERS[1]) for claim in RCEIL_SEEN])
 
 
 def larger(cells: Cells) -> str:

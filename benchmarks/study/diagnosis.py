@@ -36,7 +36,7 @@ from training.paired_statistics import Estimate, t_interval
 from training.startup import unwinding_signals
 
 NONE = "none"
-_COMPILATIONS = max(1, min(8, (os.cpu_count() or 1) // 2))  # at once
+_COMPILATIONS = max(1, min(4, (os.cpu_count() or 1) // 2))  # at once
 
 
 def main(
@@ -124,13 +124,13 @@ def measure(
     policies = {name: policy for name, policy in policies.items() if name not in skipped}
     variants = "" if "wgrad" in record else "Wgrad's variants, and "
     print(f"to measure: {variants}{len(policies)} cells", flush=True)
-    runs = _compiled([get_policy("bf16"), *policies.values()] if policies else [], restored, batches)
     if "wgrad" not in record:
         record |= _wgrad_numbers(_wgrad_grams(restored, batches, key))
         keep()
     if not policies:
         return
-    exact = _gradients(next(runs), restored, batches, key)
+    exact_run, *runs = _compiled([get_policy("bf16"), *policies.values()], restored, batches)
+    exact = _gradients(exact_run, restored, batches, key)
     gradients = [one.gradients for one in exact]
     judged = descent(gradients, gradients)
     for name, run in zip(policies, runs, strict=True):
@@ -182,22 +182,19 @@ def _with_keys(batches: Sequence[np.ndarray], key: jax.Array) -> Iterator[tuple[
 
 def _compiled(
     policies: Sequence[Policy], restored: evaluation.Restored, batches: Sequence[np.ndarray]
-) -> Iterator[Callable]:
-    """Compiles the gradients under each policy, several at once, and all of them before any runs.
+) -> list[Callable]:
+    """Returns the compiled gradients under each policy.
 
-    On GPUs XLA times algorithms as it compiles, while cuDNN, as a program first runs, records a graph: what
-    another thread does to the GPU meanwhile makes that fail.
+    All are compiled, several at once, before any runs: on GPUs XLA times algorithms as it compiles, which
+    breaks the graph that cuDNN records when a program first runs.
     """
 
     def compiled(policy: Policy) -> Callable:
         run = make_gradients(restored.model, llama.layer_policies(restored.model, policy), IMPLEMENTATION)
         return run.lower(restored.params, batches[0], jax.random.key(0)).compile()
 
-    pool = concurrent.futures.ThreadPoolExecutor(_COMPILATIONS)
-    try:
-        return iter(list(pool.map(compiled, policies)))
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    with concurrent.futures.ThreadPoolExecutor(_COMPILATIONS) as pool:
+        return list(pool.map(compiled, policies))
 
 
 def _numbers(grams) -> dict[str, dict[str, float]]:

@@ -44,6 +44,7 @@ TABLES = {
     "larger": claims.larger,
     "alone": claims.alone,
     "grid": claims.grid,
+    "rceil": claims.rceil,
     "seen": claims.seen,
     "rules": rules.rules,
     "rule contrasts": claims.rule_contrasts,

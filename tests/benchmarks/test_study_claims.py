@@ -17,6 +17,7 @@ from benchmarks.study.studies import (
     GRID_SEEN,
     LADDERS,
     LARGER_SEEN,
+    RCEIL_SEEN,
     SEEN,
     STUDIES,
     Claim,
@@ -34,7 +35,7 @@ def test_claims_are_about_cells_of_the_studies():
     assert {name for claim in CONSTANT_SEEN for name in claim.at(CONSTANT).cells} <= names
     grid = {cell.name for cell in STUDIES["grid-60m"]}
     assert {name for claim in GRID for name in claim.at(LADDERS[1]).cells} <= grid
-    assert {name for claim in GRID_SEEN for name in claim.at(LADDERS[1]).cells} <= names
+    assert {name for claim in (*GRID_SEEN, *RCEIL_SEEN) for name in claim.at(LADDERS[1]).cells} <= names
 
 
 def test_a_claim_beside_another_is_a_difference_of_differences():

@@ -64,7 +64,7 @@ def descent(found: Sequence[Gradients], exact: Sequence[Gradients]) -> Descent:
         raise ValueError(
             f"a descent needs at least {LEAST_BATCHES} batches, got {len(exact)}; raise --batches"
         )
-    options = compiler_options([get_policy("fp32")], None)
+    options = compiler_options([get_policy("fp32")], None)  # or XLA tunes Triton's GEMMs for minutes
     of_layer, sums = jax.jit(_of_layer, compiler_options=options), np.zeros((2, 1 + len(exact)))
     for name in exact[0]:
         for i in range(len(exact[0][name])):
