@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 from training.config import DataConfig
 from training.data.indexed_dataset import IndexedDataset, write_index
 from training.data.megatron import load_megatron

@@ -32,7 +32,7 @@ from benchmarks.markdown import insert
 from mxjax.integrations.qwix import PolicyRule, Provider
 from mxjax.kernels.bench.report import commit, first_line, versions
 from mxjax.kernels.bench.timing import measure
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 
 QWIX_MXFP4 = {  # blocks of 32 and MXFP4 in the backward GEMMs too
     "tile_size": 32,

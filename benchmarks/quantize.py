@@ -20,8 +20,8 @@ from gfloat import formats
 
 import mxjax
 from mxjax.formats import BLOCK
-from mxjax.kernels.tables import table
 from mxjax.quantize import block_values, quantize_unpacked
+from mxjax.tables import table
 
 
 def cast(x: np.ndarray) -> np.ndarray:

@@ -28,10 +28,10 @@ from models.configs import LlamaConfig, get_config
 from mxjax.fp8_carriers import carry
 from mxjax.gemm_input import gemm_inputs
 from mxjax.kernels.bench.report import commit
-from mxjax.kernels.tables import table
 from mxjax.kmajor import pack_by_definition
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
+from mxjax.tables import table
 from training.diagnosis.capture import make_pass
 from training.environment import facts, input_errors
 from training.mesh import make_mesh

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 
 # The first pattern that a kernel's name matches decides.
 KINDS = {

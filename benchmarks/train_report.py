@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks import trace_table
 from benchmarks.train_job import OURS, Job
 from models.configs import get_config
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 from training.throughput import peak_flops
 
 FIRST_LOSS_TOLERANCE = 0.1  # nats from bf16's; quantization moves the first loss by about 0.01

@@ -12,12 +12,12 @@ from mxjax.dot import dot
 from mxjax.formats import get_format
 from mxjax.gemm_input import as_backward_sees, gemm_inputs, part_of, quantize_input
 from mxjax.implementations import Implementation
-from mxjax.kernels.tables import table
 from mxjax.keys import fold
 from mxjax.matmul import residual_bytes as residual_bytes
 from mxjax.policy import OPERANDS, Policy
 from mxjax.quantize import MXArray, dequantize
 from mxjax.recipes import as_policy
+from mxjax.tables import table
 
 
 class Error(NamedTuple):

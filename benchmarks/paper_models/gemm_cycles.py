@@ -28,7 +28,7 @@ from mxjax.devices import Target
 from mxjax.kernels import shapes
 from mxjax.kernels.aot import assembly
 from mxjax.kernels.matmul.tiles import TILES, Tiles, candidates
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 
 LDS_LATENCY, MEMORY_BYTES = 128, 64
 MEMORY_LATENCIES = (800, 2000)

@@ -31,7 +31,7 @@ from benchmarks.paper_models.mi355x_model import (
 from benchmarks.paper_models.mi355x_rates import CASES, HBM, MEASURED, PEAK, VECTOR_RATE, gemm_seconds
 from benchmarks.paper_models.roofline import pass_bytes
 from mxjax.kernels import shapes
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 
 DOCUMENTED = ("rates", "steps 8192", "paper")
 """The tables that docs/mi355x.md holds; the others are printed only."""

@@ -27,7 +27,7 @@ from benchmarks.paper_models.mi355x_rates import (
 )
 from benchmarks.paper_models.scaling_machines import MACHINES
 from mxjax.kernels.aot import compile as aot
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 
 TOKENS = 8192
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results" / "gfx950-attention.json"

@@ -20,7 +20,7 @@ from benchmarks.markdown import insert
 from benchmarks.paper_models.scaling_machines import MACHINES, Machine
 from benchmarks.paper_models.scaling_model import Plan, best_plan, describe
 from models.configs import get_config
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 
 MODELS = ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b")
 DEVICES = (8, 32, 128, 512, 2048, 8192)

@@ -22,7 +22,7 @@ from benchmarks.study.studies import (
     Claim,
 )
 from benchmarks.study.tables import interval, number
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 from training.paired_statistics import detectable, holm, standard_deviation, t_interval
 
 Cells = Mapping[str, CellResult]

@@ -9,7 +9,7 @@ from benchmarks.study.claims import by_seed
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.studies import CLAIMS, CONSTANT, CONSTANT_SEEN, STUDIES, Claim
 from benchmarks.study.tables import Cells, interval, number
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 from training import mlperf
 from training.paired_statistics import holm, paired_difference, t_interval
 

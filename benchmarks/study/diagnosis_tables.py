@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.study.cells import MAIN_PROTOCOLS
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.tables import interval, number
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 from training.paired_statistics import rank_correlation
 
 STATISTICS = {

@@ -11,7 +11,7 @@ from benchmarks.markdown import insert
 from benchmarks.study.report import RESULTS
 from benchmarks.study.results import CellResult, Run, baseline, by_group, gather, read_runs
 from benchmarks.study.tables import interval, number
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 from training.environment import input_errors
 from training.paired_statistics import paired_difference
 

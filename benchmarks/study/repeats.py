@@ -10,7 +10,7 @@ from benchmarks.study.claims import by_seed
 from benchmarks.study.results import CellResult, Run, short_name
 from benchmarks.study.studies import CLAIMS, LADDERS
 from benchmarks.study.tables import interval, number
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 from training.paired_statistics import differences, t_interval
 
 Cells = Mapping[str, CellResult]

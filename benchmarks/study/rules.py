@@ -8,7 +8,7 @@ from benchmarks.study.cells import WGRAD_KINDS, WGRAD_ONLY
 from benchmarks.study.results import CellResult
 from benchmarks.study.studies import RULES
 from benchmarks.study.tables import interval, number
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 from training.paired_statistics import paired_difference
 
 Cells = Mapping[str, CellResult]

@@ -8,7 +8,7 @@ from benchmarks.study import tuning
 from benchmarks.study.cells import MAIN_PROTOCOLS, RATES
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.studies import STUDIES
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 from training import mlperf
 from training.paired_statistics import (
     detectable,

@@ -7,7 +7,7 @@ from benchmarks.study import constant_rate, tokens
 from benchmarks.study.cells import BASELINE, MAIN_PROTOCOLS, MULTIPLES
 from benchmarks.study.results import baseline, by_group
 from benchmarks.study.tables import PAPER_COLUMNS, Cells, interval, number, paper_rows
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 from training.paired_statistics import Estimate
 
 

@@ -25,7 +25,7 @@ from mxjax.devices import Target
 from mxjax.kernels.aot.builds import Build
 from mxjax.kernels.aot.record import make_record
 from mxjax.kernels.lowering import build_kernel, specialized
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 
 DESCRIPTION = "Compiles every kernel for the shapes of Llama 3.1 8B, on a machine with or without a GPU."
 TARGETS = ("gfx950", "sm_90", "sm_100")

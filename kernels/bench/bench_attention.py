@@ -24,7 +24,7 @@ from mxjax.kernels.bench.attention_cases import (
     whole_cases,
 )
 from mxjax.kernels.bench.report import LATE, Absent, Report, add_arguments, first_line, print_absent
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 
 SHAPES = [Shape(2, 8192, 32, 8, 128), Shape(64, 512, 12, 12, 64)]
 

@@ -35,7 +35,7 @@ from mxjax.kernels.bench.dot_cases import (
 from mxjax.kernels.bench.report import LATE, Absent, Report, add_arguments, first_line, print_absent
 from mxjax.kernels.bench.timing import Timing, measure
 from mxjax.kernels.shapes import LINEARS, TOKENS
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 
 
 class Result(NamedTuple):

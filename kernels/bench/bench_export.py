@@ -26,7 +26,7 @@ from mxjax.kernels.bench.export_programs import PROGRAMS, SIZES, program_of
 from mxjax.kernels.bench.report import LATE, Absent, Report, add_arguments, versions
 from mxjax.kernels.bench.timing import measure
 from mxjax.kernels.lowering import CALL, PLATFORMS
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 
 _SAME_SUMS = {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 

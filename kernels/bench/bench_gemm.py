@@ -20,7 +20,7 @@ from mxjax.kernels.bench.timing import Timing
 from mxjax.kernels.matmul.tile_table import VARIABLE, default_path, write_table
 from mxjax.kernels.matmul.tiles import Tiles
 from mxjax.kernels.shapes import GemmShape, gemms
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,10 +23,10 @@ from mxjax.implementations import compiler_options
 from mxjax.kernels.bench.dot_cases import TOLERANCE, distance
 from mxjax.kernels.bench.report import LATE, Absent, Report, add_arguments, first_line, print_absent
 from mxjax.kernels.bench.timing import Timing, measure
-from mxjax.kernels.tables import table
 from mxjax.kmajor import KMajor, decode
 from mxjax.product import contract
 from mxjax.recipes import get_policy
+from mxjax.tables import table
 
 SHAPES = ("16384x2048x3072", "32768x768x2304")
 SHARES = (0, 0.001, 0.01, 0.1, 1)

@@ -19,8 +19,8 @@ from jax import lax
 
 from mxjax.kernels.bench.report import Report, add_arguments
 from mxjax.kernels.bench.timing import measure
-from mxjax.kernels.tables import table
 from mxjax.product import contract, contract_by_halves
+from mxjax.tables import table
 
 SHAPES = ("32768x512x2752",)
 ROWS = 64

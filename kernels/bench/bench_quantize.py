@@ -24,11 +24,11 @@ from mxjax.gemm_input import GemmInput
 from mxjax.kernels.bench import peers
 from mxjax.kernels.bench.report import LATE, Absent, Report, add_arguments, first_line, print_absent
 from mxjax.kernels.bench.timing import Timing, measure
-from mxjax.kernels.tables import table
 from mxjax.kmajor import KMajor, decode, pack_by_definition
 from mxjax.operand import Operand
 from mxjax.policy import Rotation
 from mxjax.prepare import pack_operands, value_operands
+from mxjax.tables import table
 
 H16, H32, H64, H128 = Rotation(16), Rotation(32), Rotation(64), Rotation(128)
 PLAIN = Operand()

@@ -23,9 +23,9 @@ from mxjax.implementations import Implementation, compiler_options
 from mxjax.kernels.bench.dot_cases import LARGEST_DIFFERENCE, TOLERANCE, both_ways, distance
 from mxjax.kernels.bench.report import LATE, Absent, Report, add_arguments, first_line, print_absent
 from mxjax.kernels.bench.timing import Timing, measure
-from mxjax.kernels.tables import table
 from mxjax.ragged import ragged_dot
 from mxjax.recipes import get_policy
+from mxjax.tables import table
 
 SHARES = {
     "even": [1] * 8,

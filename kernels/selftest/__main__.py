@@ -132,7 +132,7 @@ def report_gemms(
     """Prints the times of the GEMMs and writes the tile table."""
     from mxjax.kernels.bench.bench_gemm import HEADER, rows, save_table
     from mxjax.kernels.matmul.tile_table import VARIABLE, default_path
-    from mxjax.kernels.tables import table
+    from mxjax.tables import table
 
     records = [report.results["gemms", case] for case in report.passed("gemms")]
     for gemm in dict.fromkeys(record["of"] for record in records):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mxjax.kernels.selftest.workers import Result
-from mxjax.kernels.tables import table
+from mxjax.tables import table
 
 
 class SelfTestReport:

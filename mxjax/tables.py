@@ -1,4 +1,4 @@
-"""Markdown tables: the one way in which benchmarks and the kernels' tools print and write their numbers."""
+"""Markdown tables: the one way in which statistics, benchmarks and kernels' tools show their numbers."""
 
 from collections.abc import Sequence
 
