@@ -22,6 +22,7 @@ from training.compared_runs import (
 )
 from training.display import text_table
 from training.paired_statistics import (
+    DIVERGED,
     detectable,
     differences,
     holm,
@@ -30,9 +31,6 @@ from training.paired_statistics import (
 )
 from training.run_config import from_json, read_run_config
 from training.startup import output_errors
-
-LAST = 0.05
-"""Share of a run whose training losses are averaged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +45,8 @@ class CompareConfig:
     """Also show MLPerf's published runs of llama31_8b; runs of its preset always do. Sequences are then
     counted instead of tokens."""
     target: float | None = None
-    """Report when this loss was reached. Default: the runs' --target-loss."""
+    """Report when this loss was reached, by a group's mean and by each of its runs. Default: the runs'
+    --target-loss."""
     plot: tuple[pathlib.Path, ...] = ()
     """Also draw the curves into these files (.svg, .png, .pdf)."""
     json: bool = False
@@ -67,7 +66,8 @@ class CompareConfig:
 def compare(arguments: CompareConfig) -> dict[str, Any]:
     """Prints tables of the losses and of the groups' differences, unless the result is to be JSON.
 
-    Returns the curves by run, the unit of their keys, when each group reached the target, and the groups.
+    Returns the curves by run, the unit of their keys, when each group's mean and each run reached the target,
+    and the groups.
 
     Raises:
       ValueError: a folder holds no run, a run has not been evaluated, or --baseline names no group.
@@ -95,8 +95,7 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
         said.append("the runs are evaluated on different tokens: see --data, --eval-data, --eval-batches")
     if target is not None:
         said.append(f"\n{unit} until loss {target:g}")
-        for name, count in reached.items():
-            said.append(f"  {name}: {'not reached' if count is None else f'{count:,}'}")
+        said += [f"  {group.name}: {_reached(group, reached[group.name], target)}" for group in groups]
     if published:
         for r in mlperf.PUBLISHED_RUNS.values():
             said.append(
@@ -108,12 +107,21 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     if not arguments.json:
         with output_errors():
             print("\n".join(said), flush=True)
-    return {"target": target, "unit": unit, "curves": curves, "reached": reached, "groups": found}
+    of_runs = {} if target is None else {run.name: first_at(run.validation, target) for run in runs}
+    times = {"reached": reached, "reached_by_run": of_runs}
+    return {"target": target, "unit": unit, "curves": curves, **times, "groups": found}
 
 
 def first_at(losses: Losses, target: float) -> int | None:
     """Returns the point at which a loss is first at most the target; None if none is."""
     return next((n for n, loss in sorted(losses.items()) if loss <= target), None)
+
+
+def _reached(group: Group, mean: int | None, target: float) -> str:
+    """Returns in words when a group's mean reached the target, and how many of its runs did."""
+    text = "not reached" if mean is None else f"{mean:,}"
+    count = sum(first_at(run.validation, target) is not None for run in group.runs)
+    return text if len(group.runs) == 1 else f"{text} by the mean, {count} of {len(group.runs)} runs reach it"
 
 
 def table(curves: Mapping[str, Losses], unit: str) -> str:
@@ -148,10 +156,11 @@ def statistics_of(groups: Sequence[Group], base: Group) -> list[dict[str, Any]]:
                 "group": group.name,
                 "runs": [run.name for run in group.runs],
                 "diverged": len(group.runs) - len(good[group.name]),
+                "overfitted": sum(run.overfitted for run in group.runs),
                 "at": at,
                 "loss": t_interval(list(own.values())).mean,
                 "sd": standard_deviation(list(own.values())),
-                "train_loss": t_interval([_last_train_loss(run.train, at) for run in good[group.name]]).mean,
+                "train_loss": t_interval([run.last_train_loss(at) for run in good[group.name]]).mean,
                 "difference": d.mean,
                 "low": d.low,
                 "high": d.high,
@@ -180,6 +189,7 @@ def statistics_table(found: Sequence[dict[str, Any]], base: str, unit: str) -> s
                 row["group"],
                 str(len(row["runs"])),
                 str(row["diverged"] or ""),
+                str(row["overfitted"] or ""),
                 *numbers,
                 number(row["difference"], "+.4f"),
                 between,
@@ -188,13 +198,20 @@ def statistics_table(found: Sequence[dict[str, Any]], base: str, unit: str) -> s
             ]
         )
     at = found[0]["at"]
-    columns = ["", "runs", "diverged", "loss", "sd", "train loss"]
+    columns = ["", "runs", "diverged", "overfitted", "loss", "sd", "train loss"]
     header = [*columns, f"- {base}", "95 %", "p (Holm)", "detectable"]
     filled = [i for i in range(len(header)) if i < 2 or any(row[i] for row in rows)]
-    lines = [f"after {at:,} {unit}" if at is not None else "the runs share no evaluation"]
+    left = any(len(row["runs"]) > row["diverged"] for row in found)
+    without = "the runs share no evaluation" if left else "every run has diverged"
+    lines = [f"after {at:,} {unit}" if at is not None else without]
     lines.append(text_table([header[i] for i in filled], [[row[i] for i in filled] for row in rows]))
     if at is not None and max(len(row["runs"]) for row in found) < 2:
         lines.append("one seed each: no intervals; train more with --seed")
+    if any(row["diverged"] or row["overfitted"] for row in found):
+        lines.append(
+            f"diverged, and left out: not finite, or the last evaluation is {DIVERGED:g} above the lowest; "
+            "overfitted: likewise, but training ends below the lowest evaluation"
+        )
     return "\n".join(lines)
 
 
@@ -211,10 +228,3 @@ def _baseline(groups: Sequence[Group], name: str | None) -> Group:
 
 def _is_nan(value: object) -> bool:
     return isinstance(value, float) and math.isnan(value)
-
-
-def _last_train_loss(train: Losses, at: int | None) -> float:
-    """Returns the mean training loss of the last LAST of the steps up to `at`, NaN without any."""
-    steps = [loss for x, loss in sorted(train.items()) if at is None or x <= at]
-    last = steps[-max(1, round(LAST * len(steps))) :]
-    return math.fsum(last) / len(last) if last else math.nan

@@ -17,6 +17,9 @@ from training.run_config import from_json, read_run_config, to_json
 Losses = Mapping[int, float]
 """Losses by tokens, or by sequences, trained on."""
 
+LAST = 0.05
+"""Share of a run whose training losses are averaged."""
+
 _ELSEWHERE = {"seed", "out", "resume", "stop_after", "distributed", "mesh", "remat", "unroll", "accumulate"}
 _ELSEWHERE |= {"log_every", "checkpoint_every", "keep_checkpoints", "eval_every", "observe", "mlperf"}
 """Fields of a configuration that say where, how often or with which seed, not what is trained."""
@@ -42,9 +45,24 @@ class ComparedRun(NamedTuple):
 
     @property
     def diverged(self) -> bool:
-        """Whether the run has diverged (see `training.paired_statistics.DIVERGED`)."""
+        """Whether the run has diverged (see `training.paired_statistics.DIVERGED`), and not overfitted."""
+        return self._ends_high and not self.overfitted
+
+    @property
+    def overfitted(self) -> bool:
+        """Whether evaluations end as of a run that has diverged, but training below the lowest of them."""
+        return self._ends_high and self.last_train_loss() < min(self.validation.values())
+
+    @property
+    def _ends_high(self) -> bool:
         points = sorted(self.validation.items())
         return has_diverged(points[-1][1], points)
+
+    def last_train_loss(self, at: int | None = None) -> float:
+        """Returns the mean training loss of the last LAST of the steps up to `at`; NaN without any."""
+        steps = [loss for x, loss in sorted(self.train.items()) if at is None or x <= at]
+        last = steps[-max(1, round(LAST * len(steps))) :]
+        return math.fsum(last) / len(last) if last else math.nan
 
 
 class Group(NamedTuple):

@@ -195,6 +195,33 @@ def test_diverged_runs_are_counted_and_left_out(tmp_path):
     np.testing.assert_allclose(wgrad["difference"], 0.2)
 
 
+def test_overfitted_runs_have_losses(tmp_path, capsys):
+    flags = ["--steps", "20", "--warmup-steps", "1", "--policy"]
+    train = {10: 2.5, 20: 0.1}
+    folders = [
+        make_run(tmp_path / policy, {10: 3.0, 20: 5.0}, [*flags, policy], train) for policy in ("fp8", "bf16")
+    ]
+    found = compare(CompareConfig(tuple(folders)))["groups"]
+    assert [[row[key] for key in ("diverged", "overfitted", "loss", "train_loss")] for row in found] == [
+        [0, 1, 5.0, 0.1],
+        [0, 1, 5.0, 0.1],
+    ]
+    assert "overfitted: likewise, but training ends below the lowest evaluation" in capsys.readouterr().out
+    diverged = [
+        make_run(tmp_path / f"d{i}", {10: 3.0, 20: 5.0}, [*flags, "wgrad", "--lr", f"{i}e-3"]) for i in (1, 2)
+    ]
+    compare(CompareConfig(tuple(diverged)))
+    assert "every run has diverged" in capsys.readouterr().out
+
+
+def test_a_target_is_reached_by_some_runs_of_a_group(tmp_path, capsys):
+    folders = make_seeds(tmp_path, "fp8", [2.8, 2.5, 2.6])
+    result = compare(CompareConfig(tuple(folders), target=2.7))
+    assert result["reached"] == {"fp8": 40_960}
+    assert result["reached_by_run"] == {"fp8-0": None, "fp8-1": 40_960, "fp8-2": 40_960}
+    assert "  fp8: 40,960 by the mean, 2 of 3 runs reach it\n" in capsys.readouterr().out
+
+
 def test_runs_of_different_length_are_compared_where_both_have_been_evaluated(tmp_path, capsys):
     runs = (make_run(tmp_path / "a", {10: 3.0, 20: 2.0}), make_run(tmp_path / "b", {10: 3.5, 30: 1.0}))
     a, b = compare(CompareConfig(runs))["groups"]
