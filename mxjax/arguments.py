@@ -1,5 +1,6 @@
 """Checks of the arguments of functions that users call; inside `jit` they run while it traces."""
 
+import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +22,14 @@ def check_tensor(function: str, x: Any) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{function} needs a floating-point tensor, got {x.dtype}; cast it to float32")
     check_has_axis(function, x)
+
+
+def check_axis(function: str, axis: object) -> None:
+    """Raises TypeError unless `axis` is an integer."""
+    try:
+        operator.index(axis)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{function} needs axis to be an integer, got {axis!r}") from None
 
 
 def check_has_axis(function: str, x: Any) -> None:

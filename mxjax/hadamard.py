@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 from numpy.lib.array_utils import normalize_axis_index
 
-from mxjax.arguments import check_arrays, check_tensor
+from mxjax.arguments import check_arrays, check_axis, check_tensor
 
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -69,6 +69,7 @@ def rotate(
                 f"rotate needs signs of shape ({size},), one for each element of a run, got {signs.shape}; "
                 f"pass mxjax.random_signs(key, {size})"
             )
+    check_axis("rotate", axis)
     return _rotate(x, size, axis, signs)
 
 

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped, UInt8
 from numpy.lib.array_utils import normalize_axis_index
 
-from mxjax.arguments import check_has_axis, check_tensor
+from mxjax.arguments import check_axis, check_has_axis, check_tensor
 from mxjax.blocks import BlockShape, block_max, block_std, pad, resolve_block_shape, spread
 from mxjax.formats import E2M1, Element, Format, FormatName, get_format
 from mxjax.keys import check_one_key
@@ -120,6 +120,7 @@ def quantize(
     Source: OCP MX v1.0, section 6.3; arXiv 2605.09825, appendix.
     """
     check_tensor("quantize", x)
+    check_axis("quantize", axis)
     operand = Operand(block_shape=block_shape, scale_rule=scale_rule, rounding=rounding, prescale=prescale)
     if not isinstance(format, Operand):
         operand = dataclasses.replace(operand, format=format)

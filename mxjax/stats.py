@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from mxjax.arguments import check_arrays
+from mxjax.arguments import check_arrays, check_tensor
 from mxjax.dot import dot
 from mxjax.formats import get_format
 from mxjax.gemm_input import as_backward_sees, gemm_inputs, part_of, quantize_input
@@ -138,9 +138,12 @@ def gemms(
 
     Raises:
       ValueError: dy has not the shape of the product. Others: see `dot`.
+      TypeError: an argument is no array or not floating point.
     """
     policy = as_policy(policy)
     check_arrays("gemms", x=x, w=w, dy=dy)
+    for tensor in (x, w, dy):
+        check_tensor("gemms", tensor)
     if dy.shape != (shape := (*x.shape[:-1], *w.shape[1:])):
         raise ValueError(f"gemms needs dy with the shape of x @ w, {shape}, got {dy.shape}")
     x, w, dy = (a.astype(jnp.float32) for a in (x, w, dy))

@@ -20,7 +20,7 @@ from mxjax.recipes import as_policy
 from mxjax.transform import control_flow, products, shapes
 from mxjax.transform.interpreter import Context, Draw, Plan, evaluate, make_plan
 from mxjax.transform.origins import quoted
-from mxjax.transform.report import Report
+from mxjax.transform.report import Found, Report
 from mxjax.transform.tracing import Traced, trace
 
 Rules = Sequence[tuple[str, Policy | str | None]]
@@ -90,7 +90,9 @@ def transform(
 def _check_arguments(f: object, rules: object, pairs: list[Any], weights: object) -> None:
     """Raises TypeError for arguments of `transform` of other kinds than it takes."""
     if not callable(f):
-        raise TypeError(f"transform needs a function, got {f!r}; pass, for example, loss(params, batch)")
+        raise TypeError(
+            f"transform needs a function, got {type(f).__name__}; pass, for example, loss(params, batch)"
+        )
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(f)):
         raise TypeError(
             "transform needs a function of the parameters, and f holds arrays itself; write "
@@ -104,6 +106,11 @@ def _check_arguments(f: object, rules: object, pairs: list[Any], weights: object
         raise TypeError(
             f"transform needs weights to be an argument's number, counted from 0, got {weights!r}"
         )
+
+
+def _first_left_alone(found: Sequence[Found]) -> str:
+    """Returns why the first product was left alone, if any was found."""
+    return f"; it left {len(found)} alone, the first, {found[0].operation}: {found[0].why}" if found else ""
 
 
 def _resolve(policy: Policy | str | None) -> Policy | None:
@@ -125,14 +132,17 @@ class Transformed:
         self._planners = control_flow.PLANNERS | shapes.PLANNERS | products.planners(implementation)
         functools.update_wrapper(self, f, updated=())
 
+    def __repr__(self) -> str:
+        return f"<mxjax.transform of {self._f!r}>"
+
     def __call__(self, *args: Any, mxjax_key: jax.Array | None = None, **kwargs: Any) -> Any:
         """Returns f(*args, **kwargs), with products in their policies."""
         traced = self._trace(args, kwargs)
         plan = self._plan(traced)
         if self._policy is not None and not any(f.is_product for f in plan.found):
             raise ValueError(
-                f"transform found no product of an activation and a weight from argument {self._weights}; "
-                "weights= is the argument's number, and report() lists what was found"
+                f"transform found no product of an activation and a weight from argument {self._weights}"
+                f"{_first_left_alone(plan.found)}; weights= is the argument's number, and report() lists all"
             )
         if plan.draws:
             self._check_key(plan, mxjax_key)

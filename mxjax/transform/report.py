@@ -64,7 +64,8 @@ class Report:
         for f in (*self.products, *self.left_alone):
             groups.setdefault("left alone" if f.policy is None else policy_name(f.policy), []).append(f)
         width = max((len(f.weight) for f in self.found), default=0)
-        lines = [f"{len(self.products)} products in a policy, {len(self.left_alone)} left alone"]
+        count = len(self.products)
+        lines = [f"{count} product{'s' * (count != 1)} in a policy, {len(self.left_alone)} left alone"]
         for name, found in groups.items():
             lines.append(name)
             for f in found:

@@ -36,6 +36,12 @@ def test_bad_arguments_are_refused(arguments, message):
         mxjax.quantize(np.ones((3, 64, 32), np.float32), **arguments)
 
 
+@pytest.mark.parametrize(("function", "axis"), [("quantize", 1.0), ("rotate", None)])
+def test_an_axis_is_an_integer(function, axis):
+    with oracles.types_unchecked(), pytest.raises(TypeError, match=f"{function} needs axis to be an integer"):
+        getattr(mxjax, function)(np.ones((3, 64), np.float32), axis=axis)
+
+
 @pytest.mark.parametrize("made", [np.asarray, lambda x: mxjax.pack(mxjax.quantize(x))])
 def test_dequantize_takes_what_quantize_returns(made):
     with oracles.types_unchecked(), pytest.raises(TypeError, match="needs the MXArray that quantize returns"):

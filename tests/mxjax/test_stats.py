@@ -191,6 +191,8 @@ def test_gemms_needs_a_gradient_of_the_product():
         pytest.raises(ValueError, match=r"dy with the shape of x @ w, \(2, 4, 32\), got \(2, 4, 64\)"),
     ):
         stats.gemms(x, w, x, policy="wgrad")
+    with types_unchecked(), pytest.raises(TypeError, match="gemms needs a floating-point tensor, got int32"):
+        stats.gemms(x.astype(jnp.int32), w, x @ w, policy="wgrad")
 
 
 @pytest.mark.parametrize("name", ["fprop", "dgrad", "wgrad"])

@@ -208,7 +208,7 @@ def test_weights_of_two_arguments_take_two_transforms():
     inner = mxjax.transform(f, "wgrad", weights=1)
     outer = mxjax.transform(inner, "fp8")
     a, b = draw(40, 24, seed=2), draw(24, 16, seed=3)
-    assert "1 products in a policy, 1 left alone" in str(outer.report(a, b, X))
+    assert "1 product in a policy, 1 left alone" in str(outer.report(a, b, X))
     y = mxjax.dot(mxjax.dot(X, a, policy="fp8"), b, policy="wgrad")
     np.testing.assert_array_equal(outer(a, b, X), jnp.sum(y**2))
 

@@ -27,8 +27,8 @@ def gemm_table(layers: Mapping[str, Mapping[str, Any]]) -> str:
                     f"{max(o['flushed'] for o in operands):.4f}",
                 ]
             )
-    header = ["layer", "GEMM", "error", "cosine", "projection", "of lhs", "of rhs", "clipped", "flushed"]
-    return text_table(header, rows)
+    projections = ["projection", "lhs projection", "rhs projection"]
+    return text_table(["layer", "GEMM", "error", "cosine", *projections, "clipped", "flushed"], rows)
 
 
 def shape_table(layers: Mapping[str, Mapping[str, Any]]) -> str:
