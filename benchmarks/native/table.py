@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.markdown import insert
-from mxjax.kernels import tables
+from mxjax import tables
 from training.files import write_atomically
 
 UNITS = {"gib": "GiB", "ms": "ms", "s": "s", "db": "dB"}
