@@ -50,8 +50,9 @@ class ComparedRun(NamedTuple):
 
     @property
     def overfitted(self) -> bool:
-        """Whether evaluations end as of a run that has diverged, but training below the lowest of them."""
-        return self._ends_high and self.last_train_loss() < min(self.validation.values())
+        """Whether evaluations, all finite, end as of a run that has diverged, but training below them all."""
+        finite = all(map(math.isfinite, self.validation.values()))
+        return finite and self._ends_high and self.last_train_loss() < min(self.validation.values())
 
     @property
     def _ends_high(self) -> bool:

@@ -214,6 +214,13 @@ def test_overfitted_runs_have_losses(tmp_path, capsys):
     assert "every run has diverged" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("last", [float("nan"), float("inf")])
+def test_a_run_whose_loss_is_not_finite_has_diverged_however_low_training_ends(tmp_path, last):
+    folder = make_run(tmp_path / "run", {10: 3.0, 20: last}, train={10: 2.5, 20: 0.1})
+    [run] = read_runs((folder,), sequences=False)
+    assert (run.diverged, run.overfitted) == (True, False)
+
+
 def test_a_target_is_reached_by_some_runs_of_a_group(tmp_path, capsys):
     folders = make_seeds(tmp_path, "fp8", [2.8, 2.5, 2.6])
     result = compare(CompareConfig(tuple(folders), target=2.7))
