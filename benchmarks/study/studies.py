@@ -66,9 +66,9 @@ def _telling(model: str, protocol: str, seeds: int) -> tuple[Cell, ...]:
 def _wgrad_rules() -> list[Cell]:
     """Returns cells that vary Wgrad's rule, with Fprop and Dgrad fixed in MXFP4, and in FP8."""
     cells = []
-    for kind in WGRAD_KINDS:
-        for rule in RULES:
-            rules = rule if rule == "even" else f"even-even-{rule}"  # `even` is a cell of the ladder
+    for rule in RULES:
+        rules = rule if rule == "even" else f"even-even-{rule}"  # `even` is a cell of the ladder
+        for kind in WGRAD_KINDS:
             cells.append(Cell(kind, rules, "60m", "tuned-60m", 8))
             cells.append(Cell(WGRAD_ONLY + kind, rule, "60m", "tuned-60m", 8))
     return cells
