@@ -3,6 +3,7 @@
     python -m benchmarks.study run ladder-60m --out DIR --data PREFIX --eval-data PREFIX --minutes 25
     python -m benchmarks.study diagnose RUN --out docs/results/study/ladder
     python -m benchmarks.study diagnose RUN --study none --batches 32 --out docs/results/study/wgrad
+    python -m benchmarks.study forecast         # of cells that have not run, from the diagnosis
     python -m benchmarks.study report           # writes docs/results/study.md and its plots
     python -m benchmarks.study report --check   # fails if they are not what the committed runs give
     python -m benchmarks.study report DIR       # prints the tables of other runs
@@ -27,8 +28,9 @@ from typing import Annotated
 
 import tyro
 
-from benchmarks.study import diagnosis, recipes_page, report, runner
+from benchmarks.study import diagnosis, diagnosis_file, forecast, recipes_page, report, runner
 from benchmarks.study.cells import Cell
+from benchmarks.study.results import gather, read_runs
 from benchmarks.study.studies import STUDIES
 from training.environment import enable_compilation_cache, input_errors
 
@@ -115,6 +117,22 @@ def _run_workers(count: int) -> int:
     return max(128 - status if status < 0 else status for status in [p.wait() for p in processes])
 
 
+def make_forecast(*, commit: str | None = None) -> None:
+    """Writes docs/results/study/forecast.json for the cells of rules-60m without runs; it is made once.
+
+    Args:
+      commit: commit for the record; default, the checkout's.
+    """
+    folder = report.PAGE.with_suffix("")
+    with input_errors():
+        record = diagnosis_file.read(folder / "ladder")
+        if record is None:
+            raise ValueError(f"{folder / 'ladder'} holds no diagnosis to forecast from")
+        made = forecast.make(gather(read_runs(report.RUNS)), record, commit or runner.current_commit())
+        forecast.write(folder, made)
+        print(f"written: {len(made['forecasts'])} forecasts to {folder / forecast.FILE}")
+
+
 def main() -> None:
     """Runs the subcommand that the command line names."""
     tyro.extras.subcommand_cli_from_dict(
@@ -123,6 +141,7 @@ def main() -> None:
             "report": report.main,
             "recipes": recipes_page.main,
             "diagnose": diagnosis.main,
+            "forecast": make_forecast,
         },
         prog="python -m benchmarks.study",
         description=__doc__,

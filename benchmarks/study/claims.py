@@ -12,6 +12,8 @@ from benchmarks.study.studies import (
     CLAIMS,
     GRID,
     GRID_SEEN,
+    HARD,
+    HARD_SEEN,
     LADDERS,
     LARGER,
     LARGER_SEEN,
@@ -48,6 +50,26 @@ def grid(cells: Cells) -> str:
 def rceil(cells: Cells) -> str:
     """Returns what the rule rceil changes in all three GEMMs; nothing is tested."""
     return _tested(cells, [], [claim.at(LADDERS[1]) for claim in RCEIL_SEEN])
+
+
+def hard(cells: Cells) -> str:
+    """Returns what GEMMs cost and remedies take off in the hard regimes; nothing is tested.
+
+    The mean is over the regimes in which the policies learn: all but four times the rate.
+    """
+    learn = [regime for regime in HARD if regime != "lr4x"]
+    rows = []
+    for claim in HARD_SEEN:
+        found = {regime: by_seed(cells, claim.at(f"tuned-60m-{regime}")) for regime in HARD}
+        seeds = sorted(set.intersection(*(set(found[regime]) for regime in learn)))
+        means = [statistics.fmean(found[regime][seed] for regime in learn) for seed in seeds]
+        estimates = [t_interval(list(pairs)) for pairs in [*(found[r].values() for r in HARD), means]]
+        if any(e.n for e in estimates):
+            parts = (f"{number(e.mean, '+.3f')} ({interval(e.low, e.high, '+.3f')})" for e in estimates)
+            rows.append([claim.text, *parts])
+    if not rows:
+        return "Not run yet: `hard-60m`."
+    return table(f"difference | {' | '.join(HARD)} | mean without lr4x", rows)
 
 
 def larger(cells: Cells) -> str:

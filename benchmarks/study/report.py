@@ -17,6 +17,7 @@ from benchmarks.study import (
     constant_rate,
     diagnosis_file,
     diagnosis_tables,
+    forecast,
     plots,
     repeats,
     rules,
@@ -45,6 +46,7 @@ TABLES = {
     "alone": claims.alone,
     "grid": claims.grid,
     "rceil": claims.rceil,
+    "hard": claims.hard,
     "seen": claims.seen,
     "rules": rules.rules,
     "rule contrasts": claims.rule_contrasts,
@@ -89,6 +91,8 @@ def sections(runs: Sequence[Run]) -> dict[str, str]:
         "compared at the end": diagnosis_tables.compared_table(wgrad_end),
         "gradients": diagnosis_tables.cells_table(ladder),
         "prediction": diagnosis_tables.prediction(cells, ladder),
+        "laws": forecast.laws(cells, ladder),
+        "forecast": forecast.forecast(cells, forecast.read(PAGE.with_suffix(""))),
     }
 
 

@@ -15,6 +15,8 @@ from benchmarks.study.studies import (
     CONSTANT_SEEN,
     GRID,
     GRID_SEEN,
+    HARD,
+    HARD_SEEN,
     LADDERS,
     LARGER_SEEN,
     RCEIL_SEEN,
@@ -33,6 +35,8 @@ def test_claims_are_about_cells_of_the_studies():
     assert {name for claim in (*ALONE, *ALONE_SEEN) for name in claim.at(LADDERS[1]).cells} <= names
     assert {name for claim in LARGER_SEEN["125m"] for name in claim.at("tuned-125m", "125m").cells} <= names
     assert {name for claim in CONSTANT_SEEN for name in claim.at(CONSTANT).cells} <= names
+    regimes = [f"tuned-60m-{regime}" for regime in HARD]
+    assert {name for claim in HARD_SEEN for at in regimes for name in claim.at(at).cells} <= names
     grid = {cell.name for cell in STUDIES["grid-60m"]}
     assert {name for claim in GRID for name in claim.at(LADDERS[1]).cells} <= grid
     assert {name for claim in (*GRID_SEEN, *RCEIL_SEEN) for name in claim.at(LADDERS[1]).cells} <= names
@@ -62,6 +66,23 @@ def test_both_ladders_give_one_difference_a_seed():
     assert len(found) == 3
     assert row in found[2]
     assert found[2].endswith(f"| {wanted.pvalue:.2g} | 3 |")
+
+
+def test_hard_regimes_are_averaged_by_seed_where_policies_learn():
+    gaps = {"lr2x": [0.1, 0.2, 0.3], "batch16": [0.0, 0.1, 0.1], "seq2048": [0.2, 0.2, 0.2]}
+    gaps |= {"outliers": [0.1, 0.1, 0.4], "lr4x": [-9.0, -8.0, -9.0]}
+    runs = []
+    for regime, of_seeds in gaps.items():
+        for seed, gap in enumerate(of_seeds):
+            for policy, loss in (("wgrad.floor", 2.0 + gap), ("fp8.own", 2.0)):
+                name = f"{policy}.60m.tuned-60m-{regime}"
+                runs.append(record(name, name, seed, loss))
+    (row,) = [line for line in claims.hard(gather(runs)).splitlines() if "all three GEMMs costs" in line]
+    wanted = scipy.stats.ttest_1samp([0.1, 0.15, 0.25], 0)
+    low, high = wanted.confidence_interval()
+    assert row.endswith(f"| +0.167 ({low:+.3f} to {high:+.3f}) |")
+    assert "| -8.667 (" in row
+    assert claims.hard({}) == "Not run yet: `hard-60m`."
 
 
 def test_claims_at_another_size_are_corrected_with_those_that_wait_for_runs():
