@@ -18,6 +18,7 @@ from benchmarks.study import (
     diagnosis_file,
     diagnosis_tables,
     forecast,
+    laws,
     plots,
     repeats,
     rules,
@@ -91,7 +92,8 @@ def sections(runs: Sequence[Run]) -> dict[str, str]:
         "compared at the end": diagnosis_tables.compared_table(wgrad_end),
         "gradients": diagnosis_tables.cells_table(ladder),
         "prediction": diagnosis_tables.prediction(cells, ladder),
-        "laws": forecast.laws(cells, ladder),
+        "laws": laws.laws(cells, ladder),
+        "beyond": laws.beyond(cells, ladder),
         "forecast": forecast.forecast(cells, forecast.read(PAGE.with_suffix(""))),
     }
 

@@ -215,6 +215,26 @@ ALONE = (
 """Tested at the tuned rate: Wgrad alone in MXFP4, the other two GEMMs in FP8."""
 ALONE_SEEN = (
     Claim("redrawn signs differ from H16, floor", "only_wgrad_rht.floor", "only_wgrad_hadamard.floor"),
+    Claim("redrawn signs take off loss, even", "only_wgrad_rht.even", "only_wgrad.even"),
+    Claim("redrawn signs differ from H16, even", "only_wgrad_rht.even", "only_wgrad_hadamard.even"),
+    Claim("stochastic rounding takes off loss, floor", "only_wgrad_sr.floor", "only_wgrad.floor"),
+    Claim("stochastic rounding takes off loss, even", "only_wgrad_sr.even", "only_wgrad.even"),
+    Claim("stochastic rounding differs from H16, floor", "only_wgrad_sr.floor", "only_wgrad_hadamard.floor"),
+    Claim("stochastic rounding differs from H16, even", "only_wgrad_sr.even", "only_wgrad_hadamard.even"),
+    Claim("with stochastic rounding a cost remains, floor", "only_wgrad_sr.floor", "fp8.own"),
+    Claim("with stochastic rounding a cost remains, even", "only_wgrad_sr.even", "fp8.own"),
+    Claim(
+        "stochastic rounding takes off more than beside MXFP4 in the other two, floor",
+        "only_wgrad_sr.floor",
+        "only_wgrad.floor",
+        ("wgrad_sr.even-even-floor", "wgrad.even-even-floor"),
+    ),
+    Claim(
+        "stochastic rounding takes off more than beside MXFP4 in the other two, even",
+        "only_wgrad_sr.even",
+        "only_wgrad.even",
+        ("wgrad_sr.even", "wgrad.even"),
+    ),
     Claim("Fprop alone costs more than Wgrad alone, floor", "fprop.floor", "only_wgrad.floor"),
     Claim("Fprop alone costs more than Wgrad alone, even", "fprop.even", "only_wgrad.even"),
 )

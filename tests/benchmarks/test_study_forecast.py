@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.study import forecast
+from benchmarks.study import forecast, laws
 from benchmarks.study.cells import PROTOCOLS
 from benchmarks.study.results import gather
 from benchmarks.study.studies import STUDIES
@@ -59,8 +59,8 @@ def _rows(text: str) -> dict[str, list[str]]:
 
 
 def test_laws_are_found() -> None:
-    rows = _rows(forecast.laws(_runs(KNOWN), RECORD))
-    assert list(rows) == [forecast.ALONE, forecast.BESIDE, "all"]
+    rows = _rows(laws.laws(_runs(KNOWN), RECORD))
+    assert list(rows) == [laws.ALONE, laws.BESIDE, "all"]
     for row in rows.values():
         assert row[4:] == ["+2.00 (+2.00 to +2.00)", "+5.00 (+5.00 to +5.00)", "1.00", "1.00"]
 
@@ -68,7 +68,7 @@ def test_laws_are_found() -> None:
 def test_slope_and_shares_are_those_of_scipy() -> None:
     """One statistic is a straight line, which scipy fits; here each cell is left out in turn."""
     cells = _runs(KNOWN, scatter=0.02)
-    row = _rows(forecast.laws(cells, RECORD))[forecast.ALONE]
+    row = _rows(laws.laws(cells, RECORD))[laws.ALONE]
     chosen = [c for c in KNOWN if c.policy.startswith("only_")]
     x = np.array([RECORD["cells"][f"{c.policy} {c.rules}"]["error"]["mean"] ** 2 for c in chosen])
     base = cells["fp8.own.60m.tuned-60m"].losses
@@ -86,13 +86,32 @@ def test_slope_and_shares_are_those_of_scipy() -> None:
     assert row[1:4] == list(expected)
 
 
+def test_what_remedies_cost_beyond_the_law() -> None:
+    """What the cells of a remedy lie off the line through all cells, which scipy fits, in the mean."""
+    rows = _rows(laws.beyond(_runs(KNOWN), RECORD))
+    assert list(rows) == ["H16 or H32", "none", "redrawn signs", "stochastic rounding"]
+    assert [row[0] for row in rows.values()] == ["4", "4", "4", "8"]
+    cells = _runs(KNOWN)
+    chosen = [c for c in KNOWN if "hadamard" in c.policy]
+    for cell in chosen:
+        for run in cells[cell.name].runs.values():
+            run["final_loss"] -= 0.5
+    label = [f"{c.policy} {c.rules}" for c in KNOWN]
+    x = np.array([RECORD["cells"][name]["error"]["mean"] ** 2 for name in label])
+    y = np.array([_cost(c) - 0.5 * (c in chosen) for c in KNOWN])
+    line = stats.linregress(x, y)
+    off = np.mean([y[i] - line.intercept - line.slope * x[i] for i, c in enumerate(KNOWN) if c in chosen])
+    rows = _rows(laws.beyond(cells, RECORD))
+    assert rows["H16 or H32"][1] == f"{off:+.4f} ({off:+.4f} to {off:+.4f})"
+
+
 def test_cells_without_all_seeds_are_not_fitted() -> None:
     cells = _runs(KNOWN)
     del cells[KNOWN[1].name].runs[2]
-    assert _rows(forecast.laws(cells, RECORD))[forecast.ALONE][0] == "9"
+    assert _rows(laws.laws(cells, RECORD))[laws.ALONE][0] == "9"
     few = _runs(KNOWN[:3])
-    assert _rows(forecast.laws(few, RECORD)) == {}
-    assert forecast.laws(cells, None) == "Not measured yet."
+    assert _rows(laws.laws(few, RECORD)) == {}
+    assert laws.laws(cells, None) == "Not measured yet."
 
 
 def test_forecast_is_the_law_and_is_scored() -> None:
