@@ -71,15 +71,15 @@ def beyond(cells: Cells, record: Mapping[str, Any] | None) -> str:
     groups: dict[str, list[np.ndarray]] = {}
     for cell in chosen:
         expected = coefficients @ [1.0, *statistics(cell.label, record, "error")]
-        groups.setdefault(_remedies(cell), []).append(np.array(costs(cells, cell)) - expected)
+        groups.setdefault(remedies(cell), []).append(np.array(costs(cells, cell)) - expected)
     rows = [
-        [remedies, len(found), _shown(t_interval(np.mean(found, 0).tolist()), "+.4f")]
-        for remedies, found in sorted(groups.items())
+        [kind, len(found), _shown(t_interval(np.mean(found, 0).tolist()), "+.4f")]
+        for kind, found in sorted(groups.items())
     ]
     return table("remedies | cells | cost beyond the law", rows)
 
 
-def _remedies(cell: CellResult) -> str:
+def remedies(cell: CellResult) -> str:
     """Returns the remedies that a cell's policy has in any GEMM."""
     policy = policy_of(Cell(cell.policy, cell.rules, cell.model, "tuned-60m", 1))
     found = set()

@@ -1,17 +1,21 @@
 """The study's plots from its finished runs. The same runs give the same files."""
 
+import statistics
 from collections.abc import Mapping
+from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.study import tuning
+from benchmarks.study import laws, tuning
 from benchmarks.study.cells import MAIN_PROTOCOLS, WGRAD_ONLY
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.studies import REMEDIES
-from training.paired_statistics import paired_difference
+from training.paired_statistics import Estimate, paired_difference
 
 _LINES = (("black", "o", "-"), ("#7f7f7f", "s", "--"), ("#404040", "^", ":"), ("#b0b0b0", "D", "-."))
 """Color, marker and line of each curve; they differ without color."""
+_KINDS = (("^", "black"), ("x", "#404040"), ("o", "#7f7f7f"), ("d", "#b0b0b0"), ("+", "black"))
+"""Marker and color of each kind of remedies."""
 _RANGE = 1.0
 """Range of the losses shown over the learning rate, in nats: what hardly learns is far above."""
 _REMEDIES = {"wgrad_hadamard": "H16", "wgrad_sr": "stochastic rounding", "wgrad_rht": "redrawn signs"}
@@ -70,14 +74,13 @@ def remedies(cells: Mapping[str, CellResult]) -> Figure:
         for base in sorted(group, key=lambda cell: cell.label)
         if base.policy in ("wgrad", f"{WGRAD_ONLY}wgrad")
     ]
+    shown = [row for row in shown if any(_change(*row[1:], remedy).n > 1 for remedy in REMEDIES)]
     figure = Figure(figsize=(7, 1.1 + 0.3 * len(shown)), layout="constrained")
     panels = figure.subplots(1, len(REMEDIES), sharex=True, sharey=True)
     for axes, remedy in zip(panels, REMEDIES, strict=True):
         axes.axvline(0, color="#7f7f7f", linewidth=0.8)
         for y, (_, base, others) in enumerate(shown):
-            prefix = base.policy.removesuffix("wgrad")
-            other = others.get(base.label.replace(base.policy, prefix + remedy, 1))
-            if other is not None and (d := paired_difference(other.losses, base.losses)).n > 1:
+            if (d := _change(base, others, remedy)).n > 1:
                 axes.plot([d.low, d.high], [y, y], color="black", linewidth=1.2)
                 axes.plot([d.mean], [y], "o", color="black", markersize=4)
         axes.set_title(_REMEDIES[remedy], loc="left", fontsize="medium")
@@ -85,6 +88,35 @@ def remedies(cells: Mapping[str, CellResult]) -> Figure:
     panels[0].set_yticks(range(len(shown)), [name for name, *_ in shown])
     panels[0].set_ylim(max(len(shown), 1) - 0.5, -0.5)
     panels[len(panels) // 2].set_xlabel("loss minus that without it, nats; 95 % intervals")
+    return figure
+
+
+def _change(base: CellResult, others: Mapping[str, CellResult], remedy: str) -> Estimate:
+    """Returns what a remedy changes beside a cell without one; nothing if it has not run."""
+    name = base.policy.removesuffix("wgrad") + remedy
+    other = others.get(base.label.replace(base.policy, name, 1))
+    return paired_difference(other.losses if other else {}, base.losses)
+
+
+def law(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> Figure:
+    """Draws what cells cost over the squared error of their gradients, and the law through all of them."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    if record is None or laws.BASE not in cells or len(chosen := laws.measured(cells, record)) < 2:
+        return figure
+    axes = figure.subplots()
+    found = laws.fit(cells, chosen, record, "error")
+    kinds = sorted({laws.remedies(cell) for cell in chosen})
+    for kind, (marker, color) in zip(kinds, _KINDS, strict=False):
+        points = [
+            (laws.statistics(cell.label, record, "error")[0], statistics.fmean(laws.costs(cells, cell)))
+            for cell in chosen
+            if laws.remedies(cell) == kind
+        ]
+        axes.plot(*zip(*points, strict=True), marker, color=color, markersize=5, label=kind)
+    ends = axes.get_xlim()
+    axes.plot(ends, [found.of([x]) for x in ends], color="black", linewidth=0.8)
+    axes.set(xlabel="squared relative error of the whole gradient", ylabel="final loss minus fp8's, nats")
+    axes.legend(frameon=False)
     return figure
 
 

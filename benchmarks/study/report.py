@@ -66,6 +66,7 @@ PLOTS = {
     "learning-rates.svg": plots.learning_rates,
     "seeds.svg": plots.seeds,
     "remedies.svg": plots.remedies,
+    "law.svg": lambda cells: plots.law(cells, diagnosis_file.read(PAGE.with_suffix("") / "ladder")),
 }
 
 
