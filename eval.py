@@ -108,7 +108,7 @@ def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
             )
         batches = read_batches(arguments, restored)
         _, model, params, _, phase, implementation, _ = restored
-        found = diagnose(model, params, phase.layers, implementation, batches)
+        found = diagnose(model, params, phase.layers, implementation, batches, say=_say_while_measuring)
     described = describe(arguments, restored)
     shape = {"batches": len(batches), "tokens": sum(batch[:, 1:].size for batch in batches)}
     found = described | shape | found | {"versions": facts()}
@@ -121,6 +121,10 @@ def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
     if not arguments.json:
         show(*said)
     return found
+
+
+def _say_while_measuring(text: str) -> None:
+    print(f"measuring: {text}", file=sys.stderr, flush=True)
 
 
 def read_batches(arguments: EvalConfig, restored: Restored) -> list[np.ndarray]:

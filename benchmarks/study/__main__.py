@@ -16,14 +16,12 @@ none has timed yet may take longer.
 """
 
 import dataclasses
-import fnmatch
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
@@ -31,7 +29,7 @@ import tyro
 from benchmarks.study import diagnosis, diagnosis_file, forecast, recipes_page, report, runner
 from benchmarks.study.cells import Cell
 from benchmarks.study.results import gather, read_runs
-from benchmarks.study.studies import STUDIES
+from benchmarks.study.studies import STUDIES, matching
 from training.environment import enable_compilation_cache, input_errors
 
 
@@ -78,21 +76,17 @@ def run(
         try:
             for name in names:
                 settings = runner.Settings(name, out, data, eval_data, vocab_size, commit, deadline)
-                if not runner.run_cells(_chosen(STUDIES[name], cells, seeds), settings):
+                chosen = [_with_seeds(cell, seeds) for cell in matching(STUDIES[name], cells)]
+                if not runner.run_cells(chosen, settings):
                     break
                 print(f"{name}: no run is missing, or other processes train the rest")
         except KeyboardInterrupt:
             sys.exit("interrupted; the same command trains what is missing")
 
 
-def _chosen(study: Sequence[Cell], pattern: str, seeds: int | None) -> list[Cell]:
-    """Returns the cells whose name matches, with at most so many seeds."""
-    found = [cell for cell in study if fnmatch.fnmatchcase(cell.name, pattern)]
-    if not found:
-        raise ValueError(
-            f"no cell is called {pattern!r}; the cells are {', '.join(cell.name for cell in study)}"
-        )
-    return [dataclasses.replace(cell, seeds=min(cell.seeds, seeds or cell.seeds)) for cell in found]
+def _with_seeds(cell: Cell, seeds: int | None) -> Cell:
+    """Returns the cell with at most so many seeds."""
+    return dataclasses.replace(cell, seeds=min(cell.seeds, seeds or cell.seeds))
 
 
 def _run_workers(count: int) -> int:

@@ -21,7 +21,7 @@ from benchmarks.study.cells import BASELINE, Cell, policy_of
 from benchmarks.study.diagnosis_tables import cells_table, compared_table, variants_table
 from benchmarks.study.programs import IMPLEMENTATION
 from benchmarks.study.runner import current_commit
-from benchmarks.study.studies import STUDIES
+from benchmarks.study.studies import STUDIES, matching
 from models import llama
 from models.configs import name_of, to_dict
 from mxjax.policy import Policy
@@ -43,6 +43,7 @@ def main(
     run: Annotated[pathlib.Path, tyro.conf.Positional],
     *,
     study: str = "ladder-60m",
+    cells: str = "*",
     step: int | None = None,
     batches: int = 8,
     batch_size: int | None = None,
@@ -57,6 +58,7 @@ def main(
       run: folder of a run of train.py, best in fp8.
       study: study whose policies to measure, or several joined by commas; "none" measures Wgrad's variants
         alone.
+      cells: pattern of the names of the cells to measure, such as "wgrad*.floor.*".
       step: step of the checkpoint. Default: the last.
       batches: number of batches of the run's held-out data, at least 4, or 3 with the study "none".
       batch_size: sequences a batch; default, the run's.
@@ -70,8 +72,9 @@ def main(
         if unknown := [name for name in names if name not in STUDIES]:
             known = f"the studies are {', '.join(STUDIES)}, and {NONE}"
             raise ValueError(f"unknown study {', '.join(unknown)}; {known}")
-        cells = [cell for name in names for cell in STUDIES[name]]
-        if cells and batches < LEAST_BATCHES:
+        chosen = [cell for name in names for cell in STUDIES[name]]
+        chosen = matching(chosen, cells) if chosen else []
+        if chosen and batches < LEAST_BATCHES:
             raise ValueError(f"--batches must be at least {LEAST_BATCHES}, got {batches}")
         diagnosis_file.check_unfinished(out)
         arguments = evaluation.EvalConfig(run, step=step, batches=batches, batch_size=batch_size)
@@ -82,7 +85,7 @@ def main(
         settings |= {"study": study, "commit": commit, "versions": facts()}
         out.mkdir(parents=True, exist_ok=True)
         record = diagnosis_file.begin(out, settings)
-        measure(cells, restored, held_out, record, lambda: diagnosis_file.keep(out, record))
+        measure(chosen, restored, held_out, record, lambda: diagnosis_file.keep(out, record))
         diagnosis_file.finish(out, record)
     written = f"written to {out / diagnosis_file.FILE}"
     of_cells = [cells_table(record)] if record["cells"] else []

@@ -18,6 +18,12 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(), object_hook=_with_nan) if path.exists() else None
 
 
+def read_all(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the finished records in the folders of a folder, by their names."""
+    found = map(read, sorted(folder.iterdir()) if folder.exists() else [])
+    return [record for record in found if record is not None]
+
+
 def check_unfinished(folder: pathlib.Path) -> None:
     """Raises ValueError if the folder holds a finished diagnosis."""
     if (folder / FILE).exists():

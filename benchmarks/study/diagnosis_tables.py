@@ -59,6 +59,19 @@ def cells_table(record: Mapping[str, Any] | None) -> str:
     return _split_table("policy, rules", "cells", record)
 
 
+def own_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the relative errors of cells on checkpoints that several policies trained."""
+    if not records:
+        return "Not measured yet."
+    common = [name for name in records[0]["cells"] if all(name in record["cells"] for record in records)]
+    rows = [
+        [f"{record['policy']}, step {record['step']}"]
+        + [_estimate("error", record["cells"][name]["error"]) for name in common]
+        for record in records
+    ]
+    return table(" | ".join(["trained in", *common]), rows)
+
+
 def _split_table(heading: str, part: str, record: Mapping[str, Any] | None) -> str:
     if record is None:
         return "Not measured yet."

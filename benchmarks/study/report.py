@@ -91,6 +91,7 @@ def sections(runs: Sequence[Run]) -> dict[str, str]:
         "compared": diagnosis_tables.compared_table(wgrad),
         "variants at the end": diagnosis_tables.variants_table(wgrad_end),
         "compared at the end": diagnosis_tables.compared_table(wgrad_end),
+        "own": diagnosis_tables.own_table(diagnosis_file.read_all(PAGE.with_suffix("") / "own")),
         "gradients": diagnosis_tables.cells_table(ladder),
         "prediction": diagnosis_tables.prediction(cells, ladder),
         "laws": laws.laws(cells, ladder),

@@ -4,8 +4,9 @@ A study whose learning rate is not tuned yet has the placeholder of `benchmarks.
 """
 
 import dataclasses
+import fnmatch
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from benchmarks.study.cells import MULTIPLES, UNIFORM, WGRAD_KINDS, WGRAD_ONLY, Cell
 from mxjax.recipes import policies
@@ -142,6 +143,19 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
     }
 )
 """The studies and their cells, in the order of training."""
+
+
+def matching(cells: Sequence[Cell], pattern: str) -> list[Cell]:
+    """Returns the cells whose name matches a pattern such as "wgrad.floor.*".
+
+    Raises:
+      ValueError: none does.
+    """
+    found = [cell for cell in cells if fnmatch.fnmatchcase(cell.name, pattern)]
+    if not found:
+        names = ", ".join(cell.name for cell in cells)
+        raise ValueError(f"no cell is called {pattern!r}; the cells are {names}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,7 +139,7 @@ def effective_multiple(ours: Mapping[int, float], lengths: Mapping[float, Mappin
 
     whole = estimate(seeds)
     parts = [estimate([s for s in seeds if s != left]) for left in seeds] if len(seeds) > 1 else []
-    if not all(map(math.isfinite, [whole, *parts])):
+    if not parts or not all(map(math.isfinite, [whole, *parts])):
         return Estimate(whole, math.nan, math.nan, math.nan, len(seeds))
     return jackknife(whole, parts)
 

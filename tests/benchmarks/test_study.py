@@ -192,6 +192,9 @@ def test_effective_multiples_invert_a_power_law():
     assert tokens.effective_multiple({0: 9.0, 1: 9.0}, lengths).mean == -math.inf
     assert tokens.effective_multiple({0: 2.0, 1: 2.0}, lengths).mean == math.inf
     assert math.isnan(tokens.effective_multiple({0: 3.0}, {1.0: {0: 3.0}}).mean)
+    single = tokens.effective_multiple({2: power_law(23 * 0.95) + 0.02}, lengths)
+    assert single.n == 1
+    assert math.isnan(single.low)
 
 
 def test_the_interval_of_effective_multiples_covers():

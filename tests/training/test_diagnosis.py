@@ -283,7 +283,9 @@ def test_the_command_writes_tables_json_and_plots(tmp_path, capsys, monkeypatch)
     few = {name: VARIANTS[name] for name in ("nearest even", "H16 floor")}
     monkeypatch.setattr(program, "diagnose", functools.partial(diagnose, variants=few))
     runpy.run_path(evaluation_program.__file__, run_name="__main__")
-    printed = capsys.readouterr().out
+    captured = capsys.readouterr()
+    printed = captured.out
+    assert captured.err.endswith("measuring: Wgrad in 2 variants\n")
     found = json.loads((out / "diagnosis.json").read_text())
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-2], "--json"])
     runpy.run_path(evaluation_program.__file__, run_name="__main__")

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ def diagnose(
     implementation: Implementation | None,
     batches: Sequence[Batch],
     variants: Mapping[str, Gemm] = VARIANTS,
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Returns the measures of every linear layer of the blocks, and the split of the gradients' errors.
 
@@ -39,6 +40,7 @@ def diagnose(
     Args:
       batches: token ids of at least three batches of one shape.
       variants: what to compare Wgrad under.
+      say: receives a line on what is measured next.
     Returns: "layers" by layer (see `_layer_numbers`), "gradient" (errors of whole gradients) and "wgrad" (by
       variant), these two by "all", by linear layer and by layer; see `training.diagnosis.split.Split`.
     Raises:
@@ -50,16 +52,18 @@ def diagnose(
     run = make_pass(model, policies, implementation)
     run_exact = make_gradients(model, exact_policies, implementation)
     keys = [jax.random.fold_in(key, i) for i in range(len(batches))]
+    say(f"passes of {len(batches)} batches under the policy, and their gradients under bf16")
     # To the host, where the passes of all batches have room.
     passes = [jax.device_get(run(params, batch, k)) for batch, k in zip(batches, keys, strict=True)]
     exact = [
         jax.device_get(run_exact(params, batch, k).gradients) for batch, k in zip(batches, keys, strict=True)
     ]
-    return {
-        "layers": _layers(passes, params, policies, implementation, keys),
-        "gradient": _splits(gradient_grams([p.gradients for p in passes], exact)),
-        "wgrad": {name: _splits(g) for name, g in wgrad_grams(passes, key, variants).items()},
-    }
+    say("errors of every layer's GEMMs")
+    layers = _layers(passes, params, policies, implementation, keys)
+    say(f"Wgrad in {len(variants)} variants")
+    wgrad = {name: _splits(g) for name, g in wgrad_grams(passes, key, variants).items()}
+    gradient = _splits(gradient_grams([p.gradients for p in passes], exact))
+    return {"layers": layers, "gradient": gradient, "wgrad": wgrad}
 
 
 def check_batches(batches: Sequence[Batch]) -> None:
