@@ -113,6 +113,8 @@ def quantize(
       they lose accuracy and at last become zero. For a block with one float32 scale (`fp4_vector`,
       `fp4_e1m2`) that bound is 2**-122, and one NaN or infinity makes the block NaN. An NVFP4 block becomes
       zero if its maximum is so far below the tensor's that its E4M3 scale is zero; a UE5M3 scale is then 1.
+    Derivatives: zero, as of any rounding. For a straight-through gradient of the values q that `dequantize`
+      returns, write `lax.stop_gradient(q) + (x - lax.stop_gradient(x))`. `mxjax.dot` needs no such thing.
     Raises:
       ValueError: unknown format, rule or rounding; stochastic rounding without a key; bad block_shape; an
         axis that x does not have.

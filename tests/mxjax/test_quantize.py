@@ -5,6 +5,7 @@ from typing import get_args
 
 import gfloat
 import gfloat.formats
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from jax import lax
 from support import oracles
 from support.tensors import (
     E2M1,
@@ -273,3 +275,17 @@ def test_error_is_within_half_a_step_where_nothing_clips(name, x):
     element = info(name)
     bound = np.maximum(np.abs(x) * 2.0**-element.precision, element.smallest * scale / 2)
     assert np.all(np.abs(x - np.asarray(mxjax.dequantize(q), np.float64)) <= bound)
+
+
+def test_gradients_are_zero_and_straight_through_as_documented():
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 64)), jnp.float32)
+
+    def values(x):
+        return mxjax.dequantize(mxjax.quantize(x))
+
+    def straight(x):
+        return lax.stop_gradient(values(x)) + (x - lax.stop_gradient(x))
+
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(values(x) ** 2))(x), 0)
+    np.testing.assert_array_equal(straight(x), values(x))
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(straight(x) ** 2))(x), 2 * values(x))
