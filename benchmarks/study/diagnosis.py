@@ -73,6 +73,8 @@ def main(
             known = f"the studies are {', '.join(STUDIES)}, and {NONE}"
             raise ValueError(f"unknown study {', '.join(unknown)}; {known}")
         chosen = [cell for name in names for cell in STUDIES[name]]
+        if cells != "*" and not chosen:
+            raise ValueError(f"--cells chooses among the cells of a study; --study {NONE} has none")
         chosen = matching(chosen, cells) if chosen else []
         if chosen and batches < LEAST_BATCHES:
             raise ValueError(f"--batches must be at least {LEAST_BATCHES}, got {batches}")
@@ -83,6 +85,7 @@ def main(
         check_batches(held_out)
         settings = {"run": run.name} | _settings(restored, held_out)
         settings |= {"study": study, "commit": commit, "versions": facts()}
+        settings |= {} if cells == "*" else {"pattern": cells}
         out.mkdir(parents=True, exist_ok=True)
         record = diagnosis_file.begin(out, settings)
         measure(chosen, restored, held_out, record, lambda: diagnosis_file.keep(out, record))

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.study.cells import MAIN_PROTOCOLS
+from benchmarks.study.cells import MAIN_PROTOCOLS, UNIFORM, WGRAD_ONLY
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.tables import interval, number
 from mxjax.tables import table
-from training.paired_statistics import rank_correlation
+from training.paired_statistics import paired_difference, rank_correlation
 
 STATISTICS = {
     "error": "relative error",
@@ -23,8 +23,9 @@ OF_CELLS = STATISTICS | {
     "descent_for_length": "for its length",
 }
 """The statistics of whole gradients by cell; older records have the first few."""
-FAR = ("amazon", "full_sr")
-"""The policies with the smallest and the largest error of all with MXFP4, and the same ends of the losses."""
+FAR = ("amazon", "full_sr", WGRAD_ONLY, UNIFORM)
+"""How the names of policies at the ends begin: they have the smallest and largest errors, and losses."""
+_WITHOUT_FAR = "without amazon, full_sr, Wgrad alone and the uniform grid"
 LEAST_CELLS = 5
 """The smallest number of cells for which a rank correlation is shown."""
 
@@ -88,7 +89,7 @@ def _measured(splits: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> str:
     """Returns the rank correlation of each statistic with the final loss minus fp8's, by group of cells.
 
-    Each stands beside the same without the policies FAR, on which it may hang.
+    Each stands beside the same without the policies FAR, on which it may hang. Losses are paired by seed.
     """
     if record is None:
         return "Not measured yet."
@@ -107,12 +108,12 @@ def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None
                 f"a rank correlation needs at least {LEAST_CELLS}."
             )
             continue
-        near = [cell for cell in known if cell.policy not in FAR]
+        near = [cell for cell in known if not cell.policy.startswith(FAR)]
         rows = [
             [name, *(_correlation(key, chosen, base, record) for chosen in (known, near))]
             for key, name in _measured(record["cells"]).items()
         ]
-        header = f"{model}, {protocol}: statistic | all | without {' and '.join(FAR)}"
+        header = f"{model}, {protocol}: statistic | all | {_WITHOUT_FAR}"
         parts.append(table(header, rows))
     return "\n\n".join(parts)
 
@@ -121,7 +122,7 @@ def _correlation(key: str, known: Sequence[CellResult], base: CellResult, record
     """Returns the rank correlation of a statistic with the losses of the cells, in words."""
     if len(known) < LEAST_CELLS:
         return "-"
-    gaps = [_mean(cell.losses) - _mean(base.losses) for cell in known]
+    gaps = [paired_difference(cell.losses, base.losses).mean for cell in known]
     r = rank_correlation([record["cells"][cell.label][key]["mean"] for cell in known], gaps)
     return (
         f"{number(r.mean, '+.2f')} ({interval(r.low, r.high, '+.2f')}), p {number(r.p, '.2g')}, {r.n} cells"
@@ -142,7 +143,3 @@ def _estimate(key: str, e: Mapping[str, float]) -> str:
         return "not resolved"
     half = (e["high"] - e["low"]) / 2
     return number(e["mean"]) + ("" if math.isnan(half) or half == 0 else f" ± {half:.4f}")
-
-
-def _mean(losses: Mapping[int, float]) -> float:
-    return math.fsum(losses.values()) / len(losses)

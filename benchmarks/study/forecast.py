@@ -1,4 +1,4 @@
-"""A forecast of what cells cost, made before they run, from the error of their gradients.
+"""A forecast of what cells cost, made before they run.
 
 python -m benchmarks.study forecast   # writes docs/results/study/forecast.json
 """
@@ -19,34 +19,46 @@ from benchmarks.study.laws import (
     LAWS,
     LEAST_CELLS,
     Cells,
-    costs,
+    cost,
     families,
     family_of,
+    features,
     fit,
+    measured,
 )
-from benchmarks.study.laws import statistics as measured_statistics
 from benchmarks.study.studies import STUDIES
 from benchmarks.study.tables import interval, number
 from mxjax.tables import table
 from training.files import write_atomically
-from training.paired_statistics import rank_correlation, t_interval
+from training.paired_statistics import differences, rank_correlation, t_interval
 
 FILE = "forecast.json"
+_NAMES = {"mean": "mean of its family"} | LAWS
 
 
 def make(cells: Cells, record: Mapping[str, Any], commit: str) -> dict[str, Any]:
-    """Returns the forecasts of every law for the cells of `rules-60m` that have no run."""
+    """Returns the forecasts of every law for the cells of `rules-60m` that have no run.
+
+    Raises:
+      ValueError: fp8 has no run.
+    """
+    if BASE not in cells:
+        raise ValueError(f"a forecast is relative to {BASE}, which has no run")
     waiting = [cell for cell in STUDIES["rules-60m"] if cell.name not in cells]
     made: dict[str, Any] = {"commit": commit, "diagnosis": record["commit"], "fitted": {}, "forecasts": {}}
-    for family, chosen in families(cells, record).items():
+    for family, chosen in families(measured(cells, record)).items():
+        if len(chosen) < LEAST_CELLS:
+            continue
         made["fitted"][family] = [cell.name for cell in chosen]
         fits = {law: fit(cells, chosen, record, law) for law in LAWS}
-        mean = statistics.fmean(cost for cell in chosen for cost in costs(cells, cell))
+        mean = statistics.fmean(cost(cells, cell) for cell in chosen)
         for cell in waiting:
-            if family_of(cell.policy, cell.rules) != family:
+            if (
+                family_of(cell.policy, cell.rules) != family
+                or f"{cell.policy} {cell.rules}" not in record["cells"]
+            ):
                 continue
-            label = f"{cell.policy} {cell.rules}"
-            found = {law: fits[law].of(measured_statistics(label, record, law)) for law in LAWS}
+            found = {law: fits[law].of(features(cell.policy, cell.rules, record, law)) for law in LAWS}
             numbers = {name: round(value, 4) for name, value in ({"mean": mean} | found).items()}
             made["forecasts"][cell.name] = {"family": family} | numbers
     return made
@@ -56,15 +68,16 @@ def forecast(cells: Cells, made: Mapping[str, Any] | None) -> str:
     """Returns the forecasts beside what the runs gave, and how far they lie from it."""
     if made is None or BASE not in cells:
         return "Not made yet."
-    rows, known = [], []
+    base, rows, known = cells[BASE].losses, [], []
     for name, found in made["forecasts"].items():
-        gaps = t_interval(costs(cells, cells[name]) if name in cells else [])
-        values = [number(found[law], "+.4f") for law in ("mean", *LAWS)]
-        measured = [number(gaps.mean, "+.4f"), interval(gaps.low, gaps.high)] if gaps.n else ["", ""]
-        rows.append([name.removesuffix(f".{GROUP}").replace(".", " "), *values, *measured, gaps.n or ""])
-        if gaps.n:
+        losses = cells[name].losses if name in cells else {}
+        gaps = t_interval(differences(losses, base))
+        shown = [number(gaps.mean, "+.4f"), interval(gaps.low, gaps.high), gaps.n] if gaps.n else [""] * 3
+        label = name.removesuffix(f".{GROUP}").replace(".", " ")
+        rows.append([label, *(number(found[law], "+.4f") for law in _NAMES), *shown])
+        if losses.keys() == base.keys():
             known.append((found, gaps.mean))
-    text = table("cell | mean of its family | by the error | by both parts | measured | 95 % | seeds", rows)
+    text = table(f"cell | {' | '.join(_NAMES.values())} | measured | 95 % | seeds", rows)
     return text + "\n\n" + _score(known)
 
 
@@ -78,25 +91,30 @@ def write(folder: pathlib.Path, made: Mapping[str, Any]) -> None:
     """Writes a forecast.
 
     Raises:
-      ValueError: the folder has one already, or no cell is without runs.
+      ValueError: the folder has one already, or there is nothing to forecast.
     """
     if (folder / FILE).exists():
         raise ValueError(f"{folder / FILE} exists, and a forecast is made once; remove it to make another")
     if not made["forecasts"]:
-        raise ValueError("every cell of rules-60m has run, so there is nothing to forecast")
+        raise ValueError(
+            "there is nothing to forecast: every cell of rules-60m has run or is not in the diagnosis, or "
+            "too few have run to fit a law"
+        )
     write_atomically(folder / FILE, json.dumps(made, indent=1) + "\n")
 
 
 def _score(known: Sequence[tuple[Mapping[str, Any], float]]) -> str:
+    """Returns how far each law is from the cells that have run with all seeds."""
     if len(known) < LEAST_CELLS:
-        return f"{len(known)} of them have run; the score needs {LEAST_CELLS}."
-    lines = []
-    for law in ("mean", *LAWS):
+        return f"{len(known)} of them have run with all seeds; the score needs {LEAST_CELLS}."
+    rows = []
+    for law, name in _NAMES.items():
         far = float(np.mean([abs(found[law] - gap) for found, gap in known]))
         r = rank_correlation(*zip(*_within_families(known, law), strict=True))
-        rank = f"rank correlation within families {r.mean:+.2f}, p {r.p:.2g}"
-        lines.append(f"- {law}: {far:.4f} nats off in the mean" + ("" if law == "mean" else f"; {rank}"))
-    return "\n".join([f"Over the {len(known)} that have run:", "", *lines])
+        rank = "" if law == "mean" else f"{r.mean:+.2f} ({interval(r.low, r.high, '+.2f')})"
+        rows.append([name, number(far, ".4f"), rank])
+    score = table("forecast by | nats off in the mean | rank correlation within families", rows)
+    return f"Over the {len(known)} that have run with all seeds:\n\n{score}"
 
 
 def _within_families(known: Sequence[tuple[Mapping[str, Any], float]], law: str) -> list[tuple[float, float]]:

@@ -1,30 +1,32 @@
-"""What a policy costs by the error of its gradients, as Markdown tables.
+"""How far the error of a policy's gradients tells what it costs, as Markdown tables.
 
-A law gives a cell's final loss minus fp8's as a constant plus slopes times statistics of the diagnosis. The
-slopes are least squares over the cells of a family, for each seed by itself, so that the seeds show how far
-the runs determine them.
+A law gives a cell's final loss minus fp8's, in the mean over the seeds, as a constant plus slopes times
+features, by least squares over cells. Intervals are over the cells, so that they hold what the law misses.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from benchmarks.study.cells import WGRAD_KINDS, WGRAD_ONLY, Cell, policy_of
 from benchmarks.study.results import CellResult
 from benchmarks.study.studies import RULES
 from benchmarks.study.tables import interval, number
+from mxjax.policy import OPERANDS, Gemm, Policy
 from mxjax.tables import table
-from training.paired_statistics import Estimate, differences, t_interval
+from training.paired_statistics import CONFIDENCE, differences, t_interval
 
 Cells = Mapping[str, CellResult]
 GROUP = "60m.tuned-60m"
 BASE = f"fp8.own.{GROUP}"
 ALONE, BESIDE = "Wgrad alone", "Wgrad beside `even`"
 """Families of cells that differ in Wgrad: Fprop and Dgrad are in FP8, or in MXFP4 with the rule even."""
-LAWS = {"error": ("noise + repeating",), "split": ("noise", "across")}
-"""The laws by name: the squared error as a whole; its noise and its repeating part across the gradient."""
+LAWS = {"error": "squared error", "split": "noise and repeating error", "remedy": "mean of its remedy"}
+"""What the laws go by. The last one takes the mean over the rules of cells with the same remedy of Wgrad."""
 LEAST_CELLS = 6
 
 
@@ -32,81 +34,85 @@ class Fit(NamedTuple):
     """A law fitted to cells.
 
     Attributes:
-      coefficients: by seed, the constant first.
-      explained, crossed: share of the variance of the cells' means that it explains, and of cells left out.
+      coefficients: the constant, and the slopes.
+      halves: half of each one's 95 % interval.
+      explained, crossed: share of the variance of the costs that it explains, and of cells left out.
     """
 
     coefficients: np.ndarray
+    halves: np.ndarray
     explained: float
     crossed: float
 
-    def of(self, statistics: Sequence[float]) -> float:
-        """Returns the cost of a cell with these statistics."""
-        return float(self.coefficients.mean(0) @ [1.0, *statistics])
+    def of(self, features: Sequence[float]) -> float:
+        """Returns the cost of a cell with these features."""
+        return float(self.coefficients @ [1.0, *features])
 
 
 def laws(cells: Cells, record: Mapping[str, Any] | None) -> str:
-    """Returns the slopes of each law in each family, and over all cells."""
+    """Returns the laws of each family and of all cells, also within cells of one Fprop."""
     if record is None or BASE not in cells:
         return "Not measured yet."
-    rows = []
-    for family, chosen in {**families(cells, record), "all": measured(cells, record)}.items():
-        if len(chosen) < LEAST_CELLS:
-            continue
-        row = [family, len(chosen)]
-        for law in LAWS:
-            found = fit(cells, chosen, record, law)
-            row += [_shown(t_interval(list(column)), "+.2f") for column in found.coefficients.T[1:]]
-            row += [number(found.explained, ".2f"), number(found.crossed, ".2f")]
-        rows.append(row)
-    quality = "explained | cell left out"
-    return table(f"cells | number | error | {quality} | noise | repeating | {quality}", rows)
+    found = measured(cells, record)
+    groups = {name: chosen for name, chosen in families(found).items() if len(chosen) >= LEAST_CELLS}
+    rows = [
+        _row(name, chosen, law, fit(cells, chosen, record, law))
+        for name, chosen in groups.items()
+        for law in LAWS
+    ]
+    if len(found) >= LEAST_CELLS:
+        rows += [_row("all", found, law, fit(cells, found, record, law)) for law in ("error", "split")]
+        within = _within(cells, found, record)
+        row = ["all, within one Fprop", len(found), LAWS["error"], "", _shown(within, 0), ""]
+        rows.append([*row, number(within.explained, ".2f"), ""])
+    slopes = "slope of the error or its noise | of the repeating part"
+    return table(f"cells | number | law by | constant | {slopes} | explained | left out", rows)
+
+
+def _row(name: str, chosen: Sequence[CellResult], law: str, found: Fit) -> list[object]:
+    shown = [_shown(found, i) for i in range(len(found.coefficients))] if law != "remedy" else []
+    numbers = (shown + [""] * 3)[:3]
+    return [
+        name,
+        len(chosen),
+        LAWS[law],
+        *numbers,
+        number(found.explained, ".2f"),
+        number(found.crossed, ".2f"),
+    ]
 
 
 def beyond(cells: Cells, record: Mapping[str, Any] | None) -> str:
-    """Returns what cells cost beyond the law of the error over all cells, by the remedies of their GEMMs."""
+    """Returns what cells cost beyond the law of the error over all cells, by their remedies."""
     if record is None or BASE not in cells or len(chosen := measured(cells, record)) < LEAST_CELLS:
         return "Not measured yet."
-    coefficients = fit(cells, chosen, record, "error").coefficients
-    groups: dict[str, list[np.ndarray]] = {}
+    law = fit(cells, chosen, record, "error")
+    groups: dict[str, list[float]] = defaultdict(list)
     for cell in chosen:
-        expected = coefficients @ [1.0, *statistics(cell.label, record, "error")]
-        groups.setdefault(remedies(cell), []).append(np.array(costs(cells, cell)) - expected)
-    rows = [
-        [kind, len(found), _shown(t_interval(np.mean(found, 0).tolist()), "+.4f")]
-        for kind, found in sorted(groups.items())
-    ]
-    return table("remedies | cells | cost beyond the law", rows)
+        expected = law.of(features(cell.policy, cell.rules, record, "error"))
+        groups[_where(_policy(cell))].append(cost(cells, cell) - expected)
+    rows = []
+    for where, values in sorted(groups.items()):
+        e = t_interval(values)
+        rows.append([where, len(values), number(e.mean, "+.4f"), interval(e.low, e.high)])
+    return table("remedy | cells | cost beyond the law | 95 % over cells", rows)
 
 
 def remedies(cell: CellResult) -> str:
     """Returns the remedies that a cell's policy has in any GEMM."""
-    policy = policy_of(Cell(cell.policy, cell.rules, cell.model, "tuned-60m", 1))
-    found = set()
-    for gemm in (policy.fprop, policy.dgrad, policy.wgrad):
-        if gemm.rotation is not None:
-            found.add("redrawn signs" if gemm.rotation.signs == "redrawn" else "H16 or H32")
-        if "stochastic" in (gemm.lhs.rounding, gemm.rhs.rounding):
-            found.add("stochastic rounding")
+    policy = _policy(cell)
+    found = {kind for name in OPERANDS for kind in _kinds(getattr(policy, name))}
     return " and ".join(sorted(found)) or "none"
 
 
 def fit(cells: Cells, chosen: Sequence[CellResult], record: Mapping[str, Any], law: str) -> Fit:
     """Fits a law to the costs of cells."""
-    x = np.array([[1.0, *statistics(cell.label, record, law)] for cell in chosen])
-    y = np.array([costs(cells, cell) for cell in chosen])
-    coefficients = np.linalg.lstsq(x, y, rcond=None)[0]
-    mean = y.mean(1)
-    errors = mean - x @ coefficients.mean(1)
-    left_out = errors / (1 - np.einsum("ij,ji->i", x, np.linalg.pinv(x)))  # as if fitted without the cell
-    total = float(np.sum((mean - mean.mean()) ** 2))
-    explained, crossed = (1 - float(np.sum(e**2)) / total for e in (errors, left_out))
-    return Fit(coefficients.T, explained, crossed)
+    x = np.array([[1.0, *features(cell.policy, cell.rules, record, law)] for cell in chosen])
+    return _least_squares(x, np.array([cost(cells, cell) for cell in chosen]), x.shape[1])
 
 
-def families(cells: Cells, record: Mapping[str, Any]) -> dict[str, list[CellResult]]:
-    """Returns the cells of each family that can be fitted."""
-    found = measured(cells, record)
+def families(found: Sequence[CellResult]) -> dict[str, list[CellResult]]:
+    """Returns the cells of each family."""
     return {name: [c for c in found if family_of(c.policy, c.rules) == name] for name in (ALONE, BESIDE)}
 
 
@@ -129,23 +135,74 @@ def measured(cells: Cells, record: Mapping[str, Any]) -> list[CellResult]:
     ]
 
 
-def costs(cells: Cells, cell: CellResult) -> list[float]:
-    """Returns a cell's final loss minus fp8's by seed."""
-    return differences(cell.losses, cells[BASE].losses)
+def cost(cells: Cells, cell: CellResult) -> float:
+    """Returns a cell's final loss minus fp8's, in the mean over the seeds that both have."""
+    return float(np.mean(differences(cell.losses, cells[BASE].losses)))
 
 
-def statistics(label: str, record: Mapping[str, Any], law: str) -> list[float]:
-    """Returns the statistics that a law multiplies: squared norms relative to the gradient's."""
-    split = record["cells"][label]
+def features(policy: str, rules: str, record: Mapping[str, Any], law: str) -> list[float]:
+    """Returns what a law multiplies: squared norms relative to the gradient's, or 1 for the cell's remedy."""
+    if law == "remedy":
+        return [float(policy.removeprefix(WGRAD_ONLY) == kind) for kind in list(WGRAD_KINDS)[1:]]
+    split = record["cells"][f"{policy} {rules}".strip()]
     error = split["error"]["mean"] ** 2
-    parts = {
-        "noise + repeating": error,
-        "noise": error * (1 - split["repeating_share"]["mean"]),
-        "across": split["across"]["mean"] ** 2,
-    }
-    found = [parts[name] for name in LAWS[law]]
-    return [0.0 if math.isnan(x) else x for x in found]
+    if law == "error":
+        return [error]
+    return [error * (1 - split["repeating_share"]["mean"]), split["across"]["mean"] ** 2]
 
 
-def _shown(e: Estimate, form: str) -> str:
-    return f"{number(e.mean, form)} ({interval(e.low, e.high, form)})"
+def _within(cells: Cells, found: Sequence[CellResult], record: Mapping[str, Any]) -> Fit:
+    """Returns the law of the error of differences from the mean over the cells with the same Fprop."""
+    groups: dict[str, list[CellResult]] = defaultdict(list)
+    for cell in found:
+        groups[str(_policy(cell).fprop)].append(cell)
+    x, y = [], []
+    for group in groups.values():
+        errors = np.array([features(c.policy, c.rules, record, "error") for c in group])
+        costs = np.array([cost(cells, c) for c in group])
+        x.append(errors - errors.mean(0))
+        y.append(costs - costs.mean())
+    return _least_squares(np.concatenate(x), np.concatenate(y), len(groups) + 1)
+
+
+def _least_squares(x: np.ndarray, y: np.ndarray, parameters: int) -> Fit:
+    """Fits y by x; `parameters` are those of the model, means that were taken off included."""
+    inverse = np.linalg.pinv(x.T @ x)
+    coefficients = inverse @ x.T @ y
+    errors = y - x @ coefficients
+    free = len(y) - parameters
+    variance = float(np.sum(errors**2)) / free if free > 0 else math.nan
+    halves = stats.t.ppf((1 + CONFIDENCE) / 2, max(free, 1)) * np.sqrt(variance * np.diag(inverse))
+    left_out = errors / (1 - np.einsum("ij,jk,ik->i", x, inverse, x))  # as if fitted without the cell
+    total = float(np.sum((y - y.mean()) ** 2))
+    explained, crossed = (1 - float(np.sum(e**2)) / total for e in (errors, left_out))
+    return Fit(coefficients, halves, explained, crossed)
+
+
+def _policy(cell: CellResult) -> Policy:
+    return policy_of(Cell(cell.policy, cell.rules, cell.model, "tuned-60m", 1))
+
+
+def _kinds(gemm: Gemm) -> list[str]:
+    """Returns the remedies of a GEMM."""
+    found = []
+    if gemm.rotation is not None:
+        found.append("redrawn signs" if gemm.rotation.signs == "redrawn" else "H16 or H32")
+    if "stochastic" in (gemm.lhs.rounding, gemm.rhs.rounding):
+        found.append("stochastic rounding")
+    return found
+
+
+def _where(policy: Policy) -> str:
+    """Returns a policy's remedies and the GEMMs that have them."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in OPERANDS:
+        if kinds := _kinds(getattr(policy, name)):
+            found[" and ".join(kinds)].append(name.capitalize())
+    parts = (f"{kinds}: {'all three' if len(g) == 3 else ', '.join(g)}" for kinds, g in found.items())
+    return "; ".join(parts) or "none"
+
+
+def _shown(found: Fit, i: int) -> str:
+    value, half = found.coefficients[i], found.halves[i]
+    return f"{number(value, '+.3f')} ({interval(value - half, value + half, '+.3f')})"

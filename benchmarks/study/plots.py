@@ -1,6 +1,6 @@
 """The study's plots from its finished runs. The same runs give the same files."""
 
-import statistics
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,16 +104,14 @@ def law(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> Fi
     if record is None or laws.BASE not in cells or len(chosen := laws.measured(cells, record)) < 2:
         return figure
     axes = figure.subplots()
-    found = laws.fit(cells, chosen, record, "error")
-    kinds = sorted({laws.remedies(cell) for cell in chosen})
-    for kind, (marker, color) in zip(kinds, _KINDS, strict=False):
-        points = [
-            (laws.statistics(cell.label, record, "error")[0], statistics.fmean(laws.costs(cells, cell)))
-            for cell in chosen
-            if laws.remedies(cell) == kind
-        ]
-        axes.plot(*zip(*points, strict=True), marker, color=color, markersize=5, label=kind)
-    ends = axes.get_xlim()
+    points = defaultdict(list)
+    for cell in chosen:
+        (error,) = laws.features(cell.policy, cell.rules, record, "error")
+        points[laws.remedies(cell)].append((error, laws.cost(cells, cell)))
+    for i, kind in enumerate(sorted(points)):
+        marker, color = _KINDS[i % len(_KINDS)]
+        axes.plot(*zip(*points[kind], strict=True), marker, color=color, markersize=5, label=kind)
+    ends, found = axes.get_xlim(), laws.fit(cells, chosen, record, "error")
     axes.plot(ends, [found.of([x]) for x in ends], color="black", linewidth=0.8)
     axes.set(xlabel="squared relative error of the whole gradient", ylabel="final loss minus fp8's, nats")
     axes.legend(frameon=False)

@@ -39,6 +39,28 @@ def interrupt(monkeypatch, number):
     monkeypatch.setattr(diagnosis_file, "keep", keep)
 
 
+def test_checkpoints_of_several_policies_are_compared_by_the_cells_of_all(tmp_path):
+    assert diagnosis_tables.own_table(diagnosis_file.read_all(tmp_path / "own")) == "Not measured yet."
+
+    def keep(policy, errors):
+        cells = {
+            name: {"error": {"mean": e, "low": e - 0.01, "high": e + 0.01}} for name, e in errors.items()
+        }
+        folder = tmp_path / "own" / policy
+        folder.mkdir(parents=True)
+        diagnosis_file.finish(folder, {"policy": policy, "step": 200, "cells": cells})
+
+    keep("wgrad", {"fp8": 0.1, "wgrad floor": 0.3, "full_rht floor": 0.2})
+    keep("full_hadamard", {"full_rht floor": 0.4, "fp8": 0.2})
+    (tmp_path / "own" / "unfinished").mkdir()
+    shown = diagnosis_tables.own_table(diagnosis_file.read_all(tmp_path / "own")).splitlines()
+    assert shown[0] == "| trained in | full_rht floor | fp8 |"
+    assert shown[2:] == [
+        "| full_hadamard, step 200 | 0.4000 ± 0.0100 | 0.2000 ± 0.0100 |",
+        "| wgrad, step 200 | 0.2000 ± 0.0100 | 0.1000 ± 0.0100 |",
+    ]
+
+
 @pytest.mark.slow
 def test_the_cells_of_a_study_are_measured_on_a_checkpoint(run, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
@@ -59,6 +81,10 @@ def test_the_cells_of_a_study_are_measured_on_a_checkpoint(run, tmp_path, capsys
         diagnosis.main(run, study="two", batches=3, out=tmp_path)
     with pytest.raises(SystemExit, match="unknown study three, four; the studies are two, last, and none"):
         diagnosis.main(run, study="two,three,four", out=tmp_path)
+    with pytest.raises(SystemExit, match="--cells chooses among the cells of a study; --study none has none"):
+        diagnosis.main(run, study="none", cells="wgrad*", out=tmp_path)
+    with pytest.raises(SystemExit, match=r"no cell is called 'w'; the cells are fp8\.own"):
+        diagnosis.main(run, study="two", cells="w", batches=4, out=tmp_path)
     with pytest.raises(SystemExit, match=r"diagnosis\.json exists and is complete; name another --out"):
         measure(out=out)
 

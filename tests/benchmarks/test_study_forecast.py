@@ -2,13 +2,12 @@
 
 import dataclasses
 import itertools
-import re
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.study import forecast, laws
+from benchmarks.study import forecast, laws, plots
 from benchmarks.study.cells import PROTOCOLS
 from benchmarks.study.results import gather
 from benchmarks.study.studies import STUDIES
@@ -58,59 +57,86 @@ def _rows(text: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows[2:]}
 
 
+def _laws(cells) -> dict[tuple[str, str], list[str]]:
+    """Returns the table of laws by the cells and the law."""
+    rows = [[x.strip() for x in line.strip("|").split("|")] for line in laws.laws(cells, RECORD).splitlines()]
+    return {(row[0], row[2]): row[1:2] + row[3:] for row in rows[2:]}
+
+
 def test_laws_are_found() -> None:
-    rows = _rows(laws.laws(_runs(KNOWN), RECORD))
-    assert list(rows) == [laws.ALONE, laws.BESIDE, "all"]
-    for row in rows.values():
-        assert row[4:] == ["+2.00 (+2.00 to +2.00)", "+5.00 (+5.00 to +5.00)", "1.00", "1.00"]
+    rows = _laws(_runs(KNOWN))
+    assert list(dict.fromkeys(name for name, _ in rows)) == [
+        laws.ALONE,
+        laws.BESIDE,
+        "all",
+        "all, within one Fprop",
+    ]
+    for name in (laws.ALONE, laws.BESIDE, "all"):
+        exact = ["+0.010 (+0.010 to +0.010)", "+2.000 (+2.000 to +2.000)", "+5.000 (+5.000 to +5.000)"]
+        assert rows[name, "noise and repeating error"][1:] == [*exact, "1.00", "1.00"]
 
 
-def test_slope_and_shares_are_those_of_scipy() -> None:
-    """One statistic is a straight line, which scipy fits; here each cell is left out in turn."""
-    cells = _runs(KNOWN, scatter=0.02)
-    row = _rows(laws.laws(cells, RECORD))[laws.ALONE]
-    chosen = [c for c in KNOWN if c.policy.startswith("only_")]
+def _line(chosen, gap):
+    """Returns the squared errors and costs of cells, and scipy's line through them."""
     x = np.array([RECORD["cells"][f"{c.policy} {c.rules}"]["error"]["mean"] ** 2 for c in chosen])
+    y = np.array([gap(c) for c in chosen])
+    return x, y, stats.linregress(x, y)
+
+
+def test_the_law_of_the_error_is_scipys_line() -> None:
+    """One feature is a straight line, which scipy fits; here each cell is left out in turn."""
+    cells = _runs(KNOWN, scatter=0.02)
+    row = _laws(cells)[laws.ALONE, "squared error"]
+    chosen = [c for c in KNOWN if c.policy.startswith("only_")]
     base = cells["fp8.own.60m.tuned-60m"].losses
-    y = np.array([[cells[c.name].losses[s] - base[s] for s in base] for c in chosen])
-    slopes = [stats.linregress(x, y[:, seed]).slope for seed in range(4)]
-    low, high = stats.t.interval(0.95, 3, np.mean(slopes), stats.sem(slopes))
-    found = stats.linregress(x, y.mean(1))
+    x, y, line = _line(chosen, lambda c: np.mean([cells[c.name].losses[s] - base[s] for s in base]))
+    half = stats.t.ppf(0.975, len(x) - 2) * line.stderr
+    assert row[2] == f"{line.slope:+.3f} ({line.slope - half:+.3f} to {line.slope + half:+.3f})"
+    half = stats.t.ppf(0.975, len(x) - 2) * line.intercept_stderr
+    assert row[1] == f"{line.intercept:+.3f} ({line.intercept - half:+.3f} to {line.intercept + half:+.3f})"
     left = []
     for i in range(len(x)):
         others = np.arange(len(x)) != i
-        line = stats.linregress(x[others], y[others].mean(1))
-        left.append(y[i].mean() - line.intercept - line.slope * x[i])
-    crossed = 1 - np.sum(np.square(left)) / np.sum((y.mean(1) - y.mean()) ** 2)
-    expected = f"{found.slope:+.2f} ({low:+.2f} to {high:+.2f})", f"{found.rvalue**2:.2f}", f"{crossed:.2f}"
-    assert row[1:4] == list(expected)
+        other = stats.linregress(x[others], y[others])
+        left.append(y[i] - other.intercept - other.slope * x[i])
+    crossed = 1 - np.sum(np.square(left)) / np.sum((y - y.mean()) ** 2)
+    assert row[4:] == [f"{line.rvalue**2:.2f}", f"{crossed:.2f}"]
+
+
+def test_the_law_of_the_remedy_is_the_mean_over_the_rules() -> None:
+    cells = _runs(KNOWN)
+    row = _laws(cells)[laws.ALONE, "mean of its remedy"]
+    chosen = [c for c in KNOWN if c.policy.startswith("only_")]
+    y = np.array([_cost(c) for c in chosen])
+    means = np.array([np.mean([_cost(o) for o in chosen if o.policy == c.policy]) for c in chosen])
+    assert row[4] == f"{1 - np.sum((y - means) ** 2) / np.sum((y - y.mean()) ** 2):.2f}"
 
 
 def test_what_remedies_cost_beyond_the_law() -> None:
     """What the cells of a remedy lie off the line through all cells, which scipy fits, in the mean."""
+    _, _, line = _line(KNOWN, _cost)
     rows = _rows(laws.beyond(_runs(KNOWN), RECORD))
-    assert list(rows) == ["H16 or H32", "none", "redrawn signs", "stochastic rounding"]
+    names = ["H16 or H32: Wgrad", "none", "redrawn signs: Wgrad", "stochastic rounding: Wgrad"]
+    assert list(rows) == names
     assert [row[0] for row in rows.values()] == ["4", "4", "4", "8"]
-    cells = _runs(KNOWN)
-    chosen = [c for c in KNOWN if "hadamard" in c.policy]
-    for cell in chosen:
-        for run in cells[cell.name].runs.values():
-            run["final_loss"] -= 0.5
-    label = [f"{c.policy} {c.rules}" for c in KNOWN]
-    x = np.array([RECORD["cells"][name]["error"]["mean"] ** 2 for name in label])
-    y = np.array([_cost(c) - 0.5 * (c in chosen) for c in KNOWN])
-    line = stats.linregress(x, y)
-    off = np.mean([y[i] - line.intercept - line.slope * x[i] for i, c in enumerate(KNOWN) if c in chosen])
-    rows = _rows(laws.beyond(cells, RECORD))
-    assert rows["H16 or H32"][1] == f"{off:+.4f} ({off:+.4f} to {off:+.4f})"
+    x, y, _ = _line([c for c in KNOWN if "hadamard" in c.policy], _cost)
+    off = y - line.intercept - line.slope * x
+    low, high = stats.t.interval(0.95, 3, off.mean(), stats.sem(off))
+    assert rows[names[0]][1:] == [f"{off.mean():+.4f}", f"{low:+.4f} to {high:+.4f}"]
+
+
+def test_the_law_is_drawn_with_every_cell() -> None:
+    axes = plots.law(_runs(KNOWN), RECORD).axes[0]
+    labels = {line.get_label(): len(line.get_xdata()) for line in axes.lines[:-1]}
+    assert labels == {"H16 or H32": 4, "none": 4, "redrawn signs": 4, "stochastic rounding": 8}
+    assert not plots.law(_runs(KNOWN), None).axes
 
 
 def test_cells_without_all_seeds_are_not_fitted() -> None:
     cells = _runs(KNOWN)
     del cells[KNOWN[1].name].runs[2]
-    assert _rows(laws.laws(cells, RECORD))[laws.ALONE][0] == "9"
-    few = _runs(KNOWN[:3])
-    assert _rows(laws.laws(few, RECORD)) == {}
+    assert _laws(cells)[laws.ALONE, "squared error"][0] == "9"
+    assert _laws(_runs(KNOWN[:3])) == {}
     assert laws.laws(cells, None) == "Not measured yet."
 
 
@@ -126,15 +152,36 @@ def test_forecast_is_the_law_and_is_scored() -> None:
     assert "0 of them have run" in before
     after = forecast.forecast(_runs(RULES), made)
     row = _rows(after)[f"{WAITING[0].policy} {WAITING[0].rules}"]
-    assert row[2] == row[3] == f"{_cost(WAITING[0]):+.4f}"
-    assert row[5] == "4"
-    assert re.search(r"split: 0\.0000 nats off in the mean; rank correlation within families \+1\.00", after)
-    off = float(re.search(r"mean: (0\.\d+) nats", after)[1])
+    assert row[2] == row[4] == f"{_cost(WAITING[0]):+.4f}"
+    assert row[6] == "4"
+    score = _rows(after.partition("with all seeds:")[2])
+    assert score["noise and repeating error"] == ["0.0000", "+1.00 (+1.00 to +1.00)"]
+    off = float(score["mean of its family"][0])
     by_family = {
         f: np.mean([_cost(c) for c in KNOWN if (c.policy[:5] == "only_") == f]) for f in (True, False)
     }
     expected = np.mean([abs(_cost(c) - by_family[c.policy[:5] == "only_"]) for c in WAITING])
     assert off == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_was_not_measured_is_not_forecast() -> None:
+    cells = _runs(KNOWN)
+    label = f"{WAITING[0].policy} {WAITING[0].rules}"
+    without = RECORD | {"cells": {name: s for name, s in RECORD["cells"].items() if name != label}}
+    assert len(forecast.make(cells, without, "commit")["forecasts"]) == len(WAITING) - 1
+    assert forecast.make(_runs(KNOWN[:3]), RECORD, "commit")["forecasts"] == {}
+    del cells["fp8.own.60m.tuned-60m"]
+    with pytest.raises(ValueError, match=r"relative to fp8\.own\.60m\.tuned-60m, which has no run"):
+        forecast.make(cells, RECORD, "commit")
+
+
+def test_runs_of_a_part_of_the_seeds_are_shown_and_not_scored() -> None:
+    made = forecast.make(_runs(KNOWN), RECORD, "commit")
+    cells = _runs(RULES)
+    del cells[WAITING[0].name].runs[3]
+    after = forecast.forecast(cells, made)
+    assert _rows(after)[f"{WAITING[0].policy} {WAITING[0].rules}"][6] == "3"
+    assert f"Over the {len(WAITING) - 1} that have run with all seeds" in after
 
 
 def test_forecast_is_made_once(tmp_path) -> None:
