@@ -5,14 +5,12 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.study.cells import PROTOCOLS
-from benchmarks.study.results import CellResult
-from benchmarks.study.studies import (
+from benchmarks.study.claim_lists import (
     ALONE,
     ALONE_SEEN,
     CLAIMS,
     GRID,
     GRID_SEEN,
-    HARD,
     HARD_SEEN,
     LADDERS,
     LARGER,
@@ -20,9 +18,10 @@ from benchmarks.study.studies import (
     RCEIL_SEEN,
     RULE_CONTRASTS,
     SEEN,
-    STUDIES,
     Claim,
 )
+from benchmarks.study.results import CellResult
+from benchmarks.study.studies import HARD, STUDIES
 from benchmarks.study.tables import interval, number
 from mxjax.tables import table
 from training.paired_statistics import detectable, holm, standard_deviation, t_interval

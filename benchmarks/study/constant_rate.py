@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from benchmarks.study import tokens
 from benchmarks.study.cells import BASELINE
+from benchmarks.study.claim_lists import CLAIMS, CONSTANT_SEEN, Claim
 from benchmarks.study.claims import by_seed
 from benchmarks.study.results import CellResult, baseline, by_group
-from benchmarks.study.studies import CLAIMS, CONSTANT, CONSTANT_SEEN, STUDIES, Claim
+from benchmarks.study.studies import CONSTANT, STUDIES
 from benchmarks.study.tables import Cells, interval, number
 from mxjax.tables import table
 from training import mlperf

@@ -6,9 +6,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from benchmarks.study.claim_lists import CLAIMS, LADDERS
 from benchmarks.study.claims import by_seed
 from benchmarks.study.results import CellResult, Run, short_name
-from benchmarks.study.studies import CLAIMS, LADDERS
 from benchmarks.study.tables import interval, number
 from mxjax.tables import table
 from training.paired_statistics import differences, t_interval

@@ -6,24 +6,22 @@ import numpy as np
 import scipy.stats
 
 from benchmarks.study import claims
-from benchmarks.study.results import gather
-from benchmarks.study.studies import (
+from benchmarks.study.claim_lists import (
     ALONE,
     ALONE_SEEN,
     CLAIMS,
-    CONSTANT,
     CONSTANT_SEEN,
     GRID,
     GRID_SEEN,
-    HARD,
     HARD_SEEN,
     LADDERS,
     LARGER_SEEN,
     RCEIL_SEEN,
     SEEN,
-    STUDIES,
     Claim,
 )
+from benchmarks.study.results import gather
+from benchmarks.study.studies import CONSTANT, HARD, STUDIES
 from tests.support.study_runs import record
 
 
