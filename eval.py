@@ -9,7 +9,7 @@ All print text to read, or with --json one line of JSON.
 
 if __name__ == "__main__":
     try:
-        from training.startup import prepare_process
+        from training.startup import prepare_process, program_name
     except ImportError as error:  # of an extra that is not installed
         raise SystemExit(f"eval.py: error: {error}") from None
 
@@ -39,8 +39,10 @@ from training.flags import check_lists, flags_of
 from training.metrics import json_line
 from training.outliers import has_outliers
 from training.restored import Restored, RunArguments, describe, in_words, restore
+from training.resume import changed_data
+from training.run_tokens import check_tokens_of
 from training.sampling import SampleConfig, sample
-from training.startup import output_errors
+from training.startup import output_errors, program_name
 from training.step import evaluate, make_eval_step
 
 
@@ -149,11 +151,14 @@ def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.nd
         raise ValueError(
             "--data evaluates on the validation part and --eval-data on everything: give one of them"
         )
-    if arguments.data is not None:
-        return load_held_out(arguments.data, vocab_size, False, config.data.seq_len)
-    if arguments.eval_data is not None:
-        return load_held_out(arguments.eval_data, vocab_size, True, config.data.seq_len)
-    return load_data(config.data, vocab_size).validation
+    for flag, path, whole in (("--data", arguments.data, False), ("--eval-data", arguments.eval_data, True)):
+        if path is not None:
+            check_tokens_of(arguments.run, flag, path)
+            return load_held_out(path, vocab_size, whole, config.data.seq_len)
+    corpus = load_data(config.data, vocab_size)
+    if (line := changed_data(arguments.run, corpus.facts)) is not None:
+        print(f"{program_name()}: warning: {line}", file=sys.stderr)
+    return corpus.validation
 
 
 def run_command(argv: list[str]) -> None:

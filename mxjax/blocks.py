@@ -24,7 +24,7 @@ def resolve_block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int
         return (1, f.block)
     pair = block_shape if isinstance(block_shape, tuple) else (1, block_shape)
     if len(pair) != 2 or not all(isinstance(size, int | np.integer) and size > 0 for size in pair):
-        raise ValueError(f"block_shape needs one or two positive sizes, got {block_shape}")
+        raise ValueError(f"block_shape needs a positive size or a tuple of two, got {block_shape}")
     rows, length = pair
     if rows > 1 and (ndim < 2 or axis < -2):
         raise ValueError(

@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import tyro
@@ -14,6 +14,7 @@ import tyro
 from training import mlperf
 from training.compare_plot import plot
 from training.compared_runs import (
+    ComparedRun,
     Group,
     Losses,
     differing_settings,
@@ -67,7 +68,7 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     """Prints tables of the losses and of the groups' differences, unless the result is to be JSON.
 
     Returns the curves by run, the unit of their keys, when each group's mean and each run reached the target,
-    and the groups.
+    the groups, the settings in which they differ, and warnings.
 
     Raises:
       ValueError: a folder holds no run, a run has not been evaluated, or --baseline names no group.
@@ -90,9 +91,8 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     found = statistics_of(groups, base)
     if len(groups) > 1 or len(runs) > 1:
         said.append("\n" + statistics_table(found, base.name, unit))
-    said += [f"  {name}: {text}" for name, text in differing_settings(groups).items()]
-    if len({run.held_out for run in runs}) > 1:
-        said.append("the runs are evaluated on different tokens: see --data, --eval-data, --eval-batches")
+    settings, warnings = differing_settings(groups), list(_warnings(runs))
+    said += [f"  {name}: {text}" for name, text in settings.items()] + warnings
     if target is not None:
         said.append(f"\n{unit} until loss {target:g}")
         said += [f"  {group.name}: {_reached(group, reached[group.name], target)}" for group in groups]
@@ -109,7 +109,20 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
             print("\n".join(said), flush=True)
     of_runs = {} if target is None else {run.name: first_at(run.validation, target) for run in runs}
     times = {"reached": reached, "reached_by_run": of_runs}
-    return {"target": target, "unit": unit, "curves": curves, **times, "groups": found}
+    also = {"settings": settings, "warnings": warnings}
+    return {"target": target, "unit": unit, "curves": curves, **times, "groups": found, **also}
+
+
+def _warnings(runs: Sequence[ComparedRun]) -> Iterator[str]:
+    """Yields why losses of the runs may not be comparable."""
+    if len({run.held_out for run in runs}) > 1:
+        yield "the runs are evaluated on different tokens: see --data, --eval-data, --eval-batches"
+    ends = {max(run.validation) for run in runs}
+    if len(ends) > 1:
+        yield (
+            f"the runs' last evaluations are after {min(ends):,} to {max(ends):,}: a shorter run, or one "
+            "that has not ended, is compared by its own last loss"
+        )
 
 
 def first_at(losses: Losses, target: float) -> int | None:

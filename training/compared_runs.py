@@ -106,7 +106,10 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
         if not validation and not (folder / FILE).exists():
             raise ValueError(f"{folder} has no {FILE}: its metrics are lost")
         if not validation:
-            raise ValueError(f"{folder} has no evaluation to compare; wait for its first one")
+            raise ValueError(
+                f"{folder} has no evaluation to compare; wait for its first one, continue it with "
+                f"python train.py --resume --out {shlex.quote(str(folder))}, or leave it out"
+            )
         train = {r["step"] * step: r["loss"] for r in records if "loss" in r}
         evaluated = config.eval_sequences or config.eval_batches * config.data.batch_size
         facts = saved.get("data", {}) | {"source": None}  # the same data may lie elsewhere

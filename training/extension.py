@@ -43,8 +43,8 @@ def check_extension(config: Config, saved: Config, taken: int) -> None:
     if (different := np.flatnonzero(ours != theirs)).size:
         step = different[0]
         raise ValueError(
-            f"{why}, towards which its learning rate falls: at step {step + 1} it was {theirs[step]:.4g} and "
-            f"would have been {ours[step]:.4g}; begin a run with --init, or use --min-lr-ratio 1 from the "
+            f"{why}, towards which its learning rate falls: at step {step + 1} it was {theirs[step]:.9g} and "
+            f"would have been {ours[step]:.9g}; begin a run with --init, or use --min-lr-ratio 1 from the "
             "start for a constant rate"
         )
 

@@ -164,7 +164,9 @@ def choose_phases(
         precision = PrecisionConfig(arguments.policy, rule, arguments.layers, arguments.set)
         return phases_of(precision, config.steps, layer_policies)
     if arguments.set:
-        raise ValueError("--set changes the fields of --policy: name the policy too")
+        own = config.precision.policy
+        named = "too" if own is None else f"too, such as the run's: --policy {shlex.quote(str(own))}"
+        raise ValueError(f"--set changes the fields of --policy: name the policy {named}")
     phases = from_record(saved) or phases_of(config.precision, config.steps, layer_policies)
     phases = [with_exceptions(phase, parse_rules(arguments.layers)) for phase in phases]
     phases = tuple(phase._replace(layers=drop_unmixed(phase.layers)) for phase in phases)

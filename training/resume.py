@@ -87,4 +87,24 @@ def check_same_data(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
     """Raises ValueError if the run in `folder` began with data of other facts."""
     began_with = read_run_config(folder).get("data", facts)
     if began_with != facts:
-        raise ValueError(f"--resume: the data is {facts}, but the run began with {began_with}")
+        raise ValueError(
+            f"--resume: the data is {_in_words(facts)}, but the run began with {_in_words(began_with)}; put "
+            "that data back, or begin a run with --init on the new one"
+        )
+
+
+def changed_data(folder: pathlib.Path, facts: Mapping[str, Any]) -> str | None:
+    """Returns a line if the data of the run in `folder` is not what it was trained on, wherever it lies."""
+    began_with = read_run_config(folder).get("data", facts)
+    if {**began_with, "source": None} == {**facts, "source": None}:
+        return None
+    return (
+        f"the data of {folder} is now {_in_words(facts)}, and the run was trained on "
+        f"{_in_words(began_with)}. What is evaluated may have been trained on: put that data back, or name "
+        "other data with --eval-data"
+    )
+
+
+def _in_words(facts: Mapping[str, Any]) -> str:
+    sizes = f"{facts['train_tokens']:,} + {facts['validation_tokens']:,} tokens"
+    return f"{facts['source']} with {sizes}, crc32 {facts['crc32']}"

@@ -54,6 +54,7 @@ from training.run_config import (
 )
 from training.run_lock import FILE as LOCK
 from training.run_lock import check_unlocked
+from training.run_tokens import check_tokens_of
 from training.vocabulary import filled_size, resize_on
 
 # Everything that a run killed before its config.json leaves behind.
@@ -120,6 +121,8 @@ def set_up(config: Config) -> Run:
         tensorboard.check_installed()
     if config.observe.wandb:
         wandb_run.check_installed()
+    if config.init is not None and config.data.data:
+        check_tokens_of(config.init, "--data", config.data.data[-1])
     corpus = load_data(config.data, model.vocab_size)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
     check_memory(mesh.shape, config, model)

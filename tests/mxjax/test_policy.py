@@ -137,7 +137,7 @@ def test_repr_gives_the_policy_back():
         (lambda: Rotation(16, "random"), "unknown signs 'random'.*none, fixed, redrawn"),
         (
             lambda: Operand(block_shape=[32, 32]),
-            r"one or two positive sizes, got \[32, 32\]",
+            r"a positive size or a tuple of two, got \[32, 32\]",
         ),
         (lambda: Rotation(48), r"size.*\(2, 4, 8, 16, 32, 64, 128, 256\), got 48"),
         (lambda: Rotation(512), "size.*got 512"),

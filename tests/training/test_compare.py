@@ -156,6 +156,10 @@ def test_what_differs_is_said(tmp_path, capsys):
     (folders[1] / "config.json").write_text(json.dumps(values))
     compare(CompareConfig(tuple(folders)))
     assert "the runs are evaluated on different tokens" in capsys.readouterr().out
+    found = compare(CompareConfig(tuple(folders), json=True))
+    assert found["settings"]["fp8"] == "fp8 data=['fp8.txt'] lr=0.001"
+    (warning,) = found["warnings"]
+    assert warning.startswith("the runs are evaluated on different tokens")
     for folder, crc in zip(folders, "01", strict=True):
         values = json.loads((folder / "config.json").read_text())
         values["config"]["data"]["eval_data"] = "held"
@@ -163,6 +167,13 @@ def test_what_differs_is_said(tmp_path, capsys):
         (folder / "config.json").write_text(json.dumps(values))
     compare(CompareConfig(tuple(folders)))
     assert "different tokens" not in capsys.readouterr().out
+
+
+def test_runs_of_different_lengths_are_told(tmp_path):
+    folders = [make_run(tmp_path / str(step), {step: 3.0}, ["--steps", str(step)]) for step in (20, 40)]
+    (warning,) = compare(CompareConfig(tuple(folders), json=True))["warnings"]
+    assert "the runs' last evaluations are after " in warning
+    assert compare(CompareConfig((folders[0],), json=True))["warnings"] == []
 
 
 def test_differences_are_scipys_paired_by_seed(tmp_path, capsys):

@@ -21,6 +21,11 @@ def load_data(config: DataConfig, model_vocab_size: int) -> TextCorpus | Megatro
       ValueError: the data cannot be read, or token ids exceed the vocabulary.
     """
     if is_indexed(config.data):
+        held_out = config.eval_data
+        if held_out is not None and not is_indexed([held_out]) and pathlib.Path(held_out).exists():
+            raise ValueError(
+                f"--eval-data {held_out} is text and --data is tokenized; tokenize both or neither"
+            )
         return load_megatron(config, model_vocab_size)
     corpus = load_text(pathlib.Path(config.data[0]) if config.data else None)
     if config.eval_data is not None:

@@ -1,0 +1,52 @@
+"""The data of an evaluation: what has changed since the run began, and text beside a tokenizer's tokens."""
+
+import json
+
+import pytest
+from support.runs import SMALL, error_of, resume, run
+from support.tokenizing import config, write_files
+
+import eval as evaluation_program
+from training.tokenize.tokenize import tokenize
+
+
+def test_changed_data_is_told_by_an_evaluation_and_refused_by_a_resumed_run(tmp_path, capsys):
+    data, out = tmp_path / "text.txt", tmp_path / "run"
+    data.write_text("one two three four\n" * 300)
+    run(data, out, "--policy", "bf16", "--stop-after", "3")
+    capsys.readouterr()
+    evaluation_program.run_command([str(out), "--json"])
+    assert capsys.readouterr().err == ""
+    with data.open("a") as file:
+        file.write("five\n" * 100)
+    evaluation_program.run_command([str(out), "--json"])
+    said = capsys.readouterr()
+    assert f": warning: the data of {out} is now {data} with " in said.err
+    assert "put that data back, or name other data with --eval-data" in said.err
+    assert json.loads(said.out)["step"] == 3
+    evaluation_program.run_command([str(out), "--json", "--eval-data", str(data)])
+    assert capsys.readouterr().err == ""
+    with pytest.raises(
+        SystemExit, match=r"the data is .* tokens, crc32 \w+, but the run began with .*; put that"
+    ):
+        resume(out)
+
+
+@pytest.mark.slow
+def test_text_is_not_read_as_bytes_for_a_run_on_tokens(tmp_path, text):
+    write_files(tmp_path / "texts", 1, 300)
+    prefix, out = tmp_path / "tokens", tmp_path / "run"
+    options = {"train_tokenizer": True, "vocab_size": 290, "append_eod": True, "workers": 1}
+    tokenize(config(tmp_path / "texts", prefix, **options))
+    run(prefix, out, "--policy", "bf16")
+    advice = f"python -m training.tokenize --input {text} --tokenizer {prefix}.tokenizer.json --output PREFIX"
+    for flag in ("--data", "--eval-data"):
+        said = error_of(out, flag, text, program=evaluation_program.run_command)
+        assert f"{flag} {text} is text, which is read as bytes, and {out} was trained on tokens of" in said
+        assert advice in said
+    said = error_of(*SMALL, "--init", out, "--data", text, "--out", tmp_path / "next")
+    assert advice in said
+    said = error_of(*SMALL, "--data", prefix, "--eval-data", text, "--out", tmp_path / "next")
+    assert "is text and --data is tokenized; tokenize both or neither" in said
+    assert not (tmp_path / "next").exists()
+    evaluation_program.run_command([str(out), "--eval-data", str(prefix), "--json"])
