@@ -2,8 +2,10 @@
 
 import json
 
+import jax
+import numpy as np
 import pytest
-from support.runs import SMALL, error_of, resume, run
+from support.runs import SMALL, error_of, resume, run, weights
 from support.tokenizing import config, write_files
 
 import eval as evaluation_program
@@ -50,3 +52,17 @@ def test_text_is_not_read_as_bytes_for_a_run_on_tokens(tmp_path, text):
     assert "is text and --data is tokenized; tokenize both or neither" in said
     assert not (tmp_path / "next").exists()
     evaluation_program.run_command([str(out), "--eval-data", str(prefix), "--json"])
+
+
+def test_a_run_whose_data_moved_goes_on_with_it(tmp_path):
+    data, moved = tmp_path / "text.txt", tmp_path / "moved.txt"
+    data.write_text("".join(f"line {i} of {i * i}\n" for i in range(500)))
+    run(data, tmp_path / "whole", "--policy", "bf16")
+    run(data, tmp_path / "run", "--policy", "bf16", "--stop-after", "3")
+    data.rename(moved)
+    resume(tmp_path / "run", "--data", str(moved))
+    jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    other = tmp_path / "other.txt"
+    other.write_text(moved.read_text()[1:])
+    with pytest.raises(SystemExit, match=r"is .*other\.txt with .*, but the run began with .*moved\.txt"):
+        resume(tmp_path / "run", "--data", str(other))
