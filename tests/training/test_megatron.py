@@ -215,7 +215,7 @@ def test_data_is_text_or_tokenized_and_not_both(prefix, tmp_path):
     with pytest.raises(ValueError, match="is tokenized and --data is text"):
         load_data(config(str(tmp_path / "text.txt"), eval_data=prefix), 257)
     with pytest.raises(
-        ValueError, match=r"text.txt.bin: no such file; a dataset PREFIX is|text.txt.idx: no such"
+        ValueError, match=r"--eval-data .*text\.txt is text and --data is tokenized; tokenize both"
     ):
         load_data(config(prefix, eval_data=str(tmp_path / "text.txt")), 257)
     with pytest.raises(ValueError, match=r"no such file, folder, or dataset missing.idx"):
