@@ -39,8 +39,7 @@ from training.flags import check_lists, flags_of
 from training.metrics import json_line
 from training.outliers import has_outliers
 from training.restored import Restored, RunArguments, describe, in_words, restore
-from training.resume import changed_data
-from training.run_tokens import check_tokens_of
+from training.run_data import changed_data, check_tokens_of
 from training.sampling import SampleConfig, sample
 from training.startup import output_errors, program_name
 from training.step import evaluate, make_eval_step

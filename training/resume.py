@@ -4,7 +4,7 @@ import dataclasses
 import os
 import pathlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from training.config import Config, ObserveConfig, by_flag
@@ -12,7 +12,7 @@ from training.data.megatron import parse_blend
 from training.extension import check_extension, last_checkpoint
 from training.run_config import COPY, FILE, from_json, read_run_config
 
-# A resumed run may change these and stay the same run. Data may lie elsewhere; `check_same_data` checks it.
+# A resumed run may change these and stay the same run. Data may lie elsewhere; `training.run_data` checks it.
 _MAY_CHANGE = {
     "eval_data",
     "out",
@@ -86,38 +86,7 @@ def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None
         )
 
 
-def check_same_data(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
-    """Raises ValueError if the run in `folder` began with data of other facts, wherever it lies."""
-    began_with = read_run_config(folder).get("data", facts)
-    if not _same(began_with, facts):
-        raise ValueError(
-            f"--resume: the data is {_in_words(facts)}, but the run began with {_in_words(began_with)}; put "
-            "that data back, or begin a run with --init on the new one"
-        )
-
-
-def changed_data(folder: pathlib.Path, facts: Mapping[str, Any]) -> str | None:
-    """Returns a line if the data of the run in `folder` is not what it was trained on, wherever it lies."""
-    began_with = read_run_config(folder).get("data", facts)
-    if _same(began_with, facts):
-        return None
-    return (
-        f"the data of {folder} is now {_in_words(facts)}, and the run was trained on "
-        f"{_in_words(began_with)}. What is evaluated may have been trained on: put that data back, or name "
-        "other data with --eval-data"
-    )
-
-
-def _same(began_with: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    return {**began_with, "source": None} == {**facts, "source": None}
-
-
 def _same_blend(begun: Sequence[str], asked: Sequence[str]) -> bool:
     """Whether as many datasets are named with the same weights."""
     ours, theirs = map(parse_blend, (asked, begun))
     return len(ours[0]) == len(theirs[0]) and ours[1] == theirs[1]
-
-
-def _in_words(facts: Mapping[str, Any]) -> str:
-    sizes = f"{facts['train_tokens']:,} + {facts['validation_tokens']:,} tokens"
-    return f"{facts['source']} with {sizes}, crc32 {facts['crc32']}"

@@ -41,7 +41,7 @@ from training.policy_record import from_record, to_record
 from training.policy_schedule import Phase, phase_at, phases_of
 from training.processes import is_first_process
 from training.recipes import expand
-from training.resume import begun_run, check_same_data, check_same_run
+from training.resume import begun_run, check_same_run
 from training.run_config import (
     COPY,
     FILE,
@@ -52,9 +52,9 @@ from training.run_config import (
     to_json,
     write_run_config,
 )
+from training.run_data import check_same_data, check_tokens_of
 from training.run_lock import FILE as LOCK
 from training.run_lock import check_unlocked
-from training.run_tokens import check_tokens_of
 from training.vocabulary import filled_size, resize_on
 
 # Everything that a run killed before its config.json leaves behind.

@@ -22,7 +22,7 @@ from benchmarks.study.claim_lists import (
 )
 from benchmarks.study.results import CellResult
 from benchmarks.study.studies import HARD, STUDIES
-from benchmarks.study.tables import interval, number
+from benchmarks.study.tables import interval, number, with_interval
 from mxjax.tables import table
 from training.paired_statistics import detectable, holm, standard_deviation, t_interval
 
@@ -64,8 +64,7 @@ def hard(cells: Cells) -> str:
         means = [statistics.fmean(found[regime][seed] for regime in learn) for seed in seeds]
         estimates = [t_interval(list(pairs)) for pairs in [*(found[r].values() for r in HARD), means]]
         if any(e.n for e in estimates):
-            parts = (f"{number(e.mean, '+.3f')} ({interval(e.low, e.high, '+.3f')})" for e in estimates)
-            rows.append([claim.text, *parts])
+            rows.append([claim.text, *(with_interval(e, "+.3f") for e in estimates)])
     if not rows:
         return "Not run yet: `hard-60m`."
     return table(f"difference | {' | '.join(HARD)} | mean without lr4x", rows)

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.study.cells import MAIN_PROTOCOLS, UNIFORM, WGRAD_ONLY
 from benchmarks.study.results import CellResult, baseline, by_group
-from benchmarks.study.tables import interval, number
+from benchmarks.study.tables import interval, number, with_interval
 from mxjax.tables import table
 from training.paired_statistics import paired_difference, rank_correlation
 
@@ -124,9 +124,7 @@ def _correlation(key: str, known: Sequence[CellResult], base: CellResult, record
         return "-"
     gaps = [paired_difference(cell.losses, base.losses).mean for cell in known]
     r = rank_correlation([record["cells"][cell.label][key]["mean"] for cell in known], gaps)
-    return (
-        f"{number(r.mean, '+.2f')} ({interval(r.low, r.high, '+.2f')}), p {number(r.p, '.2g')}, {r.n} cells"
-    )
+    return f"{with_interval(r, '+.2f')}, p {number(r.p, '.2g')}, {r.n} cells"
 
 
 def _source(record: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from benchmarks.study.laws import (
     measured,
 )
 from benchmarks.study.studies import STUDIES
-from benchmarks.study.tables import interval, number
+from benchmarks.study.tables import interval, number, with_interval
 from mxjax.tables import table
 from training.files import write_atomically
 from training.paired_statistics import differences, rank_correlation, t_interval
@@ -111,7 +111,7 @@ def _score(known: Sequence[tuple[Mapping[str, Any], float]]) -> str:
     for law, name in _NAMES.items():
         far = float(np.mean([abs(found[law] - gap) for found, gap in known]))
         r = rank_correlation(*zip(*_within_families(known, law), strict=True))
-        rank = "" if law == "mean" else f"{r.mean:+.2f} ({interval(r.low, r.high, '+.2f')})"
+        rank = "" if law == "mean" else with_interval(r, "+.2f")
         rows.append([name, number(far, ".4f"), rank])
     score = table("forecast by | nats off in the mean | rank correlation within families", rows)
     return f"Over the {len(known)} that have run with all seeds:\n\n{score}"

@@ -11,6 +11,7 @@ from benchmarks.study.studies import STUDIES
 from mxjax.tables import table
 from training import mlperf
 from training.paired_statistics import (
+    Estimate,
     detectable,
     deviation_interval,
     differences,
@@ -30,6 +31,11 @@ def number(x: float, form: str = ".4f") -> str:
 def interval(low: float, high: float, form: str = "+.4f") -> str:
     """Returns an interval, or "-" without one."""
     return "-" if math.isnan(low) else f"{low:{form}} to {high:{form}}"
+
+
+def with_interval(e: Estimate, form: str) -> str:
+    """Returns an estimate with its interval in brackets."""
+    return f"{number(e.mean, form)} ({interval(e.low, e.high, form)})"
 
 
 def progress(cells: Cells) -> str:

@@ -52,6 +52,12 @@ def test_text_is_not_read_as_bytes_for_a_run_on_tokens(tmp_path, text):
     assert "is text and --data is tokenized; tokenize both or neither" in said
     assert not (tmp_path / "next").exists()
     evaluation_program.run_command([str(out), "--eval-data", str(prefix), "--json"])
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"tokens{suffix}").unlink()
+    said = error_of(out, "--eval-data", text, program=evaluation_program.run_command)
+    assert (
+        f"{prefix}, which {out} was trained on, is gone, so that its tokens are unknown; put it back" in said
+    )
 
 
 def test_a_run_whose_data_moved_goes_on_with_it(tmp_path):
