@@ -37,8 +37,14 @@ class Claim:
 
 LADDERS = ("decay", "tuned-60m")
 """The protocols of the ladder at `60m`: peak rates 1e-3 and 3e-3."""
-LARGER = ("125m", "350m")
-"""The other sizes, each with a study `scale-SIZE` in the protocol `tuned-SIZE`."""
+LARGER: Mapping[str, tuple[str, str]] = types.MappingProxyType(
+    {
+        "scale-125m": ("125m", "tuned-125m"),
+        "scale-350m": ("350m", "tuned-350m"),
+        "epochs-60m": ("60m", "tuned-60m-4epochs"),
+    }
+)
+"""The studies of other sizes and of more epochs: their model and protocol."""
 CLAIMS = (
     Claim("MXFP4 in all three GEMMs costs loss", "wgrad.floor", "fp8.own"),
     Claim("Wgrad costs loss beyond Fprop and Dgrad", "wgrad.floor", "fprop_dgrad.floor"),
@@ -107,7 +113,7 @@ ALONE_SEEN = (
 """Beside ALONE; chosen after the losses were known, and not tested."""
 LARGER_SEEN: Mapping[str, tuple[Claim, ...]] = types.MappingProxyType(
     {
-        "125m": (
+        "scale-125m": (
             Claim("redrawn signs take off loss, floor", "wgrad_rht.floor", "wgrad.floor"),
             Claim("H16 takes off loss, even", "wgrad_hadamard.even", "wgrad.even"),
             Claim("stochastic rounding differs from H16, floor", "wgrad_sr.floor", "wgrad_hadamard.floor"),

@@ -71,18 +71,17 @@ def hard(cells: Cells) -> str:
 
 
 def larger(cells: Cells) -> str:
-    """Returns the tests of the claims at each other size that has runs, corrected together at each size."""
+    """Returns the tests of the claims in each study of LARGER that has runs, corrected together in each."""
     parts = []
-    for model in LARGER:
-        planned = {cell.name for cell in STUDIES[f"scale-{model}"]}
+    for study, (model, protocol) in LARGER.items():
+        planned = {cell.name for cell in STUDIES[study]}
         tested, later = (
-            [claim.at(f"tuned-{model}", model) for claim in claims]
-            for claims in (CLAIMS, LARGER_SEEN.get(model, ()))
+            [claim.at(protocol, model) for claim in claims] for claims in (CLAIMS, LARGER_SEEN.get(study, ()))
         )
         tested = [claim for claim in tested if set(claim.cells) <= planned]
         if any(by_seed(cells, claim) for claim in tested):
             parts.append(_tested(cells, tested, later))
-    return "\n\n".join(parts) or "Not run yet: " + ", ".join(f"`scale-{model}`" for model in LARGER) + "."
+    return "\n\n".join(parts) or "Not run yet: " + ", ".join(f"`{study}`" for study in LARGER) + "."
 
 
 def _tested(cells: Cells, tested: Sequence[Claim], seen: Sequence[Claim] = ()) -> str:

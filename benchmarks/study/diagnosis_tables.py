@@ -1,10 +1,13 @@
 """The tables of a diagnosis, as Markdown, and how well its statistics predict final losses."""
 
 import math
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.study.cells import MAIN_PROTOCOLS, UNIFORM, WGRAD_ONLY
+from benchmarks.study.laws import family_of
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.tables import interval, number, with_interval
 from mxjax.tables import table
@@ -89,7 +92,8 @@ def _measured(splits: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> str:
     """Returns the rank correlation of each statistic with the final loss minus fp8's, by group of cells.
 
-    Each stands beside the same without the policies FAR, on which it may hang. Losses are paired by seed.
+    Each stands beside the same without the policies FAR, on which it may hang, and among the cells that
+    differ in Wgrad alone, as differences from the means of their families. Losses are paired by seed.
     """
     if record is None:
         return "Not measured yet."
@@ -109,22 +113,44 @@ def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None
             )
             continue
         near = [cell for cell in known if not cell.policy.startswith(FAR)]
+        every = {"": known}, {"": near}, _families(known)
         rows = [
-            [name, *(_correlation(key, chosen, base, record) for chosen in (known, near))]
+            [name, *(_correlation(key, groups, base, record) for groups in every)]
             for key, name in _measured(record["cells"]).items()
         ]
-        header = f"{model}, {protocol}: statistic | all | {_WITHOUT_FAR}"
+        header = f"{model}, {protocol}: statistic | all | {_WITHOUT_FAR} | those that differ in Wgrad"
         parts.append(table(header, rows))
     return "\n\n".join(parts)
 
 
-def _correlation(key: str, known: Sequence[CellResult], base: CellResult, record: Mapping[str, Any]) -> str:
-    """Returns the rank correlation of a statistic with the losses of the cells, in words."""
-    if len(known) < LEAST_CELLS:
+def _families(cells: Sequence[CellResult]) -> dict[str, list[CellResult]]:
+    """Returns the cells of each family of `benchmarks.study.laws`."""
+    found = defaultdict(list)
+    for cell in cells:
+        if (family := family_of(cell.policy, cell.rules)) is not None:
+            found[family].append(cell)
+    return found
+
+
+def _correlation(
+    key: str, groups: Mapping[str, Sequence[CellResult]], base: CellResult, record: Mapping[str, Any]
+) -> str:
+    """Returns the rank correlation of a statistic with the losses within groups of cells, in words."""
+    if sum(map(len, groups.values())) < LEAST_CELLS:
         return "-"
-    gaps = [paired_difference(cell.losses, base.losses).mean for cell in known]
-    r = rank_correlation([record["cells"][cell.label][key]["mean"] for cell in known], gaps)
+    found, gaps = [], []
+    for cells in groups.values():
+        found += _centred([record["cells"][cell.label][key]["mean"] for cell in cells])
+        gaps += _centred([paired_difference(cell.losses, base.losses).mean for cell in cells])
+    r = rank_correlation(found, gaps)
+    if math.isnan(r.mean):
+        return "-"
     return f"{with_interval(r, '+.2f')}, p {number(r.p, '.2g')}, {r.n} cells"
+
+
+def _centred(values: Sequence[float]) -> list[float]:
+    mean = statistics.fmean(values)
+    return [value - mean for value in values]
 
 
 def _source(record: Mapping[str, Any]) -> str:

@@ -60,11 +60,14 @@ def laws(cells: Cells, record: Mapping[str, Any] | None) -> str:
         for name, chosen in groups.items()
         for law in LAWS
     ]
+    if len(groups) == 2:
+        name, chosen = "both, within each", [cell for of_family in groups.values() for cell in of_family]
+        by = [family_of(cell.policy, cell.rules) for cell in chosen]
+        rows += [_row(name, chosen, law, within(cells, chosen, record, law, by)) for law in LAWS]
     if len(found) >= LEAST_CELLS:
         rows += [_row("all", found, law, fit(cells, found, record, law)) for law in ("error", "split")]
-        within = _within(cells, found, record)
-        row = ["all, within one Fprop", len(found), LAWS["error"], "", _shown(within, 0), ""]
-        rows.append([*row, number(within.explained, ".2f"), ""])
+        by = [str(_policy(cell).fprop) for cell in found]
+        rows.append(_row("all, within one Fprop", found, "error", within(cells, found, record, "error", by)))
     slopes = "slope of the error or its noise | of the repeating part"
     return table(f"cells | number | law by | constant | {slopes} | explained | left out", rows)
 
@@ -108,7 +111,23 @@ def remedies(cell: CellResult) -> str:
 def fit(cells: Cells, chosen: Sequence[CellResult], record: Mapping[str, Any], law: str) -> Fit:
     """Fits a law to the costs of cells."""
     x = np.array([[1.0, *features(cell.policy, cell.rules, record, law)] for cell in chosen])
-    return _least_squares(x, np.array([cost(cells, cell) for cell in chosen]), x.shape[1])
+    y = np.array([cost(cells, cell) for cell in chosen])
+    return _least_squares(x, y, y - y.mean())
+
+
+def within(
+    cells: Cells, chosen: Sequence[CellResult], record: Mapping[str, Any], law: str, groups: Sequence[object]
+) -> Fit:
+    """Fits a law with a constant for each group of cells; the result has NaN in their place.
+
+    Shares are of what the costs vary within the groups. Groups of one cell add nothing.
+    """
+    member = np.array([[group == g for g in sorted(set(groups), key=str)] for group in groups], float)
+    slopes = np.array([features(cell.policy, cell.rules, record, law) for cell in chosen])
+    y = np.array([cost(cells, cell) for cell in chosen])
+    found = _least_squares(np.hstack([slopes, member]), y, y - member @ (member.T @ y / member.sum(0)))
+    kept = ([math.nan, *values[: slopes.shape[1]]] for values in (found.coefficients, found.halves))
+    return found._replace(**dict(zip(("coefficients", "halves"), map(np.array, kept), strict=True)))
 
 
 def families(found: Sequence[CellResult]) -> dict[str, list[CellResult]]:
@@ -151,30 +170,17 @@ def features(policy: str, rules: str, record: Mapping[str, Any], law: str) -> li
     return [error * (1 - split["repeating_share"]["mean"]), split["across"]["mean"] ** 2]
 
 
-def _within(cells: Cells, found: Sequence[CellResult], record: Mapping[str, Any]) -> Fit:
-    """Returns the law of the error of differences from the mean over the cells with the same Fprop."""
-    groups: dict[str, list[CellResult]] = defaultdict(list)
-    for cell in found:
-        groups[str(_policy(cell).fprop)].append(cell)
-    x, y = [], []
-    for group in groups.values():
-        errors = np.array([features(c.policy, c.rules, record, "error") for c in group])
-        costs = np.array([cost(cells, c) for c in group])
-        x.append(errors - errors.mean(0))
-        y.append(costs - costs.mean())
-    return _least_squares(np.concatenate(x), np.concatenate(y), len(groups) + 1)
-
-
-def _least_squares(x: np.ndarray, y: np.ndarray, parameters: int) -> Fit:
-    """Fits y by x; `parameters` are those of the model, means that were taken off included."""
+def _least_squares(x: np.ndarray, y: np.ndarray, varied: np.ndarray) -> Fit:
+    """Fits y by x; `varied` is y minus what counts as no law."""
     inverse = np.linalg.pinv(x.T @ x)
     coefficients = inverse @ x.T @ y
     errors = y - x @ coefficients
-    free = len(y) - parameters
+    free = len(y) - np.linalg.matrix_rank(x)
     variance = float(np.sum(errors**2)) / free if free > 0 else math.nan
     halves = stats.t.ppf((1 + CONFIDENCE) / 2, max(free, 1)) * np.sqrt(variance * np.diag(inverse))
-    left_out = errors / (1 - np.einsum("ij,jk,ik->i", x, inverse, x))  # as if fitted without the cell
-    total = float(np.sum((y - y.mean()) ** 2))
+    kept = 1 - np.einsum("ij,jk,ik->i", x, inverse, x)
+    left_out = errors / np.where(kept > 1e-9, kept, 1)  # as if fitted without the cell; alone in its group: 0
+    total = float(np.sum(varied**2))
     explained, crossed = (1 - float(np.sum(e**2)) / total for e in (errors, left_out))
     return Fit(coefficients, halves, explained, crossed)
 
@@ -205,4 +211,6 @@ def _where(policy: Policy) -> str:
 
 def _shown(found: Fit, i: int) -> str:
     value, half = found.coefficients[i], found.halves[i]
+    if math.isnan(value):
+        return ""
     return f"{number(value, '+.3f')} ({interval(value - half, value + half, '+.3f')})"

@@ -50,6 +50,7 @@ TABLES = {
     "hard": claims.hard,
     "seen": claims.seen,
     "rules": rules.rules,
+    "effects": rules.effects,
     "rule contrasts": claims.rule_contrasts,
     "power": tables.power,
     "averaging": tables.averaging,

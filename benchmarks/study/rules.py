@@ -1,15 +1,15 @@
-"""Wgrad's scale rule and remedy while Fprop and Dgrad stay as they are, as a Markdown table."""
+"""Wgrad's scale rule and remedy while Fprop and Dgrad stay as they are, as Markdown tables."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.study.cells import WGRAD_KINDS, WGRAD_ONLY
 from benchmarks.study.results import CellResult
 from benchmarks.study.studies import RULES
-from benchmarks.study.tables import interval, number
+from benchmarks.study.tables import interval, number, with_interval
 from mxjax.tables import table
-from training.paired_statistics import paired_difference
+from training.paired_statistics import holm, paired_difference, t_interval
 
 Cells = Mapping[str, CellResult]
 _GROUP = "60m.tuned-60m"
@@ -23,7 +23,9 @@ class _Rest(NamedTuple):
     rules: str
     without: str
 
-    def cell(self, cells: Cells, kind: str, rule: str) -> CellResult | None:
+    def cell(self, cells: Cells, kind: str | None, rule: str) -> CellResult | None:
+        if kind is None:
+            return cells.get(f"{self.without}.{_GROUP}")
         rules = rule if rule == "even" else self.rules + rule  # `even` is a cell of the ladder
         return cells.get(f"{self.prefix}{kind}.{rules}.{_GROUP}")
 
@@ -32,6 +34,55 @@ _RESTS = (
     _Rest("MXFP4, `even`", "", "even-even-", "fprop_dgrad.even"),
     _Rest("FP8", WGRAD_ONLY, "", "fp8.own"),
 )
+UNCLIPPED = ("rceil", "ceil")
+"""The rules that clip nothing."""
+_EFFECTS = {
+    "Wgrad costs loss": ("wgrad", None),
+    "H16 takes off loss": ("wgrad_hadamard", "wgrad"),
+    "redrawn signs take off loss": ("wgrad_rht", "wgrad"),
+    "stochastic rounding takes off loss": ("wgrad_sr", "wgrad"),
+    "stochastic rounding after 3/4 takes off loss": ("wgrad_sr34", "wgrad"),
+    "with H16 a cost remains": ("wgrad_hadamard", None),
+    "redrawn signs differ from H16": ("wgrad_rht", "wgrad_hadamard"),
+    "stochastic rounding differs from H16": ("wgrad_sr", "wgrad_hadamard"),
+    "stochastic rounding differs from redrawn signs": ("wgrad_sr", "wgrad_rht"),
+}
+"""Kinds of Wgrad, the second taken off from the first; None has no MXFP4 in Wgrad."""
+
+
+def effects(cells: Cells) -> str:
+    """Returns what Wgrad costs and its remedies take off in the mean over the rules, corrected together.
+
+    A seed is one sample: the mean of its differences over the rules, and over what Fprop and Dgrad have.
+    """
+    clipped = [rule for rule in RULES if rule not in UNCLIPPED]
+    parts = [([rest], RULES) for rest in _RESTS] + [(_RESTS, r) for r in (RULES, clipped, UNCLIPPED)]
+    found = []
+    for text, (kind, base) in _EFFECTS.items():
+        means = [_mean_by_seed(cells, rests, rules, kind, base) for rests, rules in parts]
+        more = {seed: x - means[3][seed] for seed, x in means[4].items() if seed in means[3]}
+        if means[2]:
+            found.append((text, [t_interval(list(mean.values())) for mean in (*means, more)]))
+    if not found:
+        return "Not run yet: `rules-60m`."
+    corrected = holm([of_parts[2].p for _, of_parts in found])
+    rows = [
+        [text, *(with_interval(e, "+.3f") for e in of_parts), number(p, ".2g"), of_parts[2].n]
+        for (text, of_parts), p in zip(found, corrected, strict=True)
+    ]
+    beside = " | ".join(f"beside {rest.name}" for rest in _RESTS)
+    rules = f"{', '.join(clipped)} | {', '.join(UNCLIPPED)} | the latter minus the former"
+    return table(f"mean over the rules | {beside} | both | {rules} | p of both (Holm) | seeds", rows)
+
+
+def _mean_by_seed(
+    cells: Cells, rests: Sequence[_Rest], rules: Sequence[str], kind: str, base: str | None
+) -> dict[int, float]:
+    """Returns the mean difference of two kinds of Wgrad for the seeds that all cells have."""
+    pairs = [[rest.cell(cells, k, rule) for k in (kind, base)] for rest in rests for rule in rules]
+    losses = [[{} if cell is None else cell.losses for cell in pair] for pair in pairs]
+    seeds = set.intersection(*(set(found) for pair in losses for found in pair))
+    return {seed: statistics.fmean(a[seed] - b[seed] for a, b in losses) for seed in sorted(seeds)}
 
 
 def rules(cells: Cells) -> str:
@@ -44,7 +95,7 @@ def rules(cells: Cells) -> str:
                 if found is None or not found.losses:
                     continue
                 bases = (
-                    cells.get(f"{rest.without}.{_GROUP}"),
+                    rest.cell(cells, None, rule),
                     rest.cell(cells, "wgrad", rule) if kind != "wgrad" else None,
                     rest.cell(cells, kind, "even") if rule != "even" else None,
                 )

@@ -1,6 +1,6 @@
 """The studies, each a list of cells.
 
-A study whose learning rate is not tuned yet has the placeholder of `benchmarks.study.cells.RATES`.
+The learning rates of the sizes are in `benchmarks.study.cells.RATES`.
 """
 
 import fnmatch

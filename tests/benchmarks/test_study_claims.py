@@ -31,7 +31,9 @@ def test_claims_are_about_cells_of_the_studies():
         name for protocol in LADDERS for claim in (*CLAIMS, *SEEN) for name in claim.at(protocol).cells
     } <= names
     assert {name for claim in (*ALONE, *ALONE_SEEN) for name in claim.at(LADDERS[1]).cells} <= names
-    assert {name for claim in LARGER_SEEN["125m"] for name in claim.at("tuned-125m", "125m").cells} <= names
+    assert {
+        name for claim in LARGER_SEEN["scale-125m"] for name in claim.at("tuned-125m", "125m").cells
+    } <= names
     assert {name for claim in CONSTANT_SEEN for name in claim.at(CONSTANT).cells} <= names
     regimes = [f"tuned-60m-{regime}" for regime in HARD]
     assert {name for claim in HARD_SEEN for at in regimes for name in claim.at(at).cells} <= names
@@ -109,4 +111,4 @@ def test_claims_at_another_size_are_corrected_with_those_that_wait_for_runs():
     assert "diverged, without pairs: 1 of wgrad_hadamard.floor.125m.tuned-125m." in claims.larger(
         gather(runs)
     )
-    assert claims.larger({}) == "Not run yet: `scale-125m`, `scale-350m`."
+    assert claims.larger({}) == "Not run yet: `scale-125m`, `scale-350m`, `epochs-60m`."

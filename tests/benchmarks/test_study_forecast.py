@@ -68,12 +68,28 @@ def test_laws_are_found() -> None:
     assert list(dict.fromkeys(name for name, _ in rows)) == [
         laws.ALONE,
         laws.BESIDE,
+        "both, within each",
         "all",
         "all, within one Fprop",
     ]
-    for name in (laws.ALONE, laws.BESIDE, "all"):
-        exact = ["+0.010 (+0.010 to +0.010)", "+2.000 (+2.000 to +2.000)", "+5.000 (+5.000 to +5.000)"]
-        assert rows[name, "noise and repeating error"][1:] == [*exact, "1.00", "1.00"]
+    slopes = ["+2.000 (+2.000 to +2.000)", "+5.000 (+5.000 to +5.000)"]
+    for name in (laws.ALONE, laws.BESIDE, "both, within each", "all"):
+        constant = "" if name == "both, within each" else "+0.010 (+0.010 to +0.010)"
+        assert rows[name, "noise and repeating error"][1:] == [constant, *slopes, "1.00", "1.00"]
+
+
+def test_a_law_within_families_is_scipys_line_of_what_is_left() -> None:
+    """A constant for each family takes its mean off both the errors and the costs."""
+    row = _laws(_runs(KNOWN))["both, within each", "squared error"]
+    x, y = [], []
+    for alone in (True, False):
+        found = _line([c for c in KNOWN if c.policy.startswith("only_") == alone], _cost)[:2]
+        for all_of, values in zip((x, y), found, strict=True):
+            all_of += list(values - values.mean())
+    line = stats.linregress(x, y)
+    assert row[:2] == [str(len(KNOWN)), ""]
+    assert row[2].startswith(f"{line.slope:+.3f} (")
+    assert row[4] == f"{line.rvalue**2:.2f}"
 
 
 def _line(chosen, gap):

@@ -4,12 +4,14 @@ import math
 import re
 import statistics
 
+import numpy as np
 import pytest
 import scipy.stats
 
 from benchmarks.study import repeats, rules, token_tables
-from benchmarks.study.cells import MULTIPLES
+from benchmarks.study.cells import MULTIPLES, WGRAD_KINDS
 from benchmarks.study.results import gather
+from benchmarks.study.studies import RULES
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
@@ -37,6 +39,12 @@ def row(table, *named):
     """Returns the numbers of the row that begins with these columns."""
     [line] = [line for line in table.splitlines() if line.startswith("| " + " | ".join(named) + " |")]
     return re.findall(r"[-+]?\d+\.\d+", line.split("|", len(named) + 1)[-1])
+
+
+def columns(table, name):
+    """Returns the other columns of the row that begins with this one."""
+    [line] = [line for line in table.splitlines() if line.startswith(f"| {name} |")]
+    return [text.strip() for text in line.split("|")[2:-1]]
 
 
 def test_repeats_show_what_a_run_and_a_device_change():
@@ -81,6 +89,35 @@ def test_wgrads_rules_stand_beside_what_they_change():
     rotated = row(found, mxfp4, "wgrad_hadamard", "`floor`", "2")
     assert (rotated[1], rotated[4]) == ("+0.2500", "-0.2000")  # beside no MXFP4, and beside no remedy
     assert row(found, "FP8", "wgrad", "`floor`", "2")[:2] == ["1.9500", "+0.1500"]
+
+
+def test_remedies_are_averaged_over_the_rules_by_seed():
+    rng = np.random.default_rng(0)
+    kinds, rules_ = list(WGRAD_KINDS), list(RULES)
+    loss = 2.5 + 0.1 * rng.standard_normal((2, len(kinds), len(rules_), 4))
+    without = 2.4 + 0.1 * rng.standard_normal((2, 4))
+    made = runs("fprop_dgrad.even", without[0]) + runs("fp8.own", without[1])
+    for k, kind in enumerate(kinds):
+        for r, rule in enumerate(rules_):
+            made += runs(f"{kind}.{rule if rule == 'even' else f'even-even-{rule}'}", loss[0, k, r])
+            made += runs(f"only_{kind}.{rule}", loss[1, k, r])
+    found = rules.effects(gather(made))
+    h16 = loss[:, kinds.index("wgrad_hadamard")] - loss[:, kinds.index("wgrad")]
+    clips = np.array([rule not in rules.UNCLIPPED for rule in rules_])
+    parts = [h16[0].mean(0), h16[1].mean(0), h16.mean((0, 1))]
+    parts += [h16[:, at].mean((0, 1)) for at in (clips, ~clips)]
+    parts.append(parts[4] - parts[3])
+    shown = columns(found, "H16 takes off loss")
+    for text, part in zip(shown, parts, strict=False):
+        low, high = scipy.stats.t.interval(0.95, 3, part.mean(), scipy.stats.sem(part))
+        assert text == f"{part.mean():+.3f} ({low:+.3f} to {high:+.3f})"
+    assert shown[-1] == "4"
+    costs = loss[:, kinds.index("wgrad")] - without[:, None]
+    assert columns(found, "Wgrad costs loss")[2].startswith(f"{costs.mean():+.3f} (")
+    made = [run for run in made if not (run["cell"].startswith("only_wgrad_sr.ceil") and run["seed"] == 3)]
+    found = rules.effects(gather(made))
+    assert columns(found, "stochastic rounding takes off loss")[-1] == "3"
+    assert rules.effects({}) == "Not run yet: `rules-60m`."
 
 
 def test_the_papers_layout_in_tokens_inverts_the_multiple():
