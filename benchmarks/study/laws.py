@@ -86,7 +86,8 @@ def _row(name: str, chosen: Sequence[CellResult], law: str, found: Fit) -> list[
 
 
 def beyond(cells: Cells, record: Mapping[str, Any] | None) -> str:
-    """Returns what cells cost beyond the law of the error over all cells, by their remedies."""
+    """Returns what cells cost beyond two laws, by their remedies: that of the error over all cells, and that
+    of noise and repeating error within the families."""
     if record is None or BASE not in cells or len(chosen := measured(cells, record)) < LEAST_CELLS:
         return "Not measured yet."
     law = fit(cells, chosen, record, "error")
@@ -94,11 +95,32 @@ def beyond(cells: Cells, record: Mapping[str, Any] | None) -> str:
     for cell in chosen:
         expected = law.of(features(cell.policy, cell.rules, record, "error"))
         groups[_where(_policy(cell))].append(cost(cells, cell) - expected)
+    parts = [_by_remedy("remedy | cells | cost beyond the law", groups)]
+    if len(chosen := [c for c in chosen if family_of(c.policy, c.rules)]) >= LEAST_CELLS:
+        parts.append(
+            _by_remedy("Wgrad | cells | beyond noise and repeating error", _left(cells, chosen, record))
+        )
+    return "\n\n".join(parts)
+
+
+def _left(cells: Cells, chosen: Sequence[CellResult], record: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Returns what cells cost beyond the law of noise and repeating error within the families, by kind."""
+    by = [family_of(cell.policy, cell.rules) for cell in chosen]
+    slopes = within(cells, chosen, record, "split", by).coefficients[1:]
+    costs = np.array([cost(cells, c) - slopes @ features(c.policy, c.rules, record, "split") for c in chosen])
+    groups: dict[str, list[float]] = defaultdict(list)
+    for cell, family, left in zip(chosen, by, costs, strict=True):
+        mean = costs[[other == family for other in by]].mean()
+        groups[cell.policy.removeprefix(WGRAD_ONLY)].append(float(left - mean))
+    return groups
+
+
+def _by_remedy(header: str, groups: Mapping[str, Sequence[float]]) -> str:
     rows = []
-    for where, values in sorted(groups.items()):
+    for name, values in sorted(groups.items()):
         e = t_interval(values)
-        rows.append([where, len(values), number(e.mean, "+.4f"), interval(e.low, e.high)])
-    return table("remedy | cells | cost beyond the law | 95 % over cells", rows)
+        rows.append([name, len(values), number(e.mean, "+.4f"), interval(e.low, e.high)])
+    return table(f"{header} | 95 % over cells", rows)
 
 
 def remedies(cell: CellResult) -> str:
