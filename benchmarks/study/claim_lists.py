@@ -37,7 +37,7 @@ class Claim:
 
 LADDERS = ("decay", "tuned-60m")
 """The protocols of the ladder at `60m`: peak rates 1e-3 and 3e-3."""
-LARGER: Mapping[str, tuple[str, str]] = types.MappingProxyType(
+ELSEWHERE: Mapping[str, tuple[str, str]] = types.MappingProxyType(
     {
         "scale-125m": ("125m", "tuned-125m"),
         "scale-350m": ("350m", "tuned-350m"),
@@ -67,7 +67,7 @@ CLAIMS = (
         ("wgrad_hadamard.even", "wgrad.even"),
     ),
 )
-"""Tested in each of LADDERS, and over both; those whose cells are planned there, also in each of LARGER."""
+"""Tested in each of LADDERS, and over both; those planned there also in each of ELSEWHERE."""
 ALONE = (
     Claim("Wgrad costs loss, floor", "only_wgrad.floor", "fp8.own"),
     Claim("H16 takes off loss, floor", "only_wgrad_hadamard.floor", "only_wgrad.floor"),
@@ -111,7 +111,7 @@ ALONE_SEEN = (
     Claim("Fprop alone costs more than Wgrad alone, even", "fprop.even", "only_wgrad.even"),
 )
 """Beside ALONE; chosen after the losses were known, and not tested."""
-LARGER_SEEN: Mapping[str, tuple[Claim, ...]] = types.MappingProxyType(
+ELSEWHERE_SEEN: Mapping[str, tuple[Claim, ...]] = types.MappingProxyType(
     {
         "scale-125m": (
             Claim("redrawn signs take off loss, floor", "wgrad_rht.floor", "wgrad.floor"),
@@ -120,7 +120,7 @@ LARGER_SEEN: Mapping[str, tuple[Claim, ...]] = types.MappingProxyType(
         )
     }
 )
-"""Beside CLAIMS at each of LARGER; chosen after the losses there were known, and not tested."""
+"""Beside CLAIMS at each of ELSEWHERE; chosen after the losses there were known, and not tested."""
 GRID = tuple(
     Claim(
         f"{text} off more from a uniform grid than from E2M1, {rule}",

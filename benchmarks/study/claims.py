@@ -9,12 +9,12 @@ from benchmarks.study.claim_lists import (
     ALONE,
     ALONE_SEEN,
     CLAIMS,
+    ELSEWHERE,
+    ELSEWHERE_SEEN,
     GRID,
     GRID_SEEN,
     HARD_SEEN,
     LADDERS,
-    LARGER,
-    LARGER_SEEN,
     RCEIL_SEEN,
     RULE_CONTRASTS,
     SEEN,
@@ -70,18 +70,19 @@ def hard(cells: Cells) -> str:
     return table(f"difference | {' | '.join(HARD)} | mean without lr4x", rows)
 
 
-def larger(cells: Cells) -> str:
-    """Returns the tests of the claims in each study of LARGER that has runs, corrected together in each."""
+def elsewhere(cells: Cells) -> str:
+    """Returns the tests of the claims in each study of ELSEWHERE with runs, corrected in each."""
     parts = []
-    for study, (model, protocol) in LARGER.items():
+    for study, (model, protocol) in ELSEWHERE.items():
         planned = {cell.name for cell in STUDIES[study]}
         tested, later = (
-            [claim.at(protocol, model) for claim in claims] for claims in (CLAIMS, LARGER_SEEN.get(study, ()))
+            [claim.at(protocol, model) for claim in claims]
+            for claims in (CLAIMS, ELSEWHERE_SEEN.get(study, ()))
         )
         tested = [claim for claim in tested if set(claim.cells) <= planned]
         if any(by_seed(cells, claim) for claim in tested):
             parts.append(_tested(cells, tested, later))
-    return "\n\n".join(parts) or "Not run yet: " + ", ".join(f"`{study}`" for study in LARGER) + "."
+    return "\n\n".join(parts) or "Not run yet: " + ", ".join(f"`{study}`" for study in ELSEWHERE) + "."
 
 
 def _tested(cells: Cells, tested: Sequence[Claim], seen: Sequence[Claim] = ()) -> str:

@@ -149,8 +149,9 @@ def _correlation(
 
 
 def _centred(values: Sequence[float]) -> list[float]:
-    mean = statistics.fmean(values)
-    return [value - mean for value in values]
+    shifted = [value - values[0] for value in values]  # equal values give zeros, without rounding
+    mean = statistics.fmean(shifted)
+    return [value - mean for value in shifted]
 
 
 def _source(record: Mapping[str, Any]) -> str:

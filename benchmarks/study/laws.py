@@ -36,11 +36,13 @@ class Fit(NamedTuple):
     Attributes:
       coefficients: the constant, and the slopes.
       halves: half of each one's 95 % interval.
+      errors: what each cell costs beyond the law.
       explained, crossed: share of the variance of the costs that it explains, and of cells left out.
     """
 
     coefficients: np.ndarray
     halves: np.ndarray
+    errors: np.ndarray
     explained: float
     crossed: float
 
@@ -68,7 +70,10 @@ def laws(cells: Cells, record: Mapping[str, Any] | None) -> str:
         rows += [_row("all", found, law, fit(cells, found, record, law)) for law in ("error", "split")]
         by = [str(_policy(cell).fprop) for cell in found]
         rows.append(_row("all, within one Fprop", found, "error", within(cells, found, record, "error", by)))
-    slopes = "slope of the error or its noise | of the repeating part"
+    slopes = (
+        "slope of the error or its noise, relative to a batch's gradient | "
+        "of the repeating part, relative to the expected gradient"
+    )
     return table(f"cells | number | law by | constant | {slopes} | explained | left out", rows)
 
 
@@ -86,41 +91,43 @@ def _row(name: str, chosen: Sequence[CellResult], law: str, found: Fit) -> list[
 
 
 def beyond(cells: Cells, record: Mapping[str, Any] | None) -> str:
-    """Returns what cells cost beyond two laws, by their remedies: that of the error over all cells, and that
-    of noise and repeating error within the families."""
+    """Returns what cells cost beyond the law of the error over all cells, by their remedies."""
     if record is None or BASE not in cells or len(chosen := measured(cells, record)) < LEAST_CELLS:
         return "Not measured yet."
-    law = fit(cells, chosen, record, "error")
-    groups: dict[str, list[float]] = defaultdict(list)
-    for cell in chosen:
-        expected = law.of(features(cell.policy, cell.rules, record, "error"))
-        groups[_where(_policy(cell))].append(cost(cells, cell) - expected)
-    parts = [_by_remedy("remedy | cells | cost beyond the law", groups)]
-    if len(chosen := [c for c in chosen if family_of(c.policy, c.rules)]) >= LEAST_CELLS:
-        parts.append(
-            _by_remedy("Wgrad | cells | beyond noise and repeating error", _left(cells, chosen, record))
-        )
-    return "\n\n".join(parts)
-
-
-def _left(cells: Cells, chosen: Sequence[CellResult], record: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Returns what cells cost beyond the law of noise and repeating error within the families, by kind."""
-    by = [family_of(cell.policy, cell.rules) for cell in chosen]
-    slopes = within(cells, chosen, record, "split", by).coefficients[1:]
-    costs = np.array([cost(cells, c) - slopes @ features(c.policy, c.rules, record, "split") for c in chosen])
-    groups: dict[str, list[float]] = defaultdict(list)
-    for cell, family, left in zip(chosen, by, costs, strict=True):
-        mean = costs[[other == family for other in by]].mean()
-        groups[cell.policy.removeprefix(WGRAD_ONLY)].append(float(left - mean))
-    return groups
-
-
-def _by_remedy(header: str, groups: Mapping[str, Sequence[float]]) -> str:
+    groups = defaultdict(list)
+    for cell, error in zip(chosen, fit(cells, chosen, record, "error").errors, strict=True):
+        groups[_where(_policy(cell))].append(float(error))
     rows = []
-    for name, values in sorted(groups.items()):
-        e = t_interval(values)
-        rows.append([name, len(values), number(e.mean, "+.4f"), interval(e.low, e.high)])
-    return table(f"{header} | 95 % over cells", rows)
+    for name, errors in sorted(groups.items()):
+        e = t_interval(errors)
+        rows.append([name, len(errors), number(e.mean, "+.4f"), interval(e.low, e.high)])
+    return table("remedy | cells | cost beyond the law | 95 % over cells", rows)
+
+
+def parts(cells: Cells, record: Mapping[str, Any] | None) -> str:
+    """Returns what noise and repeating error make of the cost of each kind of Wgrad, by the law within the
+    families. All are means over the cells, minus those of their family."""
+    if record is None or BASE not in cells:
+        return "Not measured yet."
+    chosen = [c for of_family in families(measured(cells, record)).values() for c in of_family]
+    if len(chosen) < LEAST_CELLS:
+        return "Not measured yet."
+    by = [family_of(cell.policy, cell.rules) for cell in chosen]
+    law = within(cells, chosen, record, "split", by)
+    found = law.coefficients[1:] * [features(c.policy, c.rules, record, "split") for c in chosen]
+    costs = np.array([cost(cells, cell) for cell in chosen])
+    shown = np.column_stack([costs, found, law.errors])
+    for family in set(by):
+        shown[[of == family for of in by]] -= shown[[of == family for of in by]].mean(0)
+    groups = defaultdict(list)
+    for cell, row in zip(chosen, shown, strict=True):
+        groups[cell.policy.removeprefix(WGRAD_ONLY)].append(row)
+    rows = []
+    for kind, of_kind in groups.items():
+        e = t_interval([float(row[-1]) for row in of_kind])
+        means = (number(x, "+.4f") for x in np.mean(of_kind, axis=0))
+        rows.append([kind, len(of_kind), *means, interval(e.low, e.high)])
+    return table("Wgrad | cells | cost | by noise | by repeating error | beyond both | 95 % over cells", rows)
 
 
 def remedies(cell: CellResult) -> str:
@@ -182,7 +189,11 @@ def cost(cells: Cells, cell: CellResult) -> float:
 
 
 def features(policy: str, rules: str, record: Mapping[str, Any], law: str) -> list[float]:
-    """Returns what a law multiplies: squared norms relative to the gradient's, or 1 for the cell's remedy."""
+    """Returns what a law multiplies: squared norms, or 1 for the cell's remedy of Wgrad.
+
+    Those of the error and its noise are relative to the gradient of one batch of the diagnosis, that of the
+    error that repeats to the expected gradient, whose norm is the smaller.
+    """
     if law == "remedy":
         return [float(policy.removeprefix(WGRAD_ONLY) == kind) for kind in list(WGRAD_KINDS)[1:]]
     split = record["cells"][f"{policy} {rules}".strip()]
@@ -204,7 +215,7 @@ def _least_squares(x: np.ndarray, y: np.ndarray, varied: np.ndarray) -> Fit:
     left_out = errors / np.where(kept > 1e-9, kept, 1)  # as if fitted without the cell; alone in its group: 0
     total = float(np.sum(varied**2))
     explained, crossed = (1 - float(np.sum(e**2)) / total for e in (errors, left_out))
-    return Fit(coefficients, halves, explained, crossed)
+    return Fit(coefficients, halves, errors, explained, crossed)
 
 
 def _policy(cell: CellResult) -> Policy:

@@ -6,11 +6,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.study import laws, tuning
+from benchmarks.study import laws, rules, tuning
 from benchmarks.study.cells import MAIN_PROTOCOLS, WGRAD_ONLY
 from benchmarks.study.results import CellResult, baseline, by_group
-from benchmarks.study.studies import REMEDIES
-from training.paired_statistics import Estimate, paired_difference
+from benchmarks.study.studies import REMEDIES, RULES
+from training.paired_statistics import Estimate, paired_difference, t_interval
 
 _LINES = (("black", "o", "-"), ("#7f7f7f", "s", "--"), ("#404040", "^", ":"), ("#b0b0b0", "D", "-."))
 """Color, marker and line of each curve; they differ without color."""
@@ -18,7 +18,12 @@ _KINDS = (("^", "black"), ("x", "#404040"), ("o", "#7f7f7f"), ("d", "#b0b0b0"), 
 """Marker and color of each kind of remedies."""
 _RANGE = 1.0
 """Range of the losses shown over the learning rate, in nats: what hardly learns is far above."""
-_REMEDIES = {"wgrad_hadamard": "H16", "wgrad_sr": "stochastic rounding", "wgrad_rht": "redrawn signs"}
+_REMEDIES = {
+    "wgrad_hadamard": "H16",
+    "wgrad_sr": "stochastic rounding",
+    "wgrad_rht": "redrawn signs",
+    "wgrad_sr34": "stochastic rounding after 3/4",
+}
 
 
 def learning_rates(cells: Mapping[str, CellResult]) -> Figure:
@@ -96,6 +101,32 @@ def _change(base: CellResult, others: Mapping[str, CellResult], remedy: str) -> 
     name = base.policy.removesuffix("wgrad") + remedy
     other = others.get(base.label.replace(base.policy, name, 1))
     return paired_difference(other.losses if other else {}, base.losses)
+
+
+def effects(cells: Mapping[str, CellResult]) -> Figure:
+    """Draws what each remedy of Wgrad changes in the mean over the rules, by what Fprop and Dgrad have."""
+    parts = [
+        ("both", rules.RESTS),
+        *((f"beside {rest.name.replace('`', '')}", [rest]) for rest in rules.RESTS),
+    ]
+    remedies = ("wgrad_hadamard", "wgrad_rht", "wgrad_sr", "wgrad_sr34")
+    figure = Figure(figsize=(7, 2.4), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, color="#7f7f7f", linewidth=0.8)
+    for i, (name, rests) in enumerate(parts):
+        color, marker, line = _LINES[i]
+        for y, remedy in enumerate(remedies):
+            found = rules.mean_by_seed(cells, rests, RULES, remedy, "wgrad")
+            if (d := t_interval(list(found.values()))).n > 1:
+                at, label = y + 0.22 * (i - 1), name if y == 0 else None
+                axes.plot([d.low, d.high], [at, at], line, color=color, linewidth=1.2)
+                axes.plot([d.mean], [at], marker, color=color, markersize=4, label=label)
+    axes.set_yticks(range(len(remedies)), [_REMEDIES[remedy] for remedy in remedies])
+    axes.set(ylim=(len(remedies) - 0.5, -0.5), xlabel="loss minus that without it, nats; 95 % intervals")
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, loc="lower left")
+    return figure
 
 
 def law(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> Figure:

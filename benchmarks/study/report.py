@@ -43,7 +43,7 @@ TABLES = {
     "paper layout": tables.paper_layout,
     "claims": claims.claims,
     "both": claims.both,
-    "larger": claims.larger,
+    "elsewhere": claims.elsewhere,
     "alone": claims.alone,
     "grid": claims.grid,
     "rceil": claims.rceil,
@@ -67,6 +67,7 @@ PLOTS = {
     "learning-rates.svg": plots.learning_rates,
     "seeds.svg": plots.seeds,
     "remedies.svg": plots.remedies,
+    "effects.svg": plots.effects,
     "law.svg": lambda cells: plots.law(cells, diagnosis_file.read(PAGE.with_suffix("") / "ladder")),
 }
 
@@ -97,6 +98,7 @@ def sections(runs: Sequence[Run]) -> dict[str, str]:
         "prediction": diagnosis_tables.prediction(cells, ladder),
         "laws": laws.laws(cells, ladder),
         "beyond": laws.beyond(cells, ladder),
+        "parts": laws.parts(cells, ladder),
         "forecast": forecast.forecast(cells, forecast.read(PAGE.with_suffix(""))),
     }
 

@@ -26,7 +26,7 @@ from benchmarks.study import (
     tuning,
     whole_runs,
 )
-from benchmarks.study.cells import PROTOCOLS, RATES, Cell, policy_of, recipe_of
+from benchmarks.study.cells import PROTOCOLS, RATES, WGRAD_KINDS, WGRAD_ONLY, Cell, policy_of, recipe_of
 from benchmarks.study.results import gather, read_runs
 from benchmarks.study.studies import STUDIES
 from models import llama
@@ -341,5 +341,13 @@ def test_statistics_predict_the_losses_that_they_rank():
         "1,000 parameters, trained in `fp8`, step 5; 3 batches of 32 tokens"
         in diagnosis_tables.variants_table(same_order)
     )
+    alone = [WGRAD_ONLY + kind for kind in WGRAD_KINDS]
+    runs += [record(f"{p}.c", p, s, 5 - i + 0.01 * s) for i, p in enumerate(alone) for s in (0, 1)]
+    also = measured({policy: i**2 for i, policy in enumerate((*policies, *alone))})
+    [row] = [r for r in diagnosis_tables.prediction(gather(runs), also).splitlines() if "| relative" in r]
+    assert row.split("|")[-2].startswith(" -1.00 (-1.00 to -1.00), p ")  # the family's losses fall
+    assert row.endswith(", 5 cells |")
+    constant = measured(dict.fromkeys((*policies, *alone), 0.1))
+    assert "| relative error | - | - | - |" in diagnosis_tables.prediction(gather(runs), constant)
     assert diagnosis_tables.prediction(gather(runs), None) == "Not measured yet."
     assert not diagnosis_tables.prediction(gather(runs), same_order | {"parameters": 999})  # another size

@@ -11,11 +11,11 @@ from benchmarks.study.claim_lists import (
     ALONE_SEEN,
     CLAIMS,
     CONSTANT_SEEN,
+    ELSEWHERE_SEEN,
     GRID,
     GRID_SEEN,
     HARD_SEEN,
     LADDERS,
-    LARGER_SEEN,
     RCEIL_SEEN,
     SEEN,
     Claim,
@@ -32,7 +32,7 @@ def test_claims_are_about_cells_of_the_studies():
     } <= names
     assert {name for claim in (*ALONE, *ALONE_SEEN) for name in claim.at(LADDERS[1]).cells} <= names
     assert {
-        name for claim in LARGER_SEEN["scale-125m"] for name in claim.at("tuned-125m", "125m").cells
+        name for claim in ELSEWHERE_SEEN["scale-125m"] for name in claim.at("tuned-125m", "125m").cells
     } <= names
     assert {name for claim in CONSTANT_SEEN for name in claim.at(CONSTANT).cells} <= names
     regimes = [f"tuned-60m-{regime}" for regime in HARD]
@@ -93,7 +93,7 @@ def test_claims_at_another_size_are_corrected_with_those_that_wait_for_runs():
     }
     cells = {f"{name}.125m.tuned-125m": found for name, found in losses.items()}
     runs = [record(n, n, seed, loss) for n, found in cells.items() for seed, loss in enumerate(found)]
-    found = claims.larger(gather(runs))
+    found = claims.elsewhere(gather(runs))
     at = np.array(list(losses.values()))
     p = {
         "MXFP4 in all three GEMMs costs loss": scipy.stats.ttest_rel(at[1], at[0]).pvalue,
@@ -108,7 +108,7 @@ def test_claims_at_another_size_are_corrected_with_those_that_wait_for_runs():
         assert row.endswith(f"| {min(1.0, largest):.2g} | 3 |")
     assert "Cells have not run: Wgrad costs loss beyond Fprop and Dgrad (tuned-125m);" in found
     runs.append(record(runs[-1]["cell"], "", 3, math.nan))
-    assert "diverged, without pairs: 1 of wgrad_hadamard.floor.125m.tuned-125m." in claims.larger(
+    assert "diverged, without pairs: 1 of wgrad_hadamard.floor.125m.tuned-125m." in claims.elsewhere(
         gather(runs)
     )
-    assert claims.larger({}) == "Not run yet: `scale-125m`, `scale-350m`, `epochs-60m`."
+    assert claims.elsewhere({}) == "Not run yet: `scale-125m`, `scale-350m`, `epochs-60m`."

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from benchmarks.study import forecast, laws, plots
-from benchmarks.study.cells import PROTOCOLS
+from benchmarks.study.cells import PROTOCOLS, WGRAD_KINDS
 from benchmarks.study.results import gather
 from benchmarks.study.studies import STUDIES
 
@@ -131,8 +131,7 @@ def test_the_law_of_the_remedy_is_the_mean_over_the_rules() -> None:
 def test_what_remedies_cost_beyond_the_law() -> None:
     """What the cells of a remedy lie off the line through all cells, which scipy fits, in the mean."""
     _, _, line = _line(KNOWN, _cost)
-    over_all, within = laws.beyond(_runs(KNOWN), RECORD).split("\n\n")
-    rows = _rows(over_all)
+    rows = _rows(laws.beyond(_runs(KNOWN), RECORD))
     names = ["H16 or H32: Wgrad", "none", "redrawn signs: Wgrad", "stochastic rounding: Wgrad"]
     assert list(rows) == names
     assert [row[0] for row in rows.values()] == ["4", "4", "4", "8"]
@@ -140,8 +139,21 @@ def test_what_remedies_cost_beyond_the_law() -> None:
     off = y - line.intercept - line.slope * x
     low, high = stats.t.interval(0.95, 3, off.mean(), stats.sem(off))
     assert rows[names[0]][1:] == [f"{off.mean():+.4f}", f"{low:+.4f} to {high:+.4f}"]
-    shown = [row[:2] for row in _rows(within).values()]  # the costs follow noise and repeating error exactly
-    assert [[n, off.lstrip("+-")] for n, off in shown] == [["4", "0.0000"]] * 5
+
+
+def test_the_cost_of_a_remedy_is_taken_apart() -> None:
+    """The costs follow noise and repeating error exactly, so that nothing is left beyond both."""
+    rows = _rows(laws.parts(_runs(KNOWN), RECORD))
+    for kind, (n, total, noise, repeating, left, _) in rows.items():
+        chosen = [c for c in KNOWN if c.policy.removeprefix("only_") == kind]
+        family = [[c for c in KNOWN if c.policy.startswith("only_") == alone] for alone in (False, True)]
+        means = [np.mean([_cost(c) for c in cells]) for cells in family]
+        off = [_cost(c) - means[c.policy.startswith("only_")] for c in chosen]
+        assert n == str(len(chosen))
+        assert total == f"{np.mean(off):+.4f}"
+        assert float(noise) + float(repeating) == pytest.approx(float(total), abs=2e-4)
+        assert left.lstrip("+-") == "0.0000"
+    assert list(rows) == list(WGRAD_KINDS)
 
 
 def test_the_law_is_drawn_with_every_cell() -> None:
