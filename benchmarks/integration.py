@@ -151,7 +151,7 @@ def measure_way(model: linen.Module, quantize: Callable, batches: np.ndarray, ro
     state = optimizer.init(params)
 
     def loss(params, batch):
-        logits = model.apply(params, batch[:, :-1])
+        logits: Any = model.apply(params, batch[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
     both_ways = jax.jit(jax.value_and_grad(loss))
@@ -190,7 +190,12 @@ def dense(width: int, d_in: int, tokens: int = 96, dtype=jnp.float32):
         layer = quantized(linen.Dense(width, dtype=dtype), library)
         x = jax.random.normal(jax.random.key(0), (tokens, d_in), dtype)
         params = linen.Dense(width).init(jax.random.key(1), x)
-        return transform(lambda p: jnp.sum(layer.apply(p, x).astype(jnp.float32) ** 2))(params)
+
+        def loss(params: Any) -> jax.Array:
+            y: Any = layer.apply(params, x)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        return transform(loss)(params)
 
     return run
 

@@ -1,10 +1,11 @@
 """The style of all figures under docs/. The same numbers give the same files."""
 
 import pathlib
+from typing import Any
 
 from matplotlib.figure import Figure
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "mxjax",
     "font.family": "sans-serif",

@@ -21,6 +21,7 @@ from gfloat import formats
 import mxjax
 from mxjax.formats import BLOCK
 from mxjax.quantize import block_values, quantize_unpacked
+from mxjax.rounding import Rounding
 from mxjax.tables import table
 
 
@@ -37,7 +38,7 @@ def gfloat_blocks(x: np.ndarray) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def fake_quantize(x: jax.Array, rounding: str = "nearest", rotated: bool = False) -> jax.Array:
+def fake_quantize(x: jax.Array, rounding: Rounding = "nearest", rotated: bool = False) -> jax.Array:
     """Returns the bfloat16 values that the `xla` implementation of `dot` multiplies."""
     key = jax.random.key(0) if rounding == "stochastic" else None
     x = mxjax.rotate(x) if rotated else x

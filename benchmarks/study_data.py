@@ -22,16 +22,14 @@ from training.tokenize.tokenize import advice, summary, tokenize
 
 def pack(corpus: pathlib.Path, out: pathlib.Path, vocab_size: int) -> list[str]:
     """Tokenizes both splits unless they exist; returns train.py's flags for them."""
-    common = {"append_eod": True}
     train_prefix, validation_prefix = str(out / "train"), str(out / "validation")
-    splits = {
-        train_prefix: {"train_tokenizer": True, "vocab_size": vocab_size},
-        validation_prefix: {"tokenizer": pathlib.Path(train_prefix + ".tokenizer.json")},
-    }
-    for prefix, tokenizer in splits.items():
-        pattern = str(corpus / f"c4-{pathlib.Path(prefix).name}.*.json.gz")
-        record = tokenize(TokenizeConfig((pattern,), prefix, **tokenizer, **common))
-        print(summary(prefix, record))
+    tokenizer = pathlib.Path(train_prefix + ".tokenizer.json")
+    texts, held_out = ((str(corpus / f"c4-{split}.*.json.gz"),) for split in ("train", "validation"))
+    for config in (
+        TokenizeConfig(texts, train_prefix, append_eod=True, train_tokenizer=True, vocab_size=vocab_size),
+        TokenizeConfig(held_out, validation_prefix, append_eod=True, tokenizer=tokenizer),
+    ):
+        print(summary(config.output, tokenize(config)))
     return ["--data", train_prefix, "--eval-data", validation_prefix]
 
 

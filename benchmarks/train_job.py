@@ -6,7 +6,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Job:
     before: int
     tokens: str | None = None
     devices: int = 1
-    remat: str = "none"
+    remat: Literal["none", "dots", "fp4", "full"] = "none"
     implementation: Any = None
     mesh: str | None = None
     loss: str = "whole"

@@ -94,8 +94,8 @@ def at(runs: list[dict[str, Any]]) -> dict[int, float]:
 
 def slowest_of_first(windows: dict[int, float]) -> float | None:
     """Returns the slowest window's seconds relative to the first window's; None if there are not two."""
-    first, *later = windows.values() or [None]
-    return max(later) / first if later and first is not None else None
+    first, *later = windows.values() or [math.nan]
+    return max(later) / first if later else None
 
 
 def print_report(report: dict[str, Any]) -> None:

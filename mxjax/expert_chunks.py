@@ -40,7 +40,7 @@ class Chunks(NamedTuple):
     rows: int
     tile: int
     longest: int
-    sizes: Int32[Array, "g"] | np.ndarray
+    sizes: Int32[Array, " g"] | np.ndarray
 
     @property
     def tiles(self) -> int:
@@ -100,7 +100,7 @@ class Chunks(NamedTuple):
         return xp, tiles, xp.maximum(tiles - 1, 0) // self.longest
 
 
-def chunks_of(sizes: Int32[Array, "g"] | np.ndarray, rows: int, unit: int) -> Chunks:
+def chunks_of(sizes: Int32[Array, " g"] | np.ndarray, rows: int, unit: int) -> Chunks:
     """Returns the chunks of experts of `sizes` rows.
 
     Args:
@@ -115,19 +115,19 @@ def chunks_of(sizes: Int32[Array, "g"] | np.ndarray, rows: int, unit: int) -> Ch
     return Chunks(rows, tile, max(min(LONGEST, -(-rows // tile)), 1), sizes)
 
 
-def places_of(sizes: Int32[Array, "g"], rows: int, tile: int, length: int) -> Int32[Array, "m"]:
+def places_of(sizes: Int32[Array, " g"], rows: int, tile: int, length: int) -> Int32[Array, " m"]:
     """Returns each row's place in tiles, which is `length` for rows of no group."""
     filled = -(-sizes // tile) * tile
     return _shifted(jnp.cumsum(sizes) - sizes, jnp.cumsum(filled) - filled, sizes, rows, length)
 
 
-def source_of(sizes: Int32[Array, "g"], rows: int, tile: int, length: int) -> Int32[Array, "p"]:
+def source_of(sizes: Int32[Array, " g"], rows: int, tile: int, length: int) -> Int32[Array, " p"]:
     """Returns the row at each of `length` places in tiles, which is `rows` for zeros."""
     filled = -(-sizes // tile) * tile
     return _shifted(jnp.cumsum(filled) - filled, jnp.cumsum(sizes) - sizes, sizes, length, rows)
 
 
-def _shifted(starts, targets, sizes, length: int, missing: int) -> Int32[Array, "m"]:
+def _shifted(starts, targets, sizes, length: int, missing: int) -> Int32[Array, " m"]:
     """Returns where each of `length` rows moves if groups move from `starts` to `targets`, else `missing`."""
     if not sizes.size:
         return jnp.full(length, missing, jnp.int32)
@@ -137,7 +137,7 @@ def _shifted(starts, targets, sizes, length: int, missing: int) -> Int32[Array, 
     return jnp.where(offset < sizes[group], targets[group] + offset, missing)
 
 
-def _rows_at(x: Float[Array, "m k"], rows: Int32[Array, "p"]) -> Float[Array, "p k"]:
+def _rows_at(x: Float[Array, "m k"], rows: Int32[Array, " p"]) -> Float[Array, "p k"]:
     """Returns rows of x, zeros past its end."""
     if not x.shape[0]:
         return jnp.zeros_like(x, shape=(rows.size, x.shape[1]))

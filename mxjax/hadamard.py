@@ -29,7 +29,7 @@ def hadamard_matrix(n: int) -> Float32[Array, "n n"]:
     return rotate(jnp.eye(n, dtype=jnp.float32), n)
 
 
-def random_signs(key: jax.Array, n: int) -> Float32[Array, "n"]:
+def random_signs(key: jax.Array, n: int) -> Float32[Array, " n"]:
     """Returns n random signs, +1 or -1, for `rotate`."""
     return jax.random.rademacher(key, (n,), jnp.float32)
 
@@ -39,7 +39,7 @@ def rotate(
     size: int = 16,
     *,
     axis: int = -1,
-    signs: Float32[Array, "size"] | None = None,
+    signs: Float32[Array, " size"] | None = None,
 ) -> Float32[Array, "*shape"]:
     """Returns x with each run of `size` elements v along `axis` replaced by H @ (signs * v).
 

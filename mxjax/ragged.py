@@ -37,7 +37,7 @@ from mxjax.weight_layout import on_auto_axes, varying_as
 def ragged_dot(
     x: Shaped[Array | np.ndarray, "m k"],
     w: Shaped[Array | np.ndarray, "g k n"],
-    group_sizes: Integer[Array | np.ndarray, "g"],
+    group_sizes: Integer[Array | np.ndarray, " g"],
     *,
     policy: Policy | str,
     key: jax.Array | None = None,

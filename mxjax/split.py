@@ -91,7 +91,7 @@ def _quantiles(x: Float[Array, "*batch m k"], quantile: float) -> tuple[Float[Ar
 
 
 def _order_statistics(
-    x: Float[Array, "*batch m k"], ranks: Int32[Array, "n *ones"]
+    x: Float[Array, "*batch m k"], ranks: Int32[Array, " n *ones"]
 ) -> Float[Array, "n *batch m 1"]:
     """Returns the elements at these ranks, counted from 0, along the last axis; NaN comes last.
 

@@ -180,7 +180,7 @@ class ScheduledStep:
         self._step = step
         self._rate = jax.jit(lambda state_step, skipped: learning_rate(state_step - skipped))
 
-    def __call__(self, state: TrainState, batch: Int32[Array, "batch length"], key: jax.Array):
+    def __call__(self, state: TrainState, batch: Int32[Array | np.ndarray, "batch length"], key: jax.Array):
         return self._step(state, batch, key, self._rate(state.step, state.skipped))
 
     def lower(self, state: TrainState, batch: jax.ShapeDtypeStruct, key: jax.Array) -> jax.stages.Lowered:

@@ -169,12 +169,13 @@ def recipe_of(policy: str, steps: int) -> RunRecipe | None:
     recipe = RECIPES.get(policy)
     if recipe is None or recipe.steps is None:
         return recipe
+    published = recipe.steps
 
     def moved(setting: str | None, start: int) -> str | None:
         if setting is None:
             return None
         fields = setting.split(":")
-        fields[start] = str(round(int(fields[start]) * steps / recipe.steps))
+        fields[start] = str(round(int(fields[start]) * steps / published))
         return ":".join(fields)
 
     return recipe._replace(

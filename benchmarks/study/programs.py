@@ -58,7 +58,7 @@ class Programs:
         loss = functools.partial(_call, llama.mean_loss, model, options)
         losses = functools.partial(_call, llama.losses, model, options)
         self.schedule = learning_rate(config, p.horizon or p.steps)
-        self.first_state = jax.jit(
+        self.first_state: Any = jax.jit(
             lambda key: init_state(with_outliers(llama.init(model, key), p.outlier_channels), optimizer)
         )
         self.held_out = held_out_batches(corpus.validation, p)

@@ -102,7 +102,7 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
     return True
 
 
-def _warn_of_other_data(cells: Sequence[Cell], out: pathlib.Path, crc32: str) -> None:
+def _warn_of_other_data(cells: Sequence[Cell], out: pathlib.Path, crc32: int | str) -> None:
     """Says so if finished runs of the cells were trained on other data."""
     paths = [run_path(out, cell, seed) for cell in cells for seed in range(cell.seeds)]
     others = [path for path in paths if path.exists() and read_record(path)["data"]["crc32"] != crc32]

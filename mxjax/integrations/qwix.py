@@ -128,7 +128,7 @@ class Provider(qwix.QuantizationProvider):
         self,
         lhs: Shaped[Array, "m k"],
         rhs: Shaped[Array, "g k n"],
-        group_sizes: Integer[Array, "g"],
+        group_sizes: Integer[Array, " g"],
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
         group_offset: Array | None = None,

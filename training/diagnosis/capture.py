@@ -65,7 +65,7 @@ def make_pass(
 
 def make_gradients(
     model: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None
-) -> Callable[[llama.Params, Int32[np.ndarray, "batch length"], jax.Array], LossAndGradients]:
+) -> jax.stages.Wrapped:
     """Returns the jitted `run(params, batch, key)` for a pass's loss and gradients without its tensors."""
     loss = _loss(model, policies, implementation)
 

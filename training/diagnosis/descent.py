@@ -35,8 +35,8 @@ class Descent(NamedTuple):
       square: <u_b, u_b>.
     """
 
-    along: Float[np.ndarray, "samples"]
-    square: Float[np.ndarray, "samples"]
+    along: Float[np.ndarray, " samples"]
+    square: Float[np.ndarray, " samples"]
 
 
 class Shares(NamedTuple):
@@ -92,7 +92,7 @@ def _of_layer(
 def _sums(
     c: Float32[Array, "batches weights"],
     g: Float32[Array, "batches weights"],
-    kept: Float32[Array, "batches"],
+    kept: Float32[Array, " batches"],
 ) -> tuple[Array, Array]:
     """Returns the sums of <g_b, u_b> and <u_b, u_b> over the batches whose `kept` is 1, of these batches."""
     others = kept[None] * (1 - jnp.eye(len(c)))

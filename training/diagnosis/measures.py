@@ -50,7 +50,7 @@ class OperandMeasures(NamedTuple):
     before: Shape
     after: Shape
     scales: Float32[Array, "256"]
-    mantissas: Float32[Array, "bins"]
+    mantissas: Float32[Array, " bins"]
 
 
 class LayerMeasures(NamedTuple):
