@@ -89,7 +89,7 @@ def load_text(path: pathlib.Path | None, flag: str = "--data") -> TextCorpus:
         files = [f for f in root.rglob("*.py") if not _NOT_SOURCE & set(f.relative_to(root).parts)]
         return _split_by_file(root, files, "the source of Python's standard library")
     if path.is_file():
-        _check_text([path], flag)
+        _check_text(path, [path], flag)
         return _split_by_position(_join([_read(path)]), str(path))
     if not path.is_dir():
         if (kind := special_kind(path)) is not None:
@@ -98,7 +98,7 @@ def load_text(path: pathlib.Path | None, flag: str = "--data") -> TextCorpus:
     files = [f for f in path.rglob("*") if f.is_file() and not _hidden(f.relative_to(path))]
     if not files:
         raise ValueError(f"{flag} {path}: no files to read")
-    _check_text(files, flag)
+    _check_text(path, files, flag)
     return _split_by_file(path, files, str(path))
 
 
@@ -132,17 +132,24 @@ def _read(path: pathlib.Path) -> bytes:
         raise
 
 
-def _check_text(files: list[pathlib.Path], flag: str) -> None:
-    """Raises ValueError if a file is compressed or belongs to a tokenized dataset."""
+def _check_text(root: pathlib.Path, files: list[pathlib.Path], flag: str) -> None:
+    """Raises ValueError if a file of `root` is compressed or belongs to a tokenized dataset."""
     for path in files:
         if path.suffix in _COMPRESSED:
-            raise ValueError(
-                f"{path} is compressed, not text; tokenize it first: python -m training.tokenize --help"
-            )
+            raise ValueError(f"{path} is compressed, not text; tokenize it first: {_tokenizing(root, flag)}")
         if path.suffix in _DATASET and all(path.with_suffix(s).is_file() for s in _DATASET):
             raise ValueError(
                 f"{path} holds tokens, not text; give {flag} {shlex.quote(str(path.with_suffix('')))}"
             )
+
+
+def _tokenizing(root: pathlib.Path, flag: str) -> str:
+    """Returns the commands that make tokens of the compressed text in `root`."""
+    name = shlex.quote(str(root))
+    if root.is_dir() and all(any(root.glob(f"c4-{split}.*.json.gz")) for split in ("train", "validation")):
+        return f"python -m benchmarks.study_data {name} --out DIR, which also trains"
+    command = f"python -m training.tokenize --input {name} --output PREFIX --train-tokenizer --append-eod"
+    return f"{command}, then {flag} PREFIX"
 
 
 def _hidden(path: pathlib.Path) -> bool:
