@@ -1,5 +1,7 @@
 """`trace`: a function of pytrees as a jaxpr, and the origins of its arguments."""
 
+import pathlib
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ from jax.extend.core import Jaxpr
 
 from mxjax.transform.origins import CONSTANT, DATA, Origin, dotted
 
+_LIBRARIES = (str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(jax.__file__).parent))
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
@@ -41,14 +44,29 @@ def trace(f: Callable[..., Any], weights: int, args: tuple[Any, ...], kwargs: di
         values = [leaf for _, leaf in leaves]
         for i, array in zip(traced, arrays, strict=True):
             values[i] = array
-        args, kwargs = tree.unflatten(values)
+        arguments = tree.unflatten(values)
+        args, kwargs = arguments
         results, structure = jax.tree.flatten(f(*args, **kwargs))
+        _warn_of_updates([(path, value) for (path, _), value in zip(leaves, values, strict=True)], arguments)
         trees.append(structure)
         return results
 
     arrays = [leaves[i][1] for i in traced]
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     return Traced(jaxpr, arrays, [_origin(*leaves[i], weights) for i in traced], trees[0])
+
+
+def _warn_of_updates(before: list[tuple[Any, Any]], arguments: Any) -> None:
+    """Warns if f has put other arrays into its arguments, as an NNX module that it gets does in training."""
+    after = dict(jax.tree_util.tree_flatten_with_path(arguments)[0])
+    changed = [dotted(path[2:]) for path, value in before if after.get(path) is not value]
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        warnings.warn(
+            f"transform loses what f writes into its arguments, here {changed[0]}{more}; return what is to "
+            "be kept, such as batch statistics, and give dropout a key of its own",
+            skip_file_prefixes=_LIBRARIES,
+        )
 
 
 def _origin(path: tuple[Any, ...], array: Any, weights: int) -> Origin:

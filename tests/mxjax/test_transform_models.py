@@ -136,3 +136,26 @@ def test_a_published_model_is_what_is_written_by_hand():
         expected = eqx.filter_jit(eqx.filter_value_and_grad(loss))(by_hand, tokens)
     for a, e in zip(*(jax.tree.leaves(result) for result in (actual, expected)), strict=True):
         np.testing.assert_array_equal(a, e)
+
+
+class WithState(nnx.Module):
+    """A layer whose normalization and dropout have state."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def test_updates_of_a_module_are_lost_with_a_warning():
+    model, x = WithState(), jnp.ones((32, 64))
+    transformed = mxjax.transform(lambda model, x: model(x), "wgrad_hadamard")
+    with pytest.warns(UserWarning, match=r"loses what f writes .* here \S+ and \d more") as caught:
+        transformed(model, x)
+    assert caught[0].filename == __file__
+    model.eval()
+    transformed(model, x)  # warnings are errors here
