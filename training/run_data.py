@@ -1,4 +1,4 @@
-"""Whether data is that of a run: the same as it began with, and read as the same kind of tokens."""
+"""Whether data is that of a run: the same as it began with, and tokens of the same tokenizer."""
 
 import pathlib
 import shlex
@@ -39,11 +39,25 @@ def _same(began_with: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
 
 
 def check_tokens_of(run: pathlib.Path, flag: str, path: str) -> None:
-    """Raises ValueError if `path` is text, and the run was trained on tokenized data or that is unknown."""
+    """Raises ValueError if the run was trained on tokens that another tokenizer made than those of `path`.
+
+    That is so if `path` is text and the run's data is not, or unknown, and if both have other tokenizers.
+    """
     begun = begun_run(run)
-    if begun is None or not begun.data.data or is_indexed([path]) or not pathlib.Path(path).exists():
+    if begun is None or not begun.data.data:
         return
-    text, first = f"{flag} {path} is text, which is read as bytes", parse_blend(begun.data.data)[0][0]
+    first = parse_blend(begun.data.data)[0][0]
+    if is_indexed([path]):
+        theirs, ours = tokenizer_path(path), tokenizer_path(first)
+        if theirs.exists() and ours.exists() and theirs.read_bytes() != ours.read_bytes():
+            raise ValueError(
+                f"{flag} {path} was tokenized by another tokenizer than {first}, which {run} was trained on; "
+                f"tokenize its text with --tokenizer {shlex.quote(str(ours))}"
+            )
+        return
+    if not pathlib.Path(path).exists():
+        return
+    text = f"{flag} {path} is text, which is read as bytes"
     if is_indexed(begun.data.data):
         files = f"--input {shlex.quote(path)} --tokenizer {shlex.quote(str(tokenizer_path(first)))}"
         raise ValueError(

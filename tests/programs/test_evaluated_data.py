@@ -52,6 +52,11 @@ def test_text_is_not_read_as_bytes_for_a_run_on_tokens(tmp_path, text):
     assert "is text and --data is tokenized; tokenize both or neither" in said
     assert not (tmp_path / "next").exists()
     evaluation_program.run_command([str(out), "--eval-data", str(prefix), "--json"])
+    other = tmp_path / "other"
+    tokenize(config(tmp_path / "texts", other, **options | {"vocab_size": 280}))
+    said = error_of(out, "--eval-data", other, program=evaluation_program.run_command)
+    assert f"--eval-data {other} was tokenized by another tokenizer than {prefix}, which {out} was" in said
+    assert f"tokenize its text with --tokenizer {prefix}.tokenizer.json" in said
     for suffix in (".idx", ".bin"):
         (tmp_path / f"tokens{suffix}").unlink()
     said = error_of(out, "--eval-data", text, program=evaluation_program.run_command)

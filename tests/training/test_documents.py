@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from training.tokenize.documents import Document, Documents, Problem, find_files
+from training.tokenize.documents import Document, Documents, Problem, below, find_files
 
 
 def found(path, **options):
@@ -129,6 +129,13 @@ def test_files_are_found_by_name_pattern_and_folder(tmp_path):
     assert names(f"{folder}/*.jsonl") == ["a.jsonl", "b.jsonl"]
     assert names(folder) == ["a.jsonl", "b.jsonl", "c.txt"]
     assert names(f"{folder}/b.jsonl", folder) == ["a.jsonl", "b.jsonl", "c.txt"]
+    assert below([folder]) == []
+    (tmp_path / "deeper" / "still").mkdir(parents=True)
+    for path in (tmp_path / "deeper" / "d.txt", tmp_path / "deeper" / "still" / "e.txt"):
+        path.write_text("x")
+    assert names(folder) == ["a.jsonl", "b.jsonl", "c.txt"]
+    assert [pathlib.Path(f).name for f in below([folder])] == ["d.txt", "e.txt"]
+    assert names(f"{folder}/**/*.txt") == ["c.txt", "d.txt", "e.txt"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Text as training data, read as bytes: token ids are bytes, and 256 ends a document."""
 
 import dataclasses
+import json
 import pathlib
 import shlex
 import sysconfig
@@ -17,7 +18,8 @@ from training.files import special_kind
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
 _VALIDATION_SHARE = 20  # one file, or one byte, in 20
-_COMPRESSED, _DATASET = {".gz", ".parquet"}, (".bin", ".idx")
+_COMPRESSED, _LINES, _DATASET = {".gz", ".parquet"}, {".json", ".jsonl"}, (".bin", ".idx")
+_LONGEST_LINE = 2**24  # bytes
 _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
 
 Tokens = UInt16[np.ndarray, "n"]
@@ -133,14 +135,26 @@ def _read(path: pathlib.Path) -> bytes:
 
 
 def _check_text(root: pathlib.Path, files: list[pathlib.Path], flag: str) -> None:
-    """Raises ValueError if a file of `root` is compressed or belongs to a tokenized dataset."""
+    """Raises ValueError if a file of `root` is compressed, or holds JSON documents or tokens."""
     for path in files:
         if path.suffix in _COMPRESSED:
             raise ValueError(f"{path} is compressed, not text; tokenize it first: {_tokenizing(root, flag)}")
+        if path.suffix in _LINES and _holds_documents(path):
+            how = _tokenizing(root, flag)
+            raise ValueError(f"{path} holds documents as lines of JSON, not text; tokenize it first: {how}")
         if path.suffix in _DATASET and all(path.with_suffix(s).is_file() for s in _DATASET):
             raise ValueError(
                 f"{path} holds tokens, not text; give {flag} {shlex.quote(str(path.with_suffix('')))}"
             )
+
+
+def _holds_documents(path: pathlib.Path) -> bool:
+    """Whether the first line of a file is a JSON object with a text, as in C4."""
+    with path.open("rb") as file:
+        try:
+            return "text" in dict(json.loads(file.readline(_LONGEST_LINE)))
+        except (ValueError, TypeError):
+            return False
 
 
 def _tokenizing(root: pathlib.Path, flag: str) -> str:

@@ -34,6 +34,8 @@ class Problem(NamedTuple):
 def find_files(patterns: Sequence[str]) -> list[str]:
     """Returns the files that match the patterns or lie in matching folders, sorted, without duplicates.
 
+    Files in folders of these folders are left out, since what was tokenized may lie there; see `below`.
+
     Raises:
       ValueError: a pattern matches nothing, or a file has an unknown format.
       MissingExtraError: a file is parquet and pyarrow is not installed.
@@ -54,6 +56,13 @@ def find_files(patterns: Sequence[str]) -> list[str]:
     if any(f.endswith(".parquet") for f in found):
         check_extra("data", "reading .parquet files", "pyarrow")
     return sorted(found)
+
+
+def below(patterns: Sequence[str]) -> list[str]:
+    """Returns the files that `find_files` leaves out because they lie in a folder of a folder named."""
+    folders = [glob.escape(p) for pattern in patterns for p in glob.glob(pattern) if os.path.isdir(p)]
+    found = (f for p in folders for f in glob.glob(os.path.join(p, "*", "**", "*"), recursive=True))
+    return sorted({f for f in found if f.endswith(SUFFIXES) and os.path.isfile(f)})
 
 
 class Documents:

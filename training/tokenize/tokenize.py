@@ -29,7 +29,7 @@ from training.flags import flags_of
 from training.integrity import problem, read_checked, size_and_crc32, to_checked
 from training.startup import cores, output_errors, unwinding_signals
 from training.tokenize import workers
-from training.tokenize.documents import find_files
+from training.tokenize.documents import below, find_files
 from training.tokenize.plan import (
     TOKENIZER_SUMS,
     TokenizeConfig,
@@ -57,6 +57,11 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
     """
     check_config(config)
     files = find_files(config.input)
+    if deeper := [f for f in below(config.input) if f not in files]:
+        print(
+            f"left out: {len(deeper)} files in folders of folders, such as {deeper[0]}; "
+            "patterns such as 'FOLDER/**/*.txt' take them"
+        )
     plan = plan_of(config, files)
     prefix = pathlib.Path(config.output)
     folder = beside(prefix, ".partial")
