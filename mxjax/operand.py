@@ -54,6 +54,7 @@ class Operand:
     Raises:
       ValueError: an unknown name, a bad block shape, prescale or quantile, or options that the format does
         not take.
+      TypeError: prescale, quantile, scale_target or scale_max is no number.
     """
 
     format: FormatName = "mxfp4"
@@ -72,6 +73,10 @@ class Operand:
 
     def __post_init__(self):
         use_python_numbers(self)
+        for name in ("prescale", "quantile", "scale_target", "scale_max"):
+            given: object = getattr(self, name)  # anything, from a caller without types
+            if given is not None and not isinstance(given, int | float):
+                raise TypeError(f"Operand needs {name} to be a number, got {given!r}")
         f = get_format(self.format)
         check_rule(self.scale_rule, f.element if f.scale == "e8m0" else None)
         check_choice("rounding", self.rounding, Rounding)

@@ -129,9 +129,12 @@ class Policy:
     def __post_init__(self):
         for name, gemm in self.gemms.items():
             if not isinstance(gemm, Gemm):
-                example = f"Operand({gemm!r})" if isinstance(gemm, str) else "Operand('mxfp4')"
+                example = (
+                    f"Operand({gemm!r})" if isinstance(gemm, str) and gemm in FORMATS else "Operand('mxfp4')"
+                )
                 raise TypeError(
                     f"Policy needs {name} to be an mxjax.Gemm, got {gemm!r}; write Gemm({example}, {example})"
+                    ", or take the GEMM of a policy, such as get_policy('fp8').fprop"
                 )
         for name, gemm, gradient in (("dgrad", self.dgrad, "lhs"), ("wgrad", self.wgrad, "rhs")):
             if getattr(gemm, gradient).source == "dequantized":

@@ -121,7 +121,8 @@ def _warnings(runs: Sequence[ComparedRun]) -> Iterator[str]:
     if len(ends) > 1:
         yield (
             f"the runs' last evaluations are after {min(ends):,} to {max(ends):,}: a shorter run, or one "
-            "that has not ended, is compared by its own last loss"
+            "that has not ended, is compared by its own last loss; with rates that decay, a longer one is "
+            "higher while it trains"
         )
 
 

@@ -115,7 +115,7 @@ def get_policy(name: str) -> Policy:
         raise ValueError(
             f"unknown policy {name!r}: it is a format; a policy with one is 'wgrad', for example"
         )
-    close = difflib.get_close_matches(name, [*_POLICIES, *RECIPES], n=3)
+    close = difflib.get_close_matches(name.lower(), [*_POLICIES, *RECIPES], n=3)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     raise ValueError(f"unknown policy {name!r}; {hint}`python -m mxjax.recipes` lists all")
 

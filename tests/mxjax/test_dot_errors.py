@@ -63,6 +63,8 @@ def test_an_unknown_policy_raises():
     x, w, _ = inputs()
     with pytest.raises(ValueError, match="unknown policy 'wgrad_hadamar'; did you mean"):
         mxjax.dot(x, w, policy="wgrad_hadamar")
+    with pytest.raises(ValueError, match="unknown policy 'FP8'; did you mean 'fp8'"):
+        mxjax.dot(x, w, policy="FP8")
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,9 @@ def test_what_is_no_policy_is_refused(policy):
         (lambda x, w: Gemm(rotation=16), r"write Rotation\(16\)"),
         (lambda x, w: Policy("mxfp4"), r"write Gemm\(Operand\('mxfp4'\), Operand\('mxfp4'\)\)"),
         (lambda x, w: Policy(fprop=Operand()), r"needs fprop to be an mxjax\.Gemm"),
+        (lambda x, w: Policy("fp8"), r"write Gemm\(Operand\('mxfp4'\).* get_policy\('fp8'\)\.fprop"),
+        (lambda x, w: Policy([1]), r"needs fprop to be an mxjax\.Gemm, got \[1\]"),
+        (lambda x, w: Operand(prescale="3/4"), r"Operand needs prescale to be a number, got '3/4'"),
     ],
 )
 def test_an_argument_of_the_wrong_type_says_what_to_write(call, message):
