@@ -39,7 +39,7 @@ from training.flags import check_lists, flags_of
 from training.metrics import json_line
 from training.outliers import has_outliers
 from training.restored import Restored, RunArguments, describe, in_words, restore
-from training.run_data import changed_data, check_tokens_of
+from training.run_data import changed_data, check_tokenizer_of, check_tokens_of
 from training.sampling import SampleConfig, sample
 from training.startup import output_errors, program_name
 from training.step import evaluate, make_eval_step
@@ -153,6 +153,7 @@ def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> np.nd
     for flag, path, whole in (("--data", arguments.data, False), ("--eval-data", arguments.eval_data, True)):
         if path is not None:
             check_tokens_of(arguments.run, flag, path)
+            check_tokenizer_of(arguments.run, flag, path)
             return load_held_out(path, vocab_size, whole, config.data.seq_len)
     corpus = load_data(config.data, vocab_size)
     if (line := changed_data(arguments.run, corpus.facts)) is not None:

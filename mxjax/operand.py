@@ -75,7 +75,8 @@ class Operand:
         use_python_numbers(self)
         for name in ("prescale", "quantile", "scale_target", "scale_max"):
             given: object = getattr(self, name)  # anything, from a caller without types
-            if given is not None and not isinstance(given, int | float):
+            unset = given is None and name != "quantile"
+            if not unset and not isinstance(given, int | float):
                 raise TypeError(f"Operand needs {name} to be a number, got {given!r}")
         f = get_format(self.format)
         check_rule(self.scale_rule, f.element if f.scale == "e8m0" else None)

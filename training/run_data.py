@@ -1,5 +1,6 @@
 """Whether data is that of a run: the same as it began with, and tokens of the same tokenizer."""
 
+import json
 import pathlib
 import shlex
 from collections.abc import Mapping
@@ -39,25 +40,11 @@ def _same(began_with: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
 
 
 def check_tokens_of(run: pathlib.Path, flag: str, path: str) -> None:
-    """Raises ValueError if the run was trained on tokens that another tokenizer made than those of `path`.
-
-    That is so if `path` is text and the run's data is not, or unknown, and if both have other tokenizers.
-    """
+    """Raises ValueError if `path` is text, and the run was trained on tokenized data or that is unknown."""
     begun = begun_run(run)
-    if begun is None or not begun.data.data:
+    if begun is None or not begun.data.data or is_indexed([path]) or not pathlib.Path(path).exists():
         return
-    first = parse_blend(begun.data.data)[0][0]
-    if is_indexed([path]):
-        theirs, ours = tokenizer_path(path), tokenizer_path(first)
-        if theirs.exists() and ours.exists() and theirs.read_bytes() != ours.read_bytes():
-            raise ValueError(
-                f"{flag} {path} was tokenized by another tokenizer than {first}, which {run} was trained on; "
-                f"tokenize its text with --tokenizer {shlex.quote(str(ours))}"
-            )
-        return
-    if not pathlib.Path(path).exists():
-        return
-    text = f"{flag} {path} is text, which is read as bytes"
+    text, first = f"{flag} {path} is text, which is read as bytes", parse_blend(begun.data.data)[0][0]
     if is_indexed(begun.data.data):
         files = f"--input {shlex.quote(path)} --tokenizer {shlex.quote(str(tokenizer_path(first)))}"
         raise ValueError(
@@ -69,6 +56,27 @@ def check_tokens_of(run: pathlib.Path, flag: str, path: str) -> None:
             f"{text}, and {first}, which {run} was trained on, is gone, so that its tokens are unknown; "
             "put it back, or of a dataset its .idx"
         )
+
+
+def check_tokenizer_of(run: pathlib.Path, flag: str, path: str) -> None:
+    """Raises ValueError if a tokenizer with other tokens made the dataset `path` than the run's data."""
+    begun, theirs = begun_run(run), tokenizer_path(path)
+    if begun is None or not is_indexed([path]) or not is_indexed(begun.data.data) or not theirs.exists():
+        return
+    paths = map(tokenizer_path, parse_blend(begun.data.data)[0])
+    ours = next((path for path in paths if path.exists()), None)
+    if ours is not None and _tokens(ours) != _tokens(theirs):
+        raise ValueError(
+            f"{flag} {path} was tokenized by {theirs}, and {run} was trained on tokens of {ours}; tokenize "
+            f"the text again with --tokenizer {shlex.quote(str(ours))}"
+        )
+
+
+def _tokens(tokenizer: pathlib.Path) -> Any:
+    """Returns the vocabulary and the merges of a tokenizer.json, as any version of tokenizers writes them."""
+    model = json.loads(tokenizer.read_text())["model"]
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())]
+    return model["vocab"], merges
 
 
 def _in_words(facts: Mapping[str, Any]) -> str:

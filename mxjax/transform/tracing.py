@@ -44,10 +44,10 @@ def trace(f: Callable[..., Any], weights: int, args: tuple[Any, ...], kwargs: di
         values = [leaf for _, leaf in leaves]
         for i, array in zip(traced, arrays, strict=True):
             values[i] = array
-        arguments = tree.unflatten(values)
-        args, kwargs = arguments
+        args, kwargs = tree.unflatten(values)
         results, structure = jax.tree.flatten(f(*args, **kwargs))
-        _warn_of_updates([(path, value) for (path, _), value in zip(leaves, values, strict=True)], arguments)
+        paths = [path for path, _ in leaves]
+        _warn_of_updates({paths[i]: values[i] for i in traced}, args[weights], results, weights)
         trees.append(structure)
         return results
 
@@ -56,10 +56,16 @@ def trace(f: Callable[..., Any], weights: int, args: tuple[Any, ...], kwargs: di
     return Traced(jaxpr, arrays, [_origin(*leaves[i], weights) for i in traced], trees[0])
 
 
-def _warn_of_updates(before: list[tuple[Any, Any]], arguments: Any) -> None:
-    """Warns if f has put other arrays into its arguments, as an NNX module that it gets does in training."""
-    after = dict(jax.tree_util.tree_flatten_with_path(arguments)[0])
-    changed = [dotted(path[2:]) for path, value in before if after.get(path) is not value]
+def _warn_of_updates(before: dict[Any, Any], after: Any, results: list[Any], weights: int) -> None:
+    """Warns if f put other arrays into the weights' argument, as an NNX module with state does, and returns
+    them nowhere."""
+    begin = (jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(weights))
+    returned = {id(result) for result in results}
+    changed = [
+        dotted(path)
+        for path, value in jax.tree_util.tree_flatten_with_path(after)[0]
+        if before.get((*begin, *path), value) is not value and id(value) not in returned
+    ]
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         warnings.warn(

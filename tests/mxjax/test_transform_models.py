@@ -157,5 +157,12 @@ def test_updates_of_a_module_are_lost_with_a_warning():
     with pytest.warns(UserWarning, match=r"loses what f writes .* here \S+ and \d more") as caught:
         transformed(model, x)
     assert caught[0].filename == __file__
+    graph, state = nnx.split(model)
+
+    def returned(state, x):
+        model = nnx.merge(graph, state)
+        return model(x), nnx.state(model, (nnx.BatchStat, nnx.RngState))
+
+    mxjax.transform(returned, "wgrad_hadamard")(state, x)  # warnings are errors here
     model.eval()
-    transformed(model, x)  # warnings are errors here
+    transformed(model, x)

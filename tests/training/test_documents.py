@@ -135,6 +135,13 @@ def test_files_are_found_by_name_pattern_and_folder(tmp_path):
         path.write_text("x")
     assert names(folder) == ["a.jsonl", "b.jsonl", "c.txt"]
     assert [pathlib.Path(f).name for f in below([folder])] == ["d.txt", "e.txt"]
+    (tmp_path / "tokens").mkdir()
+    for name in ("t.idx", "t.bin", "t.json", "t.tokenizer.json"):
+        (tmp_path / "tokens" / name).write_text("x")
+    assert [pathlib.Path(f).name for f in below([f"{tmp_path.parent}/{tmp_path.name}*"])] == [
+        "d.txt",
+        "e.txt",
+    ]
     assert names(f"{folder}/**/*.txt") == ["c.txt", "d.txt", "e.txt"]
 
 

@@ -87,15 +87,25 @@ def test_what_is_no_text_is_refused(tmp_path):
     (tmp_path / "b" / "c4-validation.0.json.gz").write_bytes(b"0123")
     with pytest.raises(ValueError, match=r"benchmarks.study_data \S+/b --out DIR"):
         load_text(tmp_path / "b")
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "settings.json").write_text('{\n "text": 1}')
-    (tmp_path / "c" / "list.json").write_text("[1, 2]")
-    load_text(tmp_path / "c")
+    (tmp_path / "d" / "c").mkdir(parents=True)
+    (tmp_path / "d" / "c" / "settings.json").write_text('{\n "text": 1}')
+    (tmp_path / "d" / "c" / "list.json").write_text("[1, 2]")
+    (tmp_path / "d" / "c" / "source.py").write_text("# longer than the example beside it\n" * 9)
+    (tmp_path / "d" / "c" / "example.json").write_text('{"text": "an example"}')
+    load_text(tmp_path / "d" / "c")
     for name in ("c4-train.0.json", "documents.jsonl"):
-        path = tmp_path / "c" / name
-        path.write_text('{"text": "a document"}\n{"text": "another"}\n')
-        with pytest.raises(ValueError, match=f"{name} holds documents .*training.tokenize --input"):
+        path = tmp_path / "d" / "c" / name
+        path.write_text('{"text": "a document"}\n{"text": "another"}\n' * 99)
+        with pytest.raises(
+            ValueError, match=f"{name} holds documents .*training.tokenize --input \\S+{name} "
+        ):
             load_text(path)
+        with pytest.raises(ValueError, match=r"holds documents .*tokenize it as --data is"):
+            load_text(path, "--eval-data")
+    with pytest.raises(
+        ValueError, match=r"holds documents .*training.tokenize --input '\S+/\*\*/\*.jsonl?' "
+    ):
+        load_text(tmp_path / "d")
 
 
 def test_a_folder_of_one_file_is_split_as_the_file_is(tmp_path):

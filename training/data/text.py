@@ -135,35 +135,50 @@ def _read(path: pathlib.Path) -> bytes:
 
 
 def _check_text(root: pathlib.Path, files: list[pathlib.Path], flag: str) -> None:
-    """Raises ValueError if a file of `root` is compressed, or holds JSON documents or tokens."""
+    """Raises ValueError if a file of `root` is compressed or holds tokens, or most of its bytes are JSON
+    documents."""
     for path in files:
         if path.suffix in _COMPRESSED:
-            raise ValueError(f"{path} is compressed, not text; tokenize it first: {_tokenizing(root, flag)}")
-        if path.suffix in _LINES and _holds_documents(path):
-            how = _tokenizing(root, flag)
-            raise ValueError(f"{path} holds documents as lines of JSON, not text; tokenize it first: {how}")
+            raise ValueError(f"{path} is compressed, not text; {_tokenizing(root, path, flag)}")
         if path.suffix in _DATASET and all(path.with_suffix(s).is_file() for s in _DATASET):
             raise ValueError(
                 f"{path} holds tokens, not text; give {flag} {shlex.quote(str(path.with_suffix('')))}"
             )
+    documents = [path for path in files if path.suffix in _LINES and _holds_documents(path)]
+    if 2 * _bytes(documents) > _bytes(files):
+        raise ValueError(
+            f"{documents[0]} holds documents as lines of JSON, not text; "
+            f"{_tokenizing(root, documents[0], flag)}. To train on the JSON itself, give it another suffix"
+        )
 
 
 def _holds_documents(path: pathlib.Path) -> bool:
     """Whether the first line of a file is a JSON object with a text, as in C4."""
     with path.open("rb") as file:
         try:
-            return "text" in dict(json.loads(file.readline(_LONGEST_LINE)))
-        except (ValueError, TypeError):
+            found = json.loads(file.readline(_LONGEST_LINE))
+        except (ValueError, RecursionError):
             return False
+    return isinstance(found, dict) and isinstance(found.get("text"), str)
 
 
-def _tokenizing(root: pathlib.Path, flag: str) -> str:
-    """Returns the commands that make tokens of the compressed text in `root`."""
+def _bytes(files: list[pathlib.Path]) -> int:
+    return sum(path.stat().st_size for path in files)
+
+
+def _tokenizing(root: pathlib.Path, path: pathlib.Path, flag: str) -> str:
+    """Returns what to do with documents, such as those in `path`, a file of `root`."""
+    if flag != "--data":
+        return "tokenize it as --data is, or write its texts into plain files"
     name = shlex.quote(str(root))
     if root.is_dir() and all(any(root.glob(f"c4-{split}.*.json.gz")) for split in ("train", "validation")):
-        return f"python -m benchmarks.study_data {name} --out DIR, which also trains"
+        return f"tokenize it first: python -m benchmarks.study_data {name} --out DIR, which also trains"
+    if path.parent != root and path != root:  # --input takes no folders of a folder
+        name = shlex.quote(
+            f"{root}/**/*{''.join(path.suffixes[-2:]) if path.suffix == '.gz' else path.suffix}"
+        )
     command = f"python -m training.tokenize --input {name} --output PREFIX --train-tokenizer --append-eod"
-    return f"{command}, then {flag} PREFIX"
+    return f"tokenize it first: {command}, then {flag} PREFIX"
 
 
 def _hidden(path: pathlib.Path) -> bool:

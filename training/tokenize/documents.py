@@ -42,7 +42,7 @@ def find_files(patterns: Sequence[str]) -> list[str]:
     """
     found: set[str] = set()
     for pattern in patterns:
-        paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+        paths = _paths([pattern])
         inside = [f for p in paths if os.path.isdir(p) for f in glob.glob(os.path.join(glob.escape(p), "*"))]
         files = [p for p in paths if os.path.isfile(p)] + [f for f in inside if f.endswith(SUFFIXES)]
         if not files and os.path.exists(pattern) and (kind := special_kind(pathlib.Path(pattern))):
@@ -59,10 +59,23 @@ def find_files(patterns: Sequence[str]) -> list[str]:
 
 
 def below(patterns: Sequence[str]) -> list[str]:
-    """Returns the files that `find_files` leaves out because they lie in a folder of a folder named."""
-    folders = [glob.escape(p) for pattern in patterns for p in glob.glob(pattern) if os.path.isdir(p)]
-    found = (f for p in folders for f in glob.glob(os.path.join(p, "*", "**", "*"), recursive=True))
-    return sorted({f for f in found if f.endswith(SUFFIXES) and os.path.isfile(f)})
+    """Returns the files that `find_files` leaves out because they lie in a folder of a folder named.
+
+    Folders that hold tokens, or a part of them, are left out here too.
+    """
+    found: set[str] = set()
+    for folder in filter(os.path.isdir, _paths(patterns)):
+        for parent, folders, names in os.walk(folder):
+            folders[:] = [name for name in folders if not name.startswith(".") and ".partial" not in name]
+            if parent != folder and not any(name.endswith(".idx") for name in names):
+                found.update(os.path.join(parent, name) for name in names if name.endswith(SUFFIXES))
+    return sorted(found)
+
+
+def _paths(patterns: Sequence[str]) -> list[str]:
+    """Returns the files and folders that patterns name."""
+    found = ([p] if os.path.exists(p) else glob.glob(p, recursive=True) for p in patterns)
+    return [path for paths in found for path in paths]
 
 
 class Documents:

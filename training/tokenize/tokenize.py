@@ -57,7 +57,7 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
     """
     check_config(config)
     files = find_files(config.input)
-    if deeper := [f for f in below(config.input) if f not in files]:
+    if deeper := sorted(set(below(config.input)) - set(files)):
         print(
             f"left out: {len(deeper)} files in folders of folders, such as {deeper[0]}; "
             "patterns such as 'FOLDER/**/*.txt' take them"
