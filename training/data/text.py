@@ -167,16 +167,15 @@ def _bytes(files: list[pathlib.Path]) -> int:
 
 
 def _tokenizing(root: pathlib.Path, path: pathlib.Path, flag: str) -> str:
-    """Returns what to do with documents, such as those in `path`, a file of `root`."""
+    """Returns how to train on the documents of `root`, of which `path` is one file."""
     if flag != "--data":
         return "tokenize it as --data is, or write its texts into plain files"
     name = shlex.quote(str(root))
     if root.is_dir() and all(any(root.glob(f"c4-{split}.*.json.gz")) for split in ("train", "validation")):
         return f"tokenize it first: python -m benchmarks.study_data {name} --out DIR, which also trains"
     if path.parent != root and path != root:  # --input takes no folders of a folder
-        name = shlex.quote(
-            f"{root}/**/*{''.join(path.suffixes[-2:]) if path.suffix == '.gz' else path.suffix}"
-        )
+        suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+        name = shlex.quote(f"{root}/**/*{suffix}")
     command = f"python -m training.tokenize --input {name} --output PREFIX --train-tokenizer --append-eod"
     return f"tokenize it first: {command}, then {flag} PREFIX"
 
