@@ -2,12 +2,11 @@
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.study.cells import MAIN_PROTOCOLS, UNIFORM, WGRAD_ONLY
-from benchmarks.study.laws import family_of
+from benchmarks.study.laws import families
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.tables import interval, number, with_interval
 from mxjax.tables import table
@@ -113,7 +112,7 @@ def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None
             )
             continue
         near = [cell for cell in known if not cell.policy.startswith(FAR)]
-        every = {"": known}, {"": near}, _families(known)
+        every = {"": known}, {"": near}, families(known)
         rows = [
             [name, *(_correlation(key, groups, base, record) for groups in every)]
             for key, name in _measured(record["cells"]).items()
@@ -123,15 +122,6 @@ def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None
     return "\n\n".join(parts)
 
 
-def _families(cells: Sequence[CellResult]) -> dict[str, list[CellResult]]:
-    """Returns the cells of each family of `benchmarks.study.laws`."""
-    found = defaultdict(list)
-    for cell in cells:
-        if (family := family_of(cell.policy, cell.rules)) is not None:
-            found[family].append(cell)
-    return found
-
-
 def _correlation(
     key: str, groups: Mapping[str, Sequence[CellResult]], base: CellResult, record: Mapping[str, Any]
 ) -> str:
@@ -139,7 +129,7 @@ def _correlation(
     if sum(map(len, groups.values())) < LEAST_CELLS:
         return "-"
     found, gaps = [], []
-    for cells in groups.values():
+    for cells in filter(None, groups.values()):
         found += _centred([record["cells"][cell.label][key]["mean"] for cell in cells])
         gaps += _centred([paired_difference(cell.losses, base.losses).mean for cell in cells])
     r = rank_correlation(found, gaps)

@@ -118,7 +118,8 @@ def parts(cells: Cells, record: Mapping[str, Any] | None) -> str:
     costs = np.array([cost(cells, cell) for cell in chosen])
     shown = np.column_stack([costs, found, law.errors])
     for family in set(by):
-        shown[[of == family for of in by]] -= shown[[of == family for of in by]].mean(0)
+        members = [of == family for of in by]
+        shown[members] -= shown[members].mean(0)
     groups = defaultdict(list)
     for cell, row in zip(chosen, shown, strict=True):
         groups[cell.policy.removeprefix(WGRAD_ONLY)].append(row)

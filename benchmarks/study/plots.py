@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.study import laws, rules, tuning
-from benchmarks.study.cells import MAIN_PROTOCOLS, WGRAD_ONLY
+from benchmarks.study.cells import MAIN_PROTOCOLS, WGRAD_KINDS, WGRAD_ONLY
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.studies import REMEDIES, RULES
 from training.paired_statistics import Estimate, paired_difference, t_interval
@@ -109,7 +109,7 @@ def effects(cells: Mapping[str, CellResult]) -> Figure:
         ("both", rules.RESTS),
         *((f"beside {rest.name.replace('`', '')}", [rest]) for rest in rules.RESTS),
     ]
-    remedies = ("wgrad_hadamard", "wgrad_rht", "wgrad_sr", "wgrad_sr34")
+    remedies = list(WGRAD_KINDS)[1:]
     figure = Figure(figsize=(7, 2.4), layout="constrained")
     axes = figure.subplots()
     axes.axvline(0, color="#7f7f7f", linewidth=0.8)

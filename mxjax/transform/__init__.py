@@ -61,8 +61,8 @@ def transform(
 
     Args:
       f: a function of arrays and pytrees of them that computes no gradients itself; usually the loss. What it
-        writes into its arguments is lost, with a warning. Leaves that are no arrays are static. Equinox
-        modules, `nnx.State`, and parameters of Linen and Haiku are pytrees.
+        writes into the argument of the weights and does not return is lost, with a warning. Leaves that are
+        no arrays are static. Equinox modules, `nnx.State`, and parameters of Linen and Haiku are pytrees.
       policy: a `Policy`, its name, or None, which leaves products as they are.
       rules: (pattern, policy) pairs, the last that matches a weight's dotted path counts. For patterns, see
         `mxjax.layers.matching`. Paths are those in the argument, such as "params.Dense_0.kernel" or
