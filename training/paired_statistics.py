@@ -39,7 +39,25 @@ def t_interval(values: Sequence[float]) -> Estimate:
     d = np.asarray(values, np.float64)
     if len(d) < 2:
         return Estimate(float(d.mean()) if len(d) else math.nan, math.nan, math.nan, math.nan, len(d))
-    return _estimate(float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d)), len(d))
+    return _estimate(float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d)), len(d) - 1, len(d))
+
+
+def mean_of_means(groups: Sequence[Sequence[float]]) -> Estimate:
+    """Returns the mean of the groups' means, with its t-interval and t-test.
+
+    Every group has the same weight, whatever its number of values. All have one variance, pooled from their
+    scatter about their own means, so that a group of two values does not decide the interval.
+
+    Args:
+      groups: independent values in each; NaN if one is empty or none has two.
+    """
+    n, freedom = sum(map(len, groups)), sum(len(group) - 1 for group in groups)
+    if not groups or not all(groups) or not freedom:
+        return Estimate(math.nan, math.nan, math.nan, math.nan, n)
+    means = [float(np.mean(group)) for group in groups]
+    squares = sum(float(np.sum((np.asarray(g) - m) ** 2)) for g, m in zip(groups, means, strict=True))
+    error = math.sqrt(squares / freedom * sum(1 / len(group) for group in groups)) / len(groups)
+    return _estimate(float(np.mean(means)), error, freedom, n)
 
 
 def jackknife(whole: float, without_one: Sequence[float]) -> Estimate:
@@ -53,13 +71,13 @@ def jackknife(whole: float, without_one: Sequence[float]) -> Estimate:
     d, n = np.asarray(without_one, np.float64), len(without_one)
     if n < 2:
         return Estimate(whole, math.nan, math.nan, math.nan, n)
-    return _estimate(whole, math.sqrt((n - 1) / n * float(np.sum((d - d.mean()) ** 2))), n)
+    return _estimate(whole, math.sqrt((n - 1) / n * float(np.sum((d - d.mean()) ** 2))), n - 1, n)
 
 
-def _estimate(mean: float, error: float, n: int) -> Estimate:
-    """Returns the estimate whose standard error is `error`, with n - 1 degrees of freedom."""
-    half = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1))
-    p = float(2 * stats.t.sf(abs(mean) / error, n - 1)) if error else float(mean == 0)
+def _estimate(mean: float, error: float, freedom: int, n: int) -> Estimate:
+    """Returns the estimate whose standard error is `error`, with so many degrees of freedom."""
+    half = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+    p = float(2 * stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
     return Estimate(mean, mean - half, mean + half, p, n)
 
 

@@ -77,8 +77,7 @@ RATES: Mapping[str, float] = types.MappingProxyType(
 )
 """Peak learning rate of each size, with a warm-up of 150 steps.
 
-All are tuned, and the report compares them with its choice. At `350m` one run of 3e-3 is missing; it
-would have to end 0.3 nats below the others of its rate to change the choice.
+All are tuned, and the report compares them with its choice.
 """
 _HARD = {
     "lr2x": {"lr": 2 * RATES["60m"]},

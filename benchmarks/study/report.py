@@ -22,6 +22,7 @@ from benchmarks.study import (
     plots,
     repeats,
     rules,
+    sizes,
     tables,
     token_tables,
 )
@@ -44,6 +45,8 @@ TABLES = {
     "claims": claims.claims,
     "both": claims.both,
     "elsewhere": claims.elsewhere,
+    "sizes": sizes.sizes,
+    "sizes together": sizes.together,
     "alone": claims.alone,
     "grid": claims.grid,
     "rceil": claims.rceil,

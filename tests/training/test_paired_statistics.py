@@ -12,6 +12,7 @@ from training.paired_statistics import (
     has_diverged,
     holm,
     jackknife,
+    mean_of_means,
     paired_difference,
     rank_correlation,
     seeds_needed,
@@ -68,6 +69,17 @@ def test_the_jackknife_of_a_mean_is_its_t_interval():
     np.testing.assert_allclose(found, t_interval(list(x)))
     expected = stats.ttest_1samp(x, 0)
     np.testing.assert_allclose(found[1:4], [*expected.confidence_interval(), expected.pvalue])
+
+
+def test_the_mean_of_two_means_is_scipys_test_of_two_samples():
+    a, b = np.random.default_rng(4).normal(1, 2, 9), np.random.default_rng(5).normal(3, 2, 4)
+    expected = stats.ttest_ind(a, -b)  # of mean(a) + mean(b)
+    interval = expected.confidence_interval()
+    found = mean_of_means([list(a), list(b)])
+    np.testing.assert_allclose(found[:3], np.array([a.mean() + b.mean(), *interval]) / 2)
+    np.testing.assert_allclose(found[3:], [expected.pvalue, 13])
+    assert math.isnan(mean_of_means([[1.0, 2.0], []]).mean)
+    assert math.isnan(mean_of_means([[1.0], [2.0]]).low)
 
 
 def test_the_interval_of_a_standard_deviation_covers():
