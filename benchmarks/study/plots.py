@@ -1,21 +1,31 @@
 """The study's plots from its finished runs. The same runs give the same files."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.study import laws, rules, tuning
+from benchmarks.study import laws, rules, sizes, tuning
 from benchmarks.study.cells import MAIN_PROTOCOLS, WGRAD_KINDS, WGRAD_ONLY
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.studies import REMEDIES, RULES
-from training.paired_statistics import Estimate, paired_difference, t_interval
+from training.paired_statistics import differences, t_interval
 
-_LINES = (("black", "o", "-"), ("#7f7f7f", "s", "--"), ("#404040", "^", ":"), ("#b0b0b0", "D", "-."))
+_LINES: tuple[tuple[str, str, Any], ...] = (
+    ("black", "o", "-"),
+    ("#7f7f7f", "s", "--"),
+    ("#404040", "^", ":"),
+    ("#b0b0b0", "D", "-."),
+    ("#595959", "v", (0, (6, 2, 1, 2, 1, 2))),
+)
 """Color, marker and line of each curve; they differ without color."""
 _KINDS = (("^", "black"), ("x", "#404040"), ("o", "#7f7f7f"), ("d", "#b0b0b0"), ("+", "black"))
 """Marker and color of each kind of remedies."""
+_FEW = 3
+"""Of fewer seeds the values are drawn instead of their interval, which would be wider than all others."""
+_INTERVALS = f"95 % intervals, of fewer than {_FEW} the seeds"
 _RANGE = 1.0
 """Range of the losses shown over the learning rate, in nats: what hardly learns is far above."""
 _REMEDIES = {
@@ -37,7 +47,9 @@ def learning_rates(cells: Mapping[str, CellResult]) -> Figure:
         axes.plot(*zip(*points, strict=True), marker, color=color, markerfacecolor="none", markersize=5)
         means = [(lr, sum(values) / len(values)) for lr, values in losses.items() if values]
         label = f"{setting.model}, warm-up {setting.warmup}" + (", constant" if setting.constant else "")
-        axes.plot(*zip(*means, strict=True), line, color=color, marker=marker, markersize=3, label=label)
+        axes.plot(
+            *zip(*means, strict=True), linestyle=line, color=color, marker=marker, markersize=3, label=label
+        )
     axes.set(xscale="log", xlabel="peak learning rate", ylabel="fp8's final validation loss, nats")
     axes.set_ylim(top=min(axes.get_ylim()[1], axes.get_ylim()[0] + _RANGE))
     axes.legend(frameon=False)
@@ -79,28 +91,55 @@ def remedies(cells: Mapping[str, CellResult]) -> Figure:
         for base in sorted(group, key=lambda cell: cell.label)
         if base.policy in ("wgrad", f"{WGRAD_ONLY}wgrad")
     ]
-    shown = [row for row in shown if any(_change(*row[1:], remedy).n > 1 for remedy in REMEDIES)]
+    shown = [row for row in shown if any(len(_changes(*row[1:], remedy)) > 1 for remedy in REMEDIES)]
     figure = Figure(figsize=(7, 1.1 + 0.3 * len(shown)), layout="constrained")
     panels = figure.subplots(1, len(REMEDIES), sharex=True, sharey=True)
     for axes, remedy in zip(panels, REMEDIES, strict=True):
         axes.axvline(0, color="#7f7f7f", linewidth=0.8)
         for y, (_, base, others) in enumerate(shown):
-            if (d := _change(base, others, remedy)).n > 1:
-                axes.plot([d.low, d.high], [y, y], color="black", linewidth=1.2)
-                axes.plot([d.mean], [y], "o", color="black", markersize=4)
+            _draw(axes, y, _changes(base, others, remedy))
         axes.set_title(_REMEDIES[remedy], loc="left", fontsize="medium")
         axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     panels[0].set_yticks(range(len(shown)), [name for name, *_ in shown])
     panels[0].set_ylim(max(len(shown), 1) - 0.5, -0.5)
-    panels[len(panels) // 2].set_xlabel("loss minus that without it, nats; 95 % intervals")
+    panels[len(panels) // 2].set_xlabel(f"loss minus that without it, nats; {_INTERVALS}")
     return figure
 
 
-def _change(base: CellResult, others: Mapping[str, CellResult], remedy: str) -> Estimate:
-    """Returns what a remedy changes beside a cell without one; nothing if it has not run."""
+def _draw(axes: Axes, y: float, values: Sequence[float], style: int = 0, label: str | None = None) -> None:
+    """Draws the mean of a few seeds with its interval, or with the values if they are fewer than _FEW."""
+    if not values:
+        return
+    (color, marker, line), d = _LINES[style], t_interval(values)
+    axes.plot([d.mean], [y], marker, color=color, markersize=4, label=label)
+    if d.n < _FEW:
+        axes.plot(values, [y] * d.n, marker, color=color, markersize=6, markerfacecolor="none")
+    else:
+        axes.plot([d.low, d.high], [y, y], linestyle=line, color=color, linewidth=1.2)
+
+
+def _changes(base: CellResult, others: Mapping[str, CellResult], remedy: str) -> list[float]:
+    """Returns what a remedy changes by seed beside a cell without one; nothing if it has not run."""
     name = base.policy.removesuffix("wgrad") + remedy
     other = others.get(base.label.replace(base.policy, name, 1))
-    return paired_difference(other.losses if other else {}, base.losses)
+    return differences(other.losses if other else {}, base.losses)
+
+
+def over_sizes(cells: Mapping[str, CellResult]) -> Figure:
+    """Draws what each policy costs beyond fp8 at each size of the model, and over more epochs."""
+    figure = Figure(figsize=(7, 4.6), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, color="#7f7f7f", linewidth=0.8)
+    found = sizes.by_place(cells)
+    for y, of_places in enumerate(found.values()):
+        for i, (place, values) in enumerate(zip(sizes.NAMES, of_places, strict=True)):
+            _draw(axes, y + 0.17 * (i - 1.5), values, i, place if y == 0 else None)
+    axes.set_yticks(range(len(found)), [name.replace("`", "") for name in found])
+    axes.set(ylim=(max(len(found), 1) - 0.5, -0.5), xlabel=f"loss minus fp8's, nats; {_INTERVALS}")
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    if found:
+        axes.legend(frameon=False, loc="upper right")
+    return figure
 
 
 def effects(cells: Mapping[str, CellResult]) -> Figure:
@@ -114,15 +153,11 @@ def effects(cells: Mapping[str, CellResult]) -> Figure:
     axes = figure.subplots()
     axes.axvline(0, color="#7f7f7f", linewidth=0.8)
     for i, (name, rests) in enumerate(parts):
-        color, marker, line = _LINES[i]
         for y, remedy in enumerate(remedies):
-            found = rules.mean_by_seed(cells, rests, RULES, remedy, "wgrad")
-            if (d := t_interval(list(found.values()))).n > 1:
-                at, label = y + 0.22 * (i - 1), name if y == 0 else None
-                axes.plot([d.low, d.high], [at, at], line, color=color, linewidth=1.2)
-                axes.plot([d.mean], [at], marker, color=color, markersize=4, label=label)
+            found = list(rules.mean_by_seed(cells, rests, RULES, remedy, "wgrad").values())
+            _draw(axes, y + 0.22 * (i - 1), found, i, name if y == 0 else None)
     axes.set_yticks(range(len(remedies)), [_REMEDIES[remedy] for remedy in remedies])
-    axes.set(ylim=(len(remedies) - 0.5, -0.5), xlabel="loss minus that without it, nats; 95 % intervals")
+    axes.set(ylim=(len(remedies) - 0.5, -0.5), xlabel=f"loss minus that without it, nats; {_INTERVALS}")
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, loc="lower left")

@@ -71,6 +71,7 @@ PLOTS = {
     "seeds.svg": plots.seeds,
     "remedies.svg": plots.remedies,
     "effects.svg": plots.effects,
+    "sizes.svg": plots.over_sizes,
     "law.svg": lambda cells: plots.law(cells, diagnosis_file.read(PAGE.with_suffix("") / "ladder")),
 }
 

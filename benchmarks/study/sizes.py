@@ -9,34 +9,42 @@ from benchmarks.study.results import CellResult
 from benchmarks.study.studies import TELLING
 from benchmarks.study.tables import number, with_interval
 from mxjax.tables import table
-from training.paired_statistics import holm, mean_of_means, paired_difference, rank_correlation, t_interval
+from training.paired_statistics import differences, holm, mean_of_means, rank_correlation, t_interval
 
 Cells = Mapping[str, CellResult]
 PLACES = (("60m", LADDERS[1]), *ELSEWHERE.values())
 """Model and protocol of each column; the policies of TELLING ran in all."""
 N_SIZES = sum(protocol == f"tuned-{model}" for model, protocol in PLACES)
 """The first columns: there a run sees each token once, at the rate tuned for its size."""
-_HEADER = " | ".join(model if protocol == f"tuned-{model}" else f"`{protocol}`" for model, protocol in PLACES)
+NAMES = tuple(model if protocol == f"tuned-{model}" else protocol for model, protocol in PLACES)
+"""Names of the columns."""
+_HEADER = " | ".join(f"`{name}`" for name in NAMES)
 
 
-def sizes(cells: Cells) -> str:
-    """Returns what each policy costs in each column, and how far the others rank them as the first does."""
+def by_place(cells: Cells) -> dict[str, list[list[float]]]:
+    """Returns what each policy costs beyond fp8 by seed, for each of PLACES; the lowest mean is first."""
     baseline, *policies = (
         [cells.get(Cell(policy, rules, *place, 0).name) for place in PLACES] for policy, rules in TELLING
     )
     found = {
         f"{policy} `{rules}`": [
-            paired_difference(ours.losses if ours else {}, base.losses if base else {})
+            differences(ours.losses if ours else {}, base.losses if base else {})
             for ours, base in zip(of_policy, baseline, strict=True)
         ]
         for (policy, rules), of_policy in zip(TELLING[1:], policies, strict=True)
     }
-    if not any(e.n for estimates in found.values() for e in estimates[1:]):
+    found = {name: of_places for name, of_places in found.items() if any(of_places[1:])}
+    return dict(sorted(found.items(), key=lambda item: t_interval(item[1][0]).mean))
+
+
+def sizes(cells: Cells) -> str:
+    """Returns what each policy costs in each column, and how far the others rank them as the first does."""
+    found = {
+        name: [t_interval(values) for values in of_places] for name, of_places in by_place(cells).items()
+    }
+    if not found:
         return "Not run yet."
-    rows = [
-        [name, *("" if not e.n else with_interval(e, "+.3f") for e in estimates)]
-        for name, estimates in sorted(found.items(), key=lambda item: item[1][0].mean)
-    ]
+    rows = [[name, *(with_interval(e, "+.3f") if e.n else "" for e in of)] for name, of in found.items()]
     first, *others = zip(*found.values(), strict=True)
     ranks = [[(x.mean, y.mean) for x, y in zip(first, other, strict=True) if x.n and y.n] for other in others]
     correlations = (rank_correlation([x for x, _ in pairs], [y for _, y in pairs]) for pairs in ranks)
