@@ -42,22 +42,33 @@ def t_interval(values: Sequence[float]) -> Estimate:
     return _estimate(float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d)), len(d) - 1, len(d))
 
 
-def mean_of_means(groups: Sequence[Sequence[float]]) -> Estimate:
+def mean_of_means(groups: Sequence[Sequence[float]], *, pooled: bool = True) -> Estimate:
     """Returns the mean of the groups' means, with its t-interval and t-test.
 
-    Every group has the same weight, whatever its number of values. All have one variance, pooled from their
-    scatter about their own means, so that a group of two values does not decide the interval.
+    Every group has the same weight, whatever its number of values.
 
     Args:
-      groups: independent values in each; NaN if one is empty or none has two.
+      groups: values that are independent within and between groups. NaN without values in a group.
+      pooled: all groups have one variance, from their scatter about their own means, so that a group of two
+        values does not decide the estimate of the scatter. Otherwise each has its own, with the degrees of
+        freedom of B. L. Welch, Biometrika 34 (1947), 28-35, and no interval if one has a single value.
     """
-    n, freedom = sum(map(len, groups)), sum(len(group) - 1 for group in groups)
-    if not groups or not all(groups) or not freedom:
+    n, counts = sum(map(len, groups)), np.array([len(group) for group in groups])
+    if not groups or not all(groups):
         return Estimate(math.nan, math.nan, math.nan, math.nan, n)
-    means = [float(np.mean(group)) for group in groups]
-    squares = sum(float(np.sum((np.asarray(g) - m) ** 2)) for g, m in zip(groups, means, strict=True))
-    error = math.sqrt(squares / freedom * sum(1 / len(group) for group in groups)) / len(groups)
-    return _estimate(float(np.mean(means)), error, freedom, n)
+    mean = float(np.mean([np.mean(group) for group in groups]))
+    squares = np.array([np.sum((np.asarray(group) - np.mean(group)) ** 2) for group in groups])
+    if (counts.max() if pooled else counts.min()) < 2:
+        return Estimate(mean, math.nan, math.nan, math.nan, n)
+    if pooled:
+        freedom = n - len(groups)
+        parts = squares.sum() / freedom / counts
+    else:
+        parts = squares / (counts - 1) / counts
+        freedom = (
+            float(parts.sum() ** 2 / np.sum(parts**2 / (counts - 1))) if parts.any() else n - len(groups)
+        )
+    return _estimate(mean, math.sqrt(parts.sum()) / len(groups), freedom, n)
 
 
 def jackknife(whole: float, without_one: Sequence[float]) -> Estimate:
@@ -74,7 +85,7 @@ def jackknife(whole: float, without_one: Sequence[float]) -> Estimate:
     return _estimate(whole, math.sqrt((n - 1) / n * float(np.sum((d - d.mean()) ** 2))), n - 1, n)
 
 
-def _estimate(mean: float, error: float, freedom: int, n: int) -> Estimate:
+def _estimate(mean: float, error: float, freedom: float, n: int) -> Estimate:
     """Returns the estimate whose standard error is `error`, with so many degrees of freedom."""
     half = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
     p = float(2 * stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)

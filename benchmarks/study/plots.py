@@ -25,7 +25,7 @@ _KINDS = (("^", "black"), ("x", "#404040"), ("o", "#7f7f7f"), ("d", "#b0b0b0"), 
 """Marker and color of each kind of remedies."""
 _FEW = 3
 """Of fewer seeds the values are drawn instead of their interval, which would be wider than all others."""
-_INTERVALS = f"95 % intervals, of fewer than {_FEW} the seeds"
+_INTERVALS = f"95 % intervals; single seeds where there are fewer than {_FEW}"
 _RANGE = 1.0
 """Range of the losses shown over the learning rate, in nats: what hardly learns is far above."""
 _REMEDIES = {
@@ -157,7 +157,7 @@ def effects(cells: Mapping[str, CellResult]) -> Figure:
             found = list(rules.mean_by_seed(cells, rests, RULES, remedy, "wgrad").values())
             _draw(axes, y + 0.22 * (i - 1), found, i, name if y == 0 else None)
     axes.set_yticks(range(len(remedies)), [_REMEDIES[remedy] for remedy in remedies])
-    axes.set(ylim=(len(remedies) - 0.5, -0.5), xlabel=f"loss minus that without it, nats; {_INTERVALS}")
+    axes.set(ylim=(len(remedies) - 0.5, -0.5), xlabel="loss minus that without it, nats; 95 % intervals")
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, loc="lower left")

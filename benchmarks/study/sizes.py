@@ -1,40 +1,55 @@
-"""What policies cost at three sizes of the model and over four epochs, side by side, as Markdown tables."""
+"""Costs of policies at three sizes of the model and over four epochs, side by side, as Markdown tables."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
-from benchmarks.study.cells import BASELINE, Cell
+from benchmarks.study.cells import BASELINE
 from benchmarks.study.claim_lists import CLAIMS, ELSEWHERE, LADDERS
 from benchmarks.study.claims import by_seed
 from benchmarks.study.results import CellResult
 from benchmarks.study.studies import TELLING
 from benchmarks.study.tables import number, with_interval
 from mxjax.tables import table
-from training.paired_statistics import differences, holm, mean_of_means, rank_correlation, t_interval
+from training.paired_statistics import (
+    Estimate,
+    differences,
+    holm,
+    mean_of_means,
+    rank_correlation,
+    t_interval,
+)
 
 Cells = Mapping[str, CellResult]
 PLACES = (("60m", LADDERS[1]), *ELSEWHERE.values())
-"""Model and protocol of each column; the policies of TELLING ran in all."""
-N_SIZES = sum(protocol == f"tuned-{model}" for model, protocol in PLACES)
-"""The first columns: there a run sees each token once, at the rate tuned for its size."""
+"""Model and protocol of each column; the policies of TELLING are planned in all."""
 NAMES = tuple(model if protocol == f"tuned-{model}" else protocol for model, protocol in PLACES)
-"""Names of the columns."""
+"""Names of the columns; those of sizes, where a run sees each token once, are the model's."""
+SIZES = [i for i, (model, _) in enumerate(PLACES) if NAMES[i] == model]
+_APART = "full_sr"
+"""Its cost, far above the others', makes part of any agreement of ranks."""
 _HEADER = " | ".join(f"`{name}`" for name in NAMES)
 
 
 def by_place(cells: Cells) -> dict[str, list[list[float]]]:
     """Returns what each policy costs beyond fp8 by seed, for each of PLACES; the lowest mean is first."""
-    baseline, *policies = (
-        [cells.get(Cell(policy, rules, *place, 0).name) for place in PLACES] for policy, rules in TELLING
-    )
+
+    def losses(policy: str, rules: str, model: str, protocol: str) -> dict[int, float]:
+        cell = cells.get(f"{policy}.{rules or 'own'}.{model}.{protocol}")
+        return cell.losses if cell else {}
+
+    def mean(of_places: list[list[float]]) -> tuple[bool, float]:
+        found = t_interval(of_places[0]).mean
+        return math.isnan(found), found
+
+    baseline, *policies = TELLING
     found = {
         f"{policy} `{rules}`": [
-            differences(ours.losses if ours else {}, base.losses if base else {})
-            for ours, base in zip(of_policy, baseline, strict=True)
+            differences(losses(policy, rules, *place), losses(*baseline, *place)) for place in PLACES
         ]
-        for (policy, rules), of_policy in zip(TELLING[1:], policies, strict=True)
+        for policy, rules in policies
     }
     found = {name: of_places for name, of_places in found.items() if any(of_places[1:])}
-    return dict(sorted(found.items(), key=lambda item: t_interval(item[1][0]).mean))
+    return dict(sorted(found.items(), key=lambda item: mean(item[1])))
 
 
 def sizes(cells: Cells) -> str:
@@ -44,12 +59,25 @@ def sizes(cells: Cells) -> str:
     }
     if not found:
         return "Not run yet."
-    rows = [[name, *(with_interval(e, "+.3f") if e.n else "" for e in of)] for name, of in found.items()]
-    first, *others = zip(*found.values(), strict=True)
-    ranks = [[(x.mean, y.mean) for x, y in zip(first, other, strict=True) if x.n and y.n] for other in others]
-    correlations = (rank_correlation([x for x, _ in pairs], [y for _, y in pairs]) for pairs in ranks)
-    rows.append(["rank correlation with the first", "", *(with_interval(r, "+.2f") for r in correlations)])
+    rows = [[name, *(_shown(e, "+.3f") for e in estimates)] for name, estimates in found.items()]
+    for text, chosen in (("all", found), (f"without {_APART} and cells of one seed", _alike(found))):
+        first, *others = zip(*chosen.values(), strict=True)
+        rows.append([f"rank correlation with the first, {text}", "", *(_ranks(first, x) for x in others)])
     return table(f"minus {BASELINE} | {_HEADER}", rows)
+
+
+def _alike(found: Mapping[str, list[Estimate]]) -> dict[str, list[Estimate]]:
+    """Returns the estimates without those of one seed, and without the policy that costs far more."""
+    return {
+        name: [e if e.n > 1 else t_interval([]) for e in estimates]
+        for name, estimates in found.items()
+        if not name.startswith(f"{_APART} ")
+    }
+
+
+def _ranks(first: Sequence[Estimate], other: Sequence[Estimate]) -> str:
+    pairs = [(x.mean, y.mean) for x, y in zip(first, other, strict=True) if x.n and y.n]
+    return _shown(rank_correlation([x for x, _ in pairs], [y for _, y in pairs]), "+.2f")
 
 
 def together(cells: Cells) -> str:
@@ -60,13 +88,33 @@ def together(cells: Cells) -> str:
         [list(by_seed(cells, claim.at(protocol, model)).values()) for model, protocol in PLACES]
         for claim in claims
     ]
-    means = [mean_of_means(pairs[:N_SIZES]) for pairs in found]
-    corrected = holm([mean.p for mean in means])
+    of_sizes = [[pairs[i] for i in SIZES] for pairs in found]
+    means = [mean_of_means(pairs) for pairs in of_sizes]
+    own = [mean_of_means(pairs, pooled=False) for pairs in of_sizes]
+    later = [mean_of_means(pairs[1:]) for pairs in of_sizes]
     rows = []
-    for claim, pairs, mean, p in zip(claims, found, means, corrected, strict=True):
-        if all(pairs[:N_SIZES]):
-            shown = (with_interval(e, "+.3f") for e in (*map(t_interval, pairs), mean))
-            rows.append([claim.text, *shown, number(p, ".2g")])
+    for claim, pairs, mean, *rest in zip(
+        claims, found, means, _corrected(means), _corrected(own), later, _corrected(later), strict=True
+    ):
+        if all(pairs[i] for i in SIZES):
+            p, p_own, of_later, p_later = rest
+            alone = [_shown(t_interval(x), "+.3f") for x in pairs]
+            rows.append(
+                [claim.text, *alone, _shown(mean, "+.3f"), p, p_own, _shown(of_later, "+.3f"), p_later]
+            )
     if not rows:
         return "Not run yet."
-    return table(f"claim | {_HEADER} | mean of the {N_SIZES} sizes | p (Holm)", rows)
+    together = f"mean of the {len(SIZES)} sizes | p (Holm) | p, a variance for each size"
+    return table(f"claim | {_HEADER} | {together} | mean without `{NAMES[0]}` | p (Holm)", rows)
+
+
+def _corrected(estimates: Sequence[Estimate]) -> list[str]:
+    """Returns p by Holm; claims that wait for runs count, so that these can only lower p of the others."""
+    return [number(p, ".2g") for p in holm([1.0 if math.isnan(e.p) else e.p for e in estimates])]
+
+
+def _shown(e: Estimate, form: str) -> str:
+    """Returns an estimate with its interval or that it is of one seed; blank without any."""
+    if not e.n:
+        return ""
+    return with_interval(e, form) if e.n > 1 else f"{number(e.mean, form)} (one seed)"

@@ -71,15 +71,17 @@ def test_the_jackknife_of_a_mean_is_its_t_interval():
     np.testing.assert_allclose(found[1:4], [*expected.confidence_interval(), expected.pvalue])
 
 
-def test_the_mean_of_two_means_is_scipys_test_of_two_samples():
+@pytest.mark.parametrize("pooled", [True, False])
+def test_the_mean_of_two_means_is_scipys_test_of_two_samples(pooled):
     a, b = np.random.default_rng(4).normal(1, 2, 9), np.random.default_rng(5).normal(3, 2, 4)
-    expected = stats.ttest_ind(a, -b)  # of mean(a) + mean(b)
+    expected = stats.ttest_ind(a, -b, equal_var=pooled)  # of mean(a) + mean(b)
     interval = expected.confidence_interval()
-    found = mean_of_means([list(a), list(b)])
+    found = mean_of_means([list(a), list(b)], pooled=pooled)
     np.testing.assert_allclose(found[:3], np.array([a.mean() + b.mean(), *interval]) / 2)
     np.testing.assert_allclose(found[3:], [expected.pvalue, 13])
-    assert math.isnan(mean_of_means([[1.0, 2.0], []]).mean)
-    assert math.isnan(mean_of_means([[1.0], [2.0]]).low)
+    assert math.isnan(mean_of_means([[1.0, 2.0], []], pooled=pooled).mean)
+    assert mean_of_means([[1.0], [2.0]], pooled=pooled).mean == 1.5
+    assert math.isnan(mean_of_means([[1.0], [2.0]], pooled=pooled).low)
 
 
 def test_the_interval_of_a_standard_deviation_covers():
