@@ -87,12 +87,12 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     if published:
         references = {curve.name: dict(curve.losses) for curve in mlperf.PUBLISHED_CURVES}
         means, curves = means | references, curves | references
-    said = [table(means, unit)]
+    settings, warnings = differing_settings(groups), list(_warnings(runs))
+    said = [*(f"warning: {text}\n" for text in warnings), table(means, unit)]
     found = statistics_of(groups, base)
     if len(groups) > 1 or len(runs) > 1:
         said.append("\n" + statistics_table(found, base.name, unit))
-    settings, warnings = differing_settings(groups), list(_warnings(runs))
-    said += [f"  {name}: {text}" for name, text in settings.items()] + warnings
+    said += [f"  {name}: {text}" for name, text in settings.items()]
     if target is not None:
         said.append(f"\n{unit} until loss {target:g}")
         said += [f"  {group.name}: {_reached(group, reached[group.name], target)}" for group in groups]
