@@ -4,11 +4,16 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+
+GRACE = 2.0
+"""Seconds after the first signal in which another counts as the same one: `timeout` and schedulers send it to
+a program and again to its group."""
 
 
 class RunInterrupted(SystemExit):
@@ -20,9 +25,9 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Notes SIGINT or SIGTERM without ending the program; a second signal ends it at once.
+    """Notes SIGINT or SIGTERM without ending the program; another one, after GRACE, ends it at once.
 
-    A thread catches the second signal, because it also runs while the main thread compiles; Python writes a
+    A thread catches the latter, because it also runs while the main thread compiles; Python writes a
     byte to its socket for every signal. With several processes a signal to one is a signal to all: JAX's
     preemption service, which then takes SIGTERM, finds a call of `requested` that every process has yet to
     make.
@@ -76,9 +81,14 @@ class Interruption:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _end_at_second_signal(self) -> None:
-        arrived = False
+        first = None
         while numbers := self._receiver.recv(64):
             for number in numbers:
-                if arrived and number in self._signals:
+                if number not in self._signals:
+                    continue
+                first = time.monotonic() if first is None else first
+                if time.monotonic() - first > GRACE:
+                    os.write(
+                        2, b"ended at once by a second signal; --resume goes on from the last checkpoint\n"
+                    )
                     os._exit(128 + number)
-                arrived |= number in self._signals
