@@ -40,6 +40,12 @@ def _sizes(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> d
     return {len(shape) + axis: length or max(shape[axis], 1)} | ({other: rows} if rows > 1 else {})
 
 
+def scales_shape(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> tuple[int, ...]:
+    """Returns the shape of the scales of a tensor, one for each block."""
+    sizes = _sizes(shape, block_shape, axis)
+    return tuple(-(-n // sizes.get(i, 1)) for i, n in enumerate(shape))
+
+
 def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
     """Returns the largest magnitude of each block; NaN if the block contains NaN."""
     largest = _reduce(jnp.max, magnitude_bits(x), block_shape, axis)

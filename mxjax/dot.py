@@ -1,7 +1,6 @@
 """`dot`: a linear layer's matrix product, each of its three GEMMs in the precision that a policy names."""
 
 import math
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,12 @@ from jaxtyping import Array, Float, Shaped
 
 from mxjax.arguments import check_arrays
 from mxjax.batching import product_of
-from mxjax.formats import get_format
+from mxjax.frozen_weight import warn_of_two_roundings
 from mxjax.implementations import Implementation, implementations_of
 from mxjax.keys import check_one_key
 from mxjax.matmul import Options
 from mxjax.policy import Policy
-from mxjax.quantize import MXArray
+from mxjax.quantize import MXArray, check_parts
 from mxjax.recipes import as_policy
 from mxjax.weight_layout import Layout, on_auto_axes, varying_as
 
@@ -51,8 +50,9 @@ def dot(
       w: weights [d_in, d_out], in any of these dtypes. Pass float32 master weights, because weights are
         quantized from the dtype given. Or an `MXArray` [d_in, d_out], a frozen weight without a gradient: its
         values are quantized again as the policy says. Make it by `quantize(w, axis=0)`, with blocks along
-        d_in as the Fprop has them: with blocks along d_out, `quantize`'s default, a weight in 4 bits is
-        rounded twice, and `dot` warns.
+        d_in as the Fprop has them: with blocks along d_out, `quantize`'s default, or in another format, a
+        weight in 4 bits is rounded twice, and `dot` warns. Dgrad's blocks lie along d_out, so that it rounds
+        the weight again under a policy with MXFP4 there.
       policy: a `Policy` or its name.
       key: JAX key for policies that draw random bits. The same key draws the same bits: fold in the step and
         the layer.
@@ -86,7 +86,8 @@ def dot(
     if x.ndim < 1 or len(w.shape) != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"dot needs x [..., d_in] and w [d_in, d_out], got {x.shape} and {w.shape}")
     if isinstance(w, MXArray):
-        _warn_of_two_roundings(w, as_policy(policy))
+        check_parts("dot", w)
+        warn_of_two_roundings(w, as_policy(policy))
     contract_last = (((x.ndim - 1,), (0,)), ((), ()))
     return _dot_general(
         x, w, contract_last, None, preferred_element_type, as_policy(policy), key, implementation, layout
@@ -165,23 +166,6 @@ def _dot_general(
 
     key = key if policy.needs_key else None
     return on_auto_axes(product, lhs, rhs, key, kept=((*lhs_batch, *lhs_free), rhs_free))
-
-
-def _warn_of_two_roundings(w: MXArray, policy: Policy) -> None:
-    """Warns of a weight in 4 bits whose blocks lie along d_out, if the Fprop quantizes it to 4 bits again.
-
-    Blocks over both axes, and a rotation, after which no blocks would fit, are left alone.
-    """
-    seen = policy.fprop.rhs
-    elements = [get_format(name).element for name in (w.format, seen.format)]
-    if any(element is None or element.bits != 4 for element in elements):
-        return
-    if w.axis != -2 and w.block_shape[0] == 1 and policy.fprop.rotation is None:
-        warnings.warn(
-            "dot rounds this frozen weight to 4 bits twice: its blocks lie along d_out, the policy's along "
-            "d_in; make it by mxjax.quantize(w, axis=0)",
-            stacklevel=3,
-        )
 
 
 def check_key(policy: Policy, key: object) -> None:

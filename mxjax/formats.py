@@ -95,6 +95,13 @@ class Format:
         return {"e4m3": E4M3, "ue5m3": UE5M3}.get(self.scale)
 
     @property
+    def scale_dtype(self) -> DTypeLike | None:
+        """The dtype of the block scales, or None if there are none."""
+        if self.scale_element is not None:
+            return self.scale_element.dtype
+        return {"e8m0": jnp.float8_e8m0fnu, "fp32": jnp.float32}.get(self.scale)
+
+    @property
     def is_vector(self) -> bool:
         """Whether all elements along the contraction axis share one float32 scale."""
         return self.scale == "fp32" and not self.block

@@ -12,7 +12,15 @@ from jaxtyping import Array, Float, Float32, Shaped, UInt8
 from numpy.lib.array_utils import normalize_axis_index
 
 from mxjax.arguments import check_axis, check_has_axis, check_tensor
-from mxjax.blocks import BlockShape, block_max, block_std, pad, resolve_block_shape, spread
+from mxjax.blocks import (
+    BlockShape,
+    block_max,
+    block_std,
+    pad,
+    resolve_block_shape,
+    scales_shape,
+    spread,
+)
 from mxjax.formats import E2M1, Element, Format, FormatName, get_format
 from mxjax.keys import check_one_key
 from mxjax.minifloat_scales import quantize_by_minifloats
@@ -151,13 +159,16 @@ def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*sha
       after a prescale, took a magnitude near float32's largest up to 2**128 or more. Values that are
       subnormal in float32 are kept with E8M0 scales; a GEMM on the CPU counts them as zero.
     Raises:
-      TypeError: q is no MXArray, or dtype is not floating point.
+      TypeError: q is no MXArray, its elements or scales are in another dtype than its format's, or dtype is
+        not floating point.
+      ValueError: q's scales are not one for each block of its elements.
     """
     if not isinstance(q, MXArray):
         raise TypeError(
             f"dequantize needs the MXArray that quantize returns, got {type(q).__name__}; packed bytes have "
-            "no scales: dataclasses.replace(q, elements=mxjax.unpack(packed))"
+            "no scales: dataclasses.replace(q, elements=mxjax.unpack(packed, axis=q.axis))"
         )
+    check_parts("dequantize", q)
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise TypeError(f"dequantize needs a floating-point dtype, got {jnp.dtype(dtype)}; pass jnp.float32")
     return _dequantize(q, dtype)
@@ -186,20 +197,53 @@ def pack(q: MXArray | Shaped[Array, "*shape"], *, axis: int = -1) -> UInt8[Array
     return pack_codes(lax.bitcast_convert_type(elements, jnp.uint4).astype(jnp.uint8), axis)
 
 
-def unpack(packed: UInt8[Array, "*packed"], *, axis: int = -1) -> Shaped[Array, "*shape"]:
+def unpack(
+    packed: UInt8[Array | np.ndarray, "*packed"], *, axis: int = -1, size: int | None = None
+) -> Shaped[Array, "*shape"]:
     """Returns the `float4_e2m1fn` elements that `pack` packed along `axis`.
 
+    Args:
+      axis: of a quantized tensor its own: `unpack(pack(q), axis=q.axis, size=q.shape[q.axis])`.
+      size: elements along the axis. Default: twice the bytes, one more than there were if that was odd.
     Raises:
       TypeError: packed is no array of uint8.
-      ValueError: packed has no axis.
+      ValueError: packed has no axis, or not the bytes of `size` elements along it.
     """
     if (got := _dtype_name(packed)) != "uint8":
         raise TypeError(f"unpack needs the uint8 array that pack returns, got {got}; pass mxjax.pack(q)")
     check_has_axis("unpack", packed)
     axis = normalize_axis_index(axis, packed.ndim)
+    if size is None:
+        size = 2 * packed.shape[axis]
+    if (size + 1) // 2 != packed.shape[axis]:
+        raise ValueError(f"unpack got {packed.shape[axis]} bytes along axis {axis} for {size} elements")
+    packed = jnp.asarray(packed)
     codes = jnp.stack([packed & 0xF, packed >> 4], axis=axis + 1).astype(jnp.uint4)
     shape = (*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
-    return lax.bitcast_convert_type(codes.reshape(shape), jnp.float4_e2m1fn)
+    elements = lax.bitcast_convert_type(codes.reshape(shape), jnp.float4_e2m1fn)
+    return lax.slice_in_dim(elements, 0, size, axis=axis)
+
+
+def check_parts(function: str, q: MXArray) -> None:
+    """Raises TypeError or ValueError unless q's elements and scales are those of its format and blocks."""
+    f = get_format(q.format)
+    if q.elements.dtype not in (f.dtype, jnp.float32):  # float32 until it is stored
+        hint = "; unpack them: mxjax.unpack(packed, axis=q.axis)" if q.elements.dtype == jnp.uint8 else ""
+        raise TypeError(
+            f"{function} needs elements of {f.name} in {jnp.dtype(f.dtype)}, got {q.elements.dtype}{hint}"
+        )
+    if (wanted := f.scale_dtype) is None or q.scales is None:
+        return
+    if q.scales.dtype != wanted:
+        raise TypeError(
+            f"{function} needs scales of {f.name} in {jnp.dtype(wanted)}, got {q.scales.dtype}; "
+            f"bytes that were saved: scales.view(jnp.{jnp.dtype(wanted)})"
+        )
+    if q.scales.shape != (shape := scales_shape(q.shape, q.block_shape, q.axis)):
+        raise ValueError(
+            f"{function} needs scales {shape} for elements {q.shape} in blocks of "
+            f"{'x'.join(map(str, q.block_shape))} along axis {q.axis}, got {q.scales.shape}"
+        )
 
 
 def _dtype_name(x: object) -> str:

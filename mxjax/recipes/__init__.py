@@ -102,8 +102,11 @@ def get_policy(name: str) -> Policy:
     """Returns the policy called `name`, e.g. "wgrad_hadamard".
 
     Raises:
+      TypeError: no name; a `Policy` needs no looking up.
       ValueError: a recipe of a whole run, or an unknown name; the message suggests the closest.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"get_policy needs a name, got {type(name).__name__}; a Policy is used as it is")
     if name in _POLICIES:
         return _POLICIES[name]
     if name in RECIPES:
@@ -130,5 +133,5 @@ def as_policy(policy: Policy | str) -> Policy:
     if isinstance(policy, str):
         return get_policy(policy)
     if not isinstance(policy, Policy):
-        raise TypeError(f"policy must be an mxjax.Policy or a name, got {policy!r}")
+        raise TypeError(f"policy must be an mxjax.Policy or a name, got {type(policy).__name__}")
     return policy

@@ -1,5 +1,6 @@
 """`dot` of an `MXArray`, a frozen weight: the products of its values, and neither Wgrad nor its residual."""
 
+import dataclasses
 import functools
 import warnings
 
@@ -10,6 +11,7 @@ import pytest
 from support.dots import assert_same, inputs
 
 import mxjax
+from examples import lora
 
 X, W, DY = inputs()
 Q = mxjax.quantize(W, axis=0)
@@ -48,8 +50,52 @@ def test_blocks_along_the_other_axis_are_warned_of():
 
 
 @pytest.mark.parametrize(
+    ("q", "policy", "make"),
+    [
+        (mxjax.quantize(W, "nvfp4", axis=0), "wgrad", r"quantize\(w, axis=0\)"),
+        (Q, "nvfp4", r"quantize\(w, 'nvfp4', axis=0, block_shape=\(16, 16\)\)"),
+        (mxjax.quantize(W, axis=0, block_shape=16), "wgrad", r"quantize\(w, axis=0\)"),
+    ],
+)
+def test_other_grids_of_4_bits_are_warned_of(q, policy, make):
+    with pytest.warns(UserWarning, match=f"4 bits twice.*{make}"):
+        jax.eval_shape(lambda: mxjax.dot(X, q, policy=policy, key=jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"elements": mxjax.pack(Q)},
+            TypeError,
+            r"in float4_e2m1fn, got uint8; unpack them: mxjax\.unpack\(",
+        ),
+        ({"scales": Q.scales.view(jnp.uint8)}, TypeError, r"scales\.view\(jnp\.float8_e8m0fnu\)"),
+        ({"axis": -1}, ValueError, r"scales \(\d+, \d+\) for elements .*, got \("),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(change, error, message):
+    q = dataclasses.replace(Q, **change)
+    with pytest.raises(error, match=f"dequantize needs .*{message}"):
+        mxjax.dequantize(q)
+    with pytest.raises(error, match=f"dot needs .*{message}"):
+        mxjax.dot(X[..., : q.shape[0]], q, policy="wgrad")
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (33, 5)])
+def test_the_example_saves_and_loads_a_weight(tmp_path, shape):
+    q = mxjax.quantize(jax.random.normal(jax.random.key(1), shape), axis=0)
+    lora.save(tmp_path / "q.npz", q)
+    found = lora.load(tmp_path / "q.npz", shape[0])
+    assert jax.tree.structure(found) == jax.tree.structure(q)
+    np.testing.assert_array_equal(mxjax.dequantize(found), mxjax.dequantize(q))
+
+
+@pytest.mark.parametrize(
     ("q", "policy"),
     [
+        (Q, "wgrad"),
+        (mxjax.quantize(W, axis=0, block_shape=64), "wgrad"),
         (mxjax.quantize(W), "bf16"),
         (mxjax.quantize(W), "fp8"),
         (mxjax.quantize(W), "quartet"),  # rotates

@@ -33,6 +33,8 @@ def test_pack_fills_an_odd_axis_up_with_a_zero():
     q = mxjax.quantize(gaussian(3, 33))
     unpacked = np.asarray(mxjax.unpack(mxjax.pack(q)), np.float32)
     np.testing.assert_array_equal(unpacked, np.pad(elements(q), [(0, 0), (0, 1)]))
+    cut = np.asarray(mxjax.unpack(mxjax.pack(q), size=33), np.float32)
+    np.testing.assert_array_equal(cut, elements(q))
 
 
 def test_pack_takes_the_axis_of_a_quantized_tensor():

@@ -72,6 +72,11 @@ X = np.ones((3, 64), np.float32)
         (lambda: mxjax.pack(jnp.ones((), "float4_e2m1fn")), ValueError, "pack needs an array with an axis"),
         (lambda: mxjax.unpack(X), TypeError, "the uint8 array that pack returns, got float32"),
         (lambda: mxjax.unpack(mxjax.quantize(X)), TypeError, r"got MXArray; pass mxjax\.pack\(q\)"),
+        (
+            lambda: mxjax.unpack(jnp.ones(3, jnp.uint8), size=4),
+            ValueError,
+            "3 bytes along axis 0 for 4 elements",
+        ),
         (lambda: mxjax.unpack(jnp.uint8(1)), ValueError, "unpack needs an array with an axis"),
     ],
 )
