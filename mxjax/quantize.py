@@ -213,15 +213,14 @@ def unpack(
         raise TypeError(f"unpack needs the uint8 array that pack returns, got {got}; pass mxjax.pack(q)")
     check_has_axis("unpack", packed)
     axis = normalize_axis_index(axis, packed.ndim)
-    if size is None:
-        size = 2 * packed.shape[axis]
-    if (size + 1) // 2 != packed.shape[axis]:
-        raise ValueError(f"unpack got {packed.shape[axis]} bytes along axis {axis} for {size} elements")
+    length = 2 * packed.shape[axis] if size is None else size
+    if (length + 1) // 2 != packed.shape[axis]:
+        raise ValueError(f"unpack got {packed.shape[axis]} bytes along axis {axis} for {length} elements")
     packed = jnp.asarray(packed)
     codes = jnp.stack([packed & 0xF, packed >> 4], axis=axis + 1).astype(jnp.uint4)
     shape = (*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
     elements = lax.bitcast_convert_type(codes.reshape(shape), jnp.float4_e2m1fn)
-    return lax.slice_in_dim(elements, 0, size, axis=axis)
+    return lax.slice_in_dim(elements, 0, length, axis=axis)
 
 
 def check_parts(function: str, q: MXArray) -> None:

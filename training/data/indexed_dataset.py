@@ -194,9 +194,12 @@ def check_tokens(tokens: Tokens, vocab_size: int, what: str) -> None:
     """Raises ValueError if an id is negative, or vocab_size or greater; `what` names the tokens."""
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
+        outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
         raise ValueError(
             f"{what} holds the token id {low if low < 0 else high}, and the vocabulary has {vocab_size:,}: "
-            "the data comes from another tokenizer; pass its --vocab-size, or tokenize again"
+            "the data comes from another tokenizer; pass its --vocab-size, or tokenize again. "
+            f"{len(outside):,} of {tokens.size:,} ids are outside, the first at {outside[0]:,}: "
+            "a few are damage"
         )
 
 
