@@ -2,8 +2,7 @@
 
     python examples/lora.py
 
-prints the bytes of both and the loss at every tenth of 30 steps; it falls from 0.17 to 0.12. No GPU is
-needed. `save` and `load` keep the base in a file.
+prints the bytes of both and the loss at every tenth of 30 steps; it falls from 0.17 to 0.12. No GPU needed.
 """
 
 import pathlib

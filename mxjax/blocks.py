@@ -41,9 +41,12 @@ def _sizes(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> d
 
 
 def scales_shape(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> tuple[int, ...]:
-    """Returns the shape of the scales of a tensor, one for each block."""
+    """Returns the shape of the scales of a tensor, one for each block; an empty whole axis has one, too."""
     sizes = _sizes(shape, block_shape, axis)
-    return tuple(-(-n // sizes.get(i, 1)) for i, n in enumerate(shape))
+    found = [-(-n // sizes.get(i, 1)) for i, n in enumerate(shape)]
+    if not block_shape[1]:
+        found[axis] = 1
+    return tuple(found)
 
 
 def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:

@@ -55,8 +55,8 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
       ValueError: the input cannot be read, or PREFIX is in use; the message says what to do.
       MissingExtraError: the package tokenizers is not installed.
     """
-    files = find_files(config.input)
     check_config(config)
+    files = find_files(config.input)
     if deeper := sorted(set(below(config.input)) - set(files)):
         print(
             f"left out: {len(deeper)} files in folders of folders, such as {deeper[0]}; "
