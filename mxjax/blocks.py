@@ -41,7 +41,7 @@ def _sizes(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> d
 
 
 def scales_shape(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> tuple[int, ...]:
-    """Returns the shape of the scales of a tensor, one for each block; an empty whole axis has one, too."""
+    """Returns the shape of the scales, one for each block. A whole axis is one block even if it is empty."""
     sizes = _sizes(shape, block_shape, axis)
     found = [-(-n // sizes.get(i, 1)) for i, n in enumerate(shape)]
     if not block_shape[1]:

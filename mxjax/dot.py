@@ -15,8 +15,9 @@ from mxjax.frozen_weight import warn_of_two_roundings
 from mxjax.implementations import Implementation, implementations_of
 from mxjax.keys import check_one_key
 from mxjax.matmul import Options
+from mxjax.parts import check_parts
 from mxjax.policy import Policy
-from mxjax.quantize import MXArray, check_parts
+from mxjax.quantize import MXArray
 from mxjax.recipes import as_policy
 from mxjax.weight_layout import Layout, on_auto_axes, varying_as
 
@@ -49,10 +50,10 @@ def dot(
       x: activations, float32, bfloat16 or float16.
       w: weights [d_in, d_out], in any of these dtypes. Pass float32 master weights, because weights are
         quantized from the dtype given. Or an `MXArray` [d_in, d_out], a frozen weight without a gradient: its
-        values are quantized again as the policy says. Make it by `quantize(w, axis=0)`, with blocks along
-        d_in as the Fprop has them: with blocks along d_out, `quantize`'s default, or in another format, a
-        weight in 4 bits is rounded twice, and `dot` warns. Dgrad's blocks lie along d_out, so that it rounds
-        the weight again under a policy with MXFP4 there.
+        values are quantized again as the policy says. Make it by `quantize(w, policy.fprop.rhs, axis=0)`, as
+        the Fprop quantizes it. With blocks along d_out, `quantize`'s default, or in another format, a weight
+        in 4 bits is rounded twice, and `dot` warns. Dgrad's blocks lie along d_out, so that a policy with
+        MXFP4 there rounds the weight again.
       policy: a `Policy` or its name.
       key: JAX key for policies that draw random bits. The same key draws the same bits: fold in the step and
         the layer.
@@ -75,7 +76,7 @@ def dot(
       `jax.lax.axis_index` into its key.
     Raises:
       ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
-        random bits without a key.
+        random bits without a key. For an `MXArray` see `dequantize`, too.
       TypeError: x or w is no array or in another dtype, such as FP8, the result's dtype is not floating
         point, or key is not a JAX key; forward mode.
       NotImplementedError: an implementation that does not run here or does not take the policy's formats; a

@@ -12,19 +12,12 @@ from jaxtyping import Array, Float, Float32, Shaped, UInt8
 from numpy.lib.array_utils import normalize_axis_index
 
 from mxjax.arguments import check_axis, check_has_axis, check_tensor
-from mxjax.blocks import (
-    BlockShape,
-    block_max,
-    block_std,
-    pad,
-    resolve_block_shape,
-    scales_shape,
-    spread,
-)
+from mxjax.blocks import BlockShape, block_max, block_std, pad, resolve_block_shape, spread
 from mxjax.formats import E2M1, Element, Format, FormatName, get_format
 from mxjax.keys import check_one_key
 from mxjax.minifloat_scales import quantize_by_minifloats
 from mxjax.operand import Operand
+from mxjax.parts import check_parts
 from mxjax.philox import KeyWords
 from mxjax.rounding import Rounding, round_elements
 from mxjax.scales import ScaleRule, block_scale, divide_by_scale, multiply_by_scale, quest_scale
@@ -159,7 +152,7 @@ def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*sha
       after a prescale, took a magnitude near float32's largest up to 2**128 or more. Values that are
       subnormal in float32 are kept with E8M0 scales; a GEMM on the CPU counts them as zero.
     Raises:
-      TypeError: q is no MXArray, its elements or scales are in another dtype than its format's, or dtype is
+      TypeError: q is no MXArray, a part of it is missing or in another dtype than its format's, or dtype is
         not floating point.
       ValueError: q's scales are not one for each block of its elements.
     """
@@ -203,8 +196,9 @@ def unpack(
     """Returns the `float4_e2m1fn` elements that `pack` packed along `axis`.
 
     Args:
-      axis: of a quantized tensor its own: `unpack(pack(q), axis=q.axis, size=q.shape[q.axis])`.
-      size: elements along the axis. Default: twice the bytes, one more than there were if that was odd.
+      axis: axis that was packed; that of a quantized tensor q is `q.axis`.
+      size: elements along the axis. Default: twice the bytes, which for an odd axis includes the zero that
+        `pack` added.
     Raises:
       TypeError: packed is no array of uint8.
       ValueError: packed has no axis, or not the bytes of `size` elements along it.
@@ -214,35 +208,13 @@ def unpack(
     check_has_axis("unpack", packed)
     axis = normalize_axis_index(axis, packed.ndim)
     length = 2 * packed.shape[axis] if size is None else size
-    if (length + 1) // 2 != packed.shape[axis]:
+    if length < 0 or (length + 1) // 2 != packed.shape[axis]:
         raise ValueError(f"unpack got {packed.shape[axis]} bytes along axis {axis} for {length} elements")
     packed = jnp.asarray(packed)
     codes = jnp.stack([packed & 0xF, packed >> 4], axis=axis + 1).astype(jnp.uint4)
     shape = (*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
     elements = lax.bitcast_convert_type(codes.reshape(shape), jnp.float4_e2m1fn)
     return lax.slice_in_dim(elements, 0, length, axis=axis)
-
-
-def check_parts(function: str, q: MXArray) -> None:
-    """Raises TypeError or ValueError unless q's elements and scales are those of its format and blocks."""
-    f = get_format(q.format)
-    if q.elements.dtype not in (f.dtype, jnp.float32):  # float32 until it is stored
-        hint = "; unpack them: mxjax.unpack(packed, axis=q.axis)" if q.elements.dtype == jnp.uint8 else ""
-        raise TypeError(
-            f"{function} needs elements of {f.name} in {jnp.dtype(f.dtype)}, got {q.elements.dtype}{hint}"
-        )
-    if (wanted := f.scale_dtype) is None or q.scales is None:
-        return
-    if q.scales.dtype != wanted:
-        raise TypeError(
-            f"{function} needs scales of {f.name} in {jnp.dtype(wanted)}, got {q.scales.dtype}; "
-            f"bytes that were saved: scales.view(jnp.{jnp.dtype(wanted)})"
-        )
-    if q.scales.shape != (shape := scales_shape(q.shape, q.block_shape, q.axis)):
-        raise ValueError(
-            f"{function} needs scales {shape} for elements {q.shape} in blocks of "
-            f"{'x'.join(map(str, q.block_shape))} along axis {q.axis}, got {q.scales.shape}"
-        )
 
 
 def _dtype_name(x: object) -> str:

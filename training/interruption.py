@@ -1,5 +1,6 @@
 """Interruption by SIGINT or SIGTERM: the training loop asks for it, and all processes get the same answer."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -25,12 +26,12 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Notes SIGINT or SIGTERM without ending the program; another one, after GRACE, ends it at once.
+    """Notes the first SIGINT or SIGTERM without ending the program.
 
-    A thread catches the latter, because it also runs while the main thread compiles; Python writes a
-    byte to its socket for every signal. With several processes a signal to one is a signal to all: JAX's
-    preemption service, which then takes SIGTERM, finds a call of `requested` that every process has yet to
-    make.
+    A signal more than GRACE seconds later ends it at once. A thread does that, because it also runs while the
+    main thread compiles; Python writes a byte to its socket for every signal. With several processes a signal
+    to one is a signal to all: JAX's preemption service, which then takes SIGTERM, finds a call of `requested`
+    that every process has yet to make.
 
     A context manager for the main thread; in other threads it notes nothing.
     """
@@ -81,14 +82,21 @@ class Interruption:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _end_at_second_signal(self) -> None:
-        first = None
+        first: float | None = None
         while numbers := self._receiver.recv(64):
             for number in numbers:
+                now = time.monotonic()
                 if number not in self._signals:
                     continue
-                first = time.monotonic() if first is None else first
-                if time.monotonic() - first > GRACE:
-                    os.write(
-                        2, b"ended at once by a second signal; --resume goes on from the last checkpoint\n"
-                    )
+                if first is None:
+                    first = now
+                    _say(f"interrupted: ends after this step; a signal after {GRACE:g} s ends it at once")
+                elif now - first > GRACE:
+                    _say("ended at once by another signal; continue with --resume")
                     os._exit(128 + number)
+
+
+def _say(line: str) -> None:
+    """Writes a line to stderr past Python's buffer, whose lock the main thread may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())

@@ -107,7 +107,7 @@ def remedies(cells: Mapping[str, CellResult]) -> Figure:
 
 
 def _draw(axes: Axes, y: float, values: Sequence[float], style: int = 0, label: str | None = None) -> None:
-    """Draws the mean of a few seeds with its interval, or with the values if they are fewer than _FEW."""
+    """Draws the mean over seeds with its interval, or with the values if they are fewer than _FEW."""
     if not values:
         return
     (color, marker, line), d = _LINES[style], t_interval(values)

@@ -102,7 +102,7 @@ def get_policy(name: str) -> Policy:
     """Returns the policy called `name`, e.g. "wgrad_hadamard".
 
     Raises:
-      TypeError: no name; a `Policy` needs no looking up.
+      TypeError: `name` is no string; a `Policy` is used as it is.
       ValueError: a recipe of a whole run, or an unknown name; the message suggests the closest.
     """
     if not isinstance(name, str):

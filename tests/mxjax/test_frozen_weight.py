@@ -12,6 +12,7 @@ from support.dots import assert_same, inputs
 
 import mxjax
 from examples import lora
+from mxjax.frozen_weight import warn_of_two_roundings
 
 X, W, DY = inputs()
 Q = mxjax.quantize(W, axis=0)
@@ -43,39 +44,70 @@ def test_any_format_and_axis_will_do(q):
 
 def test_blocks_along_the_other_axis_are_warned_of():
     q = mxjax.quantize(W)
-    with pytest.warns(UserWarning, match=r"4 bits twice.*mxjax\.quantize\(w, axis=0\)"):
+    with pytest.warns(UserWarning, match=r"4 bits twice.*quantize\(w, policy\.fprop\.rhs, axis=0\)"):
         mxjax.dot(X, q, policy="wgrad")
     with pytest.warns(UserWarning, match="4 bits twice"):
         jax.eval_shape(jax.vmap(lambda x: mxjax.dot(x, q, policy="fprop")), X)
 
 
 @pytest.mark.parametrize(
-    ("q", "policy", "make"),
+    ("q", "policy", "grids"),
     [
-        (mxjax.quantize(W, "nvfp4", axis=0), "wgrad", r"quantize\(w, axis=0\)"),
-        (Q, "nvfp4", r"quantize\(w, 'nvfp4', axis=0, block_shape=\(16, 16\)\)"),
-        (mxjax.quantize(W, axis=0, block_shape=16), "wgrad", r"quantize\(w, axis=0\)"),
+        (mxjax.quantize(W, "nvfp4", axis=0), "wgrad", "nvfp4 .* 16 along d_in x 1 along d_out.* mxfp4 .* 32"),
+        (Q, "nvfp4", "mxfp4 with blocks of 32 .* nvfp4 with 16 along d_in x 16 along d_out"),
+        (
+            mxjax.quantize(W, axis=0, block_shape=16),
+            "wgrad",
+            "16 along d_in x 1 along d_out, .* 32 ",
+        ),
+        (
+            mxjax.quantize(W, axis=0, prescale=0.75),
+            "wgrad",
+            "32 along d_in x 1 along d_out, .* 32 ",
+        ),
+        (mxjax.quantize(W, "nvfp4", axis=0, block_shape=32), "nvfp4", "32 along d_in"),
     ],
 )
-def test_other_grids_of_4_bits_are_warned_of(q, policy, make):
-    with pytest.warns(UserWarning, match=f"4 bits twice.*{make}"):
+def test_other_grids_of_4_bits_are_warned_of(q, policy, grids):
+    with pytest.warns(UserWarning, match=f"4 bits twice.*{grids}"):
         jax.eval_shape(lambda: mxjax.dot(X, q, policy=policy, key=jax.random.key(0)))
 
 
+@pytest.mark.parametrize("name", sorted(mxjax.policies()))
+def test_a_weight_made_as_advised_is_not_warned_of(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_two_roundings(
+            mxjax.quantize(W, mxjax.get_policy(name).fprop.rhs, axis=0, key=jax.random.key(0)),
+            mxjax.get_policy(name),
+        )
+
+
+NVFP4, FP8 = (mxjax.quantize(W, name, axis=0) for name in ("nvfp4", "fp8_e4m3"))
+BF16 = mxjax.quantize(W, "bf16", axis=0)
+
+
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("q", "change", "error", "message"),
     [
         (
+            Q,
             {"elements": mxjax.pack(Q)},
             TypeError,
             r"in float4_e2m1fn, got uint8; unpack them: mxjax\.unpack\(",
         ),
-        ({"scales": Q.scales.view(jnp.uint8)}, TypeError, r"scales\.view\(jnp\.float8_e8m0fnu\)"),
-        ({"axis": -1}, ValueError, r"scales \(\d+, \d+\) for elements .*, got \("),
+        (Q, {"scales": Q.scales.view(jnp.uint8)}, TypeError, r"uint8; .*scales\.view\(jnp\.float8_e8m0fnu\)"),
+        (Q, {"scales": None}, TypeError, "scales of mxfp4 in float8_e8m0fnu, got None$"),
+        (Q, {"axis": -1}, ValueError, r"scales \(\d+, \d+\) for elements .*, got \("),
+        (Q, {"axis": 0}, ValueError, "counted from the end, got 0 of .*: write -2"),
+        (NVFP4, {"tensor_scale": None}, TypeError, "the tensor_scale of nvfp4, got None"),
+        (FP8, {"tensor_scale": None}, TypeError, "the tensor_scale of fp8_e4m3, got None"),
+        (FP8, {"tensor_scale": jnp.ones(3)}, ValueError, r"tensor_scale that broadcasts to \(.*, got \(3,\)"),
+        (BF16, {"scales": Q.scales}, TypeError, "scales of bf16 in None, got float8_e8m0fnu"),
     ],
 )
-def test_parts_that_do_not_belong_together_are_refused(change, error, message):
-    q = dataclasses.replace(Q, **change)
+def test_parts_that_do_not_belong_together_are_refused(q, change, error, message):
+    q = dataclasses.replace(q, **change)
     with pytest.raises(error, match=f"dequantize needs .*{message}"):
         mxjax.dequantize(q)
     with pytest.raises(error, match=f"dot needs .*{message}"):

@@ -104,7 +104,7 @@ def test_ids_are_checked_against_the_vocabulary(prefix, tmp_path):
     ) as found:
         IndexedDataset(prefix).check_ids(6)
     ids = IndexedDataset(prefix).tokens
-    counted = f"{np.sum(ids == 6)} of {len(ids)} ids are outside, the first at {np.argmax(ids == 6)}: a few"
+    counted = f"{np.sum(ids == 6)} of {len(ids)} are, at first number {np.argmax(ids == 6)} of these"
     assert counted in str(found.value)
     with pytest.raises(ValueError, match="holds the token id -1"):
         IndexedDataset(write(tmp_path / "n", [[-1]], np.int32)).check_ids(6)

@@ -194,13 +194,25 @@ def check_tokens(tokens: Tokens, vocab_size: int, what: str) -> None:
     """Raises ValueError if an id is negative, or vocab_size or greater; `what` names the tokens."""
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
-        outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+        count, first = _outside(tokens, vocab_size)
         raise ValueError(
             f"{what} holds the token id {low if low < 0 else high}, and the vocabulary has {vocab_size:,}: "
-            "the data comes from another tokenizer; pass its --vocab-size, or tokenize again. "
-            f"{len(outside):,} of {tokens.size:,} ids are outside, the first at {outside[0]:,}: "
-            "a few are damage"
+            "the data probably comes from another tokenizer; pass its --vocab-size, or tokenize again. If "
+            f"only a few ids are outside, the file is damaged: {count:,} of {tokens.size:,} are, at first "
+            f"number {first:,} of these"
         )
+
+
+def _outside(tokens: Tokens, vocab_size: int) -> tuple[int, int]:
+    """Returns how many ids are outside of the vocabulary, and the place of the first."""
+    count, first = 0, -1
+    for start in range(0, tokens.size, _CHUNK):
+        piece = tokens[start : start + _CHUNK]
+        outside = (piece < 0) | (piece >= vocab_size)
+        if first < 0 and outside.any():
+            first = start + int(outside.argmax())
+        count += int(np.count_nonzero(outside))
+    return count, first
 
 
 class IndexedWriter:

@@ -100,8 +100,8 @@ def check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:
         taken.append(config.tokenizer)
     if taken:
         raise ValueError(
-            f"{', '.join(map(str, taken))} exist already; remove them, or choose another name: they are not "
-            "what these texts and flags give"
+            f"of other texts or flags {', '.join(map(str, taken))} exist already; remove them, or choose "
+            "another name"
         )
 
 
