@@ -1,6 +1,6 @@
 """The check that elements, scales and tensor scale of an `MXArray` belong together."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,12 +8,9 @@ import numpy as np
 from mxjax.blocks import scales_shape
 from mxjax.formats import Format, get_format
 
-if TYPE_CHECKING:
-    from mxjax.quantize import MXArray
 
-
-def check_parts(function: str, q: "MXArray") -> None:
-    """Raises an error unless the parts of q are those of its format and blocks.
+def check_parts(function: str, q: Any) -> None:
+    """Raises an error unless the parts of q, an `MXArray`, are those of its format and blocks.
 
     Raises:
       TypeError: a part is missing, there is one that the format has not, or one is in another dtype.
@@ -39,14 +36,14 @@ def check_parts(function: str, q: "MXArray") -> None:
         )
 
 
-def _check_elements(function: str, q: "MXArray", f: Format) -> None:
+def _check_elements(function: str, q: Any, f: Format) -> None:
     wanted, got = jnp.dtype(f.dtype), getattr(q.elements, "dtype", None)
     if got not in (wanted, jnp.float32):  # float32 before they are stored
         hint = "; unpack them: mxjax.unpack(packed, axis=q.axis)" if got == jnp.uint8 else ""
         raise TypeError(f"{function} needs elements of {f.name} in {wanted}, got {got}{hint}")
 
 
-def _check_scales(function: str, q: "MXArray", f: Format) -> None:
+def _check_scales(function: str, q: Any, f: Format) -> None:
     wanted = None if f.scale_dtype is None else jnp.dtype(f.scale_dtype)
     got = None if q.scales is None else q.scales.dtype
     if got != wanted:
