@@ -50,10 +50,8 @@ def dot(
       x: activations, float32, bfloat16 or float16.
       w: weights [d_in, d_out], in any of these dtypes. Pass float32 master weights, because weights are
         quantized from the dtype given. Or an `MXArray` [d_in, d_out], a frozen weight without a gradient: its
-        values are quantized again as the policy says. Make it by `quantize(w, policy.fprop.rhs, axis=0)`, as
-        the Fprop quantizes it. With blocks along d_out, `quantize`'s default, or in another format, a weight
-        in 4 bits is rounded twice, and `dot` warns. Dgrad's blocks lie along d_out, so that a policy with
-        MXFP4 there rounds the weight again.
+        values are quantized again as the policy says. Make it by `quantize(w, policy.fprop.rhs, axis=0)`;
+        `dot` warns if the Fprop rounds to 4 bits twice. Dgrad does, if in 4 bits: its blocks lie along d_out.
       policy: a `Policy` or its name.
       key: JAX key for policies that draw random bits. The same key draws the same bits: fold in the step and
         the layer.
@@ -86,12 +84,12 @@ def dot(
     check_arrays("dot", x=x, **({} if isinstance(w, MXArray) else {"w": w}))
     if x.ndim < 1 or len(w.shape) != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"dot needs x [..., d_in] and w [d_in, d_out], got {x.shape} and {w.shape}")
+    policy, contract_last = as_policy(policy), (((x.ndim - 1,), (0,)), ((), ()))
     if isinstance(w, MXArray):
         check_parts("dot", w)
-        warn_of_two_roundings(w, as_policy(policy))
-    contract_last = (((x.ndim - 1,), (0,)), ((), ()))
+        warn_of_two_roundings(w, policy)
     return _dot_general(
-        x, w, contract_last, None, preferred_element_type, as_policy(policy), key, implementation, layout
+        x, w, contract_last, None, preferred_element_type, policy, key, implementation, layout
     )
 
 

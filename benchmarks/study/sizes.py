@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from benchmarks.study.cells import BASELINE
-from benchmarks.study.claim_lists import CLAIMS, ELSEWHERE, LADDERS
+from benchmarks.study.claim_lists import CLAIMS, ELSEWHERE, LADDERS, Claim
 from benchmarks.study.claims import by_seed
 from benchmarks.study.results import CellResult
 from benchmarks.study.studies import TELLING
@@ -12,7 +12,6 @@ from benchmarks.study.tables import number, with_interval
 from mxjax.tables import table
 from training.paired_statistics import (
     Estimate,
-    differences,
     holm,
     mean_of_means,
     rank_correlation,
@@ -25,6 +24,7 @@ PLACES = (("60m", LADDERS[1]), *ELSEWHERE.values())
 NAMES = tuple(model if protocol == f"tuned-{model}" else protocol for model, protocol in PLACES)
 """Names of the columns; those of sizes, where a run sees each token once, are the model's."""
 SIZES = [i for i, (model, _) in enumerate(PLACES) if NAMES[i] == model]
+_TELLING = [f"{policy}.{rules or 'own'}" for policy, rules in TELLING]
 _APART = "full_sr"
 """Its cost, far above the others', makes part of any agreement of ranks."""
 _HEADER = " | ".join(f"`{name}`" for name in NAMES)
@@ -33,20 +33,14 @@ _HEADER = " | ".join(f"`{name}`" for name in NAMES)
 def by_place(cells: Cells) -> dict[str, list[list[float]]]:
     """Returns what each policy costs beyond fp8 by seed, for each of PLACES; the lowest mean is first."""
 
-    def losses(policy: str, rules: str, model: str, protocol: str) -> dict[int, float]:
-        cell = cells.get(f"{policy}.{rules or 'own'}.{model}.{protocol}")
-        return cell.losses if cell else {}
-
     def mean(of_places: list[list[float]]) -> tuple[bool, float]:
         found = t_interval(of_places[0]).mean
         return math.isnan(found), found
 
-    baseline, *policies = TELLING
+    baseline, *others = _TELLING
     found = {
-        f"{policy} `{rules}`": [
-            differences(losses(policy, rules, *place), losses(*baseline, *place)) for place in PLACES
-        ]
-        for policy, rules in policies
+        name.replace(".", " `") + "`": _by_place(cells, Claim("costs loss", name, baseline))
+        for name in others
     }
     found = {name: of_places for name, of_places in found.items() if any(of_places[1:])}
     return dict(sorted(found.items(), key=lambda item: mean(item[1])))
@@ -82,12 +76,8 @@ def _ranks(first: Sequence[Estimate], other: Sequence[Estimate]) -> str:
 
 def together(cells: Cells) -> str:
     """Returns the claims in the mean over the sizes, each of the same weight, corrected together."""
-    planned = {f"{policy}.{rules or 'own'}" for policy, rules in TELLING}
-    claims = [claim for claim in CLAIMS if set(claim.cells) <= planned]
-    found = [
-        [list(by_seed(cells, claim.at(protocol, model)).values()) for model, protocol in PLACES]
-        for claim in claims
-    ]
+    claims = [claim for claim in CLAIMS if set(claim.cells) <= set(_TELLING)]
+    found = [_by_place(cells, claim) for claim in claims]
     of_sizes = [[pairs[i] for i in SIZES] for pairs in found]
     means = [mean_of_means(pairs) for pairs in of_sizes]
     own = [mean_of_means(pairs, pooled=False) for pairs in of_sizes]
@@ -106,6 +96,11 @@ def together(cells: Cells) -> str:
         return "Not run yet."
     together = f"mean of the {len(SIZES)} sizes | p (Holm) | p, a variance for each size"
     return table(f"claim | {_HEADER} | {together} | mean without `{NAMES[0]}` | p (Holm)", rows)
+
+
+def _by_place(cells: Cells, claim: Claim) -> list[list[float]]:
+    """Returns the differences of a claim by seed, for each of PLACES."""
+    return [list(by_seed(cells, claim.at(protocol, model)).values()) for model, protocol in PLACES]
 
 
 def _corrected(estimates: Sequence[Estimate]) -> list[str]:

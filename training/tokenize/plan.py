@@ -99,10 +99,7 @@ def check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:
     if config.train_tokenizer and config.tokenizer is not None and config.tokenizer.exists():
         taken.append(config.tokenizer)
     if taken:
-        raise ValueError(
-            f"of other texts or flags {', '.join(map(str, taken))} exist already; remove them, or choose "
-            "another name"
-        )
+        raise ValueError(f"{', '.join(map(str, taken))} exist already; remove them, or choose another name")
 
 
 def check_no_folders(config: TokenizeConfig, prefix: pathlib.Path) -> None:
