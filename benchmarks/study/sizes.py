@@ -54,19 +54,11 @@ def sizes(cells: Cells) -> str:
     if not found:
         return "Not run yet."
     rows = [[name, *(_shown(e, "+.3f") for e in estimates)] for name, estimates in found.items()]
-    for text, chosen in (("all", found), (f"without {_APART} and cells of one seed", _alike(found))):
+    alike = {name: estimates for name, estimates in found.items() if not name.startswith(f"{_APART} ")}
+    for text, chosen in (("all", found), (f"without {_APART}", alike)):
         first, *others = zip(*chosen.values(), strict=True)
         rows.append([f"rank correlation with the first, {text}", "", *(_ranks(first, x) for x in others)])
     return table(f"minus {BASELINE} | {_HEADER}", rows)
-
-
-def _alike(found: Mapping[str, list[Estimate]]) -> dict[str, list[Estimate]]:
-    """Returns the estimates without those of one seed, and without the policy that costs far more."""
-    return {
-        name: [e if e.n > 1 else t_interval([]) for e in estimates]
-        for name, estimates in found.items()
-        if not name.startswith(f"{_APART} ")
-    }
 
 
 def _ranks(first: Sequence[Estimate], other: Sequence[Estimate]) -> str:

@@ -53,9 +53,7 @@ def _interval(values: np.ndarray) -> str:
 
 def test_costs_at_each_size_and_how_sizes_rank_them(losses):
     rows = _rows(sizes.sizes(_cells(losses)))
-    ranks = [
-        f"rank correlation with the first, {of}" for of in ("all", "without full_sr and cells of one seed")
-    ]
+    ranks = [f"rank correlation with the first, {of}" for of in ("all", "without full_sr")]
     assert list(rows) == [*(f"{name} `floor`" for name in ORDER), *ranks]
     for name in ORDER:
         expected = [_interval(at[name] - at["fp8"]) if name in at else "" for at in losses.values()]
