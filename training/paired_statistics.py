@@ -140,17 +140,28 @@ def detectable(sd: float, n: int, power: float = 0.8) -> float:
     """
     if n < 2 or math.isnan(sd):
         return math.nan
-    return _noncentrality(n, power) * sd / math.sqrt(n)
+    return _noncentrality(n - 1, power) * sd / math.sqrt(n)
+
+
+def detectable_mean(e: Estimate, freedom: int, power: float = 0.8) -> float:
+    """Returns the mean that the t-test of an estimate with so many degrees of freedom finds; NaN without one.
+
+    See `detectable`, which is for the mean of one group.
+    """
+    if math.isnan(e.high):
+        return math.nan
+    error = (e.high - e.mean) / float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+    return _noncentrality(freedom, power) * error
 
 
 @functools.cache
-def _noncentrality(n: int, power: float) -> float:
-    """Returns the mean of n values, in standard errors, that the test of `detectable` finds."""
-    critical = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1))
+def _noncentrality(freedom: int, power: float) -> float:
+    """Returns the mean, in standard errors, that a two-sided t-test at 5 % finds with this power."""
+    critical = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
     low, high = 0.0, 100.0
     for _ in range(60):
         middle = (low + high) / 2
-        found = float(stats.nct.sf(critical, n - 1, middle))
+        found = float(stats.nct.sf(critical, freedom, middle))
         low, high = (middle, high) if found < power else (low, middle)
     return high
 

@@ -1,6 +1,6 @@
 """Runs and reports the study of the paper's ladder.
 
-    python -m benchmarks.study run ladder-60m --out DIR --data PREFIX --eval-data PREFIX --minutes 25
+    python -m benchmarks.study run ladder-60m --out DIR --minutes 25
     python -m benchmarks.study diagnose RUN --out docs/results/study/ladder
     python -m benchmarks.study diagnose RUN --study none --batches 32 --out docs/results/study/wgrad
     python -m benchmarks.study forecast         # of cells that have not run, from the diagnosis
@@ -37,8 +37,8 @@ def run(
     study: Annotated[str, tyro.conf.Positional],
     *,
     out: pathlib.Path,
-    data: str,
-    eval_data: str,
+    data: str = "data/study/train",
+    eval_data: str = "data/study/validation",
     vocab_size: int | None = None,
     minutes: float | None = None,
     workers: int = 1,
@@ -51,8 +51,9 @@ def run(
     Args:
       study: name in `benchmarks.study.studies.STUDIES`, or several joined by commas, in that order.
       out: folder of the runs' JSON files; other studies may share it.
-      data: prefix of the tokenized dataset to train on (see `benchmarks.study_data`).
-      eval_data: prefix of the dataset to evaluate on.
+      data: prefix of the tokenized dataset to train on. Default: where `benchmarks.study_data` writes it, for
+        which the study's vocabulary needs --vocab-size 16384.
+      eval_data: prefix of the dataset to evaluate on; default, likewise.
       vocab_size: vocabulary of the models. Default: that of DATA.tokenizer.json, or else the study's, 16,384.
       minutes: time limit; default, none.
       workers: processes that share the cells, each on its own GPU of CUDA_VISIBLE_DEVICES, or of all.

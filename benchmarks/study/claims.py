@@ -31,19 +31,50 @@ _RATES = " | ".join(f"at {PROTOCOLS[protocol].lr:g}" for protocol in LADDERS)
 _BOTH = f"{{}} | {_RATES} | mean | 95 % | detectable"
 
 
+Tests = list[tuple[str, float]]
+"""What is claimed, and p of its test before any correction: NaN if it waits for runs."""
+
+
+def tests(cells: Cells, claims: Sequence[Claim]) -> Tests:
+    """Returns the tests of claims, paired by seed."""
+    return [(claim.text, t_interval(list(by_seed(cells, claim).values())).p) for claim in claims]
+
+
+def of_ladders() -> list[Claim]:
+    """Returns the claims of the ladder at both rates, which are corrected together."""
+    return [claim.at(protocol) for protocol in LADDERS for claim in CLAIMS]
+
+
+def of_alone() -> list[Claim]:
+    """Returns the claims about Wgrad alone in MXFP4, which are corrected together."""
+    return [claim.at(LADDERS[1]) for claim in ALONE]
+
+
+def of_grid() -> list[Claim]:
+    """Returns the claims about a uniform grid and E2M1, which are corrected together."""
+    return [claim.at(LADDERS[1]) for claim in GRID]
+
+
+def of_study(study: str) -> list[Claim]:
+    """Returns the claims tested in a study of ELSEWHERE: those whose cells are planned there."""
+    model, protocol = ELSEWHERE[study]
+    planned = {cell.name for cell in STUDIES[study]}
+    return [c for claim in CLAIMS if set((c := claim.at(protocol, model)).cells) <= planned]
+
+
 def claims(cells: Cells) -> str:
     """Returns the tests of the claims in each protocol, corrected together."""
-    return _tested(cells, [claim.at(protocol) for protocol in LADDERS for claim in CLAIMS])
+    return _tested(cells, of_ladders())
 
 
 def alone(cells: Cells) -> str:
     """Returns the tests of the claims about Wgrad alone in MXFP4, corrected together."""
-    return _tested(cells, *([claim.at(LADDERS[1]) for claim in claims] for claims in (ALONE, ALONE_SEEN)))
+    return _tested(cells, of_alone(), [claim.at(LADDERS[1]) for claim in ALONE_SEEN])
 
 
 def grid(cells: Cells) -> str:
     """Returns the tests of what rotations take off from a uniform grid and from E2M1, corrected together."""
-    return _tested(cells, *([claim.at(LADDERS[1]) for claim in claims] for claims in (GRID, GRID_SEEN)))
+    return _tested(cells, of_grid(), [claim.at(LADDERS[1]) for claim in GRID_SEEN])
 
 
 def rceil(cells: Cells) -> str:
@@ -64,36 +95,29 @@ def hard(cells: Cells) -> str:
         means = [statistics.fmean(found[regime][seed] for regime in learn) for seed in seeds]
         estimates = [t_interval(list(pairs)) for pairs in [*(found[r].values() for r in HARD), means]]
         if any(e.n for e in estimates):
-            rows.append([claim.text, *(with_interval(e, "+.3f") for e in estimates)])
+            shown = number(detectable(standard_deviation(means), len(means)), ".3f")
+            rows.append([claim.text, *(with_interval(e, "+.3f") for e in estimates), shown])
     if not rows:
         return "Not run yet: `hard-60m`."
-    return table(f"difference | {' | '.join(HARD)} | mean without lr4x", rows)
+    return table(f"difference | {' | '.join(HARD)} | mean without lr4x | detectable", rows)
 
 
 def elsewhere(cells: Cells) -> str:
     """Returns the tests of the claims in each study of ELSEWHERE with runs, corrected in each."""
     parts = []
     for study, (model, protocol) in ELSEWHERE.items():
-        planned = {cell.name for cell in STUDIES[study]}
-        tested, later = (
-            [claim.at(protocol, model) for claim in claims]
-            for claims in (CLAIMS, ELSEWHERE_SEEN.get(study, ()))
-        )
-        tested = [claim for claim in tested if set(claim.cells) <= planned]
+        tested = of_study(study)
+        later = [claim.at(protocol, model) for claim in ELSEWHERE_SEEN.get(study, ())]
         if any(by_seed(cells, claim) for claim in tested):
             parts.append(_tested(cells, tested, later))
     return "\n\n".join(parts) or "Not run yet: " + ", ".join(f"`{study}`" for study in ELSEWHERE) + "."
 
 
 def _tested(cells: Cells, tested: Sequence[Claim], seen: Sequence[Claim] = ()) -> str:
-    """Returns a table of claims; those of `tested` are corrected together, those of `seen` have no p.
-
-    Claims that wait for runs count in the correction, so that these runs can only lower the p of the others.
-    """
+    """Returns a table of claims; those of `tested` are corrected together, those of `seen` have no p."""
     shown = [*tested, *seen]
     found = [list(by_seed(cells, claim).values()) for claim in shown]
-    p = [t_interval(pairs).p for pairs in found[: len(tested)]]
-    corrected = holm([1.0 if math.isnan(x) else x for x in p]) + [math.nan] * len(seen)
+    corrected = corrected_together([p for _, p in tests(cells, tested)]) + [math.nan] * len(seen)
     rows = [
         [claim.text, *_estimate(pairs), number(p if len(pairs) > 1 else math.nan, ".2g"), len(pairs)]
         for claim, pairs, p in zip(shown, found, corrected, strict=True)
@@ -101,6 +125,11 @@ def _tested(cells: Cells, tested: Sequence[Claim], seen: Sequence[Claim] = ()) -
     ]
     text = table("claim | difference | 95 % | detectable | p (Holm) | pairs", rows)
     return text + "".join(_missing(cells, shown))
+
+
+def corrected_together(p: Sequence[float]) -> list[float]:
+    """Returns p by Holm; tests that wait for runs count, so that these can only lower p of the others."""
+    return holm([1.0 if math.isnan(x) else x for x in p])
 
 
 def _missing(cells: Cells, shown: Sequence[Claim]) -> Iterator[str]:
@@ -115,13 +144,18 @@ def _missing(cells: Cells, shown: Sequence[Claim]) -> Iterator[str]:
 def both(cells: Cells) -> str:
     """Returns the tests of the claims over both protocols, corrected together."""
     found = [(claim, _of_both(cells, claim)) for claim in CLAIMS]
-    corrected = holm([t_interval(_means(differences)).p for _, differences in found])
+    corrected = holm([p for _, p in tests_of_both(cells)])
     rows = [
         [*_row(claim, differences), number(p, ".2g"), len(differences)]
         for (claim, differences), p in zip(found, corrected, strict=True)
         if differences
     ]
     return table(f"{_BOTH.format('claim')} | p (Holm) | seeds", rows)
+
+
+def tests_of_both(cells: Cells) -> Tests:
+    """Returns the tests of the ladder's claims in the mean over both protocols."""
+    return [(claim.text, t_interval(_means(_of_both(cells, claim))).p) for claim in CLAIMS]
 
 
 def seen(cells: Cells) -> str:
@@ -136,10 +170,13 @@ def rule_contrasts(cells: Cells) -> str:
     rows = []
     for claim in RULE_CONTRASTS:
         at = [t_interval(list(by_seed(cells, claim.at(protocol)).values())) for protocol in LADDERS]
-        at.append(t_interval(_means(_of_both(cells, claim))))
         parts = (("", "") if not e.n else (number(e.mean, "+.4f"), interval(e.low, e.high)) for e in at)
-        rows.append([claim.text, *(x for part in parts for x in part)])
-    return table(f"floor - even in | {_RATES.replace(' |', ' | 95 % |')} | 95 % | mean | 95 %", rows)
+        means = _means(_of_both(cells, claim))
+        rows.append(
+            [claim.text, *(x for part in parts for x in part), *(_estimate(means) if means else [""] * 3)]
+        )
+    rates = _RATES.replace(" |", " | 95 % |")
+    return table(f"floor - even in | {rates} | 95 % | mean | 95 % | detectable", rows)
 
 
 def by_seed(cells: Cells, claim: Claim) -> dict[int, float]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from benchmarks.study import tokens
 from benchmarks.study.cells import BASELINE
 from benchmarks.study.claim_lists import CLAIMS, CONSTANT_SEEN, Claim
-from benchmarks.study.claims import by_seed
+from benchmarks.study.claims import Tests, by_seed
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.studies import CONSTANT, STUDIES
 from benchmarks.study.tables import Cells, interval, number
@@ -43,8 +43,7 @@ def constant_claims(cells: Cells) -> str:
 
     Tokens to reach fp8's loss are compared seed by seed, beside the final losses. CONSTANT_SEEN has no p.
     """
-    have = {cell.name for cell in STUDIES[CONSTANT]}
-    tested = [claim for claim in CLAIMS if set(claim.at(CONSTANT).cells) <= have]
+    tested = _tested()
     rows, p = [], []
     for claim in (*tested, *CONSTANT_SEEN):
         found = _claimed(cells, claim.at(CONSTANT))
@@ -57,6 +56,16 @@ def constant_claims(cells: Cells) -> str:
         return NOT_RUN
     rows = [[*row[:3], number(q, ".2g"), *row[3:]] for row, q in zip(rows, holm(p), strict=True)]
     return table("claim | tokens | 95 % | p (Holm) | nats | 95 % | seeds", rows)
+
+
+def tests(cells: Cells) -> Tests:
+    """Returns the tests of the ladder's claims in tokens."""
+    return [(claim.text, _claimed(cells, claim.at(CONSTANT)).log_ratio.p) for claim in _tested()]
+
+
+def _tested() -> list[Claim]:
+    have = {cell.name for cell in STUDIES[CONSTANT]}
+    return [claim for claim in CLAIMS if set(claim.at(CONSTANT).cells) <= have]
 
 
 def _claimed(cells: Cells, claim: Claim) -> tokens.Overhead:

@@ -1,16 +1,16 @@
 """Wgrad's scale rule and remedy while Fprop and Dgrad stay as they are, as Markdown tables."""
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.study.cells import WGRAD_KINDS, WGRAD_ONLY
+from benchmarks.study.claims import Tests, corrected_together
 from benchmarks.study.results import CellResult
 from benchmarks.study.studies import RULES
 from benchmarks.study.tables import interval, number, with_interval
 from mxjax.tables import table
-from training.paired_statistics import holm, paired_difference, t_interval
+from training.paired_statistics import detectable, paired_difference, standard_deviation, t_interval
 
 Cells = Mapping[str, CellResult]
 _GROUP = "60m.tuned-60m"
@@ -58,7 +58,7 @@ def effects(cells: Cells) -> str:
     A seed is one sample: the mean of its differences over the rules, and over what Fprop and Dgrad have.
     """
     clipping = [rule for rule in RULES if rule not in UNCLIPPED]
-    rows, p = [], []
+    rows = []
     for text, (kind, base) in _EFFECTS.items():
         halves = [mean_by_seed(cells, [rest], RULES, kind, base) for rest in RESTS]
         both, clipped, unclipped = (
@@ -66,17 +66,24 @@ def effects(cells: Cells) -> str:
         )
         more = {seed: x - clipped[seed] for seed, x in unclipped.items() if seed in clipped}
         parts = [t_interval(list(d.values())) for d in (*halves, both, clipped, unclipped, more)]
-        p.append(t_interval(list(both.values())).p)
-        rows.append([text, *(with_interval(e, "+.3f") for e in parts), len(both)])
-    # Rows that wait for runs count, so that these runs can only lower the p of the others.
-    for row, of_row in zip(rows, holm([1.0 if math.isnan(x) else x for x in p]), strict=True):
-        row.insert(-1, number(of_row, ".2g"))
+        shown = number(detectable(standard_deviation(list(both.values())), len(both)), ".3f")
+        rows.append([text, *(with_interval(e, "+.3f") for e in parts), shown, len(both)])
+    for row, p in zip(rows, corrected_together([p for _, p in tests(cells)]), strict=True):
+        row.insert(-2, number(p, ".2g"))
     if not any(row[-1] for row in rows):
         return "Not run yet: `rules-60m`."
     beside = " | ".join(f"beside {rest.name}" for rest in RESTS)
     rules = f"{', '.join(clipping)} | {', '.join(UNCLIPPED)} | the latter minus the former"
-    header = f"mean over the rules | {beside} | both | {rules} | p of both (Holm) | seeds"
+    header = (
+        f"mean over the rules | {beside} | both | {rules} | p of both (Holm) | detectable in both | seeds"
+    )
     return table(header, [row for row in rows if row[-1]])
+
+
+def tests(cells: Cells) -> Tests:
+    """Returns the tests of the means over the rules, and over what Fprop and Dgrad have."""
+    found = {text: mean_by_seed(cells, RESTS, RULES, *kinds) for text, kinds in _EFFECTS.items()}
+    return [(text, t_interval(list(by_seed.values())).p) for text, by_seed in found.items()]
 
 
 def mean_by_seed(

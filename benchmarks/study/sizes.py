@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.study.cells import BASELINE
 from benchmarks.study.claim_lists import CLAIMS, ELSEWHERE, LADDERS, Claim
-from benchmarks.study.claims import by_seed
+from benchmarks.study.claims import Tests, by_seed, corrected_together
 from benchmarks.study.results import CellResult
 from benchmarks.study.studies import TELLING
 from benchmarks.study.tables import number, with_interval
 from mxjax.tables import table
 from training.paired_statistics import (
     Estimate,
-    holm,
+    detectable_mean,
     mean_of_means,
     rank_correlation,
     t_interval,
@@ -68,7 +68,7 @@ def _ranks(first: Sequence[Estimate], other: Sequence[Estimate]) -> str:
 
 def together(cells: Cells) -> str:
     """Returns the claims in the mean over the sizes, each of the same weight, corrected together."""
-    claims = [claim for claim in CLAIMS if set(claim.cells) <= set(_TELLING)]
+    claims = _claims()
     found = [_by_place(cells, claim) for claim in claims]
     of_sizes = [[pairs[i] for i in SIZES] for pairs in found]
     means = [mean_of_means(pairs) for pairs in of_sizes]
@@ -81,13 +81,23 @@ def together(cells: Cells) -> str:
         if all(pairs[i] for i in SIZES):
             p, p_own, of_later, p_later = rest
             alone = [_shown(t_interval(x), "+.3f") for x in pairs]
-            rows.append(
-                [claim.text, *alone, _shown(mean, "+.3f"), p, p_own, _shown(of_later, "+.3f"), p_later]
-            )
+            least = number(detectable_mean(mean, mean.n - len(SIZES)), ".3f")
+            of_mean = [_shown(mean, "+.3f"), least, p, p_own]
+            rows.append([claim.text, *alone, *of_mean, _shown(of_later, "+.3f"), p_later])
     if not rows:
         return "Not run yet."
-    together = f"mean of the {len(SIZES)} sizes | p (Holm) | p, a variance for each size"
+    together = f"mean of the {len(SIZES)} sizes | detectable | p (Holm) | p, a variance for each size"
     return table(f"claim | {_HEADER} | {together} | mean without `{NAMES[0]}` | p (Holm)", rows)
+
+
+def tests(cells: Cells) -> Tests:
+    """Returns the tests of the ladder's claims in the mean over the sizes."""
+    found = {claim.text: _by_place(cells, claim) for claim in _claims()}
+    return [(text, mean_of_means([pairs[i] for i in SIZES]).p) for text, pairs in found.items()]
+
+
+def _claims() -> list[Claim]:
+    return [claim for claim in CLAIMS if set(claim.cells) <= set(_TELLING)]
 
 
 def _by_place(cells: Cells, claim: Claim) -> list[list[float]]:
@@ -96,8 +106,7 @@ def _by_place(cells: Cells, claim: Claim) -> list[list[float]]:
 
 
 def _corrected(estimates: Sequence[Estimate]) -> list[str]:
-    """Returns p by Holm; claims that wait for runs count, so that these can only lower p of the others."""
-    return [number(p, ".2g") for p in holm([1.0 if math.isnan(e.p) else e.p for e in estimates])]
+    return [number(p, ".2g") for p in corrected_together([e.p for e in estimates])]
 
 
 def _shown(e: Estimate, form: str) -> str:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import scipy.stats
 
-from benchmarks.study import claims
+from benchmarks.study import claims, joint
 from benchmarks.study.claim_lists import (
     ALONE,
     ALONE_SEEN,
@@ -23,6 +23,7 @@ from benchmarks.study.claim_lists import (
 from benchmarks.study.results import gather
 from benchmarks.study.studies import CONSTANT, HARD, STUDIES
 from tests.support.study_runs import record
+from training.paired_statistics import detectable
 
 
 def test_claims_are_about_cells_of_the_studies():
@@ -80,7 +81,8 @@ def test_hard_regimes_are_averaged_by_seed_where_policies_learn():
     (row,) = [line for line in claims.hard(gather(runs)).splitlines() if "all three GEMMs costs" in line]
     wanted = scipy.stats.ttest_1samp([0.1, 0.15, 0.25], 0)
     low, high = wanted.confidence_interval()
-    assert row.endswith(f"| +0.167 ({low:+.3f} to {high:+.3f}) |")
+    shown = f"{detectable(np.std([0.1, 0.15, 0.25], ddof=1), 3):.3f}"
+    assert row.endswith(f"| +0.167 ({low:+.3f} to {high:+.3f}) | {shown} |")
     assert "| -8.667 (" in row
     assert claims.hard({}) == "Not run yet: `hard-60m`."
 
@@ -112,3 +114,36 @@ def test_claims_at_another_size_are_corrected_with_those_that_wait_for_runs():
         gather(runs)
     )
     assert claims.elsewhere({}) == "Not run yet: `scale-125m`, `scale-350m`, `epochs-60m`."
+
+
+def test_all_families_are_corrected_as_one():
+    generator = np.random.default_rng(0)
+    costs = {"wgrad.floor": 0.08, "fp8.own": 0.0, "fprop_dgrad.floor": 0.05, "wgrad_hadamard.floor": 0.05}
+    runs = [
+        record(f"{name}.60m.{protocol}", name, seed, cost + float(generator.normal(0, 0.004)))
+        for name, cost in costs.items()
+        for protocol in LADDERS
+        for seed in range(6)
+    ]
+    cells = gather(runs)
+    p = {
+        (claim.text, protocol): scipy.stats.ttest_1samp(
+            list(claims.by_seed(cells, claim.at(protocol)).values()), 0
+        ).pvalue
+        for claim in CLAIMS[:4]
+        for protocol in LADDERS
+    }
+    both = [
+        scipy.stats.ttest_1samp(
+            [np.mean([claims.by_seed(cells, claim.at(at))[seed] for at in LADDERS]) for seed in range(6)], 0
+        ).pvalue
+        for claim in CLAIMS[:4]
+    ]
+    tests = sum(len(of(cells)) for of in joint.FAMILIES.values())
+    steps = np.sort([*p.values(), *both]) * (tests - np.arange(12))
+    expected = np.minimum(np.maximum.accumulate(steps), 1)
+    lines = joint.joint(cells).splitlines()
+    assert f"all {tests} tests" in lines[0]
+    found = [float(line.split("|")[4]) for line in lines[2:]]
+    assert len(found) > 4
+    np.testing.assert_allclose(found, expected[: len(found)], rtol=0.05)

@@ -100,12 +100,12 @@ def test_claims_in_the_mean_over_sizes_are_linear_contrasts(losses):
         mean, of_mean = _contrast(at[:3])
         later, of_later = _contrast(at[1:3])
         assert rows[claim][:5] == [*(_interval(d) if len(d) else "" for d in at), mean]
-        assert rows[claim][7] == later
+        assert rows[claim][8] == later
         p.append(of_mean)
         p_own.append(mean_of_means([list(d) for d in at[:3]], pooled=False).p)
         p_later.append(of_later)
     others = [1.0] * 5  # claims that wait for runs
-    for column, values in ((5, p), (6, p_own), (8, p_later)):
+    for column, values in ((6, p), (7, p_own), (9, p_later)):
         corrected = holm([*values, *others])[: len(values)]
         assert [row[column] for row in rows.values()] == [f"{x:.2g}" for x in corrected]
     assert sizes.together({}) == "Not run yet."

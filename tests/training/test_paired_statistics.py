@@ -8,6 +8,7 @@ from scipy import stats
 
 from training.paired_statistics import (
     detectable,
+    detectable_mean,
     deviation_interval,
     has_diverged,
     holm,
@@ -46,6 +47,22 @@ def test_a_detectable_difference_is_found_as_often_as_said():
     shifted = noise + detectable(float(unit.std(ddof=1)), 6)
     found = stats.ttest_1samp(shifted, 0, axis=1).pvalue < 0.05
     assert abs(found.mean() - 0.8) < 0.03
+
+
+def test_a_mean_of_means_is_found_as_often_as_said():
+    generator = np.random.default_rng(2)
+    noise = generator.normal(0, 1, (4000, 6))
+    scatter = np.sqrt(sum(((group - group.mean()) ** 2).sum() for group in (noise[0, :4], noise[0, 4:])) / 4)
+    shifted = noise * scatter + detectable_mean(mean_of_means(_groups(noise[0])), 4)
+    found = [mean_of_means(_groups(row)).p < 0.05 for row in shifted]
+    assert abs(np.mean(found) - 0.8) < 0.03
+    assert math.isnan(detectable_mean(t_interval([1.0]), 0))
+    of_one = noise[0]
+    assert detectable_mean(t_interval(of_one), 5) == pytest.approx(detectable(float(of_one.std(ddof=1)), 6))
+
+
+def _groups(values):
+    return [list(values[:4]), list(values[4:])]
 
 
 @pytest.mark.parametrize(
