@@ -3,6 +3,7 @@
     python -m benchmarks.study run ladder-60m --out DIR --minutes 25
     python -m benchmarks.study diagnose RUN --out docs/results/study/ladder
     python -m benchmarks.study diagnose RUN --study none --batches 32 --out docs/results/study/wgrad
+    python -m benchmarks.study gemms RUN --out docs/results/study/gemms.json
     python -m benchmarks.study forecast         # of cells that have not run, from the diagnosis
     python -m benchmarks.study report           # writes docs/results/study.md and its plots
     python -m benchmarks.study report --check   # fails if they are not what the committed runs give
@@ -26,7 +27,15 @@ from typing import Annotated
 
 import tyro
 
-from benchmarks.study import diagnosis, diagnosis_file, forecast, recipes_page, report, runner
+from benchmarks.study import (
+    diagnosis,
+    diagnosis_file,
+    forecast,
+    gemm_statistics,
+    recipes_page,
+    report,
+    runner,
+)
 from benchmarks.study.cells import Cell
 from benchmarks.study.results import gather, read_runs
 from benchmarks.study.studies import STUDIES, matching
@@ -136,6 +145,7 @@ def main() -> None:
             "report": report.main,
             "recipes": recipes_page.main,
             "diagnose": diagnosis.main,
+            "gemms": gemm_statistics.main,
             "forecast": make_forecast,
         },
         prog="python -m benchmarks.study",

@@ -36,7 +36,7 @@ from training.paired_statistics import Estimate, t_interval
 from training.startup import unwinding_signals
 
 NONE = "none"
-_COMPILATIONS = max(1, min(4, (os.cpu_count() or 1) // 2))  # at once
+COMPILATIONS = max(1, min(4, (os.cpu_count() or 1) // 2))  # at once
 
 
 def main(
@@ -83,7 +83,7 @@ def main(
         restored = evaluation.restore(arguments)
         held_out = evaluation.read_batches(arguments, restored)
         check_batches(held_out)
-        settings = {"run": run.name} | _settings(restored, held_out)
+        settings = {"run": run.name} | settings_of(restored, held_out)
         settings |= {"study": study, "commit": commit, "versions": facts()}
         settings |= {} if cells == "*" else {"pattern": cells}
         out.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def main(
     print(*of_cells, variants_table(record), compared_table(record), written, sep="\n\n")
 
 
-def _settings(restored: evaluation.Restored, batches: Sequence[np.ndarray]) -> dict[str, Any]:
+def settings_of(restored: evaluation.Restored, batches: Sequence[np.ndarray]) -> dict[str, Any]:
     """Returns what tells a model and batches from others."""
     digest = hashlib.sha256()
     for array in (*jax.tree.leaves(restored.params), *batches):
@@ -170,7 +170,7 @@ def _wgrad_grams(
     """Returns the inner products of the errors of Wgrad's variants over all layers, on tensors of fp8."""
     layers = llama.layer_policies(restored.model, get_policy(BASELINE))
     run = make_pass(restored.model, layers, IMPLEMENTATION)
-    passes = [jax.device_get(run(restored.params, b, k)) for b, k in _with_keys(batches, key)]
+    passes = [jax.device_get(run(restored.params, b, k)) for b, k in with_keys(batches, key)]
     return {name: total(grams) for name, grams in wgrad_grams(passes, key).items()}
 
 
@@ -178,10 +178,10 @@ def _gradients(
     run: Callable, restored: evaluation.Restored, batches: Sequence[np.ndarray], key: jax.Array
 ) -> list[LossAndGradients]:
     """Returns the loss and gradients of each batch, which stay on the device."""
-    return [run(restored.params, batch, k) for batch, k in _with_keys(batches, key)]
+    return [run(restored.params, batch, k) for batch, k in with_keys(batches, key)]
 
 
-def _with_keys(batches: Sequence[np.ndarray], key: jax.Array) -> Iterator[tuple[np.ndarray, jax.Array]]:
+def with_keys(batches: Sequence[np.ndarray], key: jax.Array) -> Iterator[tuple[np.ndarray, jax.Array]]:
     """Yields the batches and the keys of their random bits, the same under every policy."""
     yield from ((batch, jax.random.fold_in(key, i)) for i, batch in enumerate(batches))
 
@@ -199,7 +199,7 @@ def _compiled(
         run = make_gradients(restored.model, llama.layer_policies(restored.model, policy), IMPLEMENTATION)
         return run.lower(restored.params, batches[0], jax.random.key(0)).compile()
 
-    with concurrent.futures.ThreadPoolExecutor(_COMPILATIONS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(COMPILATIONS) as pool:
         return list(pool.map(compiled, policies))
 
 

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from benchmarks.study.cells import MAIN_PROTOCOLS, UNIFORM, WGRAD_ONLY
@@ -88,22 +88,34 @@ def _measured(splits: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return {key: name for key, name in OF_CELLS.items() if all(key in split for split in splits.values())}
 
 
-def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None) -> str:
+def prediction(
+    cells: Mapping[str, CellResult],
+    record: Mapping[str, Any] | None,
+    shown: Mapping[str, str] | None = None,
+    protocols: Collection[str] = MAIN_PROTOCOLS,
+    any_size: bool = False,
+) -> str:
     """Returns the rank correlation of each statistic with the final loss minus fp8's, by group of cells.
 
     Each stands beside the same without the policies FAR, on which it may hang, and among the cells that
     differ in Wgrad alone, as differences from the means of their families. Losses are paired by seed.
+
+    Args:
+      shown: names of the statistics by key; default, those of OF_CELLS.
+      protocols: of the groups.
+      any_size: whether models may have another size than the checkpoint's.
     """
     if record is None:
         return "Not measured yet."
+    shown = shown or _measured(record["cells"])
     parts = []
     for (model, protocol), group in by_group(dict(cells)).items():
         base = baseline(group)
         known = [c for c in group if c is not base and c.losses and c.label in record["cells"]]
-        if protocol not in MAIN_PROTOCOLS or base is None or not known:
+        if protocol not in protocols or base is None or not known:
             continue
-        if any(run["parameters"] != record["parameters"] for run in base.runs.values()):
-            continue  # another size than the checkpoint's
+        if not any_size and any(run["parameters"] != record["parameters"] for run in base.runs.values()):
+            continue
         if len(known) < LEAST_CELLS:
             names = ", ".join(f"`{cell.label}`" for cell in known)
             parts.append(
@@ -115,7 +127,7 @@ def prediction(cells: Mapping[str, CellResult], record: Mapping[str, Any] | None
         every = {"": known}, {"": near}, families(known)
         rows = [
             [name, *(_correlation(key, groups, base, record) for groups in every)]
-            for key, name in _measured(record["cells"]).items()
+            for key, name in shown.items()
         ]
         header = f"{model}, {protocol}: statistic | all | {_WITHOUT_FAR} | those that differ in Wgrad"
         parts.append(table(header, rows))

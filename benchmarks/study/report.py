@@ -18,6 +18,7 @@ from benchmarks.study import (
     diagnosis_file,
     diagnosis_tables,
     forecast,
+    gemm_tables,
     joint,
     laws,
     plots,
@@ -90,6 +91,7 @@ def sections(runs: Sequence[Run]) -> dict[str, str]:
     cells = gather(runs)
     found = (diagnosis_file.read(PAGE.with_suffix("") / name) for name in ("ladder", "wgrad", "wgrad-end"))
     ladder, wgrad, wgrad_end = found
+    gemms = gemm_tables.read(PAGE.with_suffix("") / "gemms.json")
     return tables_of(runs) | {
         "repeats": repeats.repeats(cells, again),
         "devices": repeats.devices(cells, again),
@@ -102,6 +104,9 @@ def sections(runs: Sequence[Run]) -> dict[str, str]:
         "own": diagnosis_tables.own_table(diagnosis_file.read_all(PAGE.with_suffix("") / "own")),
         "gradients": diagnosis_tables.cells_table(ladder),
         "prediction": diagnosis_tables.prediction(cells, ladder),
+        "wgrad operands": gemm_tables.wgrad_operands(gemms),
+        "token mean": gemm_tables.token_mean(gemms),
+        "gemm prediction": gemm_tables.gemm_prediction(cells, gemms),
         "laws": laws.laws(cells, ladder),
         "beyond": laws.beyond(cells, ladder),
         "parts": laws.parts(cells, ladder),
