@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from mxjax.devices import on_gpu
+from mxjax.devices import current_target, on_gpu, platform
 from mxjax.scales import power_of_two
 
 
@@ -46,7 +46,10 @@ def contract(
     """Contracts two axes, counted from the end; axes before the last two are batch axes."""
     batch = tuple(range(lhs.ndim - 2))
     dims = (((lhs.ndim + lhs_axis,), (rhs.ndim + rhs_axis,)), (batch, batch))
-    return lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=dtype)
+    y = lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=dtype)
+    # XLA for CPUs folds a transpose of the result into the product, and cannot run that product in bfloat16.
+    on_cpu = platform() == "cpu" and current_target() is None
+    return lax.optimization_barrier(y) if on_cpu and y.dtype != lhs.dtype else y
 
 
 def contract_fp8(lhs: Float[Array, "..."], rhs: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:

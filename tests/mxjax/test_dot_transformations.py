@@ -131,3 +131,17 @@ def test_empty_shards_have_gradients(tokens, d_in, d_out):
 
     run = jax.shard_map(of_shard, mesh=mesh, in_specs=(rows, jax.P(), rows), out_specs=(rows, rows, jax.P()))
     assert [t.shape for t in jax.eval_shape(run, x, w, dy)] == [dy.shape, x.shape, w.shape]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fprop", "wgrad_hadamard"])
+def test_a_transposed_result_runs_on_the_cpu(policy):
+    """XLA for CPUs cannot run a product of bfloat16 into whose result it has folded a transpose."""
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((8, 64), (64, 32))))
+    y = jax.jit(lambda x, w: mxjax.dot(x, w, policy=policy).T)(x, w)
+    np.testing.assert_array_equal(y, mxjax.dot(x, w, policy=policy).T)
+
+    def loss(weights, x):  # layers that take columns
+        return jnp.sum(weights[1] @ jax.nn.relu(weights[0] @ x))
+
+    gradients = jax.jit(jax.grad(mxjax.transform(loss, policy)))([w.T, w], x.T)
+    assert all(jnp.any(g != 0) for g in gradients)
