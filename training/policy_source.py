@@ -105,6 +105,7 @@ def _from_python(path: str, name: str) -> Policy:
     if not isinstance(value, Policy):
         there = [n for n, v in values.items() if isinstance(v, Policy)]
         is_other = f", {name} is of type {type(value).__name__}" if name in values else ""
+        is_other += f" (give a name to what it returns: own = {name}())" if callable(value) else ""
         raise ValueError(
             f"{path} has no mxjax.Policy called {name}{is_other}; it has {', '.join(there) or 'none'}"
         )

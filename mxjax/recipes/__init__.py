@@ -115,9 +115,13 @@ def get_policy(name: str) -> Policy:
             f"{RECIPES[name].policy!r}"
         )
     if name in FORMATS:
-        raise ValueError(
-            f"unknown policy {name!r}: it is a format; a policy with one is 'wgrad', for example"
-        )
+        having = [
+            n
+            for n, p in _POLICIES.items()
+            if any(name in (g.lhs.format, g.rhs.format) for g in p.gemms.values())
+        ]
+        example = f"policies with it are {', '.join(having[:3])}" if having else "no named policy has it"
+        raise ValueError(f"unknown policy {name!r}: it is a format; {example}")
     close = difflib.get_close_matches(name.lower(), [*_POLICIES, *RECIPES], n=3)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     raise ValueError(f"unknown policy {name!r}; {hint}`python -m mxjax.recipes` lists all")

@@ -38,7 +38,10 @@ def train_tokenizer(files: Sequence[str], field: str, vocab_size: int, limit: in
     )
     tokenizer.train_from_iterator(_texts(files, field, max(limit // len(files), 1)), trainer)
     if tokenizer.get_vocab_size() == _BYTES + 1 < vocab_size:
-        raise ValueError("--train-tokenizer: the files hold no text to train on")
+        raise ValueError(
+            f"--train-tokenizer: the files hold no text to train on; in JSON it is read from {field!r}, or "
+            "from the field that --field names"
+        )
     return tokenizer.to_str(pretty=True)
 
 
