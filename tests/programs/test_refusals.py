@@ -107,10 +107,7 @@ def test_boxes_in_other_encodings_and_colors_are_one_line():
         ("class E(Exception):\n    def __str__(self): raise OSError\nraise E", "own.py raises E: "),
         ("import runpy\nrunpy.run_path(__file__)", "own.py raises RecursionError: maximum recursion"),
         ("policy = 3", "own.py has no mxjax.Policy called policy, policy is of type int; it has none"),
-        (
-            "def policy(): pass",
-            r"is of type function \(name what it returns: policy = policy\(\)\); it has none",
-        ),
+        ("def policy(): pass", "of type function (give a name to what it returns: own = policy())"),
         ("policy: = 3", "own.py raises SyntaxError: invalid syntax"),
     ],
 )
