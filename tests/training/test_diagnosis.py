@@ -269,7 +269,7 @@ def test_an_exact_gradient_has_no_parts_of_its_error():
 def test_too_few_batches_are_an_error(passes):
     params, batches, _ = passes
     policies = llama.layer_policies(MODEL, mxjax.get_policy("bf16"))
-    with pytest.raises(ValueError, match="at least 3 batches of one shape, got 2 of 1 shapes"):
+    with pytest.raises(ValueError, match="at least 3 batches of one shape, got 2 batches of 1 shape; change"):
         diagnose(MODEL, params, policies, "xla", list(np.asarray(batches[:2])))
 
 

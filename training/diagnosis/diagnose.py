@@ -71,8 +71,8 @@ def check_batches(batches: Sequence[Batch]) -> None:
     shapes = {batch.shape for batch in batches}
     if len(batches) < 3 or len(shapes) > 1:
         raise ValueError(
-            f"diagnose needs at least 3 batches of one shape, got {len(batches)} and {len(shapes)} shapes; "
-            "change --batches or --batch-size, or give more data"
+            f"diagnose needs at least 3 batches of one shape, got {len(batches)} batches of {len(shapes)} "
+            f"shape{'s' * (len(shapes) != 1)}; change --batches or --batch-size, or give more data"
         )
 
 
