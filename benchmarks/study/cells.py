@@ -65,6 +65,11 @@ class Cell:
         """The cell's name, which begins the names of its files."""
         return f"{self.policy}.{self.rules or 'own'}.{self.model}.{self.protocol}"
 
+    @property
+    def label(self) -> str:
+        """The policy and its scale rules, as tables name them."""
+        return f"{self.policy} {self.rules}".strip()
+
 
 BASELINE = "fp8"
 MULTIPLES = (0.65, 0.8, 0.9, 1.1, 1.25, 1.5)

@@ -125,7 +125,7 @@ def measure(
     already is not measured again. `keep` is called after every cell.
     """
     key = jax.random.key(0)
-    policies = {f"{cell.policy} {cell.rules}".strip(): policy_of(cell) for cell in cells}
+    policies = {cell.label: policy_of(cell) for cell in cells}
     skipped = {name for name in policies if name in record["cells"] or policies[name] == get_policy("bf16")}
     policies = {name: policy for name, policy in policies.items() if name not in skipped}
     variants = "" if "wgrad" in record else "Wgrad's variants, and "

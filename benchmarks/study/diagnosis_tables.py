@@ -80,7 +80,7 @@ def _split_table(heading: str, part: str, record: Mapping[str, Any] | None) -> s
         return "Not measured yet."
     splits, shown = record[part], _measured(record[part])
     rows = [[name, *(_estimate(key, split[key]) for key in shown)] for name, split in splits.items()]
-    return _source(record) + "\n\n" + table(" | ".join([heading, *shown.values()]), rows)
+    return source_of(record) + "\n\n" + table(" | ".join([heading, *shown.values()]), rows)
 
 
 def _measured(splits: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -156,7 +156,8 @@ def _centred(values: Sequence[float]) -> list[float]:
     return [value - mean for value in shifted]
 
 
-def _source(record: Mapping[str, Any]) -> str:
+def source_of(record: Mapping[str, Any]) -> str:
+    """Returns the model, batches, commit and device of a record, as a sentence."""
     tokens = record["tokens"] // record["batches"]
     return (
         f"{record['parameters']:,} parameters, trained in `{record['policy']}`, step {record['step']}; "

@@ -20,7 +20,7 @@ import tyro
 from jaxtyping import Array, Float
 
 import eval as evaluation
-from benchmarks.study.cells import BASELINE, Cell, policy_of
+from benchmarks.study.cells import BASELINE, policy_of
 from benchmarks.study.diagnosis import COMPILATIONS, settings_of, with_keys
 from benchmarks.study.programs import IMPLEMENTATION
 from benchmarks.study.runner import current_commit
@@ -72,7 +72,7 @@ def main(
         arguments = evaluation.EvalConfig(run, step=step, batches=batches, batch_size=batch_size)
         restored = evaluation.restore(arguments)
         held_out = evaluation.read_batches(arguments, restored)
-        chosen = {label(cell): policy_of(cell) for name in study.split(",") for cell in STUDIES[name]}
+        chosen = {cell.label: policy_of(cell) for name in study.split(",") for cell in STUDIES[name]}
         key = jax.random.key(0)
         layers = llama.layer_policies(restored.model, get_policy(BASELINE))
         forward = make_pass(restored.model, layers, IMPLEMENTATION)
@@ -82,11 +82,6 @@ def main(
         record |= measure(chosen, passes, linear_weights(restored.params["blocks"]), key)
         write_atomically(out, json.dumps(record) + "\n")
     print(f"written to {out}")
-
-
-def label(cell: Cell) -> str:
-    """Returns the name that tables give the policy and rules of a cell."""
-    return f"{cell.policy} {cell.rules}".strip()
 
 
 def measure(

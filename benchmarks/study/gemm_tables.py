@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.study.cells import WGRAD_KINDS
-from benchmarks.study.diagnosis_tables import prediction
+from benchmarks.study.diagnosis_tables import prediction, source_of
 from benchmarks.study.results import CellResult
 from benchmarks.study.tables import number
 from mxjax.policy import OPERANDS
@@ -55,7 +55,7 @@ def wgrad_operands(record: Record | None) -> str:
             sides = [wgrad[name] for name in OPERANDS["wgrad"]]
             rows.append([f"{kind} `{rule}`", *_products(wgrad["product"]), *_sides(sides)])
     columns = "error of x, dy | projection of x, dy | clipped | flushed | kurtosis | crest | blocks past 1.5"
-    return _source(record) + "\n\n" + table(f"Wgrad | error of dw | its projection | {columns}", rows)
+    return source_of(record) + "\n\n" + table(f"Wgrad | error of dw | its projection | {columns}", rows)
 
 
 def _products(product: Mapping[str, float]) -> list[str]:
@@ -100,12 +100,3 @@ def _of_cell(gemms: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]
     ):
         for key in names:
             yield f"{kind} {key}", {"mean": statistics.fmean(part[key] for part in parts)}
-
-
-def _source(record: Record) -> str:
-    tokens = record["tokens"] // record["batches"]
-    return (
-        f"{record['parameters']:,} parameters, trained in `{record['policy']}`, step {record['step']}; "
-        f"{record['batches']} batches of {tokens:,} tokens; commit {record['commit'][:7]}, "
-        f"{record['versions']['device']}."
-    )
