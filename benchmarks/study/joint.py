@@ -24,9 +24,10 @@ FAMILIES: dict[str, Callable[[Cells], Tests]] = {
 
 def joint(cells: Cells) -> str:
     """Returns the claims that are significant in their family, with p corrected over all tests too."""
-    tests = [(family, *test) for family, of in FAMILIES.items() for test in of(cells)]
+    families = {family: of(cells) for family, of in FAMILIES.items()}
+    tests = [(family, *test) for family, of_family in families.items() for test in of_family]
     whole = corrected_together([p for _, _, p in tests])
-    own = [p for of in FAMILIES.values() for p in corrected_together([p for _, p in of(cells)])]
+    own = [p for of_family in families.values() for p in corrected_together([p for _, p in of_family])]
     found = sorted(
         (p, of_family, family, text)
         for (family, text, _), of_family, p in zip(tests, own, whole, strict=True)
