@@ -93,7 +93,6 @@ def prediction(
     record: Mapping[str, Any] | None,
     shown: Mapping[str, str] | None = None,
     protocols: Collection[str] = MAIN_PROTOCOLS,
-    any_size: bool = False,
 ) -> str:
     """Returns the rank correlation of each statistic with the final loss minus fp8's, by group of cells.
 
@@ -103,7 +102,6 @@ def prediction(
     Args:
       shown: names of the statistics by key; default, those of OF_CELLS.
       protocols: of the groups.
-      any_size: whether models may have another size than the checkpoint's.
     """
     if record is None:
         return "Not measured yet."
@@ -114,7 +112,7 @@ def prediction(
         known = [c for c in group if c is not base and c.losses and c.label in record["cells"]]
         if protocol not in protocols or base is None or not known:
             continue
-        if not any_size and any(run["parameters"] != record["parameters"] for run in base.runs.values()):
+        if any(run["parameters"] != record["parameters"] for run in base.runs.values()):
             continue
         if len(known) < LEAST_CELLS:
             names = ", ".join(f"`{cell.label}`" for cell in known)

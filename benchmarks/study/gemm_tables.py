@@ -86,7 +86,7 @@ def gemm_prediction(cells: Mapping[str, CellResult], record: Record | None) -> s
     if record is None:
         return NOT_MEASURED
     of_cells = {name: dict(_of_cell(gemms)) for name, gemms in record["cells"].items()}
-    return prediction(cells, {**record, "cells": of_cells}, SHOWN, ["tuned-60m"], any_size=True)
+    return prediction(cells, {**record, "cells": of_cells}, SHOWN, ["tuned-60m"])
 
 
 def _of_cell(gemms: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:

@@ -30,6 +30,7 @@ from benchmarks.study import (
 )
 from benchmarks.study.results import Run, gather, read_runs
 from benchmarks.study.studies import STUDIES
+from training.diagnosis import plots as heat_maps
 from training.environment import input_errors
 
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
@@ -37,6 +38,8 @@ RUNS = RESULTS / "study" / "runs"
 REPEATS = RESULTS / "study" / "repeats"
 """Second runs of the same cell and seed, which show how far a seed determines a run."""
 PAGE = RESULTS / "study.md"
+LAYERS = PAGE.with_suffix("") / "layers"
+"""What eval.py diagnose wrote of a checkpoint."""
 COMMAND = "python -m benchmarks.study report"
 
 TABLES = {
@@ -76,6 +79,8 @@ PLOTS = {
     "effects.svg": plots.effects,
     "sizes.svg": plots.over_sizes,
     "law.svg": lambda cells: plots.law(cells, diagnosis_file.read(PAGE.with_suffix("") / "ladder")),
+    "layers/gemms.svg": lambda _: heat_maps.gemms(diagnosis_file.read(LAYERS)),
+    "layers/wgrad.svg": lambda _: heat_maps.wgrad(diagnosis_file.read(LAYERS)),
 }
 
 
@@ -130,8 +135,8 @@ def write(runs: Sequence[Run], page: pathlib.Path) -> None:
     """Writes the tables into the page, and the plots into the folder of the same name beside it."""
     page.write_text(insert(page.read_text(), sections(runs)))
     folder = page.with_suffix("")
-    folder.mkdir(exist_ok=True)
     for name, drawing in drawings(runs).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(drawing)
 
 

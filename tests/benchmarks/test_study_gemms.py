@@ -65,7 +65,7 @@ CELLS = {
 def test_tables_rank_cells_by_the_means_over_their_gemms():
     cells = {name: {gemm: _numbers(gemm, error) for gemm in OPERANDS} for name, (_, error) in CELLS.items()}
     measured = {"cells": cells, "token_mean": {"mlp.down": {"x": 0.1, "dy": 0.2}}, "commit": "abc"}
-    measured |= {"parameters": 5, "policy": "fp8", "step": 2, "batches": 2, "tokens": 64}
+    measured |= {"parameters": 1000, "policy": "fp8", "step": 2, "batches": 2, "tokens": 64}
     measured |= {"versions": {"device": "cpu"}}
     runs = []
     for name, (loss, _) in CELLS.items():

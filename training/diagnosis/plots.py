@@ -23,20 +23,26 @@ def draw(found: Mapping[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
     Raises:
       MissingExtraError: matplotlib is not installed.
     """
-    figures = {
-        "gemms.svg": _heat_maps({title: _gemm_grid(found["layers"], f) for title, f in _GEMM_MAPS.items()}),
-        "wgrad.svg": _heat_maps(
-            {
-                "Wgrad's error": _split_grid(found["wgrad"], "error"),
-                "share of it that repeats": _split_grid(found["wgrad"], "repeating_share"),
-            }
-        ),
-        "histograms.svg": _histograms(found["layers"]),
-    }
+    drawn = {"gemms.svg": gemms(found), "wgrad.svg": wgrad(found), "histograms.svg": histograms(found)}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in figures.items():
+    for name, figure in drawn.items():
         figure.savefig(folder / name, facecolor="white", metadata={"Date": None})
-    return [folder / name for name in figures]
+    return [folder / name for name in drawn]
+
+
+def gemms(found: Mapping[str, Any]) -> Any:
+    """Returns heat maps of the errors of every layer's GEMMs."""
+    return _heat_maps({title: _gemm_grid(found["layers"], f) for title, f in _GEMM_MAPS.items()})
+
+
+def wgrad(found: Mapping[str, Any]) -> Any:
+    """Returns heat maps of the error of every layer's Wgrad, and of how much of it repeats, by variant."""
+    return _heat_maps(
+        {
+            "Wgrad's error": _split_grid(found["wgrad"], "error"),
+            "share of it that repeats": _split_grid(found["wgrad"], "repeating_share"),
+        }
+    )
 
 
 Grid = tuple[Sequence[str], Sequence[str], np.ndarray]
@@ -80,13 +86,13 @@ def _heat_maps(grids: Mapping[str, Grid]) -> Any:
     return figure
 
 
-def _histograms(layers: Mapping[str, Any]) -> Any:
-    """Draws block scales (left) and mantissas of block maxima (right) of each GEMM's operands."""
+def histograms(found: Mapping[str, Any]) -> Any:
+    """Returns histograms of block scales (left) and mantissas of block maxima (right) of each GEMM's operands."""
     figure = require("plot", "--out", "matplotlib.figure").Figure(figsize=(9, 7), layout="constrained")
     panels = figure.subplots(len(OPERANDS), 2, sharex="col", squeeze=False)
     for (gemm, names), (left, right) in zip(OPERANDS.items(), panels, strict=True):
         for name, line in zip(names, ("-", "--"), strict=True):
-            operands = [m[gemm][name] for m in layers.values() if "scales" in m[gemm][name]]
+            operands = [m[gemm][name] for m in found["layers"].values() if "scales" in m[gemm][name]]
             if not operands:
                 continue
             scales = np.zeros(256)
