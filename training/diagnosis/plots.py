@@ -87,7 +87,7 @@ def _heat_maps(grids: Mapping[str, Grid]) -> Any:
 
 
 def histograms(found: Mapping[str, Any]) -> Any:
-    """Returns histograms of block scales (left) and mantissas of block maxima (right) of each GEMM's operands."""
+    """Returns histograms of operands by GEMM: block scales (left), mantissas of block maxima (right)."""
     figure = require("plot", "--out", "matplotlib.figure").Figure(figsize=(9, 7), layout="constrained")
     panels = figure.subplots(len(OPERANDS), 2, sharex="col", squeeze=False)
     for (gemm, names), (left, right) in zip(OPERANDS.items(), panels, strict=True):
