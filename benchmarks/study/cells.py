@@ -86,6 +86,7 @@ All are tuned, and the report compares them with its choice.
 """
 _HARD = {
     "lr2x": {"lr": 2 * RATES["60m"]},
+    "lr3x": {"lr": 3 * RATES["60m"]},
     "lr4x": {"lr": 4 * RATES["60m"]},
     "batch16": {"batch": 16, "steps": 2800, "warmup": 600},
     "seq2048": {"batch": 16, "seq": 2048},

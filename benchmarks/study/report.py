@@ -57,6 +57,7 @@ TABLES = {
     "grid": claims.grid,
     "rceil": claims.rceil,
     "hard": claims.hard,
+    "hard even": claims.hard_even,
     "seen": claims.seen,
     "rules": rules.rules,
     "effects": rules.effects,

@@ -46,8 +46,10 @@ TELLING = (
 CONSTANT = "constant-60m"
 """The study with an all but constant rate, for P1, and its protocol."""
 REMEDIES = ("wgrad_hadamard", "wgrad_sr", "wgrad_rht")
-HARD = ("lr2x", "lr4x", "batch16", "seq2048", "outliers")
+HARD = ("lr2x", "lr3x", "lr4x", "batch16", "seq2048", "outliers")
 """The hard regimes, by the ends of their protocols' names."""
+HARD_EVEN = ("lr3x", "outliers", "lr2x")
+"""Those that also run under `even`."""
 _WITHOUT_MXFP4 = ("fp8", "bf16")
 _NOT_TINY = ("primus_deosc", "tetrajet_v2_full")
 """Recipes for larger models: all four blocks of `tiny` are among those in BF16, all 128 channels outliers."""
@@ -81,6 +83,8 @@ def _hard_regimes() -> list[Cell]:
     cells = []
     for regime in HARD:
         cells += _ladder("60m", f"tuned-60m-{regime}", policies, ("floor",), 3)
+    for regime in HARD_EVEN:
+        cells += _ladder("60m", f"tuned-60m-{regime}", policies[1:], ("even",), 3)
     return cells
 
 

@@ -14,6 +14,7 @@ from benchmarks.study.claim_lists import (
     ELSEWHERE_SEEN,
     GRID,
     GRID_SEEN,
+    HARD_EVEN_SEEN,
     HARD_SEEN,
     LADDERS,
     RCEIL_SEEN,
@@ -21,7 +22,7 @@ from benchmarks.study.claim_lists import (
     Claim,
 )
 from benchmarks.study.results import gather
-from benchmarks.study.studies import CONSTANT, HARD, STUDIES
+from benchmarks.study.studies import CONSTANT, HARD, HARD_EVEN, STUDIES
 from tests.support.study_runs import record
 from training.paired_statistics import detectable
 
@@ -38,6 +39,8 @@ def test_claims_are_about_cells_of_the_studies():
     assert {name for claim in CONSTANT_SEEN for name in claim.at(CONSTANT).cells} <= names
     regimes = [f"tuned-60m-{regime}" for regime in HARD]
     assert {name for claim in HARD_SEEN for at in regimes for name in claim.at(at).cells} <= names
+    regimes = [f"tuned-60m-{regime}" for regime in HARD_EVEN]
+    assert {name for claim in HARD_EVEN_SEEN for at in regimes for name in claim.at(at).cells} <= names
     grid = {cell.name for cell in STUDIES["grid-60m"]}
     assert {name for claim in GRID for name in claim.at(LADDERS[1]).cells} <= grid
     assert {name for claim in (*GRID_SEEN, *RCEIL_SEEN) for name in claim.at(LADDERS[1]).cells} <= names
