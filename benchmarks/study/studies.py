@@ -48,8 +48,10 @@ CONSTANT = "constant-60m"
 REMEDIES = ("wgrad_hadamard", "wgrad_sr", "wgrad_rht")
 HARD = ("lr2x", "lr3x", "lr4x", "batch16", "seq2048", "outliers")
 """The hard regimes, by the ends of their protocols' names."""
-HARD_EVEN = ("lr3x", "outliers", "lr2x")
+HARD_EVEN = ("lr2x", "lr3x", "outliers")
 """Those that also run under `even`."""
+TOO_HIGH = ("lr3x", "lr4x")
+"""Those in which no policy learns well."""
 _WITHOUT_MXFP4 = ("fp8", "bf16")
 _NOT_TINY = ("primus_deosc", "tetrajet_v2_full")
 """Recipes for larger models: all four blocks of `tiny` are among those in BF16, all 128 channels outliers."""
