@@ -34,6 +34,7 @@ class ComparedRun(NamedTuple):
       train: loss of each step.
       resolved: the model and the layers' policies on record, which the configuration may only name.
       held_out: the identity of what the run is evaluated on.
+      end: tokens, or sequences, of the whole run.
     """
 
     name: str
@@ -42,6 +43,12 @@ class ComparedRun(NamedTuple):
     train: Losses
     resolved: str = ""
     held_out: str = ""
+    end: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has been evaluated at its end."""
+        return max(self.validation) >= self.end
 
     @property
     def diverged(self) -> bool:
@@ -116,7 +123,8 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
         if config.data.eval_data is not None:  # then training data may differ
             facts = {"source": config.data.eval_data, "tokens": facts.get("validation_tokens")}
         held_out = json.dumps([facts, config.data.seq_len, evaluated], sort_keys=True)
-        runs.append(ComparedRun(name, config, validation, train, resolved, held_out))
+        end = config.steps * step
+        runs.append(ComparedRun(name, config, validation, train, resolved, held_out, end))
     return runs
 
 
@@ -144,6 +152,12 @@ def group_by_configuration(runs: Sequence[ComparedRun]) -> list[Group]:
         else:
             groups.append(Group(_label(members, runs), tuple(members)))
     return _with_unique_names(groups)
+
+
+def same_but_for_length(a: Group, b: Group) -> bool:
+    """Whether the runs of two groups differ in their length alone."""
+    one, other = ((g.runs[0].resolved, _settings(g.runs[0].config) | {"steps": ""}) for g in (a, b))
+    return a.runs[0].config.steps != b.runs[0].config.steps and one == other
 
 
 def differing_settings(groups: Sequence[Group]) -> dict[str, str]:

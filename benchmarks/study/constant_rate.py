@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from benchmarks.study import tokens
 from benchmarks.study.cells import BASELINE
 from benchmarks.study.claim_lists import CLAIMS, CONSTANT_SEEN, Claim
 from benchmarks.study.claims import Tests, by_seed
@@ -11,7 +10,7 @@ from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.studies import CONSTANT, STUDIES
 from benchmarks.study.tables import Cells, interval, number
 from mxjax.tables import table
-from training import mlperf
+from training import mlperf, token_ratios
 from training.paired_statistics import holm, paired_difference, t_interval
 
 NOT_RUN = f"Not run yet: study `{CONSTANT}`."
@@ -30,7 +29,7 @@ def constant_tokens(cells: Cells) -> str:
             continue
         for cell in group:
             if cell is not base:
-                found = tokens.overhead(_curves(cell), _curves(base))
+                found = token_ratios.overhead(_curves(cell), _curves(base))
                 named = [f"{cell.label}, {model} {protocol}", found.log_ratio.n, found.not_reached]
                 rows.append([*named, *_percent(found), number(found.log_ratio.p, ".2g")])
     if not rows:
@@ -68,19 +67,20 @@ def _tested() -> list[Claim]:
     return [claim for claim in CLAIMS if set(claim.at(CONSTANT).cells) <= have]
 
 
-def _claimed(cells: Cells, claim: Claim) -> tokens.Overhead:
+def _claimed(cells: Cells, claim: Claim) -> token_ratios.Overhead:
     """Returns the overhead of a claim's first cell over its second, less that of the pair beside."""
     fp8 = cells.get(_FP8)
     if fp8 is None or not set(claim.cells) <= cells.keys():
-        return tokens.over_seeds([])
-    ratios = [tokens.log_ratios(_curves(cells[name]), _curves(fp8)) for name in claim.cells]
+        return token_ratios.over_seeds([])
+    ratios = [token_ratios.log_ratios(_curves(cells[name]), _curves(fp8)) for name in claim.cells]
     common = sorted(set.intersection(*(set(of_cell) for of_cell in ratios)))
-    return tokens.over_seeds([tokens.difference([of_cell[seed] for of_cell in ratios]) for seed in common])
+    of_seeds = ([of_cell[seed] for of_cell in ratios] for seed in common)
+    return token_ratios.over_seeds([token_ratios.difference(of_seed) for of_seed in of_seeds])
 
 
 def overhead_with_interval(cell: CellResult, base: CellResult) -> str:
     """Returns P1's overhead of a cell over fp8 with its interval, or the number of runs that it lacks."""
-    found = tokens.overhead(_curves(cell), _curves(base))
+    found = token_ratios.overhead(_curves(cell), _curves(base))
     mean, span = _percent(found)
     note = f"{found.not_reached} did not reach it" if found.not_reached else span
     return mean if note == "-" else f"{mean} ({note})"
@@ -112,7 +112,7 @@ def costs(cells: Cells) -> str:
     fp8 = cells.get(_FP8)
     group = [] if fp8 is None else [c for c in cells.values() if c.group == fp8.group and c is not fp8]
     for cell in sorted(group, key=lambda c: c.label):
-        found = tokens.overhead(_curves(cell), _curves(cells[_FP8]))
+        found = token_ratios.overhead(_curves(cell), _curves(cells[_FP8]))
         d = paired_difference(cell.losses, cells[_FP8].losses)
         mean, low, high = (-slope * x for x in found.log_ratio[:3])
         at_target = [found.bound + number(mean, "+.3f"), interval(low, high, "+.3f")]
@@ -125,19 +125,19 @@ def costs(cells: Cells) -> str:
 def _slope_of_fp8(cells: Cells) -> float:
     """Returns the slope of fp8's loss around P1's target, over seeds; NaN without runs."""
     fp8 = cells.get(_FP8)
-    curves = [tokens.smooth(curve) for curve in _curves(fp8).values() if curve] if fp8 is not None else []
-    of_seeds = [_slope(curve, tokens.SHARE - _AROUND, tokens.SHARE + _AROUND) for curve in curves]
+    curves = [] if fp8 is None else [token_ratios.smooth(curve) for curve in _curves(fp8).values() if curve]
+    of_seeds = [_slope(curve, token_ratios.SHARE - _AROUND, token_ratios.SHARE + _AROUND) for curve in curves]
     return t_interval(of_seeds).mean
 
 
 def _slope(curve: Sequence[Sequence[float]], first: float, last: float) -> float:
     """Returns the slope over the logarithm of the tokens between two shares of a curve."""
     end = curve[-1][0]
-    fall = tokens.loss_at(curve, last * end) - tokens.loss_at(curve, first * end)
+    fall = token_ratios.loss_at(curve, last * end) - token_ratios.loss_at(curve, first * end)
     return fall / math.log(last / first)
 
 
-def _percent(found: tokens.Overhead) -> list[str]:
+def _percent(found: token_ratios.Overhead) -> list[str]:
     """Returns the mean overhead, as a bound if it is one, and its interval."""
     mean, low, high = (100 * math.expm1(x) for x in found.log_ratio[:3])
     percent = "-" if math.isnan(mean) else f"{found.bound}{mean:+.1f} %"

@@ -5,7 +5,7 @@ import pathlib
 import re
 import zlib
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import matplotlib
 import tyro
@@ -80,9 +80,15 @@ PLOTS = {
     "effects.svg": plots.effects,
     "sizes.svg": plots.over_sizes,
     "law.svg": lambda cells: plots.law(cells, diagnosis_file.read(PAGE.with_suffix("") / "ladder")),
-    "layers/gemms.svg": lambda _: heat_maps.gemms(diagnosis_file.read(LAYERS)),
-    "layers/wgrad.svg": lambda _: heat_maps.wgrad(diagnosis_file.read(LAYERS)),
+    "layers/gemms.svg": lambda _: heat_maps.gemms(_layers()),
+    "layers/wgrad.svg": lambda _: heat_maps.wgrad(_layers()),
 }
+
+
+def _layers() -> dict[str, Any]:
+    if (found := diagnosis_file.read(LAYERS)) is None:
+        raise ValueError(f"{LAYERS} holds no diagnosis; eval.py diagnose RUN --out {LAYERS} makes one")
+    return found
 
 
 def tables_of(runs: Sequence[Run]) -> dict[str, str]:

@@ -1,13 +1,14 @@
-"""The study's tables of token overheads, as Markdown: P1 and P2 of `benchmarks.study.tokens`."""
+"""The study's tables of token overheads, as Markdown: P1 and P2 of `training.token_ratios`."""
 
 import math
 from collections.abc import Mapping
 
-from benchmarks.study import constant_rate, tokens
+from benchmarks.study import constant_rate
 from benchmarks.study.cells import BASELINE, MAIN_PROTOCOLS, MULTIPLES
 from benchmarks.study.results import baseline, by_group
 from benchmarks.study.tables import PAPER_COLUMNS, Cells, interval, number, paper_rows
 from mxjax.tables import table
+from training import token_ratios
 from training.paired_statistics import Estimate
 
 
@@ -27,7 +28,7 @@ def decay_tokens(cells: Cells) -> str:
         for cell in group:
             if cell is not base:
                 rows.append(
-                    [cell.label, *_multiple(tokens.effective_multiple(cell.losses, lengths), lengths)]
+                    [cell.label, *_multiple(token_ratios.effective_multiple(cell.losses, lengths), lengths)]
                 )
     if not rows:
         return "\n".join(notes) or "Not run yet: fp8 at other lengths (study `ladder-60m-tuned`)."
@@ -43,7 +44,7 @@ def paper_layout_in_tokens(cells: Cells) -> str:
         if base is None:
             continue
         if _has_lengths(protocol) and len(lengths) >= 3:
-            found = {cell.label: tokens.effective_multiple(cell.losses, lengths) for cell in group}
+            found = {cell.label: token_ratios.effective_multiple(cell.losses, lengths) for cell in group}
             measure, shown = "P2", {name: _overhead_with_interval(e) for name, e in found.items()}
         elif len(group) > 1 and constant_rate.is_constant(base):
             shown = {cell.label: constant_rate.overhead_with_interval(cell, base) for cell in group}

@@ -22,7 +22,6 @@ from benchmarks.study import (
     report,
     tables,
     token_tables,
-    tokens,
     tuning,
     whole_runs,
 )
@@ -34,7 +33,7 @@ from models.configs import get_config
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES
-from tests.support.study_runs import record
+from tests.support.study_runs import power_law, record
 
 
 def test_the_committed_recipes_page_is_what_the_committed_runs_give():
@@ -177,58 +176,6 @@ def test_the_papers_layout_counts_diverged_runs():
     assert "| 2 of 2 diverged |" in found
 
 
-def power_law(tokens):
-    return 2.0 + 8.0 * tokens**-0.3
-
-
-def test_effective_multiples_invert_a_power_law():
-    lengths = {
-        m: {s: power_law(23 * m) + 0.01 * s for s in range(4)} for m in (0.65, 0.8, 0.9, 1, 1.1, 1.25, 1.5)
-    }
-    for multiple in (0.7, 0.95, 1.4):
-        found = tokens.effective_multiple({s: power_law(23 * multiple) + 0.01 * s for s in range(4)}, lengths)
-        np.testing.assert_allclose(math.exp(found.mean), multiple, rtol=2e-3)
-        np.testing.assert_allclose((found.low, found.high), found.mean, atol=1e-3)  # the seeds cancel
-    assert tokens.effective_multiple({0: 9.0, 1: 9.0}, lengths).mean == -math.inf
-    assert tokens.effective_multiple({0: 2.0, 1: 2.0}, lengths).mean == math.inf
-    assert math.isnan(tokens.effective_multiple({0: 3.0}, {1.0: {0: 3.0}}).mean)
-    single = tokens.effective_multiple({2: power_law(23 * 0.95) + 0.02}, lengths)
-    assert single.n == 1
-    assert math.isnan(single.low)
-
-
-def test_the_interval_of_effective_multiples_covers():
-    generator = np.random.default_rng(0)
-    sizes, covered = (0.65, 0.8, 0.9, 1, 1.1, 1.25, 1.5), []
-    for _ in range(150):
-        noise = generator.normal(0, 0.005, (len(sizes) + 1, 8))
-        lengths = {m: dict(enumerate(power_law(23 * m) + noise[i])) for i, m in enumerate(sizes)}
-        found = tokens.effective_multiple(dict(enumerate(power_law(23 * 0.9) + noise[-1])), lengths)
-        covered.append(found.low <= math.log(0.9) <= found.high)
-    assert 0.88 <= np.mean(covered) <= 0.99
-
-
-def test_the_overhead_is_that_of_a_stretched_curve():
-    def curve(stretch):
-        return [(n, power_law(n / stretch)) for n in np.linspace(1, 100, 100)]
-
-    base = {s: curve(1) for s in range(4)}
-    found = tokens.overhead({0: curve(1.2), 1: curve(1.1)}, base)
-    np.testing.assert_allclose(math.exp(found.log_ratio.mean), math.sqrt(1.2 * 1.1), rtol=1e-3)
-    assert (found.log_ratio.n, found.not_reached) == (2, 0)
-    bound = tokens.overhead({0: curve(1.2), 1: curve(1.1), 2: curve(5), 3: []}, base)  # 3 diverged
-    np.testing.assert_allclose(math.exp(bound.log_ratio.mean), (1.2 * 1.1 * 1.25**2) ** 0.25, rtol=1e-3)
-    assert (bound.log_ratio.n, bound.not_reached) == (4, 2)
-    assert math.isnan(bound.log_ratio.low)
-
-
-def test_tokens_to_reach_interpolates_between_evaluations():
-    curve = [(10, 4.0), (20, 3.0), (30, 3.2), (40, 2.0)]
-    assert tokens.tokens_to_reach(curve, 3.25) == 17.5
-    assert tokens.tokens_to_reach(curve, 5.0) == 10
-    assert tokens.tokens_to_reach(curve, 1.0) is None
-
-
 def test_token_tables_of_finished_studies():
     runs = []
     for seed in range(4):
@@ -272,16 +219,6 @@ def test_claims_at_a_constant_rate_compare_tokens():
     layout = token_tables.paper_layout_in_tokens(gather(runs))
     assert "| +15.5 % (" in layout
     assert "| > +25.0 % (4 did not reach it) |" in layout
-
-
-def test_bounds_of_differences_follow_their_signs():
-    exact, low = tokens.LogRatio(0.1), tokens.LogRatio(0.2, is_low=True)
-    assert tokens.difference([low, exact])[1:] == (True, False)
-    assert tokens.difference([exact, low])[1:] == (False, True)
-    assert tokens.difference([exact, exact, exact, low])[1:] == (True, False)
-    nothing = tokens.over_seeds([tokens.difference([low, low])])
-    assert math.isnan(nothing.log_ratio.mean)
-    assert nothing.not_reached == 1
 
 
 def test_the_learning_rate_is_the_best_or_a_lower_one_that_is_as_good():

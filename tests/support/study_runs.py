@@ -19,3 +19,8 @@ def record(cell, policy, seed, loss, protocol="tuned-60m", curve=None, **changes
         "final_loss": loss,
         "evaluations": curve or [[p.tokens, loss]],
     }
+
+
+def power_law(tokens):
+    """Returns a loss that falls with the tokens, or their multiples, as in scaling laws."""
+    return 2.0 + 8.0 * tokens**-0.3

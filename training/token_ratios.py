@@ -1,8 +1,8 @@
-"""Losses as tokens: how many more, or fewer, tokens than fp8 a policy needs.
+"""Losses as tokens: how many more, or fewer, tokens than a baseline a policy needs.
 
-P1, the paper's measure: under an all but constant learning rate, the tokens to reach the loss that fp8 has at
-80 % of the run. P2: under full decay, fp8 trained for several lengths maps a final loss to the number of
-tokens that fp8 needs for it.
+P1, the paper's measure: under an all but constant learning rate, the tokens to reach the loss that the
+baseline, fp8, has at 80 % of the run. P2: under full decay, the baseline trained for several lengths maps a
+final loss to the number of tokens that it needs for it.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from training.paired_statistics import Estimate, jackknife, t_interval
 
 SHARE = 0.8
-"""Share of fp8's run whose loss the others must reach (P1). Source: arXiv 2605.09825."""
+"""Share of the baseline's run whose loss the others must reach (P1). Source: arXiv 2605.09825."""
 SMOOTHED = 3
 """Evaluations that are averaged in P1: at a constant rate, single ones are noisy."""
 
@@ -75,7 +75,7 @@ def tokens_to_reach(curve: Curve, loss: float) -> float | None:
 
 
 def overhead(ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> Overhead:
-    """Returns P1's overhead of runs over fp8's, paired by seed.
+    """Returns P1's overhead of runs over the baseline's, paired by seed.
 
     Args:
       ours, base: the evaluations of each seed's run; an empty curve is that of a run that diverged.
@@ -84,14 +84,36 @@ def overhead(ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> Overhead:
 
 
 def log_ratios(ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> dict[int, LogRatio]:
-    """Returns P1's ratio of each seed. Arguments are those of `overhead`."""
+    """Returns P1's ratio of each seed. Arguments are those of `overhead`.
+
+    Seeds whose baseline has too few evaluations for its loss at SHARE of the run are left out.
+    """
     found = {}
-    for seed in sorted(seed for seed in ours.keys() & base.keys() if base[seed]):
+    for seed in sorted(ours.keys() & base.keys()):
+        curve = smooth(base[seed]) if len(base[seed]) >= SMOOTHED else []
+        target = loss_at(curve, SHARE * base[seed][-1][0]) if curve else math.nan
+        if math.isnan(target):
+            continue
         end = base[seed][-1][0]
-        target = loss_at(smooth(base[seed]), SHARE * end)
         needed = tokens_to_reach(smooth(ours[seed]), target) if ours[seed] else None
         tokens = end if needed is None else needed
         found[seed] = LogRatio(math.log(tokens / (SHARE * end)), is_low=needed is None)
+    return found
+
+
+def log_ratios_to(loss: float, ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> dict[int, LogRatio]:
+    """Returns each seed's ratio of the tokens at which both runs reach a loss, interpolated.
+
+    A run that never does counts with its whole length. Curves are not smoothed.
+    """
+    found = {}
+    for seed in sorted(seed for seed in ours.keys() & base.keys() if ours[seed] and base[seed]):
+        needed = [tokens_to_reach(curve, loss) for curve in (ours[seed], base[seed])]
+        known = [
+            curve[-1][0] if n is None else n
+            for n, curve in zip(needed, (ours[seed], base[seed]), strict=True)
+        ]
+        found[seed] = LogRatio(math.log(known[0] / known[1]), needed[0] is None, needed[1] is None)
     return found
 
 
@@ -115,15 +137,16 @@ def over_seeds(ratios: Sequence[LogRatio]) -> Overhead:
 
 
 def effective_multiple(ours: Mapping[int, float], lengths: Mapping[float, Mapping[int, float]]) -> Estimate:
-    """Returns P2's log multiple: fp8 reaches the mean final loss of `ours` with exp(it) times the tokens.
+    """Returns P2's log multiple: with exp(it) times the tokens the baseline ends at the mean loss of `ours`.
 
-    The mean losses of fp8 are fitted by a quadratic in the logarithm of the length. The multiple is relative
-    to that at which the fit has the loss of fp8's own runs of length 1, which the fit need not pass through.
+    The baseline's mean losses are fitted by a quadratic in the logarithm of the length. The multiple is
+    relative to that at which the fit has the loss of the baseline's own runs of length 1, which the fit need
+    not pass through.
     The uncertainty is a jackknife over seeds, which leaves a seed out of all cells at once.
 
     Args:
       ours: final losses by seed.
-      lengths: final losses of fp8 by seed, for each length relative to `ours`, 1 among them.
+      lengths: final losses of the baseline by seed, for each length relative to `ours`, 1 among them.
     Special values: the mean is -inf or inf if the loss is above or below those of all lengths; the interval
       is then NaN. Everything is NaN with fewer than three lengths or without a common seed.
     """
