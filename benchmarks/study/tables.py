@@ -9,7 +9,6 @@ from benchmarks.study.cells import MAIN_PROTOCOLS, RATES
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.studies import STUDIES
 from mxjax.tables import table
-from training import mlperf
 from training.paired_statistics import (
     Estimate,
     detectable,
@@ -189,14 +188,3 @@ def averaging(cells: Cells) -> str:
         deviations = (standard_deviation([statistics.mean(x[-k:]) for x in last]) for k in (1, 2, 3))
         rows.append([f"{cell.label}, {cell.model} {cell.protocol['name']}", *map(number, deviations)])
     return table("sd over eight seeds of | the last | mean of the last 2 | of the last 3", rows)
-
-
-def published() -> str:
-    """Returns the published loss curves of Llama 3.1 8B in MLPerf Training."""
-    curves = mlperf.PUBLISHED_CURVES
-    points = sorted({n for curve in curves for n in curve.losses})
-    rows = [
-        [f"{n:,}", *(number(curve.losses[n], ".3f") if n in curve.losses else "" for curve in curves)]
-        for n in points
-    ]
-    return table("sequences | " + " | ".join(curve.name for curve in curves), rows)

@@ -17,6 +17,7 @@ from benchmarks.study import (
     cells,
     constant_rate,
     diagnosis_tables,
+    outside,
     programs,
     recipes_page,
     report,
@@ -288,3 +289,14 @@ def test_statistics_predict_the_losses_that_they_rank():
     assert "| relative error | - | - | - |" in diagnosis_tables.prediction(gather(runs), constant)
     assert diagnosis_tables.prediction(gather(runs), None) == "Not measured yet."
     assert not diagnosis_tables.prediction(gather(runs), same_order | {"parameters": 999})  # another size
+
+
+def test_published_runs_are_counted_by_what_they_needed(tmp_path):
+    one = {"precision": "NVFP4", "stated_by": "log", "gpus": "8 B300", "batch": 16}
+    one |= {"folder": "A/llama31_8b", "first_file": 1, "sequences": [172_032, 184_320, 172_032]}
+    (tmp_path / "outside.json").write_text(json.dumps({"submissions": [one]}))
+    shown = outside.submissions(tmp_path / "outside.json")
+    files = "`A/llama31_8b/result_1.txt` to `3`"
+    row = f"| NVFP4 | 16 | 8 B300 | 3 | 172,032 (2), 184,320 (1) | 176,128 | `log` | {files} |"
+    assert row in shown
+    assert "| BF16, reference | 16 | 8 B200 a node | 20 | 159,744 (17), 172,032 (3) | 161,587 |" in shown
