@@ -3,6 +3,8 @@
 Shapes in names as in `models.llama`. The result is exact; only the order of summation differs.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -45,6 +47,17 @@ def causal_attention(
     return tag_attention(jnp.concatenate(parts, axis=1))
 
 
+def score_bytes(q_BSNH: jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes of the scores and of their gradient, in float32, that exist at once.
+
+    0 if a fused kernel takes these queries.
+    """
+    B, S, N, _ = q_BSNH.shape
+    if _cudnn_takes(q_BSNH) or _gfx950_takes(q_BSNH):
+        return 0
+    return 8 * B * N * S * (S if S <= LONGEST_WHOLE else PIECE)
+
+
 def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH) -> Float[Array, "B P N H"]:
     """Returns the attention of the queries from position `start` on, PIECE queries at a time.
 
@@ -67,16 +80,16 @@ def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH) -> Float[Array, "B P N H"]:
     return out.swapaxes(0, 1).reshape(B, pieces * PIECE, N, H)[:, :P]
 
 
-def _cudnn_takes(q: jax.Array) -> bool:
+def _cudnn_takes(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Returns whether cuDNN's fused attention runs here and supports these heads and lengths."""
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= _CUDNN_HEAD_DIM and q.shape[1] % 2 == 0
     return fits and q.dtype in (jnp.bfloat16, jnp.float16) and on_cuda()
 
 
-def _gfx950_takes(q: jax.Array) -> bool:
+def _gfx950_takes(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Returns whether the program is for gfx950, with Triton, and the kernels support these heads."""
     target = current_target()
-    fits = q.dtype == jnp.bfloat16 and q.shape[-1] in _GFX950_HEAD_DIMS and q[0].size < 2**31
+    fits = q.dtype == jnp.bfloat16 and q.shape[-1] in _GFX950_HEAD_DIMS and math.prod(q.shape[1:]) < 2**31
     return fits and target is not None and target.arch == "gfx950"
 
 

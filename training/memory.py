@@ -14,7 +14,8 @@ device's share by the mesh axis `tensor`. In bytes:
       none                  everything that the backward passes of policy and attention read
     working                 temporary arrays, the larger of
       a block               its activations of mode `none` if they are recomputed, 32 T F for SwiGLU
-                            and its gradient in float32, 6 W for its gradients and bfloat16 weights
+                            and its gradient in float32, 6 W for its gradients and bfloat16 weights,
+                            attention's scores unless they are fused (`models.attention.score_bytes`)
       the logits            10 V a token of one piece (see `models.loss`), 6 D V for the head
 
 Fused attention adds 2 T N and its statistics to `dots` and `fp4`. The compiler's own additions and
@@ -33,6 +34,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from models import llama
+from models.attention import score_bytes
 from models.configs import LlamaConfig
 from models.llama import abstract_params
 from models.loss import LOSS_TOKENS
@@ -102,6 +104,8 @@ def step_memory(
         return kept_bytes(loss, shapes, (sequences, seq_len + 1)) - head
 
     activations = kept(remat)
+    queries = jax.ShapeDtypeStruct((sequences, seq_len, config.n_heads, config.head_dim), jnp.bfloat16)
+    block = _block_bytes(config, tokens) + score_bytes(queries)
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own = device_bytes(params)
     return Memory(
@@ -110,7 +114,7 @@ def step_memory(
         gradients=own * (1 if accumulate == 1 else 2),
         activations=activations,
         # The logits are gone before a part's gradients fill up.
-        working=max(again + _block_bytes(config, tokens), _logits_bytes(config, tokens) - own),
+        working=max(again + block, _logits_bytes(config, tokens) - own),
     )
 
 
