@@ -64,6 +64,13 @@ LONGEST = tuple(
 )
 
 
+def pytest_cmdline_main(config):
+    """Names what is not there: pytest-xdist's processes end without saying so."""
+    for argument in config.args:
+        if not (config.invocation_params.dir / argument.partition("::")[0]).exists():
+            raise pytest.UsageError(f"file or directory not found: {argument}")
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.path.stem.startswith(LONGEST))
 
