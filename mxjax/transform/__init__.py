@@ -7,6 +7,7 @@ product with a policy is computed as before, bit for bit.
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,8 +21,8 @@ from mxjax.recipes import as_policy
 from mxjax.transform import control_flow, products, shapes
 from mxjax.transform.interpreter import Context, Draw, Plan, evaluate, make_plan
 from mxjax.transform.origins import quoted
-from mxjax.transform.report import Found, Report
-from mxjax.transform.tracing import Traced, trace
+from mxjax.transform.report import IN_GRADIENT, Found, Report
+from mxjax.transform.tracing import LIBRARIES, Traced, trace
 
 Rules = Sequence[tuple[str, Policy | str | None]]
 """(pattern, policy) pairs; None leaves products as they are."""
@@ -60,9 +61,10 @@ def transform(
     custom derivatives and kernels.
 
     Args:
-      f: a function of arrays and pytrees of them that computes no gradients itself; usually the loss. What it
-        writes into the argument of the weights and does not return is lost, with a warning. Leaves that are
-        no arrays are static. Equinox modules, `nnx.State`, and parameters of Linen and Haiku are pytrees.
+      f: a function of arrays and pytrees of them that computes no gradients itself; usually the loss. A
+        gradient in it raises an error, or where that cannot be told, a warning. What f writes into the
+        argument of the weights and does not return is lost, with a warning. Leaves that are no arrays are
+        static. Equinox modules, `nnx.State`, and parameters of Linen and Haiku are pytrees.
       policy: a `Policy`, its name, or None, which leaves products as they are.
       rules: (pattern, policy) pairs, the last that matches a weight's dotted path counts. For patterns, see
         `mxjax.layers.matching`. Paths are those in the argument, such as "params.Dense_0.kernel" or
@@ -143,6 +145,13 @@ class Transformed:
             raise ValueError(
                 f"transform found no product of an activation and a weight from argument {self._weights}"
                 f"{_first_left_alone(plan.found)}; weights= is the argument's number, and report() lists all"
+            )
+        if plan.changes and (inside := next((f for f in plan.found if f.why == IN_GRADIENT), None)):
+            warnings.warn(
+                f"transform leaves product {inside.number} of the function alone, in a gradient that it "
+                "computes itself; if that is a weight's, transform the loss alone, "
+                "jax.grad(mxjax.transform(loss, ...))",
+                skip_file_prefixes=LIBRARIES,
             )
         if plan.draws:
             self._check_key(plan, mxjax_key)

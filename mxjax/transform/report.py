@@ -6,6 +6,7 @@ from mxjax.policy import Policy
 from mxjax.recipes import policies
 
 NO_POLICY = "its policy is None"
+IN_GRADIENT = "neither operand is a weight, in a gradient that the function computes"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from jax.extend.core import Jaxpr
 
 from mxjax.transform.origins import CONSTANT, DATA, Origin, dotted
 
-_LIBRARIES = (str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(jax.__file__).parent))
+LIBRARIES = (str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(jax.__file__).parent))
+"""Where warnings point past: to the caller's line."""
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
@@ -71,7 +72,7 @@ def _warn_of_updates(before: dict[Any, Any], after: Any, results: list[Any], wei
         warnings.warn(
             f"transform loses what f writes into its arguments, here {changed[0]}{more}; return what is to "
             "be kept, such as batch statistics, and give dropout a key of its own",
-            skip_file_prefixes=_LIBRARIES,
+            skip_file_prefixes=LIBRARIES,
         )
 
 

@@ -278,6 +278,23 @@ def test_what_does_not_fit_raises(f, args, options, message):
         mxjax.transform(f, **({"policy": "wgrad"} | options)).report(*args)
 
 
+def test_a_gradient_of_one_layer_inside_the_function_is_told():
+    """Its only GEMM besides the forward one is Wgrad, of two activations."""
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+
+    transformed = mxjax.transform(step, "fp32")
+    w = draw(40, 24, seed=2)
+    (left,) = transformed.report(w, X).left_alone
+    assert left.why == "neither operand is a weight, in a gradient that the function computes"
+    with pytest.warns(UserWarning, match=r"product 1 .* transform the loss alone") as caught:
+        transformed(w, X)
+    assert caught[0].filename == __file__
+    left_as_it_is = mxjax.transform(step, None)
+    np.testing.assert_array_equal(left_as_it_is(w, X), step(w, X))  # without a warning
+
+
 @pytest.mark.parametrize(
     ("f", "options", "message"),
     [
