@@ -56,12 +56,14 @@ def ragged_dot(
     Args:
       x: activations, sorted by group. Rows past the sum of the sizes give zeros.
       w: weights of the experts. Pass float32 master weights, as in `dot`.
-      group_sizes: numbers of rows, which may be zero. A numpy array is static.
+      group_sizes: numbers of rows, which may be zero. A numpy array is static, and checked; in a JAX array
+        sizes that exceed x's rows are not noticed.
       implementation: "reference" and "xla" multiply by `jax.lax.ragged_dot_general` and quantize without
         kernels. "fp8_carriers" multiplies each expert's rows in FP8, filled up to whole tiles of a quarter
         of the mean, as `mxjax.expert_chunks` describes. None: "xla".
       Others: see `dot` and `jax.lax.ragged_dot`.
     Raises:
+      ValueError: static sizes that are negative or exceed x's rows.
       NotImplementedError: another implementation, or one that does not take the policy's formats. Others as
         in `dot`.
     """
@@ -108,6 +110,11 @@ def _check_arguments(x: Any, w: Any, group_sizes: Any, implementation: object) -
         )
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"ragged_dot needs integer group_sizes, got {group_sizes.dtype}")
+    if isinstance(group_sizes, np.ndarray) and (sum(group_sizes) > len(x) or any(group_sizes < 0)):
+        raise ValueError(
+            f"ragged_dot needs group_sizes of 0 or more that add up to at most x's {len(x)} rows, got "
+            f"{group_sizes.tolist()}, {sum(group_sizes)} in all"
+        )
 
 
 def _check_policy(policy: Policy) -> None:

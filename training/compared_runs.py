@@ -186,9 +186,9 @@ def _label(members: Sequence[ComparedRun], everything: Sequence[ComparedRun]) ->
 
 
 def _differing(run: ComparedRun, runs: Sequence[ComparedRun]) -> str:
-    """Returns a run's values of the settings in which the runs differ; the policy is a name alone."""
+    """Returns a run's values, but None, of the settings in which runs differ; policies are names alone."""
     own, others = _settings(run.config), [_settings(other.config) for other in runs]
-    varying = [key for key in own if len({str(other.get(key)) for other in others}) > 1]
+    varying = [k for k in own if own[k] != "None" and len({str(other.get(k)) for other in others}) > 1]
     label = run.config.precision.label
     return " ".join(label if k == "precision.policy" else f"{k.split('.')[-1]}={own[k]}" for k in varying)
 

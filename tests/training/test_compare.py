@@ -138,6 +138,14 @@ def test_groups_differ_in_more_than_the_seed(tmp_path):
     assert [group.name for group in twice] == ["fp8-0", "again"]  # the same seed, not a pair
 
 
+def test_a_setting_that_a_run_leaves_out_is_not_named(tmp_path):
+    more = ["--vocab-size", "300"]
+    folders = [make_run(tmp_path / f"own{seed}", {20: 3.0}, ["--seed", str(seed)]) for seed in (0, 1)]
+    folders += [make_run(tmp_path / f"x{s}", {20: 3.0}, [*more, "--seed", str(s)]) for s in (0, 1)]
+    groups = group_by_configuration(read_runs(folders, sequences=False))
+    assert [group.name for group in groups] == ["own", "vocab_size=300"]
+
+
 def test_what_differs_is_said(tmp_path, capsys):
     """Runs of one seed have no statistics, and another held-out text no comparable loss."""
     folders = [

@@ -71,7 +71,8 @@ def _with_interval(key: str, estimate: Mapping[str, float]) -> str:
     if key == "across" and estimate["mean"] == 0:  # its square came out negative
         return "not resolved"
     mean, half = estimate["mean"], (estimate["high"] - estimate["low"]) / 2
-    return f"{mean:.4f}" + ("" if math.isnan(half) else f" ± {half:.4f}")
+    shown = f"{half:.0e}" if 0 < half < 5e-5 else f"{half:.4f}"
+    return f"{mean:.4f}" + ("" if math.isnan(half) else f" ± {shown}")
 
 
 def summary(found: Mapping[str, Any]) -> str:
