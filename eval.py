@@ -25,7 +25,7 @@ import numpy as np
 
 from models import llama
 from mxjax.implementations import compiler_options
-from training.compare import CompareConfig, compare
+from training.comparison.compare import CompareConfig, compare
 from training.config import Config
 from training.data.load import load_data, load_held_out
 from training.data.windows import evaluation_batches

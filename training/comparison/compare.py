@@ -11,10 +11,9 @@ from typing import Annotated, Any
 import tyro
 
 from training import mlperf
-from training.compare_losses import statistics_of, statistics_table
-from training.compare_plot import plot
-from training.compare_tokens import lengths_of, token_statistics, token_table
-from training.compared_runs import (
+from training.comparison.losses import statistics_of, statistics_table
+from training.comparison.plot import plot
+from training.comparison.runs import (
     ComparedRun,
     Group,
     Losses,
@@ -22,6 +21,7 @@ from training.compared_runs import (
     group_by_configuration,
     read_runs,
 )
+from training.comparison.tokens import lengths_of, token_statistics, token_table
 from training.display import text_table
 from training.run_config import from_json, read_run_config
 from training.startup import output_errors

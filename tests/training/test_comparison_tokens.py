@@ -9,7 +9,7 @@ from benchmarks.study import report
 from benchmarks.study.results import read_runs
 from tests.support.study_runs import power_law
 from training.command_line import parse
-from training.compare import CompareConfig, compare
+from training.comparison.compare import CompareConfig, compare
 from training.run_config import to_json
 
 

@@ -14,8 +14,8 @@ from mxjax import get_policy
 from mxjax.layers import LayerPolicies
 from training import mlperf
 from training.command_line import parse
-from training.compare import CompareConfig, compare, first_at, table
-from training.compared_runs import group_by_configuration, read_runs, short_names
+from training.comparison.compare import CompareConfig, compare, first_at, table
+from training.comparison.runs import group_by_configuration, read_runs, short_names
 from training.policy_record import to_record
 from training.policy_schedule import Phase
 from training.run_config import to_json

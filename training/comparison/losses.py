@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from training.compared_runs import Group
+from training.comparison.runs import Group
 from training.display import text_table
 from training.paired_statistics import (
     DIVERGED,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from training import token_ratios
-from training.compared_runs import Group, same_but_for_length
+from training.comparison.runs import Group, same_but_for_length
 from training.display import text_table
 from training.paired_statistics import Estimate
 from training.token_ratios import SHARE

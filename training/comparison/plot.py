@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from training.compared_runs import Group, Losses
+from training.comparison.runs import Group, Losses
 from training.extras import require
 
 _COLORS = ("#000000", "#0b4f9e", "#c2410c", "#2f8f4e", "#8a8a8a", "#b58bd0")
