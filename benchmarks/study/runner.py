@@ -34,7 +34,7 @@ from training.metrics import json_line
 _COMPILATION = 60.0  # seconds to allow at most for each
 VOCABULARY = 16_384
 """The vocabulary of the study's data, for data without a tokenizer beside it."""
-LATE = "{}: no time left for another run; the same command continues later"
+LATE = "{}: no time left for another run; the same command continues later (more --minutes if none ran)"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,8 @@ from training.paired_statistics import (
 )
 
 Cells = Mapping[str, CellResult]
+LAST = (1, 2, 3)
+"""How many of the last evaluations are averaged for comparison."""
 
 
 def number(x: float, form: str = ".4f") -> str:
@@ -178,13 +180,36 @@ def power(cells: Cells) -> str:
 
 
 def averaging(cells: Cells) -> str:
-    """Returns the standard deviation over seeds of the mean of the last evaluations."""
-    rows = []
-    for cell in cells.values():
-        runs = [run for seed, run in cell.runs.items() if seed in cell.losses]
-        if len(runs) < 8:
-            continue
-        last = [[loss for _, loss in run["evaluations"][-3:]] for run in runs]
-        deviations = (standard_deviation([statistics.mean(x[-k:]) for x in last]) for k in (1, 2, 3))
-        rows.append([f"{cell.label}, {cell.model} {cell.protocol['name']}", *map(number, deviations)])
-    return table("sd over eight seeds of | the last | mean of the last 2 | of the last 3", rows)
+    """Returns the standard deviation over seeds with the mean of the last evaluations as a seed's loss.
+
+    Of losses and of their differences to fp8, and the mean ratio of the latter to that of the last alone.
+    """
+    rows, ratios = [], dict[str, list[list[float]]]()
+    for group in by_group(dict(cells)).values():
+        base = baseline(group)
+        for cell in group:
+            if len(cell.losses) < 8 or base is None:
+                continue
+            protocol = f"{cell.model} {cell.protocol['name']}"
+            own = [standard_deviation(list(_last(cell, k).values())) for k in LAST]
+            row = [f"{cell.label}, {protocol}", *map(number, own)]
+            if cell is base:
+                rows.append([*row, "", "", ""])
+                continue
+            paired = [standard_deviation(differences(_last(cell, k), _last(base, k))) for k in LAST]
+            rows.append([*row, *map(number, paired)])
+            ratios.setdefault(protocol, []).append([sd / paired[0] for sd in paired])
+    for protocol, of_cells in ratios.items():
+        means = [number(statistics.fmean(column), ".3f") for column in zip(*of_cells, strict=True)]
+        rows.append([f"mean ratio, {protocol}", "", "", "", *means])
+    columns = "the last | mean of the last 2 | of the last 3"
+    return table(f"sd over eight seeds of | {columns} | minus fp8, {columns}", rows)
+
+
+def _last(cell: CellResult, count: int) -> dict[int, float]:
+    """Returns the mean of each seed's last evaluations."""
+    return {
+        seed: statistics.fmean(loss for _, loss in run["evaluations"][-count:])
+        for seed, run in cell.runs.items()
+        if seed in cell.losses
+    }

@@ -16,6 +16,7 @@ from benchmarks.study import (
     cells,
     constant_rate,
     diagnosis_tables,
+    layer_tables,
     outside,
     programs,
     recipes_page,
@@ -30,7 +31,7 @@ from benchmarks.study.results import gather, read_runs
 from benchmarks.study.studies import STUDIES
 from models import llama
 from models.configs import get_config
-from mxjax.policy import Gemm
+from mxjax.policy import OPERANDS, Gemm
 from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES
 from tests.support.study_runs import power_law, record
@@ -274,6 +275,45 @@ def test_statistics_predict_the_losses_that_they_rank():
     assert "| relative error | - | - | - |" in diagnosis_tables.prediction(gather(runs), constant)
     assert diagnosis_tables.prediction(gather(runs), None) == "Not measured yet."
     assert not diagnosis_tables.prediction(gather(runs), same_order | {"parameters": 999})  # another size
+
+
+def test_layers_are_averaged_by_kind_and_their_repeating_shares_counted():
+    def operand(flushed):
+        shape = {"kurtosis": 3.0, "outliers": 0.001, "crest": 2.0}
+        return {"flushed": flushed, "before_rotation": shape, "after_rotation": shape | {"crest": 3.0}}
+
+    def gemms(flushed):
+        return {gemm: dict.fromkeys(names, operand(flushed)) for gemm, names in OPERANDS.items()}
+
+    def share(mean, half):
+        return {"repeating_share": {"mean": mean, "low": mean - half, "high": mean + half}}
+
+    shares = {
+        "all": share(9, 1),
+        "blocks.0.mlp.down": share(0.02, 0.01),
+        "blocks.1.mlp.down": share(0.03, 0.04),
+    }
+    measured = {"layers": {"blocks.0.mlp.down": gemms(0.1), "blocks.1.mlp.down": gemms(0.3)}}
+    measured |= {"wgrad": {"nearest even": shares}}
+    row = "| mlp.down, wgrad dy | 0.200 | 0.100 | 0.300 | 3.0 | 3.0 | 0.0010 | 0.0010 | 2.00 | 3.00 |"
+    assert row in layer_tables.operands(measured)
+    largest = "1.mlp.down 0.0300 (-0.0100 to +0.0700) | 0.mlp.down 0.0200 (+0.0100 to +0.0300)"
+    assert f"| nearest even | 1 | 2 | {largest} |" in layer_tables.repeating(measured)
+
+
+def test_averages_of_the_last_evaluations_are_compared_by_the_scatter_of_differences():
+    runs = []
+    generator = np.random.default_rng(0)
+    for policy in ("fp8.own", "wgrad.floor"):
+        for seed in range(8):
+            name = f"{policy}.60m.tuned-60m"
+            losses = [[n, x] for n, x in enumerate(generator.normal(3, 0.1, 4))]
+            runs.append(record(name, policy.split(".")[0], seed, losses[-1][1]) | {"evaluations": losses})
+    shown = tables.averaging(gather(runs))
+    at = np.array([[loss for _, loss in run["evaluations"]] for run in runs]).reshape(2, 8, 4)
+    d = [np.std(at[1, :, -k:].mean(axis=1) - at[0, :, -k:].mean(axis=1), ddof=1) for k in (1, 2, 3)]
+    assert "| " + " | ".join(f"{x:.4f}" for x in d) + " |" in shown
+    assert f"| 1.000 | {d[1] / d[0]:.3f} | {d[2] / d[0]:.3f} |" in shown
 
 
 def test_published_runs_are_counted_by_what_they_needed(tmp_path):
