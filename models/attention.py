@@ -48,14 +48,19 @@ def causal_attention(
 
 
 def score_bytes(q_BSNH: jax.ShapeDtypeStruct) -> int:
-    """Returns the bytes of the scores and of their gradient, in float32, that exist at once.
+    """Returns the bytes in float32 that exist at once of the scores and their gradients.
 
-    0 if a fused kernel takes these queries.
+    0 if a fused kernel takes these queries. Parts of a single piece are no loop, so XLA computes all of them
+    together, and keeps a third tensor of each.
     """
     B, S, N, _ = q_BSNH.shape
     if _cudnn_takes(q_BSNH) or _gfx950_takes(q_BSNH):
         return 0
-    return 8 * B * N * S * (S if S <= LONGEST_WHOLE else PIECE)
+    if S <= LONGEST_WHOLE:
+        return 8 * B * N * S * S
+    if S > 4 * PIECE:
+        return 8 * B * N * S * PIECE
+    return 12 * B * N * PIECE * sum(min(stop, S) for stop in range(PIECE, S + PIECE, PIECE))
 
 
 def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH) -> Float[Array, "B P N H"]:

@@ -110,10 +110,11 @@ def _check_arguments(x: Any, w: Any, group_sizes: Any, implementation: object) -
         )
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"ragged_dot needs integer group_sizes, got {group_sizes.dtype}")
-    if isinstance(group_sizes, np.ndarray) and (sum(group_sizes) > len(x) or any(group_sizes < 0)):
+    sizes = group_sizes.tolist() if isinstance(group_sizes, np.ndarray) else []
+    if sum(sizes) > len(x) or min(sizes, default=0) < 0:
         raise ValueError(
-            f"ragged_dot needs group_sizes of 0 or more that add up to at most x's {len(x)} rows, got "
-            f"{group_sizes.tolist()}, {sum(group_sizes)} in all"
+            "ragged_dot needs group_sizes of 0 or more that add up to at most the rows of x, "
+            f"{len(x)}, got {sizes}, {sum(sizes)} in all"
         )
 
 

@@ -65,8 +65,8 @@ LONGEST = tuple(
 
 
 def pytest_cmdline_main(config):
-    """Names what is not there: pytest-xdist's processes end without saying so."""
-    for argument in config.args:
+    """Names files that are not there: pytest-xdist's processes end without saying so."""
+    for argument in [] if config.option.pyargs else config.args:
         if not (config.invocation_params.dir / argument.partition("::")[0]).exists():
             raise pytest.UsageError(f"file or directory not found: {argument}")
 

@@ -27,7 +27,7 @@ class LogRatio(NamedTuple):
 
     Attributes:
       is_low, is_high: whether the value bounds it from below, or from above, because a run never reached the
-        loss and counts with its whole length. Both: nothing is known.
+        loss, or before its first evaluation. Both: nothing is known.
     """
 
     value: float
@@ -41,7 +41,7 @@ class Overhead(NamedTuple):
     Attributes:
       log_ratio: estimate over all seeds. Interval and p are NaN if the mean is a bound; the mean too if seeds
         bound it from both sides.
-      not_reached: number of seeds whose run never reached the loss.
+      not_reached: number of seeds whose ratio is a bound.
       bound: "> " if the mean is a lower bound, "< " if it is an upper one, else "".
     """
 
@@ -52,7 +52,7 @@ class Overhead(NamedTuple):
 
 def smooth(evaluations: Curve) -> list[tuple[float, float]]:
     """Returns means of SMOOTHED neighbouring evaluations, of tokens and of losses."""
-    points = np.asarray(evaluations, np.float64)
+    points = np.asarray(evaluations, np.float64).reshape(-1, 2)
     return [tuple(points[i : i + SMOOTHED].mean(axis=0)) for i in range(len(points) - SMOOTHED + 1)]
 
 
@@ -86,35 +86,42 @@ def overhead(ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> Overhead:
 def log_ratios(ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> dict[int, LogRatio]:
     """Returns P1's ratio of each seed. Arguments are those of `overhead`.
 
-    Seeds whose baseline has too few evaluations for its loss at SHARE of the run are left out.
+    A run that never reaches the loss counts with the length of its smoothed curve, one that diverged with the
+    baseline's. Seeds with too few evaluations to smooth them, or for the loss at SHARE of the baseline's run,
+    are left out.
     """
     found = {}
     for seed in sorted(ours.keys() & base.keys()):
-        curve = smooth(base[seed]) if len(base[seed]) >= SMOOTHED else []
-        target = loss_at(curve, SHARE * base[seed][-1][0]) if curve else math.nan
-        if math.isnan(target):
+        theirs, curve = smooth(base[seed]), smooth(ours[seed])
+        target = loss_at(theirs, SHARE * base[seed][-1][0]) if theirs else math.nan
+        if math.isnan(target) or (ours[seed] and not curve):
             continue
         end = base[seed][-1][0]
-        needed = tokens_to_reach(smooth(ours[seed]), target) if ours[seed] else None
-        tokens = end if needed is None else needed
-        found[seed] = LogRatio(math.log(tokens / (SHARE * end)), is_low=needed is None)
+        found[seed] = _log_ratio(target, curve, [(SHARE * end, target)], end)
     return found
 
 
 def log_ratios_to(loss: float, ours: Mapping[int, Curve], base: Mapping[int, Curve]) -> dict[int, LogRatio]:
     """Returns each seed's ratio of the tokens at which both runs reach a loss, interpolated.
 
-    A run that never does counts with its whole length. Curves are not smoothed.
+    A run that never does counts with its whole length, one of ours that diverged with the baseline's; seeds
+    whose baseline diverged are left out. Curves are not smoothed.
     """
-    found = {}
-    for seed in sorted(seed for seed in ours.keys() & base.keys() if ours[seed] and base[seed]):
-        needed = [tokens_to_reach(curve, loss) for curve in (ours[seed], base[seed])]
-        known = [
-            curve[-1][0] if n is None else n
-            for n, curve in zip(needed, (ours[seed], base[seed]), strict=True)
-        ]
-        found[seed] = LogRatio(math.log(known[0] / known[1]), needed[0] is None, needed[1] is None)
-    return found
+    seeds = sorted(seed for seed in ours.keys() & base.keys() if base[seed])
+    return {seed: _log_ratio(loss, ours[seed], base[seed], base[seed][-1][0]) for seed in seeds}
+
+
+def _log_ratio(loss: float, ours: Curve, base: Curve, end: float) -> LogRatio:
+    """Returns the ratio of the tokens to a loss; a bound where a run is beyond it at once, or never."""
+    needed = [tokens_to_reach(curve, loss) for curve in (ours, base)]
+    tokens = [
+        n if n is not None else curve[-1][0] if curve else end
+        for n, curve in zip(needed, (ours, base), strict=True)
+    ]
+    # The first evaluation is the earliest known.
+    early = [len(curve) > 1 and n == curve[0][0] for n, curve in zip(needed, (ours, base), strict=True)]
+    is_low, is_high = needed[0] is None or early[1], needed[1] is None or early[0]
+    return LogRatio(math.log(tokens[0] / tokens[1]), is_low, is_high)
 
 
 def difference(ratios: Sequence[LogRatio]) -> LogRatio:
@@ -156,9 +163,8 @@ def effective_multiple(ours: Mapping[int, float], lengths: Mapping[float, Mappin
 
     def estimate(chosen: Sequence[int]) -> float:
         means = {m: float(np.mean([losses[s] for s in chosen])) for m, losses in lengths.items()}
-        found = (float(np.mean([ours[s] for s in chosen])), means[1.0])
-        own, base = (_log_length(means, loss) for loss in found)
-        return own - base
+        own = _log_length(means, float(np.mean([ours[s] for s in chosen])))
+        return own - _log_length(means, means[1.0], is_inside=True)
 
     whole = estimate(seeds)
     parts = [estimate([s for s in seeds if s != left]) for left in seeds] if len(seeds) > 1 else []
@@ -167,14 +173,17 @@ def effective_multiple(ours: Mapping[int, float], lengths: Mapping[float, Mappin
     return jackknife(whole, parts)
 
 
-def _log_length(means: Mapping[float, float], loss: float) -> float:
-    """Returns the log of the length at which the fit through the means has this loss."""
+def _log_length(means: Mapping[float, float], loss: float, is_inside: bool = False) -> float:
+    """Returns the log of the length at which the fit through the means has this loss.
+
+    With `is_inside` a loss beyond the fit's ends, which the fit misses, is at the nearer end.
+    """
     lengths = np.log(sorted(means))
     fit = np.polynomial.Polynomial.fit(lengths, [means[m] for m in sorted(means)], 2)
     grid = np.linspace(lengths[0], lengths[-1], 2001)
     fitted = fit(grid)
     if np.any(np.diff(fitted) >= 0):
         return math.nan  # noise exceeds the effect of length
-    if not fitted[-1] <= loss <= fitted[0]:
+    if not is_inside and not fitted[-1] <= loss <= fitted[0]:
         return -math.inf if loss > fitted[0] else math.inf
     return float(np.interp(loss, fitted[::-1], grid[::-1]))

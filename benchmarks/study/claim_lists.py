@@ -169,6 +169,7 @@ HARD_SEEN = (
 HARD_EVEN_SEEN = tuple(
     Claim(claim.text, claim.ours.replace("floor", "even"), claim.base.replace("floor", "even"))
     for claim in HARD_SEEN
+    if claim.beside is None
 )
 """The same under `even`, in some of the regimes."""
 CONSTANT_SEEN = (

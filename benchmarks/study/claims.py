@@ -89,7 +89,7 @@ def hard(cells: Cells) -> str:
 
 
 def hard_even(cells: Cells) -> str:
-    """Returns the same under `even`, for the regimes that also ran so."""
+    """Returns what `hard` does, under `even`, for the regimes that also ran so."""
     return _regimes(cells, HARD_EVEN_SEEN, HARD_EVEN)
 
 

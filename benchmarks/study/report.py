@@ -105,6 +105,7 @@ def sections(runs: Sequence[Run]) -> dict[str, str]:
     cells = gather(runs)
     found = (diagnosis_file.read(PAGE.with_suffix("") / name) for name in ("ladder", "wgrad", "wgrad-end"))
     ladder, wgrad, wgrad_end = found
+    layers = _layers()
     gemms = gemm_tables.read(PAGE.with_suffix("") / "gemms.json")
     return tables_of(runs) | {
         "repeats": repeats.repeats(cells, again),
@@ -121,8 +122,8 @@ def sections(runs: Sequence[Run]) -> dict[str, str]:
         "prediction": diagnosis_tables.prediction(cells, ladder),
         "wgrad operands": gemm_tables.wgrad_operands(gemms),
         "token mean": gemm_tables.token_mean(gemms),
-        "layer operands": layer_tables.operands(_layers()),
-        "layer repeating": layer_tables.repeating(_layers()),
+        "layer operands": layer_tables.operands(layers),
+        "layer repeating": layer_tables.repeating(layers),
         "gemm prediction": gemm_tables.gemm_prediction(cells, gemms),
         "laws": laws.laws(cells, ladder),
         "beyond": laws.beyond(cells, ladder),

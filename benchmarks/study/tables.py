@@ -182,7 +182,8 @@ def power(cells: Cells) -> str:
 def averaging(cells: Cells) -> str:
     """Returns the standard deviation over seeds with the mean of the last evaluations as a seed's loss.
 
-    Of losses and of their differences to fp8, and the mean ratio of the latter to that of the last alone.
+    Of losses and of their differences to fp8; at the end, by protocol, the mean ratio of each of the
+    latter to that of the last evaluation alone.
     """
     rows, ratios = [], dict[str, list[list[float]]]()
     for group in by_group(dict(cells)).values():
@@ -193,7 +194,7 @@ def averaging(cells: Cells) -> str:
             protocol = f"{cell.model} {cell.protocol['name']}"
             own = [standard_deviation(list(_last(cell, k).values())) for k in LAST]
             row = [f"{cell.label}, {protocol}", *map(number, own)]
-            if cell is base:
+            if cell is base or len(cell.losses.keys() & base.losses.keys()) < 8:
                 rows.append([*row, "", "", ""])
                 continue
             paired = [standard_deviation(differences(_last(cell, k), _last(base, k))) for k in LAST]

@@ -21,7 +21,7 @@ from mxjax.recipes import as_policy
 from mxjax.transform import control_flow, products, shapes
 from mxjax.transform.interpreter import Context, Draw, Plan, evaluate, make_plan
 from mxjax.transform.origins import quoted
-from mxjax.transform.report import IN_GRADIENT, Found, Report
+from mxjax.transform.report import Found, Report
 from mxjax.transform.tracing import LIBRARIES, Traced, trace
 
 Rules = Sequence[tuple[str, Policy | str | None]]
@@ -62,9 +62,9 @@ def transform(
 
     Args:
       f: a function of arrays and pytrees of them that computes no gradients itself; usually the loss. A
-        gradient in it raises an error, or where that cannot be told, a warning. What f writes into the
-        argument of the weights and does not return is lost, with a warning. Leaves that are no arrays are
-        static. Equinox modules, `nnx.State`, and parameters of Linen and Haiku are pytrees.
+        gradient in it raises an error if a product of it has a weight, and a warning otherwise. What f writes
+        into the argument of the weights and does not return is lost, with a warning. Leaves that are no
+        arrays are static. Equinox modules, `nnx.State`, and parameters of Linen and Haiku are pytrees.
       policy: a `Policy`, its name, or None, which leaves products as they are.
       rules: (pattern, policy) pairs, the last that matches a weight's dotted path counts. For patterns, see
         `mxjax.layers.matching`. Paths are those in the argument, such as "params.Dense_0.kernel" or
@@ -146,10 +146,10 @@ class Transformed:
                 f"transform found no product of an activation and a weight from argument {self._weights}"
                 f"{_first_left_alone(plan.found)}; weights= is the argument's number, and report() lists all"
             )
-        if plan.changes and (inside := next((f for f in plan.found if f.why == IN_GRADIENT), None)):
+        if plan.changes and (inside := next((f for f in plan.found if f.in_gradient), None)):
             warnings.warn(
-                f"transform leaves product {inside.number} of the function alone, in a gradient that it "
-                "computes itself; if that is a weight's, transform the loss alone, "
+                f"transform leaves product {inside.number} of the report alone, in a gradient that the "
+                "function computes itself; if that is a weight's, transform the loss alone, "
                 "jax.grad(mxjax.transform(loss, ...))",
                 skip_file_prefixes=LIBRARIES,
             )

@@ -15,7 +15,7 @@ from mxjax.policy import Policy
 from mxjax.ragged import ragged_dot
 from mxjax.transform.interpreter import Context, Draw, Outcome, Planner, plan_other
 from mxjax.transform.origins import CASTS, DATA, Origin, aval, quoted, seen
-from mxjax.transform.report import IN_GRADIENT, NO_POLICY, Found, policy_name
+from mxjax.transform.report import NO_POLICY, Found, policy_name
 
 _MXJAX = "mxjax_matmul"
 
@@ -88,8 +88,7 @@ def _find(eqn, inputs: list[Origin], weight: int | None, context: Context, unfit
     if weight is not None and not inputs[1 - weight].data:
         weight, why = None, unfit or "no operand is an activation"
     elif weight is None and not unfit:
-        none = IN_GRADIENT if context.backward else "neither operand is a weight"
-        why = "both operands are weights" if paths else none
+        why = "both operands are weights" if paths else "neither operand is a weight"
     elif not unfit:
         policy = _policy_of(paths, context)
         why = "" if policy else NO_POLICY
@@ -98,7 +97,7 @@ def _find(eqn, inputs: list[Origin], weight: int | None, context: Context, unfit
             f"transform found a gradient of the weight {quoted(paths, ' + ')} in the function, whose GEMMs "
             "it cannot tell apart; transform the loss alone, jax.grad(mxjax.transform(loss, ...))"
         )
-    return Found(context.start, eqn.primitive.name, paths, operands, policy, why)
+    return Found(context.start, eqn.primitive.name, paths, operands, policy, why, context.backward)
 
 
 def _policy_of(paths: tuple[str, ...], context: Context) -> Policy | None:

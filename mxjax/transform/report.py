@@ -6,7 +6,6 @@ from mxjax.policy import Policy
 from mxjax.recipes import policies
 
 NO_POLICY = "its policy is None"
-IN_GRADIENT = "neither operand is a weight, in a gradient that the function computes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +20,7 @@ class Found:
         `shard_map` shapes are a shard's.
       policy: the policy that it runs in. None: it is left alone.
       why: why it is left alone, or what else changes.
+      in_gradient: whether it belongs to a gradient that the function computes itself.
     """
 
     number: int
@@ -29,6 +29,7 @@ class Found:
     operands: tuple[str, ...]
     policy: Policy | None
     why: str = ""
+    in_gradient: bool = False
 
     @property
     def is_product(self) -> bool:
@@ -71,7 +72,8 @@ class Report:
             lines.append(name)
             for f in found:
                 line = f"{f.number:5}  {f.weight:{width}}  {f.operation} {' x '.join(f.operands)}"
-                lines.append(f"{line.rstrip()}{': ' if f.why else ''}{f.why}")
+                why = ", ".join(filter(None, (f.why, "in a gradient" if f.in_gradient else "")))
+                lines.append(f"{line.rstrip()}{': ' if why else ''}{why}")
         return "\n".join(lines)
 
 

@@ -182,7 +182,12 @@ def test_random_bits_are_replayed_under_remat_and_scan():
         ({"policy": "full_sr"}, ValueError, "needs key="),
         ({"group_sizes": jnp.ones(4)}, TypeError, "needs integer group_sizes, got float32"),
         ({"x": X.astype(jnp.int32)}, TypeError, "needs float32, bfloat16 or float16, but"),
-        ({"group_sizes": np.array([50, 50, 1, 0])}, ValueError, "at most x's 100 rows, got .* 101 in all"),
+        (
+            {"group_sizes": np.array([50, 50, 1, 0])},
+            ValueError,
+            "at most the rows of x, 100, got .* 101 in all",
+        ),
+        ({"group_sizes": np.array([100, 100, 56, 0], np.uint8)}, ValueError, "256 in all"),
         ({"group_sizes": np.array([50, 60, -10, 0])}, ValueError, "needs group_sizes of 0 or more"),
     ],
 )

@@ -287,10 +287,14 @@ def test_a_gradient_of_one_layer_inside_the_function_is_told():
     transformed = mxjax.transform(step, "fp32")
     w = draw(40, 24, seed=2)
     (left,) = transformed.report(w, X).left_alone
-    assert left.why == "neither operand is a weight, in a gradient that the function computes"
+    assert (left.why, left.in_gradient) == ("neither operand is a weight", True)
+    assert "neither operand is a weight, in a gradient" in str(transformed.report(w, X))
     with pytest.warns(UserWarning, match=r"product 1 .* transform the loss alone") as caught:
         transformed(w, X)
     assert caught[0].filename == __file__
+    of_examples = mxjax.transform(lambda w, x: jax.vmap(lambda row: step(w, row))(x), "fp32")
+    with pytest.warns(UserWarning, match="transform the loss alone"):  # its Wgrad is an outer product
+        of_examples(w, X)
     left_as_it_is = mxjax.transform(step, None)
     np.testing.assert_array_equal(left_as_it_is(w, X), step(w, X))  # without a warning
 

@@ -177,6 +177,16 @@ def test_what_differs_is_said(tmp_path, capsys):
     assert "different tokens" not in capsys.readouterr().out
 
 
+def test_a_baseline_may_be_named_by_its_policy(tmp_path):
+    runs = [
+        make_run(tmp_path / f"{policy}-{steps}", {9: 3.0}, ["--policy", policy, "--steps", str(steps)])
+        for policy, steps in (("fp8", 20), ("wgrad", 30), ("wgrad", 20))
+    ]
+    found = compare(CompareConfig(tuple(runs), baseline="wgrad"))
+    (base,) = [group["group"] for group in found["groups"] if not group["pairs"]]
+    assert base == "wgrad-20"
+
+
 def test_runs_of_different_lengths_are_told(tmp_path):
     folders = [make_run(tmp_path / str(step), {step: 3.0}, ["--steps", str(step)]) for step in (20, 40)]
     (warning,) = compare(CompareConfig(tuple(folders), json=True))["warnings"]

@@ -80,7 +80,9 @@ def test_final_losses_as_tokens_are_the_study_s(tmp_path, capsys):
     assert shown == f"{percent} % ({low} to {high})"
     printed = capsys.readouterr().out
     assert "final loss: tokens with which fp8 steps=700 ends at the same loss" in printed
-    assert "steps=455" not in printed
+    table, _, lengths = printed.partition("lengths of fp8 steps=700, for final losses alone: ")
+    assert "steps=455" not in table
+    assert "fp8 steps=455" in lengths
 
 
 def test_a_target_is_reached_by_interpolation_and_paired(tmp_path, capsys):
@@ -118,3 +120,32 @@ def test_a_loss_outside_all_lengths_is_a_bound(tmp_path):
     assert (of_group["wgrad"]["bound"], of_group["full_sr"]["bound"]) == (">", "<")
     np.testing.assert_allclose([of_group["wgrad"]["ratio"], of_group["full_sr"]["ratio"]], [1 / 0.8, 1 / 1.2])
     assert of_group["unfinished"] is None
+
+
+def test_lengths_are_shown_unless_another_group_is_counted_by_them(tmp_path, capsys):
+    runs = [
+        make_run(tmp_path / f"{policy}-{steps}", {steps: power_law(steps)}, policy, steps, 0)
+        for policy in ("fp8", "wgrad")
+        for steps in (80, 100, 120)
+    ]
+    alone = compare(CompareConfig(tuple(runs[:3])))
+    assert (len(alone["groups"]), alone["lengths"]) == (3, [])
+    both = compare(CompareConfig(tuple(runs)))
+    assert (len(both["groups"]), both["lengths"]) == (4, ["fp8-100", "fp8-120"])
+    assert "lengths of fp8-80, for final losses alone: fp8-100, fp8-120\n" in capsys.readouterr().out
+    again = make_run(tmp_path / "again", {100: 3.0}, "fp8", 100, 0)  # a seed twice makes two groups
+    assert compare(CompareConfig((*runs[:4], again)))["lengths"] == []
+
+
+def test_diverged_and_unfinished_runs_bound_or_leave_out(tmp_path):
+    def losses(stretch, stop=100):
+        return {n: power_law(n / stretch) for n in range(2, stop + 1, 2)}
+
+    runs = [make_run(tmp_path / f"fp8-{s}", losses(1), "fp8", 100, s) for s in (0, 1)]
+    runs.append(make_run(tmp_path / "fp8-2", losses(1, 50), "fp8", 100, 2))  # has not ended
+    runs.append(make_run(tmp_path / "w-0", losses(1.1), "wgrad", 100, 0))
+    runs.append(make_run(tmp_path / "w-1", losses(1.1, 40) | {42: 9.0}, "wgrad", 100, 1))  # has diverged
+    runs.append(make_run(tmp_path / "w-2", losses(1.1), "wgrad", 100, 2))
+    [wgrad] = compare(CompareConfig(tuple(runs), target=power_law(45), json=True))["token_ratios"]
+    assert [wgrad["overhead"][key] for key in ("pairs", "bound", "not_reached")] == [2, ">", 1]
+    assert [wgrad["to_target"][key] for key in ("pairs", "bound", "not_reached")] == [3, ">", 1]

@@ -61,6 +61,7 @@ def compare(config, batch_size, seq_len, accumulate, policy, implementation, rem
         (LlamaConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),
         (LlamaConfig(4096, 64, 2, 4, 2, 16, 192), 4, 64, 1, "bf16", "xla", "full"),
         (SMALL, 2, 1024, 1, "bf16", "xla", "none"),
+        (SMALL, 2, 2048, 1, "bf16", "xla", "full"),
         (SMALL, 2, 4096, 1, "bf16", "xla", "full"),
     ],
 )

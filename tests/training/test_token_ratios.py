@@ -26,6 +26,17 @@ def test_effective_multiples_invert_a_power_law():
     assert math.isnan(single.low)
 
 
+def test_a_baseline_may_be_the_shortest_or_the_longest_of_its_lengths():
+    generator = np.random.default_rng(0)
+    for sizes in ((0.5, 0.75, 1), (1, 1.5, 2), (0.25, 0.5, 0.75, 1)):
+        for _ in range(20):
+            noise = generator.normal(0, 0.002, len(sizes))
+            lengths = {m: {0: power_law(23 * m) + noise[i]} for i, m in enumerate(sizes)}
+            inside = 0.9 if sizes[-1] == 1 else 1.1
+            found = token_ratios.effective_multiple({0: power_law(23 * inside)}, lengths)
+            np.testing.assert_allclose(math.exp(found.mean), inside, rtol=0.03)
+
+
 def test_the_interval_of_effective_multiples_covers():
     generator = np.random.default_rng(0)
     sizes, covered = (0.65, 0.8, 0.9, 1, 1.1, 1.25, 1.5), []
@@ -46,7 +57,9 @@ def test_the_overhead_is_that_of_a_stretched_curve():
     np.testing.assert_allclose(math.exp(found.log_ratio.mean), math.sqrt(1.2 * 1.1), rtol=1e-3)
     assert (found.log_ratio.n, found.not_reached) == (2, 0)
     bound = token_ratios.overhead({0: curve(1.2), 1: curve(1.1), 2: curve(5), 3: []}, base)  # 3 diverged
-    np.testing.assert_allclose(math.exp(bound.log_ratio.mean), (1.2 * 1.1 * 1.25**2) ** 0.25, rtol=1e-3)
+    np.testing.assert_allclose(
+        math.exp(bound.log_ratio.mean), (1.2 * 1.1 * 0.99 * 1.25**2) ** 0.25, rtol=1e-3
+    )
     assert (bound.log_ratio.n, bound.not_reached) == (4, 2)
     assert math.isnan(bound.log_ratio.low)
 
@@ -85,3 +98,25 @@ def test_a_loss_is_reached_later_by_a_stretched_curve():
 def test_few_evaluations_give_no_overhead():
     short = {0: [(10, 4.0), (20, 3.0)], 1: [(10, 4.0), (20, 3.5), (30, 3.0)]}
     assert token_ratios.log_ratios(short, short) == {}
+    base = {0: [(n, power_law(n)) for n in range(1, 101)]}
+    assert token_ratios.log_ratios({0: [(50, 3.0), (100, 2.0)]}, base) == {}
+
+
+def test_runs_of_other_lengths_bound_the_overhead_by_their_own():
+    def curve(stretch, stop, points):
+        return [(n, power_law(n / stretch)) for n in np.linspace(stop / points, stop, points)]
+
+    base = {0: curve(1, 100, 100)}
+    for ours, length in ((curve(1.1, 50, 100), 49.5), (curve(0.9, 70, 70), 69), (curve(1.1, 100, 5), 80)):
+        [found] = token_ratios.log_ratios({0: ours}, base).values()
+        np.testing.assert_allclose(math.exp(found.value), length / 80)
+        assert (found.is_low, found.is_high) == (True, False)
+
+
+def test_a_loss_below_the_first_evaluation_is_a_bound_and_a_diverged_run_counts():
+    base = {s: [(n, power_law(n)) for n in range(10, 101)] for s in (0, 1)}
+    found = token_ratios.log_ratios_to(9.0, {0: base[0], 1: []}, base)
+    assert (found[0].is_low, found[0].is_high) == (True, True)
+    np.testing.assert_allclose(math.exp(found[1].value), 100 / 10)
+    assert found[1].is_low
+    assert token_ratios.log_ratios_to(3.0, base, {0: [], 1: base[1]}).keys() == {1}

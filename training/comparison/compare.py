@@ -34,9 +34,10 @@ class CompareConfig:
     runs: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional]
     """The runs' folders."""
     baseline: str | None = None
-    """Compare with this group, pairing runs by seed. Default: the first group in fp8, of those as long as
-    another group if there are some, or else the first. If it also ran in two other lengths or more, final
-    losses are counted in tokens."""
+    """Compare with this group, or with the first in this policy, pairing runs by seed; of groups that differ
+    in length, with one as long as another policy's. Default: fp8, or else the first group. If it also ran in
+    two other lengths or more, the others' final losses are counted in tokens by these, which appear nowhere
+    else."""
     mlperf: bool = False
     """Also show MLPerf's published runs of llama31_8b; runs of its preset always do. Sequences are then
     counted instead of tokens."""
@@ -95,6 +96,7 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     said += [f"  {name}: {text}" for name, text in settings.items()]
     ratios = token_statistics(compared, base, lengths, target)
     said += token_table(ratios, base.name, target, unit)
+    said += [f"lengths of {base.name}, for final losses alone: {', '.join(of_lengths)}"] if lengths else []
     if target is not None:
         said.append(f"\n{unit} until loss {target:g}")
         said += [f"  {group.name}: {_reached(group, reached[group.name], target)}" for group in groups]
@@ -152,12 +154,13 @@ def table(curves: Mapping[str, Losses], unit: str) -> str:
 
 
 def _baseline(groups: Sequence[Group], name: str | None) -> Group:
-    if name is None:
-        in_fp8 = [group for group in groups if group.runs[0].config.precision.label == "fp8"]
-        lengths = {group.runs[0].config.steps for group in groups if group not in in_fp8}
-        as_long = (group for group in in_fp8 if group.runs[0].config.steps in lengths)
-        return next(as_long, (in_fp8 or groups)[0])
     found = next((group for group in groups if group.name == name), None)
+    if found is None:
+        policy = "fp8" if name is None else name
+        alike = [group for group in groups if group.runs[0].config.precision.label == policy]
+        lengths = {group.runs[0].config.steps for group in groups if group not in alike}
+        as_long = (group for group in alike if group.runs[0].config.steps in lengths)
+        found = next(as_long, alike[0] if alike else groups[0] if name is None else None)
     if found is None:
         known = ", ".join(group.name for group in groups)
         raise ValueError(f"--baseline {name!r} is no group of these runs; they are {known}")

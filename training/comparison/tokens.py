@@ -16,9 +16,14 @@ loss, which the baseline has after other lengths of training."""
 
 
 def lengths_of(groups: Sequence[Group], base: Group) -> list[Group]:
-    """Returns the baseline's runs of other lengths, if they and the baseline are three lengths or more."""
+    """Returns the baseline's groups of other lengths, if they count the final losses of another group.
+
+    For that the baseline needs three lengths, and one group for each.
+    """
     others = [group for group in groups if group is not base and same_but_for_length(group, base)]
-    return others if len(others) >= 2 else []
+    lengths = {group.runs[0].config.steps for group in others}
+    is_counted = len(groups) > len(others) + 1
+    return others if is_counted and len(lengths) == len(others) >= 2 else []
 
 
 def token_statistics(
@@ -38,8 +43,9 @@ def token_statistics(
         if group is base:
             continue
         ours, theirs, steps = _curves(group), _curves(base), group.runs[0].config.steps
+        ended = {run.config.seed: theirs[run.config.seed] for run in base.runs if run.has_ended}
         row: dict[str, Any] = {"group": group.name} | dict.fromkeys(MEASURES)
-        row["overhead"] = _over_seeds(token_ratios.log_ratios(ours, theirs))
+        row["overhead"] = _over_seeds(token_ratios.log_ratios(ours, ended))
         if target is not None:
             row["to_target"] = _over_seeds(token_ratios.log_ratios_to(target, ours, theirs))
         if lengths and steps in finals:
@@ -68,7 +74,7 @@ def token_table(found: Sequence[Mapping[str, Any]], base: str, target: float | N
             f"{MEASURES['effective']}: {unit} with which {base} ends at the same loss, by its lengths"
         )
     if any((row[name] or {}).get("bound") for row in found for name in known):
-        lines.append("> and <: bounds, where runs do not reach the loss, or it is not among the lengths'")
+        lines.append("> and <: bounds; a run was not evaluated at the loss, or no length ends at it")
     return lines
 
 
