@@ -13,6 +13,7 @@ from models.configs import get_config
 TINY = ["--model", "tiny", "--batch", "2", "--seq", "32", "--before", "1", "--steps", "2"]
 
 
+@pytest.mark.slow
 def test_saturated_heads_lose_rows(capsys):
     saturated_heads.main([*TINY, "--factors", "1", "1024", "--commit", "none"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

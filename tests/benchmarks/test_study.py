@@ -116,6 +116,7 @@ def test_the_committed_report_is_what_the_committed_runs_give():
     assert report.PAGE.read_bytes() == page
 
 
+@pytest.mark.slow
 def test_a_changed_number_fails_the_check(tmp_path):
     page = tmp_path / "study.md"
     page.write_text(report.PAGE.read_text().replace("| 8 | 0 | 2.8990 |", "| 8 | 0 | 2.8991 |"))
@@ -126,6 +127,7 @@ def test_a_changed_number_fails_the_check(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_plots_of_other_losses_fail_the_check():
     runs = read_runs(report.RUNS)
     found = report.drawings([runs[0] | {"final_loss": runs[0]["final_loss"] + 1e-4}, *runs[1:]])
