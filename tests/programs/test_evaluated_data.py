@@ -71,6 +71,7 @@ def test_text_is_not_read_as_bytes_for_a_run_on_tokens(tmp_path, text):
     )
 
 
+@pytest.mark.slow
 def test_a_run_whose_data_moved_goes_on_with_it(tmp_path):
     data, moved = tmp_path / "text.txt", tmp_path / "moved.txt"
     data.write_text("".join(f"line {i} of {i * i}\n" for i in range(500)))

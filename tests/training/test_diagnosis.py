@@ -61,7 +61,7 @@ def test_gradients_are_autodiffs_and_the_products_of_the_captured_tensors(passes
         assert error < 1e-5, name
 
 
-@pytest.mark.parametrize("name", ["bf16", "wgrad_sr"])
+@pytest.mark.parametrize("name", ["bf16", pytest.param("wgrad_sr", marks=pytest.mark.slow)])
 def test_gradients_alone_are_those_of_a_pass(passes, name):
     params, batches, _ = passes
     policies = llama.layer_policies(MODEL, mxjax.get_policy(name))

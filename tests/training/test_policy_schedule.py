@@ -142,7 +142,12 @@ def test_a_run_that_switches_equals_one_stopped_and_resumed_in_the_other_policy(
 
 
 @pytest.mark.parametrize(
-    "step", [pytest.param(2, marks=pytest.mark.exhaustive), 3, pytest.param(5, marks=pytest.mark.exhaustive)]
+    "step",
+    [
+        pytest.param(2, marks=pytest.mark.exhaustive),
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(5, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_resuming_in_any_phase_equals_an_uninterrupted_run(text, switched, tmp_path, step):
     out = tmp_path / "run"
