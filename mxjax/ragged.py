@@ -57,7 +57,7 @@ def ragged_dot(
       x: activations, sorted by group. Rows past the sum of the sizes give zeros.
       w: weights of the experts. Pass float32 master weights, as in `dot`.
       group_sizes: numbers of rows, which may be zero. A numpy array is static, and checked; in a JAX array
-        sizes that exceed x's rows are not noticed.
+        sizes that are negative or exceed x's rows are not noticed.
       implementation: "reference" and "xla" multiply by `jax.lax.ragged_dot_general` and quantize without
         kernels. "fp8_carriers" multiplies each expert's rows in FP8, filled up to whole tiles of a quarter
         of the mean, as `mxjax.expert_chunks` describes. None: "xla".

@@ -94,7 +94,7 @@ def hard_even(cells: Cells) -> str:
 
 
 def _regimes(cells: Cells, claims: Sequence[Claim], regimes: Sequence[str]) -> str:
-    """Returns the differences in each regime, and in the mean over those in which the policies learn."""
+    """Returns the differences in each regime, and in the mean over those not in TOO_HIGH."""
     rows, averaged = [], [regime for regime in regimes if regime not in TOO_HIGH]
     for claim in claims:
         found = {regime: by_seed(cells, claim.at(f"tuned-60m-{regime}")) for regime in regimes}
