@@ -19,6 +19,8 @@ from models.backward_order import after_gradients
 from models.configs import LlamaConfig
 from models.rope import apply_rope
 from models.sharding import constrain, weight_layout
+from mxjax.gated import swiglu
+from mxjax.gated_product import fused_mlp
 from mxjax.implementations import Implementation
 from mxjax.keys import fold_each
 from mxjax.layer_stats import ChannelNorms, Measures, Tensors, probe
@@ -75,11 +77,6 @@ def _rms_norm(x, scale, eps: float):
     return y.astype(x.dtype) * jnp.broadcast_to(scale, x.shape).astype(x.dtype)
 
 
-def _swiglu(gate_up):
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate_up.dtype)
-
-
 class Attention(nnx.Module):
     """Causal grouped-query attention.
 
@@ -116,8 +113,7 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "B S D"], gemms: "BlockGemms") -> Float[Array, "B S D"]:
         x, down = after_gradients(x, self.down[...])
-        gated = keep_products(lambda x, w: _swiglu(gemms.dot("mlp.gate_up", x, w)))
-        return gemms.dot("mlp.down", gated(x, self.gate_up[...]), down)
+        return gemms.gated_mlp(x, self.gate_up[...], down)
 
 
 class Block(nnx.Module):
@@ -171,6 +167,23 @@ class BlockGemms:
         else:
             y = mxjax.mixed_dot(x, w, self.channels[name], outlier_policy=outlier_policy, **options)
         return y if self.slots is None else probe(policy, self.implementation, y, x, w, key, self.slots[name])
+
+    def gated_mlp(self, x, gate_up, down) -> Array:
+        """Returns swiglu(x @ gate_up) @ down, for "mlp.gate_up" and "mlp.down"."""
+        names = "mlp.gate_up", "mlp.down"
+        if self.slots is None and not any(name + OUTLIERS in self.policies for name in names):
+            y = fused_mlp(
+                x,
+                (gate_up, down),
+                policies=[self.policies[name] for name in names],
+                keys=[self._key(name) for name in names],
+                implementation=self.implementation,
+                layouts=[weight_layout(AXES[name]) for name in names],
+            )
+            if y is not None:
+                return y
+        gated = keep_products(lambda x, w: swiglu(self.dot("mlp.gate_up", x, w)))
+        return self.dot("mlp.down", gated(x, gate_up), down)
 
     def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:
         """Returns the product of two activations in float32, for the layer `name`."""

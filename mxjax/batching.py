@@ -3,21 +3,16 @@
 Under vmap of x alone, the mapped axis joins the tokens, and Wgrad contracts, rotates and rounds all of them.
 Where w is mapped too, the mapped axis is a batch axis. Both give the bits of the call without vmap. Where the
 key is mapped, each call has random bits of its own, as in a loop.
-
-The primitive says nothing about derivatives: `matmul` does, at the tracing that differentiates.
 """
 
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
 
-from mxjax.derivatives import refuse_linearize, reverse_mode_only
 from mxjax.matmul import Options, Weight, matmul
+from mxjax.primitive import as_primitive
 from mxjax.quantize import MXArray
 
 
@@ -26,75 +21,23 @@ def product_of(options: Options, x: jax.Array, w: Weight | MXArray, key: jax.Arr
     if isinstance(w, MXArray):
         leaves, frozen = jax.tree.flatten(w)
         options, w = options._replace(frozen=frozen), tuple(leaves)
-    operands, tree = jax.tree.flatten((x, w, key))
-    # Traced now, for the target and the mesh of this place; a program may be lowered in another.
-    jaxpr = _jitted(options).trace(x, w, key).jaxpr
-    return _matmul_p.bind(*operands, options=options, tree=tree, jaxpr=jaxpr)
+    return _matmul(options, x, w, key)
 
 
-@functools.cache
-def _jitted(options: Options):
-    """Returns `matmul` with these options, whose traces JAX caches."""
-    return jax.jit(functools.partial(matmul, options))
-
-
-_matmul_p = Primitive("mxjax_matmul")
-
-
-@_matmul_p.def_impl
-def _(*operands, options: Options, tree, jaxpr):
-    del jaxpr
-    return matmul(options, *tree.unflatten(operands))
-
-
-@_matmul_p.def_abstract_eval
-def _(*operands, options, tree, jaxpr):
-    del operands, options, tree
-    return jaxpr.out_avals[0]
-
-
-def _run(*operands, options, tree, jaxpr):
-    del options, tree
-    return jaxpr_as_fun(jaxpr)(*operands)[0]
-
-
-mlir.register_lowering(_matmul_p, mlir.lower_fun(_run, multiple_results=False))
-
-
-def _differentiate(primals, tangents, *, options: Options, tree, jaxpr):
-    """Returns the product and its tangent by the rule of `matmul`, which has a reverse mode alone."""
-    del jaxpr
-    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-
-    def run(*moved):
-        operands = list(primals)
-        for i, operand in zip(moving, moved, strict=True):
-            operands[i] = operand
-        return matmul(options, *tree.unflatten(operands))
-
-    moves = reverse_mode_only([tangents[i] for i in moving])
-    return jax.jvp(run, [primals[i] for i in moving], moves)
-
-
-ad.primitive_jvps[_matmul_p] = _differentiate
-refuse_linearize(_matmul_p)
-
-
-def _batch(operands, axes, *, options: Options, tree, jaxpr):
-    del jaxpr
-    x_axis, *other_axes = axes
-    x, w, key = tree.unflatten(operands)
-    if all(axis is None for axis in other_axes):
+def _batch(options: Options, operands, axes) -> tuple[jax.Array, int]:
+    x, w, key = operands
+    x_axis, w_axis, _ = axes
+    others = jax.tree.leaves(axes[1:])  # without those that are not mapped
+    if not others:
         return _join_tokens(options, jnp.moveaxis(x, x_axis, -3), w, key)
-    w_axis, *more_axes = other_axes
-    if options.frozen is not None or any(axis is not None for axis in more_axes):
-        mapped = jax.vmap(lambda *operands: matmul(options, *tree.unflatten(operands)), tuple(axes))
-        return mapped(*operands), 0
+    if options.frozen is not None or w_axis is None or len(others) > 1:
+        mapped = jax.vmap(lambda x, w, key: matmul(options, x, w, key), axes)
+        return mapped(x, w, key), 0
     size = w.shape[w_axis]
     return _stack(options, _mapped_first(x, x_axis, size), _mapped_first(w, w_axis, size), key)
 
 
-batching.primitive_batchers[_matmul_p] = _batch
+_matmul = as_primitive("mxjax_matmul", matmul, _batch)
 
 
 def _join_tokens(options: Options, x: jax.Array, w: Any, key: Any) -> tuple[jax.Array, int]:

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 
 
 @jax.custom_jvp
-def first_order_only(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns x; differentiating it raises NotImplementedError."""
+def first_order_only[T](x: T) -> T:
+    """Returns x, an array or a pytree of them; differentiating it raises NotImplementedError."""
     return x
 
 

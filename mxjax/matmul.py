@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from mxjax.derivatives import first_order_only
 from mxjax.draws import draw_each, draw_words
 from mxjax.estimators import changes_gradient, gradients_read_tensors, through_quantization
+from mxjax.gated import Gated, GatedGradient
 from mxjax.gemm import multiply
 from mxjax.gemm_input import GemmInput, inputs_with
 from mxjax.implementations import (
@@ -56,6 +57,7 @@ class Options(NamedTuple):
     frozen: Any = None  # a PyTreeDef
 
 
+Tensor = jax.Array | Gated | GatedGradient
 Weight = jax.Array | tuple[jax.Array, ...]
 """An array, or the leaves of a frozen `MXArray`."""
 
@@ -63,23 +65,23 @@ Weight = jax.Array | tuple[jax.Array, ...]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul(options: Options, x: jax.Array, w: Weight, key: jax.Array | None) -> jax.Array:
     """Returns x @ w by the policy's Fprop; its gradients are the policy's Dgrad and Wgrad."""
-    return _forward(options, x, w, key, keep=False)[0]
+    return value_of(options, forward(options, x, w, key, keep=False)[0], w)
 
 
 def _matmul_fwd(options: Options, x, w, key):
-    y, residuals = _forward(options, x, w, key, keep=True)
-    # Keep the argument itself, so that a scan over layers does not copy their weights.
-    return y, residuals._replace(w=w) if residuals.w_packed is None else residuals
+    y, residuals = forward(options, x, w, key, keep=True)
+    return value_of(options, y, w), residuals
 
 
 def _matmul_bwd(options: Options, residuals, dy):
-    return (*_backward(options, residuals, dy), None)
+    dx, dw = backward(options, residuals, dy)
+    return varying_as(dx.value(options.dtypes[1]), dy), dw, None
 
 
 matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-class _Residuals(NamedTuple):
+class Residuals(NamedTuple):
     """Values for the backward pass: packed operands for GEMMs that take them, else the tensors."""
 
     x: jax.Array | None
@@ -89,9 +91,26 @@ class _Residuals(NamedTuple):
     key: jax.Array | None
 
 
+def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple[Product, Residuals]:
+    """Returns the product and what `backward` reads; with `keep`, packed operands where possible.
+
+    Args:
+      x: an array, or `Gated` if the policy's gradients need no more than packed operands of it.
+    """
+    y, residuals = _forward(options, x, w, key, keep=keep)
+    # Keep the argument itself, so that a scan over layers does not copy their weights.
+    return y, residuals._replace(w=w) if residuals.w_packed is None else residuals
+
+
+def value_of(options: Options, y: Product, w: Weight) -> jax.Array:
+    """Returns the value of the product by w."""
+    # jnp.where of empty arrays forgets over which mesh axes they vary.
+    return varying_as(y.value(options.dtypes[0]), *jax.tree.leaves(w))
+
+
 @functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
 def _forward(options: Options, x, w, key, *, keep: bool):
-    """Returns the product and the residuals without w itself; with `keep`, packed ones where possible."""
+    """Returns the product and the residuals without w itself."""
     policy, gemms, dtypes, precision, frozen = options
     x, w = first_order_only(x), first_order_only(_values(w, frozen))
     x = lax.optimization_barrier(x)  # several passes read it; XLA would recompute it in each
@@ -113,18 +132,22 @@ def _forward(options: Options, x, w, key, *, keep: bool):
     y = Product(_after(steps, y, dtypes[0])) if steps else y
     y = tag_product(y) if w.ndim == 2 else y
     x = None if keep_x or (frozen is not None and not needs_x) else x
-    # jnp.where of empty arrays forgets over which mesh axes they vary.
-    return varying_as(y.value(dtypes[0]), w), _Residuals(x, x_packed, None, w_packed, key)
+    return y, Residuals(x, x_packed, None, w_packed, key)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward(options: Options, residuals: _Residuals, dy):
-    """Returns the gradients dx and dw; None for dw if w is frozen."""
+def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Product, jax.Array | None]:
+    """Returns the gradients dx and dw; None for dw if w is frozen.
+
+    Args:
+      dy: an array, or `GatedGradient` if the policy's gradients need no more than packed operands of it.
+    """
     policy, gemms, dtypes, precision, frozen = options
     x, x_packed, w, w_packed, key = residuals
     dy = first_order_only(dy)
     (left, right), dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, gemms, key)
-    if all(how.operand.format == "bf16" and how.rotation is None for how in (dgrad[0], wgrad[1])):
+    plain = all(how.operand.format == "bf16" and how.rotation is None for how in (dgrad[0], wgrad[1]))
+    if plain and isinstance(dy, jax.Array):
         dy = dy.astype(jnp.bfloat16)  # halves the bytes of float32 logits and converts them once
     dy = lax.optimization_barrier(dy)
     wanted: list[tuple[How, GemmInput]] = [(gemms.dgrad, dgrad[0]), (gemms.wgrad, wgrad[1])]
@@ -137,7 +160,7 @@ def _backward(options: Options, residuals: _Residuals, dy):
     dx = multiply(
         gemms.dgrad, _before(dx_steps, dtypes[1]), precision, dy_rows, w_rows, ("e5m2", "e4m3"), gemms.layout
     )
-    dx = varying_as(_after(dx_steps, dx, dtypes[1]), dy)
+    dx = Product(_after(dx_steps, dx, dtypes[1])) if dx_steps else dx
     if frozen is not None:
         return dx, None
     x_columns = x_packed if x is None else prepare(seen_x(x), [(gemms.wgrad, wgrad[0])])[0]
@@ -148,7 +171,8 @@ def _backward(options: Options, residuals: _Residuals, dy):
     dw = multiply(
         gemms.wgrad, _before(dw_steps, dtypes[2]), precision, x_columns, dy_columns, ("e4m3", "e5m2")
     )
-    return dx, as_stored(varying_as(_after(dw_steps, dw, dtypes[2]), dy), gemms.layout)
+    dw = varying_as(_after(dw_steps, dw, dtypes[2]), *jax.tree.leaves(dy))
+    return dx, as_stored(dw, gemms.layout)
 
 
 Step = Callable[[jax.Array], jax.Array]
@@ -229,7 +253,7 @@ def _tagged[T](q: T) -> T:
 
 
 def _prepare_two(
-    x: jax.Array, now: tuple[How, GemmInput], later: tuple[How, GemmInput] | None, seen
+    x: Tensor, now: tuple[How, GemmInput], later: tuple[How, GemmInput] | None, seen
 ) -> tuple[Prepared, Prepared | None]:
     """Returns x prepared for the Fprop and, if `later` is given, for a backward GEMM."""
     if later is None:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from mxjax.derivatives import first_order_only
 from mxjax.devices import current_target
+from mxjax.gated import Gated, GatedGradient
 from mxjax.gemm_input import GemmInput, as_backward_sees, quantize_input
 from mxjax.implementations import ON_PACKED, How
 from mxjax.kmajor import KMajor, decode, pack_by_definition
@@ -24,15 +25,33 @@ Prepared = MXArray | KMajor
 Form = Literal["packed", "bf16"]
 
 
-def prepare(x: Float[Array, "*batch r c"], wanted: Sequence[tuple[How, GemmInput]]) -> Sequence[Prepared]:
+def prepare(
+    x: Float[Array, "*batch r c"] | Gated | GatedGradient, wanted: Sequence[tuple[How, GemmInput]]
+) -> Sequence[Prepared]:
     """Returns x as each GEMM multiplies it, from one read of x where a kernel can.
 
     The GEMM alone decides between `MXArray` and `KMajor`, so that its two operands are always alike.
     """
+    if isinstance(x, Gated | GatedGradient):
+        if len(wanted) == 2:
+            from mxjax.kernels.quantize.gated import quantize_gated
+
+            return quantize_gated(x, *(how for _, how in wanted))
+        x = x.value()
     forms: list[Form | None] = [_form(implementation) for implementation, _ in wanted]
     if len(set(forms)) == 1:
         return _in_form(forms[0], x, [how for _, how in wanted])
     return [_in_form(form, x, [how])[0] for form, (_, how) in zip(forms, wanted, strict=True)]
+
+
+def prepares_gated(rows: tuple[How, GemmInput], columns: tuple[How, GemmInput], c: int) -> bool:
+    """Whether a kernel prepares `Gated` [..., c], and `GatedGradient` of it, for these two GEMMs here."""
+    target = current_target()
+    if target is None or not all(how in ON_PACKED for how, _ in (rows, columns)):
+        return False
+    from mxjax.kernels.quantize.launches import takes_gated
+
+    return takes_gated((rows[1], columns[1]), target, c)
 
 
 def pack_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor]:

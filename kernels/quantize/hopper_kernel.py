@@ -73,24 +73,85 @@ def quantize_pairs_kernel(
     r_all, c_all = r_all + r0, c_all + c0
     x += matrix * R * C + r0.to(tl.int64) * C + c0
     x = x.to(tl.pointer_type(tl.int32))
-    columns = _load_words(x, R - r0, (C - c0) // 2, C // 2, BLOCK_R, BLOCK_C, EXACT)
+    loaded = ()
+    for i in tl.static_range(GROUP):
+        loaded = loaded + (load_row(x, i, R - r0, (C - c0) // 2, C // 2, BLOCK_R, BLOCK_C, EXACT),)
+    quantize_tile(
+        split_words(loaded, BLOCK_R, BLOCK_C),
+        row_words,
+        row_scales,
+        column_words,
+        column_scales,
+        scalars + 6,
+        r_all // 8,
+        batch * C_ALL + c_all,
+        matrix,
+        r0,
+        c0,
+        R,
+        C,
+        C,
+        BLOCK_R,
+        BLOCK_C,
+        EXACT,
+        ROW_LENGTH,
+        COLUMN_LENGTH,
+        COLUMN_STOCHASTIC,
+        ROTATION,
+        FOLDED,
+    )
+
+
+@triton.jit
+def quantize_tile(
+    tile,
+    row_words,
+    row_scales,
+    column_words,
+    column_scales,
+    key,
+    counter0,
+    row0,
+    matrix,
+    r0,
+    c0,
+    R,
+    C: tl.constexpr,
+    c_end,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROW_LENGTH: tl.constexpr,
+    COLUMN_LENGTH,
+    COLUMN_STOCHASTIC: tl.constexpr,
+    ROTATION: tl.constexpr,
+    FOLDED: tl.constexpr,
+):
+    """Quantizes the tile at row r0 and column c0 of a matrix [R, C], whose tiles end at column `c_end`.
+
+    Args:
+      tile: the tile as `split_words` returns it.
+      key, counter0, row0: see `_quantize_columns`.
+      Others: see `quantize_pairs_kernel`.
+    """
     if ROW_LENGTH > 0:
         row = matrix * R + r0
         words = row_words + row * (ROW_LENGTH // 8) + c0 // 8
         scales = row_scales + row * (ROW_LENGTH // 32) + c0 // 32
-        _quantize_rows(columns, words, scales, R - r0, ROW_LENGTH - c0, ROW_LENGTH, BLOCK_R, BLOCK_C, EXACT)
+        length = c_end + (ROW_LENGTH - C) - c0
+        _quantize_rows(tile, words, scales, R - r0, length, ROW_LENGTH, BLOCK_R, BLOCK_C, EXACT)
     column = matrix * C + c0
     words = column_words + column * (COLUMN_LENGTH // 8) + r0 // 8
     scales = column_scales + column * (COLUMN_LENGTH // 32) + r0 // 32
     _quantize_columns(
-        columns,
+        tile,
         words,
         scales,
-        scalars + 6,
-        r_all // 8,
-        batch * C_ALL + c_all,
+        key,
+        counter0,
+        row0,
         COLUMN_LENGTH - r0,
-        C - c0,
+        c_end - c0,
         COLUMN_LENGTH,
         BLOCK_R,
         BLOCK_C,
@@ -102,23 +163,29 @@ def quantize_pairs_kernel(
 
 
 @triton.jit
-def _load_words(
-    x, rows, words, STRIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EXACT: tl.constexpr
+def load_row(
+    x,
+    i: tl.constexpr,
+    rows,
+    words,
+    STRIDE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """Returns 4 tuples of GROUP tensors [BLOCK_R / GROUP, BLOCK_C / 8]: word 4 q + j of row GROUP g + i.
+    """Returns the words of row i of each group, [BLOCK_R / GROUP, BLOCK_C / 2]; zeros outside of x."""
+    row, word = tl.arange(0, BLOCK_R // GROUP)[:, None] * GROUP, tl.arange(0, BLOCK_C // 2)[None, :]
+    pointers = x + i * STRIDE + (row * STRIDE + word)
+    if EXACT:
+        return tl.load(pointers)
+    return tl.load(pointers, (row + i < rows) & (word < words), 0)
 
-    Words outside x [rows, words] are zero.
-    """
+
+@triton.jit
+def split_words(loaded, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Returns 4 tuples of GROUP tensors [BLOCK_R / GROUP, BLOCK_C / 8]: word 4 q + j of row GROUP g + i."""
     GROUPS: tl.constexpr = BLOCK_R // GROUP
     QUADS: tl.constexpr = BLOCK_C // 8
-    row, word = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, BLOCK_C // 2)[None, :]
-    loaded = ()
-    for i in tl.static_range(GROUP):
-        pointers = x + i * STRIDE + (row * STRIDE + word)
-        if EXACT:
-            loaded = loaded + (tl.load(pointers),)
-        else:
-            loaded = loaded + (tl.load(pointers, (row + i < rows) & (word < words), 0),)
     w0 = ()
     w1 = ()
     w2 = ()

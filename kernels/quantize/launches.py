@@ -14,6 +14,7 @@ from mxjax.formats import BLOCK, E2M1
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.launch import MOST_PROGRAMS, ceil_div
 from mxjax.kernels.quantize.draws import LARGEST_ROTATION
+from mxjax.kernels.quantize.hopper_gated import quantize_gated_gradient_kernel, quantize_gated_kernel
 from mxjax.kernels.quantize.hopper_kernel import GROUP, quantize_pairs_kernel
 from mxjax.kernels.quantize.kernel import Form, quantize_kernel, words_of
 from mxjax.scales import rule_carry
@@ -99,17 +100,9 @@ def launch_of(
       whole: rows and columns of the tensor of which x is a part; by default those of x.
     """
     v, b, r, c = shape
-    rows, columns = pair
-    out = []
-    for how, length, other in ((rows, c, r), (columns, r, c)):
-        if how is None:
-            out += [jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.uint8)]
-        else:
-            n = how.padded(length)
-            out.append(jax.ShapeDtypeStruct((v, b, other, n // 8 * words_of(form)), jnp.int32))
-            out.append(jax.ShapeDtypeStruct((v, b, other, n // BLOCK), jnp.uint8))
-    if form == "packed" and _hopper_takes(pair, target, c, dtype):
-        tile = Tile(128, 128, 4, GROUP.value)
+    out = _outputs(pair, form, (v, b), r, c)
+    if form == "packed" and hopper_takes(pair, target, c, dtype):
+        tile = HOPPER_TILE
         kernel, constants = quantize_pairs_kernel, _pairs_constants(pair, b, r, c, whole or (r, c))
     else:
         tile = _with_whole_runs(_tile(target, pair, r, c * jnp.dtype(dtype).itemsize), pair)
@@ -118,10 +111,54 @@ def launch_of(
     exact = r % tile.rows == 0 and c % tile.columns == 0
     constants |= {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "EXACT": exact}
     tiles = (ceil_div(r, tile.rows), ceil_div(c, tile.columns))
-    return Launch(kernel, out, (*(tiles if columns else tiles[::-1]), v * b), tile.warps, constants)
+    return Launch(kernel, out, (*(tiles if pair[1] else tiles[::-1]), v * b), tile.warps, constants)
 
 
-def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -> bool:
+def takes_gated(pair: Pair, target: Target | None, c: int) -> bool:
+    """Whether a kernel quantizes SwiGLU's result [..., r, c] and its gradient for both of these inputs."""
+    rows, columns = pair
+    if rows is None or columns is None or _is_stochastic(columns) or c % BLOCK or c >= LONGEST_AXIS:
+        return False
+    return hopper_takes(pair, target, c, jnp.bfloat16)
+
+
+def gated_launch_of(pair: Pair, shape: tuple[int, int, int], of_gradient: bool) -> Launch:
+    """Returns how SwiGLU's result [v, r, c] of `shape`, or the gradient [v, r, 2 c], is quantized."""
+    v, r, c = shape
+    n = 2 * c if of_gradient else c
+    tile, rows, columns = HOPPER_TILE, *pair
+    assert rows is not None
+    assert columns is not None
+    constants = {
+        "R": r,
+        "C": c,
+        "BLOCK_R": tile.rows,
+        "BLOCK_C": tile.columns,
+        "EXACT": r % tile.rows == 0 and c % tile.columns == 0,
+        "ROW_LENGTH": rows.padded(n),
+        "COLUMN_LENGTH": columns.padded(r),
+        **_rotation_constants(columns),
+    }
+    kernel = quantize_gated_gradient_kernel if of_gradient else quantize_gated_kernel
+    grid = (ceil_div(r, tile.rows) * (2 if of_gradient else 1), ceil_div(c, tile.columns), v)
+    return Launch(kernel, _outputs(pair, "packed", (v,), r, n), grid, tile.warps, constants)
+
+
+def _outputs(pair: Pair, form: Form, batch: tuple[int, ...], r: int, c: int) -> list[jax.ShapeDtypeStruct]:
+    """Returns words and scales of both sides of a tensor [*batch, r, c]."""
+    rows, columns = pair
+    out = []
+    for how, length, other in ((rows, c, r), (columns, r, c)):
+        if how is None:
+            out += [jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.uint8)]
+        else:
+            n = how.padded(length)
+            out.append(jax.ShapeDtypeStruct((*batch, other, n // 8 * words_of(form)), jnp.int32))
+            out.append(jax.ShapeDtypeStruct((*batch, other, n // BLOCK), jnp.uint8))
+    return out
+
+
+def hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -> bool:
     """Whether Hopper's kernel can pack a tensor with c columns and this dtype for these inputs."""
     rows, columns = pair
     if conversion(target) != "sm_90" or jnp.dtype(dtype) != jnp.bfloat16 or c % 8:
@@ -144,7 +181,6 @@ def _is_plain(how: GemmInput) -> bool:
 def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int]) -> dict[str, Any]:
     rows, columns = pair
     assert columns is not None
-    size = columns.rotation_size
     drawn = _is_stochastic(columns)
     # Random bits alone depend on the place, and other kernels are the same for any.
     sizes = _sizes(b, r, c, whole) if drawn else _sizes(1, r, c, (r, c))
@@ -153,9 +189,12 @@ def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int])
         "ROW_LENGTH": rows.padded(c) if rows else 0,
         "COLUMN_LENGTH": columns.padded(r),
         "COLUMN_STOCHASTIC": drawn,
-        "ROTATION": size,
-        "FOLDED": size.bit_length() // 2,
+        **_rotation_constants(columns),
     }
+
+
+def _rotation_constants(columns: GemmInput) -> dict[str, int]:
+    return {"ROTATION": columns.rotation_size, "FOLDED": columns.rotation_size.bit_length() // 2}
 
 
 def _sizes(b: int, r: int, c: int, whole: tuple[int, int]) -> dict[str, Any]:
@@ -217,6 +256,9 @@ class Tile(NamedTuple):
     columns: int
     warps: int
     group: int
+
+
+HOPPER_TILE = Tile(128, 128, 4, GROUP.value)
 
 
 def _with_whole_runs(tile: Tile, pair: Pair) -> Tile:

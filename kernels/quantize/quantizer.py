@@ -64,7 +64,7 @@ def quantize_operands(
         if how is None:
             continue
         words, scales = flat.pop(0), flat.pop(0)
-        elements = _from_words(words, form)
+        elements = elements_of(words, form)
         elements = elements.reshape(*batch, other, elements.shape[-1])
         scales = scales.reshape(*batch, other, how.padded(x.shape[axis]) // BLOCK)
         made[axis] = KMajor(elements, scales if form == "packed" else None, how.operand.prescale)
@@ -85,7 +85,7 @@ def _words(how: GemmInput | None) -> UInt32[Array, "6"]:
     return jnp.append(key, jnp.zeros(4, jnp.uint32) if how.signs is None else sign_words(how.signs))
 
 
-def _from_words(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, "*b n _"]:
+def elements_of(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, "*b n _"]:
     """Returns the elements in 32-bit words; only the type changes."""
     elements = lax.bitcast_convert_type(words, FORM_DTYPES[form])
     return elements.reshape(*words.shape[:-1], words.shape[-1] * 4 // jnp.dtype(FORM_DTYPES[form]).itemsize)

@@ -17,7 +17,7 @@ from mxjax.transform.interpreter import Context, Draw, Outcome, Planner, plan_ot
 from mxjax.transform.origins import CASTS, DATA, Origin, aval, quoted, seen
 from mxjax.transform.report import NO_POLICY, Found, policy_name
 
-_MXJAX = "mxjax_matmul"
+_MXJAX = ("mxjax_matmul", "mxjax_gated_product")
 
 
 def planners(implementation: Implementation | None) -> dict[str, Planner]:
@@ -51,7 +51,7 @@ def planners(implementation: Implementation | None) -> dict[str, Planner]:
         "ragged_dot_general": plan_ragged_dot,
         "conv_general_dilated": _plan_unsupported("a convolution is no product of matrices"),
         "scaled_dot": _plan_unsupported("its operands are quantized already"),
-        _MXJAX: _plan_unsupported("it is a product of mxjax already"),
+        **dict.fromkeys(_MXJAX, _plan_unsupported("it is a product of mxjax already")),
     }
 
 

@@ -41,6 +41,25 @@ def kernels_run():
         yield
 
 
+@pytest.fixture(scope="module")
+def on_hopper(kernels_run):
+    """Runs kernels as on Hopper: without one in the interpreter, with `support.ptx` for inline assembly."""
+    from mxjax.devices import INTERPRETER, Target, current_target, use_target
+
+    hopper = Target("cuda", "sm_90")
+    if current_target() != INTERPRETER:
+        if current_target() != hopper:
+            pytest.skip("a kernel for Hopper")
+        yield
+        return
+    import triton.language as tl
+    from support import ptx
+
+    with pytest.MonkeyPatch.context() as patch, use_target(hopper):
+        patch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
+        yield
+
+
 @pytest.fixture(scope="session")
 def builds(tmp_path_factory):
     """Returns the folder of the kernels that tests compile ahead of time."""

@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import triton.language as tl
-from support import ptx
 from support.quantizer import assert_as_defined, draw_tensor
 
-from mxjax.devices import INTERPRETER, Target, current_target, use_target
+from mxjax.devices import INTERPRETER, Target
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.quantize.hopper_kernel import quantize_pairs_kernel
 from mxjax.kernels.quantize.kernel import quantize_kernel
@@ -29,16 +27,7 @@ HOPPER = Target("cuda", "sm_90")
 ELSEWHERE = [INTERPRETER, Target("cuda", "sm_89"), Target("cuda", "sm_100"), Target("hip", "gfx950")]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def on_hopper(kernels_run):
-    if current_target() != INTERPRETER:
-        if current_target() != HOPPER:
-            pytest.skip("a kernel for Hopper")
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch, use_target(HOPPER):
-        patch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
-        yield
+pytestmark = pytest.mark.usefixtures("on_hopper")
 
 
 def kernel_of(rows, columns, shape, dtype="bfloat16", target=HOPPER, form="packed"):

@@ -11,7 +11,7 @@ from mxjax.devices import Target, current_target, use_target
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.launch import MOST_PROGRAMS
 from mxjax.kernels.quantize import launches
-from mxjax.kernels.quantize.quantizer import _call, _from_words, quantize_operands
+from mxjax.kernels.quantize.quantizer import _call, elements_of, quantize_operands
 from mxjax.kmajor import pack_by_definition
 from mxjax.operand import Operand
 from mxjax.policy import Rotation
@@ -128,7 +128,7 @@ def test_a_part_draws_the_bits_of_its_place_in_the_whole():
         q = pack_by_definition(whole, how._replace(key=key))
         other, blocked = (r, c) if how.axis == -1 else (c, r)
         packed = q.elements[b, other, blocked.start // 2 : blocked.stop // 2]
-        np.testing.assert_array_equal(_from_words(elements, "packed")[0], packed)
+        np.testing.assert_array_equal(elements_of(elements, "packed")[0], packed)
         np.testing.assert_array_equal(scales[0], q.scales[b, other, blocked.start // 32 : blocked.stop // 32])
 
 

@@ -107,6 +107,11 @@ def _two_f16(high, low):
     )
 
 
+def _two_bf16(high, low):
+    high, low = (_float(w).astype(ml_dtypes.bfloat16).view(np.uint16).astype(U32) for w in (high, low))
+    return high << U32(16) | low
+
+
 OPCODES = {
     "mov.b32": lambda a: a,
     "prmt.b32": _prmt,
@@ -131,13 +136,17 @@ OPCODES = {
     "mul.rn.bf16x2": _halves(ml_dtypes.bfloat16, lambda a, b: a.astype(np.float32) * b.astype(np.float32)),
     "fma.rn.bf16x2": _halves(ml_dtypes.bfloat16, _fma_bf16),
     "fma.rn.f32": _f32(lambda a, b, c: a * b + c),
+    "add.rn.f32": _f32(np.add),
     "sub.rn.f32": _f32(np.subtract),
     "mul.rn.f32": _f32(np.multiply),
     "mul.rp.f32": _multiply_up,
     "min.f32": _f32(np.fmin),
     "abs.f32": lambda a: a & U32(0x7FFFFFFF),
     "add.rp.f32": _add_up,
+    "ex2.approx.ftz.f32": _f32(np.exp2),
+    "rcp.approx.ftz.f32": _f32(np.reciprocal),
     "cvt.rn.f16x2.f32": _two_f16,
+    "cvt.rn.bf16x2.f32": _two_bf16,
 }
 
 

@@ -1,0 +1,133 @@
+"""`fused_mlp`: the two products of a gated MLP, with SwiGLU computed where its result is quantized.
+
+Neither silu(gate) * up nor the gradient of the first product is then stored: a kernel makes them from the
+products that they depend on.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from mxjax.batching import product_of
+from mxjax.estimators import gradients_read_tensors
+from mxjax.gated import Gated, GatedGradient, swiglu
+from mxjax.gemm_input import GemmInput
+from mxjax.implementations import How, Implementation, implementations_of
+from mxjax.matmul import Options, backward, forward, value_of
+from mxjax.policy import Policy
+from mxjax.prepare import prepares_gated
+from mxjax.primitive import as_primitive
+from mxjax.remat import keep_products
+from mxjax.weight_layout import Layout, sums_on_each_device, varying_as
+
+Use = tuple[How, GemmInput]
+
+
+class GatedOptions(NamedTuple):
+    """The static arguments of both products; hashable."""
+
+    up: Options
+    down: Options
+
+
+def fused_mlp(
+    x: Float[Array, "*batch d_in"],
+    weights: tuple[Float[Array, "d_in two_width"], Float[Array, "width d_out"]],
+    *,
+    policies: Sequence[Policy],
+    keys: Sequence[jax.Array | None],
+    implementation: Implementation | None,
+    layouts: Sequence[Layout | None],
+) -> Float[Array, "*batch d_out"] | None:
+    """Returns swiglu(x @ gate_up) @ down in x's dtype, or None where no kernel computes SwiGLU.
+
+    It returns what two calls of `mxjax.dot` with `mxjax.gated.swiglu` between do, except that SwiGLU's values
+    may differ by a unit in the last place of bfloat16 before they are quantized.
+
+    Args:
+      weights: gate_up, which has the gate's columns first, and down.
+      policies, keys, layouts: of both products; see `mxjax.dot`.
+    """
+    options = GatedOptions(
+        *(
+            Options(
+                policy,
+                implementations_of(policy, implementation)._replace(layout=layout),
+                (x.dtype, x.dtype, w.dtype),
+            )
+            for policy, layout, w in zip(policies, layouts, weights, strict=True)
+        )
+    )
+    if x.dtype != jnp.bfloat16 or not _fuses(options, weights[1].shape[0]):
+        return None
+    drawn = tuple(key if policy.needs_key else None for policy, key in zip(policies, keys, strict=True))
+    y = _gated_product(options, x.reshape(-1, x.shape[-1]), weights, drawn)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _fuses(options: GatedOptions, width: int) -> bool:
+    """Whether kernels compute SwiGLU here.
+
+    They do on Hopper, for operands that its quantizer packs and nothing else reads, and not where a mesh
+    shards the MLP's width.
+
+    Args:
+      width: the number of columns of silu(gate) * up.
+    """
+    (up, by, *_), (down, of, *_) = options
+    if gradients_read_tensors(down)[0] or down.wgrad.lhs.source != "original":
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.explicit_axes or not all(sums_on_each_device(gemms.layout) for gemms in (by, of)):
+        return False
+    result: tuple[Use, Use] = (
+        (of.fprop, GemmInput(-1, down.fprop.lhs, down.fprop.rotation)),
+        (of.wgrad, GemmInput(-2, down.wgrad.lhs, down.wgrad.rotation)),
+    )
+    gradient: tuple[Use, Use] = (
+        (by.dgrad, GemmInput(-1, up.dgrad.lhs, up.dgrad.rotation)),
+        (by.wgrad, GemmInput(-2, up.wgrad.rhs, up.wgrad.rotation)),
+    )
+    return all(prepares_gated(*uses, width) for uses in (result, gradient))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated_matmuls(options: GatedOptions, x, weights, keys):
+    y, _ = forward(options.up, x, weights[0], keys[0], keep=False)
+    y, _ = forward(options.down, Gated(y), weights[1], keys[1], keep=False)
+    return value_of(options.down, y, weights[1])
+
+
+def _fwd(options: GatedOptions, x, weights, keys):
+    product, of_up = forward(options.up, x, weights[0], keys[0], keep=True)
+    y, of_down = forward(options.down, Gated(product), weights[1], keys[1], keep=True)
+    return value_of(options.down, y, weights[1]), (product, of_up, of_down)
+
+
+def _bwd(options: GatedOptions, residuals, dy):
+    product, of_up, of_down = residuals
+    gradient, d_down = backward(options.down, of_down, dy)
+    dx, d_up = backward(options.up, of_up, GatedGradient(product, gradient))
+    return varying_as(dx.value(options.up.dtypes[1]), dy), (d_up, d_down), None
+
+
+_gated_matmuls.defvjp(_fwd, _bwd)
+
+
+def _batch(options: GatedOptions, operands, axes) -> tuple[jax.Array, int]:
+    """Maps the products one by one, because what each does under vmap depends on what is mapped."""
+
+    def apart(x, weights, keys):
+        def gated(x, w):
+            return swiglu(product_of(options.up, x, w, keys[0]))
+
+        return product_of(options.down, keep_products(gated)(x, weights[0]), weights[1], keys[1])
+
+    return jax.vmap(apart, axes)(*operands), 0
+
+
+_gated_product = as_primitive("mxjax_gated_product", _gated_matmuls, _batch)
