@@ -62,21 +62,21 @@ def fused_mlp(
             for policy, layout, w in zip(policies, layouts, weights, strict=True)
         )
     )
-    if x.dtype != jnp.bfloat16 or not _fuses(options, weights[1].shape[0]):
+    if x.dtype != jnp.bfloat16 or not _fuses(options, x.size // x.shape[-1], weights[1].shape[0]):
         return None
     drawn = tuple(key if policy.needs_key else None for policy, key in zip(policies, keys, strict=True))
     y = _gated_product(options, x.reshape(-1, x.shape[-1]), weights, drawn)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _fuses(options: GatedOptions, width: int) -> bool:
+def _fuses(options: GatedOptions, tokens: int, width: int) -> bool:
     """Whether kernels compute SwiGLU here.
 
     They do on Hopper, for operands that its quantizer packs and nothing else reads, and not where a mesh
     shards the MLP's width.
 
     Args:
-      width: the number of columns of silu(gate) * up.
+      tokens, width: the shape of silu(gate) * up.
     """
     (up, by, *_), (down, of, *_) = options
     if gradients_read_tensors(down)[0] or down.wgrad.lhs.source != "original":
@@ -92,7 +92,7 @@ def _fuses(options: GatedOptions, width: int) -> bool:
         (by.dgrad, GemmInput(-1, up.dgrad.lhs, up.dgrad.rotation)),
         (by.wgrad, GemmInput(-2, up.wgrad.rhs, up.wgrad.rotation)),
     )
-    return all(prepares_gated(*uses, width) for uses in (result, gradient))
+    return all(prepares_gated(*uses, tokens, width) for uses in (result, gradient))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -44,14 +44,14 @@ def prepare(
     return [_in_form(form, x, [how])[0] for form, (_, how) in zip(forms, wanted, strict=True)]
 
 
-def prepares_gated(rows: tuple[How, GemmInput], columns: tuple[How, GemmInput], c: int) -> bool:
-    """Whether a kernel prepares `Gated` [..., c], and `GatedGradient` of it, for these two GEMMs here."""
+def prepares_gated(rows: tuple[How, GemmInput], columns: tuple[How, GemmInput], r: int, c: int) -> bool:
+    """Whether a kernel prepares `Gated` [r, c], and `GatedGradient` of it, for these two GEMMs here."""
     target = current_target()
     if target is None or not all(how in ON_PACKED for how, _ in (rows, columns)):
         return False
     from mxjax.kernels.quantize.launches import takes_gated
 
-    return takes_gated((rows[1], columns[1]), target, c)
+    return takes_gated((rows[1], columns[1]), target, r, c)
 
 
 def pack_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor]:

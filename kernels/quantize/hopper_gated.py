@@ -87,9 +87,10 @@ def quantize_gated_kernel(
     """Quantizes silu(gate) * up [V, R, C] of a product [V, R, 2 C] along its columns, and its rows if wanted.
 
     Gate's columns come first. The factors are row_factors [V, R] and column_factors [V, 2 C], in float32. The
-    other arguments, the results and the grid are those of `quantize_pairs_kernel`, with V for V * BATCH.
+    other arguments and the results are those of `quantize_pairs_kernel`, with V for V * BATCH. The grid is
+    (tiles along C, tiles along R, V).
     """
-    r0, c0 = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_C
+    r0, c0 = tl.program_id(1) * BLOCK_R, tl.program_id(0) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)
     at = ((matrix * R + r0) * (2 * C) + c0) // 2
     gate = product.to(tl.pointer_type(tl.int32)) + at
@@ -156,11 +157,12 @@ def quantize_gated_gradient_kernel(
     """Quantizes the gradient [V, R, 2 C] of a product, from that of its silu(gate) * up [V, R, C].
 
     C is a multiple of 32. The arguments are those of `quantize_gated_kernel`, and the gradient as a product.
-    The grid is (2 * tiles along R, tiles along C, V): neighbours compute the gate's and the up projection's
-    part of the same elements, so that the second one finds them in the L2 cache.
+    The grid is (2 * tiles along C, tiles along R, V): the first half along C computes the gate's part, the
+    second the up projection's of the same elements, which it finds in the L2 cache.
     """
-    r0, c0 = tl.program_id(0) // 2 * BLOCK_R, tl.program_id(1) * BLOCK_C
-    of_up = tl.program_id(0) % 2
+    tiles = tl.num_programs(0) // 2
+    r0, c0 = tl.program_id(1) * BLOCK_R, tl.program_id(0) % tiles * BLOCK_C
+    of_up = tl.program_id(0) // tiles
     matrix = tl.program_id(2).to(tl.int64)
     at = ((matrix * R + r0) * (2 * C) + c0) // 2
     gate = product.to(tl.pointer_type(tl.int32)) + at

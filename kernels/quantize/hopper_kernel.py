@@ -47,6 +47,7 @@ def quantize_pairs_kernel(
     BLOCK_C: tl.constexpr,
     SCALARS_STRIDE: tl.constexpr,
     EXACT: tl.constexpr,
+    ALONG_ROWS: tl.constexpr,
     ROW_LENGTH: tl.constexpr,
     COLUMN_LENGTH,
     COLUMN_STOCHASTIC: tl.constexpr,
@@ -57,16 +58,20 @@ def quantize_pairs_kernel(
 
     It takes the same scalars as `mxjax.kernels.quantize.kernel`, and writes operands as that does: words
     [V, BATCH, R, ROW_LENGTH / 8] int32 and scales [V, BATCH, R, ROW_LENGTH / 32] uint8; those of columns have
-    C and COLUMN_LENGTH instead. The grid is (tiles along R, tiles along C, V * BATCH).
+    C and COLUMN_LENGTH instead.
 
     Args:
+      ALONG_ROWS: see `mxjax.kernels.quantize.kernel`.
       ROW_LENGTH: C padded to whole blocks, or 0 if rows are not wanted.
       COLUMN_LENGTH: R padded to whole blocks.
       COLUMN_STOCHASTIC: whether rounding is stochastic.
       ROTATION: size of the columns' rotation: 1, 4 or 16.
       FOLDED: log2 of sqrt(ROTATION), folded into the scales.
     """
-    r0, c0 = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_C
+    if ALONG_ROWS:
+        r0, c0 = tl.program_id(1) * BLOCK_R, tl.program_id(0) * BLOCK_C
+    else:
+        r0, c0 = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)
     scalars += matrix // BATCH * SCALARS_STRIDE
     batch, r_all, c_all = place_of(scalars, matrix % BATCH, COLUMN_STOCHASTIC)

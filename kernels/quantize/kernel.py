@@ -55,6 +55,7 @@ def quantize_kernel(
     SCALARS_STRIDE: tl.constexpr,
     CONVERT: tl.constexpr,
     EXACT: tl.constexpr,
+    ALONG_ROWS: tl.constexpr,
     ROW_FORM: tl.constexpr,
     ROW_LENGTH: tl.constexpr,
     ROW_ROTATION: tl.constexpr,
@@ -84,6 +85,8 @@ def quantize_kernel(
 
     Args:
       scalars: uint32 [V or 1, SCALARS]; not read if no side is stochastic or has signs.
+      ALONG_ROWS: whether the grid is (tiles along C, tiles along R, V * BATCH), else the first two change
+        places.
     Constants of a side (ROW: blocks along C, other = R; COLUMN: blocks along R, other = C):
       FORM: "" (not wanted), "packed" (E2M1, 1 word a group) or "bf16" (dequantized values, 4 words).
       LENGTH: padded length of the blocked axis.
@@ -97,7 +100,7 @@ def quantize_kernel(
     """
     GROUPS_R: tl.constexpr = BLOCK_R // GROUP
     GROUPS_C: tl.constexpr = BLOCK_C // GROUP
-    if COLUMN_FORM == "":
+    if ALONG_ROWS:
         tile_r, tile_c = tl.program_id(1), tl.program_id(0)
     else:
         tile_r, tile_c = tl.program_id(0), tl.program_id(1)

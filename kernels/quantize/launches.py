@@ -109,15 +109,30 @@ def launch_of(
         kernel, constants = quantize_kernel, _constants(pair, form, b, r, c, whole or (r, c))
         constants |= {"GROUP": tile.group, "CONVERT": conversion(target)}
     exact = r % tile.rows == 0 and c % tile.columns == 0
-    constants |= {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "EXACT": exact}
     tiles = (ceil_div(r, tile.rows), ceil_div(c, tile.columns))
-    return Launch(kernel, out, (*(tiles if pair[1] else tiles[::-1]), v * b), tile.warps, constants)
+    along_rows = _is_along_rows(pair, target, tiles[0])
+    constants |= {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "EXACT": exact, "ALONG_ROWS": along_rows}
+    return Launch(kernel, out, (*(tiles[::-1] if along_rows else tiles), v * b), tile.warps, constants)
 
 
-def takes_gated(pair: Pair, target: Target | None, c: int) -> bool:
+def _is_along_rows(pair: Pair, target: Target | None, tiles: int) -> bool:
+    """Whether neighbouring programs lie along rows, of which each reads a part.
+
+    On one H100 that takes 3 to 8 % less time than along columns.
+
+    Args:
+      tiles: tiles along columns.
+    """
+    on_cuda = target is not None and target.backend == "cuda"
+    return pair[1] is None or (on_cuda and tiles <= MOST_PROGRAMS)
+
+
+def takes_gated(pair: Pair, target: Target | None, r: int, c: int) -> bool:
     """Whether a kernel quantizes SwiGLU's result [..., r, c] and its gradient for both of these inputs."""
     rows, columns = pair
-    if rows is None or columns is None or _is_stochastic(columns) or c % BLOCK or c >= LONGEST_AXIS:
+    if rows is None or columns is None or _is_stochastic(columns) or c % BLOCK:
+        return False
+    if max(r, c) >= LONGEST_AXIS or ceil_div(r, HOPPER_TILE.rows) > MOST_PROGRAMS:
         return False
     return hopper_takes(pair, target, c, jnp.bfloat16)
 
@@ -125,23 +140,24 @@ def takes_gated(pair: Pair, target: Target | None, c: int) -> bool:
 def gated_launch_of(pair: Pair, shape: tuple[int, int, int], of_gradient: bool) -> Launch:
     """Returns how SwiGLU's result [v, r, c] of `shape`, or the gradient [v, r, 2 c], is quantized."""
     v, r, c = shape
-    n = 2 * c if of_gradient else c
-    tile, rows, columns = HOPPER_TILE, *pair
+    rows, columns = pair
     assert rows is not None
     assert columns is not None
+    kernel, tile, parts = quantize_gated_kernel, HOPPER_TILE, 1
+    if of_gradient:
+        kernel, tile, parts = quantize_gated_gradient_kernel, Tile(256, 128, 8, GROUP.value), 2
     constants = {
         "R": r,
         "C": c,
         "BLOCK_R": tile.rows,
         "BLOCK_C": tile.columns,
         "EXACT": r % tile.rows == 0 and c % tile.columns == 0,
-        "ROW_LENGTH": rows.padded(n),
+        "ROW_LENGTH": rows.padded(parts * c),
         "COLUMN_LENGTH": columns.padded(r),
         **_rotation_constants(columns),
     }
-    kernel = quantize_gated_gradient_kernel if of_gradient else quantize_gated_kernel
-    grid = (ceil_div(r, tile.rows) * (2 if of_gradient else 1), ceil_div(c, tile.columns), v)
-    return Launch(kernel, _outputs(pair, "packed", (v,), r, n), grid, tile.warps, constants)
+    grid = (parts * ceil_div(c, tile.columns), ceil_div(r, tile.rows), v)
+    return Launch(kernel, _outputs(pair, "packed", (v,), r, parts * c), grid, tile.warps, constants)
 
 
 def _outputs(pair: Pair, form: Form, batch: tuple[int, ...], r: int, c: int) -> list[jax.ShapeDtypeStruct]:
