@@ -164,6 +164,49 @@ def _quantize(x: np.ndarray, i: int, side: InputOptions) -> tuple[np.ndarray, np
     return words, scales
 
 
+def gated_inputs(*, shape: list[int], of_gradient: bool, rows: InputOptions, columns: InputOptions) -> Arrays:
+    """Draws a product and a gradient whose values are small integers, but for the gate, which is 0 or large.
+
+    There the logistic function is 0.5, 0 or 1, so that values do not depend on how it is computed.
+    """
+    del rows, columns
+    rng, (r, c) = np.random.default_rng(0), shape
+    gate = rng.choice([-256, 0, 32, 64, 256], (1, r, c))
+    integers = rng.integers(-8, 9, (2, 1, r, c))
+    arrays = {"product": np.concatenate([gate, integers[0]], axis=-1).astype(ml_dtypes.bfloat16)}
+    arrays |= {"row_factors": np.exp2(rng.integers(0, 3, (1, r))).astype(np.float32)}
+    arrays |= {"column_factors": np.exp2(rng.integers(0, 3, (1, 2 * c))).astype(np.float32)}
+    if of_gradient:
+        arrays["gradient"] = integers[1].astype(ml_dtypes.bfloat16)
+        arrays["gradient_row_factors"] = np.exp2(rng.integers(-9, 3, (1, r))).astype(np.float32)
+        arrays["gradient_column_factors"] = np.exp2(rng.integers(-9, 3, (1, c))).astype(np.float32)
+    return arrays
+
+
+def gated_outputs(
+    inputs: Arrays, *, of_gradient: bool, rows: InputOptions, columns: InputOptions, **_: object
+) -> Arrays:
+    """Computes the words and scale bytes of SwiGLU's result, or of its gradient, along rows and columns."""
+
+    def value(name: str, prefix: str = "") -> np.ndarray:
+        factors = inputs[f"{prefix}row_factors"][..., None] * inputs[f"{prefix}column_factors"][:, None, :]
+        return inputs[name].astype(np.float64) * factors
+
+    gate, up = np.split(value("product"), 2, axis=-1)
+    with np.errstate(over="ignore"):
+        logistic = 1 / (1 + np.exp(-gate))
+    values = gate * logistic * up
+    if of_gradient:
+        dh = value("gradient", "gradient_")
+        of_gate = dh * up * logistic * (1 + gate * (1 - logistic))
+        values = np.concatenate([of_gate, dh * gate * logistic], axis=-1)
+    outputs = {}
+    for i, (name, side) in enumerate((("row", rows), ("column", columns))):
+        words, scales = _quantize(values.astype(ml_dtypes.bfloat16), i, side)
+        outputs |= {f"{name}_words": words, f"{name}_scales": scales}
+    return outputs
+
+
 def carrier_inputs(*, rows: int, blocks: int, **_: object) -> Arrays:
     """Draws packed rows with zero and NaN blocks; not all of their scales fit into the carrier."""
     rng = np.random.default_rng(0)

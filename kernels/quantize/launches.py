@@ -145,7 +145,9 @@ def gated_launch_of(pair: Pair, shape: tuple[int, int, int], of_gradient: bool) 
     assert columns is not None
     kernel, tile, parts = quantize_gated_kernel, HOPPER_TILE, 1
     if of_gradient:
-        kernel, tile, parts = quantize_gated_gradient_kernel, Tile(256, 128, 8, GROUP.value), 2
+        # In higher tiles the kernel without a rotation takes so many registers that it runs alone.
+        higher = Tile(256, 128, 8, GROUP.value)
+        kernel, tile, parts = quantize_gated_gradient_kernel, higher if columns.rotation else HOPPER_TILE, 2
     constants = {
         "R": r,
         "C": c,

@@ -17,19 +17,24 @@ import mxjax
 from mxjax.devices import INTERPRETER, use_target
 from mxjax.formats import E2M1
 from mxjax.fp8_carriers import Carried, carry
+from mxjax.gated import Gated, GatedGradient
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.attention import launches
 from mxjax.kernels.attention.fused import fused_attention
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
-from mxjax.kernels.quantize import quantizer
+from mxjax.kernels.quantize import gated, quantizer
+from mxjax.kernels.quantize.gated import quantize_gated
 from mxjax.kernels.quantize.quantizer import quantize_operands
 from mxjax.kmajor import KMajor, decode, pack_by_definition
 from mxjax.operand import Operand
 from mxjax.philox import philox_4x32
 from mxjax.policy import Rotation
+from mxjax.product import Product
 from mxjax.quantize import float4_codes, pack_codes
 from mxjax.rounding import stochastic_round
 from mxjax.scales import block_scale, divide_by_scale
+
+GATED_INPUTS = GemmInput(-1), GemmInput(-2, rotation=Rotation(16))
 
 
 def plain_kernel(kernel, x, scalars, *, out, **constants):
@@ -113,6 +118,7 @@ def main() -> None:
     check_explicit()
     check_fp8(mesh)
     check_attention(mesh)
+    check_gated(mesh)
     print("all equal")
 
 
@@ -169,6 +175,48 @@ def check_long_runs(mesh) -> None:
 def mesh_size(mesh, axis) -> int:
     names = axis if isinstance(axis, tuple) else (axis,) if axis else ()
     return int(np.prod([mesh.shape[name] for name in names]))
+
+
+def plain_gated(kernel, *arrays, out, **_):
+    """Quantizes SwiGLU's result, or its gradient, as Hopper's kernels do, by jax.numpy."""
+    del kernel, out
+    *products, x = (Product(arrays[i], arrays[i + 1 : i + 3]) for i in range(0, len(arrays), 3))
+    values = GatedGradient(*products, x).value() if products else Gated(x).value()
+    written = []
+    for how in GATED_INPUTS:
+        q = pack_by_definition(values, how)
+        words = q.elements.reshape(*q.elements.shape[:-1], -1, 4)
+        written += [lax.bitcast_convert_type(words, jnp.int32), q.scales]
+    return written
+
+
+def check_gated(mesh) -> None:
+    """Only rows are cut, and what lies across the others is gathered."""
+    gated.triton_call = plain_gated
+    keys = iter(jax.random.split(jax.random.key(12), 6))
+
+    def product(r, n):
+        factors = tuple(jnp.exp2(jax.random.randint(next(keys), (m,), -3, 4)) for m in (r, n))
+        return Product(jax.random.normal(next(keys), (r, n), jnp.bfloat16), factors)
+
+    first, second = product(256, 128), product(256, 64)
+    for x in (Gated(first), GatedGradient(first, second)):
+        wanted = jax.jit(lambda x: quantize_gated(x, *GATED_INPUTS))(x)
+        for spec in (P("a"), P(("a", "b")), P("b", "a"), P(None, "a")):
+
+            def place(t, spec=spec):
+                rows = t.shape[0] == 256
+                axes = spec if t.ndim == 2 else P(spec[0]) if rows else P(*spec[1:])
+                return jax.device_put(t, NamedSharding(mesh, axes))
+
+            compiled = (
+                jax.jit(lambda x: quantize_gated(x, *GATED_INPUTS)).lower(jax.tree.map(place, x)).compile()
+            )
+            got = compiled(jax.tree.map(place, x))
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+                np.testing.assert_array_equal(a, b)
+            assert ("all-gather" in compiled.as_text()) == (len(spec) > 1), spec
+            assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, P(spec[0])), 2)
 
 
 def plain_product(lhs, lhs_scales, rhs, rhs_scales, dtype, target):

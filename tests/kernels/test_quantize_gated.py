@@ -7,10 +7,13 @@ import pytest
 
 import mxjax
 from mxjax import gated_product
+from mxjax.devices import Target, use_target
 from mxjax.gated import Gated, GatedGradient, swiglu
 from mxjax.gated_product import fused_mlp
 from mxjax.gemm_input import GemmInput
+from mxjax.kernels.aot.quantize_builds import _H16, _PLAIN, gated_build
 from mxjax.kernels.quantize.gated import quantize_gated
+from mxjax.kernels.selftest.kernels import run_build
 from mxjax.kmajor import pack_by_definition
 from mxjax.policy import Rotation
 from mxjax.product import Product
@@ -81,3 +84,56 @@ def test_a_gated_mlp_has_the_result_and_the_gradients_of_two_products(on_hopper,
     for fused, apart in zip(*results, strict=True):
         fused, apart = (np.asarray(t, np.float32) for t in (fused, apart))
         assert np.linalg.norm(fused - apart) <= 2e-3 * np.linalg.norm(apart)
+
+
+@pytest.mark.parametrize("of_gradient", [False, True])
+def test_builds_name_what_the_kernels_write(on_hopper, of_gradient):
+    run_build(gated_build((200, 160), (_PLAIN, _H16), of_gradient))
+
+
+def test_a_mapped_mlp_is_two_products_whose_tokens_are_all_quantized_together(on_hopper):
+    rng, policy = np.random.default_rng(3), mxjax.get_policy("wgrad_hadamard")
+    x = jnp.asarray(rng.standard_normal((2, 48, 64)), jnp.bfloat16)
+    weights = [jnp.asarray(rng.standard_normal(s) / 8, jnp.float32) for s in ((64, 64), (32, 64))]
+    together, mapped = mlp(policy, []), jax.vmap(mlp(policy, []), (0, None, None))
+    wanted = jax.grad(lambda *weights: jnp.sum(together(x, *weights)[1].astype(jnp.float32)), (0, 1))(
+        *weights
+    )
+    got = jax.grad(lambda *weights: jnp.sum(mapped(x, *weights)[1].astype(jnp.float32)), (0, 1))(*weights)
+    for a, b in zip(got, wanted, strict=True):
+        assert np.linalg.norm(a - b) <= 2e-3 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fuses"),
+    [
+        ({}, True),
+        ({"policy": "wgrad"}, True),
+        ({"policy": "full_hadamard"}, False),  # rotated rows
+        ({"policy": "wgrad_sr"}, False),
+        ({"policy": "fprop_dgrad"}, False),  # columns in bfloat16
+        ({"policy": "quartet", "implementation": None}, False),  # the gradient reads x itself
+        ({"policy": "bf16"}, False),
+        ({"implementation": "xla"}, False),
+        ({"dtype": jnp.float32}, False),
+        ({"width": 48}, False),  # gate and up share a block of the gradient's rows
+        ({"target": Target("cuda", "sm_89")}, False),
+        ({"target": Target("hip", "gfx950")}, False),
+    ],
+)
+def test_where_kernels_compute_swiglu(changes, fuses):
+    options = {"policy": "wgrad_hadamard", "implementation": "triton", "dtype": jnp.bfloat16, "width": 64}
+    options |= {"target": Target("cuda", "sm_90")} | changes
+    key, width = jax.random.key(0), options["width"]
+    arguments = [
+        jax.ShapeDtypeStruct((16, 32), options["dtype"]),
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 2 * width), (width, 32))),
+    ]
+
+    def run(x, *weights):
+        policies, common = [mxjax.get_policy(options["policy"])] * 2, {"layouts": [None] * 2}
+        common["implementation"] = options["implementation"]
+        return fused_mlp(x, weights, policies=policies, keys=[key] * 2, **common)
+
+    with use_target(options["target"]):
+        assert (jax.eval_shape(run, *arguments) is not None) == fuses
