@@ -55,11 +55,12 @@ def partitioned(
         return run(*arguments, ()) if summed else run(*arguments)
 
     function = custom_partitioning(on_all)
+    factors = dict.fromkeys(re.findall(r"\w+", rule))
     axes = [axis[0] for term in (*arguments_rule, *results_rule) for axis in term if len(axis) == 1]
     function.def_partition(
         partition,
         sharding_rule=rule,
-        need_replication_factors=tuple(whole),
+        need_replication_factors=tuple(f for f in factors if f in whole),  # Shardy wants their order
         reduction_factors=(summed,) if summed else (),
         **{factor: size for factor, size in sizes.items() if factor not in axes},
     )
