@@ -50,10 +50,10 @@ pytest.register_assert_rewrite(*(f"support.{name}" for name in ("dots", "llamas"
 gc.set_threshold(100_000, 20, 50)
 
 
-# How the names begin of modules that LLVM optimizes: what is compared bit for bit with a definition, and what
-# trains for many steps. Elsewhere that takes longer than it saves.
+# How the names begin of modules that LLVM optimizes: what is compared bit for bit with a definition or with a
+# program that a test starts, and what trains for many steps. Elsewhere that takes longer than it saves.
 BIT_FOR_BIT = ("hadamard", "philox", "quantize", "rounding", "scales")
-RUNS = ("every_recipe", "faults", "huggingface_runs", "mlperf", "megatron", "readme", "tensorboard", "train")
+RUNS = ("every_recipe", "faults", "mlperf", "megatron")
 OPTIMIZED = tuple(f"test_{name}" for name in BIT_FOR_BIT + RUNS)
 KERNELS = pathlib.Path(__file__).parent / "kernels"
 # How the names begin of the library's test modules that differentiate a Llama.
@@ -74,13 +74,24 @@ def pytest_cmdline_main(config):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: not item.path.stem.startswith(LONGEST))
+    """Begins with the longest; brings together what LLVM optimizes, since a change clears JAX's caches."""
+    items.sort(key=lambda item: (not item.path.stem.startswith(LONGEST), optimized(item.path)))
+
+
+def optimized(path):
+    """Returns whether LLVM optimizes a module's programs.
+
+    Of the kernels' modules, one: each compares with the same definitions, and kernels are interpreted.
+    """
+    if path.parent == KERNELS:
+        return path.stem == "test_quantize"
+    return path.stem.startswith(OPTIMIZED)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def optimization(request):
     """Whether LLVM optimizes; XLA's own passes always run."""
-    spared = not request.path.stem.startswith(OPTIMIZED) and request.path.parent != KERNELS
+    spared = not optimized(request.path)
     if spared != jax.config.read("jax_disable_most_optimizations"):
         jax.clear_caches()
         jax.config.update("jax_disable_most_optimizations", spared)
