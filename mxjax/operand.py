@@ -188,14 +188,14 @@ class Operand:
 
 def use_python_numbers(part: Any) -> None:
     """Makes Python's numbers of a dataclass's numpy scalars, also in tuples, which JSON does not take."""
-
-    def plain(value: Any) -> Any:
-        return value.item() if isinstance(value, np.generic) else value
-
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
-        value = tuple(map(plain, value)) if isinstance(value, tuple) else plain(value)
+        value = tuple(map(_plain, value)) if isinstance(value, tuple) else _plain(value)
         object.__setattr__(part, field.name, value)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:

@@ -10,6 +10,7 @@ Variations are made with `dataclasses.replace`; `mxjax.recipes` holds the named 
 """
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -201,11 +202,9 @@ def check_policy(policy: object, function: str) -> None:
 
 def map_operands(policy: Policy, change: Callable[[Operand], Operand]) -> Policy:
     """Returns the policy with `change(operand) -> Operand` applied to all six operands."""
-
-    def gemm(g: Gemm) -> Gemm:
-        return dataclasses.replace(g, lhs=change(g.lhs), rhs=change(g.rhs))
-
-    return Policy(*(gemm(g) for g in policy.gemms.values()))
+    return Policy(
+        *(dataclasses.replace(g, lhs=change(g.lhs), rhs=change(g.rhs)) for g in policy.gemms.values())
+    )
 
 
 def with_scale_rule(policy: Policy, rule: ScaleRule) -> Policy:
@@ -218,8 +217,8 @@ def with_scale_rule(policy: Policy, rule: ScaleRule) -> Policy:
     check_policy(policy, "with_scale_rule")
     if not policy.has_mxfp4:
         raise ValueError(f"scale rule {rule!r} has no effect: no operand of the policy is in mxfp4")
+    return map_operands(policy, functools.partial(_change_rule, rule))
 
-    def change(operand: Operand) -> Operand:
-        return dataclasses.replace(operand, scale_rule=rule) if operand.format == "mxfp4" else operand
 
-    return map_operands(policy, change)
+def _change_rule(rule: ScaleRule, operand: Operand) -> Operand:
+    return dataclasses.replace(operand, scale_rule=rule) if operand.format == "mxfp4" else operand

@@ -5,6 +5,7 @@ GEMMs (or `even-even-floor` for Fprop, Dgrad and Wgrad), the model and the proto
 """
 
 import dataclasses
+import functools
 import types
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -140,6 +141,7 @@ WGRAD_KINDS: Mapping[str, Gemm] = types.MappingProxyType(
 )
 
 
+@functools.cache
 def policy_of(cell: Cell) -> Policy:
     """Returns the cell's policy with its scale rules.
 
