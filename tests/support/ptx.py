@@ -3,6 +3,7 @@
 Source of the instructions' meanings: NVIDIA, Parallel Thread Execution ISA.
 """
 
+import functools
 import re
 
 import ml_dtypes
@@ -14,22 +15,31 @@ U32 = np.uint32
 def run(text, **registers):
     """Runs a block of PTX on uint32 arrays, named "r3" for $3; returns all registers."""
     registers = {name.replace("r", "$"): np.asarray(value, U32) for name, value in registers.items()}
-    for statement in re.sub(r"[{}]", "", text).split(";"):
-        opcode, _, operands = statement.strip().partition(" ")
-        if not opcode or opcode == ".reg":
-            continue
-        into, *names = (name.strip() for name in operands.split(","))
-        if opcode == "mov.b64":  # {low, high}, wide
-            high, wide = names[0], registers[names[1]]
-            registers[into], registers[high] = wide.astype(U32), (wide >> np.uint64(32)).astype(U32)
-            continue
-        values = [registers[n] if n in registers else _number(n) for n in names]
-        with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):
+        for opcode, into, names in _instructions(text):
+            if opcode == "mov.b64":  # {low, high}, wide
+                high, wide = names[0], registers[names[1]]
+                registers[into], registers[high] = wide.astype(U32), (wide >> np.uint64(32)).astype(U32)
+                continue
+            values = [registers[n] if n in registers else _number(n) for n in names]
             result = OPCODES[opcode](*values)
-        registers[into] = np.asarray(result, np.uint64 if ".wide." in opcode else U32)
+            registers[into] = np.asarray(result, np.uint64 if ".wide." in opcode else U32)
     return registers
 
 
+@functools.cache
+def _instructions(text):
+    """Returns the opcode of each instruction, the name of its result, and those of its operands."""
+    found = []
+    for statement in re.sub(r"[{}]", "", text).split(";"):
+        opcode, _, operands = statement.strip().partition(" ")
+        if opcode and opcode != ".reg":
+            into, *names = (name.strip() for name in operands.split(","))
+            found.append((opcode, into, names))
+    return found
+
+
+@functools.cache
 def _number(text):
     return U32(int(text[2:], 16) if text.startswith("0f") else int(text, 0))
 
@@ -82,6 +92,8 @@ def _fma_bf16(a, b, c):
 
 def _prmt(a, b, select):
     """Selects bytes of {b, a}; a selector's highest bit replicates the byte's sign bit instead."""
+    if np.ndim(select) == 0:
+        return _select_bytes(a, b, int(select))
     both = np.asarray(b, np.uint64) << np.uint64(32) | a
     word = U32(0)
     for i in range(4):
@@ -92,12 +104,25 @@ def _prmt(a, b, select):
     return word
 
 
-def _lop3(a, b, c, table):
+def _select_bytes(a, b, select):
+    """Returns what `_prmt` does by one selector of all words."""
     word = U32(0)
-    for i in range(8):
-        if int(table) >> i & 1:
-            parts = (x if i >> place & 1 else ~x for x, place in ((a, 2), (b, 1), (c, 0)))
-            word = word | np.bitwise_and.reduce(np.broadcast_arrays(*parts))
+    for i in range(4):
+        chosen = select >> 4 * i
+        byte = (b if chosen & 4 else a) >> U32(8 * (chosen & 3)) & U32(0xFF)
+        if chosen & 8:
+            byte = (byte >> U32(7)) * U32(0xFF)
+        word = word | byte << U32(8 * i)
+    return word
+
+
+def _lop3(a, b, c, table):
+    """Returns the bits that the table has for those of a, b and c; of each pair of a and b first."""
+    table, word = int(table), U32(0)
+    for i, pair in enumerate((~a & ~b, ~a & b, a & ~b, a & b)):
+        of_c = table >> 2 * i & 3
+        if of_c:
+            word = word | (pair if of_c == 3 else pair & (c if of_c == 2 else ~c))
     return word
 
 
