@@ -27,10 +27,12 @@ def test_errors_are_those_of_the_librarys_statistics(policy):
     x, w, dy = (
         jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((96, 64), (64, 128), (96, 128)))
     )
-    expected = mxjax.stats.gemms(x, w, dy, policy=policy, key=KEY, implementation="reference")
+    gemms = functools.partial(mxjax.stats.gemms, policy=policy, implementation="reference")
+    expected = jax.jit(gemms)(x, w, dy, key=KEY)
+    of_gemm = jax.jit(gemm_statistics.of_gemm, static_argnums=(0, 1))
     close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-6)
     for i, (name, gemm) in enumerate(policy.gemms.items()):
-        found = gemm_statistics.of_gemm(name, gemm, x, w, dy, fold(KEY, i))
+        found = of_gemm(name, gemm, x, w, dy, fold(KEY, i))
         assert set(found) == {"product", *OPERANDS[name]}
         for part, error in zip(("product", *OPERANDS[name]), getattr(expected, name), strict=True):
             ours = {field: found[part][field] for field in error._fields}

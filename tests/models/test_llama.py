@@ -307,7 +307,7 @@ def test_the_gradient_of_a_tied_head_is_added_to_that_of_the_embedding(tokens, m
     policies = layer_policies(SMALL, "bf16")
     batch = jax.random.randint(jax.random.key(1), (4, 17), 0, SMALL.vocab_size)
     found, apart = (
-        jax.grad(lambda p, c=c: llama.mean_loss(c, p, batch, policies=policies))(p)
+        jax.jit(jax.grad(lambda p, c=c: llama.mean_loss(c, p, batch, policies=policies)))(p)
         for c, p in ((config, params), (SMALL, untied))
     )
     np.testing.assert_allclose(found["embedding"], apart["embedding"] + apart["head"].T, atol=1e-7)

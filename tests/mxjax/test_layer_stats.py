@@ -70,8 +70,14 @@ def layer_stats(policies, dtype=jnp.float32, tokens=TOKENS, config=CONFIG):
     return params, by_layer(run(params, tokens, jnp.array(0)))
 
 
-def test_a_llama_s_measures_are_those_of_its_own_tensors():
-    params, found = layer_stats(layer_policies(CONFIG, "fp32", [("*", "fp32")]))
+@pytest.fixture(scope="module")
+def in_float32():
+    """Returns a model's parameters and measures, with products in float32."""
+    return layer_stats(layer_policies(CONFIG, "fp32", [("*", "fp32")]))
+
+
+def test_a_llama_s_measures_are_those_of_its_own_tensors(in_float32):
+    params, found = in_float32
     assert sorted(found) == [f"blocks.{i}.{layer}" for i in range(2) for layer in sorted(LINEAR_LAYERS)]
     for i in range(2):
         w = params["blocks"]["mlp"]["gate_up"][i]
@@ -83,22 +89,26 @@ def test_a_llama_s_measures_are_those_of_its_own_tensors():
     )
 
 
-def test_the_last_output_gradient_is_that_of_the_mean_loss():
-    policies = layer_policies(CONFIG, "fp32", [("*", "fp32")])
-    params, found = layer_stats(policies)
+def test_the_last_output_gradient_is_that_of_the_mean_loss(in_float32):
+    params, found = in_float32
     model = nnx.merge(llama.graph(CONFIG), params)
     graph, blocks = nnx.split(model.blocks)
-    rope, x = rope_angles(16, CONFIG), params["embedding"][TOKENS[:, :-1]]
-    for i in range(2):
-        weights = jax.tree.map(lambda leaf, i=i: leaf[i], blocks)
-        products = BlockGemms(dict.fromkeys(BLOCK_LAYERS, mxjax.get_policy("fp32")), None)
-        x = nnx.merge(graph, weights)(x, rope, products)
 
-    def loss(x):
+    @jax.jit
+    def output(x):
+        for i in range(2):
+            weights = jax.tree.map(lambda leaf, i=i: leaf[i], blocks)
+            products = BlockGemms(dict.fromkeys(BLOCK_LAYERS, mxjax.get_policy("fp32")), None)
+            x = nnx.merge(graph, weights)(x, rope_angles(16, CONFIG), products)
+        return x
+
+    @jax.jit
+    @jax.grad
+    def gradient(x):
         logits = model.norm(x) @ params["head"]
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, TOKENS[:, 1:]))
 
-    expected = float(jnp.abs(jax.grad(loss)(x)).max())
+    expected = float(jnp.abs(gradient(output(params["embedding"][TOKENS[:, :-1]]))).max())
     assert found["blocks.1.mlp.down"]["amax"]["dy"] == pytest.approx(expected, rel=1e-4)
 
 

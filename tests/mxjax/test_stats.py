@@ -166,6 +166,10 @@ def test_clipped_elements_of_gaussian_blocks_are_those_past_the_largest():
     )
 
 
+gemms = jax.jit(stats.gemms, static_argnames="policy")
+
+
+@functools.partial(jax.jit, static_argnames="policy")
 def products(x, w, dy, policy, key=None):
     y, vjp = jax.vjp(lambda x, w: mxjax.dot(x, w, policy=policy, key=key), x, w)
     return y, *vjp(dy)
@@ -177,7 +181,7 @@ def test_gemms_are_the_errors_of_dot():
         mxjax.get_policy("wgrad"), wgrad=Gemm(Operand(rounding="stochastic"), Operand())
     )
     key = jax.random.key(0)
-    actual = stats.gemms(x, w, dy, policy=policy, key=key)
+    actual = gemms(x, w, dy, policy=policy, key=key)
     assert actual._fields == ("fprop", "dgrad", "wgrad")
     exact = [np.asarray(t, np.float64) for t in (x @ w, dy @ w.T, x.T @ dy)]
     for a, e, p in zip(actual, exact, products(x, w, dy, policy, key), strict=True):
@@ -199,7 +203,7 @@ def test_gemms_needs_a_gradient_of_the_product():
 def test_gemms_blames_the_gemm_that_is_quantized(name):
     x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(40, 48), (48, 56), (40, 56)]))
     policy = dataclasses.replace(mxjax.get_policy("fp32"), **{name: Gemm()})
-    errors = stats.gemms(x, w, dy, policy=policy)
+    errors = gemms(x, w, dy, policy=policy)
     # The other two differ from the reference by the order of float32 sums at most.
     large = [other for other, error in errors._asdict().items() if error.product.relative_error > 1e-5]
     assert large == [name]
@@ -208,18 +212,19 @@ def test_gemms_blames_the_gemm_that_is_quantized(name):
 def test_gemms_takes_leading_axes_and_other_dtypes():
     x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(40, 48), (48, 56), (40, 56)]))
     x, dy = (t.astype(jnp.bfloat16) for t in (x, dy))
-    flat = stats.gemms(x, w, dy, policy="wgrad")
-    leading = stats.gemms(x.reshape(4, 10, 48), w, dy.reshape(4, 10, 56), policy="wgrad")
+    flat = gemms(x, w, dy, policy="wgrad")
+    leading = gemms(x.reshape(4, 10, 48), w, dy.reshape(4, 10, 56), policy="wgrad")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), leading, flat)
 
 
-def quantization_error(x, **arguments):
-    return stats.quantization(x, mxjax.quantize(x, **arguments))
+@functools.partial(jax.jit, static_argnames="axis")
+def quantization_error(x, axis):
+    return stats.quantization(x, mxjax.quantize(x, axis=axis))
 
 
 def test_gemms_reports_each_operand_as_it_is_quantized():
     x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(64, 48), (48, 56), (64, 56)]))
-    errors = stats.gemms(x, w, dy, policy="wgrad_hadamard")
+    errors = gemms(x, w, dy, policy="wgrad_hadamard")
     alone = {
         (0, "lhs"): quantization_error(x, axis=-1),
         (0, "rhs"): quantization_error(w, axis=0),
@@ -245,7 +250,7 @@ def test_the_errors_of_gemms_print_as_a_table():
 
 
 def test_errors_that_are_no_scalars_print_as_they_are():
-    errors = stats.gemms(jnp.ones((2, 32)), jnp.ones((32, 2)), jnp.ones((2, 2)), policy="wgrad")
+    errors = gemms(jnp.ones((2, 32)), jnp.ones((32, 2)), jnp.ones((2, 2)), policy="wgrad")
     stacked = jax.tree.map(lambda value: value[None], errors)
     assert str(stacked) == repr(stacked)
     assert repr(errors).startswith("DotErrors(fprop=GemmError(product=Error(sqnr_db=")

@@ -123,7 +123,7 @@ def test_cross_entropy_and_its_gradient_are_optax_s():
     targets = jax.random.randint(jax.random.key(1), (3, 5), 0, 17)
 
     def both(f):
-        return jax.value_and_grad(lambda x: jnp.sum(jnp.sin(f(x, targets))))(logits)
+        return jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.sin(f(x, targets)))))(logits)
 
     found = both(cross_entropy)
     expected = both(optax.softmax_cross_entropy_with_integer_labels)

@@ -157,7 +157,8 @@ def test_weights_of_outlier_channels_are_not_quantized_against_oscillation():
     order = np.stack([np.random.default_rng(i).permutation(96) for i in range(2)])
     channels = {"mlp.down": Channels(jnp.asarray(order[:, 32:]), jnp.asarray(order[:, :32]))}
     layers = add_outliers(layer_policies(SMALL, "wgrad", [("blocks[0].*", "fp8")]), OUTLIER_POLICY)
-    found = deoscillation.quantized_weights(params, layers, channels)["blocks"]["mlp"]["down"]
+    quantized_weights = jax.jit(lambda p, c: deoscillation.quantized_weights(p, layers, c))
+    found = quantized_weights(params, channels)["blocks"]["mlp"]["down"]
     np.testing.assert_array_equal(found[0], w[0])
     outliers, ordinary = order[1, :32], order[1, 32:]
     np.testing.assert_array_equal(found[1, outliers], w[1, outliers])
