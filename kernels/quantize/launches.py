@@ -118,13 +118,17 @@ def launch_of(
 def _is_along_rows(pair: Pair, target: Target | None, tiles: int) -> bool:
     """Whether neighbouring programs lie along rows, of which each reads a part.
 
-    On one H100 that takes 3 to 8 % less time than along columns.
+    On H100 and H200 that takes up to 6 % less time than along columns, but where rows are rotated beside
+    columns 3 to 6 % more.
 
     Args:
       tiles: tiles along columns.
     """
+    rows, columns = pair
+    if columns is None:
+        return True
     on_cuda = target is not None and target.backend == "cuda"
-    return pair[1] is None or (on_cuda and tiles <= MOST_PROGRAMS)
+    return on_cuda and tiles <= MOST_PROGRAMS and (rows is None or rows.rotation is None)
 
 
 def takes_gated(pair: Pair, target: Target | None, r: int, c: int) -> bool:
