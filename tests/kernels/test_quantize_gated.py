@@ -1,5 +1,7 @@
 """SwiGLU within Hopper's quantizer kernel, beside XLA's SwiGLU and the definitions."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from mxjax.gated import Gated, GatedGradient, swiglu
 from mxjax.gated_product import fused_mlp
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.aot.quantize_builds import _H16, _PLAIN, gated_build
+from mxjax.kernels.bench import bench_gated
 from mxjax.kernels.quantize.gated import quantize_gated
 from mxjax.kernels.selftest.kernels import run_build
 from mxjax.kmajor import pack_by_definition
@@ -137,3 +140,13 @@ def test_where_kernels_compute_swiglu(changes, fuses):
 
     with use_target(options["target"]):
         assert (jax.eval_shape(run, *arguments) is not None) == fuses
+
+
+@pytest.mark.slow
+def test_the_benchmark_reports_every_case(on_hopper, capsys):
+    bench_gated.main(["--shapes", "32x32", "--rounds", "1", "--commit", "abc"])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(report["records"]) == 6
+    assert all("median" in record for record in report["records"])
+    with pytest.raises(SystemExit, match="a multiple of 32"):
+        bench_gated.main(["--shapes", "32x48"])
