@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from mxjax.arguments import check_arrays
 from mxjax.batching import product_of
+from mxjax.dot import check_key
 from mxjax.estimators import gradients_read_tensors
 from mxjax.gated import Gated, GatedGradient, swiglu
 from mxjax.gemm_input import GemmInput
@@ -46,12 +48,24 @@ def fused_mlp(
     """Returns swiglu(x @ gate_up) @ down in x's dtype, or None where no kernel computes SwiGLU.
 
     It returns what two calls of `mxjax.dot` with `mxjax.gated.swiglu` between do, except that SwiGLU's values
-    may differ by a unit in the last place of bfloat16 before they are quantized.
+    may differ by a unit in the last place of bfloat16 before they are quantized, where a gradient is taken.
+    A gradient that overflows between in XLA's order of products, or is subnormal, may be finite or zero here.
 
     Args:
+      x: activations; all but bfloat16 return None.
       weights: gate_up, which has the gate's columns first, and down.
       policies, keys, layouts: of both products; see `mxjax.dot`.
+    Raises: see `mxjax.dot`.
     """
+    check_arrays("fused_mlp", x=x, gate_up=weights[0], down=weights[1])
+    (d_in, two_width), (width, _) = (w.shape for w in weights)
+    if x.shape[-1] != d_in or two_width != 2 * width:
+        raise ValueError(
+            "fused_mlp needs x [..., d_in], gate_up [d_in, 2 width] and down [width, d_out], got "
+            f"{x.shape}, {weights[0].shape} and {weights[1].shape}"
+        )
+    for policy, key in zip(policies, keys, strict=True):
+        check_key(policy, key)
     options = GatedOptions(
         *(
             Options(
@@ -62,35 +76,41 @@ def fused_mlp(
             for policy, layout, w in zip(policies, layouts, weights, strict=True)
         )
     )
-    if x.dtype != jnp.bfloat16 or not _fuses(options, x.size // x.shape[-1], weights[1].shape[0]):
+    explicit = any(jax.typeof(t).sharding.mesh.explicit_axes for t in (x, *weights))
+    if explicit or x.dtype != jnp.bfloat16 or not x.size:
+        return None
+    if not _fuses(options, x.size // d_in, width):
         return None
     drawn = tuple(key if policy.needs_key else None for policy, key in zip(policies, keys, strict=True))
-    y = _gated_product(options, x.reshape(-1, x.shape[-1]), weights, drawn)
+    arrays = jax.tree.leaves((x, weights, drawn))
+    x, gate_up, down = (varying_as(t, *arrays) for t in (x, *weights))
+    y = _gated_product(options, x.reshape(-1, d_in), (gate_up, down), drawn)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _fuses(options: GatedOptions, tokens: int, width: int) -> bool:
     """Whether kernels compute SwiGLU here.
 
-    They do on Hopper, for operands that its quantizer packs and nothing else reads, and not where a mesh
-    shards the MLP's width.
+    They do on Hopper, for operands that its quantizer packs and nothing else reads, from products without
+    the factor of a prescale, and not where a mesh shards the MLP's width.
 
     Args:
       tokens, width: the shape of silu(gate) * up.
     """
-    (up, by, *_), (down, of, *_) = options
-    if gradients_read_tensors(down)[0] or down.wgrad.lhs.source != "original":
+    (up, up_gemms, *_), (down, down_gemms, *_) = options
+    if not width or gradients_read_tensors(down)[0] or down.wgrad.lhs.source != "original":
         return False
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.explicit_axes or not all(sums_on_each_device(gemms.layout) for gemms in (by, of)):
+    if any(operand.prescale for gemm in (up.fprop, down.dgrad) for operand in (gemm.lhs, gemm.rhs)):
+        return False
+    if not all(sums_on_each_device(gemms.layout) for gemms in (up_gemms, down_gemms)):
         return False
     result: tuple[Use, Use] = (
-        (of.fprop, GemmInput(-1, down.fprop.lhs, down.fprop.rotation)),
-        (of.wgrad, GemmInput(-2, down.wgrad.lhs, down.wgrad.rotation)),
+        (down_gemms.fprop, GemmInput(-1, down.fprop.lhs, down.fprop.rotation)),
+        (down_gemms.wgrad, GemmInput(-2, down.wgrad.lhs, down.wgrad.rotation)),
     )
     gradient: tuple[Use, Use] = (
-        (by.dgrad, GemmInput(-1, up.dgrad.lhs, up.dgrad.rotation)),
-        (by.wgrad, GemmInput(-2, up.wgrad.rhs, up.wgrad.rotation)),
+        (up_gemms.dgrad, GemmInput(-1, up.dgrad.lhs, up.dgrad.rotation)),
+        (up_gemms.wgrad, GemmInput(-2, up.wgrad.rhs, up.wgrad.rotation)),
     )
     return all(prepares_gated(*uses, tokens, width) for uses in (result, gradient))
 
@@ -119,7 +139,7 @@ _gated_matmuls.defvjp(_fwd, _bwd)
 
 
 def _batch(options: GatedOptions, operands, axes) -> tuple[jax.Array, int]:
-    """Maps the products one by one, because what each does under vmap depends on what is mapped."""
+    """Maps the products one by one: each decides by itself whether the mapped axis joins the tokens."""
 
     def apart(x, weights, keys):
         def gated(x, w):

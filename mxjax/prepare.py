@@ -36,7 +36,8 @@ def prepare(
         if len(wanted) == 2:
             from mxjax.kernels.quantize.gated import quantize_gated
 
-            return quantize_gated(x, *(how for _, how in wanted))
+            [(_, rows), (_, columns)] = wanted
+            return quantize_gated(x, rows, columns)
         x = x.value()
     forms: list[Form | None] = [_form(implementation) for implementation, _ in wanted]
     if len(set(forms)) == 1:
@@ -46,12 +47,13 @@ def prepare(
 
 def prepares_gated(rows: tuple[How, GemmInput], columns: tuple[How, GemmInput], r: int, c: int) -> bool:
     """Whether a kernel prepares `Gated` [r, c], and `GatedGradient` of it, for these two GEMMs here."""
+    (row_gemm, row_input), (column_gemm, column_input) = rows, columns
     target = current_target()
-    if target is None or not all(how in ON_PACKED for how, _ in (rows, columns)):
+    if target is None or not {row_gemm, column_gemm} <= set(ON_PACKED):
         return False
     from mxjax.kernels.quantize.launches import takes_gated
 
-    return takes_gated((rows[1], columns[1]), target, r, c)
+    return takes_gated((row_input, column_input), target, r, c)
 
 
 def pack_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor]:

@@ -21,8 +21,19 @@ from mxjax.product import Product
 def quantize_gated(x: Gated | GatedGradient, rows: GemmInput, columns: GemmInput) -> list[KMajor]:
     """Returns the values of x, rounded to bfloat16, packed for both inputs.
 
-    Values differ from those that XLA computes by a unit in the last place of bfloat16 at most.
+    Values differ from XLA's (`Gated.value`) by a unit in the last place of bfloat16 at most, unless a product
+    on the way overflows or is subnormal: the logistic function of a gate below -87 counts as zero, and
+    it is applied first. A block with NaN or infinity is NaN.
+
+    Args:
+      x: products in bfloat16, with or without factors.
+      rows, columns: inputs that `takes_gated` accepts, along -1 and -2.
+    Raises:
+      TypeError: a product in another dtype.
     """
+    for product in x:
+        if product.raw.dtype != jnp.bfloat16:
+            raise TypeError(f"quantize_gated needs products in bfloat16, got {product.raw.dtype}")
     arrays = [array for product in x for array in _with_factors(product)]
     *batch, r, n = arrays[0].shape
     n = n // 2 if isinstance(x, Gated) else n

@@ -84,11 +84,11 @@ def quantize_gated_kernel(
     ROTATION: tl.constexpr,
     FOLDED: tl.constexpr,
 ):
-    """Quantizes silu(gate) * up [V, R, C] of a product [V, R, 2 C] along its columns, and its rows if wanted.
+    """Quantizes silu(gate) * up [V, R, C] of a product [V, R, 2 C] along its columns and its rows.
 
-    Gate's columns come first. The factors are row_factors [V, R] and column_factors [V, 2 C], in float32. The
-    other arguments and the results are those of `quantize_pairs_kernel`, with V for V * BATCH. The grid is
-    (tiles along C, tiles along R, V).
+    Gate's columns come first. The product is in bfloat16; row_factors [V, R] and column_factors [V, 2 C] are
+    powers of two in float32. Results and the other arguments are as in `quantize_pairs_kernel`, with V for
+    V * BATCH. The grid is (tiles along C, tiles along R, V).
     """
     r0, c0 = tl.program_id(1) * BLOCK_R, tl.program_id(0) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)

@@ -122,7 +122,7 @@ def _is_along_rows(pair: Pair, target: Target | None, tiles: int) -> bool:
     columns 3 to 6 % more.
 
     Args:
-      tiles: tiles along columns.
+      tiles: tiles along axis -2.
     """
     rows, columns = pair
     if columns is None:
@@ -136,7 +136,7 @@ def takes_gated(pair: Pair, target: Target | None, r: int, c: int) -> bool:
     rows, columns = pair
     if rows is None or columns is None or _is_stochastic(columns) or c % BLOCK:
         return False
-    if max(r, c) >= LONGEST_AXIS or ceil_div(r, HOPPER_TILE.rows) > MOST_PROGRAMS:
+    if max(r, 2 * c) >= LONGEST_AXIS or ceil_div(r, HOPPER_TILE.rows) > MOST_PROGRAMS:
         return False
     return hopper_takes(pair, target, c, jnp.bfloat16)
 

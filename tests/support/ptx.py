@@ -132,13 +132,24 @@ def _two_f16(high, low):
     )
 
 
+def _two_fp8(dtype):
+    """Returns the conversion of two float32 to bytes, where infinities become the largest numbers."""
+    most = float(ml_dtypes.finfo(dtype).max)
+
+    def convert(high, low):
+        high, low = (np.clip(_float(w), -most, most).astype(np.float32) for w in (high, low))
+        return high.astype(dtype).view(np.uint8).astype(U32) << U32(8) | low.astype(dtype).view(np.uint8)
+
+    return convert
+
+
 def _two_bf16(high, low):
     high, low = (_float(w).astype(ml_dtypes.bfloat16).view(np.uint16).astype(U32) for w in (high, low))
     return high << U32(16) | low
 
 
 OPCODES = {
-    "mov.b32": lambda a: a,
+    "mov.b32": lambda a, high=None: a if high is None else a | high << U32(16),
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "and.b32": np.bitwise_and,
@@ -172,6 +183,8 @@ OPCODES = {
     "rcp.approx.ftz.f32": _f32(np.reciprocal),
     "cvt.rn.f16x2.f32": _two_f16,
     "cvt.rn.bf16x2.f32": _two_bf16,
+    "cvt.rn.satfinite.e4m3x2.f32": _two_fp8(ml_dtypes.float8_e4m3fn),
+    "cvt.rn.satfinite.e5m2x2.f32": _two_fp8(ml_dtypes.float8_e5m2),
 }
 
 
