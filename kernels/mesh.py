@@ -48,8 +48,7 @@ def partitioned(
             with use_abstract_mesh(AbstractMesh((), ())):  # the shard is a whole tensor to its device
                 return run(*parts, cuts.get(summed, ())) if summed else run(*parts)
 
-        structure = jax.tree.structure(results)
-        return mesh, on_part, jax.tree.unflatten(structure, of_results), tuple(of_arguments)
+        return mesh, on_part, jax.tree.unflatten(jax.tree.structure(results), of_results), tuple(of_arguments)
 
     def on_all(*arguments):
         return run(*arguments, ()) if summed else run(*arguments)
@@ -60,7 +59,7 @@ def partitioned(
     function.def_partition(
         partition,
         sharding_rule=rule,
-        need_replication_factors=tuple(f for f in factors if f in whole),  # Shardy wants their order
+        need_replication_factors=tuple(f for f in factors if f in whole),  # in the rule's order, for Shardy
         reduction_factors=(summed,) if summed else (),
         **{factor: size for factor, size in sizes.items() if factor not in axes},
     )

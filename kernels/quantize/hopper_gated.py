@@ -177,9 +177,9 @@ def quantize_gated_gradient_kernel(
     gradient_column = _column_pairs(gradient_column_factors, words, BLOCK_C, EXACT)
     factors = (row_factors, gradient_row_factors, gate_column, up_column, gradient_column)
     if of_up:
-        loaded = _gradient_of_up(gate, gradient, factors, rows, words, C, BLOCK_R, BLOCK_C, EXACT)
+        loaded = _gradient(gate, gradient, factors, rows, words, C, BLOCK_R, BLOCK_C, EXACT, True)
     else:
-        loaded = _gradient_of_gate(gate, gradient, factors, rows, words, C, BLOCK_R, BLOCK_C, EXACT)
+        loaded = _gradient(gate, gradient, factors, rows, words, C, BLOCK_R, BLOCK_C, EXACT, False)
     quantize_tile(
         split_words(loaded, BLOCK_R, BLOCK_C),
         row_words,
@@ -207,7 +207,7 @@ def quantize_gated_gradient_kernel(
 
 
 @triton.jit
-def _gradient_of_up(
+def _gradient(
     gate,
     gradient,
     factors,
@@ -217,45 +217,25 @@ def _gradient_of_up(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     EXACT: tl.constexpr,
+    OF_UP: tl.constexpr,
 ):
-    """Returns GROUP tensors of words of the gradient of the up projection's part."""
-    row_factors, gradient_row_factors, gate_column, _, gradient_column = factors
-    loaded = ()
-    for i in tl.static_range(GROUP):
-        row = _row_pairs(row_factors, i, rows, BLOCK_R, EXACT)
-        gradient_row = _row_pairs(gradient_row_factors, i, rows, BLOCK_R, EXACT)
-        g = load_row(gate, i, rows, words, C, BLOCK_R, BLOCK_C, EXACT)
-        d = load_row(gradient, i, rows, words, C // 2, BLOCK_R, BLOCK_C, EXACT)
-        inputs = [g, d, row, gate_column, gradient_row, gradient_column]
-        loaded = loaded + (tl.inline_asm_elementwise(_OF_UP, "=r,r,r,r,r,r,r", inputs, tl.int32, True, 1),)
-    return loaded
-
-
-@triton.jit
-def _gradient_of_gate(
-    gate,
-    gradient,
-    factors,
-    rows,
-    words,
-    C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """Returns GROUP tensors of words of the gradient of the gate's part."""
+    """Returns GROUP tensors of words of the gradient of the up projection's part, or else of the gate's."""
     row_factors, gradient_row_factors, gate_column, up_column, gradient_column = factors
     loaded = ()
     for i in tl.static_range(GROUP):
         row = _row_pairs(row_factors, i, rows, BLOCK_R, EXACT)
         gradient_row = _row_pairs(gradient_row_factors, i, rows, BLOCK_R, EXACT)
         g = load_row(gate, i, rows, words, C, BLOCK_R, BLOCK_C, EXACT)
-        u = load_row(gate + C // 2, i, rows, words, C, BLOCK_R, BLOCK_C, EXACT)
-        d = load_row(gradient, i, rows, words, C // 2, BLOCK_R, BLOCK_C, EXACT)
-        inputs = [g, u, d, row, gate_column, up_column, gradient_row, gradient_column]
-        loaded = loaded + (
-            tl.inline_asm_elementwise(_OF_GATE, "=r,r,r,r,r,r,r,r,r", inputs, tl.int32, True, 1),
-        )
+        if OF_UP:
+            d = load_row(gradient, i, rows, words, C // 2, BLOCK_R, BLOCK_C, EXACT)
+            inputs = [g, d, row, gate_column, gradient_row, gradient_column]
+            word = tl.inline_asm_elementwise(_OF_UP, "=r,r,r,r,r,r,r", inputs, tl.int32, True, 1)
+        else:
+            u = load_row(gate + C // 2, i, rows, words, C, BLOCK_R, BLOCK_C, EXACT)
+            d = load_row(gradient, i, rows, words, C // 2, BLOCK_R, BLOCK_C, EXACT)
+            inputs = [g, u, d, row, gate_column, up_column, gradient_row, gradient_column]
+            word = tl.inline_asm_elementwise(_OF_GATE, "=r,r,r,r,r,r,r,r,r", inputs, tl.int32, True, 1)
+        loaded = loaded + (word,)
     return loaded
 
 
