@@ -92,7 +92,7 @@ def _on_mesh(pair: Pair, of_gradient: bool, shape: tuple[int, ...]):
         whole += uncut
         results.append(f"v {other} {axis}")
     rule = ", ".join(arguments) + " -> " + ", ".join(results)
-    return partitioned(functools.partial(_call, pair), rule, sizes, list(dict.fromkeys([*whole, other])))
+    return partitioned(functools.partial(_call, pair), rule, sizes, [*whole, other])
 
 
 def _call(pair: Pair, *arrays: jax.Array) -> list[jax.Array]:

@@ -101,7 +101,7 @@ def launch_of(
     """
     v, b, r, c = shape
     out = _outputs(pair, form, (v, b), r, c)
-    if form == "packed" and hopper_takes(pair, target, c, dtype):
+    if form == "packed" and _hopper_takes(pair, target, c, dtype):
         tile = HOPPER_TILE
         kernel, constants = quantize_pairs_kernel, _pairs_constants(pair, b, r, c, whole or (r, c))
     else:
@@ -138,7 +138,7 @@ def takes_gated(pair: Pair, target: Target | None, r: int, c: int) -> bool:
         return False
     if max(r, 2 * c) >= LONGEST_AXIS or ceil_div(r, HOPPER_TILE.rows) > MOST_PROGRAMS:
         return False
-    return hopper_takes(pair, target, c, jnp.bfloat16)
+    return _hopper_takes(pair, target, c, jnp.bfloat16)
 
 
 def gated_launch_of(pair: Pair, shape: tuple[int, int, int], of_gradient: bool) -> Launch:
@@ -180,7 +180,7 @@ def _outputs(pair: Pair, form: Form, batch: tuple[int, ...], r: int, c: int) -> 
     return out
 
 
-def hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -> bool:
+def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -> bool:
     """Whether Hopper's kernel can pack a tensor with c columns and this dtype for these inputs."""
     rows, columns = pair
     if conversion(target) != "sm_90" or jnp.dtype(dtype) != jnp.bfloat16 or c % 8:

@@ -103,3 +103,8 @@ def test_bad_arguments_end_with_one_line(tmp_path, capsys):
         with pytest.raises(SystemExit):
             trace_table.main([str(tmp_path), *flags])
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kernel", ["", "_pairs", "_gated", "_gated_gradient"])
+def test_the_quantizers_kernels_are_of_its_kind(kernel):
+    assert trace_table.kind_of(f"quantize{kernel}_kernel") == "quantize"
