@@ -24,7 +24,7 @@ KINDS = {
     "attention": r"sdpa|flash|fmha|attention",
     "quantize": r"quantize_(pairs_|gated_|gated_gradient_)?kernel|draw_kernel",
     "carrier": r"carry_kernel",
-    "correction": r"correct_kernel",
+    "correction": r"sift_kernel|correct_kernel",
     "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|Cijk_|splitk",
     "copies": r"memcpy|memset",
     "elementwise": r"",

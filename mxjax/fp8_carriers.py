@@ -11,9 +11,9 @@ must add up to a float32's.
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Float32, UInt8, UInt32
 
-from mxjax.formats import BLOCK, E4M3, E5M2
+from mxjax.formats import BLOCK, E2M1, E4M3, E5M2
 from mxjax.kmajor import KMajor, code_values, spread_blocks, unpack_codes
 from mxjax.scales import power_of_two
 
@@ -46,6 +46,8 @@ class Carried(NamedTuple):
         From the kernel only in rows that lost elements, and not for all operands, as the next two.
       group_scales: the scale byte of each group.
       far: those rows of `lost` with a nonzero element that FP8 cannot represent beside those of its group.
+      lost_sum: a bound of the sum of a row's lost elements in magnitude, relative to its unit: 192, which is
+        32 elements of 6, times each lost block's scale. From the kernel it is there with `grouped`.
     """
 
     elements: Float[Array, "*batch n k"]
@@ -54,6 +56,7 @@ class Carried(NamedTuple):
     grouped: Float[Array, "*batch n k"] | None = None
     group_scales: UInt8[Array, "*batch n groups"] | None = None
     far: Flags | None = None
+    lost_sum: Float32[Array, "*batch n"] | None = None
 
     @property
     def fits(self) -> Bool[Array, ""]:
@@ -78,6 +81,7 @@ def carry(q: KMajor, carrier: Carrier) -> Carried:
     group_unit = jnp.maximum(largest - high, unit[..., None] + LEAST_FACTOR)
     grouped, missed = _carry_blocks(q, byte, jnp.repeat(group_unit, group, axis=-1), carrier)
     lost_rows = jnp.any(lost, axis=-1)
+    lost_scales = power_of_two(jnp.clip(byte - unit[..., None], -126, 127))
     return Carried(
         elements,
         unit.astype(jnp.uint8),
@@ -85,6 +89,7 @@ def carry(q: KMajor, carrier: Carrier) -> Carried:
         grouped,
         (group_unit - unit[..., None] + 127).astype(jnp.uint8),
         (lost_rows & jnp.any(missed, axis=-1)).astype(jnp.uint8),
+        jnp.sum(jnp.where(lost, BLOCK * E2M1.max * lost_scales, 0), axis=-1),
     )
 
 

@@ -14,6 +14,7 @@ _OUT = "the elements times 2**(scale byte - unit), 0 in place of lost ones"
 _GROUPED = "as out with a unit for each GROUP blocks, in programs that lost elements; not used if GROUP is 0"
 _GROUP_SCALES = "127 + the unit of a group - that of its row; where grouped is written"
 _FAR = "as lost, of lost rows with elements that changed in grouped; not used if GROUP is 0"
+_LOST_SUM = "192 times the sum of 2**shift of a row's lost blocks; where grouped is written"
 _LOST = "bit i is 1 if a shift changed elements of row i of a program's ROWS rows of BLOCKS blocks"
 
 
@@ -31,7 +32,7 @@ def _build(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
     programs = programs_of(n, blocks)
     constants = constants_of(n, blocks, carrier, target, grouped=carrier == "e5m2")
     has_groups = constants["GROUP"] > 0
-    grouped, group_scales, far = outputs_of(1, n, blocks, has_groups=has_groups)[3:]
+    grouped, group_scales, far, lost_sum = outputs_of(1, n, blocks, has_groups=has_groups)[3:]
     view = ((1, n, BLOCK * blocks), jnp.dtype(CARRIER_DTYPES[carrier]).name)
     sizes = {"rows": n, "blocks": blocks, "tile": [constants["ROWS"], constants["BLOCKS"]]}
     return Build(
@@ -46,6 +47,7 @@ def _build(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
             "grouped": Argument(grouped.shape, grouped.dtype.name, "scratch", _GROUPED),
             "group_scales": Argument(group_scales.shape, group_scales.dtype.name, "scratch", _GROUP_SCALES),
             "far": Argument(far.shape, far.dtype.name, "output" if has_groups else "scratch", _FAR),
+            "lost_sum": Argument(lost_sum.shape, lost_sum.dtype.name, "scratch", _LOST_SUM),
         },
         constants=constants,
         grid=(programs, 1),

@@ -261,7 +261,7 @@ def _flags(found: np.ndarray, tile: list[int]) -> np.ndarray:
 
 
 def correction_inputs(
-    *, batch: int, m: int, n: int, k: int, dtype: str, rows: int, parts: int, groups: int
+    *, batch: int, m: int, n: int, k: int, dtype: str, rows: dict[str, int], parts: int, groups: int
 ) -> Arrays:
     """Draws what `gemm_inputs` does, an earlier result, and factors and lost elements of both operands.
 
@@ -273,7 +273,7 @@ def correction_inputs(
     rng = np.random.default_rng(1)
     for place, (side, length) in enumerate((("lhs", m), ("rhs", n))):
         arrays[f"{side}_unit"] = rng.integers(77, 178, (batch, length)).astype(np.uint8)
-        lost = np.zeros((batch, -(-length // rows) * parts), np.uint32)
+        lost = np.zeros((batch, -(-length // rows[side]) * parts), np.uint32)
         lost[place : place + 1, -1] = 1
         arrays[f"{side}_lost"] = lost
     arrays["lhs_far"] = arrays["lhs_lost"]
@@ -285,16 +285,16 @@ def correction_inputs(
 
 
 def correction_outputs(
-    inputs: Arrays, *, batch: int, m: int, n: int, dtype: str, rows: int, parts: int, **_: object
+    inputs: Arrays, *, batch: int, m: int, n: int, dtype: str, rows: dict[str, int], parts: int, **_: object
 ) -> Arrays:
     """Computes the row and column factors, and the result recomputed where elements were lost.
 
-    Each of `parts` parts of `rows` rows of lhs, and of rhs, has a bit for each row.
+    Each of `parts` parts of so many `rows` of lhs, and of rhs, has a bit for each row.
     """
     exponents, affected, values = [], [], []
     for side, length in (("lhs", m), ("rhs", n)):
         words = np.bitwise_or.reduce(inputs[f"{side}_lost"].reshape(batch, -1, parts), axis=2)
-        bits = words[..., None] >> np.arange(rows, dtype=np.uint32) & 1
+        bits = words[..., None] >> np.arange(rows[side], dtype=np.uint32) & 1
         affected.append(bits.reshape(batch, -1)[:, :length] > 0)
         exponents.append(inputs[f"{side}_unit"].astype(int) - 127)
         values.append(decode(inputs[side], inputs[f"{side}_scales"]))
@@ -305,6 +305,29 @@ def correction_outputs(
         "lhs_factors": np.ldexp(np.float32(1), exponents[0]),
         "rhs_factors": np.ldexp(np.float32(1), exponents[1]),
     }
+
+
+def sifting_inputs(*, batch: int, m: int, n: int, dtype: str, rows: int, factor: float) -> Arrays:
+    """Draws a result, NaN in some rows, flags, and bounds above and below the least elements of rows."""
+    rng = np.random.default_rng(0)
+    y = rng.standard_normal((batch, m, n)).astype(dtype)
+    y[rng.random(y.shape) < 0.1 / n] = np.nan
+    bound = 2.0 ** rng.integers(-4, 5, (batch, m)) * np.nanmin(abs(y.astype(np.float32)), axis=-1, initial=9)
+    lost, far = rng.integers(0, 2**32, (2, batch, -(-m // rows)), np.uint32)
+    return {"y": y, "lost_sum": (bound / factor).astype(np.float32), "lost": lost, "far": lost & far}
+
+
+def sifting_outputs(inputs: Arrays, *, batch: int, m: int, rows: int, factor: float, **_: object) -> Arrays:
+    """Finds which rows with a bit, `rows` of them a word, have an element below their bound, or NaN."""
+    bound = (inputs["lost_sum"] * np.float32(factor))[..., None]
+    found = ~(abs(inputs["y"].astype(np.float32)) >= bound).all(-1)
+
+    def sifted(words: np.ndarray) -> np.ndarray:
+        bits = words[..., None] >> np.arange(rows, dtype=np.uint32) & 1
+        kept = np.pad(bits.reshape(batch, -1)[:, :m] * found, ((0, 0), (0, -m % 32))).reshape(batch, -1, 32)
+        return (kept << np.arange(32)).sum(-1).astype(np.uint32)
+
+    return {"still_lost": sifted(inputs["lost"]), "still_far": sifted(inputs["far"])}
 
 
 def attention_inputs(*, which: str, b: int, s: int, g: int, r: int, h: int) -> Arrays:

@@ -1,4 +1,4 @@
-"""The ahead-of-time builds of the FP4 GEMM, and of the kernel that corrects FP8 products."""
+"""The ahead-of-time builds of the FP4 GEMM, and of the kernels that correct FP8 products."""
 
 import dataclasses
 import functools
@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.devices import Target
+from mxjax.formats import E4M3
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
-from mxjax.kernels.matmul import correct
-from mxjax.kernels.matmul.carry import programs_of, rows_and_parts
+from mxjax.kernels.launch import ceil_div
+from mxjax.kernels.matmul import correct, sift
+from mxjax.kernels.matmul.carry import rows_and_parts
 from mxjax.kernels.matmul.correct_kernel import correct_kernel
 from mxjax.kernels.matmul.fp4_gemm import constants_of, gemm_kernel, grid_of, shuffle_scales
 from mxjax.kernels.matmul.tiles import MORE_TILES, TILES, Tiles, choose_tiles, options_of, table_of
@@ -27,7 +29,7 @@ def builds(target: Target) -> list[Build]:
     """Returns the builds of Llama 3.1 8B's GEMMs and of small ones, with every tile size of the target.
 
     Wgrad's result is float32, as its weights are; the others are bfloat16. Targets that multiply FP8 and not
-    FP4 also build the correction of each product.
+    FP4 also build the correction of each product, and what finds its rows that need none.
     """
     sizes = [
         (shape, "float32" if shape.name.endswith("wgrad") else "bfloat16")
@@ -38,6 +40,7 @@ def builds(target: Target) -> list[Build]:
     wanted = [build_gemm(*size, target) for size in sizes]
     if target.arch == "sm_90":
         wanted += [_correction(*size, target) for size in sizes]
+        wanted += [_sift(*size) for size in sizes if rows_and_parts(size[0].k // 32)[1] == 1]
     wanted += [build_gemm(_small(tiles), "bfloat16", target, tiles) for tiles in TILES[table_of(target)]]
     return list({build.name: build for build in wanted}.values())
 
@@ -104,11 +107,15 @@ def build_gemm(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles
 def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
     _, m, n, k, batch = shape
     tiles = correct.tiles_of(target)
-    rows, parts = rows_and_parts(k // 32)
+    parts = rows_and_parts(k // 32)[1]
     constants = correct.constants_of(m, n, k, tiles, has_groups=parts == 1)
+    rows = {"lhs": constants["LHS_ROWS"], "rhs": constants["RHS_ROWS"]}
+    flags = {side: (batch, ceil_div(size, rows[side]) * parts) for side, size in (("lhs", m), ("rhs", n))}
     groups = k // constants["GROUP"] if constants["GROUP"] else 1
     unit = "scale byte that stands for 1 in each row of the operand's FP8 elements, from 64 to 190"
-    lost = "bit i is 1 if row i lost elements in FP8, for each of PARTS parts of each ROWS rows"
+    lost = (
+        "bit i is 1 if row i lost elements in FP8, for each of PARTS parts of each LHS_ROWS or RHS_ROWS rows"
+    )
     factors = "2**(unit - 127)"
     in_fp8 = "the operand in FP8, not read for far rows"
     sizes = {"batch": batch, "m": m, "n": n, "k": k, "dtype": dtype}
@@ -128,13 +135,13 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
             **operands,
             "lhs_unit": Argument((batch, m), "uint8", meaning=unit),
             "rhs_unit": Argument((batch, n), "uint8", meaning=unit),
-            "lhs_lost": Argument((batch, programs_of(m, k // 32)), "uint32", meaning=lost),
-            "rhs_lost": Argument((batch, programs_of(n, k // 32)), "uint32", meaning=lost),
+            "lhs_lost": Argument(flags["lhs"], "uint32", meaning=lost),
+            "rhs_lost": Argument(flags["rhs"], "uint32", meaning=lost),
             "lhs_grouped": Argument((batch, m, k), "float8_e5m2", meaning=in_fp8),
             "lhs_group_scales": Argument(
                 (batch, m, groups), "uint8", meaning="127 + exponent of each GROUP columns"
             ),
-            "lhs_far": Argument((batch, programs_of(m, k // 32)), "uint32", meaning="as lhs_lost, if far"),
+            "lhs_far": Argument(flags["lhs"], "uint32", meaning="as lhs_lost, if far"),
             "rhs_fp8": Argument((batch, n, k), "float8_e4m3fn", meaning=in_fp8),
             "out": Argument((batch, m, n), dtype, "output", result),
             "lhs_factors": Argument((batch, m), "float32", "output", factors),
@@ -151,4 +158,29 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
         expected=Expected("correction", sizes | {"rows": rows, "parts": parts, "groups": groups}),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+    )
+
+
+def _sift(shape: shapes.GemmShape, dtype: str) -> Build:
+    _, m, n, k, batch = shape
+    rows = rows_and_parts(k // 32)[0]
+    flags, sifted = ((batch, ceil_div(m, count)) for count in (rows, sift.ROWS))
+    constants = sift.constants_of(m, n, jnp.dtype(dtype), E4M3.dtype, rows)
+    sizes = {"batch": batch, "m": m, "n": n, "dtype": dtype, "rows": rows, "factor": constants["FACTOR"]}
+    still = "bit i is 1 if row i of 32 has one and an element of y is below lost_sum * FACTOR or NaN"
+    return Build(
+        name=f"sift_{batch}x{m}x{n}_{dtype}_{rows}",
+        kernel=sift.sift_kernel,
+        signature={
+            "y": Argument((batch, m, n), dtype, meaning="the product of two operands in FP8"),
+            "lost_sum": Argument((batch, m), "float32", meaning="as from carry_kernel"),
+            "lost": Argument(flags, "uint32", meaning="as from carry_kernel, a word for FROM rows"),
+            "far": Argument(flags, "uint32", meaning="as lost"),
+            "still_lost": Argument(sifted, "uint32", "output", still),
+            "still_far": Argument(sifted, "uint32", "output", "as still_lost, of far"),
+        },
+        constants=constants,
+        grid=(sifted[1], batch),
+        expected=Expected("sifting", sizes),
+        num_warps=sift.WARPS,
     )

@@ -7,7 +7,7 @@ import triton.language as tl
 from jaxtyping import Array, UInt8
 
 from mxjax.devices import Target
-from mxjax.formats import BLOCK
+from mxjax.formats import BLOCK, E2M1
 from mxjax.fp8_carriers import CARRIER_DTYPES, LEAST_FACTOR, SHIFTS, UNIT_BYTES, Carried, Carrier, group_of
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.quantize.elements import encode_fp8, scale_value
@@ -17,6 +17,7 @@ MOST_ROWS = 32  # per program, a bit of its flags each
 _WORDS = BLOCK // 8  # words of 8 elements per block
 _LEAST_UNIT, _LARGEST_UNIT = tl.constexpr(UNIT_BYTES[0]), tl.constexpr(UNIT_BYTES[1])
 _LEAST_FACTOR = tl.constexpr(LEAST_FACTOR)
+_BLOCK_MAX = tl.constexpr(BLOCK * E2M1.max)  # no block's magnitudes add up to more
 
 # prmt selects a byte of {$4:$3} by each of 4 nibbles: the FP8 value of a code's magnitude. If a nibble's
 # highest bit is set, it replicates the byte's sign bit instead, so that 0x80 becomes 0xff for negative codes.
@@ -49,12 +50,13 @@ def carry_operand(
     """Returns a packed operand in FP8, bit for bit as `mxjax.fp8_carriers.carry` does.
 
     Args:
-      grouped: whether the result has `grouped`, `group_scales` and `far`, where one program takes whole rows.
+      grouped: whether the result has `grouped`, `group_scales`, `far` and `lost_sum`, where one program takes
+        whole rows.
     """
     batch, n, blocks = scales.shape
     words = jax.lax.bitcast_convert_type(elements.reshape(batch, n, _WORDS * blocks, 4), jnp.int32)
     constants = constants_of(n, blocks, carrier, target, grouped)
-    carried, unit, lost, of_groups, group_scales, far = triton_call(
+    carried, unit, lost, of_groups, group_scales, far, lost_sum = triton_call(
         carry_kernel,
         words,
         scales,
@@ -70,15 +72,17 @@ def carry_operand(
 
     if not constants["GROUP"]:
         return Carried(in_fp8(carried), unit, lost)
-    return Carried(in_fp8(carried), unit, lost, in_fp8(of_groups), group_scales, far)
+    return Carried(in_fp8(carried), unit, lost, in_fp8(of_groups), group_scales, far, lost_sum)
 
 
 def outputs_of(batch: int, n: int, blocks: int, *, has_groups: bool) -> list[jax.ShapeDtypeStruct]:
-    """Returns the arrays that the kernel writes; without groups the last three are not written."""
+    """Returns the arrays that the kernel writes; without groups the last four are not written."""
     carried = jax.ShapeDtypeStruct((batch, n, 2 * _WORDS * blocks), jnp.int32)
     flags = jax.ShapeDtypeStruct((batch, programs_of(n, blocks)), jnp.uint32)
     group_scales = jax.ShapeDtypeStruct((batch, n, blocks // group_of(blocks)), jnp.uint8)
-    more = (carried, group_scales, flags) if has_groups else (jax.ShapeDtypeStruct((1,), jnp.int32),) * 3
+    lost_sum = jax.ShapeDtypeStruct((batch, n), jnp.float32)
+    not_written = jax.ShapeDtypeStruct((1,), jnp.int32)
+    more = (carried, group_scales, flags, lost_sum) if has_groups else (not_written,) * 4
     return [carried, jax.ShapeDtypeStruct((batch, n), jnp.uint8), flags, *more]
 
 
@@ -128,6 +132,7 @@ def carry_kernel(
     grouped,
     group_scales,
     far,
+    lost_sum,
     N,
     K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -142,8 +147,8 @@ def carry_kernel(
 
     The outputs are out [v, N, 8 K], unit [v, N] and lost [v, programs], uint32, whose bit i is set if row i
     of the program lost an element. Unless GROUP is 0, which it is for parts of rows, they are also grouped
-    [v, N, 8 K] and group_scales [v, N, K / GROUP], written only by programs that lost elements, and far
-    [v, programs], like lost. The grid is (programs, v).
+    [v, N, 8 K], group_scales [v, N, K / GROUP] and lost_sum [v, N], written only by programs that lost
+    elements, and far [v, programs], like lost. The grid is (programs, v).
     """
     PARTS: tl.constexpr = (K + BLOCKS - 1) // BLOCKS  # programs per row; if more than one, ROWS is 1
     v = tl.program_id(1).to(tl.int64)
@@ -174,6 +179,9 @@ def carry_kernel(
     tl.store(out + at, carried, inside[:, None])
     if GROUP > 0:
         if flags != 0:
+            lost_scale = _power_of_two(tl.minimum(tl.maximum(byte - unit_of_block, -126), 127))
+            sums = tl.sum(tl.reshape(tl.where(missed, _BLOCK_MAX * lost_scale, 0), [ROWS, BLOCKS]), 1)
+            tl.store(lost_sum + first + rows, sums, rows < rows_left)
             word = tl.load(words + word_at, inside[:, None], 0)  # once more, for which no registers wait
             of_group = _spread(tl.max(tl.reshape(_finite(byte), [ROWS * BLOCKS // GROUP, GROUP]), 1), GROUP)
             group_unit = tl.maximum(of_group - HIGH, unit_of_block + _LEAST_FACTOR)
@@ -237,6 +245,11 @@ def _largest_of_row(scales, K: tl.constexpr):
         column = start + tl.arange(0, WIDTH)
         largest = tl.maximum(largest, _finite(tl.load(scales + column, column < K, 0).to(tl.int32)))
     return tl.max(tl.reshape(largest, [1, WIDTH]), 1)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

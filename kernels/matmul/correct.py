@@ -13,6 +13,7 @@ from mxjax.fp8_carriers import Carried, group_of
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.matmul.carry import rows_and_parts
 from mxjax.kernels.matmul.correct_kernel import correct_kernel
+from mxjax.kernels.matmul.sift import ROWS, sift
 from mxjax.kernels.matmul.tiles import TILES, Tiles
 
 # Two for each of Hopper's multiprocessors.
@@ -31,6 +32,8 @@ def correct(
 ) -> list[jax.Array]:
     """Returns y, recomputed where its row or column lost elements, with the factors of rows and columns.
 
+    Where `left` has groups, rows in which what was lost is negligible are left as they are (`sift`).
+
     Args:
       y: the product of the elements of `left` and `right`. It is overwritten.
       operands: packed lhs, lhs_scales, rhs, rhs_scales.
@@ -42,6 +45,9 @@ def correct(
       column_factors: [batch, n] float32, likewise.
     """
     batch, m, n = y.shape
+    blocks = operands[1].shape[2]
+    if left.grouped is not None:
+        left = sift(y, left, right, rows_and_parts(blocks)[0])
     grouped = (left.grouped, left.group_scales, left.far)
     has_groups = left.grouped is not None
     if not has_groups:
@@ -69,7 +75,7 @@ def correct(
         grid=grid_of(m, n, batch, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **constants_of(m, n, 2 * operands[0].shape[2], tiles, has_groups),
+        **constants_of(m, n, BLOCK * blocks, tiles, has_groups),
     )
     return [corrected.astype(y.dtype), row_factors, column_factors]
 
@@ -102,7 +108,8 @@ def constants_of(m: int, n: int, k: int, tiles: Tiles, has_groups: bool) -> dict
         "M": m,
         "N": n,
         "K": k,
-        "ROWS": rows,
+        "LHS_ROWS": ROWS if has_groups else rows,
+        "RHS_ROWS": rows,
         "PARTS": parts,
         "LARGE": max(m * k, n * k, m * n) >= 2**31,
         "GROUP": BLOCK * group_of(k // BLOCK) if has_groups else 0,

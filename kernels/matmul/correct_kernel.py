@@ -33,7 +33,8 @@ def correct_kernel(
     M,
     N,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
+    LHS_ROWS: tl.constexpr,
+    RHS_ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     LARGE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -46,11 +47,12 @@ def correct_kernel(
 
     They become those of lhs[b] @ rhs[b].T divided by the factors of their rows and columns, as the rest of
     out is. The kernel also writes these factors, [b, M] and [b, N], from the unit bytes. Each of PARTS parts
-    of ROWS rows has a word with a bit for each row: lhs_lost is [b, ceil(M / ROWS) * PARTS], rhs_lost has N
-    instead of M. Unless GROUP is 0, lhs_grouped, lhs_group_scales of each GROUP columns, the flags lhs_far
-    and rhs_fp8 are of the operands in FP8 (see `mxjax.fp8_carriers`), which suffice for rows that are not
-    far in columns that are not lost. `before` is the memory of out, and scratch has max(BLOCK_M, BLOCK_N)
-    words a program for this kernel alone. The grid is (programs, batch), with any number of programs.
+    of LHS_ROWS rows has a word with a bit for each row: lhs_lost is [b, ceil(M / LHS_ROWS) * PARTS], and
+    rhs_lost likewise for N and RHS_ROWS. Unless GROUP is 0, lhs_grouped, lhs_group_scales of each GROUP
+    columns, the flags lhs_far and rhs_fp8 are of the operands in FP8 (see `mxjax.fp8_carriers`), which
+    suffice for rows that are not far in columns that are not lost. `before` is the memory of out, and scratch
+    has max(BLOCK_M, BLOCK_N) words a program for this kernel alone. The grid is (programs, batch), with any
+    number of programs.
     """
     TILES_M, TILES_N = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     SLOTS: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
@@ -58,18 +60,18 @@ def correct_kernel(
     batch = tl.program_id(1).to(tl.int64)
     lhs_unit += batch * M
     rhs_unit += batch * N
-    lhs_lost += batch * (tl.cdiv(M, ROWS) * PARTS)
-    rhs_lost += batch * (tl.cdiv(N, ROWS) * PARTS)
+    lhs_lost += batch * (tl.cdiv(M, LHS_ROWS) * PARTS)
+    rhs_lost += batch * (tl.cdiv(N, RHS_ROWS) * PARTS)
     scratch += (batch * programs + program) * SLOTS
     _write_factors(lhs_unit, lhs_factors + batch * M, M)
     _write_factors(rhs_unit, rhs_factors + batch * N, N)
     out += batch * M * N
-    lost = count_lost(lhs_lost, None, M, ROWS, PARTS)
-    of_columns = tl.cdiv(count_lost(rhs_lost, None, N, ROWS, PARTS), BLOCK_N) * TILES_M
+    lost = count_lost(lhs_lost, None, M, LHS_ROWS, PARTS)
+    of_columns = tl.cdiv(count_lost(rhs_lost, None, N, RHS_ROWS, PARTS), BLOCK_N) * TILES_M
     if GROUP > 0:
-        lhs_far += batch * tl.cdiv(M, ROWS)
+        lhs_far += batch * tl.cdiv(M, LHS_ROWS)
         if lost > 0:
-            near = count_lost(lhs_lost, lhs_far, M, ROWS, PARTS)
+            near = count_lost(lhs_lost, lhs_far, M, LHS_ROWS, PARTS)
             tiles = tl.cdiv(near, BLOCK_M) * tl.cdiv(N, FP8_N)
             first, count = _share_of(tiles, program, programs)
             for i in range(count):
@@ -87,7 +89,8 @@ def correct_kernel(
                     M,
                     N,
                     K,
-                    ROWS,
+                    LHS_ROWS,
+                    RHS_ROWS,
                     LARGE,
                     GROUP,
                     BLOCK_M,
@@ -114,7 +117,8 @@ def correct_kernel(
             M,
             N,
             K,
-            ROWS,
+            LHS_ROWS,
+            RHS_ROWS,
             PARTS,
             LARGE,
             BLOCK_M,
@@ -138,7 +142,8 @@ def _put_near_tile(
     M,
     N,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
+    LHS_ROWS: tl.constexpr,
+    RHS_ROWS: tl.constexpr,
     LARGE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -151,13 +156,13 @@ def _put_near_tile(
     """
     ACROSS = tl.cdiv(N, BLOCK_N)
     if is_first | (tile % ACROSS == 0):
-        find_lost(lost, far, scratch, tile // ACROSS, M, ROWS, 1, BLOCK_M)
+        find_lost(lost, far, scratch, tile // ACROSS, M, LHS_ROWS, 1, BLOCK_M)
     rows = tl.load(scratch + tl.arange(0, BLOCK_M))
     columns = tile % ACROSS * BLOCK_N + tl.arange(0, BLOCK_N)
     x_rows = tl.minimum(rows, M - 1).to(tl.int64 if LARGE else tl.int32)
     y_rows = tl.minimum(columns, N - 1).to(tl.int64 if LARGE else tl.int32)
     acc = accumulate_groups(x, x_scales, y, x_rows, y_rows, K, BLOCK_M, BLOCK_N, GROUP)
-    is_lost = tl.load(columns_lost + y_rows // ROWS) >> (y_rows % ROWS).to(tl.uint32) & 1
+    is_lost = tl.load(columns_lost + y_rows // RHS_ROWS) >> (y_rows % RHS_ROWS).to(tl.uint32) & 1
     _store_tile(out, acc, rows, tl.where(is_lost > 0, N, columns), M, N, LARGE)
 
 
@@ -179,7 +184,8 @@ def _put_far_tile(
     M,
     N,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
+    LHS_ROWS: tl.constexpr,
+    RHS_ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     LARGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -188,7 +194,19 @@ def _put_far_tile(
 ):
     """Writes a tile of lost rows or columns, from the packed operands; see `_place_of`."""
     rows, columns = _place_of(
-        lhs_lost, rhs_lost, scratch, tile, is_first, of_rows, M, N, ROWS, PARTS, BLOCK_M, BLOCK_N
+        lhs_lost,
+        rhs_lost,
+        scratch,
+        tile,
+        is_first,
+        of_rows,
+        M,
+        N,
+        LHS_ROWS,
+        RHS_ROWS,
+        PARTS,
+        BLOCK_M,
+        BLOCK_N,
     )
     lhs_rows = tl.minimum(rows, M - 1).to(tl.int64 if LARGE else tl.int32)
     rhs_rows = tl.minimum(columns, N - 1).to(tl.int64 if LARGE else tl.int32)
@@ -209,7 +227,8 @@ def _place_of(
     of_rows,
     M,
     N,
-    ROWS: tl.constexpr,
+    LHS_ROWS: tl.constexpr,
+    RHS_ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -222,13 +241,13 @@ def _place_of(
     TILES_M, TILES_N = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     if tile < of_rows:
         if is_first | (tile % TILES_N == 0):
-            find_lost(lhs_lost, None, scratch, tile // TILES_N, M, ROWS, PARTS, BLOCK_M)
+            find_lost(lhs_lost, None, scratch, tile // TILES_N, M, LHS_ROWS, PARTS, BLOCK_M)
         rows = tl.load(scratch + tl.arange(0, BLOCK_M))
         columns = tile % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
     else:
         strip, across = (tile - of_rows) // TILES_M, (tile - of_rows) % TILES_M
         if is_first | (across == 0):
-            find_lost(rhs_lost, None, scratch, strip, N, ROWS, PARTS, BLOCK_N)
+            find_lost(rhs_lost, None, scratch, strip, N, RHS_ROWS, PARTS, BLOCK_N)
         columns = tl.load(scratch + tl.arange(0, BLOCK_N))
         rows = across * BLOCK_M + tl.arange(0, BLOCK_M)
     return rows, columns

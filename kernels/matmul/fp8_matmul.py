@@ -1,8 +1,9 @@
 """Products of packed MXFP4 operands on FP8 matrix units: exact in FP8 carriers, else recomputed by a kernel.
 
 Whether FP8 represents the operands exactly is known only at run time. XLA's FP8 GEMM always runs.
-`correct_kernel` then multiplies the rows that lost elements alone, so that the cost is in proportion to their
-number. The XLA program needs no branch, which would copy its inputs and outputs.
+`sift_kernel` then finds the rows in which what was lost is below rounding, and `correct_kernel` multiplies
+the others that lost elements alone, so that the cost is in proportion to their number. The XLA program
+needs no branch, which would copy its inputs and outputs.
 """
 
 import functools
@@ -35,8 +36,10 @@ def matmul(
 ) -> Product:
     """Returns lhs @ rhs.T of packed MXFP4 operands, as `fp4_gemm.matmul` does, on FP8 matrix units.
 
-    A recomputed result may become zero if it is below 2**-126 times the factors of its row and column. A
-    row's factor is 2**-6 (E4M3) or 2**-13 (E5M2) of its largest scale, but from 2**-63 to 2**63.
+    A row of lhs in E5M2 with lost elements is recomputed only if an element may lack more than 2**-10 of
+    itself for it in bfloat16, or 2**-26 in float32. A recomputed result may become zero if it is below
+    2**-126 times the factors of its row and column. A row's factor is 2**-6 (E4M3) or 2**-13 (E5M2) of its
+    largest scale, but from 2**-63 to 2**63.
 
     Args:
       dtype: dtype of the product before its factors are applied.

@@ -9,10 +9,16 @@ def count_lost(flags, without, LENGTH, ROWS: tl.constexpr, PARTS: tl.constexpr):
     """Returns the number of rows that lost elements; `without` as in `_group_flags`."""
     WIDTH: tl.constexpr = 4096
     GROUPS = tl.cdiv(LENGTH, ROWS)
-    count = tl.zeros([WIDTH], tl.int32)
+    some = tl.zeros([WIDTH], tl.uint32)
     for start in range(0, GROUPS, WIDTH):
-        count += _ones(_group_flags(flags, without, start + tl.arange(0, WIDTH), GROUPS, PARTS))
-    return tl.sum(count, 0)
+        some |= _group_flags(flags, without, start + tl.arange(0, WIDTH), GROUPS, PARTS)
+    lost = 0
+    if tl.max(some.to(tl.int32, bitcast=True) != 0, 0):  # else there is nothing to count
+        count = tl.zeros([WIDTH], tl.int32)
+        for start in range(0, GROUPS, WIDTH):
+            count += _ones(_group_flags(flags, without, start + tl.arange(0, WIDTH), GROUPS, PARTS))
+        lost = tl.sum(count, 0)
+    return lost
 
 
 @triton.jit

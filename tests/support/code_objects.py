@@ -30,7 +30,7 @@ SMALL_GEMMS = ["gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16", "gemm_2
 INTERPRETED = [
     *("gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16"),
     *("quantize_65x97_bfloat16_rows_packed_*", "quantize_65x97_float32_rows_packed-0.75-32x32_*"),
-    *("carry_33x96_*", "correct_1x65x33x288_float32", "draw_1_64_128"),
+    *("carry_33x96_*", "sift_1x65x33_float32_*", "correct_1x65x33x288_float32", "draw_1_64_128"),
 ]
 MORE_INTERPRETED = [
     *("gemm_1x5x7x96_float32", "gemm_1x65x33x288_bfloat16", "gemm_3x17x130x544_float32"),
@@ -40,7 +40,7 @@ MORE_INTERPRETED = [
         "quantize_65x97_bfloat16_rows_none_*",
         "quantize_65x97_float16_*",
     ),
-    *("correct_1x65x33x288_bfloat16", "correct_3x17x130x544_float32"),
+    *("sift_3x17x130_bfloat16_*", "correct_1x65x33x288_bfloat16", "correct_3x17x130x544_float32"),
 ]
 BUILDS = {
     "gfx950": [
