@@ -23,7 +23,7 @@ KINDS = {
     "collectives": r"nccl|rccl|all_?reduce_kernel|ragged_all_to_all",
     "attention": r"sdpa|flash|fmha|attention",
     "quantize": r"quantize_(pairs_|gated_|gated_gradient_)?kernel|draw_kernel",
-    "carrier": r"carry_kernel",
+    "carrier": r"carry_(both_)?kernel",
     "correction": r"sift_kernel|correct_kernel",
     "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|Cijk_|splitk",
     "copies": r"memcpy|memset",

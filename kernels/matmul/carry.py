@@ -17,6 +17,8 @@ MOST_ROWS = 32  # per program, a bit of its flags each
 _WORDS = BLOCK // 8  # words of 8 elements per block
 _LEAST_UNIT, _LARGEST_UNIT = tl.constexpr(UNIT_BYTES[0]), tl.constexpr(UNIT_BYTES[1])
 _LEAST_FACTOR = tl.constexpr(LEAST_FACTOR)
+_E4M3_LOW, _E4M3_HIGH = map(tl.constexpr, SHIFTS["e4m3"])
+_E5M2_LOW, _E5M2_HIGH = map(tl.constexpr, SHIFTS["e5m2"])
 _BLOCK_MAX = tl.constexpr(BLOCK * E2M1.max)  # no block's magnitudes add up to more
 
 # prmt selects a byte of {$4:$3} by each of 4 nibbles: the FP8 value of a code's magnitude. If a nibble's
@@ -54,25 +56,69 @@ def carry_operand(
         whole rows.
     """
     batch, n, blocks = scales.shape
-    words = jax.lax.bitcast_convert_type(elements.reshape(batch, n, _WORDS * blocks, 4), jnp.int32)
     constants = constants_of(n, blocks, carrier, target, grouped)
-    carried, unit, lost, of_groups, group_scales, far, lost_sum = triton_call(
+    written = triton_call(
         carry_kernel,
-        words,
+        _words_of(elements),
         scales,
         out=outputs_of(batch, n, blocks, has_groups=constants["GROUP"] > 0),
         grid=(programs_of(n, blocks), batch),
         num_warps=4,
         **constants,
     )
+    return _carried(written, carrier, has_groups=constants["GROUP"] > 0)
+
+
+def carry_operands(
+    lhs: tuple[UInt8[Array, "batch m bytes"], UInt8[Array, "batch m blocks"]],
+    rhs: tuple[UInt8[Array, "batch n bytes"], UInt8[Array, "batch n blocks"]],
+    carriers: tuple[Carrier, Carrier],
+    target: Target | None,
+    grouped: bool = False,
+) -> tuple[Carried, Carried]:
+    """Returns what `carry_operand` does of both operands of a product, by one launch.
+
+    Args:
+      grouped: as there, for lhs.
+    """
+    (batch, m, blocks), n = lhs[1].shape, rhs[1].shape[1]
+    constants = constants_of(m, blocks, carriers[0], target, grouped)
+    has_groups = constants["GROUP"] > 0
+    left = outputs_of(batch, m, blocks, has_groups=has_groups)
+    right = outputs_of(batch, n, blocks, has_groups=False)[:3]
+    written = triton_call(
+        carry_both_kernel,
+        *(_words_of(lhs[0]), lhs[1], _words_of(rhs[0]), rhs[1]),
+        out=[*left, *right],
+        grid=(programs_of(m, blocks) + programs_of(n, blocks), batch),
+        num_warps=4,
+        **constants,
+        OTHER_N=n,
+        OTHER_E5M2=carriers[1] == "e5m2",
+    )
+    return (
+        _carried(written[: len(left)], carriers[0], has_groups=has_groups),
+        _carried(written[len(left) :], carriers[1], has_groups=False),
+    )
+
+
+def _words_of(elements):
+    """Returns packed elements eight a word."""
+    *outer, size = elements.shape
+    return jax.lax.bitcast_convert_type(elements.reshape(*outer, size // 4, 4), jnp.int32)
+
+
+def _carried(written, carrier: Carrier, *, has_groups: bool) -> Carried:
+    """Returns the arrays of `outputs_of` as the operand that they are."""
 
     def in_fp8(words):
         fp8 = jax.lax.bitcast_convert_type(words, CARRIER_DTYPES[carrier])
-        return fp8.reshape(batch, n, BLOCK * blocks)
+        return fp8.reshape(*words.shape[:2], 4 * words.shape[2])
 
-    if not constants["GROUP"]:
+    carried, unit, lost, *groups = written
+    if not has_groups:
         return Carried(in_fp8(carried), unit, lost)
-    return Carried(in_fp8(carried), unit, lost, in_fp8(of_groups), group_scales, far, lost_sum)
+    return Carried(in_fp8(carried), unit, lost, in_fp8(groups[0]), *groups[1:])
 
 
 def outputs_of(batch: int, n: int, blocks: int, *, has_groups: bool) -> list[jax.ShapeDtypeStruct]:
@@ -107,15 +153,12 @@ def constants_of(
     n: int, blocks: int, carrier: Carrier, target: Target | None, grouped: bool
 ) -> dict[str, int]:
     """Returns the kernel's constants for an operand of n rows."""
-    low, high = SHIFTS[carrier]
     rows, parts = rows_and_parts(blocks)
     return {
         "N": n,
         "K": blocks,
         "ROWS": rows,
         "BLOCKS": _width(blocks),
-        "LOW": low,
-        "HIGH": high,
         "GROUP": group_of(blocks) if grouped and parts == 1 else 0,
         "E5M2": carrier == "e5m2",
         "NATIVE": target is not None and target.backend == "cuda",
@@ -137,8 +180,6 @@ def carry_kernel(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -150,11 +191,96 @@ def carry_kernel(
     [v, N, 8 K], group_scales [v, N, K / GROUP] and lost_sum [v, N], written only by programs that lost
     elements, and far [v, programs], like lost. The grid is (programs, v).
     """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    groups = (grouped, group_scales, far, lost_sum)
+    _carry_rows(
+        words, scales, out, unit, lost, groups, program, programs, N, K, ROWS, BLOCKS, GROUP, E5M2, NATIVE
+    )
+
+
+@triton.jit
+def carry_both_kernel(
+    words,
+    scales,
+    other_words,
+    other_scales,
+    out,
+    unit,
+    lost,
+    grouped,
+    group_scales,
+    far,
+    lost_sum,
+    other_out,
+    other_unit,
+    other_lost,
+    N,
+    OTHER_N,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    E5M2: tl.constexpr,
+    OTHER_E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Does what `carry_kernel` does, and for the other operand, of OTHER_N rows, without groups.
+
+    The grid is (programs of both, v).
+    """
+    programs = tl.cdiv(N, ROWS) * ((K + BLOCKS - 1) // BLOCKS)
+    program = tl.program_id(0)
+    if program < programs:
+        groups = (grouped, group_scales, far, lost_sum)
+        _carry_rows(
+            words, scales, out, unit, lost, groups, program, programs, N, K, ROWS, BLOCKS, GROUP, E5M2, NATIVE
+        )
+    else:
+        _carry_rows(
+            other_words,
+            other_scales,
+            other_out,
+            other_unit,
+            other_lost,
+            None,
+            program - programs,
+            tl.num_programs(0) - programs,
+            OTHER_N,
+            K,
+            ROWS,
+            BLOCKS,
+            0,
+            OTHER_E5M2,
+            NATIVE,
+        )
+
+
+@triton.jit
+def _carry_rows(
+    words,
+    scales,
+    out,
+    unit,
+    lost,
+    groups,
+    program,
+    programs,
+    N,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Does what one of an operand's `programs` does; see `carry_kernel`, whose last outputs `groups` are."""
     PARTS: tl.constexpr = (K + BLOCKS - 1) // BLOCKS  # programs per row; if more than one, ROWS is 1
+    LOW: tl.constexpr = _E5M2_LOW if E5M2 else _E4M3_LOW
+    HIGH: tl.constexpr = _E5M2_HIGH if E5M2 else _E4M3_HIGH
     v = tl.program_id(1).to(tl.int64)
-    part = tl.program_id(0) % PARTS
-    first = v * N + tl.program_id(0) // PARTS * ROWS  # row
-    rows_left = N - tl.program_id(0) // PARTS * ROWS
+    part = program % PARTS
+    first = v * N + program // PARTS * ROWS  # row
+    rows_left = N - program // PARTS * ROWS
     index = tl.arange(0, ROWS * BLOCKS)
     row, column = index // BLOCKS, part * BLOCKS + index % BLOCKS
     inside = (row < rows_left) & (column < K)
@@ -172,12 +298,13 @@ def carry_kernel(
     unit_of_block = _spread(row_unit, BLOCKS)
     missed, scale = _fit_blocks(word, byte, unit_of_block, LOW, HIGH)
     flags = _flags_of_rows(missed, ROWS, BLOCKS)
-    place = v * tl.num_programs(0) + tl.program_id(0)
+    place = v * programs + program
     tl.store(lost + place, flags)
     at = 8 * block[:, None] + tl.arange(0, 8)[None, :]
     carried = _carry_words(tl.where(missed[:, None], 0, word), scale, ROWS * BLOCKS, E5M2, NATIVE)
     tl.store(out + at, carried, inside[:, None])
     if GROUP > 0:
+        grouped, group_scales, far, lost_sum = groups
         if flags != 0:
             lost_scale = _power_of_two(tl.minimum(tl.maximum(byte - unit_of_block, -126), 127))
             sums = tl.sum(tl.reshape(tl.where(missed, _BLOCK_MAX * lost_scale, 0), [ROWS, BLOCKS]), 1)

@@ -16,7 +16,7 @@ from jaxtyping import Array, UInt8
 
 from mxjax.devices import Target, current_target
 from mxjax.fp8_carriers import Carrier
-from mxjax.kernels.matmul.carry import carry_operand
+from mxjax.kernels.matmul.carry import carry_operands
 from mxjax.kernels.matmul.correct import correct
 from mxjax.kernels.matmul.fp4_gemm import (
     batched,
@@ -69,8 +69,8 @@ def _part(lhs, lhs_scales, rhs, rhs_scales, *, dtype, carriers, target, summed_o
     Where k is sharded the factors are ones, because each shard has its own and applies them before the sum.
     """
     # Of training's operands Dgrad's gradient, which is lhs in E5M2, loses rows; Wgrad's was once seen to.
-    left = carry_operand(lhs, lhs_scales, carriers[0], target, grouped=carriers[0] == "e5m2")
-    right = carry_operand(rhs, rhs_scales, carriers[1], target)
+    grouped = carriers[0] == "e5m2"
+    left, right = carry_operands((lhs, lhs_scales), (rhs, rhs_scales), carriers, target, grouped)
     y = _contract(left.elements, right.elements, jnp.dtype(jnp.float32) if summed_over else dtype)
     y, rows, columns = correct(y, (lhs, lhs_scales, rhs, rhs_scales), left, right, target)
     if not summed_over:

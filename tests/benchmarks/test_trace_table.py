@@ -61,6 +61,7 @@ def test_kinds_idle_time_and_launches_by_hand():
         ("gemm_fusion_dot_12", "GEMM"),
         ("Cijk_Ailk_Bljk_BBS_BH_MT256x256x64", "GEMM"),
         ("carry_kernel", "carrier"),
+        ("carry_both_kernel", "carrier"),
         ("sift_kernel", "correction"),
         ("correct_kernel", "correction"),
         ("MemcpyD2D", "copies"),

@@ -270,12 +270,15 @@ def check_explicit() -> None:
                     np.testing.assert_allclose(got, one, rtol=1e-4, atol=1e-4)
 
 
-def plain_carry(elements, scales, carrier, target, grouped=False):
-    """Carries as the carrier kernel does, by the definition, with one flag a batch."""
+def plain_carry(lhs, rhs, carriers, target, grouped):
+    """Carries both operands as the carrier kernel does, by the definition, with one flag a batch."""
     del target, grouped
-    rows = [carry(KMajor(*q), carrier) for q in zip(elements, scales, strict=True)]
-    q = jax.tree.map(lambda *t: jnp.stack(t), *rows)
-    return Carried(q.elements, q.unit, jnp.max(q.lost, axis=1, keepdims=True))
+    carried = []
+    for operand, carrier in zip((lhs, rhs), carriers, strict=True):
+        rows = [carry(KMajor(*q), carrier) for q in zip(*operand, strict=True)]
+        q = jax.tree.map(lambda *t: jnp.stack(t), *rows)
+        carried.append(Carried(q.elements, q.unit, jnp.max(q.lost, axis=1, keepdims=True)))
+    return carried
 
 
 def plain_correct(y, operands, left, right, target):
@@ -290,7 +293,7 @@ def plain_correct(y, operands, left, right, target):
 
 def check_fp8(mesh) -> None:
     """As `check_matmul`, where elements are lost too; what is gathered is packed, or a factor a row."""
-    fp8_matmul.carry_operand, fp8_matmul.correct = plain_carry, plain_correct
+    fp8_matmul.carry_operands, fp8_matmul.correct = plain_carry, plain_correct
     keys = jax.random.split(jax.random.key(5), 2)
     x, w = jax.random.normal(keys[0], (64, 256)), jax.random.normal(keys[1], (96, 256))
 

@@ -28,9 +28,15 @@ def random_operand(seed: int, n: int, blocks: int, span: int) -> KMajor:
 def by_kernel(elements, scales, carrier):
     """Returns what the kernel makes of operands [batch, n, _], the flags as [batch, n]."""
     from mxjax.devices import current_target
-    from mxjax.kernels.matmul.carry import carry_operand, rows_and_parts
+    from mxjax.kernels.matmul.carry import carry_operand
 
-    carried = carry_operand(elements, scales, carrier, current_target(), grouped=True)
+    return with_flags_by_row(carry_operand(elements, scales, carrier, current_target(), grouped=True), scales)
+
+
+def with_flags_by_row(carried, scales):
+    """Returns an operand carried from scales [batch, n, blocks] with its flags as [batch, n]."""
+    from mxjax.kernels.matmul.carry import rows_and_parts
+
     batch, n, blocks = scales.shape
     rows, parts = rows_and_parts(blocks)
 
@@ -53,6 +59,7 @@ def assert_same(got, q, carrier):
         np.testing.assert_array_equal(got.far, wanted.far)
         lost = np.asarray(got.lost, bool)
         np.testing.assert_array_equal(got.group_scales[lost], wanted.group_scales[lost])
+        np.testing.assert_allclose(got.lost_sum[lost], wanted.lost_sum[lost], rtol=1e-5)
         assert_same_elements(np.asarray(got.grouped)[lost], np.asarray(wanted.grouped)[lost])
 
 
@@ -141,6 +148,23 @@ def test_a_lost_row_may_be_the_first_or_the_last(blocks):
     assert list(np.flatnonzero(got.lost)) == [0, n - 1]
     assert list(np.flatnonzero(got.far)) == ([] if blocks % 2 else [0])
     assert_same(got, q, "e5m2")
+
+
+@pytest.mark.parametrize("carriers", [("e4m3", "e5m2"), ("e5m2", "e4m3"), ("e4m3", "e4m3")], ids=" x ".join)
+@pytest.mark.parametrize("blocks", [6, 257])
+def test_both_operands_of_a_product_are_carried_by_one_launch(blocks, carriers):
+    from mxjax.devices import current_target
+    from mxjax.kernels.matmul.carry import carry_operands
+
+    rows = [[random_operand(seed + 2 * n, n, blocks, 40) for seed in range(2)] for n in (21, 40)]
+    stacked = [jax.tree.map(lambda *t: jnp.stack(t), *pair) for pair in rows]
+    grouped = carriers[0] == "e5m2"
+    both = carry_operands(*(q.packed for q in stacked), carriers, current_target(), grouped)
+    assert [got.grouped is not None for got in both] == [grouped and blocks == 6, False]
+    for got, pair, q, carrier in zip(both, rows, stacked, carriers, strict=True):
+        got = with_flags_by_row(got, q.scales)
+        for i, one in enumerate(pair):
+            assert_same(jax.tree.map(operator.itemgetter(i), got), one, carrier)
 
 
 @pytest.mark.parametrize("blocks", [256, 257, 1100])
