@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from mxjax.kernels.matmul.accumulate import accumulate_groups, accumulate_rows
-from mxjax.kernels.matmul.lost_rows import count_lost, find_lost
+from mxjax.kernels.matmul.lost_rows import count_lost, find_lost, some_lost
 
 
 @triton.jit
@@ -60,14 +60,19 @@ def correct_kernel(
     batch = tl.program_id(1).to(tl.int64)
     lhs_unit += batch * M
     rhs_unit += batch * N
-    lhs_lost += batch * (tl.cdiv(M, LHS_ROWS) * PARTS)
-    rhs_lost += batch * (tl.cdiv(N, RHS_ROWS) * PARTS)
+    lhs_flags, rhs_flags = tl.cdiv(M, LHS_ROWS) * PARTS, tl.cdiv(N, RHS_ROWS) * PARTS
+    batches = tl.num_programs(1)
+    some = some_lost(lhs_lost, lhs_flags * batches) | some_lost(rhs_lost, rhs_flags * batches)
+    lhs_lost += batch * lhs_flags
+    rhs_lost += batch * rhs_flags
+    lost, of_columns = 0, 0
+    if tl.max((some != 0).to(tl.int32), 0) > 0:
+        lost = count_lost(lhs_lost, None, M, LHS_ROWS, PARTS)
+        of_columns = tl.cdiv(count_lost(rhs_lost, None, N, RHS_ROWS, PARTS), BLOCK_N) * TILES_M
     scratch += (batch * programs + program) * SLOTS
     _write_factors(lhs_unit, lhs_factors + batch * M, M)
     _write_factors(rhs_unit, rhs_factors + batch * N, N)
     out += batch * M * N
-    lost = count_lost(lhs_lost, None, M, LHS_ROWS, PARTS)
-    of_columns = tl.cdiv(count_lost(rhs_lost, None, N, RHS_ROWS, PARTS), BLOCK_N) * TILES_M
     if GROUP > 0:
         lhs_far += batch * tl.cdiv(M, LHS_ROWS)
         if lost > 0:

@@ -15,8 +15,8 @@ from mxjax.kernels.launch import ceil_div, triton_call
 
 ROWS = 32
 """Rows per program, a bit of its flags each."""
-WARPS = 8
-WIDTH = 128
+WARPS = 4
+WIDTH = 64
 """Columns that a program reads at a time."""
 GUARD_BITS = 2
 """What was lost is negligible below 2**-GUARD_BITS of what rounding to the result's dtype may change."""
