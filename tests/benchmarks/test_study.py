@@ -108,6 +108,29 @@ def test_outlier_channels_change_activations_and_no_function():
     np.testing.assert_allclose(losses(params), losses(outliers), rtol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def computed_once():
+    """Keeps what the report makes of runs, its parts and its plots: each takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("sections", "drawings"):
+            patch.setattr(report, name, kept(getattr(report, name)))
+        yield
+
+
+def kept(function):
+    """Returns a function of runs that computes the results of the same runs once."""
+    found = {}
+
+    def of_runs(runs):
+        key = json.dumps(runs)
+        if key not in found:
+            found[key] = function(runs)
+        return found[key]
+
+    return of_runs
+
+
+@pytest.mark.usefixtures("computed_once")
 def test_the_committed_report_is_what_the_committed_runs_give():
     page = report.PAGE.read_bytes()
     program.report.main(check=True)
@@ -117,6 +140,7 @@ def test_the_committed_report_is_what_the_committed_runs_give():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("computed_once")
 def test_a_changed_number_fails_the_check(tmp_path):
     page = tmp_path / "study.md"
     page.write_text(report.PAGE.read_text().replace("| 8 | 0 | 2.8990 |", "| 8 | 0 | 2.8991 |"))
@@ -128,6 +152,7 @@ def test_a_changed_number_fails_the_check(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("computed_once")
 def test_plots_of_other_losses_fail_the_check():
     runs = read_runs(report.RUNS)
     found = report.drawings([runs[0] | {"final_loss": runs[0]["final_loss"] + 1e-4}, *runs[1:]])
