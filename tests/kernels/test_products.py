@@ -73,9 +73,12 @@ def test_the_backward_pass_sees_by_the_kernel_what_the_definition_gives(operand,
     x = x.at[0, 0, 0].set(jnp.nan).at[0, 1, 1].set(2.0**-126).at[1].multiply(0.0)
     for axis in (-1, -2):
         how, _ = gemm_inputs(Gemm(operand, operand, rotation), axis, axis, keys[1])
-        by_kernel = prepare.seen_by_backward(x, saved, how, "fp8_carriers")
+        see = functools.partial(
+            prepare.seen_by_backward, wanted=saved, how=how, implementation="fp8_carriers"
+        )
+        by_kernel = jax.jit(see)(x)
         assert by_kernel.dtype == (jnp.float32 if operand.prescale else jnp.bfloat16)
-        wanted = as_backward_sees(x, saved, how)
+        wanted = jax.jit(functools.partial(as_backward_sees, wanted=saved, how=how))(x)
         np.testing.assert_array_equal(np.asarray(by_kernel, np.float32), wanted)
 
 
