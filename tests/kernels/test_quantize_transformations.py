@@ -1,5 +1,7 @@
 """The quantizer kernel under transformations, on a part of a tensor, and what it refuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,7 +127,7 @@ def test_a_part_draws_the_bits_of_its_place_in_the_whole():
     part = whole[b, r, c][None]
     got = _call(pair, "packed", current_target(), (256, 192), part, scalars, *places)
     for how, key, (elements, scales) in zip(pair, keys, (got[:2], got[2:]), strict=True):
-        q = pack_by_definition(whole, how._replace(key=key))
+        q = jax.jit(functools.partial(pack_by_definition, how=how._replace(key=key)))(whole)
         other, blocked = (r, c) if how.axis == -1 else (c, r)
         packed = q.elements[b, other, blocked.start // 2 : blocked.stop // 2]
         np.testing.assert_array_equal(elements_of(elements, "packed")[0], packed)
