@@ -124,8 +124,8 @@ def main() -> None:
 
 def check_definition(got, x, inputs) -> None:
     """Compares one device's bits with the definition's."""
-    for q, how in zip(got, inputs, strict=True):
-        wanted = pack_by_definition(x, how)
+    define = jax.jit(lambda x: [pack_by_definition(x, how) for how in inputs])
+    for q, wanted in zip(got, define(x), strict=True):
         np.testing.assert_array_equal(q.elements, wanted.elements)
         np.testing.assert_array_equal(q.scales, wanted.scales)
 
@@ -226,6 +226,9 @@ def plain_product(lhs, lhs_scales, rhs, rhs_scales, dtype, target):
     return jnp.einsum("bmk,bnk->bmn", left, right, preferred_element_type=jnp.float32).astype(dtype)
 
 
+multiply_on_one = jax.jit(plain_product, static_argnums=(4, 5))
+
+
 def check_matmul(mesh) -> None:
     """However its operands are cut, K too, and by one mesh axis twice."""
     fp4_gemm.launch = plain_product
@@ -234,7 +237,7 @@ def check_matmul(mesh) -> None:
         lhs, rhs = (
             quantize_plain(jax.random.normal(key, (n, k))) for key, n in zip(keys, (64, 96), strict=True)
         )
-        wanted = plain_product(*(t[None] for t in (*lhs, *rhs)), jnp.float32, None)[0]
+        wanted = multiply_on_one(*(t[None] for t in (*lhs, *rhs)), jnp.float32, None)[0]
         for rows in ("a", "b", None):
             for cut in cuts:
                 if cut == rows and cut is not None:
@@ -310,7 +313,7 @@ def check_fp8(mesh) -> None:
         for span in (0, 40):
             lhs = quantize_plain(x * jnp.exp2(jnp.round(jnp.linspace(-span, 0, 256))))
             rhs = quantize_plain(w)
-            wanted = plain_product(*(t[None] for t in (*lhs, *rhs)), jnp.float32, None)[0]
+            wanted = multiply_on_one(*(t[None] for t in (*lhs, *rhs)), jnp.float32, None)[0]
             placed = [jax.device_put(t, NamedSharding(mesh, left)) for t in lhs]
             placed += [jax.device_put(t, NamedSharding(mesh, right)) for t in rhs]
             run = jax.jit(multiply, out_shardings=NamedSharding(mesh, out))
@@ -380,6 +383,7 @@ def compare(got, wanted) -> None:
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=0.02, atol=0.02)
 
 
+@jax.jit
 def quantize_plain(x):
     q = pack_by_definition(x, GemmInput(-1))
     return q.elements, q.scales
