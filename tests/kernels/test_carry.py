@@ -1,5 +1,6 @@
 """The carrier kernel against `mxjax.fp8_carriers`, bit for bit."""
 
+import functools
 import operator
 
 import jax
@@ -13,6 +14,7 @@ from mxjax.fp8_carriers import carry
 from mxjax.kmajor import KMajor, decode
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
+by_definition = jax.jit(carry, static_argnums=1)  # operation by operation, each of 60 would be compiled
 
 
 def random_operand(seed: int, n: int, blocks: int, span: int) -> KMajor:
@@ -30,18 +32,20 @@ def by_kernel(elements, scales, carrier):
     from mxjax.devices import current_target
     from mxjax.kernels.matmul.carry import carry_operand
 
-    return with_flags_by_row(carry_operand(elements, scales, carrier, current_target(), grouped=True), scales)
+    carry_grouped = jax.jit(functools.partial(carry_operand, grouped=True), static_argnums=(2, 3))
+    return with_flags_by_row(carry_grouped(elements, scales, carrier, current_target()), scales)
 
 
 def with_flags_by_row(carried, scales):
-    """Returns an operand carried from scales [batch, n, blocks] with its flags as [batch, n]."""
+    """Returns an operand carried from scales [batch, n, blocks] as numpy arrays, its flags as [batch, n]."""
     from mxjax.kernels.matmul.carry import rows_and_parts
 
     batch, n, blocks = scales.shape
     rows, parts = rows_and_parts(blocks)
+    carried = jax.tree.map(np.asarray, carried)
 
     def by_row(flags):
-        words = np.bitwise_or.reduce(np.asarray(flags).reshape(batch, -1, parts), axis=2)
+        words = np.bitwise_or.reduce(flags.reshape(batch, -1, parts), axis=2)
         bits = words[..., None] >> np.arange(rows, dtype=np.uint32) & 1
         return bits.reshape(batch, -1)[:, :n]
 
@@ -51,20 +55,19 @@ def with_flags_by_row(carried, scales):
 
 def assert_same(got, q, carrier):
     with jax.default_device(jax.devices("cpu")[0]):
-        wanted = carry(q, carrier)
+        wanted = jax.tree.map(np.asarray, by_definition(q, carrier))
     np.testing.assert_array_equal(got.unit, wanted.unit)
     np.testing.assert_array_equal(got.lost, wanted.lost)
     assert_same_elements(got.elements, wanted.elements)
     if got.grouped is not None:
         np.testing.assert_array_equal(got.far, wanted.far)
-        lost = np.asarray(got.lost, bool)
+        lost = got.lost.astype(bool)
         np.testing.assert_array_equal(got.group_scales[lost], wanted.group_scales[lost])
         np.testing.assert_allclose(got.lost_sum[lost], wanted.lost_sum[lost], rtol=1e-5)
-        assert_same_elements(np.asarray(got.grouped)[lost], np.asarray(wanted.grouped)[lost])
+        assert_same_elements(got.grouped[lost], wanted.grouped[lost])
 
 
 def assert_same_elements(got, wanted):
-    got, wanted = np.asarray(got), np.asarray(wanted)
     nan = np.isnan(wanted.astype(np.float32))
     np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), nan)
     np.testing.assert_array_equal(got.view(np.uint8)[~nan], wanted.view(np.uint8)[~nan])
@@ -124,8 +127,8 @@ def test_rows_are_far_where_a_group_does_not_fit():
     np.testing.assert_array_equal(got.far, [far for *_, far in ROWS])
     assert_same(got, q, "e5m2")
     near = (got.lost == 1) & (got.far == 0)
-    units = np.asarray(got.unit, float)[:, None] + np.asarray(got.group_scales) - 2 * 127
-    value = np.asarray(got.grouped, np.float64) * np.exp2(np.repeat(units, 64, axis=1))
+    units = got.unit[:, None].astype(float) + got.group_scales - 2 * 127
+    value = got.grouped.astype(np.float64) * np.exp2(np.repeat(units, 64, axis=1))
     np.testing.assert_array_equal(value[near], decode_exactly(q)[near])
 
 
