@@ -31,11 +31,11 @@ LADDER_GROUP = ("60m", "tuned-60m")
 GRADIENTS = ROOT / "docs" / "results" / "gradients.json"
 SPEEDS = {
     "60m, 64 x 512": ["ladder-60m-cd0dbc0.json"],
-    "125m, 64 x 512": ["125m-text-bf88f68.json"],
+    "125m, 64 x 512": ["125m-text-00a3ada.json"],
     "350m, 64 x 512": ["ladder-350m-4df88e2.json"],
-    "Llama 3.2 1B, 4 x 4096": ["llama3.2-1b-text-bf88f68.json"],
+    "Llama 3.2 1B, 4 x 4096": ["llama3.2-1b-text-00a3ada.json"],
     "Llama 3.1 8B, 2 x 8192, two GPUs": [
-        "llama3.1-8b-2gpus-bf88f68.json",
+        "llama3.1-8b-2gpus-00a3ada.json",
     ],
 }
 """The files by model and tokens; PyTorch's may be another than ours."""
