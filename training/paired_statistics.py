@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 CONFIDENCE = 0.95
 DIVERGED = 0.5
@@ -87,8 +87,8 @@ def jackknife(whole: float, without_one: Sequence[float]) -> Estimate:
 
 def _estimate(mean: float, error: float, freedom: float, n: int) -> Estimate:
     """Returns the estimate whose standard error is `error`, with so many degrees of freedom."""
-    half = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
-    p = float(2 * stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
+    half = error * float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))
+    p = float(2 * special.stdtr(freedom, -abs(mean) / error)) if error else float(mean == 0)
     return Estimate(mean, mean - half, mean + half, p, n)
 
 
@@ -125,7 +125,7 @@ def deviation_interval(values: Sequence[float]) -> tuple[float, float]:
     n, sd = len(values), standard_deviation(values)
     if n < 2:
         return math.nan, math.nan
-    tails = stats.chi2.ppf([(1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2], n - 1)
+    tails = special.chdtri(n - 1, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     low, high = (sd * math.sqrt((n - 1) / float(tail)) for tail in tails)
     return low, high
 
@@ -150,18 +150,18 @@ def detectable_mean(e: Estimate, freedom: int, power: float = 0.8) -> float:
     """
     if math.isnan(e.high):
         return math.nan
-    error = (e.high - e.mean) / float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+    error = (e.high - e.mean) / float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))
     return _noncentrality(freedom, power) * error
 
 
 @functools.cache
 def _noncentrality(freedom: int, power: float) -> float:
     """Returns the mean, in standard errors, that a two-sided t-test at 5 % finds with this power."""
-    critical = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+    critical = float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))
     low, high = 0.0, 100.0
     for _ in range(60):
         middle = (low + high) / 2
-        found = float(stats.nct.sf(critical, freedom, middle))
+        found = 1 - float(special.nctdtr(freedom, middle, critical))
         low, high = (middle, high) if found < power else (low, middle)
     return high
 
@@ -181,12 +181,14 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> Estimate:
     n = len(x)
     if n < 3 or len(set(x)) < 2 or len(set(y)) < 2:
         return Estimate(math.nan, math.nan, math.nan, math.nan, n)
+    from scipy import stats  # here, because it takes a second or two to import
+
     found = stats.spearmanr(x, y)
     r, p = float(found.statistic), float(found.pvalue)
     if n < 4:
         return Estimate(r, math.nan, math.nan, p, n)
     z = math.atanh(min(max(r, -1 + 1e-12), 1 - 1e-12))
-    half = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) * math.sqrt((1 + r * r / 2) / (n - 3))
+    half = float(special.ndtri((1 + CONFIDENCE) / 2)) * math.sqrt((1 + r * r / 2) / (n - 3))
     return Estimate(r, math.tanh(z - half), math.tanh(z + half), p, n)
 
 
