@@ -46,8 +46,9 @@ class Carried(NamedTuple):
         From the kernel only in rows that lost elements, and not for all operands, as the next two.
       group_scales: the scale byte of each group.
       far: those rows of `lost` with a nonzero element that FP8 cannot represent beside those of its group.
-      lost_sum: a bound of the sum of a row's lost elements in magnitude, relative to its unit: 192, which is
-        32 elements of 6, times each lost block's scale. From the kernel it is there with `grouped`.
+      lost_sum: a bound of what a row's lost elements add up to in magnitude, relative to its unit: the sum
+        over lost blocks of 192, which is 32 elements of 6, times the block's scale, at least 2**-126. From
+        the kernel it is there with `grouped`.
     """
 
     elements: Float[Array, "*batch n k"]

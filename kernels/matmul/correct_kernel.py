@@ -61,8 +61,7 @@ def correct_kernel(
     lhs_unit += batch * M
     rhs_unit += batch * N
     lhs_flags, rhs_flags = tl.cdiv(M, LHS_ROWS) * PARTS, tl.cdiv(N, RHS_ROWS) * PARTS
-    batches = tl.num_programs(1)
-    some = some_lost(lhs_lost, lhs_flags * batches) | some_lost(rhs_lost, rhs_flags * batches)
+    some = some_lost(lhs_lost, batch, lhs_flags) | some_lost(rhs_lost, batch, rhs_flags)
     lhs_lost += batch * lhs_flags
     rhs_lost += batch * rhs_flags
     lost, of_columns = 0, 0

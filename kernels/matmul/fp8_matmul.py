@@ -36,10 +36,11 @@ def matmul(
 ) -> Product:
     """Returns lhs @ rhs.T of packed MXFP4 operands, as `fp4_gemm.matmul` does, on FP8 matrix units.
 
-    A row of lhs in E5M2 with lost elements is recomputed only if an element may lack more than 2**-10 of
-    itself for it in bfloat16, or 2**-26 in float32. A recomputed result may become zero if it is below
-    2**-126 times the factors of its row and column. A row's factor is 2**-6 (E4M3) or 2**-13 (E5M2) of its
-    largest scale, but from 2**-63 to 2**63.
+    Of lhs in E5M2, with K up to 8,192, a row that lost elements is recomputed only if a result may lack
+    more than 2**-10 of itself for it in bfloat16, 2**-13 in float16 or 2**-26 in float32; where K is
+    sharded, a shard's result, in float32. A recomputed result may become zero if it is below 2**-126 times
+    the factors of its row and column. A row's factor is 2**-6 (E4M3) or 2**-13 (E5M2) of its largest scale,
+    but from 2**-63 to 2**63.
 
     Args:
       dtype: dtype of the product before its factors are applied.

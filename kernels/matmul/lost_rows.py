@@ -5,16 +5,18 @@ import triton.language as tl
 
 
 @triton.jit
-def some_lost(flags, length):
-    """Returns 1024 words, of which one is not 0 if one of `length` is, those of all batches.
+def some_lost(flags, batch, length):
+    """Returns 1024 words, of which one is not 0 if one of a batch's `length` flags is.
 
-    Loads have no mask, and so 16 bytes a thread: where nothing was lost, this is all that a program does.
+    It may also be one of the three words before them: so loads are aligned, and all but the last have no
+    mask, which makes them 16 bytes a thread.
     """
     WIDTH: tl.constexpr = 1024
     at = tl.arange(0, WIDTH)
-    rest = length // WIDTH * WIDTH
-    some = tl.load(flags + rest + at, rest + at < length, 0)
-    for start in tl.range(0, rest, WIDTH, loop_unroll_factor=4):
+    first, end = batch * length // 4 * 4, (batch + 1) * length
+    rest = first + (end - first) // WIDTH * WIDTH
+    some = tl.load(flags + rest + at, rest + at < end, 0)
+    for start in tl.range(first, rest, WIDTH, loop_unroll_factor=4):
         some |= tl.load(flags + start + at)
     return some
 

@@ -20,6 +20,7 @@ def test_cuda_spills_nothing(cuda):
         "quantize_kernel",
         "quantize_pairs_kernel",
         "carry_kernel",
+        "sift_kernel",
         "correct_kernel",
         "draw_kernel",
     }

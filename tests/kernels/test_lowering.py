@@ -104,7 +104,7 @@ def kernel_of(call):
     # MLIR escapes the bytes of a compressed message with the kernel's name and machine code.
     [text] = re.findall(r'opaque = "(.*?)"', call)
     data = re.sub(rb"\\(\\|[0-9A-F]{2})", lambda m: unescape(m[1]), text.encode())
-    names = rb"(quantize_pairs|quantize|gemm|carry|correct|draw)_kernel"
+    names = rb"(quantize_pairs|quantize|gemm|carry_both|sift|correct|draw)_kernel"
     return re.search(names, zlib.decompress(data))[0].decode()
 
 
@@ -132,8 +132,8 @@ wanted = json.loads(sys.argv[1])
 print(json.dumps([lower(*arguments) for arguments in wanted]))
 """
 FP8 = {
-    # Fprop, Dgrad (the gradient on the left), Wgrad (on the right); none falls back to XLA.
-    "kernels": {"quantize_kernel": 3, "carry_kernel": 6, "correct_kernel": 3},
+    # Fprop, Dgrad (the gradient on the left, its rows sifted), Wgrad (on the right); none falls back to XLA.
+    "kernels": {"quantize_kernel": 3, "carry_both_kernel": 3, "sift_kernel": 1, "correct_kernel": 3},
     "products": ["f8E4M3FN f8E4M3FN", "f8E4M3FN f8E5M2", "f8E5M2 f8E4M3FN"],
     "choices": 0,
     "scaled_dots": 0,
@@ -166,7 +166,12 @@ MIXED = {
     for policy, operands in {"fprop": 2, "fprop_dgrad": 4, "only_wgrad": 2}.items()
 }
 ONLY_WGRAD_FP8 = {
-    "kernels": {"quantize_kernel": 1, "quantize_pairs_kernel": 1, "carry_kernel": 2, "correct_kernel": 1},
+    "kernels": {
+        "quantize_kernel": 1,
+        "quantize_pairs_kernel": 1,
+        "carry_both_kernel": 1,
+        "correct_kernel": 1,
+    },
     "products": FP8["products"],
     "choices": 0,
     "scaled_dots": 0,
