@@ -76,10 +76,10 @@ def carry_operands(
     target: Target | None,
     grouped: bool = False,
 ) -> tuple[Carried, Carried]:
-    """Returns what `carry_operand` does of both operands of a product, by one launch.
+    """Returns both operands of a product in FP8. One launch converts them, as `carry_operand` does each.
 
     Args:
-      grouped: as there, for lhs.
+      grouped: as in `carry_operand`, for lhs.
     """
     (batch, m, blocks), n = lhs[1].shape, rhs[1].shape[1]
     constants = constants_of(m, blocks, carriers[0], target, grouped)

@@ -25,10 +25,9 @@ GUARD_BITS = 2
 def sift(y: Float[Array, "batch m n"], left: Carried, right: Carried, rows: int) -> Carried:
     """Returns `left` without the flags of rows in which what was lost is negligible, ROWS of them a word.
 
-    A row is kept if an element of y, in magnitude, is below a bound of what it may lack, times 2**GUARD_BITS
-    and the precision of y's dtype, or NaN. The bound is `left.lost_sum` times the largest number of right's
-    dtype. So what an element lacks is at most 2**-10 of it in bfloat16, 2**-13 in
-    float16 and 2**-26 in float32.
+    An element of y lacks at most `left.lost_sum` times the largest number of right's dtype. A row keeps its
+    flag if that may be more than 2**-10 of one of its elements in bfloat16, 2**-13 in float16 or 2**-26 in
+    float32, which is 2**-GUARD_BITS of what rounding may change, or if an element is NaN.
 
     Args:
       y: the product of the elements of `left` and `right`, before factors.
