@@ -22,7 +22,7 @@ from mxjax.tables import table
 KINDS = {
     "collectives": r"nccl|rccl|all_?reduce_kernel|ragged_all_to_all",
     "attention": r"sdpa|flash|fmha|attention",
-    "quantize": r"quantize_(pairs_|gated_|gated_gradient_)?kernel|draw_kernel",
+    "quantize": r"quantize_(pairs_|normed_|gated_|gated_gradient_)?kernel|draw_kernel",
     "carrier": r"carry_(both_)?kernel",
     "correction": r"sift_kernel|correct_kernel",
     "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|Cijk_|splitk",

@@ -3,7 +3,6 @@
 Shapes in names as in `models.llama`.
 """
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +24,8 @@ from mxjax.implementations import Implementation
 from mxjax.keys import fold_each
 from mxjax.layer_stats import ChannelNorms, Measures, Tensors, probe
 from mxjax.mixed_dot import Channels
+from mxjax.normed import Norm, rms_norm
+from mxjax.normed_product import normed_dot
 from mxjax.policy import Policy
 from mxjax.remat import keep_products
 
@@ -58,23 +59,19 @@ def linear_weights(blocks: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalization in float32."""
+    """Root-mean-square normalization in float32; see `mxjax.normed`."""
 
     def __init__(self, size: int, eps: float):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        return _rms_norm(x, self.scale[...], self.eps)
+        return rms_norm(x, self.norm)
 
-
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _rms_norm(x, scale, eps: float):
-    """Keeps only x for the backward pass, which recomputes the float32 tensors quickly."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    # Broadcast before the cast, so that the scale's gradient is summed in float32, across devices too.
-    return y.astype(x.dtype) * jnp.broadcast_to(scale, x.shape).astype(x.dtype)
+    @property
+    def norm(self) -> Norm:
+        """The norm's arguments."""
+        return Norm(self.scale[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -89,11 +86,12 @@ class Attention(nnx.Module):
         self.qkv = random_matrix(rngs, config.d_model, config.qkv_size, config.init_std)
         self.out = random_matrix(rngs, inner, config.d_model, _residual_std(config))
 
-    def __call__(self, x, rope, gemms: "BlockGemms") -> Float[Array, "B S D"]:
+    def __call__(self, x, norm: Norm, rope, gemms: "BlockGemms") -> Float[Array, "B S D"]:
+        """Returns the attention of x after the norm."""
         c = self.config
         groups, rest = c.n_kv_heads, c.n_heads // c.n_kv_heads
         x, out_weight = after_gradients(x, self.out[...])
-        y = gemms.dot("attention.qkv", x, self.qkv[...])
+        y = gemms.dot("attention.qkv", x, self.qkv[...], norm)
         y = y.reshape(*x.shape[:2], groups, rest + 2, c.head_dim)
         # The gradient of a split is one concatenation; slices would be padded with zeros and added.
         q_BSGRH, k_BSG1H, v_BSG1H = jnp.split(y, [rest, rest + 1], axis=3)
@@ -111,9 +109,10 @@ class Mlp(nnx.Module):
         self.gate_up = random_matrix(rngs, config.d_model, 2 * config.d_ff, config.init_std)
         self.down = random_matrix(rngs, config.d_ff, config.d_model, _residual_std(config))
 
-    def __call__(self, x: Float[Array, "B S D"], gemms: "BlockGemms") -> Float[Array, "B S D"]:
+    def __call__(self, x: Float[Array, "B S D"], norm: Norm, gemms: "BlockGemms") -> Float[Array, "B S D"]:
+        """Returns the MLP of x after the norm."""
         x, down = after_gradients(x, self.down[...])
-        return gemms.gated_mlp(x, self.gate_up[...], down)
+        return gemms.gated_mlp(x, norm, self.gate_up[...], down)
 
 
 class Block(nnx.Module):
@@ -126,8 +125,8 @@ class Block(nnx.Module):
         self.mlp = Mlp(config, rngs)
 
     def __call__(self, x: Float[Array, "B S D"], rope, gemms: "BlockGemms") -> Float[Array, "B S D"]:
-        x = constrain(x + self.attention(self.attention_norm(x), rope, gemms), "batch", None, None)
-        return constrain(x + self.mlp(self.mlp_norm(x), gemms), "batch", None, None)
+        x = constrain(x + self.attention(x, self.attention_norm.norm, rope, gemms), "batch", None, None)
+        return constrain(x + self.mlp(x, self.mlp_norm.norm, gemms), "batch", None, None)
 
 
 class BlockGemms:
@@ -150,16 +149,22 @@ class BlockGemms:
         self.slots = slots
         self.channels = channels
 
-    def dot(self, name: str, x, w) -> Array:
-        """Returns x @ w in x's dtype, for the linear layer `name`."""
+    def dot(self, name: str, x, w, norm: Norm | None = None) -> Array:
+        """Returns x @ w in x's dtype, for the linear layer `name`; x after the norm, if there is one."""
         policy, key = self.policies[name], self._key(name)
         options: dict[str, Any] = {
             "policy": policy,
             "key": key,
             "implementation": self.implementation,
-            "preferred_element_type": x.dtype,
             "layout": weight_layout(AXES[name]),
         }
+        if norm is not None:
+            if self.slots is None and name + OUTLIERS not in self.policies:
+                y = normed_dot(x, norm, w, **options)
+                if y is not None:
+                    return y
+            x = rms_norm(x, norm)
+        options["preferred_element_type"] = x.dtype
         if (outlier_policy := self.policies.get(name + OUTLIERS)) is None:
             y = mxjax.dot(x, w, **options)
         elif self.channels is None:
@@ -168,8 +173,8 @@ class BlockGemms:
             y = mxjax.mixed_dot(x, w, self.channels[name], outlier_policy=outlier_policy, **options)
         return y if self.slots is None else probe(policy, self.implementation, y, x, w, key, self.slots[name])
 
-    def gated_mlp(self, x, gate_up, down) -> Array:
-        """Returns swiglu(x @ gate_up) @ down, for "mlp.gate_up" and "mlp.down"."""
+    def gated_mlp(self, x, norm: Norm, gate_up, down) -> Array:
+        """Returns swiglu(x @ gate_up) @ down of x after the norm, for "mlp.gate_up" and "mlp.down"."""
         names = "mlp.gate_up", "mlp.down"
         if self.slots is None and not any(name + OUTLIERS in self.policies for name in names):
             y = fused_mlp(
@@ -179,9 +184,11 @@ class BlockGemms:
                 keys=[self._key(name) for name in names],
                 implementation=self.implementation,
                 layouts=[weight_layout(AXES[name]) for name in names],
+                norm=norm,
             )
             if y is not None:
                 return y
+        x = rms_norm(x, norm)
         gated = keep_products(lambda x, w: swiglu(self.dot("mlp.gate_up", x, w)))
         return self.dot("mlp.down", gated(x, gate_up), down)
 

@@ -1,4 +1,5 @@
-"""`fused_mlp`: the two products of a gated MLP, with SwiGLU computed where its result is quantized.
+"""`fused_mlp`: the two products of a gated MLP, with SwiGLU computed where its result is quantized, and the
+norm before them too.
 
 Neither silu(gate) * up nor the gradient of the first product is then stored: a kernel makes them from the
 products that they depend on.
@@ -20,6 +21,8 @@ from mxjax.gated import Gated, GatedGradient, swiglu
 from mxjax.gemm_input import GemmInput
 from mxjax.implementations import How, Implementation, implementations_of
 from mxjax.matmul import Options, backward, forward, value_of
+from mxjax.normed import Norm, normed, rms_norm
+from mxjax.normed_product import fuses_norm, norm_gradients
 from mxjax.policy import Policy
 from mxjax.prepare import prepares_gated
 from mxjax.primitive import as_primitive
@@ -30,10 +33,11 @@ Use = tuple[How, GemmInput]
 
 
 class GatedOptions(NamedTuple):
-    """The static arguments of both products; hashable."""
+    """The static arguments of both products, and `eps` of the norm, 0 without one; hashable."""
 
     up: Options
     down: Options
+    eps: float
 
 
 def fused_mlp(
@@ -44,17 +48,20 @@ def fused_mlp(
     keys: Sequence[jax.Array | None],
     implementation: Implementation | None,
     layouts: Sequence[Layout | None],
+    norm: Norm | None = None,
 ) -> Float[Array, "*batch d_out"] | None:
     """Returns swiglu(x @ gate_up) @ down in x's dtype, or None where no kernel computes SwiGLU.
 
     It returns what two calls of `mxjax.dot` with `mxjax.gated.swiglu` between do, except that SwiGLU's values
-    may differ by a unit in the last place of bfloat16 before they are quantized, where a gradient is taken.
+    and the norm's may differ by a unit in the last place of bfloat16 before they are quantized, where a
+    gradient is taken.
     A gradient that overflows between in XLA's order of products, or is subnormal, may be finite or zero here.
 
     Args:
       x: activations; all but bfloat16 return None.
       weights: gate_up, which has the gate's columns first, and down.
       policies, keys, layouts: of both products; see `mxjax.dot`.
+      norm: of x, before the products.
     Raises: see `mxjax.dot`.
     """
     check_arrays("fused_mlp", x=x, gate_up=weights[0], down=weights[1])
@@ -66,29 +73,30 @@ def fused_mlp(
         )
     for policy, key in zip(policies, keys, strict=True):
         check_key(policy, key)
-    options = GatedOptions(
-        *(
-            Options(
-                policy,
-                implementations_of(policy, implementation)._replace(layout=layout),
-                (x.dtype, x.dtype, w.dtype),
-            )
-            for policy, layout, w in zip(policies, layouts, weights, strict=True)
+    up, down = (
+        Options(
+            policy,
+            implementations_of(policy, implementation)._replace(layout=layout),
+            (x.dtype, x.dtype, w.dtype),
         )
+        for policy, layout, w in zip(policies, layouts, weights, strict=True)
     )
     explicit = any(jax.typeof(t).sharding.mesh.explicit_axes for t in (x, *weights))
     if explicit or x.dtype != jnp.bfloat16 or not x.size:
         return None
-    if not _fuses(options, x.size // d_in, width):
+    if not _fuses(up, down, x.size // d_in, width):
         return None
+    if norm is not None and not fuses_norm(up, x, *weights):
+        x, norm = rms_norm(x, norm), None
+    scale, eps = norm or (None, 0.0)
     drawn = tuple(key if policy.needs_key else None for policy, key in zip(policies, keys, strict=True))
-    arrays = jax.tree.leaves((x, weights, drawn))
-    x, gate_up, down = (varying_as(t, *arrays) for t in (x, *weights))
-    y = _gated_product(options, x.reshape(-1, d_in), (gate_up, down), drawn)
+    arrays = jax.tree.leaves((x, weights, scale, drawn))
+    x, weights, scale = jax.tree.map(lambda t: varying_as(t, *arrays), (x, tuple(weights), scale))
+    y = _gated_product(GatedOptions(up, down, eps), x.reshape(-1, d_in), weights, scale, drawn)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _fuses(options: GatedOptions, tokens: int, width: int) -> bool:
+def _fuses(of_up: Options, of_down: Options, tokens: int, width: int) -> bool:
     """Whether kernels compute SwiGLU here.
 
     They do on Hopper, for operands that its quantizer packs and nothing else reads, from products without
@@ -97,7 +105,7 @@ def _fuses(options: GatedOptions, tokens: int, width: int) -> bool:
     Args:
       tokens, width: the shape of silu(gate) * up.
     """
-    (up, up_gemms, *_), (down, down_gemms, *_) = options
+    (up, up_gemms, *_), (down, down_gemms, *_) = of_up, of_down
     if not width or gradients_read_tensors(down)[0] or down.wgrad.lhs.source != "original":
         return False
     if any(operand.prescale for gemm in (up.fprop, down.dgrad) for operand in (gemm.lhs, gemm.rhs)):
@@ -116,23 +124,30 @@ def _fuses(options: GatedOptions, tokens: int, width: int) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_matmuls(options: GatedOptions, x, weights, keys):
-    y, _ = forward(options.up, x, weights[0], keys[0], keep=False)
+def _gated_matmuls(options: GatedOptions, x, weights, scale, keys):
+    tensor = x if scale is None else normed(x, Norm(scale, options.eps))
+    y, _ = forward(options.up, tensor, weights[0], keys[0], keep=False)
     y, _ = forward(options.down, Gated(y), weights[1], keys[1], keep=False)
     return value_of(options.down, y, weights[1])
 
 
-def _fwd(options: GatedOptions, x, weights, keys):
-    product, of_up = forward(options.up, x, weights[0], keys[0], keep=True)
+def _fwd(options: GatedOptions, x, weights, scale, keys):
+    tensor = x if scale is None else normed(x, Norm(scale, options.eps))
+    product, of_up = forward(options.up, tensor, weights[0], keys[0], keep=True)
     y, of_down = forward(options.down, Gated(product), weights[1], keys[1], keep=True)
-    return value_of(options.down, y, weights[1]), (product, of_up, of_down)
+    of_norm = None if scale is None else (x, scale)
+    return value_of(options.down, y, weights[1]), (of_norm, product, of_up, of_down)
 
 
 def _bwd(options: GatedOptions, residuals, dy):
-    product, of_up, of_down = residuals
+    of_norm, product, of_up, of_down = residuals
     gradient, d_down = backward(options.down, of_down, dy)
     dx, d_up = backward(options.up, of_up, GatedGradient(product, gradient))
-    return varying_as(dx.value(options.up.dtypes[1]), dy), (d_up, d_down), None
+    dx, d_scale = dx.value(options.up.dtypes[1]), None
+    if of_norm is not None:
+        x, scale = of_norm
+        dx, d_scale = norm_gradients(dx, x, scale, options.eps)
+    return varying_as(dx, dy), (d_up, d_down), d_scale, None
 
 
 _gated_matmuls.defvjp(_fwd, _bwd)
@@ -141,7 +156,9 @@ _gated_matmuls.defvjp(_fwd, _bwd)
 def _batch(options: GatedOptions, operands, axes) -> tuple[jax.Array, int]:
     """Maps the products one by one: each decides by itself whether the mapped axis joins the tokens."""
 
-    def apart(x, weights, keys):
+    def apart(x, weights, scale, keys):
+        x = x if scale is None else rms_norm(x, Norm(scale, options.eps))
+
         def gated(x, w):
             return swiglu(product_of(options.up, x, w, keys[0]))
 

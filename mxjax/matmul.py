@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 from mxjax.derivatives import first_order_only
 from mxjax.draws import draw_each, draw_words
 from mxjax.estimators import changes_gradient, gradients_read_tensors, through_quantization
-from mxjax.gated import Gated, GatedGradient
 from mxjax.gemm import multiply
 from mxjax.gemm_input import GemmInput, inputs_with
 from mxjax.implementations import (
@@ -33,7 +32,7 @@ from mxjax.keys import fold_each
 from mxjax.kmajor import KMajor
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy
-from mxjax.prepare import Prepared, prepare, seen_by_backward
+from mxjax.prepare import Computed, Prepared, prepare, seen_by_backward
 from mxjax.product import Product
 from mxjax.quantize import MXArray, dequantize
 from mxjax.recipes import as_policy
@@ -57,7 +56,7 @@ class Options(NamedTuple):
     frozen: Any = None  # a PyTreeDef
 
 
-Tensor = jax.Array | Gated | GatedGradient
+Tensor = jax.Array | Computed
 Weight = jax.Array | tuple[jax.Array, ...]
 """An array, or the leaves of a frozen `MXArray`."""
 
@@ -95,7 +94,7 @@ def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple
     """Returns the product and what `backward` reads; with `keep`, packed operands where possible.
 
     Args:
-      x: an array, or `Gated` if the policy's gradients need no more than packed operands of it.
+      x: an array, or `Computed` if the policy's gradients need no more than packed operands of it.
     """
     y, residuals = _forward(options, x, w, key, keep=keep)
     # Keep the argument itself, so that a scan over layers does not copy their weights.
@@ -140,7 +139,7 @@ def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Produc
     """Returns the gradients dx and dw; None for dw if w is frozen.
 
     Args:
-      dy: an array, or `GatedGradient` if the policy's gradients need no more than packed operands of it.
+      dy: an array, or `Computed` if the policy's gradients need no more than packed operands of it.
     """
     policy, gemms, dtypes, precision, frozen = options
     x, x_packed, w, w_packed, key = residuals

@@ -14,30 +14,34 @@ from jaxtyping import Array, Float
 
 from mxjax.derivatives import first_order_only
 from mxjax.devices import current_target
+from mxjax.formats import BLOCK
 from mxjax.gated import Gated, GatedGradient
 from mxjax.gemm_input import GemmInput, as_backward_sees, quantize_input
 from mxjax.implementations import ON_PACKED, How
 from mxjax.kmajor import KMajor, decode, pack_by_definition
+from mxjax.normed import Normed
 from mxjax.operand import Operand
 from mxjax.quantize import MXArray
 
 Prepared = MXArray | KMajor
+Computed = Normed | Gated | GatedGradient
+"""Operands that a kernel computes where it quantizes them."""
 Form = Literal["packed", "bf16"]
 
 
 def prepare(
-    x: Float[Array, "*batch r c"] | Gated | GatedGradient, wanted: Sequence[tuple[How, GemmInput]]
+    x: Float[Array, "*batch r c"] | Computed, wanted: Sequence[tuple[How, GemmInput]]
 ) -> Sequence[Prepared]:
     """Returns x as each GEMM multiplies it, from one read of x where a kernel can.
 
     The GEMM alone decides between `MXArray` and `KMajor`, so that its two operands are always alike.
     """
-    if isinstance(x, Gated | GatedGradient):
+    if isinstance(x, Computed):
         if len(wanted) == 2:
-            from mxjax.kernels.quantize.gated import quantize_gated
+            from mxjax.kernels.quantize.computed import quantize_computed
 
             [(_, rows), (_, columns)] = wanted
-            return quantize_gated(x, rows, columns)
+            return quantize_computed(x, rows, columns)
         x = x.value()
     forms: list[Form | None] = [_form(implementation) for implementation, _ in wanted]
     if len(set(forms)) == 1:
@@ -47,13 +51,23 @@ def prepare(
 
 def prepares_gated(rows: tuple[How, GemmInput], columns: tuple[How, GemmInput], r: int, c: int) -> bool:
     """Whether a kernel prepares `Gated` [r, c], and `GatedGradient` of it, for these two GEMMs here."""
+    # Gate and up projection share no block of the gradient's rows.
+    return c % BLOCK == 0 and _prepares_computed(rows, columns, r, 2 * c)
+
+
+def prepares_normed(rows: tuple[How, GemmInput], columns: tuple[How, GemmInput], r: int, c: int) -> bool:
+    """Whether a kernel prepares `Normed` [r, c] for these two GEMMs here."""
+    return _prepares_computed(rows, columns, r, c)
+
+
+def _prepares_computed(rows: tuple[How, GemmInput], columns: tuple[How, GemmInput], r: int, c: int) -> bool:
     (row_gemm, row_input), (column_gemm, column_input) = rows, columns
     target = current_target()
     if target is None or not {row_gemm, column_gemm} <= set(ON_PACKED):
         return False
-    from mxjax.kernels.quantize.launches import takes_gated
+    from mxjax.kernels.quantize.launches import takes_computed
 
-    return takes_gated((row_input, column_input), target, r, c)
+    return takes_computed((row_input, column_input), target, r, c)
 
 
 def pack_operands(x: Float[Array, "*b r c"], *inputs: GemmInput) -> list[KMajor]:

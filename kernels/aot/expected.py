@@ -164,6 +164,21 @@ def _quantize(x: np.ndarray, i: int, side: InputOptions) -> tuple[np.ndarray, np
     return words, scales
 
 
+def normed_inputs(*, shape: list[int], rows: InputOptions, columns: InputOptions) -> Arrays:
+    """Draws small integers and powers of two, so that products are exact."""
+    del rows, columns
+    rng, (r, c) = np.random.default_rng(0), shape
+    arrays = {"x": rng.integers(-8, 9, (1, r, c)).astype(ml_dtypes.bfloat16)}
+    arrays |= {"factors": np.exp2(rng.integers(-3, 4, (1, r))).astype(np.float32)}
+    return arrays | {"scale": rng.integers(1, 5, (1, c)).astype(ml_dtypes.bfloat16)}
+
+
+def normed_outputs(inputs: Arrays, *, rows: InputOptions, columns: InputOptions, **_: object) -> Arrays:
+    """Computes the words and scale bytes of a norm's result along rows and columns."""
+    x, factors, scale = (inputs[name].astype(np.float64) for name in ("x", "factors", "scale"))
+    return _quantized_both(x * factors[..., None] * scale[:, None, :], rows, columns)
+
+
 def gated_inputs(*, shape: list[int], of_gradient: bool, rows: InputOptions, columns: InputOptions) -> Arrays:
     """Draws a product and a gradient whose values are small integers, but for the gate, which is 0 or large.
 
@@ -200,6 +215,11 @@ def gated_outputs(
         dh = value("gradient", "gradient_")
         of_gate = dh * up * logistic * (1 + gate * (1 - logistic))
         values = np.concatenate([of_gate, dh * gate * logistic], axis=-1)
+    return _quantized_both(values, rows, columns)
+
+
+def _quantized_both(values: np.ndarray, rows: InputOptions, columns: InputOptions) -> Arrays:
+    """Returns the words and scale bytes of values rounded to bfloat16, along rows and columns."""
     outputs = {}
     for i, (name, side) in enumerate((("row", rows), ("column", columns))):
         words, scales = _quantize(values.astype(ml_dtypes.bfloat16), i, side)

@@ -12,7 +12,7 @@ from mxjax.gemm_input import GemmInput
 from mxjax.kernels import shapes
 from mxjax.kernels.aot.builds import Argument, Build, Expected
 from mxjax.kernels.quantize.kernel import SCALARS, Form
-from mxjax.kernels.quantize.launches import Pair, gated_launch_of, launch_of, launched_pairs
+from mxjax.kernels.quantize.launches import ComputedKind, Pair, computed_launch_of, launch_of, launched_pairs
 from mxjax.kernels.quantize.quantizer import FORM_DTYPES
 from mxjax.operand import Operand
 from mxjax.policy import Rotation
@@ -44,10 +44,10 @@ def builds(target: Target) -> list[Build]:
     if target.arch == "sm_90":  # edges of Hopper's kernel
         wanted += [_build((200, 136), "bfloat16", sides, target) for sides in _PAIRS]
         wanted += [
-            gated_build(shape, sides, of_gradient)
-            for shape in (_GATED, (200, 160))
-            for sides in _GATED_SIDES
-            for of_gradient in (False, True)
+            computed_build(kind, shape, sides)
+            for kind, large in _COMPUTED.items()
+            for shape in (large, (200, 160))
+            for sides in _COMPUTED_SIDES
         ]
     if target.arch == "gfx950":  # small enough for the emulator
         wanted += [
@@ -65,8 +65,12 @@ _EVEN: _Side = (Operand(scale_rule="even"), Rotation(64, "fixed"))
 _RCEIL: _Side = (Operand(scale_rule="rceil", rounding="stochastic"), Rotation(32, "redrawn"))
 _PRESCALED: _Side = (Operand(prescale=0.75, block_shape=(BLOCK, BLOCK)), None)
 _PAIRS: list[_Sides] = [(_PLAIN, _PLAIN), (_PLAIN, _H16), (None, _H16), (_STOCHASTIC, _STOCHASTIC)]
-_GATED_SIDES: list[_Sides] = [(_PLAIN, _PLAIN), (_PLAIN, _H16)]
-_GATED = (8192, 14336)
+_COMPUTED_SIDES: list[_Sides] = [(_PLAIN, _PLAIN), (_PLAIN, _H16)]
+_COMPUTED: dict[ComputedKind, tuple[int, int]] = {
+    "normed": (8192, 4096),
+    "gated": (8192, 14336),
+    "gradient": (8192, 14336),
+}
 _BATCH = (3, 40, 70)
 _SMALL = [(128, 128), (65, 97)]
 _EDGE_SIDES: list[tuple[str, _Sides, Form]] = [
@@ -149,40 +153,53 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target, fo
     )
 
 
-def gated_build(shape: tuple[int, int], sides: _Sides, of_gradient: bool) -> Build:
-    """Returns the build of a kernel for SwiGLU's result [r, c], or for the gradient [r, 2 c]."""
+def computed_build(kind: ComputedKind, shape: tuple[int, int], sides: _Sides) -> Build:
+    """Returns the build of a kernel for a norm's or SwiGLU's result [r, c], or for the gradient [r, 2 c]."""
     r, c = shape
     rows, columns = sides
-    launch = gated_launch_of(_pair(sides), (1, r, c), of_gradient)
-    products = ("product", "gradient") if of_gradient else ("product",)
-    arguments = {}
-    for name, n in zip(products, (2 * c, c), strict=False):
-        prefix = "" if name == "product" else "gradient_"
-        arguments[name] = Argument((1, r, n), "bfloat16", meaning=_PRODUCT_MEANINGS[name])
-        arguments[f"{prefix}row_factors"] = Argument((1, r), "float32", meaning="of its rows")
-        arguments[f"{prefix}column_factors"] = Argument((1, n), "float32", meaning="of its columns")
+    launch = computed_launch_of(_pair(sides), kind, (1, r, c))
+    arguments = _normed_arguments(r, c) if kind == "normed" else _product_arguments(kind, r, c)
     outputs = iter(launch.out)
     for name in ("row", "column"):
         words, scales = next(outputs), next(outputs)
         view = _view(words.shape, "packed")
         arguments[f"{name}_words"] = _output(words, True, _WORDS_MEANINGS["packed"], view)
         arguments[f"{name}_scales"] = _output(scales, True, _SCALES_MEANING)
-    kind = "gradient" if of_gradient else "result"
     return Build(
-        name=f"quantize_gated_{kind}_{r}x{c}_columns_{_label(columns, 'packed')}",
+        name=f"quantize_{_COMPUTED_NAMES[kind]}_{r}x{c}_columns_{_label(columns, 'packed')}",
         kernel=launch.kernel,
         signature=arguments,
         constants=launch.constants,
         grid=launch.grid,
         expected=Expected(
-            "gated",
+            "normed" if kind == "normed" else "gated",
             {"shape": [r, c], "rows": _options(rows, "packed"), "columns": _options(columns, "packed")}
-            | {"of_gradient": of_gradient},
+            | ({} if kind == "normed" else {"of_gradient": kind == "gradient"}),
         ),
         num_warps=launch.num_warps,
     )
 
 
+def _normed_arguments(r: int, c: int) -> dict[str, Argument]:
+    return {
+        "x": Argument((1, r, c), "bfloat16", meaning="the tensor before the norm, row-major"),
+        "factors": Argument((1, r), "float32", meaning="1 over the root mean square of each row"),
+        "scale": Argument((1, c), "bfloat16", meaning="of its columns"),
+    }
+
+
+def _product_arguments(kind: ComputedKind, r: int, c: int) -> dict[str, Argument]:
+    products = ("product", "gradient") if kind == "gradient" else ("product",)
+    arguments = {}
+    for name, n in zip(products, (2 * c, c), strict=False):
+        prefix = "" if name == "product" else "gradient_"
+        arguments[name] = Argument((1, r, n), "bfloat16", meaning=_PRODUCT_MEANINGS[name])
+        arguments[f"{prefix}row_factors"] = Argument((1, r), "float32", meaning="of its rows")
+        arguments[f"{prefix}column_factors"] = Argument((1, n), "float32", meaning="of its columns")
+    return arguments
+
+
+_COMPUTED_NAMES = {"normed": "normed", "gated": "gated_result", "gradient": "gated_gradient"}
 _PRODUCT_MEANINGS = {
     "product": "gate's columns, then those of the up projection, before the factors are applied",
     "gradient": "that of silu(gate) * up, before its factors are applied",

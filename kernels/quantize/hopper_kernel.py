@@ -69,7 +69,8 @@ def quantize_pairs_kernel(
       FOLDED: log2 of sqrt(ROTATION), folded into the scales.
     """
     if ALONG_ROWS:
-        r0, c0 = tl.program_id(1) * BLOCK_R, tl.program_id(0) * BLOCK_C
+        # From the last rows to the first: the L2 cache still has the last of what was written before.
+        r0, c0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_R, tl.program_id(0) * BLOCK_C
     else:
         r0, c0 = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from mxjax.kernels.launch import MOST_PROGRAMS, ceil_div
 from mxjax.kernels.quantize.draws import LARGEST_ROTATION
 from mxjax.kernels.quantize.hopper_gated import quantize_gated_gradient_kernel, quantize_gated_kernel
 from mxjax.kernels.quantize.hopper_kernel import GROUP, quantize_pairs_kernel
+from mxjax.kernels.quantize.hopper_normed import quantize_normed_kernel
 from mxjax.kernels.quantize.kernel import Form, quantize_kernel, words_of
 from mxjax.scales import rule_carry
 
@@ -23,6 +24,8 @@ LONGEST_AXIS = 2**24  # axes are shorter, because offsets in a tile have 32 bits
 
 Pair = tuple[GemmInput | None, GemmInput | None]
 """A tensor's inputs along its rows (axis -1) and along its columns (axis -2), without their arrays."""
+ComputedKind = Literal["normed", "gated", "gradient"]
+"""What a kernel computes where it quantizes it: `Normed`, `Gated` or `GatedGradient`."""
 
 
 def check_input(how: GemmInput) -> None:
@@ -131,24 +134,28 @@ def _is_along_rows(pair: Pair, target: Target | None, tiles: int) -> bool:
     return on_cuda and tiles <= MOST_PROGRAMS and (rows is None or rows.rotation is None)
 
 
-def takes_gated(pair: Pair, target: Target | None, r: int, c: int) -> bool:
-    """Whether a kernel quantizes SwiGLU's result [..., r, c] and its gradient for both of these inputs."""
+def takes_computed(pair: Pair, target: Target | None, r: int, c: int) -> bool:
+    """Whether a kernel computes a tensor [..., r, c] where it quantizes it for both of these inputs."""
     rows, columns = pair
-    if rows is None or columns is None or _is_stochastic(columns) or c % BLOCK:
+    if rows is None or columns is None or _is_stochastic(columns):
         return False
-    if max(r, 2 * c) >= LONGEST_AXIS or ceil_div(r, HOPPER_TILE.rows) > MOST_PROGRAMS:
+    if max(r, c) >= LONGEST_AXIS or ceil_div(r, HOPPER_TILE.rows) > MOST_PROGRAMS:
         return False
     return _hopper_takes(pair, target, c, jnp.bfloat16)
 
 
-def gated_launch_of(pair: Pair, shape: tuple[int, int, int], of_gradient: bool) -> Launch:
-    """Returns how SwiGLU's result [v, r, c] of `shape`, or the gradient [v, r, 2 c], is quantized."""
+def computed_launch_of(pair: Pair, kind: ComputedKind, shape: tuple[int, int, int]) -> Launch:
+    """Returns how the result [v, r, c] of `shape` of a norm or of SwiGLU, or its gradient, is quantized.
+
+    The gradient is that of a product [v, r, 2 c].
+    """
     v, r, c = shape
     rows, columns = pair
     assert rows is not None
     assert columns is not None
-    kernel, tile, parts = quantize_gated_kernel, HOPPER_TILE, 1
-    if of_gradient:
+    kernel = quantize_normed_kernel if kind == "normed" else quantize_gated_kernel
+    tile, parts = HOPPER_TILE, 1
+    if kind == "gradient":
         # In higher tiles the kernel without a rotation takes so many registers that it runs alone.
         higher = Tile(256, 128, 8, GROUP.value)
         kernel, tile, parts = quantize_gated_gradient_kernel, higher if columns.rotation else HOPPER_TILE, 2

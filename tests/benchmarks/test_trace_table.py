@@ -107,6 +107,6 @@ def test_bad_arguments_end_with_one_line(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kernel", ["", "_pairs", "_gated", "_gated_gradient"])
+@pytest.mark.parametrize("kernel", ["", "_pairs", "_normed", "_gated", "_gated_gradient"])
 def test_the_quantizers_kernels_are_of_its_kind(kernel):
     assert trace_table.kind_of(f"quantize{kernel}_kernel") == "quantize"

@@ -22,10 +22,12 @@ from mxjax.gemm_input import GemmInput
 from mxjax.kernels.attention import launches
 from mxjax.kernels.attention.fused import fused_attention
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
-from mxjax.kernels.quantize import gated, quantizer
-from mxjax.kernels.quantize.gated import quantize_gated
+from mxjax.kernels.quantize import computed, quantizer
+from mxjax.kernels.quantize.computed import quantize_computed
+from mxjax.kernels.quantize.hopper_normed import quantize_normed_kernel
 from mxjax.kernels.quantize.quantizer import quantize_operands
 from mxjax.kmajor import KMajor, decode, pack_by_definition
+from mxjax.normed import Norm, Normed, normed
 from mxjax.operand import Operand
 from mxjax.philox import philox_4x32
 from mxjax.policy import Rotation
@@ -34,7 +36,7 @@ from mxjax.quantize import float4_codes, pack_codes
 from mxjax.rounding import stochastic_round
 from mxjax.scales import block_scale, divide_by_scale
 
-GATED_INPUTS = GemmInput(-1), GemmInput(-2, rotation=Rotation(16))
+COMPUTED_INPUTS = GemmInput(-1), GemmInput(-2, rotation=Rotation(16))
 
 
 def plain_kernel(kernel, x, scalars, *, out, **constants):
@@ -118,7 +120,7 @@ def main() -> None:
     check_explicit()
     check_fp8(mesh)
     check_attention(mesh)
-    check_gated(mesh)
+    check_computed(mesh)
     print("all equal")
 
 
@@ -177,22 +179,25 @@ def mesh_size(mesh, axis) -> int:
     return int(np.prod([mesh.shape[name] for name in names]))
 
 
-def plain_gated(kernel, *arrays, out, **_):
-    """Quantizes SwiGLU's result, or its gradient, as Hopper's kernels do, by jax.numpy."""
-    del kernel, out
+def plain_computed(kernel, *arrays, out, **_):
+    """Quantizes a norm's or SwiGLU's result, or its gradient, as Hopper's kernels do, by jax.numpy."""
+    del out
     *products, x = (Product(arrays[i], arrays[i + 1 : i + 3]) for i in range(0, len(arrays), 3))
-    values = GatedGradient(*products, x).value() if products else Gated(x).value()
+    if kernel is quantize_normed_kernel:
+        values = Normed(*arrays).value()
+    else:
+        values = GatedGradient(*products, x).value() if products else Gated(x).value()
     written = []
-    for how in GATED_INPUTS:
+    for how in COMPUTED_INPUTS:
         q = pack_by_definition(values, how)
         words = q.elements.reshape(*q.elements.shape[:-1], -1, 4)
         written += [lax.bitcast_convert_type(words, jnp.int32), q.scales]
     return written
 
 
-def check_gated(mesh) -> None:
+def check_computed(mesh) -> None:
     """Only rows are cut, and what lies across the others is gathered."""
-    gated.triton_call = plain_gated
+    computed.triton_call = plain_computed
     keys = iter(jax.random.split(jax.random.key(12), 6))
 
     def product(r, n):
@@ -200,8 +205,13 @@ def check_gated(mesh) -> None:
         return Product(jax.random.normal(next(keys), (r, n), jnp.bfloat16), factors)
 
     first, second = product(256, 128), product(256, 64)
-    for x in (Gated(first), GatedGradient(first, second)):
-        wanted = jax.jit(lambda x: quantize_gated(x, *GATED_INPUTS))(x)
+    plain = jax.random.normal(jax.random.key(13), (256, 64), jnp.bfloat16)
+    for x in (
+        normed(plain, Norm(jnp.arange(64.0), 1e-5)),
+        Gated(first),
+        GatedGradient(first, second),
+    ):
+        wanted = jax.jit(lambda x: quantize_computed(x, *COMPUTED_INPUTS))(x)
         for spec in (P("a"), P(("a", "b")), P("b", "a"), P(None, "a")):
 
             def place(t, spec=spec):
@@ -210,7 +220,9 @@ def check_gated(mesh) -> None:
                 return jax.device_put(t, NamedSharding(mesh, axes))
 
             compiled = (
-                jax.jit(lambda x: quantize_gated(x, *GATED_INPUTS)).lower(jax.tree.map(place, x)).compile()
+                jax.jit(lambda x: quantize_computed(x, *COMPUTED_INPUTS))
+                .lower(jax.tree.map(place, x))
+                .compile()
             )
             got = compiled(jax.tree.map(place, x))
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):

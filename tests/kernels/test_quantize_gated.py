@@ -17,9 +17,9 @@ from mxjax.devices import Target, use_target
 from mxjax.gated import Gated, GatedGradient, swiglu
 from mxjax.gated_product import fused_mlp
 from mxjax.gemm_input import GemmInput
-from mxjax.kernels.aot.quantize_builds import _H16, _PLAIN, gated_build
-from mxjax.kernels.bench import bench_gated
-from mxjax.kernels.quantize.gated import quantize_gated
+from mxjax.kernels.aot.quantize_builds import _H16, _PLAIN, computed_build
+from mxjax.kernels.bench import bench_computed
+from mxjax.kernels.quantize.computed import quantize_computed
 from mxjax.kernels.selftest.kernels import run_build
 from mxjax.kmajor import pack_by_definition
 from mxjax.policy import Rotation
@@ -48,7 +48,7 @@ def differing(x, columns):
     @jax.jit
     def both(x):
         wanted = [pack_by_definition(x.value(), how) for how in (ROWS, columns)]
-        return jax.tree.leaves(quantize_gated(x, ROWS, columns)), jax.tree.leaves(wanted)
+        return jax.tree.leaves(quantize_computed(x, ROWS, columns)), jax.tree.leaves(wanted)
 
     pairs = list(zip(*both(x), strict=True))
     assert all(a.shape == b.shape for a, b in pairs)
@@ -111,18 +111,18 @@ def test_whole_tiles(on_hopper, kind):
 def test_gates_tiles_end_where_those_of_the_up_projection_begin(on_hopper, monkeypatch):
     """In reverse order the programs write the same: none writes what another does."""
     builder, x = interpreter_builder, draw_operand("gradient", 32, 160)
-    wanted, place = quantize_gated(x, ROWS, COLUMNS[0]), builder.set_grid_idx
+    wanted, place = quantize_computed(x, ROWS, COLUMNS[0]), builder.set_grid_idx
     monkeypatch.setattr(
         builder, "set_grid_idx", lambda x, y, z: place(builder.grid_dim[0] - 1 - x, y, z), raising=True
     )
-    got = quantize_gated(x, ROWS, COLUMNS[0])
+    got = quantize_computed(x, ROWS, COLUMNS[0])
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("of_gradient", [False, True])
-def test_builds_name_what_the_kernels_write(on_hopper, of_gradient):
-    assert run_build(gated_build((200, 160), (_PLAIN, _H16), of_gradient)) == {}
+@pytest.mark.parametrize("kind", ["normed", "gated", "gradient"])
+def test_builds_name_what_the_kernels_write(on_hopper, kind):
+    assert run_build(computed_build(kind, (200, 160), (_PLAIN, _H16))) == {}
 
 
 def test_a_mapped_mlp_is_two_products_whose_tokens_are_all_quantized_together(on_hopper):
@@ -249,15 +249,15 @@ def test_errors(options, error, message):
 @pytest.mark.parametrize("kind", ["result", "gradient"])
 def test_products_in_float32_are_refused(on_hopper, kind):
     x = jax.tree.map(lambda t: t.astype(jnp.float32), draw_operand(kind, 32, 32))
-    with pytest.raises(TypeError, match="products in bfloat16"):
-        quantize_gated(x, ROWS, COLUMNS[0])
+    with pytest.raises(TypeError, match="tensors in bfloat16"):
+        quantize_computed(x, ROWS, COLUMNS[0])
 
 
 @pytest.mark.slow
 def test_the_benchmark_reports_every_case(on_hopper, capsys):
-    bench_gated.main(["--shapes", "32x32", "--rounds", "1", "--commit", "abc"])
+    bench_computed.main(["--shapes", "32x32", "--rounds", "1", "--commit", "abc"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(report["records"]) == 6
+    assert len(report["records"]) == 9
     assert all("median" in record for record in report["records"])
     with pytest.raises(SystemExit, match="a multiple of 32"):
-        bench_gated.main(["--shapes", "32x48"])
+        bench_computed.main(["--shapes", "32x48"])

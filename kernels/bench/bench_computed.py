@@ -1,11 +1,12 @@
-"""Time of quantizing SwiGLU's result and gradient on Hopper: by one kernel, and by XLA's and the quantizer's.
+"""Time of quantizing what RMSNorm, SwiGLU or its gradient gives on Hopper: by one kernel, or by two.
 
-    python -m mxjax.kernels.bench.bench_gated [--shapes 32768x2048 …] [--out FILE]
+    python -m mxjax.kernels.bench.bench_computed [--shapes 32768x2048 …] [--out FILE]
 
-A shape is r x c of silu(gate) * up. Products have factors as FP8 carriers leave them. Both sides are packed,
-columns after H16, as `wgrad_hadamard` does. "differs" is the share of stored bytes unlike those of the two
-kernels: SwiGLU's values may differ by a unit in the last place. More than 0.1 % is an error. Four tensors run
-in one program. Prints a table for each shape, and JSON as the last line.
+The two are XLA's and the quantizer's. A shape is r x c of the norm's or SwiGLU's result. Products have
+factors as FP8 carriers leave them. Both sides are packed, columns after H16, as `wgrad_hadamard` does.
+"differs" is the share of stored bytes unlike those of the two kernels: values may differ by a unit in the
+last place. More than 0.1 % is an error. Four tensors run in one program. Prints a table for each shape, and
+JSON as the last line.
 """
 
 import argparse
@@ -16,22 +17,22 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.devices import current_target
+from mxjax.formats import BLOCK
 from mxjax.gated import Gated, GatedGradient
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.bench.bench_quantize import TENSORS, arrays, parse_shape
 from mxjax.kernels.bench.report import LATE, Absent, Report, add_arguments, first_line, print_absent
 from mxjax.kernels.bench.timing import Timing, measure
-from mxjax.kernels.quantize.gated import quantize_gated
-from mxjax.kernels.quantize.launches import takes_gated
+from mxjax.kernels.quantize.computed import quantize_computed
+from mxjax.kernels.quantize.launches import takes_computed
+from mxjax.normed import Norm, normed
 from mxjax.policy import Rotation
-from mxjax.prepare import pack_operands
+from mxjax.prepare import Computed, pack_operands
 from mxjax.product import Product
 from mxjax.tables import table
 
 INPUTS = GemmInput(-1), GemmInput(-2, rotation=Rotation(16))
 MOST_DIFFERENT = 1e-3
-
-Operand = Gated | GatedGradient
 
 
 class Result(NamedTuple):
@@ -44,17 +45,18 @@ class Result(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures the shapes that the command line names; exits with 1 if a case failed."""
-    parser = argparse.ArgumentParser(prog="python -m mxjax.kernels.bench.bench_gated", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m mxjax.kernels.bench.bench_computed", description=__doc__)
     shapes = [(32768, 2048), (16384, 8192)]
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=shapes, help="ROWSxCOLUMNS")
     add_arguments(parser)
     options = parser.parse_args(arguments)
-    if not all(takes_gated(INPUTS, current_target(), *shape) for shape in options.shapes):
-        raise SystemExit("bench_gated needs a Hopper GPU, and columns that are a multiple of 32")
-    report = Report("mxjax.kernels.bench.bench_gated", arguments, options)
+    target = current_target()
+    if not all(c % BLOCK == 0 and takes_computed(INPUTS, target, r, 2 * c) for r, c in options.shapes):
+        raise SystemExit("bench_computed needs a Hopper GPU, and columns that are a multiple of 32")
+    report = Report("mxjax.kernels.bench.bench_computed", arguments, options)
     for shape in options.shapes:
         results = []
-        for kind in ("result", "gradient"):
+        for kind in ("norm", "result", "gradient"):
             operands = [make_operand(kind, shape, seed) for seed in range(TENSORS)]
             for name, function in CASES.items():
                 result = run(f"{kind}, {name}", function, operands, report)
@@ -73,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report.print()
 
 
-def make_operand(kind: str, shape: tuple[int, int], seed: int) -> Operand:
+def make_operand(kind: str, shape: tuple[int, int], seed: int) -> Computed:
     """Returns a random operand of this shape; its gradient's elements are near 2**-9."""
     r, c = shape
     keys = iter(jax.random.split(jax.random.key(seed), 6))
@@ -82,29 +84,32 @@ def make_operand(kind: str, shape: tuple[int, int], seed: int) -> Operand:
         factors = [jnp.exp2(jax.random.randint(next(keys), (m,), -2, 3).astype(jnp.float32)) for m in (r, n)]
         return Product(scale * jax.random.normal(next(keys), (r, n), jnp.bfloat16), (factors[0], factors[1]))
 
+    if kind == "norm":
+        x = jax.random.normal(next(keys), (r, c), jnp.bfloat16)
+        return normed(x, Norm(1 + jax.random.normal(next(keys), (c,)) / 4, 1e-5))
     first = product(2 * c, 1.0)
     return Gated(first) if kind == "result" else GatedGradient(first, product(c, 2.0**-9))
 
 
-def in_two(x: Operand) -> object:
+def in_two(x: Computed) -> object:
     """Quantizes the values that XLA computes and stores."""
     return pack_operands(jax.lax.optimization_barrier(x.value()), *INPUTS)
 
 
-def in_one(x: Operand) -> object:
+def in_one(x: Computed) -> object:
     """Quantizes as training does on Hopper."""
-    return quantize_gated(x, *INPUTS)
+    return quantize_computed(x, *INPUTS)
 
 
-CASES: dict[str, Callable[[Operand], object]] = {
-    "XLA's SwiGLU alone": lambda x: x.value(),
+CASES: dict[str, Callable[[Computed], object]] = {
+    "XLA's values alone": lambda x: x.value(),
     "then the quantizer": in_two,
     "in one kernel": in_one,
 }
 
 
 def run(
-    name: str, function: Callable[[Operand], object], operands: list[Operand], report: Report
+    name: str, function: Callable[[Computed], object], operands: list[Computed], report: Report
 ) -> Result | Absent:
     """Times a case, or returns the reason why there is no time."""
     try:

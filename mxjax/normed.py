@@ -1,0 +1,59 @@
+"""RMSNorm, and its result as an operand of a GEMM that is computed where it is quantized.
+
+`mxjax.prepare` passes that to a kernel that reads the tensor before the norm; nothing stores the result.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+
+class Normed(NamedTuple):
+    """x times a factor for each row, 1 over its root mean square, and a scale for each column.
+
+    Attributes:
+      x: [*batch, r, c], before the norm.
+      factors: [*batch, r].
+      scale: [c].
+    """
+
+    x: Float[Array, "*batch r c"]
+    factors: Float32[Array, "*batch r"]
+    scale: Float32[Array, " c"]
+
+    def value(self) -> Float[Array, "*batch r c"]:
+        """Returns the values in the dtype of x, to which the scale is rounded before."""
+        dtype = self.x.dtype
+        y = self.x.astype(jnp.float32) * self.factors[..., None]
+        # Broadcast before the cast, so that the scale's gradient is summed in float32, across devices too.
+        return y.astype(dtype) * jnp.broadcast_to(self.scale, y.shape).astype(dtype)
+
+
+class Norm(NamedTuple):
+    """An RMSNorm: the scale of each column, and what is added to a row's mean square."""
+
+    scale: Float32[Array, " c"]
+    eps: float
+
+
+def normed(x: Float[Array, "*batch c"], norm: Norm) -> Normed:
+    """Returns x after the norm, not yet computed."""
+    y = x.astype(jnp.float32)
+    return Normed(x, jax.lax.rsqrt(jnp.mean(y * y, axis=-1) + norm.eps), norm.scale)
+
+
+def rms_norm(x: Float[Array, "*batch c"], norm: Norm) -> Float[Array, "*batch c"]:
+    """Returns x after the norm: root-mean-square normalization in float32, in x's dtype.
+
+    Source: arXiv 1910.07467, equation 4.
+    """
+    return _rms_norm(x, norm.scale, norm.eps)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _rms_norm(x, scale, eps: float):
+    """Keeps only x for the backward pass, which recomputes the float32 tensors quickly."""
+    return normed(x, Norm(scale, eps)).value()
