@@ -30,15 +30,13 @@ LADDER_GROUP = ("60m", "tuned-60m")
 """Model and protocol of the runs that the figure of the ladder shows."""
 GRADIENTS = ROOT / "docs" / "results" / "gradients.json"
 SPEEDS = {
-    "60m, 64 x 512": ["ladder-60m-cd0dbc0.json"],
-    "125m, 64 x 512": ["125m-text-00a3ada.json"],
-    "350m, 64 x 512": ["ladder-350m-4df88e2.json"],
-    "Llama 3.2 1B, 4 x 4096": ["llama3.2-1b-text-00a3ada.json"],
-    "Llama 3.1 8B, 2 x 8192, two GPUs": [
-        "llama3.1-8b-2gpus-00a3ada.json",
-    ],
+    "60m, 64 x 512": ["ladder-60m-1f9899f.json", "ladder-60m-cd0dbc0.json"],
+    "125m, 64 x 512": ["125m-text-1f9899f.json"],
+    "350m, 64 x 512": ["ladder-350m-1f9899f.json", "ladder-350m-4df88e2.json"],
+    "Llama 3.2 1B, 4 x 4096": ["llama3.2-1b-text-1f9899f.json"],
+    "Llama 3.1 8B, 2 x 8192, two GPUs": ["llama3.1-8b-2gpus-1f9899f.json"],
 }
-"""The files by model and tokens; PyTorch's may be another than ours."""
+"""The files by model and tokens; a line is of the first that has it, relative to bf16 there."""
 LINES = {
     "PyTorch, autocast": ("PyTorch, bfloat16", "white", "///"),
     "wgrad_hadamard": ("wgrad_hadamard", "#17365d", ""),
@@ -117,9 +115,11 @@ def relative_speeds() -> dict[str, dict[str, float]]:
     """Returns tokens/s over mxjax's in bfloat16, by model and line, where a line was measured."""
     folder, found = ROOT / "docs" / "results" / "train-h200", {}
     for title, files in SPEEDS.items():
-        lines = [line for file in files for line in json.loads((folder / file).read_text())["lines"]]
-        speeds = {line["name"]: line["tokens_per_s"] for line in lines}
-        found[title] = {name: speeds[name] / speeds["bf16"] for name in LINES if name in speeds}
+        found[title] = {}
+        for file in reversed(files):
+            lines = json.loads((folder / file).read_text())["lines"]
+            speeds = {line["name"]: line["tokens_per_s"] for line in lines}
+            found[title] |= {name: speeds[name] / speeds["bf16"] for name in LINES if name in speeds}
     return found
 
 
