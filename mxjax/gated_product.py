@@ -1,5 +1,4 @@
-"""`fused_mlp`: the two products of a gated MLP, with SwiGLU computed where its result is quantized, and the
-norm before them too.
+"""`fused_mlp`: a gated MLP, with SwiGLU and the norm before it computed where they are quantized.
 
 Neither silu(gate) * up nor the gradient of the first product is then stored: a kernel makes them from the
 products that they depend on.
@@ -21,7 +20,7 @@ from mxjax.gated import Gated, GatedGradient, swiglu
 from mxjax.gemm_input import GemmInput
 from mxjax.implementations import How, Implementation, implementations_of
 from mxjax.matmul import Options, backward, forward, value_of
-from mxjax.normed import Norm, normed, rms_norm
+from mxjax.normed import Norm, check_norm, normed, rms_norm
 from mxjax.normed_product import fuses_norm, norm_gradients
 from mxjax.policy import Policy
 from mxjax.prepare import prepares_gated
@@ -71,6 +70,8 @@ def fused_mlp(
             "fused_mlp needs x [..., d_in], gate_up [d_in, 2 width] and down [width, d_out], got "
             f"{x.shape}, {weights[0].shape} and {weights[1].shape}"
         )
+    if norm is not None:
+        check_norm("fused_mlp", x, norm)
     for policy, key in zip(policies, keys, strict=True):
         check_key(policy, key)
     up, down = (
@@ -143,11 +144,11 @@ def _bwd(options: GatedOptions, residuals, dy):
     of_norm, product, of_up, of_down = residuals
     gradient, d_down = backward(options.down, of_down, dy)
     dx, d_up = backward(options.up, of_up, GatedGradient(product, gradient))
-    dx, d_scale = dx.value(options.up.dtypes[1]), None
+    dx, d_scale = varying_as(dx.value(options.up.dtypes[1]), dy), None
     if of_norm is not None:
         x, scale = of_norm
         dx, d_scale = norm_gradients(dx, x, scale, options.eps)
-    return varying_as(dx, dy), (d_up, d_down), d_scale, None
+    return dx, (d_up, d_down), d_scale, None
 
 
 _gated_matmuls.defvjp(_fwd, _bwd)

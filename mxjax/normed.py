@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from mxjax.arguments import check_arrays
+
 
 class Normed(NamedTuple):
     """x times a factor for each row, 1 over its root mean square, and a scale for each column.
@@ -25,11 +27,9 @@ class Normed(NamedTuple):
     scale: Float32[Array, " c"]
 
     def value(self) -> Float[Array, "*batch r c"]:
-        """Returns the values in the dtype of x, to which the scale is rounded before."""
-        dtype = self.x.dtype
+        """Returns the values in x's dtype; the scale is rounded to it first."""
         y = self.x.astype(jnp.float32) * self.factors[..., None]
-        # Broadcast before the cast, so that the scale's gradient is summed in float32, across devices too.
-        return y.astype(dtype) * jnp.broadcast_to(self.scale, y.shape).astype(dtype)
+        return y.astype(self.x.dtype) * jnp.broadcast_to(self.scale, y.shape).astype(self.x.dtype)
 
 
 class Norm(NamedTuple):
@@ -56,4 +56,14 @@ def rms_norm(x: Float[Array, "*batch c"], norm: Norm) -> Float[Array, "*batch c"
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _rms_norm(x, scale, eps: float):
     """Keeps only x for the backward pass, which recomputes the float32 tensors quickly."""
-    return normed(x, Norm(scale, eps)).value()
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    # Broadcast before the cast, so that the scale's gradient is summed in float32, across devices too.
+    return y.astype(x.dtype) * jnp.broadcast_to(scale, x.shape).astype(x.dtype)
+
+
+def check_norm(name: str, x: Float[Array, "*batch c"], norm: Norm) -> None:
+    """Raises ValueError unless the scale is of x's last axis, TypeError unless it is an array."""
+    check_arrays(name, x=x, scale=norm.scale)
+    if norm.scale.shape != x.shape[-1:]:
+        raise ValueError(f"{name} needs a scale {x.shape[-1:]} for x {x.shape}, got {norm.scale.shape}")

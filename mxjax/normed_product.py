@@ -1,7 +1,6 @@
 """`normed_dot`: RMSNorm and the product after it, with the norm computed where its result is quantized."""
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from mxjax.estimators import gradients_read_tensors
 from mxjax.gemm_input import GemmInput
 from mxjax.implementations import Implementation, implementations_of
 from mxjax.matmul import Options, backward, forward, value_of
-from mxjax.normed import Norm, normed, rms_norm
+from mxjax.normed import Norm, check_norm, normed, rms_norm
 from mxjax.policy import Policy
 from mxjax.prepare import prepares_normed
 from mxjax.primitive import as_primitive
@@ -46,16 +45,15 @@ def normed_dot(
 
     Args:
       x: activations; all but bfloat16 return None.
+      norm: of x; its scale is in any dtype.
       Others: see `mxjax.dot`.
     Raises: see `mxjax.dot`.
     """
-    check_arrays("normed_dot", x=x, scale=norm.scale, w=w)
+    check_arrays("normed_dot", x=x, w=w)
+    check_norm("normed_dot", x, norm)
     d_in, d_out = w.shape
-    if x.shape[-1] != d_in or norm.scale.shape != (d_in,):
-        raise ValueError(
-            "normed_dot needs x [..., d_in], a scale [d_in] and w [d_in, d_out], got "
-            f"{x.shape}, {norm.scale.shape} and {w.shape}"
-        )
+    if x.shape[-1] != d_in:
+        raise ValueError(f"normed_dot needs x [..., d_in] and w [d_in, d_out], got {x.shape} and {w.shape}")
     check_key(policy, key)
     gemms = implementations_of(policy, implementation)._replace(layout=layout)
     options = Options(policy, gemms, (x.dtype, x.dtype, w.dtype))
@@ -84,9 +82,10 @@ def fuses_norm(options: Options, x: jax.Array, *weights: jax.Array) -> bool:
     return prepares_normed(rows, columns, x.size // x.shape[-1], x.shape[-1])
 
 
-def norm_gradients(dy: jax.Array, x: jax.Array, scale: jax.Array, eps: float) -> Sequence[jax.Array]:
+def norm_gradients(dy: jax.Array, x: jax.Array, scale: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of x and of the scale from that of the norm's result."""
-    return jax.vjp(lambda x, scale: rms_norm(x, Norm(scale, eps)), x, scale)[1](dy)
+    dx, d_scale = jax.vjp(lambda x, scale: rms_norm(x, Norm(scale, eps)), x, scale)[1](dy)
+    return dx, d_scale
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -103,8 +102,9 @@ def _fwd(options: NormedOptions, x, w, scale, key):
 def _bwd(options: NormedOptions, kept, dy):
     x, scale, residuals = kept
     dx, dw = backward(options.product, residuals, dy)
-    dx, d_scale = norm_gradients(dx.value(options.product.dtypes[1]), x, scale, options.eps)
-    return varying_as(dx, dy), dw, d_scale, None
+    dx = varying_as(dx.value(options.product.dtypes[1]), dy)
+    dx, d_scale = norm_gradients(dx, x, scale, options.eps)
+    return dx, dw, d_scale, None
 
 
 _normed_matmul.defvjp(_fwd, _bwd)

@@ -25,7 +25,7 @@ def quantize_computed(x: Computed, rows: GemmInput, columns: GemmInput) -> list[
 
     Values differ from XLA's (`x.value`) by a unit in the last place of bfloat16 at most, unless a product
     on the way overflows or is subnormal: the logistic function of a gate below -87 counts as zero, and
-    it is applied first. A block with NaN or infinity is NaN.
+    it is applied first. A block whose values have NaN or infinity is NaN.
 
     Args:
       x: made of tensors in bfloat16; products may have factors or not.

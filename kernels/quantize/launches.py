@@ -135,7 +135,12 @@ def _is_along_rows(pair: Pair, target: Target | None, tiles: int) -> bool:
 
 
 def takes_computed(pair: Pair, target: Target | None, r: int, c: int) -> bool:
-    """Whether a kernel computes a tensor [..., r, c] where it quantizes it for both of these inputs."""
+    """Whether a kernel computes a tensor [..., r, c] where it quantizes it for both of these inputs.
+
+    Args:
+      r, c: its size; of SwiGLU's result and its gradient the size of the latter, both parts of which have
+        whole blocks.
+    """
     rows, columns = pair
     if rows is None or columns is None or _is_stochastic(columns):
         return False

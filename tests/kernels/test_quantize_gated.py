@@ -1,6 +1,5 @@
 """SwiGLU within Hopper's quantizer kernel, beside XLA's SwiGLU and the definitions."""
 
-import dataclasses
 import json
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support.quantizer import with_operand
 from triton.runtime.interpreter import interpreter_builder
 
 import mxjax
@@ -151,12 +151,6 @@ def test_a_mapped_gradient_is_that_of_each(on_hopper):
 H16 = mxjax.get_policy("wgrad_hadamard")
 
 
-def with_operand(gemm, side, **changes):
-    """Returns `wgrad_hadamard` with an operand changed."""
-    changed = dataclasses.replace(getattr(getattr(H16, gemm), side), **changes)
-    return dataclasses.replace(H16, **{gemm: dataclasses.replace(getattr(H16, gemm), **{side: changed})})
-
-
 @pytest.mark.parametrize(
     ("changes", "fuses"),
     [
@@ -167,14 +161,14 @@ def with_operand(gemm, side, **changes):
         ({"policies": ("fprop_dgrad", "fprop_dgrad")}, False),  # columns in bfloat16
         ({"policies": ("bf16", "wgrad_hadamard")}, False),
         ({"policies": ("wgrad_hadamard", "bf16")}, False),
-        ({"policies": (H16, with_operand("fprop", "lhs", gradient="clipped"))}, False),
-        ({"policies": (with_operand("fprop", "lhs", gradient="clipped"), H16)}, True),
-        ({"policies": (H16, with_operand("wgrad", "lhs", source="dequantized"))}, False),
-        ({"policies": (with_operand("dgrad", "lhs", scale_rule="even"), H16)}, False),
-        ({"policies": (H16, with_operand("dgrad", "lhs", scale_rule="even"))}, True),
-        ({"policies": (with_operand("fprop", "rhs", prescale=0.75), H16)}, False),
-        ({"policies": (H16, with_operand("dgrad", "rhs", prescale=0.75))}, False),
-        ({"policies": (H16, with_operand("fprop", "rhs", prescale=0.75))}, True),
+        ({"policies": (H16, with_operand(H16, "fprop", "lhs", gradient="clipped"))}, False),
+        ({"policies": (with_operand(H16, "fprop", "lhs", gradient="clipped"), H16)}, True),
+        ({"policies": (H16, with_operand(H16, "wgrad", "lhs", source="dequantized"))}, False),
+        ({"policies": (with_operand(H16, "dgrad", "lhs", scale_rule="even"), H16)}, False),
+        ({"policies": (H16, with_operand(H16, "dgrad", "lhs", scale_rule="even"))}, True),
+        ({"policies": (with_operand(H16, "fprop", "rhs", prescale=0.75), H16)}, False),
+        ({"policies": (H16, with_operand(H16, "dgrad", "rhs", prescale=0.75))}, False),
+        ({"policies": (H16, with_operand(H16, "fprop", "rhs", prescale=0.75))}, True),
         ({"implementation": "xla"}, False),
         ({"dtype": jnp.float32}, False),
         ({"width": 48}, False),  # gate and up share a block of the gradient's rows
@@ -234,7 +228,7 @@ def test_on_one_device_by_hand(on_hopper):
 )
 def test_errors(options, error, message):
     x, gate_up = jnp.ones((16, 64), jnp.bfloat16), jnp.ones(options.get("shape", (64, 64)))
-    drawn = with_operand("fprop", "rhs", rounding="stochastic")
+    drawn = with_operand(H16, "fprop", "rhs", rounding="stochastic")
     with pytest.raises(error, match=message):
         fused_mlp(
             x,

@@ -1,13 +1,12 @@
 """RMSNorm within Hopper's quantizer kernel, beside XLA's RMSNorm and the definitions."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support.quantizer import with_operand
 
 import mxjax
 from mxjax import gated_product, normed_product
@@ -136,10 +135,11 @@ def test_mapped_layers(on_hopper, layer, shapes):
             )
 
 
-def test_on_one_device_by_hand(on_hopper):
+@pytest.mark.parametrize("d_out", [32, 0])
+def test_on_one_device_by_hand(on_hopper, d_out):
     """Under shard_map the gradients of the scale and of w, which are replicated, are summed."""
     mesh = jax.make_mesh((1,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    arrays, seen = (*draw(32, 32), *weights((32, 32))), []
+    arrays, seen = (*draw(32, 32), *weights((32, d_out))), []
 
     def loss(*arrays):
         return jax.lax.psum(product(seen)(*arrays)[0], "a")
@@ -153,12 +153,6 @@ def test_on_one_device_by_hand(on_hopper):
         assert np.linalg.norm(a - b) <= 5e-3 * np.linalg.norm(b)
 
 
-def with_operand(gemm, side, **changes):
-    """Returns `wgrad_hadamard` with an operand changed."""
-    changed = dataclasses.replace(getattr(getattr(H16, gemm), side), **changes)
-    return dataclasses.replace(H16, **{gemm: dataclasses.replace(getattr(H16, gemm), **{side: changed})})
-
-
 @pytest.mark.parametrize(
     ("changes", "fuses"),
     [
@@ -168,10 +162,10 @@ def with_operand(gemm, side, **changes):
         ({"policy": mxjax.get_policy("wgrad_sr")}, False),
         ({"policy": mxjax.get_policy("fprop_dgrad")}, False),  # columns in bfloat16
         ({"policy": mxjax.get_policy("bf16")}, False),
-        ({"policy": with_operand("fprop", "lhs", gradient="clipped")}, False),
-        ({"policy": with_operand("wgrad", "lhs", source="dequantized")}, False),
-        ({"policy": with_operand("fprop", "lhs", scale_rule="even")}, False),
-        ({"policy": with_operand("fprop", "rhs", prescale=0.75)}, True),
+        ({"policy": with_operand(H16, "fprop", "lhs", gradient="clipped")}, False),
+        ({"policy": with_operand(H16, "wgrad", "lhs", source="dequantized")}, False),
+        ({"policy": with_operand(H16, "fprop", "lhs", scale_rule="even")}, False),
+        ({"policy": with_operand(H16, "fprop", "rhs", prescale=0.75)}, True),
         ({"implementation": "xla"}, False),
         ({"dtype": jnp.float32}, False),
         ({"width": 36}, False),
@@ -199,14 +193,22 @@ def test_where_a_kernel_computes_the_norm(changes, fuses):
 
 def test_an_mlp_whose_norm_no_kernel_computes(on_hopper):
     """SwiGLU may be computed by kernels where the norm is not: its policy has one operand in another way."""
-    seen, policy = [], with_operand("fprop", "lhs", scale_rule="even")
+    seen, policy = [], with_operand(H16, "fprop", "lhs", scale_rule="even")
     arrays = *draw(16, 32), *weights((32, 64), (32, 32))
     loss = jax.jit(lambda *arrays: mlp(seen, policy=policy)(*arrays)[0])
     assert jnp.isfinite(loss(*arrays))
 
 
-@pytest.mark.parametrize(("scale", "w"), [((48,), (32, 8)), ((32,), (48, 8))])
-def test_shapes_that_do_not_match_are_refused(scale, w):
+@pytest.mark.parametrize("scale", [(), (1,), (48,)])
+def test_a_scale_that_does_not_match_is_refused(scale):
+    x, w = jnp.ones((4, 32), jnp.bfloat16), jnp.ones((32, 32))
+    for layer, weights in ((product, [w]), (mlp, [jnp.ones((32, 64)), w])):
+        with pytest.raises(ValueError, match=r"needs a scale \(32,\)"):
+            layer([])(x, jnp.ones(scale), *weights)
+
+
+def test_weights_that_do_not_match_are_refused():
+    scale, w = (32,), (48, 8)
     with pytest.raises(ValueError, match=r"normed_dot needs x \[\.\.\., d_in\]"):
         normed_dot(
             jnp.ones((4, 32), jnp.bfloat16),

@@ -1,5 +1,7 @@
 """The quantizer kernel beside the definitions in `mxjax`, for tests/kernels."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -27,6 +29,13 @@ def draw_tensor(rng, shape, kind, dtype):
         x = rng.choice(np.concatenate([GRID, -GRID]), shape)
     with np.errstate(over="ignore"):
         return jnp.asarray(x.astype(DTYPES[dtype]))
+
+
+def with_operand(policy, gemm, side, **changes):
+    """Returns the policy with an operand of a GEMM changed."""
+    whole = getattr(policy, gemm)
+    changed = dataclasses.replace(whole, **{side: dataclasses.replace(getattr(whole, side), **changes)})
+    return dataclasses.replace(policy, **{gemm: changed})
 
 
 def draw(key, how: GemmInput) -> GemmInput:
