@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from mxjax.computed import Computed
 from mxjax.derivatives import first_order_only
 from mxjax.draws import draw_each, draw_words
 from mxjax.estimators import changes_gradient, gradients_read_tensors, through_quantization
@@ -32,7 +33,7 @@ from mxjax.keys import fold_each
 from mxjax.kmajor import KMajor
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy
-from mxjax.prepare import Computed, Prepared, prepare, seen_by_backward
+from mxjax.prepare import Prepared, prepare, seen_by_backward
 from mxjax.product import Product
 from mxjax.quantize import MXArray, dequantize
 from mxjax.recipes import as_policy

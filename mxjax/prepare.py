@@ -12,20 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from mxjax.computed import Computed
 from mxjax.derivatives import first_order_only
 from mxjax.devices import current_target
 from mxjax.formats import BLOCK
-from mxjax.gated import Gated, GatedGradient
 from mxjax.gemm_input import GemmInput, as_backward_sees, quantize_input
 from mxjax.implementations import ON_PACKED, How
 from mxjax.kmajor import KMajor, decode, pack_by_definition
-from mxjax.normed import Normed
 from mxjax.operand import Operand
 from mxjax.quantize import MXArray
 
 Prepared = MXArray | KMajor
-Computed = Normed | Gated | GatedGradient
-"""Operands that a kernel computes where it quantizes them."""
 Form = Literal["packed", "bf16"]
 
 

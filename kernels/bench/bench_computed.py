@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mxjax.computed import Computed
 from mxjax.devices import current_target
 from mxjax.formats import BLOCK
 from mxjax.gated import Gated, GatedGradient
@@ -27,7 +28,7 @@ from mxjax.kernels.quantize.computed import quantize_computed
 from mxjax.kernels.quantize.launches import takes_computed
 from mxjax.normed import Norm, normed
 from mxjax.policy import Rotation
-from mxjax.prepare import Computed, pack_operands
+from mxjax.prepare import pack_operands
 from mxjax.product import Product
 from mxjax.tables import table
 

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from mxjax.computed import Computed
 from mxjax.devices import Target, current_target
 from mxjax.formats import BLOCK
 from mxjax.gated import GatedGradient
@@ -16,7 +17,6 @@ from mxjax.kernels.quantize.launches import ComputedKind, Pair, computed_launch_
 from mxjax.kernels.quantize.quantizer import elements_of
 from mxjax.kmajor import KMajor
 from mxjax.normed import Normed
-from mxjax.prepare import Computed
 from mxjax.product import Product
 
 
