@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mxjax.arguments import check_arrays
@@ -21,7 +20,7 @@ from mxjax.gemm_input import GemmInput
 from mxjax.implementations import How, Implementation, implementations_of
 from mxjax.matmul import Options, backward, forward, value_of
 from mxjax.normed import Norm, check_norm, normed, rms_norm
-from mxjax.normed_product import fuses_norm, norm_gradients
+from mxjax.normed_product import fuses_norm, kernels_take, norm_gradients
 from mxjax.policy import Policy
 from mxjax.prepare import prepares_gated
 from mxjax.primitive import as_primitive
@@ -82,12 +81,9 @@ def fused_mlp(
         )
         for policy, layout, w in zip(policies, layouts, weights, strict=True)
     )
-    explicit = any(jax.typeof(t).sharding.mesh.explicit_axes for t in (x, *weights))
-    if explicit or x.dtype != jnp.bfloat16 or not x.size:
+    if not kernels_take(x, *weights) or not _fuses(up, down, x.size // d_in, width):
         return None
-    if not _fuses(up, down, x.size // d_in, width):
-        return None
-    if norm is not None and not fuses_norm(up, x, *weights):
+    if norm is not None and not fuses_norm(up, x.size // d_in, d_in):
         x, norm = rms_norm(x, norm), None
     scale, eps = norm or (None, 0.0)
     drawn = tuple(key if policy.needs_key else None for policy, key in zip(policies, keys, strict=True))

@@ -16,7 +16,7 @@ from mxjax.implementations import Implementation, implementations_of
 from mxjax.matmul import Options, backward, forward, value_of
 from mxjax.normed import Norm, check_norm, normed, rms_norm
 from mxjax.policy import Policy
-from mxjax.prepare import prepares_normed
+from mxjax.prepare import prepares_computed
 from mxjax.primitive import as_primitive
 from mxjax.weight_layout import Layout, varying_as
 
@@ -57,7 +57,7 @@ def normed_dot(
     check_key(policy, key)
     gemms = implementations_of(policy, implementation)._replace(layout=layout)
     options = Options(policy, gemms, (x.dtype, x.dtype, w.dtype))
-    if not fuses_norm(options, x, w):
+    if not kernels_take(x, w) or not fuses_norm(options, x.size // d_in, d_in):
         return None
     key = key if policy.needs_key else None
     arrays = jax.tree.leaves((x, w, norm.scale, key))
@@ -66,20 +66,26 @@ def normed_dot(
     return y.reshape(*x.shape[:-1], d_out)
 
 
-def fuses_norm(options: Options, x: jax.Array, *weights: jax.Array) -> bool:
-    """Whether a kernel computes the norm before a product of x [..., d_in] here.
+def kernels_take(x: jax.Array, *weights: jax.Array) -> bool:
+    """Whether kernels compute operands from these arrays: in bfloat16, not empty, not on Explicit meshes."""
+    explicit = any(jax.typeof(t).sharding.mesh.explicit_axes for t in (x, *weights))
+    return not explicit and x.dtype == jnp.bfloat16 and x.size > 0
+
+
+def fuses_norm(options: Options, tokens: int, width: int) -> bool:
+    """Whether a kernel computes the norm before a product here.
 
     It does on Hopper, for operands that its quantizer packs and nothing else reads.
+
+    Args:
+      tokens, width: the shape of the norm's result.
     """
     policy, gemms, *_ = options
-    explicit = any(jax.typeof(t).sharding.mesh.explicit_axes for t in (x, *weights))
-    if explicit or x.dtype != jnp.bfloat16 or not x.size:
-        return False
     if gradients_read_tensors(policy)[0] or policy.wgrad.lhs.source != "original":
         return False
     rows = gemms.fprop, GemmInput(-1, policy.fprop.lhs, policy.fprop.rotation)
     columns = gemms.wgrad, GemmInput(-2, policy.wgrad.lhs, policy.wgrad.rotation)
-    return prepares_normed(rows, columns, x.size // x.shape[-1], x.shape[-1])
+    return prepares_computed(rows, columns, tokens, width)
 
 
 def norm_gradients(dy: jax.Array, x: jax.Array, scale: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:

@@ -49,15 +49,11 @@ def prepare(
 def prepares_gated(rows: tuple[How, GemmInput], columns: tuple[How, GemmInput], r: int, c: int) -> bool:
     """Whether a kernel prepares `Gated` [r, c], and `GatedGradient` of it, for these two GEMMs here."""
     # Gate and up projection share no block of the gradient's rows.
-    return c % BLOCK == 0 and _prepares_computed(rows, columns, r, 2 * c)
+    return c % BLOCK == 0 and prepares_computed(rows, columns, r, 2 * c)
 
 
-def prepares_normed(rows: tuple[How, GemmInput], columns: tuple[How, GemmInput], r: int, c: int) -> bool:
-    """Whether a kernel prepares `Normed` [r, c] for these two GEMMs here."""
-    return _prepares_computed(rows, columns, r, c)
-
-
-def _prepares_computed(rows: tuple[How, GemmInput], columns: tuple[How, GemmInput], r: int, c: int) -> bool:
+def prepares_computed(rows: tuple[How, GemmInput], columns: tuple[How, GemmInput], r: int, c: int) -> bool:
+    """Whether a kernel prepares a `Computed` tensor [r, c] for these two GEMMs here."""
     (row_gemm, row_input), (column_gemm, column_input) = rows, columns
     target = current_target()
     if target is None or not {row_gemm, column_gemm} <= set(ON_PACKED):

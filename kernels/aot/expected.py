@@ -164,13 +164,12 @@ def _quantize(x: np.ndarray, i: int, side: InputOptions) -> tuple[np.ndarray, np
     return words, scales
 
 
-def normed_inputs(*, shape: list[int], rows: InputOptions, columns: InputOptions) -> Arrays:
+def normed_inputs(*, shape: list[int], **_: object) -> Arrays:
     """Draws small integers and powers of two, so that products are exact."""
-    del rows, columns
     rng, (r, c) = np.random.default_rng(0), shape
-    arrays = {"x": rng.integers(-8, 9, (1, r, c)).astype(ml_dtypes.bfloat16)}
-    arrays |= {"factors": np.exp2(rng.integers(-3, 4, (1, r))).astype(np.float32)}
-    return arrays | {"scale": rng.integers(1, 5, (1, c)).astype(ml_dtypes.bfloat16)}
+    x, scale = rng.integers(-8, 9, (1, r, c)), rng.integers(1, 5, (1, c))
+    factors = np.exp2(rng.integers(-3, 4, (1, r))).astype(np.float32)
+    return {"x": x.astype(ml_dtypes.bfloat16), "factors": factors, "scale": scale.astype(ml_dtypes.bfloat16)}
 
 
 def normed_outputs(inputs: Arrays, *, rows: InputOptions, columns: InputOptions, **_: object) -> Arrays:
@@ -179,12 +178,11 @@ def normed_outputs(inputs: Arrays, *, rows: InputOptions, columns: InputOptions,
     return _quantized_both(x * factors[..., None] * scale[:, None, :], rows, columns)
 
 
-def gated_inputs(*, shape: list[int], of_gradient: bool, rows: InputOptions, columns: InputOptions) -> Arrays:
+def gated_inputs(*, shape: list[int], of_gradient: bool, **_: object) -> Arrays:
     """Draws a product and a gradient whose values are small integers, but for the gate, which is 0 or large.
 
     There the logistic function is 0.5, 0 or 1, so that values do not depend on how it is computed.
     """
-    del rows, columns
     rng, (r, c) = np.random.default_rng(0), shape
     gate = rng.choice([-256, 0, 32, 64, 256], (1, r, c))
     integers = rng.integers(-8, 9, (2, 1, r, c))
@@ -218,12 +216,11 @@ def gated_outputs(
     return _quantized_both(values, rows, columns)
 
 
-def _quantized_both(values: np.ndarray, rows: InputOptions, columns: InputOptions) -> Arrays:
-    """Returns the words and scale bytes of values rounded to bfloat16, along rows and columns."""
+def _quantized_both(x: np.ndarray, rows: InputOptions, columns: InputOptions) -> Arrays:
+    """Returns the words and scale bytes of x rounded to bfloat16, along rows and columns."""
     outputs = {}
     for i, (name, side) in enumerate((("row", rows), ("column", columns))):
-        words, scales = _quantize(values.astype(ml_dtypes.bfloat16), i, side)
-        outputs |= {f"{name}_words": words, f"{name}_scales": scales}
+        outputs[f"{name}_words"], outputs[f"{name}_scales"] = _quantize(x.astype(ml_dtypes.bfloat16), i, side)
     return outputs
 
 

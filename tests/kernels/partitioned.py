@@ -182,11 +182,9 @@ def mesh_size(mesh, axis) -> int:
 def plain_computed(kernel, *arrays, out, **_):
     """Quantizes a norm's or SwiGLU's result, or its gradient, as Hopper's kernels do, by jax.numpy."""
     del out
-    *products, x = (Product(arrays[i], arrays[i + 1 : i + 3]) for i in range(0, len(arrays), 3))
-    if kernel is quantize_normed_kernel:
-        values = Normed(*arrays).value()
-    else:
-        values = GatedGradient(*products, x).value() if products else Gated(x).value()
+    products = [Product(arrays[i], arrays[i + 1 : i + 3]) for i in range(0, len(arrays), 3)]
+    kind = Gated if len(products) == 1 else GatedGradient
+    values = (Normed(*arrays) if kernel is quantize_normed_kernel else kind(*products)).value()
     written = []
     for how in COMPUTED_INPUTS:
         q = pack_by_definition(values, how)
@@ -206,11 +204,7 @@ def check_computed(mesh) -> None:
 
     first, second = product(256, 128), product(256, 64)
     plain = jax.random.normal(jax.random.key(13), (256, 64), jnp.bfloat16)
-    for x in (
-        normed(plain, Norm(jnp.arange(64.0), 1e-5)),
-        Gated(first),
-        GatedGradient(first, second),
-    ):
+    for x in (normed(plain, Norm(jnp.arange(64.0), 1e-5)), Gated(first), GatedGradient(first, second)):
         wanted = jax.jit(lambda x: quantize_computed(x, *COMPUTED_INPUTS))(x)
         for spec in (P("a"), P(("a", "b")), P("b", "a"), P(None, "a")):
 
