@@ -37,7 +37,6 @@ from training.extras import check_extra
 from training.files import write_atomically
 from training.flags import check_lists, flags_of
 from training.metrics import json_line
-from training.outliers import has_outliers
 from training.restored import Restored, RunArguments, describe, in_words, restore
 from training.run_data import changed_data, check_tokenizer_of, check_tokens_of
 from training.sampling import SampleConfig, sample
@@ -78,16 +77,14 @@ def main(arguments: EvalConfig) -> dict[str, float | str | int | None]:
     with input_errors():
         restored = restore(arguments)
         held_out = read_batches(arguments, restored)
-    _, model, params, _, phase, implementation, channels = restored
+    _, model, params, _, phase, implementation = restored
 
-    def losses(both, batch, key):
-        params, channels = both
+    def losses(params, batch, key):
         options: dict[str, Any] = {"policies": phase.layers, "key": key, "implementation": implementation}
-        options["channels"] = channels
         return llama.losses(model, params, batch, **options)
 
     xla_options = compiler_options(phase.layers.policies, implementation)
-    result = evaluate(make_eval_step(losses, xla_options), (params, channels), held_out)
+    result = evaluate(make_eval_step(losses, xla_options), params, held_out)
     return describe(arguments, restored) | result
 
 
@@ -102,13 +99,8 @@ def diagnose_run(arguments: DiagnoseConfig) -> dict[str, Any]:
             check_extra("plot", "--out", "matplotlib")
             arguments.out.mkdir(parents=True, exist_ok=True)
         restored = restore(arguments)
-        if has_outliers(restored.phase.layers):
-            raise ValueError(
-                "diagnose measures one policy a layer, and this run has another for outlier channels; name "
-                "one with --policy, e.g. --policy tetrajet_v2"
-            )
         batches = read_batches(arguments, restored)
-        _, model, params, _, phase, implementation, _ = restored
+        _, model, params, _, phase, implementation = restored
         found = diagnose(model, params, phase.layers, implementation, batches, say=_say_while_measuring)
     described = describe(arguments, restored)
     shape = {"batches": len(batches), "tokens": sum(batch[:, 1:].size for batch in batches)}

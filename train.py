@@ -46,7 +46,6 @@ from training.metrics import evaluations, missing_steps, set_aside_damaged_recor
 from training.mlperf_log import set_aside_damaged_events
 from training.nonfinite import NonFiniteError, check_state
 from training.optimizer import optimizer_of
-from training.outliers import OutlierError
 from training.parameter_sharding import abstract_state, first_state
 from training.policy_record import changed_files
 from training.policy_schedule import Phase, phase_at
@@ -59,7 +58,7 @@ from training.setup import Run, check_folder, open_folder, remove_beginning, rem
 from training.step import TrainState
 from training.vocabulary import resize
 
-SHARED = NonFiniteError, OutlierError, ProcessError, RunInterrupted
+SHARED = NonFiniteError, ProcessError, RunInterrupted
 """Errors that all processes raise at the same place."""
 
 
@@ -70,7 +69,6 @@ def train(config: Config) -> dict[str, float]:
       SystemExit: the configuration cannot be carried out; the message says why.
       RunInterrupted: SIGINT or SIGTERM ended the run after a checkpoint.
       NonFiniteError: a loss, gradient or update was NaN or infinite; the evidence is saved.
-      OutlierError: outlier channels were to be chosen, and there are no norms to choose by.
       CheckpointError: a checkpoint could not be saved.
       FolderLostError: the run's folder was moved, removed or replaced.
       ProcessError: another process of the run failed.
@@ -126,7 +124,7 @@ def begin_or_resume(
     `check` and `notes` are from `take_folder`.
     """
     config, folder = run.config, run.folder / "checkpoints"
-    optimizer = optimizer_of(config, run.model, run.phases[0].layers)
+    optimizer = optimizer_of(config, run.phases[0].layers)
     with (
         Checkpoints(folder, config.keep_checkpoints, evaluations(run.folder), check) as checkpoints,
         failing_together(*SHARED),
@@ -173,7 +171,7 @@ def phase_programs(run: Run, shardings: TrainState) -> Callable[[Phase], Program
 
     @functools.lru_cache(maxsize=1)
     def programs_of(phase: Phase) -> Programs:
-        return make_programs(run, phase, optimizer_of(run.config, run.model, phase.layers), shardings)
+        return make_programs(run, phase, optimizer_of(run.config, phase.layers), shardings)
 
     return programs_of
 
@@ -207,7 +205,7 @@ def main(argv: list[str] | None = None) -> None:
         train(config)
     except RunInterrupted:  # already reported, and nothing is lost
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # another process may send it once more
-    except (NonFiniteError, OutlierError, CheckpointError, FolderLostError, ProcessError) as error:
+    except (NonFiniteError, CheckpointError, FolderLostError, ProcessError) as error:
         sys.exit(f"train.py: error: {error}")
 
 

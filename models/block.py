@@ -22,8 +22,7 @@ from mxjax.gated import swiglu
 from mxjax.gated_product import fused_mlp
 from mxjax.implementations import Implementation
 from mxjax.keys import fold_each
-from mxjax.layer_stats import ChannelNorms, Measures, Tensors, probe
-from mxjax.mixed_dot import Channels
+from mxjax.layer_stats import Measures, Tensors, probe
 from mxjax.normed import Norm, rms_norm
 from mxjax.normed_product import normed_dot
 from mxjax.policy import Policy
@@ -40,8 +39,6 @@ BLOCK_LAYERS = (
 """The GEMMs of a block, in the order in which they run."""
 LINEAR_LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
 """The GEMMs of a block that multiply weights."""
-OUTLIERS = ".outliers"
-"""Ends the names that tables of policies have for the outlier channels of linear layers."""
 AXES = {
     "attention.qkv": ("embed", "heads"),
     "attention.out": ("heads", "embed"),
@@ -140,14 +137,12 @@ class BlockGemms:
         policies: Mapping[str, Policy],
         keys: jax.Array | None,
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors | ChannelNorms] | None = None,
-        channels: Mapping[str, Channels] | None = None,
+        slots: Mapping[str, Measures | Tensors] | None = None,
     ):
         self.policies = policies
         self.keys = keys
         self.implementation: Implementation | None = implementation
         self.slots = slots
-        self.channels = channels
 
     def dot(self, name: str, x, w, norm: Norm | None = None) -> Array:
         """Returns x @ w in x's dtype, for the linear layer `name`; x after the norm, if there is one."""
@@ -159,24 +154,18 @@ class BlockGemms:
             "layout": weight_layout(AXES[name]),
         }
         if norm is not None:
-            if self.slots is None and name + OUTLIERS not in self.policies:
+            if self.slots is None:
                 y = normed_dot(x, norm, w, **options)
                 if y is not None:
                     return y
             x = rms_norm(x, norm)
-        options["preferred_element_type"] = x.dtype
-        if (outlier_policy := self.policies.get(name + OUTLIERS)) is None:
-            y = mxjax.dot(x, w, **options)
-        elif self.channels is None:
-            raise ValueError(f"the policies have one for {name}{OUTLIERS}, so the model needs channels=")
-        else:
-            y = mxjax.mixed_dot(x, w, self.channels[name], outlier_policy=outlier_policy, **options)
+        y = mxjax.dot(x, w, preferred_element_type=x.dtype, **options)
         return y if self.slots is None else probe(policy, self.implementation, y, x, w, key, self.slots[name])
 
     def gated_mlp(self, x, norm: Norm, gate_up, down) -> Array:
         """Returns swiglu(x @ gate_up) @ down of x after the norm, for "mlp.gate_up" and "mlp.down"."""
         names = "mlp.gate_up", "mlp.down"
-        if self.slots is None and not any(name + OUTLIERS in self.policies for name in names):
+        if self.slots is None:
             y = fused_mlp(
                 x,
                 (gate_up, down),

@@ -8,7 +8,7 @@ token is its own mean, which is multiplied in float32.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,6 @@ from models.configs import LlamaConfig
 from models.rope import rope_angles
 from mxjax.implementations import Implementation
 from mxjax.layers import LayerPolicies
-from mxjax.mixed_dot import Channels
 
 
 class Options(NamedTuple):
@@ -44,8 +43,8 @@ class Cache(NamedTuple):
 class _CachedGemms(BlockGemms):
     """The GEMMs of one block, with attention to the cache, to which it adds the keys and values it gets."""
 
-    def __init__(self, policies, key, implementation, channels, k_BTGH, v_BTGH, start):
-        super().__init__(policies, key, implementation, channels=channels)
+    def __init__(self, policies, key, implementation, k_BTGH, v_BTGH, start):
+        super().__init__(policies, key, implementation)
         self.k_BTGH, self.v_BTGH, self._start = k_BTGH, v_BTGH, start
 
     def attend(self, q_BSNH, k_BSGH, v_BSGH):
@@ -72,7 +71,6 @@ def read(
     cache: Cache,
     start: Int[Array, ""] | int,
     key: jax.Array | None = None,
-    channels: Mapping[str, Channels] | None = None,
 ) -> tuple[Float32[Array, "B V"], Cache]:
     """Reads tokens from position `start` on; returns the logits of the next token, and the cache with them.
 
@@ -83,7 +81,6 @@ def read(
       cache: holds the `start` tokens before, and has room for these.
       start: position of the first of the tokens.
       key: random bits for policies that draw any; each call needs its own.
-      channels: see `models.llama.Llama.hidden`.
     """
     model = nnx.merge(llama.graph(config), params)
     angles = rope_angles(cache.k_LBTGH.shape[2], config)
@@ -93,12 +90,12 @@ def read(
     for first, stop, policies in llama.runs(options.policies, config.n_layers):
 
         def run(x_BSD, layer, policies=policies):
-            keys, weights, channels, k, v = layer
-            gemms = _CachedGemms(policies, keys, options.implementation, channels, k, v, start)
+            keys, weights, k, v = layer
+            gemms = _CachedGemms(policies, keys, options.implementation, k, v, start)
             x_BSD = nnx.merge(graph, weights)(x_BSD, rope, gemms)
             return x_BSD, Cache(gemms.k_BTGH, gemms.v_BTGH)
 
-        here = jax.tree.map(lambda a, first=first, stop=stop: a[first:stop], (blocks, channels, *cache))
+        here = jax.tree.map(lambda a, first=first, stop=stop: a[first:stop], (blocks, *cache))
         x_BSD, part = jax.lax.scan(run, x_BSD, (block_keys(key, first, stop), *here))
         parts.append(part)
     precision = {"policies": options.policies, "key": key, "implementation": options.implementation}
@@ -144,7 +141,6 @@ def generate(
     *,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    channels: Mapping[str, Channels] | None = None,
 ) -> Iterator[Int[Array, " B"]]:
     """Yields `count` tokens that continue each sequence, one after another.
 
@@ -155,14 +151,13 @@ def generate(
       count: tokens to generate.
       key: draws the tokens, and the policy's random bits.
       temperature, top_p: see `choose`.
-      channels: see `models.llama.Llama.hidden`.
     """
     length = prompt_BS.shape[1]
     cache = empty_cache(config, prompt_BS.shape[0], length + count, options.dtype)
     tokens, start = prompt_BS, 0
     for index in range(count):
         of_token, of_gemms = jax.random.split(jax.random.fold_in(key, index))
-        logits, cache = read(config, options, params, tokens, cache, start, of_gemms, channels)
+        logits, cache = read(config, options, params, tokens, cache, start, of_gemms)
         token = choose(logits, of_token, temperature, top_p)
         yield token
         start += tokens.shape[1]

@@ -24,8 +24,6 @@ from models import block, loss
 from models.backward_order import run_blocks
 from models.block import (
     BLOCK_LAYERS,
-    LINEAR_LAYERS,
-    OUTLIERS,
     Block,
     BlockGemms,
     RMSNorm,
@@ -39,9 +37,8 @@ from models.rope import rope_angles
 from models.sharding import batch_parts, constrain, weight_layout
 from mxjax.devices import on_gpu
 from mxjax.implementations import Implementation, quantizes_by_xla
-from mxjax.layer_stats import ChannelNorms, Measures, Tensors
+from mxjax.layer_stats import Measures, Tensors
 from mxjax.layers import LayerPolicies, Rules, resolve
-from mxjax.mixed_dot import Channels
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
 from mxjax.remat import Remat, rematerialize
@@ -95,8 +92,7 @@ class Llama(nnx.Module):
         dtype: Any = jnp.bfloat16,
         remat: Remat = "none",
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors | ChannelNorms] | None = None,
-        channels: Mapping[str, Channels] | None = None,
+        slots: Mapping[str, Measures | Tensors] | None = None,
         unroll: int | None = None,
     ) -> tuple[Float[Array, "B S D"], Float32[Array, "D V"]]:
         """Returns the input of the head, the last block's output, normalized, and the head's matrix.
@@ -110,8 +106,6 @@ class Llama(nnx.Module):
           implementation: how the GEMMs run; see `mxjax.dot`.
           slots: arrays whose gradients are the errors of the linear layers' GEMMs, or the tensors that they
             read; see `mxjax.layer_stats`.
-          channels: the channels of each linear layer, stacked over blocks, for layers whose outliers have a
-            policy, `LAYER.outliers`; see `mxjax.mixed_dot`.
           unroll: blocks in one iteration of the compiled loop. All blocks run fastest, because residuals are
             then not copied into arrays of all layers, and compile longest. Default: all on a GPU, but one
             elsewhere, and where XLA's operations quantize: to fuse those of all blocks takes XLA minutes.
@@ -126,9 +120,8 @@ class Llama(nnx.Module):
             run = rematerialize(run, remat, in_loop=stop - start > turn)
             keys = block_keys(key, start, stop)
             whole = stop - start == self.config.n_layers
-            stacked = (blocks, slots), channels
-            floats, here = stacked if whole else _slice(stacked, start, stop)
-            layers = floats, (keys, here)
+            stacked = blocks, slots
+            layers = (stacked if whole else _slice(stacked, start, stop)), keys
             if turn == stop - start and batch_parts() > 1:
                 x_BSD, head = run_blocks(run, x_BSD, layers, turn, head)
             else:
@@ -227,18 +220,15 @@ def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtyp
 
 def _run_block(graph, policies, implementation, rope, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
-    (weights, slots), (keys, channels) = layer
-    gemms = BlockGemms(policies, keys, implementation, slots, channels)
+    (weights, slots), keys = layer
+    gemms = BlockGemms(policies, keys, implementation, slots)
     return nnx.merge(graph, weights)(x_BSD, rope, gemms), None
 
 
 def runs(policies: LayerPolicies, n_layers: int) -> list[tuple[int, int, dict[str, Policy]]]:
     """Returns (start, stop, policies by layer) for each run of consecutive blocks with the same policies."""
-    layers, named = (*BLOCK_LAYERS, *(layer + OUTLIERS for layer in LINEAR_LAYERS)), dict(policies.items())
-    blocks = [
-        {layer: named[name] for layer in layers if (name := f"blocks.{i}.{layer}") in named}
-        for i in range(n_layers)
-    ]
+    named = dict(policies.items())
+    blocks = [{layer: named[f"blocks.{i}.{layer}"] for layer in BLOCK_LAYERS} for i in range(n_layers)]
     runs, start = [], 0
     for of_block, group in itertools.groupby(blocks):
         stop = start + len(list(group))

@@ -6,7 +6,6 @@ from mxjax.einsum import einsum
 from mxjax.formats import FORMATS
 from mxjax.hadamard import hadamard_matrix, random_signs, rotate
 from mxjax.layer_dot import DotGeneral, make_dot_general
-from mxjax.mixed_dot import Channels, channels_by_norm, mixed_dot, outlier_count
 from mxjax.operand import Operand
 from mxjax.policy import Gemm, Policy, Rotation, with_scale_rule
 from mxjax.policy_json import policy_from_json, policy_to_json, set_fields
@@ -20,7 +19,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FORMATS",
-    "Channels",
     "DotGeneral",
     "Gemm",
     "Layout",
@@ -28,7 +26,6 @@ __all__ = [
     "Operand",
     "Policy",
     "Rotation",
-    "channels_by_norm",
     "dequantize",
     "dot",
     "dot_general",
@@ -36,8 +33,6 @@ __all__ = [
     "get_policy",
     "hadamard_matrix",
     "make_dot_general",
-    "mixed_dot",
-    "outlier_count",
     "pack",
     "policies",
     "policy_from_json",

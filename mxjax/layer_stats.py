@@ -49,16 +49,6 @@ class Tensors(NamedTuple):
     dy: Float[Array, "*layers_and_batch d_out"]
 
 
-class ChannelNorms(NamedTuple):
-    """A slot that a probe fills with the Euclidean norm of each input channel over all tokens, in float32.
-
-    Attributes:
-      x: the norms of the layer's input.
-    """
-
-    x: Float32[Array, "*layers d_in"]
-
-
 def empty_slots(names: Sequence[str], n_layers: int) -> dict[str, Measures]:
     """Returns a slot of zeros for each name, stacked for n_layers layers."""
     tensor = jax.ShapeDtypeStruct((1, 1), jnp.float32)
@@ -87,23 +77,18 @@ def probe(
     x: Float[Array, "*batch d_in"],
     w: Float[Array, "d_in d_out"],
     key: jax.Array | None,
-    slot: Measures | Tensors | ChannelNorms,
+    slot: Measures | Tensors,
 ) -> Float[Array, "*batch d_out"]:
     """Returns y, the product of x and w; the gradient of `slot` is what it takes from its three GEMMs."""
     return y
 
 
 def _probe_fwd(policy, implementation, y, x, w, key, slot):
-    if isinstance(slot, ChannelNorms):  # now, so that x is not kept for it
-        x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
-        return y, ChannelNorms(jnp.linalg.norm(x, axis=0))
     take = jax.tree_util.Partial(_take_tensors if isinstance(slot, Tensors) else measure)
     return y, (x, w, key, take)
 
 
 def _probe_bwd(policy, implementation, residuals, dy):
-    if isinstance(residuals, ChannelNorms):
-        return dy, None, None, None, residuals
     x, w, key, take = residuals
     return dy, None, None, None, take(x, w, dy, policy, key, implementation)
 

@@ -100,7 +100,7 @@ class PrecisionConfig:
     begins at a step or after a share of the run: 'wgrad_hadamard; fp8 from 0.82'.
     Or a recipe of a whole run: 'heal' is 'full_hadamard; fp8 from 0.82', 'primus_deosc' is primus_turbo with
     bf16 in the first and last two blocks and --deoscillate 3:200:1500, 'tetrajet_v2_reset' is tetrajet_v2
-    with --deoscillate 8:200:15001:50, 'tetrajet_v2_full' that with --outlier-channels 0.1:502:50."""
+    with --deoscillate 8:200:15001:50."""
     scale_rule: ScaleRule | None = None
     """Use this rule for the MXFP4 scales of every layer instead of the policy's."""
     layers: tuple[str, ...] = ()
@@ -115,13 +115,6 @@ class PrecisionConfig:
     after step START, those whose quantized value moved at least RATIO times as far as they did. Skipped steps
     do not count. With :WINDOW, distances are added up over the first WINDOW steps of a period alone, and
     weights are snapped after them. It takes two more copies of the parameters. Default: none."""
-    outlier_channels: str | None = None
-    """Multiply the input channels with the largest norms in --outlier-policy, in layers that read x in 4
-    bits, as FRACTION:START:STEPS: norms are added up over STEPS steps after step START, and from then on the
-    FRACTION of the channels with the largest sums, rounded up to a multiple of 128 or of a fourth value, are
-    outliers. Default: none."""
-    outlier_policy: str = "tetrajet_v2_outliers"
-    """Policy of the outlier channels: a name, FILE.json or FILE.py:NAME."""
     implementation: Implementation | None = None
     """Implementation of the GEMMs. Default: the fastest that works here."""
 
@@ -145,7 +138,6 @@ class PrecisionConfig:
     def files(self) -> list[pathlib.Path]:
         """The files that policies come from."""
         texts = [*self.label.split(";"), *(layer.partition("=")[2] for layer in self.layers)]
-        texts += [] if self.outlier_channels is None else [self.outlier_policy]
         found = (re.match(r"\s*(.+?\.json)\b|\s*(.+?\.py):", text) for text in texts)
         return [pathlib.Path(match[1] or match[2]) for match in found if match]
 

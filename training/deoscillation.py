@@ -13,7 +13,7 @@ the last step. Here they are the optimizer's, and both steps are quantized anew.
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,11 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32
 
-from models.block import LINEAR_LAYERS, OUTLIERS
-from mxjax.dot import AnyArray
+from models.block import LINEAR_LAYERS
 from mxjax.formats import get_format
 from mxjax.layers import LayerPolicies
-from mxjax.mixed_dot import Channels
 from mxjax.operand import Operand
 from mxjax.policy import Policy
 from mxjax.quantize import dequantize, quantize_unpacked
@@ -103,15 +101,15 @@ def deoscillation_hook(setting: Deoscillation, layers: LayerPolicies) -> Hook:
     def init(params):
         return Distances(*(jax.tree.map(jnp.zeros_like, params) for _ in range(2)))
 
-    def apply(step, before, after, distances, channels):
+    def apply(step, before, after, distances):
         place = jnp.where(step > setting.start, (step - setting.start - 1) % setting.period + 1, 0)
         window = setting.window or setting.period
         observed = (place >= 1) & (place <= window)
         ends = place == min(window + 1, setting.period)
 
         def observe():
-            quantized = quantized_weights(after, layers, channels)
-            old = quantized_weights(before, layers, channels)
+            quantized = quantized_weights(after, layers)
+            old = quantized_weights(before, layers)
             added = Distances(
                 jax.tree.map(add, distances.weight, before, after),
                 jax.tree.map(add, distances.quantized, old, quantized),
@@ -141,37 +139,27 @@ def oscillates(
     return (moved > 0) & (moved_quantized / jnp.maximum(moved, _SMALLEST) >= ratio)
 
 
-def quantized_weights(
-    params: Any, layers: LayerPolicies, channels: Mapping[str, Channels] | None = None
-) -> Any:
-    """Returns the parameters as the Fprop multiplies them, unchanged where it does not take 4 bits.
-
-    With `channels` the rows of outliers are unchanged in layers where those have a policy.
-    """
+def quantized_weights(params: Any, layers: LayerPolicies) -> Any:
+    """Returns the parameters as the Fprop multiplies them, unchanged where it does not take 4 bits."""
 
     def quantized(path, w):
         name = ".".join(str(key.key) for key in path).removeprefix("blocks.")
         if name not in LINEAR_LAYERS:
             return w
-        names = [f"blocks.{i}.{name}" for i in range(w.shape[0])]
-        uses = [(_operand(layers[n]), channels is not None and n + OUTLIERS in layers.names) for n in names]
-        for operand, mixed in dict.fromkeys(uses):
+        operands = [_operand(layers[f"blocks.{i}.{name}"]) for i in range(w.shape[0])]
+        for operand in dict.fromkeys(operands):
             if operand is not None:
-                mine = jnp.array([use == (operand, mixed) for use in uses])[:, None, None]
-                see = functools.partial(_seen, operand)
+                mine = jnp.array([other == operand for other in operands])[:, None, None]
                 # Layer by layer, as the Fprop does: a tensor scale belongs to one layer's weight.
-                seen = jax.vmap(see)(w, channels[name].ordinary) if mixed and channels else jax.vmap(see)(w)
-                w = jnp.where(mine, seen, w)
+                w = jnp.where(mine, jax.vmap(functools.partial(_seen, operand))(w), w)
         return w
 
     return jax.tree.map_with_path(quantized, params)
 
 
-def _seen(operand: Operand, w: jax.Array, ordinary: AnyArray | None = None) -> jax.Array:
-    """Returns a weight as quantized by the operand: whole, or its rows `ordinary` in that order."""
-    if ordinary is None:
-        return dequantize(quantize_unpacked(w, operand, -2, None))
-    return w.at[ordinary].set(dequantize(quantize_unpacked(w[ordinary], operand, -2, None)))
+def _seen(operand: Operand, w: jax.Array) -> jax.Array:
+    """Returns a weight as quantized by the operand."""
+    return dequantize(quantize_unpacked(w, operand, -2, None))
 
 
 def _operand(policy: Policy) -> Operand | None:

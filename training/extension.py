@@ -3,21 +3,17 @@
 The learning rate, the order of the data and the switches between policies may depend on a run's length.
 """
 
-import dataclasses
 import pathlib
 from collections.abc import Sequence
 
 import numpy as np
 
-from models.block import OUTLIERS
 from training.checkpoint.damaged import saved_steps
 from training.config import Config
 from training.data.megatron import MegatronCorpus
 from training.data.text import TextCorpus
 from training.learning_rate import learning_rate
-from training.outliers import parse_outliers
-from training.policy_schedule import Phase, first_steps, with_outliers, without_outliers
-from training.policy_source import load_policy
+from training.policy_schedule import Phase, first_steps
 
 
 def last_checkpoint(folder: pathlib.Path) -> int:
@@ -65,14 +61,7 @@ def extend_phases(phases: Sequence[Phase], config: Config, taken: int) -> tuple[
     Raises:
       ValueError: a step that has been taken would be in another phase, or phases would change their order.
     """
-    if (text := config.precision.outlier_channels) is not None:
-        return _extend_mixed(phases, config, taken, parse_outliers(text).first_step)
     steps = first_steps(config.precision.policy, config.steps)
-    if len(steps) != len(phases):
-        raise ValueError(
-            f"--steps {config.steps}: --policy repeats a policy at the step at which outlier channels begin, "
-            "so the phases on record are not told apart; begin a run with --init"
-        )
     moved = tuple(phase._replace(first_step=step) for phase, step in zip(phases, steps, strict=True))
     if any(a >= b for a, b in zip(steps, (*steps[1:], config.steps + 1), strict=True)):
         raise ValueError(
@@ -87,14 +76,3 @@ def extend_phases(phases: Sequence[Phase], config: Config, taken: int) -> tuple[
                 "name steps instead of shares in --policy from the start"
             )
     return moved
-
-
-def _extend_mixed(phases: Sequence[Phase], config: Config, taken: int, first_step: int) -> tuple[Phase, ...]:
-    """Returns `extend_phases` of a run with outlier channels, even if they begin in its extension."""
-    precision = dataclasses.replace(config.precision, outlier_channels=None)
-    plain = without_outliers(phases, first_step)
-    moved = extend_phases(plain, dataclasses.replace(config, precision=precision), taken)
-    layers = (layer for phase in phases for layer in phase.layers.items())
-    on_record = [policy for name, policy in layers if name.endswith(OUTLIERS)]
-    policy = on_record[0] if on_record else load_policy(precision.outlier_policy)
-    return with_outliers(moved, first_step, policy, config.steps)

@@ -16,7 +16,6 @@ from training.interruption import Interrupted, Interruption, RunInterrupted
 from training.mesh import global_batch
 from training.metrics import in_words
 from training.nonfinite import NonFiniteError
-from training.outliers import check_norms, has_outliers
 from training.policy_schedule import Phase, phase_at
 from training.programs import Programs
 from training.progress import is_done, is_on_target, owes_evaluation, reaches_target
@@ -113,8 +112,6 @@ class Loop:
 
     def _begin_phase(self, step: int) -> None:
         self._phase = phase_at(self.run.phases, step)
-        if has_outliers(self._phase.layers):
-            check_norms(self.state.opt_state.norms)
         self._programs = self.make_programs(self._phase)
 
     def _switch_phase(self) -> None:
@@ -138,8 +135,7 @@ class Loop:
             self.records.mlperf_log.evaluation_starts(self._sequences(self._step))
             batches = self.interruption.guard(self.run.held_out)
             try:
-                evaluated = self._programs.evaluated(self.state)
-                self._evaluation = evaluate(self._programs.eval_step, evaluated, batches)
+                self._evaluation = evaluate(self._programs.eval_step, self.state.params, batches)
             except Interrupted:
                 self._interrupted = True
             else:

@@ -11,32 +11,23 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool
 
-from models.configs import LlamaConfig
 from mxjax.layers import LayerPolicies
 from training.config import Config, OptimizerConfig
 from training.deoscillation import deoscillation_hook, parse_deoscillation
-from training.outliers import parse_outliers, with_outlier_channels
 from training.weight_hooks import with_hook
 
 
-def optimizer_of(
-    config: Config, model: LlamaConfig, layers: LayerPolicies
-) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer of a run, with weight hooks and outlier channels, while these policies hold."""
-    optimizer, precision = make_optimizer(config.optimizer), config.precision
-    if precision.deoscillate is not None:
-        hook = deoscillation_hook(parse_deoscillation(precision.deoscillate), layers)
-        optimizer = with_hook(optimizer, hook)
-    if precision.outlier_channels is not None:
-        optimizer = with_outlier_channels(optimizer, parse_outliers(precision.outlier_channels), model)
-    return optimizer
+def optimizer_of(config: Config, layers: LayerPolicies) -> optax.GradientTransformationExtraArgs:
+    """Returns the optimizer of a run, with weight hooks, while these policies hold."""
+    optimizer = make_optimizer(config.optimizer)
+    if config.precision.deoscillate is None:
+        return optimizer
+    return with_hook(optimizer, deoscillation_hook(parse_deoscillation(config.precision.deoscillate), layers))
 
 
 def keeps_finite_with_hooks(config: Config) -> Callable[[jax.Array], Bool[Array, ""]] | None:
-    """Returns `keeps_finite` of `optimizer_of`'s optimizer: None if it has hooks or outlier channels."""
-    precision = config.precision
-    is_plain = precision.deoscillate is None and precision.outlier_channels is None
-    return keeps_finite(config.optimizer) if is_plain else None
+    """Returns `keeps_finite` of `optimizer_of`'s optimizer: None if it has hooks."""
+    return keeps_finite(config.optimizer) if config.precision.deoscillate is None else None
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:

@@ -15,10 +15,8 @@ from mxjax.policy import Policy
 from mxjax.policy_json import change_fields
 from mxjax.scales import ScaleRule
 from training.config import PrecisionConfig
-from training.outliers import add_outliers, parse_outliers, remove_outliers
 from training.policy_source import check_sources, label, load_policy
 
-_MIXED = " with outlier channels"  # ends the name of a phase that has them
 _LATER = re.compile(r"(\S.*?)\s+from\s+(\S+)")
 
 
@@ -93,42 +91,7 @@ def phases_of(
         Phase(first_step, name, layer_policies(policy, rules))
         for first_step, name, policy in parse_schedule(precision.policy, steps, precision.set)
     ]
-    if precision.outlier_channels is not None:
-        first_step, policy = parse_outliers(precision.outlier_channels).first_step, precision.outlier_policy
-        phases = with_outliers(phases, first_step, load_policy(policy), steps)
     return tuple(phases) if rule is None else with_scale_rule(phases, rule)
-
-
-def with_outliers(phases: Sequence[Phase], first_step: int, policy: Policy, steps: int) -> tuple[Phase, ...]:
-    """Returns the phases with `policy` for outlier channels from a step on.
-
-    The phase that the step is in becomes two. Phases without a layer that reads x in 4 bits stay.
-    """
-    found: list[Phase] = []
-    for phase, until in zip(phases, [*(phase.first_step for phase in phases[1:]), steps + 1], strict=True):
-        mixed = phase._replace(layers=add_outliers(phase.layers, policy), policy=phase.policy + _MIXED)
-        if mixed.layers == phase.layers or until <= first_step:
-            found.append(phase)
-            continue
-        found += [phase] if phase.first_step < first_step else []
-        found.append(mixed._replace(first_step=max(phase.first_step, first_step)))
-    return tuple(found)
-
-
-def without_outliers(phases: Sequence[Phase], first_step: int) -> tuple[Phase, ...]:
-    """Returns the phases from which `with_outliers` made these.
-
-    A phase that begins at that step of its own, in the policies of the one before, counts as made.
-    """
-    plain = [
-        phase._replace(policy=phase.policy.removesuffix(_MIXED), layers=remove_outliers(phase.layers))
-        for phase in phases
-    ]
-    made = [
-        phase.first_step == first_step and before[1:] == phase[1:]
-        for before, phase in itertools.pairwise(plain)
-    ]
-    return (plain[0], *(phase for phase, dropped in zip(plain[1:], made, strict=True) if not dropped))
 
 
 def with_exceptions(phase: Phase, rules: Rules) -> Phase:

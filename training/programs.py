@@ -4,8 +4,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -15,28 +14,21 @@ from models.block import LINEAR_LAYERS
 from models.sharding import batch_parts_of
 from mxjax.devices import on_gpu
 from mxjax.layer_stats import empty_slots, make_layer_stats
-from mxjax.mixed_dot import Channels
 from mxjax.recipes import get_policy
 from training.learning_rate import learning_rate
 from training.mesh import abstract_batch, compiler_options, on_mesh
 from training.optimizer import keeps_finite_with_hooks
-from training.outliers import choose_channels, empty_norms, has_outliers, parse_outliers
 from training.policy_schedule import Phase
 from training.setup import Run
 from training.step import Loss, Losses, ScheduledStep, TrainState, make_eval_step, make_train_step
 
 
 class Programs(NamedTuple):
-    """The programs for the policies of one phase; each compiles at its first call, or see `start_compiling`.
-
-    Attributes:
-      evaluated: returns what `eval_step` takes as parameters, from the training state.
-    """
+    """The programs for the policies of one phase; each compiles at its first call or in `start_compiling`."""
 
     train_step: ScheduledStep
     eval_step: Callable
     layer_stats: Callable
-    evaluated: Callable[[TrainState], Any]
 
 
 def make_programs(
@@ -45,11 +37,6 @@ def make_programs(
     """Returns the programs of a phase."""
     config = run.config
     loss, losses = make_losses(run, phase)
-    mixed = has_outliers(phase.layers)
-
-    def channels_of(opt_state: Any) -> dict[str, Channels]:
-        return choose_channels(opt_state.norms, parse_outliers(str(config.precision.outlier_channels)))
-
     tokens_a_part = config.data.batch_size // config.accumulate * config.data.seq_len
     empty = empty_slots(LINEAR_LAYERS, run.model.n_layers)
     options_for = functools.partial(
@@ -63,8 +50,6 @@ def make_programs(
         skip_nonfinite=config.on_nonfinite == "skip",
         shardings=shardings,
         compiler_options=xla_options,
-        slots=_slots(run, phase),
-        given=(lambda opt_state: {"channels": channels_of(opt_state)}) if mixed else (lambda opt_state: {}),
         keeps_finite=keeps_finite_with_hooks(config),
     )
     return Programs(
@@ -78,7 +63,6 @@ def make_programs(
             batch_parts_of(run.mesh.shape),
             options_for((*phase.layers.policies, get_policy("fp32"))),
         ),
-        (lambda state: (state.params, channels_of(state.opt_state))) if mixed else attrgetter("params"),
     )
 
 
@@ -113,14 +97,6 @@ def start_compiling(run: Run, programs: Programs, state: TrainState) -> threadin
     return thread
 
 
-def _slots(run: Run, phase: Phase) -> Any:
-    """Returns slots for norms in the phases before outlier channels are chosen, else None."""
-    text = run.config.precision.outlier_channels
-    if text is None or phase.first_step >= parse_outliers(text).first_step:
-        return None
-    return empty_norms(run.model)
-
-
 def make_losses(run: Run, phase: Phase) -> tuple[Loss, Losses]:
     """Returns the model's mean loss, for training, and its loss of every token, for evaluation."""
     config = run.config
@@ -132,11 +108,8 @@ def make_losses(run: Run, phase: Phase) -> tuple[Loss, Losses]:
     }
 
     def with_options(function):
-        return lambda params, batch, key, slots=None, channels=None: function(
-            run.model, params, batch, key=key, slots=slots, channels=channels, **options
+        return lambda params, batch, key, slots=None: function(
+            run.model, params, batch, key=key, slots=slots, **options
         )
 
-    losses = with_options(llama.losses)
-    if has_outliers(phase.layers):
-        return with_options(llama.mean_loss), lambda both, *rest: losses(both[0], *rest, channels=both[1])
-    return with_options(llama.mean_loss), losses
+    return with_options(llama.mean_loss), with_options(llama.losses)

@@ -18,6 +18,5 @@ def expand(config: Config) -> Config:
         policy=recipe.policy,
         layers=precision.layers if begun else (*recipe.layers, *precision.layers),
         deoscillate=precision.deoscillate or recipe.deoscillate,
-        outlier_channels=precision.outlier_channels or recipe.outlier_channels,
     )
     return dataclasses.replace(config, precision=changed)

@@ -17,7 +17,6 @@ from training.device_memory import gib, memory_limit
 from training.learning_rate import learning_rate
 from training.mesh import make_mesh
 from training.metrics import in_words
-from training.outliers import parse_outliers, remove_outliers
 from training.policy_schedule import Phase, phase_at
 from training.resume import command_to_continue
 from training.run_config import HUGGINGFACE
@@ -54,20 +53,14 @@ def introduction(run: Run, estimate: str) -> str:
 
 def late_flags(config: Config) -> list[str]:
     """Returns warnings of flags whose effect begins after the last step."""
-    begins: list[tuple[str, int, str, int]] = []
-    if (text := config.precision.deoscillate) is not None:
-        snaps = parse_deoscillation(text)
-        first = snaps.first_snap
-        begins.append((f"--deoscillate {text}", snaps.start, "weights are first snapped after step", first))
-    if (text := config.precision.outlier_channels) is not None:
-        outliers = parse_outliers(text)
-        first = outliers.first_step
-        does = "outliers are first multiplied apart in step"
-        begins.append((f"--outlier-channels {text}", outliers.start, does, first))
+    if (text := config.precision.deoscillate) is None:
+        return []
+    setting = parse_deoscillation(text)
+    if setting.first_snap <= config.steps:
+        return []
     return [
-        f"warning: {flag} has no effect with --steps {config.steps}: its START is {start}, and {does} {first}"
-        for flag, start, does, first in begins
-        if first > config.steps
+        f"warning: --deoscillate {text} has no effect with --steps {config.steps}: its START is "
+        f"{setting.start}, and weights are first snapped after step {setting.first_snap}"
     ]
 
 
@@ -128,7 +121,7 @@ def memory_estimate(run: Run, state: TrainState, step: int) -> str:
     with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
         needed = memory.step_memory(
             run.model,
-            remove_outliers(phase_at(run.phases, step).layers),
+            phase_at(run.phases, step).layers,
             state.params,
             state.opt_state,
             batch_size=config.data.batch_size,

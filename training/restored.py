@@ -14,19 +14,10 @@ import tyro
 from models import llama
 from models.configs import LlamaConfig
 from mxjax.implementations import Implementation, check_implementations
-from mxjax.mixed_dot import Channels
 from mxjax.scales import ScaleRule
 from training.checkpoint.checkpoints import Checkpoints
 from training.config import Config, PrecisionConfig, parse_rules
 from training.metrics import evaluations
-from training.outliers import (
-    check_norms,
-    choose_channels,
-    drop_unmixed,
-    empty_norms,
-    has_outliers,
-    parse_outliers,
-)
 from training.policy_record import from_record
 from training.policy_schedule import Phase, phase_at, phases_of, with_exceptions, with_scale_rule
 from training.run_config import from_json, model_of, read_run_config
@@ -58,11 +49,7 @@ class RunArguments:
 
 
 class Restored(NamedTuple):
-    """A run's configuration, and its model at a checkpoint.
-
-    Attributes:
-      channels: the channels of each layer, if the phase has policies for outliers.
-    """
+    """A run's configuration, and its model at a checkpoint."""
 
     config: Config
     model: LlamaConfig
@@ -70,7 +57,6 @@ class Restored(NamedTuple):
     step: int | None
     phase: Phase
     implementation: Implementation | None
-    channels: Mapping[str, Channels] | None = None
 
 
 def restore(arguments: RunArguments) -> Restored:
@@ -93,12 +79,11 @@ def restore(arguments: RunArguments) -> Restored:
             raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
         params = checkpoints.restore_params(llama.abstract_params(model), step)
         phase = phase_at(phases, step or 0)
-        channels = _channels(checkpoints, config, model, step) if has_outliers(phase.layers) else None
     if not jax.jit(all_finite)(params):
         raise ValueError(
             f"the weights of step {step} in {arguments.run} hold NaN or infinity; name an earlier --step"
         )
-    return Restored(config, model, params, step, phase, implementation, channels)
+    return Restored(config, model, params, step, phase, implementation)
 
 
 def describe(arguments: RunArguments, restored: Restored) -> dict[str, Any]:
@@ -141,16 +126,6 @@ def _as_flags(changes: Mapping[str, Any]) -> list[str]:
     return found + ([f"--layers {shlex.join(changes['layers'])}"] if "layers" in changes else [])
 
 
-def _channels(checkpoints: Checkpoints, config: Config, model: LlamaConfig, step: int | None):
-    """Returns the channels that the norms in a checkpoint's optimizer state choose."""
-    assert config.precision.outlier_channels is not None
-    setting = parse_outliers(config.precision.outlier_channels)
-    norms = {name: slot.x for name, slot in empty_norms(model).items()}
-    saved = checkpoints.restore_part({"opt_state": {"norms": norms}}, step)
-    check_norms(saved["opt_state"]["norms"])
-    return choose_channels(saved["opt_state"]["norms"], setting)
-
-
 def choose_phases(
     arguments: RunArguments, saved: Mapping[str, Any], config: Config, model: LlamaConfig
 ) -> tuple[Phase, ...]:
@@ -168,6 +143,5 @@ def choose_phases(
         named = "too" if own is None else f"too, such as the run's: --policy {shlex.quote(str(own))}"
         raise ValueError(f"--set changes the fields of --policy: name the policy {named}")
     phases = from_record(saved) or phases_of(config.precision, config.steps, layer_policies)
-    phases = [with_exceptions(phase, parse_rules(arguments.layers)) for phase in phases]
-    phases = tuple(phase._replace(layers=drop_unmixed(phase.layers)) for phase in phases)
+    phases = tuple(with_exceptions(phase, parse_rules(arguments.layers)) for phase in phases)
     return phases if rule is None else with_scale_rule(phases, rule)

@@ -116,7 +116,6 @@ def _tokens(arguments: SampleConfig, restored: Restored, prompt: list[int]):
         jax.random.key(arguments.seed),
         temperature=arguments.temperature,
         top_p=arguments.top_p,
-        channels=restored.channels,
     )
     yield from (int(token[0]) for token in drawn)
 

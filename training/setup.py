@@ -22,7 +22,7 @@ from mxjax.remat import check_remat
 from training import mlperf_log, tensorboard, wandb_run
 from training.checkpoint.damaged import saved_steps
 from training.checkpoint.structure import check_saveable
-from training.config import Config, PrecisionConfig
+from training.config import Config
 from training.data.load import load_data
 from training.data.megatron import MegatronCorpus
 from training.data.text import TextCorpus
@@ -35,10 +35,9 @@ from training.files import temporary_path
 from training.mesh import check_batch, make_mesh
 from training.metrics import FILE as METRICS
 from training.metrics import SPIKES, read_records
-from training.outliers import check_outliers, parse_outliers
 from training.parameter_sharding import check_shards
 from training.policy_record import from_record, to_record
-from training.policy_schedule import Phase, phase_at, phases_of
+from training.policy_schedule import Phase, phases_of
 from training.processes import is_first_process
 from training.recipes import expand
 from training.resume import begun_run, check_same_run
@@ -129,7 +128,6 @@ def set_up(config: Config) -> Run:
     fits = functools.partial(fits_mesh, model, phases)
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
     check_phases(mesh.shape, model, phases)
-    check_outlier_channels(config, model, phases, mesh.shape)
     held_out = evaluation_batches(
         corpus.validation,
         config.data,
@@ -187,24 +185,6 @@ def check_phases(sizes: Mapping[str, int], model: LlamaConfig, phases: Sequence[
     """Raises ValueError unless a mesh of these sizes shards the parameters as every phase needs."""
     for phase in phases:
         check_shards(sizes, model, phase.layers)
-
-
-def check_outlier_channels(
-    config: Config, model: LlamaConfig, phases: Sequence[Phase], sizes: Mapping[str, int]
-) -> None:
-    """Raises ValueError if the run cannot have the outlier channels that its flags name."""
-    if config.precision.outlier_channels is None:
-        if config.precision.outlier_policy != PrecisionConfig.outlier_policy:
-            raise ValueError("--outlier-policy has no effect without --outlier-channels FRACTION:START:STEPS")
-        return
-    setting = parse_outliers(config.precision.outlier_channels)
-    if config.observe.stats_every is not None:
-        raise ValueError(
-            "--stats-every measures one policy a layer, and --outlier-channels gives some two; leave one out"
-        )
-    now = phase_at(tuple(phases), setting.first_step)
-    later = [phase.layers for phase in phases if phase.first_step >= now.first_step]
-    check_outliers(setting, model, later, sizes)
 
 
 def fits_mesh(model: LlamaConfig, phases: Sequence[Phase], sizes: Mapping[str, int]) -> bool:

@@ -69,8 +69,6 @@ def make_train_step(
     skip_nonfinite: bool = False,
     shardings: TrainState | None = None,
     compiler_options: dict[str, Any] | None = None,
-    slots: Any = None,
-    given: Callable[[Any], dict[str, Any]] = lambda opt_state: {},
     keeps_finite: Callable[[jax.Array], Bool[Array, ""]] | None = None,
 ):
     """Returns the jitted `step(state, batch, key, learning_rate) -> (state, metrics)`; the state is donated.
@@ -86,15 +84,12 @@ def make_train_step(
       skip_nonfinite: skip only the steps that are not finite, and count them.
       shardings: shardings of the state and gradients, from `training.parameter_sharding`.
       compiler_options: options for XLA, from `training.mesh.compiler_options`.
-      slots: arrays of zeros that the loss takes as `slots`. The optimizer's update takes their gradients, the
-        mean over parts of the batch, as `observed`, and the number of the step, from 1, as `step`.
-      given: returns further arguments of the loss and of the optimizer's update, from the optimizer's state.
       keeps_finite: returns, from the learning rate, whether gradients with a finite norm keep a finite state
         finite for certain. Only otherwise, or without it, are the updated state's elements checked, which
         reads parameters, moments and gradients once more. A state that is not finite before goes unnoticed
         then, unless the loss or a gradient depends on the element.
     """
-    loss_and_grads = _make_loss_and_grads(loss, accumulate, shardings, slots)
+    loss_and_grads = _make_loss_and_grads(loss, accumulate, shardings)
     optimizer = optax.with_extra_args_support(optimizer)
 
     @functools.partial(
@@ -110,17 +105,13 @@ def make_train_step(
         learning_rate: Float32[Array, ""] | None = None,
     ) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(key, state.step)
-        more = given(state.opt_state)
-        value, (grads, observed) = loss_and_grads(state.params, batch, key, more)
+        value, grads = loss_and_grads(state.params, batch, key)
         # Else every pass that reads gradients stacks those of all layers, in kernels of 13,000 instructions.
         grads = jax.lax.optimization_barrier(grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite
-        more |= {} if slots is None else {"observed": observed, "step": state.step + 1}
         keeps = keeps_finite(learning_rate) if keeps_finite and learning_rate is not None else None
-        kept, finite, largest = _update_if_finite(
-            finite, keeps, state, optimizer, grads, learning_rate=learning_rate, **more
-        )
+        kept, finite, largest = _update_if_finite(finite, keeps, state, optimizer, grads, learning_rate)
         metrics = StepMetrics(value, grad_norm, finite, state.skipped, largest)
         return _next_state(state, kept, finite, skip_nonfinite), metrics
 
@@ -128,7 +119,7 @@ def make_train_step(
 
 
 def _update_if_finite(
-    finite: Bool[Array, ""], keeps: Bool[Array, ""] | None, state: TrainState, optimizer, grads, **options
+    finite: Bool[Array, ""], keeps: Bool[Array, ""] | None, state: TrainState, optimizer, grads, learning_rate
 ):
     """Returns the updated parameters and optimizer's state, unless they or `finite` are not finite.
 
@@ -140,7 +131,7 @@ def _update_if_finite(
     """
 
     def update(params, opt_state):
-        updates, opt_state = optimizer.update(grads, opt_state, params, **options)
+        updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
         return optax.apply_updates(params, updates), opt_state
 
     def examine(old):
@@ -201,34 +192,28 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
-def _make_loss_and_grads(loss: Callable[..., Any], accumulate: int, shardings: TrainState | None, slots: Any):
-    """Returns `loss_and_grads(params, batch, key, given)`, which accumulates over parts of the batch.
+def _make_loss_and_grads(loss: Loss, accumulate: int, shardings: TrainState | None):
+    """Returns `loss_and_grads(params, batch, key)`, which accumulates over parts of the batch."""
 
-    Its gradients are those of the parameters, and of the slots.
-    """
-
-    def of_part(params, batch, key, given):
-        def of_both(params, slots):
-            return loss(params, batch, key, **given | ({} if slots is None else {"slots": slots}))
-
-        value, (grads, observed) = jax.value_and_grad(of_both, argnums=(0, 1))(params, slots)
+    def of_part(params, batch, key):
+        value, grads = jax.value_and_grad(loss)(params, batch, key)
         if shardings is not None:
             grads = jax.lax.with_sharding_constraint(grads, shardings.params)
-        return value, (grads, observed)
+        return value, grads
 
     if accumulate == 1:
         return of_part
 
-    def loss_and_grads(params, batch, key, given):
+    def loss_and_grads(params, batch, key):
         parts = batch.reshape(accumulate, batch.shape[0] // accumulate, batch.shape[1])
         parts = constrain(parts, None, "batch", None)
 
         def add(total, part):
             index, sequences = part
-            found = of_part(params, sequences, jax.random.fold_in(key, index), given)
+            found = of_part(params, sequences, jax.random.fold_in(key, index))
             return jax.tree.map(lambda t, f: t + f / accumulate, total, found), None
 
-        zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, (params, slots))
+        zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
         return jax.lax.scan(add, zero, (jnp.arange(accumulate), parts))[0]
 
     return loss_and_grads

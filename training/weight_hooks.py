@@ -19,11 +19,11 @@ class Hook(NamedTuple):
     Attributes:
       init: returns the state before the first step, from the parameters.
       apply: returns the changed parameters and the state, from the number of the step (from 1), the
-        parameters before and after it, the state, and the `channels` that the update was given, or None.
+        parameters before and after it, and the state.
     """
 
     init: Callable[[Any], Any]
-    apply: Callable[[Int32[Array, ""], Any, Any, Any, Any], tuple[Any, Any]]
+    apply: Callable[[Int32[Array, ""], Any, Any, Any], tuple[Any, Any]]
 
 
 class HookState(NamedTuple):
@@ -52,7 +52,7 @@ def with_hook(optimizer: optax.GradientTransformation, hook: Hook) -> optax.Grad
         updates, inner = optimizer.update(updates, state.optimizer, params, **extra)
         step = state.step + 1
         after = optax.apply_updates(params, updates)
-        changed, hook_state = hook.apply(step, params, after, state.hook, extra.get("channels"))
+        changed, hook_state = hook.apply(step, params, after, state.hook)
         updates = jax.tree.map(
             lambda u, before, a, c: jnp.where(c == a, u, c - before), updates, params, after, changed
         )

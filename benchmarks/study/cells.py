@@ -174,22 +174,11 @@ def recipe_of(policy: str, steps: int) -> RunRecipe | None:
     windows keep their steps.
     """
     recipe = RECIPES.get(policy)
-    if recipe is None or recipe.steps is None:
+    if recipe is None or recipe.steps is None or recipe.deoscillate is None:
         return recipe
-    published = recipe.steps
-
-    def moved(setting: str | None, start: int) -> str | None:
-        if setting is None:
-            return None
-        fields = setting.split(":")
-        fields[start] = str(round(int(fields[start]) * steps / published))
-        return ":".join(fields)
-
-    return recipe._replace(
-        deoscillate=moved(recipe.deoscillate, 2),  # RATIO:PERIOD:START:WINDOW
-        outlier_channels=moved(recipe.outlier_channels, 1),  # FRACTION:START:STEPS
-        steps=steps,
-    )
+    ratio, period, start, *window = recipe.deoscillate.split(":")
+    start = str(round(int(start) * steps / recipe.steps))
+    return recipe._replace(deoscillate=":".join([ratio, period, start, *window]), steps=steps)
 
 
 def _on_uniform_grid(operand: Operand) -> Operand:

@@ -1,7 +1,7 @@
 """Trains the cells whose recipe changes its program during a run, by train.py itself.
 
-A schedule of policies does, and so does the choice of outlier channels. Weights, batches and evaluations are
-those of `benchmarks.study.programs.Programs`.
+A schedule of policies does. Weights, batches and evaluations are those of
+`benchmarks.study.programs.Programs`.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from training.nonfinite import NonFiniteError
 def changes_program(policy: str) -> bool:
     """Whether a policy is a recipe that needs several programs in one run."""
     recipe = RECIPES.get(policy)
-    return recipe is not None and (";" in recipe.policy or recipe.outlier_channels is not None)
+    return recipe is not None and ";" in recipe.policy
 
 
 class WholeRuns:
@@ -64,7 +64,6 @@ class WholeRuns:
                 implementation=implementation,
                 layers=recipe.layers,
                 deoscillate=recipe.deoscillate,
-                outlier_channels=recipe.outlier_channels,
             ),
             "data": DataConfig(data.data, data.eval_data, data.vocab_size, p.batch, p.seq),
             "optimizer": OptimizerConfig(lr=p.lr, warmup_steps=p.warmup),

@@ -55,7 +55,6 @@ _SOURCES = {
     "ue5m3_no_tensor_scale": "arXiv 2609.02846, without its tensor scale",
     "quartet2": "arXiv 2601.22813",
     "tetrajet_v2": "arXiv 2510.27527, its GEMMs",
-    "tetrajet_v2_outliers": "arXiv 2510.27527, its outlier channels, for mxjax.mixed_dot",
     "averis": "arXiv 2603.10444, with the mean in float32",
     "ms_fp4": "arXiv 2501.17116",
     "ms_fp4_clip": "Azure/MS-AMP, for arXiv 2501.17116",

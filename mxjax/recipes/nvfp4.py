@@ -9,7 +9,7 @@ Files named below are of these repositories:
 | `nvfp4_te`, `four_over_six_mae` | NVIDIA/TransformerEngine | d0067d0 |
 | `nvfp4_unclipped`, `quartet2` | IST-DASLab/Quartet-II, src/models/quantization/schemes | 8776a90 |
 | `four_over_six` | mit-han-lab/fouroversix | dadfad6 |
-| `tetrajet_v2`, `tetrajet_v2_outliers` | thu-ml/TetraJet-v2-NVFP4Training | ca5953f |
+| `tetrajet_v2` | thu-ml/TetraJet-v2-NVFP4Training | ca5953f |
 """
 
 import dataclasses
@@ -49,7 +49,6 @@ def nvfp4() -> dict[str, Policy]:
         "ue5m3_no_tensor_scale": _ue5m3(None),
         "quartet2": _quartet2(),
         "tetrajet_v2": _tetrajet_v2(),
-        "tetrajet_v2_outliers": _tetrajet_v2_outliers(),
     }
 
 
@@ -104,24 +103,11 @@ def _tetrajet_v2() -> Policy:
 
     From olmo2-training/olmo/quantization_real/linear.py and kernels/csrc/quant_fp4.cu: Dgrad and Wgrad round
     all operands stochastically, rotate them with signs redrawn at every step, and read x and w as the Fprop's
-    quantization left them. The resets of oscillating weights are not part of a policy. Outlier channels have
-    `tetrajet_v2_outliers`.
+    quantization left them. The resets of oscillating weights are not part of a policy. Its outlier
+    channels are left out.
     """
     forward = Operand("nvfp4_1x128")
     gradient = _stochastic(forward)
     seen = dataclasses.replace(gradient, source="dequantized")
     rotation = Rotation(16, "redrawn")
     return Policy(Gemm(forward, forward), Gemm(gradient, seen, rotation), Gemm(seen, gradient, rotation))
-
-
-def _tetrajet_v2_outliers() -> Policy:
-    """The outlier channels of TetraJet-v2, arXiv 2510.27527, for `mxjax.mixed_dot`: MXFP8, Dgrad in NVFP4.
-
-    From olmo2-training/olmo/quantization_real/linear_mix.py, lines 151-250: Fprop and Wgrad round x, w and dy
-    to the nearest without rotation (kernels/csrc/quant_fp8.cu: E4M3 in 32s, amax / 448 rounded up to a power
-    of two), and Wgrad reads x as the Fprop's quantization left it. Dgrad is that of the other channels, with
-    w from its MXFP8.
-    """
-    mxfp8 = Operand("mxfp8_e4m3", scale_rule="rceil")
-    seen = dataclasses.replace(mxfp8, source="dequantized")
-    return Policy(Gemm(mxfp8, mxfp8), _tetrajet_v2().dgrad, Gemm(seen, mxfp8))

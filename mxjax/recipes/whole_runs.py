@@ -16,15 +16,13 @@ class RunRecipe(NamedTuple):
       policy: `--policy`: a policy, or a schedule.
       layers: exceptions by layer; those on the command line come after them.
       deoscillate: `--deoscillate`, unless it is given.
-      outlier_channels: `--outlier-channels`, unless it is given.
       source: where it was published.
-      steps: steps of the published run that the starts of `deoscillate` and `outlier_channels` are of.
+      steps: steps of the published run that the start of `deoscillate` is of.
     """
 
     policy: str
     layers: tuple[str, ...] = ()
     deoscillate: str | None = None
-    outlier_channels: str | None = None
     source: str = ""
     steps: int | None = None
 
@@ -34,7 +32,6 @@ class RunRecipe(NamedTuple):
         words = ["--policy", self.policy]
         words += ["--layers", *self.layers] if self.layers else []
         words += ["--deoscillate", self.deoscillate] if self.deoscillate else []
-        words += ["--outlier-channels", self.outlier_channels] if self.outlier_channels else []
         return shlex.join(words)
 
 
@@ -52,19 +49,11 @@ RECIPES: Mapping[str, RunRecipe] = types.MappingProxyType(
         ),
         # thu-ml/TetraJet-v2-NVFP4Training at ca5953f,
         # olmo2-training/configs/150m_100bt/TJv2-mix_fp8-osci_reset.yaml: perturb_start_iter 15000,
-        # counted from 0; perturb_period 200, detect_DistRatio_iters 50, detect_DistRatio_thrd 8. The full one
-        # has its outlier_conf too: X_top_channels_ratio 0.1, X_chan_record_iters 50, and
-        # X_chan_record_start_iter 501, counted from 0 as well. 100e9 tokens are 23842 steps of 1024 x 4096.
+        # counted from 0; perturb_period 200, detect_DistRatio_iters 50, detect_DistRatio_thrd 8, without
+        # its outlier_conf. 100e9 tokens are 23842 steps of 1024 x 4096.
         "tetrajet_v2_reset": RunRecipe(
             "tetrajet_v2",
             deoscillate="8:200:15001:50",
-            source="arXiv 2510.27527, TetraJet-v2",
-            steps=23842,
-        ),
-        "tetrajet_v2_full": RunRecipe(
-            "tetrajet_v2",
-            deoscillate="8:200:15001:50",
-            outlier_channels="0.1:502:50",
             source="arXiv 2510.27527, TetraJet-v2",
             steps=23842,
         ),

@@ -43,20 +43,19 @@ def test_the_committed_recipes_page_is_what_the_committed_runs_give():
 
 def test_recipes_with_several_programs_a_run_are_told_from_the_others():
     found = [name for name in (*RECIPES, *mxjax.policies()) if whole_runs.changes_program(name)]
-    assert found == ["heal", "tetrajet_v2_full"]
+    assert found == ["heal"]
 
 
 def test_every_published_recipe_is_a_cell():
     names = {cell.policy for cell in STUDIES["recipes"]}
     assert {"quartet", "averis", "ms_fp4", "uniform4", "nvfp4", "primus_deosc"} <= names
     tiny = {cell.policy for cell in STUDIES["recipes-tiny"]}
-    assert names == tiny | {"primus_deosc", "tetrajet_v2_full"} != tiny
+    assert names == tiny | {"primus_deosc"} != tiny
     assert set(RECIPES) < names
 
 
 def test_what_begins_late_in_a_recipe_begins_at_the_same_part_of_a_shorter_run():
-    full = recipe_of("tetrajet_v2_full", 700)
-    assert (full.deoscillate, full.outlier_channels) == ("8:200:440:50", "0.1:15:50")  # of 23842
+    assert recipe_of("tetrajet_v2_reset", 700).deoscillate == "8:200:440:50"  # of 23842
     assert recipe_of("tetrajet_v2_reset", 23842) == RECIPES["tetrajet_v2_reset"]
     assert recipe_of("primus_deosc", 700) == RECIPES["primus_deosc"]  # of unknown length
     assert recipe_of("fp8", 700) is None

@@ -69,7 +69,6 @@ _double = Operand("nvfp4_1x128")
 _double_sr = dataclasses.replace(_double, rounding="stochastic")
 _double_seen = dataclasses.replace(_double_sr, source="dequantized")
 _h16 = Rotation(16, "redrawn")
-_mxfp8 = Operand("mxfp8_e4m3", scale_rule="rceil")
 _ue5m3 = Operand("fp4_ue5m3", scale_max=448)
 _ue5m3_tile = dataclasses.replace(_ue5m3, block_shape=(16, 16))
 _ue5m3_sr = dataclasses.replace(_ue5m3, rounding="stochastic")
@@ -104,12 +103,6 @@ PUBLISHED = {
     # arXiv 2510.27527; linear.py in its code
     "tetrajet_v2": Policy(
         Gemm(_double, _double), Gemm(_double_sr, _double_seen, _h16), Gemm(_double_seen, _double_sr, _h16)
-    ),
-    # linear_mix.py in its code
-    "tetrajet_v2_outliers": Policy(
-        Gemm(_mxfp8, _mxfp8),
-        Gemm(_double_sr, _double_seen, _h16),
-        Gemm(dataclasses.replace(_mxfp8, source="dequantized"), _mxfp8),
     ),
     "ue5m3": Policy(  # arXiv 2609.02846, table 5
         Gemm(_ue5m3, _ue5m3_tile), Gemm(_ue5m3_sr, _ue5m3_tile), Gemm(_ue5m3, _ue5m3_sr)
@@ -272,8 +265,7 @@ def test_the_flags_of_a_whole_run_are_those_of_its_recipe():
     assert RECIPES["primus_deosc"].flags == (
         "--policy primus_turbo --layers 'blocks[:2].*=bf16' 'blocks[-2:].*=bf16' --deoscillate 3:200:1500"
     )
-    ends = "--deoscillate 8:200:15001:50 --outlier-channels 0.1:502:50"
-    assert RECIPES["tetrajet_v2_full"].flags == f"--policy tetrajet_v2 {ends}"
+    assert RECIPES["tetrajet_v2_reset"].flags == "--policy tetrajet_v2 --deoscillate 8:200:15001:50"
 
 
 def test_the_command_prints_every_policy_and_recipe(capsys):
@@ -284,7 +276,7 @@ def test_the_command_prints_every_policy_and_recipe(capsys):
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("tetrajet2", "did you mean 'tetrajet' or 'tetrajet_v2' or 'tetrajet_v2_full'? "), ("qqqqqq", "")],
+    [("tetrajet2", "did you mean 'tetrajet' or 'tetrajet_v2' or 'tetrajet_v2_reset'? "), ("qqqqqq", "")],
 )
 def test_an_unknown_policy_is_refused_with_the_closest_names_and_the_way_to_all(name, hint):
     message = f"unknown policy {name!r}; {hint}`python -m mxjax.recipes` lists all"

@@ -67,20 +67,6 @@ if "Explicit" in sys.argv:  # rows that vmap maps are tokens, on a mesh too
         for a, b in zip(one, of_rows(put(x, P("d", "t")), put(w, P("t", None)), key, "full_sr")):
             np.testing.assert_allclose(b, a, rtol=0, atol=1e-6 * np.abs(a).max())
 
-def mixed_loss(x, w, key, layout):
-    y = mxjax.mixed_dot(x, w, channels, policy="wgrad", outlier_policy="bf16", key=key, layout=layout)
-    return (y**2).sum(), y
-
-if "Explicit" not in sys.argv:
-    channels = mxjax.channels_by_norm(jax.random.uniform(jax.random.key(3), 128), 32)
-    mixed = jax.jit(jax.grad(mixed_loss, (0, 1), has_aux=True), static_argnums=3)
-    one = jax.tree.leaves(mixed(x, w, key, None))
-    with jax.set_mesh(mesh):
-        x_mesh, w_mesh = (put(t, spec) for t, spec in zip((x, w), layouts[2]))
-        layout = mxjax.Layout(layouts[2][1], layouts[2][1])
-        for a, b in zip(one, jax.tree.leaves(mixed(x_mesh, w_mesh, key, layout))):
-            np.testing.assert_allclose(b, a, rtol=0, atol=1e-6 * np.abs(a).max())
-
 def by_hand(x, w, key, policy, implementation):
     def of_part(x, w, key):
         return jax.lax.psum(loss(x, w, key, policy, implementation)[0], "d")

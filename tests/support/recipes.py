@@ -7,7 +7,6 @@ VARIANTS = frozenset(
         "four_over_six_mae",
         "ue5m3_no_tensor_scale",
         "lumen_dequantized",
-        "tetrajet_v2_outliers",
         "ms_fp4_clip",
         "uniform4_fp32",
     }

@@ -107,7 +107,7 @@ def test_other_runs_are_compared_by_tokens_unless_asked(tmp_path, capsys):
 
 
 def test_groups_have_names_of_their_own(tmp_path):
-    """Two policies without a name, and the same policies but for outlier channels."""
+    """Two policies without a name, and the same policies but for de-oscillation."""
     folders = make_seeds(tmp_path, "own.json", [3.0, 3.0, 2.0, 2.0])
     for folder, name in zip(folders, ("wgrad", "wgrad", "fp8", "fp8"), strict=True):
         phase = Phase(1, "own.json", LayerPolicies(("head",), (get_policy(name),)))
@@ -115,13 +115,13 @@ def test_groups_have_names_of_their_own(tmp_path):
         (folder / "config.json").write_text(json.dumps(values))
     first, second = group_by_configuration(read_runs(folders, sequences=False))
     assert (first.name, second.name) == ("own.json (own.json-0)", "own.json (own.json-2)")
-    outliers = [
-        make_run(tmp_path / f"{policy}{seed}", {20: 3.0}, ["--outlier-policy", policy, "--seed", str(seed)])
-        for policy in ("fp8", "bf16")
+    snapped = [
+        make_run(tmp_path / f"{setting}{seed}", {20: 3.0}, ["--deoscillate", setting, "--seed", str(seed)])
+        for setting in ("3:9:1", "8:9:1")
         for seed in (0, 1)
     ]
-    groups = group_by_configuration(read_runs(outliers, sequences=False))
-    assert [group.name for group in groups] == ["outlier_policy=fp8", "outlier_policy=bf16"]
+    groups = group_by_configuration(read_runs(snapped, sequences=False))
+    assert [group.name for group in groups] == ["deoscillate=3:9:1", "deoscillate=8:9:1"]
 
 
 def test_groups_differ_in_more_than_the_seed(tmp_path):

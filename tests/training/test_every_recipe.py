@@ -22,7 +22,6 @@ from mxjax.recipes.whole_runs import RECIPES
 from training.config import Config, OptimizerConfig, PrecisionConfig
 from training.learning_rate import learning_rate
 from training.optimizer import optimizer_of
-from training.outliers import add_outliers, choose_channels, empty_norms, has_outliers, parse_outliers
 from training.recipes import expand
 from training.step import ScheduledStep, init_state, make_train_step
 
@@ -49,41 +48,24 @@ def first_params():
     return jax.jit(lambda key: llama.init(MODEL, key))(jax.random.key(0))
 
 
-def train(*phases, precision=PrecisionConfig()):  # noqa: B008
-    """Returns the losses of all steps. The second of two phases multiplies outlier channels apart."""
+def train(layers, precision=PrecisionConfig()):  # noqa: B008
+    """Returns the losses of all steps."""
     config = Config(steps=STEPS, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=10), precision=precision)
-    setting = parse_outliers(precision.outlier_channels) if precision.outlier_channels else None
-    optimizer = optimizer_of(config, MODEL, phases[0])
-    state, losses = init_state(first_params(), optimizer), []
-    for layers in phases:
-        run = program(config, layers, optimizer, setting)
-        parts = batches() if setting is None else np.split(batches(), [setting.first_step - 1])
-        state, found = run(state, parts if setting is None else parts[has_outliers(layers)])
-        losses.append(found)
-    assert bool(state.finite)
-    return np.concatenate(losses)
+    optimizer = optimizer_of(config, layers)
 
+    def loss(params, batch, key):
+        return llama.mean_loss(MODEL, params, batch, policies=layers, key=key, implementation="xla")
 
-def program(config, layers, optimizer, setting):
-    """Returns the program that takes a step with each of its batches."""
-    mixed = has_outliers(layers)
-
-    def loss(params, batch, key, **more):
-        return llama.mean_loss(MODEL, params, batch, policies=layers, key=key, implementation="xla", **more)
-
-    step = make_train_step(
-        loss,
-        optimizer,
-        slots=None if setting is None or mixed else empty_norms(MODEL),
-        given=lambda opt: {"channels": choose_channels(opt.norms, setting)} if mixed and setting else {},
-    )
-    step = ScheduledStep(step, learning_rate(config.optimizer, STEPS))
+    step = ScheduledStep(make_train_step(loss, optimizer), learning_rate(config.optimizer, STEPS))
 
     def take(state, batch):
         state, metrics = step(state, batch, jax.random.key(1))
         return state, metrics.loss
 
-    return jax.jit(lambda state, batches: jax.lax.scan(take, state, batches))
+    run = jax.jit(lambda state, batches: jax.lax.scan(take, state, batches))
+    state, losses = run(init_state(first_params(), optimizer), batches())
+    assert bool(state.finite)
+    return losses
 
 
 @pytest.mark.slow
@@ -106,28 +88,17 @@ def expanded(name, **steps):
 
 
 @pytest.mark.slow
-def test_a_recipe_with_a_hook_on_weights_trains():
-    """`primus_deosc`: its own table leaves no block of four or fewer in MXFP4, and its period is longer."""
-    precision = expanded("primus_deosc", deoscillate="3:20:10")
+@pytest.mark.parametrize(
+    ("name", "deoscillate"), [("primus_deosc", "3:20:10"), ("tetrajet_v2_reset", "8:20:30:5")]
+)
+def test_a_recipe_with_a_hook_on_weights_trains(name, deoscillate):
+    """With earlier steps, in one layer: the table of `primus_deosc` has four blocks in BF16."""
+    precision = expanded(name, deoscillate=deoscillate)
     losses = train(layers_with("blocks.*.mlp.down", precision), precision=precision)
-    assert np.isfinite(losses).all()
-    assert losses[-10:].mean() < 0.7 * losses[0]
-
-
-@pytest.mark.slow
-def test_a_recipe_with_outlier_channels_trains():
-    """`tetrajet_v2_full`, which is `tetrajet_v2_reset` with outlier channels from step 21 on."""
-    precision = expanded("tetrajet_v2_full", deoscillate="8:20:30:5", outlier_channels="0.1:10:10:16")
-    layers = layers_with("blocks.*.mlp.down", precision)
-    mixed = add_outliers(layers, mxjax.get_policy(precision.outlier_policy))
-    losses = train(layers, mixed, precision=precision)
-    assert len(losses) == STEPS
     assert np.isfinite(losses).all()
     assert losses[-10:].mean() < 0.7 * losses[0]
 
 
 def test_recipes_of_whole_runs_are_all_trained():
     """`heal` is a schedule of two policies of the ladder; the tests above have the others."""
-    assert set(RECIPES) == {"heal", "primus_deosc", "tetrajet_v2_reset", "tetrajet_v2_full"}
-    reset, full = (RECIPES[f"tetrajet_v2_{name}"] for name in ("reset", "full"))
-    assert full._replace(outlier_channels=None) == reset
+    assert set(RECIPES) == {"heal", "primus_deosc", "tetrajet_v2_reset"}

@@ -187,19 +187,6 @@ class Checkpoints:
         args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
         return self._manager.restore(step, args=args)["params"]
 
-    def restore_part(self, like: Any, step: int | None = None) -> Any:
-        """Returns a part of what a state holds besides its parameters, from the given step or the newest.
-
-        Args:
-          like: the part: dicts by the names of fields, down to trees of arrays or their shapes and dtypes.
-        """
-        step = self.latest if step is None else step
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            like = _abstract(like)
-            how = ocp.checkpoint_utils.construct_restore_args(like)
-            args = ocp.args.PyTreeRestore(like, restore_args=how, partial_restore=True)
-            return checkpointer.restore(self._folder / str(step) / "rest", args=args)
-
     def _check_model(self, step: int, like: Any) -> None:
         """Raises ValueError unless a checkpoint's parameters have the names and shapes of `like`."""
         folder, wanted = self._folder / str(step), shapes(like)
