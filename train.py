@@ -2,12 +2,11 @@
 
 if __name__ == "__main__":
     try:
-        from training.startup import prepare_process, start_compile_server
+        from training.startup import prepare_process
     except ImportError as error:  # of an extra that is not installed
         raise SystemExit(f"train.py: error: {error}") from None
 
     prepare_process()  # before the other imports, which take seconds
-    start_compile_server()
 
     from training.command_line import check_flags
 
@@ -28,9 +27,6 @@ import optax
 
 from models import llama
 from models.llama import Params
-from mxjax.kernels.compile_client import CompileServer
-from mxjax.kernels.lowering import use_compile_server
-from training import startup
 from training.agreement import check_agreement
 from training.checkpoint.checkpoints import CheckpointError, Checkpoints
 from training.checkpoint.damaged import set_aside_damaged
@@ -210,6 +206,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if startup.compile_server is not None:
-        use_compile_server(CompileServer(startup.compile_server))
     main()

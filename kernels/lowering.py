@@ -3,7 +3,7 @@
 A program depends only on the kernels' source, constants, options, target and the installed versions. It names
 no file, so JAX's caches hit and all processes of a job compile the same program. Lowering needs no GPU and no
 GPU plugin. A kernel is compiled when it is lowered, not when it is traced, once a process, together with all
-others that were traced, in threads or by a `CompileServer`. Triton's cache keeps it on disk.
+others that were traced, in threads. Triton's cache keeps it on disk.
 """
 
 import collections
@@ -23,7 +23,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from mxjax.kernels.call_message import ALIGNMENT, MachineCode, encode_call
-from mxjax.kernels.compile_client import CompileServer
 from mxjax.kernels.knobs import compiler_knobs
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ TYPES = {
 """Triton's names of dtypes."""
 
 MOST_THREADS = 16
-"""Kernels that are compiled at a time without a server."""
+"""Kernels that are compiled at a time."""
 
 LARGEST_DIVISOR = 128
 """The largest divisor that is told of sizes: enough for the widest loads and stores of rows."""
@@ -128,7 +127,6 @@ def _thaw(values: Frozen) -> dict[str, Any]:
     return {name: value for name, _, value in values}
 
 
-_server: CompileServer | None = None
 # Kernels that were traced and not lowered yet.
 _traced: collections.deque[tuple[Any, tuple[str, ...], str, str, Frozen, Frozen]] = collections.deque(
     maxlen=1000
@@ -180,22 +178,11 @@ def _register() -> None:
     importlib.import_module("jaxlib.gpu_triton")
 
 
-def use_compile_server(server: CompileServer) -> None:
-    """Lets a process compile the kernels that are traced from now on."""
-    global _server
-    _server = server
-
-
 def start_traced() -> None:
     """Begins to compile all kernels that were traced and not lowered yet."""
-    jobs = []
     with contextlib.suppress(IndexError):  # another thread may take the last
         while _traced:
-            jobs.append(_traced.popleft())
-    if _server is not None:
-        _server.begin(jobs)
-    for job in jobs:
-        start_compiling(*job)
+            start_compiling(*_traced.popleft())
 
 
 def start_compiling(
@@ -208,14 +195,7 @@ def start_compiling(
 
 @functools.cache
 def _submitted(job: tuple) -> Future[MachineCode]:
-    return _pool().submit(_compile, job)
-
-
-def _compile(job: tuple) -> MachineCode:
-    """Returns a compiled kernel, from Triton's cache if the server has put it there."""
-    if _server is not None:
-        _server.wait(job)
-    return compile_kernel(*job)
+    return _pool().submit(compile_kernel, *job)
 
 
 @functools.cache

@@ -1,20 +1,12 @@
 """The first lines of a program, before its slow imports. Imports nothing slow itself."""
 
 import contextlib
-import importlib.util
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
-
-compile_server: subprocess.Popen | None = None
-"""The process that `start_compile_server` started."""
-
-_GPU_DRIVERS = "/dev/nvidiactl", "/dev/kfd"
-_LEAST_CORES = 8
 
 
 def prepare_process() -> None:
@@ -35,27 +27,6 @@ def prepare_process() -> None:
 def cores() -> int:
     """Returns the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def start_compile_server() -> None:
-    """Starts `mxjax.kernels.compile_server` where it saves time: with a GPU and many cores."""
-    global compile_server
-    has_gpu = any(os.path.exists(path) for path in _GPU_DRIVERS) and os.environ.get("JAX_PLATFORMS") != "cpu"
-    if not has_gpu or cores() < _LEAST_CORES or importlib.util.find_spec("triton") is None:
-        return
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
-        "JAX_PLATFORMS": "cpu",  # leaves the GPU alone
-        "OPENBLAS_NUM_THREADS": "1",  # threads would not survive its forks
-    }
-    with contextlib.suppress(OSError):
-        compile_server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "mxjax.kernels.compile_server"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
 
 
 @contextlib.contextmanager

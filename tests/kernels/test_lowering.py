@@ -4,8 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+from mxjax.kernels import lowering
 
 SCRIPT = """
 import jax
@@ -62,6 +66,19 @@ def run(script, *arguments):
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return done.stdout
+
+
+def test_two_threads_that_lower_a_kernel_compile_it_once(monkeypatch):
+    class Pool:
+        def submit(self, function, *job):
+            time.sleep(0.1)
+            return object()
+
+    monkeypatch.setattr(lowering, "_pool", Pool)
+    job = (object(), ("float32",), "cuda", "sm_90", (), ())
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: lowering.start_compiling(*job), range(2))
+    assert first is second
 
 
 def test_lowers_for_cuda_without_a_gpu():
