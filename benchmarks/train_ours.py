@@ -20,9 +20,8 @@ from mxjax.remat import check_remat
 from training import parameter_sharding
 from training.config import OptimizerConfig
 from training.environment import facts
-from training.learning_rate import learning_rate
 from training.mesh import check_batch, compiler_options, global_batch, make_mesh
-from training.optimizer import keeps_finite, make_optimizer
+from training.optimizer import keeps_finite, learning_rate, make_optimizer
 from training.step import ScheduledStep, TrainState, make_train_step
 from training.vocabulary import filled_size, resize
 

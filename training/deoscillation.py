@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from models.block import LINEAR_LAYERS
 from mxjax.formats import get_format
@@ -27,7 +28,6 @@ from mxjax.layers import LayerPolicies
 from mxjax.operand import Operand
 from mxjax.policy import Policy
 from mxjax.quantize import dequantize, quantize_unpacked
-from training.weight_hooks import Hook
 
 _SMALLEST = 1e-12  # as in the source
 
@@ -54,9 +54,16 @@ class Deoscillation(NamedTuple):
         return self.start + min((self.window or self.period) + 1, self.period)
 
 
-class Distances(NamedTuple):
-    """The distances that the weights, and their quantized values, have moved in this period."""
+class DeoscillationState(NamedTuple):
+    """The state of `snap_oscillating`.
 
+    Attributes:
+      step: number of updates, without skipped steps.
+      weight: the distance that each parameter has moved in this period.
+      quantized: the distance that its quantized value has moved.
+    """
+
+    step: Int32[Array, ""]
     weight: Any
     quantized: Any
 
@@ -95,41 +102,52 @@ def check_policies(phases: Sequence[LayerPolicies]) -> None:
             )
 
 
-def deoscillation_hook(setting: Deoscillation, layers: LayerPolicies) -> Hook:
-    """Returns the hook for parameters of `models.llama`, whose weights the policies quantize."""
+def snap_oscillating(setting: Deoscillation, layers: LayerPolicies) -> optax.GradientTransformation:
+    """Returns the last part of an optimizer, which snaps the weights of `models.llama` that oscillate.
+
+    Updates of elements that do not oscillate stay as they are, bit for bit. The others lead to the quantized
+    value up to the rounding of one float32 addition, which is exact between half and twice the old value.
+
+    Args:
+      setting: when weights are snapped.
+      layers: the policies whose Fprop quantizes the weights.
+    """
 
     def init(params):
-        return Distances(*(jax.tree.map(jnp.zeros_like, params) for _ in range(2)))
+        zeros = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return DeoscillationState(jnp.zeros((), jnp.int32), *zeros)
 
-    def apply(step, before, after, distances):
+    def update(updates, state, params=None):
+        if params is None:
+            raise ValueError("an optimizer that snaps weights needs them: pass params to its update")
+        step, before, after = state.step + 1, params, optax.apply_updates(params, updates)
         place = jnp.where(step > setting.start, (step - setting.start - 1) % setting.period + 1, 0)
         window = setting.window or setting.period
         observed = (place >= 1) & (place <= window)
         ends = place == min(window + 1, setting.period)
 
         def observe():
-            quantized = quantized_weights(after, layers)
-            old = quantized_weights(before, layers)
-            added = Distances(
-                jax.tree.map(add, distances.weight, before, after),
-                jax.tree.map(add, distances.quantized, old, quantized),
-            )
-            snapped = jax.tree.map(
-                lambda w, q, moved, moved_q: jnp.where(
-                    ends & oscillates(moved, moved_q, setting.ratio), q, w
-                ),
-                after,
-                quantized,
-                *added,
-            )
-            return snapped, jax.tree.map(lambda d: jnp.where(ends, 0, d), added)
+            new, old = quantized_weights(after, layers), quantized_weights(before, layers)
+            moved = jax.tree.map(add, state.weight, before, after)
+            moved_quantized = jax.tree.map(add, state.quantized, old, new)
+            snapped = jax.tree.map(snap, after, new, moved, moved_quantized)
+            return snapped, *jax.tree.map(lambda d: jnp.where(ends, 0, d), (moved, moved_quantized))
 
         def add(total, before, after):
             return jnp.where(observed, total + jnp.abs(after - before), total)
 
-        return lax.cond(observed | ends, observe, lambda: (after, distances))
+        def snap(w, q, moved, moved_quantized):
+            return jnp.where(ends & oscillates(moved, moved_quantized, setting.ratio), q, w)
 
-    return Hook(init, apply)
+        snapped, *distances = lax.cond(
+            observed | ends, observe, lambda: (after, state.weight, state.quantized)
+        )
+        updates = jax.tree.map(
+            lambda u, w, a, s: jnp.where(s == a, u, s - w), updates, before, after, snapped
+        )
+        return updates, DeoscillationState(step, *distances)
+
+    return optax.GradientTransformation(init, update)
 
 
 def oscillates(

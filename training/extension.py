@@ -12,7 +12,7 @@ from training.checkpoint.damaged import saved_steps
 from training.config import Config
 from training.data.megatron import MegatronCorpus
 from training.data.text import TextCorpus
-from training.learning_rate import learning_rate
+from training.optimizer import learning_rate
 from training.policy_schedule import Phase, first_steps
 
 

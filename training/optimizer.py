@@ -1,9 +1,10 @@
 """AdamW as in MLPerf Training's llama31_8b: gradient clipping, and no weight decay on norms.
 
-The learning rate is an argument of the update, so that runs with other rates or lengths share a program.
+Its learning rate has a linear warm-up, then a cosine decay. The rate is an argument of the update, so that
+runs with other rates or lengths share a program.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,21 +14,51 @@ from jaxtyping import Array, Bool
 
 from mxjax.layers import LayerPolicies
 from training.config import Config, OptimizerConfig
-from training.deoscillation import deoscillation_hook, parse_deoscillation
-from training.weight_hooks import with_hook
+from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
 
 
 def optimizer_of(config: Config, layers: LayerPolicies) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer of a run, with weight hooks, while these policies hold."""
+    """Returns the optimizer of a run while these policies hold: `make_optimizer`'s, and `--deoscillate`."""
     optimizer = make_optimizer(config.optimizer)
     if config.precision.deoscillate is None:
         return optimizer
-    return with_hook(optimizer, deoscillation_hook(parse_deoscillation(config.precision.deoscillate), layers))
+    return optax.chain(optimizer, snap_oscillating(parse_deoscillation(config.precision.deoscillate), layers))
 
 
-def keeps_finite_with_hooks(config: Config) -> Callable[[jax.Array], Bool[Array, ""]] | None:
-    """Returns `keeps_finite` of `optimizer_of`'s optimizer: None if it has hooks."""
+def check_optimizer(config: Config, phases: Sequence[LayerPolicies]) -> None:
+    """Raises ValueError unless a run can have its optimizer in all phases."""
+    if config.precision.deoscillate is not None:
+        parse_deoscillation(config.precision.deoscillate)
+        check_policies(phases)
+
+
+def keeps_finite_of(config: Config) -> Callable[[jax.Array], Bool[Array, ""]] | None:
+    """Returns `keeps_finite` of `optimizer_of`'s optimizer: None if it snaps weights."""
     return keeps_finite(config.optimizer) if config.precision.deoscillate is None else None
+
+
+def learning_rate(config: OptimizerConfig, steps: int, numpy: Any = jnp) -> optax.Schedule:
+    """Returns the learning rate as a function of the step, counted from 0.
+
+    With W = warmup_steps: `lr * (s + 1) / (W + 1)` while s <= W, then half a cosine from lr down to
+    `min_lr_ratio * lr` at s = steps.
+
+    Args:
+      config: peak rate, warm-up and final ratio.
+      steps: length of the schedule.
+      numpy: the module that computes it; NumPy keeps the computation on the host.
+    Source: NVIDIA NeMo's CosineAnnealing, as used by MLPerf Training llama31_8b.
+    """
+    # optax.warmup_cosine_decay_schedule gives the same curve, but 3 of 4 values differ in their last bits.
+    warmup, lowest = config.warmup_steps, config.min_lr_ratio * config.lr
+
+    def schedule(step):
+        rising = config.lr * (step + 1) / (warmup + 1)
+        progress = numpy.clip((step - warmup) / max(steps - warmup, 1), 0.0, 1.0)
+        falling = lowest + 0.5 * (config.lr - lowest) * (1 + numpy.cos(numpy.pi * progress))
+        return numpy.where(step <= warmup, rising, falling)
+
+    return schedule
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:

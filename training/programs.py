@@ -15,9 +15,8 @@ from models.sharding import batch_parts_of
 from mxjax.devices import on_gpu
 from mxjax.layer_stats import empty_slots, make_layer_stats
 from mxjax.recipes import get_policy
-from training.learning_rate import learning_rate
 from training.mesh import abstract_batch, compiler_options, on_mesh
-from training.optimizer import keeps_finite_with_hooks
+from training.optimizer import keeps_finite_of, learning_rate
 from training.policy_schedule import Phase
 from training.setup import Run
 from training.step import Loss, Losses, ScheduledStep, TrainState, make_eval_step, make_train_step
@@ -50,7 +49,7 @@ def make_programs(
         skip_nonfinite=config.on_nonfinite == "skip",
         shardings=shardings,
         compiler_options=xla_options,
-        keeps_finite=keeps_finite_with_hooks(config),
+        keeps_finite=keeps_finite_of(config),
     )
     return Programs(
         ScheduledStep(train_step, learning_rate(config.optimizer, config.steps)),

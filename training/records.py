@@ -9,12 +9,12 @@ import numpy as np
 from models.configs import to_dict
 from training.display import Display
 from training.largest_values import layer_names
-from training.learning_rate import learning_rate
 from training.metrics import FILE as METRICS
 from training.metrics import MetricsLog, Sink
 from training.mlperf_log import FILE as MLLOG
 from training.mlperf_log import MLPerfLog
 from training.nonfinite import NonFiniteGuard
+from training.optimizer import learning_rate
 from training.processes import is_first_process, together
 from training.profiling import StepTracer
 from training.progress import is_done

@@ -14,9 +14,9 @@ from training import memory
 from training.config import Config
 from training.deoscillation import parse_deoscillation
 from training.device_memory import gib, memory_limit
-from training.learning_rate import learning_rate
 from training.mesh import make_mesh
 from training.metrics import in_words
+from training.optimizer import learning_rate
 from training.policy_schedule import Phase, phase_at
 from training.resume import command_to_continue
 from training.run_config import HUGGINGFACE

@@ -27,7 +27,6 @@ from training.data.load import load_data
 from training.data.megatron import MegatronCorpus
 from training.data.text import TextCorpus
 from training.data.windows import evaluation_batches
-from training.deoscillation import check_policies, parse_deoscillation
 from training.device_memory import gib, memory_there_is
 from training.environment import facts
 from training.extension import check_order, extend_phases, last_checkpoint
@@ -35,6 +34,7 @@ from training.files import temporary_path
 from training.mesh import check_batch, make_mesh
 from training.metrics import FILE as METRICS
 from training.metrics import SPIKES, read_records
+from training.optimizer import check_optimizer
 from training.parameter_sharding import check_shards
 from training.policy_record import from_record, to_record
 from training.policy_schedule import Phase, phases_of
@@ -113,9 +113,7 @@ def set_up(config: Config) -> Run:
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
-    if config.precision.deoscillate is not None:
-        parse_deoscillation(config.precision.deoscillate)
-        check_policies([phase.layers for phase in phases])
+    check_optimizer(config, [phase.layers for phase in phases])
     if config.observe.tensorboard:
         tensorboard.check_installed()
     if config.observe.wandb:

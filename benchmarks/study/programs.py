@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from benchmarks.study.cells import PROTOCOLS, Cell, Protocol, policy_of, recipe_of
 from models import llama
@@ -16,11 +17,9 @@ from models.configs import get_config
 from mxjax.implementations import Implementation, compiler_options
 from training.config import OptimizerConfig, parse_rules
 from training.data.megatron import MegatronCorpus
-from training.deoscillation import check_policies, deoscillation_hook, parse_deoscillation
-from training.learning_rate import learning_rate
-from training.optimizer import keeps_finite, make_optimizer
+from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
+from training.optimizer import keeps_finite, learning_rate, make_optimizer
 from training.step import ScheduledStep, evaluate, init_state, make_eval_step, make_train_step
-from training.weight_hooks import with_hook
 
 IMPLEMENTATION: Implementation = "xla"
 """Every cell's: it multiplies the exact values in bfloat16, so that only the policy varies."""
@@ -53,7 +52,7 @@ class Programs:
         if recipe and recipe.deoscillate:
             setting = parse_deoscillation(recipe.deoscillate)
             check_policies([policies])
-            optimizer = with_hook(optimizer, deoscillation_hook(setting, policies))
+            optimizer = optax.chain(optimizer, snap_oscillating(setting, policies))
         options = {"policies": policies, "implementation": IMPLEMENTATION}
         loss = functools.partial(_call, llama.mean_loss, model, options)
         losses = functools.partial(_call, llama.losses, model, options)

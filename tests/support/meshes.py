@@ -25,10 +25,9 @@ from training import parameter_sharding
 from training.checkpoint.checkpoints import Checkpoints
 from training.config import OptimizerConfig
 from training.environment import enable_compilation_cache
-from training.learning_rate import learning_rate
 from training.memory import step_memory
 from training.mesh import global_batch, make_mesh, on_mesh
-from training.optimizer import keeps_finite, make_optimizer
+from training.optimizer import keeps_finite, learning_rate, make_optimizer
 from training.step import ScheduledStep, make_eval_step, make_train_step
 from training.vocabulary import filled_size, resize, resize_on
 

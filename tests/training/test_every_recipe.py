@@ -20,8 +20,7 @@ from models.configs import get_config
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.whole_runs import RECIPES
 from training.config import Config, OptimizerConfig, PrecisionConfig
-from training.learning_rate import learning_rate
-from training.optimizer import optimizer_of
+from training.optimizer import learning_rate, optimizer_of
 from training.recipes import expand
 from training.step import ScheduledStep, init_state, make_train_step
 
@@ -91,7 +90,7 @@ def expanded(name, **steps):
 @pytest.mark.parametrize(
     ("name", "deoscillate"), [("primus_deosc", "3:20:10"), ("tetrajet_v2_reset", "8:20:30:5")]
 )
-def test_a_recipe_with_a_hook_on_weights_trains(name, deoscillate):
+def test_a_recipe_that_snaps_weights_trains(name, deoscillate):
     """With earlier steps, in one layer: the table of `primus_deosc` has four blocks in BF16."""
     precision = expanded(name, deoscillate=deoscillate)
     losses = train(layers_with("blocks.*.mlp.down", precision), precision=precision)

@@ -19,9 +19,9 @@ from training import mlperf
 from training.command_line import parse
 from training.config import Config, MLPerfConfig
 from training.data.indexed_dataset import IndexedWriter
-from training.learning_rate import learning_rate
 from training.memory import ONE_DEVICE
 from training.mlperf_log import TOKEN, MLPerfLog, settings
+from training.optimizer import learning_rate
 from training.run_config import from_json, to_json
 from training.step_reporter import StepReporter
 

@@ -1,4 +1,4 @@
-"""Hooks on weights, and de-oscillation against its sources' code (tests/golden/make_deoscillation.py)."""
+"""Weights that oscillate are snapped as by the sources' code (tests/golden/make_deoscillation.py)."""
 
 import functools
 import pathlib
@@ -12,18 +12,22 @@ from support.llamas import SMALL, layer_policies
 
 import mxjax
 from models import llama
+from mxjax.layers import LayerPolicies
 from training import deoscillation
 from training.config import Config, PrecisionConfig
-from training.deoscillation import Deoscillation, check_policies, deoscillation_hook, parse_deoscillation
+from training.deoscillation import Deoscillation, check_policies, parse_deoscillation, snap_oscillating
 from training.recipes import expand
 from training.report import late_flags
-from training.weight_hooks import Hook, with_hook
 
 
 @functools.cache
 def golden():
     with np.load(pathlib.Path(__file__).parents[1] / "golden" / "deoscillation.npz") as file:
         return dict(file)
+
+
+def snapping(optimizer, setting):
+    return optax.chain(optimizer, snap_oscillating(setting, LayerPolicies((), ())))
 
 
 def walk(optimizer, first, updates):
@@ -46,7 +50,7 @@ def test_oscillating_weights_are_snapped_as_the_source_does(source, monkeypatch)
         deoscillation, "quantized_weights", lambda params, *_: jax.tree.map(jnp.round, params)
     )
     ratio, *steps = g[f"{source}_setting"]
-    optimizer = with_hook(optax.sgd(1.0), deoscillation_hook(Deoscillation(ratio, *map(int, steps)), None))
+    optimizer = snapping(optax.sgd(1.0), Deoscillation(ratio, *map(int, steps)))
     found, expected = np.asarray(walk(optimizer, g["first"], g["updates"])), g[source]
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
     plain = np.cumsum(np.concatenate([g["first"][None], g["updates"]]), axis=0)[1:]
@@ -56,18 +60,22 @@ def test_oscillating_weights_are_snapped_as_the_source_does(source, monkeypatch)
     assert np.mean(found[snapped] == np.round(found[snapped])) > 0.02
 
 
-def test_a_hook_changes_what_it_says_and_nothing_else():
-    seen = []
-
-    def apply(step, before, after, state):
-        seen.append(jax.tree.map(jnp.shape, before))
-        return {"w": jnp.where(step == 2, after["w"].at[1].set(0.5), after["w"])}, state + step
-
-    hooked = with_hook(optax.adam(0.1), Hook(lambda _: jnp.zeros((), jnp.int32), apply))
-    first, updates = np.float32([0.3, 0.7, -0.2]), np.float32([[1, 2, 3], [3, 2, 1]])
-    plain, found = walk(optax.adam(0.1), first, updates), walk(hooked, first, updates)
+def test_only_weights_that_oscillate_are_changed(monkeypatch):
+    monkeypatch.setattr(
+        deoscillation, "quantized_weights", lambda params, *_: jax.tree.map(jnp.round, params)
+    )
+    first, updates = np.float32([0.3, 0.45, -0.2]), np.float32([[1, 1, 3], [3, 2, 1]])
+    plain = walk(optax.adam(0.1), first, updates)
+    found = walk(snapping(optax.adam(0.1), Deoscillation(3.0, 2, 0)), first, updates)
     np.testing.assert_array_equal(found[0], plain[0])
-    np.testing.assert_array_equal(found[1], plain[1].at[1].set(0.5))
+    np.testing.assert_array_equal(found[1], plain[1].at[1].set(1.0))  # it passed 0.5, the others did not
+
+
+def test_snapping_needs_the_weights():
+    optimizer = snap_oscillating(Deoscillation(3.0, 2, 0), LayerPolicies((), ()))
+    params = {"w": jnp.zeros(1)}
+    with pytest.raises(ValueError, match="pass params to its update"):
+        optimizer.update(params, optimizer.init(params))
 
 
 @pytest.mark.slow
@@ -129,7 +137,7 @@ def test_weights_are_first_snapped_after_the_step_that_is_named(window, monkeypa
         deoscillation, "quantized_weights", lambda params, *_: jax.tree.map(jnp.round, params)
     )
     setting = Deoscillation(0.01, 4, 2, window)
-    optimizer = with_hook(optax.sgd(1.0), deoscillation_hook(setting, None))
+    optimizer = snapping(optax.sgd(1.0), setting)
     updates = np.float32([[0.6], [-0.6]] * 5)  # of a weight that oscillates between 0 and 1
     weights = np.asarray(walk(optimizer, np.float32([0.2]), updates))[:, 0]
     assert 1 + int(np.argmax(weights == np.round(weights))) == setting.first_snap
