@@ -14,7 +14,7 @@ from benchmarks.train_job import Job
 from models import llama
 from models.configs import get_config
 from mxjax.implementations import choose_implementation
-from mxjax.kernels.bench.timing import measure
+from mxjax.kernels.selftest.timing import measure
 from mxjax.recipes import get_policy
 from mxjax.remat import check_remat
 from training import parameter_sharding

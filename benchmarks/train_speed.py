@@ -39,7 +39,7 @@ from benchmarks.train_report import check, lines, print_report, with_speed
 from benchmarks.train_tokens import write_tokens
 from models.configs import get_config
 from mxjax.implementations import Implementation
-from mxjax.kernels.bench.report import LATE, commit
+from mxjax.kernels.selftest.measured import LATE, commit
 from mxjax.recipes import get_policy
 from mxjax.remat import Remat
 from training.environment import input_errors

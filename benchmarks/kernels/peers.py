@@ -6,51 +6,48 @@ torchao's Triton and CUDA casts write MXFP8 and need sm_100; its MXFP4 cast uses
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mxjax.gemm_input import GemmInput
+from mxjax.kernels.selftest.measured import Checked
 from mxjax.kmajor import pack_by_definition
 from mxjax.quantize import dequantize, quantize
 
 
-class Cast(NamedTuple):
-    """A cast of a tensor to MXFP4.
+def casts(x: jax.Array) -> dict[str, tuple[int, Callable[[], Checked]]]:
+    """Returns the casts of x [rows, columns] bfloat16 by name: bytes moved, and the function that checks
+    them.
 
-    Attributes:
-      run: casts; takes no arguments.
-      bytes: bytes that it must read and write.
-      differs: takes the result and returns the share of elements or bytes that are not mxjax's under the
-        same scale rule.
-      wait: see `measure`.
+    The error of a cast is the share of elements or bytes that are not mxjax's under the same scale rule.
     """
-
-    run: Callable[[], Any]
-    bytes: int
-    differs: Callable[[Any], float]
-    wait: Callable[[Any], object] = jax.block_until_ready
-
-
-def casts(x: jax.Array) -> dict[str, Callable[[], Cast]]:
-    """Returns functions that make the casts of x [rows, columns] bfloat16, by name."""
+    packed = x.nbytes + x.size // 2 + x.size // 32
+    values = 2 * x.nbytes
     return {
-        "copy, torch": lambda: _torch_cast(x, lambda t: t.clone(), 2 * x.nbytes, lambda: x),
-        "rows, torchao to_mx, torch.compile": lambda: _torchao(x, -1, compiled=True),
-        "columns, torchao to_mx, torch.compile": lambda: _torchao(x, -2, compiled=True),
-        "rows, torchao to_mx, eager": lambda: _torchao(x, -1, compiled=False),
-        "rows to bfloat16, microxcaling's algorithm, torch.compile": lambda: _microxcaling(x, compiled=True),
-        "rows to bfloat16, microxcaling's algorithm, eager": lambda: _microxcaling(x, compiled=False),
-        "rows, qwix.quantize": lambda: _qwix_cast(x),
+        "copy, torch": (values, lambda: _torch_cast(x, lambda t: t.clone(), lambda: x)),
+        "rows, torchao to_mx, torch.compile": (packed, lambda: _torchao(x, -1, compiled=True)),
+        "columns, torchao to_mx, torch.compile": (packed, lambda: _torchao(x, -2, compiled=True)),
+        "rows, torchao to_mx, eager": (packed, lambda: _torchao(x, -1, compiled=False)),
+        "rows to bfloat16, microxcaling's algorithm, torch.compile": (
+            values,
+            lambda: _microxcaling(x, compiled=True),
+        ),
+        "rows to bfloat16, microxcaling's algorithm, eager": (
+            values,
+            lambda: _microxcaling(x, compiled=False),
+        ),
+        # qwix keeps the scales in x's dtype.
+        "rows, qwix.quantize": (packed + x.size // 32, lambda: _qwix_cast(x)),
     }
 
 
-def _torch_cast(x: jax.Array, cast, size: int, wanted: Callable[[], jax.Array], compiled=False) -> Cast:
+def _torch_cast(x: jax.Array, cast, wanted: Callable[[], jax.Array], compiled=False, differs=None) -> Checked:
     import torch
 
-    def differs(result) -> float:
+    def share(result) -> float:
         return float((result != _to_torch(wanted())).sum()) / result.numel()
 
     def wait(result) -> None:
@@ -58,7 +55,8 @@ def _torch_cast(x: jax.Array, cast, size: int, wanted: Callable[[], jax.Array], 
             torch.cuda.synchronize()
 
     cast = torch.compile(cast, dynamic=False) if compiled else cast
-    return Cast(functools.partial(cast, _to_torch(x)), size, differs, wait)
+    run = functools.partial(cast, _to_torch(x))
+    return Checked(run, (differs or share)(run()), wait=wait)
 
 
 def _to_torch(x: jax.Array):
@@ -73,7 +71,7 @@ def _to_torch(x: jax.Array):
     return tensor.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _torchao(x: jax.Array, axis: int, compiled: bool) -> Cast:
+def _torchao(x: jax.Array, axis: int, compiled: bool) -> Checked:
     import torch
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
@@ -82,17 +80,15 @@ def _torchao(x: jax.Array, axis: int, compiled: bool) -> Cast:
         scales, elements = to_mx(t, torch.float4_e2m1fn_x2, 32)  # by floor, its default
         return elements, scales
 
-    made = _torch_cast(x, cast, x.nbytes + x.size // 2 + x.size // 32, lambda: x, compiled)
-
     def differs(result) -> float:
         packed = pack_by_definition(x, GemmInput(axis))
         pairs = zip(result, map(_to_torch, (packed.elements, packed.scales)), strict=True)
         return max(float((a.view(torch.uint8) != b).sum()) / b.numel() for a, b in pairs)
 
-    return made._replace(differs=differs)
+    return _torch_cast(x, cast, lambda: x, compiled, differs)
 
 
-def _microxcaling(x: jax.Array, compiled: bool) -> Cast:
+def _microxcaling(x: jax.Array, compiled: bool) -> Checked:
     """Follows the published algorithm; the package itself is not on PyPI.
 
     Source: https://github.com/microsoft/microxcaling, `quantize_mx_op` with fp4_e2m1 elements, 8 scale bits
@@ -111,20 +107,17 @@ def _microxcaling(x: jax.Array, compiled: bool) -> Cast:
         values = (torch.round(scaled / step) * step).clamp(-6.0, 6.0) * torch.exp2(shared)
         return values.reshape(t.shape).to(t.dtype)
 
-    return _torch_cast(x, cast, 2 * x.nbytes, lambda: dequantize(quantize(x), x.dtype), compiled)
+    return _torch_cast(x, cast, lambda: dequantize(quantize(x), x.dtype), compiled)
 
 
-def _qwix_cast(x: jax.Array) -> Cast:
+def _qwix_cast(x: jax.Array) -> Checked:
     import qwix
 
     cast = jax.jit(lambda x: qwix.quantize(x, "mxfp4", channelwise_axes=(0,), tiled_axes={1: 32}))
 
-    def differs(result) -> float:
-        wanted = dequantize(quantize(x, scale_rule="rceil"), x.dtype)  # its ceil(log2(amax / 6))
-        return float(jnp.mean(qwix.dequantize(result) != wanted))
-
-    scales = x.size // 32 * x.dtype.itemsize  # it keeps them in x's dtype
-    return Cast(functools.partial(cast, x), x.nbytes + x.size // 2 + scales, differs)
+    run = functools.partial(cast, x)
+    wanted = dequantize(quantize(x, scale_rule="rceil"), x.dtype)  # its ceil(log2(amax / 6))
+    return Checked(run, float(jnp.mean(qwix.dequantize(run()) != wanted)))
 
 
 def linears() -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
