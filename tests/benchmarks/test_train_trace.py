@@ -1,11 +1,11 @@
-"""benchmarks/trace_table.py on a small trace in the form that jax.profiler.trace writes."""
+"""What `benchmarks.train_speed --trace` prints, for a small trace in the form of jax.profiler.trace."""
 
 import gzip
 import json
 
 import pytest
 
-from benchmarks import trace_table
+from benchmarks import train_speed, train_worker
 
 
 def meta(pid, name, tid=None):
@@ -38,7 +38,7 @@ EVENTS = [
 
 
 def test_kinds_idle_time_and_launches_by_hand():
-    summary = trace_table.summarize(trace_table.kernels(EVENTS), steps=2)
+    summary = train_worker.summarize(train_worker.kernels(EVENTS), steps=2)
     assert summary["devices"] == 2
     # Microseconds over two devices and two steps.
     assert summary["kinds"] == {
@@ -71,7 +71,7 @@ def test_kinds_idle_time_and_launches_by_hand():
     ],
 )
 def test_kinds_by_name(name, kind):
-    assert trace_table.kind_of(name) == kind
+    assert train_worker.kind_of(name) == kind
 
 
 def test_the_newest_profile_of_a_folder_is_read(tmp_path, capsys):
@@ -82,31 +82,34 @@ def test_the_newest_profile_of_a_folder_is_read(tmp_path, capsys):
         (folder / "host.trace.json.gz").write_bytes(
             gzip.compress(json.dumps({"traceEvents": events}).encode())
         )
-    found = trace_table.read(tmp_path)
+    found = train_worker.read_trace(tmp_path)
     assert len(found) == 5
-    trace_table.print_summary(trace_table.summarize(found, 1))
+    train_worker.print_trace(train_worker.summarize(found, 1))
     assert "| idle" in capsys.readouterr().out
 
 
 def test_a_folder_without_a_profile_is_refused(tmp_path):
     with pytest.raises(ValueError, match="name the folder that"):
-        trace_table.read(tmp_path)
+        train_worker.read_trace(tmp_path)
 
 
 def test_a_profile_without_gpus_is_empty(capsys):
-    summary = trace_table.summarize([], 3)
-    trace_table.print_summary(summary)
+    summary = train_worker.summarize([], 3)
+    train_worker.print_trace(summary)
     assert (summary["devices"], summary["kinds"]) == (0, {})
     assert capsys.readouterr().out == "the profile holds no kernel of a GPU\n"
 
 
-def test_bad_arguments_end_with_one_line(tmp_path, capsys):
-    for flags, message in [([], "name the folder that"), (["--steps", "0"], "--steps must be at least 1")]:
-        with pytest.raises(SystemExit):
-            trace_table.main([str(tmp_path), *flags])
-        assert message in capsys.readouterr().err
+def test_a_folder_is_printed_instead_of_measured(tmp_path, capsys):
+    (tmp_path / "host.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": EVENTS}).encode()))
+    train_speed.main(["--trace", str(tmp_path), "--steps", "2"])
+    *lines, summary = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("| GEMM") for line in lines)
+    assert json.loads(summary)["span"] == (10 + 6) / 4
+    with pytest.raises(SystemExit, match="name the folder that"):
+        train_speed.main(["--trace", str(tmp_path / "none")])
 
 
 @pytest.mark.parametrize("kernel", ["", "_pairs", "_normed", "_gated", "_gated_gradient"])
 def test_the_quantizers_kernels_are_of_its_kind(kernel):
-    assert trace_table.kind_of(f"quantize{kernel}_kernel") == "quantize"
+    assert train_worker.kind_of(f"quantize{kernel}_kernel") == "quantize"
