@@ -120,7 +120,7 @@ def _qwix_cast(x: jax.Array) -> Checked:
     return Checked(run, float(jnp.mean(qwix.dequantize(run()) != wanted)))
 
 
-def linears() -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
+def linears() -> dict[str, Callable[[jax.Array, jax.Array], Any]]:
     """Returns quantized products of x [tokens, d_in] bfloat16 and w [d_in, d_out] float32, by name."""
     mxfp4: dict[str, Any] = {"tile_size": 32}
     mxfp4["additional_qt_config"] = {  # blocks and MXFP4 in the backward GEMMs too

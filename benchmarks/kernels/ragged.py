@@ -130,7 +130,7 @@ def _given(product: Callable, sizes: np.ndarray, static: bool, flags: dict | Non
     return lambda x, w, dy: dynamic(x, w, dy, given)
 
 
-def by_experts(x: jax.Array, w: jax.Array, sizes: Sequence[int]) -> jax.Array:
+def by_experts(x: jax.Array, w: jax.Array, sizes: np.ndarray) -> jax.Array:
     """Returns the baseline's product: a GEMM for each expert."""
     parts = zip(jnp.split(x, np.cumsum(sizes)[:-1]), w.astype(x.dtype), strict=True)
     return jnp.concatenate([rows @ matrix for rows, matrix in parts])
