@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 import mxjax
 from benchmarks.byte_model import BLOCKS, Model, batches_of_source
 from benchmarks.markdown import insert
-from mxjax.kernels.bench.report import commit
+from mxjax.kernels.selftest.measured import commit
 from mxjax.tables import table
 
 LAYERS = ("query", "key", "value", "out", "up", "down")

@@ -19,8 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import train_job
-from benchmarks.train_job import Job
+from benchmarks import train_worker
+from benchmarks.train_worker import Job
 from models.configs import get_config
 from models.huggingface.config import write_config
 
@@ -84,7 +84,7 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     if ON_GPU:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    rate, warmup = train_job.learning_rate(job)
+    rate, warmup = train_worker.rate_of(job)
     options = {"lr": rate, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
     optimizer = torch.optim.AdamW(peer.parameters(), fused=True, **options)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / (warmup + 1), 1))
@@ -114,8 +114,8 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
         first_step = first_step or time.perf_counter() - began
         return loss.item()
 
-    inputs = train_job.batches(job, get_config(job.model).vocab_size)
-    losses, times = train_job.run_steps(step, fetch, inputs)
+    inputs = train_worker.batches(job, get_config(job.model).vocab_size)
+    losses, times = train_worker.run_steps(step, fetch, inputs)
     losses = average(losses, device) if job.devices > 1 else losses
     return {
         "times": times[job.before - 1 :],
@@ -157,16 +157,16 @@ def run_rank(rank: int, job: Job, path: pathlib.Path) -> None:
     try:
         outcome = measure(job, rank)
         if rank == 0:
-            train_job.write(path, outcome)
+            train_worker.write_outcome(path, outcome)
     finally:
         dist.destroy_process_group()
 
 
 def main() -> None:
     """Measures the job that the command line names."""
-    job, path = train_job.read()
+    job, path = train_worker.read_job()
     if job.devices == 1:
-        train_job.write(path, measure(job, 0))
+        train_worker.write_outcome(path, measure(job, 0))
         return
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29517"}
     torch.multiprocessing.spawn(run_rank, (job, path), nprocs=job.devices)

@@ -74,8 +74,8 @@ def contract_by_halves(
     Each operand is the sum of two float16 tensors, times a power of two for each row that puts its largest
     magnitude in [2**14, 2**15); below 2**-112 it stays smaller. An element loses at most 2**-23 of itself or
     2**-39 of its row's largest magnitude. Of the four products the smallest is left out, at most 2**-22 of
-    each term. Sums are the matrix units', whose error grows with the length as bfloat16's does:
-    `mxjax.kernels.bench.bench_products` measures it. Infinities become NaN.
+    each term. Sums are the matrix units', whose error grows with the length as bfloat16's does.
+    Infinities become NaN.
     Source: arXiv 2203.03341, section 3, which scales the second tensor where this scales rows.
 
     Args:

@@ -18,6 +18,8 @@ from support.gpu import HAS_GPU
 # Triton reads it when kernels are imported, which tests outside of tests/kernels do too.
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+else:  # pytest-xdist's processes share the GPUs
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # In the environment, for the programs that tests start too, and before JAX reads it.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 # Instructions that name no lines of Python are lowered, hashed and compiled in 0.95 of the time.

@@ -1,6 +1,6 @@
 """Blocks of the attention kernels: candidates for each target and head size, the one that runs first.
 
-`mxjax.kernels.bench.bench_attention` times all candidates.
+`benchmarks.kernels.attention` times all candidates.
 """
 
 from typing import NamedTuple

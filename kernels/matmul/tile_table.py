@@ -1,4 +1,4 @@
-"""Measured tiles: a JSON file for each architecture, written by `bench_gemm` and read when tiles are chosen.
+"""Measured tiles: a JSON file for each architecture, written by `tune_gemm` and read when tiles are chosen.
 
 A table names, for each GEMM that was timed, the fastest of the candidates in `tiles`. Without a table, and
 for GEMMs that it lacks, tiles are chosen by estimate. All processes of a job need the same table, because
@@ -117,5 +117,5 @@ def _integers(values: Any, count: int) -> list[int]:
 def _refused(path: Path, reason: str) -> ValueError:
     return ValueError(
         f"tile table {path} {reason}; delete it, or write it anew with "
-        f"python -m mxjax.kernels.bench.bench_gemm, or set {VARIABLE}= to do without"
+        f"python -m mxjax.kernels.selftest.tune_gemm, or set {VARIABLE}= to do without"
     )

@@ -96,7 +96,7 @@ MORE_TILES = {
         Tiles(256, 128, 128, warps=8, stages=3),
     ),
 }
-"""Tiles that nobody has timed yet; `bench_gemm` times them beside the others."""
+"""Tiles that nobody has timed yet; `tune_gemm` times them beside the others."""
 # Numbers of compute units or streaming multiprocessors.
 UNITS = {"gfx950": 256, "sm_100": 148}
 # Options of the compiler's backend.

@@ -2,5 +2,5 @@
 
     python -m mxjax.kernels.selftest
 
-Needs the wheel alone. docs/rocm.md describes what it does.
+Needs the wheel alone. docs/mi355x.md describes what it does.
 """

@@ -83,7 +83,7 @@ def describe_device(deadline: float) -> Result:
         raise SystemExit(
             "\n".join(details[-20:])
             + f"\nselftest: error: the device cannot be described ({result['outcome']}: {result['error']}); "
-            "the lines above say why. docs/rocm.md lists what to try"
+            "the lines above say why. docs/mi355x.md lists what to try"
         )
     return results[-1]
 
@@ -130,14 +130,15 @@ def report_gemms(
     report: SelfTestReport, target: Target, environment: Mapping[str, Any], path: Path | None
 ) -> None:
     """Prints the times of the GEMMs and writes the tile table."""
-    from mxjax.kernels.bench.bench_gemm import HEADER, rows, save_table
     from mxjax.kernels.matmul.tile_table import VARIABLE, default_path
+    from mxjax.kernels.selftest.measured import header, rows
+    from mxjax.kernels.selftest.tune_gemm import save_table
     from mxjax.tables import table
 
     records = [report.results["gemms", case] for case in report.passed("gemms")]
     for gemm in dict.fromkeys(record["of"] for record in records):
         print(f"\n{gemm}\n")
-        print(table(HEADER, rows([r for r in records if r["of"] == gemm]), padded=True))
+        print(table(header("FLOP"), rows([r for r in records if r["of"] == gemm]), padded=True))
     if path is None and target != INTERPRETER:
         path = default_path(target.arch)
     if path is not None and save_table(path, target, environment, records):

@@ -9,8 +9,8 @@ import jax
 from mxjax.devices import Target, current_target
 from mxjax.kernels.lowering import PLATFORMS
 
-GROUPS = ("kernels", "policies", "training", "gemms")
-"""The groups in order; each is a module of this package with a function `cases(Settings)`."""
+GROUPS = {"kernels": "kernels", "policies": "policies", "training": "training", "gemms": "tune_gemm"}
+"""The groups in order, each with its module of this package, which has a function `cases(Settings)`."""
 
 
 class Settings(NamedTuple):
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 def cases_of(group: str, settings: Settings) -> list[Case]:
     """Returns the cases of one of GROUPS."""
-    return importlib.import_module(f"mxjax.kernels.selftest.{group}").cases(settings)
+    return importlib.import_module(f"mxjax.kernels.selftest.{GROUPS[group]}").cases(settings)
 
 
 def lower_program(function: Any, *arguments: Any) -> None:

@@ -12,8 +12,8 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks import train_job, train_ours, train_report, train_speed, train_tokens
-from benchmarks.train_job import OURS, PEER, Job
+from benchmarks import train_speed, train_worker
+from benchmarks.train_worker import OURS, PEER, Job
 from models.configs import get_config
 
 TINY = ["--model", "tiny", "--batch", "2", "--seq", "16", "--steps", "2", "--before", "1", "--commit", "abc"]
@@ -38,7 +38,7 @@ def test_a_line_by_hand():
     gemms = {"gemm_flops": {"8192x8192x8192": 800e12, "8192x4096x14336": 790e12}}
     first, second = outcome(**gemms), outcome(times=[0.6, 0.6], peak_bytes=30)
     peer = outcome(PEER, "autocast", times=[1.0])
-    ours, theirs = train_report.lines([first, second, peer])
+    ours, theirs = train_speed.lines([first, second, peer])
     assert ours["step_seconds"]["median"] == 0.6  # of 0.4, 0.5, 0.6, 0.6, 0.9
     assert ours["tokens_per_s"] == pytest.approx(4 * 4096 / 0.6)
     # 6 a parameter, the tied embedding once, and 6 S d a layer.
@@ -53,10 +53,10 @@ def test_a_line_by_hand():
 def test_steps_in_the_middle_of_a_run_are_compared_with_the_first():
     first, second = ([t] * 24 + [2 * t] * 76 for t in (0.1, 0.3))  # steps 2 to 101
     runs = [outcome(times_before=first[:50], times=first[50:]), outcome(times_before=[], times=second)]
-    [line] = train_report.lines(runs)
+    [line] = train_speed.lines(runs)
     assert line["step_seconds_at"] == {25: 0.2, 50: 0.4, 100: 0.4}  # medians of both rounds
     assert line["slowest_of_first"] == 2
-    assert train_report.lines([outcome()])[0]["slowest_of_first"] is None
+    assert train_speed.lines([outcome()])[0]["slowest_of_first"] is None
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,14 @@ def test_steps_in_the_middle_of_a_run_are_compared_with_the_first():
 )
 def test_wrong_losses_are_no_times(changes, reason):
     runs = [outcome(), outcome(**changes)]
-    train_report.check(runs)
+    train_speed.check(runs)
     assert reason in runs[-1]["absent"]
     assert runs[-1]["failed"]
 
 
 def test_right_losses_are_times_and_a_peer_has_weights_of_its_own():
     runs = [outcome(), outcome(PEER, "autocast", losses=[12.4, 12.3])]
-    train_report.check(runs)
+    train_speed.check(runs)
     assert "absent" not in runs[-1]
 
 
@@ -91,14 +91,14 @@ def test_losses_are_fetched_once_the_next_step_is_under_way():
         events.append(f"fetch {pending}")
         return float(pending)
 
-    losses, times = train_job.run_steps(step, fetch, [0, 1, 2])
+    losses, times = train_worker.run_steps(step, fetch, [0, 1, 2])
     assert events == ["step 0", "step 1", "fetch 0", "step 2", "fetch 1", "fetch 2"]
     assert (losses, len(times)) == ([0.0, 1.0, 2.0], 1)
 
 
 def test_batches_differ_from_step_to_step_and_repeat_from_job_to_job():
     job = Job(OURS, "bf16", "tiny", batch=2, seq=16, steps=3, before=1)
-    first, second = train_job.batches(job, 257), train_job.batches(job, 257)
+    first, second = train_worker.batches(job, 257), train_worker.batches(job, 257)
     assert (len(first), first[0].shape, first[0].dtype) == (5, (2, 17), np.int32)
     assert not np.array_equal(first[0], first[1])
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
@@ -180,25 +180,25 @@ def test_after_its_seconds_nothing_starts(capsys, tmp_path):
 def test_all_jobs_train_on_the_same_text(tmp_path):
     job = Job(OURS, "bf16", "tiny", batch=2, seq=16, steps=3, before=1, tokens=str(tmp_path / "tokens.npy"))
     (tmp_path / "text").write_text("to be or not to be " * 50)
-    data = train_tokens.write_tokens(tmp_path / "tokens.npy", job, str(tmp_path / "text"))
+    data = train_worker.write_tokens(tmp_path / "tokens.npy", job, str(tmp_path / "text"))
     sizes = {"train_tokens": 904, "validation_tokens": 47}  # with the end of the document
     assert data == {"source": "text", **sizes, "crc32": "fa14730d"}
-    batches = train_job.batches(job, 257)
+    batches = train_worker.batches(job, 257)
     assert (len(batches), batches[0].shape, batches[0].dtype) == (5, (2, 17), np.int32)
     assert bytes(batches[0][0].tolist()).decode() in "to be or not to be " * 50
-    assert train_job.learning_rate(job) == (1e-3, 100)
+    assert train_worker.rate_of(job) == (1e-3, 100)
 
 
 @pytest.mark.slow
 def test_a_policys_steps_are_measured():
     job = Job(OURS, "bf16", "tiny", batch=2, seq=16, steps=2, before=1)
-    found = train_ours.run(job)
+    found = train_worker.run(job)
     assert (len(found["times"]), len(found["losses"])) == (2, 4)
     assert found["losses"][0] == pytest.approx(math.log(get_config("tiny").vocab_size), abs=0.3)
     with pytest.raises(ValueError, match="keeps packed MXFP4 operands"):
-        train_ours.run(Job(OURS, "bf16", "tiny", 2, 16, 2, 1, remat="fp4"))
+        train_worker.run(Job(OURS, "bf16", "tiny", 2, 16, 2, 1, remat="fp4"))
     with pytest.raises(ValueError, match="--devices is 2, but JAX sees 1"):
-        train_ours.run(Job(OURS, "bf16", "tiny", 2, 16, 2, 1, devices=2))
+        train_worker.run(Job(OURS, "bf16", "tiny", 2, 16, 2, 1, devices=2))
 
 
 @pytest.mark.exhaustive

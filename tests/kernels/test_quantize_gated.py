@@ -1,7 +1,5 @@
 """SwiGLU within Hopper's quantizer kernel, beside XLA's SwiGLU and the definitions."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +16,6 @@ from mxjax.gated import Gated, GatedGradient, swiglu
 from mxjax.gated_product import fused_mlp
 from mxjax.gemm_input import GemmInput
 from mxjax.kernels.aot.quantize_builds import _H16, _PLAIN, computed_build
-from mxjax.kernels.bench import bench_computed
 from mxjax.kernels.quantize.computed import quantize_computed
 from mxjax.kernels.selftest.kernels import run_build
 from mxjax.kmajor import pack_by_definition
@@ -245,13 +242,3 @@ def test_products_in_float32_are_refused(on_hopper, kind):
     x = jax.tree.map(lambda t: t.astype(jnp.float32), draw_operand(kind, 32, 32))
     with pytest.raises(TypeError, match="tensors in bfloat16"):
         quantize_computed(x, ROWS, COLUMNS[0])
-
-
-@pytest.mark.slow
-def test_the_benchmark_reports_every_case(on_hopper, capsys):
-    bench_computed.main(["--shapes", "32x32", "--rounds", "1", "--commit", "abc"])
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(report["records"]) == 9
-    assert all("median" in record for record in report["records"])
-    with pytest.raises(SystemExit, match="a multiple of 32"):
-        bench_computed.main(["--shapes", "32x48"])

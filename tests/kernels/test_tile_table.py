@@ -86,7 +86,7 @@ def test_a_table_that_cannot_be_used_is_refused_in_one_line(text, message, tmp_p
     with pytest.raises(ValueError, match=message) as error:
         choose_tiles(*SHAPE, GFX950)
     assert str(path) in str(error.value)
-    assert "bench_gemm" in str(error.value)
+    assert "tune_gemm" in str(error.value)
     assert "\n" not in str(error.value)
 
 

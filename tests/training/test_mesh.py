@@ -38,7 +38,7 @@ FIRST, LATER = 1e-6, 5e-3
 """Relative bounds on losses and gradient norms: of the first loss, where only the order of float32 sums
 differs, and of all others. There a last bit sometimes flips the rounding of an element, and the error grows:
 of all 247 pairs of a policy and a shape, 179 agree to 1e-6, and the largest difference is 4.4e-3
-(docs/results/mesh-cpu.md). Three pairs of bf16 that are not run here exceed 1e-6 at first, by 3 %."""
+(docs/results/mesh-cpu.json). Three pairs of bf16 that are not run here exceed 1e-6 at first, by 3 %."""
 
 
 def start(arguments, devices=8, **environment):

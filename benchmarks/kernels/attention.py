@@ -1,0 +1,230 @@
+"""Time of fused causal attention with every candidate block, beside cuDNN's and XLA's.
+
+    python -m benchmarks.kernels.attention [--shapes 2x8192x32x8x128 …] [--first] [--out FILE]
+
+A shape is BxSxNxGxH: q is [B, S, N, H], k and v are [B, S, G, H]. Results are compared with a float32
+reference, and runs of ours with each other, before they are timed. "error" is the largest over rows of a
+head: the norm of the difference over the sum of the row's norm and the mean norm. First each kernel runs
+alone with all of its candidates, or with `--first` with the one in use, then whole attention with the fastest
+of each. The rate counts 2 products forward, 5 backward; a backward kernel alone counts its own, 4 and 3. The
+ceiling is cuDNN's speed. Prints two tables a shape, and JSON as the last line.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.devices import current_target
+from mxjax.kernels.attention import launches
+from mxjax.kernels.attention.blocks import HEAD_SIZES, Blocks, Kernels, candidates
+from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
+
+REPEATS = 3  # runs that must have the same bits
+LARGEST_ERROR = 0.02
+PASSES = {"forward": 2, "key_gradients": 4, "query_gradients": 3, "forward and backward": 7}
+"""Products of S by S by H that a pass takes for each head, half of which the mask removes."""
+RESULTS = {
+    "forward": ("out",),
+    "key_gradients": ("dk", "dv"),
+    "query_gradients": ("dq",),
+    "forward and backward": ("out", "dq", "dk", "dv"),
+}
+
+
+class Shape(NamedTuple):
+    """q is [b, s, n, h]; k and v are [b, s, g, h]."""
+
+    b: int
+    s: int
+    n: int
+    g: int
+    h: int
+
+
+SHAPES = [Shape(2, 8192, 32, 8, 128), Shape(64, 512, 12, 12, 64)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures the shapes that the command line names; exits with 1 if a kernel of ours failed."""
+    module = "benchmarks.kernels.attention"
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=__doc__)
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=SHAPES, metavar="BxSxNxGxH")
+    parser.add_argument("--first", action="store_true", help="only the blocks that the library uses")
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    if current_target() is None:
+        raise SystemExit(f"{module} needs a GPU and Triton: install mxjax[cuda] or mxjax[rocm]")
+    report = Report(module, arguments, options)
+    for shape in options.shapes:
+        title = f"q {[shape.b, shape.s, shape.n, shape.h]}, {shape.g} heads of keys"
+        records = time_cases(report, f"{title}: each kernel", "FLOP", kernel_cases(shape, options.first))
+        fastest = fastest_blocks(records)
+        if fastest is not None:
+            time_cases(report, f"{title}: attention", "FLOP", whole_cases(shape, fastest))
+    report.print()
+
+
+def parse_shape(text: str) -> Shape:
+    """Returns the shape of a text like 2x8192x32x8x128."""
+    try:
+        shape = Shape(*(int(n) for n in text.split("x")))
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 2x8192x32x8x128") from error
+    if min(shape) < 1 or shape.h not in HEAD_SIZES or shape.n % shape.g:
+        raise argparse.ArgumentTypeError(f"{text!r} needs N a multiple of G, and H of {HEAD_SIZES}")
+    return shape
+
+
+def kernel_cases(shape: Shape, first: bool = False) -> Iterator[Case]:
+    """Yields the candidates of each kernel, or the first of each."""
+    for which, blocks in candidates(current_target(), shape.h)._asdict().items():
+        for one in blocks[:1] if first else blocks:
+            queries, keys, warps, stages = one
+            name = f"{which}, {queries} queries x {keys} keys, {warps} warps, {stages} stages"
+            run = functools.partial(_one_kernel, which, one)
+            yield _case(name, shape, which, run, {"by": "mxjax", "blocks": list(one)})
+
+
+def fastest_blocks(records: Sequence[Mapping[str, Any]]) -> Kernels | None:
+    """Returns the fastest block of each kernel, or None if one has none."""
+    found = []
+    for which in Kernels._fields:
+        timed = [r for r in records if r["which"] == which]
+        if not timed:
+            return None
+        found.append((Blocks(*min(timed, key=lambda r: r["median"])["blocks"]),))
+    return Kernels(*found)
+
+
+def whole_cases(shape: Shape, fastest: Kernels) -> Iterator[Case]:
+    """Yields attention by cuDNN, by XLA, and by one block of each of our kernels."""
+    for which in ("forward", "forward and backward"):
+        for by in ("cudnn", "xla"):
+            attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=by)
+            run = functools.partial(_by_gradient, which, attend)
+            yield _case(f"{which}, {by}", shape, which, run, {"by": by})
+        run = functools.partial(_all_kernels, which, fastest)
+        fields = {"by": "mxjax", "blocks": [list(blocks[0]) for blocks in fastest]}
+        yield _case(f"{which}, mxjax, fastest blocks", shape, which, run, fields)
+
+
+def _case(name: str, shape: Shape, which: str, run: Callable, fields: Mapping[str, Any]) -> Case:
+    flops = PASSES[which] * shape.b * shape.n * shape.h * float(shape.s) ** 2
+    fields = {"shape": "x".join(map(str, shape)), "which": which, **fields}
+    check = functools.partial(_check, shape, which, fields["by"], jax.jit(run))
+    return Case(name, check, flops, fields["by"] == "mxjax", fields["by"] == "cudnn", fields)
+
+
+def _check(shape: Shape, which: str, by: str, run: Callable) -> Checked:
+    """Compares a pass with the float32 reference, and our runs with each other.
+
+    Fused backward passes take row products from the output that they returned, in bfloat16, which the
+    reference then does too; XLA's does not and is timed whatever its error.
+    """
+    tensors, wanted = _tensors(shape)
+    results = run(*tensors)
+    if which == "forward and backward" and by != "xla":
+        wanted = _reference(*tensors[:4], results[0])
+    pairs = zip(RESULTS[which], results, strict=True)
+    error = max(float(_distance(got, wanted[name])) for name, got in pairs)
+    assert by == "xla" or error < LARGEST_ERROR, f"differs from the float32 reference by {error:.2g}"
+    for _ in range(REPEATS - 1 if by == "mxjax" else 0):
+        for name, a, b in zip(RESULTS[which], run(*tensors), results, strict=True):
+            assert bool(jnp.all(a == b)), f"another run gives other bits of {name}"
+    return Checked(functools.partial(run, *tensors), error)
+
+
+def _one_kernel(which: str, blocks: Blocks, q, k, v, dout, lse, delta) -> list[jax.Array]:
+    target = current_target()
+    q, dout = _grouped(q, k), _grouped(dout, k)
+    if which == "forward":
+        return [_flat(launches.forward(q, k, v, target, blocks)[0])]
+    if which == "key_gradients":
+        return list(launches.key_gradients(q, k, v, dout, lse, delta, target, blocks))
+    return [_flat(launches.query_gradients(q, k, v, dout, lse, delta, target, blocks))]
+
+
+def _all_kernels(which: str, kernels: Kernels, q, k, v, dout, lse, delta) -> list[jax.Array]:
+    del lse, delta
+    target = current_target()
+    q, dout = _grouped(q, k), _grouped(dout, k)
+    out, lse = launches.forward(q, k, v, target, kernels.forward[0])
+    if which == "forward":
+        return [_flat(out)]
+    delta = launches.row_products(out, dout)
+    dk, dv = launches.key_gradients(q, k, v, dout, lse, delta, target, kernels.key_gradients[0])
+    dq = launches.query_gradients(q, k, v, dout, lse, delta, target, kernels.query_gradients[0])
+    return [_flat(out), _flat(dq), dk, dv]
+
+
+def _by_gradient(which: str, attend: Callable[..., jax.Array], q, k, v, dout, *_) -> list[jax.Array]:
+    if which == "forward":
+        return [attend(q, k, v)]
+    out, vjp = jax.vjp(attend, q, k, v)
+    return [out, *vjp(dout)]
+
+
+def _grouped(q: jax.Array, k: jax.Array) -> jax.Array:
+    return q.reshape(*k.shape[:3], -1, k.shape[3])
+
+
+def _flat(q: jax.Array) -> jax.Array:
+    return q.reshape(*q.shape[:2], -1, q.shape[4])
+
+
+@functools.lru_cache(1)
+def _tensors(shape: Shape) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+    """Returns q, k, v, dout, lse and delta, and the float32 reference's results."""
+    b, s, n, g, h = shape
+    keys = jax.random.split(jax.random.key(0), 4)
+    sizes = ((b, s, n, h), (b, s, g, h), (b, s, g, h), (b, s, n, h))
+    pairs = zip(keys, sizes, strict=True)
+    q, k, v, dout = (jax.random.normal(key, size, jnp.bfloat16) for key, size in pairs)
+    wanted = _reference(q, k, v, dout)
+    delta = launches.row_products(_grouped(wanted["out"], k), _grouped(dout, k))
+    return [q, k, v, dout, wanted.pop("lse"), delta], wanted
+
+
+@jax.jit
+def _reference(q, k, v, dout, rounded=None) -> dict[str, jax.Array]:
+    """Returns attention, its gradients and lse in float32, by the formulas.
+
+    Args:
+      rounded: the output from which to take row products instead of the float32 one. An error of a row's
+        product scales the row's weights in dq and dk. That changes the first rows most, whose few terms
+        nearly cancel.
+    """
+    dot = functools.partial(jnp.einsum, precision="highest")
+    scale = q.shape[-1] ** -0.5
+
+    def one_head(q_SRH, k_TH, v_TH, dout_SRH, rounded_SRH):
+        scores = dot("srh,th->rst", q_SRH, k_TH) * scale
+        scores = jnp.where(jnp.tri(*scores.shape[1:], dtype=bool), scores, -jnp.inf)
+        p = jax.nn.softmax(scores)
+        out = dot("rst,th->srh", p, v_TH)
+        delta = jnp.sum((out if rounded is None else rounded_SRH) * dout_SRH, axis=-1)
+        of_scores = p * (dot("srh,th->rst", dout_SRH, v_TH) - delta.T[..., None]) * scale
+        dq, dk = dot("rst,th->srh", of_scores, k_TH), dot("rst,srh->th", of_scores, q_SRH)
+        return out, dq, dk, dot("rst,srh->th", p, dout_SRH), jax.nn.logsumexp(scores, axis=-1)
+
+    used = dout if rounded is None else rounded
+    # One sequence and key head after another, axes 0 and 2: all scores at once do not fit.
+    heads = [_grouped(q, k), k, v, _grouped(dout, k), _grouped(used, k)]
+    heads = [x.astype(jnp.float32).swapaxes(1, 2) for x in heads]
+    found = jax.lax.map(lambda rows: jax.lax.map(lambda row: one_head(*row), rows), tuple(heads))
+    out, dq, dk, dv, lse = (x.swapaxes(1, 2) for x in found)
+    return {"out": _flat(out), "dq": _flat(dq), "dk": dk, "dv": dv, "lse": lse.swapaxes(1, 2)}
+
+
+@jax.jit
+def _distance(got: jax.Array, wanted: jax.Array) -> jax.Array:
+    norms = jnp.linalg.norm(wanted, axis=-1)
+    return jnp.max(jnp.linalg.norm(got.astype(jnp.float32) - wanted, axis=-1) / (norms + jnp.mean(norms)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Other libraries' casts to MXFP4 and quantized linear layers, to compare with.
+
+Each has a name and a function that makes it, which raises if a package is missing or cannot run here.
+torchao's Triton and CUDA casts write MXFP8 and need sm_100; its MXFP4 cast uses PyTorch operations.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.gemm_input import GemmInput
+from mxjax.kernels.selftest.measured import Checked
+from mxjax.kmajor import pack_by_definition
+from mxjax.quantize import dequantize, quantize
+
+
+def casts(x: jax.Array) -> dict[str, tuple[int, Callable[[], Checked]]]:
+    """Returns the casts of x [rows, columns] bfloat16 by name: bytes moved, and the function that checks
+    them.
+
+    The error of a cast is the share of elements or bytes that are not mxjax's under the same scale rule.
+    """
+    packed = x.nbytes + x.size // 2 + x.size // 32
+    values = 2 * x.nbytes
+    return {
+        "copy, torch": (values, lambda: _torch_cast(x, lambda t: t.clone(), lambda: x)),
+        "rows, torchao to_mx, torch.compile": (packed, lambda: _torchao(x, -1, compiled=True)),
+        "columns, torchao to_mx, torch.compile": (packed, lambda: _torchao(x, -2, compiled=True)),
+        "rows, torchao to_mx, eager": (packed, lambda: _torchao(x, -1, compiled=False)),
+        "rows to bfloat16, microxcaling's algorithm, torch.compile": (
+            values,
+            lambda: _microxcaling(x, compiled=True),
+        ),
+        "rows to bfloat16, microxcaling's algorithm, eager": (
+            values,
+            lambda: _microxcaling(x, compiled=False),
+        ),
+        # qwix keeps the scales in x's dtype.
+        "rows, qwix.quantize": (packed + x.size // 32, lambda: _qwix_cast(x)),
+    }
+
+
+def _torch_cast(x: jax.Array, cast, wanted: Callable[[], jax.Array], compiled=False, differs=None) -> Checked:
+    import torch
+
+    def share(result) -> float:
+        return float((result != _to_torch(wanted())).sum()) / result.numel()
+
+    def wait(result) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    cast = torch.compile(cast, dynamic=False) if compiled else cast
+    run = functools.partial(cast, _to_torch(x))
+    return Checked(run, (differs or share)(run()), wait=wait)
+
+
+def _to_torch(x: jax.Array):
+    """Returns x as a tensor on the GPU, if torch sees one."""
+    import torch
+
+    array = np.array(x)
+    if x.dtype == jnp.bfloat16:
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    return tensor.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _torchao(x: jax.Array, axis: int, compiled: bool) -> Checked:
+    import torch
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    def cast(t):
+        t = t.t().contiguous() if axis == -2 else t
+        scales, elements = to_mx(t, torch.float4_e2m1fn_x2, 32)  # by floor, its default
+        return elements, scales
+
+    def differs(result) -> float:
+        packed = pack_by_definition(x, GemmInput(axis))
+        pairs = zip(result, map(_to_torch, (packed.elements, packed.scales)), strict=True)
+        return max(float((a.view(torch.uint8) != b).sum()) / b.numel() for a, b in pairs)
+
+    return _torch_cast(x, cast, lambda: x, compiled, differs)
+
+
+def _microxcaling(x: jax.Array, compiled: bool) -> Checked:
+    """Follows the published algorithm; the package itself is not on PyPI.
+
+    Source: https://github.com/microsoft/microxcaling, `quantize_mx_op` with fp4_e2m1 elements, 8 scale bits
+    and round="even". Like it, this takes logarithms and powers, and returns values rather than codes.
+    """
+    import torch
+
+    def cast(t):
+        blocks = t.float().reshape(*t.shape[:-1], -1, 32)
+        amax = blocks.abs().amax(-1, keepdim=True)
+        shared = torch.floor(torch.log2(torch.where(amax == 0, 2.0**-126, amax))) - 2
+        shared = torch.where(shared > 127, torch.nan, shared.clamp(min=-127))
+        scaled = blocks / torch.exp2(shared)
+        private = torch.floor(torch.log2(scaled.abs() + (scaled == 0))).clamp(min=0)
+        step = torch.exp2(private - 1)
+        values = (torch.round(scaled / step) * step).clamp(-6.0, 6.0) * torch.exp2(shared)
+        return values.reshape(t.shape).to(t.dtype)
+
+    return _torch_cast(x, cast, lambda: dequantize(quantize(x), x.dtype), compiled)
+
+
+def _qwix_cast(x: jax.Array) -> Checked:
+    import qwix
+
+    cast = jax.jit(lambda x: qwix.quantize(x, "mxfp4", channelwise_axes=(0,), tiled_axes={1: 32}))
+
+    run = functools.partial(cast, x)
+    wanted = dequantize(quantize(x, scale_rule="rceil"), x.dtype)  # its ceil(log2(amax / 6))
+    return Checked(run, float(jnp.mean(qwix.dequantize(run()) != wanted)))
+
+
+def linears() -> dict[str, Callable[[jax.Array, jax.Array], Any]]:
+    """Returns quantized products of x [tokens, d_in] bfloat16 and w [d_in, d_out] float32, by name."""
+    mxfp4: dict[str, Any] = {"tile_size": 32}
+    mxfp4["additional_qt_config"] = {  # blocks and MXFP4 in the backward GEMMs too
+        "dlhs_tile_size": 32,
+        "drhs_tile_size": 32,
+        "dlhs_residual_qtype": "mxfp4",
+        "drhs_residual_qtype": "mxfp4",
+        "use_original_residuals": True,
+    }
+    return {
+        "jax.nn.scaled_dot_general, mxfp8": _scaled_dot_general,
+        "qwix QtProvider, fp8": functools.partial(_qwix, "float8_e4m3fn", "float8_e5m2", {}),
+        "qwix QtProvider, int8": functools.partial(_qwix, "int8", "int8", {}),
+        "qwix QtProvider, mxfp4": functools.partial(_qwix, "mxfp4", "mxfp4", mxfp4),
+    }
+
+
+def _scaled_dot_general(x, w):
+    """Multiplies as jax.nn.scaled_dot_general documents."""
+    configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
+    contract = (((1,), (0,)), ((), ()))
+    w = w.astype(jnp.bfloat16)
+    return jax.nn.scaled_dot_general(x, w, contract, preferred_element_type=jnp.bfloat16, configs=configs)
+
+
+def _qwix(qtype: str, gradient: str, more: dict[str, Any], x, w):
+    """Applies a Dense layer under qwix's training with quantized weights, activations and gradients."""
+    import flax.linen as nn
+    import qwix
+
+    rule = qwix.QtRule(module_path=".*", weight_qtype=qtype, act_qtype=qtype, bwd_qtype=gradient, **more)
+    dense = nn.Dense(w.shape[1], use_bias=False, dtype=jnp.bfloat16)
+    return qwix.quantize_model(dense, qwix.QtProvider([rule])).apply({"params": {"kernel": w}}, x)
