@@ -9,7 +9,7 @@ All print text to read, or with --json one line of JSON.
 
 if __name__ == "__main__":
     try:
-        from training.startup import prepare_process, program_name
+        from training.process.start import prepare_process, program_name
     except ImportError as error:  # of an extra that is not installed
         raise SystemExit(f"eval.py: error: {error}") from None
 
@@ -23,24 +23,24 @@ from typing import Any
 
 import numpy as np
 
+from analysis.compare.compare import CompareConfig, compare
+from analysis.diagnose.diagnose import diagnose, totals
+from analysis.diagnose.plots import draw
+from analysis.diagnose.tables import summary
+from analysis.restore import Restored, RunArguments, describe, in_words, restore
+from analysis.sample import SampleConfig, sample
 from models import llama
-from mxjax.implementations import compiler_options
-from training.comparison.compare import CompareConfig, compare
+from mxjax.products.implementations import compiler_options
+from training.command_line import check_lists, flags_of
 from training.config import Config
 from training.data.load import load_data, load_held_out
-from training.data.windows import evaluation_batches
-from training.diagnosis.diagnose import diagnose, totals
-from training.diagnosis.plots import draw
-from training.diagnosis.tables import summary
-from training.environment import enable_compilation_cache, facts, input_errors
-from training.extras import check_extra
+from training.data.text import evaluation_batches
 from training.files import write_atomically
-from training.flags import check_lists, flags_of
-from training.metrics import json_line
-from training.restored import Restored, RunArguments, describe, in_words, restore
-from training.run_data import changed_data, check_tokenizer_of, check_tokens_of
-from training.sampling import SampleConfig, sample
-from training.startup import output_errors, program_name
+from training.log.metrics import json_line
+from training.process.environment import enable_compilation_cache, facts, input_errors
+from training.process.extras import check_extra
+from training.process.start import output_errors, program_name
+from training.run.resume import changed_data, check_tokenizer_of, check_tokens_of
 from training.step import evaluate, make_eval_step
 
 

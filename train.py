@@ -2,7 +2,7 @@
 
 if __name__ == "__main__":
     try:
-        from training.startup import prepare_process
+        from training.process.start import prepare_process
     except ImportError as error:  # of an extra that is not installed
         raise SystemExit(f"train.py: error: {error}") from None
 
@@ -27,32 +27,34 @@ import optax
 
 from models import llama
 from models.llama import Params
-from training.agreement import check_agreement
-from training.checkpoint.checkpoints import CheckpointError, Checkpoints
-from training.checkpoint.damaged import set_aside_damaged
 from training.command_line import parse
 from training.config import Config
-from training.environment import enable_compilation_cache, input_errors, memory_errors, path_errors
-from training.failure import failing_together, telling_others
-from training.interruption import Interruption, RunInterrupted
-from training.loop import Loop
-from training.lost_folder import FolderLostError, check_place
-from training.mesh import process_part
-from training.metrics import evaluations, missing_steps, set_aside_damaged_records
-from training.mlperf_log import set_aside_damaged_events
-from training.nonfinite import NonFiniteError, check_state
+from training.log.health import NonFiniteError, check_state
+from training.log.metrics import evaluations, missing_steps, set_aside_damaged_records
+from training.log.mlperf import set_aside_damaged_events
+from training.log.report import introduction, memory_estimate, overfitting, summary
+from training.log.reporter import open_records
 from training.optimizer import optimizer_of
-from training.parameter_sharding import abstract_state, first_state
-from training.policy_record import changed_files
-from training.policy_schedule import Phase, phase_at
-from training.processes import ProcessError, is_first_process, join_processes, together
-from training.programs import Programs, make_programs, start_compiling
-from training.records import open_records
-from training.report import introduction, memory_estimate, overfitting, summary
-from training.run_lock import locked
-from training.setup import Run, check_folder, open_folder, remove_beginning, remove_without_steps, set_up
+from training.phases import Phase, changed_files, phase_at
+from training.process.environment import enable_compilation_cache, input_errors, memory_errors, path_errors
+from training.process.failure import failing_together, telling_others
+from training.process.interruption import Interruption, RunInterrupted
+from training.process.together import ProcessError, is_first_process, join_processes, together
+from training.run.checkpoints import CheckpointError, Checkpoints
+from training.run.checksums import set_aside_damaged
+from training.run.lock import FolderLostError, check_place, locked
+from training.run.run import (
+    Run,
+    check_agreement,
+    check_folder,
+    open_folder,
+    remove_beginning,
+    remove_without_steps,
+    set_up,
+)
+from training.sharding import abstract_state, first_state, process_part, resize
 from training.step import TrainState
-from training.vocabulary import resize
+from training.trainer import Loop, Programs, make_programs, start_compiling
 
 SHARED = NonFiniteError, ProcessError, RunInterrupted
 """Errors that all processes raise at the same place."""

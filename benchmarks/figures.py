@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 
+from analysis.statistics import Estimate, paired_difference
 from benchmarks import gradients
 from benchmarks.plot_style import STYLE, save
 from benchmarks.study.cells import BASELINE
 from benchmarks.study.results import gather, read_runs
 from benchmarks.study.studies import LADDER
-from training.paired_statistics import Estimate, paired_difference
 
 ROOT = pathlib.Path(__file__).parents[1]
 RUNS = ROOT / "docs" / "results" / "study" / "runs"

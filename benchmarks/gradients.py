@@ -24,7 +24,7 @@ import mxjax
 from benchmarks.byte_model import BLOCKS, Model, batches_of_source
 from benchmarks.markdown import insert
 from mxjax.kernels.selftest.measured import commit
-from mxjax.tables import table
+from mxjax.runtime.tables import table
 
 LAYERS = ("query", "key", "value", "out", "up", "down")
 """The linear layers of a block, in the order in which they multiply."""

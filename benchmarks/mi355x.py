@@ -4,7 +4,7 @@
 
 Published and measured rates give the times of GEMMs and of passes over memory. The machine code of the gfx950
 kernels gives the instructions of quantizers and attention: docs/results/gfx950-*.json, which `--builds DIR`
-makes anew from the folder that `mxjax.kernels.aot --out DIR` wrote. Parts of a step are added up; nothing
+makes anew from the folder that `mxjax.kernels.cases --out DIR` wrote. Parts of a step are added up; nothing
 overlaps. Prints the tables, and JSON last; `--write` puts the tables into docs/mi355x.md. Nobody has measured
 these kernels on an MI355X.
 """
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import mxjax
 from models.configs import get_config
-from mxjax.kernels import shapes
-from mxjax.tables import table
+from mxjax.kernels.cases import shapes
+from mxjax.runtime.tables import table
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "mi355x.md", ROOT / "docs" / "results"
@@ -249,7 +249,7 @@ def load(name: str) -> dict[str, Build]:
 
 
 def store(folder: pathlib.Path) -> None:
-    """Writes docs/results/gfx950-*.json from the folder that `mxjax.kernels.aot` wrote."""
+    """Writes docs/results/gfx950-*.json from the folder that `mxjax.kernels.cases` wrote."""
     records = {p.stem: json.loads(p.read_text()) for p in sorted((folder / "gfx950").glob("*.json"))}
     sizes = shapes.TOKENS
     names = [gemm_name(shape) for tokens in sizes for shape in shapes.gemms(tokens)]
@@ -261,7 +261,7 @@ def store(folder: pathlib.Path) -> None:
 
 
 def summarize(record: Build) -> Build:
-    """Returns the numbers that the model takes from a record of `mxjax.kernels.aot`."""
+    """Returns the numbers that the model takes from a record of `mxjax.kernels.cases`."""
     kept = {name: record[name] for name in ("name", "constants", "warps", "shared_bytes", "resources")}
     if record["name"].startswith("attention"):
         return kept | {"main_loop": record["main_loop"]["opcodes"]}
@@ -279,7 +279,7 @@ def insert(text: str, named: Mapping[str, str]) -> str:
 def main() -> None:
     """Prints the tables, and writes them if the command line says so."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mi355x", description=__doc__)
-    parser.add_argument("--builds", type=pathlib.Path, help="folder that mxjax.kernels.aot wrote")
+    parser.add_argument("--builds", type=pathlib.Path, help="folder that mxjax.kernels.cases wrote")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/mi355x.md")
     options = parser.parse_args()
     if options.builds:

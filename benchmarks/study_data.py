@@ -15,7 +15,7 @@ import sys
 
 from train import train
 from training.command_line import parse
-from training.environment import input_errors
+from training.process.environment import input_errors
 from training.tokenize.plan import TokenizeConfig
 from training.tokenize.tokenize import advice, summary, tokenize
 

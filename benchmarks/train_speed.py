@@ -46,15 +46,15 @@ import numpy as np
 from benchmarks import train_worker
 from benchmarks.train_worker import OURS, PEER, TRACED_STEPS, Job
 from models.configs import get_config
-from mxjax.implementations import Implementation
 from mxjax.kernels.selftest.measured import LATE, commit
+from mxjax.products.implementations import Implementation
 from mxjax.recipes import get_policy
-from mxjax.remat import Remat
-from mxjax.tables import table
-from training.environment import input_errors
+from mxjax.runtime.remat import Remat
+from mxjax.runtime.tables import table
 from training.files import write_atomically
-from training.startup import unwinding_signals
-from training.throughput import peak_flops
+from training.log.throughput import peak_flops
+from training.process.environment import input_errors
+from training.process.start import unwinding_signals
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED", "out of memory")
 FIRST_LOSS_TOLERANCE = 0.1  # nats from bf16's; quantization moves the first loss by about 0.01

@@ -24,19 +24,17 @@ import numpy as np
 
 from models import llama
 from models.configs import get_config
-from mxjax.implementations import choose_implementation
 from mxjax.kernels.selftest.timing import measure
+from mxjax.products.implementations import check_remat, choose_implementation
 from mxjax.recipes import get_policy
-from mxjax.remat import check_remat
-from mxjax.tables import table
-from training import parameter_sharding
+from mxjax.runtime.tables import table
+from training import sharding as parameter_sharding
 from training.config import DataConfig, OptimizerConfig
 from training.data.load import load_data
-from training.environment import facts
-from training.mesh import check_batch, compiler_options, global_batch, make_mesh
 from training.optimizer import keeps_finite, learning_rate, make_optimizer
+from training.process.environment import facts
+from training.sharding import check_batch, compiler_options, filled_size, global_batch, make_mesh, resize
 from training.step import ScheduledStep, TrainState, make_train_step
-from training.vocabulary import filled_size, resize
 
 OURS, PEER = "benchmarks.train_worker", "benchmarks.train_peer"
 RANDOM_RATE = 1e-5

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import triton
+import triton.language as tl
 
-from mxjax.devices import current_target
 from mxjax.kernels.lowering import TYPES, kernel_call
-from mxjax.weight_layout import varying_as
+from mxjax.runtime.devices import current_target
+from mxjax.runtime.mesh import varying_as
 
 try:
     from triton.runtime.interpreter import InterpretedFunction
@@ -151,3 +153,15 @@ class _HostTensor:
 def ceil_div(a: int, b: int) -> int:
     """Returns a / b rounded up."""
     return math.ceil(a / b)
+
+
+@triton.jit
+def order_on_dies(program, total, XCDS: tl.constexpr):
+    """Returns the place of a program such that neighbouring places run on one die.
+
+    The GPU assigns programs in turn to XCDS dies.
+    """
+    if XCDS > 1:
+        die = program % XCDS
+        program = die * (total // XCDS) + tl.minimum(die, total % XCDS) + program // XCDS
+    return program

@@ -13,20 +13,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import mxjax
-from models.attention import causal_attention
-from models.backward_order import after_gradients
+from models.attention import apply_rope, causal_attention
 from models.configs import LlamaConfig
-from models.rope import apply_rope
-from models.sharding import constrain, weight_layout
-from mxjax.gated import swiglu
-from mxjax.gated_product import fused_mlp
-from mxjax.implementations import Implementation
-from mxjax.keys import fold_each
-from mxjax.layer_stats import Measures, Tensors, probe
-from mxjax.normed import Norm, rms_norm
-from mxjax.normed_product import normed_dot
+from models.sharding import after_gradients, constrain, weight_layout
+from mxjax.operands.computed import Norm, rms_norm, swiglu
 from mxjax.policy import Policy
-from mxjax.remat import keep_products
+from mxjax.products.fused import fused_mlp, normed_dot
+from mxjax.products.implementations import Implementation
+from mxjax.runtime.keys import fold_each
+from mxjax.runtime.remat import keep_products
+from mxjax.stats.layers import Measures, Tensors, probe
 
 BLOCK_LAYERS = (
     "attention.qkv",
@@ -56,7 +52,7 @@ def linear_weights(blocks: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalization in float32; see `mxjax.normed`."""
+    """Root-mean-square normalization in float32; see `mxjax.operands.computed`."""
 
     def __init__(self, size: int, eps: float):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32))

@@ -11,7 +11,7 @@ from typing import Any
 
 from models.configs import LlamaConfig, RopeScaling
 from models.huggingface.config import read_config, read_context
-from models.huggingface.folder import read_json
+from models.huggingface.files import read_json
 
 _IGNORED = {"parameters"}  # in the record of a run's model, `models.configs.to_dict`
 

@@ -6,7 +6,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from models.sharding import constrain
-from mxjax.devices import on_gpu
+from mxjax.runtime.devices import on_gpu
 
 _SMALLEST_EXPONENT = -126  # of float32's normal numbers; GPUs may flush smaller ones
 

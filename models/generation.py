@@ -18,11 +18,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import llama
+from models.attention import rope_angles
 from models.block import BlockGemms, attend, block_keys
 from models.configs import LlamaConfig
-from models.rope import rope_angles
-from mxjax.implementations import Implementation
-from mxjax.layers import LayerPolicies
+from mxjax.policy.layers import LayerPolicies
+from mxjax.products.implementations import Implementation
 
 
 class Options(NamedTuple):

@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import block, loss
-from models.backward_order import run_blocks
+from models.attention import rope_angles
 from models.block import (
     BLOCK_LAYERS,
     Block,
@@ -33,15 +33,14 @@ from models.block import (
 from models.configs import LlamaConfig
 from models.embedding import lookup
 from models.loss import Head, token_losses
-from models.rope import rope_angles
-from models.sharding import batch_parts, constrain, weight_layout
-from mxjax.devices import on_gpu
-from mxjax.implementations import Implementation, quantizes_by_xla
-from mxjax.layer_stats import Measures, Tensors
-from mxjax.layers import LayerPolicies, Rules, resolve
+from models.sharding import batch_parts, constrain, run_blocks, weight_layout
 from mxjax.policy import Policy
+from mxjax.policy.layers import LayerPolicies, Rules, resolve
+from mxjax.products.implementations import Implementation, quantizes_by_xla
 from mxjax.recipes import get_policy
-from mxjax.remat import Remat, rematerialize
+from mxjax.runtime.devices import on_gpu
+from mxjax.runtime.remat import Remat, rematerialize
+from mxjax.stats.layers import Measures, Tensors
 
 AXES = block.AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
 """The logical axes of every parameter except the scales of norms; see `models.sharding`."""
@@ -102,10 +101,10 @@ class Llama(nnx.Module):
           policies: the policy of every layer, from `layer_policies`.
           key: random bits for policies that draw any; fold the step into it.
           dtype: dtype of the activations between layers.
-          remat: what each block keeps for its backward pass; see `mxjax.remat`.
+          remat: what each block keeps for its backward pass; see `mxjax.runtime.remat`.
           implementation: how the GEMMs run; see `mxjax.dot`.
           slots: arrays whose gradients are the errors of the linear layers' GEMMs, or the tensors that they
-            read; see `mxjax.layer_stats`.
+            read; see `mxjax.stats.layers`.
           unroll: blocks in one iteration of the compiled loop. All blocks run fastest, because residuals are
             then not copied into arrays of all layers, and compile longest. Default: all on a GPU, but one
             elsewhere, and where XLA's operations quantize: to fuse those of all blocks takes XLA minutes.

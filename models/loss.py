@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Float32, Int
 
 import mxjax
 from models.sharding import batch_parts, constrain, gather, is_data_parallel, spec, sum_over_batch
-from mxjax.implementations import Implementation
 from mxjax.policy import Policy
-from mxjax.weight_layout import Layout, as_stored
+from mxjax.products.implementations import Implementation
+from mxjax.runtime.mesh import Layout, as_stored
 
 LOSS_TOKENS = 2048
 """Tokens a device whose logits exist at once in training."""

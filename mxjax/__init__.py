@@ -1,19 +1,20 @@
 """mxjax: training in MXFP4, with the precision of every GEMM of a linear layer as a pure argument."""
 
-from mxjax import stats
-from mxjax.dot import dot, dot_general
-from mxjax.einsum import einsum
-from mxjax.formats import FORMATS
-from mxjax.hadamard import hadamard_matrix, random_signs, rotate
-from mxjax.layer_dot import DotGeneral, make_dot_general
-from mxjax.operand import Operand
-from mxjax.policy import Gemm, Policy, Rotation, with_scale_rule
-from mxjax.policy_json import policy_from_json, policy_to_json, set_fields
-from mxjax.quantize import MXArray, dequantize, pack, quantize, unpack
-from mxjax.ragged import ragged_dot
+from mxjax.numerics.array import MXArray, dequantize, pack, unpack
+from mxjax.numerics.formats import FORMATS
+from mxjax.numerics.hadamard import hadamard_matrix, random_signs, rotate
+from mxjax.numerics.operand import Operand
+from mxjax.numerics.quantize import quantize
+from mxjax.policy.json import policy_from_json, policy_to_json, set_fields
+from mxjax.policy.policy import Gemm, Policy, Rotation, with_scale_rule
+from mxjax.products.dot import dot, dot_general
+from mxjax.products.dot_general import DotGeneral, make_dot_general
+from mxjax.products.einsum import einsum
+from mxjax.products.ragged import ragged_dot
 from mxjax.recipes import get_policy, policies
+from mxjax.runtime.mesh import Layout
+from mxjax.stats import measures as stats
 from mxjax.transform import transform
-from mxjax.weight_layout import Layout
 
 __version__ = "0.1.0"
 

@@ -38,8 +38,8 @@ from jaxtyping import install_import_hook
 hypothesis.settings.register_profile("mxjax", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("mxjax")
 
-with install_import_hook(("mxjax", "models", "training"), "beartype.beartype"):
-    from training.environment import enable_compilation_cache
+with install_import_hook(("mxjax", "models", "training", "analysis"), "beartype.beartype"):
+    from training.process.environment import enable_compilation_cache
 
 # A second run, and the programs that tests start, find done what was compiled.
 enable_compilation_cache()
@@ -54,17 +54,17 @@ gc.set_threshold(100_000, 20, 50)
 
 # How the names begin of modules that LLVM optimizes: what is compared bit for bit with a definition or with a
 # program that a test starts, and what trains for many steps. Elsewhere that takes longer than it saves.
-BIT_FOR_BIT = ("hadamard", "philox", "quantize", "rounding", "scales")
+BIT_FOR_BIT = ("array", "hadamard", "philox", "quantize", "rounding", "scales")
 RUNS = ("every_recipe", "faults", "mlperf", "megatron")
 OPTIMIZED = tuple(f"test_{name}" for name in BIT_FOR_BIT + RUNS)
 KERNELS = pathlib.Path(__file__).parent / "kernels"
 # How the names begin of the library's test modules that differentiate a Llama.
-THROUGH_ATTENTION = ("test_layer_stats", "test_remat", "test_rocm_programs", "test_selftest", "test_bench")
+THROUGH_ATTENTION = ("test_layers", "test_remat", "test_rocm_programs", "test_selftest", "test_bench")
 
 
 # Modules whose tests take longest: begun first, so that pytest-xdist's processes end together.
 LONGEST = tuple(
-    f"test_{name}" for name in ("mesh", "faults", "aot", "gfx950", "lowering", "remat", "sharding")
+    f"test_{name}" for name in ("mesh", "faults", "compile", "gfx950", "lowering", "remat", "sharding")
 )
 
 
@@ -85,7 +85,7 @@ def optimized(path):
 
     Of the kernels' modules, one: each compares with the same definitions, and kernels are interpreted.
     """
-    if path.parent == KERNELS:
+    if KERNELS in path.parents:
         return path.stem == "test_quantize"
     return path.stem.startswith(OPTIMIZED)
 
@@ -106,7 +106,7 @@ def strict_promotion(request):
     Elsewhere `jax.nn.dot_product_attention` in bfloat16, differentiated, and optax promote dtypes themselves.
     Programs, examples and benchmarks run as their users run them.
     """
-    library = request.path.parent in (KERNELS, KERNELS.parent / "mxjax")
+    library = not {KERNELS, KERNELS.parent / "mxjax"}.isdisjoint(request.path.parents)
     strict = library and not request.path.stem.startswith(THROUGH_ATTENTION)
     ranks = (
         "allow" if request.path.parent.name == "programs" or request.path.stem == "test_bench" else "raise"

@@ -1,17 +1,189 @@
-"""The command line of train.py: flags that replace the defaults, a preset, or the values of a resumed run."""
+"""The command line of train.py: flags that replace the defaults, a preset, or the values of a resumed run.
+
+Flags are tyro's, and so is `--help`; its errors of many lines become one.
+"""
 
 import argparse
+import ast
 import contextlib
 import dataclasses
+import inspect
+import io
+import itertools
 import math
 import pathlib
+import re
 import sys
+import textwrap
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import tyro
 
 from training import mlperf
 from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig
-from training.flags import check_lists, flags_of
+from training.process.start import output_errors, program_name
+
+_BORDER = re.compile(r"^[ │] ?| *│?$")
+_INDENT = "    "
+_CHANGE = re.compile(r"[\w*]+\.[\w.*]+=")  # of a field of a policy
+_UNKNOWN = re.compile("Unrecognized options: .*--[\\w-]+=")
+_STRAY = re.compile("Unrecognized options: ([^-\\s]\\S*)")
+_SUGGESTION = "; did you mean "
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class FlagError(SystemExit):
+    """Wrong flags: ends the program with status 2. The message has been printed; `message` repeats it."""
+
+    def __init__(self, message: str):
+        super().__init__(2)
+        self.message = message
+
+
+def flags_of[T](
+    config: type[T], argv: Sequence[str] | None = None, program: str | None = None, **options: Any
+) -> T:
+    """Parses the flags that a dataclass's fields are; see `flags`.
+
+    Args:
+      options: further arguments of `tyro.cli`.
+    """
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    if not {"-h", "--help"}.isdisjoint(words):
+        _join_help(config)
+    return flags(lambda words: tyro.cli(config, args=words, **options), words, program)
+
+
+def flags[T](
+    parse: Callable[[list[str]], T], argv: Sequence[str] | None = None, program: str | None = None
+) -> T:
+    """Parses flags by tyro, and ends the program with one line if they are wrong.
+
+    Args:
+      parse: calls tyro with these arguments; its result is returned.
+      argv: the arguments. Default: the running program's.
+      program: the name in messages, and the command that takes `--help`. Default: the running program's.
+    Raises:
+      FlagError: tyro refuses the command line; one line on standard error says why.
+    """
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    errors = io.StringIO()
+    try:
+        with output_errors(), contextlib.redirect_stderr(errors):
+            return parse(words)
+    except SystemExit as error:
+        if error.code != 2:
+            raise
+    message = in_one_line(errors.getvalue())
+    if _UNKNOWN.match(message) and _SUGGESTION not in message:
+        message += _suggestion(parse, words, message)
+    if found := _STRAY.fullmatch(message):
+        message += _without_value(words, found[1])
+    raise refusal(message, program or program_name())
+
+
+def _join_help(config: type[Any]) -> None:
+    """Joins the lines of the text below each field of a dataclass, and of dataclasses in it, for `--help`.
+
+    tyro breaks lines where the source does, unless the text is in the field's metadata.
+    """
+    for cls in config.__mro__[-2::-1]:
+        for name, text in _texts(cls).items():
+            field = cls.__dict__["__dataclass_fields__"][name]
+            field.metadata = types.MappingProxyType({**field.metadata, "help": text})
+    for field in dataclasses.fields(config):
+        nested = getattr(field.type, "__origin__", field.type)  # of Annotated
+        if isinstance(nested, type) and dataclasses.is_dataclass(nested):
+            _join_help(nested)
+
+
+def _texts(cls: type[Any]) -> dict[str, str]:
+    """Returns the text below each field of a class, in one line."""
+    module = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    found: dict[str, str] = {}
+    for field, below in itertools.pairwise(cast(ast.ClassDef, module.body[0]).body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found
+
+
+def _suggestion(parse: Callable[[list[str]], object], words: list[str], message: str) -> str:
+    """Returns tyro's suggestion for the unknown flags of a message, such as --polcy=bf16.
+
+    tyro compares all of it with the names of flags, value included, so it parses once more without the value.
+    A flag that is right without one, as --help is, is the suggestion itself.
+    """
+    unknown = set(re.findall(r"(--[\w-]+)=", message))
+    names = [word.partition("=")[0] for word in words]
+    alone = [name if name in unknown else word for name, word in zip(names, words, strict=True)]
+    errors, help_of_all = io.StringIO(), contextlib.redirect_stdout(io.StringIO())
+    with contextlib.redirect_stderr(errors), help_of_all, contextlib.suppress(SystemExit):
+        parse(alone)
+    if not errors.getvalue():
+        return f"{_SUGGESTION}{' or '.join(sorted(unknown))}?"
+    _, suggests, similar = in_one_line(errors.getvalue()).partition(_SUGGESTION)
+    return suggests + similar
+
+
+def _without_value(words: Sequence[str], stray: str) -> str:
+    """Returns that a flag takes no value if the stray word was given to it, as in --tensorboard=true."""
+    for word, following in itertools.pairwise([*words, ""]):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and (value if equals else following) == stray:
+            return f"; {flag} takes no value"
+    return ""
+
+
+def check_lists(argv: Sequence[str]) -> None:
+    """Refuses a list that is given in two parts, of which tyro takes the last, and --set with two changes."""
+    words = [word.partition("=")[0] for word in argv]
+    for flag in ("--layers", "--data"):
+        if words.count(flag) > 1:
+            raise refusal(f"{flag} is given {words.count(flag)} times; write all its values after one {flag}")
+    for before, _, word in zip(argv, argv[1:], argv[2:], strict=False):
+        if before == "--set" and _CHANGE.match(word):  # eval.py's RUN may be called lr=3e-4
+            raise refusal(f"--set takes one change; write --set before {word!r} too")
+
+
+def refusal(message: str, program: str | None = None) -> FlagError:
+    """Prints one line that says what is wrong with the flags; returns the error to raise."""
+    program = program or program_name()
+    message = f"{message}; see {program} --help"
+    print(f"{program}: error: {message}", file=sys.stderr)
+    return FlagError(message)
+
+
+def in_one_line(box: str) -> str:
+    """Returns the message of an error that tyro drew, and the flags or commands that it suggests.
+
+    The first line of a box is its title; lines of dashes separate its parts. Names of flags are indented, and
+    their help twice.
+    """
+    lines = [_BORDER.sub("", line) for line in _COLOR.sub("", box).strip().splitlines()[1:]]
+    first, *others = (list(part) for is_rule, part in itertools.groupby(lines, _is_rule) if not is_rule)
+    message = re.sub("^Error parsing [A-Z]\\w*: ", "", _without_help(first)).rstrip(".")  # a class
+    similar = [
+        flag
+        for title, *rest in others
+        for line in rest
+        for flag in re.findall(r"--[\w-]+", line)
+        if title.startswith(("Perhaps you meant", "Arguments similar")) and line.startswith(f"{_INDENT}--")
+    ]
+    if similar:
+        message += f"{_SUGGESTION}{' or '.join(dict.fromkeys(similar))}?"
+    commands = [" ".join(part).strip() for part in others if part[0].startswith("Available subcommands")]
+    return "; ".join([message, *commands])
+
+
+def _is_rule(line: str) -> bool:
+    return not line.strip(" ─-╰╯")
+
+
+def _without_help(lines: list[str]) -> str:
+    return " ".join(line.strip() for line in lines if not line.startswith(2 * _INDENT))
 
 
 def mlperf_llama31_8b(batch_size: int = 32) -> Config:
@@ -72,7 +244,7 @@ def parse(argv: list[str] | None = None) -> Config:
 
 
 def _begun_run(folder: pathlib.Path) -> Config | None:
-    from training.resume import begun_run  # here, because it imports much
+    from training.run.resume import begun_run  # here, because it imports much
 
     return begun_run(folder)
 

@@ -23,11 +23,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from models.block import LINEAR_LAYERS
-from mxjax.formats import get_format
-from mxjax.layers import LayerPolicies
-from mxjax.operand import Operand
+from mxjax.numerics.array import dequantize
+from mxjax.numerics.formats import get_format
+from mxjax.numerics.operand import Operand
+from mxjax.numerics.quantize import quantize_unpacked
 from mxjax.policy import Policy
-from mxjax.quantize import dequantize, quantize_unpacked
+from mxjax.policy.layers import LayerPolicies
 
 _SMALLEST = 1e-12  # as in the source
 

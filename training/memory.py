@@ -1,4 +1,6 @@
-"""An estimate of the memory that a training step takes on one device, by tracing alone: nothing compiles.
+"""Device memory as JAX reports it; `training.memory` estimates what a step needs.
+
+An estimate of the memory that a training step takes on one device, by tracing alone: nothing compiles.
 
 T tokens of a batch part on a device, L layers, D d_model, N query heads times head_dim, Q width of the fused
 query, key and value, F d_ff, V vocabulary, W = D Q + N D + 3 D F weights of a block. N, Q, F and V are a
@@ -7,7 +9,7 @@ device's share by the mesh axis `tensor`. In bytes:
     parameters, optimizer   4 and 8 a parameter, as the state's arrays have them
     gradients               4 a parameter; 8 with --accumulate
     activations             what the forward pass keeps for the backward pass, counted in its jaxpr;
-                            per block, by `mxjax.remat`'s modes:
+                            per block, by `mxjax.runtime.remat`'s modes:
       full                  2 T D, its input
       dots                  2 T (2 D + Q + N + 2 F)
       fp4                   2 T D + 17/32 (T (4 D + 2 N + F) + 2 W - D F) with all GEMMs in MXFP4
@@ -25,6 +27,7 @@ savings are left out: tests hold XLA's CPU, which computes bfloat16 in float32, 
 import dataclasses
 import functools
 import math
+import os
 import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -39,10 +42,35 @@ from models.configs import LlamaConfig
 from models.llama import abstract_params
 from models.loss import LOSS_TOKENS
 from models.sharding import batch_parts_of
-from mxjax.implementations import Implementation
-from mxjax.layers import LayerPolicies
-from mxjax.remat import Remat
-from training.device_memory import gib
+from mxjax.policy.layers import LayerPolicies
+from mxjax.products.implementations import Implementation
+from mxjax.runtime.remat import Remat
+
+
+def memory_use(device: Any) -> dict[str, int]:
+    """Returns memory_bytes and memory_peak_bytes: a device's present and highest use; empty on CPUs."""
+    stats = device.memory_stats() or {}
+    names = {"memory_bytes": "bytes_in_use", "memory_peak_bytes": "peak_bytes_in_use"}
+    return {name: stats[theirs] for name, theirs in names.items() if theirs in stats}
+
+
+def memory_limit(device: Any) -> int | None:
+    """Returns the bytes that JAX may allocate on a device; None if it does not say."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def memory_there_is() -> float:
+    """Returns the bytes that each device of this process may use: on CPUs an equal share of the host's."""
+    limit = memory_limit(jax.local_devices()[0])
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host / jax.local_device_count() if limit is None else limit
+
+
+def gib(size: float) -> str:
+    """Returns bytes as GiB, with three significant digits."""
+    value = size / 2**30
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
 
 ONE_DEVICE: Mapping[str, int] = types.MappingProxyType({"data": 1, "fsdp": 1, "tensor": 1})
 

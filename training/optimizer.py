@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool
 
-from mxjax.layers import LayerPolicies
+from mxjax.policy.layers import LayerPolicies
 from training.config import Config, OptimizerConfig
 from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
 

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator
 
 from mxjax.policy import Policy
-from mxjax.policy_json import policy_from_json
+from mxjax.policy.json import policy_from_json
 from mxjax.recipes import get_policy, policies
 
 _IN_PYTHON = re.compile(r"(.+\.py):(\w+)")

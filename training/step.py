@@ -12,7 +12,30 @@ import optax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from models.sharding import constrain
-from training.largest_values import largest_values
+
+
+def largest_values(tree: Any) -> Float32[Array, " layers"]:
+    """Returns the largest absolute value of each array; arrays under `blocks` give one value a layer."""
+    parts = [_largest(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return jnp.concatenate(parts)
+
+
+def layer_names(tree: Any) -> list[str]:
+    """Returns the name of each of `largest_values`, such as blocks.0.mlp.down."""
+    names = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        keys = [str(part.key) for part in path]
+        if keys[0] == "blocks":
+            names += [".".join(["blocks", str(i), *keys[1:]]) for i in range(leaf.shape[0])]
+        else:
+            names.append(".".join(keys))
+    return names
+
+
+def _largest(path: Any, leaf: Array) -> Float32[Array, " layers"]:
+    axes = tuple(range(1 if path[0].key == "blocks" else 0, leaf.ndim))
+    return jnp.atleast_1d(jnp.max(jnp.abs(leaf), axis=axes)).astype(jnp.float32)
+
 
 Loss = Callable[[Any, Int32[Array, "batch length+1"], jax.Array], Float32[Array, ""]]
 """Maps parameters, sequences and a key to the mean cross-entropy of all tokens but the first, in nats."""
@@ -82,8 +105,8 @@ def make_train_step(
       optimizer: computes the update from the gradients, and from the learning rate if it takes one.
       accumulate: number of parts of a batch that run one after another; their gradients are averaged.
       skip_nonfinite: skip only the steps that are not finite, and count them.
-      shardings: shardings of the state and gradients, from `training.parameter_sharding`.
-      compiler_options: options for XLA, from `training.mesh.compiler_options`.
+      shardings: shardings of the state and gradients, from `training.sharding`.
+      compiler_options: options for XLA, from `training.sharding.compiler_options`.
       keeps_finite: returns, from the learning rate, whether gradients with a finite norm keep a finite state
         finite for certain. Only otherwise, or without it, are the updated state's elements checked, which
         reads parameters, moments and gradients once more. A state that is not finite before goes unnoticed

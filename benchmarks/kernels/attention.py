@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mxjax.devices import current_target
 from mxjax.kernels.attention import launches
 from mxjax.kernels.attention.blocks import HEAD_SIZES, Blocks, Kernels, candidates
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
+from mxjax.runtime.devices import current_target
 
 REPEATS = 3  # runs that must have the same bits
 LARGEST_ERROR = 0.02

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 import mxjax
 from benchmarks.kernels.peers import linears
-from mxjax.implementations import Implementation
+from mxjax.kernels.cases.shapes import LINEARS, TOKENS
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
-from mxjax.kernels.shapes import LINEARS, TOKENS
+from mxjax.products.implementations import Implementation
 
 POLICIES = ("bf16", "fp8", "wgrad", "wgrad_hadamard", "full_hadamard", "wgrad_sr")
 BASELINE = "jnp.dot, bfloat16"

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.gemm_input import GemmInput
 from mxjax.kernels.selftest.measured import Checked
-from mxjax.kmajor import pack_by_definition
-from mxjax.quantize import dequantize, quantize
+from mxjax.numerics.array import dequantize
+from mxjax.numerics.quantize import quantize
+from mxjax.operands.kernel_operand import pack_by_definition
+from mxjax.operands.use import OperandUse
 
 
 def casts(x: jax.Array) -> dict[str, tuple[int, Callable[[], Checked]]]:
@@ -81,7 +82,7 @@ def _torchao(x: jax.Array, axis: int, compiled: bool) -> Checked:
         return elements, scales
 
     def differs(result) -> float:
-        packed = pack_by_definition(x, GemmInput(axis))
+        packed = pack_by_definition(x, OperandUse(axis))
         pairs = zip(result, map(_to_torch, (packed.elements, packed.scales)), strict=True)
         return max(float((a.view(torch.uint8) != b).sum()) / b.numel() for a, b in pairs)
 

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import peers
-from mxjax.devices import current_target
-from mxjax.gemm_input import GemmInput
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
-from mxjax.kmajor import KMajor, decode, pack_by_definition
-from mxjax.operand import Operand
+from mxjax.numerics.operand import Operand
+from mxjax.operands.kernel_operand import KernelOperand, decode, pack_by_definition
+from mxjax.operands.use import OperandUse
 from mxjax.policy import Rotation
-from mxjax.prepare import pack_operands, value_operands
+from mxjax.products.prepare import pack_operands, value_operands
+from mxjax.runtime.devices import current_target
 
 PLAIN = Operand()
 SQUARE = Operand(block_shape=(32, 32))
@@ -106,13 +106,13 @@ def cases(x: jax.Array) -> Iterator[Case]:
         yield Case(name, make, work, ours=False, is_ceiling="copy" in name, fields=fields)
 
 
-def gemm_input(axis: int, size: int | None, operand: Operand) -> GemmInput:
+def gemm_input(axis: int, size: int | None, operand: Operand) -> OperandUse:
     """Returns an MXFP4 operand by `floor`, blocked along an axis."""
     rotation = Rotation(size) if size else None
-    return GemmInput(axis, operand, rotation, None, jax.random.key(axis + 2))
+    return OperandUse(axis, operand, rotation, None, jax.random.key(axis + 2))
 
 
-def by_definition(x: jax.Array, *uses: GemmInput) -> tuple[KMajor, ...]:
+def by_definition(x: jax.Array, *uses: OperandUse) -> tuple[KernelOperand, ...]:
     """Returns x packed for the uses, without the kernel."""
     return tuple(pack_by_definition(x, how=use) for use in uses)
 

@@ -20,9 +20,9 @@ import numpy as np
 from jax import lax
 
 from benchmarks.kernels.dot import Tensors, both_ways, compare_part, largest_distance, make_tensors
-from mxjax.implementations import Implementation, compiler_options
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
-from mxjax.ragged import ragged_dot
+from mxjax.products.implementations import Implementation, compiler_options
+from mxjax.products.ragged import ragged_dot
 from mxjax.recipes import get_policy
 
 SHARES = {

@@ -39,7 +39,7 @@ from benchmarks.study import (
 from benchmarks.study.cells import Cell
 from benchmarks.study.results import gather, read_runs
 from benchmarks.study.studies import STUDIES, matching
-from training.environment import enable_compilation_cache, input_errors
+from training.process.environment import enable_compilation_cache, input_errors
 
 
 def run(

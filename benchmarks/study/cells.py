@@ -10,11 +10,11 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from mxjax.operand import Operand
+from mxjax.numerics.operand import Operand
+from mxjax.numerics.scales import ScaleRule
 from mxjax.policy import OPERANDS, Gemm, Policy, Rotation, map_operands, with_scale_rule
 from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES, RunRecipe
-from mxjax.scales import ScaleRule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
+from analysis.statistics import detectable, holm, standard_deviation, t_interval
 from benchmarks.study.cells import PROTOCOLS
 from benchmarks.study.claim_lists import (
     ALONE,
@@ -24,8 +25,7 @@ from benchmarks.study.claim_lists import (
 from benchmarks.study.results import CellResult
 from benchmarks.study.studies import HARD, HARD_EVEN, STUDIES, TOO_HIGH
 from benchmarks.study.tables import interval, number, with_interval
-from mxjax.tables import table
-from training.paired_statistics import detectable, holm, standard_deviation, t_interval
+from mxjax.runtime.tables import table
 
 Cells = Mapping[str, CellResult]
 _RATES = " | ".join(f"at {PROTOCOLS[protocol].lr:g}" for protocol in LADDERS)

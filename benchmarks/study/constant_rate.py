@@ -3,15 +3,16 @@
 import math
 from collections.abc import Sequence
 
+from analysis import statistics as token_ratios
+from analysis.statistics import holm, paired_difference, t_interval
 from benchmarks.study.cells import BASELINE
 from benchmarks.study.claim_lists import CLAIMS, CONSTANT_SEEN, Claim
 from benchmarks.study.claims import Tests, by_seed
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.studies import CONSTANT, STUDIES
 from benchmarks.study.tables import Cells, interval, number
-from mxjax.tables import table
-from training import mlperf, token_ratios
-from training.paired_statistics import holm, paired_difference, t_interval
+from mxjax.runtime.tables import table
+from training import mlperf
 
 NOT_RUN = f"Not run yet: study `{CONSTANT}`."
 PAPERS = ("8.5 %", 1.085), ("26.5 %", 1.265)

@@ -16,6 +16,12 @@ import numpy as np
 import tyro
 
 import eval as evaluation
+from analysis.diagnose.capture import LossAndGradients, make_gradients, make_pass
+from analysis.diagnose.descent import LEAST_BATCHES, Descent, descent, shares
+from analysis.diagnose.diagnose import check_batches
+from analysis.diagnose.split import Grams, compare, split
+from analysis.diagnose.wgrad import gradient_grams, total, wgrad_grams
+from analysis.statistics import Estimate, t_interval
 from benchmarks.study import diagnosis_file
 from benchmarks.study.cells import BASELINE, Cell, policy_of
 from benchmarks.study.diagnosis_tables import cells_table, compared_table, variants_table
@@ -26,14 +32,8 @@ from models import llama
 from models.configs import name_of, to_dict
 from mxjax.policy import Policy
 from mxjax.recipes import get_policy
-from training.diagnosis.capture import LossAndGradients, make_gradients, make_pass
-from training.diagnosis.descent import LEAST_BATCHES, Descent, descent, shares
-from training.diagnosis.diagnose import check_batches
-from training.diagnosis.split import Grams, compare, split
-from training.diagnosis.wgrad import gradient_grams, total, wgrad_grams
-from training.environment import enable_compilation_cache, facts, input_errors
-from training.paired_statistics import Estimate, t_interval
-from training.startup import unwinding_signals
+from training.process.environment import enable_compilation_cache, facts, input_errors
+from training.process.start import unwinding_signals
 
 NONE = "none"
 COMPILATIONS = max(1, min(4, (os.cpu_count() or 1) // 2))  # at once

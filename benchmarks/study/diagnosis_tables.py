@@ -5,12 +5,12 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from analysis.statistics import paired_difference, rank_correlation
 from benchmarks.study.cells import MAIN_PROTOCOLS, UNIFORM, WGRAD_ONLY
 from benchmarks.study.laws import families
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.tables import interval, number, with_interval
-from mxjax.tables import table
-from training.paired_statistics import paired_difference, rank_correlation
+from mxjax.runtime.tables import table
 
 STATISTICS = {
     "error": "relative error",

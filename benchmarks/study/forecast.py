@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from analysis.statistics import differences, rank_correlation, t_interval
 from benchmarks.study.laws import (
     ALONE,
     BASE,
@@ -28,9 +29,8 @@ from benchmarks.study.laws import (
 )
 from benchmarks.study.studies import STUDIES
 from benchmarks.study.tables import interval, number, with_interval
-from mxjax.tables import table
+from mxjax.runtime.tables import table
 from training.files import write_atomically
-from training.paired_statistics import differences, rank_correlation, t_interval
 
 FILE = "forecast.json"
 _NAMES = {"mean": "mean of its family"} | LAWS

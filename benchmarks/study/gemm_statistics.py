@@ -20,6 +20,8 @@ import tyro
 from jaxtyping import Array, Float
 
 import eval as evaluation
+from analysis.diagnose.capture import Pass, make_pass
+from analysis.diagnose.measures import MANTISSA_BINS, mean_energy, shape_of
 from benchmarks.study.cells import BASELINE, policy_of
 from benchmarks.study.diagnosis import COMPILATIONS, settings_of, with_keys
 from benchmarks.study.programs import IMPLEMENTATION
@@ -28,16 +30,15 @@ from benchmarks.study.studies import STUDIES
 from models import llama
 from models.block import linear_weights
 from mxjax import stats
-from mxjax.blocks import block_max, magnitude_bits
-from mxjax.formats import BLOCK
-from mxjax.gemm_input import gemm_inputs, part_of, quantize_input
+from mxjax.numerics.array import dequantize
+from mxjax.numerics.blocks import block_max, magnitude_bits
+from mxjax.numerics.formats import BLOCK
+from mxjax.operands.use import part_of, quantize_input
 from mxjax.policy import OPERANDS, Gemm, Policy
-from mxjax.quantize import dequantize
+from mxjax.products.draws import gemm_inputs
 from mxjax.recipes import get_policy
-from training.diagnosis.capture import Pass, make_pass
-from training.diagnosis.measures import MANTISSA_BINS, mean_energy, shape_of
-from training.environment import enable_compilation_cache, facts, input_errors
 from training.files import write_atomically
+from training.process.environment import enable_compilation_cache, facts, input_errors
 
 Numbers = dict[str, Any]
 

@@ -11,7 +11,7 @@ from benchmarks.study.diagnosis_tables import prediction, source_of
 from benchmarks.study.results import CellResult
 from benchmarks.study.tables import number
 from mxjax.policy import OPERANDS
-from mxjax.tables import table
+from mxjax.runtime.tables import table
 
 Record = Mapping[str, Any]
 NOT_MEASURED = "Not measured yet."

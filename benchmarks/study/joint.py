@@ -6,7 +6,7 @@ from benchmarks.study import claims, constant_rate, rules, sizes
 from benchmarks.study.claim_lists import ELSEWHERE
 from benchmarks.study.claims import Cells, Tests, corrected_together
 from benchmarks.study.tables import number
-from mxjax.tables import table
+from mxjax.runtime.tables import table
 
 LEVEL = 0.05
 FAMILIES: dict[str, Callable[[Cells], Tests]] = {

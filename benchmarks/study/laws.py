@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+from analysis.statistics import CONFIDENCE, differences, t_interval
 from benchmarks.study.cells import WGRAD_KINDS, WGRAD_ONLY, Cell, policy_of
 from benchmarks.study.results import CellResult
 from benchmarks.study.studies import RULES
 from benchmarks.study.tables import interval, number
 from mxjax.policy import OPERANDS, Gemm, Policy
-from mxjax.tables import table
-from training.paired_statistics import CONFIDENCE, differences, t_interval
+from mxjax.runtime.tables import table
 
 Cells = Mapping[str, CellResult]
 GROUP = "60m.tuned-60m"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxjax.policy import OPERANDS
-from mxjax.tables import table
+from mxjax.runtime.tables import table
 
 Record = Mapping[str, Any]
 SHAPES = {"kurtosis": ".1f", "outliers": ".4f", "crest": ".2f"}

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.study.tables import number
-from mxjax.tables import table
+from mxjax.runtime.tables import table
 from training import mlperf
 
 FILE = "outside.json"

@@ -7,11 +7,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from analysis.statistics import differences, t_interval
 from benchmarks.study import laws, rules, sizes, tuning
 from benchmarks.study.cells import MAIN_PROTOCOLS, WGRAD_KINDS, WGRAD_ONLY
 from benchmarks.study.results import CellResult, baseline, by_group
 from benchmarks.study.studies import REMEDIES, RULES
-from training.paired_statistics import differences, t_interval
 
 _LINES: tuple[tuple[str, str, Any], ...] = (
     ("black", "o", "-"),

@@ -14,7 +14,7 @@ import optax
 from benchmarks.study.cells import PROTOCOLS, Cell, Protocol, policy_of, recipe_of
 from models import llama
 from models.configs import get_config
-from mxjax.implementations import Implementation, compiler_options
+from mxjax.products.implementations import Implementation, compiler_options
 from training.config import OptimizerConfig, parse_rules
 from training.data.megatron import MegatronCorpus
 from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating

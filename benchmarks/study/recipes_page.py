@@ -7,13 +7,13 @@ from typing import Annotated
 
 import tyro
 
+from analysis.statistics import paired_difference
 from benchmarks.markdown import insert
 from benchmarks.study.report import RESULTS
 from benchmarks.study.results import CellResult, Run, baseline, by_group, gather, read_runs
 from benchmarks.study.tables import interval, number
-from mxjax.tables import table
-from training.environment import input_errors
-from training.paired_statistics import paired_difference
+from mxjax.runtime.tables import table
+from training.process.environment import input_errors
 
 RUNS = RESULTS / "recipes" / "runs"
 PAGE = RESULTS / "recipes.md"

@@ -6,12 +6,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from analysis.statistics import differences, t_interval
 from benchmarks.study.claim_lists import CLAIMS, LADDERS
 from benchmarks.study.claims import by_seed
 from benchmarks.study.results import CellResult, Run, short_name
 from benchmarks.study.tables import interval, number
-from mxjax.tables import table
-from training.paired_statistics import differences, t_interval
+from mxjax.runtime.tables import table
 
 Cells = Mapping[str, CellResult]
 

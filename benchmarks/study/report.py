@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import matplotlib
 import tyro
 
+from analysis.diagnose import plots as heat_maps
 from benchmarks.markdown import insert
 from benchmarks.plot_style import STYLE
 from benchmarks.study import (
@@ -32,8 +33,7 @@ from benchmarks.study import (
 )
 from benchmarks.study.results import Run, gather, read_runs
 from benchmarks.study.studies import STUDIES
-from training.diagnosis import plots as heat_maps
-from training.environment import input_errors
+from training.process.environment import input_errors
 
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 RUNS = RESULTS / "study" / "runs"

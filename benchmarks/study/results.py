@@ -9,9 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from analysis.statistics import has_diverged
 from benchmarks.study.cells import BASELINE
 from models.configs import get_config
-from training.paired_statistics import has_diverged
 
 Run = dict[str, Any]
 """The record of one run; see `benchmarks.study.runner`."""

@@ -4,13 +4,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from analysis.statistics import detectable, paired_difference, standard_deviation, t_interval
 from benchmarks.study.cells import WGRAD_KINDS, WGRAD_ONLY
 from benchmarks.study.claims import Tests, corrected_together
 from benchmarks.study.results import CellResult
 from benchmarks.study.studies import RULES
 from benchmarks.study.tables import interval, number, with_interval
-from mxjax.tables import table
-from training.paired_statistics import detectable, paired_difference, standard_deviation, t_interval
+from mxjax.runtime.tables import table
 
 Cells = Mapping[str, CellResult]
 _GROUP = "60m.tuned-60m"

@@ -27,9 +27,9 @@ from benchmarks.study.whole_runs import WholeRuns, changes_program
 from models.configs import get_config
 from training.config import DataConfig
 from training.data.megatron import MegatronCorpus, load_megatron
-from training.environment import facts
 from training.files import write_atomically
-from training.metrics import json_line
+from training.log.metrics import json_line
+from training.process.environment import facts
 
 _COMPILATION = 60.0  # seconds to allow at most for each
 VOCABULARY = 16_384

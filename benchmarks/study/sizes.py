@@ -3,20 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from analysis.statistics import Estimate, detectable_mean, mean_of_means, rank_correlation, t_interval
 from benchmarks.study.cells import BASELINE
 from benchmarks.study.claim_lists import CLAIMS, ELSEWHERE, LADDERS, Claim
 from benchmarks.study.claims import Tests, by_seed, corrected_together
 from benchmarks.study.results import CellResult
 from benchmarks.study.studies import TELLING
 from benchmarks.study.tables import number, with_interval
-from mxjax.tables import table
-from training.paired_statistics import (
-    Estimate,
-    detectable_mean,
-    mean_of_means,
-    rank_correlation,
-    t_interval,
-)
+from mxjax.runtime.tables import table
 
 Cells = Mapping[str, CellResult]
 PLACES = (("60m", LADDERS[1]), *ELSEWHERE.values())

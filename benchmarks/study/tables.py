@@ -4,12 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping
 
-from benchmarks.study import tuning
-from benchmarks.study.cells import MAIN_PROTOCOLS, RATES
-from benchmarks.study.results import CellResult, baseline, by_group
-from benchmarks.study.studies import STUDIES
-from mxjax.tables import table
-from training.paired_statistics import (
+from analysis.statistics import (
     Estimate,
     detectable,
     deviation_interval,
@@ -18,6 +13,11 @@ from training.paired_statistics import (
     seeds_needed,
     standard_deviation,
 )
+from benchmarks.study import tuning
+from benchmarks.study.cells import MAIN_PROTOCOLS, RATES
+from benchmarks.study.results import CellResult, baseline, by_group
+from benchmarks.study.studies import STUDIES
+from mxjax.runtime.tables import table
 
 Cells = Mapping[str, CellResult]
 LAST = (1, 2, 3)

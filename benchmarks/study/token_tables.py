@@ -1,15 +1,15 @@
-"""The study's tables of token overheads, as Markdown: P1 and P2 of `training.token_ratios`."""
+"""The study's tables of token overheads, as Markdown: P1 and P2 of `analysis.statistics`."""
 
 import math
 from collections.abc import Mapping
 
+from analysis import statistics as token_ratios
+from analysis.statistics import Estimate
 from benchmarks.study import constant_rate
 from benchmarks.study.cells import BASELINE, MAIN_PROTOCOLS, MULTIPLES
 from benchmarks.study.results import baseline, by_group
 from benchmarks.study.tables import PAPER_COLUMNS, Cells, interval, number, paper_rows
-from mxjax.tables import table
-from training import token_ratios
-from training.paired_statistics import Estimate
+from mxjax.runtime.tables import table
 
 
 def decay_tokens(cells: Cells) -> str:

@@ -6,7 +6,7 @@ tried, the grid is too short and the choice is provisional.
 
 The spread of the seeds is no part of the rule. Three runs bound a standard deviation to between half and six
 times what they show; at 1e-3 three seeds spread over .011 and eight over .094. How many seeds a difference
-needs follows instead from the scatter of the pairs (`training.paired_statistics.seeds_needed`).
+needs follows instead from the scatter of the pairs (`analysis.statistics.seeds_needed`).
 """
 
 import math
@@ -14,9 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from analysis.statistics import standard_deviation
 from benchmarks.study.cells import BASELINE
 from benchmarks.study.results import CellResult, size_of
-from training.paired_statistics import standard_deviation
 
 LEAST_SEEDS = 3
 

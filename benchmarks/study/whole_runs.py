@@ -14,13 +14,13 @@ from typing import Any
 import jax
 
 from benchmarks.study.cells import PROTOCOLS, Cell, recipe_of
-from mxjax.implementations import Implementation
+from mxjax.products.implementations import Implementation
 from mxjax.recipes.whole_runs import RECIPES, RunRecipe
 from train import train
 from training.config import Config, DataConfig, OptimizerConfig, PrecisionConfig
-from training.interruption import RunInterrupted
-from training.metrics import FILE
-from training.nonfinite import NonFiniteError
+from training.log.health import NonFiniteError
+from training.log.metrics import FILE
+from training.process.interruption import RunInterrupted
 
 
 def changes_program(policy: str) -> bool:

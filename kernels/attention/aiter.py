@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.devices import Target
+from mxjax.runtime.devices import Target
 
 FORWARD, BACKWARD = "hip_mha_fwd_ffi", "hip_mha_bwd_ffi"
 _DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from mxjax.kernels.attention.forward import LOG2_E, head_start, rows_within
-from mxjax.kernels.dies import order_on_dies
+from mxjax.kernels.launch import order_on_dies
 
 
 @triton.jit

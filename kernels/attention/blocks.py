@@ -5,7 +5,7 @@
 
 from typing import NamedTuple
 
-from mxjax.devices import Target
+from mxjax.runtime.devices import Target
 
 HEAD_SIZES = (64, 128)
 

@@ -10,7 +10,7 @@ Source of the algorithm: FlashAttention-2, arXiv 2307.08691.
 import triton
 import triton.language as tl
 
-from mxjax.kernels.dies import order_on_dies
+from mxjax.kernels.launch import order_on_dies
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

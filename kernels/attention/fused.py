@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
-from mxjax.devices import Target, current_target
 from mxjax.kernels.attention import aiter, launches
 from mxjax.kernels.attention.blocks import HEAD_SIZES
 from mxjax.kernels.mesh import partitioned
-from mxjax.remat import tag_attention
-from mxjax.weight_layout import on_auto_axes, varying_as
+from mxjax.runtime.devices import Target, current_target
+from mxjax.runtime.mesh import on_auto_axes, varying_as
+from mxjax.runtime.remat import tag_attention
 
 _FORWARD_RULE = "b s g r h, b t g h, b t g h -> b s g r h, b g r s"
 _BACKWARD_RULE = "b s g r h, b t g h, b t g h, b s g r h, b g r s, b s g r h -> b s g r h, b t g h, b t g h"

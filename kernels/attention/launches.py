@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from triton import knobs
 
-from mxjax.devices import Target
 from mxjax.kernels.attention.backward import key_gradients_kernel, query_gradients_kernel
 from mxjax.kernels.attention.blocks import OPTIONS, Blocks, candidates, table_of
 from mxjax.kernels.attention.forward import forward_kernel
 from mxjax.kernels.launch import ceil_div, triton_call
+from mxjax.runtime.devices import Target
 
 Queries = Float[Array, "B S G R H"]
 Keys = Float[Array, "B S G H"]

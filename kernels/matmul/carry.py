@@ -1,4 +1,4 @@
-"""The kernel that converts packed MXFP4 operands to FP8 carriers (`mxjax.fp8_carriers`)."""
+"""The kernel that converts packed MXFP4 operands to FP8 carriers (`mxjax.operands.carriers`)."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,19 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, UInt8
 
-from mxjax.devices import Target
-from mxjax.formats import BLOCK, E2M1
-from mxjax.fp8_carriers import CARRIER_DTYPES, LEAST_FACTOR, SHIFTS, UNIT_BYTES, Carried, Carrier, group_of
+from mxjax.kernels.device.elements import encode_fp8, scale_value
 from mxjax.kernels.launch import ceil_div, triton_call
-from mxjax.kernels.quantize.elements import encode_fp8, scale_value
+from mxjax.numerics.formats import BLOCK, E2M1
+from mxjax.operands.carriers import (
+    CARRIER_DTYPES,
+    LEAST_FACTOR,
+    SHIFTS,
+    UNIT_BYTES,
+    Carried,
+    Carrier,
+    group_of,
+)
+from mxjax.runtime.devices import Target
 
 BLOCKS = 256  # per program, at most
 MOST_ROWS = 32  # per program, a bit of its flags each
@@ -49,7 +57,7 @@ def carry_operand(
     target: Target | None,
     grouped: bool = False,
 ) -> Carried:
-    """Returns a packed operand in FP8, bit for bit as `mxjax.fp8_carriers.carry` does.
+    """Returns a packed operand in FP8, bit for bit as `mxjax.operands.carriers.carry` does.
 
     Args:
       grouped: whether the result has `grouped`, `group_scales`, `far` and `lost_sum`, where one program takes

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from triton import knobs
 
-from mxjax.devices import Target
-from mxjax.formats import BLOCK
-from mxjax.fp8_carriers import Carried, group_of
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.matmul.carry import rows_and_parts
 from mxjax.kernels.matmul.correct_kernel import correct_kernel
-from mxjax.kernels.matmul.sift import ROWS, sift
+from mxjax.kernels.matmul.lost_rows import ROWS, sift
 from mxjax.kernels.matmul.tiles import TILES, Tiles
+from mxjax.numerics.formats import BLOCK
+from mxjax.operands.carriers import Carried, group_of
+from mxjax.runtime.devices import Target
 
 # Two for each of Hopper's multiprocessors.
 PROGRAMS = 264

@@ -1,4 +1,4 @@
-"""The kernel that recomputes the rows of an FP8 product whose operands lost elements (`mxjax.fp8_carriers`).
+"""The kernel that recomputes the rows of an FP8 product whose FP8 carriers lost elements.
 
 It gathers them and multiplies them alone: rows in FP8 once more, with a scale for each group of columns, or
 where FP8 does not hold a group, and for columns, from the packed operands.
@@ -49,7 +49,7 @@ def correct_kernel(
     out is. The kernel also writes these factors, [b, M] and [b, N], from the unit bytes. Each of PARTS parts
     of LHS_ROWS rows has a word with a bit for each row: lhs_lost is [b, ceil(M / LHS_ROWS) * PARTS], and
     rhs_lost likewise for N and RHS_ROWS. Unless GROUP is 0, lhs_grouped, lhs_group_scales of each GROUP
-    columns, the flags lhs_far and rhs_fp8 are of the operands in FP8 (see `mxjax.fp8_carriers`), which
+    columns, the flags lhs_far and rhs_fp8 are of the operands in FP8 (see `mxjax.operands.carriers`), which
     suffice for rows that are not far in columns that are not lost. `before` is the memory of out, and scratch
     has max(BLOCK_M, BLOCK_N) words a program for this kernel alone. The grid is (programs, batch), with any
     number of programs.

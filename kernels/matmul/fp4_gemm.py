@@ -18,13 +18,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 from triton import knobs
 
-from mxjax.devices import Target, current_target
-from mxjax.formats import BLOCK
-from mxjax.kernels.dies import order_on_dies
-from mxjax.kernels.launch import ceil_div, triton_call
+from mxjax.kernels.launch import ceil_div, order_on_dies, triton_call
 from mxjax.kernels.matmul.accumulate import accumulate_tile
 from mxjax.kernels.matmul.tiles import Tiles, choose_tiles, options_of, table_of
 from mxjax.kernels.mesh import partitioned
+from mxjax.numerics.formats import BLOCK
+from mxjax.runtime.devices import Target, current_target
 
 
 def matmul(

@@ -14,8 +14,6 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, UInt8
 
-from mxjax.devices import Target, current_target
-from mxjax.fp8_carriers import Carrier
 from mxjax.kernels.matmul.carry import carry_operands
 from mxjax.kernels.matmul.correct import correct
 from mxjax.kernels.matmul.fp4_gemm import (
@@ -23,7 +21,9 @@ from mxjax.kernels.matmul.fp4_gemm import (
     check_operands,
     multiply_flat,
 )
-from mxjax.product import Product, contract_fp8
+from mxjax.operands.carriers import Carrier
+from mxjax.operands.product import Product, contract_fp8
+from mxjax.runtime.devices import Target, current_target
 
 
 def matmul(

@@ -1,4 +1,4 @@
-"""The words of `mxjax.draws`, as `jax.random` draws them: one program for each GEMM of a dot."""
+"""The words of `mxjax.products.draws`, as `jax.random` draws them: one program for each GEMM of a dot."""
 
 import functools
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float32, UInt32
 
-from mxjax.hadamard import random_signs
 from mxjax.kernels.launch import triton_call
-from mxjax.keys import fold_each
+from mxjax.numerics.hadamard import random_signs
+from mxjax.runtime.keys import fold_each
 
 GEMMS = 3
 LARGEST_ROTATION = 128

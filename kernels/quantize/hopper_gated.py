@@ -1,8 +1,8 @@
 """Hopper's quantizer kernel for SwiGLU and for its gradient, which are computed where they are quantized.
 
-The kernels read the products as GEMMs leave them (`mxjax.product.Product`): bfloat16, and a power of two for
-each row and each column. So neither silu(gate) * up nor its gradient is stored and read again. Both are
-computed in float32 and rounded to bfloat16. Tiles and results are those of `hopper_kernel`.
+The kernels read the products as GEMMs leave them (`mxjax.operands.product.Product`): bfloat16, and a power
+of two for each row and each column. So neither silu(gate) * up nor its gradient is stored and read again.
+Both are computed in float32 and rounded to bfloat16. Tiles and results are those of `hopper_kernel`.
 """
 
 import triton

@@ -12,8 +12,8 @@ along columns thus spans 2 threads, a block along rows 4, and a run of H16 lies 
 import triton
 import triton.language as tl
 
-from mxjax.kernels.quantize.hadamard import rotate_groups
-from mxjax.kernels.quantize.hopper_ptx import (
+from mxjax.kernels.device.hadamard import rotate_groups
+from mxjax.kernels.device.hopper_ptx import (
     encode_columns,
     encode_rotated,
     encode_row,
@@ -23,9 +23,9 @@ from mxjax.kernels.quantize.hopper_ptx import (
     largest_pair,
     pair_scales,
 )
-from mxjax.kernels.quantize.hopper_stochastic_ptx import draw_columns
+from mxjax.kernels.device.loads import join_tensors
+from mxjax.kernels.device.stochastic_ptx import draw_columns
 from mxjax.kernels.quantize.kernel import place_of
-from mxjax.kernels.quantize.loads import join_tensors
 
 GROUP = tl.constexpr(16)  # rows per thread
 

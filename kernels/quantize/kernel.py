@@ -12,7 +12,7 @@ from typing import Literal
 import triton
 import triton.language as tl
 
-from mxjax.kernels.quantize.elements import (
+from mxjax.kernels.device.elements import (
     MAGNITUDE,
     block_scale,
     element_values,
@@ -23,10 +23,10 @@ from mxjax.kernels.quantize.elements import (
     scale_value,
     widen,
 )
-from mxjax.kernels.quantize.elements_ptx import encode_pairs, largest_exponent, largest_pairs
-from mxjax.kernels.quantize.hadamard import rotate_groups
-from mxjax.kernels.quantize.loads import column_groups, join_tensors, row_groups, transpose_groups
-from mxjax.kernels.quantize.philox import random_halves
+from mxjax.kernels.device.elements_ptx import encode_pairs, largest_exponent, largest_pairs
+from mxjax.kernels.device.hadamard import rotate_groups
+from mxjax.kernels.device.loads import column_groups, join_tensors, row_groups, transpose_groups
+from mxjax.kernels.device.philox import random_halves
 
 Form = Literal["packed", "bf16"]
 """The kernel's output: two E2M1 elements a byte, or the dequantized values in bfloat16."""
@@ -93,7 +93,7 @@ def quantize_kernel(
       ROTATION: Hadamard size, or 1.
       FACTOR: 1 / sqrt(ROTATION).
       SIGNS: whether the rotation has signs. A sign is a bit, 1 for negative, the first in the highest.
-      CARRY: `mxjax.scales.rule_carry` of the scale rule.
+      CARRY: `mxjax.numerics.scales.rule_carry` of the scale rule.
       SQUARE: whether blocks are 32 x 32.
       STOCHASTIC: whether rounding is stochastic.
       PRESCALE: factor of the elements, or 1.

@@ -9,26 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from mxjax.devices import Target
-from mxjax.formats import BLOCK, E2M1
-from mxjax.gemm_input import GemmInput
 from mxjax.kernels.launch import MOST_PROGRAMS, ceil_div
 from mxjax.kernels.quantize.draws import LARGEST_ROTATION
 from mxjax.kernels.quantize.hopper_gated import quantize_gated_gradient_kernel, quantize_gated_kernel
 from mxjax.kernels.quantize.hopper_kernel import GROUP, quantize_pairs_kernel
 from mxjax.kernels.quantize.hopper_normed import quantize_normed_kernel
 from mxjax.kernels.quantize.kernel import Form, quantize_kernel, words_of
-from mxjax.scales import rule_carry
+from mxjax.numerics.formats import BLOCK, E2M1
+from mxjax.numerics.scales import rule_carry
+from mxjax.operands.use import OperandUse
+from mxjax.runtime.devices import Target
 
 LONGEST_AXIS = 2**24  # axes are shorter, because offsets in a tile have 32 bits
 
-Pair = tuple[GemmInput | None, GemmInput | None]
+Pair = tuple[OperandUse | None, OperandUse | None]
 """A tensor's inputs along its rows (axis -1) and along its columns (axis -2), without their arrays."""
 ComputedKind = Literal["normed", "gated", "gradient"]
 """What a kernel computes where it quantizes it: `Normed`, `Gated` or `GatedGradient`."""
 
 
-def check_input(how: GemmInput) -> None:
+def check_input(how: OperandUse) -> None:
     """Raises NotImplementedError unless the quantizer kernel takes such an operand."""
     if not how.operand.is_packable:
         raise NotImplementedError(
@@ -85,7 +85,7 @@ def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
     return [pair]
 
 
-def _is_stochastic(how: GemmInput) -> bool:
+def _is_stochastic(how: OperandUse) -> bool:
     return how.operand.rounding == "stochastic"
 
 
@@ -206,7 +206,7 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
     return columns.rotation_size in ((1,) if _is_stochastic(columns) else (1, 4, 16))
 
 
-def _is_plain(how: GemmInput) -> bool:
+def _is_plain(how: OperandUse) -> bool:
     """Whether the input has 1-D blocks and rule `floor`, but no signs and no prescale."""
     o = how.operand
     return o.scale_rule == "floor" and not o.prescale and not o.is_square and not how.has_signs
@@ -227,7 +227,7 @@ def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int])
     }
 
 
-def _rotation_constants(columns: GemmInput) -> dict[str, int]:
+def _rotation_constants(columns: OperandUse) -> dict[str, int]:
     return {"ROTATION": columns.rotation_size, "FOLDED": columns.rotation_size.bit_length() // 2}
 
 
@@ -256,7 +256,7 @@ _ABSENT: Mapping[str, object] = {
 }
 
 
-def _input_constants(how: GemmInput, form: Form, length: int) -> dict[str, object]:
+def _input_constants(how: OperandUse, form: Form, length: int) -> dict[str, object]:
     """Returns the kernel's constants for an input whose contracted axis is `length` long when padded."""
     return {
         "FORM": form,

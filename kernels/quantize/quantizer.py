@@ -1,4 +1,4 @@
-"""The quantizer kernel as a JAX function: one tensor in, the K-major operands of one or two GEMMs out."""
+"""The quantizer kernels as JAX functions: tensors in, the K-major operands of one or two GEMMs out."""
 
 import functools
 import math
@@ -10,9 +10,6 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, Shaped, UInt32
 
-from mxjax.devices import Target, current_target
-from mxjax.formats import BLOCK
-from mxjax.gemm_input import GemmInput
 from mxjax.kernels.launch import triton_call
 from mxjax.kernels.lowering import TYPES
 from mxjax.kernels.mesh import along, compound, partitioned
@@ -20,21 +17,28 @@ from mxjax.kernels.quantize.draws import sign_words
 from mxjax.kernels.quantize.kernel import SCALARS, Form, words_of
 from mxjax.kernels.quantize.launches import (
     LONGEST_AXIS,
+    ComputedKind,
     Pair,
     check_input,
+    computed_launch_of,
     launch_of,
     launched_pairs,
 )
-from mxjax.kmajor import KMajor
-from mxjax.philox import key_words
+from mxjax.numerics.formats import BLOCK
+from mxjax.numerics.philox import key_words
+from mxjax.operands.computed import Computed, GatedGradient, Normed
+from mxjax.operands.kernel_operand import KernelOperand
+from mxjax.operands.product import Product
+from mxjax.operands.use import OperandUse
+from mxjax.runtime.devices import Target, current_target
 
 FORM_DTYPES: Mapping[Form, DTypeLike] = {"packed": jnp.uint8, "bf16": jnp.bfloat16}
 """The dtype of the elements in the kernel's 32-bit words."""
 
 
 def quantize_operands(
-    x: Float[Array, "*b r c"], inputs: Sequence[GemmInput], form: Form = "packed"
-) -> list[KMajor]:
+    x: Float[Array, "*b r c"], inputs: Sequence[OperandUse], form: Form = "packed"
+) -> list[KernelOperand]:
     """Returns x quantized for each input, at most one for each of the last two axes.
 
     x is read once, or on CUDA in some cases twice (`launched_pairs`).
@@ -67,11 +71,11 @@ def quantize_operands(
         elements = elements_of(words, form)
         elements = elements.reshape(*batch, other, elements.shape[-1])
         scales = scales.reshape(*batch, other, how.padded(x.shape[axis]) // BLOCK)
-        made[axis] = KMajor(elements, scales if form == "packed" else None, how.operand.prescale)
+        made[axis] = KernelOperand(elements, scales if form == "packed" else None, how.operand.prescale)
     return [made[how.axis] for how in inputs]
 
 
-def _words(how: GemmInput | None) -> UInt32[Array, "6"]:
+def _words(how: OperandUse | None) -> UInt32[Array, "6"]:
     """Returns two words of an input's key and four of its signs; any where the kernel reads none."""
     if how is None:
         return jnp.zeros(6, jnp.uint32)
@@ -149,7 +153,7 @@ def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, scalars: int)
     return partitioned(run, rule, sizes, whole)
 
 
-def _unit(blocked: GemmInput | None, other: GemmInput | None) -> int:
+def _unit(blocked: OperandUse | None, other: OperandUse | None) -> int:
     """Returns the size that divides every shard of an axis; `blocked` is the input with blocks along it."""
     unit = blocked.padded(1) if blocked else 1
     return max(unit, BLOCK) if other and other.operand.is_square else unit
@@ -182,7 +186,7 @@ def _launch(pair: Pair, form: Form, target: Target | None, whole, x, scalars, pl
     return [y for y, how in zip(results, (rows, rows, columns, columns), strict=True) if how]
 
 
-def _scalars(inputs: list[GemmInput], x, scalars, places) -> tuple[jax.Array, dict[str, int]]:
+def _scalars(inputs: list[OperandUse], x, scalars, places) -> tuple[jax.Array, dict[str, int]]:
     """Returns the scalars that the kernel takes, and their stride.
 
     x stands in for scalars that no input reads, because making that array would be another kernel.
@@ -192,3 +196,112 @@ def _scalars(inputs: list[GemmInput], x, scalars, places) -> tuple[jax.Array, di
     place = jnp.stack([axis[0] if axis.size else jnp.uint32(0) for axis in places])
     scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
     return scalars, {"SCALARS_STRIDE": SCALARS if scalars.shape[0] > 1 else 0}
+
+
+def quantize_computed(x: Computed, rows: OperandUse, columns: OperandUse) -> list[KernelOperand]:
+    """Returns the values of x, rounded to bfloat16, packed for both inputs.
+
+    Values differ from XLA's (`x.value`) by a unit in the last place of bfloat16 at most, unless a product
+    on the way overflows or is subnormal: the logistic function of a gate below -87 counts as zero, and
+    it is applied first. A block whose values have NaN or infinity is NaN.
+
+    Args:
+      x: made of tensors in bfloat16; products may have factors or not.
+      rows, columns: inputs that `takes_computed` accepts, along -1 and -2.
+    Raises:
+      TypeError: a tensor in another dtype.
+    """
+    kind, arrays = _arrays_of(x)
+    for array in arrays[::3]:
+        if array.dtype != jnp.bfloat16:
+            raise TypeError(f"quantize_computed needs tensors in bfloat16, got {array.dtype}")
+    *batch, r, n = arrays[0].shape
+    n = n // 2 if kind == "gated" else n
+    v = math.prod(batch)
+    run = _computed_quantizer((rows.options, columns.options), kind, current_target())
+    made = run(*(a.reshape(v, *a.shape[len(batch) :]) for a in arrays))
+    return [
+        KernelOperand(
+            elements_of(words, "packed").reshape(*batch, other, -1), scales.reshape(*batch, other, -1)
+        )
+        for words, scales, other in ((*made[:2], r), (*made[2:], n))
+    ]
+
+
+def _arrays_of(x: Computed) -> tuple[ComputedKind, list[jax.Array]]:
+    """Returns the tensors, each followed by two arrays for its rows and its columns, all with batch axes."""
+    if isinstance(x, Normed):
+        scale = jnp.broadcast_to(x.scale.astype(x.x.dtype), (*x.x.shape[:-2], x.x.shape[-1]))
+        return "normed", [x.x, x.factors, scale]
+    arrays = [array for product in x for array in _with_factors(product)]
+    return "gradient" if isinstance(x, GatedGradient) else "gated", arrays
+
+
+def _with_factors(product: Product) -> tuple[jax.Array, jax.Array, jax.Array]:
+    *batch, r, n = product.raw.shape
+    rows, columns = product.factors or (jnp.ones((*batch, m), jnp.float32) for m in (r, n))
+    return product.raw, rows, columns
+
+
+@functools.cache
+def _computed_quantizer(pair: Pair, kind: ComputedKind, target: Target | None):
+    """Returns a function of tensors [v, r, n], each followed by arrays [v, r] and [v, n]; vmap grows v.
+
+    JAX caches the function's trace, hence a separate function for each target.
+    """
+    del target
+
+    @jax.custom_batching.custom_vmap
+    def run(*arrays):
+        return _computed_on_mesh(pair, kind, arrays[0].shape)(*arrays)
+
+    @run.def_vmap
+    def _(size, batched, *arrays):
+        every = [
+            a if b else jnp.broadcast_to(a, (size, *a.shape)) for a, b in zip(arrays, batched, strict=True)
+        ]
+        results = run(*(a.reshape(-1, *a.shape[2:]) for a in every))
+        results = [y.reshape(size, -1, *y.shape[1:]) for y in results]
+        return results, [True] * len(results)
+
+    return run
+
+
+_COLUMNS: dict[ComputedKind, tuple[str, ...]] = {
+    "normed": ("c",),
+    "gated": ("two_c",),
+    "gradient": ("two_c", "c"),
+}
+"""The columns of each tensor."""
+
+
+def _computed_on_mesh(pair: Pair, kind: ComputedKind, shape: tuple[int, ...]):
+    """Returns the call that a mesh may shard along rows, but not within blocks or rotations."""
+    _, columns = pair
+    assert columns is not None
+    r_axis, sizes, whole = compound("r", shape[1], columns.padded(1))
+    tensors = _COLUMNS[kind]
+    arguments = [term for n in tensors for term in (f"v {r_axis} {n}", f"v {r_axis}", f"v {n}")]
+    results = [f"v {r_axis} row_words", f"v {r_axis} row_scales"]
+    whole = [*whole, *tensors, "row_words", "row_scales"]
+    other = "two_c" if kind == "gradient" else "c"
+    for what, each in (("words", 8), ("scales", BLOCK)):
+        axis, more, uncut = along("r", what, sizes.get("ri", 0) // each)
+        sizes |= more
+        whole += uncut
+        results.append(f"v {other} {axis}")
+    rule = ", ".join(arguments) + " -> " + ", ".join(results)
+    return partitioned(functools.partial(_call_computed, pair, kind), rule, sizes, [*whole, other])
+
+
+def _call_computed(pair: Pair, kind: ComputedKind, *arrays: jax.Array) -> list[jax.Array]:
+    v, r, n = arrays[0].shape
+    launch = computed_launch_of(pair, kind, (v, r, n if kind == "normed" else n // 2))
+    return triton_call(
+        launch.kernel,
+        *arrays,
+        out=launch.out,
+        grid=launch.grid,
+        num_warps=launch.num_warps,
+        **launch.constants,
+    )

@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mxjax.devices import INTERPRETER, Target
 from mxjax.kernels.selftest.cases import GROUPS
 from mxjax.kernels.selftest.report import SelfTestReport
 from mxjax.kernels.selftest.workers import Limits, Result, Worker, run_cases
+from mxjax.runtime.devices import INTERPRETER, Target
 
 START_SECONDS, CASE_SECONDS, COMPILE_SECONDS = 180, 180, 300
 MOST_COMPILERS = 16
@@ -130,10 +130,10 @@ def report_gemms(
     report: SelfTestReport, target: Target, environment: Mapping[str, Any], path: Path | None
 ) -> None:
     """Prints the times of the GEMMs and writes the tile table."""
-    from mxjax.kernels.matmul.tile_table import VARIABLE, default_path
+    from mxjax.kernels.matmul.tiles import VARIABLE, default_path
     from mxjax.kernels.selftest.measured import header, rows
     from mxjax.kernels.selftest.tune_gemm import save_table
-    from mxjax.tables import table
+    from mxjax.runtime.tables import table
 
     records = [report.results["gemms", case] for case in report.passed("gemms")]
     for gemm in dict.fromkeys(record["of"] for record in records):

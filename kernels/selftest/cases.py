@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mxjax.devices import Target, current_target
 from mxjax.kernels.lowering import PLATFORMS
+from mxjax.runtime.devices import Target, current_target
 
 GROUPS = {"kernels": "kernels", "policies": "policies", "training": "training", "gemms": "tune_gemm"}
 """The groups in order, each with its module of this package, which has a function `cases(Settings)`."""

@@ -13,7 +13,7 @@ import jax
 from jax.extend import backend
 
 import mxjax
-from mxjax.devices import INTERPRETER, current_target, has_triton, on_gpu
+from mxjax.runtime.devices import INTERPRETER, current_target, has_triton, on_gpu
 
 PACKAGES = ("jax", "jaxlib", "jax-rocm7-plugin", "jax-rocm7-pjrt", "jax-cuda13-plugin", "triton", "numpy")
 VARIABLES = re.compile(r"^(XLA_|JAX_|TRITON_|MXJAX_|HIP_|HSA_|ROCR_|ROCM_|CUDA_VISIBLE|NVIDIA_VISIBLE)")

@@ -1,4 +1,4 @@
-"""Every kernel against the definitions: small builds of `mxjax.kernels.aot`, run through JAX.
+"""Every kernel against the definitions: small builds of `mxjax.kernels.cases`, run through JAX.
 
 Results have equal bits, attention's are within a tolerance of a float64 reference. Builds name their inputs,
 and the results that numpy and the definitions in `mxjax` give for them.
@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.devices import INTERPRETER, Target
-from mxjax.kernels.aot.builds import Build
-from mxjax.kernels.aot.check import expected_outputs, make_inputs, output_agrees
-from mxjax.kernels.aot.compile import MODULES
+from mxjax.kernels.cases.builds import Build
+from mxjax.kernels.cases.check import expected_outputs, make_inputs, output_agrees
+from mxjax.kernels.cases.compile import MODULES
 from mxjax.kernels.launch import triton_call
 from mxjax.kernels.selftest.cases import Case, Settings, lower_program
+from mxjax.runtime.devices import INTERPRETER, Target
 
 LARGEST = 2**20  # elements of an array; larger ones are those of Llama's shapes
 QUICK = 2**13, 3  # elements of an array, and builds of each kernel
@@ -45,7 +45,7 @@ def _builds(target: Target) -> list[Build]:
     builds = [
         build
         for module in MODULES
-        for build in importlib.import_module(f"mxjax.kernels.aot.{module}").builds(target)
+        for build in importlib.import_module(f"mxjax.kernels.cases.{module}").builds(target)
     ]
     if target == INTERPRETER:  # it truncates to bfloat16 where GPUs round, and multiplies its bits
         builds = [b for b in builds if "out" not in b.signature or b.signature["out"].dtype != "bfloat16"]
@@ -98,7 +98,7 @@ def _program(build: Build) -> Any:
 
 
 def _record(build: Build) -> Mapping[str, Any]:
-    """Returns the arguments and expected results of a build, as `mxjax.kernels.aot.check` reads them."""
+    """Returns the arguments and expected results of a build, as `mxjax.kernels.cases.check` reads them."""
     arguments = []
     for name, a in build.signature.items():
         shape, dtype = a.view or (a.shape, a.dtype)

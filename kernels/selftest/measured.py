@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mxjax.devices import current_target
 from mxjax.kernels.selftest.timing import Timing, measure
-from mxjax.tables import table
+from mxjax.runtime.devices import current_target
+from mxjax.runtime.tables import table
 
 PACKAGES = ("jaxlib", "triton", "torch", "torchao", "qwix", "flax")
 LATE = "not run: --seconds have passed"

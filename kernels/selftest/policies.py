@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mxjax.devices import INTERPRETER, current_target
-from mxjax.dot import dot
-from mxjax.implementations import Implementation, choose_implementation, implementations_of
 from mxjax.kernels.selftest.cases import Case, Settings, abstract, lower_program
+from mxjax.products.dot import dot
+from mxjax.products.implementations import Implementation, choose_implementation, implementations_of
 from mxjax.recipes import get_policy, policies
+from mxjax.runtime.devices import INTERPRETER, current_target
 
 TOLERANCE = 2e-3
 """Norm of the difference over the norm. A kernel that reads one wrong block is further off."""

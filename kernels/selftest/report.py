@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mxjax.kernels.selftest.workers import Result
-from mxjax.tables import table
+from mxjax.runtime.tables import table
 
 
 class SelfTestReport:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.dot import dot
 from mxjax.kernels.selftest.cases import Case, Settings, abstract, lower_program
+from mxjax.products.dot import dot
 
 LAYERS, WIDTH, HEADS, HIDDEN, VOCABULARY = 4, 128, 4, 384, 256
 BATCH, LENGTH, STEPS = 8, 64, 20

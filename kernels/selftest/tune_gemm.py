@@ -6,7 +6,7 @@ Every result is checked bit for bit, five times, before its case is timed. The o
 holds every partial sum in any order, as in `aot.expected.gemm_inputs`. So all results of the kernel have the
 bits of XLA's bfloat16 GEMM. The ceilings are `jnp.dot` of the same values in bfloat16 and in FP8, by cuBLAS
 or hipBLASLt. The fastest candidate of each GEMM goes into the table from which the library then chooses
-(`mxjax.kernels.matmul.tile_table`). Prints one table a GEMM, and JSON as the last line. `python -m
+(`mxjax.kernels.matmul.tiles`). Prints one table a GEMM, and JSON as the last line. `python -m
 mxjax.kernels.selftest` does the same in its group "gemms", and survives a kernel that crashes.
 """
 
@@ -19,18 +19,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mxjax.devices import INTERPRETER, Target, current_target
-from mxjax.formats import BLOCK
+from mxjax.kernels.cases.shapes import GemmShape, gemms
 from mxjax.kernels.lowering import PLATFORMS
 from mxjax.kernels.matmul.fp4_gemm import launch
-from mxjax.kernels.matmul.tile_table import VARIABLE, default_path, write_table
-from mxjax.kernels.matmul.tiles import Tiles, candidates
+from mxjax.kernels.matmul.tiles import VARIABLE, Tiles, candidates, default_path, write_table
 from mxjax.kernels.selftest import cases as selftest
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
 from mxjax.kernels.selftest.timing import measure
-from mxjax.kernels.shapes import GemmShape, gemms
-from mxjax.kmajor import KMajor, decode
-from mxjax.product import contract
+from mxjax.numerics.formats import BLOCK
+from mxjax.operands.kernel_operand import KernelOperand, decode
+from mxjax.operands.product import contract
+from mxjax.runtime.devices import INTERPRETER, Target, current_target
 
 REPEATS = 5  # runs whose results are compared, since a race shows in some only
 LARGEST_FP8_ERROR = 1e-2  # the norm of the difference over the norm
@@ -206,7 +205,7 @@ def _decoded(shape: GemmShape, baseline: str) -> list[jax.Array]:
 @functools.partial(jax.jit, static_argnums=1)
 def _decoded_from(operands: Sequence[jax.Array], dtype) -> list[jax.Array]:
     lhs, lhs_scales, rhs, rhs_scales = operands
-    return [decode(KMajor(*q)).astype(dtype) for q in ((lhs, lhs_scales), (rhs, rhs_scales))]
+    return [decode(KernelOperand(*q)).astype(dtype) for q in ((lhs, lhs_scales), (rhs, rhs_scales))]
 
 
 _count_different: Callable[[jax.Array, jax.Array], jax.Array] = jax.jit(

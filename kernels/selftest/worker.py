@@ -41,8 +41,8 @@ def main() -> None:
 
 def run_group(request: Mapping[str, Any], send: Send) -> None:
     """Runs the request's cases, or lowers those of its share, "share" [i, n]."""
-    from mxjax.devices import INTERPRETER, Target, use_target
     from mxjax.kernels.selftest.cases import GROUPS, Settings, cases_of
+    from mxjax.runtime.devices import INTERPRETER, Target, use_target
 
     target = Target(*request["target"])
     settings = Settings(target, request["quick"], request["tokens"])

@@ -17,10 +17,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped
 
-from mxjax.dot import DimensionNumbers
-from mxjax.implementations import Implementation
-from mxjax.layer_dot import make_dot_general
-from mxjax.policy import Policy
+from mxjax.policy.policy import Policy
+from mxjax.products.dot import DimensionNumbers
+from mxjax.products.dot_general import make_dot_general
+from mxjax.products.implementations import Implementation
 from mxjax.recipes import as_policy
 
 try:

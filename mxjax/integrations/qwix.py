@@ -15,12 +15,12 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, Shaped
 
-from mxjax.dot import DimensionNumbers
-from mxjax.einsum import einsum
-from mxjax.implementations import Implementation
-from mxjax.layer_dot import Side, is_linear, make_dot_general
-from mxjax.policy import Policy
-from mxjax.ragged import ragged_dot
+from mxjax.policy.policy import Policy
+from mxjax.products.dot import DimensionNumbers
+from mxjax.products.dot_general import Side, is_linear, make_dot_general
+from mxjax.products.einsum import einsum
+from mxjax.products.implementations import Implementation
+from mxjax.products.ragged import ragged_dot
 from mxjax.recipes import as_policy
 
 try:

@@ -13,8 +13,8 @@ prints policies operand by operand and recipes of whole runs by their flags, wit
 import difflib
 from collections.abc import Iterator, Mapping
 
-from mxjax.formats import FORMATS
-from mxjax.policy import OPERANDS, Policy
+from mxjax.numerics.formats import FORMATS
+from mxjax.policy.policy import OPERANDS, Policy
 from mxjax.recipes.estimators import estimators
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.nvfp4 import nvfp4

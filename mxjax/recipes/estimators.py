@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from mxjax.operand import Operand
-from mxjax.policy import Gemm, Policy, Rotation
+from mxjax.numerics.operand import Operand
+from mxjax.policy.policy import Gemm, Policy, Rotation
 
 
 def estimators() -> dict[str, Policy]:

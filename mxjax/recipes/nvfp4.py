@@ -14,8 +14,8 @@ Files named below are of these repositories:
 
 import dataclasses
 
-from mxjax.operand import FourOverSix, Operand
-from mxjax.policy import Gemm, Policy, Rotation
+from mxjax.numerics.operand import FourOverSix, Operand
+from mxjax.policy.policy import Gemm, Policy, Rotation
 
 TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of TransformerEngine's Hadamard transform: `get_wgrad_sign_vector` of

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from mxjax.operand import Operand
-from mxjax.policy import Gemm, Policy, Rotation
+from mxjax.numerics.operand import Operand
+from mxjax.policy.policy import Gemm, Policy, Rotation
 
 _MXFP4 = Operand("mxfp4")
 _EVEN = Operand("mxfp4", scale_rule="even")

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 
-from mxjax.dot import check_key
-from mxjax.implementations import Implementation
-from mxjax.layers import matching
-from mxjax.policy import Policy
+from mxjax.policy.layers import matching
+from mxjax.policy.policy import Policy
+from mxjax.products.dot import check_key
+from mxjax.products.implementations import Implementation
 from mxjax.recipes import as_policy
 from mxjax.transform import control_flow, products, shapes
 from mxjax.transform.interpreter import Context, Draw, Plan, evaluate, make_plan
@@ -67,7 +67,7 @@ def transform(
         arrays are static. Equinox modules, `nnx.State`, and parameters of Linen and Haiku are pytrees.
       policy: a `Policy`, its name, or None, which leaves products as they are.
       rules: (pattern, policy) pairs, the last that matches a weight's dotted path counts. For patterns, see
-        `mxjax.layers.matching`. Paths are those in the argument, such as "params.Dense_0.kernel" or
+        `mxjax.policy.layers.matching`. Paths are those in the argument, such as "params.Dense_0.kernel" or
         "layers.0.weight".
       weights: number of the positional argument that holds the parameters.
       implementation: see `dot` and `ragged_dot`.

@@ -11,7 +11,7 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-from mxjax.policy import Policy
+from mxjax.policy.policy import Policy
 from mxjax.transform.origins import CONSTANT, DATA, Origin, all_seen, aval, cast, join
 from mxjax.transform.report import Found
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from mxjax.dot import dot_general
-from mxjax.implementations import Implementation
-from mxjax.layer_dot import with_sharding
-from mxjax.policy import Policy
-from mxjax.ragged import ragged_dot
+from mxjax.policy.policy import Policy
+from mxjax.products.dot import dot_general
+from mxjax.products.dot_general import with_sharding
+from mxjax.products.implementations import Implementation
+from mxjax.products.ragged import ragged_dot
 from mxjax.transform.interpreter import Context, Draw, Outcome, Planner, plan_other
 from mxjax.transform.origins import CASTS, DATA, Origin, aval, quoted, seen
 from mxjax.transform.report import NO_POLICY, Found, policy_name

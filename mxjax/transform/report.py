@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from mxjax.policy import Policy
+from mxjax.policy.policy import Policy
 from mxjax.recipes import policies
 
 NO_POLICY = "its policy is None"

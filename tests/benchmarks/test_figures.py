@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="figures need matplotlib, the extra plot")
 
+from analysis.statistics import paired_difference
 from benchmarks import figures
-from training.paired_statistics import paired_difference
 
 DRAWN = pathlib.Path(__file__).parents[2] / "docs" / "figures"
 

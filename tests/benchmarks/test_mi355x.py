@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks import mi355x
-from mxjax.kernels import shapes
+from mxjax.kernels.cases import shapes
 
 PEAK, BEST = mi355x.CASES[:2]
 

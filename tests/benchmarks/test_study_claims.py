@@ -5,6 +5,7 @@ import math
 import numpy as np
 import scipy.stats
 
+from analysis.statistics import detectable
 from benchmarks.study import claims, joint
 from benchmarks.study.claim_lists import (
     ALONE,
@@ -24,7 +25,6 @@ from benchmarks.study.claim_lists import (
 from benchmarks.study.results import gather
 from benchmarks.study.studies import CONSTANT, HARD, HARD_EVEN, STUDIES
 from tests.support.study_runs import record
-from training.paired_statistics import detectable
 
 
 def test_claims_are_about_cells_of_the_studies():

@@ -9,10 +9,10 @@ import signal
 import pytest
 
 import train as training_program
+from analysis.diagnose.wgrad import VARIANTS, wgrad_grams
 from benchmarks.study import diagnosis, diagnosis_file, diagnosis_tables
 from benchmarks.study.cells import Cell
 from training.command_line import parse
-from training.diagnosis.wgrad import VARIANTS, wgrad_grams
 
 SETTINGS = {"run": "a", "step": 2, "batch_size": 4, "versions": {"jax": "0.11", "device": "H100"}}
 

@@ -12,9 +12,10 @@ import train as training_program
 from benchmarks.study import gemm_statistics, gemm_tables
 from benchmarks.study.cells import Cell
 from benchmarks.study.results import gather
-from mxjax.gemm_input import gemm_inputs, part_of
-from mxjax.keys import fold
+from mxjax.operands.use import part_of
 from mxjax.policy import OPERANDS
+from mxjax.products.draws import gemm_inputs
+from mxjax.runtime.keys import fold
 from tests.support.study_runs import record
 from training.command_line import parse
 

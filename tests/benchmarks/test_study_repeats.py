@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from analysis.statistics import detectable
 from benchmarks.study import repeats, rules, token_tables
 from benchmarks.study.cells import MULTIPLES, WGRAD_KINDS
 from benchmarks.study.results import gather
 from benchmarks.study.studies import RULES
-from training.paired_statistics import detectable
 
 _KINDS = ("wgrad_hadamard", "wgrad_rht", "wgrad_sr", "wgrad_sr34")
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"

@@ -24,8 +24,8 @@ from benchmarks.study.results import read_runs
 from training.config import DataConfig
 from training.data.indexed_dataset import IndexedWriter
 from training.data.megatron import load_megatron
-from training.interruption import RunInterrupted
-from training.nonfinite import NonFiniteError
+from training.log.health import NonFiniteError
+from training.process.interruption import RunInterrupted
 
 
 @pytest.fixture

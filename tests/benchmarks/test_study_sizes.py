@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from analysis.statistics import holm, mean_of_means
 from benchmarks.study import sizes
 from benchmarks.study.results import gather
 from tests.support.study_runs import record
-from training.paired_statistics import holm, mean_of_means
 
 COSTS = {
     "60m.tuned-60m": (5, {"full_sr": 0.2, "wgrad": 0.08, "fprop_dgrad": 0.05, "wgrad_hadamard": 0.03}),

@@ -19,7 +19,7 @@ NATIVE = (
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.path.parent == pathlib.Path(__file__).parent and item.path.stem.startswith(NATIVE):
+        if pathlib.Path(__file__).parent in item.path.parents and item.path.stem.startswith(NATIVE):
             item.add_marker(pytest.mark.gpu)
 
 
@@ -31,7 +31,7 @@ def kernels_run():
         return
     from support.interpreter import compute_once, convert_exactly, reduce_slices, replace_once
 
-    from mxjax.devices import INTERPRETER, use_target
+    from mxjax.runtime.devices import INTERPRETER, use_target
 
     replace_once()
     compute_once()
@@ -44,7 +44,7 @@ def kernels_run():
 @pytest.fixture(scope="module")
 def on_hopper(kernels_run):
     """Runs kernels as on Hopper: without one in the interpreter, with `support.ptx` for inline assembly."""
-    from mxjax.devices import INTERPRETER, Target, current_target, use_target
+    from mxjax.runtime.devices import INTERPRETER, Target, current_target, use_target
 
     hopper = Target("cuda", "sm_90")
     if current_target() != INTERPRETER:

@@ -14,29 +14,28 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mxjax
-from mxjax.devices import INTERPRETER, use_target
-from mxjax.formats import E2M1
-from mxjax.fp8_carriers import Carried, carry
-from mxjax.gated import Gated, GatedGradient
-from mxjax.gemm_input import GemmInput
 from mxjax.kernels.attention import launches
 from mxjax.kernels.attention.fused import fused_attention
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
-from mxjax.kernels.quantize import computed, quantizer
-from mxjax.kernels.quantize.computed import quantize_computed
+from mxjax.kernels.quantize import quantizer
+from mxjax.kernels.quantize import quantizer as computed
 from mxjax.kernels.quantize.hopper_normed import quantize_normed_kernel
-from mxjax.kernels.quantize.quantizer import quantize_operands
-from mxjax.kmajor import KMajor, decode, pack_by_definition
-from mxjax.normed import Norm, Normed, normed
-from mxjax.operand import Operand
-from mxjax.philox import philox_4x32
+from mxjax.kernels.quantize.quantizer import quantize_computed, quantize_operands
+from mxjax.numerics.array import float4_codes, pack_codes
+from mxjax.numerics.formats import E2M1
+from mxjax.numerics.operand import Operand
+from mxjax.numerics.philox import philox_4x32
+from mxjax.numerics.rounding import stochastic_round
+from mxjax.numerics.scales import block_scale, divide_by_scale
+from mxjax.operands.carriers import Carried, carry
+from mxjax.operands.computed import Gated, GatedGradient, Norm, Normed, normed
+from mxjax.operands.kernel_operand import KernelOperand, decode, pack_by_definition
+from mxjax.operands.product import Product
+from mxjax.operands.use import OperandUse
 from mxjax.policy import Rotation
-from mxjax.product import Product
-from mxjax.quantize import float4_codes, pack_codes
-from mxjax.rounding import stochastic_round
-from mxjax.scales import block_scale, divide_by_scale
+from mxjax.runtime.devices import INTERPRETER, use_target
 
-COMPUTED_INPUTS = GemmInput(-1), GemmInput(-2, rotation=Rotation(16))
+COMPUTED_INPUTS = OperandUse(-1), OperandUse(-2, rotation=Rotation(16))
 
 
 def plain_kernel(kernel, x, scalars, *, out, **constants):
@@ -101,8 +100,8 @@ def main() -> None:
     stochastic = Operand(rounding="stochastic")
     keys = [jax.random.key(i) for i in range(2)]
     inputs = [
-        GemmInput(-1, stochastic, key=keys[0]),
-        GemmInput(-2, stochastic, Rotation(16), key=keys[1]),
+        OperandUse(-1, stochastic, key=keys[0]),
+        OperandUse(-2, stochastic, Rotation(16), key=keys[1]),
     ]
 
     def quantize(x):
@@ -166,7 +165,7 @@ def check_awkward(mesh, quantize) -> None:
 
 def check_long_runs(mesh) -> None:
     """A shard has whole runs of H128: where it would have half a run, the axis is gathered."""
-    how = GemmInput(-2, Operand(rounding="stochastic"), Rotation(128), key=jax.random.key(10))
+    how = OperandUse(-2, Operand(rounding="stochastic"), Rotation(128), key=jax.random.key(10))
     x = jax.random.normal(jax.random.key(11), (512, 8))
     placed = jax.device_put(x, NamedSharding(mesh, P(("a", "b"))))
     with use_target(INTERPRETER):
@@ -228,7 +227,7 @@ def check_computed(mesh) -> None:
 def plain_product(lhs, lhs_scales, rhs, rhs_scales, dtype, target):
     """Multiplies as the GEMM kernel does, by jax.numpy."""
     del target
-    left, right = decode(KMajor(lhs, lhs_scales)), decode(KMajor(rhs, rhs_scales))
+    left, right = decode(KernelOperand(lhs, lhs_scales)), decode(KernelOperand(rhs, rhs_scales))
     return jnp.einsum("bmk,bnk->bmn", left, right, preferred_element_type=jnp.float32).astype(dtype)
 
 
@@ -284,7 +283,7 @@ def plain_carry(lhs, rhs, carriers, target, grouped):
     del target, grouped
     carried = []
     for operand, carrier in zip((lhs, rhs), carriers, strict=True):
-        rows = [carry(KMajor(*q), carrier) for q in zip(*operand, strict=True)]
+        rows = [carry(KernelOperand(*q), carrier) for q in zip(*operand, strict=True)]
         q = jax.tree.map(lambda *t: jnp.stack(t), *rows)
         carried.append(Carried(q.elements, q.unit, jnp.max(q.lost, axis=1, keepdims=True)))
     return carried
@@ -391,7 +390,7 @@ def compare(got, wanted) -> None:
 
 @jax.jit
 def quantize_plain(x):
-    q = pack_by_definition(x, GemmInput(-1))
+    q = pack_by_definition(x, OperandUse(-1))
     return q.elements, q.scales
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import mxjax
-from mxjax.formats import get_format
+from mxjax.numerics.formats import get_format
 
 TESTS = pathlib.Path(__file__).parents[1]
 CALLS = ([], ["triton_kernel_call_ffi"])

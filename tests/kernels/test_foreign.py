@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
     """Returns the folder of the builds that an emulator runs in seconds."""
     out = tmp_path_factory.mktemp("builds")
     only = [f"--only={pattern}" for pattern in PATTERNS]
-    run_compiled("mxjax.kernels.aot", "--target=gfx950", "--jobs=2", f"--out={out}", *only)
+    run_compiled("mxjax.kernels.cases", "--target=gfx950", "--jobs=2", f"--out={out}", *only)
     return out / "gfx950"
 
 

@@ -26,8 +26,8 @@ from support.code_objects import (
 )
 from support.programs import run_compiled
 
-from mxjax.kernels.aot import check, expected
-from mxjax.kernels.aot.compile import list_builds
+from mxjax.kernels.cases import check, expected
+from mxjax.kernels.cases.compile import list_builds
 from mxjax.kernels.matmul.tiles import TILES
 
 pytestmark = pytest.mark.slow
@@ -210,7 +210,7 @@ def test_quantizers_store_16_bytes(quantizers):
 def test_attention_multiplies_in_bfloat16(gfx950):
     """Keys and values go straight into LDS in the forward kernel, and are transposed as they are read."""
     found = [d for d in gfx950.values() if d["name"].startswith("attention_")]
-    assert len(found) == len(list_builds("attention_builds", "gfx950"))
+    assert len(found) == len(list_builds("attention", "gfx950"))
     for d in found:
         opcodes = d["whole_kernel"]["opcodes"]
         assert list(starting(opcodes, "v_mfma", "v_smfmac", "v_dot")) == ["v_mfma_f32_32x32x16_bf16"], d[
@@ -326,10 +326,10 @@ def test_no_barrier_leaves_a_read_of_lds_outstanding(gemms, folder):
 
 PINGPONG = """
 import pathlib, sys
-from mxjax.kernels.aot.compile import build_one
-from mxjax.kernels.knobs import SETTINGS
+from mxjax.kernels.cases.compile import build_one
+from mxjax.kernels.lowering import SETTINGS
 SETTINGS["hip"]["use_block_pingpong"] = True
-build_one("gemm_builds", "gfx950", sys.argv[1], pathlib.Path(sys.argv[2]))
+build_one("matmul", "gfx950", sys.argv[1], pathlib.Path(sys.argv[2]))
 """
 
 

@@ -15,19 +15,19 @@ SCRIPT = """
 import jax
 import jax.numpy as jnp
 from mxjax.kernels.matmul.fp4_gemm import matmul
-from mxjax.devices import Target, use_target
-from mxjax.gemm_input import GemmInput
+from mxjax.runtime.devices import Target, use_target
+from mxjax.operands.use import OperandUse
 from mxjax.kernels import lowering
 from mxjax.kernels.call_message import MachineCode
 from mxjax.kernels.quantize.quantizer import quantize_operands
 from mxjax.operand import Operand
 from mxjax.policy import Rotation
 
-SR = GemmInput(-2, Operand(rounding="stochastic"), Rotation(16, "redrawn"))
+SR = OperandUse(-2, Operand(rounding="stochastic"), Rotation(16, "redrawn"))
 
 
 def quantize(x, key, signs):
-    return quantize_operands(x, [GemmInput(-1), SR._replace(key=key, signs=signs)])
+    return quantize_operands(x, [OperandUse(-1), SR._replace(key=key, signs=signs)])
 
 
 def forward(x, w, key, signs):
@@ -96,7 +96,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 import mxjax
-from mxjax.devices import Target, use_target
+from mxjax.runtime.devices import Target, use_target
 from mxjax.kernels import lowering
 
 

@@ -9,10 +9,12 @@ import pytest
 from support.gpu import HAS_GPU
 
 import mxjax
-from mxjax import Gemm, Operand, Rotation, expert_chunks, prepare
-from mxjax.devices import current_target
-from mxjax.gemm_input import as_backward_sees, gemm_inputs
-from mxjax.implementations import implementations_of
+from mxjax import Gemm, Operand, Rotation
+from mxjax.operands.use import as_backward_sees
+from mxjax.products import expert_chunks, prepare
+from mxjax.products.draws import gemm_inputs
+from mxjax.products.implementations import implementations_of
+from mxjax.runtime.devices import current_target
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
 

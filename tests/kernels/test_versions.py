@@ -13,9 +13,9 @@ import sys
 
 import pytest
 
-from mxjax.devices import INTERPRETER
 from mxjax.kernels.selftest import kernels
 from mxjax.kernels.selftest.cases import Settings
+from mxjax.runtime.devices import INTERPRETER
 
 ROOT = pathlib.Path(__file__).parents[2]
 OLDEST, NEWEST = ("0.11.1", "3.6.0"), ("0.12.0.1", "3.9.0")
@@ -24,7 +24,7 @@ MULTIPLIES = ("gemm_1x1x1x32_float32", "gemm_1x5x7x96_float32", "gemm_1x64x64x25
 
 LOWER = """
 import json
-from mxjax.devices import Target
+from mxjax.runtime.devices import Target
 from support.programs import calls_of, lower_dot
 
 names = {}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from models import attention
-from mxjax.devices import INTERPRETER, Target, use_target
 from mxjax.kernels.attention import fused as kernels
+from mxjax.runtime.devices import INTERPRETER, Target, use_target
 
 
 def whole(q, k, v):

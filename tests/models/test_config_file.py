@@ -11,9 +11,9 @@ from models.configs import CONFIGS, get_config, to_dict
 from models.huggingface.config import write_config
 from training.command_line import parse
 from training.data.indexed_dataset import IndexedWriter
-from training.report import long_sequences
-from training.run_config import HUGGINGFACE
-from training.setup import open_folder, set_up
+from training.log.report import long_sequences
+from training.run.record import HUGGINGFACE
+from training.run.run import open_folder, set_up
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 SMALL = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16}

@@ -15,8 +15,8 @@ from support.llamas import GOLDEN, NAMES, SMALL, layer_policies, rewrite_params
 from models import llama
 from models.generation import Options, choose, empty_cache, generate, is_in_nucleus, read
 from models.huggingface.config import read_config
-from models.huggingface.convert import read_params
-from training.huggingface_runs import export_checkpoint, import_checkpoint
+from models.huggingface.weights import read_params
+from training.huggingface import export_checkpoint, import_checkpoint
 
 GENERATED = np.load(pathlib.Path(__file__).parents[1] / "golden" / "generation.npz")
 KEY = jax.random.key(0)

@@ -14,9 +14,9 @@ from support.llamas import GOLDEN, NAMES, SMALL, golden_raw, logits_of, params_o
 import mxjax
 from models import llama
 from models.configs import LlamaConfig, RopeScaling
-from models.huggingface.safetensors_files import Reader, Spec, Writer
-from models.huggingface.tensors import views
-from training.huggingface_runs import export_checkpoint, import_checkpoint
+from models.huggingface.files import Reader, Spec, Writer
+from models.huggingface.weights import views
+from training.huggingface import export_checkpoint, import_checkpoint
 
 
 @pytest.fixture(scope="module")

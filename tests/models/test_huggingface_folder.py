@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from support.llamas import GOLDEN, golden_raw, params_of, tensors
 
-from models.huggingface import __main__ as program
-from models.huggingface.safetensors_files import INDEX, SINGLE, Writer
-from training.huggingface_runs import import_checkpoint
+from models.huggingface.files import INDEX, SINGLE, Writer
+from training import huggingface as program
+from training.huggingface import import_checkpoint
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_a_terminated_import_leaves_nothing(checkpoint, tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("training.huggingface_runs.save_params", terminated)
+    monkeypatch.setattr("training.huggingface.save_params", terminated)
     monkeypatch.setattr(sys, "argv", ["-m", "import", str(checkpoint), str(tmp_path / "run")])
     try:
         with pytest.raises(SystemExit) as ended:

@@ -14,7 +14,7 @@ from support.llamas import layer_policies
 import mxjax
 from models import llama, loss
 from models.configs import CONFIGS, LlamaConfig, RopeScaling, get_config
-from mxjax.devices import Target, use_target
+from mxjax.runtime.devices import Target, use_target
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "llama.npz"
 SMALL = LlamaConfig(64, 32, 3, 4, 2, 16, 96)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from models.huggingface.safetensors_files import DTYPES, INDEX, SINGLE, Reader, Spec, Writer, _shards
+from models.huggingface.files import DTYPES, INDEX, SINGLE, Reader, Spec, Writer, _shards
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 LARGE = 2**30

@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 
 import train as training_program
-from training import interruption, programs
-from training.checkpoint.checkpoints import Checkpoints
+from training import trainer as programs
 from training.command_line import parse
-from training.nonfinite import NonFiniteError
-from training.step_reporter import StepReporter
+from training.log.health import NonFiniteError
+from training.log.reporter import StepReporter
+from training.process import interruption
+from training.run.checkpoints import Checkpoints
 
 TIMES = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
 ROOT = pathlib.Path(__file__).parents[2]
@@ -254,10 +255,10 @@ IMPORTS = """
 import json, pathlib, shutil, sys, time, jax, numpy as np, optax
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
 from training.checkpoint import checksums
-from training.checkpoint.checkpoints import CheckpointError, Checkpoints
-from training.checkpoint.damaged import set_aside_damaged
-from training.interruption import Interruption
-from training.processes import ProcessError
+from training.run.checkpoints import CheckpointError, Checkpoints
+from training.run.checksums import set_aside_damaged
+from training.process.interruption import Interruption
+from training.process.together import ProcessError
 from training.step import init_state
 """
 

@@ -22,12 +22,12 @@ import eval as evaluation_program
 import train as training_program
 from models import llama
 from models.config_file import from_dict
-from training.checkpoint.checkpoints import Checkpoints, save_params
-from training.checkpoint.damaged import saved_steps
-from training.huggingface_runs import export_checkpoint
-from training.metrics import read_records
-from training.run_config import read_run_config
-from training.startup import prepare_process
+from training.huggingface import export_checkpoint
+from training.log.metrics import read_records
+from training.process.start import prepare_process
+from training.run.checkpoints import Checkpoints, save_params
+from training.run.checksums import saved_steps
+from training.run.record import read_run_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 FLAGS = "--batch-size 2 --seq-len 16 --eval-batches 2 --warmup-steps 2 --policy bf16 --checkpoint-every 2"
@@ -116,7 +116,7 @@ def test_a_path_that_cannot_be_a_folder_is_named_in_one_line(text, tmp_path):
 
 
 def test_a_folder_in_use_is_left_alone(run):
-    code = "import pathlib, sys\nfrom training.run_lock import locked\n"
+    code = "import pathlib, sys\nfrom training.run.lock import locked\n"
     code += "with locked(pathlib.Path(sys.argv[1])): print('locked', flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     holder = subprocess.Popen([sys.executable, "-c", code, str(run)], cwd=ROOT, **pipes)

@@ -27,16 +27,14 @@ import mxjax
 from models import llama
 from models.configs import get_config, to_dict
 from models.huggingface.config import read_config
-from models.huggingface.folder import read_json
-from models.huggingface.safetensors_files import INDEX, SINGLE, Reader
-from models.huggingface.tensors import check_tensors
+from models.huggingface.files import INDEX, SINGLE, Reader, read_json
+from models.huggingface.weights import check_tensors
 from training.config import Config
 from training.data.indexed_dataset import IndexedDataset, IndexedWriter
 from training.data.megatron import load_validation
 from training.data.tokenizer import load_tokenizer, tokenizer_vocab_size
-from training.policy_record import from_record, to_record
-from training.policy_schedule import Phase
-from training.run_config import FILE, from_json, model_of, read_run_config, to_json
+from training.phases import Phase, from_record, to_record
+from training.run.record import FILE, from_json, model_of, read_run_config, to_json
 from training.tokenize.documents import Documents
 from training.tokenize.train_tokenizer import train_tokenizer
 

@@ -34,8 +34,8 @@ def run_without(module, folder, *arguments):
     ("program", "module"),
     [
         ("training.tokenize", "tyro"),
-        ("models.huggingface", "flax"),
-        ("models.huggingface", "tyro"),
+        ("training.huggingface", "flax"),
+        ("training.huggingface", "tyro"),
         ("train.py", "flax"),
         ("eval.py", "flax"),
     ],
@@ -52,5 +52,5 @@ def test_a_program_without_an_extra_is_one_line(program, module, tmp_path):
 @pytest.mark.parametrize("package", ["training", "models"])
 def test_an_import_without_an_extra_raises_import_error(package, tmp_path):
     code = f"try:\n    import {package}\nexcept ImportError as error:\n    print(error)"
-    done = run_without("flax", tmp_path, "-c", code, "-m", "training.tokenize", "models.huggingface")
+    done = run_without("flax", tmp_path, "-c", code, "-m", "training.tokenize", "training.huggingface")
     assert done.stdout.startswith(f"{package} needs flax: "), done.stderr

@@ -12,8 +12,7 @@ import mxjax
 from models import llama
 from models.configs import get_config
 from training.command_line import parse
-from training.policy_schedule import phases_of
-from training.recipes import expand
+from training.phases import expand, phases_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -9,10 +9,9 @@ from support.runs import error_of, run
 
 import eval as evaluation_program
 import train as training_program
-from training.checkpoint.structure import check_saveable
-from training.command_line import parse
-from training.flags import check_lists, in_one_line
-from training.run_config import read_run_config
+from training.command_line import check_lists, in_one_line, parse
+from training.run.checksums import check_saveable
+from training.run.record import read_run_config
 
 SHAPE = {"d_model": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 4, "d_ff": 8}
 

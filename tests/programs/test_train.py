@@ -15,8 +15,11 @@ import pytest
 from support.runs import SMALL, lines, resume, run, weights
 
 import train as training_program
-from training import loop, programs, report, step_reporter
-from training.nonfinite import NonFiniteError
+from training import trainer as loop
+from training import trainer as programs
+from training.log import report
+from training.log import reporter as step_reporter
+from training.log.health import NonFiniteError
 
 ROOT = pathlib.Path(__file__).parents[2]
 

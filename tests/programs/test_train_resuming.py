@@ -11,11 +11,12 @@ import pytest
 from support.runs import lines, resume, run, weights, without_time
 
 import eval as evaluation_program
-from training import loop, step_reporter
+from training import trainer as loop
 from training.command_line import parse
 from training.config import Config, by_flag
-from training.interruption import RunInterrupted
-from training.resume import _MAY_CHANGE, check_resumable
+from training.log import reporter as step_reporter
+from training.process.interruption import RunInterrupted
+from training.run.resume import _MAY_CHANGE, check_resumable
 
 FLAGS = ("--policy", "full_sr", "--layers", "head=bf16", "--eval-every", "3")
 

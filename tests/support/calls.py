@@ -13,8 +13,8 @@ import triton.language as tl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mxjax.devices import Target, use_target
 from mxjax.kernels.launch import triton_call
+from mxjax.runtime.devices import Target, use_target
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Builds by `python -m mxjax.kernels.aot`, made once for all tests that read them."""
+"""Builds by `python -m mxjax.kernels.cases`, made once for all tests that read them."""
 
 import fcntl
 import json
@@ -77,7 +77,7 @@ def build_once(tmp_path_factory, name="builds", builds=BUILDS):
 
 def build(out, builds):
     """Compiles the builds with these names, patterns by target, into a folder."""
-    command = [sys.executable, "-m", "mxjax.kernels.aot", "--jobs=2", "--out", str(out)]
+    command = [sys.executable, "-m", "mxjax.kernels.cases", "--jobs=2", "--out", str(out)]
     for target, patterns in builds.items():
         command += [f"--target={target}", *(f"--only={target}/{pattern}" for pattern in patterns)]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 import mxjax
 from models import llama
-from mxjax.devices import Target, use_target
 from mxjax.kernels import lowering
 from mxjax.kernels.call_message import MachineCode
+from mxjax.runtime.devices import Target, use_target
 from support.llamas import SMALL, layer_policies
 from support.programs import lower_dot, targets_of
 

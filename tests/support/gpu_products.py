@@ -17,8 +17,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mxjax
-from mxjax.implementations import compiler_options
-from training.environment import enable_compilation_cache
+from mxjax.products.implementations import compiler_options
+from training.process.environment import enable_compilation_cache
 
 LAYOUTS = {
     "batch": ((2, 1), (P("d"), P(None, None), P("d", None, None))),
@@ -26,7 +26,8 @@ LAYOUTS = {
     "sequence, d_in of w": ((1, 2), (P("d", "t"), P("t", None), P("d", "t", None))),
     "d_in of x, d_out": ((1, 2), (P("d", None, "t"), P(None, ("d", "t")), P("d", None, "t"))),
 }
-"""Sizes of a mesh (d, t), and how x, w and y are sharded on it, as in tests/mxjax/test_sharding.py."""
+"""Sizes of a mesh (d, t), and how x, w and y are sharded on it, as in
+tests/mxjax/products/test_sharding.py."""
 
 
 def draw(batch, tokens, d_in, d_out):

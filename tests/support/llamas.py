@@ -11,10 +11,10 @@ from models import llama
 from models.config_file import from_dict
 from models.configs import LlamaConfig
 from models.huggingface.config import write_config
-from models.huggingface.safetensors_files import Reader, Spec, Writer
-from models.huggingface.tensors import views
+from models.huggingface.files import Reader, Spec, Writer
+from models.huggingface.weights import views
 from mxjax import get_policy
-from training.checkpoint.checkpoints import Checkpoints
+from training.run.checkpoints import Checkpoints
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 NAMES = ("llama2", "llama3", "llama3.1", "llama3.2")

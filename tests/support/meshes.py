@@ -21,15 +21,14 @@ from models import llama
 from models import loss as pieces
 from models.configs import LlamaConfig
 from models.sharding import AXES
-from training import parameter_sharding
-from training.checkpoint.checkpoints import Checkpoints
+from training import sharding as parameter_sharding
 from training.config import OptimizerConfig
-from training.environment import enable_compilation_cache
 from training.memory import step_memory
-from training.mesh import global_batch, make_mesh, on_mesh
 from training.optimizer import keeps_finite, learning_rate, make_optimizer
+from training.process.environment import enable_compilation_cache
+from training.run.checkpoints import Checkpoints
+from training.sharding import filled_size, global_batch, make_mesh, on_mesh, resize, resize_on
 from training.step import ScheduledStep, make_eval_step, make_train_step
-from training.vocabulary import filled_size, resize, resize_on
 
 # Every axis has 8 whole blocks and rotations of 32.
 MODEL = LlamaConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import mxjax
-from mxjax.devices import Target, use_target
+from mxjax.runtime.devices import Target, use_target
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 
 import mxjax
-from mxjax.gemm_input import GemmInput
 from mxjax.kernels.quantize.quantizer import quantize_operands
+from mxjax.operands.use import OperandUse
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
 GRID = np.array([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 6.99, 7], np.float32)
@@ -38,7 +38,7 @@ def with_operand(policy, gemm, side, **changes):
     return dataclasses.replace(policy, **{gemm: changed})
 
 
-def draw(key, how: GemmInput) -> GemmInput:
+def draw(key, how: OperandUse) -> OperandUse:
     """Returns the input with a key, and with signs if its rotation has any."""
     signs = None
     if how.has_signs:
@@ -46,7 +46,7 @@ def draw(key, how: GemmInput) -> GemmInput:
     return how._replace(key=key, signs=signs)
 
 
-def define(x, how: GemmInput):
+def define(x, how: OperandUse):
     """Returns what the definitions make of x: elements [*b, other, length], bytes [*b, other, blocks]."""
     widths = [(0, 0)] * x.ndim
     widths[how.axis] = (0, how.padded(x.shape[how.axis]) - x.shape[how.axis])

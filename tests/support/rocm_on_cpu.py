@@ -23,9 +23,9 @@ import numpy as np
 from gfx950 import machine
 from gfx950.memory import BASE, GUARD, Memory
 
-from mxjax.devices import Target, use_target
-from mxjax.kernels.aot.assembly import amd_descriptor
-from mxjax.kernels.aot.record import launch_values
+from mxjax.kernels.cases.assembly import amd_descriptor
+from mxjax.kernels.cases.record import launch_values
+from mxjax.runtime.devices import Target, use_target
 from support.programs import Call, read_call
 
 NAME = "triton_kernel_call_ffi"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import train as training_program
-from training.checkpoint.checkpoints import Checkpoints
 from training.command_line import parse
+from training.run.checkpoints import Checkpoints
 
 SMALL = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2", "--steps", "6"]
 

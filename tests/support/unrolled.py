@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import mxjax
-from models import backward_order, llama
+from models import llama
+from models import sharding as backward_order
 from models.configs import LlamaConfig
-from training import parameter_sharding
+from training import sharding as parameter_sharding
 from training.config import OptimizerConfig
-from training.mesh import global_batch, make_mesh
 from training.optimizer import make_optimizer
+from training.sharding import global_batch, make_mesh
 
 MODEL = LlamaConfig(256, 128, 3, 4, 2, 32, 256, rope_theta=10_000.0, tied="tied" in sys.argv)
 

@@ -10,8 +10,8 @@ import train as training_program
 from mxjax import Gemm, Policy, Rotation
 from training.command_line import parse
 from training.config import Config, PrecisionConfig
-from training.resume import check_resumable
-from training.run_config import from_json, to_json
+from training.run.record import from_json, to_json
+from training.run.resume import check_resumable
 
 FLAGS = "--policy wgrad --scale-rule even --lr 1e-3 --batch-size=4 --layers head=fp8 blocks.0.*=bf16 --out a"
 

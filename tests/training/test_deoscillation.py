@@ -12,12 +12,12 @@ from support.llamas import SMALL, layer_policies
 
 import mxjax
 from models import llama
-from mxjax.layers import LayerPolicies
+from mxjax.policy.layers import LayerPolicies
 from training import deoscillation
 from training.config import Config, PrecisionConfig
 from training.deoscillation import Deoscillation, check_policies, parse_deoscillation, snap_oscillating
-from training.recipes import expand
-from training.report import late_flags
+from training.log.report import late_flags
+from training.phases import expand
 
 
 @functools.cache

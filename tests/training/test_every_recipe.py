@@ -21,7 +21,7 @@ from mxjax.recipes.ladder import ladder
 from mxjax.recipes.whole_runs import RECIPES
 from training.config import Config, OptimizerConfig, PrecisionConfig
 from training.optimizer import learning_rate, optimizer_of
-from training.recipes import expand
+from training.phases import expand
 from training.step import ScheduledStep, init_state, make_train_step
 
 STEPS, BATCH, LENGTH, VOCABULARY = 100, 2, 32, 32

@@ -5,9 +5,9 @@ import pathlib
 
 import pytest
 
-from training.environment import input_errors
-from training.extras import MissingExtraError, check_extra, require
 from training.files import whole_lines, write_atomically
+from training.process.environment import input_errors
+from training.process.extras import MissingExtraError, check_extra, require
 
 
 def test_a_file_is_replaced(tmp_path):

@@ -20,17 +20,16 @@ import mxjax
 import train as training_program
 from models import llama
 from models.configs import LlamaConfig, get_config
-from models.huggingface.safetensors_files import Reader
+from models.huggingface.files import Reader
 from models.sharding import AXES
-from training import parameter_sharding
+from training import sharding as parameter_sharding
 from training.command_line import parse
 from training.config import Config
-from training.huggingface_runs import export_checkpoint
-from training.mesh import check_batch, parse_mesh
-from training.policy_schedule import Phase
-from training.processes import join_processes, wait_for_coordinator
-from training.setup import fits_mesh
-from training.vocabulary import filled_size
+from training.huggingface import export_checkpoint
+from training.phases import Phase
+from training.process.together import join_processes, wait_for_coordinator
+from training.run.run import fits_mesh
+from training.sharding import check_batch, filled_size, parse_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive

@@ -14,16 +14,16 @@ import mxjax
 import train as training_program
 from models.configs import get_config
 from models.llama import layer_policies
-from mxjax.layers import LayerPolicies
+from mxjax.policy.layers import LayerPolicies
 from training import mlperf
 from training.command_line import parse
 from training.config import Config, MLPerfConfig
 from training.data.indexed_dataset import IndexedWriter
+from training.log.mlperf import TOKEN, MLPerfLog, settings
+from training.log.reporter import StepReporter
 from training.memory import ONE_DEVICE
-from training.mlperf_log import TOKEN, MLPerfLog, settings
 from training.optimizer import learning_rate
-from training.run_config import from_json, to_json
-from training.step_reporter import StepReporter
+from training.run.record import from_json, to_json
 
 checker = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
 PRESET = ["--preset", "mlperf-llama3.1-8b"]

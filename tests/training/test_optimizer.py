@@ -12,8 +12,8 @@ from models import llama
 from models.configs import LlamaConfig
 from training.command_line import parse
 from training.config import Config, OptimizerConfig
+from training.log.report import low_learning_rate
 from training.optimizer import decayed, keeps_finite, learning_rate, make_optimizer
-from training.report import low_learning_rate
 
 
 def test_warm_up_and_cosine():

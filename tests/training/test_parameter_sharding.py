@@ -6,8 +6,8 @@ import pytest
 
 from models import llama
 from models.configs import LlamaConfig
-from training import parameter_sharding
-from training.mesh import make_mesh
+from training import sharding as parameter_sharding
+from training.sharding import make_mesh
 
 
 def test_states_of_two_seeds_are_made_by_one_program(monkeypatch):

@@ -15,10 +15,9 @@ from models.configs import get_config
 from mxjax import Gemm, Operand, Policy, Rotation
 from training.command_line import parse
 from training.config import Config, DataConfig, PrecisionConfig, by_flag
-from training.policy_record import changed_files, from_record, to_record
-from training.policy_schedule import parse_schedule, phases_of
+from training.phases import changed_files, from_record, parse_schedule, phases_of, to_record
 from training.policy_source import load_policy
-from training.run_config import from_json, to_json
+from training.run.record import from_json, to_json
 
 OWN = Policy(wgrad=Gemm(rotation=Rotation(32, "fixed", seed=3)))
 IDLE = Policy(Gemm(Operand("fp32"), Operand()), wgrad=Gemm(Operand(source="dequantized")))

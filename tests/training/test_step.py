@@ -7,9 +7,8 @@ import optax
 import pytest
 
 from training.config import OptimizerConfig
-from training.largest_values import largest_values, layer_names
 from training.optimizer import keeps_finite, make_optimizer
-from training.step import evaluate, init_state, make_eval_step, make_train_step
+from training.step import evaluate, init_state, largest_values, layer_names, make_eval_step, make_train_step
 
 
 def bigram(params, batch, key, noise=0.0):

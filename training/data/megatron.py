@@ -12,10 +12,9 @@ import numpy as np
 
 from training.config import DataConfig
 from training.data.indexed_dataset import IndexedDataset, Tokens
-from training.data.megatron_order import blend_samples
-from training.data.megatron_samples import Blend, GPTDataset, Rows
+from training.data.order import Blend, GPTDataset, Rows, blend_samples
+from training.data.text import rows_of_a_shard
 from training.data.tokenizer import tokenizer_path, tokenizer_vocab_size
-from training.data.windows import rows_of_a_shard
 
 _TRAIN_SHARE = 0.95  # of the documents, without --eval-data: Megatron's split 95,5
 _VOCABULARY_MULTIPLE = 128  # Megatron's make_vocab_size_divisible_by

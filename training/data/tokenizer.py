@@ -5,8 +5,8 @@ import os
 import pathlib
 from typing import Any
 
-from training.extras import require
 from training.files import special_kind
+from training.process.extras import require
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Names in GPT-2, Llama 3, Llama 2 and T5, Gemma.

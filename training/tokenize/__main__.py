@@ -8,7 +8,7 @@ files are kept in PREFIX.partial until PREFIX.bin and .idx are complete.
 """
 
 if __name__ == "__main__":
-    from training.startup import prepare_process
+    from training.process.start import prepare_process
 
     prepare_process()  # before the other imports, which take seconds
 

@@ -9,8 +9,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from training.extras import check_extra
 from training.files import special_kind
+from training.process.extras import check_extra
 
 _JSON_LINES = (".json", ".jsonl")
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".txt.gz", ".txt", ".parquet")

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from training.command_line import flags_of
 from training.data.indexed_dataset import IndexedWriter, token_dtype
 from training.data.tokenizer import (
     end_of_document,
@@ -23,11 +24,9 @@ from training.data.tokenizer import (
     tokenizer_path,
     tokenizer_vocab_size,
 )
-from training.environment import input_errors
-from training.files import write_atomically
-from training.flags import flags_of
-from training.integrity import problem, read_checked, size_and_crc32, to_checked
-from training.startup import cores, output_errors, unwinding_signals
+from training.files import problem, read_checked, size_and_crc32, to_checked, write_atomically
+from training.process.environment import input_errors
+from training.process.start import cores, output_errors, unwinding_signals
 from training.tokenize import workers
 from training.tokenize.documents import below, find_files
 from training.tokenize.plan import (

@@ -21,8 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from training.data.tokenizer import load_tokenizer
-from training.files import sync, temporary_path, write_atomically
-from training.integrity import problem, read_checked, size_and_crc32, to_checked
+from training.files import (
+    problem,
+    read_checked,
+    size_and_crc32,
+    sync,
+    temporary_path,
+    to_checked,
+    write_atomically,
+)
 from training.tokenize.documents import Document, Documents, Problem
 
 _BATCH = 2**17  # characters encoded at a time
@@ -100,7 +107,7 @@ def make(
     """
     # Workers fork from a process that has imported everything and started no threads, and share its memory.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "training.environment", "rich.progress", "tyro"])
+    context.set_forkserver_preload([__name__, "training.process.environment", "rich.progress", "tyro"])
     state = context.Array(ctypes.c_int64, 3)  # bytes, tokens, stop
     largest_first = sorted(numbers, key=lambda i: -os.path.getsize(files[i]))
     with concurrent.futures.ProcessPoolExecutor(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from foreign.instructions import State, function_of, memory
-from mxjax.kernels.aot import check
+from mxjax.kernels.cases import check
 
 GUARD, FILL = 4096, 0xA5  # bytes around each array that nothing may write, and what they contain
 REGISTERS = 256

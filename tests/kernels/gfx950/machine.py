@@ -83,7 +83,7 @@ def run(
     seed: int | None = None,
     groups: Iterable[tuple[int, int, int]] | None = None,
 ) -> None:
-    """Runs work-groups of a record of `mxjax.kernels.aot`.
+    """Runs work-groups of a record of `mxjax.kernels.cases`.
 
     Args:
         record: The JSON beside the code object.

@@ -1,0 +1,85 @@
+"""The plot of `eval.py compare`: training and validation losses of groups of runs, legible in grey."""
+
+import itertools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from analysis.compare.runs import Group, Losses
+from training.process.extras import require
+
+_COLORS = ("#000000", "#0b4f9e", "#c2410c", "#2f8f4e", "#8a8a8a", "#b58bd0")
+"""From dark to light, so that they differ in grey."""
+_LINES = ("-", "--", ":", "-.")
+_MARKERS = "os^Dvx*"
+POINTS = 200
+"""The largest number of points of a training curve; each is a mean over its steps."""
+
+
+def plot(
+    groups: Sequence[Group],
+    references: Mapping[str, Losses],
+    target: float | None,
+    unit: str,
+    path: pathlib.Path,
+) -> None:
+    """Draws the mean curve of every group, and the range of its runs, into a file.
+
+    Args:
+      groups: the runs.
+      references: other validation losses, by label.
+      target: a loss to mark.
+      unit: what the losses are counted by.
+      path: file to write; its suffix names the format.
+    Raises:
+      MissingExtraError: matplotlib is not installed.
+      ValueError: matplotlib cannot write this kind of file.
+    """
+    figure = require("plot", "--plot", "matplotlib.figure").Figure(figsize=(10, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for group, style in zip(groups, _styles(), strict=False):
+        _draw(left, [_binned(run.train) for run in group.runs], style | {"marker": ""}, group.name)
+        _draw(right, [dict(sorted(run.validation.items())) for run in group.runs], style, group.name)
+    for (name, losses), style in zip(
+        references.items(), itertools.islice(_styles(), len(groups), None), strict=False
+    ):
+        _draw(right, [dict(sorted(losses.items()))], style, name)
+    if target is not None:
+        right.axhline(target, color="grey", linestyle=(0, (1, 3)), label=f"target {target:g}")
+    formatter = require("plot", "--plot", "matplotlib.ticker").EngFormatter(sep="")
+    for axes, name in ((left, "training"), (right, "validation")):
+        axes.set(xlabel=unit, ylabel=f"{name} loss, nats a token")
+        axes.xaxis.set_major_formatter(formatter)
+        axes.grid(color="#dddddd", linewidth=0.6)
+    several = any(len(group.runs) > 1 for group in groups)
+    title = "means, and ranges of the runs" if several else None
+    right.legend(frameon=False, fontsize="small", title=title, title_fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _styles():
+    """Yields line styles without end; color, line and marker change together."""
+    for i in itertools.count():
+        yield {
+            "color": _COLORS[i % len(_COLORS)],
+            "linestyle": _LINES[i % len(_LINES)],
+            "marker": _MARKERS[i % len(_MARKERS)],
+            "markersize": 4,
+        }
+
+
+def _draw(axes: Any, curves: Sequence[Losses], style: dict[str, Any], label: str) -> None:
+    common = sorted(set(curves[0]).intersection(*curves))
+    values = [[curve[x] for curve in curves] for x in common]
+    axes.plot(common, [sum(v) / len(v) for v in values], label=label, **style)
+    if len(curves) > 1:
+        low, high = [min(v) for v in values], [max(v) for v in values]
+        axes.fill_between(common, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _binned(train: Losses) -> dict[int, float]:
+    """Returns means of neighbouring steps, at most POINTS of them, keyed by their last step."""
+    points = sorted(train.items())
+    size = -(-len(points) // POINTS)
+    bins = (points[i : i + size] for i in range(0, len(points), max(size, 1)))
+    return {part[-1][0]: sum(loss for _, loss in part) / len(part) for part in bins}

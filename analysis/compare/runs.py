@@ -1,0 +1,206 @@
+"""Runs to compare: their losses by tokens, short names, and groups that differ in the seed alone."""
+
+import collections
+import itertools
+import json
+import math
+import pathlib
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from analysis.statistics import has_diverged
+from training.config import Config
+from training.log.metrics import FILE, read_records
+from training.run.record import from_json, read_run_config, to_json
+
+Losses = Mapping[int, float]
+"""Losses by tokens, or by sequences, trained on."""
+
+LAST = 0.05
+"""Share of a run whose training losses are averaged."""
+
+_ELSEWHERE = {"seed", "out", "resume", "stop_after", "distributed", "mesh", "remat", "unroll", "accumulate"}
+_ELSEWHERE |= {"log_every", "checkpoint_every", "keep_checkpoints", "eval_every", "observe", "mlperf"}
+"""Fields of a configuration that say where, how often or with which seed, not what is trained."""
+
+
+class ComparedRun(NamedTuple):
+    """One run.
+
+    Attributes:
+      name: as few of the folder's last parts as tell the runs apart.
+      validation: loss of each evaluation.
+      train: loss of each step.
+      resolved: the model and the layers' policies on record, which the configuration may only name.
+      held_out: the identity of what the run is evaluated on.
+      end: tokens, or sequences, of the whole run.
+    """
+
+    name: str
+    config: Config
+    validation: Losses
+    train: Losses
+    resolved: str = ""
+    held_out: str = ""
+    end: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has been evaluated at its end."""
+        return max(self.validation) >= self.end
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run has diverged (see `analysis.statistics.DIVERGED`), and not overfitted."""
+        return self._ends_high and not self.overfitted
+
+    @property
+    def overfitted(self) -> bool:
+        """Whether evaluations, all finite, end as of a run that has diverged, but training below them all."""
+        finite = all(map(math.isfinite, self.validation.values()))
+        return finite and self._ends_high and self.last_train_loss() < min(self.validation.values())
+
+    @property
+    def _ends_high(self) -> bool:
+        points = sorted(self.validation.items())
+        return has_diverged(points[-1][1], points)
+
+    def last_train_loss(self, at: int | None = None) -> float:
+        """Returns the mean training loss of the last LAST of the steps up to `at`; NaN without any."""
+        steps = [loss for x, loss in sorted(self.train.items()) if at is None or x <= at]
+        last = steps[-max(1, round(LAST * len(steps))) :]
+        return math.fsum(last) / len(last) if last else math.nan
+
+
+class Group(NamedTuple):
+    """Runs that differ in the seed alone."""
+
+    name: str
+    runs: tuple[ComparedRun, ...]
+
+    def curve(self, part: str) -> dict[int, float]:
+        """Returns the mean over the runs of "validation" or "train" losses, where all runs have one."""
+        curves: list[Losses] = [getattr(run, part) for run in self.runs]
+        common = set(curves[0]).intersection(*curves)
+        return {x: math.fsum(curve[x] for curve in curves) / len(curves) for x in sorted(common)}
+
+
+def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[ComparedRun]:
+    """Reads runs.
+
+    Args:
+      folders: the runs' folders.
+      sequences: count the sequences trained on instead of the tokens.
+    Raises:
+      ValueError: a folder holds no run, or a run has not been evaluated.
+    """
+    runs = []
+    for folder, name in zip(folders, short_names(folders), strict=True):
+        saved = read_run_config(folder)
+        config = from_json(saved["config"])
+        resolved = json.dumps(
+            [saved.get("model"), saved.get("phases"), saved.get("policies")], sort_keys=True
+        )
+        step = config.data.batch_size if sequences else config.data.tokens_a_step
+        records = read_records(folder)
+        validation = {r["step"] * step: r["eval_loss"] for r in records if "eval_loss" in r}
+        if (beyond := max((r["step"] for r in records), default=0)) > config.steps:
+            raise ValueError(
+                f"{folder / FILE} has step {beyond}, and the run has --steps {config.steps}: "
+                f"python train.py --resume --out {shlex.quote(str(folder))} removes what no checkpoint has"
+            )
+        if not validation and not (folder / FILE).exists():
+            raise ValueError(f"{folder} has no {FILE}: its metrics are lost")
+        if not validation:
+            raise ValueError(
+                f"{folder} has no evaluation to compare; wait for its first one, continue it with "
+                f"python train.py --resume --out {shlex.quote(str(folder))}, or leave it out"
+            )
+        train = {r["step"] * step: r["loss"] for r in records if "loss" in r}
+        evaluated = config.eval_sequences or config.eval_batches * config.data.batch_size
+        facts = saved.get("data", {}) | {"source": None}  # the same data may lie elsewhere
+        if config.data.eval_data is not None:  # then training data may differ
+            facts = {"source": config.data.eval_data, "tokens": facts.get("validation_tokens")}
+        held_out = json.dumps([facts, config.data.seq_len, evaluated], sort_keys=True)
+        end = config.steps * step
+        runs.append(ComparedRun(name, config, validation, train, resolved, held_out, end))
+    return runs
+
+
+def short_names(folders: Sequence[pathlib.Path]) -> list[str]:
+    """Returns as many of the last parts of the folders' paths as tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-count:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise ValueError("a run is named twice")
+
+
+def group_by_configuration(runs: Sequence[ComparedRun]) -> list[Group]:
+    """Returns the runs grouped by everything but the seed; equal seeds stay groups of their own."""
+    found: dict[tuple, list[ComparedRun]] = {}
+    for run in runs:
+        found.setdefault((run.resolved, *_settings(run.config).items()), []).append(run)
+    groups = []
+    for members in found.values():
+        if len({run.config.seed for run in members}) < len(members):
+            groups += [Group(run.name, (run,)) for run in members]
+        elif len(members) == 1:
+            groups.append(Group(members[0].name, tuple(members)))
+        else:
+            groups.append(Group(_label(members, runs), tuple(members)))
+    return _with_unique_names(groups)
+
+
+def same_but_for_length(a: Group, b: Group) -> bool:
+    """Whether the runs of two groups differ in their length alone."""
+    one, other = ((g.runs[0].resolved, _settings(g.runs[0].config) | {"steps": ""}) for g in (a, b))
+    return a.runs[0].config.steps != b.runs[0].config.steps and one == other
+
+
+def differing_settings(groups: Sequence[Group]) -> dict[str, str]:
+    """Returns the values of the settings in which groups differ, of groups whose name does not say them."""
+    runs = [group.runs[0] for group in groups]
+    texts = {group.name: _differing(run, runs) for group, run in zip(groups, runs, strict=True)}
+    return {name: text for name, text in texts.items() if text and not name.startswith(text)}
+
+
+def _with_unique_names(groups: Sequence[Group]) -> list[Group]:
+    """Returns the groups; of those with one name each also names its first run."""
+    count = collections.Counter(group.name for group in groups)
+    return [
+        group._replace(name=f"{group.name} ({group.runs[0].name})") if count[group.name] > 1 else group
+        for group in groups
+    ]
+
+
+def _label(members: Sequence[ComparedRun], everything: Sequence[ComparedRun]) -> str:
+    """Returns the values in which a group differs from the others, else what its names begin with."""
+    if text := _differing(members[0], everything):
+        return text
+    names = [run.name for run in members]
+    shared = "".join(a[0] for a in itertools.takewhile(lambda a: len(set(a)) == 1, zip(*names, strict=False)))
+    return shared.rstrip("-_. ") or names[0]
+
+
+def _differing(run: ComparedRun, runs: Sequence[ComparedRun]) -> str:
+    """Returns a run's values, but None, of the settings in which runs differ; policies are names alone."""
+    own, others = _settings(run.config), [_settings(other.config) for other in runs]
+    varying = [k for k in own if own[k] != "None" and len({str(other.get(k)) for other in others}) > 1]
+    label = run.config.precision.label
+    return " ".join(label if k == "precision.policy" else f"{k.split('.')[-1]}={own[k]}" for k in varying)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Returns the fields that say what is trained, as flat names and strings or numbers."""
+    flat: dict[str, Any] = {}
+    for name, value in to_json(config).items():
+        if name in _ELSEWHERE:
+            continue
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": str(part) for key, part in value.items()}
+        else:
+            flat[name] = str(value)
+    return flat

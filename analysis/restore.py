@@ -1,0 +1,146 @@
+"""A run's model at a checkpoint, in the precision of the run or in another."""
+
+import dataclasses
+import functools
+import pathlib
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import tyro
+
+from models import llama
+from models.configs import LlamaConfig
+from mxjax.numerics.scales import ScaleRule
+from mxjax.products.implementations import Implementation, check_implementations
+from training.config import Config, PrecisionConfig, parse_rules
+from training.log.metrics import evaluations
+from training.phases import Phase, from_record, phase_at, phases_of, with_exceptions, with_scale_rule
+from training.process.start import program_name
+from training.run.checkpoints import Checkpoints
+from training.run.record import from_json, model_of, read_run_config
+from training.step import all_finite
+
+
+@dataclasses.dataclass(frozen=True)
+class RunArguments:
+    """A checkpoint of a run and its precision. A flag that is not given takes the run's value."""
+
+    run: Annotated[pathlib.Path, tyro.conf.Positional]
+    """The run's folder."""
+    policy: str | None = None
+    """Run the weights in this policy: a name, FILE.json or FILE.py:NAME. Default: the policies that the run
+    had at the step of the checkpoint, with its --set, --scale-rule and --layers; others go without these."""
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Changes a field of --policy, as PATH=VALUE."""
+    scale_rule: ScaleRule | None = None
+    """Use this rule for MXFP4 scales instead of the policy's."""
+    layers: tuple[str, ...] = ()
+    """Exceptions by layer, as PATTERN=POLICY, besides those of the run unless --policy is given."""
+    implementation: Implementation | None = None
+    """Implementation of the GEMMs. Default: as in the run."""
+    step: int | Literal["best"] | None = None
+    """Take the checkpoint of this step, or the best one by evaluation loss. Default: the last."""
+    json: bool = False
+    """Print the result as one line of JSON and nothing else."""
+
+
+class Restored(NamedTuple):
+    """A run's configuration, and its model at a checkpoint."""
+
+    config: Config
+    model: LlamaConfig
+    params: llama.Params
+    step: int | None
+    phase: Phase
+    implementation: Implementation | None
+
+
+def restore(arguments: RunArguments) -> Restored:
+    """Returns the model that the arguments name; a line says what --policy leaves out.
+
+    Raises:
+      ValueError: no such run, step or policy, the policy cannot run here, or the weights are not finite.
+    """
+    saved = read_run_config(arguments.run)
+    config, model = from_json(saved["config"]), model_of(saved)
+    implementation = arguments.implementation or config.precision.implementation
+    phases = choose_phases(arguments, saved, config, model)
+    if (line := left_out(arguments, config)) is not None:
+        print(f"{program_name()}: {line}", file=sys.stderr)
+    for phase in phases:
+        check_implementations(phase.layers.policies, implementation)
+    with Checkpoints(arguments.run / "checkpoints", losses=evaluations(arguments.run)) as checkpoints:
+        step = checkpoints.latest if arguments.step is None else arguments.step
+        if step == "best" and (step := checkpoints.best) is None:
+            raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
+        params = checkpoints.restore_params(llama.abstract_params(model), step)
+        phase = phase_at(phases, step or 0)
+    if not jax.jit(all_finite)(params):
+        raise ValueError(
+            f"the weights of step {step} in {arguments.run} hold NaN or infinity; name an earlier --step"
+        )
+    return Restored(config, model, params, step, phase, implementation)
+
+
+def describe(arguments: RunArguments, restored: Restored) -> dict[str, Any]:
+    """Returns the run, step and policy for records, and the flags that change the policy if there are any.
+
+    Without --policy these are the run's own too.
+    """
+    changes = _changes(arguments)
+    if arguments.policy is None:
+        own = _changes(restored.config.precision)
+        changes = own | changes | {"layers": (*own.get("layers", ()), *arguments.layers)}
+    changes = {name: value for name, value in changes.items() if value}
+    return {"run": str(arguments.run), "step": restored.step, "policy": restored.phase.policy} | changes
+
+
+def in_words(described: Mapping[str, Any]) -> str:
+    """Returns the policy of such a record and the flags that change it."""
+    return " ".join([described["policy"], *_as_flags(described)])
+
+
+def left_out(arguments: RunArguments, config: Config) -> str | None:
+    """Returns a line that names the run's changes of its policy that another --policy does without."""
+    given, own = _changes(arguments), _changes(config.precision)
+    missing = {name: value for name, value in own.items() if name not in given}
+    if arguments.policy is None or not missing:
+        return None
+    return f"without the run's {', '.join(_as_flags(missing))}; repeat them to keep them"
+
+
+def _changes(flags: RunArguments | PrecisionConfig) -> dict[str, Any]:
+    """Returns the values of the flags that change a policy, of those that are given."""
+    values = {name: getattr(flags, name) for name in ("set", "scale_rule", "layers")}
+    return {name: value for name, value in values.items() if value}
+
+
+def _as_flags(changes: Mapping[str, Any]) -> list[str]:
+    """Returns the changes as a command line has them."""
+    found = [f"--set {shlex.quote(change)}" for change in changes.get("set", ())]
+    found += [f"--scale-rule {changes['scale_rule']}"] if "scale_rule" in changes else []
+    return found + ([f"--layers {shlex.join(changes['layers'])}"] if "layers" in changes else [])
+
+
+def choose_phases(
+    arguments: RunArguments, saved: Mapping[str, Any], config: Config, model: LlamaConfig
+) -> tuple[Phase, ...]:
+    """Returns the phases that the arguments name, or the run's own with the arguments' changes.
+
+    The run's scale rule and exceptions by layer belong to its policy: another policy does without them.
+    """
+    layer_policies = functools.partial(llama.layer_policies, model)
+    rule = arguments.scale_rule
+    if arguments.policy is not None:
+        precision = PrecisionConfig(arguments.policy, rule, arguments.layers, arguments.set)
+        return phases_of(precision, config.steps, layer_policies)
+    if arguments.set:
+        own = config.precision.policy
+        named = "too" if own is None else f"too, such as the run's: --policy {shlex.quote(str(own))}"
+        raise ValueError(f"--set changes the fields of --policy: name the policy {named}")
+    phases = from_record(saved) or phases_of(config.precision, config.steps, layer_policies)
+    phases = tuple(with_exceptions(phase, parse_rules(arguments.layers)) for phase in phases)
+    return phases if rule is None else with_scale_rule(phases, rule)

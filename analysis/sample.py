@@ -1,0 +1,163 @@
+"""Text from a run's model: `python eval.py sample RUN --prompt TEXT`."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from analysis.restore import Restored, RunArguments, describe, restore
+from models.configs import LlamaConfig
+from models.generation import Options, generate
+from training.data.megatron import is_indexed, parse_blend
+from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
+from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_path
+from training.memory import gib, memory_there_is
+from training.run.record import HUGGINGFACE
+from training.run.resume import begun_run
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig(RunArguments):
+    """Generation of text by a run's checkpoint. A flag that is not given takes the run's value."""
+
+    prompt: str = ""
+    """Text to continue. Empty: begin a document."""
+    tokens: int = 128
+    """Largest number of tokens to generate; the end of a document ends the text before."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most probable token."""
+    top_p: float = 1.0
+    """Draw among the fewest most probable tokens whose probabilities sum to at least this."""
+    seed: int = 0
+    """Draws the tokens, and the policy's random bits."""
+
+    def __post_init__(self):
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError as error:  # of bytes that Python could not decode
+            wrong = os.fsencode(self.prompt[error.start])
+            at = len(os.fsencode(self.prompt[: error.start])) + 1
+            raise ValueError(
+                f"--prompt is not UTF-8: its byte {at} is 0x{wrong.hex()}; convert it, for example with iconv"
+            ) from None
+        if not 1 <= self.tokens < 2**31:
+            raise ValueError(f"--tokens must be at least 1 and less than 2**31, got {self.tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"--temperature must be finite and at least 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p must be greater than 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed must be from 0 to 2**32 - 1, got {self.seed}")
+
+
+class Codec(NamedTuple):
+    """Text to token ids and back, and the id that ends a document, if there is one."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    end: int | None
+
+
+def sample(arguments: SampleConfig) -> dict[str, Any]:
+    """Returns the run, step and policy, and the generated text.
+
+    Raises:
+      ValueError: no such run, step, policy or tokenizer, or the prompt has no tokens.
+    """
+    restored = restore(arguments)
+    codec = codec_of(arguments.run, restored)
+    prompt = codec.encode(arguments.prompt)
+    if not arguments.prompt and codec.end is not None:
+        prompt = [codec.end]  # what precedes a document in the data
+    if not prompt:
+        raise ValueError("--prompt has no tokens, and the tokenizer none that ends a document; give a prompt")
+    if max(prompt) >= restored.model.vocab_size:
+        raise ValueError(
+            f"--prompt has token {max(prompt)} and the model {restored.model.vocab_size}: the tokenizer is "
+            "not the model's"
+        )
+    check_length(restored.model, len(prompt) + arguments.tokens)
+    found: list[int] = []
+    for token in _tokens(arguments, restored, prompt):
+        if token == codec.end:
+            break
+        found.append(token)
+    return describe(arguments, restored) | {
+        "seed": arguments.seed,
+        "tokens": len(found),
+        "text": codec.decode(found),
+    }
+
+
+def check_length(model: LlamaConfig, length: int) -> None:
+    """Raises ValueError if the keys and values of so many tokens need more memory than the device has."""
+    size, there_is = 4 * model.n_layers * length * model.n_kv_heads * model.head_dim, memory_there_is()
+    if size > there_is:
+        raise ValueError(
+            f"--tokens: keys and values of {length:,} tokens take {gib(size)} GiB and the device has "
+            f"{gib(there_is)}; ask for fewer"
+        )
+
+
+def _tokens(arguments: SampleConfig, restored: Restored, prompt: list[int]):
+    """Yields the ids of the tokens that follow the prompt."""
+    options = Options(restored.phase.layers, restored.implementation)
+    drawn = generate(
+        restored.model,
+        options,
+        jax.tree.map(jnp.asarray, restored.params),
+        jnp.array([prompt], jnp.int32),
+        arguments.tokens,
+        jax.random.key(arguments.seed),
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+    )
+    yield from (int(token[0]) for token in drawn)
+
+
+def codec_of(run: pathlib.Path, restored: Restored) -> Codec:
+    """Returns the tokenizer of a run's dataset or of an imported checkpoint, or bytes for a run on text.
+
+    Raises:
+      ValueError: the run has no tokenizer, or its data is gone.
+    """
+    data = restored.config.data.data
+    begun = begun_run(run) is not None
+    indexed = begun and bool(data) and is_indexed(data)
+    if begun and data and not (indexed or _reads_bytes(restored)) and not pathlib.Path(data[0]).exists():
+        raise ValueError(
+            f"{data[0]}, which {run} was trained on, is gone, so that its tokenizer is unknown; put it back, "
+            "or of a dataset its .idx and .tokenizer.json"
+        )
+    if begun and not indexed and restored.model.vocab_size > END_OF_DOCUMENT:
+        return Codec(lambda text: list(text.encode()), _text_of_bytes, END_OF_DOCUMENT)
+    prefixes = parse_blend(data)[0] if indexed else []
+    paths = [*map(tokenizer_path, prefixes), run / HUGGINGFACE / "tokenizer.json"]
+    if (path := next((path for path in paths if path.exists()), None)) is None:
+        raise ValueError(f"{run} has no tokenizer; one of {', '.join(map(str, paths))} must exist")
+    return _tokenizer_codec(path)
+
+
+def _reads_bytes(restored: Restored) -> bool:
+    """Whether the model's vocabulary is that of text, so that its data was no dataset."""
+    return restored.model.vocab_size == VOCAB_SIZE
+
+
+def _tokenizer_codec(path: pathlib.Path) -> Codec:
+    tokenizer = load_tokenizer(path)
+    try:
+        _, end = end_of_document(tokenizer, None)
+    except ValueError:
+        end = None
+    # As in training.tokenize, nothing is added to the text.
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    return Codec(lambda text: encode(text).ids, tokenizer.decode, end)
+
+
+def _text_of_bytes(ids: Sequence[int]) -> str:
+    return bytes(i for i in ids if i < END_OF_DOCUMENT).decode(errors="replace")

@@ -1,0 +1,187 @@
+"""The ahead-of-time builds of the FP4 GEMM, and of the kernels that correct FP8 products."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.kernels.cases import shapes
+from mxjax.kernels.cases.builds import Argument, Build, Expected
+from mxjax.kernels.launch import ceil_div
+from mxjax.kernels.matmul import correct
+from mxjax.kernels.matmul import lost_rows as sift
+from mxjax.kernels.matmul.carry import rows_and_parts
+from mxjax.kernels.matmul.correct_kernel import correct_kernel
+from mxjax.kernels.matmul.fp4_gemm import constants_of, gemm_kernel, grid_of, shuffle_scales
+from mxjax.kernels.matmul.tiles import MORE_TILES, TILES, Tiles, choose_tiles, options_of, table_of
+from mxjax.numerics.formats import E4M3
+from mxjax.runtime.devices import Target
+
+_ELEMENTS = "E2M1, two a byte along k, element 2 i in the low nibble; [batch, rows, k / 2]"
+_SCALES = "E8M0 bytes, 2**(byte - 127), 255 is NaN; [batch, rows, k / 32]"
+_SHUFFLED = (
+    "E8M0 bytes, 2**(byte - 127), 255 is NaN; [batch, rows, k / 32] in the order of "
+    "mxjax.kernels.cases.expected.shuffle: [batch, blocks / 8, rows * 8]"
+)
+
+
+def builds(target: Target) -> list[Build]:
+    """Returns the builds of Llama 3.1 8B's GEMMs and of small ones, with every tile size of the target.
+
+    Wgrad's result is float32, as its weights are; the others are bfloat16. Targets that multiply FP8 and not
+    FP4 also build the correction of each product, and what finds its rows that need none.
+    """
+    sizes = [
+        (shape, "float32" if shape.name.endswith("wgrad") else "bfloat16")
+        for tokens in shapes.TOKENS
+        for shape in shapes.gemms(tokens)
+    ]
+    sizes += [(shape, dtype) for shape in shapes.EDGE_GEMMS for dtype in ("bfloat16", "float32")]
+    wanted = [build_gemm(*size, target) for size in sizes]
+    if target.arch == "sm_90":
+        wanted += [_correction(*size, target) for size in sizes]
+        wanted += [_sift(*size) for size in sizes if rows_and_parts(size[0].k // 32)[1] == 1]
+    wanted += [build_gemm(_small(tiles), "bfloat16", target, tiles) for tiles in TILES[table_of(target)]]
+    return list({build.name: build for build in wanted}.values())
+
+
+def candidate_builds(target: Target) -> list[Build]:
+    """Returns a small build of each tile that nobody has timed yet."""
+    found = []
+    for tiles in MORE_TILES.get(table_of(target), ()):
+        build = build_gemm(_small(tiles), "bfloat16", target, tiles)
+        name = f"candidate_gemm_{tiles.m}x{tiles.n}x{tiles.k}_{tiles.warps}x{tiles.stages}"
+        found.append(dataclasses.replace(build, name=name))
+    return found
+
+
+def _small(tiles: Tiles) -> shapes.GemmShape:
+    """Returns a shape of few programs of these tiles, with remainders unless the tiles must fit exactly."""
+    more = 0 if tiles.exact else 1
+    k = _steps(tiles) * tiles.k + 32 * more
+    return shapes.GemmShape("small", tiles.m + more, tiles.n + 3 * more, k, batch=2)
+
+
+def _steps(tiles: Tiles) -> int:
+    """Returns a number of tiles along k that make at least four passes of the loop on gfx950.
+
+    So each LDS buffer is filled again. LLVM leaves no loop of fewer steps of 128, nor of five passes where a
+    wave's share of a tile is small, and unrolls two passes of nine.
+    """
+    if tiles.k < 256:
+        return 32
+    return 2 * tiles.stages + 1 if tiles.m * tiles.n // tiles.warps > 2048 else 9
+
+
+def build_gemm(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles | None = None) -> Build:
+    """Returns the build of a GEMM, with the tiles that its shape chooses if `tiles` is None."""
+    _, m, n, k, batch = shape
+    name = f"gemm_{batch}x{m}x{n}x{k}_{dtype}" + (f"_tile{tiles.m}x{tiles.n}" if tiles else "")
+    tiles = tiles or choose_tiles(m, n, k, batch, target)
+    shuffle = functools.partial(shuffle_scales, target=target)
+    x_scales, y_scales = (
+        jax.eval_shape(shuffle, jax.ShapeDtypeStruct((batch, rows, k // 32), jnp.uint8)) for rows in (m, n)
+    )
+    constants = constants_of(m, n, k, tiles, target)
+    scales = _SHUFFLED if constants["SHUFFLED"] else _SCALES
+    sizes = {"batch": batch, "m": m, "n": n, "k": k, "dtype": dtype}
+    return Build(
+        name=name,
+        kernel=gemm_kernel,
+        signature={
+            "lhs": Argument((batch, m, k // 2), "uint8", meaning=_ELEMENTS),
+            "lhs_scales": Argument(x_scales.shape, "uint8", meaning=scales),
+            "rhs": Argument((batch, n, k // 2), "uint8", meaning=_ELEMENTS),
+            "rhs_scales": Argument(y_scales.shape, "uint8", meaning=scales),
+            "out": Argument((batch, m, n), dtype, "output", "lhs @ rhs.T, summed in float32"),
+        },
+        constants=constants,
+        grid=grid_of(m, n, batch, tiles),
+        expected=Expected("gemm", sizes | {"shuffled": bool(constants["SHUFFLED"])}),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        options=options_of(tiles, target),
+    )
+
+
+def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
+    _, m, n, k, batch = shape
+    tiles = correct.tiles_of(target)
+    parts = rows_and_parts(k // 32)[1]
+    constants = correct.constants_of(m, n, k, tiles, has_groups=parts == 1)
+    rows = {"lhs": constants["LHS_ROWS"], "rhs": constants["RHS_ROWS"]}
+    flags = {side: (batch, ceil_div(size, rows[side]) * parts) for side, size in (("lhs", m), ("rhs", n))}
+    groups = k // constants["GROUP"] if constants["GROUP"] else 1
+    unit = "scale byte that stands for 1 in each row of the operand's FP8 elements, from 64 to 190"
+    lost = (
+        "bit i is 1 if row i lost elements in FP8, for each of PARTS parts of each LHS_ROWS or RHS_ROWS rows"
+    )
+    factors = "2**(unit - 127)"
+    in_fp8 = "the operand in FP8, not read for far rows"
+    sizes = {"batch": batch, "m": m, "n": n, "k": k, "dtype": dtype}
+    result = (
+        "lhs @ rhs.T, summed in float32, divided by the factors of its row and column, in each row or column "
+        "that lost elements"
+    )
+    operands = {}
+    for side, length in (("lhs", m), ("rhs", n)):
+        operands[side] = Argument((batch, length, k // 2), "uint8", meaning=_ELEMENTS)
+        operands[f"{side}_scales"] = Argument((batch, length, k // 32), "uint8", meaning=_SCALES)
+    return Build(
+        name=f"correct_{batch}x{m}x{n}x{k}_{dtype}",
+        kernel=correct_kernel,
+        signature={
+            "before": Argument((batch, m, n), dtype, meaning="the previous content of out, at its address"),
+            **operands,
+            "lhs_unit": Argument((batch, m), "uint8", meaning=unit),
+            "rhs_unit": Argument((batch, n), "uint8", meaning=unit),
+            "lhs_lost": Argument(flags["lhs"], "uint32", meaning=lost),
+            "rhs_lost": Argument(flags["rhs"], "uint32", meaning=lost),
+            "lhs_grouped": Argument((batch, m, k), "float8_e5m2", meaning=in_fp8),
+            "lhs_group_scales": Argument(
+                (batch, m, groups), "uint8", meaning="127 + exponent of each GROUP columns"
+            ),
+            "lhs_far": Argument(flags["lhs"], "uint32", meaning="as lhs_lost, if far"),
+            "rhs_fp8": Argument((batch, n, k), "float8_e4m3fn", meaning=in_fp8),
+            "out": Argument((batch, m, n), dtype, "output", result),
+            "lhs_factors": Argument((batch, m), "float32", "output", factors),
+            "rhs_factors": Argument((batch, n), "float32", "output", factors),
+            "scratch": Argument(
+                correct.scratch_of(m, n, batch, tiles),
+                "int32",
+                "scratch",
+                "any content, of no meaning after",
+            ),
+        },
+        constants=constants,
+        grid=correct.grid_of(m, n, batch, tiles),
+        expected=Expected("correction", sizes | {"rows": rows, "parts": parts, "groups": groups}),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+def _sift(shape: shapes.GemmShape, dtype: str) -> Build:
+    _, m, n, k, batch = shape
+    rows = rows_and_parts(k // 32)[0]
+    flags, sifted = ((batch, ceil_div(m, count)) for count in (rows, sift.ROWS))
+    constants = sift.constants_of(m, n, jnp.dtype(dtype), E4M3.dtype, rows)
+    sizes = {"batch": batch, "m": m, "n": n, "dtype": dtype, "rows": rows, "factor": constants["FACTOR"]}
+    still = "bit i is 1 if row i of 32 has one and an element of y is below lost_sum * FACTOR or NaN"
+    return Build(
+        name=f"sift_{batch}x{m}x{n}_{dtype}_{rows}",
+        kernel=sift.sift_kernel,
+        signature={
+            "y": Argument((batch, m, n), dtype, meaning="the product of two operands in FP8"),
+            "lost_sum": Argument((batch, m), "float32", meaning="as from carry_kernel"),
+            "lost": Argument(flags, "uint32", meaning="as from carry_kernel, a word for FROM rows"),
+            "far": Argument(flags, "uint32", meaning="as lost"),
+            "still_lost": Argument(sifted, "uint32", "output", still),
+            "still_far": Argument(sifted, "uint32", "output", "as still_lost, of far"),
+        },
+        constants=constants,
+        grid=(sifted[1], batch),
+        expected=Expected("sifting", sizes),
+        num_warps=sift.WARPS,
+    )

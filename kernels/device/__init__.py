@@ -1,0 +1,1 @@
+"""Functions that run inside Triton kernels."""

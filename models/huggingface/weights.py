@@ -1,0 +1,241 @@
+"""The weights of Hugging Face's Llamas as the parameters of `models.llama`, read and written tensor by
+tensor.
+
+Our matrices are [in, out] and stacked over layers; query, key and value share a matrix, and so do gate and up
+projection. Hugging Face has separate [out, in] matrices for every layer.
+"""
+
+import pathlib
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.progress import track
+
+import mxjax
+from models import llama
+from models.configs import LlamaConfig
+from models.huggingface.files import DTYPES, Reader, Spec, read_json, spelling
+from mxjax.numerics.formats import BLOCK
+from mxjax.numerics.scales import ScaleRule
+
+_IMPORTED = ("F32", "BF16", "F16")
+QUANTIZATION: Mapping[str, object] = types.MappingProxyType(
+    {"quant_method": "mxfp4", "modules_to_not_convert": ("model.embed_tokens", "model.norm", "lm_head")}
+)
+"""The entry of config.json for weights in MXFP4."""
+_SHOWN = 8  # problems listed in an error message
+
+
+def views(config: LlamaConfig, params: llama.Params) -> dict[str, np.ndarray]:
+    """Returns every tensor of a Llama as a view of `params`, by Hugging Face's names and in their order.
+
+    The last axis of a view is the layer's input; the other axes, flattened, are its output. Reshaped to
+    `flat_shape` it is Hugging Face's tensor. Assigning to the view writes into `params`.
+    """
+    c = config
+    blocks = params["blocks"]
+    attention, mlp = blocks["attention"], blocks["mlp"]
+    heads = c.n_heads // c.n_kv_heads
+    found = {"model.embed_tokens.weight": params["embedding"]}
+    for i in range(c.n_layers):
+        qkv_DGRH = attention["qkv"][i].reshape(c.d_model, c.n_kv_heads, heads + 2, c.head_dim)
+        qkv_GRHD = qkv_DGRH.transpose(1, 2, 3, 0)
+        gate_up_FD = mlp["gate_up"][i].T
+        layer = {
+            "self_attn.q_proj": qkv_GRHD[:, :heads],
+            "self_attn.k_proj": qkv_GRHD[:, heads],
+            "self_attn.v_proj": qkv_GRHD[:, heads + 1],
+            "self_attn.o_proj": attention["out"][i].T,
+            "mlp.gate_proj": gate_up_FD[: c.d_ff],
+            "mlp.up_proj": gate_up_FD[c.d_ff :],
+            "mlp.down_proj": mlp["down"][i].T,
+            "input_layernorm": blocks["attention_norm"]["scale"][i],
+            "post_attention_layernorm": blocks["mlp_norm"]["scale"][i],
+        }
+        found |= {f"model.layers.{i}.{name}.weight": view for name, view in layer.items()}
+    found["model.norm.weight"] = params["norm"]["scale"]
+    if not c.tied:
+        found["lm_head.weight"] = params["head"].T
+    return found
+
+
+def flat_shape(view: np.ndarray) -> tuple[int, ...]:
+    """Returns the shape of a view in Hugging Face's checkpoint: [out, in], or [n] for a norm."""
+    return view.shape if view.ndim == 1 else (view.size // view.shape[-1], view.shape[-1])
+
+
+def check_tensors(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
+    """Raises ValueError unless names, shapes and dtypes are those of the configured Llama."""
+    _check_sizes(specs, config)
+    empty = jax.tree.map(
+        lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), llama.abstract_params(config)
+    )
+    wanted = {name: flat_shape(view) for name, view in views(config, empty).items()}
+    found = {name: spec for name, spec in specs.items() if not _is_derived(name, config)}
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} does not belong to this Llama" for name in sorted(found) if name not in wanted]
+    for name, spec in found.items():
+        if name not in wanted:
+            continue
+        if spec.shape != wanted[name]:
+            problems.append(_other_shape(name, spec, wanted[name]))
+        if spec.dtype not in _IMPORTED:
+            problems.append(f"{name} is in {spec.dtype}; only {', '.join(_IMPORTED)} can be imported")
+    _raise(problems)
+
+
+def _check_sizes(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
+    """Raises ValueError unless config.json has the sizes of the tensors; allocates nothing.
+
+    Each size of a Llama is that of an axis of these tensors, so that all others are as large as files.
+    """
+    c = config
+    layers = {found[1] for name in specs if (found := re.match(r"model\.layers\.(\d+)\.", name))}
+    if c.n_layers > len(layers):
+        raise ValueError(
+            f"config.json: num_hidden_layers is {c.n_layers} and there are tensors of {len(layers)} layers"
+        )
+    wanted = {
+        "model.embed_tokens.weight": (c.vocab_size, c.d_model),
+        "model.layers.0.self_attn.q_proj.weight": (c.n_heads * c.head_dim, c.d_model),
+        "model.layers.0.self_attn.k_proj.weight": (c.n_kv_heads * c.head_dim, c.d_model),
+        "model.layers.0.mlp.gate_proj.weight": (c.d_ff, c.d_model),
+    }
+    found = {name: specs[name] for name in wanted if name in specs}
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    _raise(problems + [_other_shape(n, s, wanted[n]) for n, s in found.items() if s.shape != wanted[n]])
+
+
+def _other_shape(name: str, spec: Spec, shape: tuple[int, ...]) -> str:
+    return f"{name} is {list(spec.shape)} and config.json makes it {list(shape)}"
+
+
+def _raise(problems: list[str]) -> None:
+    """Raises ValueError with the problems if there are any."""
+    if problems:
+        shown = problems[:_SHOWN]
+        more = [f"and {len(problems) - len(shown)} more"] if problems[_SHOWN:] else []
+        raise ValueError("\n  ".join(["the tensors do not match config.json:", *shown, *more]))
+
+
+def quantized(specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    """Returns the specs with MXFP4 blocks and scales in place of the weights of linear layers."""
+    found: dict[str, Spec] = {}
+    for name, spec in specs.items():
+        if not _is_linear(name):
+            found[name] = spec
+            continue
+        rows, columns = spec.shape
+        if columns % BLOCK:
+            raise ValueError(f"--mxfp4 needs inputs in multiples of {BLOCK}; {name} is {list(spec.shape)}")
+        found[f"{name}_blocks"] = Spec("U8", (rows, columns // BLOCK, BLOCK // 2))
+        found[f"{name}_scales"] = Spec("U8", (rows, columns // BLOCK))
+    return found
+
+
+def parts(
+    name: str, view: np.ndarray, specs: Mapping[str, Spec], mxfp4: ScaleRule | None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors to write for one of the model's, in the dtype of their specs.
+
+    Raises:
+      ValueError: a value does not fit the format.
+    """
+    value = view.reshape(flat_shape(view))
+    if mxfp4 is None or not _is_linear(name):
+        spec = specs[name]
+        if spec.dtype == "F16" and not np.max(np.abs(value)) <= np.finfo(np.float16).max:
+            raise ValueError(f"{name} does not fit float16; export in bfloat16 or float32")
+        yield name, value.astype(spec.numpy_dtype)
+        return
+    if not np.isfinite(value).all():
+        raise ValueError(f"{name} holds NaN or infinity, which MXFP4 checkpoints cannot represent")
+    q = mxjax.quantize(value, axis=-1, scale_rule=mxfp4)
+    assert q.scales is not None
+    yield f"{name}_blocks", np.asarray(mxjax.pack(q)).reshape(specs[f"{name}_blocks"].shape)
+    yield f"{name}_scales", np.asarray(q.scales).view(np.uint8)
+
+
+def check_tied_head(reader: Reader, config: LlamaConfig) -> None:
+    """Raises ValueError if config.json ties the head to the embedding, but the checkpoint's differ."""
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    if config.tied and names[0] in reader.specs:
+        head, embedding = (reader.read(name) for name in names)
+        if head.shape != embedding.shape or not np.array_equal(head, embedding):
+            raise ValueError("config.json ties the head to the embedding, but lm_head.weight differs")
+
+
+def _is_derived(name: str, config: LlamaConfig) -> bool:
+    """Returns whether a tensor is redundant: rotary frequencies in old checkpoints, or a tied head."""
+    return name.endswith(".rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+
+
+def _is_linear(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+_SHOWN_TENSORS = 8  # tensors listed in an error message
+
+
+def read_params(source: pathlib.Path, config: LlamaConfig) -> tuple[llama.Params, dict[str, str]]:
+    """Returns the parameters in float32, and the dtype of each tensor in the checkpoint.
+
+    Raises:
+      ValueError: the tensors are not those of this Llama, which is checked before memory is allocated, or
+        they hold NaN or infinity.
+    """
+    with Reader(source) as reader:
+        check_tensors(reader.specs, config)
+        check_tied_head(reader, config)
+        abstract, tree = jax.tree.flatten(llama.abstract_params(config))
+        leaves: list[Any] = [np.empty(leaf.shape, leaf.dtype) for leaf in abstract]
+        dtypes = _fill(views(config, jax.tree.unflatten(tree, leaves)), reader)
+    for i in range(len(leaves)):  # one by one, because orbax would copy all NumPy arrays at once
+        leaves[i] = jnp.asarray(leaves[i])
+    return jax.tree.unflatten(tree, leaves), dtypes
+
+
+def _fill(named: Mapping[str, np.ndarray], reader: Reader) -> dict[str, str]:
+    """Reads every tensor into its view; returns their dtypes."""
+    bad = []
+    for name, view in progress(named, "importing"):
+        view[...] = reader.read(name).reshape(view.shape)
+        if not np.isfinite(view).all():
+            bad.append(name)
+    if bad:
+        more = f" and {len(bad) - _SHOWN_TENSORS} more" if len(bad) > _SHOWN_TENSORS else ""
+        raise ValueError(
+            f"{', '.join(bad[:_SHOWN_TENSORS])}{more} hold NaN or infinity; download the weights again"
+        )
+    return {name: reader.specs[name].dtype for name in named}
+
+
+def specs_of(named: Mapping[str, np.ndarray], dtype: str | None, kept: pathlib.Path) -> dict[str, Spec]:
+    """Returns the dtype and shape in which to write each tensor.
+
+    Args:
+      named: the views of all tensors.
+      dtype: dtype of all tensors; None takes those in `kept`, or else float32.
+      kept: a JSON file with the dtypes of an imported checkpoint's tensors.
+    """
+    dtypes = read_json(kept) if kept.exists() and dtype is None else {}
+    if unknown := [name for name, value in dtypes.items() if value not in list(DTYPES)]:
+        raise ValueError(f"{kept} has no dtype for {unknown[0]}: {dtypes[unknown[0]]!r}; give --dtype")
+    default = spelling(dtype or "float32")
+    return {name: Spec(dtypes.get(name, default), flat_shape(view)) for name, view in named.items()}
+
+
+def dtype_field(raw: Mapping[str, Any]) -> str:
+    """Returns the name of config.json's field for the dtype."""
+    return "dtype" if "dtype" in raw else "torch_dtype"  # transformers 5 and 4
+
+
+def progress(named: Mapping[str, np.ndarray], what: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the items of `named`, with a progress bar on a terminal."""
+    yield from track(named.items(), what, len(named), disable=not sys.stdout.isatty())

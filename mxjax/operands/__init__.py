@@ -1,0 +1,1 @@
+"""Operands of a GEMM in the forms that kernels read and write."""

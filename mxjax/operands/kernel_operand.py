@@ -1,0 +1,101 @@
+"""`KernelOperand`: an MXFP4 operand whose contracted axis K is last, packed or dequantized.
+
+`pack_by_definition` makes one with `jax.numpy`; `mxjax.kernels.quantize` reproduces it bit for bit.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Shaped, UInt8
+
+from mxjax.numerics.array import float4_codes, pack_codes
+from mxjax.numerics.blocks import pad
+from mxjax.numerics.formats import BLOCK
+from mxjax.numerics.scales import power_of_two
+from mxjax.operands.use import OperandUse, quantize_input
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["elements", "scales"],
+    meta_fields=["prescale"],
+)
+@dataclasses.dataclass(frozen=True)
+class KernelOperand:
+    """An MXFP4 operand as kernels read it, transposed if needed so that the contracted axis K is last.
+
+    Its value is elements * scales / prescale if packed, elements / prescale if dequantized. K is padded with
+    zeros to a multiple of the block and of the rotation. A 2-D block's scale is repeated in each of its rows.
+
+    Attributes:
+      elements: packed, [*batch, n, k / 2] uint8: two E2M1 elements a byte, element 2i in the low nibble.
+        Dequantized, [*batch, n, k] bfloat16.
+      scales: packed, [*batch, n, k / 32] E8M0 bytes: 2**(byte - 127), 255 is NaN. Dequantized, None.
+      prescale: factor that shrank the elements, or None.
+    """
+
+    elements: UInt8[Array, "*batch n bytes"] | Float[Array, "*batch n k"]
+    scales: UInt8[Array, "*batch n blocks"] | None
+    prescale: float | None = None
+
+    @property
+    def packed(self) -> tuple[UInt8[Array, "*batch n bytes"], UInt8[Array, "*batch n blocks"]]:
+        """The elements and the scales of a packed operand."""
+        assert self.scales is not None
+        return self.elements, self.scales
+
+    @property
+    def factor(self) -> float | None:
+        """The factor still to apply to the product, or None for one."""
+        return 1 / self.prescale if self.prescale else None
+
+
+def decode(q: KernelOperand, dtype: DTypeLike = jnp.bfloat16) -> Shaped[Array, "*batch n k"]:
+    """Returns elements * scales of a packed operand, without `factor`; exact in bfloat16 and float32."""
+    elements, scales = q.packed
+    codes = unpack_codes(elements)
+    # CPUs flush float32 subnormals such as 2**-127 to zero, so the scale is applied as two factors.
+    byte = spread_blocks(scales).astype(jnp.int32)
+    half = byte >> 1
+    values = code_values(codes) * power_of_two(half - 63) * power_of_two(byte - half - 64)
+    return jnp.where(byte == 255, jnp.nan, values).astype(dtype)
+
+
+def unpack_codes(elements: UInt8[Array, "*b bytes"]) -> UInt8[Array, "*b k"]:
+    """Returns the 4-bit codes of packed elements, one a byte."""
+    twice = jnp.repeat(elements, 2, axis=-1)
+    shift = (lax.broadcasted_iota(jnp.uint8, twice.shape, twice.ndim - 1) & 1) * jnp.uint8(4)
+    return (twice >> shift) & 0xF
+
+
+def code_values(codes: UInt8[Array, "*b k"]) -> Float32[Array, "*b k"]:
+    """Returns the values of E2M1 codes."""
+    code = codes.astype(jnp.int32)
+    magnitude = code & 7
+    normal = ((magnitude >> 1) + 126) << 23 | (magnitude & 1) << 22
+    bits = jnp.where(magnitude < 2, magnitude * 0x3F00_0000, normal)
+    return lax.bitcast_convert_type(bits | (code & 8) << 28, jnp.float32)
+
+
+def spread_blocks(scales: Shaped[Array, "*b blocks"]) -> Shaped[Array, "*b k"]:
+    """Repeats each block's value for each of its elements."""
+    return jnp.repeat(scales, BLOCK, axis=-1)
+
+
+def pack_by_definition(x: Float[Array, "*b r c"], how: OperandUse) -> KernelOperand:
+    """Returns x quantized for a GEMM, padded to whole blocks, transposed to K-major and packed."""
+    q = quantize_input(x, how)
+    assert q.scales is not None
+    codes, scales = float4_codes(q.elements), lax.bitcast_convert_type(q.scales, jnp.uint8)
+    rows = q.block_shape[0]
+    if rows > 1:  # 2-D blocks: a scale for each of their rows
+        other = -3 - how.axis
+        scales = jnp.repeat(scales, rows, axis=other)
+        scales = lax.slice_in_dim(scales, 0, codes.shape[other], axis=other)
+    if how.axis == -2:
+        codes, scales = codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
+    return KernelOperand(pack_codes(pad(codes, codes.ndim - 1, BLOCK), codes.ndim - 1), scales, q.prescale)

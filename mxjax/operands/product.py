@@ -1,0 +1,104 @@
+"""`Product`: the result of a GEMM as the matrix units leave it, and the contractions that make one."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from mxjax.numerics.scales import power_of_two
+from mxjax.runtime.devices import current_target, on_gpu, platform
+
+
+class Product(NamedTuple):
+    """A product of two operands whose factors are not yet applied. Its value is raw * row * column factor.
+
+    FP8 carriers leave a power of two for each row of either operand. These factors are applied after the GEMM
+    has stored its result, where XLA fuses them into its readers.
+
+    Attributes:
+      raw: [*batch, m, n], the GEMM's result.
+      factors: factors of the rows and of the columns, powers of two with exponents from -63 to 63. None
+        means ones.
+    """
+
+    raw: Float[Array, "*batch m n"]
+    factors: tuple[Float32[Array, "*batch m"], Float32[Array, "*batch n"]] | None = None
+
+    def value(self, dtype: DTypeLike) -> Float[Array, "*batch m n"]:
+        """Returns the product in dtype."""
+        if self.factors is None:
+            return self.raw.astype(dtype)
+        rows, columns = self.factors
+        return (self.raw.astype(jnp.float32) * (rows[..., :, None] * columns[..., None, :])).astype(dtype)
+
+
+def contract(
+    lhs: Float[Array, "..."],
+    lhs_axis: int,
+    rhs: Float[Array, "..."],
+    rhs_axis: int,
+    precision: lax.PrecisionLike,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "..."]:
+    """Contracts two axes, counted from the end; axes before the last two are batch axes."""
+    batch = tuple(range(lhs.ndim - 2))
+    dims = (((lhs.ndim + lhs_axis,), (rhs.ndim + rhs_axis,)), (batch, batch))
+    y = lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=dtype)
+    # XLA for CPUs folds a transpose of the result into the product, and cannot run that product in bfloat16.
+    on_cpu = platform() == "cpu" and current_target() is None
+    return lax.optimization_barrier(y) if on_cpu and y.dtype != lhs.dtype else y
+
+
+def contract_fp8(lhs: Float[Array, "..."], rhs: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    """Returns lhs @ rhs.T of FP8 operands. Precision HIGHEST makes the GEMM accumulate in full float32."""
+    return contract(lhs, -1, rhs, -1, lax.Precision.HIGHEST, dtype)
+
+
+def contract_float32(
+    lhs: Float32[Array, "..."], lhs_axis: int, rhs: Float32[Array, "..."], rhs_axis: int
+) -> Float32[Array, "..."]:
+    """Contracts two axes of float32 operands: on GPUs by matrix units, elsewhere in float32."""
+    if on_gpu():
+        return contract_by_halves(lhs, lhs_axis, rhs, rhs_axis)
+    return contract(lhs, lhs_axis, rhs, rhs_axis, lax.Precision.HIGHEST)
+
+
+def contract_by_halves(
+    lhs: Float32[Array, "..."], lhs_axis: int, rhs: Float32[Array, "..."], rhs_axis: int
+) -> Float32[Array, "..."]:
+    """Contracts two axes of float32 operands by one product of float16 operands three times as long.
+
+    Each operand is the sum of two float16 tensors, times a power of two for each row that puts its largest
+    magnitude in [2**14, 2**15); below 2**-112 it stays smaller. An element loses at most 2**-23 of itself or
+    2**-39 of its row's largest magnitude. Of the four products the smallest is left out, at most 2**-22 of
+    each term. Sums are the matrix units', whose error grows with the length as bfloat16's does.
+    Infinities become NaN.
+    Source: arXiv 2203.03341, section 3, which scales the second tensor where this scales rows.
+
+    Args:
+      lhs_axis: axis to contract, -1 or -2, as is `rhs_axis`; those before the last two are batch axes.
+    """
+    (left, left_rest, rows), (right, right_rest, columns) = _halves(lhs, lhs_axis), _halves(rhs, rhs_axis)
+    left = lax.concatenate([left, left, left_rest], lhs.ndim + lhs_axis)
+    right = lax.concatenate([right, right_rest, right], rhs.ndim + rhs_axis)
+    y = contract(left, lhs_axis, right, rhs_axis, lax.Precision.DEFAULT)
+    return _times_power_of_two(y, rows[..., :, None] + columns[..., None, :])
+
+
+def _halves(x: Float32[Array, "..."], axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns two float16 tensors, and exponents for the rows: x is the sum times two to their power."""
+    x = lax.optimization_barrier(x)  # computed once, though read several times
+    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0.0)
+    exponent = jnp.maximum((lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127 - 14, -126)
+    scaled = _times_power_of_two(x, -exponent)
+    # On GPUs XLA drops a conversion there and back, and with it the second tensor.
+    high = lax.reduce_precision(scaled, exponent_bits=5, mantissa_bits=10)
+    return high.astype(jnp.float16), (scaled - high).astype(jnp.float16), jnp.squeeze(exponent, axis)
+
+
+def _times_power_of_two(x: Float32[Array, "*s"], exponent: Int32[Array, "*#s"]) -> Float32[Array, "*s"]:
+    """Returns x * 2**exponent for exponents from -252 to 254, in two steps between x and the result."""
+    return x * power_of_two(exponent // 2) * power_of_two(exponent - exponent // 2)

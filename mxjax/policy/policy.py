@@ -1,0 +1,224 @@
+"""Policies: the precision of the three GEMMs of a linear layer, as pure, hashable data.
+
+| GEMM | product | contracts | lhs | rhs |
+| --- | --- | --- | --- | --- |
+| Fprop | `y = x @ w` | d_in | x | w |
+| Dgrad | `dx = dy @ w.T` | d_out | dy | w |
+| Wgrad | `dw = x.T @ dy` | tokens | x | dy |
+
+Variations are made with `dataclasses.replace`; `mxjax.recipes` holds the named ones.
+"""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from mxjax.numerics.formats import FORMATS
+from mxjax.numerics.hadamard import SIZES
+from mxjax.numerics.operand import Operand, check_choice, use_python_numbers
+from mxjax.numerics.scales import ScaleRule
+
+Signs = Literal["none", "fixed", "redrawn"]
+OPERANDS: Mapping[str, tuple[str, str]] = types.MappingProxyType(
+    {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
+)
+"""What a linear layer's GEMMs multiply: lhs and rhs, by GEMM."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """A blockwise Hadamard rotation of both operands of a GEMM, along the axis that it contracts.
+
+    Attributes:
+      size: size of the Hadamard matrix, e.g. 16 for H16.
+      signs: "none" (deterministic), "fixed" (drawn once from `seed`) or "redrawn" (from the key at every
+        call).
+      seed: seed of the fixed signs, from 0 to 2**32 - 1.
+      values: the fixed signs themselves, `size` of +1 or -1, instead of signs drawn from `seed`.
+    """
+
+    size: int = 16
+    signs: Signs = "none"
+    seed: int = 0
+    values: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        use_python_numbers(self)
+        check_choice("signs", self.signs, Signs)
+        if self.size not in SIZES:
+            raise ValueError(f"Rotation needs size to be one of {SIZES}, got {self.size}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"Rotation needs seed to be from 0 to 2**32 - 1, got {self.seed}")
+        if self.values is None:
+            return
+        given: object = self.values  # a list, a number, … from a caller without types
+        signs = isinstance(given, tuple) and all(type(v) is int and abs(v) == 1 for v in given)
+        if self.signs != "fixed" or not signs or len(self.values) != self.size:
+            raise ValueError(
+                f"Rotation needs values to be a tuple of {self.size} signs of 1 or -1 with signs='fixed', "
+                f"got {self.values!r:.60} with signs={self.signs!r}; use None for signs drawn from seed"
+            )
+
+    def __str__(self) -> str:
+        signs = {"none": "", "fixed": " fixed signs", "redrawn": " redrawn signs"}[self.signs]
+        if self.values is not None:
+            signs = " signs " + "".join("+" if value > 0 else "-" for value in self.values)
+        return f"H{self.size}{signs}"
+
+
+_MXFP4 = Operand()
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """The operands of one GEMM, and the rotation of both before they are quantized."""
+
+    lhs: Operand = _MXFP4
+    rhs: Operand = _MXFP4
+    rotation: Rotation | None = None
+
+    def __post_init__(self):
+        for name, operand in (("lhs", self.lhs), ("rhs", self.rhs)):
+            if not isinstance(operand, Operand):
+                raise TypeError(
+                    f"Gemm needs {name} to be an mxjax.Operand, got {operand!r}; {_instead(operand)}"
+                )
+        if not isinstance(self.rotation, Rotation | None):
+            raise TypeError(
+                f"Gemm needs rotation to be an mxjax.Rotation or None, got {self.rotation!r}; "
+                "write Rotation(16) for H16"
+            )
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether running this GEMM draws random bits."""
+        return self.lhs.needs_key or self.rhs.needs_key or self.redrawn_signs > 0
+
+    @property
+    def redrawn_signs(self) -> int:
+        """How many signs its rotation draws from the key."""
+        return self.rotation.size if self.rotation and self.rotation.signs == "redrawn" else 0
+
+    def __str__(self) -> str:
+        return f"{self.lhs} x {self.rhs}" + (f" ({self.rotation})" if self.rotation else "")
+
+
+def _instead(value: object) -> str:
+    """Returns the advice for an error: the expression to use instead of a value that is not an `Operand`."""
+    known = isinstance(value, str) and value in FORMATS
+    return f"write Operand({value!r})" if known else "write Operand('mxfp4'), for example"
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The precision of a linear layer: Fprop (x, w), Dgrad (dy, w) and Wgrad (x, dy).
+
+    By default every GEMM and operand is in MXFP4 with rule `floor`, rounded to nearest, without rotation.
+
+    Raises:
+      ValueError: an operand has source "dequantized", but the Fprop does not quantize it (dy), or it is an
+        operand of the Fprop; an operand of a backward GEMM has a `gradient`; a weight has a `split`.
+      TypeError: one of the three is not a `Gemm`.
+    """
+
+    fprop: Gemm = Gemm()
+    dgrad: Gemm = Gemm()
+    wgrad: Gemm = Gemm()
+
+    def __post_init__(self):
+        for name, gemm in self.gemms.items():
+            if not isinstance(gemm, Gemm):
+                example = (
+                    f"Operand({gemm!r})" if isinstance(gemm, str) and gemm in FORMATS else "Operand('mxfp4')"
+                )
+                raise TypeError(
+                    f"Policy needs {name} to be an mxjax.Gemm, got {gemm!r}; write Gemm({example}, {example})"
+                    ", or take the GEMM of a policy, such as get_policy('fp8').fprop"
+                )
+        for name, gemm, gradient in (("dgrad", self.dgrad, "lhs"), ("wgrad", self.wgrad, "rhs")):
+            if getattr(gemm, gradient).source == "dequantized":
+                raise ValueError(
+                    f"{name}.{gradient} is dy, which the Fprop does not quantize; use 'original'"
+                )
+        if any(o.source == "dequantized" for o in (self.fprop.lhs, self.fprop.rhs)):
+            raise ValueError(
+                "source='dequantized' is for backward GEMMs; the Fprop's operands are 'original'"
+            )
+        if any(o.split != "none" for o in (self.fprop.rhs, self.dgrad.rhs)):
+            raise ValueError("split= is for x and dy, which have tokens; weights have split='none'")
+        if any(
+            o.gradient != "straight_through"
+            for gemm in (self.dgrad, self.wgrad)
+            for o in (gemm.lhs, gemm.rhs)
+        ):
+            raise ValueError(
+                "gradient= is for the Fprop's operands; backward GEMMs' have gradient='straight_through'"
+            )
+
+    @property
+    def gemms(self) -> dict[str, Gemm]:
+        """The three GEMMs by name."""
+        return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
+
+    @property
+    def drawing(self) -> str:
+        """The names of the GEMMs that draw random bits, for errors."""
+        return ", ".join(name for name, gemm in self.gemms.items() if gemm.needs_key)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether running any of the GEMMs draws random bits."""
+        return any(gemm.needs_key for gemm in self.gemms.values())
+
+    @property
+    def idle_sources(self) -> tuple[str, ...]:
+        """The operands with source "dequantized" whose tensor the Fprop reads unrotated in float32."""
+        if self.fprop.rotation is not None:
+            return ()
+        seen = {"dgrad.rhs": (self.dgrad.rhs, self.fprop.rhs), "wgrad.lhs": (self.wgrad.lhs, self.fprop.lhs)}
+        return tuple(
+            name
+            for name, (operand, first) in seen.items()
+            if operand.source == "dequantized" and first.format == "fp32"
+        )
+
+    @property
+    def has_mxfp4(self) -> bool:
+        """Whether any of the six operands is in MXFP4."""
+        return any(o.format == "mxfp4" for gemm in self.gemms.values() for o in (gemm.lhs, gemm.rhs))
+
+    def __str__(self) -> str:
+        return " | ".join(f"{name} {gemm}" for name, gemm in self.gemms.items())
+
+
+def check_policy(policy: object, function: str) -> None:
+    """Raises TypeError unless `policy` is a `Policy`, for a function that takes no names."""
+    if not isinstance(policy, Policy):
+        hint = f"; write mxjax.get_policy({policy!r})" if isinstance(policy, str) else ""
+        raise TypeError(f"{function} needs an mxjax.Policy, got {policy!r:.60}{hint}")
+
+
+def map_operands(policy: Policy, change: Callable[[Operand], Operand]) -> Policy:
+    """Returns the policy with `change(operand) -> Operand` applied to all six operands."""
+    return Policy(
+        *(dataclasses.replace(g, lhs=change(g.lhs), rhs=change(g.rhs)) for g in policy.gemms.values())
+    )
+
+
+def with_scale_rule(policy: Policy, rule: ScaleRule) -> Policy:
+    """Returns the policy with `rule` for every operand in MXFP4.
+
+    Raises:
+      TypeError: `policy` is no `Policy`, for example a name.
+      ValueError: unknown rule, or no operand of the policy is in MXFP4.
+    """
+    check_policy(policy, "with_scale_rule")
+    if not policy.has_mxfp4:
+        raise ValueError(f"scale rule {rule!r} has no effect: no operand of the policy is in mxfp4")
+    return map_operands(policy, functools.partial(_change_rule, rule))
+
+
+def _change_rule(rule: ScaleRule, operand: Operand) -> Operand:
+    return dataclasses.replace(operand, scale_rule=rule) if operand.format == "mxfp4" else operand

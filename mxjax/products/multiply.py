@@ -1,0 +1,217 @@
+"""One GEMM of two prepared operands. Implementations multiply differently, but always the same values."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from mxjax.numerics.array import MXArray, block_values, dequantize
+from mxjax.numerics.formats import get_format
+from mxjax.numerics.scales import power_of_two
+from mxjax.operands.carriers import Carrier, carry
+from mxjax.operands.kernel_operand import KernelOperand, decode
+from mxjax.operands.product import Product, contract, contract_float32, contract_fp8
+from mxjax.products.implementations import GemmImplementation
+from mxjax.products.prepare import Prepared
+from mxjax.runtime.devices import current_target, on_gpu
+from mxjax.runtime.mesh import Layout, packed_to_multiply, sums_on_each_device, to_multiply, varying_as
+
+
+def multiply(
+    how: GemmImplementation,
+    dtype: DTypeLike,
+    precision: lax.PrecisionLike,
+    lhs: Prepared,
+    rhs: Prepared,
+    carriers: tuple[Carrier, Carrier],
+    layout: Layout | None = None,
+) -> Product:
+    """Returns the product of two operands, contracting the axes along which they were prepared.
+
+    Axes before the last two are batch axes. On a mesh, rhs is gathered quantized, as `layout` says.
+
+    Args:
+      dtype: dtype in which the product will be read.
+      carriers: FP8 carriers of lhs and rhs, for "fp8_carriers".
+    """
+    match lhs, rhs:
+        case KernelOperand(), KernelOperand():
+            if how == "scaled_dot" and current_target() is None:  # before gathering: shard by shard
+                lhs, rhs = _with_normal_scales(lhs), _with_normal_scales(rhs)
+            if lhs.scales is None:  # bfloat16 values
+                right, result = _gathered(rhs, layout), _result_dtype(lhs, rhs, dtype, precision, layout)
+                raw, factors = contract(lhs.elements, -1, right.elements, -1, precision, result), None
+            else:
+                raw, factors = _multiply_kmajor(how, dtype, precision, lhs, _gathered(rhs, layout), carriers)
+        case MXArray(), MXArray() if how == "reference":
+            return Product(_multiply_reference(lhs, rhs, layout).astype(dtype))
+        case MXArray(), MXArray() if how == "fp8_tensor":
+            raw, factors = _multiply_fp8_tensors(lhs, rhs, layout), None
+        case MXArray(), MXArray():
+            raw, factors = _multiply_xla(lhs, rhs, dtype, precision, layout), None
+        case _:
+            raise TypeError(
+                f"multiply needs two KernelOperand or two MXArray, got {type(lhs)} and {type(rhs)}"
+            )
+    for factor in (_factor(lhs, -1), _factor(rhs, -2)):
+        raw = raw if factor is None else raw * factor
+    return Product(raw, factors) if factors else Product(raw.astype(dtype))
+
+
+def _factor(q: Prepared, axis: int) -> jax.Array | float | None:
+    """Returns an operand's factor as its product takes it; vectors have one for each row or column.
+
+    Args:
+      axis: axis of length one, along which the factors of a vector operand are the same in the product.
+    """
+    if (
+        isinstance(q, KernelOperand)
+        or not isinstance(q.factor, jax.Array)
+        or q.factor.ndim < 2
+        or q.axis == axis
+    ):
+        return q.factor
+    return jnp.swapaxes(q.factor, -1, -2)
+
+
+def _gathered(q: KernelOperand, layout: Layout | None) -> KernelOperand:
+    if q.scales is None:
+        return dataclasses.replace(q, elements=to_multiply(q.elements, layout))
+    elements, scales = packed_to_multiply(q.elements, layout), to_multiply(q.scales, layout)
+    return dataclasses.replace(q, elements=elements, scales=scales)
+
+
+def _multiply_kmajor(
+    how: GemmImplementation, dtype, precision, lhs: KernelOperand, rhs: KernelOperand, carriers
+) -> Product:
+    if 0 in (*lhs.elements.shape, *rhs.elements.shape):
+        return Product(contract(decode(lhs), -1, decode(rhs), -1, precision))
+    exact = lhs.factor is None and rhs.factor is None and dtype in (jnp.bfloat16, jnp.float32)
+    dtype = dtype if exact else jnp.float32
+    if how == "fp8_carriers":
+        return _multiply_fp8_carriers(lhs, rhs, dtype, carriers)
+    run = {"scaled_dot": _multiply_scaled_dot, "triton": _multiply_triton}[how]
+    return Product(run(lhs, rhs, dtype))
+
+
+def _multiply_reference(lhs: MXArray, rhs: MXArray, layout: Layout | None) -> jax.Array:
+    """Multiplies the dequantized operands in float32: the definition."""
+    right = to_multiply(dequantize(rhs), layout)
+    return contract(dequantize(lhs), lhs.axis, right, rhs.axis, lax.Precision.HIGHEST)
+
+
+def _multiply_xla(lhs: MXArray, rhs: MXArray, dtype, precision, layout: Layout | None) -> jax.Array:
+    """Multiplies the operands without their factors."""
+    left, right, exact = xla_operands(lhs, rhs, precision)
+    right = to_multiply(right, layout)
+    # The format `fp32` is what the others are compared with: it stays plain float32.
+    if left.dtype == jnp.float32 and precision is None and "fp32" not in (lhs.format, rhs.format):
+        return contract_float32(left, lhs.axis, right, rhs.axis)
+    result = _result_dtype(lhs, rhs, dtype, exact, layout) if left.dtype == jnp.bfloat16 else jnp.float32
+    return contract(left, lhs.axis, right, rhs.axis, exact, result)
+
+
+def _result_dtype(
+    lhs: Prepared, rhs: Prepared, dtype: DTypeLike, precision: lax.PrecisionLike, layout: Layout | None
+) -> DTypeLike:
+    """Returns the dtype of a product of bfloat16 operands that will be read in `dtype`.
+
+    It is bfloat16 on GPUs, if no factors and no sums over devices remain: XLA would often convert a float32
+    result in a pass of its own. A GEMM sums in float32 all the same; where cuBLAS splits a long contraction,
+    it may add the parts in bfloat16, which any `precision` but the default prevents.
+    """
+    done = lhs.factor is None and rhs.factor is None and sums_on_each_device(layout)
+    default = precision in (None, lax.Precision.DEFAULT)
+    return jnp.bfloat16 if done and default and on_gpu() and dtype == jnp.bfloat16 else jnp.float32
+
+
+def xla_operands(
+    lhs: MXArray, rhs: MXArray, precision: lax.PrecisionLike
+) -> tuple[jax.Array, jax.Array, lax.PrecisionLike]:
+    """Returns elements times block scales, without factors, and the precision of their product.
+
+    They are in bfloat16, which represents them exactly, or in float32 if one of the formats is `fp32` or has
+    float32 scales along the contracted axis.
+    """
+    keep = not all(get_format(q.format).fits_bfloat16 for q in (lhs, rhs))
+    dtype = jnp.float32 if keep else jnp.bfloat16
+    precision = lax.Precision.HIGHEST if keep and precision is None else precision
+    return block_values(lhs).astype(dtype), block_values(rhs).astype(dtype), precision
+
+
+def _multiply_fp8_carriers(lhs: KernelOperand, rhs: KernelOperand, dtype, carriers) -> Product:
+    """Multiplies in FP8, or in bfloat16 if a carrier loses an element."""
+    target = current_target()
+    if target is not None and target.has_fp8:
+        from mxjax.kernels.matmul import fp8_matmul
+
+        return fp8_matmul.matmul(*lhs.packed, *rhs.packed, dtype, carriers)
+    left, right = carry(lhs, carriers[0]), carry(rhs, carriers[1])
+    fits = left.fits & right.fits
+
+    def in_bfloat16():
+        return contract(decode(lhs), -1, decode(rhs), -1, None).astype(dtype)
+
+    y = lax.cond(fits, lambda: contract_fp8(left.elements, right.elements, dtype), in_bfloat16)
+    exponents = (carried.unit.astype(jnp.int32) - 127 for carried in (left, right))
+    rows, columns = (power_of_two(jnp.where(fits, exponent, 0)) for exponent in exponents)
+    return Product(y, (rows, columns))
+
+
+def _multiply_fp8_tensors(lhs: MXArray, rhs: MXArray, layout: Layout | None) -> jax.Array:
+    """Multiplies in FP8, without the scales of the tensors."""
+    left, right = (q.elements.astype(get_format(q.format).dtype) for q in (lhs, rhs))
+    right = to_multiply(right, layout)
+    left, right = (t if q.axis == -1 else t.swapaxes(-1, -2) for t, q in ((left, lhs), (right, rhs)))
+    return contract_fp8(left, right, jnp.float32)
+
+
+def _multiply_scaled_dot(lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike) -> jax.Array:
+    """Multiplies by XLA's block-scaled product."""
+    (left, left_scale), (right, right_scale) = _as_mx_dtypes(lhs), _as_mx_dtypes(rhs)
+    batch = tuple(range(left.ndim - 2))
+    y = lax.scaled_dot(
+        left,
+        right,
+        lhs_scale=left_scale,
+        rhs_scale=right_scale,
+        dimension_numbers=(((left.ndim - 1,), (right.ndim - 1,)), (batch, batch)),
+        preferred_element_type=dtype,
+    )
+    return varying_as(y, left, right)
+
+
+def _with_normal_scales(q: KernelOperand) -> KernelOperand:
+    """Returns the same normal values without the scale 2**-127, which is subnormal: XLA flushes it on CPUs.
+
+    Half an element, on twice the scale, is exact for those whose value is at least 2**-126. The others are
+    subnormal, which every implementation flushes on CPUs.
+    """
+    if q.scales is None or 0 in q.elements.shape:
+        return q
+    elements, scales = q.packed
+
+    def halved(code):
+        return jnp.where((code & 7) >= 4, code - 2, 0)
+
+    halves = halved(elements & 15) | halved(elements >> 4) << 4
+    blocks = elements.reshape(*scales.shape, -1), halves.reshape(*scales.shape, -1)
+    elements = jnp.where((scales == 0)[..., None], blocks[1], blocks[0]).reshape(elements.shape)
+    return dataclasses.replace(q, elements=elements, scales=jnp.maximum(scales, 1))
+
+
+def _as_mx_dtypes(q: KernelOperand) -> tuple[jax.Array, jax.Array]:
+    """Returns elements in float4_e2m1fn and scales in float8_e8m0fnu, as XLA takes them."""
+    elements, scales = q.packed
+    shape = (*elements.shape[:-1], 2 * elements.shape[-1])
+    elements = lax.bitcast_convert_type(elements, jnp.float4_e2m1fn).reshape(shape)
+    return elements, lax.bitcast_convert_type(scales, jnp.float8_e8m0fnu)
+
+
+def _multiply_triton(lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike) -> jax.Array:
+    """Multiplies by the Triton kernel for packed operands."""
+    from mxjax.kernels.matmul.fp4_gemm import matmul
+
+    return matmul(*lhs.packed, *rhs.packed, dtype)

@@ -1,0 +1,204 @@
+"""`ragged_dot`: the products of a mixture of experts, whose tokens are sorted by expert.
+
+Each group of tokens is filled up with zeros to whole blocks and rotations, so that no block and no rotation
+of Wgrad's operands spans two experts. Zeros change no result.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Integer, Shaped
+
+from mxjax.numerics.array import MXArray, dequantize
+from mxjax.numerics.blocks import resolve_block_shape
+from mxjax.numerics.formats import get_format
+from mxjax.numerics.operand import Operand
+from mxjax.operands.use import quantize_input
+from mxjax.policy.policy import Policy
+from mxjax.products.dot import check_floating, check_key, result_dtype
+from mxjax.products.expert_chunks import places_of
+from mxjax.products.expert_products import matmul_experts
+from mxjax.products.gradients import gradients_read_tensors
+from mxjax.products.implementations import GemmImplementation, Implementation, implementations_of
+from mxjax.products.linear import Options, policy_inputs
+from mxjax.products.multiply import xla_operands
+from mxjax.recipes import as_policy
+from mxjax.runtime.arguments import check_arrays
+from mxjax.runtime.mesh import on_auto_axes, varying_as
+from mxjax.runtime.primitives import first_order_only, without_forward_mode
+
+
+def ragged_dot(
+    x: Shaped[Array | np.ndarray, "m k"],
+    w: Shaped[Array | np.ndarray, "g k n"],
+    group_sizes: Integer[Array | np.ndarray, " g"],
+    *,
+    policy: Policy | str,
+    key: jax.Array | None = None,
+    implementation: Implementation | None = None,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Float[Array, "m n"]:
+    """Returns `jax.lax.ragged_dot(x, w, group_sizes)`, each of its three GEMMs in the policy's precision.
+
+    The first `group_sizes[0]` rows of x are multiplied by `w[0]`, the next `group_sizes[1]` by `w[1]`, and so
+    on. Each expert's products are those of `dot` on its rows. Formats with a scale for the whole tensor have
+    one for all experts. Random bits are drawn for the padded tensor of all of them, whose layout differs
+    between implementations. Under `jax.vmap`, "reference" and "xla" need every argument mapped along axis 0,
+    as `jax.lax.ragged_dot` does.
+
+    Args:
+      x: activations, sorted by group. Rows past the sum of the sizes give zeros.
+      w: weights of the experts. Pass float32 master weights, as in `dot`.
+      group_sizes: numbers of rows, which may be zero. A numpy array is static, and checked; in a JAX array
+        sizes that are negative or exceed x's rows are not noticed.
+      implementation: "reference" and "xla" multiply by `jax.lax.ragged_dot_general` and quantize without
+        kernels. "fp8_carriers" multiplies each expert's rows in FP8, filled up to whole tiles of a quarter
+        of the mean, as `mxjax.products.expert_chunks` describes. None: "xla".
+      Others: see `dot` and `jax.lax.ragged_dot`.
+    Raises:
+      ValueError: static sizes that are negative or exceed x's rows.
+      NotImplementedError: another implementation, or one that does not take the policy's formats. Others as
+        in `dot`.
+    """
+    _check_arguments(x, w, group_sizes, implementation)
+    policy = as_policy(policy)
+    _check_policy(policy)
+    check_floating(x, w, preferred_element_type)
+    check_key(policy, key)
+    x, w, sizes = jnp.asarray(x), jnp.asarray(w), jnp.asarray(group_sizes, jnp.int32)
+    dtype = result_dtype(x, w) if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    gemms = implementations_of(policy, implementation or "xla")
+    options = Options(policy, gemms, (dtype, x.dtype, w.dtype), precision)
+    if not x.shape[0] or not w.shape[0]:
+        return varying_as(jnp.zeros((x.shape[0], w.shape[2]), dtype), x, w, sizes, key)
+    unit = _unit(policy)
+    static = tuple(group_sizes.tolist()) if isinstance(group_sizes, np.ndarray) else None
+
+    x, w = without_forward_mode(x), without_forward_mode(w)
+
+    def product(x, w, sizes, key):
+        x, w = varying_as(x, w, sizes, key), varying_as(w, x, sizes, key)
+        if implementation == "fp8_carriers":
+            result: jax.Array = matmul_experts(options, unit, static, x, w, sizes, key)
+            return result
+        length = (x.shape[0] + sizes.size * (unit - 1)) // unit * unit
+        places = places_of(sizes, x.shape[0], unit, length)
+        padded = jnp.zeros_like(x, shape=(length, x.shape[1])).at[places].set(x, mode="drop")
+        y: jax.Array = _matmul(options, padded, w, -(-sizes // unit) * unit, key)
+        return y.at[places].get(mode="fill", fill_value=0)
+
+    return on_auto_axes(product, x, w, sizes, key if policy.needs_key else None, kept=((0,), (2,)))
+
+
+def _check_arguments(x: Any, w: Any, group_sizes: Any, implementation: object) -> None:
+    """Raises the errors of arguments that no policy could multiply."""
+    check_arrays("ragged_dot", x=x, w=w, group_sizes=group_sizes)
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or group_sizes.shape != w.shape[:1]:
+        shapes = f"{x.shape}, {w.shape} and {group_sizes.shape}"
+        raise ValueError(f"ragged_dot needs x [m, k], w [g, k, n] and group_sizes [g], got {shapes}")
+    if implementation not in (None, "reference", "xla", "fp8_carriers"):
+        raise NotImplementedError(
+            "ragged_dot runs by implementation 'reference', 'xla' or 'fp8_carriers', "
+            f"not {implementation!r}; use None"
+        )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"ragged_dot needs integer group_sizes, got {group_sizes.dtype}")
+    sizes = group_sizes.tolist() if isinstance(group_sizes, np.ndarray) else []
+    if sum(sizes) > len(x) or min(sizes, default=0) < 0:
+        raise ValueError(
+            "ragged_dot needs group_sizes of 0 or more that add up to at most the rows of x, "
+            f"{len(x)}, got {sizes}, {sum(sizes)} in all"
+        )
+
+
+def _check_policy(policy: Policy) -> None:
+    """Raises NotImplementedError if a product of the policy is more than that of its two operands."""
+    operands = [operand for gemm in policy.gemms.values() for operand in (gemm.lhs, gemm.rhs)]
+    whole = all(o.split == "none" and not get_format(o.format).is_vector for o in operands)
+    if any(gradients_read_tensors(policy)) or not whole:
+        raise NotImplementedError(
+            "ragged_dot takes operands with gradient='straight_through' and split='none', no fp4_vector, "
+            f"and source='dequantized' only of an Fprop without rotation, not {policy}; "
+            "use mxjax.dot for each expert"
+        )
+
+
+def _unit(policy: Policy) -> int:
+    """Returns the number of rows that divides every group: whole blocks and rotations along the tokens."""
+
+    def shape(operand: Operand) -> tuple[int, int]:
+        return resolve_block_shape(get_format(operand.format), operand.block_shape, ndim=2, axis=-1)
+
+    operands = policy.wgrad.lhs, policy.wgrad.rhs
+    along = [shape(operand)[1] for operand in operands]
+    along += [size for o in operands for size in (get_format(o.format).outer_block, o.eden or 0)]
+    across = [shape(gemm.lhs)[0] for gemm in (policy.fprop, policy.dgrad)]
+    rotation = policy.wgrad.rotation.size if policy.wgrad.rotation else 1
+    return math.lcm(rotation, *(size or 1 for size in along + across))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(options: Options, x, w, sizes, key) -> jax.Array:
+    """Returns the Fprop of x [m, k], whose groups have whole blocks, and w [g, k, n]."""
+    return _forward(options, x, w, sizes, key)
+
+
+def _matmul_fwd(options: Options, x, w, sizes, key):
+    return _forward(options, x, w, sizes, key), (x, w, sizes, key)
+
+
+def _matmul_bwd(options: Options, residuals, dy):
+    return (*_backward(options, *residuals, dy), None, None)
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(options: Options, x, w, sizes, key) -> jax.Array:
+    x, w = first_order_only(x), first_order_only(w)
+    (left, right), *_ = policy_inputs(options.policy, options.gemms, key)
+    operands = quantize_input(x, left), quantize_input(w, right)
+    return _multiply(options.gemms.fprop, options.precision, *operands, sizes).astype(options.dtypes[0])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(options: Options, x, w, sizes, key, dy) -> tuple[jax.Array, jax.Array]:
+    policy, gemms, dtypes, precision, _ = options
+    x, w, dy = (first_order_only(t) for t in (x, w, dy))
+    _, dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, gemms, key)
+    dy_rows, w_rows = quantize_input(dy, dgrad[0]), quantize_input(seen_w(w), dgrad[1])
+    x_columns, dy_columns = quantize_input(seen_x(x), wgrad[0]), quantize_input(dy, wgrad[1])
+    dx = _multiply(gemms.dgrad, precision, dy_rows, w_rows, sizes)
+    dw = _multiply(gemms.wgrad, precision, x_columns, dy_columns, sizes)
+    return dx.astype(dtypes[1]), dw.astype(dtypes[2])
+
+
+def _multiply(
+    how: GemmImplementation, precision: lax.PrecisionLike, lhs: MXArray, rhs: MXArray, sizes
+) -> jax.Array:
+    """Returns the products of the groups: [m, n] if rhs has an axis of groups, else their sums [g, m, n]."""
+    if how == "reference":
+        left, right, precision = dequantize(lhs), dequantize(rhs), lax.Precision.HIGHEST
+        factors = ()
+    else:
+        left, right, precision = xla_operands(lhs, rhs, precision)
+        factors = lhs.factor, rhs.factor
+    lhs_axis, rhs_axis = lhs.axis % left.ndim, rhs.axis % right.ndim
+    grouped = right.ndim == 3
+    dims = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((lhs_axis,), (rhs_axis,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0] if grouped else [],
+    )
+    y = lax.ragged_dot_general(left, right, sizes, dims, precision, preferred_element_type=jnp.float32)
+    for factor in factors:
+        y = y if factor is None else y * factor
+    return y

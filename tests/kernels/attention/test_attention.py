@@ -1,0 +1,196 @@
+"""Fused causal attention: its kernels against XLA's attention in float32, and the calls of AMD's library."""
+
+import importlib
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.kernels.attention import aiter
+from mxjax.kernels.attention.blocks import TABLE
+from mxjax.kernels.attention.fused import fused_attention
+from mxjax.runtime.devices import INTERPRETER, Target, use_target
+from mxjax.runtime.remat import rematerialize
+
+GFX950 = Target("hip", "gfx950")
+
+
+def draw(b, s, n, g, h):
+    """Draws q, k, v and the gradient of the result."""
+    rng = np.random.default_rng(0)
+    shapes = ((b, s, n, h), (b, s, g, h), (b, s, g, h), (b, s, n, h))
+    return [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+
+
+def with_gradients(attend, q, k, v, dy):
+    y, vjp = jax.vjp(attend, q, k, v)
+    return y, *vjp(dy)
+
+
+def reference(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 40, 2, 1, 64),  # a masked tail, two heads of queries for one of keys
+        pytest.param((2, 75, 4, 2, 64), marks=pytest.mark.slow),
+        pytest.param((2, 64, 2, 2, 128), marks=pytest.mark.slow),
+        pytest.param((1, 1, 3, 1, 64), marks=pytest.mark.slow),
+    ],
+)
+def test_equals_float32_within_the_rounding_of_bfloat16(shape):
+    arrays = draw(*shape)
+    wide = [x.astype(jnp.float32) for x in arrays]
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(lambda *a: with_gradients(reference, *a))(*wide)
+    found = jax.jit(lambda *a: with_gradients(fused_attention, *a))(*arrays)
+    for name, got, exact in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+        assert got.dtype == jnp.bfloat16
+        difference = np.asarray(got, np.float32) - exact
+        # With one key the gradient of q is the difference of two equal sums, taken in different orders.
+        rounding = 2**-22 * np.linalg.norm(wide[3])
+        assert np.linalg.norm(difference) <= 2**-8 * np.linalg.norm(exact) + rounding, name
+        assert np.abs(difference).max() <= 2**-7 * np.abs(exact).max() + rounding, name
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the other sequence
+def test_what_lies_after_a_sequence_is_not_read():
+    """Its length is a multiple of a block of keys, and not of a block of queries."""
+    q, k, v, dy = draw(2, 96, 2, 1, 64)
+    attend = jax.jit(lambda *a: with_gradients(fused_attention, *a))
+    wanted = attend(q, k, v, dy)
+    found = attend(q, k.at[1].set(jnp.nan), v.at[1].set(jnp.nan), dy)
+    for got, like in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(got[0], like[0])
+
+
+@pytest.mark.slow
+def test_vmap_enlarges_the_batch():
+    arrays = draw(2, 33, 2, 1, 64)
+    wanted = jax.jit(lambda *a: with_gradients(fused_attention, *a))(*arrays)
+    q, k, v, dy = arrays
+    one = lambda q, v, dy: with_gradients(fused_attention, q, k[:1], v, dy)  # noqa: E731
+    parts = [x[:, None] for x in (q, v, dy)]
+    found = jax.jit(jax.vmap(one))(*parts)
+    np.testing.assert_array_equal(found[0][0, 0], wanted[0][0])
+    np.testing.assert_array_equal(found[3][0, 0], wanted[3][0])
+
+
+@pytest.mark.parametrize(("mode", "kernels"), [("dots", 3), ("full", 4)])
+def test_remat_dots_keeps_what_the_backward_pass_reads(mode, kernels):
+    """One kernel forward and two backward; `full` runs the first again."""
+    q, k, v, _ = draw(1, 32, 2, 1, 64)
+
+    def loss(q, k, v):
+        attend = rematerialize(lambda q, k, v: fused_attention(q, k, v), mode, in_loop=False)
+        return jnp.sum(attend(q, k, v).astype(jnp.float32))
+
+    program = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(q, k, v).as_text()
+    assert len(re.findall(r"custom_call @(?:xla\w*callback|triton_kernel_call_ffi)", program)) == kernels
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q[..., :32], k[..., :32], v[..., :32]), r"equal heads of 64 or 128"),
+        (lambda q, k, v: (q[:, :, :3], k, v), r"N a multiple of G, got q bfloat16\[1, 8, 3, 64\]"),
+        (lambda q, k, v: (q, k[:, :4], v[:, :4]), r"needs q \[B, S, N, H\] and k, v \[B, S, G, H\]"),
+        (lambda q, k, v: (q.astype(jnp.float32), k, v), r"needs bfloat16, got q float32.*; cast them"),
+    ],
+)
+def test_what_it_cannot_take_is_one_line(change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        fused_attention(*change(*draw(1, 8, 4, 2, 64)[:3]))
+    assert "\n" not in str(error.value)
+
+
+def test_without_tokens_the_result_is_empty():
+    q, k, v, _ = draw(2, 0, 4, 2, 64)
+    assert fused_attention(q, k, v).shape == (2, 0, 4, 64)
+
+
+def test_blocks_divide_each_other():
+    for kernels in TABLE.values():
+        assert all(b.queries % b.keys == 0 for b in (*kernels.forward, *kernels.query_gradients))
+        assert all(b.keys % b.queries == 0 for b in kernels.key_gradients)
+
+
+@pytest.fixture
+def with_aiter(monkeypatch):
+    """Puts a stand-in for JAX's module of AITER, which registers the custom calls."""
+    stand_in = types.SimpleNamespace(flash_attn_func=object())
+    monkeypatch.setitem(sys.modules, "jax._src.aiter", stand_in)
+    aiter._is_registered.cache_clear()
+    yield stand_in
+    aiter._is_registered.cache_clear()
+
+
+def rocm_program(b, s, n, g, h):
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in draw(b, s, n, g, h)]
+    with use_target(GFX950):
+        traced = jax.jit(lambda *a: with_gradients(fused_attention, *a)).trace(*arrays)
+        return traced.lower(lowering_platforms=("rocm",)).as_text()
+
+
+@pytest.mark.usefixtures("with_aiter")
+def test_aiter_is_called_as_its_handlers_read_it():
+    """Arguments in order, with empty arrays for those not given, and every attribute with its type.
+
+    Source: the handlers' bindings in ROCm/jax, jaxlib/gpu/hip_aiter_mha_{fwd,bwd}.cc.
+    """
+    program = rocm_program(2, 10, 4, 2, 64)
+    forward, backward = re.findall(r"custom_call @(hip_mha_\w+_ffi)\(.*?\) \{(.*)\} : (\(.*)", program)
+    q, k, rows, none = "tensor<2x10x4x64xbf16>", "tensor<2x10x2x64xbf16>", "tensor<2x4x10xf32>", "tensor<0x"
+    arguments = [q, k, k, f"{none}i32>", f"{none}i32>", f"{none}bf16>", f"{none}bf16>"]
+    arguments += [f"{none}f32>", f"{none}ui32>"]
+    assert (forward[0], backward[0]) == ("hip_mha_fwd_ffi", "hip_mha_bwd_ffi")
+    assert forward[2].startswith(f"({', '.join(arguments)}) -> ({q}, {rows}, tensor<0xui8>, tensor<4xui32>)")
+    arguments = [q, q, k, k, q, rows, f"{none}i32>", f"{none}i32>", *[f"{none}bf16>"] * 4]
+    arguments += [f"{none}f32>", *[f"{none}ui32>"] * 2]
+    assert backward[2].startswith(f"({', '.join(arguments)}) -> ({q}, {k}, {k}, {rows}, tensor<0xbf16>)")
+    common = {
+        "dropout_p": "0.000000e+00 : f32",
+        "softmax_scale": "1.250000e-01 : f32",
+        "is_causal": "true",
+        "window_size_left": "-1 : i32",
+        "window_size_right": "-1 : i32",
+        "use_asm_v3": "true",
+        "how_v3_bf16_cvt": "0 : i32",
+        "max_seqlen_q_attr": "-1 : i32",
+        "max_seqlen_k_attr": "-1 : i32",
+        "zero_tensors": "false",
+    }
+    more = {"return_softmax_lse": "true", "return_dropout_randval": "false", "min_seqlen_q": "0 : i32"}
+    assert attributes(forward[1]) == common | more | {"logits_soft_cap": "0.000000e+00 : f32"}
+    more = {"deterministic": "false", "is_v3_atomic_fp32": "false", "use_asm_v3": "false"}
+    assert attributes(backward[1]) == common | more
+
+
+def attributes(text):
+    [config] = re.findall(r"mhlo\.backend_config = \{(.*?)\}", text)
+    return dict(part.split(" = ") for part in config.split(", "))
+
+
+@pytest.mark.usefixtures("with_aiter")
+def test_aiter_counts_as_absent_where_xla_must_be_deterministic(monkeypatch):
+    assert aiter.is_available(GFX950)
+    assert not aiter.is_available(Target("cuda", "sm_90"))
+    assert not aiter.is_available(INTERPRETER)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4 --xla_gpu_deterministic_ops=true")
+    assert not aiter.is_available(GFX950)
+
+
+def test_aiter_is_absent_where_jax_or_its_libraries_lack_it(with_aiter):
+    with_aiter.flash_attn_func = None
+    assert not aiter.is_available(GFX950)
+    aiter._is_registered.cache_clear()
+    del sys.modules["jax._src.aiter"]
+    if importlib.util.find_spec("jax._src.aiter") is None:
+        assert not aiter.is_available(GFX950)
+    sys.modules["jax._src.aiter"] = with_aiter

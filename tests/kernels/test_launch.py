@@ -1,0 +1,325 @@
+"""Programs with kernels lower for CUDA and ROCm without a GPU, and jaxlib's own code takes what they say."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import zlib
+
+import pytest
+from support.programs import TESTS, run_compiled
+from support.rocm import install_extension
+
+import mxjax
+from mxjax.kernels.call_message import MachineCode, encode_call
+
+pytestmark = pytest.mark.slow
+
+LDS = 160 * 1024  # bytes of a compute unit of gfx950
+AMDGPU, CUDA = 224, 190  # machines in an ELF file's header
+
+
+LOWER = """
+import hashlib, json, sys
+import mxjax
+from mxjax.runtime.devices import Target
+from support.programs import calls_of, lower_dot, targets_of
+
+backend, arch, *policies = sys.argv[1:]
+for policy in policies or mxjax.policies():
+    text = lower_dot(Target(backend, arch), policy).as_text()
+    calls = [
+        {
+            "name": c.name,
+            "opaque": c.opaque.hex(),
+            "machine": int.from_bytes(c.image[18:20], "little"),
+            "image": hashlib.sha256(c.image).hexdigest(),
+            "bytes": len(c.image),
+            "warps": c.num_warps,
+            "shared": c.shared_bytes,
+            "capability": c.compute_capability,
+            "grid": c.grid,
+            "arrays": c.arrays,
+        }
+        for c in calls_of(text)
+    ]
+    program = hashlib.sha256(text.encode()).hexdigest()
+    said = {"policy": policy, "program": program, "calls": calls, "targets": sorted(targets_of(text))}
+    print(json.dumps(said))
+"""
+THREE = ("quantize_kernel", "quantize_kernel", "gemm_kernel", "quantize_kernel", "gemm_kernel", "gemm_kernel")
+
+
+def lower(backend, arch, *policies, **environment):
+    return [
+        json.loads(line) for line in run_compiled(LOWER, backend, arch, *policies, **environment).splitlines()
+    ]
+
+
+@pytest.fixture(scope="module")
+def rocm_program():
+    """Returns the calls of a dot and its gradients, lowered for gfx950."""
+    [program] = lower("hip", "gfx950", "wgrad_rht")
+    return program
+
+
+# One policy of each kind of operand that the kernels take; without names it is every policy.
+KINDS = ("wgrad_hadamard", "full_rht", "wgrad_sr", "lumen", "weight_only")
+EVERY = pytest.param((), marks=pytest.mark.exhaustive)
+
+
+# `test_rocm_programs` compiles more and runs them.
+@pytest.mark.parametrize("policies", [KINDS[:2], EVERY], ids=["two", "every"])
+def test_every_policy_lowers_for_rocm(policies):
+    programs = lower("hip", "gfx950", *policies)
+    assert len(programs) == len(policies or mxjax.policies())
+    for program in programs:
+        assert program["targets"] in ([], ["triton_kernel_call_ffi"]), program["policy"]
+        for call in program["calls"]:
+            assert (call["machine"], call["capability"]) == (AMDGPU, 0), program["policy"]
+            assert call["shared"] <= LDS
+    [paper] = [p for p in programs if p["policy"] == "wgrad_hadamard"]
+    assert tuple(call["name"] for call in paper["calls"]) == THREE
+
+
+LLAMA = """
+import hashlib, json
+import jax, jax.numpy as jnp
+from models import llama
+from mxjax.runtime.devices import Target, use_target
+from support.llamas import SMALL, layer_policies
+from support.programs import calls_of, targets_of
+
+def loss(params, batch, key):
+    return llama.mean_loss(SMALL, params, batch, policies=policies, key=key)
+
+policies = layer_policies(SMALL, "wgrad_hadamard")
+batch, key = jax.ShapeDtypeStruct((2, 65), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+with use_target(Target("hip", "gfx950")):
+    traced = jax.jit(jax.value_and_grad(loss)).trace(llama.abstract_params(SMALL), batch, key)
+    text = traced.lower(lowering_platforms=("rocm",)).as_text()
+calls, digest = calls_of(text), hashlib.sha256(text.encode()).hexdigest()
+print(json.dumps([len(calls), len({c.image for c in calls}), sorted(targets_of(text)), digest]))
+"""
+
+
+def test_a_llama_and_its_gradients_lower_for_rocm():
+    """Attention included: the program holds nothing of NVIDIA's."""
+    calls, images, targets, _ = json.loads(run_compiled(LLAMA))
+    assert (calls, targets) == (24, ["triton_kernel_call_ffi"])
+    assert images < calls
+
+
+@pytest.mark.exhaustive
+def test_a_llama_lowers_to_the_same_program_in_another_process():
+    first, second = (json.loads(run_compiled(LLAMA, PYTHONHASHSEED=seed))[-1] for seed in "17")
+    assert first == second
+
+
+EVERY_GEMM = r"""
+import dataclasses, json, re, sys
+import jax, jax.numpy as jnp
+import mxjax
+from models import llama
+from mxjax.runtime.devices import Target, use_target
+from mxjax.kernels import lowering
+from mxjax.kernels.call_message import MachineCode
+from support.llamas import SMALL, layer_policies
+from support.programs import targets_of
+
+NVIDIA = r"(?i)\w*(?:cuda|cudnn|cublas|nvidia|nvvm|ptx)\w*|\bsm_\d+"
+lowering.compile_kernel = lambda *_: MachineCode(b"\x7fELF", "kernel", 4, 0, 0, 1, 0)
+key = jax.eval_shape(lambda: jax.random.key(0))
+for policy, head in [*((policy, 16) for policy in sys.argv[1:] or mxjax.policies()), ("bf16", 64)]:
+    config = dataclasses.replace(SMALL, n_layers=1, head_dim=head)
+    policies = layer_policies(config, policy, [("*", policy)])
+
+    def loss(params, batch, key):
+        return llama.mean_loss(config, params, batch, policies=policies, key=key)
+
+    batch = jax.ShapeDtypeStruct((1, 2049 if (policy, head) == ("bf16", 16) else 65), jnp.int32)
+    with use_target(Target("hip", "gfx950")):
+        traced = jax.jit(jax.value_and_grad(loss)).trace(llama.abstract_params(config), batch, key)
+        text = traced.lower(lowering_platforms=("rocm",)).as_text()
+    print(json.dumps([policy, sorted(targets_of(text)), re.findall(NVIDIA, text)]))
+"""
+
+
+@pytest.mark.parametrize("policies", [("bf16", "wgrad_sr", "nvfp4"), EVERY], ids=["kinds", "every"])
+def test_no_program_for_rocm_names_anything_of_nvidia(policies):
+    """With every GEMM of a Llama in each policy: head and attention too, in pieces and fused for bf16."""
+    programs = [json.loads(line) for line in run_compiled(EVERY_GEMM, *policies).splitlines()]
+    assert len(programs) == 1 + len(policies or mxjax.policies())
+    assert programs[-1][1] == ["triton_kernel_call_ffi"]  # bf16 with heads of 64: fused attention alone
+    for policy, targets, names in programs:
+        assert (targets or ["triton_kernel_call_ffi"], names) == (["triton_kernel_call_ffi"], []), policy
+
+
+START = r"""
+import jax, jax.numpy as jnp
+import mxjax
+from mxjax.runtime.devices import Target, use_target
+from mxjax.kernels import lowering
+from mxjax.kernels.call_message import MachineCode
+
+compiled = []
+def compile_kernel(kernel, *_):
+    compiled.append(kernel.__name__)
+    return MachineCode(b"\x7fELF", kernel.__name__, 4, 0, 0, 1, 0)
+
+lowering.compile_kernel = compile_kernel
+x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 128), (128, 32)))
+with use_target(Target("hip", "gfx950")):
+    traced = jax.jit(lambda x, w: mxjax.dot(x, w, policy="wgrad")).trace(x, w)
+    print(len(compiled))
+    lowering.start_traced()
+    lowering._pool().shutdown()
+    print(len(compiled))
+    traced.lower(lowering_platforms=("rocm",))
+    print(len(compiled))
+
+with use_target(Target("cuda", "sm_90")):
+    for rows in (512, 4096):
+        x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, 256), (256, 128)))
+        jax.jit(lambda x, w: mxjax.dot(x, w, policy="wgrad")).trace(x, w)
+print(len(set(lowering._traced)))
+"""
+
+
+@pytest.fixture(scope="module")
+def counts():
+    return list(map(int, run_compiled(START).split()))
+
+
+def test_traced_kernels_start_early_and_compile_once(counts):
+    """The forward pass quantizes x and w, and multiplies them."""
+    assert counts[:3] == [0, 3, 3]
+
+
+def test_kernels_for_cuda_serve_any_number_of_rows(counts):
+    """Two of the forward pass quantize, one carries both operands in FP8, and one corrects their product."""
+    assert counts[3:] == [4]
+
+
+@pytest.mark.exhaustive
+def test_programs_are_the_same_in_every_process(rocm_program, tmp_path):
+    """Whatever seeds Python's hashes, wherever it runs, and whether Triton's cache has the kernels."""
+    environment = {
+        "PYTHONHASHSEED": "7",
+        "TMPDIR": str(tmp_path),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    [again] = lower("hip", "gfx950", "wgrad_rht", **environment)
+    assert again == rocm_program
+    assert [p.name for p in tmp_path.iterdir()] == ["cache"]
+
+
+def test_a_program_is_the_same_when_it_is_lowered_again(rocm_program):
+    """Also after others, by the same process."""
+    _, first, second = lower("hip", "gfx950", "wgrad", "wgrad_rht", "wgrad_rht")
+    assert first == second == rocm_program
+
+
+def test_transformations_of_calls():
+    said = json.loads(run_compiled("support.calls"))
+    assert said["aliased"] == ["0"]
+    assert [said[name] for name in ("unused", "remat", "twice", "sharded")] == [0, 1, 2, True]
+    assert "double_kernel was traced for gfx950, and cannot be lowered for cuda" in said["other platform"]
+    assert "double_kernel takes pointers to x, y; it was called with 3 arrays" in said["arrays"]
+
+
+LAUNCH = """
+import json, pathlib, sys
+
+from support.rocm import Runtime
+
+runtime = Runtime(pathlib.Path(sys.argv[1]))
+for line in sys.stdin:
+    call, lds = json.loads(line)
+    pointers = [4096 * (i + 1) for i in range(call["arrays"])]
+    try:
+        opaque, sizes = bytes.fromhex(call["opaque"]), call.get("sizes", 0)
+        notes, image = runtime.launch(opaque, pointers, call["bytes"], lds, sizes)
+    except RuntimeError as error:
+        notes, image = [str(error)], b""
+    print(json.dumps([notes, image.hex()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def extension(tmp_path_factory):
+    return install_extension(tmp_path_factory.mktemp("rocm"))
+
+
+def launch(extension, calls):
+    """Returns HIP's notes and the image that it loads for each call and bytes of LDS."""
+    answers = run_compiled(LAUNCH, extension, text="".join(json.dumps(call) + "\n" for call in calls))
+    return [json.loads(line) for line in answers.splitlines()]
+
+
+def test_jaxlib_launches_on_hip_what_the_program_says(rocm_program, extension):
+    """64 threads a wave; pointers in order, then those of two buffers that no kernel of ours has."""
+    distinct = {call["opaque"]: call for call in rocm_program["calls"]}.values()
+    for call, (notes, image) in zip(distinct, launch(extension, [(c, LDS) for c in distinct]), strict=True):
+        pointers = [4096 * (i + 1) for i in range(call["arrays"])]
+        numbers = [*call["grid"], 64 * call["warps"], 1, 1, call["shared"], *pointers, 0, 0]
+        assert notes[-1] == " ".join(["launch", *map(str, numbers)])
+        assert notes[:2] == ["load", f"function {call['name']}"]
+        assert hashlib.sha256(bytes.fromhex(image)).hexdigest() == call["image"]
+
+
+def test_jaxlib_passes_sizes(extension):
+    """After the pointers, as integers of 32 bits."""
+    code = MachineCode(b"\x7fELF", "sized", 8, 0, 0, 1, 0)
+    call = {"opaque": encode_call(code, (1,), 1, (768, 2**31 - 1)).hex(), "arrays": 1, "sizes": 2, "bytes": 4}
+    [(notes, _)] = launch(extension, [(call, LDS)])
+    pointer, *sizes, first, second = map(int, notes[-1].split()[8:])
+    assert (pointer, first, second) == (4096, 0, 0)
+    assert [size & (2**32 - 1) for size in sizes] == [768, 2**31 - 1]
+
+
+def test_jaxlib_asks_hip_for_more_than_48_kib(extension):
+    """The answer to attribute 74, what a block may opt in to, must be at least what the kernel takes."""
+    calls = []
+    for name, lds in (("enough", LDS), ("little", 64 * 1024)):
+        code = MachineCode(b"\x7fELF" + name.encode(), name, 8, 100_000, 0, 1, 0)
+        calls.append(({"opaque": encode_call(code, (1,), 1).hex(), "arrays": 1, "bytes": 10}, lds))
+    (enough, _), (little, _) = launch(extension, calls)
+    assert "attribute 74" in enough
+    assert enough[-1] == "launch 1 1 1 512 1 1 100000 4096 0 0"
+    assert "exceeds device resources (65536 b)" in little[0]
+
+
+def messages(capability):
+    """Returns a call with an image, and one whose image jaxlib does not know: of a field number it lacks."""
+    with_image, without = (
+        encode_call(MachineCode(b"\x7fELF", name, 4, 1024, 0, 1, capability), (3,), 2)
+        for name in ("yes", "no")
+    )
+    tag = b"P\x01" + bytes([11 << 3 | 2])  # after num_ctas
+    message = zlib.decompress(without)
+    assert message.count(tag) == 1
+    return with_image, zlib.compress(message.replace(tag, b"P\x01" + bytes([15 << 3 | 2])))
+
+
+def instantiate(module, capability, **environment):
+    """Returns what jaxlib says of the two messages when XLA compiles a program with them."""
+    text = "".join(f"{message.hex()}\n" for message in messages(capability))
+    return run_compiled("support.instantiate", module, text=text, **environment).splitlines()
+
+
+def test_jaxlib_takes_the_image_on_hip(extension):
+    """Without it jaxlib reads a file, and deletes it."""
+    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent, extension.parent.parent)))
+    preload = str(extension.parent.parent / "libamdhip64.so.7")
+    accepted, refused = instantiate("jax_rocm7_plugin._triton", 0, PYTHONPATH=paths, LD_PRELOAD=preload)
+    assert accepted == "accepted"
+    assert "No such file" in refused
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax_cuda13_plugin")
+def test_jaxlib_takes_the_image_on_cuda():
+    """Without it jaxlib runs ptxas."""
+    accepted, refused = instantiate("jax_cuda13_plugin._triton", 90)
+    assert accepted == "accepted"
+    assert refused != "accepted"

@@ -1,0 +1,106 @@
+"""The tables of formats, against gfloat and ml_dtypes; every E2M1 and every E8M0 code."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from support import oracles
+
+import mxjax
+from mxjax.numerics import formats
+
+ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0, formats.E1M2)
+each_element = pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
+
+E2M1_VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+@each_element
+def test_element_has_the_constants_of_its_specification(element):
+    info = oracles.ELEMENT_INFO[element.name]
+    assert (element.mantissa_bits, element.bits) == (info.precision - 1, info.k)
+    assert (element.emax, element.emin) == (info.emax, 1 - info.bias)
+    assert element.max == info.max
+
+
+@each_element
+def test_dtype_holds_every_value_of_the_element(element):
+    values = oracles.grid(oracles.ELEMENT_INFO[element.name]).astype(np.float32)
+    values = np.concatenate([values, -values])
+    held = values.astype(jnp.dtype(element.dtype)).astype(np.float32)
+    np.testing.assert_array_equal(oracles.bits(held), oracles.bits(values))
+
+
+# What the format's source says: element, block, kind of block scale, whether the tensor has a scale.
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mxfp4", ("e2m1", 32, "e8m0", False)),
+        ("mxfp4_e3m0", ("e3m0", 32, "e8m0", False)),
+        ("mxfp4_e1m2", ("e1m2", 32, "e8m0", False)),
+        ("mxfp6_e2m3", ("e2m3", 32, "e8m0", False)),
+        ("mxfp6_e3m2", ("e3m2", 32, "e8m0", False)),
+        ("mxfp8_e4m3", ("e4m3", 32, "e8m0", False)),
+        ("mxfp8_e5m2", ("e5m2", 32, "e8m0", False)),
+        ("nvfp4", ("e2m1", 16, "e4m3", True)),
+        ("nvfp4_1x128", ("e2m1", 16, "e4m3", True)),
+        ("fp4_ue5m3", ("e2m1", 16, "ue5m3", False)),
+        ("fp4_e1m2", ("e1m2", 16, "fp32", False)),
+        ("fp8_e4m3", ("e4m3", 0, "none", True)),
+        ("fp8_e5m2", ("e5m2", 0, "none", True)),
+    ],
+)
+def test_format_is_as_specified(name, expected):
+    f = formats.get_format(name)
+    assert (f.element.name, f.block, f.scale, f.tensor_scale) == expected
+    assert f.dtype == f.element.dtype
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", jnp.bfloat16), ("fp32", jnp.float32)])
+def test_baseline_is_an_unscaled_dtype(name, dtype):
+    assert formats.get_format(name) == formats.Format(name, dtype)
+
+
+def test_formats_are_keyed_by_their_names():
+    assert all(name == f.name for name, f in mxjax.FORMATS.items())
+
+
+def test_unknown_format_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown format 'mxfp5'.*") as error:
+        formats.get_format("mxfp5")
+    assert all(name in str(error.value) for name in formats.FORMATS)
+
+
+def test_each_e2m1_code_has_its_value():
+    codes = np.arange(16, dtype=np.uint8)
+    ours = mxjax.unpack(jnp.asarray(codes[::2] | codes[1::2] << 4)).astype(jnp.float32)
+    theirs = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    np.testing.assert_array_equal(oracles.bits(theirs), oracles.bits(E2M1_VALUES))
+    np.testing.assert_array_equal(oracles.bits(ours), oracles.bits(E2M1_VALUES))
+
+
+def test_quantize_finds_each_e2m1_code():
+    # 6 is among them, so the scale is 1 and each value is an element.
+    q = mxjax.quantize(np.array(E2M1_VALUES, np.float32))
+    codes = lax.bitcast_convert_type(q.elements, jnp.uint4).astype(jnp.uint8)
+    np.testing.assert_array_equal(codes, np.arange(16))
+
+
+def test_each_e8m0_byte_multiplies_by_its_power_of_two():
+    byte = np.arange(256, dtype=np.uint8)[:, None]
+    ones = jnp.ones((256, 1), jnp.float4_e2m1fn)
+    scales = lax.bitcast_convert_type(jnp.asarray(byte), jnp.float8_e8m0fnu)
+    values = np.asarray(mxjax.dequantize(mxjax.MXArray(ones, scales, None, "mxfp4", -1, (1, 32))))
+    powers = np.ldexp(1.0, byte[:255].astype(int) - 127).astype(np.float32)
+    # By bits: 2**-127 is a float32 subnormal.
+    np.testing.assert_array_equal(oracles.bits(values[:255]), oracles.bits(powers))
+    assert np.isnan(values[255])
+
+
+def test_quantize_finds_each_e8m0_byte():
+    byte = np.arange(253, dtype=np.uint8)[:, None]  # 252 is the scale of the largest float32
+    x = np.ldexp(4.0, byte.astype(int) - 127).astype(np.float32)
+    q = mxjax.quantize(x)
+    np.testing.assert_array_equal(np.asarray(q.scales).view(np.uint8), byte)
+    assert np.all(np.asarray(q.elements, np.float32) == 4)

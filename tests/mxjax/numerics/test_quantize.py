@@ -1,0 +1,291 @@
+"""Quantization bit for bit against gfloat, and numpy block by block."""
+
+import functools
+from typing import get_args
+
+import gfloat
+import gfloat.formats
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax import lax
+from support import oracles
+from support.tensors import (
+    E2M1,
+    MX_ELEMENTS,
+    assert_parts,
+    assert_same,
+    each_mx_format,
+    elements,
+    gaussian,
+    info,
+    scale_bytes,
+    subnormal_range,
+    wide_range,
+)
+
+import mxjax
+from mxjax.numerics.quantize import quantize_unpacked
+from mxjax.numerics.scales import ScaleRule
+
+RULES = [rule for rule in get_args(ScaleRule) if rule != "quest"]  # those of the largest magnitude
+each_rule = pytest.mark.parametrize("rule", RULES)
+each_format_and_rule = pytest.mark.parametrize(
+    ("name", "rule"), [(f, r) for f in MX_ELEMENTS for r in RULES if r != "uos" or f == "mxfp4"]
+)
+FLOAT32_MAX = np.finfo(np.float32).max
+
+
+# --- gfloat and numpy, live
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2"])
+def test_floor_matches_gfloats_blocks(name):
+    x = wide_range(16, 32)
+    block_info = getattr(gfloat.formats, f"format_info_{name}" + "_e2m1" * (name == "mxfp4"))
+    expected = [
+        gfloat.quantize_block(block_info, block.astype(np.float64), gfloat.compute_scale_amax) for block in x
+    ]
+    q = mxjax.quantize(x, name)
+    np.testing.assert_array_equal(mxjax.dequantize(q), np.float32(expected))
+    scaled = x / 2.0 ** (scale_bytes(q).astype(int) - 127)
+    codes = [
+        list(gfloat.encode_block(block_info, 2.0 ** (int(s) - 127), block))
+        for s, block in zip(scale_bytes(q)[:, 0], scaled, strict=True)
+    ]
+    theirs = gfloat.decode_ndarray(block_info.etype, np.array(codes)[:, 1:])
+    assert_parts(q, np.array(codes)[:, :1], theirs)
+
+
+@each_format_and_rule
+def test_quantize_matches_numpy_for_each_rule(name, rule):
+    largest = np.resize(np.float32([FLOAT32_MAX, -FLOAT32_MAX, 2.0**127, 1, 2.0**-149]), 32)
+    x = np.concatenate([wide_range(15, 32), subnormal_range(), largest[None]])
+    assert_parts(mxjax.quantize(x, name, scale_rule=rule), *oracles.quantize(x, info(name), rule))
+
+
+@pytest.mark.parametrize("length", [1, 31, 33])
+def test_the_last_block_may_be_short(length):
+    x = wide_range(3, length)
+    assert_parts(mxjax.quantize(x), *oracles.quantize(x, E2M1))
+
+
+@pytest.mark.parametrize("block", [1, 16, 64])
+def test_block_length_can_be_chosen(block):
+    x = wide_range(3, 70)
+    assert_parts(mxjax.quantize(x, block_shape=block), *oracles.quantize(x, E2M1, block=(1, block)))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -2])
+def test_any_axis_can_be_blocked(axis):
+    x = wide_range(40, 33, 35)
+    q = mxjax.quantize(x, axis=axis)
+    expected = mxjax.quantize(np.moveaxis(x, axis, -1))
+    assert_parts(q, *(np.moveaxis(v, -1, axis) for v in (scale_bytes(expected), elements(expected))))
+    values = np.moveaxis(np.asarray(mxjax.dequantize(expected)), -1, axis)
+    np.testing.assert_array_equal(mxjax.dequantize(q), values)
+
+
+def test_one_dimension_is_enough():
+    x = wide_range(40)
+    assert_parts(mxjax.quantize(x), *(v[0] for v in oracles.quantize(x[None], E2M1)))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
+def test_an_empty_tensor_stays_empty(shape):
+    q = mxjax.quantize(np.zeros(shape, np.float32))
+    assert mxjax.dequantize(q).shape == shape
+
+
+def test_dequantize_multiplies_elements_by_scales():
+    x = wide_range(8, 70)
+    scales, values = oracles.quantize(x, E2M1)
+    spread = np.repeat(2.0 ** (scales.astype(int) - 127), 32, axis=1)[:, :70]
+    np.testing.assert_array_equal(mxjax.dequantize(mxjax.quantize(x)), np.float32(values * spread))
+
+
+def test_dequantize_is_exact_in_bfloat16():
+    q = mxjax.quantize(wide_range(8, 70))
+    in_bfloat16 = mxjax.dequantize(q, jnp.bfloat16)
+    assert in_bfloat16.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(in_bfloat16.astype(np.float32), mxjax.dequantize(q))
+
+
+def test_quantize_unpacked_holds_the_same_values():
+    x = wide_range(8, 70)
+    loose = quantize_unpacked(x, mxjax.Operand(), -1, None)
+    assert loose.elements.dtype == jnp.float32
+    assert_same(loose, mxjax.quantize(x))
+
+
+# --- 2-D blocks
+
+SHAPE_2D = (40, 70)  # ragged for blocks of 32 x 32 along both axes
+
+
+@each_rule
+def test_square_blocks_match_numpy(rule):
+    x = wide_range(*SHAPE_2D)
+    q = mxjax.quantize(x, block_shape=(32, 32), scale_rule=rule)
+    assert_parts(q, *oracles.quantize(x, E2M1, rule, (32, 32)))
+
+
+def test_square_blocks_serve_both_axes():
+    # A weight is quantized once, and contracted along one axis in the forward, the other in the backward.
+    w = wide_range(*SHAPE_2D)
+    a, b = (mxjax.quantize(w, block_shape=(32, 32), axis=axis) for axis in (0, 1))
+    assert_parts(a, scale_bytes(b), elements(b))
+    np.testing.assert_array_equal(mxjax.dequantize(a), mxjax.dequantize(b))
+
+
+def test_the_second_size_of_a_block_is_along_the_axis():
+    x = wide_range(*SHAPE_2D)
+    scales, values = oracles.quantize(x.T, E2M1, block=(2, 16))
+    q = mxjax.quantize(x, axis=0, block_shape=(2, 16))
+    assert_parts(q, scales.T, values.T)
+    assert_parts(mxjax.quantize(x.T, axis=1, block_shape=(2, 16)), scales, values)
+
+
+def test_square_blocks_of_a_stack_are_those_of_each_matrix():
+    x = wide_range(2, *SHAPE_2D)
+    q = mxjax.quantize(x, block_shape=(32, 32))
+    each = [oracles.quantize(v, E2M1, block=(32, 32)) for v in x]
+    assert_parts(q, *(np.stack(v) for v in zip(*each, strict=True)))
+
+
+# --- formats with a scale for the whole tensor, and those without scales
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_scales_the_largest_magnitude_to_the_largest_element(name):
+    x = wide_range(8, 70)
+    element = oracles.ELEMENT_INFO[name[4:]]
+    per_unit = np.float32(element.max) / np.abs(x).max()
+    tensor_scale = 1 / per_unit
+    q = mxjax.quantize(x, name)
+    expected = oracles.round_nearest(x * per_unit, element)
+    assert q.scales is None
+    assert q.tensor_scale == tensor_scale
+    assert np.abs(expected).max() == element.max
+    np.testing.assert_array_equal(oracles.bits(elements(q)), oracles.bits(expected))
+    np.testing.assert_array_equal(mxjax.dequantize(q), expected * tensor_scale)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_scales_as_ieee_does(name):
+    # XLA turns some divisions into products with the reciprocal; a kernel could not know which. Ties show it.
+    element = oracles.ELEMENT_INFO[name[4:]]
+    grid = oracles.grid(element)
+    for amax in np.random.default_rng(0).uniform(1, 2, 8).astype(np.float32):
+        per_unit = np.float32(element.max) / amax
+        x = np.append((grid[1:] + grid[:-1]) / 2 / per_unit, amax).astype(np.float32)
+        q = mxjax.quantize(x, name)
+        assert q.tensor_scale == 1 / per_unit
+        np.testing.assert_array_equal(elements(q), oracles.round_nearest(x * per_unit, element))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nvfp4_matches_numpy(seed):
+    x = wide_range(8, 70, seed=seed) * np.float32([1, 1, 1, 1, 1, 1, 1, 0])[:, None]
+    e4m3 = oracles.ELEMENT_INFO["e4m3"]
+    tensor_scale = np.float32(np.abs(x).max() / np.float32(448 * 6))
+    blocks = np.pad(x, [(0, 0), (0, 10)]).reshape(8, 5, 16)
+    amax = np.abs(blocks).max(axis=-1)
+    scales = oracles.round_nearest(amax / np.float32(6) / tensor_scale, e4m3)
+    with np.errstate(divide="ignore"):
+        per_unit = np.where(scales == 0, 0, np.float32(1) / tensor_scale / scales).astype(np.float32)
+    values = oracles.round_nearest(blocks * per_unit[..., None], E2M1).reshape(8, 80)[:, :70]
+    q = mxjax.quantize(x, "nvfp4")
+    assert q.tensor_scale == tensor_scale
+    np.testing.assert_array_equal(np.asarray(q.scales, np.float32), scales)
+    np.testing.assert_array_equal(oracles.bits(elements(q)), oracles.bits(values))
+    spread = np.repeat(scales, 16, axis=1)[:, :70]
+    np.testing.assert_array_equal(mxjax.dequantize(q), values * spread * tensor_scale)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", ml_dtypes.bfloat16), ("fp32", np.float32)])
+def test_baseline_formats_only_cast(name, dtype):
+    x = wide_range(8, 70)
+    q = mxjax.quantize(x, name)
+    assert q.elements.dtype == dtype
+    assert q.scales is q.tensor_scale is None
+    np.testing.assert_array_equal(mxjax.dequantize(q), x.astype(dtype).astype(np.float32))
+
+
+# --- inputs
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_equal_values_of_another_dtype_give_equal_results(dtype):
+    # Seven bits of mantissa and exponents that float16 has as well, its subnormals among them.
+    rng = np.random.default_rng(0)
+    x = rng.integers(-127, 128, (8, 70)) * 2.0 ** rng.integers(-24, 3, (8, 70))
+    narrow = x.astype(dtype)
+    assert np.all(narrow.astype(np.float64) == x)
+    assert_same(mxjax.quantize(narrow), mxjax.quantize(x.astype(np.float32)))
+
+
+def test_numpy_and_jax_arrays_are_alike():
+    x = wide_range(8, 70)
+    assert_same(mxjax.quantize(jnp.asarray(x)), mxjax.quantize(x))
+
+
+# --- properties
+
+floats = functools.partial(st.floats, width=32, allow_nan=False, allow_infinity=False)
+tensors = hnp.arrays(np.float32, (2, 32), elements=floats(-(2.0**100), 2.0**100))
+
+
+@each_mx_format
+@given(x=tensors)
+def test_floor_is_idempotent(name, x):
+    # Rounding keeps amax within its binade, or saturates in it, so floor finds the same scale again.
+    q = mxjax.quantize(x, name)
+    assert_same(mxjax.quantize(mxjax.dequantize(q), name), q)
+
+
+@each_rule
+@given(x=tensors)
+def test_quantizing_again_changes_no_value(rule, x):
+    # Where amax rounds down past a threshold the scale halves; the finer grid holds the same values.
+    once = mxjax.dequantize(mxjax.quantize(x, scale_rule=rule))
+    twice = mxjax.dequantize(mxjax.quantize(once, scale_rule=rule))
+    np.testing.assert_array_equal(oracles.bits(twice), oracles.bits(once))
+
+
+@each_rule
+@given(k=st.integers(-90, 90))
+def test_powers_of_two_pass_to_the_scales(rule, k):
+    x = gaussian(8, 70)
+    q = mxjax.quantize(x, scale_rule=rule)
+    scaled = mxjax.quantize(x * np.float32(2.0**k), scale_rule=rule)
+    assert_parts(scaled, scale_bytes(q).astype(int) + k, elements(q))
+
+
+@each_mx_format
+@given(x=tensors)
+def test_error_is_within_half_a_step_where_nothing_clips(name, x):
+    q = mxjax.quantize(x, name, scale_rule="rceil")
+    scale = 2.0 ** (scale_bytes(q).astype(int) - 127)
+    element = info(name)
+    bound = np.maximum(np.abs(x) * 2.0**-element.precision, element.smallest * scale / 2)
+    assert np.all(np.abs(x - np.asarray(mxjax.dequantize(q), np.float64)) <= bound)
+
+
+def test_gradients_are_zero_and_straight_through_as_documented():
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 64)), jnp.float32)
+
+    def values(x):
+        return mxjax.dequantize(mxjax.quantize(x))
+
+    def straight(x):
+        return lax.stop_gradient(values(x)) + (x - lax.stop_gradient(x))
+
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(values(x) ** 2))(x), 0)
+    np.testing.assert_array_equal(straight(x), values(x))
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(straight(x) ** 2))(x), 2 * values(x))

@@ -1,0 +1,180 @@
+"""Zeros, NaN, infinities and subnormals, and how far each of them reaches."""
+
+import contextlib
+import itertools
+from typing import get_args
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import oracles
+from support.tensors import (
+    E2M1,
+    KEY,
+    assert_parts,
+    each_mx_format,
+    elements,
+    gaussian,
+    info,
+    scale_bytes,
+    subnormal_range,
+)
+
+import mxjax
+from mxjax.numerics.rounding import Rounding
+from mxjax.numerics.scales import ScaleRule
+
+
+def test_a_zero_block_has_scale_byte_zero_and_keeps_signs():
+    x = np.zeros((1, 64), np.float32)
+    x[0, ::2] = -0.0
+    q = mxjax.quantize(x)
+    assert_parts(q, np.zeros((1, 2)), x)
+    np.testing.assert_array_equal(oracles.bits(mxjax.dequantize(q)), oracles.bits(x))
+
+
+def test_negative_values_that_become_zero_keep_their_sign():
+    q = mxjax.quantize(np.float32([[6, -0.0, 0.0, -0.2, 0.2]]))
+    np.testing.assert_array_equal(oracles.bits(elements(q)), oracles.bits([[6, -0.0, 0.0, -0.0, 0.0]]))
+
+
+# XLA's CPU backend reduces large tensors by other code than small ones.
+@pytest.mark.parametrize("rows", [2, 64])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_a_bad_value_makes_its_block_nan_and_no_other(bad, rows):
+    x = gaussian(rows, 96)
+    expected = np.asarray(mxjax.dequantize(mxjax.quantize(x)))
+    x[1, 40] = bad
+    q = mxjax.quantize(x)
+    spoilt = np.zeros(x.shape, bool)
+    spoilt[1, 32:64] = True
+    np.testing.assert_array_equal(scale_bytes(q) == 255, spoilt[:, ::32])
+    assert np.all(elements(q)[spoilt] == 0)
+    np.testing.assert_array_equal(mxjax.dequantize(q), np.where(spoilt, np.nan, expected))
+
+
+@each_mx_format
+def test_a_bad_value_makes_its_block_nan_in_every_format(name):
+    x = gaussian(2, 96)
+    x[1, 40] = np.nan
+    values = np.asarray(mxjax.dequantize(mxjax.quantize(x, name)))
+    assert np.isnan(values[1, 32:64]).all()
+    assert np.isnan(values).sum() == 32
+
+
+def test_a_bad_value_spoils_its_whole_square_block():
+    x = gaussian(40, 40)
+    x[5, 35] = np.inf
+    q = mxjax.quantize(x, block_shape=(32, 32))
+    spoilt = np.zeros(x.shape, bool)
+    spoilt[:32, 32:] = True
+    np.testing.assert_array_equal(np.isnan(mxjax.dequantize(q)), spoilt)
+
+
+def test_a_bad_value_stays_in_its_block_under_stochastic_rounding():
+    x = gaussian(2, 96)
+    x[1, 40] = np.nan
+    values = np.asarray(mxjax.dequantize(mxjax.quantize(x, rounding="stochastic", key=KEY)))
+    assert np.isnan(values[1, 32:64]).all()
+    assert np.isnan(values).sum() == 32
+
+
+@each_mx_format
+def test_subnormal_blocks_are_exact_down_to_the_smallest_scale(name):
+    x = subnormal_range()
+    scales, values = oracles.quantize(x, info(name))
+    expected = (values * 2.0 ** (scales.astype(int) - 127)).astype(np.float32)
+    # By bits: on the CPU, XLA compares subnormals as zeros.
+    ours = mxjax.dequantize(mxjax.quantize(x, name))
+    np.testing.assert_array_equal(oracles.bits(ours), oracles.bits(expected))
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "nvfp4"])
+def test_a_zero_tensor_stays_zero_under_a_tensor_scale(name):
+    np.testing.assert_array_equal(mxjax.dequantize(mxjax.quantize(np.zeros((3, 64), np.float32), name)), 0)
+
+
+@pytest.mark.parametrize("rows", [3, 64])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "nvfp4"])
+def test_a_bad_value_spoils_the_tensor_under_a_tensor_scale(name, bad, rows):
+    x = gaussian(rows, 64)
+    x[1, 40] = bad
+    assert np.isnan(mxjax.dequantize(mxjax.quantize(x, name))).all()
+
+
+def test_subnormal_bfloat16_blocks_survive():
+    patterns = np.random.default_rng(0).integers(0, 0x100, (8, 70), np.uint16)
+    x = patterns.view(ml_dtypes.bfloat16)
+    assert_parts(mxjax.quantize(x), *oracles.quantize(x.astype(np.float32), E2M1))
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "nvfp4"])
+def test_a_tensor_scale_serves_tiny_tensors_alike(name):
+    x, tiny = gaussian(8, 64), np.float32(2.0**-98)
+    expected = mxjax.dequantize(mxjax.quantize(x, name))
+    np.testing.assert_array_equal(mxjax.dequantize(mxjax.quantize(x * tiny, name)), expected * tiny)
+
+
+@pytest.mark.parametrize("name", ["fp4_vector", "fp4_e1m2"])
+def test_a_float32_scale_serves_tiny_blocks_alike(name):
+    x = gaussian(8, 64)
+    x /= np.abs(x).max(axis=1, keepdims=True)  # vectors of 64 elements with largest magnitude 1
+    x.reshape(8, 4, 16)[..., 0] = 1  # and blocks of 16
+    tiny = np.float32(2.0**-121)  # at which inputs that do not round to zero are normal
+    expected = mxjax.dequantize(mxjax.quantize(x, name))
+    np.testing.assert_array_equal(mxjax.dequantize(mxjax.quantize(x * tiny, name)), expected * tiny)
+
+
+def test_a_prescale_may_round_the_largest_numbers_up_to_infinity():
+    largest = np.full((1, 32), np.finfo(np.float32).max)
+    assert np.all(np.isfinite(mxjax.dequantize(mxjax.quantize(largest))))
+    assert np.all(np.isinf(mxjax.dequantize(mxjax.quantize(largest, prescale=0.75))))
+
+
+def _extremes():
+    """Blocks with magnitudes at the ends of float32's and bfloat16's ranges, small ones beside."""
+    info, subnormal = np.finfo(np.float32), np.finfo(np.float32).smallest_subnormal
+    largest = [info.max, ml_dtypes.finfo(ml_dtypes.bfloat16).max, 2.98e38, 2.0**126, 2.0**62, 1.0, info.tiny]
+    rows = []
+    for m in np.float32([*largest, info.tiny / 2, 3 * subnormal, subnormal]):
+        rows += [np.full(128, m), np.where(np.arange(128) % 2, m, -m)]
+        rows += [np.where(np.arange(128) == 5, m, other) for other in np.float32([0, subnormal, info.tiny])]
+    return np.float32(rows)
+
+
+def _operands():
+    """Every format with every rule, rounding, prescale and choice of minifloat scales that it takes."""
+    scales = [{}, {"four_over_six": "mse"}, {"four_over_six": "mae"}, {"eden": 128}]
+    for name, rule, rounding, prescale, more in itertools.product(
+        mxjax.FORMATS, get_args(ScaleRule), get_args(Rounding), (None, 0.75), scales
+    ):
+        f = mxjax.FORMATS[name]
+        if rule != "floor" and f.scale != "e8m0":
+            continue
+        with contextlib.suppress(ValueError):  # a combination that is refused
+            yield mxjax.Operand(name, None, rule, rounding, prescale, **more)
+
+
+_FEW = [mxjax.Operand(scale_rule="quest"), mxjax.Operand("fp4_e1m2"), mxjax.Operand("fp4_vector")]
+
+
+@pytest.mark.parametrize(
+    "operand",
+    [pytest.param(o, marks=() if o in _FEW else pytest.mark.exhaustive) for o in _operands()],
+    ids=str,
+)
+def test_finite_numbers_never_become_nan(operand):
+    x = _extremes()
+    for part in (x, x[10:15], x[-10:]):
+        q = mxjax.quantize(part, operand, key=KEY)
+        assert not np.isnan(elements(q)).any()
+        assert q.scales is None or np.isfinite(np.float32(q.scales)).all()
+        assert not np.isnan(mxjax.dequantize(q)).any()
+
+
+def test_a_float32_scale_serves_the_largest_blocks_alike():
+    x = np.float32([np.linspace(-1, 1, 16)])
+    q, expected = (mxjax.quantize(x * np.float32(m), "fp4_e1m2") for m in (np.finfo(np.float32).max, 1))
+    np.testing.assert_array_equal(elements(q), elements(expected))
+    np.testing.assert_allclose(q.scales * 3.5, np.finfo(np.float32).max, rtol=1e-6)

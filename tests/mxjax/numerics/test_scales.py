@@ -1,0 +1,182 @@
+"""Block scales at every threshold and exponent, and scaling by every E8M0 byte, bit for bit."""
+
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import oracles
+
+import mxjax
+from mxjax.numerics import formats, scales
+
+ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0, formats.E1M2)
+RULES = [rule for rule in get_args(scales.ScaleRule) if rule != "quest"]  # those of the largest magnitude
+DEFINED = [(r, e) for r in RULES for e in ELEMENTS if r != "uos" or e is formats.E2M1]
+BYTES = np.arange(256)
+RNG = np.random.default_rng(0)
+
+block_scale = jax.jit(scales.block_scale, static_argnums=(1, 2))
+
+
+def divide_by_scale(x, byte):
+    return np.asarray(jax.jit(scales.divide_by_scale)(*np.broadcast_arrays(x, np.int32(byte))))
+
+
+def multiply_by_scale(x, byte):
+    return np.asarray(jax.jit(scales.multiply_by_scale)(*np.broadcast_arrays(x, np.int32(byte))))
+
+
+def around_thresholds():
+    """Returns amax at, one ulp below and one ulp above each threshold of any rule, at every exponent."""
+    thresholds = np.array([1, 1.5, 1.625, 1.75, 1.875, 1.9375], np.float32)
+    mantissas = oracles.bits(thresholds) & 0x7F_FFFF
+    exponents = np.arange(0, 255, dtype=np.uint32) << 23  # of subnormals too
+    patterns = exponents[:, None, None] + mantissas[:, None] + np.array([-1, 0, 1], np.int64)
+    return oracles.floats(np.clip(patterns, 0, 0x7F7F_FFFF).ravel())
+
+
+def ldexp(x, exponent):
+    """Returns x * 2**exponent as float32, by way of float64, which neither rounds nor flushes it."""
+    with np.errstate(over="ignore"):
+        return np.ldexp(np.float64(x), exponent).astype(np.float32)
+
+
+def assert_same_bits(ours, expected):
+    np.testing.assert_array_equal(oracles.bits(ours), oracles.bits(expected))
+
+
+NORMALS = oracles.floats(RNG.integers(0x0080_0000, 0x7F80_0000, 500) | RNG.integers(0, 2, 500) << 31)[:, None]
+SUBNORMALS = oracles.floats(
+    np.array([0, 1, 2, 3, 0x3F_FFFF, 0x40_0000, 0x40_0001, 0x7F_FFFF, 0x12_3456])[:, None]
+    | np.array([0, 1 << 31])
+).reshape(-1, 1)
+
+
+@pytest.mark.parametrize(("rule", "element"), DEFINED, ids=lambda p: getattr(p, "name", p))
+def test_block_scale_at_every_threshold_and_exponent(rule, element):
+    amax = around_thresholds()
+    expected = oracles.scale_byte(amax, rule, oracles.ELEMENT_INFO[element.name])
+    np.testing.assert_array_equal(block_scale(amax, rule, element), expected)
+
+
+# The table in block_scale's docstring, by hand: what each rule adds for an amax of mantissa 1 to 2.
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("floor", [0, 0, 0, 0, 0, 0, 0, 0, 0]),
+        ("even", [0, 0, 0, 0, 0, 0, 0, 1, 1]),
+        ("uos", [0, 0, 0, 0, 0, 1, 1, 1, 1]),
+        ("rceil", [0, 0, 0, 1, 1, 1, 1, 1, 1]),
+        ("ceil", [0, 1, 1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_each_rule_steps_up_at_its_mantissa(rule, expected):
+    ulp = 2.0**-23
+    mantissas = np.float32([1, 1 + ulp, 1.5, 1.5 + ulp, 1.625 - ulp, 1.625, 1.75 - ulp, 1.75, 2 - ulp])
+    np.testing.assert_array_equal(block_scale(4 * mantissas, rule, formats.E2M1) - 127, expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_is_scaled_past_the_largest_element_unless_the_rule_clips(rule):
+    amax = around_thresholds()
+    byte = np.asarray(block_scale(amax, rule, formats.E2M1)).astype(int)
+    clips = amax / 2.0 ** (byte - 127.0) > formats.E2M1.max
+    assert clips.any() == (rule in ("floor", "even", "uos"))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_block_scale_of_special_values(rule):
+    amax = np.float32([0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf])
+    np.testing.assert_array_equal(block_scale(amax, rule, formats.E2M1), [0, 0, 255, 255, 255, 255])
+
+
+def test_quest_is_the_power_of_two_below_its_multiple_of_the_standard_deviation():
+    # Rows of every size and mantissa, zeros, and a short last block, which zeros fill up.
+    x = (RNG.standard_normal((400, 50)) + RNG.uniform(-1, 1, (400, 1))) * 2.0 ** RNG.uniform(
+        -40, 125, (400, 1)
+    )
+    x = np.concatenate([x, np.zeros((1, 50)), np.full((1, 50), 3.0)]).astype(np.float32)
+    blocks = np.pad(x.astype(np.float64), [(0, 0), (0, 14)]).reshape(-1, 2, 32)
+    step = np.log2(2.92247856 / 6 * blocks.std(axis=-1) + 1e-8)
+    clear = np.abs(step - np.rint(step)) > 1e-4  # float32 decides the others as it rounds
+    found = np.asarray(mxjax.quantize(x, scale_rule="quest").scales).view(np.uint8)
+    assert clear.mean() > 0.99
+    np.testing.assert_array_equal(found[clear], 127 + np.floor(step[clear]))
+    np.testing.assert_array_equal(found[400], 100)
+
+
+def test_quest_marks_blocks_that_are_not_finite():
+    x = np.ones((2, 32), np.float32)
+    x[0, 5], x[1, 6] = np.nan, np.inf
+    q = mxjax.quantize(x, scale_rule="quest")
+    np.testing.assert_array_equal(np.asarray(q.scales).view(np.uint8), 255)
+    assert np.isnan(mxjax.dequantize(q)).all()
+
+
+def test_uos_is_refused_for_other_elements():
+    with pytest.raises(ValueError, match=r"'uos' is defined for E2M1 elements, not e4m3; use 'even'"):
+        scales.block_scale(jnp.ones(1), "uos", formats.E4M3)
+
+
+def test_unknown_rule_names_the_known_ones():
+    with oracles.types_unchecked(), pytest.raises(ValueError, match="unknown scale_rule 'round'") as error:
+        scales.block_scale(jnp.ones(1), "round")
+    assert all(rule in str(error.value) for rule in RULES)
+
+
+def test_divide_by_scale_is_exact_for_every_byte_of_a_block_scale():
+    # block_scale gives no byte above 253 for any element, since emax is at least 2.
+    byte = BYTES[:254]
+    quotient = ldexp(NORMALS, 127 - byte)
+    normal = np.abs(quotient) >= 2.0**-126
+    assert_same_bits(np.where(normal, divide_by_scale(NORMALS, byte), 0), np.where(normal, quotient, 0))
+
+
+def test_divide_by_scale_is_exact_for_subnormals_under_small_scales():
+    # A block of subnormals alone has byte 0; beside larger values they meet larger scales.
+    byte = BYTES[:105]
+    assert_same_bits(divide_by_scale(SUBNORMALS, byte), ldexp(SUBNORMALS, 127 - byte))
+
+
+def test_a_quotient_far_below_any_element_is_itself_or_zero():
+    for x in (NORMALS, SUBNORMALS):
+        quotient = ldexp(x, 127 - BYTES[:254])
+        small = np.abs(quotient) < 2.0**-104
+        ours = np.asarray(divide_by_scale(x, BYTES[:254]))[small]
+        assert np.all((ours == 0) | (oracles.bits(ours) == oracles.bits(quotient[small])))
+
+
+def test_divide_by_nan_scale_gives_zero():
+    x = np.float32([1, -1, np.nan, np.inf, 0, 2.0**-149])
+    assert_same_bits(divide_by_scale(x, 255), np.zeros(6))
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
+def test_multiply_by_scale_is_exact_for_every_value_and_byte(element):
+    grid = oracles.grid(oracles.ELEMENT_INFO[element.name]).astype(np.float32)
+    x = np.concatenate([grid, -grid])[:, None]
+    # No block has a larger scale: the largest element times it would pass float32's range.
+    byte = BYTES[: 254 - element.emax]
+    assert_same_bits(multiply_by_scale(x, byte), ldexp(x, byte - 127))
+
+
+def test_multiply_by_scale_is_exact_for_any_normal_number_whose_product_fits():
+    product = np.ldexp(np.float64(NORMALS), BYTES[:254] - 127)
+    with np.errstate(over="ignore", under="ignore"):
+        fits = product.astype(np.float32) == product
+    ours = multiply_by_scale(NORMALS, BYTES[:254])
+    assert_same_bits(np.where(fits, ours, 0), np.where(fits, product, 0))
+
+
+def test_a_product_past_float32_is_infinite():
+    """Quantization gives no such block, but an array from elsewhere may have one."""
+    x = np.float32([[6], [-6], [1], [0]])
+    found = multiply_by_scale(x, np.array([252, 253, 254], np.int32))
+    assert_same_bits(found, ldexp(x, np.array([252, 253, 254]) - 127))
+
+
+def test_multiply_by_nan_scale_gives_nan():
+    x = np.float32([1, -1, 0, -0.0, 448])
+    assert np.isnan(multiply_by_scale(x, 255)).all()

@@ -1,0 +1,151 @@
+"""Operands of which a part is multiplied apart: the token mean, and outliers."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax import Gemm, Operand, Policy, Rotation
+from mxjax.operands.split import product_apart, split
+
+BF16 = Operand("bf16")
+MEAN, NEAREST = Operand(split="mean"), Operand()
+
+
+def draw(*shape, seed):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@functools.cache
+def tensors():
+    """x and dy have a large mean over tokens, and outliers."""
+    x, w, dy = draw(70, 96, seed=0), 0.05 * draw(96, 40, seed=1), draw(70, 40, seed=2)
+    return x + 20 * draw(1, 96, seed=3), w, dy + 5 * draw(1, 40, seed=4)
+
+
+def gradients(policy, implementation="reference"):
+    x, w, dy = tensors()
+    dot = functools.partial(mxjax.dot, policy=policy, implementation=implementation, key=jax.random.key(9))
+    return jax.jit(lambda: (lambda y, vjp: (y, *vjp(dy)))(*jax.vjp(dot, x, w)))()
+
+
+def quantized(x, axis):
+    return np.asarray(mxjax.dequantize(mxjax.quantize(x, axis=axis)), np.float64)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_mean_is_multiplied_in_float32_beside_the_quantized_residual(implementation):
+    """Against the formulas in float64: the cross terms of Wgrad vanish."""
+    x, w, dy = (np.asarray(t, np.float64) for t in tensors())
+    policy = Policy(Gemm(MEAN, NEAREST), Gemm(MEAN, NEAREST), Gemm(MEAN, MEAN))
+    x_mean, dy_mean = (np.float32(t).mean(axis=0, keepdims=True) for t in (x, dy))
+    x_rest, dy_rest = np.float32(x) - x_mean, np.float32(dy) - dy_mean
+    expected = (
+        quantized(x_rest, -1) @ quantized(tensors()[1], 0) + x_mean @ w,
+        quantized(dy_rest, -1) @ quantized(tensors()[1], 1).T + dy_mean @ w.T,
+        quantized(x_rest, 0).T @ quantized(dy_rest, 0) + len(x) * x_mean.T @ dy_mean,
+    )
+    for found, e in zip(gradients(policy, implementation), expected, strict=True):
+        np.testing.assert_allclose(found, e, rtol=1e-4, atol=2e-5 * np.abs(e).max())
+
+
+def test_no_tokens_have_no_mean():
+    found = split(jnp.zeros((0, 4)), MEAN)
+    np.testing.assert_array_equal(found.rest, np.zeros((1, 4)))
+
+
+def test_splitting_the_mean_off_lowers_the_error():
+    exact, plain = gradients("fp32"), gradients(Policy())
+    splitting = gradients(Policy(Gemm(MEAN, NEAREST), Gemm(MEAN, NEAREST), Gemm(MEAN, MEAN)))
+    for e, before, after in zip(exact, plain, splitting, strict=True):
+        assert np.mean((after - e) ** 2) < 0.3 * np.mean((before - e) ** 2)
+
+
+@pytest.mark.parametrize(("lhs", "rhs"), [(MEAN, NEAREST), (NEAREST, MEAN), (MEAN, MEAN)])
+def test_either_operand_of_wgrad_may_be_split(lhs, rhs):
+    """part @ part + apart is the product, whatever is split."""
+    x, _, dy = tensors()
+    gemm = Gemm(lhs, rhs)
+    parts = jnp.matmul(split(x, lhs).part.T, split(dy, rhs).part, precision="highest")
+    np.testing.assert_allclose(parts + product_apart(x, -2, dy, -2, gemm), x.T @ dy, rtol=1e-4, atol=1e-2)
+
+
+def test_the_backward_pass_sees_the_mean_too():
+    """Wgrad reads x as the Fprop left it: the quantized residual and the mean, rotated."""
+    x, _, dy = tensors()
+    seen = Operand("fp32", source="dequantized")
+    policy = Policy(Gemm(MEAN, NEAREST, Rotation(16)), Gemm(BF16, BF16), Gemm(seen, Operand("fp32")))
+    y, _, dw = gradients(policy)
+    residual = mxjax.rotate(x - x.mean(axis=0, keepdims=True))
+    left = mxjax.rotate(quantized(residual, -1) + np.asarray(mxjax.rotate(x.mean(axis=0, keepdims=True))))
+    np.testing.assert_allclose(dw, np.asarray(left, np.float64).T @ dy, rtol=1e-4, atol=2e-3)
+    np.testing.assert_allclose(y, gradients(dataclasses.replace(policy, wgrad=Gemm()))[0], rtol=1e-6)
+
+
+def test_outliers_are_what_exceeds_a_quantile_of_each_token():
+    x = draw(50, 200, seed=5)
+    part, rest = split(x, Operand(split="outliers", quantile=0.97))
+    ordered = np.sort(x, axis=1)
+    np.testing.assert_array_equal(part, np.clip(x, ordered[:, 6:7], ordered[:, 194:195]))  # 0.97 * 200 = 194
+    np.testing.assert_array_equal(part + rest, x)
+    assert 0.05 < np.mean(np.asarray(rest) != 0) < 0.06
+    clipped = split(x, Operand(split="clip", quantile=0.97))
+    assert clipped.rest is None
+    np.testing.assert_array_equal(clipped.part, part)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_quantiles_are_elements_of_the_sorted_token(dtype):
+    x = jnp.asarray(draw(2, 50, 200, seed=6)).astype(dtype)
+    x = x.at[0, 0, 3].set(jnp.nan).at[0, 1].set(0.0).at[0, 1, 5].set(-0.0)
+    x = x.at[0, 2, :7].set(jnp.inf).at[0, 3, :7].set(-jnp.inf).at[0, 4].set(jnp.finfo(dtype).max)
+    ordered = jnp.sort(x.astype(jnp.float32), axis=-1)
+    expected = jnp.clip(x.astype(jnp.float32), ordered[..., 6:7], ordered[..., 194:195])
+    np.testing.assert_array_equal(split(x, Operand(split="clip", quantile=0.97)).part, expected)
+
+
+def test_outliers_are_multiplied_and_clipped_ones_dropped():
+    x, w, _ = tensors()
+    for how, remains in (("outliers", 1), ("clip", 0)):
+        operand = Operand(split=how, quantile=0.9)
+        part, rest = split(x, Operand(split="outliers", quantile=0.9))
+        expected = quantized(part, -1) @ quantized(w, 0) + remains * np.asarray(rest) @ np.asarray(w)
+        found = gradients(Policy(fprop=Gemm(operand, NEAREST)))[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_of_tokens_under_vmap_has_one_mean():
+    x, w, _ = tensors()
+    dot = functools.partial(mxjax.dot, policy=Policy(fprop=Gemm(MEAN, NEAREST)))
+    mapped = jax.vmap(lambda part: dot(part, w))(x.reshape(7, 10, 96))
+    np.testing.assert_array_equal(mapped.reshape(70, 40), dot(x, w))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Policy(Gemm(NEAREST, MEAN)), "split= is for x and dy"),
+        (lambda: Policy(dgrad=Gemm(NEAREST, MEAN)), "split= is for x and dy"),
+        (lambda: Operand("bf16", split="mean"), "bf16 is not quantized"),
+        (lambda: Operand(split="outliers", quantile=1.0), "quantile must be between 0.5 and 1, got 1.0"),
+    ],
+)
+def test_a_split_that_cannot_be_raises(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("implementation", ["fp8_carriers", "scaled_dot"])
+def test_kernels_refuse_split_operands(implementation):
+    with pytest.raises(NotImplementedError, match=f"implementation '{implementation}' takes MXFP4"):
+        gradients(Policy(Gemm(MEAN, NEAREST)), implementation)
+
+
+def test_experts_refuse_split_operands():
+    x, w = np.ones((4, 32), np.float32), np.ones((2, 32, 32), np.float32)
+    with pytest.raises(NotImplementedError, match=r"ragged_dot takes operands with .* split='none'"):
+        mxjax.ragged_dot(x, w, np.array([2, 2]), policy="averis", key=jax.random.key(0))

@@ -1,0 +1,92 @@
+"""The table of layers and their policies."""
+
+import re
+
+import pytest
+
+import mxjax
+from mxjax.policy.layers import matching, resolve
+from mxjax.recipes import get_policy
+
+NAMES = [f"blocks.{i}.{layer}" for i in range(4) for layer in ("up", "down")] + ["head"]
+
+
+def test_the_last_matching_rule_wins():
+    policies = resolve(
+        NAMES, get_policy("wgrad"), [("blocks.*", get_policy("fp8")), ("blocks.[01].up", get_policy("bf16"))]
+    )
+    assert policies["blocks.0.up"] == get_policy("bf16")
+    assert policies["blocks.0.down"] == get_policy("fp8")
+    assert policies["head"] == get_policy("wgrad")
+
+
+def test_a_rule_takes_a_policy_as_well_as_a_name():
+    policy = mxjax.with_scale_rule(get_policy("wgrad"), "even")
+    assert resolve(NAMES, get_policy("bf16"), [("head", policy)])["head"] == policy
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    with pytest.raises(ValueError, match=r"'block\.\*' matches none of 'blocks\.\*\.up', "):
+        resolve(NAMES, get_policy("wgrad"), [("block.*", get_policy("bf16"))])
+
+
+@pytest.mark.parametrize(
+    "index", ["0", "1", "3", "-1", "-4", ":2", "2:", "-1:", "-2:", ":-1", "1:3", "-3:-1", ":", ":99"]
+)
+def test_brackets_take_numbered_layers_as_lists_do(index):
+    found = matching(NAMES, f"blocks[{index}].*")
+    chosen = eval(f"[0, 1, 2, 3][{index}]")
+    expected = [f"blocks.{i}." for i in (chosen if isinstance(chosen, list) else [chosen])]
+    assert sorted({name.removesuffix("up").removesuffix("down") for name in found}) == expected
+    assert len(found) == 2 * len(expected)
+
+
+def test_brackets_count_blocks_by_number_not_by_letter():
+    names = [f"blocks.{i}.up" for i in range(12)]
+    assert matching(names, "blocks[-2:].up") == ["blocks.10.up", "blocks.11.up"]
+    assert matching(names, "blocks[2].*") == ["blocks.2.up"]
+
+
+@pytest.mark.parametrize("pattern", ["blocks[4].*", "blocks[-5].*", "blocks[2:2].*", "blocks[:2].left"])
+def test_a_slice_that_holds_no_layer_is_an_error(pattern):
+    with pytest.raises(ValueError, match=r"matches none of 'blocks\.\*\.up', .*of blocks there are 4"):
+        resolve(NAMES, get_policy("wgrad"), [(pattern, get_policy("bf16"))])
+
+
+@pytest.mark.parametrize("pattern", ["blocks[:2]", "blocks.0"])
+def test_a_pattern_that_ends_at_a_block_is_completed_in_the_error(pattern):
+    with pytest.raises(ValueError, match=f"for all within it write {re.escape(repr(pattern + '.*'))}$"):
+        resolve(NAMES, get_policy("wgrad"), [(pattern, get_policy("bf16"))])
+
+
+@pytest.mark.parametrize(
+    "pattern", ["blocks[].*", "blocks[a:].*", "blocks[1-2].*", "blocks[:2]", "layers[0].*"]
+)
+def test_other_brackets_match_nothing(pattern):
+    with pytest.raises(ValueError, match="matches none of"):
+        resolve(NAMES, get_policy("wgrad"), [(pattern, get_policy("bf16"))])
+
+
+def test_resolved_policies_are_hashable_and_equal_by_value():
+    assert hash(resolve(NAMES, get_policy("wgrad"))) == hash(resolve(NAMES, get_policy("wgrad")))
+    assert resolve(NAMES, get_policy("wgrad")) != resolve(
+        NAMES, get_policy("wgrad"), [("head", get_policy("bf16"))]
+    )
+
+
+def test_the_listing_names_every_layer_once():
+    text = str(
+        resolve(
+            NAMES, get_policy("wgrad"), [("blocks.2.up", get_policy("bf16")), ("head", get_policy("bf16"))]
+        )
+    )
+    assert "blocks.0-1,3.up, blocks.0-3.down: fprop mxfp4" in text
+    assert "blocks.2.up, head: fprop bf16" in text
+
+
+def test_a_scale_rule_reaches_every_layer_in_mxfp4():
+    table = resolve(NAMES, get_policy("bf16"), [("head", get_policy("wgrad"))]).with_scale_rule("even")
+    assert table["head"] == mxjax.with_scale_rule(get_policy("wgrad"), "even")
+    assert table["blocks.0.up"] == get_policy("bf16")
+    with pytest.raises(ValueError, match="no operand of any layer is in mxfp4"):
+        resolve(NAMES, get_policy("bf16")).with_scale_rule("even")

@@ -1,0 +1,201 @@
+"""Products of `dot` against float64 products of quantized operands, their dtypes and shapes."""
+
+import dataclasses
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.dots import (
+    ASSORTED,
+    DETERMINISTIC,
+    FP32,
+    IMPLEMENTATIONS,
+    NEAREST,
+    assert_same,
+    check_products,
+    expected_products,
+    float64,
+    inputs,
+    lowered,
+    products,
+)
+
+import mxjax
+from mxjax import Gemm, Operand, Rotation
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_products_are_those_of_the_dequantized_operands(name):
+    policy = DETERMINISTIC[name]
+    x, w, dy = inputs()
+    expected = expected_products(x, w, dy, policy)
+    for implementation in IMPLEMENTATIONS:
+        check_products(products(x, w, dy, policy=policy, implementation=implementation), expected)
+
+
+# The bound of the test above is sharp enough to tell any two policies apart.
+def test_products_of_different_policies_differ_by_more_than_float32_can():
+    x, w, dy = inputs()
+    expected = expected_products(x, w, dy, NEAREST)
+    for other in ("fprop_dgrad", "wgrad_hadamard"):
+        y, dx, dw = products(x, w, dy, policy=other)
+        check_products((y, dx, products(x, w, dy, policy=NEAREST)[2]), expected)
+        with pytest.raises(AssertionError, match="dw"):
+            check_products((y, dx, dw), expected)
+
+
+@pytest.mark.parametrize("name", ["fprop", "dgrad", "wgrad"])
+def test_a_gemm_quantized_alone_changes_only_its_own_product(name):
+    quantized = Gemm(Operand(), Operand(rounding="stochastic"), Rotation(16, "redrawn"))
+    policy = dataclasses.replace(FP32, **{name: quantized})
+    x, w, dy = inputs()
+    key = jax.random.key(0)
+    actual = products(x, w, dy, key, policy=policy)
+    exact = products(x, w, dy, key, policy=FP32)
+    changed = [not np.array_equal(a, e) for a, e in zip(actual, exact, strict=True)]
+    assert changed == [name == other for other in ("fprop", "dgrad", "wgrad")]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("x_dtype", "w_dtype", "y_dtype"),
+    [
+        ("float32", "float32", "float32"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float16", "float16", "float16"),
+        ("bfloat16", "float32", "float32"),
+        ("float32", "bfloat16", "float32"),
+        ("float16", "bfloat16", "float32"),
+    ],
+)
+def test_gradients_have_the_dtypes_of_the_inputs(x_dtype, w_dtype, y_dtype, implementation):
+    x, w, dy = inputs()
+    run = functools.partial(products, policy=NEAREST, implementation=implementation)
+    shapes = jax.eval_shape(run, x.astype(x_dtype), w.astype(w_dtype), dy.astype(y_dtype))
+    assert [s.dtype for s in shapes] == [y_dtype, x_dtype, w_dtype]
+
+
+# Operands are quantized from what they are, sums are float32, and only the result is rounded to its dtype.
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("x_dtype", "w_dtype", "y_dtype"),
+    [("bfloat16", "bfloat16", "bfloat16"), ("float16", "float32", "float32")],
+)
+def test_products_of_other_dtypes_are_rounded_once(x_dtype, w_dtype, y_dtype, implementation):
+    x, w, dy = inputs()
+    x, w, dy = x.astype(x_dtype), w.astype(w_dtype), dy.astype(y_dtype)
+    actual = products(x, w, dy, policy=NEAREST, implementation=implementation)
+    for a, (value, magnitude) in zip(actual, expected_products(x, w, dy, NEAREST), strict=True):
+        rounding = float(jnp.finfo(a.dtype).eps) / 2 * np.abs(value) + 2.0**-20 * magnitude
+        assert np.all(np.abs(float64(a) - value) <= rounding)
+
+
+def test_master_weights_are_quantized_from_float32():
+    # 1.25 and its neighbour above are one bfloat16 number, and round to different elements.
+    x, w = jnp.ones((1, 1), jnp.bfloat16), jnp.full((1, 1), 1.25 + 2**-12, jnp.float32)
+    policy = dataclasses.replace(FP32, fprop=Gemm(Operand("bf16"), Operand(scale_rule="floor")))
+    assert mxjax.dot(x, 4 * w, policy=policy) == 6
+    assert mxjax.dot(x, 4 * w.astype(jnp.bfloat16), policy=policy) == 4
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_preferred_element_type_is_the_dtype_of_the_result_alone(implementation):
+    x, w, dy = inputs(dtype=jnp.bfloat16)
+
+    def product(x, w):
+        return mxjax.dot(
+            x, w, policy=NEAREST, implementation=implementation, preferred_element_type=jnp.float32
+        )
+
+    y, vjp = jax.vjp(product, x, w)
+    dx, dw = vjp(dy.astype(jnp.float32))
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    # Float32 all the way, not a bfloat16 result converted.
+    check_products((y,), expected_products(x, w, dy, NEAREST)[:1])
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "d_out"),
+    [((1, 1), 1), ((33,), 5), ((64, 1), 3), ((2, 3, 65), 4)],
+    ids=str,
+)
+def test_any_shape(x_shape, d_out):
+    policy = mxjax.get_policy("wgrad_hadamard")
+    x, w, dy = inputs(x_shape, d_out)
+    check_products(products(x, w, dy, policy=policy), expected_products(x, w, dy, policy))
+
+
+@pytest.mark.parametrize(("tokens", "d_in", "d_out"), [(0, 33, 5), (4, 0, 5), (4, 33, 0)])
+@pytest.mark.parametrize("name", ["fp32", "wgrad", "ms_fp4"])
+def test_an_empty_axis_gives_an_empty_or_zero_product(tokens, d_in, d_out, name):
+    x, w, dy = jnp.ones((tokens, d_in)), jnp.ones((d_in, d_out)), jnp.ones((tokens, d_out))
+    assert_same(products(x, w, dy, policy=name), (x @ w, dy @ w.T, x.T @ dy))
+
+
+def test_leading_axes_are_tokens_flattened():
+    x, w, dy = inputs()
+    key = jax.random.key(0)
+    y, dx, dw = products(x, w, dy, key, policy=ASSORTED)
+    leading = products(x.reshape(2, 5, 4, 48), w, dy.reshape(2, 5, 4, 56), key, policy=ASSORTED)
+    assert_same(leading, (y.reshape(2, 5, 4, 56), dx.reshape(2, 5, 4, 48), dw))
+
+
+def test_numpy_arrays_are_taken_as_they_are():
+    x, w, dy = inputs()
+    y = mxjax.dot(np.asarray(x), np.asarray(w), policy=NEAREST)
+    np.testing.assert_array_equal(y, products(x, w, dy, policy=NEAREST)[0])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_block_that_is_not_finite_poisons_only_what_it_enters(value, implementation):
+    x, w, dy = inputs()
+    run = functools.partial(products, policy=NEAREST, implementation=implementation)
+    clean = [np.array(product) for product in run(x, w, dy)]
+    # Fprop sums over row 3 of x and Wgrad over its column 5; Dgrad does not see x.
+    clean[0][3, :] = np.nan
+    clean[2][5, :] = np.nan
+    assert_same(run(x.at[3, 5].set(value), w, dy), clean)
+
+
+# In a process of its own, where nothing has been logged yet.
+def test_the_choice_of_implementation_is_logged_once():
+    code = """
+import logging, sys
+import jax.numpy as jnp, mxjax
+log = logging.getLogger("mxjax")
+log.addHandler(logging.StreamHandler(sys.stdout))
+log.setLevel(logging.INFO)
+x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+mxjax.dot(x, w, policy="fp32", implementation="reference")
+mxjax.dot(x, w, policy="fp32")
+mxjax.dot(x, w, policy="bf16")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["mxjax.dot runs its GEMMs by implementation='xla'"]
+
+
+def test_none_runs_the_implementation_it_logs():
+    x, w, dy = inputs()
+    run = functools.partial(products, x, w, dy, policy=DETERMINISTIC["nvfp4"])
+    assert_same(run(), run(implementation="xla"))
+    # The other one rounds elsewhere, in formats whose scales are no powers of two.
+    assert not np.array_equal(run()[0], run(implementation="reference")[0])
+
+
+@pytest.mark.parametrize("name", ["wgrad_hadamard", "primus_turbo", "fp8"])
+def test_xla_multiplies_in_bfloat16_and_accumulates_in_float32(name):
+    text = lowered(name, jnp.bfloat16)
+    dots = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(dots) == 3
+    for line in dots:
+        assert re.search(r"\(tensor<\w+xbf16>, tensor<\w+xbf16>\) -> tensor<\w+xf32>", line), line
+    assert "f64" not in text

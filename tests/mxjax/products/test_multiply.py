@@ -1,0 +1,347 @@
+"""Implementations of a GEMM: each multiplies the same values, whatever it carries them in."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import mxjax
+from mxjax.numerics.operand import Operand
+from mxjax.operands.carriers import SHIFTS, carry
+from mxjax.operands.kernel_operand import KernelOperand, decode
+from mxjax.operands.product import contract, contract_by_halves
+from mxjax.operands.use import OperandUse
+from mxjax.policy import Gemm, Policy, Rotation
+from mxjax.products import implementations
+from mxjax.products.implementations import compiler_options, implementations_of
+from mxjax.products.prepare import pack_operands
+from mxjax.runtime.devices import Target, use_target
+from mxjax.runtime.mesh import Layout
+
+ON_PACKED = ["fp8_carriers", "scaled_dot"]
+POLICIES = ["wgrad", "wgrad_hadamard", "full_hadamard", "full_rht", "wgrad_sr", "tetrajet", "lumen", "fprop"]
+
+
+def tensors(m=40, k=96, n=72, dtype=jnp.bfloat16, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (m, k), dtype)
+    w = 0.02 * jax.random.normal(keys[1], (k, n))
+    return x, w, (1e-5 * jax.random.normal(keys[2], (m, n))).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "implementation", "dtype"))
+def all_three(x, w, dy, policy, implementation, dtype=None):
+    """Returns y, dx and dw."""
+
+    def product(x, w):
+        key = jax.random.key(7)
+        return mxjax.dot(
+            x, w, policy=policy, key=key, implementation=implementation, preferred_element_type=dtype
+        )
+
+    y, vjp = jax.vjp(product, x, w)
+    return y, *vjp(dy.astype(y.dtype))
+
+
+@pytest.mark.parametrize("implementation", ["xla", *ON_PACKED])
+def test_blocks_with_the_smallest_scale_are_multiplied(implementation):
+    """Its byte 0 is 2**-127, a subnormal; the elements of 2 and more are normal numbers."""
+    x = np.outer([2.0, -3.0, 4.0, 6.0], np.ones(64)) * 2.0**-127
+    x[0, 1::2] = 2.0**-40  # another element of the block, which keeps byte 0 from it
+    x[0, :32] = 2.0**-126
+    policy, w = Policy(), jnp.full((64, 32), 2.0**60)
+    dot = functools.partial(mxjax.dot, jnp.float32(x), w, policy=policy)
+    np.testing.assert_array_equal(dot(implementation=implementation), dot(implementation="reference"))
+    np.testing.assert_array_equal(dot(implementation=implementation)[1:, 0], x[1:].sum(axis=1) * 2.0**60)
+
+
+def distance(a, b):
+    a, b = (np.asarray(t, np.float64) for t in (a, b))
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("implementation", ON_PACKED)
+def test_multiplies_the_values_of_the_reference(policy, implementation):
+    args = tensors()
+    expected = all_three(*args, policy, "reference")
+    for got, wanted in zip(all_three(*args, policy, implementation), expected, strict=True):
+        assert got.dtype == wanted.dtype
+        assert distance(got, wanted) < 1e-4
+
+
+@pytest.mark.parametrize("implementation", ON_PACKED)
+def test_is_within_its_bound_of_float64(implementation):
+    x, w, dy = tensors(m=64, k=256, n=128)
+    got = all_three(x, w, dy, "wgrad", implementation, jnp.float32)
+    operands = [
+        (mxjax.quantize(x), mxjax.quantize(w, axis=0), "mk,kn->mn"),
+        (mxjax.quantize(dy, axis=1), mxjax.quantize(w, axis=1), "mn,kn->mk"),
+        (mxjax.quantize(x, axis=0), mxjax.quantize(dy, axis=0), "mk,mn->kn"),
+    ]
+    for result, (lhs, rhs, dims) in zip(got, operands, strict=True):
+        lhs, rhs = (np.asarray(mxjax.dequantize(q), np.float64) for q in (lhs, rhs))
+        bound = 2e-4 if result.dtype == jnp.float32 else 4e-3  # dx is rounded to x's bfloat16
+        assert distance(result, np.einsum(dims, lhs, rhs)) < bound
+
+
+@pytest.mark.parametrize("implementation", ON_PACKED)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_scales_that_span_more_than_any_carrier_are_multiplied_right(implementation, which):
+    args = list(tensors())
+    span = jnp.exp2(jnp.round(jnp.linspace(-40, 0, args[which].shape[0])))[:, None]
+    args[which] = (args[which].astype(jnp.float32) * span).astype(args[which].dtype)
+    expected = all_three(*args, "wgrad_hadamard", "reference")
+    for got, wanted in zip(all_three(*args, "wgrad_hadamard", implementation), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-2, atol=0)  # element by element: none is lost
+
+
+jitted_carry = jax.jit(carry, static_argnums=1)
+
+
+@pytest.mark.parametrize("carrier", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_carrier_holds_what_its_range_does_and_says_when_not(carrier, beyond):
+    low, high = SHIFTS[carrier]
+    scales = np.array([[130, 130 - (high - low) - beyond, 0]], np.uint8)
+    codes = np.arange(96, dtype=np.uint8) % 16
+    codes[64:] = 0  # an all-zero block, of scale byte 0, is no loss
+    q = KernelOperand(jnp.asarray(codes[None, ::2] | codes[None, 1::2] << 4), jnp.asarray(scales))
+    carried = jitted_carry(q, carrier)
+    assert bool(carried.fits) == (beyond == 0)
+    if not beyond:
+        exponents = np.asarray(carried.unit, np.int32)[:, None] - 127
+        values = np.ldexp(np.asarray(carried.elements, np.float32), exponents)
+        np.testing.assert_array_equal(values, decode(q, jnp.float32))
+
+
+def test_a_tiny_block_that_a_carrier_loses_is_noticed():
+    elements = jnp.zeros((1, 32), jnp.uint8).at[0, 20].set(1)
+    assert not jitted_carry(KernelOperand(elements, jnp.array([[127, 0]], jnp.uint8)), "e5m2").fits
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def packed_and_quantized(x, axis, operand, rotation):
+    """Returns x packed as an operand, and its values by `rotate`, `quantize` and `dequantize`."""
+    [q] = pack_operands(x, OperandUse(axis, operand, rotation))
+    widths = [(0, 0), (0, 0), (0, 0)]
+    widths[axis] = (0, -x.shape[axis] % (rotation.size if rotation else 1))
+    padded = jnp.pad(x, widths)
+    rotated = mxjax.rotate(padded, rotation.size, axis=axis) if rotation else padded
+    expected = mxjax.dequantize(
+        mxjax.quantize(rotated, axis=axis, scale_rule="even", block_shape=operand.block_shape)
+    )
+    return decode(q, jnp.float32), expected if axis == -1 else expected.swapaxes(-1, -2)
+
+
+@settings(max_examples=7)
+@given(
+    m=st.integers(1, 40),
+    k=st.integers(1, 70),
+    axis=st.sampled_from([-1, -2]),
+    square=st.booleans(),
+    rotation=st.sampled_from([None, Rotation(16), Rotation(64)]),
+)
+@example(m=40, k=70, axis=-1, square=True, rotation=Rotation(16))
+@example(m=33, k=65, axis=-2, square=True, rotation=None)
+@example(m=17, k=48, axis=-2, square=False, rotation=Rotation(64))
+def test_packed_operands_are_quantized_ones(m, k, axis, square, rotation):
+    x = np.random.default_rng(m * 100 + k).standard_normal((2, m, k), np.float32)
+    operand = Operand(block_shape=(32, 32) if square else None, scale_rule="even")
+    got, expected = map(np.asarray, packed_and_quantized(x, axis, operand, rotation))
+    assert got.shape[-1] % 32 == 0
+    np.testing.assert_array_equal(got[..., : expected.shape[-1]], expected)
+    assert not np.any(got[..., expected.shape[-1] :])
+
+
+@pytest.mark.parametrize("byte", [0, 1, 127, 253, 254])
+def test_decodes_every_code_at_extreme_scales(byte):
+    codes = jnp.arange(32, dtype=jnp.uint8) % 16
+    q = KernelOperand((codes[::2] | codes[1::2] << 4)[None], jnp.array([[byte]], jnp.uint8))
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.where(np.arange(16) < 8, 1, -1) * np.tile(magnitudes, 2) * 2.0 ** (byte - 127)
+    values = np.where(np.abs(values) < 2.0**-126, 0, values)  # XLA's CPU flushes subnormals
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(decode(q, jnp.float32)[0, :16], values.astype(np.float32))
+
+
+@pytest.mark.parametrize("implementation", ON_PACKED)
+def test_nan_reaches_the_results_that_its_block_enters(implementation):
+    x, w, dy = tensors()
+    x = x.at[3, 5].set(jnp.nan)
+    expected = all_three(x, w, dy, "wgrad", "reference")
+    for got, wanted in zip(all_three(x, w, dy, "wgrad", implementation), expected, strict=True):
+        np.testing.assert_array_equal(jnp.isnan(got), jnp.isnan(wanted))
+
+
+@pytest.mark.parametrize("implementation", ON_PACKED)
+def test_composes_under_vmap_scan_and_remat(implementation):
+    x, w, dy = tensors()
+    ws = jnp.stack([w, 2 * w])
+    run = functools.partial(all_three, policy="wgrad_sr", implementation=implementation)
+    expected = [run(x, v, dy) for v in ws]
+    mapped = jax.vmap(lambda v: run(x, v, dy))(ws)
+    remat = jax.checkpoint(lambda v: run(x, v, dy))
+    _, scanned = jax.lax.scan(lambda carry, v: (carry, remat(v)), 0, ws)
+    for i in range(2):
+        for got, again, wanted in zip(mapped, scanned, expected[i], strict=True):
+            np.testing.assert_array_equal(got[i], wanted)
+            np.testing.assert_array_equal(again[i], wanted)
+
+
+def test_a_named_implementation_refuses_operands_that_it_does_not_take():
+    x, w, _ = tensors()
+    for implementation in ON_PACKED:
+        with pytest.raises(NotImplementedError, match=r"takes MXFP4 in blocks of 32.*nvfp4.*use 'xla'"):
+            mxjax.dot(x, w, policy="nvfp4", key=jax.random.key(0), implementation=implementation)
+
+
+def test_gemms_without_mxfp4_run_in_fp8_or_bfloat16():
+    fprop = implementations_of(mxjax.get_policy("fprop"), "fp8_carriers")
+    assert fprop[:3] == ("fp8_carriers", "fp8_tensor", "fp8_tensor")
+    bf16 = implementations_of(mxjax.get_policy("bf16"), "fp8_carriers")
+    assert bf16[:3] == ("xla", "xla", "xla")
+    both_e5m2 = Gemm(Operand("fp8_e5m2"), Operand("fp8_e5m2"))  # which no GPU multiplies
+    with pytest.raises(NotImplementedError):
+        implementations_of(Policy(both_e5m2, both_e5m2, both_e5m2), "fp8_carriers")
+
+
+def test_the_fastest_here_is_xla():
+    assert implementations_of(mxjax.get_policy("wgrad"), None)[:3] == ("xla", "xla", "xla")
+
+
+def test_the_cpu_keeps_conversions_and_a_gpu_without_kernels_has_no_options(monkeypatch):
+    if implementations.current_target() is None:
+        assert compiler_options([mxjax.get_policy("bf16")], None) == {"xla_allow_excess_precision": False}
+    monkeypatch.setattr(implementations, "current_target", lambda: None)
+    monkeypatch.setattr(implementations, "platform", lambda: "gpu")
+    assert compiler_options([mxjax.get_policy("bf16")], None) == {}
+
+
+def test_cuda_compiles_without_tritons_gemms_where_they_are_tuned_for_long():
+    bf16, *others = (mxjax.get_policy(name) for name in ("bf16", "fp32", "fp8", "nvfp4", "wgrad_hadamard"))
+    with use_target(Target("cuda", "sm_90")):
+        assert compiler_options([bf16], None) == {}
+        for policy in others:
+            assert compiler_options([bf16, policy], None) == {"xla_gpu_enable_triton_gemm": False}
+    with use_target(Target("hip", "gfx950")):
+        assert compiler_options([bf16, *others], None) == {}
+
+
+@pytest.mark.parametrize("implementation", ON_PACKED)
+def test_keeps_packed_operands_for_the_backward_pass(implementation):
+    x, w, _ = tensors(m=64, k=128, n=256)
+
+    def kept(policy, implementation):
+        _, vjp = jax.vjp(lambda x, w: mxjax.dot(x, w, policy=policy, implementation=implementation), x, w)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(vjp) if leaf.ndim > 1)
+
+    packed = {"x": 17 * x.size // 32, "w": 17 * w.size // 32}
+    assert kept("wgrad_hadamard", implementation) == sum(packed.values())
+    assert kept("wgrad_hadamard", "xla") == x.nbytes + w.nbytes
+    residuals = functools.partial(mxjax.stats.residual_bytes, x, w, policy="wgrad_hadamard")
+    assert residuals(implementation=implementation) == packed
+    assert residuals(implementation="xla") == {"x": x.nbytes, "w": w.nbytes}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", *ON_PACKED])
+def test_no_tokens_give_no_results(implementation):
+    x, w, dy = (t[:0] if i != 1 else t for i, t in enumerate(tensors()))
+    y, dx, dw = all_three(x, w, dy, "wgrad_hadamard", implementation)
+    assert (y.shape, dx.shape) == ((0, 72), (0, 96))
+    np.testing.assert_array_equal(dw, np.zeros((96, 72)))
+
+
+@pytest.mark.parametrize(("lhs_axis", "rhs_axis"), [(-1, -2), (-2, -1), (-2, -2), (-1, -1)])
+def test_a_product_by_halves_is_as_exact_as_one_in_float32(lhs_axis, rhs_axis):
+    random = np.random.default_rng(0)
+
+    def operand(axis):  # some 26 binades in a row, and rows that are 80 apart
+        x = random.standard_normal((2, 40, 512)) * np.exp(3 * random.standard_normal((2, 40, 512)))
+        x = np.float32(x * 2.0 ** random.integers(-40, 40, (2, 40, 1)))
+        x[1, 0] = 0
+        return jnp.asarray(x if axis == -1 else x.swapaxes(-1, -2))
+
+    left, right = operand(lhs_axis), operand(rhs_axis)
+    rows, columns = (
+        np.float64(t if axis == -1 else t.swapaxes(-1, -2))
+        for t, axis in ((left, lhs_axis), (right, rhs_axis))
+    )
+    exact = rows @ columns.swapaxes(-1, -2)
+    size = np.linalg.norm(rows, axis=-1)[..., :, None] * np.linalg.norm(columns, axis=-1)[..., None, :]
+
+    def error(product):
+        y = jax.jit(lambda left, right: product(left, lhs_axis, right, rhs_axis))(left, right)
+        return np.sqrt(np.mean(np.square((np.asarray(y, np.float64) - exact) / np.where(size, size, 1))))
+
+    plain = functools.partial(contract, precision=jax.lax.Precision.HIGHEST)
+    assert error(contract_by_halves) < 2 * error(plain) < 1e-7
+
+
+def test_the_second_half_is_no_difference_of_conversions():
+    """XLA drops a conversion to float16 and back on GPUs, not on CPUs, where this test runs."""
+    x = jnp.ones((4, 32))
+    jaxpr = jax.make_jaxpr(lambda x: contract_by_halves(x, -1, x, -1))(x)
+    assert "reduce_precision" in str(jaxpr)
+    back = [e for e in jaxpr.eqns if e.primitive.name == "convert_element_type"]
+    assert {e.params["new_dtype"] for e in back} == {jnp.dtype(jnp.float16)}
+
+
+def test_products_by_halves_span_the_range_of_float32():
+    contract = jax.jit(lambda left, right: contract_by_halves(left, -1, right, -1))
+    large, small = jnp.float32([[2.0**127, 2.0**95]]), jnp.float32([[0.0, 2.0**-125]])
+    assert contract(large, small) == 2.0**-30
+    assert contract(large, jnp.float32([[2.0**-120, 0]])) == 2.0**7
+    np.testing.assert_array_equal(contract(jnp.zeros((2, 0)), jnp.zeros((3, 0))), np.zeros((2, 3)))
+    assert np.isnan(contract(jnp.float32([[jnp.inf, 2.0**95]]), large))
+
+
+@pytest.mark.parametrize("policy", ["uniform4_fp32", "tetrajet_v2", "ms_fp4"])
+def test_gpus_multiply_float32_scales_by_halves(policy, monkeypatch):
+    halves = mock.Mock(wraps=contract_by_halves)
+    monkeypatch.setattr("mxjax.operands.product.contract_by_halves", halves)
+    args, results = tensors(k=128, n=128), []
+    for gpu in (False, True):
+        monkeypatch.setattr("mxjax.operands.product.on_gpu", lambda gpu=gpu: gpu)
+        with jax.numpy_rank_promotion("warn" if gpu else "raise"):  # a cache of its own: all is traced again
+            results.append(all_three(*args, mxjax.get_policy(policy), "xla"))
+        assert halves.called == gpu
+    for expected, got in zip(*results, strict=True):
+        assert distance(got, expected) < (1e-6 if got.dtype == jnp.float32 else 1e-3)
+
+
+def test_gemms_on_gpus_round_to_bfloat16_themselves(monkeypatch):
+    """Where nothing is left to do with the sums: no other dtype, no factors, no sums over devices."""
+    monkeypatch.setattr("mxjax.products.multiply.on_gpu", lambda: True)
+    x, w, _ = tensors(24, 96, 40)  # a shape of its own, because traces are kept
+    expected = contract(x, -1, w.astype(jnp.bfloat16), -2, None).astype(jnp.bfloat16)
+
+    def dot(dtype, policy, layout=None, devices=1):
+        monkeypatch.setattr("jax.device_count", lambda: devices)
+        options = {"policy": policy, "key": jax.random.key(0), "implementation": "xla"}
+        trace = jax.jit(
+            functools.partial(mxjax.dot, layout=layout, preferred_element_type=dtype, **options)
+        ).trace(x, w)
+        jax.clear_caches()
+        return trace, str(trace.jaxpr).count("preferred_element_type=bfloat16")
+
+    trace, rounded = dot(jnp.bfloat16, "bf16")
+    assert rounded == 1
+    found = trace.lower().compile()(x, w)
+    np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=2**-7)
+    assert dot(jnp.bfloat16, "wgrad")[1] == 1
+    assert dot(jnp.float32, "bf16")[1] == 0
+    assert dot(jnp.bfloat16, "nvfp4")[1] == 0  # its tensors have factors
+    assert dot(jnp.bfloat16, "bf16", devices=2)[1] == 0
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    for tensor, whole in ((1, 1), (2, 0)):
+        mesh = jax.sharding.AbstractMesh((2, tensor), ("fsdp", "tensor"), axes)
+        layout = Layout(P("fsdp", "tensor"), P(None, "tensor"), whole_sums=tensor == 1)
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert dot(jnp.bfloat16, "bf16", layout, 2)[1] == whole

@@ -1,0 +1,197 @@
+"""`ragged_dot`: for each expert the products of `dot` on its rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support.dots import assert_same, draw, jitted_products
+from support.oracles import types_unchecked
+
+import mxjax
+from mxjax.products import expert_chunks
+from mxjax.products.expert_chunks import chunks_of
+
+X, W, DY = draw(100, 48, seed=1), draw(4, 48, 24, seed=2), draw(100, 24, seed=3)
+SIZES = (37, 0, 5, 50)  # one expert has no token, and 8 tokens have no expert
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "implementation"))
+def ragged(x, w, dy, sizes, key=None, *, policy, implementation=None):
+    """Returns y, dx and dw."""
+
+    def product(x, w):
+        return mxjax.ragged_dot(x, w, sizes, policy=policy, key=key, implementation=implementation)
+
+    y, vjp = jax.vjp(product, x, w)
+    return y, *vjp(dy)
+
+
+def by_expert(x, w, dy, policy, implementation=None):
+    """Returns y, dx and dw by a `dot` for each expert; rows without one are zero."""
+    y, dx, dw = np.zeros(dy.shape, np.float32), np.zeros(x.shape, np.float32), np.zeros(w.shape, np.float32)
+    for i, (end, size) in enumerate(zip(np.cumsum(SIZES), SIZES, strict=True)):
+        rows = slice(int(end) - size, int(end))
+        if size:
+            products = jitted_products(x[rows], w[i], dy[rows], policy=policy, implementation=implementation)
+            y[rows], dx[rows], dw[i] = products
+    return y, dx, dw
+
+
+@pytest.mark.parametrize("implementation", ["reference", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["wgrad_hadamard", *(pytest.param(name, marks=pytest.mark.slow) for name in ("primus_turbo", "bf16"))],
+)
+def test_each_expert_has_its_own_products(name, implementation):
+    policy = mxjax.get_policy(name)
+    actual = ragged(X, W, DY, jnp.array(SIZES), policy=policy, implementation=implementation)
+    for a, e in zip(actual, by_expert(X, W, DY, policy, implementation), strict=True):
+        np.testing.assert_allclose(a, e, rtol=0, atol=1e-6 * np.max(np.abs(e)))
+
+
+def test_in_float32_it_is_that_of_lax():
+    y, vjp = jax.vjp(
+        functools.partial(lax.ragged_dot, group_sizes=jnp.array(SIZES), precision="highest"), X, W
+    )
+    actual = ragged(X, W, DY, jnp.array(SIZES), policy=mxjax.get_policy("fp32"))
+    for a, e in zip(actual, (y, *vjp(DY)), strict=True):
+        np.testing.assert_allclose(a, e, rtol=0, atol=1e-5 * np.max(np.abs(e)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["full_hadamard", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tetrajet_v2", "uniform4_fp32"))],
+)
+def test_what_one_expert_reads_changes_no_other(name):
+    """Neither through blocks, outer scales and rotations, nor through a NaN."""
+    options = {"policy": mxjax.get_policy(name), "key": jax.random.key(0)}
+    before = ragged(X, W, DY, jnp.array(SIZES), **options)
+    after = ragged(X.at[36].mul(1000), W, DY.at[36].set(jnp.nan), jnp.array(SIZES), **options)
+    for a, b, first in zip(after, before, (37, 37, 1), strict=True):
+        np.testing.assert_array_equal(a[first:], b[first:])
+    assert np.all(np.isnan(after[2][0]))
+
+
+EXACT = [jnp.round(4 * t) / 4 for t in jax.tree.map(lambda t: jnp.clip(t, -8, 8), (X, W, DY))]
+"""Inputs whose products have few bits, so that float32 sums them exactly in any order."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "static"),
+    [
+        ("wgrad", True),
+        pytest.param("wgrad", False, marks=pytest.mark.slow),
+        pytest.param("primus_turbo", False, marks=pytest.mark.slow),
+        pytest.param("fprop", True, marks=pytest.mark.slow),
+        pytest.param("fp8", False, marks=pytest.mark.slow),
+    ],
+)
+def test_fp8_carriers_give_the_bits_of_xla(policy, static):
+    policy, sizes = mxjax.get_policy(policy), np.array(SIZES)
+    expected = ragged(*EXACT, sizes, policy=policy, implementation="xla")
+
+    @jax.jit
+    def by_fp8(*operands):
+        run = functools.partial(mxjax.ragged_dot, policy=policy, implementation="fp8_carriers")
+        *operands, dy, sizes_ = operands
+        y, vjp = jax.vjp(lambda x, w: run(x, w, sizes if static else sizes_), *operands)
+        return y, *vjp(dy)
+
+    assert_same(by_fp8(*EXACT, jnp.array(sizes)), expected)
+
+
+@pytest.mark.slow
+def test_experts_of_any_sizes_have_the_bits_of_xla(monkeypatch):
+    """Of one tile and of two, with full chunks before the last, without rows, and with rows of no expert."""
+    monkeypatch.setattr(expert_chunks, "LONGEST", 2)  # compiles fewer loops
+    x, _, dy = (jnp.resize(t, (700, t.shape[-1])) for t in EXACT)
+
+    @jax.jit
+    def by_fp8(sizes):
+        return ragged(x, EXACT[1], dy, sizes, policy=policy, implementation="fp8_carriers")
+
+    policy = mxjax.get_policy("wgrad")
+    for sizes in [(175, 175, 175, 175), (300, 200, 100, 60), (0, 650, 50, 0), (0, 0, 0, 700), (0, 0, 0, 0)]:
+        expected = ragged(x, EXACT[1], dy, jnp.array(sizes), policy=policy, implementation="xla")
+        assert_same(by_fp8(jnp.array(sizes)), expected)
+
+
+def test_chunks_follow_the_rows_that_exist():
+    """At eight experts a tile is a quarter of the mean; chunks have up to eight tiles."""
+    sizes, ran = np.array([20000, 0, 4097, 8671, 0, 0, 0, 0]), []
+
+    def note(length, expert, first, result):
+        ran.append((length, int(expert), int(first)))
+        return result
+
+    chunks = chunks_of(sizes, 32768, 96)
+    assert (chunks.tile, chunks.longest, chunks.tiles) == (1152, 8, 36)
+    with jax.disable_jit():
+        chunks.each_full(note, chunks.each_last(note, jnp.zeros(())))
+    assert ran == [(2, 0, 16), (4, 2, 18), (8, 3, 22), (8, 0, 0), (8, 0, 8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["xla", "fp8_carriers"])
+@pytest.mark.parametrize("shape", [(0, 2), (5, 0)])
+def test_no_rows_or_no_experts(shape, implementation):
+    m, g = shape
+    x, w, sizes = jnp.zeros((m, 32)), jnp.zeros((g, 32, 16)), jnp.zeros(g, jnp.int32)
+    ragged = functools.partial(mxjax.ragged_dot, policy="wgrad", implementation=implementation)
+    y, vjp = jax.vjp(lambda x, w: ragged(x, w, sizes), x, w)
+    dx, dw = vjp(jnp.ones_like(y))
+    assert (y.shape, dx.shape, dw.shape) == ((m, 16), x.shape, w.shape)
+    assert not dx.any()
+
+
+@pytest.mark.parametrize("forward", [lambda f, x: jax.jvp(f, (x,), (x,)), jax.linearize])
+def test_forward_mode_raises(forward):
+    w, sizes = jnp.zeros((2, 32, 16)), jnp.array([3, 5])
+    with pytest.raises(TypeError, match="has no forward mode"):
+        forward(lambda x: mxjax.ragged_dot(x, w, sizes, policy="wgrad"), jnp.zeros((8, 32)))
+
+
+def test_random_bits_are_replayed_under_remat_and_scan():
+    policy, key = mxjax.get_policy("wgrad_sr"), jax.random.key(1)
+    run = functools.partial(ragged, policy=policy)
+    expected = run(X, W, DY, jnp.array(SIZES), key)
+    again = jax.checkpoint(run)(X, W, DY, jnp.array(SIZES), key)
+    assert_same(again, expected)
+    _, scanned = lax.scan(lambda c, w: (c, run(X, w, DY, jnp.array(SIZES), key)), 0, W[None])
+    assert_same([t[0] for t in scanned], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"w": W[:3]}, ValueError, r"needs x \[m, k\], w \[g, k, n\] and group_sizes \[g\], got \(100, 48\)"),
+        ({"group_sizes": [50, 50, 0, 0]}, TypeError, "needs group_sizes to be an array, not list"),
+        (
+            {"implementation": "triton"},
+            NotImplementedError,
+            "by implementation 'reference', 'xla' or 'fp8_carriers', not 'triton'",
+        ),
+        (
+            {"implementation": "fp8_carriers", "policy": "nvfp4", "key": jax.random.key(0)},
+            NotImplementedError,
+            "'fp8_carriers' takes MXFP4",
+        ),
+        ({"policy": "full_sr"}, ValueError, "needs key="),
+        ({"group_sizes": jnp.ones(4)}, TypeError, "needs integer group_sizes, got float32"),
+        ({"x": X.astype(jnp.int32)}, TypeError, "needs float32, bfloat16 or float16, but"),
+        (
+            {"group_sizes": np.array([50, 50, 1, 0])},
+            ValueError,
+            "at most the rows of x, 100, got .* 101 in all",
+        ),
+        ({"group_sizes": np.array([100, 100, 56, 0], np.uint8)}, ValueError, "256 in all"),
+        ({"group_sizes": np.array([50, 60, -10, 0])}, ValueError, "needs group_sizes of 0 or more"),
+    ],
+)
+def test_bad_arguments_raise(change, error, message):
+    arguments = {"x": X, "w": W, "group_sizes": jnp.array(SIZES), "policy": "wgrad"} | change
+    with types_unchecked(), pytest.raises(error, match=message):
+        mxjax.ragged_dot(**arguments)

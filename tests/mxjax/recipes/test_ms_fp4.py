@@ -1,0 +1,112 @@
+"""The policies `ms_fp4` and `ms_fp4_clip`, against MS-AMP's code (tests/golden/make_ms_fp4.py)."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax import Gemm, Operand, Policy
+from mxjax.operands.split import split
+from mxjax.products.gradients import derivative
+
+X, W = (mxjax.get_policy("ms_fp4").fprop.lhs, mxjax.get_policy("ms_fp4").fprop.rhs)
+SEEN = Operand("fp32", source="dequantized")
+
+
+@functools.cache
+def golden():
+    with np.load(pathlib.Path(__file__).parents[2] / "golden" / "ms_fp4.npz") as file:
+        return {name: jnp.asarray(file[name]) for name in file if name != "versions"}
+
+
+def test_outliers_are_those_of_the_repository():
+    part, rest = split(golden()["x"], X)
+    np.testing.assert_array_equal(part, golden()["clip/part"])
+    np.testing.assert_array_equal(rest.astype(jnp.bfloat16), golden()["clip/rest"])
+
+
+def test_quantized_operands_are_those_of_the_repository():
+    part, rest = split(golden()["x"], X)
+    ours = mxjax.dequantize(mxjax.quantize(part, "fp4_vector"))
+    np.testing.assert_array_equal(ours, golden()["x/clip"])
+    np.testing.assert_array_equal((ours + rest).astype(jnp.bfloat16), golden()["x/outliers"])
+    weight = mxjax.dequantize(mxjax.quantize(golden()["w"], "fp4_vector", axis=0))
+    np.testing.assert_array_equal(weight, golden()["w/quantized"])
+
+
+def test_the_derivative_is_that_of_the_repository():
+    ours = jax.jit(lambda w: derivative(w, W, -2))(golden()["w"])
+    np.testing.assert_allclose(ours, golden()["w/derivative"], rtol=2**-8)  # theirs is in bfloat16
+    assert np.max(ours) == 3
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("name", ["ms_fp4", "ms_fp4_clip"])
+def test_the_layer_multiplies_what_the_repository_does(name, implementation):
+    """With float32 backward GEMMs, which the repository runs in FP8."""
+    g = golden()
+    dy = jax.random.normal(jax.random.key(0), (24, 12))
+    exact = Gemm(Operand("fp32"), SEEN), Gemm(SEEN, Operand("fp32"))
+    policy = Policy(mxjax.get_policy(name).fprop, *exact)
+    run = functools.partial(mxjax.dot, policy=policy, implementation=implementation)
+    y, vjp = jax.vjp(run, g["x"], g["w"])
+    rest = split(g["x"], X).rest * float(name == "ms_fp4")
+    x_seen = g["x/clip"] + rest
+    matmul = functools.partial(jnp.matmul, precision="highest")
+    expected = (
+        matmul(g["x/clip"], g["w/quantized"]) + matmul(rest, g["w"]),
+        matmul(dy, g["w/quantized"].T),
+        matmul(x_seen.T, dy) * g["w/derivative"],
+    )
+    for ours, e, rtol in zip((y, *vjp(dy)), expected, (1e-5, 1e-5, 2**-8), strict=True):
+        np.testing.assert_allclose(ours, e, rtol=rtol, atol=1e-5 * np.abs(e).max())
+
+
+def test_every_vector_has_its_own_scale_whatever_the_axis():
+    """Rows differ by powers of two, which scales take: each GEMM's error is that of plain vectors."""
+    vector = Operand("fp4_vector")
+    policy = Policy(*[Gemm(vector, vector)] * 3)
+    x, w, dy = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(40, 48), (48, 56), (40, 56)]))
+    rows, columns = np.exp2(np.arange(40.0))[:, None], np.exp2(np.arange(56.0))[None]
+    rows, columns = rows.astype(np.float32), columns.astype(np.float32)
+
+    def y(x, w, implementation="xla"):
+        return mxjax.dot(x, w, policy=policy, implementation=implementation)
+
+    np.testing.assert_allclose(y(x * rows, w * columns), y(x, w) * rows * columns, rtol=1e-5)
+    for implementation in ("reference", "xla"):
+        dx, dw = jax.vjp(functools.partial(y, implementation=implementation), x, w)[1](dy)
+        quantize = lambda t, axis: mxjax.dequantize(mxjax.quantize(t, "fp4_vector", axis=axis))  # noqa: E731
+        e = jnp.matmul(quantize(dy, 1), quantize(w, 1).T, precision="highest")
+        np.testing.assert_allclose(dx, e, rtol=1e-5, atol=1e-4)
+        e = jnp.matmul(quantize(x, 0).T, quantize(dy, 0), precision="highest")
+        np.testing.assert_allclose(dw, e, rtol=1e-5, atol=1e-4)
+
+
+def test_vectors_that_are_zero_or_not_finite():
+    x = jnp.zeros((3, 40)).at[1, 3].set(jnp.nan).at[2, 5].set(jnp.inf)
+    value = mxjax.dequantize(mxjax.quantize(x, "fp4_vector"))
+    np.testing.assert_array_equal(value[0], 0)
+    assert np.isnan(value[1]).all()
+    assert np.isnan(value[2, 5])
+
+
+def test_kernels_and_experts_refuse_vectors():
+    policy = Policy(*[Gemm(Operand("fp4_vector"), Operand("fp4_vector"))] * 3)
+    x, w = np.ones((4, 32), np.float32), np.ones((32, 32), np.float32)
+    with pytest.raises(NotImplementedError, match="implementation 'fp8_carriers' takes MXFP4"):
+        mxjax.dot(x, w, policy=policy, implementation="fp8_carriers")
+    with pytest.raises(NotImplementedError, match="no fp4_vector"):
+        mxjax.ragged_dot(x, w[None], np.array([4]), policy=policy)
+
+
+def test_the_names_differ_in_what_becomes_of_outliers():
+    ms_fp4 = mxjax.get_policy("ms_fp4")
+    dropped = dataclasses.replace(X, split="clip")
+    clip = dataclasses.replace(ms_fp4, fprop=dataclasses.replace(ms_fp4.fprop, lhs=dropped))
+    assert mxjax.get_policy("ms_fp4_clip") == clip

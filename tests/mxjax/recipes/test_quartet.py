@@ -1,0 +1,136 @@
+"""The policy `quartet`, against what the authors' repository gives (tests/golden/make_quartet.py)."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax import Gemm, Operand, Policy, Rotation
+from mxjax.numerics.array import dequantize
+from mxjax.operands.use import quantize_input, rotate_input
+from mxjax.policy import map_operands
+from mxjax.products.draws import gemm_inputs
+from mxjax.products.gradients import derivative
+from mxjax.runtime.keys import fold
+
+QUARTET = mxjax.get_policy("quartet")
+DRAWS = 64
+
+
+@functools.cache
+def golden():
+    with np.load(pathlib.Path(__file__).parents[2] / "golden" / "quartet.npz") as file:
+        return {name: jnp.asarray(file[name]) for name in file if name != "versions"}
+
+
+def run(policy, implementation, key=None):
+    g = golden()
+    dot = functools.partial(mxjax.dot, policy=policy, implementation=implementation, key=key)
+    return with_gradients(dot, g["x"], g["w"], g["dy"])
+
+
+def with_gradients(product, x, w, dy):
+    y, vjp = jax.vjp(product, x, w)
+    return y, *vjp(dy)
+
+
+def nearest(operand: Operand) -> Operand:
+    return dataclasses.replace(operand, rounding="nearest")
+
+
+def test_forward_operands_are_those_of_the_repository():
+    x, w = gemm_inputs(QUARTET.fprop, -1, -2, None)
+    for name, how in (("x", x), ("w", w)):
+        ours = jax.jit(lambda t, how=how: dequantize(quantize_input(t, how)))(golden()[name])
+        np.testing.assert_array_equal(ours, golden()[f"forward/{name}"], err_msg=name)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_the_layer_rounded_to_nearest_is_that_of_the_repository(implementation):
+    """The repository flips signs after H, where they change nothing: its rotation is deterministic."""
+    assert set(golden()["signs"].tolist()) == {-1, 1}
+    policy = map_operands(QUARTET, nearest)
+    gemms = {name: dataclasses.replace(policy.gemms[name], rotation=Rotation(32)) for name in policy.gemms}
+    for name, ours in zip(("y", "dx", "dw"), run(Policy(**gemms), implementation), strict=True):
+        expected = golden()[name]
+        atol = 2e-6 * np.abs(expected).max()
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=atol, err_msg=name)
+
+
+@pytest.mark.slow
+def test_means_of_stochastic_gradients_agree():
+    """Both are unbiased, so the means over draws agree with each other and with exact backward GEMMs."""
+    exact = Gemm(Operand("fp32"), Operand("fp32", source="dequantized"))
+    swapped = Gemm(exact.rhs, exact.lhs)
+    expected = run(dataclasses.replace(QUARTET, dgrad=exact, wgrad=swapped), "reference")[1:]
+    keys = jax.random.split(jax.random.key(0), DRAWS)
+    drawn = jax.jit(jax.vmap(lambda key: run(QUARTET, "xla", key)[1:]))(keys)
+    for name, e, ours in zip(("dx", "dw"), expected, drawn, strict=True):
+        theirs, deviation = golden()[f"mean/{name}"], golden()[f"std/{name}"] + 1e-12
+        for mean in (theirs, np.mean(ours, axis=0)):
+            z = (mean - np.asarray(e)) / deviation * DRAWS**0.5
+            assert abs(np.mean(z)) < 5 / z.size**0.5 * 4  # elements of a row share draws
+            assert np.abs(z).max() < 7
+        # As noisy as theirs: the random rotation spreads what theirs leaves in place.
+        assert 0.7 < np.mean(np.std(ours, axis=0)) / np.mean(deviation) < 1.3
+
+
+def test_the_clip_mask_is_zero_where_an_element_clips():
+    x = golden()["x"]
+    operand = QUARTET.fprop.lhs
+    q = mxjax.quantize(x, scale_rule="quest")
+    clips = np.abs(x) >= 6 * np.repeat(np.asarray(q.scales, np.float32), 32, axis=-1)
+    assert 0.01 < clips.mean() < 0.2
+    found = jax.jit(lambda x: derivative(x, operand, -1))(x)
+    np.testing.assert_array_equal(found, ~clips)
+
+
+def test_a_gradient_is_rotated_back_and_masked_in_the_rotated_space():
+    """With float32 backward GEMMs, against JAX's gradient of the product of the rotated operands."""
+    key = jax.random.key(3)
+    fprop = dataclasses.replace(QUARTET.fprop, rotation=Rotation(32, "redrawn"))
+    x_use, w_use = gemm_inputs(fprop, -1, -2, fold(key, 0))
+
+    def quantized(t, how):
+        rotated = rotate_input(t, how)
+        mask = derivative(rotated, how.operand, how.axis)
+        return rotated * mask + jax.lax.stop_gradient(dequantize(quantize_input(t, how)) - rotated * mask)
+
+    def product(x, w):
+        return jnp.matmul(quantized(x, x_use), quantized(w, w_use), precision="highest")
+
+    x, w, dy = (golden()[name][:45, :50] for name in ("x", "w", "dy"))  # the rotation pads
+    w, dy = golden()["w"][:50], golden()["dy"][:45]
+    fp32 = Operand("fp32", source="dequantized")
+    policy = Policy(fprop, Gemm(Operand("fp32"), fp32), Gemm(fp32, Operand("fp32")))
+    dot = functools.partial(mxjax.dot, policy=policy, key=key, implementation="reference")
+    found, expected = (jax.jit(functools.partial(with_gradients, f))(x, w, dy) for f in (dot, product))
+    for ours, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, e, rtol=1e-5, atol=1e-5 * np.abs(e).max())
+
+
+def test_packed_operands_are_not_kept_where_the_gradient_needs_the_tensor():
+    """Dgrad and Wgrad may run on packed operands though the Fprop's estimate reads x and w."""
+    operand = Operand(gradient="clipped")
+    policy = Policy(fprop=Gemm(operand, operand))
+    for name, ours, expected in zip(
+        ("y", "dx", "dw"), run(policy, "fp8_carriers"), run(policy, "reference"), strict=True
+    ):
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("implementation", ["fp8_carriers", "scaled_dot"])
+def test_kernels_refuse_a_scale_that_is_not_from_the_largest_magnitude(implementation):
+    with pytest.raises(NotImplementedError, match=f"implementation '{implementation}' takes MXFP4"):
+        run(QUARTET, implementation, jax.random.key(0))
+
+
+def test_experts_refuse_a_gradient_that_is_more_than_a_product():
+    x, w = np.ones((4, 32), np.float32), np.ones((2, 32, 32), np.float32)
+    with pytest.raises(NotImplementedError, match="ragged_dot takes operands with gradient='straight"):
+        mxjax.ragged_dot(x, w, np.array([2, 2]), policy="quartet", key=jax.random.key(0))

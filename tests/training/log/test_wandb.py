@@ -1,0 +1,112 @@
+"""Weights & Biases, offline: its own files read back, resuming, and failures that leave training alone."""
+
+import json
+import struct
+import time
+
+import pytest
+import wandb
+from wandb.proto.wandb_internal_pb2 import Record
+
+import train as training_program
+from training.command_line import parse
+from training.log.metrics import MetricsLog
+from training.log.sinks import ID_FILE, WandbRun
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+def read(folder):
+    """Returns the id of each W&B run in a folder, oldest first, and its rows.
+
+    Waits for each to have some: on a busy machine W&B's process writes after it has said that a run is over.
+    """
+    end, found = time.monotonic() + 30, read_once(folder)
+    while not all(rows for _, rows in found) and time.monotonic() < end:
+        time.sleep(0.1)
+        found = read_once(folder)
+    return found
+
+
+def read_once(folder):
+    """Returns the id of each W&B run in a folder, oldest first, and the rows that have been written.
+
+    The files are LevelDB logs of W&B's records behind 7 bytes: pieces of (checksum, length, type), type 1 for
+    a whole record; small ones have no others.
+    """
+    found = []
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda p: p.stat().st_mtime_ns):
+        data, at, rows = path.read_bytes(), 7, []
+        while at + 7 <= len(data):
+            _, length, kind = struct.unpack_from("<IHB", data, at)
+            assert kind == 1
+            record = Record.FromString(data[at + 7 : at + 7 + length])
+            if record.HasField("history"):
+                items = record.history.item
+                rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+            at += 7 + length
+        found.append((path.stem.removeprefix("run-"), rows))
+    return found
+
+
+def log(folder, keep_steps, values):
+    with MetricsLog(folder / "metrics.jsonl", keep_steps, [WandbRun(folder, {"lr": 1})]) as metrics:
+        for step, more in values:
+            metrics.write(step=step, **more)
+
+
+def test_a_resumed_run_continues_the_same_wandb_run(tmp_path):
+    layers = {"blocks.0.up": {"fprop": {"sqnr_db": 18.5}}}
+    log(tmp_path, 0, [(1, {"loss": 2.5}), (2, {"loss": float("inf"), "policy": "fp8", "layers": layers})])
+    log(tmp_path, 1, [(2, {"loss": 1.5}), (2, {"eval_loss": 1.25})])
+    (first, before), (second, after) = read(tmp_path)
+    assert first == second == (tmp_path / ID_FILE).read_text().strip()
+    wanted = ("_step", "loss", "eval_loss", "policy", "blocks.0.up/fprop/sqnr_db")
+    before, after = ([{k: row[k] for k in wanted if k in row} for row in rows] for rows in (before, after))
+    assert before[0] == {"_step": 1, "loss": 2.5}
+    assert before[1] == {"_step": 2, "loss": float("inf"), "policy": "fp8", "blocks.0.up/fprop/sqnr_db": 18.5}
+    assert after == [{"_step": 2, "loss": 1.5, "eval_loss": 1.25}]
+
+
+def test_failures_leave_metrics_and_training_alone(tmp_path, monkeypatch, capsys):
+    def unreachable(*, mode, **_):
+        raise wandb.errors.CommError("no network\nat all")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wandb, "init", unreachable)
+        log(tmp_path, 0, [(1, {"loss": 2.5})])
+    printed = capsys.readouterr().err.splitlines()
+    assert [line.partition("; ")[0] for line in printed] == [
+        "train.py: warning: W&B failed (CommError: no network at all)"
+    ] * 2
+    assert printed[0].endswith("upload it with wandb sync")
+
+    class Broken:
+        def log(self, *_, **__):
+            raise RuntimeError("gone")
+
+    monkeypatch.setattr(wandb, "init", lambda **_: Broken())
+    log(tmp_path, 0, [(1, {"loss": 2.5}), (2, {"loss": 1.5})])
+    assert capsys.readouterr().err.count("W&B failed (RuntimeError: gone); training goes on without it") == 1
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_run_logs_what_metrics_jsonl_gets(tmp_path):
+    out, shape = tmp_path / "run", tmp_path / "shape.json"
+    sizes = dict.fromkeys(("d_model", "head_dim", "d_ff"), 32) | {"n_layers": 1, "vocab_size": 1}
+    shape.write_text(json.dumps(sizes | {"n_heads": 1, "n_kv_heads": 1}))
+    flags = f"--batch-size 2 --seq-len 8 --eval-batches 1 --steps 3 --wandb --policy bf16 --data {__file__}"
+    config = parse([*flags.split(), "--model-config", str(shape), "--out", str(out), "--stop-after", "2"])
+    training_program.train(config)
+    training_program.train(parse(["--resume", "--out", str(out)]))
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for _, rows in read(out) for row in rows]
+    for name in ("loss", "eval_loss"):
+        expected = [(line["step"], line[name]) for line in lines if name in line]
+        assert [(row["_step"], row[name]) for row in rows if name in row] == expected

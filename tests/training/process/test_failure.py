@@ -1,0 +1,165 @@
+"""An error or the end of one of two processes ends both, within a minute and with the reason."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from training.command_line import FlagError
+from training.process import failure
+from training.process.together import ProcessError, is_told, together
+
+ROOT = pathlib.Path(__file__).parents[3]
+FLAGS = (
+    "--distributed --batch-size 2 --seq-len 16 --eval-batches 1 --warmup-steps 1 --steps 200 --policy bf16"
+)
+PROGRAM = """
+import os, runpy, sys, time
+from training import failure, loop
+failure._SILENT = 10
+take_step, bad = loop.Loop._take_step, os.environ["BAD"]
+
+def fails(self):
+    if self.step == 3 and os.environ["JAX_PROCESS_ID"] == bad:
+        print("now", time.time(), flush=True)
+        raise {error}
+    take_step(self)
+
+loop.Loop._take_step = fails
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def start(tmp_path, bad: int, error: str):
+    """Starts train.py as two processes, one of which raises an error before the fourth step."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address, "BAD": str(bad)}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM's, which would take longer than the steps
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", PROGRAM.replace("{error}", error), "--distributed", *FLAGS.split()]
+    return [
+        subprocess.Popen(
+            [*command, "--data", str(ROOT / "docs"), "--out", str(tmp_path / f"run-{bad}")],
+            cwd=ROOT,
+            env=environment | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)},
+            **pipes,
+        )
+        for index in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
+def test_an_error_of_one_process_between_steps_ends_both(tmp_path, bad):
+    runs = start(tmp_path, bad, 'OSError(5, "Input/output error", "/data/c4.bin")')
+    outputs = [run.communicate(timeout=400) for run in runs]
+    ended = time.time()
+    failed = float(outputs[bad][0].partition("now ")[2].split()[0])
+    assert ended - failed < 60
+    assert [run.returncode for run in runs] == [1, 1], outputs
+    assert "train.py: error: /data/c4.bin: Input/output error" in outputs[bad][1]
+    message = f"error: process {bad}: OSError: [Errno 5] Input/output error: '/data/c4.bin'\n"
+    assert outputs[1 - bad][1].endswith(message), outputs
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_is_killed_ends_the_other_in_one_line(tmp_path):
+    runs = start(tmp_path, 1, "os.kill(os.getpid(), 9)")
+    outputs = [run.communicate(timeout=400) for run in runs]
+    ended = time.time()
+    assert ended - float(outputs[1][0].partition("now ")[2].split()[0]) < 60
+    assert [run.returncode for run in runs] == [1, -9], outputs
+    said = "train.py: error: process 1 has not answered for 10 s: it was killed or stopped, or its host or "
+    assert outputs[0][1].startswith(said), outputs
+    assert outputs[0][1].count("\n") == 1
+
+
+class Store:
+    """Stands in for JAX's key-value store."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        if key in self.values and not allow_overwrite:
+            raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+        self.values[key] = value
+
+    def key_value_try_get(self, key):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND")
+        return self.values[key]
+
+    def key_value_dir_get(self, folder):
+        return [(key, value) for key, value in self.values.items() if key.startswith(f"{folder}/")]
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A store of three processes, of which this is the last; no thread and no error ends the tests."""
+    jax.devices()  # or JAX would use the store to find devices
+    store = Store()
+    for name, value in (("client", store), ("process_id", 2)):
+        monkeypatch.setattr(failure.distributed.global_state, name, value)
+    monkeypatch.setattr(failure, "_EVERY", 0.01)
+    monkeypatch.setattr(failure._Watch, "_run", lambda self: None)
+    monkeypatch.setattr(failure._Watch, "running", None)
+    monkeypatch.setattr(failure.atexit, "register", lambda function: None)
+    monkeypatch.setattr(failure, "_end", lambda status=1: sys.exit(status))
+    return store
+
+
+def test_only_a_process_that_stops_counting_is_taken_for_dead(store):
+    watch, alive = failure._Watch(), failure._ALIVE
+    for second in range(2 * failure._SILENT):
+        store.values |= {f"{alive}/0": str(second), f"{alive}/1": failure._DONE}
+        watch._check_counts()
+    assert failure._KEY not in store.values
+    for _ in range(failure._SILENT):
+        watch._check_counts()
+    assert store.values[failure._KEY].startswith(f"process 0 has not answered for {failure._SILENT} s: ")
+    watch.stop()
+
+
+def test_the_first_error_is_everybody_s(store):
+    with pytest.raises(KeyError), failure.failing_together(), failure.failing_together(ValueError):
+        raise KeyError("a")
+    assert store.values[failure._KEY] == "process 2: KeyError: 'a'"
+    for broken in (
+        jax.errors.JaxRuntimeError("connection closed by peer"),
+        ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"),
+    ):
+        with pytest.raises(ProcessError, match="process 2: KeyError"), failure.failing_together():
+            raise broken
+
+
+def test_errors_that_all_know_are_left_alone(store):
+    with pytest.raises(ValueError, match="a"), failure.failing_together(), together():
+        raise ValueError("a")
+    with pytest.raises(KeyError), failure.failing_together(KeyError):
+        raise KeyError
+    assert failure._KEY not in store.values
+    assert store.values[f"{failure._ALIVE}/2"] == failure._DONE
+    error = SystemExit(1)
+    assert not is_told(error)
+
+
+def test_a_process_that_cannot_start_tells_the_others(store, monkeypatch, capsys):
+    joined = []
+    monkeypatch.setattr(failure, "join_processes", joined.append)
+    with pytest.raises(SystemExit) as ended, failure.telling_others(True):
+        raise FlagError("no such flag")
+    assert (ended.value.code, joined) == (2, [failure._TO_JOIN])
+    assert store.values.pop(failure._KEY) == "process 2: no such flag"
+    for distributed, code in ((False, "bad"), (True, 0)):
+        with pytest.raises(SystemExit), failure.telling_others(distributed):
+            raise SystemExit(code)
+    assert failure._KEY not in store.values

@@ -1,0 +1,384 @@
+"""Checkpoints: what is saved comes back bit for bit, old ones go, and what is missing is said."""
+
+import errno
+import os
+import shutil
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from training import files as integrity
+from training.run import checksums
+from training.run.checkpoints import CheckpointError, Checkpoints, save_params
+from training.run.checksums import saved_steps, set_aside_damaged
+from training.step import init_state
+
+
+@pytest.fixture
+def state():
+    params = {"w": jax.random.normal(jax.random.key(0), (3, 4)), "norm": {"scale": jnp.ones(4)}}
+    return init_state(params, optax.adamw(1e-3))
+
+
+def at_step(state, step):
+    return state._replace(step=jnp.int32(step))
+
+
+def test_the_state_and_the_position_come_back(tmp_path, state):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(at_step(state, 5), {"next_index": 5})
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, position = checkpoints.restore(jax.eval_shape(lambda: state))
+    assert position == {"next_index": 5}
+    jax.tree.map(np.testing.assert_array_equal, restored, at_step(state, 5))
+
+
+def test_only_the_newest_are_kept(tmp_path, state):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(at_step(state, step), {"next_index": step})
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest == 3
+        with pytest.raises(ValueError, match=r"no checkpoint of step 1 in .*; there are \[2, 3\]"):
+            checkpoints.restore_params(state.params, 1)
+
+
+def test_parameters_come_back_alone(tmp_path, state):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(at_step(state, 1), {})
+    with Checkpoints(tmp_path) as checkpoints:
+        params = checkpoints.restore_params(jax.eval_shape(lambda: state.params))
+    jax.tree.map(np.testing.assert_array_equal, params, state.params)
+
+
+def test_nothing_to_restore_is_an_error(tmp_path, state):
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match="no checkpoint in"):
+            checkpoints.restore(state)
+        with pytest.raises(ValueError, match="there are none"):
+            checkpoints.restore_params(state.params)
+
+
+def test_a_checkpoint_of_another_model_is_said_to_be_one(tmp_path, state):
+    save(tmp_path, state, 1)
+    name, *_ = state.params
+    longer = jax.tree.map(lambda x: np.zeros((*x.shape, 1)), state.params[name])
+    fewer = {key: value for key, value in state.params.items() if key != name}
+    with Checkpoints(tmp_path) as checkpoints:
+        for params, found in ((state.params | {name: longer}, "and \\("), (fewer, "and none")):
+            with pytest.raises(ValueError, match=f"{name}.* has shape .* {found}"):
+                checkpoints.restore(state._replace(params=params))
+            with pytest.raises(ValueError, match="belongs to another model"):
+                checkpoints.restore_params(params)
+
+
+def save(folder, state, *steps):
+    with Checkpoints(folder) as checkpoints:
+        for step in steps:
+            checkpoints.save(at_step(state, step), {"next_index": step})
+
+
+def flip(path, at=None):
+    """Flips one bit of a file's byte, by default the middle one."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 4
+    path.write_bytes(content)
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path, state):
+    losses = {1: 3.0, 2: 1.0, 3: 2.0}
+    with Checkpoints(tmp_path, keep=2, losses=losses) as checkpoints:
+        for step in (1, 2, 3, 4, 5):
+            checkpoints.save(at_step(state, step), {})
+        assert checkpoints.best == 2
+        checkpoints.losses[5] = 0.5
+        checkpoints.save(at_step(state, 6), {})
+        assert checkpoints.best == 5
+    with Checkpoints(tmp_path, losses=losses) as checkpoints:
+        assert checkpoints.best is None
+        with pytest.raises(ValueError, match=r"there are \[5, 6\]"):
+            checkpoints.restore_params(state.params, 2)
+
+
+def test_damage_to_any_file_is_found(tmp_path, state):
+    save(tmp_path, state, 1)
+    folder = tmp_path / "1"
+    assert checksums.problems(folder) == {}
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    parts = {path.relative_to(folder).parts[0] for path in files}
+    assert parts >= {"params", "rest", "data", "_CHECKPOINT_METADATA", "checksums.json"}
+    for path in files:
+        if path == folder / "commit_success.txt":  # says in words what the folder's name says
+            continue
+        content = path.read_bytes()
+        flip(path)
+        assert checksums.problems(folder), path
+        path.write_bytes(content[:-1])
+        assert checksums.problems(folder), path
+        path.write_bytes(b"")
+        assert checksums.problems(folder), path
+        path.unlink()
+        assert list(checksums.problems(folder).values()) == [integrity.MISSING], path
+        path.write_bytes(content)
+    assert checksums.problems(folder) == {}
+
+
+@pytest.mark.slow
+def test_every_byte_of_the_small_files_counts(tmp_path, state):
+    """But for the digits of the time at which orbax says it has saved."""
+    save(tmp_path, state, 1)
+    for name in ("checksums.json", "_CHECKPOINT_METADATA", "data/metadata", "params/manifest.ocdbt"):
+        path = tmp_path / "1" / name
+        content = path.read_bytes()
+        unnoticed = set()
+        for at in range(0, len(content), 1 if len(content) < 1000 else 7):
+            flip(path, at)
+            if not checksums.problems(tmp_path / "1"):
+                unnoticed.add(content[at])
+            path.write_bytes(content)
+        assert unnoticed <= (set(b"0123456789") if name == "_CHECKPOINT_METADATA" else set()), name
+
+
+def test_shares_of_the_files_are_all_of_them(tmp_path, state, monkeypatch):
+    save(tmp_path, state, 1)
+    looked_at, original = [], checksums.problem
+    monkeypatch.setattr(
+        checksums, "problem", lambda path, *rest: looked_at.append(path) or original(path, *rest)
+    )
+    checksums.problems(tmp_path / "1")
+    whole = sorted(looked_at)
+    looked_at.clear()
+    flip(tmp_path / "1" / "params" / "_METADATA")
+    found = [checksums.problems(tmp_path / "1", share=(i, 3)) for i in range(3)]
+    assert sorted(looked_at) == whole
+    assert sorted(map(len, found)) == [0, 0, 1]
+
+
+def test_checksums_of_parts_are_taken_over_unless_the_file_has_changed_since(tmp_path, state, monkeypatch):
+    save(tmp_path, state, 1)
+    expected = (tmp_path / "1" / "checksums.json").read_bytes()
+    own = "params/ocdbt.process_0"
+    [name, *_] = [path.name for path in (tmp_path / "1" / own / "d").iterdir()]
+    summed, original = [], checksums.crc32_of
+    monkeypatch.setattr(checksums, "crc32_of", lambda path: summed.append(path) or original(path))
+    checksums.write_part(tmp_path / "1", 0)
+    assert tmp_path / "1" / own / "d" / name in summed
+    (tmp_path / "1" / own / "manifest.ocdbt").write_bytes(b"longer" * 1000)
+    summed.clear()
+    checksums.write(tmp_path / "1", 1)
+    assert {path.parent.name for path in summed if "ocdbt.process_0" in path.parts} == {"ocdbt.process_0"}
+    assert not list(tmp_path.glob("1/checksums-*"))
+    assert checksums.problems(tmp_path / "1") == {}
+    assert (tmp_path / "1" / "checksums.json").read_bytes() != expected
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(tmp_path, state):
+    save(tmp_path, state, 1, 2, 3)
+    flip(max((tmp_path / "3" / "params").rglob("d/*"), key=lambda path: path.stat().st_size))
+    flip(tmp_path / "1" / "rest" / "_METADATA")
+    said = "\n".join(set_aside_damaged(tmp_path))
+    assert "3 is damaged" in said
+    assert "renamed it damaged-3" in said
+    assert "continuing from the checkpoint of step 2" in said
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.restore(state)[1] == {"next_index": 2}
+        checkpoints.save(at_step(state, 3), {"next_index": 3})
+    assert set_aside_damaged(tmp_path) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"2", "3", "damaged-1", "damaged-3"}
+    flip(tmp_path / "3" / "data" / "metadata")
+    assert "renamed it damaged-3-2" in "".join(set_aside_damaged(tmp_path))
+
+
+def test_what_an_interrupted_removal_left_is_removed(tmp_path, state):
+    save(tmp_path, state, 1, 2)
+    shutil.rmtree(tmp_path / "1" / "params")
+    assert "removed the rest" in "".join(set_aside_damaged(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
+def test_without_a_good_checkpoint_nothing_is_touched(tmp_path, state):
+    save(tmp_path, state, 1, 2)
+    for step in (1, 2):
+        (tmp_path / str(step) / "checksums.json").unlink()
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"no good checkpoint remains.*2 is damaged \(checksums.json is miss"
+        ):
+            set_aside_damaged(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+
+
+def test_reading_a_damaged_checkpoint_names_the_others(tmp_path, state):
+    save(tmp_path, state, 1, 2)
+    flip(tmp_path / "2" / "params" / "_METADATA")
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(
+            ValueError, match=r"2 is damaged \(params/_METADATA is damaged\); others are \[1\]"
+        ):
+            checkpoints.restore_params(state.params)
+        checkpoints.restore_params(state.params, 1)
+
+
+def test_parameters_saved_alone_are_whole(tmp_path, state):
+    save_params(tmp_path, state.params)
+    assert set_aside_damaged(tmp_path) == []
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, position = checkpoints.restore(state)
+    assert position is None
+    jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
+
+
+def test_a_save_that_fails_is_said_and_leaves_the_one_before(tmp_path, state, monkeypatch):
+    """The disk is full when the last of its files is written; test_faults.py has files that cannot grow."""
+
+    def full(folder, step):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(at_step(state, 1), {})
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(checksums, "write", full)
+            checkpoints.save(at_step(state, 2), {})
+            while checkpoints._manager.is_saving_in_progress():
+                time.sleep(0.01)
+            with pytest.raises(CheckpointError, match=r"step 2 could .* good one is of step 1.* No space"):
+                checkpoints.check()
+    assert saved_steps(tmp_path) == [1]
+    assert set_aside_damaged(tmp_path) == []
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(at_step(state, 2), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
+def test_a_save_that_will_not_fit_is_not_begun(tmp_path, state, monkeypatch):
+    with Checkpoints(tmp_path) as checkpoints:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
+        with pytest.raises(
+            CheckpointError, match=r"5 bytes are free; it takes up to 2.. bytes; there is no earlier one"
+        ):
+            checkpoints.save(at_step(state, 1), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_the_name_of_another_step_is_set_aside(tmp_path, state):
+    save(tmp_path, state, 1, 2)
+    (tmp_path / "2").rename(tmp_path / "20")
+    shutil.copytree(tmp_path / "1", tmp_path / "008")  # no name of a checkpoint
+    (tmp_path / "30").write_text("a file")
+    said = "\n".join(set_aside_damaged(tmp_path))
+    assert "20 is damaged (state is of step 2); renamed it damaged-20" in said
+    assert "30 is damaged (checksums.json is missing); renamed it damaged-30" in said
+    assert "continuing from the checkpoint of step 1" in said
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        restored, position = checkpoints.restore(state)
+        assert (int(restored.step), position) == (1, {"next_index": 1})
+        checkpoints.save(at_step(state, 2), {})
+    assert saved_steps(tmp_path) == [1, 2]
+
+
+def test_a_state_of_another_step_is_not_restored(tmp_path, state):
+    """As in a checkpoint whose checksums.json does not record the step."""
+    save(tmp_path, state, 1)
+    (tmp_path / "1").rename(tmp_path / "2")
+    said = "2 holds the state of step 1; rename or remove it"
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=said):
+        checkpoints.restore(state)
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a*", "what?", "]", r"a\b"])
+def test_a_path_that_is_a_pattern_is_refused(tmp_path, state, name):
+    for save_there in (lambda folder: save_params(folder, state.params), lambda f: Checkpoints(f, keep=1)):
+        with pytest.raises(ValueError, match=r"cannot be saved in .*: name a path without [][*?\\]"):
+            save_there(tmp_path / name / "checkpoints")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "incomplete"])
+def test_a_checkpoint_that_was_written_but_cannot_be_opened_is_an_error(tmp_path, state, monkeypatch, damage):
+    original = Checkpoints._partial
+
+    def partial(self):
+        folder = original(self)
+        if damage == "missing":  # what orbax leaves below a path that is a pattern
+            (folder / "rest" / "manifest.ocdbt").unlink()
+        else:
+            self._saving.shapes["params"]["more"] = (3,)
+        return folder
+
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(at_step(state, 1), {})
+        checkpoints.wait()
+        monkeypatch.setattr(Checkpoints, "_partial", partial)
+        checkpoints.save(at_step(state, 2), {})
+        with pytest.raises(CheckpointError, match=r"good one is of step 1.*cannot be read: it lacks"):
+            checkpoints.wait()
+    assert saved_steps(tmp_path) == [1]
+
+
+def ended(threads):
+    """Whether the threads, of which some may not have started yet, end within five seconds."""
+    until = time.monotonic() + 5
+    while not (over := threads.isdisjoint(threading.enumerate())) and time.monotonic() < until:
+        time.sleep(0.01)
+    return over
+
+
+def test_a_save_that_fails_at_once_leaves_no_thread_waiting(tmp_path, state):
+    """A file is where the folder was; orbax's threads would wait ten minutes for folders to be made."""
+    before = set(threading.enumerate())
+    with Checkpoints(tmp_path / "run", keep=1) as checkpoints:
+        ended(set(threading.enumerate()) - before)  # orbax looks for remains of other saves
+        (tmp_path / "run").rmdir()
+        (tmp_path / "run").write_text("a file")
+        with pytest.raises(
+            CheckpointError, match=r"step 1 could not .* Not a directory\. A part of the path"
+        ):
+            checkpoints.save(at_step(state, 1), {})
+    assert ended({thread for thread in set(threading.enumerate()) - before if not thread.daemon})
+
+
+class LostError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_nothing_is_written_to_a_folder_that_another_run_has_taken(tmp_path, state, monkeypatch, late):
+    """The folder is replaced before a save, or while it is written."""
+    mine, moved = tmp_path / "mine", tmp_path / "moved"
+
+    def check():
+        if (mine / "other").exists():
+            raise LostError
+
+    def replace():
+        mine.rename(moved)
+        (mine / "other").mkdir(parents=True)
+        (mine / "2.orbax-checkpoint-tmp").mkdir()  # another run saves there
+
+    def write_checksums(self):
+        if self._saving.step == 2:
+            replace()
+        original(self)
+
+    original = Checkpoints._write_checksums
+    if late:
+        monkeypatch.setattr(Checkpoints, "_write_checksums", write_checksums)
+    with Checkpoints(mine, keep=1, check_place=check) as checkpoints:
+
+        def save_at(step):
+            checkpoints.save(at_step(state, step), {})
+            checkpoints.wait()
+
+        save_at(1)
+        if not late:
+            replace()
+        with pytest.raises(LostError):
+            save_at(2)
+    assert sorted(path.name for path in mine.iterdir()) == ["2.orbax-checkpoint-tmp", "other"]
+    assert saved_steps(moved) == [1]

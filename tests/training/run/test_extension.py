@@ -1,0 +1,92 @@
+"""Extension of a run by --resume --steps: equal to a longer run, or refused with the reason."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import train as training_program
+from training.command_line import parse
+from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig, PrecisionConfig
+from training.data.indexed_dataset import IndexedWriter
+from training.data.megatron import load_megatron
+from training.phases import Phase
+from training.run.checkpoints import Checkpoints
+from training.run.resume import check_extension, check_order, extend_phases
+
+CONSTANT = OptimizerConfig(min_lr_ratio=1.0)
+
+
+def run(*flags):
+    return training_program.train(parse([str(flag) for flag in flags]))
+
+
+def final(out):
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = {r["step"]: r["loss"] for r in records if "loss" in r}
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        return losses, jax.tree.map(np.asarray, dict(checkpoints._manager.restore(checkpoints.latest)))
+
+
+@pytest.mark.slow
+def test_an_extended_run_equals_a_longer_one(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(500)))
+    flags = "--policy", "bf16", "--batch-size", 2, "--seq-len", 16, "--eval-batches", 1, "--warmup-steps", 1
+    flags = (*flags, "--min-lr-ratio", 1, "--data", text, "--out")
+    run(*flags, tmp_path / "whole", "--steps", 4)
+    run(*flags, tmp_path / "run", "--steps", 2)
+    run("--resume", "--out", tmp_path / "run", "--steps", 4)
+    jax.tree.map(np.testing.assert_array_equal, final(tmp_path / "run"), final(tmp_path / "whole"))
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["steps"] == 4
+    with pytest.raises(SystemExit, match="--steps: the run has 4, the command line 3"):
+        run("--resume", "--out", tmp_path / "run", "--steps", 3)
+
+
+def test_a_learning_rate_that_would_have_been_another_is_named():
+    short = Config(steps=100)
+    check_extension(dataclasses.replace(short, steps=200), short, taken=31)  # all of them warm-up
+    with pytest.raises(
+        ValueError, match=r"at step 32 it was 0\.00399818752 and would have been 0\.00399969265; .*--init"
+    ):
+        check_extension(dataclasses.replace(short, steps=200), short, taken=32)
+    short = Config(steps=100, optimizer=CONSTANT)
+    check_extension(dataclasses.replace(short, steps=200), short, taken=100)
+    logged = dataclasses.replace(short, mlperf=MLPerfConfig(mllog=True))
+    with pytest.raises(ValueError, match="which its MLPerf log names"):
+        check_extension(dataclasses.replace(logged, steps=200), logged, taken=0)
+
+
+def test_switches_between_policies_move_only_ahead_of_the_run():
+    config = Config(steps=200, policy="wgrad; fp8 from 0.82", optimizer=CONSTANT)
+    phases = Phase(1, "wgrad", None), Phase(83, "fp8", None)
+    moved = extend_phases(phases, config, taken=82)
+    assert [phase.first_step for phase in moved] == [1, 165]
+    with pytest.raises(ValueError, match="fp8 would begin at step 165, and the run, now at step 83, has it"):
+        extend_phases(phases, config, taken=83)
+    fixed = dataclasses.replace(config, precision=PrecisionConfig("wgrad; fp8 from 83"))
+    assert extend_phases(phases, fixed, taken=100) == phases
+
+
+def test_phases_keep_their_order_in_a_longer_run():
+    config = Config(steps=200, policy="bf16; fp8 from 0.5; wgrad from 120", optimizer=CONSTANT)
+    phases = Phase(1, "bf16", None), Phase(51, "fp8", None), Phase(120, "wgrad", None)
+    assert extend_phases(phases, config, taken=40)[1].first_step == 101
+    longer = dataclasses.replace(config, steps=300)
+    with pytest.raises(ValueError, match="would begin at steps 1, 151, 120, out of order"):
+        extend_phases(phases, longer, taken=40)
+
+
+def test_an_order_that_depends_on_the_length_is_refused(tmp_path):
+    prefix = str(tmp_path / "data")
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for _ in range(20):
+            writer.add(np.arange(50))  # 95 % of them are 950 tokens: 59 samples an epoch
+    data = DataConfig(data=(prefix,), vocab_size=64, batch_size=1, seq_len=16)
+    corpus = load_megatron(data, 64)
+    runs = {steps: Config(data=data, steps=steps) for steps in (40, 59, 60)}
+    check_order(corpus, runs[59], runs[40])
+    with pytest.raises(ValueError, match="in the order for 1 epoch, and would be in that for 2 epochs with"):
+        check_order(corpus, runs[60], runs[59])

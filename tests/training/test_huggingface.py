@@ -1,0 +1,177 @@
+"""Whole runs that begin with a Hugging Face checkpoint and end in one, on the bytes of a text."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from support.llamas import GOLDEN, SMALL, params_of, rewrite_params, tensors
+
+import eval as evaluation_program
+import train as training_program
+from models import llama
+from models.configs import to_dict
+from training import huggingface as huggingface_program
+from training import huggingface as huggingface_runs
+from training.command_line import parse
+from training.data.indexed_dataset import IndexedDataset
+from training.huggingface import export_checkpoint, import_checkpoint
+from training.tokenize.plan import TokenizeConfig
+from training.tokenize.tokenize import tokenize
+
+ROOT = pathlib.Path(__file__).parents[2]
+FLAGS = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random Llama with a vocabulary of 300, as a Hugging Face checkpoint with a tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = SMALL
+    params = jax.tree.map(np.asarray, llama.init(config, jax.random.key(0)))
+    rewrite_params(folder, config, params)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "README.md").write_text("of the original")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama2(tmp_path_factory):
+    """The run made of a golden checkpoint, whose vocabulary is too small for bytes."""
+    folder = tmp_path_factory.mktemp("runs") / "llama2"
+    import_checkpoint(GOLDEN / "llama2", folder)
+    return folder
+
+
+def run(text, out, *flags):
+    return training_program.train(parse([*FLAGS, "--data", str(text), "--out", str(out), *flags]))
+
+
+@pytest.mark.slow
+def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
+    import_checkpoint(checkpoint, tmp_path / "imported")
+    before = evaluation_program.main(
+        evaluation_program.EvalConfig(tmp_path / "imported", data=str(text), batches=2)
+    )
+    assert (before["step"], before["policy"]) == (0, "bf16")
+    shutil.copytree(tmp_path / "imported", tmp_path / "begin")
+    steps = ["--steps", "4", "--policy", "bf16", "--lr", "1e-3"]
+    run(text, tmp_path / "tuned", "--init", str(tmp_path / "begin"), *steps)
+    description = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert description["model"] == to_dict(SMALL)
+    first = json.loads((tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()[0])
+    assert abs(first["loss"] - before["eval_loss"]) < 0.1
+    export_checkpoint(tmp_path / "tuned", tmp_path / "out")
+    kept = sorted(f.name for f in (tmp_path / "out").iterdir())
+    assert kept == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert tensors(tmp_path / "out").keys() == tensors(checkpoint).keys()
+    # In place, the same weights and steps give the same run.
+    run(text, tmp_path / "imported", "--resume", *steps)
+    jax.tree.map(
+        np.testing.assert_array_equal, params_of(tmp_path / "imported")[1], params_of(tmp_path / "tuned")[1]
+    )
+    # From then on it is a run like others.
+    with pytest.raises(SystemExit, match=r"--lr: the run has 0\.001, the command line 0\.01"):
+        run(text, tmp_path / "imported", "--resume", *steps, "--lr", "1e-2")
+    # A run that was stopped before its first checkpoint begins anew.
+    early = tmp_path / "early"
+    early.mkdir()
+    shutil.copyfile(tmp_path / "tuned" / "config.json", early / "config.json")
+    run(text, early, "--init", str(tmp_path / "begin"), *steps, "--resume")
+    jax.tree.map(np.testing.assert_array_equal, params_of(early)[1], params_of(tmp_path / "tuned")[1])
+    # Resuming takes the model from the run's own folder.
+    shutil.rmtree(tmp_path / "begin")
+    out = run(text, tmp_path / "tuned", "--init", str(tmp_path / "begin"), *steps, "--resume")
+    assert out == {}
+
+
+@pytest.mark.slow
+def test_the_tokenizer_of_the_data_is_exported(checkpoint, tmp_path):
+    """From text to a checkpoint with its tokenizer, which encodes as it did for training."""
+    lines = [json.dumps({"text": f"line {i}: the square is {i * i}"}) for i in range(500)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    prefix = str(tmp_path / "data")
+    options = {"train_tokenizer": True, "vocab_size": 290, "append_eod": True, "workers": 1}
+    tokenize(TokenizeConfig((str(tmp_path / "text.jsonl"),), prefix, **options))
+    import_checkpoint(checkpoint, tmp_path / "imported")
+    (tmp_path / "imported" / "huggingface" / "tokenizer.json").unlink()
+    run(prefix, tmp_path / "run", "--init", str(tmp_path / "imported"), "--steps", "2", "--policy", "bf16")
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    written = (tmp_path / "out" / "tokenizer.json").read_bytes()
+    assert written == (tmp_path / "data.tokenizer.json").read_bytes()
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    first = IndexedDataset(prefix)[0]
+    assert tokenizer("line 0: the square is 0")["input_ids"] == list(first[:-1])
+
+
+def test_beginning_with_another_model_is_refused(checkpoint, llama2, text, tmp_path):
+    import_checkpoint(checkpoint, tmp_path / "imported")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shutil.copyfile(tmp_path / "imported" / "config.json", empty / "config.json")
+    init = ["--init", str(tmp_path / "imported")]
+    for flags, message in [
+        ([*init, "--model", "60m"], "leave out --model"),
+        ([*init, "--vocab-size", "301"], "holds other with 300 tokens"),
+        (["--init", str(llama2)], "text is read as 257 ids, which --vocab-size 64 does not hold"),
+        (["--init", str(tmp_path)], "holds no run"),
+        (["--init", str(empty)], "has no checkpoint to begin with"),
+    ]:
+        with pytest.raises(SystemExit, match=message):
+            run(text, tmp_path / "run", *flags)
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_commands_run(checkpoint, tmp_path):
+    def command(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "training.huggingface", *map(str, arguments)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+    assert "100,160 parameters" in command("import", checkpoint, tmp_path / "run").stdout
+    done = command("export", tmp_path / "run", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert tensors(tmp_path / "out") == tensors(checkpoint)
+    failed = command("import", checkpoint, tmp_path / "run")
+    assert failed.returncode == 1
+    assert "error:" in failed.stderr
+    assert "is not an empty folder" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_import_leaves_nothing(checkpoint, tmp_path, monkeypatch, capfd, number):
+    def interrupted(*_):
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    handler = signal.getsignal(number)
+    monkeypatch.setattr(huggingface_runs, "save_params", interrupted)
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "import", str(checkpoint), str(tmp_path / "run")])
+    with pytest.raises(SystemExit) as ended:
+        huggingface_program.main()
+    assert ended.value.code == 128 + number
+    assert capfd.readouterr().err.endswith(": interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is handler

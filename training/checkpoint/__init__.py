@@ -1,1 +1,0 @@
-"""Checkpoints of a run: saving, restoring, checksums, and recovery from damage."""

@@ -1,0 +1,198 @@
+"""The printed report of a run: an introduction before the first step, a summary after the last."""
+
+import pathlib
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from models.config_file import context_length
+from mxjax.products.implementations import choose_implementation
+from training import memory
+from training.config import Config
+from training.deoscillation import parse_deoscillation
+from training.log.metrics import in_words
+from training.memory import gib, memory_limit
+from training.optimizer import learning_rate
+from training.phases import Phase, phase_at
+from training.run.record import HUGGINGFACE
+from training.run.resume import command_to_continue
+from training.run.run import Run
+from training.sharding import make_mesh
+from training.step import TrainState
+
+OVERFITTED = 0.02
+"""A run has overfitted if its last evaluation is this many nats above its lowest: 2 % more perplexity."""
+
+
+def introduction(run: Run, estimate: str) -> str:
+    """Returns the introduction: model, data, policies, devices and the `memory_estimate`."""
+    config, model = run.config, run.model
+    tokens = config.steps * config.data.tokens_a_step
+    epochs = tokens / run.corpus.train_tokens
+    repeated = f", {epochs:.1f} epochs" if epochs >= 1.05 else ""
+    return "\n".join(
+        [
+            f"model {config.model_name}: {model.n_params:,} parameters, {vocabulary(run)}"
+            f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
+            f"data {run.corpus.source}: {run.corpus.train_tokens:,} tokens, {tokens:,} to train on "
+            f"({tokens / model.n_params:.1f}/parameter{repeated}), "
+            f"unigram entropy {run.corpus.unigram_entropy():.4f}",
+            *(line for phase in run.phases for line in phase_lines(phase)),
+            f"run {run.folder} on {mesh_text(run.mesh)} {jax.devices()[0].device_kind}, "
+            f"implementation {choose_implementation(config.precision.implementation)}",
+            estimate,
+            *late_flags(config),
+            *low_learning_rate(config),
+            *long_sequences(config),
+        ]
+    )
+
+
+def late_flags(config: Config) -> list[str]:
+    """Returns warnings of flags whose effect begins after the last step."""
+    if (text := config.precision.deoscillate) is None:
+        return []
+    setting = parse_deoscillation(text)
+    if setting.first_snap <= config.steps:
+        return []
+    return [
+        f"warning: --deoscillate {text} has no effect with --steps {config.steps}: its START is "
+        f"{setting.start}, and weights are first snapped after step {setting.first_snap}"
+    ]
+
+
+def low_learning_rate(config: Config) -> list[str]:
+    """Returns a warning if the run ends before its warm-up, with the highest learning rate it reaches."""
+    warmup, steps = config.optimizer.warmup_steps, config.steps
+    if warmup < steps:
+        return []
+    highest = np.asarray(learning_rate(config.optimizer, steps, np)(steps - 1))
+    return [
+        f"warning: --warmup-steps {warmup} does not end within --steps {steps}: the highest learning rate is "
+        f"{highest:.4g}, not --lr {config.optimizer.lr:g}"
+    ]
+
+
+def long_sequences(config: Config) -> list[str]:
+    """Returns a warning if sequences are longer than the model's file names, if it still exists.
+
+    The file is that of --model-config, or the one that was imported into --init.
+    """
+    imported = None if config.init is None else config.init / HUGGINGFACE / "config.json"
+    path, length = config.model_config or imported, config.data.seq_len
+    longest = None if path is None else context_length(path)
+    if longest is None or length <= longest:
+        return []
+    return [
+        f"warning: --seq-len {length} is longer than the max_position_embeddings of {longest} in {path}, "
+        "which sets no limit here"
+    ]
+
+
+def vocabulary(run: Run) -> str:
+    """Returns the filler of the vocabulary in words, if there is any."""
+    own, filled = run.model.vocab_size, run.filled_vocab_size
+    return "" if filled == own else f"vocabulary {own:,} filled up to {filled:,} for --mesh, "
+
+
+def mesh_text(mesh: jax.sharding.Mesh) -> str:
+    """Returns the number of devices and the mesh axes that share them."""
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
+    return f"{mesh.size} x ({axes})" if axes else "1 x"
+
+
+def phase_lines(phase: Phase) -> list[str]:
+    """Returns lines with a phase's policy and that of each layer."""
+    start = "" if phase.first_step == 1 else f" from step {phase.first_step}"
+    return [f"policy {phase.policy}{start}:", *(f"  {line}" for line in str(phase.layers).splitlines())]
+
+
+def memory_estimate(run: Run, state: TrainState, step: int) -> str:
+    """Returns the memory of a step on a device, its share of the total, and advice if it is too much.
+
+    Args:
+      state: arrays, or their shapes, dtypes and shardings.
+      step: the last step taken.
+    """
+    config = run.config
+    with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
+        needed = memory.step_memory(
+            run.model,
+            phase_at(run.phases, step).layers,
+            state.params,
+            state.opt_state,
+            batch_size=config.data.batch_size,
+            seq_len=config.data.seq_len,
+            accumulate=config.accumulate,
+            mesh=run.mesh.shape,
+            remat=config.remat,
+            implementation=config.precision.implementation,
+        )
+    text = f"memory a device, estimated with --remat {config.remat}: {needed}"
+    limit = memory_limit(jax.local_devices()[0])
+    if limit is None:
+        return text
+    text += f", {100 * needed.total / limit:.0f} % of {gib(limit)} GiB"
+    if needed.total > limit:
+        text += "\nwarning: that is more than there is: lower --batch-size, raise --accumulate, or choose "
+        text += "--remat dots, fp4 or full"
+    return text
+
+
+def summary(
+    run: Run, step: int, done: bool, evaluation: dict[str, float], step_times: Sequence[float]
+) -> str:
+    """Returns the summary: the last evaluation, the speed, and the commands that come next.
+
+    Args:
+      run: the run.
+      step: the last step taken.
+      done: the run is complete.
+      evaluation: the last evaluation; empty if there was nothing left to do.
+      step_times: seconds of each step since this start.
+    """
+    config = run.config
+    if not evaluation:
+        reached = "has reached its last step or its target" if done else f"stands after step {step} already"
+        return f"nothing left to do: the run in {run.folder} {reached}"
+    what = "final" if done else f"stopped after step {step} of {config.steps}:"
+    lines = [f"{what} {in_words(evaluation)} (unigram entropy {run.corpus.unigram_entropy():.4f})"]
+    if step_times:
+        lines.append(times_in_words(step_times, config.data.tokens_a_step))
+    if not done:
+        lines.append(f"continue with: {command_to_continue(run.folder)}")
+    return "\n".join([*lines, f"evaluate it with: python eval.py {shlex.quote(str(run.folder))}"])
+
+
+def overfitting(folder: pathlib.Path, losses: Mapping[int, float], last: int, best: int | None) -> list[str]:
+    """Returns a line with the lowest evaluation if the last one is clearly above it.
+
+    Args:
+      folder: the run's folder.
+      losses: the loss of every evaluation, by step.
+      last: the last step evaluated.
+      best: the step of the checkpoint with the lowest loss; None without any.
+    """
+    lowest = min(losses, key=lambda step: losses[step])
+    if losses[last] <= losses[lowest] + OVERFITTED:
+        return []
+    found = f"the lowest eval loss was {losses[lowest]:.4f}, after step {lowest}"
+    command = f"python eval.py {shlex.quote(str(folder))} --step best"
+    if best == lowest:
+        return [f"{found}; evaluate that checkpoint with: {command}"]
+    if best is None or losses[best] >= losses[last]:
+        return [f"{found}; no checkpoint better than the last one was kept"]
+    return [f"{found}; the best checkpoint is of step {best}, with {losses[best]:.4f}: {command}"]
+
+
+def times_in_words(step_times: Sequence[float], tokens_a_step: int) -> str:
+    """Returns the printed form of step times; the first step compiles."""
+    compiling, *later = step_times
+    then = ""
+    if later:
+        median = statistics.median(later)
+        then = f"then {median:.3f} s a step ({tokens_a_step / median:,.0f} tokens/s), "
+    return f"first step after {compiling:.1f} s, {then}{sum(step_times):.1f} s in all"

@@ -1,0 +1,1 @@
+"""The program around a run: start, environment, other processes, failures and signals."""

@@ -1,0 +1,168 @@
+"""The environment of a program: compilation cache, errors in one line, and the versions and devices to
+record."""
+
+import contextlib
+import errno
+import importlib.metadata
+import os
+import pathlib
+import platform
+import pwd
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+
+import jax
+from rich.filesize import decimal
+
+import mxjax
+from training.process.extras import MissingExtraError
+from training.process.start import program_name
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of a full disk, a full quota, and a file that may not grow."""
+LIMIT = "Raise the limit of file sizes, ulimit -f, and continue with --resume"
+
+_PERMISSION = "Get permission to read and write there, or name another path"
+_ADVICE = {
+    errno.ENOENT: "Check the name; a folder that a run wrote to was removed or moved",
+    errno.ENOTDIR: "A part of the path is a file instead of a folder: name another path",
+    errno.EEXIST: "It is a file instead of a folder: name another path",
+    errno.EISDIR: "It is a folder instead of a file: move it away, or name another path",
+    errno.EACCES: _PERMISSION,
+    errno.EPERM: _PERMISSION,
+    errno.EROFS: "Name a path on a file system that can be written",
+    errno.ENAMETOOLONG: "Name a shorter path",
+    errno.ELOOP: "Its symbolic links form a circle: name another path",
+    errno.EMFILE: "Raise the limit of open files, ulimit -n",
+    errno.ENFILE: "The system has too many open files: end some programs",
+    errno.EIO: "The disk may be failing: copy what it holds",
+    errno.ESTALE: "The network file system has lost the file: mount it again",
+}
+
+
+def in_one_line(error: OSError, folder: pathlib.Path | None = None) -> str:
+    """Returns the path of an error, the cause, and what to do.
+
+    Args:
+      error: the error; writes to open files name no path.
+      folder: the path to name if the error names none.
+    """
+    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else folder
+    if path is None and error.errno == errno.ENOENT and _in_removed_folder():
+        return "the current folder was removed. Change to another"
+    cause = error.strerror or str(error) or type(error).__name__
+    if error.errno in FULL:
+        where = pathlib.Path(path or ".")
+        if error.errno == errno.EFBIG:
+            return f"writing to {where}: {cause}. {LIMIT}"
+        free = free_space(where)
+        return f"writing to {where}, where {free} are free: {cause}. Make room and continue with --resume"
+    advice = _ADVICE.get(error.errno or 0)
+    return (f"{path}: " if path else "") + cause + (f". {advice}" if advice else "")
+
+
+def _in_removed_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def free_space(path: pathlib.Path) -> str:
+    """Returns the free space, as text, of the file system that holds a path or its nearest parent."""
+    for folder in (path.absolute(), *path.absolute().parents):
+        with contextlib.suppress(OSError):
+            return decimal(shutil.disk_usage(folder).free)
+    return "an unknown number of bytes"
+
+
+def enable_compilation_cache() -> None:
+    """Caches compiled programs in JAX_COMPILATION_CACHE_DIR, or else in mxjax/ in the user's cache folder.
+
+    Without a folder that can be written, a warning says so and nothing is cached.
+    """
+    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if given is not None and (not given or "://" in given):  # none, or a bucket that JAX opens
+        return
+    cache = pathlib.Path(given) if given is not None else _user_cache()
+    try:
+        if cache is None:
+            raise OSError("there is no home folder")
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        jax.config.update("jax_compilation_cache_dir", None)
+        warning = f"{program_name()}: warning: nothing compiled is cached: {in_one_line(error)}"
+        print(warning, "(set JAX_COMPILATION_CACHE_DIR)", file=sys.stderr)
+    else:
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def _user_cache() -> pathlib.Path | None:
+    """Returns mxjax's folder in the user's cache folder; None if the user has no home.
+
+    An XDG_CACHE_HOME that is empty or relative is ignored, as the XDG Base Directory Specification 0.8 says.
+    """
+    named, home = (pathlib.Path(os.environ.get(name, "")) for name in ("XDG_CACHE_HOME", "HOME"))
+    if named.is_absolute():
+        return named / "mxjax"
+    if not home.is_absolute():
+        try:
+            home = pathlib.Path(pwd.getpwuid(os.getuid()).pw_dir)
+        except KeyError:
+            return None
+    return home / ".cache" / "mxjax"
+
+
+@contextlib.contextmanager
+def input_errors() -> Iterator[None]:
+    """Ends the program with the message of an error in its input, without a traceback."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, MissingExtraError) as error:
+        raise SystemExit(f"{program_name()}: error: {error}") from error
+    except OSError as error:
+        raise SystemExit(f"{program_name()}: error: {in_one_line(error)}") from error
+
+
+@contextlib.contextmanager
+def path_errors(folder: pathlib.Path) -> Iterator[None]:
+    """Ends the program with one line about a path that cannot be used; `folder` if the error names none."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError):  # of other processes, not of paths
+        raise
+    except OSError as error:
+        raise SystemExit(f"{program_name()}: error: {in_one_line(error, folder)}") from error
+
+
+@contextlib.contextmanager
+def memory_errors(clean_up: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Ends the program with one line about memory that a device does not have, after `clean_up`."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        first = str(error).partition("\n")[0]
+        if not first.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        clean_up()
+        advice = "try a smaller --batch-size with --accumulate, a smaller --seq-len, or --remat full"
+        raise SystemExit(f"{program_name()}: error: {first.rstrip('.')}; {advice}") from error
+
+
+def facts() -> dict[str, str | int]:
+    """Returns the versions and the device that a run's numbers depend on."""
+    packages = ("jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        "mxjax": mxjax.__version__,
+        **{name: importlib.metadata.version(name) for name in packages},
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+    }

@@ -1,0 +1,88 @@
+"""The first lines of a program, before its slow imports. Imports nothing slow itself."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+def prepare_process() -> None:
+    """Opens standard streams that are closed, makes SIGINT end the program with one line, and drops noise.
+
+    A file opened while descriptor 1 or 2 is free would get that number, and then what libraries print. The
+    training loop replaces the handler of SIGINT, see `training.process.interruption`.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    signal.signal(signal.SIGINT, _end)
+    sys.unraisablehook = _show_unraisable
+
+
+def cores() -> int:
+    """Returns the number of processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def output_errors() -> Iterator[None]:
+    """Ends the program with one line if standard output does not take what the block prints."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except (OSError, UnicodeEncodeError) as error:
+        if sys.stdout is not None:  # for what is left in the buffer
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(f"{program_name()}: error: standard output: {error}")
+
+
+@contextlib.contextmanager
+def unwinding_signals(advice: str = "") -> Iterator[None]:
+    """Ends the block by SystemExit at SIGINT or SIGTERM, so that it removes what is half-made.
+
+    The status is 128 + the signal's number. A second signal ends the program at once.
+
+    Args:
+      advice: what to do then; follows the message.
+    """
+
+    def stop(number: int, frame: Any) -> None:
+        for each in previous:
+            signal.signal(each, _end)
+        more = f"; {advice}" if advice else ""
+        os.write(2, f"{program_name()}: interrupted{more}\n".encode())
+        sys.exit(128 + number)
+
+    previous = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+
+def program_name() -> str:
+    """Returns the name of the running program, for messages."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None for a script
+    name = pathlib.Path(sys.argv[0]).name
+    is_module = spec is not None and pathlib.Path(spec.origin or "").name == name
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec and is_module else name
+
+
+def _show_unraisable(error: Any) -> None:
+    """Shows an error of a callback, except those of tensorstore's writes that outlive a failed save."""
+    if str(error.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(error)
+
+
+def _end(number: int, frame: Any) -> None:
+    os.write(2, f"{program_name()}: interrupted\n".encode())
+    os._exit(128 + number)  # an exception raised within an import may be swallowed or become another

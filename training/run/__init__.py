@@ -1,0 +1,1 @@
+"""A run's folder: its lock, configuration, checkpoints and records."""

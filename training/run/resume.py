@@ -1,0 +1,238 @@
+"""Resuming a run: whether a configuration continues the run in a folder, and the command that does.
+
+`--resume --steps N` extends a run where the steps taken so far would have been the same: the learning rate,
+the order of the data and the switches between policies may depend on a run's length. The data must be what
+the run began with, in tokens of the same tokenizer.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from training.config import Config, ObserveConfig, by_flag
+from training.data.megatron import MegatronCorpus, is_indexed, parse_blend
+from training.data.text import VOCAB_SIZE, TextCorpus
+from training.data.tokenizer import tokenizer_path
+from training.optimizer import learning_rate
+from training.phases import Phase, first_steps
+from training.run.checksums import saved_steps
+from training.run.record import COPY, FILE, from_json, model_of, read_run_config
+
+# A resumed run may change these and stay the same run. Data may lie elsewhere; `training.run.resume` checks
+# it.
+_MAY_CHANGE = {
+    "eval_data",
+    "out",
+    "resume",
+    "stop_after",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "eval_every",
+    "eval_batches",
+    "eval_sequences",
+    "target_loss",
+    "log_every",
+    "mesh",
+    "distributed",
+    *(field.name for field in dataclasses.fields(ObserveConfig)),
+    "on_nonfinite",
+    "spike_factor",
+}
+
+
+def command_to_continue(folder: pathlib.Path) -> str:
+    """Returns the command that continues the run in a folder."""
+    return f"python train.py --out {shlex.quote(str(folder))} --resume"
+
+
+def begun_run(folder: pathlib.Path) -> Config | None:
+    """Returns the configuration of the run in a folder; None without a run, or if it has not begun.
+
+    An imported checkpoint is a run that has not begun: it has no data yet.
+    """
+    saved = read_run_config(folder) if (folder / FILE).exists() else {}
+    return from_json(saved["config"]) if "data" in saved else None
+
+
+def check_same_run(config: Config, folder: pathlib.Path) -> None:
+    """Raises ValueError unless `folder` holds a run with this configuration, or one that has not begun."""
+    if not any(os.path.lexists(folder / name) for name in (FILE, COPY)):
+        raise ValueError(f"--resume: {folder} holds no run; leave out --resume to start one there")
+    read_run_config(folder)  # explains how to restore a missing one
+    saved = begun_run(folder)
+    if saved is not None:
+        check_resumable(config, saved, folder)
+        if config.steps > saved.steps:
+            check_extension(config, saved, last_checkpoint(folder))
+
+
+def _difference(begun: Any, asked: Any) -> str:
+    """Returns how two values differ; a text of a policy leaves out, for example, the seed of its signs."""
+    text = repr if str(begun) == str(asked) else str
+    return f"the run has {text(begun)}, the command line {text(asked)}"
+
+
+def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:
+    """Raises ValueError if `config` differs from the run in `folder`; the message lists the differences.
+
+    More steps are no difference: see `training.run.resume`.
+    """
+    asked, begun = map(by_flag, (config, saved))
+    differences = [
+        f"--{name.replace('_', '-')}: " + _difference(begun[name], asked[name])
+        for name in begun
+        if name not in _MAY_CHANGE
+        and begun[name] != asked[name]
+        and not (name == "data" and _same_blend(begun[name], asked[name]))
+        and not (name == "steps" and asked[name] > begun[name])
+    ]
+    if differences:
+        raise ValueError(
+            f"--resume: {folder} holds another run; leave these flags out or choose another --out.\n  "
+            + "\n  ".join(differences)
+        )
+
+
+def _same_blend(begun: Sequence[str], asked: Sequence[str]) -> bool:
+    """Whether as many datasets are named with the same weights."""
+    ours, theirs = map(parse_blend, (asked, begun))
+    return len(ours[0]) == len(theirs[0]) and ours[1] == theirs[1]
+
+
+def last_checkpoint(folder: pathlib.Path) -> int:
+    """Returns the step of the newest checkpoint of the run in a folder; 0 if there is none."""
+    return max(saved_steps(folder / "checkpoints"), default=0)
+
+
+def check_extension(config: Config, saved: Config, taken: int) -> None:
+    """Checks that a run of `saved.steps` may go on to `config.steps`, as far as flags decide it.
+
+    Args:
+      config: the configuration asked for.
+      saved: the run's own.
+      taken: steps taken so far.
+    Raises:
+      ValueError: it may not; the message says why.
+    """
+    why = f"--steps {config.steps}: the run has --steps {saved.steps}"
+    if config.mlperf.mllog:
+        raise ValueError(f"{why}, which its MLPerf log names; begin a new run")
+    rates = [learning_rate(c.optimizer, c.steps, np)(np.arange(taken)) for c in (config, saved)]
+    ours, theirs = map(np.asarray, rates)
+    if (different := np.flatnonzero(ours != theirs)).size:
+        step = different[0]
+        raise ValueError(
+            f"{why}, towards which its learning rate falls: at step {step + 1} it was {theirs[step]:.9g} and "
+            f"would have been {ours[step]:.9g}; begin a run with --init, or use --min-lr-ratio 1 from the "
+            "start for a constant rate"
+        )
+
+
+def check_order(corpus: TextCorpus | MegatronCorpus, config: Config, saved: Config) -> None:
+    """Raises ValueError if a run of `config.steps` would have read the data in another order so far."""
+    orders = [corpus.order(c.data, c.seed, c.steps) for c in (config, saved)]
+    if orders[0] != orders[1]:
+        raise ValueError(
+            f"--steps {config.steps}: with --steps {saved.steps} the data is in the order for {orders[1]}, "
+            f"and would be in that for {orders[0]}; begin a run with --init"
+        )
+
+
+def extend_phases(phases: Sequence[Phase], config: Config, taken: int) -> tuple[Phase, ...]:
+    """Returns the phases of an extended run: those on record, with their first steps in the longer run.
+
+    Raises:
+      ValueError: a step that has been taken would be in another phase, or phases would change their order.
+    """
+    steps = first_steps(config.precision.policy, config.steps)
+    moved = tuple(phase._replace(first_step=step) for phase, step in zip(phases, steps, strict=True))
+    if any(a >= b for a, b in zip(steps, (*steps[1:], config.steps + 1), strict=True)):
+        raise ValueError(
+            f"--steps {config.steps}: the policies would begin at steps {', '.join(map(str, steps))}, out of "
+            "order or beyond the run; begin a run with --init"
+        )
+    for old, new in zip(phases, moved, strict=True):
+        if old.first_step != new.first_step and min(old.first_step, new.first_step) <= taken:
+            raise ValueError(
+                f"--steps {config.steps}: {old.policy} would begin at step {new.first_step}, and the run, "
+                f"now at step {taken}, has it from step {old.first_step} on; begin a run with --init, or "
+                "name steps instead of shares in --policy from the start"
+            )
+    return moved
+
+
+def check_same_data(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
+    """Raises ValueError if the run in `folder` began with data of other facts, wherever it lies."""
+    began_with = read_run_config(folder).get("data", facts)
+    if not _same(began_with, facts):
+        raise ValueError(
+            f"--resume: the data is {_in_words(facts)}, but the run began with {_in_words(began_with)}; put "
+            "that data back, or begin a run with --init on the new one"
+        )
+
+
+def changed_data(folder: pathlib.Path, facts: Mapping[str, Any]) -> str | None:
+    """Returns a line if the data of the run in `folder` is not what it was trained on, wherever it lies."""
+    began_with = read_run_config(folder).get("data", facts)
+    if _same(began_with, facts):
+        return None
+    return (
+        f"the data of {folder} is now {_in_words(facts)}, and the run was trained on "
+        f"{_in_words(began_with)}. What is evaluated may have been trained on: put that data back, or name "
+        "other data with --eval-data"
+    )
+
+
+def _same(began_with: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    return {**began_with, "source": None} == {**facts, "source": None}
+
+
+def check_tokens_of(run: pathlib.Path, flag: str, path: str) -> None:
+    """Raises ValueError if `path` is text, and the run was trained on tokenized data or that is unknown."""
+    begun = begun_run(run)
+    if begun is None or not begun.data.data or is_indexed([path]) or not pathlib.Path(path).exists():
+        return
+    text, first = f"{flag} {path} is text, which is read as bytes", parse_blend(begun.data.data)[0][0]
+    if is_indexed(begun.data.data):
+        files = f"--input {shlex.quote(path)} --tokenizer {shlex.quote(str(tokenizer_path(first)))}"
+        raise ValueError(
+            f"{text}, and {run} was trained on tokens of {first}; tokenize it likewise: "
+            f"python -m training.tokenize {files} --output PREFIX"
+        )
+    if not pathlib.Path(first).exists() and model_of(read_run_config(run)).vocab_size != VOCAB_SIZE:
+        raise ValueError(
+            f"{text}, and {first}, which {run} was trained on, is gone, so that its tokens are unknown; "
+            "put it back, or of a dataset its .idx"
+        )
+
+
+def check_tokenizer_of(run: pathlib.Path, flag: str, path: str) -> None:
+    """Raises ValueError if a tokenizer with other tokens made the dataset `path` than the run's data."""
+    begun, theirs = begun_run(run), tokenizer_path(path)
+    if begun is None or not is_indexed([path]) or not is_indexed(begun.data.data) or not theirs.exists():
+        return
+    paths = map(tokenizer_path, parse_blend(begun.data.data)[0])
+    ours = next((path for path in paths if path.exists()), None)
+    if ours is not None and _tokens(ours) != _tokens(theirs):
+        raise ValueError(
+            f"{flag} {path} was tokenized by {theirs}, and {run} was trained on tokens of {ours}; tokenize "
+            f"the text again with --tokenizer {shlex.quote(str(ours))}"
+        )
+
+
+def _tokens(tokenizer: pathlib.Path) -> Any:
+    """Returns the vocabulary and the merges of a tokenizer.json, as any version of tokenizers writes them."""
+    model = json.loads(tokenizer.read_text())["model"]
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())]
+    return model["vocab"], merges
+
+
+def _in_words(facts: Mapping[str, Any]) -> str:
+    sizes = f"{facts['train_tokens']:,} + {facts['validation_tokens']:,} tokens"
+    return f"{facts['source']} with {sizes}, crc32 {facts['crc32']}"
