@@ -121,8 +121,9 @@ def test_the_documentation_lists_every_public_name():
 
 
 def test_every_public_name_of_stats_has_a_docstring():
-    defined = [f for f in vars(mxjax.stats).values() if getattr(f, "__module__", None) ==
-    "mxjax.stats.measures"] assert {"error", "quantization", "gemms"} <= {f.__name__ for f in defined}
+    module = "mxjax.stats.measures"
+    defined = [f for f in vars(mxjax.stats).values() if getattr(f, "__module__", None) == module]
+    assert {"error", "quantization", "gemms"} <= {f.__name__ for f in defined}
     texts = {f.__name__: inspect.getdoc(f) or "" for f in defined}
     # A named tuple without a docstring gets its signature.
     assert not [name for name, text in texts.items() if not text or text.startswith(f"{name}(")]
