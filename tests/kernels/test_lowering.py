@@ -20,7 +20,7 @@ from mxjax.operands.use import OperandUse
 from mxjax.kernels import lowering
 from mxjax.kernels.call_message import MachineCode
 from mxjax.kernels.quantize.quantizer import quantize_operands
-from mxjax.operand import Operand
+from mxjax.numerics.operand import Operand
 from mxjax.policy import Rotation
 
 SR = OperandUse(-2, Operand(rounding="stochastic"), Rotation(16, "redrawn"))

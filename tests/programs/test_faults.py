@@ -254,7 +254,7 @@ except (ValueError, ProcessError) as error:
 IMPORTS = """
 import json, pathlib, shutil, sys, time, jax, numpy as np, optax
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
-from training.checkpoint import checksums
+from training.run import checksums
 from training.run.checkpoints import CheckpointError, Checkpoints
 from training.run.checksums import set_aside_damaged
 from training.process.interruption import Interruption

@@ -20,7 +20,8 @@ FLAGS = (
 )
 PROGRAM = """
 import os, runpy, sys, time
-from training import failure, loop
+from training import trainer as loop
+from training.process import failure
 failure._SILENT = 10
 take_step, bad = loop.Loop._take_step, os.environ["BAD"]
 

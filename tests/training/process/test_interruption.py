@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 PROGRAM = """
 import time
-from training import interruption
+from training.process import interruption
 
 interruption.GRACE = 0.5
 with interruption.Interruption() as found:
