@@ -1,13 +1,14 @@
 """Tokens in `eval.py compare`: the study's runs give its tables, and stretched curves their factor."""
 
+import csv
 import json
 import math
 
 import numpy as np
 
 from analysis.compare.compare import CompareConfig, compare
-from benchmarks.study import report
-from benchmarks.study.results import read_runs
+from studies.ladder import report
+from studies.ladder.results import read_runs
 from tests.support.study_runs import power_law
 from training.command_line import parse
 from training.run.record import to_json
@@ -38,19 +39,17 @@ def of_study(tmp_path, cells):
     return runs
 
 
-def rows_of(section):
-    """Returns the rows of a table of the study's page by their first cell."""
-    _, _, rest = report.PAGE.read_text().partition(f"<!-- {section} -->")
-    table = rest.partition(f"<!-- end {section} -->")[0]
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()]
-    return {row[0]: row[1:] for row in rows}
+def rows_of(name):
+    """Returns the rows of a table of the study by their first cell."""
+    with (report.FOLDER / f"{name}.csv").open() as file:
+        return {row[0]: row[1:] for row in csv.reader(file)}
 
 
 def test_tokens_at_a_constant_rate_are_the_study_s(tmp_path, capsys):
     cells = [f"{name}.60m.constant-60m" for name in ("fp8.own", "wgrad.floor", "wgrad_hadamard.floor")]
     runs = of_study(tmp_path, cells)
     found = compare(CompareConfig(tuple(runs)))["token_ratios"]
-    table = rows_of("constant tokens")
+    table = rows_of("constant-tokens")
     printed = capsys.readouterr().out
     assert {row["group"] for row in found} == {"wgrad", "wgrad_hadamard"}
     for row in found:
@@ -74,7 +73,7 @@ def test_final_losses_as_tokens_are_the_study_s(tmp_path, capsys):
     assert [group["group"] for group in result["groups"]] == ["fp8 steps=700", "wgrad steps=700"]
     assert result["warnings"] == []
     [wgrad] = result["token_ratios"]
-    shown = next(cell for cell in rows_of("decay tokens")["wgrad floor"] if "%" in cell)
+    shown = next(cell for cell in rows_of("decay-tokens")["wgrad floor"] if "%" in cell)
     effective = wgrad["effective"]
     percent, low, high = (f"{100 * (effective[key] - 1):+.1f}" for key in ("ratio", "low", "high"))
     assert shown == f"{percent} % ({low} to {high})"

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from benchmarks.study.cells import PROTOCOLS
+from studies.ladder.cells import PROTOCOLS
 
 
 def record(cell, policy, seed, loss, protocol="tuned-60m", curve=None, **changes):

@@ -282,9 +282,9 @@ def _tokenizing(root: pathlib.Path, path: pathlib.Path, flag: str) -> str:
     if flag != "--data":
         return "tokenize it as --data is, or write its texts into plain files"
     name = shlex.quote(str(root))
-    if root.is_dir() and all(any(root.glob(f"c4-{split}.*.json.gz")) for split in ("train", "validation")):
-        return f"tokenize it first: python -m benchmarks.study_data {name} --out DIR, which also trains"
-    if path.parent != root and path != root:  # --input takes no folders of a folder
+    if root.is_dir() and any(root.glob("c4-train.*.json.gz")):  # the validation split stands beside it
+        name = shlex.quote(f"{root}/c4-train.*.json.gz")
+    elif path.parent != root and path != root:  # --input takes no folders of a folder
         suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
         name = shlex.quote(f"{root}/**/*{suffix}")
     command = f"python -m training.tokenize --input {name} --output PREFIX --train-tokenizer --append-eod"

@@ -1,0 +1,194 @@
+"""Cells and protocols as plain data: policy, scale rules, model, protocol and seeds.
+
+A cell's name has all of them: `wgrad_hadamard.floor.60m.decay` is the policy, the scale rule of all three
+GEMMs (or `even-even-floor` for Fprop, Dgrad and Wgrad), the model and the protocol.
+"""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from mxjax.numerics.operand import Operand
+from mxjax.numerics.scales import ScaleRule
+from mxjax.policy import OPERANDS, Gemm, Policy, Rotation, map_operands, with_scale_rule
+from mxjax.recipes import get_policy
+from mxjax.recipes.whole_runs import RECIPES, RunRecipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """The training of a cell.
+
+    Attributes:
+      lr: peak learning rate.
+      steps: optimizer steps of a run.
+      horizon: steps over which the cosine decays to a tenth of the peak; None means `steps`.
+      warmup: steps of linear warm-up.
+      batch, seq: sequences a step, and tokens a sequence.
+      evaluations: number of evaluations, evenly spaced, the last after the last step.
+      outlier_channels: channels whose activations begin OUTLIER_FACTOR times as large; see
+        `studies.ladder.programs.with_outliers`.
+    """
+
+    lr: float
+    steps: int = 700
+    horizon: int | None = None
+    warmup: int = 50
+    batch: int = 64
+    seq: int = 512
+    evaluations: int = 20
+    outlier_channels: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens of a run."""
+        return self.steps * self.batch * self.seq
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """Runs that differ only in the seed.
+
+    Attributes:
+      rules: a scale rule, or one for each GEMM joined by "-", or "" for the policy's own.
+    """
+
+    policy: str
+    rules: str
+    model: str
+    protocol: str
+    seeds: int
+
+    @property
+    def name(self) -> str:
+        """The cell's name, which begins the names of its files."""
+        return f"{self.policy}.{self.rules or 'own'}.{self.model}.{self.protocol}"
+
+    @property
+    def label(self) -> str:
+        """The policy and its scale rules, as tables name them."""
+        return f"{self.policy} {self.rules}".strip()
+
+
+BASELINE = "fp8"
+MULTIPLES = (0.65, 0.8, 0.9, 1.1, 1.25, 1.5)
+"""Lengths of further fp8 runs relative to a cell's: they convert a final loss to tokens.
+
+0.65 is there because the first gaps, of 0.1 nats, may exceed what 0.8 loses.
+"""
+RATES: Mapping[str, float] = types.MappingProxyType(
+    {"60m": 3e-3, "125m": 3e-3, "350m": 2e-3, "60m-constant": 2e-3}
+)
+"""Peak learning rate of each size, with a warm-up of 150 steps.
+
+All are tuned, and the report compares them with its choice.
+"""
+_HARD = {
+    "lr2x": {"lr": 2 * RATES["60m"]},
+    "lr3x": {"lr": 3 * RATES["60m"]},
+    "lr4x": {"lr": 4 * RATES["60m"]},
+    "batch16": {"batch": 16, "steps": 2800, "warmup": 600},
+    "seq2048": {"batch": 16, "seq": 2048},
+    "outliers": {"outlier_channels": 8},
+}
+
+
+def _protocols() -> dict[str, Protocol]:
+    """Returns the protocols; an epoch is 715 steps of 64 x 512 tokens at a vocabulary of 16,384."""
+    decay = Protocol(lr=1e-3)
+    found = {"decay": decay}
+    for lr in ("5e-4", "1e-3", "1.5e-3", "2e-3", "4e-3"):  # the first tuning, with a warm-up of 50 steps
+        found[f"decay-lr{lr}"] = dataclasses.replace(decay, lr=float(lr))
+    for lr in ("5e-4", "1e-3", "2e-3", "3e-3", "4e-3", "6e-3"):
+        tuned = dataclasses.replace(decay, lr=float(lr), warmup=150)
+        found[f"decay-w150-lr{lr}"] = tuned
+        found[f"constant-w150-lr{lr}"] = _constant(tuned)
+    for model in ("60m", "125m", "350m"):
+        found[f"tuned-{model}"] = dataclasses.replace(decay, lr=RATES[model], warmup=150)
+    tuned = found["tuned-60m"]
+    for multiple in MULTIPLES:
+        found[f"tuned-60m-x{multiple:g}"] = dataclasses.replace(tuned, steps=round(multiple * tuned.steps))
+    for name, changes in _HARD.items():
+        found[f"tuned-60m-{name}"] = dataclasses.replace(tuned, **changes)
+    found["tuned-60m-4epochs"] = dataclasses.replace(tuned, steps=4 * tuned.steps)
+    found["tiny"] = Protocol(lr=4e-3, steps=60, warmup=10, batch=8, seq=64, evaluations=3)
+    found["constant-60m"] = _constant(dataclasses.replace(tuned, lr=RATES["60m-constant"]))
+    return found
+
+
+def _constant(protocol: Protocol) -> Protocol:
+    """Returns the protocol with a cosine whose end the run never nears, and evaluations in closer steps."""
+    return dataclasses.replace(protocol, horizon=70_000, evaluations=50)
+
+
+PROTOCOLS: Mapping[str, Protocol] = types.MappingProxyType(_protocols())
+MAIN_PROTOCOLS = ("decay", "tuned-60m", "tuned-125m", "tuned-350m", "constant-60m", "tiny")
+"""The protocols that are no variation of another one in rate, length, batch or model."""
+
+WGRAD_ONLY = "only_"
+UNIFORM = "e1m2_"
+_UNCLIPPED = Operand(rounding="stochastic", prescale=0.75)
+WGRAD_KINDS: Mapping[str, Gemm] = types.MappingProxyType(
+    {
+        "wgrad": Gemm(),
+        "wgrad_hadamard": Gemm(rotation=Rotation(16)),
+        "wgrad_rht": Gemm(rotation=Rotation(16, "redrawn")),
+        "wgrad_sr": Gemm(Operand(rounding="stochastic"), Operand(rounding="stochastic")),
+        "wgrad_sr34": Gemm(_UNCLIPPED, _UNCLIPPED),
+    }
+)
+
+
+@functools.cache
+def policy_of(cell: Cell) -> Policy:
+    """Returns the cell's policy with its scale rules.
+
+    The names are those of `mxjax.policies()`, `wgrad_sr34` (stochastic rounding with a prescale of 3/4, which
+    does not clip), `only_KIND` for every kind of Wgrad: Wgrad in MXFP4, the other two GEMMs in FP8, and
+    `e1m2_NAME` for a policy of the ladder on a uniform grid instead of E2M1. The policy of a recipe of whole
+    runs (`mxjax.recipes.whole_runs`) is that of its first steps, of layers without exceptions.
+    """
+    if cell.policy in RECIPES:
+        return get_policy(RECIPES[cell.policy].policy.partition(";")[0])
+    if cell.policy.startswith(UNIFORM):
+        like = dataclasses.replace(cell, policy=cell.policy.removeprefix(UNIFORM))
+        return map_operands(policy_of(like), _on_uniform_grid)
+    name = cell.policy.removeprefix(WGRAD_ONLY)
+    if name in WGRAD_KINDS:
+        rest = get_policy("fp8" if cell.policy.startswith(WGRAD_ONLY) else "wgrad")
+        policy = dataclasses.replace(rest, wgrad=WGRAD_KINDS[name])
+    else:
+        policy = get_policy(cell.policy)
+    if not cell.rules:
+        return policy
+    rules = cell.rules.split("-")
+    return policy_with_rules(policy, rules * 3 if len(rules) == 1 else rules)
+
+
+def recipe_of(policy: str, steps: int) -> RunRecipe | None:
+    """Returns the recipe of whole runs of this name, for a run of so many steps, or None.
+
+    What begins late in a published run of known length begins at the same part of this one; periods and
+    windows keep their steps.
+    """
+    recipe = RECIPES.get(policy)
+    if recipe is None or recipe.steps is None or recipe.deoscillate is None:
+        return recipe
+    ratio, period, start, *window = recipe.deoscillate.split(":")
+    start = str(round(int(start) * steps / recipe.steps))
+    return recipe._replace(deoscillate=":".join([ratio, period, start, *window]), steps=steps)
+
+
+def _on_uniform_grid(operand: Operand) -> Operand:
+    return dataclasses.replace(operand, format="mxfp4_e1m2") if operand.format == "mxfp4" else operand
+
+
+def policy_with_rules(policy: Policy, rules: Sequence[str]) -> Policy:
+    """Replaces the scale rules of the MXFP4 operands of Fprop, Dgrad and Wgrad."""
+    changed = (
+        with_scale_rule(policy, cast(ScaleRule, rule)) if policy.has_mxfp4 else policy for rule in rules
+    )
+    gemms = zip(OPERANDS, changed, strict=True)
+    return dataclasses.replace(policy, **{name: getattr(p, name) for name, p in gemms})

@@ -1,0 +1,78 @@
+"""The table of docs/recipes.md: every recipe's loss, speed and memory, from its runs."""
+
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from analysis.statistics import paired_difference
+from mxjax.runtime.tables import table
+from studies.documents import insert
+from studies.ladder.report import RESULTS
+from studies.ladder.results import CellResult, Run, baseline, by_group, gather, read_runs
+from studies.ladder.tables import interval, number
+from training.process.environment import input_errors
+
+RUNS = RESULTS / "recipes.jsonl"
+PAGE = RESULTS.parent / "recipes.md"
+COMMAND = "python -m studies.ladder recipes"
+_HEADER = "recipe | runs | diverged | loss | minus fp8 | 95 % | tokens/s | GiB a step"
+
+
+def recipes_table(runs: Sequence[Run]) -> str:
+    """Returns a table of the cells of each model and protocol, from the lowest loss to the highest."""
+    if not runs:
+        return "Not measured yet."
+    parts = []
+    for (model, protocol), group in by_group(gather(runs)).items():
+        base = baseline(group)
+        rows = [_row(cell, base) for cell in group]
+        devices = sorted({run["device"] for cell in group for run in cell.runs.values()})
+        parts.append(f"`{model}`, protocol `{protocol}`, on {', '.join(devices)}:\n\n{table(_HEADER, rows)}")
+    return "\n\n".join(parts)
+
+
+def _row(cell: CellResult, base: CellResult | None) -> list[object]:
+    losses, runs = list(cell.losses.values()), list(cell.runs.values())
+    gap = ["-", "-"]
+    if base is not None and base is not cell:
+        d = paired_difference(cell.losses, base.losses)
+        gap = [number(d.mean, "+.4f"), interval(d.low, d.high)]
+    fastest = max(runs, key=lambda run: run["tokens"] / run["seconds"])
+    memory = fastest.get("step_bytes")
+    return [
+        cell.label,
+        len(runs),
+        cell.n_diverged,
+        number(statistics.mean(losses)) if losses else "-",
+        *gap,
+        f"{fastest['tokens'] / fastest['seconds']:,.0f}",
+        f"{memory / 2**30:.2f}" if memory else "-",
+    ]
+
+
+def main(
+    folder: Annotated[pathlib.Path | None, tyro.conf.Positional] = None,
+    *,
+    page: pathlib.Path = PAGE,
+    check: bool = False,
+) -> None:
+    """Regenerates the page from the committed runs, or prints the table of other runs.
+
+    Args:
+      folder: runs whose table to print; nothing is written. Default: the committed runs.
+      page: document to write into.
+      check: write nothing; fail if the page differs from what the runs give.
+    """
+    with input_errors():
+        if folder is not None:
+            print(recipes_table(read_runs(folder)))
+            return
+        runs = read_runs(RUNS) if RUNS.exists() else []
+        text = insert(page.read_text(), {"recipes": recipes_table(runs)})
+        if not check:
+            page.write_text(text)
+        elif text != page.read_text():
+            raise ValueError(f"{page} is not what the runs give; regenerate it with {COMMAND}")

@@ -1,0 +1,148 @@
+"""The report: tables as CSV and in docs/study.md, and the plot, from the committed runs alone.
+
+Other CSV files beside them are frozen: the code that made them was removed with the study's first part.
+"""
+
+import io
+import pathlib
+import re
+import zlib
+from collections.abc import Sequence
+from typing import Annotated
+
+import matplotlib
+import tyro
+
+from studies.documents import STYLE, as_csv, insert
+from studies.ladder import claims, plots, tables, token_tables
+from studies.ladder.results import Run, add_runs, gather, read_runs
+from studies.ladder.studies import STUDIES
+from training.process.environment import input_errors
+
+RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
+FOLDER = RESULTS / "study"
+RUNS = FOLDER / "runs.jsonl"
+"""The finished runs, one a line."""
+PAGE = RESULTS.parent / "study.md"
+COMMAND = "python -m studies.ladder report"
+
+TABLES = {
+    "progress": tables.progress,
+    "final losses": tables.final_losses,
+    "paper layout": tables.paper_layout,
+    "claims": claims.claims,
+    "both": claims.both,
+    "elsewhere": claims.elsewhere,
+    "alone": claims.alone,
+    "grid": claims.grid,
+    "rceil": claims.rceil,
+    "hard": claims.hard,
+    "hard even": claims.hard_even,
+    "seen": claims.seen,
+    "rule contrasts": claims.rule_contrasts,
+    "power": tables.power,
+    "averaging": tables.averaging,
+    "decay tokens": token_tables.decay_tokens,
+    "paper layout in tokens": token_tables.paper_layout_in_tokens,
+}
+"""The tables, which are files of these names with "-" for " "."""
+SHOWN = ("both", "paper layout in tokens")
+"""Those that stand in the page, too, between markers."""
+PLOT = "remedies.svg"
+_CELLS = {cell.name for name, cells in STUDIES.items() if not name.startswith("recipes") for cell in cells}
+
+
+def tables_of(runs: Sequence[Run]) -> dict[str, str]:
+    """Returns the tables of runs as Markdown, by name."""
+    cells = gather(runs)
+    return {name: make(cells) for name, make in TABLES.items()}
+
+
+def files_of(found: dict[str, str]) -> dict[str, str]:
+    """Returns the CSV of tables by the names of their files."""
+    return {f"{name.replace(' ', '-')}.csv": as_csv(text) for name, text in found.items()}
+
+
+def drawing(runs: Sequence[Run]) -> str:
+    """Returns the plot as SVG."""
+    file = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        metadata = {"Date": None, "Creator": "studies.ladder", "Description": _identity(runs)}
+        plots.remedies(gather(runs)).savefig(file, format="svg", facecolor="white", metadata=metadata)
+    return file.getvalue()
+
+
+def write(runs: Sequence[Run], page: pathlib.Path, folder: pathlib.Path = FOLDER) -> None:
+    """Writes the tables and the plot into a folder, and some of the tables into the page."""
+    found = tables_of(runs)
+    for name, text in files_of(found).items():
+        (folder / name).write_text(text)
+    (folder / PLOT).write_text(drawing(runs))
+    page.write_text(insert(page.read_text(), {name: found[name] for name in SHOWN}))
+
+
+def differences(runs: Sequence[Run], page: pathlib.Path, folder: pathlib.Path = FOLDER) -> list[str]:
+    """Returns what the page, the tables and the plot show that the runs do not give.
+
+    The plot is compared by its texts and by a checksum of the runs, because versions of matplotlib may place
+    them differently.
+    """
+    found = tables_of(runs)
+    wrong = [
+        f"{folder / name} is not what the runs give"
+        for name, text in files_of(found).items()
+        if not (folder / name).exists() or (folder / name).read_text() != text
+    ]
+    for name in SHOWN:
+        if insert(page.read_text(), {name: found[name]}) != page.read_text():
+            wrong.append(f"{page}: the part {name!r} is not what the runs give")
+    path = folder / PLOT
+    if not path.exists() or _texts(path.read_text()) != _texts(drawing(runs)):
+        wrong.append(f"{path} does not show what the runs give")
+    return wrong
+
+
+def main(
+    folder: Annotated[pathlib.Path | None, tyro.conf.Positional] = None,
+    *,
+    page: pathlib.Path = PAGE,
+    check: bool = False,
+    add: bool = False,
+) -> None:
+    """Regenerates tables, plot and page from the committed runs, or prints the tables of other runs.
+
+    Args:
+      folder: runs whose tables to print; nothing is written. Default: the committed runs. Those of recipes
+        are printed by `studies.ladder recipes`.
+      page: document to write into.
+      check: write nothing; fail if anything differs from what the runs give.
+      add: add the runs of the folder to the committed ones first.
+    """
+    with input_errors():
+        if add and (folder is None or check):
+            raise ValueError("--add takes the folder of the runs to add, without --check")
+        runs = read_runs(folder or RUNS)
+        if folder is not None and not {run["cell"] for run in runs} & _CELLS:
+            raise ValueError(f"{folder} holds no run of the study; studies.ladder recipes prints others")
+        if folder is not None and check:
+            raise ValueError("--check compares the page with the committed runs: leave out the folder")
+        if folder is not None and not add:
+            print("\n\n".join(f"## {name}\n\n{content}" for name, content in tables_of(runs).items()))
+            return
+        if folder is not None:
+            print(f"{add_runs(folder, RUNS)} runs added to {RUNS}")
+            runs = read_runs(RUNS)
+        if not check:
+            write(runs, page)
+        elif found := differences(runs, page):
+            raise ValueError("\n".join([*found, f"regenerate them with {COMMAND}"]))
+
+
+def _identity(runs: Sequence[Run]) -> str:
+    """Returns the number of runs and a checksum of their losses."""
+    losses = sorted((run["cell"], run["seed"], run["final_loss"]) for run in runs)
+    return f"{len(runs)} runs, {zlib.crc32(repr(losses).encode()):08x}"
+
+
+def _texts(svg: str) -> list[str]:
+    return re.findall(r">([^<>]+)</(?:text|dc:description)>", svg)

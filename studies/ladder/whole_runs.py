@@ -1,0 +1,102 @@
+"""Trains the cells whose recipe changes its program during a run, by train.py itself.
+
+A schedule of policies does. Weights, batches and evaluations are those of
+`studies.ladder.programs.Programs`.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+import jax
+
+from mxjax.products.implementations import Implementation
+from mxjax.recipes.whole_runs import RECIPES, RunRecipe
+from studies.ladder.cells import PROTOCOLS, Cell, recipe_of
+from train import train
+from training.config import Config, DataConfig, OptimizerConfig, PrecisionConfig
+from training.log.health import NonFiniteError
+from training.log.metrics import FILE
+from training.process.interruption import RunInterrupted
+
+
+def changes_program(policy: str) -> bool:
+    """Whether a policy is a recipe that needs several programs in one run."""
+    recipe = RECIPES.get(policy)
+    return recipe is not None and ";" in recipe.policy
+
+
+class WholeRuns:
+    """The runs of one cell; every run compiles anew."""
+
+    compilations_a_run = 2
+    compile_seconds = None
+    step_bytes = None
+
+    def __init__(self, cell: Cell, data: DataConfig, implementation: Implementation, held_out: int):
+        """Prepares the runs of a cell.
+
+        Args:
+          data: the datasets and the vocabulary.
+          held_out: number of sequences of an evaluation.
+
+        Raises:
+          ValueError: there are several devices, on which train.py would share a run.
+        """
+        self.protocol = p = PROTOCOLS[cell.protocol]
+        assert p.horizon is None, f"{cell.name}: train.py's cosine ends with the run"
+        assert not p.outlier_channels, f"{cell.name}: train.py begins without outliers"
+        assert p.steps % p.evaluations == 0, f"{cell.name}: train.py evaluates at equal distances"
+        assert not cell.rules, f"{cell.name}: a recipe has its own scale rules"
+        if jax.device_count() > 1:
+            raise ValueError(
+                f"{cell.name} trains on one device, and there are {jax.device_count()}: give --workers "
+                "as many, or set CUDA_VISIBLE_DEVICES to one"
+            )
+        recipe = recipe_of(cell.policy, p.steps) or RunRecipe(cell.policy)
+        self.policy = recipe.policy
+        self.flags: dict[str, Any] = {
+            "precision": PrecisionConfig(
+                policy=recipe.policy,
+                implementation=implementation,
+                layers=recipe.layers,
+                deoscillate=recipe.deoscillate,
+            ),
+            "data": DataConfig(data.data, data.eval_data, data.vocab_size, p.batch, p.seq),
+            "optimizer": OptimizerConfig(lr=p.lr, warmup_steps=p.warmup),
+            "model": cell.model,
+            "steps": p.steps,
+            "checkpoint_every": p.steps,
+            "eval_every": p.steps // p.evaluations,
+            "eval_sequences": held_out,
+        }
+
+    def train(self, seed: int) -> dict[str, Any]:
+        """Trains one run; returns its evaluations, its losses, and the time of its steps.
+
+        Raises:
+          SystemExit: SIGINT or SIGTERM ended the run, of which nothing is kept.
+        """
+        finite = True
+        with tempfile.TemporaryDirectory() as folder:
+            out = pathlib.Path(folder) / "run"
+            with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+                try:
+                    train(Config(**self.flags, seed=seed, out=out))
+                except NonFiniteError:
+                    finite = False
+                except RunInterrupted as error:
+                    raise SystemExit("interrupted; the same command continues with this run") from error
+            lines = [json.loads(line) for line in (out / FILE).read_text().splitlines()]
+        steps = [line for line in lines if "step_s" in line]
+        seconds = [line["step_s"] for line in steps[1:] or steps]  # the first one compiles
+        evaluations = [line for line in lines if "eval_loss" in line]
+        return {
+            "evaluations": [[line["tokens"], round(float(line["eval_loss"]), 6)] for line in evaluations],
+            "losses": [float(line["loss"]) for line in steps],
+            "finite": finite,
+            "seconds": sum(seconds) / len(seconds) * len(steps),
+        }

@@ -1,0 +1,195 @@
+"""The study: its table of cells, its statistics, and its report, which equals the committed one."""
+
+import dataclasses
+import json
+import math
+import types
+from typing import Any, cast
+
+import jax
+import numpy as np
+import pytest
+
+import mxjax
+from models import llama
+from models.configs import get_config
+from mxjax.policy import Gemm
+from mxjax.recipes import get_policy
+from mxjax.recipes.whole_runs import RECIPES
+from studies.documents import as_csv
+from studies.ladder import __main__ as program
+from studies.ladder import cells, programs, recipes_page, report, tables, token_tables, whole_runs
+from studies.ladder.cells import PROTOCOLS, Cell, policy_of, recipe_of
+from studies.ladder.results import add_runs, gather, read_runs
+from studies.ladder.studies import STUDIES
+from tests.support.study_runs import power_law, record
+
+
+def test_the_committed_recipes_page_is_what_the_committed_runs_give():
+    recipes_page.main(check=True)
+
+
+def test_recipes_with_several_programs_a_run_are_told_from_the_others():
+    found = [name for name in (*RECIPES, *mxjax.policies()) if whole_runs.changes_program(name)]
+    assert found == ["heal"]
+
+
+def test_every_published_recipe_is_a_cell():
+    names = {cell.policy for cell in STUDIES["recipes"]}
+    assert {"quartet", "averis", "ms_fp4", "uniform4", "nvfp4", "primus_deosc"} <= names
+    tiny = {cell.policy for cell in STUDIES["recipes-tiny"]}
+    assert names == tiny | {"primus_deosc"} != tiny
+    assert set(RECIPES) < names
+
+
+def test_what_begins_late_in_a_recipe_begins_at_the_same_part_of_a_shorter_run():
+    assert recipe_of("tetrajet_v2_reset", 700).deoscillate == "8:200:440:50"  # of 23842
+    assert recipe_of("tetrajet_v2_reset", 23842) == RECIPES["tetrajet_v2_reset"]
+    assert recipe_of("primus_deosc", 700) == RECIPES["primus_deosc"]  # of unknown length
+    assert recipe_of("fp8", 700) is None
+
+
+def test_a_recipe_without_effect_on_the_model_is_refused():
+    corpus = types.SimpleNamespace(vocab_size=64)
+    with pytest.raises(ValueError, match="no weight of the blocks is in 4 bits"):
+        programs.Programs(Cell("primus_deosc", "", "tiny", "tiny", 1), cast(Any, corpus))
+
+
+def test_every_cell_has_a_policy_a_protocol_and_a_name_of_its_own():
+    everything = [cell for study in STUDIES.values() for cell in study]
+    for cell in everything:
+        assert policy_of(cell) is not None
+        assert cell.protocol in PROTOCOLS
+    for study in STUDIES.values():
+        assert len({cell.name for cell in study}) == len(study)
+
+
+def test_rules_are_those_of_each_gemm():
+    policy = policy_of(Cell("wgrad_hadamard", "even-floor-ceil", "60m", "decay", 1))
+    rules = [(g.lhs.scale_rule, g.rhs.scale_rule) for g in policy.gemms.values()]
+    assert rules == [("even", "even"), ("floor", "floor"), ("ceil", "ceil")]
+    assert policy.wgrad.rotation == get_policy("wgrad_hadamard").wgrad.rotation
+    alone = policy_of(Cell("only_wgrad", "floor", "60m", "decay", 1))
+    assert alone == dataclasses.replace(get_policy("fp8"), wgrad=Gemm())
+
+
+def test_a_uniform_grid_replaces_e2m1_and_nothing_else():
+    uniform = policy_of(Cell("e1m2_full_rht", "rceil", "60m", "decay", 1))
+    like = policy_of(Cell("full_rht", "rceil", "60m", "decay", 1))
+    assert uniform == mxjax.set_fields(like, ["*.*.format=mxfp4_e1m2"])
+
+
+def test_an_unknown_study_names_those_there_are(tmp_path):
+    with pytest.raises(SystemExit, match=r"unknown study grid-1m; the studies are .*grid-60m"):
+        program.run("grid-1m", out=tmp_path, data="none", eval_data="none")
+
+
+def test_outlier_channels_change_activations_and_no_function():
+    model = dataclasses.replace(get_config("tiny"), vocab_size=64)
+    params = llama.init(model, jax.random.key(0))
+    outliers = programs.with_outliers(params, 8)
+    np.testing.assert_allclose(outliers["blocks"]["mlp_norm"]["scale"][:, 7:9], [[16, 1]] * model.n_layers)
+    batch = jax.random.randint(jax.random.key(1), (2, 17), 0, 64)
+    policies = llama.layer_policies(model, get_policy("fp32"))
+    losses = jax.jit(lambda params: llama.losses(model, params, batch, policies=policies, dtype="float32"))
+    np.testing.assert_allclose(losses(params), losses(outliers), rtol=1e-6)
+
+
+def test_the_committed_report_is_what_the_committed_runs_give():
+    page = report.PAGE.read_bytes()
+    program.report.main(check=True)
+    with pytest.raises(SystemExit, match="leave out the folder"):
+        program.report.main(program.report.RUNS, check=True)
+    assert report.PAGE.read_bytes() == page
+
+
+def test_a_changed_number_fails_the_check(tmp_path):
+    runs = [run for run in read_runs(report.RUNS) if run["protocol"]["name"] in ("decay", "tuned-60m")]
+    page = tmp_path / "study.md"
+    page.write_text("".join(f"<!-- {name} -->\n<!-- end {name} -->\n" for name in report.SHOWN))
+    report.write(runs, page, tmp_path)
+    assert report.differences(runs, page, tmp_path) == []
+    changed = [runs[0] | {"final_loss": runs[0]["final_loss"] + 1e-3}, *runs[1:]]
+    found = "\n".join(report.differences(changed, page, tmp_path))
+    assert f"{tmp_path / 'final-losses.csv'} is not what the runs give" in found
+    assert f"{tmp_path / report.PLOT} does not show what the runs give" in found
+    page.write_text(page.read_text().replace("| 8 |", "| 9 |"))
+    assert f"{page}: the part 'both' is not what the runs give" in report.differences(runs, page, tmp_path)
+
+
+def test_runs_are_added_once_in_the_order_of_cells(tmp_path):
+    kept = tmp_path / "runs.jsonl"
+    old = [record("b", "fp8", 0, 3.0), record("c", "fp8", 1, 3.1)]
+    kept.write_text("".join(json.dumps(run) + "\n" for run in old))
+    (tmp_path / "x.json").write_text(json.dumps(record("a", "fp8", 0, 2.9)))
+    (tmp_path / "y.json").write_text(json.dumps(record("b", "fp8", 0, 2.8)))
+    assert add_runs(tmp_path, kept) == 2
+    found = [(run["cell"], run["seed"], run["final_loss"]) for run in read_runs(kept)]
+    assert found == [("a", 0, 2.9), ("b", 0, 2.8), ("c", 1, 3.1)]
+
+
+def test_tables_as_csv_keep_captions_and_headers_that_differ():
+    text = "`a`:\n\n| x | y |\n| --- | ---: |\n| 1, 2 | `3` |\n\nb:\n\n| x | z |\n| --- | ---: |\n| 4 |  |"
+    assert as_csv(text) == 'table,x,y\na,"1, 2",3\ntable,x,z\nb,4,\n'
+
+
+def test_a_folder_without_runs_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match="holds no run"):
+        report.main(tmp_path)
+    (tmp_path / "a.json").write_text(json.dumps(record("wgrad.own.tiny.tiny", "wgrad", 0, 3.0, "tiny")))
+    with pytest.raises(SystemExit, match=r"holds no run of the study; studies\.ladder recipes prints"):
+        report.main(tmp_path)
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(SystemExit, match="holds no record of a run: it has no cell, evaluations"):
+        report.main(tmp_path)
+    (tmp_path / "a.json").write_text('{"cell": "fp8')
+    with pytest.raises(SystemExit, match=r"a\.json is no whole JSON file; remove it"):
+        report.main(tmp_path)
+
+
+def test_a_cell_names_the_devices_of_its_runs():
+    devices = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H200"]
+    runs = [record("a", "fp8", seed, 3.0) | {"device": device} for seed, device in enumerate(devices)]
+    assert gather(runs)["a"].devices == "2 H200, 1 H100"
+    assert gather([runs[0] | {"device": "cpu"}])["a"].devices == "cpu"
+
+
+def test_the_papers_layout_counts_diverged_runs():
+    losses = {"fp8": [3.0, 3.0], "wgrad floor": [3.1, 3.1]}
+    losses |= {"wgrad_sr floor": [3.2, math.nan], "full_sr floor": [math.nan, math.nan]}
+    runs = [record(name, name, seed, loss) for name in losses for seed, loss in enumerate(losses[name])]
+    found = tables.paper_layout(gather(runs))
+    assert "| +0.200, 1 of 2 diverged |" in found
+    assert "| 2 of 2 diverged |" in found
+
+
+def test_token_tables_of_finished_studies():
+    runs = []
+    for seed in range(4):
+        for m in (1.0, *cells.MULTIPLES):
+            name = "tuned-60m" if m == 1 else f"tuned-60m-x{m:g}"
+            runs.append(record(f"fp8.own.60m.{name}", "fp8", seed, power_law(23 * m) + 0.01 * seed, name))
+        runs.append(record("wgrad.own.60m.tuned-60m", "wgrad", seed, power_law(23 * 0.9) + 0.01 * seed))
+        runs.append(record("full_sr.own.60m.tuned-60m", "full_sr", seed, 9.0))
+        for policy, stretch in (("fp8", 1.0), ("wgrad", 1.1)):
+            curve = [(n, power_law(n / stretch)) for n in np.linspace(1, 100, 100)]
+            runs.append(record(f"{policy}.c", policy, seed, curve[-1][1], "constant-60m", curve))
+    found = gather(runs)
+    assert "| wgrad | 4 | 0.900 |" in token_tables.decay_tokens(found)
+    assert "| full_sr | 4 | < 0.65 | - | - |" in token_tables.decay_tokens(found)
+    assert "| wgrad | 4 | 0.900 |" in token_tables.decay_tokens(found)
+
+
+def test_averages_of_the_last_evaluations_are_compared_by_the_scatter_of_differences():
+    runs = []
+    generator = np.random.default_rng(0)
+    for policy in ("fp8.own", "wgrad.floor"):
+        for seed in range(8):
+            name = f"{policy}.60m.tuned-60m"
+            losses = [[n, x] for n, x in enumerate(generator.normal(3, 0.1, 4))]
+            runs.append(record(name, policy.split(".")[0], seed, losses[-1][1]) | {"evaluations": losses})
+    shown = tables.averaging(gather(runs))
+    at = np.array([[loss for _, loss in run["evaluations"]] for run in runs]).reshape(2, 8, 4)
+    d = [np.std(at[1, :, -k:].mean(axis=1) - at[0, :, -k:].mean(axis=1), ddof=1) for k in (1, 2, 3)]
+    assert "| " + " | ".join(f"{x:.4f}" for x in d) + " |" in shown
+    assert f"| 1.000 | {d[1] / d[0]:.3f} | {d[2] / d[0]:.3f} |" in shown
