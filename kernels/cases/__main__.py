@@ -3,7 +3,7 @@
     python -m mxjax.kernels.cases --target gfx950 --target sm_100 --out DIR
 
 Writes for each build DIR/<target>/<name>.hsaco (or .cubin), its assembly (.amdgcn, or .ptx and .sass), and
-its record as .json: how to launch it, what it computes, and what its code looks like (docs/kernels-aot.md).
+its record as .json (`mxjax.kernels.cases.record`): how to launch it, and what it computes.
 Prints a table, and a JSON summary as the last line.
 """
 

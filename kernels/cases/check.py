@@ -6,7 +6,7 @@
     expected = check.expected_outputs(record, inputs)
     check.output_agrees(record, "out", memory, expected["out"])
 
-Needs neither Triton nor a GPU. docs/kernels-aot.md says how to launch the kernel in between.
+Needs neither Triton nor a GPU. `mxjax.kernels.cases.record` says how to launch the kernel in between.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,65 @@
 """The record of a compiled build, written as JSON: how to launch it, what it computes, how its code looks.
 
-docs/kernels-aot.md describes the fields.
+The fields:
+
+  `name`, `target`, `triton`, `files`: the build, its target, the version of Triton, and the files beside
+    the record
+  `kernel`, `descriptor_symbol`: the symbol of the entry; on AMD also that of the kernel descriptor, an
+    object of 64 bytes
+  `source`: module and name of the Triton function
+  `arguments`: the arrays, in order
+  `more_arguments`: the arguments after them: on CUDA numbers of rows, of 32 bits, in whose place others may
+    be passed that have the same greatest common divisor with 128 and lead to the same `constants`
+    otherwise; two of Triton's buffers that these kernels do not use (null), and on AMD the hidden
+    arguments, which no instruction reads. `value` is the value to pass
+  `kernarg_bytes`: size of the kernel argument segment, on CUDA of the parameters; align it to 16
+  `constants`: compile-time constants, and on CUDA the numbers of rows
+  `grid`, `block`: programs (work-groups), and threads of a program, along x, y, z
+  `warps`, `threads_per_warp`: waves of a program and their size
+  `shared_bytes`: dynamic LDS or shared memory of a program. There is no static part, except 1024 bytes that
+    CUDA reserves (`static_lds_bytes` of `resources`); do not add them
+  `stages`, `options`, `settings`: compiler options, and the knobs of Triton set for all kernels of the
+    backend. On gfx950 `use_block_pingpong` is false: `lowering.SETTINGS` says why
+  `expected`: how to compute inputs and outputs: `kind`, `arguments` and `tolerance`, 0 for equal bits
+  `resources`: registers, spills, scratch. `waves_per_simd` is the occupancy on gfx950,
+    `warps_per_multiprocessor` (of 64) on CUDA; the printed table shows both as waves a scheduler
+  `descriptor`: the kernel descriptor's fields, named as LLVM's `.amdhsa_` directives
+  `main_loop`, `whole_kernel`: instructions by class and by opcode; `main_loop` counts the whole kernel if
+    there is no loop (`is_loop`). A load into LDS has " lds" after its opcode
+
+Each argument has these fields: `name`; `type`, the pointer's type in Triton; `offset` and `size`, its place
+in the segment; `kind` and `address_space`, as in the code object's metadata; `shape`, `dtype`, `bytes` and
+`alignment` of the row-major array at the address; `meaning`; `role` and `view`. A `role` of "input" or
+"output" needs no explanation. An "unused" output belongs to a side that the build leaves out: pass any
+address, nothing is read or written there. Every output is written completely, except `out` of `correct_…`: it
+shares its address with `before`, and only the rows and columns that lost elements change. "scratch" is memory
+of any content for the kernel alone; `grouped`, `group_scales` and `lost_sum` of `carry_…` have this role too,
+because only programs that lost elements write them. `view` is the shape and dtype in which the expected
+result is defined: the quantizer and the carrier write words of 32 bits.
+
+Launching on gfx950:
+
+- The code object is an ELF file of code object version 5. Waves begin at the descriptor's entry with the
+  registers that `descriptor` asks for: `user_sgpr_*` first, then the work-group ids, then v0 with the
+  packed work-item ids.
+- `user_sgpr_kernarg_preload_length` words of the argument segment are preloaded into registers. The code
+  that relies on this begins 256 bytes after the entry. The 256 bytes before load the words themselves, for
+  firmware that does not preload. Begin at either.
+- Buffer loads and stores have descriptors of 0x7ffffffe bytes. Masked lanes get the offset 0x80000000, for
+  which a load gives 0 and a store does nothing.
+- `v_cvt_scalef32_pk_fp4_f32` divides two float32 by the power of two given by the exponent of its third
+  operand, rounds to nearest even, and saturates. It writes the byte that `op_sel` selects and keeps the
+  others. For scale byte 0 the operand is 2**-127, a subnormal.
+- Loads into LDS write lane n's bytes at `M0[17:0]` plus n times their number. Tiles reach past 64 KiB.
+- Subnormals are kept (`float_denorm_mode_32` is 3). A product and a sum are fused only where the source
+  says so. In attention the compiler fuses them too, and `v_exp_f32` and `v_log_f32` flush subnormals.
+- The quantizer finds NaN by `v_maximum3_f32`. The document notes there that `DX10_CLAMP forces a NAN to
+  zero`, and the descriptor sets that mode, as LLVM always does. LLVM takes the instruction for IEEE's
+  maximum all the same. The inputs of the quantizers contain NaN, so a run on the device shows it.
+- `ds_read_b64_tr_b16` reads four 16-bit elements a lane and transposes those of each 16 lanes, as a matrix
+  of 4 x 16.
+
+Sources: LLVM's User Guide for the AMDGPU Backend; AMD Instinct CDNA4 Instruction Set Architecture, 9.1.9.
 """
 
 import math

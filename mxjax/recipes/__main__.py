@@ -2,11 +2,17 @@
 
 import argparse
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 
+from mxjax.policy.policy import Gemm
 from mxjax.recipes import describe, get_policy, policies, source
+from mxjax.recipes.ladder import ladder
 from mxjax.recipes.whole_runs import RECIPES
+from mxjax.runtime.tables import table
+
+START, END = "<!-- recipes -->\n", "\n<!-- end recipes -->"
 
 
 def main(names: Sequence[str]) -> None:
@@ -23,11 +29,44 @@ def main(names: Sequence[str]) -> None:
         print(f"{name}: {source(name)}\n  {lines}")
 
 
+def published_table() -> str:
+    """Returns every policy but the ladder's as a Markdown table: its three GEMMs, and its source."""
+    shown = [name for name in policies() if name not in ladder()]
+    rows = [[f"`{name}`", *map(_gemm, get_policy(name).gemms.values()), source(name)] for name in shown]
+    return table("policy | Fprop: x, w | Dgrad: dy, w | Wgrad: x, dy | source", rows).replace("---:", "---")
+
+
+def _gemm(gemm: Gemm) -> str:
+    """Returns the operands of a GEMM, once if they are alike, and its rotation."""
+    lhs, rhs = str(gemm.lhs), str(gemm.rhs)
+    operands = "both " + lhs if lhs == rhs else f"{lhs}, {rhs}"
+    return f"{operands}; {gemm.rotation}" if gemm.rotation else operands
+
+
+def write(page: pathlib.Path) -> None:
+    """Writes `published_table` between its markers in a page.
+
+    Raises:
+      ValueError: the page has not one pair of markers.
+    """
+    text = page.read_text()
+    before, start, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"{page} has no {START.strip()} and {END.strip()}, between which the table stands")
+    page.write_text(before + start + published_table() + end + after)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m mxjax.recipes", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="what to print; default: all")
+    parser.add_argument("--write", type=pathlib.Path, metavar="PAGE", help="write the table into a page")
     try:
-        main(parser.parse_args().names)
+        options = parser.parse_args()
+        if options.write is not None:
+            write(options.write)
+        else:
+            main(options.names)
         sys.stdout.flush()
     except ValueError as error:
         parser.error(str(error))

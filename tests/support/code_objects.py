@@ -3,11 +3,9 @@
 import fcntl
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
-DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "kernels-aot.md"
 LLAMA = ["gemm_1x8192x6144x4096_bfloat16", "gemm_1x4096x6144x8192_float32", "gemm_1x8192x4096x14336_bfloat16"]
 # Activation or gradient and weight, of wgrad_hadamard and full_hadamard.
 STEP = [
