@@ -103,8 +103,15 @@ def _recipes(model: str, protocol: str, seeds: int) -> tuple[Cell, ...]:
     return tuple(Cell(name, "", model, protocol, seeds) for name in names)
 
 
-def _tuning(model: str, protocol: str, rates: tuple[str, ...], seeds: int) -> tuple[Cell, ...]:
-    return tuple(Cell("fp8", "", model, f"{protocol}-lr{lr}", seeds) for lr in rates)
+def _tuning(
+    model: str,
+    protocol: str,
+    rates: tuple[str, ...],
+    seeds: int,
+    policies: tuple[tuple[str, str], ...] = (("fp8", ""),),
+) -> tuple[Cell, ...]:
+    """Returns cells of policies, each with its rules, at several learning rates."""
+    return tuple(Cell(*policy, model, f"{protocol}-lr{lr}", seeds) for lr in rates for policy in policies)
 
 
 _RATES = ("1e-3", "2e-3", "3e-3", "4e-3", "6e-3")
@@ -114,6 +121,13 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
         # Learning rates. `tune-60m` is history: it showed that its warm-up is too short.
         "tune-60m": _tuning("60m", "decay", ("1e-3", "1.5e-3", "2e-3", "5e-4", "4e-3"), 3),
         "tune-60m-warmup": _tuning("60m", "decay-w150", _RATES, 3),
+        "tune-60m-wgrad": _tuning(
+            "60m",
+            "decay-w150",
+            ("4e-3", "2e-3", "3e-3", "6e-3"),
+            3,
+            tuple((name, "floor") for name in ("wgrad", "wgrad_hadamard", "wgrad_sr")),
+        ),
         "tune-60m-constant": _tuning("60m", "constant-w150", _RATES[:4], 3),
         "tune-125m": _tuning("125m", "decay-w150", _RATES[:4], 3),
         "tune-350m": _tuning("350m", "decay-w150", ("5e-4", "1e-3", "2e-3", "3e-3"), 3),
