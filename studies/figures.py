@@ -80,8 +80,9 @@ def ladder_points(runs: Sequence[dict[str, Any]]) -> list[LadderPoint]:
 
 
 def draw_ladder(points: Sequence[LadderPoint]) -> Figure:
-    """Draws the differences to fp8 with their 95 % intervals, one row a policy."""
-    policies = list(dict.fromkeys(point.policy for point in points))
+    """Draws the differences to fp8 with their 95 % intervals, one row a policy, the lowest loss first."""
+    ranked = sorted(points, key=lambda point: point.difference.mean)
+    policies = list(dict.fromkeys(point.policy for point in ranked))
     figure = Figure(figsize=(7, 1.1 + 0.42 * len(policies)), layout="constrained")
     axes = figure.subplots()
     axes.axvline(0, color="black", linewidth=0.8)
