@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import triton
-import triton.language as tl
 
 from mxjax.kernels.lowering import TYPES, kernel_call
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.mesh import varying_as
 
 try:
+    import triton
+    import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
 except ImportError as error:
     raise ImportError(

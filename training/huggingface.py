@@ -72,10 +72,6 @@ def _later[**P, T](command: Callable[P, T]) -> Callable[P, Callable[[], T]]:
     return bind
 
 
-if __name__ == "__main__":
-    main()
-
-
 _TENSOR_DTYPES = "dtypes.json"  # in RUN/huggingface: the original dtype of each tensor
 _LARGEST_SHARD = 1e9  # in 10**9 bytes; the largest size of a file on Linux is 9.2e9 of them
 _EVAL_SEQ_LEN = 2048  # unless the model's context is shorter
@@ -190,3 +186,7 @@ def _add_tokenizer(folder: pathlib.Path, prefixes: Iterable[str]) -> None:
     if found and not (folder / "tokenizer.json").exists():
         shutil.copyfile(found[0], folder / "tokenizer.json")
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+if __name__ == "__main__":
+    main()
