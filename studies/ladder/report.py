@@ -28,6 +28,7 @@ COMMAND = "python -m studies.ladder report"
 
 TABLES = {
     "progress": tables.progress,
+    "tuned rates": tables.tuned_rates,
     "final losses": tables.final_losses,
     "paper layout": tables.paper_layout,
     "claims": claims.claims,
@@ -46,7 +47,7 @@ TABLES = {
     "paper layout in tokens": token_tables.paper_layout_in_tokens,
 }
 """The tables, which are files of these names with "-" for " "."""
-SHOWN = ("both", "paper layout in tokens")
+SHOWN = ("both", "paper layout in tokens", "tuned rates")
 """Those that stand in the page, too, between markers."""
 PLOT = "remedies.svg"
 _CELLS = {cell.name for name, cells in STUDIES.items() if not name.startswith("recipes") for cell in cells}

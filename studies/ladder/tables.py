@@ -50,6 +50,24 @@ def progress(cells: Cells) -> str:
     return table("study | cells | runs | finished | cells with runs missing", rows)
 
 
+def tuned_rates(cells: Cells) -> str:
+    """Returns the losses of fp8 and of policies with MXFP4 in Wgrad by learning rate, warm-up 150 steps."""
+    policies = ("fp8.own", "wgrad.floor", "wgrad_hadamard.floor", "wgrad_sr.floor")
+    rows = []
+    for rate in ("1e-3", "2e-3", "3e-3", "4e-3", "6e-3"):
+        names = {"3e-3": ("tuned-60m",), "6e-3": ("tuned-60m-lr2x",)}.get(rate, (f"decay-w150-lr{rate}",))
+        found = [
+            [cells[key].losses for name in names if (key := f"{p}.60m.{name}") in cells] for p in policies
+        ]
+        seeds = [sorted({seed for losses in each for seed in losses if seed < 3}) for each in found]
+        means = [
+            number(statistics.mean(each[0][seed] for seed in of)) if of else ""
+            for each, of in zip(found, seeds, strict=True)
+        ]
+        rows.append([rate, *means])
+    return table("learning rate | fp8 | wgrad floor | wgrad_hadamard floor | wgrad_sr floor", rows)
+
+
 def final_losses(cells: Cells) -> str:
     """Returns the losses of each group of cells that has fp8 and another policy."""
     parts = []
