@@ -1,4 +1,4 @@
-"""Statistics of runs paired by seed: t-intervals, Holm's correction, power, rank correlation, token ratios.
+"""Statistics of runs paired by seed: t-intervals, Holm's correction, power, token ratios.
 
 Every function is deterministic, so that reports can be regenerated and compared.
 
@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import special
 
 CONFIDENCE = 0.95
 DIVERGED = 0.5
@@ -47,35 +46,6 @@ def t_interval(values: Sequence[float]) -> Estimate:
     return _estimate(float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d)), len(d) - 1, len(d))
 
 
-def mean_of_means(groups: Sequence[Sequence[float]], *, pooled: bool = True) -> Estimate:
-    """Returns the mean of the groups' means, with its t-interval and t-test.
-
-    Every group has the same weight, whatever its number of values.
-
-    Args:
-      groups: values that are independent within and between groups. NaN without values in a group.
-      pooled: all groups have one variance, from their scatter about their own means, so that a group of two
-        values does not decide the estimate of the scatter. Otherwise each has its own, with the degrees of
-        freedom of B. L. Welch, Biometrika 34 (1947), 28-35, and no interval if one has a single value.
-    """
-    n, counts = sum(map(len, groups)), np.array([len(group) for group in groups])
-    if not groups or not all(groups):
-        return Estimate(math.nan, math.nan, math.nan, math.nan, n)
-    mean = float(np.mean([np.mean(group) for group in groups]))
-    squares = np.array([np.sum((np.asarray(group) - np.mean(group)) ** 2) for group in groups])
-    if (counts.max() if pooled else counts.min()) < 2:
-        return Estimate(mean, math.nan, math.nan, math.nan, n)
-    if pooled:
-        freedom = n - len(groups)
-        parts = squares.sum() / freedom / counts
-    else:
-        parts = squares / (counts - 1) / counts
-        freedom = (
-            float(parts.sum() ** 2 / np.sum(parts**2 / (counts - 1))) if parts.any() else n - len(groups)
-        )
-    return _estimate(mean, math.sqrt(parts.sum()) / len(groups), freedom, n)
-
-
 def jackknife(whole: float, without_one: Sequence[float]) -> Estimate:
     """Returns an estimate with the t-interval of its jackknife standard error.
 
@@ -92,6 +62,8 @@ def jackknife(whole: float, without_one: Sequence[float]) -> Estimate:
 
 def _estimate(mean: float, error: float, freedom: float, n: int) -> Estimate:
     """Returns the estimate whose standard error is `error`, with so many degrees of freedom."""
+    from scipy import special  # here, because commands without intervals need no scipy
+
     half = error * float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))
     p = float(2 * special.stdtr(freedom, -abs(mean) / error)) if error else float(mean == 0)
     return Estimate(mean, mean - half, mean + half, p, n)
@@ -125,16 +97,6 @@ def standard_deviation(values: Sequence[float]) -> float:
     return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
-def deviation_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the standard deviation of normal values; NaN of fewer than two."""
-    n, sd = len(values), standard_deviation(values)
-    if n < 2:
-        return math.nan, math.nan
-    tails = special.chdtri(n - 1, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    low, high = (sd * math.sqrt((n - 1) / float(tail)) for tail in tails)
-    return low, high
-
-
 def detectable(sd: float, n: int, power: float = 0.8) -> float:
     """Returns the mean that a two-sided t-test at 5 % finds with this power; NaN for n < 2.
 
@@ -148,20 +110,11 @@ def detectable(sd: float, n: int, power: float = 0.8) -> float:
     return _noncentrality(n - 1, power) * sd / math.sqrt(n)
 
 
-def detectable_mean(e: Estimate, freedom: int, power: float = 0.8) -> float:
-    """Returns the mean that the t-test of an estimate with so many degrees of freedom finds; NaN without one.
-
-    See `detectable`, which is for the mean of one group.
-    """
-    if math.isnan(e.high):
-        return math.nan
-    error = (e.high - e.mean) / float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))
-    return _noncentrality(freedom, power) * error
-
-
 @functools.cache
 def _noncentrality(freedom: int, power: float) -> float:
     """Returns the mean, in standard errors, that a two-sided t-test at 5 % finds with this power."""
+    from scipy import special
+
     critical = float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))
     low, high = 0.0, 100.0
     for _ in range(60):
@@ -176,25 +129,6 @@ def seeds_needed(sd: float, difference: float, most: int = 1000) -> int | None:
     counts = range(2, most + 1)
     i = bisect.bisect_left(counts, True, key=lambda n: detectable(sd, n) <= difference)
     return counts[i] if i < len(counts) else None
-
-
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> Estimate:
-    """Returns Spearman's rank correlation; its interval needs four pairs, else it is NaN.
-
-    Source: D. Bonett and T. Wright, Psychometrika 65 (2000), 23-28, for the interval.
-    """
-    n = len(x)
-    if n < 3 or len(set(x)) < 2 or len(set(y)) < 2:
-        return Estimate(math.nan, math.nan, math.nan, math.nan, n)
-    from scipy import stats  # here, because it takes a second or two to import
-
-    found = stats.spearmanr(x, y)
-    r, p = float(found.statistic), float(found.pvalue)
-    if n < 4:
-        return Estimate(r, math.nan, math.nan, p, n)
-    z = math.atanh(min(max(r, -1 + 1e-12), 1 - 1e-12))
-    half = float(special.ndtri((1 + CONFIDENCE) / 2)) * math.sqrt((1 + r * r / 2) / (n - 3))
-    return Estimate(r, math.tanh(z - half), math.tanh(z + half), p, n)
 
 
 def has_diverged(final_loss: float, evaluations: Sequence[tuple[float, float]]) -> bool:
@@ -312,15 +246,6 @@ def _log_ratio(loss: float, ours: Curve, base: Curve, end: float) -> LogRatio:
     early = [len(curve) > 1 and n == curve[0][0] for n, curve in zip(needed, (ours, base), strict=True)]
     is_low, is_high = needed[0] is None or early[1], needed[1] is None or early[0]
     return LogRatio(math.log(tokens[0] / tokens[1]), is_low, is_high)
-
-
-def difference(ratios: Sequence[LogRatio]) -> LogRatio:
-    """Returns the first ratio less the second, and of four the same less that of the other two."""
-    signs = (1, -1, -1, 1)[: len(ratios)]
-    pairs = list(zip(signs, ratios, strict=True))
-    value = math.fsum(sign * ratio.value for sign, ratio in pairs)
-    is_low = any(r.is_low if sign > 0 else r.is_high for sign, r in pairs)
-    return LogRatio(value, is_low, any(r.is_high if sign > 0 else r.is_low for sign, r in pairs))
 
 
 def over_seeds(ratios: Sequence[LogRatio]) -> Overhead:

@@ -81,46 +81,6 @@ def split(grams: Grams) -> Split:
         return Split(*map(estimate, (_error, _repeating_share, _along, _across, _gradient_over_noise)))
 
 
-class Comparison(NamedTuple):
-    """An error beside another one of the same gradients, with jackknife intervals over the batches.
-
-    The batches' own differences cancel, so the intervals are narrower than those of two splits.
-
-    Attributes:
-      log_ratio: logarithm of the ratio of ||e|| to the other's.
-      repeating: energy of the repeating error minus the other's, relative to that of the expected gradient.
-    """
-
-    log_ratio: Estimate
-    repeating: Estimate
-
-
-def compare(ours: Grams, base: Grams) -> Comparison:
-    """Returns the comparison of an error with another one, batch by batch.
-
-    Raises:
-      ValueError: fewer than three batches.
-    """
-    n = len(ours.ee)
-    if n < 3:
-        raise ValueError(f"errors are compared with at least 3 batches, got {n}; raise --batches")
-
-    def estimate(statistic: Callable[[Grams, Grams], float]) -> Estimate:
-        without = [statistic(ours.without(i), base.without(i)) for i in range(n)]
-        return jackknife(statistic(ours, base), without)
-
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return Comparison(estimate(_log_ratio), estimate(_repeating_difference))
-
-
-def _log_ratio(ours: Grams, base: Grams) -> float:
-    return float(np.log(np.trace(ours.ee) / np.trace(base.ee)) / 2)
-
-
-def _repeating_difference(ours: Grams, base: Grams) -> float:
-    return float((_between(ours.ee) - _between(base.ee)) / _between(base.gg))
-
-
 def _error(g: Grams) -> float:
     return float(np.sqrt(np.trace(g.ee) / np.trace(g.gg)))
 

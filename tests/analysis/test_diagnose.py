@@ -18,9 +18,8 @@ import train as training_program
 from analysis.diagnose import diagnose as program
 from analysis.diagnose import measures
 from analysis.diagnose.capture import make_gradients, make_pass
-from analysis.diagnose.descent import Descent, descent, shares
 from analysis.diagnose.diagnose import diagnose, totals
-from analysis.diagnose.split import Grams, compare, split
+from analysis.diagnose.split import Grams, split
 from analysis.diagnose.wgrad import VARIANTS, gradient_grams, wgrad_grams
 from models import llama
 from models.block import linear_weights
@@ -166,56 +165,6 @@ def test_inner_products_of_whole_gradients_are_those_of_float64():
         np.testing.assert_allclose(actual[:3], wanted[:3], rtol=1e-4, atol=1e-6)
 
 
-def expected_descent(c, g):
-    """Returns the sums of <g_b, u_b> and <u_b, u_b> in float64."""
-    others = [np.delete(c, b, 0) for b in range(len(c))]
-    steps = np.stack([o.mean(0) / np.sqrt(np.mean(o**2, 0)) for o in others])
-    return np.sum(g * steps), np.sum(steps**2)
-
-
-@pytest.mark.parametrize("loudness", [[1, 1, 1, 1, 1], [1, 1, 1e5, 1, 1e-5]], ids=["alike", "one_loud"])
-def test_descents_are_those_of_float64(loudness):
-    generator = np.random.default_rng(0)
-    exact = generator.normal(0.1, 1, (5, 2, 30, 40)) * np.reshape(loudness, (5, 1, 1, 1))
-    exact = exact.astype(np.float32)
-    computed = 0.9 * exact + generator.normal(0, 0.5, exact.shape).astype(np.float32)
-    ours, base = ([{"a": g[:1], "b": g[1:]} for g in side] for side in (computed, exact))
-    found = descent(ours, base)
-    c, g = computed.astype(np.float64), exact.astype(np.float64)
-    wanted = [expected_descent(c, g)]
-    wanted += [expected_descent(np.delete(c, i, 0), np.delete(g, i, 0)) for i in range(5)]
-    np.testing.assert_allclose(np.stack(found, 1), wanted, rtol=1e-4)
-    with pytest.raises(ValueError, match="at least 4 batches, got 3; raise --batches"):
-        descent(ours[:3], base[:3])
-
-
-def test_a_normalized_step_descends_less_by_noise_and_not_by_a_factor():
-    """Noise as large as the gradients' own scatter takes their mean square from 1.04 to 2.04."""
-    generator = np.random.default_rng(0)
-    mean = generator.normal(0, 0.2, (1, 300, 200))
-    scatter = generator.normal(0, 1, (2, 8, 1, 300, 200))
-    exact, noise = mean + scatter[0], scatter[1]
-    base = [{"a": g.astype(np.float32)} for g in exact]
-    judged = descent(base, base)
-
-    def found(computed):
-        ours = [{"a": g.astype(np.float32)} for g in computed]
-        return shares(descent(ours, base), judged)
-
-    for share in found(0.1 * exact):
-        np.testing.assert_allclose(share.mean, 1, rtol=1e-5)
-    noisy = found(exact + noise).descent
-    assert noisy.low < np.sqrt(1.04 / 2.04) < noisy.high
-    np.testing.assert_allclose(noisy.mean, np.sqrt(1.04 / 2.04), rtol=0.02)
-    turned = found(exact + 0.5 * noise[:1])  # the same for all batches
-    assert turned.descent.low > turned.descent_for_length.high  # steps are longer, in a worse direction
-
-
-def test_steps_that_go_upwards_have_no_share():
-    zero = Descent(np.array([1.0, 1.0, -1.0]), np.ones(3))
-    assert np.isnan(shares(zero, zero).descent.low)
-
-
 def test_a_known_error_is_split():
     """Errors of -2 % along the gradient, 0.1 across it, and noise of the gradient's norm."""
     generator, n, size = np.random.default_rng(0), 64, 4000
@@ -236,26 +185,6 @@ def test_a_known_error_is_split():
         assert abs(estimate.mean - value) < 1.5 * half, name
         assert half < 0.05
     np.testing.assert_allclose(found.gradient_over_noise.mean * found.error.mean, 3**-0.5)
-
-
-def test_errors_are_compared_batch_by_batch():
-    """One error is 10 % smaller in every batch, and less of it repeats; the batches differ by far more."""
-    generator, n, size = np.random.default_rng(0), 8, 4000
-    g, across = (v / np.linalg.norm(v) for v in generator.normal(size=(2, size)))
-    scale = generator.uniform(0.5, 2, (n, 1))
-    noise = generator.normal(0, 1 / np.sqrt(size), (n, size))
-    gradients = g + np.zeros((n, 1))
-
-    def grams(e):
-        return Grams(e @ e.T, e @ gradients.T, gradients @ gradients.T)
-
-    base, ours = grams(scale * noise + 0.2 * across), grams(0.9 * scale * noise)
-    found = compare(ours, base)
-    assert found.log_ratio.low < np.log(0.9) - 0.01 < found.log_ratio.high < 0
-    assert found.repeating.low < -(0.2**2) < found.repeating.high < 0
-    assert split(ours).error.high > split(base).error.mean  # the splits alone do not show it
-    with pytest.raises(ValueError, match="at least 3 batches, got 2"):
-        compare(ours._replace(ee=np.eye(2)), base)
 
 
 def test_an_exact_gradient_has_no_parts_of_its_error():

@@ -8,14 +8,10 @@ from scipy import stats
 
 from analysis.statistics import (
     detectable,
-    detectable_mean,
-    deviation_interval,
     has_diverged,
     holm,
     jackknife,
-    mean_of_means,
     paired_difference,
-    rank_correlation,
     seeds_needed,
     t_interval,
 )
@@ -49,22 +45,6 @@ def test_a_detectable_difference_is_found_as_often_as_said():
     assert abs(found.mean() - 0.8) < 0.03
 
 
-def test_a_mean_of_means_is_found_as_often_as_said():
-    generator = np.random.default_rng(2)
-    noise = generator.normal(0, 1, (4000, 6))
-    scatter = np.sqrt(sum(((group - group.mean()) ** 2).sum() for group in (noise[0, :4], noise[0, 4:])) / 4)
-    shifted = noise * scatter + detectable_mean(mean_of_means(_groups(noise[0])), 4)
-    found = [mean_of_means(_groups(row)).p < 0.05 for row in shifted]
-    assert abs(np.mean(found) - 0.8) < 0.03
-    assert math.isnan(detectable_mean(t_interval([1.0]), 0))
-    of_one = noise[0]
-    assert detectable_mean(t_interval(of_one), 5) == pytest.approx(detectable(float(of_one.std(ddof=1)), 6))
-
-
-def _groups(values):
-    return [list(values[:4]), list(values[4:])]
-
-
 @pytest.mark.parametrize(
     ("final", "diverged"), [(3.0, False), (3.6, True), (math.nan, True), (math.inf, True)]
 )
@@ -86,35 +66,3 @@ def test_the_jackknife_of_a_mean_is_its_t_interval():
     np.testing.assert_allclose(found, t_interval(list(x)))
     expected = stats.ttest_1samp(x, 0)
     np.testing.assert_allclose(found[1:4], [*expected.confidence_interval(), expected.pvalue])
-
-
-@pytest.mark.parametrize("pooled", [True, False])
-def test_the_mean_of_two_means_is_scipys_test_of_two_samples(pooled):
-    a, b = np.random.default_rng(4).normal(1, 2, 9), np.random.default_rng(5).normal(3, 2, 4)
-    expected = stats.ttest_ind(a, -b, equal_var=pooled)  # of mean(a) + mean(b)
-    interval = expected.confidence_interval()
-    found = mean_of_means([list(a), list(b)], pooled=pooled)
-    np.testing.assert_allclose(found[:3], np.array([a.mean() + b.mean(), *interval]) / 2)
-    np.testing.assert_allclose(found[3:], [expected.pvalue, 13])
-    assert math.isnan(mean_of_means([[1.0, 2.0], []], pooled=pooled).mean)
-    assert mean_of_means([[1.0], [2.0]], pooled=pooled).mean == 1.5
-    assert math.isnan(mean_of_means([[1.0], [2.0]], pooled=pooled).low)
-
-
-def test_the_interval_of_a_standard_deviation_covers():
-    x = np.random.default_rng(3).normal(0, 1, (2000, 5))
-    intervals = np.array([deviation_interval(list(row)) for row in x])
-    assert abs(np.mean((intervals[:, 0] <= 1) & (intervals[:, 1] >= 1)) - 0.95) < 0.015
-    assert math.isnan(deviation_interval([1.0])[0])
-
-
-def test_rank_correlation_is_scipys_and_its_interval_covers():
-    generator = np.random.default_rng(4)
-    x, y = generator.multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]], (400, 20)).transpose(2, 0, 1)
-    found = [rank_correlation(list(a), list(b)) for a, b in zip(x, y, strict=True)]
-    expected = stats.spearmanr(x[0], y[0])
-    np.testing.assert_allclose((found[0].mean, found[0].p), (expected.statistic, expected.pvalue))
-    truth = 6 / math.pi * math.asin(0.6 / 2)  # Spearman's of normal variables with Pearson's 0.6
-    assert abs(np.mean([f.low <= truth <= f.high for f in found]) - 0.95) < 0.03
-    assert math.isnan(rank_correlation([1, 2, 3], [1, 2, 3]).low)
-    assert math.isnan(rank_correlation([1, 1, 1, 1], [1, 2, 3, 4]).mean)
