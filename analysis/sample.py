@@ -4,19 +4,21 @@ import dataclasses
 import functools
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from analysis.restore import Restored, RunArguments, describe, restore
+from analysis.restore import Restored, RunArguments
 from models.configs import LlamaConfig
 from models.generation import Options, generate
 from training.data.megatron import is_indexed, parse_blend
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_path
 from training.memory import gib, memory_there_is
+from training.process.start import program_name
 from training.run.record import HUGGINGFACE
 from training.run.resume import begun_run
 
@@ -63,13 +65,14 @@ class Codec(NamedTuple):
     end: int | None
 
 
-def sample(arguments: SampleConfig) -> dict[str, Any]:
-    """Returns the run, step and policy, and the generated text.
+def generate_text(arguments: SampleConfig, restored: Restored) -> dict[str, Any]:
+    """Returns the seed, the number of generated tokens, and their text.
+
+    A line on standard error says if the text is longer than the sequences of the training.
 
     Raises:
-      ValueError: no such run, step, policy or tokenizer, or the prompt has no tokens.
+      ValueError: the run has no tokenizer, the prompt has no tokens, or the text does not fit in memory.
     """
-    restored = restore(arguments)
     codec = codec_of(arguments.run, restored)
     prompt = codec.encode(arguments.prompt)
     if not arguments.prompt and codec.end is not None:
@@ -87,11 +90,23 @@ def sample(arguments: SampleConfig) -> dict[str, Any]:
         if token == codec.end:
             break
         found.append(token)
-    return describe(arguments, restored) | {
-        "seed": arguments.seed,
-        "tokens": len(found),
-        "text": codec.decode(found),
-    }
+    if (line := beyond_training(arguments.run, restored, len(prompt) + len(found))) is not None:
+        print(f"{program_name()}: warning: {line}", file=sys.stderr)
+    return {"seed": arguments.seed, "tokens": len(found), "text": codec.decode(found)}
+
+
+def beyond_training(run: pathlib.Path, restored: Restored, length: int) -> str | None:
+    """Returns a line if a text of so many tokens is longer than the sequences of the run; else None.
+
+    An imported checkpoint's configuration holds a length for evaluations, not that of its training.
+    """
+    trained = restored.config.data.seq_len
+    if length <= trained or begun_run(run) is None:
+        return None
+    return (
+        f"the text has {length:,} tokens with its prompt, and the run has --seq-len {trained:,}: "
+        "it was trained on none so long"
+    )
 
 
 def check_length(model: LlamaConfig, length: int) -> None:

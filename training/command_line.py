@@ -64,7 +64,7 @@ def flags[T](
     Args:
       parse: calls tyro with these arguments; its result is returned.
       argv: the arguments. Default: the running program's.
-      program: the name in messages, and the command that takes `--help`. Default: the running program's.
+      program: the command that takes `--help`. Default: the running program.
     Raises:
       FlagError: tyro refuses the command line; one line on standard error says why.
     """
@@ -150,9 +150,8 @@ def check_lists(argv: Sequence[str]) -> None:
 
 def refusal(message: str, program: str | None = None) -> FlagError:
     """Prints one line that says what is wrong with the flags; returns the error to raise."""
-    program = program or program_name()
-    message = f"{message}; see {program} --help"
-    print(f"{program}: error: {message}", file=sys.stderr)
+    message = f"{message}; see {program or program_name()} --help"
+    print(f"{program_name()}: error: {message}", file=sys.stderr)
     return FlagError(message)
 
 

@@ -1,7 +1,9 @@
 """The whole diagnosis of one model on several batches, as nested dicts of numbers for JSON."""
 
+import dataclasses
 import functools
 import math
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +13,11 @@ from jaxtyping import Int32
 
 from analysis.diagnose.capture import Pass, make_gradients, make_pass
 from analysis.diagnose.measures import LayerMeasures, OperandMeasures, measure_layer
+from analysis.diagnose.plots import draw
 from analysis.diagnose.split import Grams, split
 from analysis.diagnose.wgrad import VARIANTS, gradient_grams, total, wgrad_grams
+from analysis.evaluate import EvalConfig
+from analysis.restore import Restored
 from models import llama
 from models.block import linear_weights
 from models.configs import LlamaConfig
@@ -20,8 +25,50 @@ from mxjax.policy import OPERANDS, Gemm
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation, compiler_options
 from mxjax.recipes import get_policy
+from training.files import write_atomically
+from training.log.metrics import json_line
+from training.process.environment import facts
+from training.process.extras import check_extra
 
 Batch = Int32[np.ndarray, "batch length"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DiagnoseConfig(EvalConfig):
+    """A diagnosis of the errors of a model's GEMMs. A flag that is not given takes the run's value."""
+
+    batches: int | None = 8
+    """Number of batches, at least 3."""
+    out: pathlib.Path | None = None
+    """Also write diagnosis.json, heat maps by layer and histograms into this folder (extra plot)."""
+
+
+def check_folder(out: pathlib.Path | None) -> None:
+    """Makes the folder for a diagnosis, if one is wanted, and checks that plots can be drawn.
+
+    Raises:
+      MissingExtraError: matplotlib is not installed.
+      OSError: the folder cannot be made.
+    """
+    if out is not None:
+        check_extra("plot", "--out", "matplotlib")
+        out.mkdir(parents=True, exist_ok=True)
+
+
+def diagnose_model(
+    restored: Restored, batches: Sequence[Batch], say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Returns the diagnosis of a restored model, the size of what it read, and the versions that ran it."""
+    _, model, params, _, phase, implementation = restored
+    found = diagnose(model, params, phase.layers, implementation, batches, say=say)
+    shape = {"batches": len(batches), "tokens": sum(batch[:, 1:].size for batch in batches)}
+    return shape | found | {"versions": facts()}
+
+
+def write(found: Mapping[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
+    """Writes diagnosis.json and draws the plots into a folder; returns the plots' paths."""
+    write_atomically(folder / "diagnosis.json", json_line(found) + "\n")
+    return draw(found, folder)
 
 
 def diagnose(

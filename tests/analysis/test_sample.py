@@ -17,7 +17,7 @@ import eval as evaluation_program
 import train as training_program
 from analysis import sample as sampling
 from analysis.restore import restore
-from analysis.sample import Codec, SampleConfig, codec_of, sample
+from analysis.sample import Codec, SampleConfig, codec_of
 from models import llama
 from training.command_line import parse
 from training.run.record import HUGGINGFACE
@@ -40,9 +40,9 @@ def test_greedy_tokens_equal_those_without_a_cache(run, monkeypatch, capsys):
     codec = Codec(lambda text: list(text.encode()), lambda ids: " ".join(map(str, ids)), end=None)
     monkeypatch.setattr(sampling, "codec_of", lambda *_: codec)
     arguments = ["--prompt", "def ", "--tokens", "5", "--temperature", "0", str(run)]
-    evaluation_program.command("sample", arguments)
+    evaluation_program.main(["sample", *arguments])
     printed = capsys.readouterr().out
-    evaluation_program.command("sample", ["--json", *arguments])
+    evaluation_program.main(["sample", "--json", *arguments])
     result = json.loads(capsys.readouterr().out)
     assert printed == "def " + result["text"] + "\n"
     assert (result["policy"], result["step"], result["tokens"]) == ("wgrad_rht", 1, 5)
@@ -54,11 +54,19 @@ def test_greedy_tokens_equal_those_without_a_cache(run, monkeypatch, capsys):
 
 
 def test_the_seed_and_the_policy_decide(run):
-    texts = [sample(SampleConfig(run, tokens=8, seed=seed))["text"] for seed in (0, 0, 1)]
+    texts = [evaluation_program.sample(SampleConfig(run, tokens=8, seed=seed))["text"] for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     changes = ("wgrad.*.scale_rule=even",)
-    result = sample(SampleConfig(run, policy="wgrad", set=changes, tokens=2))
+    result = evaluation_program.sample(SampleConfig(run, policy="wgrad", set=changes, tokens=2))
     assert (result["policy"], result["set"]) == ("wgrad", changes)
+
+
+def test_a_text_beyond_the_training_s_length_is_told(run, capsys):
+    """Of 8 tokens, prompt included."""
+    evaluation_program.sample(SampleConfig(run, prompt="abcd", tokens=4, temperature=0.0))
+    assert "warning" not in capsys.readouterr().err
+    evaluation_program.sample(SampleConfig(run, prompt="abcdefgh", tokens=1, temperature=0.0))
+    assert "the text has 9 tokens with its prompt, and the run has --seq-len 8" in capsys.readouterr().err
 
 
 def test_the_tokenizer_is_the_data_s(run, tmp_path):
@@ -118,4 +126,4 @@ def test_flags_are_checked(flags, message):
 def test_more_tokens_than_memory_holds_are_refused(run, monkeypatch):
     monkeypatch.setattr(sampling, "memory_there_is", lambda: 2**30)
     with pytest.raises(ValueError, match="keys and values of 2,147,483,648 tokens take 128 GiB and the dev"):
-        sample(SampleConfig(run, tokens=2**31 - 1))
+        evaluation_program.sample(SampleConfig(run, tokens=2**31 - 1))

@@ -17,16 +17,16 @@ def test_changed_data_is_told_by_an_evaluation_and_refused_by_a_resumed_run(tmp_
     data.write_text("one two three four\n" * 300)
     run(data, out, "--policy", "bf16", "--stop-after", "3")
     capsys.readouterr()
-    evaluation_program.run_command([str(out), "--json"])
+    evaluation_program.main([str(out), "--json"])
     assert capsys.readouterr().err == ""
     with data.open("a") as file:
         file.write("five\n" * 100)
-    evaluation_program.run_command([str(out), "--json"])
+    evaluation_program.main([str(out), "--json"])
     said = capsys.readouterr()
     assert f": warning: the data of {out} is now {data} with " in said.err
     assert "put that data back, or name other data with --eval-data" in said.err
     assert json.loads(said.out)["step"] == 3
-    evaluation_program.run_command([str(out), "--json", "--eval-data", str(data)])
+    evaluation_program.main([str(out), "--json", "--eval-data", str(data)])
     assert capsys.readouterr().err == ""
     with pytest.raises(
         SystemExit, match=r"the data is .* tokens, crc32 \w+, but the run began with .*; put that"
@@ -43,7 +43,7 @@ def test_text_is_not_read_as_bytes_for_a_run_on_tokens(tmp_path, text):
     run(prefix, out, "--policy", "bf16")
     advice = f"python -m training.tokenize --input {text} --tokenizer {prefix}.tokenizer.json --output PREFIX"
     for flag in ("--data", "--eval-data"):
-        said = error_of(out, flag, text, program=evaluation_program.run_command)
+        said = error_of(out, flag, text, program=evaluation_program.main)
         assert f"{flag} {text} is text, which is read as bytes, and {out} was trained on tokens of" in said
         assert advice in said
     said = error_of(*SMALL, "--init", out, "--data", text, "--out", tmp_path / "next")
@@ -51,10 +51,10 @@ def test_text_is_not_read_as_bytes_for_a_run_on_tokens(tmp_path, text):
     said = error_of(*SMALL, "--data", prefix, "--eval-data", text, "--out", tmp_path / "next")
     assert "is text and --data is tokenized; tokenize both or neither" in said
     assert not (tmp_path / "next").exists()
-    evaluation_program.run_command([str(out), "--eval-data", str(prefix), "--json"])
+    evaluation_program.main([str(out), "--eval-data", str(prefix), "--json"])
     other = tmp_path / "other"
     tokenize(config(tmp_path / "texts", other, **options | {"vocab_size": 280}))
-    said = error_of(out, "--eval-data", other, program=evaluation_program.run_command)
+    said = error_of(out, "--eval-data", other, program=evaluation_program.main)
     assert f"--eval-data {other} was tokenized by {other}.tokenizer.json, and {out} was trained on" in said
     assert f"tokenize the text again with --tokenizer {prefix}.tokenizer.json" in said
     tokenize(config(tmp_path / "texts", other := tmp_path / "same", **options))
@@ -62,10 +62,10 @@ def test_text_is_not_read_as_bytes_for_a_run_on_tokens(tmp_path, text):
     saved = json.loads(path.read_text())
     saved["model"]["merges"] = [" ".join(merge) for merge in saved["model"]["merges"]]  # an older version's
     path.write_text(json.dumps(saved | {"post_processor": None}))
-    evaluation_program.run_command([str(out), "--eval-data", str(other), "--json"])
+    evaluation_program.main([str(out), "--eval-data", str(other), "--json"])
     for suffix in (".idx", ".bin"):
         (tmp_path / f"tokens{suffix}").unlink()
-    said = error_of(out, "--eval-data", text, program=evaluation_program.run_command)
+    said = error_of(out, "--eval-data", text, program=evaluation_program.main)
     assert (
         f"{prefix}, which {out} was trained on, is gone, so that its tokens are unknown; put it back" in said
     )

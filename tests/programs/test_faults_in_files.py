@@ -197,7 +197,7 @@ def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, text, tmp
     assert "go on from" in error_of(*SHORT, "--data", text, "--init", run, "--out", tmp_path / "empty")
     assert list((tmp_path / "empty").iterdir()) == []
     for command in ([run], ["sample", run], ["diagnose", run]):
-        said = error_of(*command, program=evaluation_program.run_command)
+        said = error_of(*command, program=evaluation_program.main)
         assert f"the weights of step 0 in {run} hold NaN or infinity" in said
 
 

@@ -81,7 +81,7 @@ def test_wrong_flags_are_one_line(flags, said, capsys):
 @pytest.mark.parametrize("flag", ["--polcy=bf16", "--polcy bf16"])
 def test_eval_suggests_the_closest_flag(flag, capsys):
     with pytest.raises(SystemExit):
-        evaluation_program.run_command(["runs/any", *flag.split()])
+        evaluation_program.main(["runs/any", *flag.split()])
     assert "did you mean --policy?; see" in capsys.readouterr().err
 
 
@@ -164,7 +164,7 @@ def test_a_text_too_short_to_evaluate_on_is_named(tmp_path, size):
 
 def test_a_command_of_eval_that_is_misspelled_is_named(capsys):
     with pytest.raises(SystemExit) as ended:
-        evaluation_program.evaluate_run(["dianose", "run"])
+        evaluation_program.main(["dianose", "run"])
     assert ended.value.code == 2
     said = "eval.py: error: dianose is no run; did you mean eval.py diagnose?\n"
     assert capsys.readouterr().err == said

@@ -63,22 +63,22 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, tmp_path, f
 
 
 def test_eval_reproduces_the_evaluation_of_training(finished):
-    result = evaluation_program.main(evaluation_program.EvalConfig(finished))
+    result = evaluation_program.evaluate(evaluation_program.EvalConfig(finished))
     assert result["eval_loss"] == lines(finished)[-1]["eval_loss"]
 
 
 def test_eval_takes_another_policy_and_step_count(finished):
-    own = evaluation_program.main(evaluation_program.EvalConfig(finished))
-    other = evaluation_program.main(evaluation_program.EvalConfig(finished, policy="bf16"))
+    own = evaluation_program.evaluate(evaluation_program.EvalConfig(finished))
+    other = evaluation_program.evaluate(evaluation_program.EvalConfig(finished, policy="bf16"))
     assert other["policy"] == "bf16"
     assert 0 < abs(own["eval_loss"] - other["eval_loss"]) < 0.1
 
 
 def test_eval_says_what_of_the_run_another_policy_leaves_out(finished, capsys):
     def evaluate(*flags):
-        evaluation_program.evaluate_run([str(finished), "--batches", "1", *flags])
+        evaluation_program.main([str(finished), "--batches", "1", *flags])
         words, errors = capsys.readouterr()
-        evaluation_program.evaluate_run([str(finished), "--batches", "1", "--json", *flags])
+        evaluation_program.main([str(finished), "--batches", "1", "--json", *flags])
         record = capsys.readouterr().out
         assert words.count("\n") == record.count("\n") == 1
         return words, json.loads(record).get("layers"), errors
@@ -94,7 +94,8 @@ def test_eval_says_what_of_the_run_another_policy_leaves_out(finished, capsys):
 def test_eval_takes_batches_of_another_size(finished):
     EvalConfig = evaluation_program.EvalConfig
     own, small = (
-        evaluation_program.main(EvalConfig(finished, policy="fp32", batch_size=size)) for size in (None, 1)
+        evaluation_program.evaluate(EvalConfig(finished, policy="fp32", batch_size=size))
+        for size in (None, 1)
     )
     assert small["eval_tokens"] == own["eval_tokens"]
     np.testing.assert_allclose(small["eval_loss"], own["eval_loss"], rtol=1e-4)
@@ -205,5 +206,5 @@ def test_a_signal_ends_an_evaluation_which_is_repeated(text, finished, tmp_path,
 def test_eval_takes_the_best_step(finished, tmp_path):
     losses = {r["step"]: r["eval_loss"] for r in lines(finished) if "eval_loss" in r}
     config = evaluation_program.EvalConfig(finished, step="best")
-    assert evaluation_program.main(config)["step"] == 6  # the only one of the two that was saved
+    assert evaluation_program.evaluate(config)["step"] == 6  # the only one of the two that was saved
     assert losses[6] < losses[3]

@@ -64,7 +64,7 @@ def run(text, out, *flags):
 @pytest.mark.slow
 def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     import_checkpoint(checkpoint, tmp_path / "imported")
-    before = evaluation_program.main(
+    before = evaluation_program.evaluate(
         evaluation_program.EvalConfig(tmp_path / "imported", data=str(text), batches=2)
     )
     assert (before["step"], before["policy"]) == (0, "bf16")

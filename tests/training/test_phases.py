@@ -196,7 +196,7 @@ def test_a_run_keeps_its_policies_when_their_files_and_names_are_gone(text, swit
     for file in files:
         file.unlink()
     monkeypatch.setattr(policy_source, "get_policy", lambda name: pytest.fail(f"{name} was looked up"))
-    result = evaluation_program.main(evaluation_program.EvalConfig(out))
+    result = evaluation_program.evaluate(evaluation_program.EvalConfig(out))
     [expected] = [r["eval_loss"] for r in lines(switched) if r["step"] == 2 and "eval_loss" in r]
     assert (result["policy"], result["eval_loss"]) == (f"{files[0]}:own", expected)
     training_program.train(parse(["--out", str(out), "--resume", "--stop-after", "3"]))
@@ -225,7 +225,7 @@ def test_an_evaluation_runs_in_the_policy_of_its_step(switched):
     by_step = {r["step"]: r["eval_loss"] for r in lines(switched) if "eval_loss" in r}
 
     def evaluate(**arguments):
-        return evaluation_program.main(evaluation_program.EvalConfig(switched, **arguments))
+        return evaluation_program.evaluate(evaluation_program.EvalConfig(switched, **arguments))
 
     assert evaluate()["policy"] == "fp8"
     assert evaluate()["eval_loss"] == evaluate(policy="fp8")["eval_loss"] == by_step[6]

@@ -272,12 +272,12 @@ def test_training_resumes_and_evaluates_on_tokenized_data(tmp_path):
     assert description["model"]["vocab_size"] == 257
     assert description["data"]["source"] == f"3 x {prefix}, 1 x {other}"
 
-    evaluate = evaluation_program.main
+    evaluate = evaluation_program.evaluate
     again = evaluate(evaluation_program.EvalConfig(tmp_path / "resumed"))
     named = evaluate(evaluation_program.EvalConfig(tmp_path / "resumed", eval_data=other))
     part = evaluate(evaluation_program.EvalConfig(tmp_path / "resumed", data=prefix))
     assert again["eval_loss"] == named["eval_loss"] == evaluation["eval_loss"] != part["eval_loss"]
-    with pytest.raises(SystemExit, match="give one of them"):
+    with pytest.raises(ValueError, match="give one of them"):
         evaluate(evaluation_program.EvalConfig(tmp_path / "resumed", data=prefix, eval_data=other))
 
 
