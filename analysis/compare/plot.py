@@ -35,7 +35,7 @@ def plot(
       MissingExtraError: matplotlib is not installed.
       ValueError: matplotlib cannot write this kind of file.
     """
-    figure = require("plot", "--plot", "matplotlib.figure").Figure(figsize=(10, 4.5), layout="constrained")
+    figure = require("plot", "--plot", "matplotlib.figure").Figure(figsize=(10, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     for group, style in zip(groups, _styles(), strict=False):
         _draw(left, [_binned(run.train) for run in group.runs], style | {"marker": ""}, group.name)
@@ -50,11 +50,16 @@ def plot(
     for axes, name in ((left, "training"), (right, "validation")):
         axes.set(xlabel=unit, ylabel=f"{name} loss, nats a token")
         axes.xaxis.set_major_formatter(formatter)
+        axes.set_axisbelow(True)  # the grid runs behind the ranges
         axes.grid(color="#dddddd", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
     several = any(len(group.runs) > 1 for group in groups)
     title = "means, and ranges of the runs" if several else None
-    right.legend(frameon=False, fontsize="small", title=title, title_fontsize="small")
-    figure.savefig(path, dpi=150)
+    handles, labels = right.get_legend_handles_labels()
+    style = {"frameon": False, "fontsize": "small", "title": title, "title_fontsize": "small"}
+    # Below both panels: curves that fall leave no corner of a panel free for certain.
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), **style)
+    figure.savefig(path, dpi=150, facecolor="white")
 
 
 def _styles():

@@ -16,7 +16,7 @@ import eval as evaluation_program
 import mxjax
 import train as training_program
 from analysis.diagnose import diagnose as program
-from analysis.diagnose import measures
+from analysis.diagnose import measures, plots
 from analysis.diagnose.capture import make_gradients, make_pass
 from analysis.diagnose.diagnose import diagnose, totals
 from analysis.diagnose.split import Grams, split
@@ -25,7 +25,7 @@ from models import llama
 from models.block import linear_weights
 from models.configs import LlamaConfig
 from mxjax.operands.use import OperandUse
-from mxjax.policy import Gemm, Rotation
+from mxjax.policy import OPERANDS, Gemm, Rotation
 from mxjax.products.implementations import compiler_options
 from training.command_line import parse
 
@@ -201,6 +201,27 @@ def test_too_few_batches_are_an_error(passes):
     policies = llama.layer_policies(MODEL, mxjax.get_policy("bf16"))
     with pytest.raises(ValueError, match="at least 3 batches of one shape, got 2 batches of 1 shape; change"):
         diagnose(MODEL, params, policies, "xla", list(np.asarray(batches[:2])))
+
+
+def test_columns_of_wgrad_s_errors_go_by_depth_and_rows_by_error():
+    layers = [f"blocks.{i}.{kind}" for kind in ("qkv", "down") for i in (0, 10, 2)]
+    splits = {
+        variant: {name: {"error": {"mean": error}} for name in ("all", *sorted(layers))}
+        for variant, error in (("worse", 0.2), ("better", 0.1))
+    }
+    found = plots._split_grid(splits, layers, "error")
+    assert found.columns == ["0 qkv", "0 down", "2 qkv", "2 down", "10 qkv", "10 down"]
+    np.testing.assert_array_equal(found.values, np.repeat([[0.2], [0.1]], 6, axis=1))
+
+
+def test_panels_without_values_are_left_out():
+    pytest.importorskip("matplotlib")
+    grid, zeros = (plots.Grid(["row"], ["0", "1"], np.full((1, 2), v), "block") for v in (1.0, 0.0))
+    figure = plots._heat_maps({"error": grid, "clipped": zeros})
+    assert [axes.get_title() for axes in figure.axes if axes.get_title()] == ["error"]
+    assert plots._heat_maps({"clipped": zeros}) is None
+    exact = {gemm: {name: {} for name in names} for gemm, names in OPERANDS.items()}
+    assert plots.histograms({"layers": {"blocks.0.out": exact}}) is None
 
 
 @pytest.mark.slow

@@ -1,14 +1,12 @@
-"""Tokens in `eval.py compare`: the study's runs give its tables, and stretched curves their factor."""
+"""Tokens in `eval.py compare`: curves that are stretched need the stretch's factor of tokens."""
 
-import csv
 import json
 import math
 
 import numpy as np
+from scipy import stats
 
 from analysis.compare.compare import CompareConfig, compare
-from studies.ladder import report
-from studies.ladder.results import read_runs
 from tests.support.study_runs import power_law
 from training.command_line import parse
 from training.run.record import to_json
@@ -25,63 +23,52 @@ def make_run(folder, evaluations, policy, steps, seed, more=()):
     return folder
 
 
-def of_study(tmp_path, cells):
-    """Writes the runs of cells of the study, by their evaluations."""
-    runs = []
-    for run in read_runs(report.RUNS):
-        if run["cell"] not in cells:
-            continue
-        tokens = run["evaluations"][-1][0]
-        steps = round(tokens / (64 * 512))
-        losses = {round(n / (64 * 512)): loss for n, loss in run["evaluations"]}
-        name = f"{run['cell']}-{run['seed']}"
-        runs.append(make_run(tmp_path / name, losses, run["policy"], steps, run["seed"]))
-    return runs
+def make_seeds(tmp_path, policy, stretches, steps=100, every=2):
+    """Writes a run for each seed, whose losses fall as a power law of its steps over the seed's stretch."""
+    return [
+        make_run(
+            tmp_path / f"{policy}-{steps}-{seed}",
+            {n: power_law(n / stretch) for n in range(every, steps + 1, every)},
+            policy,
+            steps,
+            seed,
+        )
+        for seed, stretch in enumerate(stretches)
+    ]
 
 
-def rows_of(name):
-    """Returns the rows of a table of the study by their first cell."""
-    with (report.FOLDER / f"{name}.csv").open() as file:
-        return {row[0]: row[1:] for row in csv.reader(file)}
+def test_tokens_to_the_baseline_s_loss_are_the_stretches_with_scipys_interval(tmp_path, capsys):
+    stretches = (1.1, 1.15, 1.2)
+    runs = [*make_seeds(tmp_path, "fp8", (1, 1, 1)), *make_seeds(tmp_path, "wgrad", stretches)]
+    [row] = compare(CompareConfig(tuple(runs)))["token_ratios"]
+    over = row["overhead"]
+    assert (row["group"], over["pairs"], over["not_reached"], over["bound"]) == ("wgrad", 3, 0, "")
+    expected = stats.ttest_1samp(np.log(stretches), 0)
+    low, high = expected.confidence_interval()
+    wanted = [math.exp(x) for x in (np.mean(np.log(stretches)), low, high)]
+    np.testing.assert_allclose([over[key] for key in ("ratio", "low", "high")], wanted, rtol=2e-3)
+    np.testing.assert_allclose(over["p"], expected.pvalue, rtol=0.05)
+    assert row["to_target"] is row["effective"] is None
+    assert f" {100 * (over['ratio'] - 1):+.1f} " in capsys.readouterr().out
 
 
-def test_tokens_at_a_constant_rate_are_the_study_s(tmp_path, capsys):
-    cells = [f"{name}.60m.constant-60m" for name in ("fp8.own", "wgrad.floor", "wgrad_hadamard.floor")]
-    runs = of_study(tmp_path, cells)
-    found = compare(CompareConfig(tuple(runs)))["token_ratios"]
-    table = rows_of("constant-tokens")
-    printed = capsys.readouterr().out
-    assert {row["group"] for row in found} == {"wgrad", "wgrad_hadamard"}
-    for row in found:
-        seeds, not_reached, percent, between, p = table[f"{row['group']} floor, 60m constant-60m"]
-        over = row["overhead"]
-        assert (str(over["pairs"]), str(over["not_reached"])) == (seeds, not_reached)
-        assert f"{100 * (over['ratio'] - 1):+.1f} %" == percent
-        low, high = (f"{100 * (over[key] - 1):+.1f}" for key in ("low", "high"))
-        assert f"{low} to {high}" == between
-        assert f"{over['p']:.2g}" == p
-        assert f" {percent.removesuffix(' %')} {between} " in " ".join(printed.split())
-        assert row["to_target"] is row["effective"] is None
-    assert "loss at 80 %: tokens to the loss of fp8 after so much of its run; arXiv 2605.09825's" in printed
-
-
-def test_final_losses_as_tokens_are_the_study_s(tmp_path, capsys):
-    cells = ["wgrad.floor.60m.tuned-60m", "fp8.own.60m.tuned-60m"]
-    cells += [f"fp8.own.60m.tuned-60m-x{m}" for m in ("0.65", "0.8", "0.9", "1.1", "1.25", "1.5")]
-    result = compare(CompareConfig(tuple(of_study(tmp_path, cells))))
-    assert len(result["lengths"]) == 6
-    assert [group["group"] for group in result["groups"]] == ["fp8 steps=700", "wgrad steps=700"]
+def test_final_losses_as_tokens_are_the_lengths_that_the_baseline_needs(tmp_path, capsys):
+    """All rates have decayed at the end, so that only final losses of whole runs are comparable."""
+    lengths = [folder for n in (80, 120, 150) for folder in make_seeds(tmp_path, "fp8", (1, 1), n, every=n)]
+    compared = [
+        *make_seeds(tmp_path, "fp8", (1, 1), every=100),
+        *make_seeds(tmp_path, "wgrad", (1.1, 1.1), every=100),
+    ]
+    result = compare(CompareConfig((*compared, *lengths)))
+    assert len(result["lengths"]) == 3
+    assert [group["group"] for group in result["groups"]] == ["fp8 steps=100", "wgrad steps=100"]
     assert result["warnings"] == []
     [wgrad] = result["token_ratios"]
-    shown = next(cell for cell in rows_of("decay-tokens")["wgrad floor"] if "%" in cell)
-    effective = wgrad["effective"]
-    percent, low, high = (f"{100 * (effective[key] - 1):+.1f}" for key in ("ratio", "low", "high"))
-    assert shown == f"{percent} % ({low} to {high})"
-    printed = capsys.readouterr().out
-    assert "final loss: tokens with which fp8 steps=700 ends at the same loss" in printed
-    table, _, lengths = printed.partition("lengths of fp8 steps=700, for final losses alone: ")
-    assert "steps=455" not in table
-    assert "fp8 steps=455" in lengths
+    np.testing.assert_allclose(wgrad["effective"]["ratio"], 1.1, rtol=2e-3)  # the fit's error
+    assert wgrad["effective"]["bound"] == ""
+    table, _, shown = capsys.readouterr().out.partition("lengths of fp8 steps=100, for final losses alone: ")
+    assert "steps=150" not in table
+    assert "fp8 steps=150" in shown
 
 
 def test_a_target_is_reached_by_interpolation_and_paired(tmp_path, capsys):
