@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from analysis.restore import in_words
 from mxjax.policy import OPERANDS
 from training.process.extras import require
 
@@ -44,7 +43,7 @@ def draw(found: Mapping[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
         if figure is None:
             (folder / name).unlink(missing_ok=True)
             continue
-        figure.suptitle(f"{found['run']}, step {found['step']}, policy {in_words(found)}", fontsize=9)
+        figure.suptitle(f"{found['run']}, step {found['step']}, policy {found['policy']}", fontsize=9)
         figure.savefig(folder / name, facecolor="white", metadata={"Date": None})
     return [folder / name for name, figure in figures.items() if figure is not None]
 

@@ -19,6 +19,7 @@ from analysis.diagnose import diagnose as program
 from analysis.diagnose import measures, plots
 from analysis.diagnose.capture import make_gradients, make_pass
 from analysis.diagnose.diagnose import diagnose, totals
+from analysis.diagnose.plots import draw
 from analysis.diagnose.split import Grams, split
 from analysis.diagnose.wgrad import VARIANTS, gradient_grams, wgrad_grams
 from models import llama
@@ -226,6 +227,7 @@ def test_panels_without_values_are_left_out():
 
 @pytest.mark.slow
 def test_the_command_writes_tables_json_and_plots(tmp_path, capsys, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
     flags = ["--policy", "fp8", "--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--steps", "2"]
     training_program.train(parse([*flags, "--warmup-steps", "1", "--out", str(tmp_path / "run")]))
     out = tmp_path / "diagnosis"
@@ -249,10 +251,14 @@ def test_the_command_writes_tables_json_and_plots(tmp_path, capsys, monkeypatch)
     np.testing.assert_allclose(sum(wgrad["dy"]["scales"]["share"]), 1, atol=1e-4)
     np.testing.assert_allclose(sum(wgrad["dy"]["mantissas"]), 1, atol=1e-4)
     assert found["gradient"]["all"]["error"]["mean"] > found["wgrad"]["nearest even"]["all"]["error"]["mean"]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+        draw(found, tmp_path / "again")
+    titles = (tmp_path / "again" / "wgrad.svg").read_text()
     assert {path.name for path in out.iterdir()} == {
         "diagnosis.json",
         "gemms.svg",
         "wgrad.svg",
         "histograms.svg",
     }
+    assert f">{tmp_path / 'run'}, step 2, policy wgrad_sr<" in titles
     assert "blocks.3.mlp.down" in printed
