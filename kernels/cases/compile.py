@@ -29,7 +29,7 @@ from mxjax.runtime.tables import table
 
 DESCRIPTION = "Compiles every kernel for the shapes of Llama 3.1 8B, on a machine with or without a GPU."
 TARGETS = ("gfx950", "sm_90", "sm_100")
-MODULES = ("matmul", "quantize", "carry", "draws", "attention")
+MODULES = ("matmul", "quantize", "attention")
 
 
 def list_builds(module: str, target: str, candidates: bool = False) -> list[Build]:

@@ -1,4 +1,4 @@
-"""The ahead-of-time builds of the FP4 GEMM, and of the kernels that correct FP8 products."""
+"""The ahead-of-time builds of the FP4 GEMM and of kernels that carry operands in FP8 or correct products."""
 
 import dataclasses
 import functools
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from mxjax.kernels.cases import shapes
 from mxjax.kernels.cases.builds import Argument, Build, Expected
 from mxjax.kernels.launch import ceil_div
-from mxjax.kernels.matmul import correct
+from mxjax.kernels.matmul import carry, correct
 from mxjax.kernels.matmul import lost_rows as sift
-from mxjax.kernels.matmul.carry import rows_and_parts
 from mxjax.kernels.matmul.correct_kernel import correct_kernel
 from mxjax.kernels.matmul.fp4_gemm import constants_of, gemm_kernel, grid_of, shuffle_scales
 from mxjax.kernels.matmul.tiles import MORE_TILES, TILES, Tiles, choose_tiles, options_of, table_of
-from mxjax.numerics.formats import E4M3
+from mxjax.numerics.formats import BLOCK, E4M3
+from mxjax.operands.carriers import CARRIER_DTYPES, Carrier
 from mxjax.runtime.devices import Target
 
 _ELEMENTS = "E2M1, two a byte along k, element 2 i in the low nibble; [batch, rows, k / 2]"
@@ -30,7 +30,8 @@ def builds(target: Target) -> list[Build]:
     """Returns the builds of Llama 3.1 8B's GEMMs and of small ones, with every tile size of the target.
 
     Wgrad's result is float32, as its weights are; the others are bfloat16. Targets that multiply FP8 and not
-    FP4 also build the correction of each product, and what finds its rows that need none.
+    FP4 also build what carries operands in FP8, the correction of each product, and what finds its rows
+    that need none.
     """
     sizes = [
         (shape, "float32" if shape.name.endswith("wgrad") else "bfloat16")
@@ -41,7 +42,8 @@ def builds(target: Target) -> list[Build]:
     wanted = [build_gemm(*size, target) for size in sizes]
     if target.arch == "sm_90":
         wanted += [_correction(*size, target) for size in sizes]
-        wanted += [_sift(*size) for size in sizes if rows_and_parts(size[0].k // 32)[1] == 1]
+        wanted += _carries(target)
+        wanted += [_sift(*size) for size in sizes if carry.rows_and_parts(size[0].k // 32)[1] == 1]
     wanted += [build_gemm(_small(tiles), "bfloat16", target, tiles) for tiles in TILES[table_of(target)]]
     return list({build.name: build for build in wanted}.values())
 
@@ -105,10 +107,54 @@ def build_gemm(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles
     )
 
 
+_CODE_WORDS = "E2M1, eight a word, element 8 i + j in bits 4 j to 4 j + 3; [1, rows, 4 words a block of 32]"
+_CARRIED = "the elements times 2**(scale byte - unit), 0 in place of lost ones"
+_GROUPED = "as out with a unit for each GROUP blocks, in programs that lost elements; not used if GROUP is 0"
+_GROUP_SCALES = "127 + the unit of a group - that of its row; where grouped is written"
+_FAR = "as lost, of lost rows with elements that changed in grouped; not used if GROUP is 0"
+_LOST_SUM = "192 times the sum of 2**shift of a row's lost blocks; where grouped is written"
+_LOST = "bit i is 1 if a shift changed elements of row i of a program's ROWS rows of BLOCKS blocks"
+
+
+def _carries(target: Target) -> list[Build]:
+    """Returns the carrying of Llama 3.1 8B's operands, and of small ones."""
+    tensors = [t for tokens in shapes.TOKENS for t in shapes.tensors(tokens)]
+    sizes = {(t.rows, t.columns // BLOCK) for t in tensors} | {(t.columns, t.rows // BLOCK) for t in tensors}
+    sizes |= {(1, 1), (33, 3), (1, carry.BLOCKS + 1), (3, 2 * carry.BLOCKS)}
+    return [_carry(*size, carrier, target) for size in sorted(sizes) for carrier in CARRIER_DTYPES]
+
+
+def _carry(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
+    programs = carry.programs_of(n, blocks)
+    constants = carry.constants_of(n, blocks, carrier, target, grouped=carrier == "e5m2")
+    has_groups = constants["GROUP"] > 0
+    grouped, group_scales, far, lost_sum = carry.outputs_of(1, n, blocks, has_groups=has_groups)[3:]
+    view = ((1, n, BLOCK * blocks), jnp.dtype(CARRIER_DTYPES[carrier]).name)
+    sizes = {"rows": n, "blocks": blocks, "tile": [constants["ROWS"], constants["BLOCKS"]]}
+    return Build(
+        name=f"carry_{n}x{BLOCK * blocks}_{carrier}",
+        kernel=carry.carry_kernel,
+        signature={
+            "words": Argument((1, n, 4 * blocks), "int32", meaning=_CODE_WORDS),
+            "scales": Argument((1, n, blocks), "uint8", meaning="E8M0 bytes"),
+            "out": Argument((1, n, 8 * blocks), "int32", "output", _CARRIED, view),
+            "unit": Argument((1, n), "uint8", "output", "the scale byte that becomes a factor of 1"),
+            "lost": Argument((1, programs), "uint32", "output", _LOST),
+            "grouped": Argument(grouped.shape, grouped.dtype.name, "scratch", _GROUPED),
+            "group_scales": Argument(group_scales.shape, group_scales.dtype.name, "scratch", _GROUP_SCALES),
+            "far": Argument(far.shape, far.dtype.name, "output" if has_groups else "scratch", _FAR),
+            "lost_sum": Argument(lost_sum.shape, lost_sum.dtype.name, "scratch", _LOST_SUM),
+        },
+        constants=constants,
+        grid=(programs, 1),
+        expected=Expected("carrier", sizes | {"carrier": carrier, "has_groups": has_groups}),
+    )
+
+
 def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
     _, m, n, k, batch = shape
     tiles = correct.tiles_of(target)
-    parts = rows_and_parts(k // 32)[1]
+    parts = carry.rows_and_parts(k // 32)[1]
     constants = correct.constants_of(m, n, k, tiles, has_groups=parts == 1)
     rows = {"lhs": constants["LHS_ROWS"], "rhs": constants["RHS_ROWS"]}
     flags = {side: (batch, ceil_div(size, rows[side]) * parts) for side, size in (("lhs", m), ("rhs", n))}
@@ -164,7 +210,7 @@ def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
 
 def _sift(shape: shapes.GemmShape, dtype: str) -> Build:
     _, m, n, k, batch = shape
-    rows = rows_and_parts(k // 32)[0]
+    rows = carry.rows_and_parts(k // 32)[0]
     flags, sifted = ((batch, ceil_div(m, count)) for count in (rows, sift.ROWS))
     constants = sift.constants_of(m, n, jnp.dtype(dtype), E4M3.dtype, rows)
     sizes = {"batch": batch, "m": m, "n": n, "dtype": dtype, "rows": rows, "factor": constants["FACTOR"]}

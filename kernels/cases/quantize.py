@@ -1,4 +1,4 @@
-"""The ahead-of-time builds of the quantizer kernel."""
+"""The ahead-of-time builds of the quantizer, and of the kernel that draws a policy's random words."""
 
 import math
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from mxjax.kernels.cases import shapes
 from mxjax.kernels.cases.builds import Argument, Build, Expected
+from mxjax.kernels.quantize import draws
 from mxjax.kernels.quantize.kernel import SCALARS, Form
 from mxjax.kernels.quantize.launches import ComputedKind, Pair, computed_launch_of, launch_of, launched_pairs
 from mxjax.kernels.quantize.quantizer import FORM_DTYPES
@@ -24,7 +25,10 @@ _Sides = tuple[_Side | None, _Side | None]
 
 
 def builds(target: Target) -> list[Build]:
-    """Returns builds for a training step of Llama 3.1 8B, for the quantizer's other options, and of edges."""
+    """Returns builds for a training step of Llama 3.1 8B, for the quantizer's other options, and of edges.
+
+    The draws are of policies with and without rotations that draw signs.
+    """
     wanted = [
         _build((tensor.rows, tensor.columns), _dtype(tensor), sides, target)
         for tokens in shapes.TOKENS
@@ -53,6 +57,7 @@ def builds(target: Target) -> list[Build]:
         wanted += [
             _build(shape, dtype, sides, target, form) for shape in _SMALL for dtype, sides, form in _ALL_SIDES
         ]
+    wanted += [_draws(signs) for signs in ((1, 1, 1), (1, 64, 128), (16, 32, 1))]
     return list({build.name: build for build in wanted}.values())
 
 
@@ -199,6 +204,21 @@ def _product_arguments(kind: ComputedKind, r: int, c: int) -> dict[str, Argument
     return arguments
 
 
+def _draws(signs: tuple[int, ...]) -> Build:
+    return Build(
+        name="draw_" + "_".join(map(str, signs)),
+        kernel=draws.draw_kernel,
+        signature={
+            "key": Argument((2,), "uint32", meaning="data of a Threefry key"),
+            "words": Argument((draws.GEMMS, 2, 6), "uint32", "output", _DRAWN_MEANING),
+        },
+        constants=draws.constants_of(signs),
+        grid=(draws.GEMMS,),
+        expected=Expected("draw", {"signs": list(signs)}),
+        num_warps=1,
+    )
+
+
 _COMPUTED_NAMES = {"normed": "normed", "gated": "gated_result", "gradient": "gated_gradient"}
 _PRODUCT_MEANINGS = {
     "product": "gate's columns, then those of the up projection, before the factors are applied",
@@ -209,6 +229,7 @@ _SCALARS_MEANING = (
     "1 for negative, the first highest; 6 to 11: the same for the columns; 12 to 14: batch, row and "
     "column of the whole tensor at which x begins, here 0"
 )
+_DRAWN_MEANING = "for lhs and rhs of each GEMM: two words of the operand's key, its GEMM's signs in four"
 _WORDS_MEANINGS = {
     "packed": "E2M1, two a byte along the blocked axis, element 2 i in the low nibble; "
     "[1, batch, other axis, blocked axis padded with zeros]",
