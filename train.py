@@ -29,9 +29,9 @@ from models import llama
 from models.llama import Params
 from training.command_line import parse
 from training.config import Config
+from training.log import mlperf
 from training.log.health import NonFiniteError, check_state
-from training.log.metrics import evaluations, missing_steps, set_aside_damaged_records
-from training.log.mlperf import set_aside_damaged_events
+from training.log.metrics import FILE, SPIKES, evaluations, parse_record, set_aside_if_damaged
 from training.log.report import introduction, memory_estimate, overfitting, summary
 from training.log.reporter import open_records
 from training.optimizer import optimizer_of
@@ -102,7 +102,10 @@ def take_folder(run: Run, stack: contextlib.ExitStack) -> tuple[Callable[[], Non
     """
     check = functools.partial(check_place, stack.enter_context(locked(run.folder)))
     check_folder(run.config, run.folder)  # once more: another run may have begun there meanwhile
-    notes = [*set_aside_damaged_records(run.folder), *set_aside_damaged_events(run.folder)]
+    records = {FILE: parse_record, SPIKES: parse_record, mlperf.FILE: mlperf.parse_event}
+    notes = [
+        line for name, parse in records.items() for line in set_aside_if_damaged(run.folder / name, parse)
+    ]
     if run.config.resume:
         layer_policies = functools.partial(llama.layer_policies, run.model)
         notes += changed_files(run.config.precision, run.config.steps, run.phases, layer_policies)
@@ -148,7 +151,6 @@ def begin_or_resume(
             state = run.filled(state)
             if position is not None:
                 stream.set_state(position)
-            notes = [*notes, *missing_steps(run.folder, int(state.step))]
         elif config.resume:
             notes = [*notes, f"no checkpoint in {folder}: beginning at step 1"]
         with open_records(run, state, began, check) as records:

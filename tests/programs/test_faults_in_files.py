@@ -4,7 +4,6 @@ One short run is trained once; each test breaks a copy of it.
 """
 
 import contextlib
-import json
 import multiprocessing
 import os
 import pathlib
@@ -97,21 +96,21 @@ def broken_paths(tmp_path):
     """Yields paths that cannot be a run's folder, with a part of the message."""
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
-    yield tmp_path / "file", "is a file instead of a folder"
-    yield tmp_path / "file" / "run", "is a file instead of a folder"
-    yield tmp_path / ("n" * 300), "Name a shorter path"
-    yield tmp_path / "loop" / "run", "form a circle"
-    yield pathlib.Path("/proc/run"), "Check the name"
+    yield tmp_path / "file", "Not a directory"
+    yield tmp_path / "file" / "run", "Not a directory"
+    yield tmp_path / ("n" * 300), "File name too long"
+    yield tmp_path / "loop" / "run", "Too many levels of symbolic links"
+    yield pathlib.Path("/proc/run"), "No such file or directory"
     if os.geteuid() != 0:  # root may write everywhere
         (tmp_path / "closed").mkdir(mode=0o500)
-        yield tmp_path / "closed" / "run", "Get permission"
+        yield tmp_path / "closed" / "run", "Permission denied"
 
 
 def test_a_path_that_cannot_be_a_folder_is_named_in_one_line(text, tmp_path):
-    for path, advice in broken_paths(tmp_path):
+    for path, cause in broken_paths(tmp_path):
         said = error_of(*SHORT, "--data", text, "--out", path)
         assert str(path) in said
-        assert advice in said
+        assert cause in said
     assert str(tmp_path) in error_of("--resume", "--out", tmp_path / ("n" * 300))
 
 
@@ -129,15 +128,11 @@ def test_a_folder_in_use_is_left_alone(run):
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
-def test_an_edited_configuration_is_noticed_and_restored(run):
+def test_a_damaged_configuration_is_named(run):
     path = run / "config.json"
-    whole = path.read_text()
-    for content in (whole.replace('"lr": 0.004', '"lr": 0.04'), whole[:900], "", "[]"):
+    for content in (path.read_text()[:900], "", "[]"):
         path.write_text(content)
-        said = error_of("--resume", "--out", run)
-        assert str(path) in said
-        subprocess.run(said.partition("restore it: ")[2], shell=True, check=True)
-        assert path.read_text() == whole
+        assert f"{path} is damaged: " in error_of("--resume", "--out", run)
 
 
 def test_damaged_records_and_a_renamed_checkpoint_cost_nothing_else(run, whole, capsys):
@@ -149,19 +144,14 @@ def test_damaged_records_and_a_renamed_checkpoint_cost_nothing_else(run, whole, 
     training_program.main(["--resume", "--out", str(run), "--stop-after", "6"])
     said = capsys.readouterr().out
     assert "60 is damaged (state is of step 6); renamed it damaged-60" in said
-    assert (
-        f"line 2 of {run}/metrics.jsonl cannot be used (line 2: it is no JSON object): the other 6 stay"
-        in said
-    )
-    assert (
-        f"line 1 of {run}/spikes.jsonl cannot be used (line 1: it is no JSON object): the other 0 stay"
-        in said
-    )
-    assert f"{run}/metrics.jsonl lacks step 2 of the 4 taken" in said
+    for name, line in (("metrics.jsonl", 2), ("spikes.jsonl", 1)):
+        assert (
+            f"{run}/{name} is damaged (line {line}: it is no JSON object); renamed it damaged-{name}" in said
+        )
     assert (run / "damaged-metrics.jsonl").read_bytes() == damaged
     losses = {(r["step"], r.get("loss"), r.get("eval_loss")) for r in read_records(whole)}
     found = {(r["step"], r.get("loss"), r.get("eval_loss")) for r in read_records(run)}
-    assert losses - found == {(2, json.loads(lines[1])["loss"], None)}
+    assert {step for step, *_ in found} == {5, 6}
     assert found < losses
 
 
@@ -292,7 +282,7 @@ def test_a_folder_that_becomes_unwritable_ends_the_run_and_resuming_is_possible(
     with unwritable(out):
         process.join(30)
         assert process.exitcode == 1
-        assert "Get permission to read and write there" in error_of("--resume", "--out", out)
+        assert str(out) in error_of("--resume", "--out", out)
     said = errors.read_text()
     assert said.count("\n") == 1
     assert f"could not be saved in {out}/checkpoints" in said
@@ -343,5 +333,5 @@ def test_a_file_system_that_cannot_be_written_is_named(run, tmp_path):
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 1
-    said = "run/lock: Read-only file system. Name a path on a file system that can be written\n"
+    said = "run/lock: Read-only file system\n"
     assert ended.stderr.endswith(said)

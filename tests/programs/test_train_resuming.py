@@ -139,7 +139,6 @@ def test_resuming_with_other_data_is_an_error(text, finished, tmp_path):
     description["config"]["data"]["data"] = [str(edited)]
     copy = tmp_path / "copy"
     copy.mkdir()
-    del description["crc32"]  # edited on purpose
     (copy / "config.json").write_text(json.dumps(description))
     with pytest.raises(SystemExit, match="the data is"):
         run(edited, copy, "--policy", "full_sr", "--resume")

@@ -18,7 +18,7 @@ from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies
 from training import mlperf
 from training.config import Config
-from training.log.metrics import LineFile, parse_object, read_lines, set_aside_damaged_lines
+from training.log.metrics import LineFile, parse_object, read_lines
 
 FILE = "mllog.txt"
 TOKEN = ":::MLLOG "
@@ -180,12 +180,7 @@ def _lowest_precision(policies: Iterable[Policy]) -> str:
     return next(name for ours, name in _PRECISIONS.items() if ours in formats)
 
 
-def set_aside_damaged_events(folder: pathlib.Path) -> list[str]:
-    """Removes damaged lines from the run's mllog.txt; returns a message if there were any."""
-    return set_aside_damaged_lines(folder / FILE, _parse_event)
-
-
-def _parse_event(line: bytes) -> dict[str, Any]:
+def parse_event(line: bytes) -> dict[str, Any]:
     """Returns the event on a line; raises ValueError if the line is damaged."""
     if not line.startswith(TOKEN.encode()):
         raise ValueError("it is no event")
@@ -200,7 +195,7 @@ def _parse_event(line: bytes) -> dict[str, Any]:
 
 def _lines_until(path: pathlib.Path, sequences: int) -> list[bytes]:
     """Returns the lines of a log up to `sequences`; none if the run had not begun."""
-    events = read_lines(path, _parse_event)
+    events = read_lines(path, parse_event)
     if not any(event["key"] == "block_start" for _, event in events):
         return []
     kept = [

@@ -7,7 +7,6 @@ the run began with, in tokens of the same tokenizer.
 
 import dataclasses
 import json
-import os
 import pathlib
 import shlex
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from training.data.tokenizer import tokenizer_path
 from training.optimizer import learning_rate
 from training.phases import Phase, first_steps
 from training.run.checksums import saved_steps
-from training.run.record import COPY, FILE, from_json, model_of, read_run_config
+from training.run.record import FILE, from_json, model_of, read_run_config
 
 # A resumed run may change these and stay the same run. Data may lie elsewhere; `training.run.resume` checks
 # it.
@@ -62,9 +61,8 @@ def begun_run(folder: pathlib.Path) -> Config | None:
 
 def check_same_run(config: Config, folder: pathlib.Path) -> None:
     """Raises ValueError unless `folder` holds a run with this configuration, or one that has not begun."""
-    if not any(os.path.lexists(folder / name) for name in (FILE, COPY)):
+    if not (folder / FILE).exists():
         raise ValueError(f"--resume: {folder} holds no run; leave out --resume to start one there")
-    read_run_config(folder)  # explains how to restore a missing one
     saved = begun_run(folder)
     if saved is not None:
         check_resumable(config, saved, folder)

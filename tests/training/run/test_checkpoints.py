@@ -336,9 +336,7 @@ def test_a_save_that_fails_at_once_leaves_no_thread_waiting(tmp_path, state):
         ended(set(threading.enumerate()) - before)  # orbax looks for remains of other saves
         (tmp_path / "run").rmdir()
         (tmp_path / "run").write_text("a file")
-        with pytest.raises(
-            CheckpointError, match=r"step 1 could not .* Not a directory\. A part of the path"
-        ):
+        with pytest.raises(CheckpointError, match=r"step 1 could not .* Not a directory"):
             checkpoints.save(at_step(state, 1), {})
     assert ended({thread for thread in set(threading.enumerate()) - before if not thread.daemon})
 

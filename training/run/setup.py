@@ -43,7 +43,6 @@ from training.run.checksums import check_saveable, saved_steps
 from training.run.lock import FILE as LOCK
 from training.run.lock import check_unlocked
 from training.run.record import (
-    COPY,
     FILE,
     HUGGINGFACE,
     from_json,
@@ -285,7 +284,7 @@ def remove_beginning(run: Run) -> None:
         return
     for name in (HUGGINGFACE, "profile", "wandb"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    names = FILE, COPY, LOCK, METRICS, SPIKES, mlperf_log.FILE, wandb_run.ID_FILE
+    names = FILE, LOCK, METRICS, SPIKES, mlperf_log.FILE, wandb_run.ID_FILE
     for path in (*(folder / name for name in names), *folder.glob(f"{tensorboard.PREFIX}*")):
         path.unlink(missing_ok=True)
     for path in (folder / "checkpoints", *([] if run.had_folder else [folder])):
