@@ -17,9 +17,9 @@ from models.generation import Options, generate
 from training.data.megatron import is_indexed, parse_blend
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_path
+from training.files import HUGGINGFACE
 from training.memory import gib, memory_there_is
 from training.process.start import program_name
-from training.run.record import HUGGINGFACE
 from training.run.resume import begun_run
 
 

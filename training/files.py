@@ -9,6 +9,9 @@ import stat
 import zlib
 from typing import IO, Any
 
+HUGGINGFACE = "huggingface"
+"""The folder in a run that holds everything of an imported checkpoint except its weights."""
+
 
 def write_atomically(path: pathlib.Path, data: bytes | str) -> None:
     """Writes a file under a temporary name, flushes it to the disk, and renames it.

@@ -42,10 +42,11 @@ from mxjax.numerics.scales import ScaleRule
 from training.command_line import flags
 from training.config import Config, DataConfig, PrecisionConfig
 from training.data.tokenizer import tokenizer_path
+from training.files import HUGGINGFACE
 from training.process.environment import input_errors
 from training.process.start import output_errors, unwinding_signals
 from training.run.checkpoints import Checkpoints, save_params
-from training.run.record import HUGGINGFACE, model_of, read_run_config, to_json, write_run_config
+from training.run.record import model_of, read_run_config, to_json, write_run_config
 
 PROGRAM = "python -m training.huggingface"
 

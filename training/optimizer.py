@@ -13,28 +13,25 @@ import optax
 from jaxtyping import Array, Bool
 
 from mxjax.policy.layers import LayerPolicies
-from training.config import Config, OptimizerConfig
+from training.config import OptimizerConfig
 from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
 
 
-def optimizer_of(config: Config, layers: LayerPolicies) -> optax.GradientTransformationExtraArgs:
+def optimizer_of(
+    config: OptimizerConfig, deoscillate: str | None, layers: LayerPolicies
+) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer of a run while these policies hold: `make_optimizer`'s, and `--deoscillate`."""
-    optimizer = make_optimizer(config.optimizer)
-    if config.precision.deoscillate is None:
+    optimizer = make_optimizer(config)
+    if deoscillate is None:
         return optimizer
-    return optax.chain(optimizer, snap_oscillating(parse_deoscillation(config.precision.deoscillate), layers))
+    return optax.chain(optimizer, snap_oscillating(parse_deoscillation(deoscillate), layers))
 
 
-def check_optimizer(config: Config, phases: Sequence[LayerPolicies]) -> None:
+def check_optimizer(deoscillate: str | None, phases: Sequence[LayerPolicies]) -> None:
     """Raises ValueError unless a run can have its optimizer in all phases."""
-    if config.precision.deoscillate is not None:
-        parse_deoscillation(config.precision.deoscillate)
+    if deoscillate is not None:
+        parse_deoscillation(deoscillate)
         check_policies(phases)
-
-
-def keeps_finite_of(config: Config) -> Callable[[jax.Array], Bool[Array, ""]] | None:
-    """Returns `keeps_finite` of `optimizer_of`'s optimizer: None if it snaps weights."""
-    return keeps_finite(config.optimizer) if config.precision.deoscillate is None else None
 
 
 def learning_rate(config: OptimizerConfig, steps: int, numpy: Any = jnp) -> optax.Schedule:

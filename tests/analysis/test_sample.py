@@ -20,7 +20,7 @@ from analysis.restore import restore
 from analysis.sample import Codec, SampleConfig, codec_of
 from models import llama
 from training.command_line import parse
-from training.run.record import HUGGINGFACE
+from training.files import HUGGINGFACE
 
 
 @pytest.fixture(scope="module")

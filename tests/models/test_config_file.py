@@ -11,9 +11,9 @@ from models.configs import CONFIGS, get_config, to_dict
 from models.huggingface.config import write_config
 from training.command_line import parse
 from training.data.indexed_dataset import IndexedWriter
+from training.files import HUGGINGFACE
 from training.log.report import long_sequences
-from training.run.record import HUGGINGFACE
-from training.run.run import open_folder, set_up
+from training.run.setup import open_folder, set_up
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 SMALL = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16}
@@ -72,13 +72,13 @@ def test_the_vocabulary_comes_from_the_data(tmp_path, raw):
     raw = {name: value for name, value in raw.items() if name != "vocab_size"}
     path = write(tmp_path / "shape.json", raw)
     flags = ["--model-config", str(path), "--seq-len", "8", "--eval-batches", "1", "--batch-size", "1"]
-    assert set_up(parse([*flags, "--data", __file__, "--out", str(tmp_path / "run")])).model.vocab_size == 257
+    assert set_up(parse([*flags, "--data", __file__]), tmp_path / "run").model.vocab_size == 257
     dataset = str(tmp_path / "ids")
     with IndexedWriter(dataset, np.uint16) as writer:
         for _ in range(40):
             writer.add(np.arange(40, dtype=np.uint16))
     with pytest.raises(ValueError, match="--vocab-size"):
-        set_up(parse([*flags, "--data", dataset, "--out", str(tmp_path / "run")]))
+        set_up(parse([*flags, "--data", dataset]), tmp_path / "run")
 
 
 @pytest.mark.parametrize(("length", "is_longer"), [(512, False), (513, True)])
@@ -102,11 +102,11 @@ def test_a_run_keeps_its_shape_when_the_file_is_gone(tmp_path):
     path, out = write(tmp_path / "shape.json", SMALL), tmp_path / "run"
     flags = ["--model-config", str(path), "--data", __file__, "--seq-len", "8", "--eval-batches", "1"]
     assert parse(flags).folder().name.startswith("shape-")
-    run = set_up(parse([*flags, "--out", str(out), "--batch-size", "1"]))
+    run = set_up(parse([*flags, "--out", str(out), "--batch-size", "1"]), out)
     assert (run.model.d_model, run.model.vocab_size, run.model.rope_scaling.factor) == (32, 257, 4.0)
-    open_folder(run)
+    open_folder(run, out)
     path.unlink()
-    assert set_up(parse(["--out", str(out), "--resume"])).model == run.model
+    assert set_up(parse(["--out", str(out), "--resume"]), out).model == run.model
 
 
 def test_two_models_are_refused(capsys):

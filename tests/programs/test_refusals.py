@@ -142,7 +142,7 @@ def test_other_scripts_are_names_like_any():
     ],
 )
 def test_the_command_of_a_run_resumes_it_when_repeated(text, tmp_path, monkeypatch, flags, capsys):
-    monkeypatch.setattr(training_program.Loop, "train", lambda _: {})
+    monkeypatch.setattr(training_program, "take_steps", lambda *_: {})
     run(text, tmp_path / "run", *flags)
     late = "warning: --deoscillate 3:200:1500 has no effect with --steps 6"
     assert capsys.readouterr().out.count(late) == ("primus_deosc" in flags)

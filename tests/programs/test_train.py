@@ -47,7 +47,7 @@ def test_every_policy_sees_the_same_first_batch(text, tmp_path):
 
 
 def test_rules_and_scale_rule_reach_the_layers(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(training_program.Loop, "train", lambda _: {})
+    monkeypatch.setattr(training_program, "take_steps", lambda *_: {})
     flags = ["--policy", "wgrad", "--scale-rule", "even", "--layers", "blocks.0.*=bf16", "head=fp8"]
     run(text, tmp_path / "run", *flags)
     [phase] = json.loads((tmp_path / "run" / "config.json").read_text())["phases"]
@@ -103,7 +103,7 @@ def test_bad_input_ends_with_what_to_do(text, tmp_path, flags, message):
 @pytest.mark.parametrize(("limit", "warns"), [(None, False), (2**30, False), (2**20, True)])
 def test_the_start_says_what_a_step_takes(text, tmp_path, monkeypatch, capsys, limit, warns):
     monkeypatch.setattr(report, "memory_limit", lambda device: limit)
-    monkeypatch.setattr(training_program.Loop, "train", lambda _: {})
+    monkeypatch.setattr(training_program, "take_steps", lambda *_: {})
     run(text, tmp_path / "run", "--remat", "full")
     printed = capsys.readouterr().out
     assert "memory a device, estimated with --remat full: 0.0" in printed
@@ -113,7 +113,7 @@ def test_the_start_says_what_a_step_takes(text, tmp_path, monkeypatch, capsys, l
 
 def without_memory(monkeypatch, step):
     """Makes a step of training need more memory than there is."""
-    original = training_program.make_programs
+    original = programs.make_programs
 
     def make_programs(*arguments):
         train_step, *others = original(*arguments)
@@ -125,7 +125,7 @@ def without_memory(monkeypatch, step):
 
         return programs.Programs(fails, *others)
 
-    monkeypatch.setattr(training_program, "make_programs", make_programs)
+    monkeypatch.setattr(programs, "make_programs", make_programs)
 
 
 RECORDS = ["--policy", "bf16", "--mllog", "--tensorboard"]
@@ -270,13 +270,13 @@ def test_measuring_layers_and_tracing_are_not_in_a_step_s_time(text, tmp_path, m
 
         return lasts
 
-    original = training_program.make_programs
+    original = programs.make_programs
 
     def make_programs(*arguments):
         step, *others = original(*arguments)
         return programs.Programs(lasting(1, step), *(lasting(1000, other) for other in others))
 
-    monkeypatch.setattr(training_program, "make_programs", make_programs)
+    monkeypatch.setattr(programs, "make_programs", make_programs)
     for name in ("start_trace", "stop_trace"):
         monkeypatch.setattr(jax.profiler, name, lasting(1000, lambda *_: None))
     flags = ["--policy", "bf16", "--stats-every", "5", "--profile", "2:3", "--eval-every", "4"]

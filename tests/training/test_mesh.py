@@ -28,7 +28,7 @@ from training.config import Config
 from training.huggingface import export_checkpoint
 from training.phases import Phase
 from training.process.together import join_processes, wait_for_coordinator
-from training.run.run import fits_mesh
+from training.run.setup import fits_mesh
 from training.sharding import check_batch, filled_size, parse_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -13,12 +13,15 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+
 from models.sharding import batch_parts_of
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies
 from training import mlperf
 from training.config import Config
 from training.log.metrics import LineFile, parse_object, read_lines
+from training.plan import Plan
 
 FILE = "mllog.txt"
 TOKEN = ":::MLLOG "
@@ -117,6 +120,16 @@ class MLPerfLog:
             "metadata": metadata if at is None else {"samples_count": at, **metadata},
         }
         self._file.write(TOKEN + json.dumps(event))
+
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """Returns the settings at the head of a run's log; empty without --mllog."""
+    if not plan.config.mlperf.mllog:
+        return {}
+    sequences = sum(len(batch) for batch in plan.held_out)
+    layers = [layer for phase in plan.phases for layer in phase.layers.items()]
+    policies = LayerPolicies(*zip(*layers, strict=True))  # of all phases, for their lowest precision
+    return settings(plan.config, policies, sequences, jax.devices()[0].device_kind, plan.mesh.shape)
 
 
 def settings(

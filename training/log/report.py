@@ -10,40 +10,41 @@ import numpy as np
 
 from models.config_file import context_length
 from mxjax.products.implementations import choose_implementation
-from training import memory
 from training.config import Config
 from training.deoscillation import parse_deoscillation
+from training.files import HUGGINGFACE
 from training.log.metrics import in_words
-from training.memory import gib, memory_limit
+from training.memory import Memory, gib, memory_limit
 from training.optimizer import learning_rate
-from training.phases import Phase, phase_at
-from training.run.record import HUGGINGFACE
-from training.run.resume import command_to_continue
-from training.run.run import Run
-from training.sharding import make_mesh
-from training.step import TrainState
+from training.phases import Phase
+from training.plan import Plan
 
 OVERFITTED = 0.02
 """A run has overfitted if its last evaluation is this many nats above its lowest: 2 % more perplexity."""
 
 
-def introduction(run: Run, estimate: str) -> str:
-    """Returns the introduction: model, data, policies, devices and the `memory_estimate`."""
-    config, model = run.config, run.model
+def command_to_continue(folder: pathlib.Path) -> str:
+    """Returns the command that continues the run in a folder."""
+    return f"python train.py --out {shlex.quote(str(folder))} --resume"
+
+
+def introduction(plan: Plan, folder: pathlib.Path, memory: Memory) -> str:
+    """Returns the introduction: model, data, policies, devices and the memory of a step."""
+    config, model = plan.config, plan.model
     tokens = config.steps * config.data.tokens_a_step
-    epochs = tokens / run.corpus.train_tokens
+    epochs = tokens / plan.corpus.train_tokens
     repeated = f", {epochs:.1f} epochs" if epochs >= 1.05 else ""
     return "\n".join(
         [
-            f"model {config.model_name}: {model.n_params:,} parameters, {vocabulary(run)}"
+            f"model {config.model_name}: {model.n_params:,} parameters, {vocabulary(plan)}"
             f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
-            f"data {run.corpus.source}: {run.corpus.train_tokens:,} tokens, {tokens:,} to train on "
+            f"data {plan.corpus.source}: {plan.corpus.train_tokens:,} tokens, {tokens:,} to train on "
             f"({tokens / model.n_params:.1f}/parameter{repeated}), "
-            f"unigram entropy {run.corpus.unigram_entropy():.4f}",
-            *(line for phase in run.phases for line in phase_lines(phase)),
-            f"run {run.folder} on {mesh_text(run.mesh)} {jax.devices()[0].device_kind}, "
+            f"unigram entropy {plan.corpus.unigram_entropy():.4f}",
+            *(line for phase in plan.phases for line in phase_lines(phase)),
+            f"run {folder} on {mesh_text(plan.mesh)} {jax.devices()[0].device_kind}, "
             f"implementation {choose_implementation(config.precision.implementation)}",
-            estimate,
+            memory_text(memory, config.remat),
             *late_flags(config),
             *low_learning_rate(config),
             *long_sequences(config),
@@ -92,9 +93,9 @@ def long_sequences(config: Config) -> list[str]:
     ]
 
 
-def vocabulary(run: Run) -> str:
+def vocabulary(plan: Plan) -> str:
     """Returns the filler of the vocabulary in words, if there is any."""
-    own, filled = run.model.vocab_size, run.filled_vocab_size
+    own, filled = plan.model.vocab_size, plan.filled_vocab_size
     return "" if filled == own else f"vocabulary {own:,} filled up to {filled:,} for --mesh, "
 
 
@@ -110,28 +111,9 @@ def phase_lines(phase: Phase) -> list[str]:
     return [f"policy {phase.policy}{start}:", *(f"  {line}" for line in str(phase.layers).splitlines())]
 
 
-def memory_estimate(run: Run, state: TrainState, step: int) -> str:
-    """Returns the memory of a step on a device, its share of the total, and advice if it is too much.
-
-    Args:
-      state: arrays, or their shapes, dtypes and shardings.
-      step: the last step taken.
-    """
-    config = run.config
-    with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
-        needed = memory.step_memory(
-            run.model,
-            phase_at(run.phases, step).layers,
-            state.params,
-            state.opt_state,
-            batch_size=config.data.batch_size,
-            seq_len=config.data.seq_len,
-            accumulate=config.accumulate,
-            mesh=run.mesh.shape,
-            remat=config.remat,
-            implementation=config.precision.implementation,
-        )
-    text = f"memory a device, estimated with --remat {config.remat}: {needed}"
+def memory_text(needed: Memory, remat: str) -> str:
+    """Returns the memory of a step on a device, its share of the total, and advice if it is too much."""
+    text = f"memory a device, estimated with --remat {remat}: {needed}"
     limit = memory_limit(jax.local_devices()[0])
     if limit is None:
         return text
@@ -143,28 +125,33 @@ def memory_estimate(run: Run, state: TrainState, step: int) -> str:
 
 
 def summary(
-    run: Run, step: int, done: bool, evaluation: dict[str, float], step_times: Sequence[float]
+    plan: Plan,
+    folder: pathlib.Path,
+    step: int,
+    done: bool,
+    evaluation: Mapping[str, float],
+    step_times: Sequence[float],
 ) -> str:
     """Returns the summary: the last evaluation, the speed, and the commands that come next.
 
     Args:
-      run: the run.
+      plan, folder: the run.
       step: the last step taken.
       done: the run is complete.
       evaluation: the last evaluation; empty if there was nothing left to do.
       step_times: seconds of each step since this start.
     """
-    config = run.config
+    config = plan.config
     if not evaluation:
         reached = "has reached its last step or its target" if done else f"stands after step {step} already"
-        return f"nothing left to do: the run in {run.folder} {reached}"
+        return f"nothing left to do: the run in {folder} {reached}"
     what = "final" if done else f"stopped after step {step} of {config.steps}:"
-    lines = [f"{what} {in_words(evaluation)} (unigram entropy {run.corpus.unigram_entropy():.4f})"]
+    lines = [f"{what} {in_words(evaluation)} (unigram entropy {plan.corpus.unigram_entropy():.4f})"]
     if step_times:
         lines.append(times_in_words(step_times, config.data.tokens_a_step))
     if not done:
-        lines.append(f"continue with: {command_to_continue(run.folder)}")
-    return "\n".join([*lines, f"evaluate it with: python eval.py {shlex.quote(str(run.folder))}"])
+        lines.append(f"continue with: {command_to_continue(folder)}")
+    return "\n".join([*lines, f"evaluate it with: python eval.py {shlex.quote(str(folder))}"])
 
 
 def overfitting(folder: pathlib.Path, losses: Mapping[int, float], last: int, best: int | None) -> list[str]:

@@ -4,28 +4,29 @@ Step metrics are fetched one step late: while step n runs, step n - 1 is reporte
 """
 
 import contextlib
+import math
+import pathlib
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
-from models.configs import to_dict
+from training.config import ObserveConfig
 from training.log import throughput
 from training.log.display import Display
-from training.log.health import NonFiniteGuard, SpikeDetector
+from training.log.health import NonFiniteError, NonFiniteGuard, SpikeDetector
 from training.log.metrics import FILE as METRICS
-from training.log.metrics import MetricsLog, Sink, is_done
+from training.log.metrics import MetricsLog, Sink, in_words
 from training.log.mlperf import FILE as MLLOG
-from training.log.mlperf import MLPerfLog
+from training.log.mlperf import MLPerfLog, settings_of
 from training.log.profiling import StepTracer
 from training.log.sinks import EventFiles, WandbRun
 from training.memory import memory_use
 from training.optimizer import learning_rate
+from training.plan import Plan
 from training.process.together import is_first_process, together
-from training.run.record import to_json
-from training.run.run import Run, mlperf_settings
 from training.step import StepMetrics, TrainState, layer_names
 
 _RECENT_STEPS = 10  # averaged for the speed
@@ -103,68 +104,149 @@ class StepReporter:
         self._clock = time.monotonic()
 
 
-class Records(NamedTuple):
-    """Everything that a run writes to; `open_records` closes it."""
+class RunLog:
+    """Everything that a run reports: metrics, terminal, traces, MLPerf's log, evidence of bad steps."""
 
-    log: MetricsLog
-    display: Display
-    tracer: StepTracer
-    mlperf_log: MLPerfLog
-    nonfinite: NonFiniteGuard
-    reporter: StepReporter
+    def __init__(
+        self,
+        log: MetricsLog,
+        display: Display,
+        tracer: StepTracer,
+        mlperf_log: MLPerfLog,
+        nonfinite: NonFiniteGuard,
+        reporter: StepReporter,
+        tokens_a_step: int,
+        batch_size: int,
+    ):
+        """Reports to these; `open_log` opens them."""
+        self.display, self.nonfinite, self.step_times = display, nonfinite, reporter.step_times
+        self._log, self._tracer, self._mlperf, self._reporter = log, tracer, mlperf_log, reporter
+        self._tokens_a_step, self._batch_size = tokens_a_step, batch_size
+        self._switched = False
+
+    def switch(self, step: int, policy: str) -> None:
+        """Says that a step begins a phase, whose programs compile in that step."""
+        self._reporter.flush()
+        self._log.write(step=step, policy=policy)
+        self.display.line(f"step {step:6d}  policy {policy} from here on, compiling it first")
+        self._switched = True
+
+    def layers(self, step: int, policy: str, measure: Callable[[], Mapping[str, Any]]) -> None:
+        """Records what `measure` returns: the error of each layer's GEMMs in the coming step."""
+        with self.pause():
+            self._log.write(step=step, policy=policy, layers=measure())
+
+    def traced(self, step: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns function(*arguments), the work of a step, and traces it if --profile says so."""
+        self._tracer.before(step, self.pause)
+        result = self._tracer.run(step, function, *arguments)
+        if self._switched:
+            self._reporter.restart_clock()  # the new program is compiled by now
+            self._switched = False
+        return result
+
+    def step(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
+        """Takes the metrics of a step just dispatched and reports the step before it.
+
+        Raises:
+          NonFiniteError: the loss or gradient of the step before was not finite; see `NonFiniteGuard.check`.
+        """
+        self._reporter.step(step, metrics)
+        self._tracer.after(step, state, self.pause)
+
+    def evaluation_starts(self, step: int) -> None:
+        """Says that training pauses for an evaluation."""
+        self._mlperf.evaluation_starts(step * self._batch_size)
+
+    def evaluation(self, step: int, found: Mapping[str, float]) -> None:
+        """Records an evaluation.
+
+        Raises:
+          NonFiniteError: its loss is NaN or infinite.
+        """
+        self._log.write(step=step, tokens=step * self._tokens_a_step, **found)
+        self.display.line(f"step {step:6d}  {in_words(found)}")
+        if not math.isfinite(loss := found["eval_loss"]):
+            raise NonFiniteError(f"eval loss {loss} at step {step}", step)
+
+    def evaluation_ends(self, step: int, loss: float, last: bool) -> None:
+        """Says that training continues after an evaluation, unless it was the last."""
+        self._mlperf.evaluation_ends(step * self._batch_size, loss, last=last)
+
+    def run_ends(self, step: int, success: bool) -> None:
+        """Says in MLPerf's log that the run has ended, and whether it reached its target."""
+        self._mlperf.run_ends(step * self._batch_size, success)
+
+    def pause(self) -> contextlib.AbstractContextManager[None]:
+        """Reports the last step taken; the block's time does not count for the next step."""
+        return self._reporter.pause()
+
+    def sync(self) -> None:
+        """Waits until every line of metrics.jsonl is on the disk."""
+        self._log.sync()
 
 
 @contextlib.contextmanager
-def open_records(run: Run, state: TrainState, began: float, check_place: Callable[[], None]):
-    """Yields the records, continued after the state's step, and closes them; the first process alone writes.
+def open_log(
+    plan: Plan,
+    folder: pathlib.Path,
+    state: TrainState,
+    *,
+    began: float,
+    check_place: Callable[[], None],
+    description: Mapping[str, Any],
+    writes_mllog: bool,
+) -> Iterator[RunLog]:
+    """Yields the log, continued after the state's step, and closes it; the first process alone writes.
 
     Args:
-      run: the run.
+      plan, folder: the run.
       state: the state to continue from.
       began: the time, in seconds since 1970, at which the program started.
       check_place: raises an error if the folder is no longer this run's; called before each line.
+      description: the values of config.json, for W&B.
+      writes_mllog: write MLPerf's log.
     """
-    config, start, writes = run.config, int(state.step), is_first_process()
-    path = run.folder / METRICS
+    config, start, writes = plan.config, int(state.step), is_first_process()
+    observe, data, path = config.observe, config.data, folder / METRICS
     with contextlib.ExitStack() as stack:
         with together():  # the others read metrics.jsonl, so the first trims it before
             log = MetricsLog(None)
             if writes:
-                log = MetricsLog(path, start, _sinks(run, start), check_place)
+                log = MetricsLog(path, start, _sinks(observe, folder, start, description), check_place)
             stack.enter_context(log)
         display = stack.enter_context(Display(config.steps, start, config.log_every, quiet=not writes))
-        tracer = stack.enter_context(StepTracer(config.observe.profiled_steps, run.folder / "profile"))
+        tracer = stack.enter_context(StepTracer(observe.profiled_steps, folder / "profile"))
         with together():
-            wanted = config.mlperf.mllog and writes and not is_done(config, run.folder, start)
-            mlperf_path = run.folder / MLLOG if wanted else None
-            sequences = start * config.data.batch_size
-            mlperf_log = stack.enter_context(MLPerfLog(mlperf_path, mlperf_settings(run), sequences, began))
+            mlperf_path = folder / MLLOG if writes_mllog and writes else None
+            sequences = start * data.batch_size
+            mlperf_log = stack.enter_context(MLPerfLog(mlperf_path, settings_of(plan), sequences, began))
             show, factor, skips = display.line, config.spike_factor, config.on_nonfinite == "skip"
-            spikes = stack.enter_context(SpikeDetector(run.folder, factor, run.batch_of, show, start))
-            names = layer_names(state.params)
-            nonfinite = NonFiniteGuard(run.folder, skips, run.batch_of, names, show)
-        data = config.data
+            spikes = stack.enter_context(SpikeDetector(folder, factor, plan.batch_of, show, start))
+            nonfinite = NonFiniteGuard(folder, skips, plan.batch_of, layer_names(state.params), show)
         reporter = StepReporter(
             log,
             display,
             nonfinite,
             spikes,
             data.tokens_a_step,
-            data.tokens_a_step * run.model.flops_per_token(data.seq_len),
+            data.tokens_a_step * plan.model.flops_per_token(data.seq_len),
             learning_rate(config.optimizer, config.steps, np),  # on the host: it must not wait for the device
         )
-        yield Records(log, display, tracer, mlperf_log, nonfinite, reporter)
+        tokens, sequences = data.tokens_a_step, data.batch_size
+        yield RunLog(log, display, tracer, mlperf_log, nonfinite, reporter, tokens, sequences)
 
 
-def _sinks(run: Run, start: int) -> list[Sink]:
+def _sinks(
+    observe: ObserveConfig, folder: pathlib.Path, start: int, description: Mapping[str, Any]
+) -> list[Sink]:
     """Returns where metrics go besides metrics.jsonl.
 
     W&B, which fails with a warning only, comes last: an error of the others leaves nothing open.
     """
-    observe, sinks = run.config.observe, list[Sink]()
+    sinks = list[Sink]()
     if observe.tensorboard:
-        sinks.append(EventFiles(run.folder, start))
+        sinks.append(EventFiles(folder, start))
     if observe.wandb:
-        values = {"config": to_json(run.config), "model": to_dict(run.model), "data": run.corpus.facts}
-        sinks.append(WandbRun(run.folder, values))
+        sinks.append(WandbRun(folder, {name: description[name] for name in ("config", "model", "data")}))
     return sinks

@@ -17,8 +17,8 @@ from typing import TextIO
 
 from training.files import is_same
 from training.log.metrics import FILE as METRICS
+from training.log.report import command_to_continue
 from training.run.checksums import saved_steps
-from training.run.resume import command_to_continue
 
 FILE = "lock"
 _BEGIN = "process "

@@ -15,8 +15,6 @@ from training.config import Config, DataConfig, MLPerfConfig, ObserveConfig, Opt
 from training.files import special_kind, write_atomically
 
 FILE = "config.json"
-HUGGINGFACE = "huggingface"
-"""The folder in a run that holds everything of an imported checkpoint except its weights."""
 
 
 def to_json(config: Config) -> dict[str, Any]:

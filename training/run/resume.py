@@ -45,11 +45,6 @@ _MAY_CHANGE = {
 }
 
 
-def command_to_continue(folder: pathlib.Path) -> str:
-    """Returns the command that continues the run in a folder."""
-    return f"python train.py --out {shlex.quote(str(folder))} --resume"
-
-
 def begun_run(folder: pathlib.Path) -> Config | None:
     """Returns the configuration of the run in a folder; None without a run, or if it has not begun.
 

@@ -12,31 +12,27 @@ import pathlib
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 
 from models import llama
 from models.config_file import load_config
 from models.configs import LlamaConfig, get_config, to_dict
 from models.huggingface.files import check_files
 from models.sharding import batch_parts_of
-from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from training.config import Config, by_flag
 from training.data.load import load_data
-from training.data.megatron import MegatronCorpus
-from training.data.text import TextCorpus, evaluation_batches
-from training.files import temporary_path
+from training.data.text import evaluation_batches
+from training.files import HUGGINGFACE, temporary_path
 from training.log import mlperf as mlperf_log
 from training.log import sinks as tensorboard
 from training.log import sinks as wandb_run
-from training.log.metrics import FILE as METRICS
-from training.log.metrics import SPIKES, read_records
 from training.memory import gib, memory_there_is
 from training.optimizer import check_optimizer
 from training.phases import Phase, expand, from_record, phases_of, to_record
+from training.plan import Plan
 from training.process.environment import facts
 from training.process.together import gather, is_first_process
 from training.run.checksums import check_saveable, saved_steps
@@ -44,7 +40,6 @@ from training.run.lock import FILE as LOCK
 from training.run.lock import check_unlocked
 from training.run.record import (
     FILE,
-    HUGGINGFACE,
     from_json,
     model_of,
     read_run_config,
@@ -60,53 +55,14 @@ from training.run.resume import (
     extend_phases,
     last_checkpoint,
 )
-from training.sharding import check_batch, check_shards, filled_size, make_mesh, resize_on
+from training.sharding import check_batch, check_shards, make_mesh
 
 # Everything that a run killed before its config.json leaves behind.
 _BEFORE_CONFIG = {HUGGINGFACE, LOCK, temporary_path(pathlib.Path(FILE)).name}
 
 
-class Run(NamedTuple):
-    """Everything that stays the same throughout a run.
-
-    Attributes:
-      folder: where the run writes.
-      had_folder: whether the folder was there before the run.
-      corpus: the training data.
-      held_out: the batches of an evaluation, whole in every process.
-    """
-
-    config: Config
-    mesh: jax.sharding.Mesh
-    folder: pathlib.Path
-    had_folder: bool
-    corpus: TextCorpus | MegatronCorpus
-    held_out: list[np.ndarray]
-    model: LlamaConfig
-    phases: tuple[Phase, ...]
-
-    def batch_of(self, step: int) -> tuple[np.ndarray, dict[str, list]]:
-        """Returns the batch of a step and its origin in the data."""
-        arguments = self.config.data, self.config.seed, self.config.steps, step - 1
-        return next(self.corpus.batches(*arguments)), self.corpus.batch_indices(*arguments)
-
-    @property
-    def filled_vocab_size(self) -> int:
-        """The vocabulary of the training state; see `training.sharding`."""
-        return filled_size(self.mesh.shape, self.model, [phase.layers for phase in self.phases])
-
-    def filled(self, tree: Any) -> Any:
-        """Returns parameters, or a training state, with the vocabulary that the mesh needs."""
-        return resize_on(self.mesh, tree, self.filled_vocab_size)
-
-    def unfilled(self, tree: Any) -> Any:
-        """Returns parameters, or a training state, with the model's own vocabulary, as in checkpoints."""
-        return resize_on(self.mesh, tree, self.model.vocab_size)
-
-
-def set_up(config: Config) -> Run:
-    """Reads and checks everything that a run needs; raises ValueError before anything is computed."""
-    folder = config.folder()
+def set_up(config: Config, folder: pathlib.Path) -> Plan:
+    """Returns the plan of a run in `folder`, checked; raises ValueError before anything is computed."""
     config = expand(config)
     if is_first_process():
         check_unlocked(folder)
@@ -119,7 +75,7 @@ def set_up(config: Config) -> Run:
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
-    check_optimizer(config, [phase.layers for phase in phases])
+    check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
     if config.observe.tensorboard:
         tensorboard.check_tensorboard()
     if config.observe.wandb:
@@ -139,22 +95,22 @@ def set_up(config: Config) -> Run:
         corpus.vocab_size,
         n_sequences=config.eval_sequences,
     )
-    run = Run(config, mesh, folder, folder.exists(), corpus, list(held_out), model, phases)
-    mlperf_settings(run)
+    plan = Plan(config, mesh, corpus, list(held_out), model, phases)
+    mlperf_log.settings_of(plan)
     if config.resume:
         check_same_data(folder, corpus.facts)
         if (begun := begun_run(folder)) is not None and begun.steps != config.steps:
             check_order(corpus, config, begun)
     if is_first_process():
         check_unlocked(folder)  # once more: reading the data took a while
-    check_folder(config, folder)
-    return run
+    check_folder(config.resume, folder)
+    return plan
 
 
-def check_folder(config: Config, folder: pathlib.Path) -> None:
+def check_folder(resume: bool, folder: pathlib.Path) -> None:
     """Raises ValueError unless a run may write in the folder: it begins in an empty one."""
     check_saveable(folder)
-    if config.resume or not folder.exists():
+    if resume or not folder.exists():
         return
     if {path.name for path in folder.iterdir()} - _BEFORE_CONFIG:
         raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
@@ -236,87 +192,60 @@ def choose_phases(config: Config, model: LlamaConfig, folder: pathlib.Path) -> t
     return phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
 
 
-def mlperf_settings(run: Run) -> dict[str, Any]:
-    """Returns the settings at the head of MLPerf's log; empty without --mllog."""
-    if not run.config.mlperf.mllog:
-        return {}
-    sequences = sum(len(batch) for batch in run.held_out)
-    layers = [layer for phase in run.phases for layer in phase.layers.items()]
-    policies = LayerPolicies(*zip(*layers, strict=True))  # of all phases, for their lowest precision
-    return mlperf_log.settings(run.config, policies, sequences, jax.devices()[0].device_kind, run.mesh.shape)
-
-
-def open_folder(run: Run) -> None:
-    """Creates the run's folder and writes config.json: all resolved values, policies, data and devices."""
-    values: dict[str, Any] = {
-        "config": to_json(run.config),
-        "model": to_dict(run.model),
-        **to_record(run.phases),
-        "data": run.corpus.facts,
-        "implementation": choose_implementation(run.config.precision.implementation),
+def description_of(plan: Plan) -> dict[str, Any]:
+    """Returns the values of config.json: all resolved values, policies, data and devices."""
+    return {
+        "config": to_json(plan.config),
+        "model": to_dict(plan.model),
+        **to_record(plan.phases),
+        "data": plan.corpus.facts,
+        "implementation": choose_implementation(plan.config.precision.implementation),
         "environment": facts(),
-        "mesh": dict(run.mesh.shape),
+        "mesh": dict(plan.mesh.shape),
     }
-    run.folder.mkdir(parents=True, exist_ok=True)
-    begun = (run.folder / FILE).exists()
+
+
+def open_folder(plan: Plan, folder: pathlib.Path) -> None:
+    """Creates the run's folder, with config.json and what an imported checkpoint brings."""
+    values, init = description_of(plan), plan.config.init
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = (folder / FILE).exists()
     if not begun:  # remains of a start that was killed
-        shutil.rmtree(run.folder / HUGGINGFACE, ignore_errors=True)
-    if (init := run.config.init) is not None and (init / HUGGINGFACE).exists():
-        (run.folder / HUGGINGFACE).mkdir(exist_ok=True)
+        shutil.rmtree(folder / HUGGINGFACE, ignore_errors=True)
+    if init is not None and (init / HUGGINGFACE).exists():
+        (folder / HUGGINGFACE).mkdir(exist_ok=True)
         for file in filter(pathlib.Path.is_file, (init / HUGGINGFACE).iterdir()):
-            shutil.copy2(file, run.folder / HUGGINGFACE)
-    if begun and "imported" in (before := read_run_config(run.folder)):
+            shutil.copy2(file, folder / HUGGINGFACE)
+    if begun and "imported" in (before := read_run_config(folder)):
         values["imported"] = before["imported"]
-    write_run_config(run.folder, values)
-
-
-def remove_without_steps(run: Run) -> None:
-    """Removes what a new run has written if it has no checkpoint and no step on record."""
-    trained = saved_steps(run.folder / "checkpoints") or any("loss" in r for r in read_records(run.folder))
-    if not (run.config.resume or trained):
-        remove_beginning(run)
-
-
-def remove_beginning(run: Run) -> None:
-    """Removes what a run that ends before its first step has written, and nothing else."""
-    folder = run.folder
-    if not is_first_process():
-        return
-    for name in (HUGGINGFACE, "profile", "wandb"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    names = FILE, LOCK, METRICS, SPIKES, mlperf_log.FILE, wandb_run.ID_FILE
-    for path in (*(folder / name for name in names), *folder.glob(f"{tensorboard.PREFIX}*")):
-        path.unlink(missing_ok=True)
-    for path in (folder / "checkpoints", *([] if run.had_folder else [folder])):
-        with contextlib.suppress(OSError):  # not empty
-            path.rmdir()
+    write_run_config(folder, values)
 
 
 _SHOWN = 5  # differences in an error message
 
 
-def check_agreement(run: Run) -> None:
+def check_agreement(plan: Plan, folder: pathlib.Path) -> None:
     """Compares the runs that all processes have set up; all of them must call it.
 
     Raises:
       ValueError: they differ; the message names the processes, what differs, and how.
     """
-    check_same(gather(lambda: description(run)))
+    check_same(gather(lambda: must_agree(plan, folder)))
 
 
-def description(run: Run) -> dict[str, Any]:
+def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
     """Returns everything that must be the same in all processes, by names for messages."""
-    flags = {name: str(value) for name, value in by_flag(run.config).items()}
-    flags |= {"out": str(run.folder.resolve())}
+    flags = {name: str(value) for name, value in by_flag(plan.config).items()}
+    flags |= {"out": str(folder.resolve())}
     devices = ", ".join(sorted({device.device_kind for device in jax.local_devices()}))
     return {
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
-        "checksum of the model's shape": _checksum(to_dict(run.model)),
-        "checksum of all layers' policies": _checksum(to_record(run.phases)),
-        **{f"the data's {name}": value for name, value in run.corpus.facts.items()},
+        "checksum of the model's shape": _checksum(to_dict(plan.model)),
+        "checksum of all layers' policies": _checksum(to_record(plan.phases)),
+        **{f"the data's {name}": value for name, value in plan.corpus.facts.items()},
         **facts(),
         "device": devices,
-        "implementation": choose_implementation(run.config.precision.implementation),
+        "implementation": choose_implementation(plan.config.precision.implementation),
     }
 
 

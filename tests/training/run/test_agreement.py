@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from training.run.run import check_same
+from training.run.setup import check_same
 
 ROOT = pathlib.Path(__file__).parents[3]
 SMALL = "--batch-size 2 --seq-len 16 --eval-batches 1 --warmup-steps 1 --steps 3 --policy bf16"

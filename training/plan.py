@@ -1,0 +1,47 @@
+"""The plan of a run: what its configuration, data and devices decide, and what stays the same throughout."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from models.configs import LlamaConfig
+from training.config import Config
+from training.data.megatron import MegatronCorpus
+from training.data.text import TextCorpus
+from training.phases import Phase
+from training.sharding import filled_size, resize_on
+
+
+class Plan(NamedTuple):
+    """Everything that stays the same throughout a run, apart from its folder.
+
+    Attributes:
+      corpus: the training data.
+      held_out: the batches of an evaluation, whole in every process.
+    """
+
+    config: Config
+    mesh: jax.sharding.Mesh
+    corpus: TextCorpus | MegatronCorpus
+    held_out: list[np.ndarray]
+    model: LlamaConfig
+    phases: tuple[Phase, ...]
+
+    def batch_of(self, step: int) -> tuple[np.ndarray, dict[str, list]]:
+        """Returns the batch of a step and its origin in the data."""
+        arguments = self.config.data, self.config.seed, self.config.steps, step - 1
+        return next(self.corpus.batches(*arguments)), self.corpus.batch_indices(*arguments)
+
+    @property
+    def filled_vocab_size(self) -> int:
+        """The vocabulary of the training state; see `training.sharding`."""
+        return filled_size(self.mesh.shape, self.model, [phase.layers for phase in self.phases])
+
+    def filled(self, tree: Any) -> Any:
+        """Returns parameters, or a training state, with the vocabulary that the mesh needs."""
+        return resize_on(self.mesh, tree, self.filled_vocab_size)
+
+    def unfilled(self, tree: Any) -> Any:
+        """Returns parameters, or a training state, with the model's own vocabulary, as in checkpoints."""
+        return resize_on(self.mesh, tree, self.model.vocab_size)
