@@ -20,18 +20,18 @@ FLAGS = (
 )
 PROGRAM = """
 import os, runpy, sys, time
-from training import trainer as loop
+from training.log.reporter import RunLog
 from training.process import failure
 failure._SILENT = 10
-take_step, bad = loop.Loop._take_step, os.environ["BAD"]
+traced, bad = RunLog.traced, os.environ["BAD"]
 
-def fails(self):
-    if self.step == 3 and os.environ["JAX_PROCESS_ID"] == bad:
+def fails(self, step, *arguments):
+    if step == 4 and os.environ["JAX_PROCESS_ID"] == bad:
         print("now", time.time(), flush=True)
         raise {error}
-    take_step(self)
+    return traced(self, step, *arguments)
 
-loop.Loop._take_step = fails
+RunLog.traced = fails
 runpy.run_path("train.py", run_name="__main__")
 """
 
