@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 
 import jax
@@ -151,6 +152,15 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes_from_the_start(text, 
     run(text, out, *FLAGS, "--resume")
     assert f"no checkpoint in {out}/checkpoints: beginning at step 1\n" in capsys.readouterr().out
     assert without_time(lines(out)) == without_time(lines(finished))
+
+
+def test_an_evaluation_after_the_restored_step_does_not_end_the_run(text, tmp_path):
+    out = tmp_path / "run"
+    run(text, out, "--policy", "bf16", "--checkpoint-every", "4", "--eval-every", "100", "--stop-after", "5")
+    assert [r["step"] for r in lines(out) if "eval_loss" in r] == [5]
+    shutil.rmtree(out / "checkpoints" / "5")
+    resume(out, "--target-loss", "100")
+    assert [r["step"] for r in lines(out) if "eval_loss" in r] == [6]
 
 
 @pytest.mark.slow

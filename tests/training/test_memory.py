@@ -15,10 +15,13 @@ import mxjax
 from models import llama
 from models.configs import LlamaConfig
 from models.loss import LOSS_TOKENS, cross_entropy
+from training.command_line import parse
 from training.config import OptimizerConfig
 from training.memory import Memory, device_bytes, step_memory
 from training.optimizer import make_optimizer
+from training.run.setup import set_up
 from training.step import init_state, make_train_step
+from training.trainer import Trainer
 
 SMALL = LlamaConfig(257, 64, 4, 4, 2, 16, 192)
 
@@ -149,3 +152,12 @@ def test_logits_exist_in_pieces_and_the_head_is_converted_once():
     assert len(re.findall(head, hlo)) == 1
     # Float32 of the head's shape: its weight, its gradient's accumulator, and one piece's part of that.
     assert len(re.findall(rf"= f32\[{d},{vocab}\]\S* dot\(", hlo)) == 1
+
+
+def test_a_trainer_without_a_folder_estimates_memory(tmp_path):
+    flags = ["--data", __file__, "--seq-len", "16", "--batch-size", "2", "--eval-batches", "1"]
+    plan = set_up(parse(flags), tmp_path / "run")
+    found = Trainer(plan).memory(0)
+    assert found.parameters == 4 * plan.model.n_params
+    assert found.optimizer >= 2 * found.parameters
+    assert list(tmp_path.iterdir()) == []

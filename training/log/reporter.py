@@ -21,7 +21,6 @@ from training.log.metrics import FILE as METRICS
 from training.log.metrics import MetricsLog, Sink, in_words
 from training.log.mlperf import FILE as MLLOG
 from training.log.mlperf import MLPerfLog, settings_of
-from training.log.profiling import StepTracer
 from training.log.sinks import EventFiles, WandbRun
 from training.memory import memory_use
 from training.optimizer import learning_rate
@@ -102,6 +101,46 @@ class StepReporter:
     def restart_clock(self) -> None:
         """Starts the next step's time now."""
         self._clock = time.monotonic()
+
+
+class StepTracer:
+    """Traces a range of steps into a folder. A context manager."""
+
+    def __init__(self, steps: range, folder: pathlib.Path):
+        """Takes consecutive steps; the folder is created when the first of them runs."""
+        self._steps, self._folder, self._tracing = steps, folder, False
+
+    def __enter__(self) -> "StepTracer":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._stop()
+
+    def before(self, step: int, pause: Callable[[], contextlib.AbstractContextManager]) -> None:
+        """Starts the trace, within `pause()`, before the first traced step."""
+        if step in self._steps and not self._tracing:
+            with pause():
+                jax.profiler.start_trace(self._folder)
+                self._tracing = True
+
+    def run(self, step: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns function(*arguments), the work of a step."""
+        if not self._tracing:
+            return function(*arguments)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            return function(*arguments)
+
+    def after(self, step: int, result: Any, pause: Callable[[], contextlib.AbstractContextManager]) -> None:
+        """Stops the trace, within `pause()`, once the last traced step has its result."""
+        if self._tracing and step == self._steps[-1]:
+            with pause():
+                jax.block_until_ready(result)
+                self._stop()
+
+    def _stop(self) -> None:
+        if self._tracing:
+            jax.profiler.stop_trace()
+            self._tracing = False
 
 
 class RunLog:
