@@ -19,6 +19,7 @@ class Plan(NamedTuple):
     Attributes:
       corpus: the training data.
       held_out: the batches of an evaluation, whole in every process.
+      imported: the folder of the checkpoint that the run was imported from.
     """
 
     config: Config
@@ -27,6 +28,7 @@ class Plan(NamedTuple):
     held_out: list[np.ndarray]
     model: LlamaConfig
     phases: tuple[Phase, ...]
+    imported: str | None = None
 
     def batch_of(self, step: int) -> tuple[np.ndarray, dict[str, list]]:
         """Returns the batch of a step and its origin in the data."""

@@ -46,23 +46,30 @@ _MAY_CHANGE = {
 
 
 def begun_run(folder: pathlib.Path) -> Config | None:
-    """Returns the configuration of the run in a folder; None without a run, or if it has not begun.
+    """Returns the configuration of the run in a folder; None without a run, or if it has not begun."""
+    return begun_config(read_run_config(folder) if (folder / FILE).exists() else {})
+
+
+def begun_config(saved: Mapping[str, Any]) -> Config | None:
+    """Returns the configuration in the values of config.json; None without any, or if no run has begun.
 
     An imported checkpoint is a run that has not begun: it has no data yet.
     """
-    saved = read_run_config(folder) if (folder / FILE).exists() else {}
     return from_json(saved["config"]) if "data" in saved else None
 
 
-def check_same_run(config: Config, folder: pathlib.Path) -> None:
-    """Raises ValueError unless `folder` holds a run with this configuration, or one that has not begun."""
+def read_run_to_resume(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns the config.json of the run that --resume names; raises ValueError if there is none."""
     if not (folder / FILE).exists():
         raise ValueError(f"--resume: {folder} holds no run; leave out --resume to start one there")
-    saved = begun_run(folder)
-    if saved is not None:
-        check_resumable(config, saved, folder)
-        if config.steps > saved.steps:
-            check_extension(config, saved, last_checkpoint(folder))
+    return read_run_config(folder)
+
+
+def check_same_run(config: Config, begun: Config, folder: pathlib.Path) -> None:
+    """Raises ValueError unless `folder` holds a run with this configuration, or a shorter one of it."""
+    check_resumable(config, begun, folder)
+    if config.steps > begun.steps:
+        check_extension(config, begun, last_checkpoint(folder))
 
 
 def _difference(begun: Any, asked: Any) -> str:
@@ -160,9 +167,9 @@ def extend_phases(phases: Sequence[Phase], config: Config, taken: int) -> tuple[
     return moved
 
 
-def check_same_data(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
-    """Raises ValueError if the run in `folder` began with data of other facts, wherever it lies."""
-    began_with = read_run_config(folder).get("data", facts)
+def check_same_data(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Raises ValueError if the run of this config.json began with data of other facts, wherever it lies."""
+    began_with = saved.get("data", facts)
     if not _same(began_with, facts):
         raise ValueError(
             f"--resume: the data is {_in_words(facts)}, but the run began with {_in_words(began_with)}; put "

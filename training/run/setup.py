@@ -47,13 +47,14 @@ from training.run.record import (
     write_run_config,
 )
 from training.run.resume import (
-    begun_run,
+    begun_config,
     check_order,
     check_same_data,
     check_same_run,
     check_tokens_of,
     extend_phases,
     last_checkpoint,
+    read_run_to_resume,
 )
 from training.sharding import check_batch, check_shards, make_mesh
 
@@ -66,12 +67,14 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     config = expand(config)
     if is_first_process():
         check_unlocked(folder)
-    if config.resume:
-        check_same_run(config, folder)
-    config, model = choose_model(config, folder)
+    saved = read_run_to_resume(folder) if config.resume else {}
+    begun = begun_config(saved)
+    if begun is not None:
+        check_same_run(config, begun, folder)
+    config, model = choose_model(config, folder, saved)
     mesh = make_mesh(config.mesh)
     check_memory(mesh.shape, config, dataclasses.replace(model, vocab_size=config.data.vocab_size or 1))
-    phases = choose_phases(config, model, folder)
+    phases = choose_phases(config, model, folder, saved)
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
@@ -95,11 +98,11 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         corpus.vocab_size,
         n_sequences=config.eval_sequences,
     )
-    plan = Plan(config, mesh, corpus, list(held_out), model, phases)
+    plan = Plan(config, mesh, corpus, list(held_out), model, phases, saved.get("imported"))
     mlperf_log.settings_of(plan)
     if config.resume:
-        check_same_data(folder, corpus.facts)
-        if (begun := begun_run(folder)) is not None and begun.steps != config.steps:
+        check_same_data(saved, corpus.facts)
+        if begun is not None and begun.steps != config.steps:
             check_order(corpus, config, begun)
     if is_first_process():
         check_unlocked(folder)  # once more: reading the data took a while
@@ -155,21 +158,20 @@ def fits_mesh(model: LlamaConfig, phases: Sequence[Phase], sizes: Mapping[str, i
     return False
 
 
-def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaConfig]:
+def choose_model(config: Config, folder: pathlib.Path, saved: dict[str, Any]) -> tuple[Config, LlamaConfig]:
     """Returns the model of --init, of the run to continue, or of --model-config or --model.
 
     With --init, and for an imported run, the returned configuration has the name and vocabulary of that
     model. In the last case the data decides the vocabulary.
     """
-    continues = config.resume and (folder / FILE).exists()
-    saved = read_run_config(folder) if continues else {}
+    continues = bool(saved)
     if config.init is None and "imported" not in saved:
         if continues:
             return config, model_of(saved)
         named = get_config(config.model) if config.model_config is None else load_config(config.model_config)
         return config, named
     source = folder if continues or config.init is None else config.init
-    saved = read_run_config(source)
+    saved = saved if continues else read_run_config(source)
     model, name = model_of(saved), from_json(saved["config"]).model_name
     if config.model not in (name, Config.model) or config.data.vocab_size not in (None, model.vocab_size):
         raise ValueError(
@@ -183,9 +185,10 @@ def choose_model(config: Config, folder: pathlib.Path) -> tuple[Config, LlamaCon
     return dataclasses.replace(config, model=name, data=data), model
 
 
-def choose_phases(config: Config, model: LlamaConfig, folder: pathlib.Path) -> tuple[Phase, ...]:
+def choose_phases(
+    config: Config, model: LlamaConfig, folder: pathlib.Path, saved: dict[str, Any]
+) -> tuple[Phase, ...]:
     """Returns the phases that a run to continue has on record, or those that the configuration names."""
-    saved = read_run_config(folder) if config.resume and (folder / FILE).exists() else {}
     if (begun := from_record(saved)) is not None:
         same_length = saved["config"]["steps"] == config.steps
         return begun if same_length else extend_phases(begun, config, last_checkpoint(folder))
@@ -195,6 +198,7 @@ def choose_phases(config: Config, model: LlamaConfig, folder: pathlib.Path) -> t
 def description_of(plan: Plan) -> dict[str, Any]:
     """Returns the values of config.json: all resolved values, policies, data and devices."""
     return {
+        **({} if plan.imported is None else {"imported": plan.imported}),
         "config": to_json(plan.config),
         "model": to_dict(plan.model),
         **to_record(plan.phases),
@@ -209,15 +213,12 @@ def open_folder(plan: Plan, folder: pathlib.Path) -> None:
     """Creates the run's folder, with config.json and what an imported checkpoint brings."""
     values, init = description_of(plan), plan.config.init
     folder.mkdir(parents=True, exist_ok=True)
-    begun = (folder / FILE).exists()
-    if not begun:  # remains of a start that was killed
+    if not (folder / FILE).exists():  # remains of a start that was killed
         shutil.rmtree(folder / HUGGINGFACE, ignore_errors=True)
     if init is not None and (init / HUGGINGFACE).exists():
         (folder / HUGGINGFACE).mkdir(exist_ok=True)
         for file in filter(pathlib.Path.is_file, (init / HUGGINGFACE).iterdir()):
             shutil.copy2(file, folder / HUGGINGFACE)
-    if begun and "imported" in (before := read_run_config(folder)):
-        values["imported"] = before["imported"]
     write_run_config(folder, values)
 
 
