@@ -83,46 +83,46 @@ def inputs_with(
     )
 
 
-def quantize_input(x: Float[Array, "..."], how: OperandUse) -> MXArray:
+def quantize_use(x: Float[Array, "..."], use: OperandUse) -> MXArray:
     """Returns x rotated and quantized as the GEMM takes it, with the elements in float32."""
-    return quantize_unpacked(part_of(x, how), how.operand, how.axis, how.key)
+    return quantize_unpacked(quantized_part(x, use), use.operand, use.axis, use.key)
 
 
-def part_of(x: Float[Array, "..."], how: OperandUse) -> Float[Array, "..."]:
+def quantized_part(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "..."]:
     """Returns the part of x that is quantized, rotated; see `mxjax.operands.split`."""
-    return rotate_input(split(x, how.operand).part, how)
+    return rotate_use(split(x, use.operand).part, use)
 
 
-def rotate_input(x: Float[Array, "..."], how: OperandUse) -> Float[Array, "..."]:
+def rotate_use(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "..."]:
     """Returns x rotated as the GEMM takes it, padded with zeros to a multiple of the rotation's size."""
-    if how.rotation is None:
+    if use.rotation is None:
         return x
-    size = how.rotation.size
-    return rotate(pad(x, how.axis % x.ndim, size), size, axis=how.axis, signs=how.signs)
+    size = use.rotation.size
+    return rotate(pad(x, use.axis % x.ndim, size), size, axis=use.axis, signs=use.signs)
 
 
-def rotate_input_back(x: Float[Array, "..."], how: OperandUse) -> Float[Array, "..."]:
+def rotate_use_back(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "..."]:
     """Inverts the rotation of `rotate_input`; the padding stays."""
-    if how.rotation is None:
+    if use.rotation is None:
         return x
-    x = rotate(x, how.rotation.size, axis=how.axis)
-    if how.signs is None:
+    x = rotate(x, use.rotation.size, axis=use.axis)
+    if use.signs is None:
         return x
-    signs = jnp.tile(how.signs, x.shape[how.axis] // how.rotation.size)
-    shape = [1] * (x.ndim + how.axis) + [-1] + [1] * (-1 - how.axis)
+    signs = jnp.tile(use.signs, x.shape[use.axis] // use.rotation.size)
+    shape = [1] * (x.ndim + use.axis) + [-1] + [1] * (-1 - use.axis)
     return x * signs.reshape(shape)
 
 
-def as_backward_sees(x: Float[Array, "..."], wanted: Operand, how: OperandUse) -> Float[Array, "..."]:
-    """Returns x as a backward GEMM reads it: unchanged, or rotated, quantized and dequantized as `how` says.
+def as_backward_sees(x: Float[Array, "..."], wanted: Operand, use: OperandUse) -> Float[Array, "..."]:
+    """Returns x as a backward GEMM reads it: unchanged, or rotated, quantized and dequantized as `use` says.
 
     Args:
-      how: the Fprop's use of x.
+      use: the Fprop's use of x.
     """
     if wanted.source == "original":
         return x
-    seen, rest = dequantize(quantize_input(first_order_only(x), how)), split(x, how.operand).rest
-    seen = seen if rest is None else seen + rotate_input(rest, how)
+    seen, rest = dequantize(quantize_use(first_order_only(x), use)), split(x, use.operand).rest
+    seen = seen if rest is None else seen + rotate_use(rest, use)
     return lax.optimization_barrier(seen)  # a rotation's stages would each compute it again
 
 

@@ -59,9 +59,7 @@ def draw_words(gemms: Iterable[Gemm], key: jax.Array | None) -> UInt32[Array, "3
     return draw(jax.random.key_data(key), tuple(max(gemm.redrawn_signs, 1) for gemm in gemms))
 
 
-def gemm_inputs(
-    gemm: Gemm, lhs_axis: int, rhs_axis: int, key: jax.Array | None
-) -> tuple[OperandUse, OperandUse]:
+def uses_of(gemm: Gemm, lhs_axis: int, rhs_axis: int, key: jax.Array | None) -> tuple[OperandUse, OperandUse]:
     """Returns the inputs of a GEMM's two operands; `key` is the GEMM's own."""
     [drawn] = draw_each([gemm], None if key is None else as_key(key)[None])
     return inputs_with(gemm, lhs_axis, rhs_axis, drawn)

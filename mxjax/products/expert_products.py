@@ -60,8 +60,8 @@ def _forward(options: Options, unit: int, static: Sizes, x, w, sizes, key) -> ja
     (left, right), *_ = policy_inputs(policy, gemms, key)
     [lhs] = prepare(chunks.filled(x), [(gemms.fprop, left)])
     [rhs] = prepare(w, [(gemms.fprop, right)])
-    how = functools.partial(multiply, gemms.fprop, dtypes[0], precision, carriers=("e4m3", "e4m3"))
-    return _by_row(chunks, how, dtypes[0], lhs, rhs, w.shape[2])
+    run = functools.partial(multiply, gemms.fprop, dtypes[0], precision, carriers=("e4m3", "e4m3"))
+    return _by_row(chunks, run, dtypes[0], lhs, rhs, w.shape[2])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -75,10 +75,10 @@ def _backward(options: Options, unit: int, static: Sizes, x, w, sizes, key, dy):
     dy_rows, dy_columns = prepare(dy, [(gemms.dgrad, dgrad[0]), (gemms.wgrad, wgrad[1])])
     [w_rows] = prepare(seen_w(w), [(gemms.dgrad, dgrad[1])])
     [x_columns] = prepare(seen_x(x), [(gemms.wgrad, wgrad[0])])
-    how = functools.partial(multiply, gemms.dgrad, dtypes[1], precision, carriers=("e5m2", "e4m3"))
-    dx = _by_row(chunks, how, dtypes[1], dy_rows, w_rows, w.shape[1])
-    how = functools.partial(multiply, gemms.wgrad, jnp.float32, precision, carriers=("e4m3", "e5m2"))
-    return dx, _by_expert(chunks, how, x_columns, dy_columns, w.shape).astype(dtypes[2])
+    run = functools.partial(multiply, gemms.dgrad, dtypes[1], precision, carriers=("e5m2", "e4m3"))
+    dx = _by_row(chunks, run, dtypes[1], dy_rows, w_rows, w.shape[1])
+    run = functools.partial(multiply, gemms.wgrad, jnp.float32, precision, carriers=("e4m3", "e5m2"))
+    return dx, _by_expert(chunks, run, x_columns, dy_columns, w.shape).astype(dtypes[2])
 
 
 def _by_row(

@@ -122,8 +122,8 @@ def _forward(options: Options, x, w, key, *, keep: bool):
     (left, right), dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, gemms, key)
     needs_x, needs_w = gradients_read_tensors(policy)
     keep_x, keep_w = (
-        keep and frozen is None and how in ON_PACKED and not needed
-        for how, needed in ((gemms.wgrad, needs_x), (gemms.dgrad, needs_w))
+        keep and frozen is None and name in ON_PACKED and not needed
+        for name, needed in ((gemms.wgrad, needs_x), (gemms.dgrad, needs_w))
     )
     lhs, x_packed = _prepare_two(x, (gemms.fprop, left), (gemms.wgrad, wgrad[0]) if keep_x else None, seen_x)
     rhs, w_packed = _prepare_two(w, (gemms.fprop, right), (gemms.dgrad, dgrad[1]) if keep_w else None, seen_w)
@@ -151,7 +151,7 @@ def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Produc
     x, x_packed, w, w_packed, key = residuals
     dy = first_order_only(dy)
     (left, right), dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, gemms, key)
-    plain = all(how.operand.format == "bf16" and how.rotation is None for how in (dgrad[0], wgrad[1]))
+    plain = all(use.operand.format == "bf16" and use.rotation is None for use in (dgrad[0], wgrad[1]))
     if plain and isinstance(dy, jax.Array):
         dy = dy.astype(jnp.bfloat16)  # halves the bytes of float32 logits and converts them once
     dy = lax.optimization_barrier(dy)
@@ -192,12 +192,12 @@ def _apart(gemm: Gemm, lhs_axis: int, rhs_axis: int, tensors: Callable[[], tuple
     return [lambda product: product + product_apart(lhs, lhs_axis, rhs, rhs_axis, gemm)]
 
 
-def _gradient_steps(t: jax.Array | None, how: OperandUse, wanted: Operand) -> list[Step]:
+def _gradient_steps(t: jax.Array | None, use: OperandUse, wanted: Operand) -> list[Step]:
     """Returns the steps from a backward GEMM's product to the gradient of t, an operand of the Fprop."""
-    if not changes_gradient(how, wanted):
+    if not changes_gradient(use, wanted):
         return []
     assert t is not None
-    return [lambda product: through_quantization(product, t, how, wanted)]
+    return [lambda product: through_quantization(product, t, use, wanted)]
 
 
 def _before(steps: list[Step], dtype: DTypeLike) -> DTypeLike:
@@ -272,14 +272,16 @@ def _prepare_two(
     return prepare(x, [now])[0], prepare(seen(x), [later])[0]
 
 
-def policy_inputs(policy: Policy, hows: GemmImplementations, key: jax.Array | None):
+def policy_inputs(policy: Policy, implementations: GemmImplementations, key: jax.Array | None):
     """Returns the inputs of Fprop (x, w), Dgrad (dy, w) and Wgrad (x, dy), and two functions.
 
     They give what Dgrad sees of w, and what Wgrad sees of x.
     """
     gemms = tuple(policy.gemms.values())
     keys = None if key is None else fold_each(key, 0, 3)
-    by_kernel = [gemm.needs_key and how in BY_KERNEL for gemm, how in zip(gemms, hows[:3], strict=True)]
+    by_kernel = [
+        gemm.needs_key and name in BY_KERNEL for gemm, name in zip(gemms, implementations[:3], strict=True)
+    ]
     words = draw_words(gemms, key) if any(by_kernel) else None
     drawn = draw_each(gemms, keys)
     fprop, dgrad, wgrad = (
@@ -289,10 +291,10 @@ def policy_inputs(policy: Policy, hows: GemmImplementations, key: jax.Array | No
     left, right = fprop
 
     def seen_w(w):
-        return seen_by_backward(w, policy.dgrad.rhs, right, hows.fprop)
+        return seen_by_backward(w, policy.dgrad.rhs, right, implementations.fprop)
 
     def seen_x(x):
-        return seen_by_backward(x, policy.wgrad.lhs, left, hows.fprop)
+        return seen_by_backward(x, policy.wgrad.lhs, left, implementations.fprop)
 
     return fprop, dgrad, wgrad, seen_w, seen_x
 

@@ -20,7 +20,7 @@ from mxjax.runtime.mesh import Layout, packed_to_multiply, sums_on_each_device, 
 
 
 def multiply(
-    how: GemmImplementation,
+    implementation: GemmImplementation,
     dtype: DTypeLike,
     precision: lax.PrecisionLike,
     lhs: Prepared,
@@ -38,16 +38,18 @@ def multiply(
     """
     match lhs, rhs:
         case KernelOperand(), KernelOperand():
-            if how == "scaled_dot" and current_target() is None:  # before gathering: shard by shard
+            # Before gathering: shard by shard.
+            if implementation == "scaled_dot" and current_target() is None:
                 lhs, rhs = _with_normal_scales(lhs), _with_normal_scales(rhs)
             if lhs.scales is None:  # bfloat16 values
                 right, result = _gathered(rhs, layout), _result_dtype(lhs, rhs, dtype, precision, layout)
                 raw, factors = contract(lhs.elements, -1, right.elements, -1, precision, result), None
             else:
-                raw, factors = _multiply_kmajor(how, dtype, precision, lhs, _gathered(rhs, layout), carriers)
-        case MXArray(), MXArray() if how == "reference":
+                right = _gathered(rhs, layout)
+                raw, factors = _multiply_packed(implementation, dtype, precision, lhs, right, carriers)
+        case MXArray(), MXArray() if implementation == "reference":
             return Product(_multiply_reference(lhs, rhs, layout).astype(dtype))
-        case MXArray(), MXArray() if how == "fp8_tensor":
+        case MXArray(), MXArray() if implementation == "fp8_tensor":
             raw, factors = _multiply_fp8_tensors(lhs, rhs, layout), None
         case MXArray(), MXArray():
             raw, factors = _multiply_xla(lhs, rhs, dtype, precision, layout), None
@@ -83,16 +85,16 @@ def _gathered(q: KernelOperand, layout: Layout | None) -> KernelOperand:
     return dataclasses.replace(q, elements=elements, scales=scales)
 
 
-def _multiply_kmajor(
-    how: GemmImplementation, dtype, precision, lhs: KernelOperand, rhs: KernelOperand, carriers
+def _multiply_packed(
+    implementation: GemmImplementation, dtype, precision, lhs: KernelOperand, rhs: KernelOperand, carriers
 ) -> Product:
     if 0 in (*lhs.elements.shape, *rhs.elements.shape):
         return Product(contract(decode(lhs), -1, decode(rhs), -1, precision))
     exact = lhs.factor is None and rhs.factor is None and dtype in (jnp.bfloat16, jnp.float32)
     dtype = dtype if exact else jnp.float32
-    if how == "fp8_carriers":
+    if implementation == "fp8_carriers":
         return _multiply_fp8_carriers(lhs, rhs, dtype, carriers)
-    run = {"scaled_dot": _multiply_scaled_dot, "triton": _multiply_triton}[how]
+    run = {"scaled_dot": _multiply_scaled_dot, "triton": _multiply_triton}[implementation]
     return Product(run(lhs, rhs, dtype))
 
 

@@ -17,7 +17,7 @@ from mxjax.numerics.formats import BLOCK
 from mxjax.numerics.operand import Operand
 from mxjax.operands.computed import Computed
 from mxjax.operands.kernel_operand import KernelOperand, decode, pack_by_definition
-from mxjax.operands.use import OperandUse, as_backward_sees, quantize_input
+from mxjax.operands.use import OperandUse, as_backward_sees, quantize_use
 from mxjax.products.implementations import ON_PACKED, GemmImplementation
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.primitives import first_order_only
@@ -42,8 +42,8 @@ def prepare(
         x = x.value()
     forms: list[Form | None] = [_form(implementation) for implementation, _ in wanted]
     if len(set(forms)) == 1:
-        return _in_form(forms[0], x, [how for _, how in wanted])
-    return [_in_form(form, x, [how])[0] for form, (_, how) in zip(forms, wanted, strict=True)]
+        return _in_form(forms[0], x, [use for _, use in wanted])
+    return [_in_form(form, x, [use])[0] for form, (_, use) in zip(forms, wanted, strict=True)]
 
 
 def prepares_gated(
@@ -73,36 +73,36 @@ def prepares_computed(
     return takes_computed((row_input, column_input), target, r, c)
 
 
-def pack_operands(x: Float[Array, "*b r c"], *inputs: OperandUse) -> list[KernelOperand]:
+def pack_operands(x: Float[Array, "*b r c"], *uses: OperandUse) -> list[KernelOperand]:
     """Returns x packed for each input; each axis has at most one."""
-    if not _kernel_runs(x, inputs, "packed"):
-        return [pack_by_definition(x, how) for how in inputs]
-    return _by_kernel(x, inputs, "packed")
+    if not _kernel_runs(x, uses, "packed"):
+        return [pack_by_definition(x, use) for use in uses]
+    return _by_kernel(x, uses, "packed")
 
 
-def value_operands(x: Float[Array, "*b r c"], *inputs: OperandUse) -> list[KernelOperand]:
+def value_operands(x: Float[Array, "*b r c"], *uses: OperandUse) -> list[KernelOperand]:
     """Returns x quantized for each input and dequantized to bfloat16; each axis has at most one."""
-    if not _kernel_runs(x, inputs, "bf16"):
-        packed = [pack_by_definition(x, how) for how in inputs]
+    if not _kernel_runs(x, uses, "bf16"):
+        packed = [pack_by_definition(x, use) for use in uses]
         return [KernelOperand(decode(q), None, q.prescale) for q in packed]
-    return _by_kernel(x, inputs, "bf16")
+    return _by_kernel(x, uses, "bf16")
 
 
 def seen_by_backward(
-    x: Float[Array, "*batch r c"], wanted: Operand, how: OperandUse, implementation: GemmImplementation
+    x: Float[Array, "*batch r c"], wanted: Operand, use: OperandUse, implementation: GemmImplementation
 ) -> Float[Array, "*batch _ _"]:
-    """Returns `as_backward_sees(x, wanted, how)`, from the kernel if it quantizes x for the Fprop.
+    """Returns `as_backward_sees(x, wanted, use)`, from the kernel if it quantizes x for the Fprop.
 
     Args:
       implementation: the Fprop's.
     """
-    by_kernel = _form(implementation) is not None and _kernel_runs(x, [how], "bf16")
+    by_kernel = _form(implementation) is not None and _kernel_runs(x, [use], "bf16")
     if wanted.source == "original" or not by_kernel:
-        return as_backward_sees(x, wanted, how)
-    [q] = _by_kernel(first_order_only(x), [how], "bf16")
-    values = q.elements if how.axis == -1 else q.elements.swapaxes(-1, -2)
-    length = -(-x.shape[how.axis] // how.rotation_size) * how.rotation_size
-    values = lax.slice_in_dim(values, 0, length, axis=how.axis)
+        return as_backward_sees(x, wanted, use)
+    [q] = _by_kernel(first_order_only(x), [use], "bf16")
+    values = q.elements if use.axis == -1 else q.elements.swapaxes(-1, -2)
+    length = -(-x.shape[use.axis] // use.rotation_size) * use.rotation_size
+    values = lax.slice_in_dim(values, 0, length, axis=use.axis)
     return values if q.factor is None else values.astype(jnp.float32) * q.factor
 
 
@@ -113,28 +113,28 @@ def _form(implementation: GemmImplementation) -> Form | None:
     return "bf16" if implementation == "xla_by_kernel" else None
 
 
-def _in_form(form: Form | None, x: jax.Array, inputs: Sequence[OperandUse]) -> Sequence[Prepared]:
+def _in_form(form: Form | None, x: jax.Array, uses: Sequence[OperandUse]) -> Sequence[Prepared]:
     match form:
         case "packed":
-            return pack_operands(x, *inputs)
+            return pack_operands(x, *uses)
         case "bf16":
-            return value_operands(x, *inputs)
+            return value_operands(x, *uses)
         case None:
-            return [quantize_input(x, how) for how in inputs]
+            return [quantize_use(x, use) for use in uses]
 
 
-def _kernel_runs(x: jax.Array, inputs: Sequence[OperandUse], form: Form) -> bool:
+def _kernel_runs(x: jax.Array, uses: Sequence[OperandUse], form: Form) -> bool:
     target = current_target()
     if target is None or not x.size:
         return False
     from mxjax.kernels.quantize.launches import LARGEST_ROTATION, fit
 
-    rows, columns = ({how.axis: how for how in inputs}.get(axis) for axis in (-1, -2))
-    rotates = all(how.rotation_size <= LARGEST_ROTATION for how in inputs)
+    rows, columns = ({use.axis: use for use in uses}.get(axis) for axis in (-1, -2))
+    rotates = all(use.rotation_size <= LARGEST_ROTATION for use in uses)
     return rotates and fit((rows, columns), form, target, x.shape, x.dtype)
 
 
-def _by_kernel(x: jax.Array, inputs: Sequence[OperandUse], form: Form) -> list[KernelOperand]:
+def _by_kernel(x: jax.Array, uses: Sequence[OperandUse], form: Form) -> list[KernelOperand]:
     from mxjax.kernels.quantize.quantizer import quantize_operands
 
-    return quantize_operands(x, inputs, form)
+    return quantize_operands(x, uses, form)

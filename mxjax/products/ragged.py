@@ -19,7 +19,7 @@ from mxjax.numerics.array import MXArray, dequantize
 from mxjax.numerics.blocks import resolve_block_shape
 from mxjax.numerics.formats import get_format
 from mxjax.numerics.operand import Operand
-from mxjax.operands.use import quantize_input
+from mxjax.operands.use import quantize_use
 from mxjax.policy.policy import Policy
 from mxjax.products.dot import check_floating, check_key, result_dtype
 from mxjax.products.expert_chunks import places_of
@@ -165,7 +165,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 def _forward(options: Options, x, w, sizes, key) -> jax.Array:
     x, w = first_order_only(x), first_order_only(w)
     (left, right), *_ = policy_inputs(options.policy, options.gemms, key)
-    operands = quantize_input(x, left), quantize_input(w, right)
+    operands = quantize_use(x, left), quantize_use(w, right)
     return _multiply(options.gemms.fprop, options.precision, *operands, sizes).astype(options.dtypes[0])
 
 
@@ -174,18 +174,18 @@ def _backward(options: Options, x, w, sizes, key, dy) -> tuple[jax.Array, jax.Ar
     policy, gemms, dtypes, precision, _ = options
     x, w, dy = (first_order_only(t) for t in (x, w, dy))
     _, dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, gemms, key)
-    dy_rows, w_rows = quantize_input(dy, dgrad[0]), quantize_input(seen_w(w), dgrad[1])
-    x_columns, dy_columns = quantize_input(seen_x(x), wgrad[0]), quantize_input(dy, wgrad[1])
+    dy_rows, w_rows = quantize_use(dy, dgrad[0]), quantize_use(seen_w(w), dgrad[1])
+    x_columns, dy_columns = quantize_use(seen_x(x), wgrad[0]), quantize_use(dy, wgrad[1])
     dx = _multiply(gemms.dgrad, precision, dy_rows, w_rows, sizes)
     dw = _multiply(gemms.wgrad, precision, x_columns, dy_columns, sizes)
     return dx.astype(dtypes[1]), dw.astype(dtypes[2])
 
 
 def _multiply(
-    how: GemmImplementation, precision: lax.PrecisionLike, lhs: MXArray, rhs: MXArray, sizes
+    implementation: GemmImplementation, precision: lax.PrecisionLike, lhs: MXArray, rhs: MXArray, sizes
 ) -> jax.Array:
     """Returns the products of the groups: [m, n] if rhs has an axis of groups, else their sums [g, m, n]."""
-    if how == "reference":
+    if implementation == "reference":
         left, right, precision = dequantize(lhs), dequantize(rhs), lax.Precision.HIGHEST
         factors = ()
     else:

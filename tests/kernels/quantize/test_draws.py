@@ -43,11 +43,11 @@ def test_inputs_have_the_words_of_their_keys_and_signs(policy, monkeypatch):
     on_hopper(monkeypatch)
     policy = mxjax.get_policy(policy)
     with use_target(Target("cuda", "sm_90")):
-        hows = implementations_of(policy, None)
-    *inputs, _, _ = policy_inputs(policy, hows, KEY)
-    for how, gemm, pair in zip(hows, policy.gemms.values(), inputs, strict=False):
+        implementations = implementations_of(policy, None)
+    *inputs, _, _ = policy_inputs(policy, implementations, KEY)
+    for name, gemm, pair in zip(implementations, policy.gemms.values(), inputs, strict=False):
         for side in pair:
-            assert (side.words is not None) == (gemm.needs_key and how == "fp8_carriers")
+            assert (side.words is not None) == (gemm.needs_key and name == "fp8_carriers")
             if side.words is not None:
                 np.testing.assert_array_equal(side.words[:2], side.key.words[0])
                 np.testing.assert_array_equal(side.words[2:], sign_words(side.signs))
