@@ -15,7 +15,7 @@ from mxjax.numerics.blocks import resolve_block_shape
 from mxjax.numerics.formats import get_format
 from mxjax.policy.policy import Policy
 from mxjax.products.implementations import Implementation, implementations_of
-from mxjax.products.linear import Options, product_of
+from mxjax.products.linear import Options, linear
 from mxjax.recipes import as_policy
 from mxjax.runtime.arguments import check_arrays
 from mxjax.runtime.keys import check_one_key
@@ -160,11 +160,14 @@ def _dot_general(
         arrays = jax.tree.leaves((lhs, rhs, key))
         lhs, rhs = (jax.tree.map(lambda t: varying_as(t, *arrays), operand) for operand in (lhs, rhs))
         x = _group_axes(lhs, lhs_batch, lhs_free, lhs_contract)
-        w = rhs if isinstance(rhs, MXArray) else _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
-        return product_of(options, x, w, key).reshape(shape)
+        if isinstance(rhs, MXArray):
+            leaves, frozen = jax.tree.flatten(rhs)
+            return linear(options._replace(frozen=frozen), x, tuple(leaves), key).reshape(shape)
+        w = _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
+        return linear(options, x, w, key).reshape(shape)
 
-    key = key if policy.needs_key else None
-    return on_auto_axes(product, lhs, rhs, key, kept=((*lhs_batch, *lhs_free), rhs_free))
+    product = on_auto_axes(product, lhs, rhs, kept=((*lhs_batch, *lhs_free), rhs_free))
+    return product(lhs, rhs, key if policy.needs_key else None)
 
 
 def check_key(policy: Policy, key: object) -> None:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 
 from mxjax.numerics.formats import get_format
+from mxjax.operands.use import Form
 from mxjax.policy.policy import Gemm, Policy
 from mxjax.products.gradients import gradients_read_tensors
 from mxjax.runtime.devices import Target, current_target, has_triton, platform
@@ -26,6 +27,17 @@ ON_PACKED: tuple[GemmImplementation, ...] = ("fp8_carriers", "scaled_dot", "trit
 
 BY_KERNEL: tuple[GemmImplementation, ...] = (*ON_PACKED, "xla_by_kernel")
 """Implementations whose operands the quantizer kernel may write."""
+
+
+def form_of(implementation: GemmImplementation) -> Form | None:
+    """Returns the form of the operands that a GEMM multiplies; see `OperandUse.form`.
+
+    The GEMM alone decides it, so that its two operands are always alike.
+    """
+    if implementation in ON_PACKED:
+        return "packed"
+    return "bf16" if implementation == "xla_by_kernel" else None
+
 
 _log = logging.getLogger("mxjax")
 

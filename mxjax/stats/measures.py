@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Float32
 
 from mxjax.numerics.array import MXArray, dequantize
 from mxjax.numerics.formats import get_format
-from mxjax.operands.use import as_backward_sees, quantize_use, quantized_part
+from mxjax.operands.use import dequantize_use, quantize_use, quantized_part
 from mxjax.policy.policy import OPERANDS, Policy
 from mxjax.products.dot import dot
 from mxjax.products.draws import uses_of
@@ -159,9 +159,9 @@ def gemms(
 
     exact, quantized = products("fp32", "reference"), products(policy, implementation)
     left, right = uses_of(policy.fprop, -1, -2, fold(key, 0))
-    x_seen = as_backward_sees(x, policy.wgrad.lhs, left)
-    w_seen = as_backward_sees(w, policy.dgrad.rhs, right)
-    tensors = (((x, -1), (w, -2)), ((dy, -1), (w_seen, -1)), ((x_seen, -2), (dy, -2)))
+    x_read = x if policy.wgrad.lhs.source == "original" else dequantize_use(x, left)
+    w_read = w if policy.dgrad.rhs.source == "original" else dequantize_use(w, right)
+    tensors = (((x, -1), (w, -2)), ((dy, -1), (w_read, -1)), ((x_read, -2), (dy, -2)))
     errors = []
     for i, gemm in enumerate(policy.gemms.values()):
         (lhs, lhs_axis), (rhs, rhs_axis) = tensors[i]

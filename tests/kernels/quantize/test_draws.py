@@ -7,9 +7,8 @@ import pytest
 
 import mxjax
 from mxjax.kernels.quantize.draws import draw, draw_by_definition, sign_words
-from mxjax.products.draws import draw_words
+from mxjax.products.draws import draw_words, uses_of_policy
 from mxjax.products.implementations import implementations_of
-from mxjax.products.linear import policy_inputs
 from mxjax.runtime.devices import Target, use_target
 from mxjax.runtime.keys import fold, fold_each
 
@@ -38,14 +37,14 @@ def on_hopper(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["amazon", "wgrad_rht", "nvfp4"])
-def test_inputs_have_the_words_of_their_keys_and_signs(policy, monkeypatch):
+def test_uses_have_the_words_of_their_keys_and_signs(policy, monkeypatch):
     """If a kernel quantizes them, and their GEMM draws anything."""
     on_hopper(monkeypatch)
     policy = mxjax.get_policy(policy)
     with use_target(Target("cuda", "sm_90")):
         implementations = implementations_of(policy, None)
-    *inputs, _, _ = policy_inputs(policy, implementations, KEY)
-    for name, gemm, pair in zip(implementations, policy.gemms.values(), inputs, strict=False):
+    uses = uses_of_policy(policy, implementations, KEY)
+    for name, gemm, pair in zip(implementations[:3], policy.gemms.values(), uses, strict=True):
         for side in pair:
             assert (side.words is not None) == (gemm.needs_key and name == "fp8_carriers")
             if side.words is not None:

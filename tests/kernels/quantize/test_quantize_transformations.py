@@ -16,7 +16,7 @@ from mxjax.numerics.operand import Operand
 from mxjax.operands.kernel_operand import pack_by_definition
 from mxjax.operands.use import OperandUse
 from mxjax.policy import Rotation
-from mxjax.products.prepare import value_operands
+from mxjax.products.prepare import prepare
 from mxjax.runtime.devices import Target, current_target, use_target
 
 # --- transformations
@@ -102,7 +102,7 @@ def test_rows_in_any_number_are_few_programs():
         assert not launches.fit((ROWS, None), "packed", target, shape, "bfloat16")
         x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         with use_target(target):
-            jax.eval_shape(lambda x: jax.tree.leaves(value_operands(x, ROWS)), x)
+            jax.eval_shape(lambda x: jax.tree.leaves(prepare(x, [ROWS._replace(form="bf16")])), x)
     assert launches.fit((ROWS, None), "packed", Target("hip", "gfx950"), (2**24 - 1, 64), "bfloat16")
 
 

@@ -20,7 +20,7 @@ from mxjax.operands.use import OperandUse
 from mxjax.policy import Gemm, Policy, Rotation
 from mxjax.products import implementations
 from mxjax.products.implementations import compiler_options, implementations_of
-from mxjax.products.prepare import pack_operands
+from mxjax.products.prepare import prepare
 from mxjax.runtime.devices import Target, use_target
 from mxjax.runtime.mesh import Layout
 
@@ -129,7 +129,7 @@ def test_a_tiny_block_that_a_carrier_loses_is_noticed():
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def packed_and_quantized(x, axis, operand, rotation):
     """Returns x packed as an operand, and its values by `rotate`, `quantize` and `dequantize`."""
-    [q] = pack_operands(x, OperandUse(axis, operand, rotation))
+    [q] = prepare(x, [OperandUse(axis, operand, rotation, form="packed")])
     widths = [(0, 0), (0, 0), (0, 0)]
     widths[axis] = (0, -x.shape[axis] % (rotation.size if rotation else 1))
     padded = jnp.pad(x, widths)
