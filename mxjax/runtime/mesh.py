@@ -49,6 +49,32 @@ class Layout(NamedTuple):
         return Layout(stored, multiplied, self.whole_sums)
 
 
+def check_layout(function: str, layout: object) -> None:
+    """Raises TypeError unless `layout` is a `Layout` or None, ValueError unless the mesh has its axes.
+
+    XLA would say so from within the product, where nobody finds the argument.
+    """
+    if layout is None:
+        return
+    if not isinstance(layout, Layout):
+        raise TypeError(f"{function} needs layout to be an mxjax.Layout or None, got {layout!r}")
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(f"{function} got a layout, but no mesh is set; call it within jax.set_mesh(mesh)")
+    for name, spec in (("stored", layout.stored), ("multiplied", layout.multiplied)):
+        if not isinstance(spec, PartitionSpec) or len(spec) > 2:
+            raise ValueError(
+                f"{function} needs layout.{name} to be a PartitionSpec of [d_in, d_out], got {spec!r}"
+            )
+        named = {axis for axis in jax.tree.leaves(tuple(spec)) if isinstance(axis, str)}
+        unknown = sorted(named - set(mesh.axis_names))
+        if unknown:
+            raise ValueError(
+                f"{function} got layout.{name} {spec}, but the mesh has the axes {mesh.axis_names}, "
+                f"not {', '.join(map(repr, unknown))}"
+            )
+
+
 def sums_on_each_device(layout: Layout | None) -> bool:
     """Returns whether each device computes whole sums of a product, as far as is known."""
     if layout is not None:
