@@ -14,7 +14,6 @@ from mxjax.policy.policy import OPERANDS, Policy
 from mxjax.products.dot import dot
 from mxjax.products.draws import uses_of
 from mxjax.products.implementations import Implementation
-from mxjax.products.linear import residual_bytes as residual_bytes
 from mxjax.recipes import as_policy
 from mxjax.runtime.arguments import check_arrays, check_tensor
 from mxjax.runtime.keys import fold
