@@ -1,5 +1,6 @@
 """mxjax: training in MXFP4, with the precision of every GEMM of a linear layer as a pure argument."""
 
+from mxjax import stats
 from mxjax.numerics.array import MXArray, dequantize, pack, unpack
 from mxjax.numerics.formats import FORMATS
 from mxjax.numerics.hadamard import hadamard_matrix, random_signs, rotate
@@ -13,7 +14,6 @@ from mxjax.products.einsum import einsum
 from mxjax.products.ragged import ragged_dot
 from mxjax.recipes import get_policy, policies
 from mxjax.runtime.mesh import Layout
-from mxjax.stats import measures as stats
 from mxjax.transform import transform
 
 __version__ = "0.1.0"

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Float32
 from mxjax.numerics.array import dequantize
 from mxjax.numerics.blocks import block_max, magnitude_bits
 from mxjax.numerics.formats import BLOCK
-from mxjax.operands.use import OperandUse, part_of, quantize_input, rotate_input
+from mxjax.operands.use import OperandUse, quantize_use, quantized_part, rotate_use
 from mxjax.policy import Gemm, Policy, Rotation
-from mxjax.products.draws import gemm_inputs
+from mxjax.products.draws import uses_of
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.keys import fold
 from mxjax.stats import DotErrors, gemms
@@ -84,17 +84,17 @@ def measure_layer(
     sides = (((x, -1), (w, -2)), ((dy, -1), (w, -1)), ((x, -2), (dy, -2)))
     operands = []
     for i, (gemm, (lhs, rhs)) in enumerate(zip(policy.gemms.values(), sides, strict=True)):
-        inputs = gemm_inputs(gemm, lhs[1], rhs[1], fold(key, i))
-        tensors = zip((lhs[0], rhs[0]), inputs, strict=True)
-        operands.append(tuple(measure_operand(t, how) for t, how in tensors))
+        uses = uses_of(gemm, lhs[1], rhs[1], fold(key, i))
+        tensors = zip((lhs[0], rhs[0]), uses, strict=True)
+        operands.append(tuple(measure_operand(t, use) for t, use in tensors))
     return LayerMeasures(errors, tuple(operands), mean_energy(x), mean_energy(dy))
 
 
-def measure_operand(t: Float32[Array, "rows columns"], how: OperandUse) -> OperandMeasures:
+def measure_operand(t: Float32[Array, "rows columns"], use: OperandUse) -> OperandMeasures:
     """Returns the measures of a tensor as one GEMM takes it."""
-    rotated = rotate_input(t, how if how.rotation else how._replace(rotation=_WHAT_IF))
-    taken = part_of(t, how)
-    q = quantize_input(t, how)
+    rotated = rotate_use(t, use if use.rotation else use._replace(rotation=_WHAT_IF))
+    taken = quantized_part(t, use)
+    q = quantize_use(t, use)
     scales, mantissas = jnp.zeros(256), jnp.zeros(MANTISSA_BINS)
     if q.scales is not None and q.scales.dtype == jnp.float8_e8m0fnu:
         byte = lax.bitcast_convert_type(q.scales, jnp.uint8)
@@ -102,7 +102,7 @@ def measure_operand(t: Float32[Array, "rows columns"], how: OperandUse) -> Opera
         bits = magnitude_bits(block_max(taken, q.block_shape, q.axis)).ravel()
         part = (bits & 0x7F_FFFF) // (2**23 // MANTISSA_BINS)
         mantissas = jnp.bincount(part, (bits > 0).astype(jnp.float32), length=MANTISSA_BINS)
-    return OperandMeasures(shape_of(t, how.axis), shape_of(rotated, how.axis), scales, mantissas)
+    return OperandMeasures(shape_of(t, use.axis), shape_of(rotated, use.axis), scales, mantissas)
 
 
 def shape_of(t: Float32[Array, "rows columns"], axis: int) -> Shape:
@@ -132,7 +132,6 @@ def weight_gradient(
 ) -> Float32[Array, "d_in d_out"]:
     """Returns x.T @ dy as `gemm` computes it, in float32: Wgrad of the implementation "reference"."""
     left, right = (
-        dequantize(quantize_input(t, how))
-        for t, how in zip((x, dy), gemm_inputs(gemm, -2, -2, key), strict=True)
+        dequantize(quantize_use(t, use)) for t, use in zip((x, dy), uses_of(gemm, -2, -2, key), strict=True)
     )
     return jnp.matmul(left.T, right, precision=lax.Precision.HIGHEST)

@@ -23,7 +23,7 @@ from mxjax.numerics.operand import Operand
 from mxjax.operands.kernel_operand import KernelOperand, decode, pack_by_definition
 from mxjax.operands.use import OperandUse
 from mxjax.policy import Rotation
-from mxjax.products.prepare import pack_operands, value_operands
+from mxjax.products.prepare import prepare
 from mxjax.runtime.devices import current_target
 
 PLAIN = Operand()
@@ -88,17 +88,19 @@ def cases(x: jax.Array) -> Iterator[Case]:
     yield _case("copy (memcpy)", jnp.copy, x, 2 * x.nbytes, lambda: x, is_ceiling=True)
     yield _case("copy (-x)", jnp.negative, x, 2 * x.nbytes, lambda: -x, is_ceiling=True)
     for name, uses in PACKINGS.items():
-        yield _packing(name, x, uses, pack_operands)
+        yield _packing(name, x, uses, prepare)
     wide = jax.random.normal(jax.random.key(1), x.shape, jnp.float32)
-    yield _packing("both, of float32", wide, [ROWS, COLUMNS], pack_operands)
+    yield _packing("both, of float32", wide, [ROWS, COLUMNS], prepare)
     if current_target() is not None:
-        uses = [gemm_input(*use) for use in (ROWS, COLUMNS_H16)]
+        uses = [operand_use(*use) for use in (ROWS, COLUMNS_H16)]
 
         def values() -> list[jax.Array]:
-            return [decode(packed) for packed in by_definition(x, *uses)]
+            return [decode(packed) for packed in by_definition(x, uses)]
 
         name = "both, H16 on columns, to bfloat16"
-        yield _case(name, lambda x: value_operands(x, *uses), x, 3 * x.nbytes, values)
+        yield _case(
+            name, lambda x: prepare(x, [use._replace(form="bf16") for use in uses]), x, 3 * x.nbytes, values
+        )
     for name in ("rows", "rows H16", "both, H16 on columns"):
         yield _packing(f"{name}, jax.numpy", x, PACKINGS[name], by_definition)
     fields = {"shape": "x".join(map(str, x.shape))}
@@ -106,22 +108,22 @@ def cases(x: jax.Array) -> Iterator[Case]:
         yield Case(name, make, work, ours=False, is_ceiling="copy" in name, fields=fields)
 
 
-def gemm_input(axis: int, size: int | None, operand: Operand) -> OperandUse:
+def operand_use(axis: int, size: int | None, operand: Operand) -> OperandUse:
     """Returns an MXFP4 operand by `floor`, blocked along an axis."""
     rotation = Rotation(size) if size else None
-    return OperandUse(axis, operand, rotation, None, jax.random.key(axis + 2))
+    return OperandUse(axis, operand, rotation, None, jax.random.key(axis + 2), form="packed")
 
 
-def by_definition(x: jax.Array, *uses: OperandUse) -> tuple[KernelOperand, ...]:
+def by_definition(x: jax.Array, uses: Sequence[OperandUse]) -> tuple[KernelOperand, ...]:
     """Returns x packed for the uses, without the kernel."""
-    return tuple(pack_by_definition(x, how=use) for use in uses)
+    return tuple(pack_by_definition(x, use) for use in uses)
 
 
 def _packing(name: str, x: jax.Array, uses: Sequence[Use], pack: Callable) -> Case:
-    inputs = [gemm_input(*use) for use in uses]
+    operands = [operand_use(*use) for use in uses]
     work = x.nbytes + len(uses) * (x.size // 2 + x.size // 32)
-    wanted = functools.partial(jax.jit(lambda x: by_definition(x, *inputs)), x)
-    return _case(name, lambda x: pack(x, *inputs), x, work, wanted)
+    wanted = functools.partial(jax.jit(lambda x: by_definition(x, operands)), x)
+    return _case(name, lambda x: pack(x, operands), x, work, wanted)
 
 
 def _case(name: str, function: Callable, x: jax.Array, work: float, wanted: Callable, **more) -> Case:

@@ -42,7 +42,7 @@ def fused_attention(
     check_operands(q, k, v)
     if 0 in (*q.shape, *k.shape):
         return jnp.zeros_like(q)
-    return on_auto_axes(_attend, q, k, v, kept=(range(4), ()))
+    return on_auto_axes(_attend, q, k, kept=(range(4), ()))(q, k, v)
 
 
 def check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

@@ -23,21 +23,21 @@ from mxjax.runtime.devices import Target
 LONGEST_AXIS = 2**24  # axes are shorter, because offsets in a tile have 32 bits
 
 Pair = tuple[OperandUse | None, OperandUse | None]
-"""A tensor's inputs along its rows (axis -1) and along its columns (axis -2), without their arrays."""
+"""A tensor's uses along its rows (axis -1) and along its columns (axis -2), without their arrays."""
 ComputedKind = Literal["normed", "gated", "gradient"]
 """What a kernel computes where it quantizes it: `Normed`, `Gated` or `GatedGradient`."""
 
 
-def check_input(how: OperandUse) -> None:
+def check_use(use: OperandUse) -> None:
     """Raises NotImplementedError unless the quantizer kernel takes such an operand."""
-    if not how.operand.is_packable:
+    if not use.operand.is_packable:
         raise NotImplementedError(
-            f"the quantizer kernel needs mxfp4 in blocks of 32 or 32x32, got {how.operand}; "
+            f"the quantizer kernel needs mxfp4 in blocks of 32 or 32x32, got {use.operand}; "
             "use mxjax.quantize"
         )
-    if how.rotation_size > LARGEST_ROTATION:
+    if use.rotation_size > LARGEST_ROTATION:
         raise NotImplementedError(
-            f"the quantizer kernel rotates by H{LARGEST_ROTATION} at most, got H{how.rotation_size}; "
+            f"the quantizer kernel rotates by H{LARGEST_ROTATION} at most, got H{use.rotation_size}; "
             "use mxjax.rotate and mxjax.quantize"
         )
 
@@ -68,7 +68,7 @@ class Launch(NamedTuple):
 
 
 def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
-    """Returns the inputs of each launch: both in one, but on CUDA one by one in three cases.
+    """Returns the uses of each launch: both in one, but on CUDA one by one in three cases.
 
     Rows that draw random bits are alone if columns do too or are not rotated: on an H200 one launch for both
     takes 231 us instead of 211 (8192 x 14336, bfloat16), with the rotations of `amazon` 531 instead of 449. A
@@ -85,8 +85,8 @@ def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
     return [pair]
 
 
-def _is_stochastic(how: OperandUse) -> bool:
-    return how.operand.rounding == "stochastic"
+def _is_stochastic(use: OperandUse) -> bool:
+    return use.operand.rounding == "stochastic"
 
 
 def launch_of(
@@ -135,7 +135,7 @@ def _is_along_rows(pair: Pair, target: Target | None, tiles: int) -> bool:
 
 
 def takes_computed(pair: Pair, target: Target | None, r: int, c: int) -> bool:
-    """Whether a kernel computes a tensor [..., r, c] where it quantizes it for both of these inputs.
+    """Whether a kernel computes a tensor [..., r, c] where it quantizes it for both of these uses.
 
     Args:
       r, c: its size; of SwiGLU's result and its gradient the size of the latter, both parts of which have
@@ -182,22 +182,22 @@ def _outputs(pair: Pair, form: Form, batch: tuple[int, ...], r: int, c: int) -> 
     """Returns words and scales of both sides of a tensor [*batch, r, c]."""
     rows, columns = pair
     out = []
-    for how, length, other in ((rows, c, r), (columns, r, c)):
-        if how is None:
+    for use, length, other in ((rows, c, r), (columns, r, c)):
+        if use is None:
             out += [jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.uint8)]
         else:
-            n = how.padded(length)
+            n = use.padded(length)
             out.append(jax.ShapeDtypeStruct((*batch, other, n // 8 * words_of(form)), jnp.int32))
             out.append(jax.ShapeDtypeStruct((*batch, other, n // BLOCK), jnp.uint8))
     return out
 
 
 def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -> bool:
-    """Whether Hopper's kernel can pack a tensor with c columns and this dtype for these inputs."""
+    """Whether Hopper's kernel can pack a tensor with c columns and this dtype for these uses."""
     rows, columns = pair
     if conversion(target) != "sm_90" or jnp.dtype(dtype) != jnp.bfloat16 or c % 8:
         return False
-    wanted = [how for how in pair if how]
+    wanted = [use for use in pair if use]
     if columns is None or not all(map(_is_plain, wanted)) or (rows and rows.rotation):
         return False
     # Random bits of rows, or beside a rotation, need too many registers.
@@ -206,10 +206,10 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
     return columns.rotation_size in ((1,) if _is_stochastic(columns) else (1, 4, 16))
 
 
-def _is_plain(how: OperandUse) -> bool:
-    """Whether the input has 1-D blocks and rule `floor`, but no signs and no prescale."""
-    o = how.operand
-    return o.scale_rule == "floor" and not o.prescale and not o.is_square and not how.has_signs
+def _is_plain(use: OperandUse) -> bool:
+    """Whether the use has 1-D blocks and rule `floor`, but no signs and no prescale."""
+    o = use.operand
+    return o.scale_rule == "floor" and not o.prescale and not o.is_square and not use.has_signs
 
 
 def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int]) -> dict[str, Any]:
@@ -237,8 +237,8 @@ def _sizes(b: int, r: int, c: int, whole: tuple[int, int]) -> dict[str, Any]:
 
 def _constants(pair: Pair, form: Form, b: int, r: int, c: int, whole: tuple[int, int]) -> dict[str, Any]:
     constants = _sizes(b, r, c, whole)
-    for name, how, length in zip(("ROW", "COLUMN"), pair, (c, r), strict=True):
-        values = _input_constants(how, form, how.padded(length)) if how else _ABSENT
+    for name, use, length in zip(("ROW", "COLUMN"), pair, (c, r), strict=True):
+        values = _use_constants(use, form, use.padded(length)) if use else _ABSENT
         constants |= {f"{name}_{k}": value for k, value in values.items()}
     return constants
 
@@ -256,18 +256,18 @@ _ABSENT: Mapping[str, object] = {
 }
 
 
-def _input_constants(how: OperandUse, form: Form, length: int) -> dict[str, object]:
-    """Returns the kernel's constants for an input whose contracted axis is `length` long when padded."""
+def _use_constants(use: OperandUse, form: Form, length: int) -> dict[str, object]:
+    """Returns the kernel's constants for a use whose contracted axis is `length` long when padded."""
     return {
         "FORM": form,
         "LENGTH": length,
-        "ROTATION": how.rotation_size,
-        "FACTOR": float(np.float32(how.rotation_size**-0.5)),
-        "SIGNS": how.has_signs,
-        "CARRY": rule_carry(how.operand.scale_rule, E2M1),
-        "SQUARE": how.operand.is_square,
-        "STOCHASTIC": how.operand.rounding == "stochastic",
-        "PRESCALE": how.operand.prescale or 1,
+        "ROTATION": use.rotation_size,
+        "FACTOR": float(np.float32(use.rotation_size**-0.5)),
+        "SIGNS": use.has_signs,
+        "CARRY": rule_carry(use.operand.scale_rule, E2M1),
+        "SQUARE": use.operand.is_square,
+        "STOCHASTIC": use.operand.rounding == "stochastic",
+        "PRESCALE": use.operand.prescale or 1,
     }
 
 
@@ -342,5 +342,5 @@ def _tile(target: Target | None, pair: Pair, r: int, row_bytes: int) -> Tile:
         # Wide tiles write at least 16 scale bytes of a row at a time.
         lower = rows.rotation and row_bytes >= 2048 and r <= 4 * MOST_PROGRAMS
         return Tile(4, 1024, 2, 32) if lower else Tile(16, 512, 4, 32)
-    rotated = any(how and how.rotation for how in pair)
+    rotated = any(use and use.rotation for use in pair)
     return Tile(128, 64, 4, 32 if rows is None or rotated else 8)

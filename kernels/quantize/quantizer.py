@@ -19,7 +19,7 @@ from mxjax.kernels.quantize.launches import (
     LONGEST_AXIS,
     ComputedKind,
     Pair,
-    check_input,
+    check_use,
     computed_launch_of,
     launch_of,
     launched_pairs,
@@ -37,9 +37,9 @@ FORM_DTYPES: Mapping[Form, DTypeLike] = {"packed": jnp.uint8, "bf16": jnp.bfloat
 
 
 def quantize_operands(
-    x: Float[Array, "*b r c"], inputs: Sequence[OperandUse], form: Form = "packed"
+    x: Float[Array, "*b r c"], uses: Sequence[OperandUse], form: Form = "packed"
 ) -> list[KernelOperand]:
-    """Returns x quantized for each input, at most one for each of the last two axes.
+    """Returns x quantized for each use, at most one for each of the last two axes.
 
     x is read once, or on CUDA in some cases twice (`launched_pairs`).
     The bits are those that `mxjax.rotate` and `mxjax.quantize` define.
@@ -54,39 +54,39 @@ def quantize_operands(
         raise ValueError(
             f"quantize_operands needs axes shorter than {LONGEST_AXIS}, got {(r, c)}; split the tensor"
         )
-    for how in inputs:
-        check_input(how)
-    by_axis = {how.axis: how for how in inputs}
+    for use in uses:
+        check_use(use)
+    by_axis = {use.axis: use for use in uses}
     both = by_axis.get(-1), by_axis.get(-2)
-    scalars = jnp.concatenate([_words(how) for how in both])
-    rows, columns = (how and how.options for how in both)
+    scalars = jnp.concatenate([_words(use) for use in both])
+    rows, columns = (use and use.options for use in both)
     run = _quantizer((rows, columns), form, current_target())
     x = x if x.dtype.name in TYPES else x.astype(jnp.float32)  # float64, as the definition does
     flat = run(x.reshape(1, math.prod(batch), r, c), scalars[None])
     made = {}
-    for axis, how, other in ((-1, rows, r), (-2, columns, c)):
-        if how is None:
+    for axis, use, other in ((-1, rows, r), (-2, columns, c)):
+        if use is None:
             continue
         words, scales = flat.pop(0), flat.pop(0)
         elements = elements_of(words, form)
         elements = elements.reshape(*batch, other, elements.shape[-1])
-        scales = scales.reshape(*batch, other, how.padded(x.shape[axis]) // BLOCK)
-        made[axis] = KernelOperand(elements, scales if form == "packed" else None, how.operand.prescale)
-    return [made[how.axis] for how in inputs]
+        scales = scales.reshape(*batch, other, use.padded(x.shape[axis]) // BLOCK)
+        made[axis] = KernelOperand(elements, scales if form == "packed" else None, use.operand.prescale)
+    return [made[use.axis] for use in uses]
 
 
-def _words(how: OperandUse | None) -> UInt32[Array, "6"]:
-    """Returns two words of an input's key and four of its signs; any where the kernel reads none."""
-    if how is None:
+def _words(use: OperandUse | None) -> UInt32[Array, "6"]:
+    """Returns two words of a use's key and four of its signs; any where the kernel reads none."""
+    if use is None:
         return jnp.zeros(6, jnp.uint32)
-    if how.words is not None:
-        redrawn = how.rotation is not None and how.rotation.signs == "redrawn"
-        if redrawn or how.signs is None:
-            return how.words
-        return jnp.append(how.words[:2], sign_words(how.signs))
-    stochastic = how.key is not None and how.operand.rounding == "stochastic"
-    key = key_words(how.key) if stochastic else jnp.zeros(2, jnp.uint32)
-    return jnp.append(key, jnp.zeros(4, jnp.uint32) if how.signs is None else sign_words(how.signs))
+    if use.words is not None:
+        redrawn = use.rotation is not None and use.rotation.signs == "redrawn"
+        if redrawn or use.signs is None:
+            return use.words
+        return jnp.append(use.words[:2], sign_words(use.signs))
+    stochastic = use.key is not None and use.operand.rounding == "stochastic"
+    key = key_words(use.key) if stochastic else jnp.zeros(2, jnp.uint32)
+    return jnp.append(key, jnp.zeros(4, jnp.uint32) if use.signs is None else sign_words(use.signs))
 
 
 def elements_of(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, "*b n _"]:
@@ -139,8 +139,8 @@ def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, scalars: int)
         c_axis,
     ]
     results = []
-    for how, other, name in ((rows, r_axis, "c"), (columns, c_axis, "r")):
-        if how is None:
+    for use, other, name in ((rows, r_axis, "c"), (columns, c_axis, "r")):
+        if use is None:
             continue
         words = sizes.get(f"{name}i", 0) // 8 * words_of(form)
         for what, inner in (("words", words), ("scales", sizes.get(f"{name}i", 0) // BLOCK)):
@@ -154,7 +154,7 @@ def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, scalars: int)
 
 
 def _unit(blocked: OperandUse | None, other: OperandUse | None) -> int:
-    """Returns the size that divides every shard of an axis; `blocked` is the input with blocks along it."""
+    """Returns the size that divides every shard of an axis; `blocked` is the use with blocks along it."""
     unit = blocked.padded(1) if blocked else 1
     return max(unit, BLOCK) if other and other.operand.is_square else unit
 
@@ -171,7 +171,7 @@ def _call(
 
 def _launch(pair: Pair, form: Form, target: Target | None, whole, x, scalars, places) -> list[jax.Array]:
     launch = launch_of(pair, form, target, x.shape, x.dtype, whole)
-    scalars, stride = _scalars([how for how in pair if how], x, scalars, places)
+    scalars, stride = _scalars([use for use in pair if use], x, scalars, places)
     results = triton_call(
         launch.kernel,
         x,
@@ -183,15 +183,15 @@ def _launch(pair: Pair, form: Form, target: Target | None, whole, x, scalars, pl
         **stride,
     )
     rows, columns = pair
-    return [y for y, how in zip(results, (rows, rows, columns, columns), strict=True) if how]
+    return [y for y, use in zip(results, (rows, rows, columns, columns), strict=True) if use]
 
 
-def _scalars(inputs: list[OperandUse], x, scalars, places) -> tuple[jax.Array, dict[str, int]]:
+def _scalars(uses: list[OperandUse], x, scalars, places) -> tuple[jax.Array, dict[str, int]]:
     """Returns the scalars that the kernel takes, and their stride.
 
-    x stands in for scalars that no input reads, because making that array would be another kernel.
+    x stands in for scalars that no use reads, because making that array would be another kernel.
     """
-    if not any(how.operand.rounding == "stochastic" or how.has_signs for how in inputs):
+    if not any(use.operand.rounding == "stochastic" or use.has_signs for use in uses):
         return x, {"SCALARS_STRIDE": 0}
     place = jnp.stack([axis[0] if axis.size else jnp.uint32(0) for axis in places])
     scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
@@ -199,7 +199,7 @@ def _scalars(inputs: list[OperandUse], x, scalars, places) -> tuple[jax.Array, d
 
 
 def quantize_computed(x: Computed, rows: OperandUse, columns: OperandUse) -> list[KernelOperand]:
-    """Returns the values of x, rounded to bfloat16, packed for both inputs.
+    """Returns the values of x, rounded to bfloat16, packed for both uses.
 
     Values differ from XLA's (`x.value`) by a unit in the last place of bfloat16 at most, unless a product
     on the way overflows or is subnormal: the logistic function of a gate below -87 counts as zero, and
@@ -207,7 +207,7 @@ def quantize_computed(x: Computed, rows: OperandUse, columns: OperandUse) -> lis
 
     Args:
       x: made of tensors in bfloat16; products may have factors or not.
-      rows, columns: inputs that `takes_computed` accepts, along -1 and -2.
+      rows, columns: uses that `takes_computed` accepts, along -1 and -2.
     Raises:
       TypeError: a tensor in another dtype.
     """

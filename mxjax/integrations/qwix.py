@@ -102,8 +102,8 @@ class Provider(qwix.QuantizationProvider):
         arguments = dimension_numbers, precision, preferred_element_type, out_sharding
         if policy is None:
             return lax.dot_general(lhs, rhs, *arguments[:3], out_sharding=out_sharding)
-        how = {"key": _key(policy), "implementation": self.implementation, "weight": weight}
-        return make_dot_general(policy, **how)(lhs, rhs, *arguments)
+        settings = {"key": _key(policy), "implementation": self.implementation, "weight": weight}
+        return make_dot_general(policy, **settings)(lhs, rhs, *arguments)
 
     def einsum(self, spec: str, /, *operands: Shaped[Array, "..."], **options: Any) -> Shaped[Array, "..."]:
         """Returns `jnp.einsum`, by a policy if a rule matches and one of two operands is a parameter."""
@@ -140,8 +140,8 @@ class Provider(qwix.QuantizationProvider):
             return lax.ragged_dot(lhs, rhs, group_sizes, group_offset=group_offset, **options)
         if group_offset is not None:
             raise NotImplementedError("mxjax.ragged_dot has no group_offset; use a rule without ragged_dot")
-        how = {"key": _key(policy), "implementation": self.implementation}
-        return ragged_dot(lhs, rhs, group_sizes, policy=policy, **how, **options)
+        settings = {"key": _key(policy), "implementation": self.implementation}
+        return ragged_dot(lhs, rhs, group_sizes, policy=policy, **settings, **options)
 
     def _choose(
         self, operation: str, lhs: Array, rhs: Array, likely: Side | None = None

@@ -16,7 +16,7 @@ from mxjax.numerics.array import float4_codes, pack_codes
 from mxjax.numerics.blocks import pad
 from mxjax.numerics.formats import BLOCK
 from mxjax.numerics.scales import power_of_two
-from mxjax.operands.use import OperandUse, quantize_input
+from mxjax.operands.use import OperandUse, quantize_use
 
 
 @functools.partial(
@@ -86,16 +86,16 @@ def spread_blocks(scales: Shaped[Array, "*b blocks"]) -> Shaped[Array, "*b k"]:
     return jnp.repeat(scales, BLOCK, axis=-1)
 
 
-def pack_by_definition(x: Float[Array, "*b r c"], how: OperandUse) -> KernelOperand:
+def pack_by_definition(x: Float[Array, "*b r c"], use: OperandUse) -> KernelOperand:
     """Returns x quantized for a GEMM, padded to whole blocks, transposed to K-major and packed."""
-    q = quantize_input(x, how)
+    q = quantize_use(x, use)
     assert q.scales is not None
     codes, scales = float4_codes(q.elements), lax.bitcast_convert_type(q.scales, jnp.uint8)
     rows = q.block_shape[0]
     if rows > 1:  # 2-D blocks: a scale for each of their rows
-        other = -3 - how.axis
+        other = -3 - use.axis
         scales = jnp.repeat(scales, rows, axis=other)
         scales = lax.slice_in_dim(scales, 0, codes.shape[other], axis=other)
-    if how.axis == -2:
+    if use.axis == -2:
         codes, scales = codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
     return KernelOperand(pack_codes(pad(codes, codes.ndim - 1, BLOCK), codes.ndim - 1), scales, q.prescale)

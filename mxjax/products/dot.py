@@ -14,12 +14,12 @@ from mxjax.numerics.array import MXArray, check_parts
 from mxjax.numerics.blocks import resolve_block_shape
 from mxjax.numerics.formats import get_format
 from mxjax.policy.policy import Policy
-from mxjax.products.implementations import Implementation, implementations_of
-from mxjax.products.linear import Options, product_of
+from mxjax.products.implementations import GemmImplementations, Implementation, implementations_of
+from mxjax.products.linear import Options, linear
 from mxjax.recipes import as_policy
 from mxjax.runtime.arguments import check_arrays
 from mxjax.runtime.keys import check_one_key
-from mxjax.runtime.mesh import Layout, on_auto_axes, varying_as
+from mxjax.runtime.mesh import Layout, check_layout, on_auto_axes, varying_as
 
 AnyArray = jax.Array | np.ndarray
 DimensionNumbers = tuple  # ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), as in jax.lax
@@ -74,9 +74,10 @@ def dot(
       `jax.lax.axis_index` into its key.
     Raises:
       ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
-        random bits without a key. For an `MXArray` see `dequantize`, too.
+        random bits without a key; a layout whose mesh is not set or lacks one of its axes. For an `MXArray`
+        see `dequantize`, too.
       TypeError: x or w is no array or in another dtype, such as FP8, the result's dtype is not floating
-        point, or key is not a JAX key; forward mode.
+        point, key is not a JAX key, or layout is no `Layout`; forward mode.
       NotImplementedError: an implementation that does not run here or does not take the policy's formats; a
         second derivative.
     Source: arXiv 2605.09825, section 3; arXiv 2502.20586, algorithm 3.
@@ -84,13 +85,16 @@ def dot(
     check_arrays("dot", x=x, **({} if isinstance(w, MXArray) else {"w": w}))
     if x.ndim < 1 or len(w.shape) != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"dot needs x [..., d_in] and w [d_in, d_out], got {x.shape} and {w.shape}")
-    policy, contract_last = as_policy(policy), (((x.ndim - 1,), (0,)), ((), ()))
+    policy = as_policy(policy)
+    check_floating(x, w, preferred_element_type)
+    check_key(policy, key)
+    check_layout("dot", layout)
+    gemms = implementations_of(policy, implementation)._replace(layout=layout)
     if isinstance(w, MXArray):
         check_parts("dot", w)
         warn_of_two_roundings(w, policy)
-    return _dot_general(
-        x, w, contract_last, None, preferred_element_type, policy, key, implementation, layout
-    )
+    contract_last = (((x.ndim - 1,), (0,)), ((), ()))
+    return _dot_general(x, w, contract_last, None, preferred_element_type, policy, gemms, key)
 
 
 def dot_general(
@@ -117,17 +121,13 @@ def dot_general(
     Raises: see `dot`; ValueError for negative axes.
     """
     check_arrays("dot_general", lhs=lhs, rhs=rhs)
-    return _dot_general(
-        lhs,
-        rhs,
-        dimension_numbers,
-        precision,
-        preferred_element_type,
-        as_policy(policy),
-        key,
-        implementation,
-        layout,
-    )
+    policy = as_policy(policy)
+    check_floating(lhs, rhs, preferred_element_type)
+    check_key(policy, key)
+    check_axes(lhs, rhs, dimension_numbers)
+    check_layout("dot_general", layout)
+    gemms = implementations_of(policy, implementation)._replace(layout=layout)
+    return _dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, policy, gemms, key)
 
 
 def _dot_general(
@@ -137,21 +137,17 @@ def _dot_general(
     precision: lax.PrecisionLike,
     preferred_element_type: DTypeLike | None,
     policy: Policy,
+    gemms: GemmImplementations,
     key: jax.Array | None,
-    implementation: Implementation | None,
-    layout: Layout | None,
 ) -> jax.Array:
+    """Groups the axes of arguments that were checked where users call, so that tracebacks are short."""
     lhs = jnp.asarray(lhs)
     rhs = lax.stop_gradient(rhs) if isinstance(rhs, MXArray) else jnp.asarray(rhs)
-    check_floating(lhs, rhs, preferred_element_type)
-    check_key(policy, key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    check_axes(lhs, rhs, dimension_numbers)
     lhs_free = _remaining_axes(lhs, lhs_contract, lhs_batch)
     rhs_free = _remaining_axes(rhs, rhs_contract, rhs_batch)
     dtype = result_dtype(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
     dtypes = (dtype, lhs.dtype, dtype if isinstance(rhs, MXArray) else rhs.dtype)
-    gemms = implementations_of(policy, implementation)._replace(layout=layout)
     options = Options(policy, gemms, dtypes, precision)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
 
@@ -160,11 +156,14 @@ def _dot_general(
         arrays = jax.tree.leaves((lhs, rhs, key))
         lhs, rhs = (jax.tree.map(lambda t: varying_as(t, *arrays), operand) for operand in (lhs, rhs))
         x = _group_axes(lhs, lhs_batch, lhs_free, lhs_contract)
-        w = rhs if isinstance(rhs, MXArray) else _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
-        return product_of(options, x, w, key).reshape(shape)
+        if isinstance(rhs, MXArray):
+            leaves, frozen = jax.tree.flatten(rhs)
+            return linear(options._replace(frozen=frozen), x, tuple(leaves), key).reshape(shape)
+        w = _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
+        return linear(options, x, w, key).reshape(shape)
 
-    key = key if policy.needs_key else None
-    return on_auto_axes(product, lhs, rhs, key, kept=((*lhs_batch, *lhs_free), rhs_free))
+    product = on_auto_axes(product, lhs, rhs, kept=((*lhs_batch, *lhs_free), rhs_free))
+    return product(lhs, rhs, key if policy.needs_key else None)
 
 
 def check_key(policy: Policy, key: object) -> None:

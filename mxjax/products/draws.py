@@ -1,29 +1,117 @@
-"""What a policy's GEMMs draw from a key: random words and signs, as `jax.random` draws them.
+"""`uses_of_policy`: a policy's GEMMs as uses of their operands, with what they draw from the key.
 
-Each hash costs XLA 150 operations, and as many again wherever it is fused. Therefore all GEMMs of a pass draw
-at once, and on GPUs a kernel draws what kernels read.
+Words and signs are those that `jax.random` draws. Each hash costs XLA 150 operations, and as many again
+wherever it is fused. Therefore all GEMMs of a pass draw at once, and on GPUs a kernel draws what kernels
+read.
 """
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Float32, UInt32
 
 from mxjax.numerics.hadamard import random_signs
 from mxjax.numerics.philox import KeyWords, key_words
-from mxjax.operands.use import Drawn, OperandUse, inputs_with
-from mxjax.policy.policy import Gemm
+from mxjax.operands.use import Form, OperandUse
+from mxjax.policy.policy import Gemm, Policy, Rotation
+from mxjax.products.implementations import BY_KERNEL, GemmImplementations, form_of
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.keys import as_key, fold_each, over_keys
 
 
-def draw_each(gemms: Sequence[Gemm], keys: jax.Array | None) -> list[Drawn]:
+class GemmUses(NamedTuple):
+    """The uses of a GEMM's two operands."""
+
+    lhs: OperandUse
+    rhs: OperandUse
+
+
+class PolicyUses(NamedTuple):
+    """The uses of x and w by the Fprop, of dy and w by the Dgrad, of x and dy by the Wgrad."""
+
+    fprop: GemmUses
+    dgrad: GemmUses
+    wgrad: GemmUses
+
+
+AXES = ((-1, -2), (-1, -1), (-2, -2))
+"""What Fprop, Dgrad and Wgrad contract of lhs and rhs, which are stored as x [tokens, d_in], w [d_in, d_out]
+and dy [tokens, d_out]."""
+
+
+def uses_of_policy(policy: Policy, implementations: GemmImplementations, key: jax.Array | None) -> PolicyUses:
+    """Returns the uses of all operands of a policy, with the random bits of a dot's key."""
+    gemms, names = tuple(policy.gemms.values()), implementations[:3]
+    keys = None if key is None else fold_each(key, 0, 3)
+    by_kernel = [gemm.needs_key and name in BY_KERNEL for gemm, name in zip(gemms, names, strict=True)]
+    words = draw_words(gemms, key) if any(by_kernel) else None
+    drawn = _draw_each(gemms, keys)
+    fprop, dgrad, wgrad = (
+        _uses(
+            gemms[i],
+            *AXES[i],
+            drawn[i],
+            form_of(names[i]),
+            None if words is None or not by_kernel[i] else words[i],
+        )
+        for i in range(3)
+    )
+    if policy.dgrad.rhs.source == "dequantized":
+        dgrad = dgrad._replace(rhs=dgrad.rhs._replace(reads=fprop.rhs))
+    if policy.wgrad.lhs.source == "dequantized":
+        wgrad = wgrad._replace(lhs=wgrad.lhs._replace(reads=fprop.lhs))
+    return PolicyUses(fprop, dgrad, wgrad)
+
+
+def uses_of(gemm: Gemm, lhs_axis: int, rhs_axis: int, key: jax.Array | None) -> GemmUses:
+    """Returns the uses of one GEMM's operands; `key` is the GEMM's own."""
+    [drawn] = _draw_each([gemm], None if key is None else as_key(key)[None])
+    return _uses(gemm, lhs_axis, rhs_axis, drawn)
+
+
+class _Drawn(NamedTuple):
+    """Random words of a GEMM's two operands, and the signs of its rotation if they are redrawn."""
+
+    lhs: KeyWords | None = None
+    rhs: KeyWords | None = None
+    signs: Float32[Array, " size"] | None = None
+
+
+def _uses(
+    gemm: Gemm,
+    lhs_axis: int,
+    rhs_axis: int,
+    drawn: _Drawn,
+    form: Form | None = None,
+    words: UInt32[Array, "2 6"] | None = None,
+) -> GemmUses:
+    signs = _fixed_signs(gemm.rotation) if drawn.signs is None else drawn.signs
+    lhs_words, rhs_words = (None, None) if words is None else words
+    return GemmUses(
+        OperandUse(lhs_axis, gemm.lhs, gemm.rotation, signs, drawn.lhs, lhs_words, form),
+        OperandUse(rhs_axis, gemm.rhs, gemm.rotation, signs, drawn.rhs, rhs_words, form),
+    )
+
+
+def _fixed_signs(rotation: Rotation | None) -> Float32[Array, " size"] | None:
+    """Returns the signs of a rotation that draws none from a key: None, its own, or those of its seed."""
+    if rotation is None or rotation.signs == "none":
+        return None
+    if rotation.values is not None:
+        return jnp.asarray(rotation.values, jnp.float32)
+    assert rotation.signs == "fixed"
+    # Independent of JAX's default generator.
+    return random_signs(jax.random.key(rotation.seed, impl="threefry2x32"), rotation.size)
+
+
+def _draw_each(gemms: Sequence[Gemm], keys: jax.Array | None) -> list[_Drawn]:
     """Draws the random words and signs of each GEMM from its own key in `keys`; none without keys."""
     if keys is None or not any(gemm.needs_key for gemm in gemms):
-        return [Drawn()] * len(gemms)
+        return [_Drawn()] * len(gemms)
     keys = fold_each(keys, 0, 3)
     operands, of_signs = keys[:, :2, None], keys[:, 2]
     if any(o.eden is not None or o.four_over_six is not None for gemm in gemms for o in (gemm.lhs, gemm.rhs)):
@@ -37,7 +125,7 @@ def draw_each(gemms: Sequence[Gemm], keys: jax.Array | None) -> list[Drawn]:
     for i, gemm in enumerate(gemms):
         lhs, rhs = (KeyWords(words[i, k]) for k in range(2))
         of_rotation = signs[gemm.redrawn_signs][i] if gemm.redrawn_signs else None
-        drawn.append(Drawn(lhs, rhs, of_rotation) if gemm.needs_key else Drawn())
+        drawn.append(_Drawn(lhs, rhs, of_rotation) if gemm.needs_key else _Drawn())
     return drawn
 
 
@@ -57,11 +145,3 @@ def draw_words(gemms: Iterable[Gemm], key: jax.Array | None) -> UInt32[Array, "3
     from mxjax.kernels.quantize.draws import draw
 
     return draw(jax.random.key_data(key), tuple(max(gemm.redrawn_signs, 1) for gemm in gemms))
-
-
-def gemm_inputs(
-    gemm: Gemm, lhs_axis: int, rhs_axis: int, key: jax.Array | None
-) -> tuple[OperandUse, OperandUse]:
-    """Returns the inputs of a GEMM's two operands; `key` is the GEMM's own."""
-    [drawn] = draw_each([gemm], None if key is None else as_key(key)[None])
-    return inputs_with(gemm, lhs_axis, rhs_axis, drawn)

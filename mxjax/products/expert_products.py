@@ -19,8 +19,9 @@ from jaxtyping import Array, Float
 
 from mxjax.operands.kernel_operand import KernelOperand
 from mxjax.operands.product import Product
+from mxjax.products.draws import uses_of_policy
 from mxjax.products.expert_chunks import Chunks, Index, chunks_of
-from mxjax.products.linear import Options, policy_inputs
+from mxjax.products.linear import CARRIERS, Options
 from mxjax.products.multiply import multiply
 from mxjax.products.prepare import Prepared, prepare
 from mxjax.runtime.mesh import varying_as
@@ -54,31 +55,40 @@ matmul_experts.defvjp(_matmul_fwd, _matmul_bwd)
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _forward(options: Options, unit: int, static: Sizes, x, w, sizes, key) -> jax.Array:
-    policy, gemms, dtypes, precision, _ = options
+    policy, gemms, dtypes, *_ = options
     x, w = first_order_only(x), first_order_only(w)
     chunks = chunks_of(sizes if static is None else np.array(static, np.int32), x.shape[0], unit)
-    (left, right), *_ = policy_inputs(policy, gemms, key)
-    [lhs] = prepare(chunks.filled(x), [(gemms.fprop, left)])
-    [rhs] = prepare(w, [(gemms.fprop, right)])
-    how = functools.partial(multiply, gemms.fprop, dtypes[0], precision, carriers=("e4m3", "e4m3"))
-    return _by_row(chunks, how, dtypes[0], lhs, rhs, w.shape[2])
+    uses = uses_of_policy(policy, gemms, key)
+    [lhs] = prepare(chunks.filled(x), [uses.fprop.lhs])
+    [rhs] = prepare(w, [uses.fprop.rhs])
+    return _by_row(chunks, _gemm(options, "fprop", dtypes[0]), dtypes[0], lhs, rhs, w.shape[2])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _backward(options: Options, unit: int, static: Sizes, x, w, sizes, key, dy):
     """Returns the gradients dx and dw."""
-    policy, gemms, dtypes, precision, _ = options
+    policy, gemms, dtypes, *_ = options
     x, w, dy = (first_order_only(t) for t in (x, w, dy))
     chunks = chunks_of(sizes if static is None else np.array(static, np.int32), x.shape[0], unit)
-    _, dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, gemms, key)
+    _, dgrad, wgrad = uses_of_policy(policy, gemms, key)
     x, dy = chunks.filled(x), chunks.filled(dy)
-    dy_rows, dy_columns = prepare(dy, [(gemms.dgrad, dgrad[0]), (gemms.wgrad, wgrad[1])])
-    [w_rows] = prepare(seen_w(w), [(gemms.dgrad, dgrad[1])])
-    [x_columns] = prepare(seen_x(x), [(gemms.wgrad, wgrad[0])])
-    how = functools.partial(multiply, gemms.dgrad, dtypes[1], precision, carriers=("e5m2", "e4m3"))
-    dx = _by_row(chunks, how, dtypes[1], dy_rows, w_rows, w.shape[1])
-    how = functools.partial(multiply, gemms.wgrad, jnp.float32, precision, carriers=("e4m3", "e5m2"))
-    return dx, _by_expert(chunks, how, x_columns, dy_columns, w.shape).astype(dtypes[2])
+    dy_rows, dy_columns = prepare(dy, [dgrad.lhs, wgrad.rhs])
+    [w_rows] = prepare(w, [dgrad.rhs])
+    [x_columns] = prepare(x, [wgrad.lhs])
+    dx = _by_row(chunks, _gemm(options, "dgrad", dtypes[1]), dtypes[1], dy_rows, w_rows, w.shape[1])
+    dw = _by_expert(chunks, _gemm(options, "wgrad", jnp.float32), x_columns, dy_columns, w.shape)
+    return dx, dw.astype(dtypes[2])
+
+
+def _gemm(options: Options, name: str, dtype: DTypeLike) -> Callable[..., Product]:
+    """Returns the function that multiplies a GEMM's two operands; its product is read in dtype."""
+    return functools.partial(
+        multiply,
+        implementation=getattr(options.gemms, name),
+        dtype=dtype,
+        precision=options.precision,
+        carriers=CARRIERS[name],
+    )
 
 
 def _by_row(

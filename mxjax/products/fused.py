@@ -18,8 +18,8 @@ from mxjax.operands.use import OperandUse
 from mxjax.policy.policy import Policy
 from mxjax.products.dot import check_key
 from mxjax.products.gradients import gradients_read_tensors
-from mxjax.products.implementations import GemmImplementation, Implementation, implementations_of
-from mxjax.products.linear import Options, backward, forward, product_of, value_of
+from mxjax.products.implementations import Implementation, form_of, implementations_of
+from mxjax.products.linear import Options, backward, forward, linear, value_of
 from mxjax.products.prepare import prepares_computed, prepares_gated
 from mxjax.runtime.arguments import check_arrays
 from mxjax.runtime.mesh import Layout, sums_on_each_device, varying_as
@@ -89,8 +89,8 @@ def fuses_norm(options: Options, tokens: int, width: int) -> bool:
     policy, gemms, *_ = options
     if gradients_read_tensors(policy)[0] or policy.wgrad.lhs.source != "original":
         return False
-    rows = gemms.fprop, OperandUse(-1, policy.fprop.lhs, policy.fprop.rotation)
-    columns = gemms.wgrad, OperandUse(-2, policy.wgrad.lhs, policy.wgrad.rotation)
+    rows = OperandUse(-1, policy.fprop.lhs, policy.fprop.rotation, form=form_of(gemms.fprop))
+    columns = OperandUse(-2, policy.wgrad.lhs, policy.wgrad.rotation, form=form_of(gemms.wgrad))
     return prepares_computed(rows, columns, tokens, width)
 
 
@@ -108,7 +108,7 @@ def _normed_matmul(options: NormedOptions, x, w, scale, key):
 
 def _normed_fwd(options: NormedOptions, x, w, scale, key):
     y, residuals = forward(options.product, normed(x, Norm(scale, options.eps)), w, key, keep=True)
-    return value_of(options.product, y, w), (x, scale, residuals)
+    return value_of(options.product, y, w), (x, scale, residuals.with_weight(w))
 
 
 def _normed_bwd(options: NormedOptions, kept, dy):
@@ -126,15 +126,12 @@ def _normed_batch(options: NormedOptions, operands, axes) -> tuple[jax.Array, in
     """Maps the product: it decides by itself whether the mapped axis joins the tokens."""
 
     def apart(x, w, scale, key):
-        return product_of(options.product, rms_norm(x, Norm(scale, options.eps)), w, key)
+        return linear(options.product, rms_norm(x, Norm(scale, options.eps)), w, key)
 
     return jax.vmap(apart, axes)(*operands), 0
 
 
 _normed_product = as_primitive("mxjax_normed_product", _normed_matmul, _normed_batch)
-
-
-Use = tuple[GemmImplementation, OperandUse]
 
 
 class GatedOptions(NamedTuple):
@@ -216,13 +213,13 @@ def _fuses(of_up: Options, of_down: Options, tokens: int, width: int) -> bool:
         return False
     if not all(sums_on_each_device(gemms.layout) for gemms in (up_gemms, down_gemms)):
         return False
-    result: tuple[Use, Use] = (
-        (down_gemms.fprop, OperandUse(-1, down.fprop.lhs, down.fprop.rotation)),
-        (down_gemms.wgrad, OperandUse(-2, down.wgrad.lhs, down.wgrad.rotation)),
+    result = (
+        OperandUse(-1, down.fprop.lhs, down.fprop.rotation, form=form_of(down_gemms.fprop)),
+        OperandUse(-2, down.wgrad.lhs, down.wgrad.rotation, form=form_of(down_gemms.wgrad)),
     )
-    gradient: tuple[Use, Use] = (
-        (up_gemms.dgrad, OperandUse(-1, up.dgrad.lhs, up.dgrad.rotation)),
-        (up_gemms.wgrad, OperandUse(-2, up.wgrad.rhs, up.wgrad.rotation)),
+    gradient = (
+        OperandUse(-1, up.dgrad.lhs, up.dgrad.rotation, form=form_of(up_gemms.dgrad)),
+        OperandUse(-2, up.wgrad.rhs, up.wgrad.rotation, form=form_of(up_gemms.wgrad)),
     )
     return all(prepares_gated(*uses, tokens, width) for uses in (result, gradient))
 
@@ -240,7 +237,8 @@ def _gated_fwd(options: GatedOptions, x, weights, scale, keys):
     product, of_up = forward(options.up, tensor, weights[0], keys[0], keep=True)
     y, of_down = forward(options.down, Gated(product), weights[1], keys[1], keep=True)
     of_norm = None if scale is None else (x, scale)
-    return value_of(options.down, y, weights[1]), (of_norm, product, of_up, of_down)
+    residuals = of_norm, product, of_up.with_weight(weights[0]), of_down.with_weight(weights[1])
+    return value_of(options.down, y, weights[1]), residuals
 
 
 def _gated_bwd(options: GatedOptions, residuals, dy):
@@ -264,9 +262,9 @@ def _gated_batch(options: GatedOptions, operands, axes) -> tuple[jax.Array, int]
         x = x if scale is None else rms_norm(x, Norm(scale, options.eps))
 
         def gated(x, w):
-            return swiglu(product_of(options.up, x, w, keys[0]))
+            return swiglu(linear(options.up, x, w, keys[0]))
 
-        return product_of(options.down, keep_products(gated)(x, weights[0]), weights[1], keys[1])
+        return linear(options.down, keep_products(gated)(x, weights[0]), weights[1], keys[1])
 
     return jax.vmap(apart, axes)(*operands), 0
 

@@ -20,7 +20,7 @@ from mxjax.numerics.formats import get_format
 from mxjax.numerics.operand import Operand
 from mxjax.numerics.quantize import scaled_values
 from mxjax.numerics.rounding import fraction_between
-from mxjax.operands.use import OperandUse, part_of, rotate_input, rotate_input_back
+from mxjax.operands.use import OperandUse, quantized_part, rotate_use, rotate_use_back
 from mxjax.policy.policy import Policy
 from mxjax.runtime.primitives import first_order_only
 
@@ -45,10 +45,10 @@ def derivative(x: Float[Array, "*shape"], operand: Operand, axis: int) -> Float3
     return jnp.minimum(jnp.abs(2 * fraction - 1) ** (1 / DGE_K - 1) / DGE_K, DGE_CAP)
 
 
-def changes_gradient(how: OperandUse, wanted: Operand) -> bool:
+def changes_gradient(use: OperandUse, wanted: Operand) -> bool:
     """Whether `through_quantization` with these arguments does anything."""
-    rotated = how.rotation is not None and wanted.source == "dequantized"
-    return rotated or how.operand.gradient != "straight_through"
+    rotated = use.rotation is not None and wanted.source == "dequantized"
+    return rotated or use.operand.gradient != "straight_through"
 
 
 def gradients_read_tensors(policy: Policy) -> tuple[bool, bool]:
@@ -60,7 +60,7 @@ def gradients_read_tensors(policy: Policy) -> tuple[bool, bool]:
 
 
 def through_quantization(
-    gradient: Float[Array, "*rotated"], x: Float[Array, "*shape"], how: OperandUse, wanted: Operand
+    gradient: Float[Array, "*rotated"], x: Float[Array, "*shape"], use: OperandUse, wanted: Operand
 ) -> Float32[Array, "*shape"]:
     """Returns the gradient of x, an operand of the Fprop, from that which a backward GEMM gives.
 
@@ -68,13 +68,13 @@ def through_quantization(
       gradient: Dgrad's or Wgrad's product. It is the gradient of the rotated x if the GEMM read the values
         that the Fprop's quantization produced, else that of x.
       x: the operand.
-      how: the Fprop's use of x.
+      use: the Fprop's use of x.
       wanted: the backward GEMM's operand in the place of the Fprop's other operand, whose `source` counts.
     """
     gradient = gradient.astype(jnp.float32)
     if wanted.source == "original":
-        gradient = rotate_input(gradient, how)
-    if how.operand.gradient != "straight_through":
-        gradient = gradient * derivative(part_of(first_order_only(x), how), how.operand, how.axis)
-    gradient = rotate_input_back(gradient, how)
-    return lax.slice_in_dim(gradient, 0, x.shape[how.axis], axis=how.axis)
+        gradient = rotate_use(gradient, use)
+    if use.operand.gradient != "straight_through":
+        gradient = gradient * derivative(quantized_part(first_order_only(x), use), use.operand, use.axis)
+    gradient = rotate_use_back(gradient, use)
+    return lax.slice_in_dim(gradient, 0, x.shape[use.axis], axis=use.axis)

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 
 from mxjax.numerics.formats import get_format
+from mxjax.operands.use import Form
 from mxjax.policy.policy import Gemm, Policy
 from mxjax.products.gradients import gradients_read_tensors
 from mxjax.runtime.devices import Target, current_target, has_triton, platform
@@ -26,6 +27,17 @@ ON_PACKED: tuple[GemmImplementation, ...] = ("fp8_carriers", "scaled_dot", "trit
 
 BY_KERNEL: tuple[GemmImplementation, ...] = (*ON_PACKED, "xla_by_kernel")
 """Implementations whose operands the quantizer kernel may write."""
+
+
+def form_of(implementation: GemmImplementation) -> Form | None:
+    """Returns the form of the operands that a GEMM multiplies; see `OperandUse.form`.
+
+    The GEMM alone decides it, so that its two operands are always alike.
+    """
+    if implementation in ON_PACKED:
+        return "packed"
+    return "bf16" if implementation == "xla_by_kernel" else None
+
 
 _log = logging.getLogger("mxjax")
 
@@ -49,7 +61,7 @@ def implementations_of(policy: Policy, implementation: Implementation | None) ->
     """
     name = choose_implementation(implementation)
     each: list[GemmImplementation] = [
-        _how(name, gemm, implementation is not None) for gemm in policy.gemms.values()
+        _implementation_of(name, gemm, implementation is not None) for gemm in policy.gemms.values()
     ]
     fprop, dgrad, wgrad = each
     return GemmImplementations(fprop, dgrad, wgrad, current_target())
@@ -72,7 +84,7 @@ def compiler_options(policies: Iterable[Policy], implementation: Implementation 
     target, policies = current_target(), tuple(policies)
     if target is None or target.backend != "cuda":
         return {"xla_allow_excess_precision": False} if target is None and platform() == "cpu" else {}
-    used = {how for policy in policies for how in implementations_of(policy, implementation)[:3]}
+    used = {name for policy in policies for name in implementations_of(policy, implementation)[:3]}
     formats = {
         o.format for policy in policies for gemm in policy.gemms.values() for o in (gemm.lhs, gemm.rhs)
     }
@@ -84,15 +96,15 @@ def compiler_options(policies: Iterable[Policy], implementation: Implementation 
 def quantizes_by_xla(policies: Iterable[Policy], implementation: Implementation | None) -> bool:
     """Whether an operand of any of the policies is quantized in blocks by XLA, because no kernel does it."""
     for policy in policies:
-        hows = implementations_of(policy, implementation)[:3]
-        for how, gemm in zip(hows, policy.gemms.values(), strict=True):
+        each = implementations_of(policy, implementation)[:3]
+        for name, gemm in zip(each, policy.gemms.values(), strict=True):
             formats = (get_format(o.format) for o in (gemm.lhs, gemm.rhs))
-            if how in ("reference", "xla") and any(f.scale != "none" for f in formats):
+            if name in ("reference", "xla") and any(f.scale != "none" for f in formats):
                 return True
     return False
 
 
-def _how(name: Implementation, gemm: Gemm, explicit: bool) -> GemmImplementation:
+def _implementation_of(name: Implementation, gemm: Gemm, explicit: bool) -> GemmImplementation:
     if name == "reference":
         return name
     operands = (gemm.lhs, gemm.rhs)
@@ -167,7 +179,8 @@ def check_remat(mode: Remat, policies: Iterable[Policy], implementation: Impleme
     policies = tuple(policies)
     if mode != "fp4" or any(_keeps_packed(policy, implementation) for policy in policies):
         return
-    if any(how in ON_PACKED for policy in policies for how in implementations_of(policy, implementation)[:3]):
+    used = {name for policy in policies for name in implementations_of(policy, implementation)[:3]}
+    if used & set(ON_PACKED):
         raise ValueError(
             "remat 'fp4' would keep no operands: these policies' gradients read x and w themselves, not "
             "packed MXFP4 operands, and their Fprop takes none; use remat 'dots' or 'full'"
@@ -181,6 +194,6 @@ def check_remat(mode: Remat, policies: Iterable[Policy], implementation: Impleme
 
 def _keeps_packed(policy: Policy, implementation: Implementation | None) -> bool:
     """Whether a layer keeps packed operands of the Fprop, or of a backward GEMM in place of x or w."""
-    fprop, dgrad, wgrad = (how in ON_PACKED for how in implementations_of(policy, implementation)[:3])
+    fprop, dgrad, wgrad = (name in ON_PACKED for name in implementations_of(policy, implementation)[:3])
     x_is_read, w_is_read = gradients_read_tensors(policy)
     return fprop or (wgrad and not x_is_read) or (dgrad and not w_is_read)

@@ -20,11 +20,11 @@ from mxjax.runtime.mesh import Layout, packed_to_multiply, sums_on_each_device, 
 
 
 def multiply(
-    how: GemmImplementation,
-    dtype: DTypeLike,
-    precision: lax.PrecisionLike,
     lhs: Prepared,
     rhs: Prepared,
+    implementation: GemmImplementation,
+    dtype: DTypeLike,
+    precision: lax.PrecisionLike,
     carriers: tuple[Carrier, Carrier],
     layout: Layout | None = None,
 ) -> Product:
@@ -37,17 +37,13 @@ def multiply(
       carriers: FP8 carriers of lhs and rhs, for "fp8_carriers".
     """
     match lhs, rhs:
+        case KernelOperand(scales=None), KernelOperand():
+            raw, factors = _multiply_bfloat16(lhs, rhs, dtype, precision, layout), None
         case KernelOperand(), KernelOperand():
-            if how == "scaled_dot" and current_target() is None:  # before gathering: shard by shard
-                lhs, rhs = _with_normal_scales(lhs), _with_normal_scales(rhs)
-            if lhs.scales is None:  # bfloat16 values
-                right, result = _gathered(rhs, layout), _result_dtype(lhs, rhs, dtype, precision, layout)
-                raw, factors = contract(lhs.elements, -1, right.elements, -1, precision, result), None
-            else:
-                raw, factors = _multiply_kmajor(how, dtype, precision, lhs, _gathered(rhs, layout), carriers)
-        case MXArray(), MXArray() if how == "reference":
+            raw, factors = _multiply_packed(lhs, rhs, implementation, dtype, precision, carriers, layout)
+        case MXArray(), MXArray() if implementation == "reference":
             return Product(_multiply_reference(lhs, rhs, layout).astype(dtype))
-        case MXArray(), MXArray() if how == "fp8_tensor":
+        case MXArray(), MXArray() if implementation == "fp8_tensor":
             raw, factors = _multiply_fp8_tensors(lhs, rhs, layout), None
         case MXArray(), MXArray():
             raw, factors = _multiply_xla(lhs, rhs, dtype, precision, layout), None
@@ -76,24 +72,45 @@ def _factor(q: Prepared, axis: int) -> jax.Array | float | None:
     return jnp.swapaxes(q.factor, -1, -2)
 
 
-def _gathered(q: KernelOperand, layout: Layout | None) -> KernelOperand:
-    if q.scales is None:
-        return dataclasses.replace(q, elements=to_multiply(q.elements, layout))
-    elements, scales = packed_to_multiply(q.elements, layout), to_multiply(q.scales, layout)
-    return dataclasses.replace(q, elements=elements, scales=scales)
+def _multiply_bfloat16(
+    lhs: KernelOperand, rhs: KernelOperand, dtype, precision, layout: Layout | None
+) -> jax.Array:
+    """Multiplies K-major operands that a kernel dequantized, without their factors."""
+    right, result = to_multiply(rhs.elements, layout), _result_dtype(lhs, rhs, dtype, precision, layout)
+    return contract(lhs.elements, -1, right, -1, precision, result)
 
 
-def _multiply_kmajor(
-    how: GemmImplementation, dtype, precision, lhs: KernelOperand, rhs: KernelOperand, carriers
+def _multiply_packed(
+    lhs: KernelOperand,
+    rhs: KernelOperand,
+    implementation: GemmImplementation,
+    dtype: DTypeLike,
+    precision: lax.PrecisionLike,
+    carriers: tuple[Carrier, Carrier],
+    layout: Layout | None,
 ) -> Product:
+    """Multiplies packed operands without their factors."""
+    target = current_target()
+    if implementation == "scaled_dot" and target is None:
+        lhs, rhs = _with_normal_scales(lhs), _with_normal_scales(rhs)  # before gathering: shard by shard
+    elements, scales = rhs.packed
+    elements, scales = packed_to_multiply(elements, layout), to_multiply(scales, layout)
+    rhs = dataclasses.replace(rhs, elements=elements, scales=scales)
     if 0 in (*lhs.elements.shape, *rhs.elements.shape):
         return Product(contract(decode(lhs), -1, decode(rhs), -1, precision))
     exact = lhs.factor is None and rhs.factor is None and dtype in (jnp.bfloat16, jnp.float32)
     dtype = dtype if exact else jnp.float32
-    if how == "fp8_carriers":
-        return _multiply_fp8_carriers(lhs, rhs, dtype, carriers)
-    run = {"scaled_dot": _multiply_scaled_dot, "triton": _multiply_triton}[how]
-    return Product(run(lhs, rhs, dtype))
+    if implementation == "scaled_dot":
+        return Product(_multiply_scaled_dot(lhs, rhs, dtype))
+    if implementation == "triton":
+        from mxjax.kernels.matmul import fp4_gemm
+
+        return Product(fp4_gemm.matmul(*lhs.packed, *rhs.packed, dtype))
+    if target is not None and target.has_fp8:
+        from mxjax.kernels.matmul import fp8_matmul
+
+        return fp8_matmul.matmul(*lhs.packed, *rhs.packed, dtype, carriers)
+    return _multiply_fp8_carriers(lhs, rhs, dtype, carriers)
 
 
 def _multiply_reference(lhs: MXArray, rhs: MXArray, layout: Layout | None) -> jax.Array:
@@ -142,12 +159,7 @@ def xla_operands(
 
 
 def _multiply_fp8_carriers(lhs: KernelOperand, rhs: KernelOperand, dtype, carriers) -> Product:
-    """Multiplies in FP8, or in bfloat16 if a carrier loses an element."""
-    target = current_target()
-    if target is not None and target.has_fp8:
-        from mxjax.kernels.matmul import fp8_matmul
-
-        return fp8_matmul.matmul(*lhs.packed, *rhs.packed, dtype, carriers)
+    """Multiplies in FP8, or in bfloat16 if a carrier loses an element: the definition of the kernels."""
     left, right = carry(lhs, carriers[0]), carry(rhs, carriers[1])
     fits = left.fits & right.fits
 
@@ -208,10 +220,3 @@ def _as_mx_dtypes(q: KernelOperand) -> tuple[jax.Array, jax.Array]:
     shape = (*elements.shape[:-1], 2 * elements.shape[-1])
     elements = lax.bitcast_convert_type(elements, jnp.float4_e2m1fn).reshape(shape)
     return elements, lax.bitcast_convert_type(scales, jnp.float8_e8m0fnu)
-
-
-def _multiply_triton(lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike) -> jax.Array:
-    """Multiplies by the Triton kernel for packed operands."""
-    from mxjax.kernels.matmul.fp4_gemm import matmul
-
-    return matmul(*lhs.packed, *rhs.packed, dtype)

@@ -1,11 +1,10 @@
-"""Preparation of a tensor for the GEMMs that read it: an `MXArray`, or a `KernelOperand` for kernels.
+"""`prepare`: a tensor as each GEMM multiplies it, an `MXArray`, or a `KernelOperand` for kernels.
 
 On GPUs one kernel quantizes a tensor for both of its GEMMs in one read. Elsewhere the definitions give the
 same bits.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,127 +13,85 @@ from jaxtyping import Array, Float
 
 from mxjax.numerics.array import MXArray
 from mxjax.numerics.formats import BLOCK
-from mxjax.numerics.operand import Operand
 from mxjax.operands.computed import Computed
 from mxjax.operands.kernel_operand import KernelOperand, decode, pack_by_definition
-from mxjax.operands.use import OperandUse, as_backward_sees, quantize_input
-from mxjax.products.implementations import ON_PACKED, GemmImplementation
+from mxjax.operands.use import Form, OperandUse, dequantize_use, quantize_use
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.primitives import first_order_only
 
 Prepared = MXArray | KernelOperand
-Form = Literal["packed", "bf16"]
 
 
-def prepare(
-    x: Float[Array, "*batch r c"] | Computed, wanted: Sequence[tuple[GemmImplementation, OperandUse]]
-) -> Sequence[Prepared]:
+def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]) -> Sequence[Prepared]:
     """Returns x as each GEMM multiplies it, from one read of x where a kernel can.
 
-    The GEMM alone decides between `MXArray` and `KernelOperand`, so that its two operands are always alike.
+    Args:
+      uses: one, or two that contract different axes.
     """
     if isinstance(x, Computed):
-        if len(wanted) == 2:
+        if len(uses) == 2:
             from mxjax.kernels.quantize.quantizer import quantize_computed
 
-            [(_, rows), (_, columns)] = wanted
+            rows, columns = uses
             return quantize_computed(x, rows, columns)
         x = x.value()
-    forms: list[Form | None] = [_form(implementation) for implementation, _ in wanted]
-    if len(set(forms)) == 1:
-        return _in_form(forms[0], x, [how for _, how in wanted])
-    return [_in_form(form, x, [how])[0] for form, (_, how) in zip(forms, wanted, strict=True)]
+    form = uses[0].form
+    if any(use.form != form or use.reads is not None for use in uses[1:]):  # nothing to share
+        return [prepare(x, [use])[0] for use in uses]
+    x = as_read(x, uses[0])
+    if form is None:
+        return [quantize_use(x, use) for use in uses]
+    if _kernel_takes(x, uses, form):
+        from mxjax.kernels.quantize.quantizer import quantize_operands
+
+        return quantize_operands(x, uses, form)
+    packed = [pack_by_definition(x, use) for use in uses]
+    return packed if form == "packed" else [KernelOperand(decode(q), None, q.prescale) for q in packed]
 
 
-def prepares_gated(
-    rows: tuple[GemmImplementation, OperandUse],
-    columns: tuple[GemmImplementation, OperandUse],
-    r: int,
-    c: int,
-) -> bool:
-    """Whether a kernel prepares `Gated` [r, c], and `GatedGradient` of it, for these two GEMMs here."""
-    # Gate and up projection share no block of the gradient's rows.
-    return c % BLOCK == 0 and prepares_computed(rows, columns, r, 2 * c)
+def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*batch _ _"]:
+    """Returns x as a use reads it: x itself, or the values that the Fprop's quantization gave.
 
-
-def prepares_computed(
-    rows: tuple[GemmImplementation, OperandUse],
-    columns: tuple[GemmImplementation, OperandUse],
-    r: int,
-    c: int,
-) -> bool:
-    """Whether a kernel prepares a `Computed` tensor [r, c] for these two GEMMs here."""
-    (row_gemm, row_input), (column_gemm, column_input) = rows, columns
-    target = current_target()
-    if target is None or not {row_gemm, column_gemm} <= set(ON_PACKED):
-        return False
-    from mxjax.kernels.quantize.launches import takes_computed
-
-    return takes_computed((row_input, column_input), target, r, c)
-
-
-def pack_operands(x: Float[Array, "*b r c"], *inputs: OperandUse) -> list[KernelOperand]:
-    """Returns x packed for each input; each axis has at most one."""
-    if not _kernel_runs(x, inputs, "packed"):
-        return [pack_by_definition(x, how) for how in inputs]
-    return _by_kernel(x, inputs, "packed")
-
-
-def value_operands(x: Float[Array, "*b r c"], *inputs: OperandUse) -> list[KernelOperand]:
-    """Returns x quantized for each input and dequantized to bfloat16; each axis has at most one."""
-    if not _kernel_runs(x, inputs, "bf16"):
-        packed = [pack_by_definition(x, how) for how in inputs]
-        return [KernelOperand(decode(q), None, q.prescale) for q in packed]
-    return _by_kernel(x, inputs, "bf16")
-
-
-def seen_by_backward(
-    x: Float[Array, "*batch r c"], wanted: Operand, how: OperandUse, implementation: GemmImplementation
-) -> Float[Array, "*batch _ _"]:
-    """Returns `as_backward_sees(x, wanted, how)`, from the kernel if it quantizes x for the Fprop.
-
-    Args:
-      implementation: the Fprop's.
+    Where a kernel quantizes x for the Fprop, it gives those values in bfloat16, which represents them exactly
+    up to a prescale.
     """
-    by_kernel = _form(implementation) is not None and _kernel_runs(x, [how], "bf16")
-    if wanted.source == "original" or not by_kernel:
-        return as_backward_sees(x, wanted, how)
-    [q] = _by_kernel(first_order_only(x), [how], "bf16")
-    values = q.elements if how.axis == -1 else q.elements.swapaxes(-1, -2)
-    length = -(-x.shape[how.axis] // how.rotation_size) * how.rotation_size
-    values = lax.slice_in_dim(values, 0, length, axis=how.axis)
+    fprop = use.reads
+    if fprop is None:
+        return x
+    if fprop.form is None or not _kernel_takes(x, [fprop], "bf16"):
+        return dequantize_use(x, fprop)
+    from mxjax.kernels.quantize.quantizer import quantize_operands
+
+    [q] = quantize_operands(first_order_only(x), [fprop], "bf16")
+    values = q.elements if fprop.axis == -1 else q.elements.swapaxes(-1, -2)
+    length = -(-x.shape[fprop.axis] // fprop.rotation_size) * fprop.rotation_size
+    values = lax.slice_in_dim(values, 0, length, axis=fprop.axis)
     return values if q.factor is None else values.astype(jnp.float32) * q.factor
 
 
-def _form(implementation: GemmImplementation) -> Form | None:
-    """Returns the form of a GEMM's K-major operands, or None if it takes `MXArray`."""
-    if implementation in ON_PACKED:
-        return "packed"
-    return "bf16" if implementation == "xla_by_kernel" else None
-
-
-def _in_form(form: Form | None, x: jax.Array, inputs: Sequence[OperandUse]) -> Sequence[Prepared]:
-    match form:
-        case "packed":
-            return pack_operands(x, *inputs)
-        case "bf16":
-            return value_operands(x, *inputs)
-        case None:
-            return [quantize_input(x, how) for how in inputs]
-
-
-def _kernel_runs(x: jax.Array, inputs: Sequence[OperandUse], form: Form) -> bool:
+def _kernel_takes(x: jax.Array, uses: Sequence[OperandUse], form: Form) -> bool:
+    """Whether the quantizer kernel runs here and takes x for these uses."""
     target = current_target()
     if target is None or not x.size:
         return False
     from mxjax.kernels.quantize.launches import LARGEST_ROTATION, fit
 
-    rows, columns = ({how.axis: how for how in inputs}.get(axis) for axis in (-1, -2))
-    rotates = all(how.rotation_size <= LARGEST_ROTATION for how in inputs)
+    rows, columns = ({use.axis: use for use in uses}.get(axis) for axis in (-1, -2))
+    rotates = all(use.rotation_size <= LARGEST_ROTATION for use in uses)
     return rotates and fit((rows, columns), form, target, x.shape, x.dtype)
 
 
-def _by_kernel(x: jax.Array, inputs: Sequence[OperandUse], form: Form) -> list[KernelOperand]:
-    from mxjax.kernels.quantize.quantizer import quantize_operands
+def prepares_gated(rows: OperandUse, columns: OperandUse, r: int, c: int) -> bool:
+    """Whether a kernel prepares `Gated` [r, c], and `GatedGradient` of it, for these two uses here."""
+    # Gate and up projection share no block of the gradient's rows.
+    return c % BLOCK == 0 and prepares_computed(rows, columns, r, 2 * c)
 
-    return quantize_operands(x, inputs, form)
+
+def prepares_computed(rows: OperandUse, columns: OperandUse, r: int, c: int) -> bool:
+    """Whether a kernel prepares a `Computed` tensor [r, c] for these two uses here."""
+    target = current_target()
+    if target is None or rows.form != "packed" or columns.form != "packed":
+        return False
+    from mxjax.kernels.quantize.launches import takes_computed
+
+    return takes_computed((rows, columns), target, r, c)

@@ -19,15 +19,17 @@ from mxjax.numerics.array import MXArray, dequantize
 from mxjax.numerics.blocks import resolve_block_shape
 from mxjax.numerics.formats import get_format
 from mxjax.numerics.operand import Operand
-from mxjax.operands.use import quantize_input
+from mxjax.operands.use import quantize_use
 from mxjax.policy.policy import Policy
 from mxjax.products.dot import check_floating, check_key, result_dtype
+from mxjax.products.draws import uses_of_policy
 from mxjax.products.expert_chunks import places_of
 from mxjax.products.expert_products import matmul_experts
 from mxjax.products.gradients import gradients_read_tensors
 from mxjax.products.implementations import GemmImplementation, Implementation, implementations_of
-from mxjax.products.linear import Options, policy_inputs
+from mxjax.products.linear import Options
 from mxjax.products.multiply import xla_operands
+from mxjax.products.prepare import as_read
 from mxjax.recipes import as_policy
 from mxjax.runtime.arguments import check_arrays
 from mxjax.runtime.mesh import on_auto_axes, varying_as
@@ -94,7 +96,8 @@ def ragged_dot(
         y: jax.Array = _matmul(options, padded, w, -(-sizes // unit) * unit, key)
         return y.at[places].get(mode="fill", fill_value=0)
 
-    return on_auto_axes(product, x, w, sizes, key if policy.needs_key else None, kept=((0,), (2,)))
+    key = key if policy.needs_key else None
+    return on_auto_axes(product, x, w, kept=((0,), (2,)))(x, w, sizes, key)
 
 
 def _check_arguments(x: Any, w: Any, group_sizes: Any, implementation: object) -> None:
@@ -164,28 +167,29 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(options: Options, x, w, sizes, key) -> jax.Array:
     x, w = first_order_only(x), first_order_only(w)
-    (left, right), *_ = policy_inputs(options.policy, options.gemms, key)
-    operands = quantize_input(x, left), quantize_input(w, right)
-    return _multiply(options.gemms.fprop, options.precision, *operands, sizes).astype(options.dtypes[0])
+    policy, gemms, dtypes, precision, _ = options
+    uses = uses_of_policy(policy, gemms, key)
+    lhs, rhs = quantize_use(x, uses.fprop.lhs), quantize_use(w, uses.fprop.rhs)
+    return _multiply(gemms.fprop, precision, lhs, rhs, sizes).astype(dtypes[0])
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(options: Options, x, w, sizes, key, dy) -> tuple[jax.Array, jax.Array]:
     policy, gemms, dtypes, precision, _ = options
     x, w, dy = (first_order_only(t) for t in (x, w, dy))
-    _, dgrad, wgrad, seen_w, seen_x = policy_inputs(policy, gemms, key)
-    dy_rows, w_rows = quantize_input(dy, dgrad[0]), quantize_input(seen_w(w), dgrad[1])
-    x_columns, dy_columns = quantize_input(seen_x(x), wgrad[0]), quantize_input(dy, wgrad[1])
+    _, dgrad, wgrad = uses_of_policy(policy, gemms, key)
+    dy_rows, w_rows = quantize_use(dy, dgrad.lhs), quantize_use(as_read(w, dgrad.rhs), dgrad.rhs)
+    x_columns, dy_columns = quantize_use(as_read(x, wgrad.lhs), wgrad.lhs), quantize_use(dy, wgrad.rhs)
     dx = _multiply(gemms.dgrad, precision, dy_rows, w_rows, sizes)
     dw = _multiply(gemms.wgrad, precision, x_columns, dy_columns, sizes)
     return dx.astype(dtypes[1]), dw.astype(dtypes[2])
 
 
 def _multiply(
-    how: GemmImplementation, precision: lax.PrecisionLike, lhs: MXArray, rhs: MXArray, sizes
+    implementation: GemmImplementation, precision: lax.PrecisionLike, lhs: MXArray, rhs: MXArray, sizes
 ) -> jax.Array:
     """Returns the products of the groups: [m, n] if rhs has an axis of groups, else their sums [g, m, n]."""
-    if how == "reference":
+    if implementation == "reference":
         left, right, precision = dequantize(lhs), dequantize(rhs), lax.Precision.HIGHEST
         factors = ()
     else:

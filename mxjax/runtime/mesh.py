@@ -6,6 +6,7 @@ result's sharding; inside the product these axes are Auto. Under `jax.shard_map`
 across devices.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -46,6 +47,32 @@ class Layout(NamedTuple):
         """The layout of several such weights along a new first axis, which is not sharded."""
         stored, multiplied = (PartitionSpec(None, *spec) for spec in self[:2])
         return Layout(stored, multiplied, self.whole_sums)
+
+
+def check_layout(function: str, layout: object) -> None:
+    """Raises TypeError unless `layout` is a `Layout` or None, ValueError unless the mesh has its axes.
+
+    XLA would say so from within the product, where nobody finds the argument.
+    """
+    if layout is None:
+        return
+    if not isinstance(layout, Layout):
+        raise TypeError(f"{function} needs layout to be an mxjax.Layout or None, got {layout!r}")
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(f"{function} got a layout, but no mesh is set; call it within jax.set_mesh(mesh)")
+    for name, spec in (("stored", layout.stored), ("multiplied", layout.multiplied)):
+        if not isinstance(spec, PartitionSpec) or len(spec) > 2:
+            raise ValueError(
+                f"{function} needs layout.{name} to be a PartitionSpec of [d_in, d_out], got {spec!r}"
+            )
+        named = {axis for axis in jax.tree.leaves(tuple(spec)) if isinstance(axis, str)}
+        unknown = sorted(named - set(mesh.axis_names))
+        if unknown:
+            raise ValueError(
+                f"{function} got layout.{name} {spec}, but the mesh has the axes {mesh.axis_names}, "
+                f"not {', '.join(map(repr, unknown))}"
+            )
 
 
 def sums_on_each_device(layout: Layout | None) -> bool:
@@ -101,12 +128,13 @@ def on_auto_axes(
     product: Callable[..., jax.Array],
     lhs: jax.Array,
     rhs: Any,
-    *more: Any,
+    *,
     kept: tuple[Sequence[int], Sequence[int]],
-) -> jax.Array:
-    """Returns product(lhs, rhs, *more), computed with the mesh's Explicit axes made Auto.
+) -> Callable[..., jax.Array]:
+    """Returns `product`, computed with the Explicit axes of its operands' mesh made Auto.
 
     Args:
+      product: a function of lhs, rhs and more.
       rhs: an array, or an `MXArray`, whose elements have the sharding that counts.
       kept: axes of lhs and of rhs that the result has, in order. The result is sharded like them, except
         that it uses each mesh axis once.
@@ -114,7 +142,7 @@ def on_auto_axes(
     types = [jax.typeof(getattr(x, "elements", x)) for x in (lhs, rhs)]
     meshes = [t.sharding.mesh for t in types if t.sharding.mesh.explicit_axes]
     if not meshes:
-        return product(lhs, rhs, *more)
+        return product
     used: set[str] = set()
     shardings = []
     for t, axes in zip(types, kept, strict=True):
@@ -125,7 +153,7 @@ def on_auto_axes(
             shardings.append(tuple(name for name in names if name not in used) or None)
             used.update(names)
     on_auto: Any = auto_axes(product, axes=tuple(meshes[0].explicit_axes))
-    return on_auto(lhs, rhs, *more, out_sharding=NamedSharding(meshes[0], PartitionSpec(*shardings)))
+    return functools.partial(on_auto, out_sharding=NamedSharding(meshes[0], PartitionSpec(*shardings)))
 
 
 def varying_as(x: jax.Array, *like: jax.Array | np.ndarray | None) -> jax.Array:

@@ -9,12 +9,11 @@ from jaxtyping import Array, Float, Float32
 
 from mxjax.numerics.array import MXArray, dequantize
 from mxjax.numerics.formats import get_format
-from mxjax.operands.use import as_backward_sees, part_of, quantize_input
+from mxjax.operands.use import dequantize_use, quantize_use, quantized_part
 from mxjax.policy.policy import OPERANDS, Policy
 from mxjax.products.dot import dot
-from mxjax.products.draws import gemm_inputs
+from mxjax.products.draws import uses_of
 from mxjax.products.implementations import Implementation
-from mxjax.products.linear import residual_bytes as residual_bytes
 from mxjax.recipes import as_policy
 from mxjax.runtime.arguments import check_arrays, check_tensor
 from mxjax.runtime.keys import fold
@@ -158,17 +157,17 @@ def gemms(
         return y, *vjp(dy)
 
     exact, quantized = products("fp32", "reference"), products(policy, implementation)
-    left, right = gemm_inputs(policy.fprop, -1, -2, fold(key, 0))
-    x_seen = as_backward_sees(x, policy.wgrad.lhs, left)
-    w_seen = as_backward_sees(w, policy.dgrad.rhs, right)
-    tensors = (((x, -1), (w, -2)), ((dy, -1), (w_seen, -1)), ((x_seen, -2), (dy, -2)))
+    left, right = uses_of(policy.fprop, -1, -2, fold(key, 0))
+    x_read = x if policy.wgrad.lhs.source == "original" else dequantize_use(x, left)
+    w_read = w if policy.dgrad.rhs.source == "original" else dequantize_use(w, right)
+    tensors = (((x, -1), (w, -2)), ((dy, -1), (w_read, -1)), ((x_read, -2), (dy, -2)))
     errors = []
     for i, gemm in enumerate(policy.gemms.values()):
         (lhs, lhs_axis), (rhs, rhs_axis) = tensors[i]
-        inputs = gemm_inputs(gemm, lhs_axis, rhs_axis, fold(key, i))
+        uses = uses_of(gemm, lhs_axis, rhs_axis, fold(key, i))
         operands = [
-            quantization(part_of(t, how), quantize_input(t, how))
-            for t, how in zip((lhs, rhs), inputs, strict=True)
+            quantization(quantized_part(t, use), quantize_use(t, use))
+            for t, use in zip((lhs, rhs), uses, strict=True)
         ]
         errors.append(GemmError(error(exact[i], quantized[i]), *operands))
     return DotErrors(*errors)

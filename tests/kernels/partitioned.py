@@ -125,7 +125,7 @@ def main() -> None:
 
 def check_definition(got, x, inputs) -> None:
     """Compares one device's bits with the definition's."""
-    define = jax.jit(lambda x: [pack_by_definition(x, how) for how in inputs])
+    define = jax.jit(lambda x: [pack_by_definition(x, use) for use in inputs])
     for q, wanted in zip(got, define(x), strict=True):
         np.testing.assert_array_equal(q.elements, wanted.elements)
         np.testing.assert_array_equal(q.scales, wanted.scales)
@@ -165,12 +165,12 @@ def check_awkward(mesh, quantize) -> None:
 
 def check_long_runs(mesh) -> None:
     """A shard has whole runs of H128: where it would have half a run, the axis is gathered."""
-    how = OperandUse(-2, Operand(rounding="stochastic"), Rotation(128), key=jax.random.key(10))
+    use = OperandUse(-2, Operand(rounding="stochastic"), Rotation(128), key=jax.random.key(10))
     x = jax.random.normal(jax.random.key(11), (512, 8))
     placed = jax.device_put(x, NamedSharding(mesh, P(("a", "b"))))
     with use_target(INTERPRETER):
-        got = jax.jit(lambda x: quantize_operands(x, [how]))(placed)
-    check_definition(got, x, [how])
+        got = jax.jit(lambda x: quantize_operands(x, [use]))(placed)
+    check_definition(got, x, [use])
 
 
 def mesh_size(mesh, axis) -> int:
@@ -185,8 +185,8 @@ def plain_computed(kernel, *arrays, out, **_):
     kind = Gated if len(products) == 1 else GatedGradient
     values = (Normed(*arrays) if kernel is quantize_normed_kernel else kind(*products)).value()
     written = []
-    for how in COMPUTED_INPUTS:
-        q = pack_by_definition(values, how)
+    for use in COMPUTED_INPUTS:
+        q = pack_by_definition(values, use)
         words = q.elements.reshape(*q.elements.shape[:-1], -1, 4)
         written += [lax.bitcast_convert_type(words, jnp.int32), q.scales]
     return written

@@ -71,12 +71,12 @@ def test_quantize_reports_every_line_with_its_time_or_why_there_is_none(capsys, 
 
 
 def test_quantize_times_nothing_that_is_not_the_definition(monkeypatch, capsys):
-    right = quantize.pack_operands
+    right = quantize.prepare
 
-    def wrong(x, *uses):
-        return right(x.at[0, 0].set(100), *uses)
+    def wrong(x, uses):
+        return right(x.at[0, 0].set(100), uses)
 
-    monkeypatch.setattr(quantize, "pack_operands", wrong)
+    monkeypatch.setattr(quantize, "prepare", wrong)
     with pytest.raises(
         SystemExit, match=r"failed: rows: AssertionError: \d+ of 1024 differ from the definition"
     ):

@@ -10,9 +10,9 @@ from support.gpu import HAS_GPU
 
 import mxjax
 from mxjax import Gemm, Operand, Rotation
-from mxjax.operands.use import as_backward_sees
+from mxjax.operands.use import OperandUse, dequantize_use
 from mxjax.products import expert_chunks, prepare
-from mxjax.products.draws import gemm_inputs
+from mxjax.products.draws import uses_of
 from mxjax.products.implementations import implementations_of
 from mxjax.runtime.devices import current_target
 
@@ -69,18 +69,15 @@ def test_kernels_give_the_values_of_the_reference(policy, implementation):
     ],
 )
 def test_the_backward_pass_sees_by_the_kernel_what_the_definition_gives(operand, rotation):
-    saved = Operand(source="dequantized")
     keys = jax.random.split(jax.random.key(3), 3)
     x = jax.random.normal(keys[0], (2, 34, 45)) * jnp.exp2(jnp.arange(-22.0, 23.0))[None, None]
     x = x.at[0, 0, 0].set(jnp.nan).at[0, 1, 1].set(2.0**-126).at[1].multiply(0.0)
     for axis in (-1, -2):
-        how, _ = gemm_inputs(Gemm(operand, operand, rotation), axis, axis, keys[1])
-        see = functools.partial(
-            prepare.seen_by_backward, wanted=saved, how=how, implementation="fp8_carriers"
-        )
-        by_kernel = jax.jit(see)(x)
+        fprop, _ = uses_of(Gemm(operand, operand, rotation), axis, axis, keys[1])
+        use = OperandUse(axis, reads=fprop._replace(form="packed"))
+        by_kernel = jax.jit(lambda x, use=use: prepare.as_read(x, use))(x)
         assert by_kernel.dtype == (jnp.float32 if operand.prescale else jnp.bfloat16)
-        wanted = jax.jit(functools.partial(as_backward_sees, wanted=saved, how=how))(x)
+        wanted = jax.jit(functools.partial(dequantize_use, use=fprop))(x)
         np.testing.assert_array_equal(np.asarray(by_kernel, np.float32), wanted)
 
 

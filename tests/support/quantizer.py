@@ -38,33 +38,33 @@ def with_operand(policy, gemm, side, **changes):
     return dataclasses.replace(policy, **{gemm: changed})
 
 
-def draw(key, how: OperandUse) -> OperandUse:
-    """Returns the input with a key, and with signs if its rotation has any."""
+def draw(key, use: OperandUse) -> OperandUse:
+    """Returns the use with a key, and with signs if its rotation has any."""
     signs = None
-    if how.has_signs:
-        signs = mxjax.random_signs(jax.random.fold_in(key, 1), how.rotation_size)
-    return how._replace(key=key, signs=signs)
+    if use.has_signs:
+        signs = mxjax.random_signs(jax.random.fold_in(key, 1), use.rotation_size)
+    return use._replace(key=key, signs=signs)
 
 
-def define(x, how: OperandUse):
+def define(x, use: OperandUse):
     """Returns what the definitions make of x: elements [*b, other, length], bytes [*b, other, blocks]."""
     widths = [(0, 0)] * x.ndim
-    widths[how.axis] = (0, how.padded(x.shape[how.axis]) - x.shape[how.axis])
+    widths[use.axis] = (0, use.padded(x.shape[use.axis]) - x.shape[use.axis])
     x = jnp.asarray(np.pad(x, widths))  # XLA flushes subnormals of bfloat16 where it pads
-    if how.rotation:
-        x = mxjax.rotate(x, how.rotation.size, axis=how.axis, signs=how.signs)
-    o = how.operand
+    if use.rotation:
+        x = mxjax.rotate(x, use.rotation.size, axis=use.axis, signs=use.signs)
+    o = use.operand
     q = mxjax.quantize(
         x,
-        axis=how.axis,
+        axis=use.axis,
         scale_rule=o.scale_rule,
         rounding=o.rounding,
         block_shape=o.block_shape,
         prescale=o.prescale,
-        key=how.key if o.rounding == "stochastic" else None,
+        key=use.key if o.rounding == "stochastic" else None,
     )
     elements, scales = np.asarray(q.elements), np.asarray(q.scales).view(np.uint8)
-    if how.axis == -2:
+    if use.axis == -2:
         elements, scales = elements.swapaxes(-1, -2), scales.swapaxes(-1, -2)
     if o.block_shape == (32, 32):
         scales = np.repeat(scales, 32, axis=-2)[..., : elements.shape[-2], :]
@@ -72,7 +72,7 @@ def define(x, how: OperandUse):
 
 
 def check(got, elements, scales):
-    """Checks what the kernel wrote of one input, in either form, against elements and scale bytes."""
+    """Checks what the kernel wrote for one use, in either form, against elements and scale bytes."""
     codes = elements.view(np.uint8)
     written = np.asarray(got.elements)
     if got.scales is not None:
@@ -90,8 +90,8 @@ def check(got, elements, scales):
     np.testing.assert_array_equal(np.signbit(actual[signed]), np.signbit(expected[signed]))
 
 
-def assert_as_defined(x, *inputs, form="packed", seed=0):
-    """Quantizes x for the inputs and checks each."""
-    drawn = [draw(jax.random.key(seed + i), how) for i, how in enumerate(inputs)]
-    for how, got in zip(drawn, quantize_operands(x, drawn, form), strict=True):
-        check(got, *define(x, how))
+def assert_as_defined(x, *uses, form="packed", seed=0):
+    """Quantizes x for the uses and checks each."""
+    drawn = [draw(jax.random.key(seed + i), use) for i, use in enumerate(uses)]
+    for use, got in zip(drawn, quantize_operands(x, drawn, form), strict=True):
+        check(got, *define(x, use))

@@ -7,9 +7,8 @@ import pytest
 
 import mxjax
 from mxjax.kernels.quantize.draws import draw, draw_by_definition, sign_words
-from mxjax.products.draws import draw_words
+from mxjax.products.draws import draw_words, uses_of_policy
 from mxjax.products.implementations import implementations_of
-from mxjax.products.linear import policy_inputs
 from mxjax.runtime.devices import Target, use_target
 from mxjax.runtime.keys import fold, fold_each
 
@@ -38,16 +37,16 @@ def on_hopper(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["amazon", "wgrad_rht", "nvfp4"])
-def test_inputs_have_the_words_of_their_keys_and_signs(policy, monkeypatch):
+def test_uses_have_the_words_of_their_keys_and_signs(policy, monkeypatch):
     """If a kernel quantizes them, and their GEMM draws anything."""
     on_hopper(monkeypatch)
     policy = mxjax.get_policy(policy)
     with use_target(Target("cuda", "sm_90")):
-        hows = implementations_of(policy, None)
-    *inputs, _, _ = policy_inputs(policy, hows, KEY)
-    for how, gemm, pair in zip(hows, policy.gemms.values(), inputs, strict=False):
+        implementations = implementations_of(policy, None)
+    uses = uses_of_policy(policy, implementations, KEY)
+    for name, gemm, pair in zip(implementations[:3], policy.gemms.values(), uses, strict=True):
         for side in pair:
-            assert (side.words is not None) == (gemm.needs_key and how == "fp8_carriers")
+            assert (side.words is not None) == (gemm.needs_key and name == "fp8_carriers")
             if side.words is not None:
                 np.testing.assert_array_equal(side.words[:2], side.key.words[0])
                 np.testing.assert_array_equal(side.words[2:], sign_words(side.signs))

@@ -41,8 +41,8 @@ rotations = (
     st.builds(Rotation, st.sampled_from([2, 4, 8, 16]), st.sampled_from(["none", "fixed", "redrawn"]))
     | st.none()
 )
-rows = st.builds(lambda *how: OperandUse(-1, *how), operands, rotations)
-columns = st.builds(lambda *how: OperandUse(-2, *how), operands, rotations)
+rows = st.builds(lambda *use: OperandUse(-1, *use), operands, rotations)
+columns = st.builds(lambda *use: OperandUse(-2, *use), operands, rotations)
 forms = st.sampled_from(["packed", "bf16"])
 shapes = st.tuples(st.lists(st.integers(1, 2), max_size=2), st.integers(1, 80), st.integers(1, 80)).map(
     lambda s: (*s[0], *s[1:])

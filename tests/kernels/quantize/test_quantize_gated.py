@@ -44,7 +44,7 @@ def differing(x, columns):
 
     @jax.jit
     def both(x):
-        wanted = [pack_by_definition(x.value(), how) for how in (ROWS, columns)]
+        wanted = [pack_by_definition(x.value(), use) for use in (ROWS, columns)]
         return jax.tree.leaves(quantize_computed(x, ROWS, columns)), jax.tree.leaves(wanted)
 
     pairs = list(zip(*both(x), strict=True))

@@ -45,7 +45,7 @@ def test_as_defined(rows, columns, kind):
     assert apart == ([(ROWS_DRAWN, None)] if rows is ROWS_DRAWN and not general else [])
     assert_as_defined(
         draw_tensor(np.random.default_rng(0), (37, 136), kind, "bfloat16"),
-        *(how for how in (rows, columns) if how),
+        *(use for use in (rows, columns) if use),
     )
 
 
@@ -94,15 +94,15 @@ def test_the_general_kernel_rounds_two_elements_at_a_time(rule):
 @pytest.mark.parametrize("form", ["packed", "bf16"])
 def test_stochastic_rounding(form, prescale):
     """A factor that is absorbed by the scale's exactly, and one that is not; the words of Philox alone."""
-    how = OperandUse(-1, Operand(rounding="stochastic", prescale=prescale), Rotation(64, signs="redrawn"))
+    use = OperandUse(-1, Operand(rounding="stochastic", prescale=prescale), Rotation(64, signs="redrawn"))
     x = draw_tensor(np.random.default_rng(8), (9, 130), "wide", "bfloat16")
-    assert_as_defined(x, how, form=form)
+    assert_as_defined(x, use, form=form)
 
 
 def test_a_part_draws_the_bits_of_its_place():
     x = draw_tensor(np.random.default_rng(9), (3, 128, 96), "normal", "bfloat16")
     whole = quantize_operands(x, [ROWS_DRAWN, DRAWN])
-    words = [np.asarray(key_words(how.key)) for how in (ROWS_DRAWN, DRAWN)]
+    words = [np.asarray(key_words(use.key)) for use in (ROWS_DRAWN, DRAWN)]
     scalars = jnp.asarray(np.concatenate([np.append(w, np.zeros(4, np.uint32)) for w in words]))[None]
     places = [jnp.arange(first, 128, dtype=jnp.uint32) for first in (1, 64, 32)]
     part = x[None, 1:, 64:, 32:]
@@ -123,7 +123,7 @@ def test_vmap_of_keys():
     x = draw_tensor(np.random.default_rng(10), (2, 48, 40), "normal", "bfloat16")
 
     def quantize(key):
-        return quantize_operands(x, [how._replace(key=key) for how in (ROWS_DRAWN, DRAWN)])
+        return quantize_operands(x, [use._replace(key=key) for use in (ROWS_DRAWN, DRAWN)])
 
     keys = jax.random.split(jax.random.key(4), 3)
     got = jax.vmap(quantize)(keys)

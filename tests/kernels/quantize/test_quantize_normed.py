@@ -42,7 +42,7 @@ def test_it_quantizes_what_xla_computes(on_hopper, shape, columns):
     def both(x):
         # Without a barrier XLA leaves out roundings between the norm and the definition.
         value = jax.lax.optimization_barrier(x.value())
-        wanted = [pack_by_definition(value, how) for how in (ROWS, columns)]
+        wanted = [pack_by_definition(value, use) for use in (ROWS, columns)]
         return jax.tree.leaves(quantize_computed(x, ROWS, columns)), jax.tree.leaves(wanted)
 
     pairs = list(zip(*both(normed(x, Norm(scale, EPS))), strict=True))

@@ -16,7 +16,7 @@ from mxjax.numerics.operand import Operand
 from mxjax.operands.kernel_operand import pack_by_definition
 from mxjax.operands.use import OperandUse
 from mxjax.policy import Rotation
-from mxjax.products.prepare import value_operands
+from mxjax.products.prepare import prepare
 from mxjax.runtime.devices import Target, current_target, use_target
 
 # --- transformations
@@ -73,8 +73,8 @@ def test_vmap_twice():
 
 def test_vmap_equals_vmap_of_the_definition():
     def kernel(x, key):
-        how = OperandUse(-1, Operand(rounding="stochastic"), key=key)
-        return quantize_operands(x, [how])[0].elements
+        use = OperandUse(-1, Operand(rounding="stochastic"), key=key)
+        return quantize_operands(x, [use])[0].elements
 
     def definition(x, key):
         return mxjax.pack(mxjax.quantize(x, rounding="stochastic", key=key))
@@ -102,7 +102,7 @@ def test_rows_in_any_number_are_few_programs():
         assert not launches.fit((ROWS, None), "packed", target, shape, "bfloat16")
         x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         with use_target(target):
-            jax.eval_shape(lambda x: jax.tree.leaves(value_operands(x, ROWS)), x)
+            jax.eval_shape(lambda x: jax.tree.leaves(prepare(x, [ROWS._replace(form="bf16")])), x)
     assert launches.fit((ROWS, None), "packed", Target("hip", "gfx950"), (2**24 - 1, 64), "bfloat16")
 
 
@@ -126,9 +126,9 @@ def test_a_part_draws_the_bits_of_its_place_in_the_whole():
     places = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in (b, r, c)]
     part = whole[b, r, c][None]
     got = _call(pair, "packed", current_target(), (256, 192), part, scalars, *places)
-    for how, key, (elements, scales) in zip(pair, keys, (got[:2], got[2:]), strict=True):
-        q = jax.jit(functools.partial(pack_by_definition, how=how._replace(key=key)))(whole)
-        other, blocked = (r, c) if how.axis == -1 else (c, r)
+    for use, key, (elements, scales) in zip(pair, keys, (got[:2], got[2:]), strict=True):
+        q = jax.jit(functools.partial(pack_by_definition, use=use._replace(key=key)))(whole)
+        other, blocked = (r, c) if use.axis == -1 else (c, r)
         packed = q.elements[b, other, blocked.start // 2 : blocked.stop // 2]
         np.testing.assert_array_equal(elements_of(elements, "packed")[0], packed)
         np.testing.assert_array_equal(scales[0], q.scales[b, other, blocked.start // 32 : blocked.stop // 32])

@@ -110,8 +110,8 @@ def test_quantiles_are_elements_of_the_sorted_token(dtype):
 
 def test_outliers_are_multiplied_and_clipped_ones_dropped():
     x, w, _ = tensors()
-    for how, remains in (("outliers", 1), ("clip", 0)):
-        operand = Operand(split=how, quantile=0.9)
+    for kind, remains in (("outliers", 1), ("clip", 0)):
+        operand = Operand(split=kind, quantile=0.9)
         part, rest = split(x, Operand(split="outliers", quantile=0.9))
         expected = quantized(part, -1) @ quantized(w, 0) + remains * np.asarray(rest) @ np.asarray(w)
         found = gradients(Policy(fprop=Gemm(operand, NEAREST)))[0]

@@ -30,6 +30,8 @@ import mxjax
 from mxjax import Gemm, Operand, Rotation
 
 ROOT = Path(__file__).parents[3]
+ALL = [*IMPLEMENTATIONS, "fp8_carriers", "scaled_dot"]
+"""Every implementation that runs without a GPU."""
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
@@ -134,10 +136,14 @@ def test_any_shape(x_shape, d_out):
 
 
 @pytest.mark.parametrize(("tokens", "d_in", "d_out"), [(0, 33, 5), (4, 0, 5), (4, 33, 0)])
-@pytest.mark.parametrize("name", ["fp32", "wgrad", "ms_fp4"])
-def test_an_empty_axis_gives_an_empty_or_zero_product(tokens, d_in, d_out, name):
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [*((name, "xla") for name in ("fp32", "wgrad", "ms_fp4")), *(("wgrad_hadamard", i) for i in ALL)],
+)
+def test_an_empty_axis_gives_an_empty_or_zero_product(tokens, d_in, d_out, name, implementation):
     x, w, dy = jnp.ones((tokens, d_in)), jnp.ones((d_in, d_out)), jnp.ones((tokens, d_out))
-    assert_same(products(x, w, dy, policy=name), (x @ w, dy @ w.T, x.T @ dy))
+    actual = products(x, w, dy, policy=name, implementation=implementation)
+    assert_same(actual, (x @ w, dy @ w.T, x.T @ dy))
 
 
 def test_leading_axes_are_tokens_flattened():
@@ -154,7 +160,7 @@ def test_numpy_arrays_are_taken_as_they_are():
     np.testing.assert_array_equal(y, products(x, w, dy, policy=NEAREST)[0])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ALL)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_block_that_is_not_finite_poisons_only_what_it_enters(value, implementation):
     x, w, dy = inputs()

@@ -1,16 +1,21 @@
 """Arguments that `dot` refuses, and the texts of its errors."""
 
+import os
 import re
+import traceback
 
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
+from jax.sharding import PartitionSpec as P
 from support.dots import everywhere, inputs
 from support.oracles import types_unchecked
 
 import mxjax
 from mxjax import Gemm, Operand, Policy
+
+LIBRARY = os.path.dirname(mxjax.__file__)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +141,62 @@ def test_an_argument_of_the_wrong_type_says_what_to_write(call, message):
     x, w, _ = inputs()
     with types_unchecked(), pytest.raises(TypeError, match=message):
         call(x, w)
+
+
+def sharded(stored, multiplied):
+    """Returns a `dot` on a mesh of one device with this layout."""
+
+    def product(x, w):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("d",))):
+            return mxjax.dot(x, w, policy="wgrad", layout=mxjax.Layout(stored, multiplied))
+
+    return product
+
+
+BAD_CALLS = {
+    "dtype": (TypeError, lambda x, w: mxjax.dot(x.astype(int), w, policy="wgrad")),
+    "no array": (TypeError, lambda x, w: mxjax.dot([1.0], w, policy="wgrad")),
+    "shape": (ValueError, lambda x, w: mxjax.dot(x, x, policy="wgrad")),
+    "no key": (ValueError, lambda x, w: mxjax.dot(x, w, policy="wgrad_sr")),
+    "no JAX key": (TypeError, lambda x, w: mxjax.dot(x, w, policy="wgrad_sr", key=0)),
+    "policy": (ValueError, lambda x, w: mxjax.dot(x, w, policy="wgrad_hadamar")),
+    "no policy": (TypeError, lambda x, w: mxjax.dot(x, w, policy=3)),
+    "implementation": (ValueError, lambda x, w: mxjax.dot(x, w, policy="wgrad", implementation="cuda")),
+    "implementation that does not run here": (
+        NotImplementedError,
+        lambda x, w: mxjax.dot(x, w, policy="wgrad", implementation="triton"),
+    ),
+    "implementation of other formats": (
+        NotImplementedError,
+        lambda x, w: mxjax.dot(x, w, policy="nvfp4", key=jax.random.key(0), implementation="scaled_dot"),
+    ),
+    "result's dtype": (TypeError, lambda x, w: mxjax.dot(x, w, policy="wgrad", preferred_element_type=int)),
+    "no layout": (TypeError, lambda x, w: mxjax.dot(x, w, policy="wgrad", layout=P())),
+    "layout without a mesh": (
+        ValueError,
+        lambda x, w: mxjax.dot(x, w, policy="wgrad", layout=mxjax.Layout(P(), P())),
+    ),
+    "layout of another mesh": (ValueError, sharded(P("fsdp"), P())),
+    "layout of three axes": (ValueError, sharded(P(), P(None, None, "d"))),
+}
+
+
+@pytest.mark.parametrize("transform", ["call", "jit", "grad", "jit of grad"])
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_traceback_shows_at_most_three_frames_of_ours(case, transform):
+    error, call = BAD_CALLS[case]
+    transforms = {
+        "call": lambda f: f,
+        "jit": jax.jit,
+        "grad": jax.grad,
+        "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    }
+    x, w, _ = inputs()
+    with types_unchecked(), pytest.raises(error) as raised:
+        transforms[transform](lambda x, w: call(x, w).sum())(x, w)
+    ours = [frame.name for frame in traceback.extract_tb(raised.tb) if frame.filename.startswith(LIBRARY)]
+    assert ours[0] == "dot"
+    assert len(ours) <= 3, ours
 
 
 def test_negative_axes_raise():

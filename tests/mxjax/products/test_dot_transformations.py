@@ -46,16 +46,6 @@ def test_vmap_equals_a_loop():
         np.testing.assert_allclose(m, expected, rtol=0, atol=1e-6 * np.max(np.abs(expected)))
 
 
-def test_vmap_over_x_alone_equals_a_loop():
-    x, w, dy = inputs()
-    xs, dys = jnp.stack([x, 2 * x[::-1]]), jnp.stack([dy, dy[::-1]])
-    run = functools.partial(products, policy=NEAREST)
-    mapped = jax.jit(jax.vmap(run, in_axes=(0, None, 0)))(xs, w, dys)
-    for m, *one_by_one in zip(mapped, *(run(xs[i], w, dys[i]) for i in range(2)), strict=True):
-        expected = np.stack(one_by_one)
-        np.testing.assert_allclose(m, expected, rtol=0, atol=1e-6 * np.max(np.abs(expected)))
-
-
 def test_scan_over_stacked_weights_equals_a_loop():
     x, ws = draw(33, 40, seed=4), draw(2, 40, 40, seed=5) / 8
 

@@ -12,9 +12,9 @@ import pytest
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
 from mxjax.numerics.array import dequantize
-from mxjax.operands.use import quantize_input, rotate_input
+from mxjax.operands.use import quantize_use, rotate_use
 from mxjax.policy import map_operands
-from mxjax.products.draws import gemm_inputs
+from mxjax.products.draws import uses_of
 from mxjax.products.gradients import derivative
 from mxjax.runtime.keys import fold
 
@@ -44,9 +44,9 @@ def nearest(operand: Operand) -> Operand:
 
 
 def test_forward_operands_are_those_of_the_repository():
-    x, w = gemm_inputs(QUARTET.fprop, -1, -2, None)
-    for name, how in (("x", x), ("w", w)):
-        ours = jax.jit(lambda t, how=how: dequantize(quantize_input(t, how)))(golden()[name])
+    x, w = uses_of(QUARTET.fprop, -1, -2, None)
+    for name, use in (("x", x), ("w", w)):
+        ours = jax.jit(lambda t, use=use: dequantize(quantize_use(t, use)))(golden()[name])
         np.testing.assert_array_equal(ours, golden()[f"forward/{name}"], err_msg=name)
 
 
@@ -94,12 +94,12 @@ def test_a_gradient_is_rotated_back_and_masked_in_the_rotated_space():
     """With float32 backward GEMMs, against JAX's gradient of the product of the rotated operands."""
     key = jax.random.key(3)
     fprop = dataclasses.replace(QUARTET.fprop, rotation=Rotation(32, "redrawn"))
-    x_use, w_use = gemm_inputs(fprop, -1, -2, fold(key, 0))
+    x_use, w_use = uses_of(fprop, -1, -2, fold(key, 0))
 
-    def quantized(t, how):
-        rotated = rotate_input(t, how)
-        mask = derivative(rotated, how.operand, how.axis)
-        return rotated * mask + jax.lax.stop_gradient(dequantize(quantize_input(t, how)) - rotated * mask)
+    def quantized(t, use):
+        rotated = rotate_use(t, use)
+        mask = derivative(rotated, use.operand, use.axis)
+        return rotated * mask + jax.lax.stop_gradient(dequantize(quantize_use(t, use)) - rotated * mask)
 
     def product(x, w):
         return jnp.matmul(quantized(x, x_use), quantized(w, w_use), precision="highest")
