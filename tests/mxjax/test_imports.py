@@ -114,3 +114,9 @@ def test_the_kernels_import_triton_and_nothing_else_at_their_top():
     for module, path in SOURCES.items():
         if module.startswith("mxjax.kernels.") and module.split(".")[2] != "cases":
             assert {name.partition(".")[0] for name in imported(path, lazy=False)} <= allowed, module
+
+
+def test_the_log_of_a_run_is_given_values():
+    for module, others in GRAPH.items():
+        if module.startswith("training.log"):
+            assert not {other for other in others if other.startswith("training.run")}, module
