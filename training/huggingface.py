@@ -26,26 +26,32 @@ import tyro
 
 from models.configs import LlamaConfig, name_of, to_dict
 from models.huggingface.config import read_config, write_config
-from models.huggingface.files import Writer, check_files, new_folder, read_json, small_files, write_json
-from models.huggingface.weights import (
-    QUANTIZATION,
-    dtype_field,
-    parts,
-    progress,
-    quantized,
-    read_params,
-    specs_of,
-    views,
+from models.huggingface.files import (
+    Reader,
+    Spec,
+    Writer,
+    check_files,
+    new_folder,
+    read_json,
+    small_files,
+    write_json,
 )
-from models.llama import abstract_params
+from models.huggingface.packed import LAYOUTS, Layout, PackedFormat, PackedReader, layout_of
+from models.huggingface.quantized import choose_operands, names_of, names_of_linear, quantized_weights
+from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of, views
+from models.llama import Params, abstract_params
+from mxjax import Operand
 from mxjax.numerics.scales import ScaleRule
 from training.command_line import flags
 from training.config import Config, DataConfig, PrecisionConfig
 from training.data.tokenizer import tokenizer_path
 from training.files import HUGGINGFACE
+from training.model_card import EndToken, end_token, model_card
+from training.phases import from_record, phase_at
 from training.process.environment import input_errors
 from training.process.start import output_errors, unwinding_signals
 from training.run.checkpoints import Checkpoints, save_params
+from training.run.checksums import saved_steps
 from training.run.record import model_of, read_run_config, to_json, write_run_config
 
 PROGRAM = "python -m training.huggingface"
@@ -85,21 +91,27 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> LlamaConfig:
     """Imports a Hugging Face Llama as a run, for train.py --init and eval.py.
 
     Args:
-      source: the checkpoint's folder: config.json, and safetensors in float32, bfloat16 or float16.
+      source: the checkpoint's folder: config.json, and safetensors in float32, bfloat16 or float16, or with
+        linear layers in MXFP4 as compressed-tensors or Quark pack them, which are dequantized exactly.
       run: the folder to create.
     Raises:
       ValueError: `run` is in use, or the checkpoint is not a Llama, is incomplete or damaged.
     """
     check_files(source)
     raw = read_json(source / "config.json")
+    layout = layout_of(raw)
+    raw.pop("quantization_config", None)
     config = read_config(raw)
     with new_folder(run) as folder:
-        params, dtypes = read_params(source, config)
+        with Reader(source) if layout is None else PackedReader(source, layout) as reader:
+            params, dtypes = read_params(reader, config)
         save_params(folder / "checkpoints", params)
         kept = folder / HUGGINGFACE
         kept.mkdir()
         for file in small_files(source):
             shutil.copyfile(file, kept / file.name)
+        if layout is not None:
+            write_json(kept / "config.json", raw)
         write_json(kept / _TENSOR_DTYPES, dtypes)
         values = {
             "config": to_json(_evaluation_config(config, raw)),
@@ -116,7 +128,10 @@ def export_checkpoint(
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     step: int | None = None,
-    mxfp4: ScaleRule | None = None,
+    quantize: PackedFormat | None = None,
+    scale_rule: ScaleRule | None = None,
+    activations: bool = False,
+    chat_template: pathlib.Path | None = None,
     shard_gb: float = 5.0,
     allow_nonfinite: bool = False,
 ) -> LlamaConfig:
@@ -125,11 +140,14 @@ def export_checkpoint(
     Args:
       run: the run's folder.
       target: the folder to create.
-      dtype: dtype of the weights. Default: as each tensor was imported, or float32, which loses nothing.
+      dtype: dtype of the weights that are not quantized. Default: as each tensor was imported, or float32,
+        which loses nothing; with --quantize bfloat16, the only one that loaders then take.
       step: the checkpoint's step. Default: the last.
-      mxfp4: quantize the blocks' linear layers to MXFP4 by this scale rule, rounding to nearest. Each NAME
-        becomes NAME_blocks, uint8 [out, in / 32, 16], and NAME_scales, uint8 [out, in / 32], as in gpt-oss;
-        transformers loads no Llama in this layout.
+      quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do. The
+        layers and values are those that the run's Fprop multiplies.
+      scale_rule: round the weights to nearest by this rule instead of as the Fprop does.
+      activations: consumers round activations to MXFP4 too; needs --quantize.
+      chat_template: a Jinja file with the model's chat template.
       shard_gb: largest size of a file's tensors, in 10**9 bytes.
       allow_nonfinite: also write weights that are NaN or infinite.
     Raises:
@@ -138,33 +156,94 @@ def export_checkpoint(
     """
     if not 0 < shard_gb <= _LARGEST_SHARD:
         raise ValueError(f"--shard-gb must be positive and at most {_LARGEST_SHARD:g}, got {shard_gb}")
+    if quantize is None and (scale_rule is not None or activations):
+        raise ValueError("--scale-rule and --activations are for quantized weights; add --quantize mxfp4")
+    if quantize is not None and (dtype := dtype or "bfloat16") != "bfloat16":
+        raise ValueError(f"--dtype {dtype}: loaders compute quantized models in bfloat16; leave --dtype out")
+    if chat_template is not None and not chat_template.is_file():
+        raise ValueError(f"--chat-template {chat_template}: no such file")
     saved = read_run_config(run)
     config = model_of(saved)
+    at = max(saved_steps(run / "checkpoints"), default=0) if step is None else step
     with new_folder(target) as folder:
         with Checkpoints(run / "checkpoints") as checkpoints:
             params = jax.tree.map(np.asarray, checkpoints.restore_params(abstract_params(config), step))
-        named = views(config, params)
-        bad = [name for name, view in named.items() if not np.isfinite(view).all()]
-        if bad and not allow_nonfinite:
-            raise ValueError(
-                f"{len(bad)} tensors of {run} hold NaN or infinity, {bad[0]} first; "
-                "export an earlier --step, or add --allow-nonfinite"
-            )
-        specs = specs_of(named, dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
+        _check_finite(run, views(config, params), allow_nonfinite)
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
+        operands, line = {}, "not quantized"
+        if quantize is not None:
+            phases = from_record(saved)
+            layers = phase_at(phases, at).layers if phases else None
+            operands, line = choose_operands(config, layers, scale_rule)
+            print(line)
+        layout = LAYOUTS[quantize or "mxfp4"]
+        specs = specs_of(views(config, params), dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
         raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
-        if mxfp4 is not None:
-            specs, raw = quantized(specs), raw | {"quantization_config": dict(QUANTIZATION)}
-        with Writer(folder, specs, int(shard_gb * 1e9)) as writer:
-            for name, view in progress(named, "exporting"):
-                for part, value in parts(name, view, specs, mxfp4):
-                    writer.write(part, value)
-        for file in small_files(run / HUGGINGFACE) if (run / HUGGINGFACE).exists() else ():
+        if quantize is not None:
+            every = [*names_of_linear(config), "lm_head"]
+            excluded = sorted(set(every) - set(names_of(operands)))
+            raw |= {"quantization_config": layout.configuration(excluded, activations=activations)}
+        _write_weights(folder, config, params, specs, operands, layout, int(shard_gb * 1e9))
+        _write_small_files(folder, run, saved, raw, config)
+        if chat_template is not None:
+            shutil.copyfile(chat_template, folder / "chat_template.jinja")
+        (folder / "README.md").write_text(model_card(run, saved, at, line))
+    return config
+
+
+def _check_finite(run: pathlib.Path, named: Mapping[str, np.ndarray], allow_nonfinite: bool) -> None:
+    bad = [name for name, view in named.items() if not np.isfinite(view).all()]
+    if bad and not allow_nonfinite:
+        raise ValueError(
+            f"{len(bad)} tensors of {run} hold NaN or infinity, {bad[0]} first; "
+            "export an earlier --step, or add --allow-nonfinite"
+        )
+
+
+def _write_weights(
+    folder: pathlib.Path,
+    config: LlamaConfig,
+    params: Params,
+    specs: Mapping[str, Spec],
+    operands: Mapping[str, Operand],
+    layout: Layout,
+    largest: int,
+) -> None:
+    """Writes all tensors, those of `operands` packed."""
+    packed = {f"{name}.weight" for name in names_of(operands)}
+    written: dict[str, Spec] = {}
+    for name, spec in specs.items():
+        module = name.removesuffix(".weight")
+        written |= layout.specs(module, spec.shape) if name in packed else {name: spec}
+    with Writer(folder, written, largest) as writer:
+        for name, view in progress(views(config, params), "exporting"):
+            if name not in packed:
+                writer.write(name, as_written(name, view, specs[name]))
+        for module, weight in quantized_weights(config, params, operands):
+            for name, value in layout.tensors(module, weight).items():
+                writer.write(name, value)
+
+
+def _write_small_files(
+    folder: pathlib.Path,
+    run: pathlib.Path,
+    saved: Mapping[str, Any],
+    raw: dict[str, Any],
+    config: LlamaConfig,
+) -> None:
+    """Writes config.json, and what an imported checkpoint or the data's tokenizer brings."""
+    data = saved["config"]["data"]["data"]
+    if (run / HUGGINGFACE).exists():
+        for file in small_files(run / HUGGINGFACE):
             if file.name != _TENSOR_DTYPES:
                 shutil.copyfile(file, folder / file.name)
-        _add_tokenizer(folder, saved["config"]["data"]["data"])
-        write_json(folder / "config.json", raw)
-    return config
+    end = end_token(data, config.vocab_size)
+    if end is not None and raw.get("eos_token_id") is None:
+        ids = {"bos_token_id": end.id, "eos_token_id": end.id}
+        raw |= ids
+        write_json(folder / "generation_config.json", ids)
+    _add_tokenizer(folder, data, end)
+    write_json(folder / "config.json", raw)
 
 
 def _evaluation_config(model: LlamaConfig, raw: Mapping[str, Any]) -> Config:
@@ -181,12 +260,13 @@ def _export_config(kept: pathlib.Path, saved: Mapping[str, Any], config: LlamaCo
     return write_config(config, saved["config"]["data"]["seq_len"])
 
 
-def _add_tokenizer(folder: pathlib.Path, prefixes: Iterable[str]) -> None:
+def _add_tokenizer(folder: pathlib.Path, prefixes: Iterable[str], end: EndToken | None) -> None:
     """Copies the tokenizer of a run's training data, if there is one and the folder has none."""
     found = [path for path in map(tokenizer_path, prefixes) if path.exists()]
     if found and not (folder / "tokenizer.json").exists():
         shutil.copyfile(found[0], folder / "tokenizer.json")
-        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        named = {} if end is None or end.text is None else {"bos_token": end.text, "eos_token": end.text}
+        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **named})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ projection. Hugging Face has separate [out, in] matrices for every layer.
 import pathlib
 import re
 import sys
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,18 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import track
 
-import mxjax
 from models import llama
 from models.configs import LlamaConfig
 from models.huggingface.files import DTYPES, Reader, Spec, read_json, spelling
-from mxjax.numerics.formats import BLOCK
-from mxjax.numerics.scales import ScaleRule
 
 _IMPORTED = ("F32", "BF16", "F16")
-QUANTIZATION: Mapping[str, object] = types.MappingProxyType(
-    {"quant_method": "mxfp4", "modules_to_not_convert": ("model.embed_tokens", "model.norm", "lm_head")}
-)
-"""The entry of config.json for weights in MXFP4."""
 _SHOWN = 8  # problems listed in an error message
 
 
@@ -124,42 +116,16 @@ def _raise(problems: list[str]) -> None:
         raise ValueError("\n  ".join(["the tensors do not match config.json:", *shown, *more]))
 
 
-def quantized(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """Returns the specs with MXFP4 blocks and scales in place of the weights of linear layers."""
-    found: dict[str, Spec] = {}
-    for name, spec in specs.items():
-        if not _is_linear(name):
-            found[name] = spec
-            continue
-        rows, columns = spec.shape
-        if columns % BLOCK:
-            raise ValueError(f"--mxfp4 needs inputs in multiples of {BLOCK}; {name} is {list(spec.shape)}")
-        found[f"{name}_blocks"] = Spec("U8", (rows, columns // BLOCK, BLOCK // 2))
-        found[f"{name}_scales"] = Spec("U8", (rows, columns // BLOCK))
-    return found
-
-
-def parts(
-    name: str, view: np.ndarray, specs: Mapping[str, Spec], mxfp4: ScaleRule | None
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors to write for one of the model's, in the dtype of their specs.
+def as_written(name: str, view: np.ndarray, spec: Spec) -> np.ndarray:
+    """Returns a tensor in the dtype and shape of its spec.
 
     Raises:
-      ValueError: a value does not fit the format.
+      ValueError: a value does not fit the dtype.
     """
-    value = view.reshape(flat_shape(view))
-    if mxfp4 is None or not _is_linear(name):
-        spec = specs[name]
-        if spec.dtype == "F16" and not np.max(np.abs(value)) <= np.finfo(np.float16).max:
-            raise ValueError(f"{name} does not fit float16; export in bfloat16 or float32")
-        yield name, value.astype(spec.numpy_dtype)
-        return
-    if not np.isfinite(value).all():
-        raise ValueError(f"{name} holds NaN or infinity, which MXFP4 checkpoints cannot represent")
-    q = mxjax.quantize(value, axis=-1, scale_rule=mxfp4)
-    assert q.scales is not None
-    yield f"{name}_blocks", np.asarray(mxjax.pack(q)).reshape(specs[f"{name}_blocks"].shape)
-    yield f"{name}_scales", np.asarray(q.scales).view(np.uint8)
+    value = view.reshape(spec.shape)
+    if spec.dtype == "F16" and not np.max(np.abs(value)) <= np.finfo(np.float16).max:
+        raise ValueError(f"{name} does not fit float16; export in bfloat16 or float32")
+    return value.astype(spec.numpy_dtype)
 
 
 def check_tied_head(reader: Reader, config: LlamaConfig) -> None:
@@ -176,26 +142,21 @@ def _is_derived(name: str, config: LlamaConfig) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
 
-def _is_linear(name: str) -> bool:
-    return name.endswith("_proj.weight")
-
-
 _SHOWN_TENSORS = 8  # tensors listed in an error message
 
 
-def read_params(source: pathlib.Path, config: LlamaConfig) -> tuple[llama.Params, dict[str, str]]:
+def read_params(reader: Reader, config: LlamaConfig) -> tuple[llama.Params, dict[str, str]]:
     """Returns the parameters in float32, and the dtype of each tensor in the checkpoint.
 
     Raises:
       ValueError: the tensors are not those of this Llama, which is checked before memory is allocated, or
         they hold NaN or infinity.
     """
-    with Reader(source) as reader:
-        check_tensors(reader.specs, config)
-        check_tied_head(reader, config)
-        abstract, tree = jax.tree.flatten(llama.abstract_params(config))
-        leaves: list[Any] = [np.empty(leaf.shape, leaf.dtype) for leaf in abstract]
-        dtypes = _fill(views(config, jax.tree.unflatten(tree, leaves)), reader)
+    check_tensors(reader.specs, config)
+    check_tied_head(reader, config)
+    abstract, tree = jax.tree.flatten(llama.abstract_params(config))
+    leaves: list[Any] = [np.empty(leaf.shape, leaf.dtype) for leaf in abstract]
+    dtypes = _fill(views(config, jax.tree.unflatten(tree, leaves)), reader)
     for i in range(len(leaves)):  # one by one, because orbax would copy all NumPy arrays at once
         leaves[i] = jnp.asarray(leaves[i])
     return jax.tree.unflatten(tree, leaves), dtypes

@@ -15,6 +15,7 @@ from support.llamas import GOLDEN, NAMES, SMALL, layer_policies, rewrite_params
 from models import llama
 from models.generation import Options, choose, empty_cache, generate, is_in_nucleus, read
 from models.huggingface.config import read_config
+from models.huggingface.files import Reader
 from models.huggingface.weights import read_params
 from training.huggingface import export_checkpoint, import_checkpoint
 
@@ -37,7 +38,8 @@ def greedy(config, params, prompt, count):
 )
 def test_greedy_tokens_equal_transformers(name):
     config = read_config(json.loads((GOLDEN / name / "config.json").read_text()))
-    params = jax.tree.map(jnp.asarray, read_params(GOLDEN / name, config)[0])
+    with Reader(GOLDEN / name) as reader:
+        params = read_params(reader, config)[0]
     prompt, expected = (GENERATED[f"{name}/{part}"] for part in ("prompt", "tokens"))
     found = greedy(config, params, jnp.asarray(prompt, jnp.int32), expected.shape[1])
     np.testing.assert_array_equal(found, expected)

@@ -6,16 +6,13 @@ import pathlib
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.llamas import GOLDEN, NAMES, SMALL, golden_raw, logits_of, params_of, rewrite_params, tensors
 
-import mxjax
 from models import llama
 from models.configs import LlamaConfig, RopeScaling
 from models.huggingface.files import Reader, Spec, Writer
-from models.huggingface.weights import views
 from training.huggingface import export_checkpoint, import_checkpoint
 
 
@@ -155,51 +152,7 @@ def test_other_dtypes_are_exported(imported, tmp_path):
         )
 
 
-def gpt_oss_values(blocks, scales):
-    """Unpacks as transformers 5.23's convert_moe_packed_tensors does, in float32: E2M1, low nibble first."""
-    e2m1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    values = np.stack([e2m1[blocks & 15], e2m1[blocks >> 4]], axis=-1)
-    values = values.reshape(*blocks.shape[:-1], -1) * np.exp2(scales.astype(np.float32) - 127)[..., None]
-    return values.reshape(len(blocks), -1)
-
-
-def quantized(imported, tmp_path):
-    export_checkpoint(imported["llama3.2"], tmp_path / "out", mxfp4="even")
-    config, params = params_of(imported["llama3.2"])
-    weights = views(config, jax.tree.map(np.asarray, params))
-    reader = Reader(tmp_path / "out")
-    for name, view in weights.items():
-        if "_proj" in name:
-            expected = mxjax.quantize(jnp.asarray(view.reshape(-1, view.shape[-1])), scale_rule="even")
-            pair = (reader.read(f"{name}_{part}") for part in ("blocks", "scales"))
-            yield *pair, np.asarray(mxjax.dequantize(expected))
-
-
-def test_mxfp4_weights_have_the_layout_of_gpt_oss(imported, tmp_path):
-    count = 0
-    for blocks, scales, expected in quantized(imported, tmp_path):
-        assert blocks.shape == (*scales.shape, 16)
-        np.testing.assert_array_equal(gpt_oss_values(blocks, scales), expected)
-        count += 1
-    assert count == 14
-    raw = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert raw["quantization_config"]["quant_method"] == "mxfp4"
-    with Reader(tmp_path / "out") as reader:
-        assert reader.specs["model.embed_tokens.weight"].dtype == "BF16"
-    with pytest.raises(ValueError, match="quantization_config"):
-        import_checkpoint(tmp_path / "out", tmp_path / "run")
-
-
 # With transformers installed.
-
-
-def test_mxfp4_weights_are_what_transformers_dequantizes(imported, tmp_path):
-    torch = pytest.importorskip("torch")
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    for blocks, scales, expected in quantized(imported, tmp_path):
-        pair = (torch.from_numpy(a.copy())[None] for a in (blocks, scales))
-        theirs = mxfp4.convert_moe_packed_tensors(*pair, dtype=torch.float32)[0].T
-        np.testing.assert_array_equal(theirs.numpy(), expected)
 
 
 @pytest.mark.parametrize(

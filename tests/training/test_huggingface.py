@@ -77,7 +77,7 @@ def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     assert abs(first["loss"] - before["eval_loss"]) < 0.1
     export_checkpoint(tmp_path / "tuned", tmp_path / "out")
     kept = sorted(f.name for f in (tmp_path / "out").iterdir())
-    assert kept == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert kept == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
     assert tensors(tmp_path / "out").keys() == tensors(checkpoint).keys()
     # In place, the same weights and steps give the same run.
     run(text, tmp_path / "imported", "--resume", *steps)
@@ -109,14 +109,32 @@ def test_the_tokenizer_of_the_data_is_exported(checkpoint, tmp_path):
     tokenize(TokenizeConfig((str(tmp_path / "text.jsonl"),), prefix, **options))
     import_checkpoint(checkpoint, tmp_path / "imported")
     (tmp_path / "imported" / "huggingface" / "tokenizer.json").unlink()
-    run(prefix, tmp_path / "run", "--init", str(tmp_path / "imported"), "--steps", "2", "--policy", "bf16")
+    run(
+        prefix,
+        tmp_path / "run",
+        "--init",
+        str(tmp_path / "imported"),
+        "--steps",
+        "2",
+        "--policy",
+        "bf16",
+        "--lr",
+        "1e-3",
+    )
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     written = (tmp_path / "out" / "tokenizer.json").read_bytes()
     assert written == (tmp_path / "data.tokenizer.json").read_bytes()
+    eod = IndexedDataset(prefix)[0][-1]
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == eod
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| Policy | bf16 |" in card
+    assert "--policy bf16 --data" in card
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     first = IndexedDataset(prefix)[0]
     assert tokenizer("line 0: the square is 0")["input_ids"] == list(first[:-1])
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == first[-1]
 
 
 def test_beginning_with_another_model_is_refused(checkpoint, llama2, text, tmp_path):
@@ -131,10 +149,17 @@ def test_beginning_with_another_model_is_refused(checkpoint, llama2, text, tmp_p
         (["--init", str(llama2)], "text is read as 257 ids, which --vocab-size 64 does not hold"),
         (["--init", str(tmp_path)], "holds no run"),
         (["--init", str(empty)], "has no checkpoint to begin with"),
+        (
+            ["--init", str(checkpoint)],
+            r"is a Hugging Face checkpoint; import it first: python -m .* import /",
+        ),
+        (init, r"--lr 0\.004, the default, is for training from scratch"),
     ]:
         with pytest.raises(SystemExit, match=message):
             run(text, tmp_path / "run", *flags)
         assert not (tmp_path / "run").exists()
+    with pytest.raises(SystemExit, match=r"without --data .*tokenize .*huggingface/tokenizer\.json"):
+        training_program.train(parse([*FLAGS, *init, "--out", str(tmp_path / "run")]))
 
 
 @pytest.mark.slow

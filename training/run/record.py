@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import shlex
 import types
 import typing
 from typing import Any
@@ -90,12 +91,18 @@ def read_run_config(folder: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{folder} holds no run: it has no {FILE}")
     try:
         values = json.loads(path.read_bytes().decode())
-        if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
+        holds_run = isinstance(values, dict) and isinstance(values.get("config"), dict)
+        if not holds_run and not (isinstance(values, dict) and "model_type" in values):
             raise ValueError("it holds no configuration")
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged: {error}; put a copy of yours back, or start a new run"
         ) from None
+    if not holds_run:
+        raise ValueError(
+            f"{folder} is a Hugging Face checkpoint; import it first: "
+            f"python -m training.huggingface import {shlex.quote(str(folder))} RUN"
+        )
     return values
 
 

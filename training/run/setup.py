@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import shlex
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from models.configs import LlamaConfig, get_config, to_dict
 from models.huggingface.files import check_files
 from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
-from training.config import Config, by_flag
+from training.config import Config, OptimizerConfig, by_flag
 from training.data.load import load_data
 from training.data.text import evaluation_batches
 from training.files import HUGGINGFACE, temporary_path
@@ -86,6 +87,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     if config.init is not None and config.data.data:
         check_tokens_of(config.init, "--data", config.data.data[-1])
     corpus = load_data(config.data, model.vocab_size)
+    check_rate(config, folder, saved)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
     check_memory(mesh.shape, config, model)
     fits = functools.partial(fits_mesh, model, phases)
@@ -181,8 +183,26 @@ def choose_model(config: Config, folder: pathlib.Path, saved: dict[str, Any]) ->
         raise ValueError(f"{source} has no checkpoint to begin with")
     if not continues and (source / HUGGINGFACE).exists():
         check_files(source / HUGGINGFACE)  # before anything of it is copied
+    tokenizer = source / HUGGINGFACE / "tokenizer.json"
+    if begun_config(saved if continues else {}) is None and not config.data.data and tokenizer.exists():
+        raise ValueError(
+            f"{source} has its own tokenizer, and without --data it would train on bytes; tokenize text: "
+            "python -m training.tokenize --input FILES --output PREFIX --append-eod "
+            f"--tokenizer {shlex.quote(str(tokenizer))}, then add --data PREFIX"
+        )
     data = dataclasses.replace(config.data, vocab_size=model.vocab_size)
     return dataclasses.replace(config, model=name, data=data), model
+
+
+def check_rate(config: Config, folder: pathlib.Path, saved: dict[str, Any]) -> None:
+    """Raises ValueError if imported weights would train at the default rate, which is one from scratch."""
+    source = config.init if config.init is not None and not saved else folder
+    begins = begun_config(saved) is None and (source / HUGGINGFACE).exists()
+    if begins and config.optimizer.lr == OptimizerConfig.lr:
+        raise ValueError(
+            f"--lr {config.optimizer.lr:g}, the default, is for training from scratch and ruins the imported "
+            f"weights of {source}; add --lr, for example --lr 2e-5"
+        )
 
 
 def choose_phases(

@@ -1,0 +1,133 @@
+"""Exports in MXFP4: the values that the Fprop multiplies, loaded by transformers and imported again."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.llamas import layer_policies, logits_of, params_of, rewrite_params, tensors
+
+import mxjax
+from models import llama
+from models.configs import LlamaConfig
+from models.huggingface.files import Reader, Spec, Writer
+from models.huggingface.quantized import choose_operands, quantized_weights
+from training.huggingface import export_checkpoint, import_checkpoint
+from training.phases import Phase, to_record
+
+CONFIG = LlamaConfig(300, 64, 2, 4, 2, 32, 96, rope_theta=10_000.0, init_std=0.2)
+FORMATS = ("mxfp4", "quark")
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(np.asarray, llama.init(CONFIG, jax.random.key(1)))
+
+
+@pytest.fixture(scope="module")
+def run(params, tmp_path_factory):
+    """A run with random weights, whose policy is `weight_only` except in the last block."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "seed").mkdir()
+    rewrite_params(folder / "seed", CONFIG, params)
+    import_checkpoint(folder / "seed", folder / "run")
+    shutil.rmtree(folder / "run" / "huggingface")  # as if it had been trained here
+    saved = json.loads((folder / "run" / "config.json").read_text())
+    policies = layer_policies(CONFIG, "weight_only", [("blocks[-1].mlp.*", "bf16")])
+    record = saved | to_record([Phase(1, "weight_only", policies)])
+    (folder / "run" / "config.json").write_text(json.dumps(record))
+    return folder / "run"
+
+
+@pytest.mark.parametrize("rhs", [{}, {"scale_rule": "even"}, {"block_shape": (32, 32)}, {"block_shape": 64}])
+def test_exported_values_are_those_that_the_fprop_multiplies(params, rhs):
+    """MXFP4 represents the identity, so its product with a weight is the weight as the Fprop reads it."""
+    policy = mxjax.Policy(fprop=mxjax.Gemm(rhs=mxjax.Operand(**rhs)))
+    layers = layer_policies(CONFIG, policy, [("head", policy)])
+    found = dict(quantized_weights(CONFIG, params, choose_operands(CONFIG, layers, None)[0]))
+    assert len(found) == 15
+
+    def multiplied(w):
+        return np.asarray(mxjax.dot(jnp.eye(len(w)), jnp.asarray(w), policy=policy)).T
+
+    attention, mlp = params["blocks"]["attention"], params["blocks"]["mlp"]
+    qkv = multiplied(attention["qkv"][1]).reshape(2, 4, 32, 64)  # two groups of two queries, key, value
+    expected = {
+        "model.layers.1.self_attn.q_proj": qkv[:, :2].reshape(-1, 64),
+        "model.layers.1.self_attn.k_proj": qkv[:, 2].reshape(-1, 64),
+        "model.layers.1.mlp.up_proj": multiplied(mlp["gate_up"][1])[96:],
+        "model.layers.0.mlp.down_proj": multiplied(mlp["down"][0]),
+        "lm_head": multiplied(params["head"]),
+    }
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name].values(), values, err_msg=name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_export_import_export_gives_the_same_bytes(run, tmp_path, name):
+    export_checkpoint(run, tmp_path / "out", quantize=name, activations=name == "quark")
+    import_checkpoint(tmp_path / "out", tmp_path / "again")
+    shutil.copyfile(run / "config.json", tmp_path / "again" / "config.json")  # its policies
+    export_checkpoint(tmp_path / "again", tmp_path / "once more", quantize=name)
+    assert tensors(tmp_path / "once more") == tensors(tmp_path / "out")
+    export_checkpoint(tmp_path / "again", tmp_path / "plain")
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+def test_unrepresentable_fprops_are_refused():
+    for change, message in [
+        (mxjax.Gemm(rotation=mxjax.Rotation(16)), "rotates weights by H16"),
+        (mxjax.Gemm(rhs=mxjax.Operand(rounding="stochastic")), "stochastically"),
+        (mxjax.Gemm(rhs=mxjax.Operand(prescale=0.75)), "prescale"),
+    ]:
+        layers = layer_policies(CONFIG, mxjax.Policy(fprop=change))
+        with pytest.raises(ValueError, match=message):
+            choose_operands(CONFIG, layers, None)
+        assert choose_operands(CONFIG, layers, "floor")[0]["blocks.0.mlp.down"] == mxjax.Operand()
+
+
+def test_other_schemes_and_damaged_tensors_are_refused(run, tmp_path):
+    export_checkpoint(run, tmp_path / "out", quantize="mxfp4")
+    path = tmp_path / "out" / "config.json"
+    raw = json.loads(path.read_text())
+    for change, message in [
+        ({"quant_method": "gptq"}, "quant_method 'gptq'"),
+        ({"config_groups": {"group_0": {"format": "int-quantized", "weights": {}}}}, "int-quantized"),
+        ({"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, "num_bits 8"),
+    ]:
+        path.write_text(json.dumps(raw | {"quantization_config": raw["quantization_config"] | change}))
+        with pytest.raises(ValueError, match=message):
+            import_checkpoint(tmp_path / "out", tmp_path / "again")
+    path.write_text(json.dumps(raw))
+    with Reader(tmp_path / "out") as reader:
+        values = {name: (spec, reader.read(name)) for name, spec in reader.specs.items()}
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    values[name] = Spec("U8", (96, 1)), values[name][1][:, :1]
+    with Writer(tmp_path / "out", {n: spec for n, (spec, _) in values.items()}, 2**30) as writer:
+        for n, (_, value) in values.items():
+            writer.write(n, value)
+    with pytest.raises(ValueError, match=r"weight_scale \['U8', 96, 1\]"):
+        import_checkpoint(tmp_path / "out", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_transformers_loads_it_and_agrees(run, params, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    export_checkpoint(run, tmp_path / "out", quantize="mxfp4")
+    load = transformers.LlamaForCausalLM.from_pretrained
+    model, report = load(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not any(report.values()), report
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 60))
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens)).logits.float().numpy()
+    import_checkpoint(tmp_path / "out", tmp_path / "again")
+    ours = logits_of(*params_of(tmp_path / "again"), tokens)
+    np.testing.assert_allclose(theirs, ours, atol=0.03 * np.abs(ours).max())  # bfloat16
+    policies = layer_policies(CONFIG, "weight_only")
+    found = dict(quantized_weights(CONFIG, params, choose_operands(CONFIG, policies, None)[0]))
+    weight = model.get_submodule(name := "model.layers.0.mlp.down_proj").weight.float().numpy()
+    np.testing.assert_array_equal(weight, found[name].values())

@@ -1,0 +1,83 @@
+"""The model card of an export, and the token ids at which generation ends."""
+
+import dataclasses
+import json
+import pathlib
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from training.config import Config, by_flag
+from training.data.megatron import is_indexed
+from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
+from training.log.metrics import evaluations
+from training.run.record import from_json
+
+
+class EndToken(NamedTuple):
+    """The token that ends and separates documents; its text is None for bytes, which have no tokenizer."""
+
+    id: int
+    text: str | None
+
+
+def end_token(data: Sequence[str], vocab_size: int) -> EndToken | None:
+    """Returns the token that ends the documents of a run's data; None if there is none or that is unknown."""
+    if not is_indexed(data):
+        return EndToken(END_OF_DOCUMENT, None) if vocab_size == VOCAB_SIZE else None
+    for prefix in data:
+        record = pathlib.Path(f"{prefix}.json")
+        if not record.is_file():
+            continue
+        try:
+            found = json.loads(record.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{record} is damaged ({error}); tokenize the data again") from None
+        eod = found.get("eod_id") if isinstance(found, dict) else None
+        if isinstance(eod, int) and 0 <= eod < vocab_size:
+            return EndToken(eod, found.get("eod"))
+    return None
+
+
+def model_card(run: pathlib.Path, saved: Mapping[str, Any], step: int, weights: str) -> str:
+    """Returns README.md of an export: data, policy, tokens, loss, versions and command.
+
+    Args:
+      saved: config.json of the run.
+      step: the exported step.
+      weights: how the weights are stored.
+    """
+    config, data = from_json(saved["config"]), saved.get("data", {})
+    losses = {at: loss for at, loss in evaluations(run).items() if at <= step}
+    tokens = step * config.data.batch_size * config.data.seq_len
+    environment = saved.get("environment", {})
+    rows = {
+        "Data": data.get("source"),
+        "Imported from": pathlib.Path(saved["imported"]).name if "imported" in saved else None,
+        "Policy": config.precision.label,
+        "Tokens trained on": f"{tokens:,}, {step:,} steps" if step else None,
+        "Validation loss": f"{losses[max(losses)]:.4f} at step {max(losses):,}" if losses else None,
+        "Weights": weights,
+        "mxjax": environment.get("mxjax"),
+        "JAX": environment.get("jax"),
+        "Device": environment.get("device"),
+        "Command": f"`{_command(config)}`" if step else None,
+    }
+    shown = {name: str(value).replace("|", " ") for name, value in rows.items() if value is not None}
+    lines = [f"| {name} | {value} |" for name, value in shown.items()]
+    front = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [mxjax]\n---\n"
+    return front + "\n".join(["# Llama trained with mxjax", "", "| | |", "| --- | --- |", *lines]) + "\n"
+
+
+def _command(config: Config) -> str:
+    """Returns the command line that gives this configuration, without --out."""
+    default, words = by_flag(Config()), ["python", "train.py"]
+    for name, value in by_flag(dataclasses.replace(config, out=Config.out, resume=False)).items():
+        if value == default[name]:
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
+    return shlex.join(words)
