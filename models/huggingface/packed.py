@@ -2,6 +2,7 @@
 
 import pathlib
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -52,10 +53,11 @@ class Layout(NamedTuple):
         return {f"{name}.{self.weight}": weight.packed, f"{name}.{self.scale}": weight.scales}
 
 
-LAYOUTS: dict[PackedFormat, Layout] = {
-    name: Layout(of.METHOD, of.WEIGHT, of.SCALE, of.configuration, of.check)
-    for name, of in (("mxfp4", compressed_tensors), ("quark", quark))
-}
+def _layout(of: ModuleType) -> Layout:
+    return Layout(of.METHOD, of.WEIGHT, of.SCALE, of.configuration, of.check)
+
+
+LAYOUTS: Mapping[PackedFormat, Layout] = {"mxfp4": _layout(compressed_tensors), "quark": _layout(quark)}
 """The formats of `export --quantize`."""
 
 
@@ -116,13 +118,13 @@ class PackedReader(Reader):
         """Replaces the specs of a packed matrix by that of the matrix."""
         names = [f"{module}.{part}" for part in self._names]
         weight, scale = (self.specs.pop(name, None) for name in names)
-        shape = weight.shape if weight else ()
-        wanted = self._layout.specs(module, (shape[0], 2 * shape[1])) if len(shape) == 2 else {}
-        if [weight, scale] != [wanted.get(name) for name in names] or shape[1] % (BLOCK // 2):
+        rows, half = weight.shape if weight and len(weight.shape) == 2 else (0, 0)
+        wanted = self._layout.specs(module, (rows, 2 * half))
+        if not rows or half % (BLOCK // 2) or [weight, scale] != [wanted[name] for name in names]:
             raise ValueError(
                 f"{names[0]} is {weight and [weight.dtype, *weight.shape]} and {names[1]} "
                 f"{scale and [scale.dtype, *scale.shape]}; "
                 f"MXFP4 has U8 [out, in / 2] and U8 [out, in / {BLOCK}]"
             )
-        self.specs[f"{module}.weight"] = Spec("BF16", (shape[0], 2 * shape[1]))
+        self.specs[f"{module}.weight"] = Spec("BF16", (rows, 2 * half))
         self._packed.add(module)

@@ -105,8 +105,12 @@ def choose_operands(
                 f"--quantize: the Fprop of {name} {why}, which no format holds; "
                 "add --scale-rule floor to round the unrotated weights to nearest instead"
             )
+    tied = config.tied and layers and layers["head"].fprop.rhs.format == "mxfp4"
+    rest = "; the head, tied to the embedding, is not quantized" if tied else ""
     rules = ", ".join(sorted({gemm.rhs.scale_rule for gemm in found.values()}))
-    return {name: gemm.rhs for name, gemm in found.items()}, f"weights as the run's Fprop, scale rule {rules}"
+    return {
+        name: gemm.rhs for name, gemm in found.items()
+    }, f"weights as the run's Fprop, scale rule {rules}{rest}"
 
 
 def names_of(operands: Mapping[str, Operand]) -> list[str]:

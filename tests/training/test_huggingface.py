@@ -131,6 +131,7 @@ def test_the_tokenizer_of_the_data_is_exported(checkpoint, tmp_path):
     assert "| Policy | bf16 |" in card
     assert "--policy bf16 --data" in card
     transformers = pytest.importorskip("transformers")
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == eod
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     first = IndexedDataset(prefix)[0]
     assert tokenizer("line 0: the square is 0")["input_ids"] == list(first[:-1])

@@ -1,5 +1,6 @@
 """Exports in MXFP4: the values that the Fprop multiplies, loaded by transformers and imported again."""
 
+import dataclasses
 import json
 import shutil
 
@@ -110,7 +111,23 @@ def test_other_schemes_and_damaged_tensors_are_refused(run, tmp_path):
             writer.write(n, value)
     with pytest.raises(ValueError, match=r"weight_scale \['U8', 96, 1\]"):
         import_checkpoint(tmp_path / "out", tmp_path / "again")
+    weights = tmp_path / "out" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="truncated"):
+        import_checkpoint(tmp_path / "out", tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_a_tied_head_and_layers_without_mxfp4_stay():
+    config = dataclasses.replace(CONFIG, tied=True)
+    head, down = mxjax.get_policy("weight_only"), "blocks.0.mlp.down"
+    layers = layer_policies(config, "bf16", [("head", head), (down, head)])
+    operands, line = choose_operands(config, layers, None)
+    assert (list(operands), "tied" in line) == ([down], True)
+    layers = layer_policies(config, "fp8")
+    operands, line = choose_operands(config, layers, "even")
+    assert len(operands) == 8
+    assert "rounded to nearest now, scale rule even" in line
 
 
 def test_transformers_loads_it_and_agrees(run, params, tmp_path):
