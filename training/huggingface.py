@@ -36,6 +36,7 @@ from models.huggingface.files import (
     small_files,
     write_json,
 )
+from models.huggingface.gguf_file import write_gguf
 from models.huggingface.packed import LAYOUTS, Layout, PackedFormat, PackedReader, layout_of
 from models.huggingface.quantized import choose_operands, names_of, names_of_linear, quantized_weights
 from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of, views
@@ -49,6 +50,7 @@ from training.files import HUGGINGFACE
 from training.model_card import EndToken, end_token, model_card
 from training.phases import from_record, phase_at
 from training.process.environment import input_errors
+from training.process.extras import require
 from training.process.start import output_errors, unwinding_signals
 from training.run.checkpoints import Checkpoints, save_params
 from training.run.checksums import saved_steps
@@ -128,7 +130,7 @@ def export_checkpoint(
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     step: int | None = None,
-    quantize: PackedFormat | None = None,
+    quantize: PackedFormat | Literal["gguf"] | None = None,
     scale_rule: ScaleRule | None = None,
     activations: bool = False,
     chat_template: pathlib.Path | None = None,
@@ -143,8 +145,8 @@ def export_checkpoint(
       dtype: dtype of the weights that are not quantized. Default: as each tensor was imported, or float32,
         which loses nothing; with --quantize bfloat16, the only one that loaders then take.
       step: the checkpoint's step. Default: the last.
-      quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do. The
-        layers and values are those that the run's Fprop multiplies.
+      quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do, or in
+        one file for llama.cpp ("gguf"). The layers and values are those that the run's Fprop multiplies.
       scale_rule: round the weights to nearest by this rule instead of as the Fprop does.
       activations: consumers round activations to MXFP4 too; needs --quantize.
       chat_template: a Jinja file with the model's chat template.
@@ -160,6 +162,8 @@ def export_checkpoint(
         raise ValueError("--scale-rule and --activations are for quantized weights; add --quantize mxfp4")
     if quantize is not None and (dtype := dtype or "bfloat16") != "bfloat16":
         raise ValueError(f"--dtype {dtype}: loaders compute quantized models in bfloat16; leave --dtype out")
+    if quantize == "gguf" and (activations or chat_template):
+        raise ValueError("--activations and --chat-template are not for --quantize gguf")
     if chat_template is not None and not chat_template.is_file():
         raise ValueError(f"--chat-template {chat_template}: no such file")
     saved = read_run_config(run)
@@ -176,15 +180,19 @@ def export_checkpoint(
             layers = phase_at(phases, at).layers if phases else None
             operands, line = choose_operands(config, layers, scale_rule)
             print(line)
-        layout = LAYOUTS[quantize or "mxfp4"]
         specs = specs_of(views(config, params), dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
         raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
-        if quantize is not None:
+        layout = None if quantize in (None, "gguf") else LAYOUTS[quantize]
+        if layout is not None:
             every = [*names_of_linear(config), "lm_head"]
             excluded = sorted(set(every) - set(names_of(operands)))
             raw |= {"quantization_config": layout.configuration(excluded, activations=activations)}
-        _write_weights(folder, config, params, specs, operands, layout, int(shard_gb * 1e9))
         _write_small_files(folder, run, saved, raw, config)
+        if quantize == "gguf":
+            library = require("serving", "--quantize gguf", "gguf")
+            write_gguf(library, folder / "model.gguf", config, params, operands, raw)
+        else:
+            _write_weights(folder, config, params, specs, operands, layout, int(shard_gb * 1e9))
         if chat_template is not None:
             shutil.copyfile(chat_template, folder / "chat_template.jinja")
         (folder / "README.md").write_text(model_card(run, saved, at, line))
@@ -206,7 +214,7 @@ def _write_weights(
     params: Params,
     specs: Mapping[str, Spec],
     operands: Mapping[str, Operand],
-    layout: Layout,
+    layout: Layout | None,
     largest: int,
 ) -> None:
     """Writes all tensors, those of `operands` packed."""
@@ -214,11 +222,13 @@ def _write_weights(
     written: dict[str, Spec] = {}
     for name, spec in specs.items():
         module = name.removesuffix(".weight")
-        written |= layout.specs(module, spec.shape) if name in packed else {name: spec}
+        written |= layout.specs(module, spec.shape) if layout and name in packed else {name: spec}
     with Writer(folder, written, largest) as writer:
         for name, view in progress(views(config, params), "exporting"):
             if name not in packed:
                 writer.write(name, as_written(name, view, specs[name]))
+        if layout is None:
+            return
         for module, weight in quantized_weights(config, params, operands):
             for name, value in layout.tensors(module, weight).items():
                 writer.write(name, value)

@@ -13,6 +13,7 @@ from support.llamas import layer_policies, logits_of, params_of, rewrite_params,
 import mxjax
 from models import llama
 from models.configs import LlamaConfig
+from models.huggingface.config import write_config
 from models.huggingface.files import Reader, Spec, Writer
 from models.huggingface.quantized import choose_operands, quantized_weights
 from training.huggingface import export_checkpoint, import_checkpoint
@@ -128,6 +129,39 @@ def test_a_tied_head_and_layers_without_mxfp4_stay():
     operands, line = choose_operands(config, layers, "even")
     assert len(operands) == 8
     assert "rounded to nearest now, scale rule even" in line
+
+
+def test_gguf_reads_what_the_fprop_multiplies(run, params, tmp_path):
+    """The package's reader and dequantizer give our values, rows of query and key in pairs of channels."""
+    gguf = pytest.importorskip("gguf")
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "huggingface").mkdir()
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    tokenizer = {"model": model, "pre_tokenizer": {"type": "ByteLevel"}, "added_tokens": []}
+    (tmp_path / "run" / "huggingface" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "run" / "huggingface" / "config.json").write_text(json.dumps(write_config(CONFIG, 64)))
+    export_checkpoint(tmp_path / "run", tmp_path / "out", quantize="gguf")
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    read = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    kinds = {t.name: t.tensor_type.name for t in reader.tensors}
+    assert kinds["blk.0.ffn_down.weight"] == "MXFP4"
+    assert kinds["blk.1.ffn_down.weight"] == kinds["output.weight"] == "BF16"
+    assert kinds["output_norm.weight"] == "F32"
+    policies = layer_policies(CONFIG, "weight_only", [("blocks[-1].mlp.*", "bf16")])
+    found = dict(quantized_weights(CONFIG, params, choose_operands(CONFIG, policies, None)[0]))
+    down = found["model.layers.0.mlp.down_proj"].values()
+    np.testing.assert_array_equal(read["blk.0.ffn_down.weight"], down)
+    query = found["model.layers.1.self_attn.q_proj"].values().reshape(4, 2, 16, 64)
+    pairs = read["blk.1.attn_q.weight"].reshape(4, 16, 2, 64)
+    np.testing.assert_array_equal(pairs[:, :, 0], query[:, 0])
+    np.testing.assert_array_equal(pairs[:, :, 1], query[:, 1])
+    field = reader.fields["tokenizer.ggml.tokens"]
+    assert [bytes(field.parts[i]).decode() for i in field.data][2:4] == ["ab", "[PAD3]"]
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    load = transformers.LlamaForCausalLM.from_pretrained
+    loaded = load(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32)
+    for name in ("model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.k_proj"):
+        np.testing.assert_array_equal(loaded.get_submodule(name).weight.detach(), found[name].values())
 
 
 def test_transformers_loads_it_and_agrees(run, params, tmp_path):
