@@ -15,6 +15,7 @@ if __name__ == "__main__":
     prepare_process()  # before the other imports, which take seconds
 
 import functools
+import importlib
 import pathlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +39,7 @@ from models.huggingface.files import (
 )
 from models.huggingface.gguf_file import write_gguf
 from models.huggingface.packed import LAYOUTS, Layout, PackedFormat, PackedReader, layout_of
-from models.huggingface.quantized import choose_operands, names_of, names_of_linear, quantized_weights
+from models.huggingface.quantized import choose_operands, names_of, names_of_others, quantized_weights
 from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of, views
 from models.llama import Params, abstract_params
 from mxjax import Operand
@@ -50,7 +51,7 @@ from training.files import HUGGINGFACE
 from training.model_card import EndToken, end_token, model_card
 from training.phases import from_record, phase_at
 from training.process.environment import input_errors
-from training.process.extras import require
+from training.process.extras import check_extra
 from training.process.start import output_errors, unwinding_signals
 from training.run.checkpoints import Checkpoints, save_params
 from training.run.checksums import saved_steps
@@ -158,14 +159,7 @@ def export_checkpoint(
     """
     if not 0 < shard_gb <= _LARGEST_SHARD:
         raise ValueError(f"--shard-gb must be positive and at most {_LARGEST_SHARD:g}, got {shard_gb}")
-    if quantize is None and (scale_rule is not None or activations):
-        raise ValueError("--scale-rule and --activations are for quantized weights; add --quantize mxfp4")
-    if quantize is not None and (dtype := dtype or "bfloat16") != "bfloat16":
-        raise ValueError(f"--dtype {dtype}: loaders compute quantized models in bfloat16; leave --dtype out")
-    if quantize == "gguf" and (activations or chat_template):
-        raise ValueError("--activations and --chat-template are not for --quantize gguf")
-    if chat_template is not None and not chat_template.is_file():
-        raise ValueError(f"--chat-template {chat_template}: no such file")
+    _check_format_flags(quantize, dtype, scale_rule, activations, chat_template)
     saved = read_run_config(run)
     config = model_of(saved)
     at = max(saved_steps(run / "checkpoints"), default=0) if step is None else step
@@ -176,7 +170,7 @@ def export_checkpoint(
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
         operands, line = {}, "not quantized"
         if quantize is not None:
-            phases = from_record(saved)
+            dtype, phases = "bfloat16", from_record(saved)
             layers = phase_at(phases, at).layers if phases else None
             operands, line = choose_operands(config, layers, scale_rule)
             print(line)
@@ -184,19 +178,37 @@ def export_checkpoint(
         raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
         layout = None if quantize in (None, "gguf") else LAYOUTS[quantize]
         if layout is not None:
-            every = [*names_of_linear(config), "lm_head"]
-            excluded = sorted(set(every) - set(names_of(operands)))
-            raw |= {"quantization_config": layout.configuration(excluded, activations=activations)}
+            others = names_of_others(config, operands)
+            raw |= {"quantization_config": layout.configuration(others, activations=activations)}
         _write_small_files(folder, run, saved, raw, config)
         if quantize == "gguf":
-            library = require("serving", "--quantize gguf", "gguf")
-            write_gguf(library, folder / "model.gguf", config, params, operands, raw)
+            write_gguf(importlib.import_module("gguf"), folder / "model.gguf", config, params, operands, raw)
         else:
             _write_weights(folder, config, params, specs, operands, layout, int(shard_gb * 1e9))
         if chat_template is not None:
             shutil.copyfile(chat_template, folder / "chat_template.jinja")
         (folder / "README.md").write_text(model_card(run, saved, at, line))
     return config
+
+
+def _check_format_flags(
+    quantize: str | None,
+    dtype: str | None,
+    scale_rule: ScaleRule | None,
+    activations: bool,
+    chat_template: pathlib.Path | None,
+) -> None:
+    """Raises ValueError for flags of an export that have no effect or cannot be."""
+    if quantize is None and (scale_rule is not None or activations):
+        raise ValueError("--scale-rule and --activations are for quantized weights; add --quantize mxfp4")
+    if quantize is not None and dtype not in (None, "bfloat16"):
+        raise ValueError(f"--dtype {dtype}: loaders compute quantized models in bfloat16; leave --dtype out")
+    if quantize == "gguf" and (activations or chat_template is not None):
+        raise ValueError("--activations and --chat-template are not for --quantize gguf")
+    if chat_template is not None and not chat_template.is_file():
+        raise ValueError(f"--chat-template {chat_template}: no such file")
+    if quantize == "gguf":
+        check_extra("serving", "--quantize gguf", "gguf")
 
 
 def _check_finite(run: pathlib.Path, named: Mapping[str, np.ndarray], allow_nonfinite: bool) -> None:

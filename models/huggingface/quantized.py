@@ -123,10 +123,12 @@ def names_of(operands: Mapping[str, Operand]) -> list[str]:
     return found
 
 
-def names_of_linear(config: LlamaConfig) -> list[str]:
-    """Returns Hugging Face's names of all matrices in the blocks, without `.weight`."""
+def names_of_others(config: LlamaConfig, operands: Mapping[str, Operand]) -> list[str]:
+    """Returns Hugging Face's names of the linear modules that `operands` do not quantize."""
     matrices = [matrix for found in _MATRICES.values() for matrix in found]
-    return [f"model.layers.{i}.{matrix}" for i in range(config.n_layers) for matrix in matrices]
+    every = [f"model.layers.{i}.{matrix}" for i in range(config.n_layers) for matrix in matrices]
+    packed = set(names_of(operands))
+    return [name for name in (*every, "lm_head") if name not in packed]
 
 
 def quantized_weights(

@@ -90,6 +90,23 @@ def test_unrepresentable_fprops_are_refused():
         assert choose_operands(CONFIG, layers, "floor")[0]["blocks.0.mlp.down"] == mxjax.Operand()
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"activations": True}, "add --quantize mxfp4"),
+        ({"quantize": "mxfp4", "dtype": "float32"}, "loaders compute quantized models in bfloat16"),
+        ({"quantize": "gguf", "activations": True}, "are not for --quantize gguf"),
+        ({"quantize": "gguf"}, "needs a tokenizer"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(run, tmp_path, flags, message):
+    if flags.get("quantize") == "gguf":
+        pytest.importorskip("gguf")
+    with pytest.raises(ValueError, match=message):
+        export_checkpoint(run, tmp_path / "out", **flags)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_other_schemes_and_damaged_tensors_are_refused(run, tmp_path):
     export_checkpoint(run, tmp_path / "out", quantize="mxfp4")
     path = tmp_path / "out" / "config.json"
