@@ -11,7 +11,7 @@ from typing import Any
 
 from models.configs import LlamaConfig, RopeScaling
 from models.huggingface.config import read_config, read_context
-from models.huggingface.files import read_json
+from models.received import read_object
 
 _IGNORED = {"parameters"}  # in the record of a run's model, `models.configs.to_dict`
 
@@ -29,9 +29,9 @@ def load_config(path: pathlib.Path) -> LlamaConfig:
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it, such as {path / 'config.json'}")
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path}: no such file")
-    raw = {"vocab_size": 1} | read_json(path)
+    raw = {"vocab_size": 1} | read_object(path)
     try:
         return _checked(read_config(raw) if "model_type" in raw else _from_fields(LlamaConfig, raw))
     except ValueError as error:
@@ -41,7 +41,7 @@ def load_config(path: pathlib.Path) -> LlamaConfig:
 def context_length(path: pathlib.Path) -> int | None:
     """Returns the longest sequence that a file with Hugging Face's fields names, if it is there and does."""
     with contextlib.suppress(ValueError, OSError):
-        raw = read_json(path)
+        raw = read_object(path)
         return read_context(raw) if "model_type" in raw else None
     return None
 

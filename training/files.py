@@ -5,9 +5,10 @@ import errno
 import json
 import os
 import pathlib
-import stat
 import zlib
 from typing import IO, Any
+
+from models.received import open_received, parse_json, read_text
 
 HUGGINGFACE = "huggingface"
 """The folder in a run that holds everything of an imported checkpoint except its weights."""
@@ -40,7 +41,10 @@ def sync(file: IO[Any]) -> None:
 
 def whole_lines(path: pathlib.Path) -> list[bytes]:
     """Returns a file's lines without a torn last one; none if there is no file."""
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    if not path.exists():
+        return []
+    with open_received(path, largest=_LARGEST_LOG, text=False) as file:
+        return file.read().split(b"\n")[:-1]
 
 
 def unused(path: pathlib.Path) -> pathlib.Path:
@@ -61,19 +65,9 @@ def is_same(descriptor: int, path: pathlib.Path) -> bool:
         raise
 
 
-def special_kind(path: pathlib.Path) -> str | None:
-    """Returns "pipe", "socket" or "device" for a path that names one; reading it might never end."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return None
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        return None
-    return "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
-
-
 MISSING = "is missing"
 _CHUNK = 2**24
+_LARGEST_LOG = 2**33  # bytes; the 1.2 million steps of MLPerf's longest run take a few hundred million
 
 
 def crc32_of(path: pathlib.Path) -> str:
@@ -112,12 +106,23 @@ def to_checked(content: dict[str, Any]) -> str:
     return json.dumps({"crc32": f"{zlib.crc32(body.encode()):08x}", **content}, sort_keys=True) + "\n"
 
 
-def read_checked(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the object of which a file holds `to_checked`; None if it is damaged or missing."""
+def read_checked(path: pathlib.Path, **fields: type) -> dict[str, Any] | None:
+    """Returns the object of which a file holds `to_checked`; None if it is damaged or missing.
+
+    Whoever writes a wrong object may write its right CRC32, so it must also have `files`, the size and CRC32
+    of each by name, and the fields given with their types.
+    """
     try:
-        text = path.read_text()
-        content = json.loads(text)
+        text = read_text(path)
+        content = parse_json(text)
         del content["crc32"]
-        return content if text == to_checked(content) else None
-    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        is_whole = text == to_checked(content)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+    has_all = all(isinstance(content.get(name), kind) for name, kind in ({"files": dict} | fields).items())
+    return content if is_whole and has_all and all(map(_is_sum, content["files"].values())) else None
+
+
+def _is_sum(recorded: Any) -> bool:
+    """Whether a value is what `size_and_crc32` returns, read from JSON."""
+    return isinstance(recorded, list) and list(map(type, recorded)) == [int, str]

@@ -53,7 +53,7 @@ def policy_from_json(text: str | Mapping[str, Any]) -> Policy:
     """Returns the policy in a JSON text, or in what `json.loads` made of one.
 
     Fields that are left out have their defaults: `{"wgrad": {"rotation": {"size": 16}}}` is MXFP4 everywhere
-    with H16 on Wgrad.
+    with H16 on Wgrad. A byte order mark, which some editors write, is skipped.
 
     Raises:
       ValueError: not JSON, a field twice, an unknown field, a value of the wrong type, or a policy that
@@ -61,7 +61,7 @@ def policy_from_json(text: str | Mapping[str, Any]) -> Policy:
     """
     if isinstance(text, str):
         try:
-            text = json.loads(text, object_pairs_hook=_once)
+            text = json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"a policy must be JSON, each field once, and this is not: {error}") from None
     fields = _fields(text, "policy", _GEMMS)

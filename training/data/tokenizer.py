@@ -1,16 +1,16 @@
 """Tokenizers of the package `tokenizers`: loading, vocabulary, and the token that ends a document."""
 
-import json
 import os
 import pathlib
 from typing import Any
 
-from training.files import special_kind
+from models.received import read_object, read_text
 from training.process.extras import require
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Names in GPT-2, Llama 3, Llama 2 and T5, Gemma.
 _ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+_LARGEST = 2**31  # bytes of a tokenizer.json; Llama 3's has 17 million
 
 
 def load_tokenizer(path: pathlib.Path) -> Any:
@@ -20,13 +20,15 @@ def load_tokenizer(path: pathlib.Path) -> Any:
       ValueError: there is no such file, or it is not a tokenizer.
       MissingExtraError: the package tokenizers is not installed.
     """
-    if (kind := special_kind(path)) is not None:
-        raise ValueError(f"--tokenizer {path} is a {kind}: name a file")
-    if not path.is_file():
-        raise ValueError(f"--tokenizer {path}: no such file; train one with --train-tokenizer --vocab-size N")
+    try:
+        text = read_text(path, f"--tokenizer {path}", largest=_LARGEST)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise ValueError(
+            f"--tokenizer {path}: no such file; train one with --train-tokenizer --vocab-size N"
+        ) from None
     library = tokenizers_library()
     try:
-        tokenizer = library.Tokenizer.from_file(str(path))
+        tokenizer = library.Tokenizer.from_str(text)
     except BaseException as error:  # the package raises no narrower type, and panics in Rust are no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -65,11 +67,11 @@ def tokenizer_vocab_size(path: pathlib.Path) -> int:
       ValueError: the file is not a tokenizer, or has ids that no dataset can hold.
     """
     try:
-        raw = json.loads(path.read_bytes())
+        raw = read_object(path, largest=_LARGEST)
         vocabulary, added = raw["model"]["vocab"], raw.get("added_tokens", [])
         ids = list(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
         ids += [token["id"] for token in added]
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a tokenizer.json of the package tokenizers: {type(error).__name__}: {error}"
         ) from error

@@ -7,7 +7,6 @@ Damaged checkpoints are renamed at the start, so that the newest checkpoint is a
 import collections
 import concurrent.futures
 import contextlib
-import json
 import pathlib
 import shutil
 import unicodedata
@@ -19,6 +18,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath  # orbax's class of paths
 
+from models.received import read_object
 from training import files as integrity
 from training.files import MISSING, crc32_of, problem, read_checked, to_checked, unused, write_atomically
 from training.process.environment import in_one_line
@@ -82,7 +82,7 @@ def problems(
     """
     if not (folder / NAME).exists():
         return {NAME: MISSING}
-    found = read_checked(folder / NAME)
+    found = read_checked(folder / NAME, metadata=dict)
     if found is None:
         return {NAME: "is damaged"}
     wrong = {}
@@ -115,10 +115,10 @@ def _sums(folder: pathlib.Path, sizes: Mapping[str, int]) -> dict[str, tuple[int
 def _read_metadata(folder: pathlib.Path) -> dict[str, Any] | None:
     """Returns orbax's metadata of a checkpoint without the time of saving; None if damaged."""
     try:
-        found = json.loads((folder / _METADATA).read_text())
-        time = found.pop("commit_timestamp_nsecs", None)
-    except (ValueError, AttributeError):
+        found = read_object(folder / _METADATA)
+    except ValueError:
         return None
+    time = found.pop("commit_timestamp_nsecs", None)
     return found if time is None or isinstance(time, int) else None
 
 

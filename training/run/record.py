@@ -9,10 +9,11 @@ from typing import Any
 
 from models.config_file import from_dict
 from models.configs import LlamaConfig
+from models.received import parse_json, read_text, special_kind
 from mxjax.policy import Policy
 from mxjax.policy.json import policy_from_json
 from training.config import Config, DataConfig, MLPerfConfig, ObserveConfig, OptimizerConfig, PrecisionConfig
-from training.files import special_kind, write_atomically
+from training.files import write_atomically
 
 FILE = "config.json"
 
@@ -89,10 +90,10 @@ def read_run_config(folder: pathlib.Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"{folder} holds no run: it has no {FILE}")
     try:
-        values = json.loads(path.read_bytes().decode())
+        values = parse_json(read_text(path, "it"))
         if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
             raise ValueError("it holds no configuration")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(
             f"{path} is damaged: {error}; put a copy of yours back, or start a new run"
         ) from None

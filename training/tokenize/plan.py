@@ -7,6 +7,7 @@ import os
 import pathlib
 from typing import Any
 
+from models.received import read_object
 from training.data.tokenizer import END_OF_DOCUMENT, end_of_document, load_tokenizer
 from training.files import write_atomically
 from training.tokenize import workers
@@ -77,19 +78,19 @@ def plan_of(config: TokenizeConfig, files: list[str]) -> dict[str, Any]:
     }
 
 
-def is_done(prefix: pathlib.Path, plan: dict[str, Any]) -> bool:
-    """Whether the files of this plan are there."""
+def finished(prefix: pathlib.Path, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the record of this plan's dataset; None unless its files are there."""
     files = [beside(prefix, suffix) for suffix in (".json", ".bin", ".idx")]
-    return all(f.exists() for f in files) and _read_object(files[0]).get("plan") == plan
+    record = _read_object(files[0]) if all(file.exists() for file in files) else {}
+    return record if record.get("plan") == plan else None
 
 
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object in a file; an empty one if it holds anything else."""
     try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        return read_object(path)
+    except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:

@@ -37,9 +37,9 @@ from training.tokenize.plan import (
     check_free,
     check_no_folders,
     check_plan,
+    finished,
     given_tokenizer,
     holds_work,
-    is_done,
     plan_of,
 )
 from training.tokenize.train_tokenizer import train_tokenizer
@@ -64,10 +64,10 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
     plan = plan_of(config, files)
     prefix = pathlib.Path(config.output)
     folder = beside(prefix, ".partial")
-    if is_done(prefix, plan):
+    if (record := finished(prefix, plan)) is not None:
         print(f"{prefix} exists already: nothing to do")
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed at its very end
-        return json.loads(beside(prefix, ".json").read_text())
+        return record
     check_no_folders(config, prefix)
     if not holds_work(folder):
         check_free(config, prefix)
@@ -110,10 +110,10 @@ def _tokenizer(config: TokenizeConfig, folder: pathlib.Path, files: list[str]) -
         write_atomically(path, given_tokenizer(config))
         return path
     record = read_checked(folder / TOKENIZER_SUMS)
-    if record is None or problem(path, record["tokenizer"]):
+    if record is None or problem(path, record["files"].get(path.name, (0, ""))):
         start, size = time.monotonic(), config.vocab_size or 32_000
         write_atomically(path, train_tokenizer(files, config.field, size, config.train_characters))
-        sums = to_checked({"tokenizer": size_and_crc32(path)})
+        sums = to_checked({"files": {path.name: size_and_crc32(path)}})
         if record is not None and sums != to_checked(record):
             raise ValueError(
                 f"{path} was damaged, and training gives another tokenizer than before: the input or the "

@@ -73,8 +73,8 @@ def finished(folder: pathlib.Path, files: Sequence[str]) -> tuple[dict[int, Shar
 def _problem(folder: pathlib.Path, number: int) -> str | None:
     """Returns which file of a finished shard is damaged, and how; None if all are good."""
     path = _path(folder, number, "json")
-    record = read_checked(path)
-    if record is None or "files" not in record:
+    record = _record(path)
+    if record is None:
         return f"{path} is damaged"
     found = ((folder / name, problem(folder / name, sums)) for name, sums in record["files"].items())
     return next((f"{file} {said}" for file, said in found if said), None)
@@ -82,7 +82,12 @@ def _problem(folder: pathlib.Path, number: int) -> str | None:
 
 def have_tokens(folder: pathlib.Path) -> bool:
     """Returns whether a finished shard holds tokens, or may: its record is damaged."""
-    return any((read_checked(path) or {"tokens": 1}).get("tokens") for path in folder.glob(_RECORDS))
+    return any((_record(path) or {"tokens": 1})["tokens"] for path in folder.glob(_RECORDS))
+
+
+def _record(path: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the record of a shard; None if it is damaged or missing."""
+    return read_checked(path, documents=int, tokens=int, problems=list)
 
 
 def remove(folder: pathlib.Path) -> None:

@@ -34,7 +34,7 @@ def test_the_text_names_every_field():
 def test_fields_left_out_have_their_defaults():
     expected = Policy(wgrad=Gemm(rhs=Operand(block_shape=(32, 32)), rotation=Rotation(32)))
     text = '{"wgrad": {"rhs": {"block_shape": [32, 32]}, "rotation": {"size": 32}}}'
-    assert policy_from_json(text) == expected
+    assert policy_from_json(text) == policy_from_json("\ufeff" + text) == expected
 
 
 @pytest.mark.parametrize(
