@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 from typing import Any
 
 from models.received import read_object, read_text
@@ -53,6 +54,27 @@ def end_of_document(tokenizer: Any, name: str | None) -> tuple[str, int]:
     if name is not None:
         raise ValueError(f"--eod {name!r}: the tokenizer has no such token")
     raise ValueError(f"--append-eod: the tokenizer has none of {', '.join(_ENDS)}; name its token with --eod")
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, whose names a text may spell.
+
+    Attributes:
+      ids: their ids by name.
+    """
+
+    def __init__(self, tokenizer: Any, end: int | None):
+        """Takes the tokens that the tokenizer marks as special, and `end`, which ends a document."""
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.ids: dict[str, int] = {token.content: i for i, token in added if token.special}
+        if end is not None:
+            self.ids[tokenizer.id_to_token(end)] = end
+        longest_first = sorted(self.ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def spelled(self, text: str) -> set[str]:
+        """Returns the names of those that a text spells."""
+        return set(self._pattern.findall(text))
 
 
 def tokenizer_path(prefix: str) -> pathlib.Path:

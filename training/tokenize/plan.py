@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 from models.received import read_object
 from training.data.tokenizer import END_OF_DOCUMENT, end_of_document, load_tokenizer
@@ -40,6 +40,9 @@ class TokenizeConfig:
     """End each document with the token --eod."""
     eod: str | None = None
     """Token that ends a document. Default: the tokenizer's <|endoftext|>, <|end_of_text|>, </s> or <eos>."""
+    special_tokens: Literal["escape", "allow"] = "escape"
+    """Encode a text that spells a special token, such as <|endoftext|>, as ordinary tokens, or as that token.
+    PREFIX.json counts such texts."""
     field: str = "text"
     """Field or column that holds the text."""
     workers: int | None = None
@@ -74,6 +77,7 @@ def plan_of(config: TokenizeConfig, files: list[str]) -> dict[str, Any]:
         "train": [config.vocab_size or 32_000, config.train_characters] if training else None,
         "append_eod": config.append_eod,
         "eod": config.eod,
+        "special_tokens": config.special_tokens,
         "field": config.field,
     }
 

@@ -81,7 +81,13 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
         n_workers = config.workers or cores()
         processes = min(n_workers, len(files))
         job = workers.Job(
-            folder, path, config.field, eod, token_dtype(size).name, max(n_workers // processes, 1)
+            folder,
+            path,
+            config.field,
+            eod,
+            config.special_tokens == "escape",
+            token_dtype(size).name,
+            max(n_workers // processes, 1),
         )
         made = _shards(job, files, processes)
         record = {"plan": plan, "vocab_size": size, "eod": name, "eod_id": eod, **_counts(made)}
@@ -165,11 +171,13 @@ def _shards(job: workers.Job, files: list[str], processes: int) -> list[workers.
 
 
 def _counts(made: list[workers.Shard]) -> dict[str, Any]:
+    spelled = sum((collections.Counter(shard.spelled) for shard in made), collections.Counter[str]())
     left_out = collections.Counter(problem.kind for shard in made for problem in shard.problems)
     return {
         "documents": sum(shard.documents for shard in made),
         "tokens": sum(shard.tokens for shard in made),
         "left_out": dict(sorted(left_out.items())),
+        "spelled": dict(sorted(spelled.items())),
     }
 
 
@@ -198,6 +206,12 @@ def summary(prefix: str, record: dict[str, Any]) -> str:
     if record["left_out"]:
         kinds = ", ".join(f"{count:,} x {kind}" for kind, count in record["left_out"].items())
         lines.append(f"skipped, see {prefix}.problems.txt: {kinds}")
+    if record["spelled"]:
+        names = ", ".join(
+            f"{name} in {count:,} text{'s' * (count > 1)}" for name, count in record["spelled"].items()
+        )
+        became = {"escape": "ordinary tokens", "allow": "the special token"}[record["plan"]["special_tokens"]]
+        lines.append(f"special tokens spelled in text, and encoded as {became}: {names}")
     return "\n".join(lines)
 
 
