@@ -30,6 +30,7 @@ QUANTIZATION: Mapping[str, object] = types.MappingProxyType(
 )
 """The entry of config.json for weights in MXFP4."""
 _SHOWN = 8  # problems listed in an error message
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 def views(config: LlamaConfig, params: llama.Params) -> dict[str, np.ndarray]:
@@ -72,6 +73,7 @@ def flat_shape(view: np.ndarray) -> tuple[int, ...]:
 
 def check_tensors(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
     """Raises ValueError unless names, shapes and dtypes are those of the configured Llama."""
+    _check_prefix(specs)
     _check_sizes(specs, config)
     empty = jax.tree.map(
         lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), llama.abstract_params(config)
@@ -88,6 +90,24 @@ def check_tensors(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
         if spec.dtype not in _IMPORTED:
             problems.append(f"{name} is in {spec.dtype}; only {', '.join(_IMPORTED)} can be imported")
     _raise(problems)
+
+
+def _check_prefix(specs: Mapping[str, Spec]) -> None:
+    """Raises ValueError if the names are those of a module in a wrapper, or of one inside the Llama."""
+    if _EMBEDDING in specs:
+        return
+    if _EMBEDDING.removeprefix("model.") in specs:
+        raise ValueError(
+            "the names of the tensors lack 'model.', as a LlamaModel's do: save the LlamaForCausalLM that "
+            "holds it, or rename them"
+        )
+    wrapped = next((name for name in specs if name.endswith(f".{_EMBEDDING}")), None)
+    if wrapped is not None:
+        prefix = wrapped.removesuffix(_EMBEDDING)
+        raise ValueError(
+            f"the names of the tensors begin with {prefix!r}, as those of torch.compile and of DDP do: save "
+            f"the module inside, model.{prefix[:-1]}, or rename them"
+        )
 
 
 def _check_sizes(specs: Mapping[str, Spec], config: LlamaConfig) -> None:

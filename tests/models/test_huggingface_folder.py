@@ -12,6 +12,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from support.llamas import GOLDEN, golden_raw, params_of, tensors
 
 from models.huggingface.files import INDEX, SINGLE, Writer
@@ -96,6 +97,20 @@ def test_sizes_are_compared_with_the_tensors_before_memory_is_taken(checkpoint, 
         assert tracemalloc.get_traced_memory()[1] < 20e6
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "said"),
+    [
+        ("model.", "", r"lack 'model\.', as a LlamaModel's do: save the LlamaForCausalLM"),
+        ("", "_orig_mod.", r"begin with '_orig_mod\.', .*: save the module inside, model\._orig_mod, or"),
+        ("", "module._orig_mod.", r"begin with 'module\._orig_mod\.'"),
+    ],
+)
+def test_names_of_a_wrapper_are_told_from_a_wrong_config(checkpoint, removed, added, said):
+    found = {added + n.removeprefix(removed): t for n, t in load_file(checkpoint / SINGLE).items()}
+    save_file(found, checkpoint / SINGLE)
+    refused(checkpoint, said)
 
 
 def test_weights_that_are_not_finite_are_named(checkpoint):
