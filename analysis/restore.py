@@ -17,7 +17,7 @@ from mxjax.numerics.scales import ScaleRule
 from mxjax.products.implementations import Implementation, check_implementations
 from training.config import Config, PrecisionConfig, parse_rules
 from training.log.metrics import evaluations
-from training.phases import Phase, from_record, phase_at, phases_of, with_exceptions, with_scale_rule
+from training.phases import Phase, phase_at, phases_of, phases_of_run, with_exceptions, with_scale_rule
 from training.process.start import program_name
 from training.run.checkpoints import Checkpoints
 from training.run.record import from_json, model_of, read_run_config
@@ -141,6 +141,6 @@ def choose_phases(
         own = config.precision.policy
         named = "too" if own is None else f"too, such as the run's: --policy {shlex.quote(str(own))}"
         raise ValueError(f"--set changes the fields of --policy: name the policy {named}")
-    phases = from_record(saved) or phases_of(config.precision, config.steps, layer_policies)
+    phases = phases_of_run(saved, config, layer_policies)
     phases = tuple(with_exceptions(phase, parse_rules(arguments.layers)) for phase in phases)
     return phases if rule is None else with_scale_rule(phases, rule)

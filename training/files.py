@@ -119,10 +119,12 @@ def read_checked(path: pathlib.Path, **fields: type) -> dict[str, Any] | None:
         is_whole = text == to_checked(content)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    has_all = all(isinstance(content.get(name), kind) for name, kind in ({"files": dict} | fields).items())
-    return content if is_whole and has_all and all(map(_is_sum, content["files"].values())) else None
+    has_all = all(isinstance(content.get(name), kind) for name, kind in fields.items())
+    return content if is_whole and has_all and are_sums(content.get("files")) else None
 
 
-def _is_sum(recorded: Any) -> bool:
-    """Whether a value is what `size_and_crc32` returns, read from JSON."""
-    return isinstance(recorded, list) and list(map(type, recorded)) == [int, str]
+def are_sums(found: Any) -> bool:
+    """Returns whether a value read from JSON holds what `size_and_crc32` returns, by name."""
+    return isinstance(found, dict) and all(
+        isinstance(sums, list) and list(map(type, sums)) == [int, str] for sums in found.values()
+    )

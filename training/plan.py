@@ -1,5 +1,7 @@
 """The plan of a run: what its configuration, data and devices decide, and what stays the same throughout."""
 
+import types
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +22,7 @@ class Plan(NamedTuple):
       corpus: the training data.
       held_out: the batches of an evaluation, whole in every process.
       imported: the folder of the checkpoint that the run was imported from.
+      policy_files: size and CRC32 of each file that policies came from, by its path, as the run began.
     """
 
     config: Config
@@ -29,6 +32,7 @@ class Plan(NamedTuple):
     model: LlamaConfig
     phases: tuple[Phase, ...]
     imported: str | None = None
+    policy_files: Mapping[str, Any] = types.MappingProxyType({})
 
     def batch_of(self, step: int) -> tuple[np.ndarray, dict[str, list]]:
         """Returns the batch of a step and its origin in the data."""

@@ -5,13 +5,13 @@ import pathlib
 import sys
 
 import pytest
-from support.runs import error_of, run
+from support.runs import error_of, resume, run
 
 import eval as evaluation_program
 import train as training_program
 from training.command_line import check_lists, in_one_line, parse
 from training.run.checksums import check_saveable
-from training.run.record import read_run_config
+from training.run.record import read_run_config, write_run_config
 
 SHAPE = {"d_model": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 4, "d_ff": 8}
 
@@ -151,6 +151,26 @@ def test_the_command_of_a_run_resumes_it_when_repeated(text, tmp_path, monkeypat
     resumed = read_run_config(tmp_path / "run")
     assert resumed["phases"] == begun["phases"]
     assert resumed["config"]["precision"] == begun["config"]["precision"]
+
+
+def test_a_run_executes_no_file_that_it_names(text, tmp_path, monkeypatch, capsys):
+    """Who sends a run may change the file, and leave out the record that makes it unnecessary."""
+    monkeypatch.setattr(training_program, "take_steps", lambda *_: {})
+    own, out, executed = tmp_path / "own.py", tmp_path / "run", tmp_path / "executed"
+    own.write_text("own = 'fp8'")
+    run(text, out, "--policy", f"{own}:own")
+    own.write_text(f"open({str(executed)!r}, 'w')\nown = 'bf16'")
+    resume(out)
+    assert "own.py changed since the run began, which keeps its policies on record" in capsys.readouterr().out
+    saved = read_run_config(out)
+    del saved["phases"]
+    write_run_config(out, saved)
+    for program, words in (
+        (training_program.main, ("--resume", "--out", out)),
+        (evaluation_program.main, (out,)),
+    ):
+        assert "config.json holds no policies of this version" in error_of(*words, program=program)
+    assert not executed.exists()
 
 
 @pytest.mark.parametrize("size", [0, 2, 31])

@@ -15,7 +15,6 @@ from typing import Any
 import grain
 import jax
 
-from models import llama
 from training.config import Config
 from training.files import HUGGINGFACE
 from training.log import mlperf, sinks
@@ -308,8 +307,7 @@ class _Folder:
         for name, parse in parsers.items():
             self.notes += set_aside_if_damaged(self.path / name, parse)
         if self._resume:
-            config, layer_policies = plan.config, functools.partial(llama.layer_policies, plan.model)
-            self.notes += changed_files(config.precision, config.steps, plan.phases, layer_policies)
+            self.notes += changed_files(plan.policy_files)
 
     def clean_up(self) -> None:
         """Removes what a new run has written if it has no checkpoint and no step on record."""

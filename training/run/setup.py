@@ -31,7 +31,7 @@ from training.log import sinks as tensorboard
 from training.log import sinks as wandb_run
 from training.memory import gib, memory_there_is
 from training.optimizer import check_optimizer
-from training.phases import Phase, expand, from_record, phases_of, to_record
+from training.phases import Phase, expand, files_of, files_on_record, from_record, phases_of, to_record
 from training.plan import Plan
 from training.process.environment import facts
 from training.process.together import gather, is_first_process
@@ -98,7 +98,16 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         corpus.vocab_size,
         n_sequences=config.eval_sequences,
     )
-    plan = Plan(config, mesh, corpus, list(held_out), model, phases, saved.get("imported"))
+    plan = Plan(
+        config,
+        mesh,
+        corpus,
+        list(held_out),
+        model,
+        phases,
+        saved.get("imported"),
+        policy_files=files_of(config.precision) if begun is None else files_on_record(saved),
+    )
     mlperf_log.settings_of(plan)
     if config.resume:
         check_same_data(saved, corpus.facts)
@@ -202,6 +211,7 @@ def description_of(plan: Plan) -> dict[str, Any]:
         "config": to_json(plan.config),
         "model": to_dict(plan.model),
         **to_record(plan.phases),
+        "policy_files": dict(plan.policy_files),
         "data": plan.corpus.facts,
         "implementation": choose_implementation(plan.config.precision.implementation),
         "environment": facts(),
