@@ -279,8 +279,11 @@ def from_record(saved: Mapping[str, Any]) -> tuple[Phase, ...] | None:
         return None
     try:
         policies = {text: policy_from_json(fields) for text, fields in saved["policies"].items()}
-        if not saved["phases"] or saved["phases"][0]["first_step"] != 1:
-            raise KeyError("phases")
+        steps = [phase["first_step"] for phase in saved["phases"]]
+        if {*map(type, steps)} != {int} or steps[0] != 1 or steps != sorted(set(steps)):
+            raise KeyError("first_step")
+        if {type(phase["policy"]) for phase in saved["phases"]} != {str}:
+            raise KeyError("policy")
         return tuple(
             Phase(
                 phase["first_step"],

@@ -14,6 +14,11 @@ _ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 _LARGEST = 2**31  # bytes of a tokenizer.json; Llama 3's has 17 million
 
 
+def read_tokenizer(path: pathlib.Path, name: str | None = None) -> str:
+    """Returns the text of a tokenizer.json, without understanding it; see `models.received.read_text`."""
+    return read_text(path, name, largest=_LARGEST)
+
+
 def load_tokenizer(path: pathlib.Path) -> Any:
     """Returns the `tokenizers.Tokenizer` of a tokenizer.json, without truncation and padding.
 
@@ -22,7 +27,7 @@ def load_tokenizer(path: pathlib.Path) -> Any:
       MissingExtraError: the package tokenizers is not installed.
     """
     try:
-        text = read_text(path, f"--tokenizer {path}", largest=_LARGEST)
+        text = read_tokenizer(path, f"--tokenizer {path}")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise ValueError(
             f"--tokenizer {path}: no such file; train one with --train-tokenizer --vocab-size N"

@@ -84,7 +84,7 @@ def read_run_config(folder: pathlib.Path) -> dict[str, Any]:
       ValueError: there is none, or it is damaged. Or a pipe, socket or device lies where a run has files.
     """
     path = folder / FILE
-    for entry in (*folder.glob("*"), *folder.glob("checkpoints/*/*")):
+    for entry in (*folder.glob("*"), *folder.glob("checkpoints/*/**/*")):
         if special_kind(entry) is not None:  # reading it might never end
             raise ValueError(f"{entry} is not a file: remove it")
     if not path.exists():

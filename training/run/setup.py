@@ -19,7 +19,7 @@ import jax
 from models import llama
 from models.config_file import load_config
 from models.configs import LlamaConfig, get_config, to_dict
-from models.huggingface.files import check_files
+from models.huggingface.files import small_files
 from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from training.config import Config, by_flag
@@ -189,7 +189,7 @@ def choose_model(config: Config, folder: pathlib.Path, saved: dict[str, Any]) ->
     if not continues and not saved_steps(source / "checkpoints"):
         raise ValueError(f"{source} has no checkpoint to begin with")
     if not continues and (source / HUGGINGFACE).exists():
-        check_files(source / HUGGINGFACE)  # before anything of it is copied
+        small_files(source / HUGGINGFACE)  # checks them, before any is copied
     data = dataclasses.replace(config.data, vocab_size=model.vocab_size)
     return dataclasses.replace(config, model=name, data=data), model
 
@@ -227,7 +227,7 @@ def open_folder(plan: Plan, folder: pathlib.Path) -> None:
         shutil.rmtree(folder / HUGGINGFACE, ignore_errors=True)
     if init is not None and (init / HUGGINGFACE).exists():
         (folder / HUGGINGFACE).mkdir(exist_ok=True)
-        for file in filter(pathlib.Path.is_file, (init / HUGGINGFACE).iterdir()):
+        for file in small_files(init / HUGGINGFACE):
             shutil.copy2(file, folder / HUGGINGFACE)
     write_run_config(folder, values)
 
