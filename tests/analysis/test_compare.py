@@ -159,7 +159,8 @@ def test_what_differs_is_said(tmp_path, capsys):
     ]
     assert "one seed each: no intervals; train more with --seed" in printed
     assert not any("detectable" in line for line in printed)
-    values = json.loads((folders[1] / "config.json").read_text()) | {"data": {"crc32": "0"}}
+    facts = {"source": "text", "crc32": "0", "train_tokens": 9, "validation_tokens": 9}
+    values = json.loads((folders[1] / "config.json").read_text()) | {"data": facts}
     (folders[1] / "config.json").write_text(json.dumps(values))
     compare(CompareConfig(tuple(folders)))
     assert capsys.readouterr().out.startswith("warning: the runs are evaluated on different tokens")
@@ -170,7 +171,7 @@ def test_what_differs_is_said(tmp_path, capsys):
     for folder, crc in zip(folders, "01", strict=True):
         values = json.loads((folder / "config.json").read_text())
         values["config"]["data"]["eval_data"] = "held"
-        values["data"] = {"crc32": crc, "train_tokens": int(crc), "validation_tokens": 9}
+        values["data"] = facts | {"crc32": crc, "train_tokens": int(crc)}
         (folder / "config.json").write_text(json.dumps(values))
     compare(CompareConfig(tuple(folders)))
     assert "different tokens" not in capsys.readouterr().out

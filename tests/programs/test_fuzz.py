@@ -277,7 +277,8 @@ def test_changes_of_policies():
 def test_configurations_of_runs(folder):
     layers = llama.layer_policies(get_config("tiny"), mxjax.get_policy("wgrad"))
     model = {"model": to_dict(get_config("tiny"))}
-    whole = {"config": to_json(Config()), "data": {}, **model, **to_record([Phase(1, "wgrad", layers)])}
+    data = {"data": {"source": "text", "train_tokens": 9, "validation_tokens": 9, "crc32": "0"}}
+    whole = {"config": to_json(Config()), **data, **model, **to_record([Phase(1, "wgrad", layers)])}
 
     def read():
         saved = read_run_config(folder)

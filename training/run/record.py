@@ -16,6 +16,15 @@ from training.config import Config, DataConfig, MLPerfConfig, ObserveConfig, Opt
 from training.files import write_atomically
 
 FILE = "config.json"
+_PARTS = {
+    "model": dict,
+    "phases": list,
+    "policies": dict,
+    "policy_files": dict,
+    "data": dict,
+    "imported": str,
+}
+_FACTS = {"source": str, "train_tokens": int, "validation_tokens": int, "crc32": str}
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -91,13 +100,24 @@ def read_run_config(folder: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{folder} holds no run: it has no {FILE}")
     try:
         values = parse_json(read_text(path, "it"))
-        if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
-            raise ValueError("it holds no configuration")
+        _check_parts(values)
     except ValueError as error:
         raise ValueError(
             f"{path} is damaged: {error}; put a copy of yours back, or start a new run"
         ) from None
     return values
+
+
+def _check_parts(values: Any) -> None:
+    """Raises ValueError unless the values of a run have the types that their readers take for granted."""
+    if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
+        raise ValueError("it holds no configuration")
+    wrong = [name for name, kind in _PARTS.items() if not isinstance(values.get(name, kind()), kind)]
+    facts = values.get("data")
+    if not wrong and facts is not None:
+        wrong = [f"data.{name}" for name, kind in _FACTS.items() if type(facts.get(name)) is not kind]
+    if wrong:
+        raise ValueError(f"its {wrong[0]} is of another type")
 
 
 def write_run_config(folder: pathlib.Path, values: dict[str, Any]) -> None:
