@@ -13,6 +13,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import stat
 from typing import Any
 
@@ -22,11 +23,11 @@ _HEAD = 8000  # bytes that tell what a file is
 _DEEPEST = 100  # levels of JSON; Python's own limit depends on how deep the caller is
 _POINTER, _LARGEST_POINTER = b"version https://git-lfs.github.com/spec/", 1024
 _COMPRESSED = (
-    (b"\x1f\x8b", "gzip"),
-    (b"\x28\xb5\x2f\xfd", "zstd"),
-    (b"\xfd7zXZ\0", "xz"),
-    (b"BZh", "bzip2"),
-    (b"\x04\x22\x4d\x18", "lz4"),
+    (rb"\x1f\x8b\x08", "gzip"),
+    (rb"\x28\xb5\x2f\xfd", "zstd"),
+    (rb"\xfd7zXZ\x00", "xz"),
+    (rb"BZh[1-9]1AY&SY", "bzip2"),
+    (rb"\x04\x22\x4d\x18", "lz4"),
 )
 _ENCODINGS = (  # UTF-32's little-endian mark begins with UTF-16's
     (codecs.BOM_UTF32_LE, "UTF-32"),
@@ -65,7 +66,7 @@ def fault_of(head: bytes, *, text: bool = True) -> str | None:
     if not text:
         return None
     for magic, name in _COMPRESSED:
-        if head.startswith(magic):
+        if re.match(magic, head):
             return f"is compressed by {name}, not text; decompress it first"
     for mark, name in _ENCODINGS:
         if head.startswith(mark):
