@@ -20,6 +20,7 @@ class Plan(NamedTuple):
       corpus: the training data.
       held_out: the batches of an evaluation, whole in every process.
       imported: the folder of the checkpoint that the run was imported from.
+      tokenizer: a checksum of the tokenizer of the data, see `training.run.tokens`; None for text.
     """
 
     config: Config
@@ -29,6 +30,7 @@ class Plan(NamedTuple):
     model: LlamaConfig
     phases: tuple[Phase, ...]
     imported: str | None = None
+    tokenizer: str | None = None
 
     def batch_of(self, step: int) -> tuple[np.ndarray, dict[str, list]]:
         """Returns the batch of a step and its origin in the data."""

@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 from training.data.tokenizer import END_OF_DOCUMENT, end_of_document, load_tokenizer
-from training.files import write_atomically
+from training.files import make_absolute, write_atomically
 from training.tokenize import workers
 
 _WRITTEN = (".bin", ".idx", ".json", ".tokenizer.json", ".problems.txt")
@@ -43,6 +43,13 @@ class TokenizeConfig:
     """Field or column that holds the text."""
     workers: int | None = None
     """Processor cores to use. Default: all."""
+
+    def __post_init__(self):
+        if os.path.basename(self.output) in ("", ".", ".."):
+            raise ValueError(
+                f"--output names files, as PREFIX.bin, and {self.output!r} is a folder: add a name to it"
+            )
+        make_absolute(self, "input", "output")
 
 
 def check_config(config: TokenizeConfig) -> None:
@@ -94,8 +101,7 @@ def _read_object(path: pathlib.Path) -> dict[str, Any]:
 
 def check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:
     """Raises ValueError if a file is there that would be written, the given tokenizer's copy excepted."""
-    made = [beside(prefix, suffix) for suffix in _WRITTEN]
-    taken = [path for path in made if path.exists() and path != config.tokenizer]
+    taken = [path for path in written(prefix) if path.exists() and path != config.tokenizer]
     if config.train_tokenizer and config.tokenizer is not None and config.tokenizer.exists():
         taken.append(config.tokenizer)
     if taken:
@@ -104,7 +110,7 @@ def check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:
 
 def check_no_folders(config: TokenizeConfig, prefix: pathlib.Path) -> None:
     """Raises ValueError if a folder lies where a file would be written."""
-    made = [beside(prefix, suffix) for suffix in _WRITTEN]
+    made = written(prefix)
     if config.train_tokenizer and config.tokenizer is not None:
         made.append(config.tokenizer)
     for path in made:
@@ -143,6 +149,11 @@ def given_tokenizer(config: TokenizeConfig) -> bytes:
     if config.append_eod:
         end_of_document(tokenizer, config.eod)
     return path.read_bytes()
+
+
+def written(prefix: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the paths of the files that a tokenization writes, not all of which every one does."""
+    return [beside(prefix, suffix) for suffix in _WRITTEN]
 
 
 def beside(prefix: pathlib.Path, suffix: str) -> pathlib.Path:
