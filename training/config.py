@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import pathlib
 import re
-import sys
 import time
 import types
 from collections.abc import Iterable, Mapping
@@ -25,6 +24,7 @@ from training.policy_source import label, load_policy
 from training.ranges import (
     COUNT,
     DECAY,
+    FINITE,
     NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_OR_INF,
@@ -44,7 +44,7 @@ _RANGES: Mapping[str, Range] = types.MappingProxyType(
         "weight_decay": NOT_NEGATIVE,
         "clip": POSITIVE_OR_INF,
         "seed": SEED,
-        "target_loss": Range("finite", lambda x: abs(x) <= sys.float_info.max),
+        "target_loss": FINITE,
         "spike_factor": Range("greater than 1", lambda x: x > 1),
     }
     | dict.fromkeys(

@@ -45,6 +45,7 @@ from training.config import Config, DataConfig, PrecisionConfig
 from training.files import HUGGINGFACE, absolute_path
 from training.process.environment import input_errors, start_jax
 from training.process.start import output_errors, unwinding_signals
+from training.ranges import Range, check_ranges
 from training.run.checkpoints import Checkpoints, save_params
 from training.run.record import model_of, read_run_config, to_json, write_run_config
 from training.run.tokens import find_tokenizer
@@ -76,7 +77,8 @@ def _later[**P, T](command: Callable[P, T]) -> Callable[P, Callable[[], T]]:
 
 
 _TENSOR_DTYPES = "dtypes.json"  # in RUN/huggingface: the original dtype of each tensor
-_LARGEST_SHARD = 1e9  # in 10**9 bytes; the largest size of a file on Linux is 9.2e9 of them
+# In 10**9 bytes; the largest size of a file on Linux is 9.2e9 of them.
+_SHARD_GB = Range("from 1e-9, a byte, to 1e9", lambda x: 1e-9 <= x <= 1e9)
 _EVAL_SEQ_LEN = 2048  # unless the model's context is shorter
 
 CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -139,8 +141,7 @@ def export_checkpoint(
       ValueError: no such run or step, `target` is in use, the weights do not fit the requested format, or
         they are not finite; or the tokenizer is not the run's.
     """
-    if not 0 < shard_gb <= _LARGEST_SHARD:
-        raise ValueError(f"--shard-gb must be positive and at most {_LARGEST_SHARD:g}, got {shard_gb}")
+    check_ranges({"shard_gb": shard_gb}, {"shard_gb": _SHARD_GB})
     run, target = absolute_path(run), absolute_path(target)
     saved = read_run_config(run)
     config = model_of(saved)

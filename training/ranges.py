@@ -23,7 +23,13 @@ SEED = Range("from 0 to 2**32 - 1", lambda n: 0 <= n < 2**32)
 POSITIVE = Range("a positive float32", lambda x: _SMALLEST <= x <= _LARGEST)
 POSITIVE_OR_INF = Range("a positive float32, or inf", lambda x: POSITIVE.contains(x) or x == math.inf)
 NOT_NEGATIVE = Range("a float32 of at least 0", lambda x: 0 <= x <= _LARGEST)
+FINITE = Range("finite", math.isfinite)
 DECAY = Range("at least 0 and in float32 less than 1", lambda x: 0 <= x < 1 and bool(np.float32(x) < 1))
+
+
+def at_most(largest: int) -> Range:
+    """Returns the range of a number of things."""
+    return Range(f"at least 1 and at most {largest:,}", lambda n: 1 <= n <= largest)
 
 
 def check_ranges(values: Mapping[str, Any], ranges: Mapping[str, Range]) -> None:

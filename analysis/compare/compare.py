@@ -25,6 +25,7 @@ from training import mlperf
 from training.files import make_absolute
 from training.log.display import text_table
 from training.process.start import output_errors
+from training.ranges import FINITE, check_ranges
 from training.run.record import from_json, read_run_config
 
 
@@ -52,6 +53,7 @@ class CompareConfig:
 
     def __post_init__(self):
         make_absolute(self)
+        check_ranges(vars(self), {"target": FINITE})
         if not self.runs:
             raise ValueError("name the folder of at least one run")
         for path in self.plot:

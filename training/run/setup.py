@@ -66,9 +66,9 @@ _BEFORE_CONFIG = {HUGGINGFACE, LOCK, temporary_path(pathlib.Path(FILE)).name}
 def set_up(config: Config, folder: pathlib.Path) -> Plan:
     """Returns the plan of a run in `folder`, checked; raises ValueError before anything is computed."""
     config = expand(config)
-    check_apart(config.data, folder)
     if is_first_process():
         check_unlocked(folder)
+    check_apart(config.data, folder)
     saved = read_run_to_resume(folder) if config.resume else {}
     begun = begun_config(saved)
     if begun is not None:

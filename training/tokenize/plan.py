@@ -9,13 +9,14 @@ from typing import Any
 
 from training.data.tokenizer import END_OF_DOCUMENT, end_of_document, load_tokenizer
 from training.files import make_absolute, write_atomically
+from training.ranges import at_most, check_ranges
 from training.tokenize import workers
 
 _WRITTEN = (".bin", ".idx", ".json", ".tokenizer.json", ".problems.txt")
 TOKENIZER_SUMS = "tokenizer.checksums.json"
 """Checksums of a trained tokenizer, in PREFIX.partial."""
 # With more, the package tokenizers starts as many threads, and takes memory for as many tokens, at once.
-_LARGEST = {"workers": 1024, "vocab_size": 2**24, "train_characters": 2**62}
+_RANGES = {"workers": at_most(1024), "vocab_size": at_most(2**24), "train_characters": at_most(2**62)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +64,7 @@ def check_config(config: TokenizeConfig) -> None:
             f"--eod {config.eod!r}: documents end with {END_OF_DOCUMENT} in a tokenizer that "
             "--train-tokenizer makes; leave --eod out"
         )
-    for name, largest in _LARGEST.items():
-        value = getattr(config, name)
-        if value is not None and not 1 <= value <= largest:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} must be at least 1 and at most {largest:,}, got {value}")
+    check_ranges(vars(config), _RANGES)
 
 
 def plan_of(config: TokenizeConfig, files: list[str]) -> dict[str, Any]:
