@@ -16,8 +16,10 @@ from models.configs import LlamaConfig
 from mxjax.numerics.scales import ScaleRule
 from mxjax.products.implementations import Implementation, check_implementations
 from training.config import Config, PrecisionConfig, parse_rules
+from training.files import make_absolute
 from training.log.metrics import evaluations
 from training.phases import Phase, phase_at, phases_of, phases_of_run, with_exceptions, with_scale_rule
+from training.process.environment import start_jax
 from training.process.start import program_name
 from training.run.checkpoints import Checkpoints
 from training.run.record import from_json, model_of, read_run_config
@@ -46,6 +48,9 @@ class RunArguments:
     json: bool = False
     """Print the result as one line of JSON and nothing else."""
 
+    def __post_init__(self):
+        make_absolute(self)
+
 
 class Restored(NamedTuple):
     """A run's configuration, and its model at a checkpoint."""
@@ -64,6 +69,7 @@ def restore(arguments: RunArguments) -> Restored:
     Raises:
       ValueError: no such run, step or policy, the policy cannot run here, or the weights are not finite.
     """
+    start_jax()
     saved = read_run_config(arguments.run)
     config, model = from_json(saved["config"]), model_of(saved)
     implementation = arguments.implementation or config.precision.implementation

@@ -29,6 +29,7 @@ from mxjax.numerics.operand import Operand
 from mxjax.numerics.quantize import quantize_unpacked
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies
+from training.ranges import COUNT, POSITIVE
 
 _SMALLEST = 1e-12  # as in the source
 
@@ -75,12 +76,19 @@ def parse_deoscillation(text: str) -> Deoscillation:
     Raises:
       ValueError: malformed text, or a value out of range.
     """
-    found = re.fullmatch(r"(\d+\.?\d*):(\d+):(\d+)(?::(\d+))?", text)
+    found = re.fullmatch(r"(\d+\.?\d*):(\d{1,10}):(\d{1,10})(?::(\d{1,10}))?", text)
     setting = found and Deoscillation(float(found[1]), int(found[2]), int(found[3]), int(found[4] or 0))
-    if setting is None or not setting.ratio or not setting.period or setting.window > setting.period:
+    if (
+        setting is None
+        or not POSITIVE.contains(setting.ratio)
+        or not COUNT.contains(setting.period)
+        or not COUNT.contains(setting.first_snap)
+        or setting.window > setting.period
+    ):
         raise ValueError(
             "--deoscillate takes RATIO:PERIOD:START, a positive ratio and period, and maybe :WINDOW, at most "
-            f"the period, e.g. 3:200:1500 or 8:200:15000:50; got {text!r}"
+            "the period, e.g. 3:200:1500 or 8:200:15000:50, with steps below 2**31 and a ratio in float32; "
+            f"got {text!r}"
         )
     return setting
 

@@ -1,6 +1,7 @@
-"""Files that are written completely or not at all, and checksums that show damage which nothing else
-shows."""
+"""Files that are written completely or not at all, checksums that show damage which nothing else shows, and
+the paths that flags name."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -12,6 +13,44 @@ from models.received import open_received, parse_json, read_text
 
 HUGGINGFACE = "huggingface"
 """The folder in a run that holds everything of an imported checkpoint except its weights."""
+
+
+def absolute_path(path: pathlib.Path | str) -> pathlib.Path:
+    """Returns a path that a flag names, from the root on: `~` is expanded, also where the shell leaves it.
+
+    It then means the same file in every folder. Links are followed only where `..` comes after one, as the
+    system does; tensorstore takes no `..`.
+
+    Raises:
+      ValueError: there is no such user, or no current folder.
+    """
+    try:
+        found = pathlib.Path(path).expanduser()
+        return pathlib.Path(os.path.realpath(found)) if ".." in found.parts else found.absolute()
+    except RuntimeError:
+        raise ValueError(f"{path}: there is no such user; write ./{path} for a file of this name") from None
+    except FileNotFoundError:
+        raise ValueError(f"{path}: the current folder was removed. Change to another") from None
+
+
+def make_absolute(config: Any, *texts: str) -> None:
+    """Makes the paths in the fields of a frozen dataclass absolute, also those in tuples.
+
+    Args:
+      config: an instance, in its `__post_init__`.
+      texts: names of fields that hold paths as texts; an empty text stays empty.
+    """
+
+    def absolute(value: Any, is_text: bool) -> Any:
+        if isinstance(value, tuple):
+            return tuple(absolute(part, is_text) for part in value)
+        if isinstance(value, pathlib.Path):
+            return absolute_path(value)
+        return str(absolute_path(value)) if is_text and value else value
+
+    for field in dataclasses.fields(config):
+        value = absolute(getattr(config, field.name), field.name in texts)
+        object.__setattr__(config, field.name, value)
 
 
 def write_atomically(path: pathlib.Path, data: bytes | str) -> None:
@@ -50,7 +89,7 @@ def whole_lines(path: pathlib.Path) -> list[bytes]:
 def unused(path: pathlib.Path) -> pathlib.Path:
     """Returns the path, or one with the first number from 2 on whose name is not in use."""
     number, found = 2, path
-    while found.exists():
+    while os.path.lexists(found):  # a broken link is in use: it may lead anywhere
         number, found = number + 1, path.with_name(f"{path.name}-{number}")
     return found
 

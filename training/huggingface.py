@@ -17,7 +17,8 @@ if __name__ == "__main__":
 import functools
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import jax
@@ -41,12 +42,13 @@ from models.llama import abstract_params
 from mxjax.numerics.scales import ScaleRule
 from training.command_line import flags
 from training.config import Config, DataConfig, PrecisionConfig
-from training.data.tokenizer import tokenizer_path
-from training.files import HUGGINGFACE
-from training.process.environment import input_errors
+from training.files import HUGGINGFACE, absolute_path
+from training.process.environment import input_errors, start_jax
 from training.process.start import output_errors, unwinding_signals
+from training.ranges import Range, check_ranges
 from training.run.checkpoints import Checkpoints, save_params
 from training.run.record import model_of, read_run_config, to_json, write_run_config
+from training.run.tokens import find_tokenizer
 
 PROGRAM = "python -m training.huggingface"
 
@@ -58,6 +60,7 @@ def main() -> None:
     parse = tyro.extras.subcommand_cli_from_dict
     run = flags(lambda words: parse(commands, args=words, prog=PROGRAM, description=__doc__), program=PROGRAM)
     with unwinding_signals(), input_errors():
+        start_jax()
         config = run()
     with output_errors():
         print(f"{config.n_params:,} parameters: {config}")
@@ -74,7 +77,8 @@ def _later[**P, T](command: Callable[P, T]) -> Callable[P, Callable[[], T]]:
 
 
 _TENSOR_DTYPES = "dtypes.json"  # in RUN/huggingface: the original dtype of each tensor
-_LARGEST_SHARD = 1e9  # in 10**9 bytes; the largest size of a file on Linux is 9.2e9 of them
+# In 10**9 bytes; the largest size of a file on Linux is 9.2e9 of them.
+_SHARD_GB = Range("from 1e-9, a byte, to 1e9", lambda x: 1e-9 <= x <= 1e9)
 _EVAL_SEQ_LEN = 2048  # unless the model's context is shorter
 
 CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -90,6 +94,7 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> LlamaConfig:
     Raises:
       ValueError: `run` is in use, or the checkpoint is not a Llama, is incomplete or damaged.
     """
+    source, run = absolute_path(source), absolute_path(run)
     check_files(source)
     raw = read_json(source / "config.json")
     config = read_config(raw)
@@ -134,10 +139,10 @@ def export_checkpoint(
       allow_nonfinite: also write weights that are NaN or infinite.
     Raises:
       ValueError: no such run or step, `target` is in use, the weights do not fit the requested format, or
-        they are not finite.
+        they are not finite; or the tokenizer is not the run's.
     """
-    if not 0 < shard_gb <= _LARGEST_SHARD:
-        raise ValueError(f"--shard-gb must be positive and at most {_LARGEST_SHARD:g}, got {shard_gb}")
+    check_ranges({"shard_gb": shard_gb}, {"shard_gb": _SHARD_GB})
+    run, target = absolute_path(run), absolute_path(target)
     saved = read_run_config(run)
     config = model_of(saved)
     with new_folder(target) as folder:
@@ -162,7 +167,7 @@ def export_checkpoint(
         for file in small_files(run / HUGGINGFACE) if (run / HUGGINGFACE).exists() else ():
             if file.name != _TENSOR_DTYPES:
                 shutil.copyfile(file, folder / file.name)
-        _add_tokenizer(folder, saved["config"]["data"]["data"])
+        _add_tokenizer(folder, run, saved)
         write_json(folder / "config.json", raw)
     return config
 
@@ -181,12 +186,21 @@ def _export_config(kept: pathlib.Path, saved: Mapping[str, Any], config: LlamaCo
     return write_config(config, saved["config"]["data"]["seq_len"])
 
 
-def _add_tokenizer(folder: pathlib.Path, prefixes: Iterable[str]) -> None:
-    """Copies the tokenizer of a run's training data, if there is one and the folder has none."""
-    found = [path for path in map(tokenizer_path, prefixes) if path.exists()]
-    if found and not (folder / "tokenizer.json").exists():
-        shutil.copyfile(found[0], folder / "tokenizer.json")
+def _add_tokenizer(folder: pathlib.Path, run: pathlib.Path, saved: Mapping[str, Any]) -> None:
+    """Copies the tokenizer of a run's training data, if there is one and the folder has none.
+
+    Raises:
+      ValueError: the tokenizer has other tokens than those that the run was trained on.
+    """
+    found, paths = find_tokenizer(run, saved["config"]["data"]["data"])
+    if (folder / "tokenizer.json").exists():
+        return
+    if found is not None:
+        shutil.copyfile(found, folder / "tokenizer.json")
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    elif saved.get("tokenizer") is not None:
+        where = " or ".join(map(str, paths))
+        print(f"{PROGRAM}: warning: no tokenizer is exported: it must lie at {where}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ class Plan(NamedTuple):
       corpus: the training data.
       held_out: the batches of an evaluation, whole in every process.
       imported: the folder of the checkpoint that the run was imported from.
+      tokenizer: a checksum of the tokenizer of the data, see `training.run.tokens`; None for text.
       policy_files: size and CRC32 of each file that policies came from, by its path, as the run began.
     """
 
@@ -32,6 +33,7 @@ class Plan(NamedTuple):
     model: LlamaConfig
     phases: tuple[Phase, ...]
     imported: str | None = None
+    tokenizer: str | None = None
     policy_files: Mapping[str, Any] = types.MappingProxyType({})
 
     def batch_of(self, step: int) -> tuple[np.ndarray, dict[str, list]]:

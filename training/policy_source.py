@@ -1,6 +1,7 @@
 """What a policy on the command line may be: a name, a JSON file, or a policy in a Python file."""
 
 import contextlib
+import os
 import pathlib
 import re
 import runpy
@@ -27,6 +28,7 @@ def load_policy(source: str) -> Policy:
       ValueError: unknown name, or the file cannot be read or run, or holds no such policy, or one with a
         `source` that has no effect.
     """
+    source = os.path.expanduser(source)  # the shell leaves ~ after =
     if source.endswith(".json"):
         try:
             text = read_text(source)

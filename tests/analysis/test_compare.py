@@ -148,14 +148,14 @@ def test_a_setting_that_a_run_leaves_out_is_not_named(tmp_path):
 def test_what_differs_is_said(tmp_path, capsys):
     """Runs of one seed have no statistics, and another held-out text no comparable loss."""
     folders = [
-        make_run(tmp_path / name, {20: 3.0}, ["--policy", name, "--lr", lr, "--data", f"{name}.txt"])
+        make_run(tmp_path / name, {20: 3.0}, ["--policy", name, "--lr", lr, "--data", f"/{name}.txt"])
         for name, lr in (("fp8", "1e-3"), ("wgrad", "2e-3"))
     ]
     compare(CompareConfig(tuple(folders)))
     printed = capsys.readouterr().out.splitlines()
     assert printed[-2:] == [
-        "  fp8: fp8 data=['fp8.txt'] lr=0.001",
-        "  wgrad: wgrad data=['wgrad.txt'] lr=0.002",
+        "  fp8: fp8 data=['/fp8.txt'] lr=0.001",
+        "  wgrad: wgrad data=['/wgrad.txt'] lr=0.002",
     ]
     assert "one seed each: no intervals; train more with --seed" in printed
     assert not any("detectable" in line for line in printed)
@@ -165,7 +165,7 @@ def test_what_differs_is_said(tmp_path, capsys):
     compare(CompareConfig(tuple(folders)))
     assert capsys.readouterr().out.startswith("warning: the runs are evaluated on different tokens")
     found = compare(CompareConfig(tuple(folders), json=True))
-    assert found["settings"]["fp8"] == "fp8 data=['fp8.txt'] lr=0.001"
+    assert found["settings"]["fp8"] == "fp8 data=['/fp8.txt'] lr=0.001"
     (warning,) = found["warnings"]
     assert warning.startswith("the runs are evaluated on different tokens")
     for folder, crc in zip(folders, "01", strict=True):

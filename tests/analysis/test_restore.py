@@ -11,7 +11,7 @@ from models.configs import get_config
 from training.command_line import parse
 from training.phases import phases_of
 
-RUN = pathlib.Path("runs/a")
+RUN = pathlib.Path("/runs/a")
 CHANGE = "wgrad.*.rounding=stochastic"
 OWN = ("--policy", "wgrad", "--set", CHANGE, "--scale-rule", "even", "--layers", "head=fp8")
 OWN_IN_WORDS = f"--set '{CHANGE}', --scale-rule even, --layers head=fp8"
@@ -26,7 +26,7 @@ def restored(*flags):
 def test_a_record_without_another_policy_has_the_changes_of_the_run_and_of_the_arguments():
     own = describe(RunArguments(RUN), restored(*OWN))
     assert own == {
-        "run": "runs/a",
+        "run": "/runs/a",
         "step": 3,
         "policy": "wgrad",
         "set": (CHANGE,),

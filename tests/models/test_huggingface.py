@@ -134,7 +134,7 @@ def test_folders_in_use_and_no_checkpoints_are_refused(tmp_path, imported):
     with pytest.raises(ValueError, match="no checkpoint of step 7"):
         export_checkpoint(imported["llama2"], tmp_path / "out", step=7)
     for size in (0, -1, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="--shard-gb must be positive and at most"):
+        with pytest.raises(ValueError, match="--shard-gb must be from 1e-9, a byte, to 1e9, got"):
             export_checkpoint(imported["llama2"], tmp_path / "out", shard_gb=size)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):

@@ -143,8 +143,12 @@ def test_weights_are_first_snapped_after_the_step_that_is_named(window, monkeypa
     assert 1 + int(np.argmax(weights == np.round(weights))) == setting.first_snap
 
 
+PAST_THEIR_TYPES = ["3:99999999999999:1", "3:1:2147483647", f"{10**39}:1:1", f"3:1:{'9' * 5000}"]
+
+
 @pytest.mark.parametrize(
-    "text", ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1", "3:200:0:201", "3:2:1:"]
+    "text",
+    ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1", "3:200:0:201", "3:2:1:", *PAST_THEIR_TYPES],
 )
 def test_a_malformed_setting_is_refused(text):
     with pytest.raises(ValueError, match="--deoscillate takes RATIO:PERIOD:START"):

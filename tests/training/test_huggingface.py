@@ -100,7 +100,7 @@ def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tokenizer_of_the_data_is_exported(checkpoint, tmp_path):
+def test_the_tokenizer_of_the_data_is_exported(checkpoint, tmp_path, monkeypatch, capsys):
     """From text to a checkpoint with its tokenizer, which encodes as it did for training."""
     lines = [json.dumps({"text": f"line {i}: the square is {i * i}"}) for i in range(500)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
@@ -109,10 +109,23 @@ def test_the_tokenizer_of_the_data_is_exported(checkpoint, tmp_path):
     tokenize(TokenizeConfig((str(tmp_path / "text.jsonl"),), prefix, **options))
     import_checkpoint(checkpoint, tmp_path / "imported")
     (tmp_path / "imported" / "huggingface" / "tokenizer.json").unlink()
-    run(prefix, tmp_path / "run", "--init", str(tmp_path / "imported"), "--steps", "2", "--policy", "bf16")
+    monkeypatch.chdir(tmp_path)
+    run("data", "run", "--init", "imported", "--steps", "2", "--policy", "bf16")
+    monkeypatch.chdir("/")
     export_checkpoint(tmp_path / "run", tmp_path / "out")
-    written = (tmp_path / "out" / "tokenizer.json").read_bytes()
-    assert written == (tmp_path / "data.tokenizer.json").read_bytes()
+    kept = tmp_path / "data.tokenizer.json"
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == kept.read_bytes()
+    other = json.loads(kept.read_text())
+    other["model"]["vocab"] |= {"another": 290}
+    moved = kept.rename(tmp_path / "moved")
+    kept.write_text(json.dumps(other))
+    with pytest.raises(ValueError, match=r"data.tokenizer.json has other tokens than those that .*run was"):
+        export_checkpoint(tmp_path / "run", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    kept.unlink()
+    export_checkpoint(tmp_path / "run", tmp_path / "without")
+    assert f"no tokenizer is exported: it must lie at {kept} or " in capsys.readouterr().err
+    moved.rename(kept)
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     first = IndexedDataset(prefix)[0]

@@ -244,10 +244,13 @@ def check_opens(item: pathlib.Path, expected: Shapes) -> None:
 def check_saveable(folder: pathlib.Path) -> None:
     """Raises ValueError for a path below which orbax 0.12 writes checkpoints that nobody can read.
 
-    It takes the path for a pattern when it merges the files of the processes, and UTF-8 for its encoding.
+    It takes the path for a pattern when it merges the files of the processes, UTF-8 for its encoding, and
+    `gs:` at the end of a component for a bucket. Of a bucket, pathlib has made a folder's name.
     """
     text = str(folder.absolute())
     if any(unicodedata.category(c) in ("Cc", "Cs") for c in text):  # Cs: bytes that are no UTF-8
         raise ValueError(f"checkpoints cannot be saved in {text!r}: name a path without control characters")
+    if any(f"{bucket}/" in f"{text}/" for bucket in ("gs:", "s3:")):
+        raise ValueError(f"checkpoints cannot be saved in {folder}: name a folder, no bucket, gs: or s3:")
     if found := sorted(set("*?[]\\") & set(text)):
         raise ValueError(f"checkpoints cannot be saved in {folder}: name a path without {' '.join(found)}")

@@ -26,7 +26,7 @@ from training.log.reporter import RunLog, open_log
 from training.memory import Memory
 from training.phases import Phase, changed_files, phase_at
 from training.plan import Plan
-from training.process.environment import input_errors, memory_errors, path_errors
+from training.process.environment import input_errors, memory_errors, path_errors, start_jax
 from training.process.failure import failing_together
 from training.process.interruption import Interrupted, Interruption, RunInterrupted
 from training.process.together import ProcessError, is_first_process, join_processes, together
@@ -82,8 +82,10 @@ class Run:
         if config.distributed:
             with input_errors():
                 join_processes()
-        with failing_together(*SHARED), Interruption() as interruption, contextlib.ExitStack() as stack:
+        with failing_together(*SHARED), contextlib.ExitStack() as stack:
             with input_errors():
+                start_jax()
+                interruption = stack.enter_context(Interruption())
                 path = config.folder()
                 with together():
                     plan = set_up(config, path)

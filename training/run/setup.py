@@ -22,8 +22,9 @@ from models.configs import LlamaConfig, get_config, to_dict
 from models.huggingface.files import small_files
 from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
-from training.config import Config, by_flag
+from training.config import Config, DataConfig, by_flag
 from training.data.load import load_data
+from training.data.megatron import is_indexed, parse_blend
 from training.data.text import evaluation_batches
 from training.files import HUGGINGFACE, temporary_path
 from training.log import mlperf as mlperf_log
@@ -51,11 +52,11 @@ from training.run.resume import (
     check_order,
     check_same_data,
     check_same_run,
-    check_tokens_of,
     extend_phases,
     last_checkpoint,
     read_run_to_resume,
 )
+from training.run.tokens import check_tokens_of, checksum_of_data
 from training.sharding import check_batch, check_shards, make_mesh
 
 # Everything that a run killed before its config.json leaves behind.
@@ -67,6 +68,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     config = expand(config)
     if is_first_process():
         check_unlocked(folder)
+    check_apart(config.data, folder)
     saved = read_run_to_resume(folder) if config.resume else {}
     begun = begun_config(saved)
     if begun is not None:
@@ -98,6 +100,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         corpus.vocab_size,
         n_sequences=config.eval_sequences,
     )
+    tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data)
     plan = Plan(
         config,
         mesh,
@@ -106,6 +109,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         model,
         phases,
         saved.get("imported"),
+        tokenizer,
         policy_files=files_of(config.precision) if begun is None else files_on_record(saved),
     )
     mlperf_log.settings_of(plan)
@@ -117,6 +121,19 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         check_unlocked(folder)  # once more: reading the data took a while
     check_folder(config.resume, folder)
     return plan
+
+
+def check_apart(data: DataConfig, folder: pathlib.Path) -> None:
+    """Raises ValueError if the run would write into a folder of text; hidden files of it are not read."""
+    for flag, name in (*(("--data", name) for name in data.data), ("--eval-data", data.eval_data)):
+        if name is None or is_indexed([name]) or not pathlib.Path(name).is_dir():
+            continue
+        place, text = folder.resolve(), pathlib.Path(name).resolve()
+        if place.is_relative_to(text) and not any(p.startswith(".") for p in place.relative_to(text).parts):
+            raise ValueError(
+                f"--out {folder} lies in {flag} {name}, so that the run would read what it writes; name a "
+                "folder elsewhere with --out"
+            )
 
 
 def check_folder(resume: bool, folder: pathlib.Path) -> None:
@@ -213,6 +230,7 @@ def description_of(plan: Plan) -> dict[str, Any]:
         **to_record(plan.phases),
         "policy_files": dict(plan.policy_files),
         "data": plan.corpus.facts,
+        "tokenizer": plan.tokenizer,
         "implementation": choose_implementation(plan.config.precision.implementation),
         "environment": facts(),
         "mesh": dict(plan.mesh.shape),
@@ -248,12 +266,15 @@ def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
     """Returns everything that must be the same in all processes, by names for messages."""
     flags = {name: str(value) for name, value in by_flag(plan.config).items()}
     flags |= {"out": str(folder.resolve())}
+    del flags["data"], flags["eval_data"]  # they may lie elsewhere on each host; checksums tell them apart
+    data = plan.corpus.facts | {"weights": parse_blend(plan.config.data.data)[1]}
+    del data["source"]
     devices = ", ".join(sorted({device.device_kind for device in jax.local_devices()}))
     return {
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         "checksum of the model's shape": _checksum(to_dict(plan.model)),
         "checksum of all layers' policies": _checksum(to_record(plan.phases)),
-        **{f"the data's {name}": value for name, value in plan.corpus.facts.items()},
+        **{f"the data's {name}": value for name, value in data.items()},
         **facts(),
         "device": devices,
         "implementation": choose_implementation(plan.config.precision.implementation),

@@ -41,6 +41,7 @@ from training.tokenize.plan import (
     given_tokenizer,
     holds_work,
     plan_of,
+    written,
 )
 from training.tokenize.train_tokenizer import train_tokenizer
 
@@ -55,14 +56,15 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
       MissingExtraError: the package tokenizers is not installed.
     """
     check_config(config)
-    files = find_files(config.input)
+    prefix = pathlib.Path(config.output)
+    own = set(map(str, written(prefix)))  # they may lie in a folder of the input
+    files = [path for path in find_files(config.input) if path not in own]
     if deeper := sorted(set(below(config.input)) - set(files)):
         print(
             f"left out: {len(deeper)} files in folders of folders, such as {deeper[0]}; "
             "patterns such as 'FOLDER/**/*.txt' take them"
         )
     plan = plan_of(config, files)
-    prefix = pathlib.Path(config.output)
     folder = beside(prefix, ".partial")
     if (record := finished(prefix, plan)) is not None:
         print(f"{prefix} exists already: nothing to do")

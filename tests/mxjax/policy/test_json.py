@@ -54,7 +54,7 @@ def test_fields_left_out_have_their_defaults():
         ('{"wgrad": {"lhs": {"format": 4}}}', "wgrad.lhs.format must be a string, got 4"),
         ('{"wgrad": {"lhs": {"prescale": "3/4"}}}', "wgrad.lhs.prescale must be a number or null"),
         ('{"wgrad": {"lhs": {"prescale": true}}}', "wgrad.lhs.prescale must be a number or null"),
-        ('{"wgrad": {"lhs": {"prescale": NaN}}}', "wgrad.lhs: prescale must be in"),
+        ('{"wgrad": {"lhs": {"prescale": NaN}}}', "wgrad.lhs: prescale must be from"),
         ('{"wgrad": {"lhs": {"scale_max": "256"}}}', "wgrad.lhs.scale_max must be a number or null"),
         ('{"wgrad": {"lhs": {"scale_max": 256}}}', "wgrad.lhs: scale_max is for formats with E4M3"),
         ('{"wgrad": {"lhs": {"four_over_six": true}}}', "wgrad.lhs.four_over_six must be a string or null"),

@@ -218,8 +218,8 @@ def test_data_is_text_or_tokenized_and_not_both(prefix, tmp_path):
         ValueError, match=r"--eval-data .*text\.txt is text and --data is tokenized; tokenize both"
     ):
         load_data(config(prefix, eval_data=str(tmp_path / "text.txt")), 257)
-    with pytest.raises(ValueError, match=r"no such file, folder, or dataset missing.idx"):
-        load_data(config("missing"), 257)
+    with pytest.raises(ValueError, match=r"no such file, folder, or dataset /missing.idx"):
+        load_data(config("/missing"), 257)
     with pytest.raises(ValueError, match="--vocab-size 100 does not hold"):
         load_data(config(str(tmp_path / "text.txt"), vocab_size=100), 257)
 
@@ -236,8 +236,8 @@ def test_a_blend_by_size_is_one_epoch(prefix):
 
 
 def test_the_configuration_reads_flags():
-    found = parse(["--data", "0.3", "a", "0.7", "b", "--eval-data", "c"])
-    assert found.data.data == ("0.3", "a", "0.7", "b")
+    found = parse(["--data", "0.3", "/a", "0.7", "/b", "--eval-data", "/c"])
+    assert found.data.data == ("0.3", "/a", "0.7", "/b")
     assert from_json(to_json(found)) == found
 
 

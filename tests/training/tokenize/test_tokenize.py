@@ -137,6 +137,15 @@ def test_training_a_tokenizer_gives_the_same_bytes_every_time(corpus, tmp_path):
     assert end_of_document(library, None) == ("<|endoftext|>", 0)
 
 
+def test_a_dataset_beside_its_text_is_not_read_as_text(here, tokenizer, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n{}\n')  # the problem makes a .txt
+    given = TokenizeConfig((str(tmp_path), str(tmp_path / "a.jsonl")), str(tmp_path / "d"), tokenizer)
+    first = tokenize(given)
+    assert first["documents"] == 1
+    assert tokenize(given) == first
+    assert "nothing to do" in capsys.readouterr().out
+
+
 def test_a_tokenizer_is_trained_with_the_data(here, corpus, tmp_path, capsys):
     options = {"train_tokenizer": True, "vocab_size": 5000}
     record = tokenize(config(corpus[0], tmp_path / "d", tmp_path / "copy.json", **options))
@@ -265,8 +274,8 @@ def test_a_process_that_ends_without_a_word_ends_the_run(corpus, tmp_path):
 
 
 def test_the_command_line_ends_with_the_message_alone(tmp_path):
-    with pytest.raises(SystemExit, match="error: --input 'nothing' matches no file"):
-        main(["--input", "nothing", "--output", str(tmp_path / "d"), "--train-tokenizer"])
+    with pytest.raises(SystemExit, match="error: --input '/nothing' matches no file"):
+        main(["--input", "/nothing", "--output", str(tmp_path / "d"), "--train-tokenizer"])
 
 
 def test_the_command_that_trains_survives_a_shell():
