@@ -26,7 +26,7 @@ def run(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     config = to_json(Config(data=DataConfig(data)))
-    facts = {"source": "data", "train_tokens": 1, "validation_tokens": 1, "crc32": "0"}
+    facts = {"source": data[0], "train_tokens": 9, "validation_tokens": 9, "crc32": "0"}
     write_run_config(folder, {"config": config, "data": facts, "tokenizer": checksum_of_data(data)})
     return folder
 
