@@ -24,7 +24,7 @@ SEED = Range("from 0 to 2**32 - 1", lambda n: 0 <= n < 2**32)
 POSITIVE = Range("a positive float32", lambda x: _SMALLEST <= x <= _LARGEST)
 POSITIVE_OR_INF = Range("a positive float32, or inf", lambda x: POSITIVE.contains(x) or x == math.inf)
 NOT_NEGATIVE = Range("a float32 of at least 0", lambda x: 0 <= x <= _LARGEST)
-FINITE = Range("finite", lambda x: abs(x) <= sys.float_info.max)  # an integer may be too large for a float
+FINITE = Range("finite", lambda x: abs(x) <= sys.float_info.max)  # of 10**400 isfinite raises
 DECAY = Range("at least 0 and in float32 less than 1", lambda x: 0 <= x < 1 and bool(np.float32(x) < 1))
 
 
