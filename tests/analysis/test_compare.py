@@ -79,6 +79,21 @@ def test_a_model_s_file_that_changed_between_runs_makes_two_groups(tmp_path):
     assert [len(group.runs) for group in groups] == [2, 1]
 
 
+@pytest.mark.parametrize(("checksum", "groups"), [("a", 1), ("b", 2)])
+def test_seeds_are_one_group_wherever_their_data_lies(tmp_path, checksum, groups):
+    folders = []
+    for seed, (place, crc32) in enumerate([("one", "a"), ("other", checksum)]):
+        flags = ["--seed", str(seed), "--data", f"/{place}/train", "--eval-data", f"/{place}/validation"]
+        folders.append(make_run(tmp_path / place, {1: 3.0}, flags))
+        path = folders[-1] / "config.json"
+        facts = {"source": place, "train_tokens": 9, "validation_tokens": 9, "crc32": crc32}
+        record = {"model": {}, "policies": {}, "phases": [], "data": facts}
+        path.write_text(json.dumps(json.loads(path.read_text()) | record))
+    found = group_by_configuration(runs := read_runs(folders, sequences=False))
+    assert len(found) == groups
+    assert runs[0].held_out == runs[1].held_out
+
+
 def test_runs_stand_beside_the_published_ones(tmp_path, capsys):
     preset = ["--preset", "mlperf-llama3.1-8b"]
     run = make_run(tmp_path / "run", {384: 5.5, 768: 4.25, 5376: 3.25}, preset)
@@ -148,14 +163,14 @@ def test_a_setting_that_a_run_leaves_out_is_not_named(tmp_path):
 def test_what_differs_is_said(tmp_path, capsys):
     """Runs of one seed have no statistics, and another held-out text no comparable loss."""
     folders = [
-        make_run(tmp_path / name, {20: 3.0}, ["--policy", name, "--lr", lr, "--data", f"/{name}.txt"])
+        make_run(tmp_path / name, {20: 3.0}, ["--policy", name, "--lr", lr, "--data", f"{name}.txt"])
         for name, lr in (("fp8", "1e-3"), ("wgrad", "2e-3"))
     ]
     compare(CompareConfig(tuple(folders)))
     printed = capsys.readouterr().out.splitlines()
     assert printed[-2:] == [
-        "  fp8: fp8 data=['/fp8.txt'] lr=0.001",
-        "  wgrad: wgrad data=['/wgrad.txt'] lr=0.002",
+        "  fp8: fp8 data=['fp8.txt'] lr=0.001",
+        "  wgrad: wgrad data=['wgrad.txt'] lr=0.002",
     ]
     assert "one seed each: no intervals; train more with --seed" in printed
     assert not any("detectable" in line for line in printed)
@@ -165,7 +180,7 @@ def test_what_differs_is_said(tmp_path, capsys):
     compare(CompareConfig(tuple(folders)))
     assert capsys.readouterr().out.startswith("warning: the runs are evaluated on different tokens")
     found = compare(CompareConfig(tuple(folders), json=True))
-    assert found["settings"]["fp8"] == "fp8 data=['/fp8.txt'] lr=0.001"
+    assert found["settings"]["fp8"] == "fp8 data=['fp8.txt'] lr=0.001"
     (warning,) = found["warnings"]
     assert warning.startswith("the runs are evaluated on different tokens")
     for folder, crc in zip(folders, "01", strict=True):

@@ -69,7 +69,7 @@ def enable_compilation_cache() -> None:
     given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if given is not None and (not given or "://" in given):  # none, or a bucket that JAX opens
         return
-    cache = pathlib.Path(given) if given is not None else _user_cache()
+    cache = pathlib.Path(os.path.expanduser(given)) if given is not None else _user_cache()
     try:
         if cache is None:
             raise OSError("there is no home folder")

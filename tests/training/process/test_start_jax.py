@@ -1,5 +1,6 @@
 """JAX's environment: what keeps a program from starting is one line that names the variable."""
 
+import os
 import subprocess
 import sys
 
@@ -35,6 +36,14 @@ def test_devices_that_are_not_there_are_one_line():
         "JAX_PLATFORMS=CPU: JAX has no such devices here (Unable to initialize backend 'CPU"
     )
     assert plugin.startswith("Unable to initialize backend 'accelerator': no driver (you may need to unins")
+
+
+def test_a_value_that_no_variable_of_jax_has_is_one_line():
+    code = "from training.process.start import prepare_process; prepare_process()"
+    environment = os.environ | {"JAX_ENABLE_X64": "maybe"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 1
+    assert ended.stderr == "-c: error: invalid truth value 'maybe' for environment 'JAX_ENABLE_X64'\n"
 
 
 @pytest.mark.parametrize(
