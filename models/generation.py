@@ -18,9 +18,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import llama
-from models.attention import rope_angles
-from models.block import BlockGemms, attend, block_keys
+from models.attention import block_windows, rope_angles, visible_keys
 from models.configs import LlamaConfig
+from models.gemms import BlockGemms, attend, block_keys
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 
@@ -47,13 +47,13 @@ class _CachedGemms(BlockGemms):
         super().__init__(policies, key, implementation)
         self.k_BTGH, self.v_BTGH, self._start = k_BTGH, v_BTGH, start
 
-    def attend(self, q_BSNH, k_BSGH, v_BSGH):
+    def attend(self, q_BSNH, k_BSGH, v_BSGH, window=None, sinks_N=None):
         at = (0, self._start, 0, 0)
         self.k_BTGH = jax.lax.dynamic_update_slice(self.k_BTGH, k_BSGH, at)
         self.v_BTGH = jax.lax.dynamic_update_slice(self.v_BTGH, v_BSGH, at)
         position_S = self._start + jnp.arange(q_BSNH.shape[1])
-        visible_ST = jnp.arange(self.k_BTGH.shape[1])[None] <= position_S[:, None]
-        return attend(q_BSNH, self.k_BTGH, self.v_BTGH, self, visible_ST)
+        visible_ST = visible_keys(position_S, self.k_BTGH.shape[1], window)
+        return attend(q_BSNH, self.k_BTGH, self.v_BTGH, self, visible_ST, sinks_N=sinks_N)
 
 
 def empty_cache(config: LlamaConfig, batch: int, length: int, dtype: Any = jnp.bfloat16) -> Cache:
@@ -86,17 +86,18 @@ def read(
     angles = rope_angles(cache.k_LBTGH.shape[2], config)
     rope = jax.lax.dynamic_slice_in_dim(angles, start, tokens_BS.shape[1])
     graph, blocks = nnx.split(model.blocks)
+    windows = block_windows(config, cache.k_LBTGH.shape[2])
     x_BSD, parts = model.embedding[...][tokens_BS].astype(options.dtype), list[Cache]()
     for first, stop, policies in llama.runs(options.policies, config.n_layers):
 
         def run(x_BSD, layer, policies=policies):
-            keys, weights, k, v = layer
+            keys, (weights, k, v, window) = layer
             gemms = _CachedGemms(policies, keys, options.implementation, k, v, start)
-            x_BSD = nnx.merge(graph, weights)(x_BSD, rope, gemms)
+            x_BSD = nnx.merge(graph, weights)(x_BSD, rope, gemms, window)
             return x_BSD, Cache(gemms.k_BTGH, gemms.v_BTGH)
 
-        here = jax.tree.map(lambda a, first=first, stop=stop: a[first:stop], (blocks, *cache))
-        x_BSD, part = jax.lax.scan(run, x_BSD, (block_keys(key, first, stop), *here))
+        here = jax.tree.map(lambda a, first=first, stop=stop: a[first:stop], (blocks, *cache, windows))
+        x_BSD, part = jax.lax.scan(run, x_BSD, (block_keys(key, first, stop, len(policies)), here))
         parts.append(part)
     precision = {"policies": options.policies, "key": key, "implementation": options.implementation}
     logits_B1V = model.logits(model.norm(x_BSD[:, -1:]), **precision)

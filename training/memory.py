@@ -133,7 +133,8 @@ def step_memory(
 
     activations = kept(remat)
     queries = jax.ShapeDtypeStruct((sequences, seq_len, config.n_heads, config.head_dim), jnp.bfloat16)
-    block = _block_bytes(config, tokens) + score_bytes(queries)
+    fuses = not config.sinks and not any(0 < window < seq_len for window in config.windows)
+    block = _block_bytes(config, tokens) + score_bytes(queries, fuses)
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own = device_bytes(params)
     return Memory(
@@ -181,8 +182,9 @@ def device_bytes(arrays: Any) -> int:
 
 
 def _block_bytes(c: LlamaConfig, tokens: int) -> int:
-    weights = c.d_model * (c.qkv_size + c.n_heads * c.head_dim + 3 * c.d_ff)
-    return 32 * tokens * c.d_ff + 6 * weights
+    weights = c.d_model * (c.qkv_size + c.n_heads * c.head_dim) + c.mlp_size
+    rows = tokens * (1 if c.experts is None else c.experts.active + (c.experts.shared or 0))
+    return 32 * rows * c.d_ff + 6 * weights
 
 
 def _logits_bytes(c: LlamaConfig, tokens: int) -> int:

@@ -270,7 +270,7 @@ def parameter_axes(config: LlamaConfig) -> Params:
     """Returns the logical axes of every parameter; those of blocks begin with "layers"."""
 
     def axes(name: str, x: jax.ShapeDtypeStruct) -> tuple[str, ...]:
-        own = AXES.get(name.removeprefix("blocks."), ("norm",))
+        own = _own_axes(name.removeprefix("blocks."), x.ndim - name.startswith("blocks."))
         return ("layers", *own) if name.startswith("blocks.") else own
 
     return _map_named(axes, abstract_params(config))
@@ -283,12 +283,20 @@ def parameter_units(config: LlamaConfig, policies: LayerPolicies) -> Params:
         name = "head" if config.tied and name == "embedding" else name.replace("blocks.", "blocks.*.")
         own = [p for layer, p in policies.items() if fnmatch.fnmatch(layer, name)]
         unit = math.lcm(*map(weight_unit, own))
-        axes = AXES.get(name.removeprefix("blocks.*."), ("norm",))
-        sizes = zip(x.shape[-len(axes) :], axes, strict=True)
+        own_name = name.removeprefix("blocks.*.")
+        axes = _own_axes(own_name, x.ndim - (own_name != name))
+        sizes = zip(x.shape[x.ndim - len(axes) :], axes, strict=True)
         last = (math.lcm(unit, n // config.n_kv_heads) if axis == "heads" else unit for n, axis in sizes)
         return (*(1 for _ in x.shape[len(axes) :]), *last)
 
     return _map_named(units, abstract_params(config))
+
+
+def _own_axes(name: str, ndim: int) -> tuple[str, ...]:
+    """Returns the logical axes of a parameter, those of one block; an expert's have one before them."""
+    if name in AXES:
+        return ("experts", *AXES[name])[-ndim:]
+    return ("norm",) * ndim
 
 
 def weight_unit(policy: Policy) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from models import llama
-from models.block import LINEAR_LAYERS
+from models.gemms import linear_layers
 from models.sharding import batch_parts_of
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
@@ -137,7 +137,8 @@ class Trainer:
 
     def _optimizer_of(self, phase: Phase) -> optax.GradientTransformationExtraArgs:
         config = self._plan.config
-        return optimizer_of(config.optimizer, config.precision.deoscillate, phase.layers)
+        experts = self._plan.model.experts
+        return optimizer_of(config.optimizer, config.precision.deoscillate, phase.layers, experts)
 
 
 class Programs(NamedTuple):
@@ -155,14 +156,16 @@ def make_programs(
     config = plan.config
     loss, losses = make_losses(plan, phase)
     tokens_a_part = config.data.batch_size // config.accumulate * config.data.seq_len
-    empty = empty_slots(LINEAR_LAYERS, plan.model.n_layers)
+    empty = empty_slots(linear_layers(plan.model), plan.model.n_layers)
     options_for = functools.partial(
         compiler_options, plan.mesh, implementation=config.precision.implementation
     )
     xla_options = options_for(phase.layers.policies)
+    has_experts = plan.model.experts is not None
     train_step = make_train_step(
-        loss,
+        _with_options(plan, phase, llama.measured_loss) if has_experts else loss,
         optimizer,
+        has_aux=has_experts,
         accumulate=config.accumulate,
         skip_nonfinite=config.on_nonfinite == "skip",
         shardings=shardings,
@@ -185,6 +188,11 @@ def make_programs(
 
 def make_losses(plan: Plan, phase: Phase) -> tuple[Loss, Losses]:
     """Returns the model's mean loss, for training, and its loss of every token, for evaluation."""
+    return _with_options(plan, phase, llama.mean_loss), _with_options(plan, phase, llama.losses)
+
+
+def _with_options(plan: Plan, phase: Phase, function: Callable) -> Callable:
+    """Returns `function` of parameters, sequences, a key and slots, in the phase's policies."""
     config = plan.config
     options = {
         "policies": phase.layers,
@@ -192,10 +200,6 @@ def make_losses(plan: Plan, phase: Phase) -> tuple[Loss, Losses]:
         "unroll": config.unroll,
         "implementation": config.precision.implementation,
     }
-
-    def with_options(function):
-        return lambda params, batch, key, slots=None: function(
-            plan.model, params, batch, key=key, slots=slots, **options
-        )
-
-    return with_options(llama.mean_loss), with_options(llama.losses)
+    return lambda params, batch, key, slots=None: function(
+        plan.model, params, batch, key=key, slots=slots, **options
+    )

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from models import llama
-from models.block import linear_weights
 from models.configs import LlamaConfig
+from models.gemms import linear_weights
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation, compiler_options
 from mxjax.stats.layers import Tensors

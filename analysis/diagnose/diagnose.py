@@ -19,8 +19,8 @@ from analysis.diagnose.wgrad import VARIANTS, gradient_grams, total, wgrad_grams
 from analysis.evaluate import EvalConfig
 from analysis.restore import Restored
 from models import llama
-from models.block import linear_weights
 from models.configs import LlamaConfig
+from models.gemms import linear_weights
 from mxjax.policy import OPERANDS, Gemm
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation, compiler_options

@@ -23,8 +23,8 @@ from analysis.diagnose.plots import draw
 from analysis.diagnose.split import Grams, split
 from analysis.diagnose.wgrad import VARIANTS, gradient_grams, wgrad_grams
 from models import llama
-from models.block import linear_weights
 from models.configs import LlamaConfig
+from models.gemms import linear_weights
 from mxjax.operands.use import OperandUse
 from mxjax.policy import OPERANDS, Gemm, Rotation
 from mxjax.products.implementations import compiler_options

@@ -15,8 +15,8 @@ from support.llamas import layer_policies
 
 import mxjax
 from models import llama
-from models.block import LINEAR_LAYERS
 from models.configs import get_config
+from models.gemms import LINEAR_LAYERS
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.whole_runs import RECIPES
 from training.config import Config, OptimizerConfig, PrecisionConfig

@@ -16,8 +16,8 @@ import mxjax
 import train as training_program
 from models import llama
 from models.attention import rope_angles
-from models.block import BLOCK_LAYERS, LINEAR_LAYERS, BlockGemms
 from models.configs import LlamaConfig
+from models.gemms import BLOCK_LAYERS, LINEAR_LAYERS, BlockGemms
 from mxjax.stats.layers import MAX_TOKENS, Amax, Measures, by_layer, empty_slots, make_layer_stats, probe
 from training.command_line import parse
 from training.run.checkpoints import Checkpoints
