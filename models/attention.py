@@ -153,21 +153,16 @@ def attend_visible(
     visible_ST: Bool[Array, "S T"],
     sinks_N: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B S N H"]:
-    """Returns attention through XLA; each query sees the keys that `visible_ST` names, and the sinks."""
-    tensors = q_BSNH, k_BTGH, v_BTGH
+    """Returns attention through XLA; each query sees the keys that `visible_ST` names, and the sinks.
+
+    Sinks are one more key and value of zeros, with the sinks as its bias.
+    """
     if sinks_N is None:
-        return jax.nn.dot_product_attention(*tensors, mask=visible_ST, implementation="xla")
-    out_BSNH, normalizer_BSN = jax.nn.dot_product_attention(
-        *tensors, mask=visible_ST, implementation="xla", return_residual=True
-    )
-    return (out_BSNH * beside_sinks(normalizer_BSN, sinks_N)[..., None]).astype(out_BSNH.dtype)
-
-
-def beside_sinks(
-    normalizer_BSN: Float[Array, "B S N"], sinks_N: Float[Array, " N"]
-) -> Float32[Array, "B S N"]:
-    """Returns the softmax's share that sinks leave to the keys, whose logits' logsumexp is given."""
-    return jax.nn.sigmoid(normalizer_BSN.astype(jnp.float32) - sinks_N)
+        return jax.nn.dot_product_attention(q_BSNH, k_BTGH, v_BTGH, mask=visible_ST, implementation="xla")
+    k_BUGH, v_BUGH = (jnp.pad(t, ((0, 0), (0, 1), (0, 0), (0, 0))) for t in (k_BTGH, v_BTGH))
+    visible_SU = jnp.pad(visible_ST, ((0, 0), (0, 1)), constant_values=True)
+    bias_1N1U = jnp.pad(sinks_N[None, :, None, None], ((0, 0), (0, 0), (0, 0), (k_BTGH.shape[1], 0)))
+    return jax.nn.dot_product_attention(q_BSNH, k_BUGH, v_BUGH, bias_1N1U, visible_SU, implementation="xla")
 
 
 def score_bytes(q_BSNH: jax.ShapeDtypeStruct, fuses: bool = True) -> int:

@@ -69,7 +69,7 @@ class Attention(nnx.Module):
 
 
 def _biased(y: Array, bias: nnx.Param | None) -> Array:
-    return y if bias is None else y + bias[...].astype(y.dtype)
+    return y if bias is None else y + jnp.broadcast_to(bias[...], y.shape).astype(y.dtype)
 
 
 class Mlp(nnx.Module):

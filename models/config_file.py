@@ -1,4 +1,4 @@
-"""The shape of a decoder from a JSON file, in the fields of Hugging Face's config.json or of `LlamaConfig`."""
+"""The shape of a decoder from a JSON file: fields of Hugging Face's config.json, or of `LlamaConfig`."""
 
 import contextlib
 import dataclasses

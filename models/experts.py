@@ -65,7 +65,7 @@ class Experts(nnx.Module):
         x_TD = rms_norm(x, norm).reshape(-1, x.shape[-1])
         logits_TE = gemms.dot("mlp.router", x_TD, self.router[...], dtype=jnp.float32)
         if self.router_bias is not None:
-            logits_TE += self.router_bias[...]
+            logits_TE += self.router_bias[...][None]
         balance = None if self.balance_bias is None else self.balance_bias[...]
         experts_TK, gates_TK, gemms.routing = route(self.config, logits_TE, balance)
         order = sort_by_expert(experts_TK, self.config.n)
@@ -107,7 +107,7 @@ def route(
     has NaN weights.
     """
     scores_TE = jax.nn.softmax(logits_TE) if config.scores == "softmax" else jax.nn.sigmoid(logits_TE)
-    biased_TE = scores_TE if balance_E is None else scores_TE + jax.lax.stop_gradient(balance_E)
+    biased_TE = scores_TE if balance_E is None else scores_TE + balance_E[None]
     experts_TK = jax.lax.top_k(jax.lax.stop_gradient(biased_TE), config.active)[1]
     gates_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=-1)
     if config.renormalized:

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import mxjax
-from models.attention import attend_visible, beside_sinks, causal_attention, visible_keys
+from models.attention import attend_visible, causal_attention, visible_keys
 from models.configs import LlamaConfig
 from models.sharding import weight_layout
 from mxjax.operands.computed import Norm, rms_norm, swiglu
@@ -197,7 +197,7 @@ def attend(
     weights_BGSRT = jax.nn.softmax(scores_BGSRT, axis=-1)
     if sinks_N is not None:
         normalizer_BSGR = jax.nn.logsumexp(scores_BGSRT, axis=-1).swapaxes(1, 2)
-        share_BSN = beside_sinks(normalizer_BSGR.reshape(B, S, N), sinks_N)
+        share_BSN = jax.nn.sigmoid(normalizer_BSGR.reshape(B, S, N) - sinks_N[None, None])
         weights_BGSRT *= share_BSN.reshape(B, S, G, N // G, 1).swapaxes(1, 2)
     weights_BGSRT = weights_BGSRT.astype(q_BSNH.dtype)
     out_BGSRH = gemms.dot_general("attention.values", weights_BGSRT, v_BTGH, (((4,), (1,)), ((0, 1), (0, 2))))

@@ -25,6 +25,7 @@ import numpy as np
 import tyro
 
 from models.configs import LlamaConfig, name_of, to_dict
+from models.huggingface.architectures import views
 from models.huggingface.config import read_config, write_config
 from models.huggingface.files import Writer, check_files, new_folder, read_json, small_files, write_json
 from models.huggingface.weights import (
@@ -35,7 +36,6 @@ from models.huggingface.weights import (
     quantized,
     read_params,
     specs_of,
-    views,
 )
 from models.llama import abstract_params
 from mxjax.numerics.scales import ScaleRule
@@ -177,7 +177,9 @@ def _evaluation_config(model: LlamaConfig, raw: Mapping[str, Any]) -> Config:
 def _export_config(kept: pathlib.Path, saved: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
     """Returns the imported config.json, or a new one."""
     if kept.exists():
-        return read_json(kept)
+        raw = read_json(kept)
+        raw.pop("quantization_config", None)  # the parameters are not packed
+        return raw
     return write_config(config, saved["config"]["data"]["seq_len"])
 
 

@@ -14,8 +14,8 @@ from support.llamas import GOLDEN, NAMES, SMALL, golden_raw, logits_of, params_o
 import mxjax
 from models import llama
 from models.configs import LlamaConfig, RopeScaling
+from models.huggingface.architectures import views
 from models.huggingface.files import Reader, Spec, Writer
-from models.huggingface.weights import views
 from training.huggingface import export_checkpoint, import_checkpoint
 
 

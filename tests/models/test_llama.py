@@ -338,6 +338,12 @@ def test_initialization_has_the_stds_of_the_recipe():
         ("llama3.1-8b", 8_030_261_248),
         ("llama3.1-70b", 70_553_706_496),
         ("llama3.1-405b", 405_853_388_800),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("mistral-7b", 7_241_732_096),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("gpt-oss-20b", 20_914_757_184),
     ],
 )
 def test_configurations_have_the_published_sizes(name, parameters):

@@ -10,9 +10,9 @@ import numpy as np
 from models import llama
 from models.config_file import from_dict
 from models.configs import LlamaConfig
+from models.huggingface.architectures import views
 from models.huggingface.config import write_config
 from models.huggingface.files import Reader, Spec, Writer
-from models.huggingface.weights import views
 from mxjax import get_policy
 from training.run.checkpoints import Checkpoints
 
