@@ -88,7 +88,7 @@ def _value(name: str, hint: Any, value: Any) -> Any:
         if value is None:
             return None
         hint = kinds[0]
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+    if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
         if not isinstance(value, Mapping):
             raise ValueError(f"{name} must be an object or null, got {short(value)}")
         return _from_fields(hint, value)

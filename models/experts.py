@@ -7,10 +7,11 @@ of its own, in float32 unless a rule names it. On a mesh, sums and sorting are o
 Shapes in names as in `models.llama`; T tokens, E experts, K active ones, A = T K assignments.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int, Int32
 
@@ -130,6 +131,33 @@ def auxiliary_loss(config: ExpertsConfig, routing: Routing) -> Float32[Array, ""
     """Returns the losses that a training step adds to the cross-entropy, in means over the blocks."""
     balance, z = (jnp.mean(loss) for loss in (routing.balance, routing.z))
     return (config.balance_loss or 0.0) * balance + (config.z_loss or 0.0) * z
+
+
+def summary(config: ExpertsConfig, routing: Routing) -> dict[str, float]:
+    """Returns a step's numbers for its log: means over blocks, and extremes over blocks and experts.
+
+    Loads count as multiples of an even one; `dropped` is the fraction of assignments that no expert got.
+    """
+    load_LE, entropy, balance, z = (np.asarray(part, np.float64) for part in routing)
+    values = {
+        "router_entropy": entropy.mean(),
+        "router_balance": balance.mean(),
+        "router_z": z.mean(),
+        "load_max": load_LE.max() * config.n / config.active,
+        "load_min": load_LE.min() * config.n / config.active,
+        "dropped": max(0.0, 1 - load_LE.sum(axis=-1).min() / config.active),
+    }
+    return {name: round(float(value), 6) for name, value in values.items()}
+
+
+def routing_by_layer(routing: Routing) -> dict[str, dict[str, Any]]:
+    """Returns nested dicts of numbers, keyed by router: "blocks.0.mlp.router" and so on."""
+    load_LE, *means = (np.asarray(part).tolist() for part in routing)
+    return {
+        f"blocks.{i}.mlp.router": dict(zip(Routing._fields[1:], values, strict=True))
+        | {"load": {str(expert): value for expert, value in enumerate(load_LE[i])}}
+        for i, values in enumerate(zip(*means, strict=True))
+    }
 
 
 class Order(NamedTuple):

@@ -208,7 +208,7 @@ def measured_loss(
 ) -> tuple[Float32[Array, ""], Measured | None]:
     """Returns `mean_loss` and, for a model with experts, its parts."""
     inputs, routing = _head_and_input(config, params, batch, **options)
-    value = loss.mean_loss(*inputs)
+    value: Any = loss.mean_loss(*inputs)
     if config.experts is None or routing is None:
         return value, None
     return value + auxiliary_loss(config.experts, routing), Measured(value, routing)

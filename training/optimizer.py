@@ -49,8 +49,8 @@ def balance_experts(rate: float) -> optax.GradientTransformationExtraArgs:
     Source: "Auxiliary-loss-free load balancing", arXiv 2408.15664, algorithm 1.
     """
 
-    def update(updates, state, params=None, *, aux, **extra):
-        load = aux.routing.load
+    def update(updates, state, params=None, **extra):
+        load = extra["aux"].routing.load
         step = rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
         return jax.tree.map_with_path(
             lambda path, u: step if path[-1].key == "balance_bias" else u, updates

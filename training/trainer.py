@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from models import llama
+from models.experts import routing_by_layer
 from models.gemms import linear_layers
 from models.sharding import batch_parts_of
 from mxjax.recipes import get_policy
@@ -116,8 +117,12 @@ class Trainer:
         return lambda state, batch: programs.train_step(state, batch, self._key)
 
     def measure(self, state: TrainState, batch: jax.Array) -> dict[str, Any]:
-        """Returns the error of each layer's GEMMs in a step."""
-        return by_layer(self._programs.layer_stats(state.params, batch, state.step))
+        """Returns the error of each layer's GEMMs in a step, and what its routers do."""
+        found = by_layer(self._programs.layer_stats(state.params, batch, state.step))
+        if self._plan.model.experts is None:
+            return found
+        key = jax.random.fold_in(self._key, state.step)
+        return found | routing_by_layer(self._programs.routing(state.params, batch, key))
 
     def evaluate(self, state: TrainState, batches: Iterable[np.ndarray]) -> dict[str, float]:
         """Returns the loss over the batches, its perplexity, and the number of tokens."""
@@ -147,6 +152,7 @@ class Programs(NamedTuple):
     train_step: ScheduledStep
     eval_step: Callable
     layer_stats: Callable
+    routing: Callable
 
 
 def make_programs(
@@ -161,9 +167,9 @@ def make_programs(
         compiler_options, plan.mesh, implementation=config.precision.implementation
     )
     xla_options = options_for(phase.layers.policies)
-    has_experts = plan.model.experts is not None
+    has_experts, measured = plan.model.experts is not None, _with_options(plan, phase, llama.measured_loss)
     train_step = make_train_step(
-        _with_options(plan, phase, llama.measured_loss) if has_experts else loss,
+        measured if has_experts else loss,
         optimizer,
         has_aux=has_experts,
         accumulate=config.accumulate,
@@ -183,6 +189,7 @@ def make_programs(
             batch_parts_of(plan.mesh.shape),
             options_for((*phase.layers.policies, get_policy("fp32"))),
         ),
+        jax.jit(lambda *arguments: measured(*arguments)[1].routing, compiler_options=xla_options),
     )
 
 
