@@ -7,6 +7,7 @@ of its own, in float32 unless a rule names it. On a mesh, sums and sorting are o
 Shapes in names as in `models.llama`; T tokens, E experts, K active ones, A = T K assignments.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +16,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+import mxjax
 from models.configs import ClampedSwiGLU, ExpertsConfig, LlamaConfig
 from models.embedding import lookup
 from models.gemms import BlockGemms, random_matrix, residual_std, zeros
 from models.sharding import after_gradients
 from mxjax.operands.computed import Norm, rms_norm, swiglu
+from mxjax.policy.layers import LayerPolicies
+from mxjax.products.implementations import Implementation
 from mxjax.runtime.remat import keep_products
 
 
@@ -131,6 +135,25 @@ def auxiliary_loss(config: ExpertsConfig, routing: Routing) -> Float32[Array, ""
     """Returns the losses that a training step adds to the cross-entropy, in means over the blocks."""
     balance, z = (jnp.mean(loss) for loss in (routing.balance, routing.z))
     return (config.balance_loss or 0.0) * balance + (config.z_loss or 0.0) * z
+
+
+def check_policies(
+    config: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None
+) -> None:
+    """Raises ValueError if `mxjax.ragged_dot` cannot multiply by the policy of an expert's layer."""
+    x, w, size = (jax.ShapeDtypeStruct((1,) * n, dtype) for n, dtype in ((2, "f4"), (3, "f4"), (1, "i4")))
+
+    def product(policy, x, w, size):
+        key = jax.random.key(0)
+        return mxjax.ragged_dot(x, w, size, policy=policy, key=key, implementation=implementation)
+
+    layers = policies.items() if config.experts else []
+    for policy, name in {p: name for name, p in layers if name.endswith(("mlp.gate_up", "mlp.down"))}.items():
+        try:
+            jax.eval_shape(functools.partial(product, policy), x, w, size)
+        except NotImplementedError as error:
+            why = str(error).split("; use")[0]
+            raise ValueError(f"experts cannot run the policy of {name}, choose another: {why}") from None
 
 
 def summary(config: ExpertsConfig, routing: Routing) -> dict[str, float]:

@@ -19,6 +19,7 @@ import jax
 from models import llama
 from models.config_file import load_config
 from models.configs import LlamaConfig, get_config, to_dict
+from models.experts import check_policies
 from models.huggingface.files import check_files
 from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
@@ -77,6 +78,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     phases = choose_phases(config, model, folder, saved)
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
+        check_policies(model, phase.layers, config.precision.implementation)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
     check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
     if config.observe.tensorboard:
