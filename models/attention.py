@@ -1,7 +1,7 @@
 """Causal attention with rotary position embedding: fused where a kernel runs, else in pieces.
 
 cuDNN runs it on NVIDIA GPUs and `mxjax.kernels.attention` on gfx950, but with neither windows nor sinks. The
-result is exact; only the order of summation differs. Shapes in names as in `models.llama`.
+result is exact; only the order of summation differs. Shapes in names as in `models.decoder`.
 
 Sources: "RoFormer", arXiv 2104.09864; "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.2; for sinks
 transformers 5.23, modeling_gpt_oss.py.
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from models.configs import LlamaConfig, Yarn
+from models.configs import DecoderConfig, Yarn
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.remat import tag_attention
 
 
-def rope_angles(length: int, config: LlamaConfig) -> Float32[Array, "S half"]:
+def rope_angles(length: int, config: DecoderConfig) -> Float32[Array, "S half"]:
     """Returns the rotation angle of each position and pair of channels, with the configured scaling."""
     frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     if (s := config.rope_scaling) is not None:
@@ -48,7 +48,7 @@ def _kept_by_yarn(yarn: Yarn, head_dim: int, theta: float) -> np.ndarray:
     return 1 - np.clip(ramp, 0, 1)
 
 
-def rope_factor(config: LlamaConfig) -> float:
+def rope_factor(config: DecoderConfig) -> float:
     """Returns what rotated queries and keys are multiplied by: 1 without YaRN."""
     if (yarn := config.yarn) is None:
         return 1.0
@@ -80,7 +80,7 @@ Window = Int[Array, ""]
 """The number of tokens that a query sees, itself included; 0 is all."""
 
 
-def block_windows(config: LlamaConfig, length: int) -> Int[Array, " L"] | None:
+def block_windows(config: DecoderConfig, length: int) -> Int[Array, " L"] | None:
     """Returns the window of each block, or None if all see whole sequences of this length."""
     if all(not window or window >= length for window in config.windows):
         return None

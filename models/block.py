@@ -1,6 +1,6 @@
 """A block of a decoder: attention, and an MLP or experts.
 
-Shapes in names as in `models.llama`.
+Shapes in names as in `models.decoder`.
 """
 
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from models.attention import Window, apply_rope, rope_factor
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
 from models.experts import Experts
 from models.gemms import BlockGemms, random_matrix, residual_std, zeros
 from models.sharding import after_gradients, constrain
@@ -37,7 +37,7 @@ class Attention(nnx.Module):
     The columns of `qkv` are grouped by key/value head: its R query heads, its key, its value.
     """
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = c = config
         inner = c.n_heads * c.head_dim
         self.qkv = random_matrix(rngs, c.d_model, c.qkv_size, std=c.init_std)
@@ -75,7 +75,7 @@ def _biased(y: Array, bias: nnx.Param | None) -> Array:
 class Mlp(nnx.Module):
     """The gated MLP (SwiGLU); `gate_up` holds the gate's columns, then the up projection's."""
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.gate_up = random_matrix(rngs, config.d_model, 2 * config.d_ff, std=config.init_std)
         self.down = random_matrix(rngs, config.d_ff, config.d_model, std=residual_std(config))
 
@@ -88,7 +88,7 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention, and an MLP or experts, each after a norm and added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
         self.attention = Attention(config, rngs)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)

@@ -1,4 +1,4 @@
-"""The shape of a decoder from a JSON file: fields of Hugging Face's config.json, or of `LlamaConfig`."""
+"""The shape of a decoder from a JSON file: fields of Hugging Face's config.json, or of `DecoderConfig`."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from reprlib import repr as short
 from typing import Any
 
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
 from models.huggingface.config import read_config, read_context
 from models.huggingface.files import read_json
 
@@ -19,8 +19,8 @@ MOST_LAYERS = 10_000
 """The largest number of blocks: each has policies of its own, which are listed and recorded."""
 
 
-def load_config(path: pathlib.Path) -> LlamaConfig:
-    """Returns the shape in a JSON file: Hugging Face's fields if it has a `model_type`, else `LlamaConfig`'s.
+def load_config(path: pathlib.Path) -> DecoderConfig:
+    """Returns the shape in a JSON file, whose fields are Hugging Face's if it has a `model_type`, else ours.
 
     The vocabulary comes from the data. It is 1 without a `vocab_size`, too few for data that brings none.
 
@@ -33,7 +33,7 @@ def load_config(path: pathlib.Path) -> LlamaConfig:
         raise ValueError(f"{path}: no such file")
     raw = {"vocab_size": 1} | read_json(path)
     try:
-        return _checked(read_config(raw) if "model_type" in raw else _from_fields(LlamaConfig, raw))
+        return _checked(read_config(raw) if "model_type" in raw else _from_fields(DecoderConfig, raw))
     except ValueError as error:
         raise ValueError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
 
@@ -46,7 +46,7 @@ def context_length(path: pathlib.Path) -> int | None:
     return None
 
 
-def from_dict(raw: object) -> LlamaConfig:
+def from_dict(raw: object) -> DecoderConfig:
     """Returns the shape from which `models.configs.to_dict` made `raw`.
 
     Raises:
@@ -54,10 +54,10 @@ def from_dict(raw: object) -> LlamaConfig:
     """
     if not isinstance(raw, Mapping):
         raise ValueError(f"the model must be an object, got {short(raw)}")
-    return _checked(_from_fields(LlamaConfig, raw))
+    return _checked(_from_fields(DecoderConfig, raw))
 
 
-def _checked(config: LlamaConfig) -> LlamaConfig:
+def _checked(config: DecoderConfig) -> DecoderConfig:
     """Returns the shape, unless it has too many blocks to list the policies of each."""
     if config.n_layers > MOST_LAYERS:
         raise ValueError(f"n_layers must be at most {MOST_LAYERS:,}, got {config.n_layers:,}")

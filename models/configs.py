@@ -85,7 +85,7 @@ class ExpertsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class LlamaConfig:
+class DecoderConfig:
     """The shape of a decoder, and its parts. Sizes count elements.
 
     Attributes:
@@ -177,24 +177,24 @@ class LlamaConfig:
 _LLAMA_31 = RopeScaling()
 _LLAMA_32 = RopeScaling(factor=32.0)
 _experts = functools.partial(ExpertsConfig, balance_loss=0.01, z_loss=1e-3)  # ST-MoE's, arXiv 2202.08906
-_qwen3 = functools.partial(LlamaConfig, rope_theta=1_000_000.0, norm_eps=1e-6, qk_norm=True)
+_qwen3 = functools.partial(DecoderConfig, rope_theta=1_000_000.0, norm_eps=1e-6, qk_norm=True)
 
-CONFIGS: Mapping[str, LlamaConfig] = types.MappingProxyType(
+CONFIGS: Mapping[str, DecoderConfig] = types.MappingProxyType(
     {
         # The default, our own: bytes as tokens; trains on two CPU cores in about a minute.
-        "tiny": LlamaConfig(257, 128, 4, 4, 2, 32, 384, rope_theta=10_000.0),
+        "tiny": DecoderConfig(257, 128, 4, 4, 2, 32, 384, rope_theta=10_000.0),
         # GaLore's Llamas (arXiv 2403.03507, configs/llama_{20,60,350}m.json) with its norm_eps of 1e-6.
-        "20m": LlamaConfig(32_000, 256, 4, 4, 4, 64, 688, rope_theta=10_000.0, norm_eps=1e-6),
-        "60m": LlamaConfig(32_000, 512, 8, 8, 8, 64, 1376, rope_theta=10_000.0, norm_eps=1e-6),
+        "20m": DecoderConfig(32_000, 256, 4, 4, 4, 64, 688, rope_theta=10_000.0, norm_eps=1e-6),
+        "60m": DecoderConfig(32_000, 512, 8, 8, 8, 64, 1376, rope_theta=10_000.0, norm_eps=1e-6),
         # GPT-3 Small's shape (arXiv 2005.14165, table 2.1) with a Llama's gated MLP of the same size.
-        "125m": LlamaConfig(32_000, 768, 12, 12, 12, 64, 2048, rope_theta=10_000.0),
+        "125m": DecoderConfig(32_000, 768, 12, 12, 12, 64, 2048, rope_theta=10_000.0),
         # GaLore's again.
-        "350m": LlamaConfig(32_000, 1024, 24, 16, 16, 64, 2736, rope_theta=10_000.0, norm_eps=1e-6),
+        "350m": DecoderConfig(32_000, 1024, 24, 16, 16, 64, 2736, rope_theta=10_000.0, norm_eps=1e-6),
         # Meta's model cards: Llama 3.2 1B (tied) and Llama 3.1 (arXiv 2407.21783, table 3).
-        "llama3.2-1b": LlamaConfig(128_256, 2048, 16, 32, 8, 64, 8192, rope_scaling=_LLAMA_32, tied=True),
-        "llama3.1-8b": LlamaConfig(128_256, 4096, 32, 32, 8, 128, 14_336, rope_scaling=_LLAMA_31),
-        "llama3.1-70b": LlamaConfig(128_256, 8192, 80, 64, 8, 128, 28_672, rope_scaling=_LLAMA_31),
-        "llama3.1-405b": LlamaConfig(128_256, 16_384, 126, 128, 8, 128, 53_248, rope_scaling=_LLAMA_31),
+        "llama3.2-1b": DecoderConfig(128_256, 2048, 16, 32, 8, 64, 8192, rope_scaling=_LLAMA_32, tied=True),
+        "llama3.1-8b": DecoderConfig(128_256, 4096, 32, 32, 8, 128, 14_336, rope_scaling=_LLAMA_31),
+        "llama3.1-70b": DecoderConfig(128_256, 8192, 80, 64, 8, 128, 28_672, rope_scaling=_LLAMA_31),
+        "llama3.1-405b": DecoderConfig(128_256, 16_384, 126, 128, 8, 128, 53_248, rope_scaling=_LLAMA_31),
         # Qwen's config.json files of Qwen3-0.6B (tied), Qwen3-8B and Qwen3-30B-A3B.
         "qwen3-0.6b": _qwen3(151_936, 1024, 28, 16, 8, 128, 3072, tied=True),
         "qwen3-8b": _qwen3(151_936, 4096, 36, 32, 8, 128, 12_288),
@@ -202,16 +202,16 @@ CONFIGS: Mapping[str, LlamaConfig] = types.MappingProxyType(
             151_936, 2048, 48, 32, 4, 128, 768, experts=ExpertsConfig(128, 8, balance_loss=1e-3)
         ),
         # Mistral AI's: Mistral-7B-v0.1 and Mixtral-8x7B-v0.1.
-        "mistral-7b": LlamaConfig(
+        "mistral-7b": DecoderConfig(
             32_000, 4096, 32, 32, 8, 128, 14_336, rope_theta=10_000.0, windows=(4096,) * 32
         ),
-        "mixtral-8x7b": LlamaConfig(
+        "mixtral-8x7b": DecoderConfig(
             *(32_000, 4096, 32, 32, 8, 128, 14_336),
             rope_theta=1_000_000.0,
             experts=ExpertsConfig(8, 2, balance_loss=0.02),
         ),
         # OpenAI's gpt-oss-20b.
-        "gpt-oss-20b": LlamaConfig(
+        "gpt-oss-20b": DecoderConfig(
             *(201_088, 2880, 24, 64, 8, 64, 2880),
             rope_theta=150_000.0,
             yarn=Yarn(32.0, 4096, truncate=False),
@@ -223,16 +223,16 @@ CONFIGS: Mapping[str, LlamaConfig] = types.MappingProxyType(
         ),
         # Our own. "moe-tiny" is "tiny" with eight experts of a third of its width, two a token; trains on two
         # CPU cores in two minutes, where XLA multiplies all rows by all experts.
-        "moe-tiny": LlamaConfig(257, 128, 4, 4, 2, 32, 128, rope_theta=10_000.0, experts=_experts(8, 2)),
+        "moe-tiny": DecoderConfig(257, 128, 4, 4, 2, 32, 128, rope_theta=10_000.0, experts=_experts(8, 2)),
         # "60m" with experts of half its width: the same products a token. With 64 narrow experts it has about
         # as many parameters.
-        "moe-100m": LlamaConfig(
+        "moe-100m": DecoderConfig(
             *(32_000, 512, 8, 8, 8, 64, 688),
             rope_theta=10_000.0,
             norm_eps=1e-6,
             experts=_experts(8, 2),
         ),
-        "moe-100m-64": LlamaConfig(
+        "moe-100m-64": DecoderConfig(
             *(32_000, 512, 8, 8, 8, 64, 96),
             rope_theta=10_000.0,
             norm_eps=1e-6,
@@ -242,7 +242,7 @@ CONFIGS: Mapping[str, LlamaConfig] = types.MappingProxyType(
 )
 
 
-def get_config(name: str) -> LlamaConfig:
+def get_config(name: str) -> DecoderConfig:
     """Returns the configuration called `name`.
 
     Raises:
@@ -253,11 +253,11 @@ def get_config(name: str) -> LlamaConfig:
     return CONFIGS[name]
 
 
-def name_of(config: LlamaConfig) -> str:
+def name_of(config: DecoderConfig) -> str:
     """Returns the name of a configuration, or "other"."""
     return next((name for name, known in CONFIGS.items() if known == config), "other")
 
 
-def to_dict(config: LlamaConfig) -> dict[str, Any]:
+def to_dict(config: DecoderConfig) -> dict[str, Any]:
     """Returns the configuration as nested dicts for JSON, with the number of parameters."""
     return dataclasses.asdict(config) | {"parameters": config.n_params}

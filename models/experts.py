@@ -4,7 +4,7 @@ Assignments, pairs of a token and one of its experts, are sorted by expert, so t
 `mxjax.ragged_dot`'s under the policies of "mlp.gate_up" and "mlp.down". The router, "mlp.router", is a layer
 of its own, in float32 unless a rule names it. On a mesh, sums and sorting are over all devices' tokens.
 
-Shapes in names as in `models.llama`; T tokens, E experts, K active ones, A = T K assignments.
+Shapes in names as in `models.decoder`; T tokens, E experts, K active ones, A = T K assignments.
 """
 
 import functools
@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 import mxjax
-from models.configs import ClampedSwiGLU, ExpertsConfig, LlamaConfig
+from models.configs import ClampedSwiGLU, DecoderConfig, ExpertsConfig
 from models.embedding import lookup
 from models.gemms import BlockGemms, random_matrix, residual_std, zeros
 from models.sharding import after_gradients
@@ -48,7 +48,7 @@ class Routing(NamedTuple):
 class Experts(nnx.Module):
     """Gated MLPs, of which each token has a few; each `gate_up` holds the gate's columns first."""
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         assert config.experts is not None
         self.config = e = config.experts
         width, inner, std = config.d_model, config.d_ff, config.init_std
@@ -138,7 +138,7 @@ def auxiliary_loss(config: ExpertsConfig, routing: Routing) -> Float32[Array, ""
 
 
 def check_policies(
-    config: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None
+    config: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None
 ) -> None:
     """Raises ValueError if `mxjax.ragged_dot` cannot multiply by the policy of an expert's layer."""
     x, w, size = (jax.ShapeDtypeStruct((1,) * n, dtype) for n, dtype in ((2, "f4"), (3, "f4"), (1, "i4")))

@@ -1,6 +1,6 @@
 """The GEMMs of a block: each runs through `mxjax.dot` or `mxjax.ragged_dot` in the policy of its layer.
 
-Shapes in names as in `models.llama`.
+Shapes in names as in `models.decoder`.
 """
 
 import math
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 import mxjax
 from models.attention import attend_visible, causal_attention, visible_keys
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
 from models.sharding import weight_layout
 from mxjax.operands.computed import Norm, rms_norm, swiglu
 from mxjax.policy import Policy
@@ -48,7 +48,7 @@ AXES = {
 _FUSED_ATTENTION = {mxjax.get_policy("bf16"): jnp.bfloat16, mxjax.get_policy("fp32"): jnp.float32}
 
 
-def block_layers(config: LlamaConfig) -> tuple[str, ...]:
+def block_layers(config: DecoderConfig) -> tuple[str, ...]:
     """Returns the names of the GEMMs of a block; `blocks.I.NAME` has a policy of its own."""
     if config.experts is None:
         return BLOCK_LAYERS
@@ -56,7 +56,7 @@ def block_layers(config: LlamaConfig) -> tuple[str, ...]:
     return (*BLOCK_LAYERS, "mlp.router", *shared)
 
 
-def linear_layers(config: LlamaConfig) -> tuple[str, ...]:
+def linear_layers(config: DecoderConfig) -> tuple[str, ...]:
     """Returns the names of LINEAR_LAYERS that have one weight a block, and not one an expert."""
     return LINEAR_LAYERS if config.experts is None else ("attention.qkv", "attention.out")
 
@@ -209,7 +209,7 @@ def random_matrix(rngs: nnx.Rngs, *shape: int, std: float) -> nnx.Param:
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
-def residual_std(config: LlamaConfig) -> float:
+def residual_std(config: DecoderConfig) -> float:
     """Returns the standard deviation of matrices that write to the residual stream."""
     return config.init_std / math.sqrt(2 * config.n_layers)
 

@@ -104,7 +104,7 @@ def check_policies(phases: Sequence[LayerPolicies]) -> None:
 
 
 def snap_oscillating(setting: Deoscillation, layers: LayerPolicies) -> optax.GradientTransformation:
-    """Returns the last part of an optimizer, which snaps the weights of `models.llama` that oscillate.
+    """Returns the last part of an optimizer, which snaps the weights of `models.decoder` that oscillate.
 
     Updates of elements that do not oscillate stay as they are, bit for bit. The others lead to the quantized
     value up to the rounding of one float32 addition, which is exact between half and twice the old value.

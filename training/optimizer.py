@@ -43,8 +43,8 @@ def optimizer_of(
 def balance_experts(rate: float) -> optax.GradientTransformationExtraArgs:
     """Returns the last part of an optimizer, which moves each expert's bias by `rate` towards an even load.
 
-    Its `update` takes `aux=`, a `models.llama.Measured`. Biases of experts with less than the mean load grow,
-    those of others shrink. No gradient reaches them.
+    Its `update` takes `aux=`, a `models.decoder.Measured`. Biases of experts with less than the mean load
+    grow, those of others shrink. No gradient reaches them.
 
     Source: "Auxiliary-loss-free load balancing", arXiv 2408.15664, algorithm 1.
     """
@@ -91,7 +91,7 @@ def learning_rate(config: OptimizerConfig, steps: int, numpy: Any = jnp) -> opta
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
-    """Returns clipping by global norm, then AdamW, for parameters of `models.llama`.
+    """Returns clipping by global norm, then AdamW, for parameters of `models.decoder`.
 
     Its `update` takes `learning_rate=`, a scalar.
     """

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from models import llama
+from models import decoder
 from models.experts import routing_by_layer
 from models.gemms import linear_layers
 from models.sharding import batch_parts_of
@@ -167,7 +167,7 @@ def make_programs(
         compiler_options, plan.mesh, implementation=config.precision.implementation
     )
     xla_options = options_for(phase.layers.policies)
-    has_experts, measured = plan.model.experts is not None, _with_options(plan, phase, llama.measured_loss)
+    has_experts, measured = plan.model.experts is not None, _with_options(plan, phase, decoder.measured_loss)
     train_step = make_train_step(
         measured if has_experts else loss,
         optimizer,
@@ -195,7 +195,7 @@ def make_programs(
 
 def make_losses(plan: Plan, phase: Phase) -> tuple[Loss, Losses]:
     """Returns the model's mean loss, for training, and its loss of every token, for evaluation."""
-    return _with_options(plan, phase, llama.mean_loss), _with_options(plan, phase, llama.losses)
+    return _with_options(plan, phase, decoder.mean_loss), _with_options(plan, phase, decoder.losses)
 
 
 def _with_options(plan: Plan, phase: Phase, function: Callable) -> Callable:

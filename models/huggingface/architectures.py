@@ -1,4 +1,4 @@
-"""The architectures of Hugging Face's models that `models.llama` runs: classes, fields and tensors' names.
+"""The architectures of Hugging Face's models that `models.decoder` runs: classes, fields and tensors' names.
 
 Our matrices are [in, out] and stacked over layers; query, key and value share one, and so do gate and up
 projection. Hugging Face has separate [out, in] matrices for every layer and expert. But gpt-oss's experts are
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models import llama
-from models.configs import LlamaConfig
+from models import decoder
+from models.configs import DecoderConfig
 
 
 class Architecture(NamedTuple):
@@ -67,7 +67,7 @@ ARCHITECTURES: Mapping[str, Architecture] = types.MappingProxyType(
 """The architectures by their model_type."""
 
 
-def model_type(config: LlamaConfig) -> str:
+def model_type(config: DecoderConfig) -> str:
     """Returns the architecture that a decoder is exported as; `write_config` checks that it has all parts."""
     if (e := config.experts) is not None:
         return "gpt_oss" if e.biased else "qwen3_moe" if config.qk_norm else "mixtral"
@@ -78,7 +78,7 @@ def model_type(config: LlamaConfig) -> str:
     return "mistral" if config.windows else "llama"
 
 
-def views(config: LlamaConfig, params: llama.Params) -> dict[str, np.ndarray]:
+def views(config: DecoderConfig, params: decoder.Params) -> dict[str, np.ndarray]:
     """Returns every tensor of a decoder as a view of `params`, by Hugging Face's names and in their order.
 
     Reshaped to `shape_of` a view is Hugging Face's tensor. Assigning to the view writes into `params`.
@@ -114,7 +114,7 @@ def shape_of(name: str, view: np.ndarray) -> tuple[int, ...]:
     return (view.size,)
 
 
-def largest_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def largest_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of tensors which have all sizes of a decoder, for a check before it is allocated."""
     c, layer = config, "model.layers.0"
     found: dict[str, tuple[int, ...]] = {
@@ -139,7 +139,7 @@ def _of_layer(stacked: Mapping, i: int) -> dict:
     }
 
 
-def _attention_views(c: LlamaConfig, attention: Mapping) -> dict[str, np.ndarray]:
+def _attention_views(c: DecoderConfig, attention: Mapping) -> dict[str, np.ndarray]:
     """Returns the tensors of a layer's attention."""
     heads = c.n_heads // c.n_kv_heads
     qkv_DGRH = attention["qkv"].reshape(c.d_model, c.n_kv_heads, heads + 2, c.head_dim)
@@ -164,7 +164,7 @@ def _split_heads(qkv: np.ndarray, heads: int) -> list[tuple[str, np.ndarray]]:
     return [("q_proj", qkv[:, :heads]), ("k_proj", qkv[:, heads]), ("v_proj", qkv[:, heads + 1])]
 
 
-def _dense_views(c: LlamaConfig, mlp: Mapping) -> dict[str, np.ndarray]:
+def _dense_views(c: DecoderConfig, mlp: Mapping) -> dict[str, np.ndarray]:
     gate_up_FD = mlp["gate_up"].T
     parts = {"gate_proj": gate_up_FD[: c.d_ff], "up_proj": gate_up_FD[c.d_ff :], "down_proj": mlp["down"].T}
     return {f"mlp.{name}.weight": view for name, view in parts.items()}
@@ -173,7 +173,7 @@ def _dense_views(c: LlamaConfig, mlp: Mapping) -> dict[str, np.ndarray]:
 def _views_of_each(gate: str, names: tuple[str, str, str]) -> Callable[..., dict[str, np.ndarray]]:
     """Returns the function of a layer whose experts have tensors of their own, for gate, up and down."""
 
-    def found(c: LlamaConfig, mlp: Mapping) -> dict[str, np.ndarray]:
+    def found(c: DecoderConfig, mlp: Mapping) -> dict[str, np.ndarray]:
         tensors = {f"{gate}.gate.weight": mlp["router"].T}
         for j in range(len(mlp["gate_up"])):
             gate_up_FD = mlp["gate_up"][j].T
@@ -186,7 +186,7 @@ def _views_of_each(gate: str, names: tuple[str, str, str]) -> Callable[..., dict
     return found
 
 
-def _gpt_oss_views(c: LlamaConfig, mlp: Mapping) -> dict[str, np.ndarray]:
+def _gpt_oss_views(c: DecoderConfig, mlp: Mapping) -> dict[str, np.ndarray]:
     experts = len(mlp["gate_up"])
     gate_up_EDF2 = mlp["gate_up"].reshape(experts, c.d_model, 2, c.d_ff).swapaxes(2, 3)
     return {

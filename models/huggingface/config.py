@@ -1,4 +1,4 @@
-"""Conversion between `LlamaConfig` and config.json, as transformers 4 and 5 write it.
+"""Conversion between `DecoderConfig` and config.json, as transformers 4 and 5 write it.
 
 `models.huggingface.architectures` has the supported architectures and their own fields.
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from reprlib import repr as short
 from typing import Any
 
-from models.configs import ClampedSwiGLU, ExpertsConfig, LlamaConfig, RopeScaling, Yarn
+from models.configs import ClampedSwiGLU, DecoderConfig, ExpertsConfig, RopeScaling, Yarn
 from models.huggingface.architectures import ARCHITECTURES, model_type
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attent
 _ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
-def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
+def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Returns the decoder that a config.json describes, with transformers' defaults for what it leaves out.
 
     Raises:
@@ -121,7 +121,7 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
     if (head_dim := _size(raw, "head_dim", width // heads)) % 2:
         raise ValueError(f"config.json: head_dim {head_dim} must be even for rotary embeddings")
     layers, bias = _size(raw, "num_hidden_layers"), _switch(raw, "attention_bias")
-    return LlamaConfig(
+    return DecoderConfig(
         vocab_size=_size(raw, "vocab_size"),
         d_model=width,
         n_layers=layers,
@@ -260,7 +260,7 @@ def _positive(raw: Mapping[str, Any], name: str, default: float | None = None) -
     return float(value)
 
 
-def write_config(config: LlamaConfig, context: int) -> dict[str, Any]:
+def write_config(config: DecoderConfig, context: int) -> dict[str, Any]:
     """Returns config.json for a model trained on sequences of `context` tokens.
 
     It has the fields of transformers 4, which version 5 reads too. Token ids are left to the tokenizer.
@@ -302,7 +302,7 @@ def write_config(config: LlamaConfig, context: int) -> dict[str, Any]:
     return raw
 
 
-def _rope_fields(config: LlamaConfig) -> dict[str, Any] | None:
+def _rope_fields(config: DecoderConfig) -> dict[str, Any] | None:
     """Returns the fields of the scaling of rotary frequencies."""
     if (scaling := config.rope_scaling) is not None:
         return {"rope_type": "llama3"} | {name: getattr(scaling, ours) for name, ours in _LLAMA3.items()}
@@ -313,7 +313,7 @@ def _rope_fields(config: LlamaConfig) -> dict[str, Any] | None:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _window_fields(config: LlamaConfig, kind: str) -> dict[str, Any]:
+def _window_fields(config: DecoderConfig, kind: str) -> dict[str, Any]:
     """Returns the fields of sliding windows that the architecture has."""
     own, windows = ARCHITECTURES[kind].fields, config.windows
     found: dict[str, Any] = {"sliding_window": max(windows, default=0) or None}
@@ -324,7 +324,7 @@ def _window_fields(config: LlamaConfig, kind: str) -> dict[str, Any]:
     return found if "sliding_window" in own else {}
 
 
-def _expert_fields(config: LlamaConfig, kind: str) -> dict[str, Any]:
+def _expert_fields(config: DecoderConfig, kind: str) -> dict[str, Any]:
     """Returns the fields of the experts."""
     if (e := config.experts) is None:
         return {}

@@ -1,4 +1,4 @@
-"""The weights of Hugging Face's checkpoints as the parameters of `models.llama`, read and written tensor by
+"""The weights of Hugging Face's checkpoints as the parameters of `models.decoder`, read and written tensor by
 tensor. `models.huggingface.architectures` has their names.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 from rich.progress import track
 
 import mxjax
-from models import llama
-from models.configs import LlamaConfig
+from models import decoder
+from models.configs import DecoderConfig
 from models.huggingface.architectures import largest_tensors, shape_of, views
 from models.huggingface.files import DTYPES, Reader, Spec, read_json, spelling
 from mxjax.numerics.formats import BLOCK
@@ -67,11 +67,11 @@ def read_tensor(reader: Reader, name: str) -> np.ndarray:
     return values.reshape(*scales.shape[:-1], -1).swapaxes(-1, -2)
 
 
-def check_tensors(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
+def check_tensors(specs: Mapping[str, Spec], config: DecoderConfig) -> None:
     """Raises ValueError unless names, shapes and dtypes are those of the configured model."""
     _check_sizes(specs, config)
     empty = jax.tree.map(
-        lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), llama.abstract_params(config)
+        lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), decoder.abstract_params(config)
     )
     wanted = {name: shape_of(name, view) for name, view in views(config, empty).items()}
     found = {name: spec for name, spec in unpacked(specs).items() if not _is_derived(name, config)}
@@ -87,7 +87,7 @@ def check_tensors(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
     _raise(problems)
 
 
-def _check_sizes(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
+def _check_sizes(specs: Mapping[str, Spec], config: DecoderConfig) -> None:
     """Raises ValueError unless config.json has the sizes of the tensors; allocates nothing.
 
     Each size of a model is that of an axis of these tensors, so that all others are as large as files.
@@ -154,7 +154,7 @@ def parts(
     yield f"{name}_scales", np.asarray(q.scales).view(np.uint8)
 
 
-def check_tied_head(reader: Reader, config: LlamaConfig) -> None:
+def check_tied_head(reader: Reader, config: DecoderConfig) -> None:
     """Raises ValueError if config.json ties the head to the embedding, but the checkpoint's differ."""
     names = ("lm_head.weight", "model.embed_tokens.weight")
     if config.tied and names[0] in reader.specs:
@@ -163,7 +163,7 @@ def check_tied_head(reader: Reader, config: LlamaConfig) -> None:
             raise ValueError("config.json ties the head to the embedding, but lm_head.weight differs")
 
 
-def _is_derived(name: str, config: LlamaConfig) -> bool:
+def _is_derived(name: str, config: DecoderConfig) -> bool:
     """Returns whether a tensor is redundant: rotary frequencies in old checkpoints, or a tied head."""
     return name.endswith(".rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
@@ -175,7 +175,7 @@ def _is_linear(name: str) -> bool:
 _SHOWN_TENSORS = 8  # tensors listed in an error message
 
 
-def read_params(source: pathlib.Path, config: LlamaConfig) -> tuple[llama.Params, dict[str, str]]:
+def read_params(source: pathlib.Path, config: DecoderConfig) -> tuple[decoder.Params, dict[str, str]]:
     """Returns the parameters in float32, and the dtype of each tensor in the checkpoint.
 
     Raises:
@@ -185,7 +185,7 @@ def read_params(source: pathlib.Path, config: LlamaConfig) -> tuple[llama.Params
     with Reader(source) as reader:
         check_tensors(reader.specs, config)
         check_tied_head(reader, config)
-        abstract, tree = jax.tree.flatten(llama.abstract_params(config))
+        abstract, tree = jax.tree.flatten(decoder.abstract_params(config))
         leaves: list[Any] = [np.empty(leaf.shape, leaf.dtype) for leaf in abstract]
         dtypes = _fill(views(config, jax.tree.unflatten(tree, leaves)), reader)
     for i in range(len(leaves)):  # one by one, because orbax would copy all NumPy arrays at once

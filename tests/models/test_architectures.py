@@ -12,7 +12,7 @@ import pytest
 from support.llamas import layer_policies, logits_of, params_of, tensors
 
 import mxjax
-from models import llama
+from models import decoder
 from models.generation import Options, generate
 from models.huggingface.architectures import ARCHITECTURES, shape_of, views
 from models.huggingface.config import read_config
@@ -46,7 +46,7 @@ def test_attention_through_quantizable_products_has_windows_and_sinks():
         fp32 = mxjax.get_policy("fp32")
         unfused = dataclasses.replace(fp32, wgrad=mxjax.Gemm())  # only the Fprop is that of fp32
         policies = layer_policies(config, "fp32", [("*", "fp32"), ("*.attention.scores", unfused)])
-        ours = llama.apply(config, params, golden["tokens"], policies=policies, dtype=jnp.float32)
+        ours = decoder.apply(config, params, golden["tokens"], policies=policies, dtype=jnp.float32)
         assert np.max(np.abs(ours - golden["logits"])) < 2e-5
 
 
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_transformers(architecture):
     @jax.jit
     @jax.value_and_grad
     def loss(params, tokens):
-        return jnp.mean(llama.losses(config, params, tokens, policies=policies, dtype=jnp.float32))
+        return jnp.mean(decoder.losses(config, params, tokens, policies=policies, dtype=jnp.float32))
 
     value, grads = loss(params, jnp.asarray(golden["tokens"]))
     np.testing.assert_allclose(value, golden["loss"], rtol=1e-6)

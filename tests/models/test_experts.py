@@ -10,13 +10,13 @@ import pytest
 from support.llamas import layer_policies
 
 import mxjax
-from models import llama
-from models.configs import ExpertsConfig, LlamaConfig
+from models import decoder
+from models.configs import DecoderConfig, ExpertsConfig
 from models.experts import auxiliary_loss, check_policies, permute, route, sort_by_expert, summary
 from training.config import OptimizerConfig
 from training.optimizer import decayed, optimizer_of
 
-CONFIG = LlamaConfig(64, 32, 2, 4, 2, 16, 32, experts=ExpertsConfig(6, 2, balance_loss=0.01, z_loss=1e-3))
+CONFIG = DecoderConfig(64, 32, 2, 4, 2, 16, 32, experts=ExpertsConfig(6, 2, balance_loss=0.01, z_loss=1e-3))
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 17)), jnp.int32)
 
 
@@ -28,7 +28,7 @@ def with_experts(**changes):
 def measured(config, params, policy="fp32", **options):
     policies = layer_policies(config, policy, [("head", "fp32"), ("*.attention.*", "fp32")])
     options |= {"policies": policies, "dtype": jnp.float32}
-    return jax.jit(lambda p: llama.measured_loss(config, p, TOKENS, **options))(params)
+    return jax.jit(lambda p: decoder.measured_loss(config, p, TOKENS, **options))(params)
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
@@ -67,7 +67,7 @@ def test_a_permutation_s_gradient_is_its_inverse():
 def test_all_experts_active_are_one_mlp(changes):
     """With even scores, results are those of an MLP of all experts' columns, whose result is a mean."""
     config = with_experts(active=6, **changes)
-    params = llama.init(config, jax.random.key(0))
+    params = decoder.init(config, jax.random.key(0))
     e, d, f = 6, config.d_model, config.d_ff
     mlp = params["blocks"]["mlp"]
     mlp["router"] = jnp.zeros_like(mlp["router"])
@@ -94,7 +94,7 @@ def test_all_experts_active_are_one_mlp(changes):
 
 def test_experts_without_tokens_get_zeros_and_no_nan():
     """Two experts get all tokens; the first has an odd number, which blocks of 32 pad."""
-    params = llama.init(CONFIG, jax.random.key(0))
+    params = decoder.init(CONFIG, jax.random.key(0))
     params["blocks"]["mlp"]["router"] *= 0
     grads = jax.grad(lambda p: measured(CONFIG, p, "wgrad_hadamard")[0])(params)
     mlp = grads["blocks"]["mlp"]
@@ -107,7 +107,7 @@ def test_experts_without_tokens_get_zeros_and_no_nan():
 
 def test_biases_balance_the_load_without_a_gradient():
     config = with_experts(balance_rate=1e-2, balance_loss=None, z_loss=None)
-    params = llama.init(config, jax.random.key(0))
+    params = decoder.init(config, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == config.n_params
     params["blocks"]["mlp"]["router"] *= 20
     optimizer = optimizer_of(OptimizerConfig(), None, layer_policies(config, "bf16"), config.experts)
@@ -135,7 +135,7 @@ def test_biases_balance_the_load_without_a_gradient():
 def test_vectors_do_not_decay():
     config = with_experts(biased=True, balance_rate=1e-3)
     config = dataclasses.replace(config, qkv_bias=True, sinks=True, qk_norm=True)
-    flags = jax.tree.leaves_with_path(decayed(llama.abstract_params(config)))
+    flags = jax.tree.leaves_with_path(decayed(decoder.abstract_params(config)))
     kept = {path[-1].key for path, decays in flags if not decays}
     biases = {f"{name}_bias" for name in ("qkv", "router", "gate_up", "down", "balance")}
     assert kept == {"scale", "sinks"} | biases
@@ -155,7 +155,7 @@ def test_a_policy_that_experts_cannot_run_is_refused():
 
 
 def test_auxiliary_losses_are_means_over_blocks():
-    params = llama.init(CONFIG, jax.random.key(0))
+    params = decoder.init(CONFIG, jax.random.key(0))
     value, found = measured(CONFIG, params)
     expected = 0.01 * np.mean(found.routing.balance) + 1e-3 * np.mean(found.routing.z)
     np.testing.assert_allclose(auxiliary_loss(CONFIG.experts, found.routing), expected, rtol=1e-6)

@@ -7,7 +7,7 @@ import pytest
 from support.llamas import golden_raw
 
 from models.config_file import from_dict
-from models.configs import ExpertsConfig, LlamaConfig, get_config, to_dict
+from models.configs import DecoderConfig, ExpertsConfig, get_config, to_dict
 from models.huggingface.config import read_config, write_config
 
 
@@ -48,7 +48,7 @@ def test_meta_s_llama_2_needs_no_rope_fields():
         "vocab_size": 32000,
     }
     config = read_config(raw)
-    assert config == LlamaConfig(32_000, 4096, 32, 32, 32, 128, 11_008, rope_theta=10_000.0)
+    assert config == DecoderConfig(32_000, 4096, 32, 32, 32, 128, 11_008, rope_theta=10_000.0)
     assert config.n_params == 6_738_415_616  # the size of that checkpoint
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from models.config_file import context_length
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
 from mxjax.products.implementations import choose_implementation
 from training.config import Config
 from training.deoscillation import parse_deoscillation
@@ -94,7 +94,7 @@ def long_sequences(config: Config) -> list[str]:
     ]
 
 
-def active(model: LlamaConfig) -> str:
+def active(model: DecoderConfig) -> str:
     """Returns the number of parameters that a token meets, in words, if experts make it less than all."""
     return "" if model.experts is None else f"{model.n_active_params:,} active, "
 

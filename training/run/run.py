@@ -15,7 +15,7 @@ from typing import Any
 import grain
 import jax
 
-from models import llama
+from models import decoder
 from training.config import Config
 from training.files import HUGGINGFACE
 from training.log import mlperf, sinks
@@ -308,7 +308,7 @@ class _Folder:
         for name, parse in parsers.items():
             self.notes += set_aside_if_damaged(self.path / name, parse)
         if self._resume:
-            config, layer_policies = plan.config, functools.partial(llama.layer_policies, plan.model)
+            config, layer_policies = plan.config, functools.partial(decoder.layer_policies, plan.model)
             self.notes += changed_files(config.precision, config.steps, plan.phases, layer_policies)
 
     def clean_up(self) -> None:

@@ -1,4 +1,4 @@
-"""Llama 3.1 in Flax NNX, where every GEMM runs through `mxjax.dot` in its own policy.
+"""A decoder in Flax NNX, where every GEMM runs in its own policy; Llama 3.1 is one configuration of it.
 
 Shapes in names: B batch, S sequence, D d_model, G key/value heads, R query heads a key/value head,
 H head_dim, F d_ff, V vocabulary. Parameters are float32 and stacked over layers; activations have the dtype
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, Int
 from models import gemms, loss
 from models.attention import block_windows, rope_angles
 from models.block import Block, RMSNorm
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
 from models.embedding import lookup
 from models.experts import Routing, auxiliary_loss
 from models.gemms import BlockGemms, block_keys, block_layers, random_matrix
@@ -43,7 +43,7 @@ _HIGH_PRECISION = ("blocks.*.attention.scores", "blocks.*.attention.values", "he
 _BF16, _FP32 = get_policy("bf16"), get_policy("fp32")
 
 
-def layer_policies(config: LlamaConfig, default: Policy, rules: Rules = ()) -> LayerPolicies:
+def layer_policies(config: DecoderConfig, default: Policy, rules: Rules = ()) -> LayerPolicies:
     """Returns the policy of every GEMM: `default` for the linear layers of the blocks, then the rules.
 
     The head and the attention products stay in bfloat16, and routers in float32, unless a rule names them.
@@ -57,10 +57,10 @@ def layer_policies(config: LlamaConfig, default: Policy, rules: Rules = ()) -> L
     return resolve([*names, "head"], default, (*own, *rules))
 
 
-class Llama(nnx.Module):
+class Decoder(nnx.Module):
     """The language model: embedding, stacked blocks, final norm, head."""
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
         self.embedding = random_matrix(rngs, config.vocab_size, config.d_model, std=config.init_std)
         self.blocks = _stack(config, rngs)
@@ -158,36 +158,36 @@ Params = dict[str, Any]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def init(config: LlamaConfig, key: jax.Array) -> Params:
+def init(config: DecoderConfig, key: jax.Array) -> Params:
     """Returns random float32 parameters.
 
     Matrices are normal with standard deviation `init_std`, or `init_std / sqrt(2 n_layers)` if they write to
     the residual stream (Megatron's scaled initialization). Scales of norms are one.
     """
-    return nnx.to_pure_dict(nnx.split(Llama(config, nnx.Rngs(params=key)))[1])
+    return nnx.to_pure_dict(nnx.split(Decoder(config, nnx.Rngs(params=key)))[1])
 
 
-def abstract_params(config: LlamaConfig) -> Params:
+def abstract_params(config: DecoderConfig) -> Params:
     """Returns the shapes and dtypes of the parameters."""
     return jax.eval_shape(lambda: init(config, jax.random.key(0)))
 
 
 def apply(
-    config: LlamaConfig, params: Params, tokens: Int[Array, "B S"], **options
+    config: DecoderConfig, params: Params, tokens: Int[Array, "B S"], **options
 ) -> Float32[Array, "B S V"]:
-    """Returns the logits of the Llama with these parameters; options as in `Llama.__call__`."""
+    """Returns the logits of the model with these parameters; options as in `Decoder.__call__`."""
     return nnx.merge(graph(config), params)(tokens, **options)
 
 
 def losses(
-    config: LlamaConfig, params: Params, batch: Int[Array, "B S+1"], **options
+    config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> Float32[Array, "B S"]:
-    """Returns the cross-entropy of each token but the first, in nats; options as in `Llama.hidden`."""
+    """Returns the cross-entropy of each token but the first, in nats; options as in `Decoder.hidden`."""
     return token_losses(*_head_and_input(config, params, batch, **options)[0])
 
 
 def mean_loss(
-    config: LlamaConfig, params: Params, batch: Int[Array, "B S+1"], **options
+    config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> Float32[Array, ""]:
     """Returns the loss to minimize: the mean of `losses`, and `models.experts.auxiliary_loss`.
 
@@ -204,7 +204,7 @@ class Measured(NamedTuple):
 
 
 def measured_loss(
-    config: LlamaConfig, params: Params, batch: Int[Array, "B S+1"], **options
+    config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> tuple[Float32[Array, ""], Measured | None]:
     """Returns `mean_loss` and, for a model with experts, its parts."""
     inputs, routing = _head_and_input(config, params, batch, **options)
@@ -214,7 +214,7 @@ def measured_loss(
     return value + auxiliary_loss(config.experts, routing), Measured(value, routing)
 
 
-def _head(config: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None) -> Head:
+def _head(config: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None) -> Head:
     layout = weight_layout(AXES["head"])
     return Head(policies["head"], implementation, layout, config.vocab_size, config.tied)
 
@@ -228,9 +228,9 @@ def _head_and_input(config, params, batch, *, policies, key=None, implementation
 
 
 @functools.cache
-def graph(config: LlamaConfig) -> nnx.GraphDef:
+def graph(config: DecoderConfig) -> nnx.GraphDef:
     """Returns the structure of the model, which `nnx.merge` completes with parameters."""
-    return nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(params=0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=0))))[0]
 
 
 def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtype) -> Float[Array, "B S D"]:
@@ -269,7 +269,7 @@ def _slice(blocks, start: int, stop: int):
     return jax.tree.map(lambda a: a[start:stop], blocks)
 
 
-def _stack(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
+def _stack(config: DecoderConfig, rngs: nnx.Rngs) -> Block:
     """Returns a Block whose parameters have a leading axis of n_layers."""
 
     @nnx.split_rngs(splits=config.n_layers)
