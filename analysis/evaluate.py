@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from analysis.restore import Restored, RunArguments
-from models import llama
+from models import decoder
 from mxjax.products.implementations import compiler_options
 from training.config import Config
 from training.data.load import load_data, load_held_out
@@ -47,7 +47,7 @@ def evaluate_model(restored: Restored, batches: list[Batch]) -> dict[str, Any]:
 
     def losses(params, batch, key):
         options: dict[str, Any] = {"policies": phase.layers, "key": key, "implementation": implementation}
-        return llama.losses(model, params, batch, **options)
+        return decoder.losses(model, params, batch, **options)
 
     xla_options = compiler_options(phase.layers.policies, implementation)
     return evaluate(make_eval_step(losses, xla_options), params, batches)

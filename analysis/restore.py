@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax
 import tyro
 
-from models import llama
-from models.configs import LlamaConfig
+from models import decoder
+from models.configs import DecoderConfig
 from mxjax.numerics.scales import ScaleRule
 from mxjax.products.implementations import Implementation, check_implementations
 from training.config import Config, PrecisionConfig, parse_rules
@@ -56,8 +56,8 @@ class Restored(NamedTuple):
     """A run's configuration, and its model at a checkpoint."""
 
     config: Config
-    model: LlamaConfig
-    params: llama.Params
+    model: DecoderConfig
+    params: decoder.Params
     step: int | None
     phase: Phase
     implementation: Implementation | None
@@ -82,7 +82,7 @@ def restore(arguments: RunArguments) -> Restored:
         step = checkpoints.latest if arguments.step is None else arguments.step
         if step == "best" and (step := checkpoints.best) is None:
             raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
-        params = checkpoints.restore_params(llama.abstract_params(model), step)
+        params = checkpoints.restore_params(decoder.abstract_params(model), step)
         phase = phase_at(phases, step or 0)
     if not jax.jit(all_finite)(params):
         raise ValueError(
@@ -132,13 +132,13 @@ def _as_flags(changes: Mapping[str, Any]) -> list[str]:
 
 
 def choose_phases(
-    arguments: RunArguments, saved: Mapping[str, Any], config: Config, model: LlamaConfig
+    arguments: RunArguments, saved: Mapping[str, Any], config: Config, model: DecoderConfig
 ) -> tuple[Phase, ...]:
     """Returns the phases that the arguments name, or the run's own with the arguments' changes.
 
     The run's scale rule and exceptions by layer belong to its policy: another policy does without them.
     """
-    layer_policies = functools.partial(llama.layer_policies, model)
+    layer_policies = functools.partial(decoder.layer_policies, model)
     rule = arguments.scale_rule
     if arguments.policy is not None:
         precision = PrecisionConfig(arguments.policy, rule, arguments.layers, arguments.set)

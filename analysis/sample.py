@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from analysis.restore import Restored, RunArguments
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
 from models.generation import Options, generate
 from training.data.megatron import is_indexed
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
@@ -107,7 +107,7 @@ def beyond_training(run: pathlib.Path, restored: Restored, length: int) -> str |
     )
 
 
-def check_length(model: LlamaConfig, length: int) -> None:
+def check_length(model: DecoderConfig, length: int) -> None:
     """Raises ValueError if the keys and values of so many tokens need more memory than the device has."""
     size, there_is = 4 * model.n_layers * length * model.n_kv_heads * model.head_dim, memory_there_is()
     if size > there_is:

@@ -258,7 +258,7 @@ def parse(argv: list[str] | None = None) -> Config:
                 default = dataclasses.replace(default, precision=dataclasses.replace(begun.precision, set=()))
         elif known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
-    return flags_of(Config, argv, default=default, description="Train a Llama in MXFP4.")
+    return flags_of(Config, argv, default=default, description="Train a language model in MXFP4.")
 
 
 def _begun_run(folder: pathlib.Path) -> Config | None:

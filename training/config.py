@@ -260,7 +260,7 @@ class Config:
     """Name of a model in models/configs.py. Its vocabulary comes from the data, see --vocab-size."""
     model_config: pathlib.Path | None = None
     """Shape of the model instead of --model: a JSON file with the fields of Hugging Face's config.json or of
-    LlamaConfig in models/configs.py. Its vocabulary too comes from the data."""
+    DecoderConfig in models/configs.py. Its vocabulary too comes from the data."""
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, or of an imported checkpoint."""
     mesh: str | None = None

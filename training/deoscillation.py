@@ -22,7 +22,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from models.block import LINEAR_LAYERS
+from models.gemms import LINEAR_LAYERS
 from mxjax.numerics.array import dequantize
 from mxjax.numerics.formats import get_format
 from mxjax.numerics.operand import Operand
@@ -112,7 +112,7 @@ def check_policies(phases: Sequence[LayerPolicies]) -> None:
 
 
 def snap_oscillating(setting: Deoscillation, layers: LayerPolicies) -> optax.GradientTransformation:
-    """Returns the last part of an optimizer, which snaps the weights of `models.llama` that oscillate.
+    """Returns the last part of an optimizer, which snaps the weights of `models.decoder` that oscillate.
 
     Updates of elements that do not oscillate stay as they are, bit for bit. The others lead to the quantized
     value up to the rounding of one float32 addition, which is exact between half and twice the old value.
@@ -176,7 +176,8 @@ def quantized_weights(params: Any, layers: LayerPolicies) -> Any:
         operands = [_operand(layers[f"blocks.{i}.{name}"]) for i in range(w.shape[0])]
         for operand in dict.fromkeys(operands):
             if operand is not None:
-                mine = jnp.array([other == operand for other in operands])[:, None, None]
+                mine = jnp.array([other == operand for other in operands])
+                mine = mine.reshape(-1, *(1 for _ in w.shape[1:]))
                 # Layer by layer, as the Fprop does: a tensor scale belongs to one layer's weight.
                 w = jnp.where(mine, jax.vmap(functools.partial(_seen, operand))(w), w)
         return w

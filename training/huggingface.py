@@ -25,7 +25,9 @@ import jax
 import numpy as np
 import tyro
 
-from models.configs import LlamaConfig, name_of, to_dict
+from models.configs import DecoderConfig, name_of, to_dict
+from models.decoder import abstract_params
+from models.huggingface.architectures import views
 from models.huggingface.config import read_config, write_config
 from models.huggingface.files import Writer, check_files, new_folder, read_json, small_files, write_json
 from models.huggingface.weights import (
@@ -36,9 +38,7 @@ from models.huggingface.weights import (
     quantized,
     read_params,
     specs_of,
-    views,
 )
-from models.llama import abstract_params
 from mxjax.numerics.scales import ScaleRule
 from training.command_line import flags
 from training.config import Config, DataConfig, PrecisionConfig
@@ -85,14 +85,14 @@ CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(m
 RunFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 
-def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> LlamaConfig:
-    """Imports a Hugging Face Llama as a run, for train.py --init and eval.py.
+def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> DecoderConfig:
+    """Imports a Hugging Face checkpoint as a run, for train.py --init and eval.py.
 
     Args:
       source: the checkpoint's folder: config.json, and safetensors in float32, bfloat16 or float16.
       run: the folder to create.
     Raises:
-      ValueError: `run` is in use, or the checkpoint is not a Llama, is incomplete or damaged.
+      ValueError: `run` is in use, or the checkpoint is of another architecture, incomplete or damaged.
     """
     source, run = absolute_path(source), absolute_path(run)
     check_files(source)
@@ -124,7 +124,7 @@ def export_checkpoint(
     mxfp4: ScaleRule | None = None,
     shard_gb: float = 5.0,
     allow_nonfinite: bool = False,
-) -> LlamaConfig:
+) -> DecoderConfig:
     """Writes a run's parameters as a Hugging Face checkpoint that transformers loads.
 
     Args:
@@ -172,17 +172,19 @@ def export_checkpoint(
     return config
 
 
-def _evaluation_config(model: LlamaConfig, raw: Mapping[str, Any]) -> Config:
+def _evaluation_config(model: DecoderConfig, raw: Mapping[str, Any]) -> Config:
     """Returns the configuration in which eval.py runs an imported model by default."""
     seq_len = min(raw.get("max_position_embeddings") or _EVAL_SEQ_LEN, _EVAL_SEQ_LEN)
     data = DataConfig(vocab_size=model.vocab_size, batch_size=1, seq_len=seq_len)
     return Config(precision=PrecisionConfig("bf16"), data=data, model=name_of(model))
 
 
-def _export_config(kept: pathlib.Path, saved: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
+def _export_config(kept: pathlib.Path, saved: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
     """Returns the imported config.json, or a new one."""
     if kept.exists():
-        return read_json(kept)
+        raw = read_json(kept)
+        raw.pop("quantization_config", None)  # the parameters are not packed
+        return raw
     return write_config(config, saved["config"]["data"]["seq_len"])
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
 from training.config import Config
 from training.data.megatron import MegatronCorpus
 from training.data.text import TextCorpus
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     mesh: jax.sharding.Mesh
     corpus: TextCorpus | MegatronCorpus
     held_out: list[np.ndarray]
-    model: LlamaConfig
+    model: DecoderConfig
     phases: tuple[Phase, ...]
     imported: str | None = None
     tokenizer: str | None = None

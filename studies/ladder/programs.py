@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from models import llama
+from models import decoder
 from models.configs import get_config
 from mxjax.products.implementations import Implementation, compiler_options
 from studies.ladder.cells import PROTOCOLS, Cell, Protocol, policy_of, recipe_of
@@ -48,17 +48,17 @@ class Programs:
         rules = parse_rules(recipe.layers) if recipe else ()
         policy = policy_of(cell)
         self.policy = str(policy)
-        policies = llama.layer_policies(model, policy, rules)
+        policies = decoder.layer_policies(model, policy, rules)
         if recipe and recipe.deoscillate:
             setting = parse_deoscillation(recipe.deoscillate)
             check_policies([policies])
             optimizer = optax.chain(optimizer, snap_oscillating(setting, policies))
         options = {"policies": policies, "implementation": IMPLEMENTATION}
-        loss = functools.partial(_call, llama.mean_loss, model, options)
-        losses = functools.partial(_call, llama.losses, model, options)
+        loss = functools.partial(_call, decoder.mean_loss, model, options)
+        losses = functools.partial(_call, decoder.losses, model, options)
         self.schedule = learning_rate(config, p.horizon or p.steps)
         self.first_state: Any = jax.jit(
-            lambda key: init_state(with_outliers(llama.init(model, key), p.outlier_channels), optimizer)
+            lambda key: init_state(with_outliers(decoder.init(model, key), p.outlier_channels), optimizer)
         )
         self.held_out = held_out_batches(corpus.validation, p)
         options = compiler_options(policies.policies, IMPLEMENTATION)
@@ -107,7 +107,7 @@ class Programs:
         self.eval_step = eval_step.lower(state.params, self.held_out[0], key).compile()
 
 
-def with_outliers(params: llama.Params, channels: int) -> llama.Params:
+def with_outliers(params: decoder.Params, channels: int) -> decoder.Params:
     """Returns the parameters with outliers in the first channels of every normalized activation.
 
     The scales of the blocks' norms are OUTLIER_FACTOR times as large there, and the weights that read those

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from analysis.restore import Restored, RunArguments, describe, in_words, left_out
-from models import llama
+from models import decoder
 from models.configs import get_config
 from training.command_line import parse
 from training.phases import phases_of
@@ -19,7 +19,7 @@ OWN_IN_WORDS = f"--set '{CHANGE}', --scale-rule even, --layers head=fp8"
 
 def restored(*flags):
     config, model = parse([*flags]), get_config("tiny")
-    phase, *_ = phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
+    phase, *_ = phases_of(config.precision, config.steps, functools.partial(decoder.layer_policies, model))
     return Restored(config, model, {}, 3, phase, None)
 
 

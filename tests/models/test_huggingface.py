@@ -12,10 +12,10 @@ import pytest
 from support.llamas import GOLDEN, NAMES, SMALL, golden_raw, logits_of, params_of, rewrite_params, tensors
 
 import mxjax
-from models import llama
-from models.configs import LlamaConfig, RopeScaling
+from models import decoder
+from models.configs import DecoderConfig, RopeScaling
+from models.huggingface.architectures import views
 from models.huggingface.files import Reader, Spec, Writer
-from models.huggingface.weights import views
 from training.huggingface import export_checkpoint, import_checkpoint
 
 
@@ -51,7 +51,7 @@ def test_export_gives_back_the_bytes_that_were_imported(imported, tmp_path, name
 
 def test_configurations_are_read(imported):
     found = {name: params_of(run)[0] for name, run in imported.items()}
-    small = LlamaConfig(64, 32, 2, 4, 4, 8, 64, rope_theta=10_000.0)
+    small = DecoderConfig(64, 32, 2, 4, 4, 8, 64, rope_theta=10_000.0)
     llama31 = RopeScaling(8.0, 1.0, 4.0, 16)
     grouped = dataclasses.replace(small, n_kv_heads=2, rope_theta=500_000.0, norm_eps=1e-6)
     assert found == {
@@ -215,7 +215,9 @@ def test_transformers_loads_exports_and_agrees(tmp_path, config, dtype):
     transformers = pytest.importorskip("transformers")
     config = dataclasses.replace(config, init_std=0.2)  # logits of a size to compare
     (tmp_path / "seed").mkdir()
-    rewrite_params(tmp_path / "seed", config, jax.tree.map(np.asarray, llama.init(config, jax.random.key(1))))
+    rewrite_params(
+        tmp_path / "seed", config, jax.tree.map(np.asarray, decoder.init(config, jax.random.key(1)))
+    )
     import_checkpoint(tmp_path / "seed", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "huggingface")  # as if it had been trained here
     export_checkpoint(tmp_path / "run", tmp_path / "out", dtype=dtype, shard_gb=1e-4)

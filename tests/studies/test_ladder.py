@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mxjax
-from models import llama
+from models import decoder
 from models.configs import get_config
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
@@ -86,12 +86,12 @@ def test_an_unknown_study_names_those_there_are(tmp_path):
 
 def test_outlier_channels_change_activations_and_no_function():
     model = dataclasses.replace(get_config("tiny"), vocab_size=64)
-    params = llama.init(model, jax.random.key(0))
+    params = decoder.init(model, jax.random.key(0))
     outliers = programs.with_outliers(params, 8)
     np.testing.assert_allclose(outliers["blocks"]["mlp_norm"]["scale"][:, 7:9], [[16, 1]] * model.n_layers)
     batch = jax.random.randint(jax.random.key(1), (2, 17), 0, 64)
-    policies = llama.layer_policies(model, get_policy("fp32"))
-    losses = jax.jit(lambda params: llama.losses(model, params, batch, policies=policies, dtype="float32"))
+    policies = decoder.layer_policies(model, get_policy("fp32"))
+    losses = jax.jit(lambda params: decoder.losses(model, params, batch, policies=policies, dtype="float32"))
     np.testing.assert_allclose(losses(params), losses(outliers), rtol=1e-6)
 
 

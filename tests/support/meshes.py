@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import mxjax
-from models import llama
+from models import decoder
 from models import loss as pieces
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
 from models.sharding import AXES
 from training import sharding as parameter_sharding
 from training.config import OptimizerConfig
@@ -31,7 +31,7 @@ from training.sharding import filled_size, global_batch, make_mesh, on_mesh, res
 from training.step import ScheduledStep, make_eval_step, make_train_step
 
 # Every axis has 8 whole blocks and rotations of 32.
-MODEL = LlamaConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)
+MODEL = DecoderConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)
 STEPS, BATCH, LENGTH = 3, 8, 32
 SHAPES = [shape for shape in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(shape) <= 8]
 LADDER = [name for name in mxjax.policies() if name.startswith(("bf16", "fp8", "fprop", "wgrad", "full"))]
@@ -54,7 +54,7 @@ class OnMesh:
         # In float32 around the linear layers, where the order of sums changes least.
         rules = [("blocks.*.attention.[sv]*", mxjax.get_policy("fp32"))] if dtype == jnp.float32 else []
         rules.append(("head", mxjax.get_policy(head)))
-        self.policies = policies = llama.layer_policies(model, mxjax.get_policy(policy), rules)
+        self.policies = policies = decoder.layer_policies(model, mxjax.get_policy(policy), rules)
         config = OptimizerConfig(lr=0.3, eps=1.0, warmup_steps=1)  # as SGD: Adam enlarges small differences
         optimizer, schedule = make_optimizer(config), learning_rate(config, 10)
         devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
@@ -68,10 +68,10 @@ class OnMesh:
         }
 
         def loss(params, batch, key):
-            return llama.mean_loss(model, params, batch, key=key, **options)
+            return decoder.mean_loss(model, params, batch, key=key, **options)
 
         def losses(params, batch, key):
-            return llama.losses(model, params, batch, key=key, **options)
+            return decoder.losses(model, params, batch, key=key, **options)
 
         parameter_sharding.check_shards(self.mesh.shape, model, policies)
         with jax.set_mesh(self.mesh):
@@ -195,7 +195,7 @@ def memory(*cases: str) -> None:
     allocates on a device, in bytes."""
     for case in cases:
         shape, policy, remat, vocab = case.split(":")
-        model = LlamaConfig(int(vocab), 128, 4, 4, 4, 32, 384, rope_theta=10_000.0)
+        model = DecoderConfig(int(vocab), 128, 4, 4, 4, 32, 384, rope_theta=10_000.0)
         on = OnMesh(policy, tuple(map(int, shape.split(","))), remat=remat, model=model, dtype=jnp.bfloat16)
         batch = np.zeros((BATCH, 129), np.int32)
         with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):

@@ -11,7 +11,7 @@ import pytest
 from support.llamas import SMALL, layer_policies
 
 import mxjax
-from models import llama
+from models import decoder
 from mxjax.policy.layers import LayerPolicies
 from training import deoscillation
 from training.config import Config, PrecisionConfig
@@ -81,7 +81,7 @@ def test_snapping_needs_the_weights():
 @pytest.mark.slow
 def test_quantized_weights_are_those_that_each_layer_multiplies():
     layers = layer_policies(SMALL, "primus_turbo", [("blocks[0].*", "bf16"), ("blocks[1].mlp.down", "wgrad")])
-    params = llama.init(SMALL, jax.random.key(0))
+    params = decoder.init(SMALL, jax.random.key(0))
     found = jax.jit(lambda p: deoscillation.quantized_weights(p, layers))(params)
     for module, matrix in (("attention", "qkv"), ("mlp", "gate_up"), ("mlp", "down")):
         first, second = params["blocks"][module][matrix]

@@ -16,7 +16,7 @@ from support.llamas import GOLDEN, SMALL, params_of, rewrite_params, tensors
 
 import eval as evaluation_program
 import train as training_program
-from models import llama
+from models import decoder
 from models.configs import to_dict
 from training import huggingface as huggingface_program
 from training import huggingface as huggingface_runs
@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory):
     """A random Llama with a vocabulary of 300, as a Hugging Face checkpoint with a tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint")
     config = SMALL
-    params = jax.tree.map(np.asarray, llama.init(config, jax.random.key(0)))
+    params = jax.tree.map(np.asarray, decoder.init(config, jax.random.key(0)))
     rewrite_params(folder, config, params)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     (folder / "README.md").write_text("of the original")

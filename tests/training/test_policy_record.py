@@ -11,7 +11,7 @@ import pytest
 from support import oracles
 
 import mxjax
-from models import llama
+from models import decoder
 from models.configs import get_config
 from mxjax import Gemm, Operand, Policy, Rotation
 from training.command_line import parse
@@ -31,7 +31,7 @@ from training.run.record import from_json, to_json
 
 OWN = Policy(wgrad=Gemm(rotation=Rotation(32, "fixed", seed=3)))
 IDLE = Policy(Gemm(Operand("fp32"), Operand()), wgrad=Gemm(Operand(source="dequantized")))
-LAYER_POLICIES = functools.partial(llama.layer_policies, get_config("tiny"))
+LAYER_POLICIES = functools.partial(decoder.layer_policies, get_config("tiny"))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import typing
 from typing import Any
 
 from models.config_file import from_dict
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
 from models.received import parse_json, read_text, special_kind
 from mxjax.policy import Policy
 from mxjax.policy.json import policy_from_json
@@ -72,7 +72,7 @@ def _policy(fields: dict[str, Any]) -> Policy:
         raise ValueError(f"{FILE} holds no policy of this version of mxjax: {error}") from error
 
 
-def model_of(saved: dict[str, Any]) -> LlamaConfig:
+def model_of(saved: dict[str, Any]) -> DecoderConfig:
     """Returns the model's shape that the config.json of a run holds.
 
     Raises:

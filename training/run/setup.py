@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 
-from models import llama
+from models import decoder
 from models.config_file import load_config
-from models.configs import LlamaConfig, get_config, to_dict
+from models.configs import DecoderConfig, get_config, to_dict
+from models.experts import check_policies
 from models.huggingface.files import small_files
 from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
@@ -79,6 +80,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     phases = choose_phases(config, model, folder, saved)
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
+        check_policies(model, phase.layers, config.precision.implementation)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
     check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
     if config.observe.tensorboard:
@@ -145,7 +147,7 @@ def check_folder(resume: bool, folder: pathlib.Path) -> None:
         raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
 
 
-def check_memory(sizes: Mapping[str, int], config: Config, model: LlamaConfig) -> None:
+def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig) -> None:
     """Raises ValueError if a part of the memory that every step needs is more than a device has.
 
     The parts are the parameters with their moments, and the tokens with the inputs of all blocks, which even
@@ -170,13 +172,13 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: LlamaConfig) -
         )
 
 
-def check_phases(sizes: Mapping[str, int], model: LlamaConfig, phases: Sequence[Phase]) -> None:
+def check_phases(sizes: Mapping[str, int], model: DecoderConfig, phases: Sequence[Phase]) -> None:
     """Raises ValueError unless a mesh of these sizes shards the parameters as every phase needs."""
     for phase in phases:
         check_shards(sizes, model, phase.layers)
 
 
-def fits_mesh(model: LlamaConfig, phases: Sequence[Phase], sizes: Mapping[str, int]) -> bool:
+def fits_mesh(model: DecoderConfig, phases: Sequence[Phase], sizes: Mapping[str, int]) -> bool:
     """Returns whether a mesh of these sizes shards the parameters as every phase needs."""
     with contextlib.suppress(ValueError):
         check_phases(sizes, model, phases)
@@ -184,7 +186,7 @@ def fits_mesh(model: LlamaConfig, phases: Sequence[Phase], sizes: Mapping[str, i
     return False
 
 
-def choose_model(config: Config, folder: pathlib.Path, saved: dict[str, Any]) -> tuple[Config, LlamaConfig]:
+def choose_model(config: Config, folder: pathlib.Path, saved: dict[str, Any]) -> tuple[Config, DecoderConfig]:
     """Returns the model of --init, of the run to continue, or of --model-config or --model.
 
     With --init, and for an imported run, the returned configuration has the name and vocabulary of that
@@ -212,13 +214,13 @@ def choose_model(config: Config, folder: pathlib.Path, saved: dict[str, Any]) ->
 
 
 def choose_phases(
-    config: Config, model: LlamaConfig, folder: pathlib.Path, saved: dict[str, Any]
+    config: Config, model: DecoderConfig, folder: pathlib.Path, saved: dict[str, Any]
 ) -> tuple[Phase, ...]:
     """Returns the phases that a run to continue has on record, or those that the configuration names."""
     if (begun := from_record(saved)) is not None:
         same_length = saved["config"]["steps"] == config.steps
         return begun if same_length else extend_phases(begun, config, last_checkpoint(folder))
-    return phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
+    return phases_of(config.precision, config.steps, functools.partial(decoder.layer_policies, model))
 
 
 def description_of(plan: Plan) -> dict[str, Any]:
