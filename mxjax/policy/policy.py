@@ -56,10 +56,12 @@ class Rotation:
         check_choice("signs", self.signs, Signs)
         check_choice("kind", self.kind, Kind)
         check_choice("order", self.order, Order)
-        if self.size == 1 and (self.order == "given" or self.signs != "none" or self.kind != "hadamard"):
-            raise ValueError("Rotation of size 1 is a permutation alone; give it order='fixed' or 'redrawn'")
-        if self.size not in (1, *SIZES):
-            raise ValueError(f"Rotation needs size to be one of {SIZES}, got {self.size}")
+        alone = self.order != "given" and self.signs == "none" and self.kind == "hadamard"
+        if self.size not in SIZES and not (self.size == 1 and alone):
+            raise ValueError(
+                f"Rotation needs size to be one of {SIZES}, got {self.size}; a permutation alone has size 1, "
+                "order='fixed' or 'redrawn' and no signs"
+            )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"Rotation needs seed to be from 0 to 2**32 - 1, got {self.seed}")
         if self.values is None:
