@@ -69,8 +69,8 @@ def apply_matrix(
     runs = x.astype(jnp.float32).swapaxes(axis, -1)
     moved = runs.shape
     runs = runs.reshape(*moved[:-1], moved[-1] // n, n)
-    runs = runs if signs is None else runs * signs
-    y = jnp.einsum("...j,ij->...i", runs, matrix, precision=lax.Precision.HIGHEST)
+    signed = jnp.asarray(matrix) if signs is None else matrix * signs[None]
+    y = jnp.einsum("...j,ij->...i", runs, signed, precision=lax.Precision.HIGHEST)
     y = y.reshape(moved).swapaxes(axis, -1)
     assert y.shape == shape
     return lax.optimization_barrier(y)  # as in `rotate`: computed once
