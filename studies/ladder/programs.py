@@ -46,7 +46,7 @@ class Programs:
         config = OptimizerConfig(lr=p.lr, warmup_steps=p.warmup, eps=p.eps)
         optimizer = make_optimizer(config)
         if p.bfloat16_gradients:
-            optimizer = optax.chain(optax.stateless(_to_bfloat16), optimizer)
+            optimizer = optax.chain(optax.stateless(to_bfloat16), optimizer)
         recipe = recipe_of(cell.policy, p.steps)
         rules = parse_rules(recipe.layers) if recipe else ()
         policy = policy_of(cell)
@@ -147,10 +147,10 @@ def _kept_bytes(compiled: Any) -> int | None:
 
 
 def _call(function, model, options, params, batch, key, bits: Bits = "fresh"):
-    return function(model, params, batch, key=_drawing(key, bits), **options)
+    return function(model, params, batch, key=drawing(key, bits), **options)
 
 
-def _drawing(key: jax.Array, bits: Bits) -> jax.Array:
+def drawing(key: jax.Array, bits: Bits) -> jax.Array:
     """Returns the key that a step draws from: its own, or in some steps the same in all of them."""
     if bits == "fresh":
         return key
@@ -159,7 +159,7 @@ def _drawing(key: jax.Array, bits: Bits) -> jax.Array:
     return jax.random.wrap_key_data(jnp.where(defective, frozen, jax.random.key_data(key)))
 
 
-def _to_bfloat16(updates: Any, params: Any = None) -> Any:
+def to_bfloat16(updates: Any, params: Any = None) -> Any:
     """Returns gradients rounded to bfloat16, in their own dtype."""
     del params
     # XLA may drop a conversion there and back.
