@@ -43,6 +43,8 @@ class Operand:
         `mxjax.products.gradients`.
       split: for x and dy, what is taken out before the quantization and multiplied apart; see
         `mxjax.operands.split`.
+      split_tokens: for `split` "mean", number of neighbouring tokens that share a mean, which is then kept in
+        bfloat16. None: all tokens, in float32.
       quantile: the quantile of a token's elements past which they are outliers, for `split` "outliers" and
         "clip".
       scale_target: element to which a block's largest magnitude is scaled before its scale is rounded, at
@@ -69,6 +71,7 @@ class Operand:
     source: Source = "original"
     gradient: Gradient = "straight_through"
     split: Splitting = "none"
+    split_tokens: int | None = None
     quantile: float = 0.99
     scale_target: float | int | None = None
     scale_max: float | int | None = None
@@ -98,6 +101,11 @@ class Operand:
             _check_within("prescale", self.prescale, f.element.min / f.element.max, 1.0)
         check_choice("gradient", self.gradient, Gradient)
         check_choice("split", self.split, Splitting)
+        if self.split_tokens is not None and (self.split != "mean" or self.split_tokens < 1):
+            raise ValueError(
+                f"split_tokens is for split='mean' and at least 1, got {self.split_tokens} with "
+                f"split={self.split!r}; use None"
+            )
         if not 0.5 < self.quantile < 1:
             raise ValueError(f"quantile must be between 0.5 and 1, got {self.quantile}")
         if f.element is None and (self.gradient != "straight_through" or self.split != "none"):
@@ -186,7 +194,8 @@ class Operand:
         if self.gradient != "straight_through":
             parts.append(self.gradient)
         if self.split != "none":
-            parts.append(f"-{self.split}" + (f"({self.quantile:g})" if self.split != "mean" else ""))
+            detail = self.split_tokens if self.split == "mean" else f"{self.quantile:g}"
+            parts.append(f"-{self.split}" + (f"({detail})" if detail else ""))
         return ":".join(parts)
 
 

@@ -15,7 +15,7 @@ from mxjax.numerics.array import MXArray
 from mxjax.numerics.formats import BLOCK
 from mxjax.operands.computed import Computed
 from mxjax.operands.kernel_operand import KernelOperand, decode, pack_by_definition
-from mxjax.operands.use import Form, OperandUse, dequantize_use, quantize_use
+from mxjax.operands.use import Form, OperandUse, dequantize_use, quantize_use, to_plain
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.primitives import first_order_only
 
@@ -36,11 +36,15 @@ def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]
             return quantize_computed(x, rows, columns)
         x = x.value()
     form = uses[0].form
-    if any(use.form != form or use.reads is not None for use in uses[1:]):  # nothing to share
+    shared = all(use.form == form and use.reads is None for use in uses[1:])
+    if len(uses) > 1 and not (shared and all(use.is_plain for use in uses)):
         return [prepare(x, [use])[0] for use in uses]
     x = as_read(x, uses[0])
     if form is None:
         return [quantize_use(x, use) for use in uses]
+    if not uses[0].is_plain:
+        x, use = to_plain(x, uses[0])
+        uses = [use]
     if _kernel_takes(x, uses, form):
         from mxjax.kernels.quantize.quantizer import quantize_operands
 
@@ -72,7 +76,7 @@ def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*ba
 def _kernel_takes(x: jax.Array, uses: Sequence[OperandUse], form: Form) -> bool:
     """Whether the quantizer kernel runs here and takes x for these uses."""
     target = current_target()
-    if target is None or not x.size:
+    if target is None or not x.size or not all(use.is_plain for use in uses):
         return False
     from mxjax.kernels.quantize.launches import LARGEST_ROTATION, fit
 
@@ -91,6 +95,8 @@ def prepares_computed(rows: OperandUse, columns: OperandUse, r: int, c: int) -> 
     """Whether a kernel prepares a `Computed` tensor [r, c] for these two uses here."""
     target = current_target()
     if target is None or rows.form != "packed" or columns.form != "packed":
+        return False
+    if not (rows.is_plain and columns.is_plain):
         return False
     from mxjax.kernels.quantize.launches import takes_computed
 

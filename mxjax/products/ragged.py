@@ -125,9 +125,11 @@ def _check_policy(policy: Policy) -> None:
     """Raises NotImplementedError if a product of the policy is more than that of its two operands."""
     operands = [operand for gemm in policy.gemms.values() for operand in (gemm.lhs, gemm.rhs)]
     whole = all(o.split == "none" and not get_format(o.format).is_vector for o in operands)
+    whole &= not any(gemm.rotation and gemm.rotation.order != "given" for gemm in policy.gemms.values())
     if any(gradients_read_tensors(policy)) or not whole:
         raise NotImplementedError(
             "ragged_dot takes operands with gradient='straight_through' and split='none', no fp4_vector, "
+            "no permutation, "
             f"and source='dequantized' only of an Fprop without rotation, not {policy}; "
             "use mxjax.dot for each expert"
         )

@@ -58,6 +58,23 @@ def test_kernels_give_the_values_of_the_reference(policy, implementation):
 
 
 @pytest.mark.parametrize(
+    "rotation",
+    [
+        Rotation(16, "redrawn", order="redrawn"),
+        pytest.param(Rotation(16, "redrawn", kind="dct"), marks=pytest.mark.slow),
+        pytest.param(Rotation(1, order="fixed"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("fp8_carriers", marks=pytest.mark.slow)])
+def test_kernels_quantize_what_xla_rotates(rotation, implementation):
+    gemm = Gemm(rotation=rotation)
+    policy = mxjax.Policy(Gemm(), gemm, gemm)
+    args = tensors()
+    assert_close(all_three(policy, implementation, *args), all_three(policy, "reference", *args))
+
+
+@pytest.mark.parametrize(
     ("operand", "rotation"),
     [
         (Operand(scale_rule="rceil"), None),

@@ -123,9 +123,14 @@ def test_runs_are_added_once_in_the_order_of_cells(tmp_path):
     kept.write_text("".join(json.dumps(run) + "\n" for run in old))
     (tmp_path / "x.json").write_text(json.dumps(record("a", "fp8", 0, 2.9)))
     (tmp_path / "y.json").write_text(json.dumps(record("b", "fp8", 0, 2.8)))
-    assert add_runs(tmp_path, kept) == 2
+    before = kept.read_text()
+    with pytest.raises(ValueError, match=r"has 1 other runs .* such as b seed 0; keep repeats apart"):
+        add_runs(tmp_path, kept)
+    assert kept.read_text() == before
+    (tmp_path / "y.json").write_text(json.dumps(old[0]))  # the same run again
+    assert add_runs(tmp_path, kept) == 1
     found = [(run["cell"], run["seed"], run["final_loss"]) for run in read_runs(kept)]
-    assert found == [("a", 0, 2.9), ("b", 0, 2.8), ("c", 1, 3.1)]
+    assert found == [("a", 0, 2.9), ("b", 0, 3.0), ("c", 1, 3.1)]
 
 
 def test_tables_as_csv_keep_captions_and_headers_that_differ():
