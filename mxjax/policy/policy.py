@@ -47,10 +47,10 @@ class Rotation:
     def __post_init__(self):
         use_python_numbers(self)
         check_choice("signs", self.signs, Signs)
-        if self.size not in SIZES:
+        if type(self.size) is not int or self.size not in SIZES:
             raise ValueError(f"Rotation needs size to be one of {SIZES}, got {self.size}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"Rotation needs seed to be from 0 to 2**32 - 1, got {self.seed}")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
+            raise ValueError(f"Rotation needs seed to be from 0 to 2**32 - 1, got {self.seed!r}")
         if self.values is None:
             return
         given: object = self.values  # a list, a number, … from a caller without types
