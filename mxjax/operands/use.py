@@ -96,9 +96,9 @@ def rotate_use_back(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "..
     x = rotate(x, use.rotation.size, axis=use.axis)
     if use.signs is None:
         return x
-    signs = jnp.tile(use.signs, x.shape[use.axis] // use.rotation.size)
-    shape = [1] * (x.ndim + use.axis) + [-1] + [1] * (-1 - use.axis)
-    return x * signs.reshape(shape)
+    length, size = x.shape[use.axis], use.rotation.size
+    signs = jnp.broadcast_to(use.signs, (length // size, size))
+    return x * signs.reshape([1] * (x.ndim + use.axis) + [length] + [1] * (-1 - use.axis))
 
 
 def dequantize_use(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "..."]:
