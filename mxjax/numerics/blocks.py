@@ -39,10 +39,18 @@ def _sizes(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> d
     return {len(shape) + axis: length or max(shape[axis], 1)} | ({other: rows} if rows > 1 else {})
 
 
+def _count(n: int, size: int) -> int:
+    """Returns how many blocks hold n elements.
+
+    If n is symbolic, jax.export knows what divides this, but not what divides n + -n % size.
+    """
+    return (n + size - 1) // size
+
+
 def scales_shape(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> tuple[int, ...]:
     """Returns the shape of the scales, one for each block. A whole axis is one block even if it is empty."""
     sizes = _sizes(shape, block_shape, axis)
-    found = [-(-n // sizes.get(i, 1)) for i, n in enumerate(shape)]
+    found = [_count(n, sizes.get(i, 1)) for i, n in enumerate(shape)]
     if not block_shape[1]:
         found[axis] = 1
     return tuple(found)
@@ -122,8 +130,7 @@ def spread(
 
 def pad(x: Shaped[Array, "*shape"], axis: int, multiple: int) -> Shaped[Array, "*padded"]:
     """Returns x padded with zeros to a multiple of `multiple` along the axis."""
-    # Not -n % multiple: of a sum with that, jax.export does not know that `multiple` divides it.
-    missing = (x.shape[axis] + multiple - 1) // multiple * multiple - x.shape[axis]
+    missing = _count(x.shape[axis], multiple) * multiple - x.shape[axis]
     if not missing:
         return x
     return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])

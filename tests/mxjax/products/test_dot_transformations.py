@@ -98,7 +98,11 @@ def test_remat_replays_the_random_bits(policy):
 def test_an_exported_program_takes_any_number_of_tokens(policy):
     """Each policy pads, rotates and rounds stochastically along the tokens."""
     key, (x, w, dy) = jax.random.key(0), inputs()
-    run = jax.jit(lambda *arrays: products(*arrays, key, policy=policy))
+
+    @jax.jit
+    def run(x, w, dy):
+        return *products(x, w, dy, key, policy=policy), mxjax.dequantize(mxjax.quantize(x, axis=0))
+
     (tokens,) = jax.export.symbolic_shape("tokens")
     shapes = [(tokens, x.shape[1]), w.shape, (tokens, dy.shape[1])]
     with types_unchecked():  # a symbolic size is no int
