@@ -83,7 +83,7 @@ class Operand:
         for name in ("prescale", "quantile", "scale_target", "scale_max"):
             given: object = getattr(self, name)  # anything, from a caller without types
             unset = given is None and name != "quantile"
-            if not unset and not isinstance(given, int | float):
+            if not unset and type(given) not in (int, float):
                 raise TypeError(f"Operand needs {name} to be a number, got {given!r}")
         f = get_format(self.format)
         check_rule(self.scale_rule, f.element if f.scale == "e8m0" else None)

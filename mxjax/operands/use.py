@@ -125,9 +125,9 @@ def rotate_use_back(x: Float[Array, "..."], use: OperandUse, length: int) -> Flo
     else:
         x = apply_matrix(x, rotation_matrix(rotation.kind, rotation.size).T, axis)
     if use.signs is not None:
-        signs = jnp.tile(use.signs, x.shape[axis] // rotation.size)
-        shape = [1] * (x.ndim + axis) + [-1] + [1] * (-1 - axis)
-        x = x * signs.reshape(shape)
+        padded = x.shape[axis]
+        signs = jnp.broadcast_to(use.signs, (padded // rotation.size, rotation.size))
+        x = x * signs.reshape([1] * (x.ndim + axis) + [padded] + [1] * (-1 - axis))
     x = lax.slice_in_dim(x, 0, length, axis=axis)
     if use.order is None:
         return x

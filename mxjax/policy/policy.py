@@ -57,13 +57,13 @@ class Rotation:
         check_choice("kind", self.kind, Kind)
         check_choice("order", self.order, Order)
         alone = self.order != "given" and self.signs == "none" and self.kind == "hadamard"
-        if self.size not in SIZES and not (self.size == 1 and alone):
+        if type(self.size) is not int or (self.size not in SIZES and not (self.size == 1 and alone)):
             raise ValueError(
                 f"Rotation needs size to be one of {SIZES}, got {self.size}; a permutation alone has size 1, "
                 "order='fixed' or 'redrawn' and no signs"
             )
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"Rotation needs seed to be from 0 to 2**32 - 1, got {self.seed}")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
+            raise ValueError(f"Rotation needs seed to be from 0 to 2**32 - 1, got {self.seed!r}")
         if self.values is None:
             return
         given: object = self.values  # a list, a number, … from a caller without types

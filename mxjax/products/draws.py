@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, UInt32
 
-from mxjax.numerics.hadamard import random_signs
+from mxjax.numerics.hadamard import fixed_signs, random_signs
 from mxjax.numerics.philox import KeyWords, key_words
 from mxjax.operands.use import Form, OperandUse
 from mxjax.policy.policy import Gemm, Policy, Rotation
@@ -106,8 +106,7 @@ def _fixed_signs(rotation: Rotation | None) -> Float32[Array, " size"] | None:
     if rotation.values is not None:
         return jnp.asarray(rotation.values, jnp.float32)
     assert rotation.signs == "fixed"
-    # Independent of JAX's default generator.
-    return random_signs(jax.random.key(rotation.seed, impl="threefry2x32"), rotation.size)
+    return jnp.asarray(fixed_signs(rotation.seed, rotation.size))
 
 
 def _fixed_order(rotation: Rotation | None) -> jax.Array | None:

@@ -64,6 +64,8 @@ def ragged_dot(
         kernels. "fp8_carriers" multiplies each expert's rows in FP8, filled up to whole tiles of a quarter
         of the mean, as `mxjax.products.expert_chunks` describes. None: "xla".
       Others: see `dot` and `jax.lax.ragged_dot`.
+    Special values: rows of no expert are zero, whatever x has there. By "reference" and "xla" a NaN in the
+      weights of one expert makes every row NaN, as in `jax.lax.ragged_dot`; by "fp8_carriers" its own alone.
     Raises:
       ValueError: static sizes that are negative or exceed x's rows.
       NotImplementedError: another implementation, or one that does not take the policy's formats. Others as

@@ -1,6 +1,7 @@
 """The Llama against transformers' LlamaForCausalLM (golden file), and its policies against one another."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -14,6 +15,7 @@ from support.llamas import layer_policies
 import mxjax
 from models import decoder, loss
 from models.configs import CONFIGS, DecoderConfig, RopeScaling, get_config
+from models.gemms import LINEAR_LAYERS
 from mxjax.runtime.devices import Target, use_target
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "llama.npz"
@@ -150,6 +152,36 @@ def test_high_precision_layers_unless_a_rule_names_them():
     assert policies["head"] == policies["blocks.0.attention.scores"] == bf16
     assert policies["blocks.1.attention.scores"] == mxjax.get_policy("fp8")
     assert policies["blocks.2.attention.qkv"] == mxjax.get_policy("wgrad")
+
+
+ONE_BLOCK = dataclasses.replace(SMALL, n_layers=1)
+TO_ZERO = mxjax.Operand(prescale=2.0**-40)  # every element rounds to zero
+
+
+@functools.cache
+def loss_and_gradients(*quantized):
+    """Returns the compiled loss of one block whose layers are pinned to BF16, but `quantized` to zero."""
+    pinned = [(f"blocks.0.{name}", "bf16") for name in LINEAR_LAYERS if name not in quantized]
+    policies = layer_policies(ONE_BLOCK, mxjax.Policy(*[mxjax.Gemm(TO_ZERO, TO_ZERO)] * 3), pinned)
+    return jax.jit(
+        jax.value_and_grad(lambda params: decoder.mean_loss(ONE_BLOCK, params, TOKENS, policies=policies))
+    )
+
+
+@pytest.mark.parametrize(
+    "layer", [n if n == "mlp.down" else pytest.param(n, marks=pytest.mark.slow) for n in LINEAR_LAYERS]
+)
+def test_layers_pinned_to_bf16_run_in_bf16_beside_a_quantized_one(layer):
+    """Bit for bit in all three GEMMs: quantizing a layer to zero does no more than zeros in its weight."""
+    module, matrix = layer.split(".")
+    params = decoder.init(ONE_BLOCK, jax.random.key(0))
+    found, grads = loss_and_gradients(layer)(params)
+    params["blocks"][module][matrix] = jnp.zeros_like(params["blocks"][module][matrix])
+    expected, wanted = loss_and_gradients()(params)
+    assert np.any(wanted["blocks"][module][matrix]) != (layer == "mlp.gate_up")
+    wanted["blocks"][module][matrix] = params["blocks"][module][matrix]  # a Wgrad of zero
+    assert found == expected
+    jax.tree.map(np.testing.assert_array_equal, grads, wanted)
 
 
 def random_mlp(policy):

@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mxjax
 from models import decoder
@@ -28,7 +30,7 @@ from training.optimizer import keeps_finite, learning_rate, make_optimizer
 from training.process.environment import enable_compilation_cache
 from training.run.checkpoints import Checkpoints
 from training.sharding import filled_size, global_batch, make_mesh, on_mesh, resize, resize_on
-from training.step import ScheduledStep, make_eval_step, make_train_step
+from training.step import ScheduledStep, init_state, make_eval_step, make_train_step
 
 # Every axis has 8 whole blocks and rotations of 32.
 MODEL = DecoderConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)
@@ -182,6 +184,46 @@ def restore(folder: str) -> None:
             np.testing.assert_array_equal(a, b)
 
 
+def nonfinite() -> None:
+    """For each mesh prints of three steps whether they were finite, changed the weight and had a finite loss.
+
+    In the second, one device's part of the gradient has a NaN.
+    """
+
+    @jax.custom_vjp
+    def spoil(w, bad):
+        return w
+
+    spoil.defvjp(lambda w, bad: (w, bad), lambda bad, g: (g.at[-1, 0].add(jnp.where(bad, jnp.nan, 0)), None))
+
+    def loss(params, batch, key):
+        return jnp.mean((jax.nn.one_hot(batch, 16) @ spoil(params["w"], jnp.any(batch == 3))) ** 2)
+
+    optimizer, start = optax.adam(0.5), {"w": jnp.ones((16, 16))}
+    clean = np.tile(np.arange(8, 16, dtype=np.int32)[:, None], (1, 4))
+    for shape in [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]:
+        mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), AXES)
+        first = init_state(start, optimizer)
+        specs = jax.tree.map(lambda x: P("fsdp", "tensor") if x.ndim == 2 else P(), first)
+        shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+        step = make_train_step(
+            loss,
+            optimizer,
+            skip_nonfinite=True,
+            shardings=shardings,
+            keeps_finite=lambda rate: jnp.array(True),  # so that gradients alone are checked
+        )
+        with jax.set_mesh(mesh):
+            state, found = jax.device_put(jax.tree.map(jnp.copy, first), shardings), []
+            for i in range(3):
+                batch = np.where((np.arange(8) == 7)[:, None] & (i == 1), 3, clean)  # the last sequence
+                before = np.asarray(state.params["w"])
+                state, metrics = step(state, global_batch(mesh, batch), jax.random.key(0), jnp.ones(()))
+                changed = not np.array_equal(before, state.params["w"])
+                found.append([bool(metrics.finite), changed, bool(np.isfinite(metrics.loss))])
+        print(json.dumps({"steps": found, "skipped": int(state.skipped)}), flush=True)
+
+
 def compile_step(policy: str, shape: str, implementation: str) -> None:
     """Compiles a step with all its loops, for XLA_FLAGS to dump."""
     pieces.LOSS_TOKENS = 16
@@ -220,4 +262,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "curves":
         enable_compilation_cache()
     programs = {"curves": curves, "restore": restore, "compile": compile_step, "memory": memory}
+    programs["nonfinite"] = nonfinite
     (programs | {"vocabulary": vocabulary})[sys.argv[1]](*sys.argv[2:])

@@ -227,6 +227,11 @@ def test_losses_on_meshes_are_those_of_one_device(shape):
     check_curves([("wgrad_rht", shape)], "wgrad_rht")
 
 
+def test_a_nan_in_one_device_s_part_of_a_gradient_skips_the_step_on_every_mesh():
+    steps = [[True, True, True], [False, False, True], [True, True, True]]
+    assert [json.loads(line) for line in program("nonfinite")] == [{"steps": steps, "skipped": 1}] * 5
+
+
 @pytest.mark.exhaustive
 def test_the_memory_estimate_is_near_what_a_device_of_a_mesh_allocates():
     cases = "1,1,4:bf16:none:256", "2,2,2:wgrad_hadamard:full:4096", "1,8,1:bf16:full:4096"

@@ -211,6 +211,24 @@ def test_numbers_may_be_numpys():
     assert set_fields(policy, ["fprop.lhs.eden=16"]).fprop.lhs.scale_target == 5.5
 
 
+ODD = (True, False, 1, 16.0, 0.75, 2**70, "16", b"16", None, (), (16,), (True, 32), (8.0, 32), [1, 32], 1j)
+PARTS = (Operand(), Operand("nvfp4"), Rotation())
+FIELDS = [(part, field.name) for part in PARTS for field in dataclasses.fields(part)]
+
+
+@pytest.mark.parametrize(("part", "field"), FIELDS, ids=str)
+def test_what_constructs_comes_back_from_json(part, field):
+    """A bool is no number and 16.0 no integer, in JSON; so neither is it in a constructor."""
+    made = []
+    for value in ODD:
+        with oracles.types_unchecked(), contextlib.suppress(TypeError, ValueError):
+            made.append(dataclasses.replace(part, **{field: value}))
+    for one in made:
+        policy = Policy(dgrad=Gemm(one) if isinstance(one, Operand) else Gemm(rotation=one))
+        with oracles.types_unchecked():
+            assert policy_from_json(policy_to_json(policy)) == policy
+
+
 def test_a_value_of_many_brackets_is_no_value():
     with pytest.raises((TypeError, ValueError), match="block_shape"):
         set_fields(mxjax.get_policy("wgrad"), ["wgrad.lhs.block_shape=" + "[" * 100_000])
