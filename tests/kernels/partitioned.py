@@ -19,7 +19,7 @@ from mxjax.kernels.attention.fused import fused_attention
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
 from mxjax.kernels.quantize import quantizer
 from mxjax.kernels.quantize import quantizer as computed
-from mxjax.kernels.quantize.hopper_normed import quantize_normed_kernel
+from mxjax.kernels.quantize.hopper import quantize_normed_kernel
 from mxjax.kernels.quantize.quantizer import quantize_computed, quantize_operands
 from mxjax.numerics.array import float4_codes, pack_codes
 from mxjax.numerics.formats import E2M1
