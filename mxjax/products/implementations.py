@@ -25,6 +25,9 @@ GemmImplementation = Literal[
 ON_PACKED: tuple[GemmImplementation, ...] = ("fp8_carriers", "scaled_dot", "triton")
 """Implementations that take packed operands, which the forward pass can keep for the backward pass."""
 
+KEPT: tuple[GemmImplementation, ...] = (*ON_PACKED, "fp8_tensor")
+"""Implementations whose operands the forward pass keeps for the backward pass, in place of the tensor."""
+
 BY_KERNEL: tuple[GemmImplementation, ...] = (*ON_PACKED, "xla_by_kernel")
 """Implementations whose operands the quantizer kernel may write."""
 
@@ -36,7 +39,7 @@ def form_of(implementation: GemmImplementation) -> Form | None:
     """
     if implementation in ON_PACKED:
         return "packed"
-    return "bf16" if implementation == "xla_by_kernel" else None
+    return {"xla_by_kernel": "bf16", "fp8_tensor": "fp8"}.get(implementation)
 
 
 _log = logging.getLogger("mxjax")

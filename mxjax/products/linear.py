@@ -43,13 +43,13 @@ from mxjax.policy.policy import Gemm, Policy
 from mxjax.products.draws import GemmUses, uses_of_policy
 from mxjax.products.gradients import changes_gradient, gradients_read_tensors, through_quantization
 from mxjax.products.implementations import (
-    ON_PACKED,
+    KEPT,
     GemmImplementations,
     Implementation,
     implementations_of,
 )
 from mxjax.products.multiply import multiply
-from mxjax.products.prepare import Prepared, as_read, prepare
+from mxjax.products.prepare import Prepared, as_read, once, prepare
 from mxjax.recipes import as_policy
 from mxjax.runtime.mesh import as_stored, varying_as
 from mxjax.runtime.primitives import as_primitive, first_order_only
@@ -122,12 +122,12 @@ def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple
     """
     policy, gemms, _, _, frozen = options
     x, values = first_order_only(x), first_order_only(_weight_values(w, frozen))
-    x = lax.optimization_barrier(x)  # several passes read it; XLA would recompute it in each
     uses = uses_of_policy(policy, gemms, key)
+    x = once(x, [uses.fprop.lhs, uses.wgrad.lhs])
     x_is_read, w_is_read = gradients_read_tensors(policy)
     keep = keep and frozen is None
-    keep_x = keep and gemms.wgrad in ON_PACKED and not x_is_read
-    keep_w = keep and gemms.dgrad in ON_PACKED and not w_is_read
+    keep_x = keep and gemms.wgrad in KEPT and not x_is_read
+    keep_w = keep and gemms.dgrad in KEPT and not w_is_read
     x_uses, w_uses = [uses.fprop.lhs, uses.wgrad.lhs], [uses.fprop.rhs, uses.dgrad.rhs]
     lhs, x_packed = prepare(x, x_uses) if keep_x else (*prepare(x, x_uses[:1]), None)
     rhs, w_packed = prepare(values, w_uses) if keep_w else (*prepare(values, w_uses[:1]), None)
@@ -155,7 +155,7 @@ def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Produc
     plain = all(use.operand.format == "bf16" and use.rotation is None for use in dy_uses)
     if plain and isinstance(dy, jax.Array):
         dy = dy.astype(jnp.bfloat16)  # halves the bytes of float32 logits and converts them once
-    dy = lax.optimization_barrier(dy)
+    dy = once(dy, dy_uses)
     dy_rows, *dy_columns = prepare(dy, dy_uses if frozen is None else dy_uses[:1])
     if w is not None:
         w = first_order_only(_weight_values(w, frozen))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from mxjax.numerics.array import MXArray
 from mxjax.numerics.formats import BLOCK
 from mxjax.operands.computed import Computed
-from mxjax.operands.kernel_operand import KernelOperand, decode, pack_by_definition
+from mxjax.operands.kernel_operand import KernelOperand, decode, fp8_by_definition, pack_by_definition
 from mxjax.operands.use import Form, OperandUse, dequantize_use, quantize_use
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.primitives import first_order_only
@@ -41,6 +41,12 @@ def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]
     x = as_read(x, uses[0])
     if form is None:
         return [quantize_use(x, use) for use in uses]
+    if form == "fp8":
+        if not _casts_by_kernel(x, uses):
+            return [fp8_by_definition(x, use) for use in uses]
+        from mxjax.kernels.quantize.fp8 import quantize_fp8
+
+        return quantize_fp8(x, uses)
     if _kernel_takes(x, uses, form):
         from mxjax.kernels.quantize.quantizer import quantize_operands
 
@@ -58,7 +64,7 @@ def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*ba
     fprop = use.reads
     if fprop is None:
         return x
-    if fprop.form is None or not _kernel_takes(x, [fprop], "bf16"):
+    if fprop.form in (None, "fp8") or not _kernel_takes(x, [fprop], "bf16"):
         return dequantize_use(x, fprop)
     from mxjax.kernels.quantize.quantizer import quantize_operands
 
@@ -67,6 +73,25 @@ def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*ba
     length = -(-x.shape[fprop.axis] // fprop.rotation_size) * fprop.rotation_size
     values = lax.slice_in_dim(values, 0, length, axis=fprop.axis)
     return values if q.factor is None else values.astype(jnp.float32) * q.factor
+
+
+def once[T: jax.Array | Computed](x: T, uses: Sequence[OperandUse]) -> T:
+    """Returns x behind a barrier, because several passes read it, and XLA would recompute it in each.
+
+    For the kernel that casts to FP8 there is none: XLA finds the largest magnitude where it computes x.
+    """
+    cast = isinstance(x, jax.Array) and _casts_by_kernel(x, uses)
+    return x if cast else lax.optimization_barrier(x)
+
+
+def _casts_by_kernel(x: jax.Array, uses: Sequence[OperandUse]) -> bool:
+    """Whether the kernel for FP8 runs here and takes x for these uses."""
+    target = current_target()
+    if target is None or any(use.form != "fp8" or use.reads is not None for use in uses):
+        return False
+    from mxjax.kernels.quantize.fp8 import takes
+
+    return takes(uses, target, x.shape)
 
 
 def _kernel_takes(x: jax.Array, uses: Sequence[OperandUse], form: Form) -> bool:
