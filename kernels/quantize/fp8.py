@@ -8,6 +8,7 @@ them.
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,8 @@ def quantize_fp8(x: Float[Array, "*b r c"], uses: Sequence[OperandUse]) -> list[
     by_axis = {use.axis: get_format(use.operand.format) for use in uses}
     both = [by_axis.get(axis) for axis in (-1, -2)]
     per_unit = [divide(jnp.float32(f.element.max if f and f.element else 1.0), amax) for f in both]
-    sides: Sides = tuple(f and jnp.dtype(f.dtype).name for f in both)
+    rows, columns = (f and jnp.dtype(f.dtype).name for f in both)
+    sides = (rows, columns)
     v = math.prod(batch)
     run = _caster(sides, current_target())
     written = run(x.reshape(v, r, c), *(jnp.broadcast_to(factor, (v,)) for factor in per_unit))
@@ -138,7 +140,7 @@ def _call(sides: Sides, x: jax.Array, *factors: Float32[Array, " v"]) -> list[ja
     return [_in_fp8(words, dtype) for words, dtype in pairs if dtype is not None]
 
 
-def constants_of(sides: Sides, r: int, c: int) -> dict[str, object]:
+def constants_of(sides: Sides, r: int, c: int) -> dict[str, Any]:
     """Returns the kernel's arguments after the pointers for a tensor [v, r, c]."""
     row_dtype, column_dtype = sides
     return {

@@ -39,7 +39,9 @@ def form_of(implementation: GemmImplementation) -> Form | None:
     """
     if implementation in ON_PACKED:
         return "packed"
-    return {"xla_by_kernel": "bf16", "fp8_tensor": "fp8"}.get(implementation)
+    if implementation == "fp8_tensor":
+        return "fp8"
+    return "bf16" if implementation == "xla_by_kernel" else None
 
 
 _log = logging.getLogger("mxjax")

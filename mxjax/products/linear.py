@@ -238,8 +238,8 @@ def residual_bytes(
 ) -> dict[str, int]:
     """Returns the bytes that `dot(x, w, ...)` keeps for its backward pass, by tensor ("x", "w").
 
-    Packed operands take 17/32 byte per element. If a GEMM does not take packed operands, the tensor itself is
-    kept, which costs nothing for weights: they stay in memory anyway.
+    Packed operands take 17/32 byte per element, FP8 operands one. If a GEMM takes neither, the tensor itself
+    is kept, which costs nothing for weights: they stay in memory anyway.
 
     Args:
       x, w: arrays [..., d_in] and [d_in, d_out], or their shapes and dtypes.

@@ -5,6 +5,7 @@ same bits.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from mxjax.numerics.array import MXArray
 from mxjax.numerics.formats import BLOCK
 from mxjax.operands.computed import Computed
 from mxjax.operands.kernel_operand import KernelOperand, decode, fp8_by_definition, pack_by_definition
-from mxjax.operands.use import Form, OperandUse, dequantize_use, quantize_use
+from mxjax.operands.use import OperandUse, dequantize_use, quantize_use
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.primitives import first_order_only
 
@@ -75,13 +76,14 @@ def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*ba
     return values if q.factor is None else values.astype(jnp.float32) * q.factor
 
 
-def once[T: jax.Array | Computed](x: T, uses: Sequence[OperandUse]) -> T:
+def once[T](x: T, uses: Sequence[OperandUse]) -> T:
     """Returns x behind a barrier, because several passes read it, and XLA would recompute it in each.
 
     For the kernel that casts to FP8 there is none: XLA finds the largest magnitude where it computes x.
     """
-    cast = isinstance(x, jax.Array) and _casts_by_kernel(x, uses)
-    return x if cast else lax.optimization_barrier(x)
+    if isinstance(x, jax.Array) and _casts_by_kernel(x, uses):
+        return x
+    return lax.optimization_barrier(x)
 
 
 def _casts_by_kernel(x: jax.Array, uses: Sequence[OperandUse]) -> bool:
@@ -94,7 +96,7 @@ def _casts_by_kernel(x: jax.Array, uses: Sequence[OperandUse]) -> bool:
     return takes(uses, target, x.shape)
 
 
-def _kernel_takes(x: jax.Array, uses: Sequence[OperandUse], form: Form) -> bool:
+def _kernel_takes(x: jax.Array, uses: Sequence[OperandUse], form: Literal["packed", "bf16"]) -> bool:
     """Whether the quantizer kernel runs here and takes x for these uses."""
     target = current_target()
     if target is None or not x.size:
