@@ -132,12 +132,17 @@ def _call(sides: Sides, x: jax.Array, *factors: Float32[Array, " v"]) -> list[ja
             jax.ShapeDtypeStruct((v, r, c // 4), jnp.int32) if row_dtype else unused,
             jax.ShapeDtypeStruct((v, c, r // 4), jnp.int32) if column_dtype else unused,
         ],
-        grid=(ceil_div(c, TILE.columns), ceil_div(r, TILE.rows), v),
+        grid=grid_of(v, r, c),
         num_warps=TILE.warps,
         **constants_of(sides, r, c),
     )
     pairs = ((rows, row_dtype), (columns, column_dtype))
     return [_in_fp8(words, dtype) for words, dtype in pairs if dtype is not None]
+
+
+def grid_of(v: int, r: int, c: int) -> tuple[int, int, int]:
+    """Returns the kernel's programs for a tensor [v, r, c]."""
+    return ceil_div(c, TILE.columns), ceil_div(r, TILE.rows), v
 
 
 def constants_of(sides: Sides, r: int, c: int) -> dict[str, Any]:

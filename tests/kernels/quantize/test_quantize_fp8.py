@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import mxjax
+from mxjax.kernels.cases.quantize import cast_build
 from mxjax.kernels.quantize.fp8 import quantize_fp8, takes
+from mxjax.kernels.selftest.kernels import run_build
 from mxjax.numerics.operand import Operand
 from mxjax.operands.kernel_operand import fp8_by_definition
 from mxjax.operands.use import OperandUse
@@ -64,6 +66,11 @@ def test_ties_and_every_code(on_hopper):
     x = np.zeros(512, np.float32)
     x[: codes.size], x[256 : 255 + codes.size] = codes, (codes[1:] + codes[:-1]) / 2
     check(jnp.asarray(x.reshape(16, 32)), (ROWS, COLUMNS))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_builds_name_what_the_kernel_writes(on_hopper, dtype):
+    assert run_build(cast_build((208, 144), dtype)) == {}
 
 
 def test_each_mapped_call_has_its_own_scale(on_hopper):
