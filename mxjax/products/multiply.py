@@ -176,15 +176,17 @@ def _multiply_fp8_tensors(lhs: KernelOperand, rhs: KernelOperand, dtype, layout:
     """Multiplies in FP8, with the scales of both tensors.
 
     On GPUs XLA takes these operations as one GEMM, which applies the scales to its float32 sums and rounds
-    once. Sums over devices stay float32.
+    once. It wants operands in the result's dtype, and drops the conversion of the scales there and back to
+    float32. Sums over devices stay float32.
     """
     left, right = lhs.elements, to_multiply(rhs.elements, layout)
     factors = [jnp.asarray(q.factor, jnp.float32) for q in (lhs, rhs)]
     if not on_gpu():
         return contract_fp8(left, right, jnp.float32) * factors[0] * factors[1]
     done = dtype == jnp.bfloat16 and sums_on_each_device(layout)
-    left, right = (t.astype(jnp.float32) * f for t, f in zip((left, right), factors, strict=True))
-    return contract(left, -1, right, -1, lax.Precision.HIGHEST, jnp.bfloat16 if done else jnp.float32)
+    wide = jnp.bfloat16 if done else jnp.float32
+    left, right = (t.astype(wide) * f.astype(wide) for t, f in zip((left, right), factors, strict=True))
+    return contract(left, -1, right, -1, lax.Precision.HIGHEST, wide)
 
 
 def _multiply_scaled_dot(lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike) -> jax.Array:
