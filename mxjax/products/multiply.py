@@ -176,8 +176,8 @@ def _multiply_fp8_tensors(lhs: KernelOperand, rhs: KernelOperand, dtype, layout:
     """Multiplies in FP8, with the scales of both tensors.
 
     On GPUs XLA takes these operations as one GEMM, which applies the scales to its float32 sums and rounds
-    once. It wants operands in the result's dtype, and drops the conversion of the scales there and back to
-    float32. Sums over devices stay float32.
+    once. For that, operands must have the result's dtype, through which the GEMM's float32 scales pass: XLA
+    may drop that conversion. Sums over devices stay float32.
     """
     left, right = lhs.elements, to_multiply(rhs.elements, layout)
     factors = [jnp.asarray(q.factor, jnp.float32) for q in (lhs, rhs)]
