@@ -84,9 +84,7 @@ def _block_mean(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[
     return total / count
 
 
-def _block_sum(
-    x: Float32[Array, "*shape"], block_shape, axis: int
-) -> tuple[Float32[Array, "*blocks"], int]:
+def _block_sum(x: Float32[Array, "*shape"], block_shape, axis: int) -> tuple[Float32[Array, "*blocks"], int]:
     """Returns the sum of each block, and the number of its elements."""
     count = 1
     for i, size in _sizes(x.shape, block_shape, axis).items():

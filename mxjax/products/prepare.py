@@ -14,7 +14,13 @@ from jaxtyping import Array, Float
 from mxjax.numerics.array import MXArray
 from mxjax.numerics.formats import BLOCK
 from mxjax.operands.computed import Computed
-from mxjax.operands.kernel_operand import KernelOperand, decode, pack_by_definition
+from mxjax.operands.kernel_operand import (
+    KernelOperand,
+    bfloat16_by_definition,
+    decode,
+    pack_by_definition,
+)
+from mxjax.operands.split import split
 from mxjax.operands.use import Form, OperandUse, dequantize_use, quantize_use
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.primitives import first_order_only
@@ -41,12 +47,26 @@ def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]
     x = as_read(x, uses[0])
     if form is None:
         return [quantize_use(x, use) for use in uses]
+    if uses[0].operand.is_block16:
+        return _prepare_block16(x, uses)
     if _kernel_takes(x, uses, form):
         from mxjax.kernels.quantize.quantizer import quantize_operands
 
         return quantize_operands(x, uses, form)
     packed = [pack_by_definition(x, use) for use in uses]
     return packed if form == "packed" else [KernelOperand(decode(q), None, q.prescale) for q in packed]
+
+
+def _prepare_block16(x: Float[Array, "*batch r c"], uses: Sequence[OperandUse]) -> list[KernelOperand]:
+    """Returns x as `prepare` does, for operands that are `Operand.is_block16`, in bfloat16."""
+    first, *others = ((use.operand.split, use.operand.quantile) for use in uses)
+    if any(other != first for other in others):  # nothing to share
+        return [_prepare_block16(x, [use])[0] for use in uses]
+    if _kernel_takes(x, uses, "bf16"):
+        from mxjax.kernels.quantize.block16 import quantize_block16
+
+        return quantize_block16(split(x, uses[0].operand).part, uses)
+    return [bfloat16_by_definition(x, use) for use in uses]
 
 
 def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*batch _ _"]:
@@ -60,9 +80,8 @@ def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*ba
         return x
     if fprop.form is None or not _kernel_takes(x, [fprop], "bf16"):
         return dequantize_use(x, fprop)
-    from mxjax.kernels.quantize.quantizer import quantize_operands
-
-    [q] = quantize_operands(first_order_only(x), [fprop], "bf16")
+    [q] = prepare(first_order_only(x), [fprop._replace(form="bf16")])
+    assert isinstance(q, KernelOperand)
     values = q.elements if fprop.axis == -1 else q.elements.swapaxes(-1, -2)
     length = -(-x.shape[fprop.axis] // fprop.rotation_size) * fprop.rotation_size
     values = lax.slice_in_dim(values, 0, length, axis=fprop.axis)

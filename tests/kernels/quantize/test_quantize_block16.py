@@ -1,0 +1,94 @@
+"""The quantizer of NVFP4 and its relatives against the definitions in `mxjax`, bit for bit."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.gpu import HAS_GPU
+from support.quantizer import draw_tensor
+
+import mxjax
+from mxjax.kernels.quantize.block16 import quantize_block16
+from mxjax.numerics.operand import Operand
+from mxjax.operands.kernel_operand import KernelOperand, bfloat16_by_definition
+from mxjax.policy import Gemm, Rotation
+from mxjax.products.draws import uses_of
+from mxjax.runtime.devices import Target, use_target
+
+NV, SQUARE = Operand("nvfp4"), Operand("nvfp4", block_shape=(16, 16))
+SR = dataclasses.replace(NV, rounding="stochastic")
+SIX = Operand("nvfp4", scale_max=256, four_over_six="mse")
+SIX_SR = dataclasses.replace(SIX, rounding="stochastic", four_over_six="mae", scale_target=5.5)
+EDEN = mxjax.get_policy("quartet2").dgrad.lhs
+UE5M3 = Operand("fp4_ue5m3", rounding="stochastic")
+H16, H128 = Rotation(16, "fixed"), Rotation(128, "redrawn")
+CASES = {
+    "to nearest, both": (NV, NV, None),
+    "weights": (SQUARE, SQUARE, None),
+    "stochastic, H16": (NV, SR, H16),
+    "four over six": (SIX, SIX, None),
+    "four over six, weights": (dataclasses.replace(SIX, block_shape=(16, 16)), NV, None),
+    "four over six, stochastic": (SIX_SR, SIX_SR, H16),
+    "eden, H128": (EDEN, EDEN, H128),
+    "eden of single blocks": (dataclasses.replace(EDEN, eden=16), dataclasses.replace(EDEN, eden=64), None),
+    "ue5m3": (dataclasses.replace(UE5M3, scale_max=448), UE5M3, None),
+}
+
+
+def on_cpu(function):
+    """Returns a function that runs on the CPU: XLA's divisions on GPUs are not rounded correctly."""
+
+    @functools.wraps(function)
+    def run(*arguments):
+        with jax.default_device(jax.devices("cpu")[0]), use_target(Target("none", "none")):
+            return function(*jax.device_get(arguments))
+
+    return run
+
+
+def assert_equal(got: KernelOperand, wanted: KernelOperand, length: int):
+    assert got.elements.shape == wanted.elements.shape
+    # Zeros of the padding have any sign, and are NaN where all of the tensor or block is.
+    a, b = (np.asarray(q.elements, np.float32)[..., :length] for q in (got, wanted))
+    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(np.signbit(a[~np.isnan(a)]), np.signbit(b[~np.isnan(b)]))
+    assert (got.tensor_scale is None) == (wanted.tensor_scale is None)
+    if wanted.tensor_scale is not None:
+        np.testing.assert_array_equal(got.tensor_scale, wanted.tensor_scale)
+
+
+def check(case, x, axes):
+    """Quantizes x as one use or two, and compares with the definition."""
+    gemm, key = Gemm(*CASES[case]), jax.random.key(5)
+
+    def uses():
+        return [use for use in uses_of(gemm, -1, -2, key) if use.axis in axes]
+
+    got = jax.jit(lambda x: quantize_block16(x, uses()))(x)
+    wanted = on_cpu(lambda x: jax.jit(lambda x: [bfloat16_by_definition(x, use) for use in uses()])(x))(x)
+    for q, defined, axis in zip(got, wanted, axes, strict=True):
+        assert_equal(q, defined, x.shape[axis])
+
+
+SHAPES = [(2, 144, 272), (512, 2048)] if HAS_GPU else [(2, 48, 80)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_both_orientations_have_the_definitions_bits(case, shape):
+    x = draw_tensor(np.random.default_rng(0), shape, "wide", "bfloat16")
+    check(case, x, (-1, -2))
+
+
+@pytest.mark.parametrize("case", ["weights", "eden, H128", "ue5m3"])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_special_values_and_any_shape(case, axis):
+    check(case, draw_tensor(np.random.default_rng(1), (33, 70), "special", "float32"), (axis,))
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0**-120, np.nan, np.inf])
+def test_tensors_that_have_no_scale_of_their_own(value):
+    check("to nearest, both", jnp.zeros((16, 32)).at[3, 5].set(value), (-1, -2))
