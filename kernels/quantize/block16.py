@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -288,7 +289,7 @@ def _launch(pair: Pair, target: Target | None, whole, x, maxima, scalars, places
     )
 
 
-def _constants(tile: Tile, target: Target | None, shape) -> dict[str, object]:
+def _constants(tile: Tile, target: Target | None, shape) -> dict[str, Any]:
     _, b, r, c = shape
     return {
         "BATCH": b,
@@ -301,7 +302,7 @@ def _constants(tile: Tile, target: Target | None, shape) -> dict[str, object]:
     }
 
 
-def _placed(uses: list[OperandUse], x, scalars, places) -> tuple[jax.Array, dict[str, int]]:
+def _placed(uses: list[OperandUse], x, scalars, places) -> tuple[jax.Array, dict[str, Any]]:
     """Returns the scalars with x's offsets, and their stride; x in their stead if no use reads them."""
     if not any(use.operand.needs_key or use.has_signs for use in uses):
         return x, {"SCALARS_STRIDE": 0}
