@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, UInt32
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.lowering import TYPES
 from mxjax.kernels.mesh import along, compound, partitioned
-from mxjax.kernels.quantize.block16_kernel import SIDE, largest_kernel, quantize_block16_kernel
+from mxjax.kernels.quantize.block16_kernel import FACTOR_AT, SIDE, largest_kernel, quantize_block16_kernel
 from mxjax.kernels.quantize.launches import Pair, Tile, block16_tile, conversion
 from mxjax.kernels.quantize.quantizer import elements_of, scalars_of
 from mxjax.numerics.formats import UE5M3, get_format
@@ -27,7 +28,7 @@ from mxjax.operands.kernel_operand import KernelOperand
 from mxjax.operands.use import OperandUse
 from mxjax.runtime.devices import Target, current_target
 
-SCALARS = 2 * SIDE.value + 3
+SCALARS = FACTOR_AT.value + 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +92,10 @@ def _largest_scale(use: OperandUse) -> float | None:
     return use.operand.scale_max or (f.scale_element.max if f.tensor_scale else None)
 
 
-def quantize_block16(x: Float[Array, "*b r c"], uses: Sequence[OperandUse]) -> list[KernelOperand]:
-    """Returns x quantized for each use, at most one for each of the last two axes.
+def quantize_block16(
+    x: Float[Array, "*b r c"], uses: Sequence[OperandUse], factor: Float32[Array, ""] | None = None
+) -> list[KernelOperand]:
+    """Returns x, times the factor, quantized for each use, at most one for each of the last two axes.
 
     x is read once for the largest magnitudes that tensor scales need, and once to quantize it, but for each
     use apart where one launch has too few registers for both. The bits are those that `mxjax.rotate` and
@@ -106,8 +109,9 @@ def quantize_block16(x: Float[Array, "*b r c"], uses: Sequence[OperandUse]) -> l
     both = by_axis.get(-1), by_axis.get(-2)
     rows, columns = (use and use.options for use in both)
     x = x if x.dtype.name in TYPES else x.astype(jnp.float32)  # float64, as the definition does
-    run = _quantizer((rows, columns), current_target())
-    scalars = jnp.concatenate([_words(use) for use in both])
+    run = _quantizer((rows, columns), factor is not None, current_target())
+    bits = lax.bitcast_convert_type(jnp.float32(1) if factor is None else factor, jnp.uint32)
+    scalars = jnp.concatenate([*(_words(use) for use in both), bits[None]])
     *words, units = run(x.reshape(1, math.prod(batch), r, c), scalars[None])
     made = {}
     for i, (use, other) in enumerate(((rows, r), (columns, c))):
@@ -131,8 +135,8 @@ def _words(use: OperandUse | None) -> UInt32[Array, "8"]:
 
 
 @functools.cache
-def _quantizer(pair: Pair, target: Target | None):
-    """Returns a function of x [v, b, r, c] and scalars [v or 1, 2 * SIDE]; vmap grows v.
+def _quantizer(pair: Pair, factored: bool, target: Target | None):
+    """Returns a function of x [v, b, r, c] and scalars [v or 1, 2 * SIDE + 1]; vmap grows v.
 
     It returns the words of the wanted sides and the tensor scales [v, 2]. JAX caches the function's trace,
     hence a separate function for each target.
@@ -141,8 +145,8 @@ def _quantizer(pair: Pair, target: Target | None):
     @jax.custom_batching.custom_vmap
     def run(x, scalars):
         places = [jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:]]
-        maxima = _maxima(pair, target, x, scalars, places)
-        return _on_mesh(pair, target, x.shape, scalars.shape[0])(x, maxima, scalars, *places)
+        maxima = _maxima(pair, factored, target, x, scalars, places)
+        return _on_mesh(pair, factored, target, x.shape, scalars.shape[0])(x, maxima, scalars, *places)
 
     @run.def_vmap
     def _(size, batched, x, scalars):
@@ -158,14 +162,14 @@ def _quantizer(pair: Pair, target: Target | None):
     return run
 
 
-def _maxima(pair: Pair, target: Target | None, x, scalars, places) -> Int32[Array, "v 2"]:
+def _maxima(pair: Pair, factored: bool, target: Target | None, x, scalars, places) -> Int32[Array, "v 2"]:
     """Returns the bits of x's largest magnitude as each use rotates it; 0 where no tensor scale needs it."""
     scaled = [use if use and _largest_scale(use) else None for use in pair]
     rotated = [use for use in scaled if use and use.rotation]
     plain = any(use and not use.rotation for use in scaled)
     found = {}
     for i, use in enumerate(rotated or [None] * plain):
-        tiles = _largest_on_mesh(use, plain and i == 0, target, x.shape, scalars.shape[0])
+        tiles = _largest_on_mesh(use, plain and i == 0, factored, target, x.shape, scalars.shape[0])
         of_plain, of_rotated = tiles(x, scalars, *places)
         found[use and use.axis] = of_rotated
         found.setdefault(0, of_plain)
@@ -174,7 +178,9 @@ def _maxima(pair: Pair, target: Target | None, x, scalars, places) -> Int32[Arra
     return jnp.stack([zero if t is None else jnp.max(t, axis=(1, 2, 3), initial=0) for t in largest], 1)
 
 
-def _largest_on_mesh(use: OperandUse | None, plain: bool, target: Target | None, shape, scalars: int):
+def _largest_on_mesh(
+    use: OperandUse | None, plain: bool, factored: bool, target: Target | None, shape, scalars: int
+):
     """Returns the call of `largest_kernel` that a mesh may shard between tiles."""
     *_, r, c = shape
     tile = block16_tile((use, None) if use is None or use.axis == -1 else (None, use), target, shape)
@@ -195,6 +201,7 @@ def _largest_on_mesh(use: OperandUse | None, plain: bool, target: Target | None,
         out = [jax.ShapeDtypeStruct((v, b, ceil_div(r, tile.rows), ceil_div(c, tile.columns)), jnp.int32)] * 2
         constants = _constants(tile, target, x.shape)
         constants |= {
+            "FACTORED": factored,
             "PLAIN": plain,
             "COLUMNS": use is not None and use.axis == -2,
             "ROTATION": use.rotation_size if use else 1,
@@ -202,7 +209,7 @@ def _largest_on_mesh(use: OperandUse | None, plain: bool, target: Target | None,
             "SIGNS": use.has_signs if use else False,
         }
         grid = (*out[0].shape[:1:-1], v * b)
-        scalars, stride = _placed([use] if use else [], x, scalars, places)
+        scalars, stride = _placed([use] if use else [], factored, x, scalars, places)
         return triton_call(
             largest_kernel, x, scalars, out=out, grid=grid, num_warps=tile.warps, **constants, **stride
         )
@@ -216,7 +223,7 @@ def _arguments(r_axis: str, c_axis: str, scalars: int, more: str) -> str:
     return f"v b {r_axis} {c_axis}, {more}{of_scalars}, b, {r_axis}, {c_axis}"
 
 
-def _on_mesh(pair: Pair, target: Target | None, shape, scalars: int):
+def _on_mesh(pair: Pair, factored: bool, target: Target | None, shape, scalars: int):
     """Returns the call that a mesh may shard along all axes of x, but not within blocks or rotations."""
     *_, r, c = shape
     rows, columns = pair
@@ -231,7 +238,7 @@ def _on_mesh(pair: Pair, target: Target | None, shape, scalars: int):
             whole += uncut
             results.append(f"v b {other} {axis}")
     rule = _arguments(r_axis, c_axis, scalars, "v sides, ") + " -> " + ", ".join([*results, "v sides"])
-    return partitioned(functools.partial(_call, pair, target, (r, c)), rule, sizes, whole)
+    return partitioned(functools.partial(_call, pair, factored, target, (r, c)), rule, sizes, whole)
 
 
 def _unit(blocked: OperandUse | None, other: OperandUse | None) -> int:
@@ -241,12 +248,12 @@ def _unit(blocked: OperandUse | None, other: OperandUse | None) -> int:
 
 
 def _call(
-    pair: Pair, target: Target | None, whole: tuple[int, int], x, maxima, scalars, *places
+    pair: Pair, factored: bool, target: Target | None, whole: tuple[int, int], x, maxima, scalars, *places
 ) -> list[jax.Array]:
     """Runs the kernel on x, which lies at `places` in a tensor of `whole` rows and columns."""
     results, units = [], []
     for part in launched_pairs(pair, target):
-        *words, unit = _launch(part, target, whole, x, maxima, scalars, places)
+        *words, unit = _launch(part, factored, target, whole, x, maxima, scalars, places)
         results += [y for y, use in zip(words, part, strict=True) if use]
         units.append(unit)
     if len(units) == 2:  # of rows and of columns
@@ -265,7 +272,9 @@ def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
     return [pair]
 
 
-def _launch(pair: Pair, target: Target | None, whole, x, maxima, scalars, places) -> list[jax.Array]:
+def _launch(
+    pair: Pair, factored: bool, target: Target | None, whole, x, maxima, scalars, places
+) -> list[jax.Array]:
     v, b, r, c = x.shape
     tile = block16_tile(pair, target, x.shape)
     out, constants = [], _constants(tile, target, x.shape)
@@ -274,8 +283,9 @@ def _launch(pair: Pair, target: Target | None, whole, x, maxima, scalars, places
         out.append(jax.ShapeDtypeStruct((v, b, other, length // 2) if use else (1,), jnp.int32))
         constants |= {name: side_of(use) if use else None, f"{name}_LENGTH": length}
     drawn = any(use and use.operand.needs_key for use in pair)
+    constants["FACTORED"] = factored
     constants["R_ALL"], constants["C_ALL"] = whole if drawn else (0, 0)
-    scalars, stride = _placed([use for use in pair if use], x, scalars, places)
+    scalars, stride = _placed([use for use in pair if use], factored, x, scalars, places)
     return triton_call(
         quantize_block16_kernel,
         x,
@@ -302,9 +312,9 @@ def _constants(tile: Tile, target: Target | None, shape) -> dict[str, Any]:
     }
 
 
-def _placed(uses: list[OperandUse], x, scalars, places) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns the scalars with x's offsets, and their stride; x in their stead if no use reads them."""
-    if not any(use.operand.needs_key or use.has_signs for use in uses):
+def _placed(uses: list[OperandUse], factored: bool, x, scalars, places) -> tuple[jax.Array, dict[str, Any]]:
+    """Returns the scalars with x's offsets, and their stride; x in their stead if none is read."""
+    if not factored and not any(use.operand.needs_key or use.has_signs for use in uses):
         return x, {"SCALARS_STRIDE": 0}
     place = jnp.stack([axis[0] if axis.size else jnp.uint32(0) for axis in places])
     scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)

@@ -18,7 +18,9 @@ from mxjax.kernels.quantize.kernel import SIGN, group_signs, join_words, place_o
 
 GROUP = tl.constexpr(32)
 SIDE = tl.constexpr(8)
-"""uint32 of each side: two words of the key, two of its fold with SECOND_USE, four of signs."""
+"""uint32 of each side: two words of the key, two of its fold for a second draw, four of signs."""
+FACTOR_AT = tl.constexpr(2 * SIDE)
+"""Place of x's factor among the scalars: after those of both sides, before the three offsets of x."""
 SMALLEST = tl.constexpr(2.0**-100)  # mxjax.numerics.float_scales.SMALLEST_TENSOR_MAX
 
 
@@ -36,6 +38,7 @@ def largest_kernel(
     SCALARS_STRIDE: tl.constexpr,
     CONVERT: tl.constexpr,
     EXACT: tl.constexpr,
+    FACTORED: tl.constexpr,
     PLAIN: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROTATION: tl.constexpr,
@@ -61,16 +64,15 @@ def largest_kernel(
         xs = column_groups(x, R - r0, C - c0, C, GROUP, BLOCK_R // GROUP, BLOCK_C, EXACT)
     else:
         xs = row_groups(x, R - r0, C - c0, C, BLOCK_C // GROUP, BLOCK_R, EXACT)
-    ys = ()
-    for i in tl.static_range(GROUP):
-        ys = ys + (widen(xs[i]),)
+    scalars += matrix // BATCH * SCALARS_STRIDE
+    ys = _values(xs, scalars, FACTORED)
     if PLAIN:
         tl.store(plain + tile, tl.max(largest(ys, GROUP)))
     if ROTATION > 1:
-        scalars += matrix // BATCH * SCALARS_STRIDE + (SIDE + 4 if COLUMNS else 4)
+        signs = scalars + (SIDE + 4 if COLUMNS else 4)
         GROUPS: tl.constexpr = (BLOCK_R if COLUMNS else BLOCK_C) // GROUP
         OTHER: tl.constexpr = BLOCK_C if COLUMNS else BLOCK_R
-        ys = _rotated(ys, scalars, GROUPS, OTHER, CONVERT, ROTATION, FACTOR, SIGNS)
+        ys = _rotated(ys, signs, GROUPS, OTHER, CONVERT, ROTATION, FACTOR, SIGNS)
         tl.store(rotated + tile, tl.max(largest(ys, GROUP)))
 
 
@@ -93,6 +95,7 @@ def quantize_block16_kernel(
     SCALARS_STRIDE: tl.constexpr,
     CONVERT: tl.constexpr,
     EXACT: tl.constexpr,
+    FACTORED: tl.constexpr,
     ROW: tl.constexpr,
     ROW_LENGTH: tl.constexpr,
     COLUMN: tl.constexpr,
@@ -106,7 +109,8 @@ def quantize_block16_kernel(
 
     Args:
       maxima: int32 [V, 2], the bits of the largest magnitudes for rows and for columns, rotated.
-      scalars: uint32 [V or 1, 2 * SIDE + 3]: rows' words, columns' words, and the offsets of x.
+      scalars: uint32 [V or 1, 2 * SIDE + 4]: rows' words, columns' words, x's factor and its three offsets.
+      FACTORED: whether x is multiplied by its factor first.
       ROW, COLUMN: None if not wanted, or `block16.Side`.
     """
     r0, c0 = tl.program_id(1) * BLOCK_R, tl.program_id(0) * BLOCK_C
@@ -115,17 +119,18 @@ def quantize_block16_kernel(
     x += matrix * R * C + r0.to(tl.int64) * C + c0
     scalars += v * SCALARS_STRIDE
     drawn: tl.constexpr = _draws(ROW) or _draws(COLUMN)
-    batch, r_all, c_all = place_of(scalars + (2 * SIDE - 12), b, drawn)
+    batch, r_all, c_all = place_of(scalars + (FACTOR_AT - 11), b, drawn)
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (b == 0)
     if ROW is not None:
         row_xs = row_groups(x, R - r0, C - c0, C, BLOCK_C // GROUP, BLOCK_R, EXACT)
     if COLUMN is not None:
         _quantize_side(
             column_groups(x, R - r0, C - c0, C, GROUP, BLOCK_R // GROUP, BLOCK_C, EXACT),
+            scalars,
             maxima + 2 * v + 1,
             units + 2 * v + 1,
             first,
-            scalars + SIDE,
+            SIDE,
             column_words + matrix * C * (COLUMN_LENGTH // 2),
             r0,
             c0,
@@ -136,15 +141,17 @@ def quantize_block16_kernel(
             BLOCK_R // GROUP,
             BLOCK_C,
             CONVERT,
+            FACTORED,
             COLUMN,
         )
     if ROW is not None:
         _quantize_side(
             row_xs,
+            scalars,
             maxima + 2 * v,
             units + 2 * v,
             first,
-            scalars,
+            0,
             row_words + matrix * R * (ROW_LENGTH // 2),
             c0,
             r0,
@@ -155,6 +162,7 @@ def quantize_block16_kernel(
             BLOCK_C // GROUP,
             BLOCK_R,
             CONVERT,
+            FACTORED,
             ROW,
         )
 
@@ -162,6 +170,18 @@ def quantize_block16_kernel(
 @triton.constexpr_function
 def _draws(side):
     return side is not None and (side.stochastic or side.eden > 0)
+
+
+@triton.jit
+def _values(xs, scalars, FACTORED: tl.constexpr):
+    """Returns the groups in float32, times the factor of x if there is one."""
+    ys = ()
+    for i in tl.static_range(GROUP):
+        y = widen(xs[i])
+        if FACTORED:
+            y = y * tl.load(scalars + FACTOR_AT).to(tl.float32, bitcast=True)
+        ys = ys + (y,)
+    return ys
 
 
 @triton.jit
@@ -182,10 +202,11 @@ def _rotated(xs, signs, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.c
 @triton.jit
 def _quantize_side(
     xs,
+    scalars,
     maximum,
     unit_at,
     first,
-    scalars,
+    AT: tl.constexpr,
     words,
     start,
     other0,
@@ -196,19 +217,19 @@ def _quantize_side(
     GROUPS: tl.constexpr,
     OTHER: tl.constexpr,
     CONVERT: tl.constexpr,
+    FACTORED: tl.constexpr,
     SIDE_OF: tl.constexpr,
 ):
     """Quantizes 32 tensors [GROUPS, OTHER] and stores them at [other, group].
 
     The tile begins at element `start` of the blocked axis and at `other0` of the other axis. In the whole
-    tensor x begins at element `start_all` and row `row0`.
+    tensor x begins at element `start_all` and row `row0`. The side's words are at AT of the scalars.
     """
     PTX: tl.constexpr = CONVERT == "sm_89" or CONVERT == "sm_90" or CONVERT == "sm_100"
     unit, inverse = _tensor_scale(maximum, SIDE_OF.tensor_divisor)
     tl.store(unit_at, unit, first)
-    ys = ()
-    for i in tl.static_range(GROUP):
-        ys = ys + (widen(xs[i]),)
+    ys = _values(xs, scalars, FACTORED)
+    scalars += AT
     if SIDE_OF.rotation > 1:
         ys = _rotated(
             ys, scalars + 4, GROUPS, OTHER, CONVERT, SIDE_OF.rotation, SIDE_OF.factor, SIDE_OF.signs

@@ -14,7 +14,9 @@ import mxjax
 from mxjax.kernels.quantize.block16 import quantize_block16
 from mxjax.numerics.operand import Operand
 from mxjax.operands.kernel_operand import KernelOperand, bfloat16_by_definition
+from mxjax.operands.use import dequantize_use
 from mxjax.policy import Gemm, Rotation
+from mxjax.products import prepare
 from mxjax.products.draws import uses_of
 from mxjax.runtime.devices import Target, use_target
 
@@ -92,3 +94,20 @@ def test_special_values_and_any_shape(case, axis):
 @pytest.mark.parametrize("value", [0.0, 2.0**-120, np.nan, np.inf])
 def test_tensors_that_have_no_scale_of_their_own(value):
     check("to nearest, both", jnp.zeros((16, 32)).at[3, 5].set(value), (-1, -2))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_what_the_forward_pass_left_is_quantized_again_as_defined(axis):
+    """By the kernel's operand, K-major and without its tensor scale, in place of the values."""
+    x = draw_tensor(np.random.default_rng(2), (64, 128), "wide", "bfloat16")
+
+    def use():
+        quartet = mxjax.get_policy("quartet2")
+        fprop, _ = uses_of(quartet.fprop, axis, axis, jax.random.key(0))
+        rotated, _ = uses_of(quartet.dgrad, -3 - axis, axis, jax.random.key(5))
+        return rotated._replace(form="bf16", reads=fprop._replace(form="bf16"))
+
+    assert prepare._prepare_seen(x, use()) is not None
+    [got] = jax.jit(lambda x: prepare.prepare(x, [use()]))(x)
+    define = jax.jit(lambda x: bfloat16_by_definition(dequantize_use(x, use().reads), use()))
+    assert_equal(got, on_cpu(define)(x), x.shape[-3 - axis])
