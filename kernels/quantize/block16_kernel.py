@@ -124,47 +124,18 @@ def quantize_block16_kernel(
     if ROW is not None:
         row_xs = row_groups(x, R - r0, C - c0, C, BLOCK_C // GROUP, BLOCK_R, EXACT)
     if COLUMN is not None:
+        column_xs = column_groups(x, R - r0, C - c0, C, GROUP, BLOCK_R // GROUP, BLOCK_C, EXACT)
         _quantize_side(
-            column_groups(x, R - r0, C - c0, C, GROUP, BLOCK_R // GROUP, BLOCK_C, EXACT),
-            scalars,
-            maxima + 2 * v + 1,
-            units + 2 * v + 1,
-            first,
-            SIDE,
-            column_words + matrix * C * (COLUMN_LENGTH // 2),
-            r0,
-            c0,
-            r_all,
-            batch * C_ALL + c_all,
-            C,
-            COLUMN_LENGTH,
-            BLOCK_R // GROUP,
-            BLOCK_C,
-            CONVERT,
-            FACTORED,
-            COLUMN,
-        )
+            column_xs, scalars, maxima + 2 * v + 1, units + 2 * v + 1, first, SIDE,
+            column_words + matrix * C * (COLUMN_LENGTH // 2), r0, c0, r_all, batch * C_ALL + c_all, C,
+            COLUMN_LENGTH, BLOCK_R // GROUP, BLOCK_C, CONVERT, FACTORED, COLUMN,
+        )  # fmt: skip
     if ROW is not None:
         _quantize_side(
-            row_xs,
-            scalars,
-            maxima + 2 * v,
-            units + 2 * v,
-            first,
-            0,
-            row_words + matrix * R * (ROW_LENGTH // 2),
-            c0,
-            r0,
-            c_all,
-            batch * R_ALL + r_all,
-            R,
-            ROW_LENGTH,
-            BLOCK_C // GROUP,
-            BLOCK_R,
-            CONVERT,
-            FACTORED,
-            ROW,
-        )
+            row_xs, scalars, maxima + 2 * v, units + 2 * v, first, 0,
+            row_words + matrix * R * (ROW_LENGTH // 2), c0, r0, c_all, batch * R_ALL + r_all, R, ROW_LENGTH,
+            BLOCK_C // GROUP, BLOCK_R, CONVERT, FACTORED, ROW,
+        )  # fmt: skip
 
 
 @triton.constexpr_function
@@ -201,25 +172,10 @@ def _rotated(xs, signs, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.c
 
 @triton.jit
 def _quantize_side(
-    xs,
-    scalars,
-    maximum,
-    unit_at,
-    first,
-    AT: tl.constexpr,
-    words,
-    start,
-    other0,
-    start_all,
-    row0,
-    N,
-    LENGTH,
-    GROUPS: tl.constexpr,
-    OTHER: tl.constexpr,
-    CONVERT: tl.constexpr,
-    FACTORED: tl.constexpr,
+    xs, scalars, maximum, unit_at, first, AT: tl.constexpr, words, start, other0, start_all, row0, N,
+    LENGTH, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.constexpr, FACTORED: tl.constexpr,
     SIDE_OF: tl.constexpr,
-):
+):  # fmt: skip
     """Quantizes 32 tensors [GROUPS, OTHER] and stores them at [other, group].
 
     The tile begins at element `start` of the blocked axis and at `other0` of the other axis. In the whole
@@ -270,18 +226,9 @@ def _tensor_scale(maximum, DIVISOR: tl.constexpr):
 
 @triton.jit
 def _round_block(
-    ys,
-    FIRST: tl.constexpr,
-    unit,
-    inverse,
-    scalars,
-    counter,
-    row,
-    GROUPS: tl.constexpr,
-    OTHER: tl.constexpr,
-    PTX: tl.constexpr,
-    SIDE_OF: tl.constexpr,
-):
+    ys, FIRST: tl.constexpr, unit, inverse, scalars, counter, row, GROUPS: tl.constexpr,
+    OTHER: tl.constexpr, PTX: tl.constexpr, SIDE_OF: tl.constexpr,
+):  # fmt: skip
     """Rounds the elements FIRST to FIRST + 15 of each group.
 
     Returns the 16 elements, their scale, and with EDEN the 16 values that were rounded.
@@ -380,16 +327,9 @@ def _sum_of_16(terms):
 
 @triton.jit
 def _eden(
-    low,
-    high,
-    scalars,
-    block,
-    row,
-    GROUPS: tl.constexpr,
-    OTHER: tl.constexpr,
-    PTX: tl.constexpr,
+    low, high, scalars, block, row, GROUPS: tl.constexpr, OTHER: tl.constexpr, PTX: tl.constexpr,
     SIDE_OF: tl.constexpr,
-):
+):  # fmt: skip
     """Returns the corrected scales of both blocks of each group, rounded stochastically."""
     squares = _sum_of_run(low[2], low[2], high[2], high[2], GROUPS, OTHER, SIDE_OF.eden)
     products = _sum_of_run(low[2], low[0], high[2], high[0], GROUPS, OTHER, SIDE_OF.eden)

@@ -11,14 +11,16 @@ from support.gpu import HAS_GPU
 from support.quantizer import draw_tensor
 
 import mxjax
+from mxjax.kernels.quantize import block16
 from mxjax.kernels.quantize.block16 import quantize_block16
+from mxjax.kernels.quantize.quantizer import elements_of
 from mxjax.numerics.operand import Operand
 from mxjax.operands.kernel_operand import KernelOperand, bfloat16_by_definition
 from mxjax.operands.use import dequantize_use
 from mxjax.policy import Gemm, Rotation
 from mxjax.products import prepare
 from mxjax.products.draws import uses_of
-from mxjax.runtime.devices import Target, use_target
+from mxjax.runtime.devices import Target, current_target, use_target
 
 NV, SQUARE = Operand("nvfp4"), Operand("nvfp4", block_shape=(16, 16))
 SR = dataclasses.replace(NV, rounding="stochastic")
@@ -111,3 +113,37 @@ def test_what_the_forward_pass_left_is_quantized_again_as_defined(axis):
     [got] = jax.jit(lambda x: prepare.prepare(x, [use()]))(x)
     define = jax.jit(lambda x: bfloat16_by_definition(dequantize_use(x, use().reads), use()))
     assert_equal(got, on_cpu(define)(x), x.shape[-3 - axis])
+
+
+def test_vmap_gives_each_tensor_its_scale_and_each_key_its_bits():
+    x = np.asarray(draw_tensor(np.random.default_rng(3), (2, 32, 128), "wide", "float32"))
+    keys = jax.random.split(jax.random.key(9), 2)
+
+    def quantize(x, key):
+        _, use = uses_of(Gemm(*CASES["eden, H128"]), -1, -1, key)
+        [q] = quantize_block16(x, [use])
+        return q.elements, q.tensor_scale
+
+    got = jax.vmap(quantize)(x, keys)
+    for i in range(2):
+        for a, b in zip(got, quantize(x[i], keys[i]), strict=True):
+            np.testing.assert_array_equal(a[i], b)
+    assert got[1][0] != got[1][1]
+
+
+@pytest.mark.parametrize(
+    ("case", "n"),
+    [("four over six, stochastic", 32), pytest.param("eden, H128", 128, marks=pytest.mark.slow)],
+)
+def test_a_part_draws_the_bits_of_its_place_in_the_whole(case, n):
+    whole = jax.random.normal(jax.random.key(0), (2, 2 * n, 2 * n))
+    b, r, c = slice(1, 2), slice(n, 2 * n), slice(n, 2 * n)
+    pair = uses_of(Gemm(*CASES[case]), -1, -2, jax.random.key(5))
+    scalars = jnp.concatenate([*(block16._words(use) for use in pair), jnp.zeros(1, jnp.uint32)])[None]
+    places = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in (b, r, c)]
+    maxima = block16._maxima(pair, False, current_target(), whole[None], scalars, [p * 0 for p in places])
+    part = whole[b, r, c][None]
+    *got, _ = block16._call(pair, False, current_target(), (2 * n, 2 * n), part, maxima, scalars, *places)
+    for use, words, defined in zip(pair, got, quantize_block16(whole, pair), strict=True):
+        other, blocked = (r, c) if use.axis == -1 else (c, r)
+        np.testing.assert_array_equal(elements_of(words, "bf16")[0], defined.elements[b, other, blocked])
