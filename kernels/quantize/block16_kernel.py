@@ -31,7 +31,7 @@ def largest_kernel(
     plain,
     rotated,
     R,
-    C: tl.constexpr,
+    C,
     BATCH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -85,11 +85,12 @@ def quantize_block16_kernel(
     column_words,
     units,
     R,
+    C,
+    R_ALL,
+    C_ALL,
+    ROW_LENGTH,
     COLUMN_LENGTH,
-    C: tl.constexpr,
     BATCH: tl.constexpr,
-    R_ALL: tl.constexpr,
-    C_ALL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SCALARS_STRIDE: tl.constexpr,
@@ -97,7 +98,6 @@ def quantize_block16_kernel(
     EXACT: tl.constexpr,
     FACTORED: tl.constexpr,
     ROW: tl.constexpr,
-    ROW_LENGTH: tl.constexpr,
     COLUMN: tl.constexpr,
 ):
     """Quantizes x [V, BATCH, R, C] (any float dtype) into bfloat16 operands of one or two GEMMs.
@@ -302,7 +302,8 @@ def _errors(xs, elements, scale, inverse, GROUPS: tl.constexpr, OTHER: tl.conste
     """Returns the error of each block's rounding; see `mxjax.numerics.float_scales.block_errors`."""
     terms = ()
     for i in tl.static_range(16):
-        difference = elements[i] * scale - xs[i] * inverse
+        # The product is exact, so that the subtraction may be fused with it.
+        difference = tl.fma(elements[i], scale, -(xs[i] * inverse))
         terms = terms + (tl.abs(difference) if SIDE_OF.four_over_six == "mae" else difference * difference,)
     error = _sum_of_16(terms)
     if SIDE_OF.square:
