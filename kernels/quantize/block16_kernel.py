@@ -14,6 +14,7 @@ from mxjax.kernels.device.elements import INFINITY, MAGNITUDE, encode_bf16, larg
 from mxjax.kernels.device.hadamard import rotate_groups
 from mxjax.kernels.device.loads import column_groups, row_groups
 from mxjax.kernels.device.philox import random_halves
+from mxjax.kernels.device.stochastic_ptx import draw_elements
 from mxjax.kernels.quantize.kernel import SIGN, group_signs, join_words, place_of
 
 GROUP = tl.constexpr(32)
@@ -139,6 +140,11 @@ def quantize_block16_kernel(
 
 
 @triton.constexpr_function
+def _is_nvidia(convert):
+    return convert.startswith("sm_")
+
+
+@triton.constexpr_function
 def _draws(side):
     return side is not None and (side.stochastic or side.eden > 0)
 
@@ -181,7 +187,6 @@ def _quantize_side(
     The tile begins at element `start` of the blocked axis and at `other0` of the other axis. In the whole
     tensor x begins at element `start_all` and row `row0`. The side's words are at AT of the scalars.
     """
-    PTX: tl.constexpr = CONVERT == "sm_89" or CONVERT == "sm_90" or CONVERT == "sm_100"
     unit, inverse = _tensor_scale(maximum, SIDE_OF.tensor_divisor)
     tl.store(unit_at, unit, first)
     ys = _values(xs, scalars, FACTORED)
@@ -193,12 +198,12 @@ def _quantize_side(
     group, other = tl.arange(0, GROUPS)[:, None], tl.arange(0, OTHER)[None, :]
     counter = (start_all + start) // 8 + group * 4
     row = row0 + other0 + other
-    low = _round_block(ys, 0, unit, inverse, scalars, counter, row, GROUPS, OTHER, PTX, SIDE_OF)
-    high = _round_block(ys, 16, unit, inverse, scalars, counter + 2, row, GROUPS, OTHER, PTX, SIDE_OF)
+    low = _round_block(ys, 0, unit, inverse, scalars, counter, row, GROUPS, OTHER, CONVERT, SIDE_OF)
+    high = _round_block(ys, 16, unit, inverse, scalars, counter + 2, row, GROUPS, OTHER, CONVERT, SIDE_OF)
     elements, scales = low[0] + high[0], (low[1], high[1])
     if SIDE_OF.eden > 0:
         block = (start_all + start) // 16 + group * 2
-        scales = _eden(low, high, scalars, block, row, GROUPS, OTHER, PTX, SIDE_OF)
+        scales = _eden(low, high, scalars, block, row, GROUPS, OTHER, CONVERT, SIDE_OF)
     ws = ()
     for i in tl.static_range(0, GROUP, 8):
         values = ()
@@ -227,7 +232,7 @@ def _tensor_scale(maximum, DIVISOR: tl.constexpr):
 @triton.jit
 def _round_block(
     ys, FIRST: tl.constexpr, unit, inverse, scalars, counter, row, GROUPS: tl.constexpr,
-    OTHER: tl.constexpr, PTX: tl.constexpr, SIDE_OF: tl.constexpr,
+    OTHER: tl.constexpr, CONVERT: tl.constexpr, SIDE_OF: tl.constexpr,
 ):  # fmt: skip
     """Rounds the elements FIRST to FIRST + 15 of each group.
 
@@ -248,11 +253,11 @@ def _round_block(
     counter = tl.where(bits >= 0, counter, 0).to(tl.uint32)
     row = tl.where(bits >= 0, row, 0).to(tl.uint32)
     scale = _scale(exact, SIDE_OF)
-    elements, scaled = _elements(xs, scale, inverse, scalars, counter, row, PTX, SIDE_OF)
+    elements, scaled = _elements(xs, scale, inverse, scalars, counter, row, CONVERT, SIDE_OF)
     if SIDE_OF.four_over_six != "":
         # To scale the largest magnitude to 4 instead of 6, scales are half as large again.
         second = _scale(exact * 1.5, SIDE_OF)
-        others, others_scaled = _elements(xs, second, inverse, scalars + 2, counter, row, PTX, SIDE_OF)
+        others, others_scaled = _elements(xs, second, inverse, scalars + 2, counter, row, CONVERT, SIDE_OF)
         errors = _errors(xs, elements, scale, inverse, GROUPS, OTHER, SIDE_OF)
         chosen = _errors(xs, others, second, inverse, GROUPS, OTHER, SIDE_OF) < errors
         scale = tl.where(chosen, second, scale)
@@ -279,15 +284,21 @@ def _scale(exact, SIDE_OF: tl.constexpr):
 
 
 @triton.jit
-def _elements(xs, scale, inverse, scalars, counter, row, PTX: tl.constexpr, SIDE_OF: tl.constexpr):
+def _elements(xs, scale, inverse, scalars, counter, row, CONVERT: tl.constexpr, SIDE_OF: tl.constexpr):
     """Returns 16 tensors rounded to elements by their scale, and as they were rounded."""
+    DRAWN: tl.constexpr = SIDE_OF.stochastic and (CONVERT == "sm_90" or CONVERT == "sm_100")
     per_scale = tl.where(scale == 0, 0.0, tl.div_rn(tl.zeros_like(scale) + inverse, scale))
     elements, all_scaled = (), ()
     for half in tl.static_range(2):
         random = (counter, counter, counter, counter, counter, counter, counter, counter)
-        if SIDE_OF.stochastic:
-            random = random_halves(counter + half, row, tl.load(scalars), tl.load(scalars + 1), PTX)
-        for i in tl.static_range(8):
+        if DRAWN:
+            key0, key1 = tl.load(scalars), tl.load(scalars + 1)
+            elements = elements + draw_elements(xs, 8 * half, per_scale, counter + half, row, key0, key1)
+        elif SIDE_OF.stochastic:
+            random = random_halves(
+                counter + half, row, tl.load(scalars), tl.load(scalars + 1), _is_nvidia(CONVERT)
+            )
+        for i in tl.static_range(0 if DRAWN else 8):
             scaled = xs[8 * half + i] * per_scale
             rounded, base = round_element(scaled, random[i], SIDE_OF.stochastic)
             sign = scaled.to(tl.int32, bitcast=True) & ~MAGNITUDE
@@ -328,7 +339,7 @@ def _sum_of_16(terms):
 
 @triton.jit
 def _eden(
-    low, high, scalars, block, row, GROUPS: tl.constexpr, OTHER: tl.constexpr, PTX: tl.constexpr,
+    low, high, scalars, block, row, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.constexpr,
     SIDE_OF: tl.constexpr,
 ):  # fmt: skip
     """Returns the corrected scales of both blocks of each group, rounded stochastically."""
@@ -339,7 +350,7 @@ def _eden(
     # As for elements, a dependence that changes nothing.
     counter = tl.where(never, block, block).to(tl.uint32) // 8
     row = tl.where(never, row, row).to(tl.uint32)
-    random = random_halves(counter, row, tl.load(scalars + 2), tl.load(scalars + 3), PTX)
+    random = random_halves(counter, row, tl.load(scalars + 2), tl.load(scalars + 3), _is_nvidia(CONVERT))
     for half in tl.static_range(2):
         nothing = products[half] == 0
         correction = tl.div_rn(squares[half], tl.where(nothing, 1.0, products[half]))

@@ -87,6 +87,12 @@ def test_both_orientations_have_the_definitions_bits(case, shape):
     check(case, x, (-1, -2))
 
 
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("case", ["four over six, stochastic", pytest.param("ue5m3", marks=pytest.mark.slow)])
+def test_hoppers_random_bits_in_the_interpreter(case):
+    check(case, draw_tensor(np.random.default_rng(4), (33, 70), "special", "float32"), (-1, -2))
+
+
 @pytest.mark.parametrize("case", ["weights", "eden, H128", "ue5m3"])
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_special_values_and_any_shape(case, axis):
