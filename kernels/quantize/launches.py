@@ -295,6 +295,15 @@ class Tile(NamedTuple):
 HOPPER_TILE = Tile(128, 128, 4, GROUP.value)
 
 
+def block16_tile(pair: Pair, target: Target | None, shape: tuple[int, ...]) -> Tile:
+    """Returns the tile in which `block16` quantizes a tensor of this shape, in groups of 32."""
+    *_, r, c = shape
+    tile = _tile(target, pair, r, 2 * c)._replace(group=32)
+    eden = [use.operand.eden or 1 if use else 1 for use in pair]
+    tile = _with_whole_runs(tile, pair)
+    return tile._replace(rows=max(tile.rows, eden[1]), columns=max(tile.columns, eden[0]))
+
+
 def _with_whole_runs(tile: Tile, pair: Pair) -> Tile:
     """Returns the tile with whole runs of H128, and as many elements in a thread.
 

@@ -1,4 +1,4 @@
-"""`KernelOperand`: an operand whose contracted axis K is last: MXFP4, packed or dequantized, or FP8.
+"""`KernelOperand`: an operand whose contracted axis K is last: packed MXFP4, or bfloat16, or FP8.
 
 `pack_by_definition` and `fp8_by_definition` make one with `jax.numpy`; `mxjax.kernels.quantize` reproduces
 them bit for bit.
@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped, UInt8
 
-from mxjax.numerics.array import float4_codes, pack_codes
+from mxjax.numerics.array import block_values, float4_codes, pack_codes
 from mxjax.numerics.blocks import pad
 from mxjax.numerics.formats import BLOCK, get_format
 from mxjax.numerics.scales import power_of_two
@@ -29,16 +29,16 @@ from mxjax.operands.use import OperandUse, quantize_use
 class KernelOperand:
     """An operand as kernels read it, transposed if needed so that the contracted axis K is last.
 
-    Its value is elements * scales / prescale if packed, elements / prescale if dequantized, elements *
-    tensor_scale / prescale in FP8. K of MXFP4 is padded with zeros to a multiple of the block and of the
-    rotation. A 2-D block's scale is repeated in each of its rows.
+    Its value is elements * scales / prescale if packed, else elements * tensor_scale / prescale. K is padded
+    with zeros to a multiple of 32 and of the rotation, except in FP8. A 2-D block's scale is repeated in each
+    of its rows.
 
     Attributes:
       elements: packed, [*batch, n, k / 2] uint8: two E2M1 elements a byte, element 2i in the low nibble.
         Otherwise [*batch, n, k], in bfloat16 or FP8.
       scales: packed, [*batch, n, k / 32] E8M0 bytes: 2**(byte - 127), 255 is NaN. Otherwise None.
       prescale: factor that shrank the elements, or None.
-      tensor_scale: the scale of the whole tensor in FP8, one for all of the batch, or None.
+      tensor_scale: float32 scale of the whole tensor, one for all of the batch, or None for one.
     """
 
     elements: UInt8[Array, "*batch n bytes"] | Float[Array, "*batch n k"]
@@ -113,3 +113,11 @@ def fp8_by_definition(x: Float[Array, "*b r c"], use: OperandUse) -> KernelOpera
     elements = q.elements.astype(get_format(q.format).dtype)
     elements = elements if use.axis == -1 else elements.swapaxes(-1, -2)
     return KernelOperand(elements, None, q.prescale, q.tensor_scale)
+
+
+def bfloat16_by_definition(x: Float[Array, "*b r c"], use: OperandUse) -> KernelOperand:
+    """Returns x quantized for a GEMM, padded as kernels pad it, transposed to K-major, in bfloat16."""
+    q = quantize_use(x, use)
+    values = block_values(q).astype(jnp.bfloat16)
+    values = values.swapaxes(-1, -2) if use.axis == -2 else values
+    return KernelOperand(pad(values, values.ndim - 1, BLOCK), None, q.prescale, q.tensor_scale)

@@ -104,8 +104,9 @@ def _fixed_signs(rotation: Rotation | None) -> Float32[Array, " size"] | None:
     if rotation.values is not None:
         return jnp.asarray(rotation.values, jnp.float32)
     assert rotation.signs == "fixed"
-    # Independent of JAX's default generator.
-    return random_signs(jax.random.key(rotation.seed, impl="threefry2x32"), rotation.size)
+    with jax.ensure_compile_time_eval():  # a constant of the program, drawn once
+        # Independent of JAX's default generator.
+        return random_signs(jax.random.key(rotation.seed, impl="threefry2x32"), rotation.size)
 
 
 def _draw_each(gemms: Sequence[Gemm], keys: jax.Array | None) -> list[_Drawn]:

@@ -126,7 +126,7 @@ def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple
     x = once(x, [uses.fprop.lhs, uses.wgrad.lhs])
     x_is_read, w_is_read = gradients_read_tensors(policy)
     keep = keep and frozen is None
-    keep_x = keep and gemms.wgrad in KEPT and not x_is_read
+    keep_x = keep and (gemms.wgrad in KEPT or _in_place_of(x, uses.wgrad.lhs)) and not x_is_read
     keep_w = keep and gemms.dgrad in KEPT and not w_is_read
     x_uses, w_uses = [uses.fprop.lhs, uses.wgrad.lhs], [uses.fprop.rhs, uses.dgrad.rhs]
     lhs, x_packed = prepare(x, x_uses) if keep_x else (*prepare(x, x_uses[:1]), None)
@@ -138,6 +138,12 @@ def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple
     y = _gemm(options, "fprop", lhs, rhs, _rests(policy.fprop, uses.fprop, x, values))
     x_kept = None if keep_x or (frozen is not None and not x_is_read) else x
     return tag_product(y) if is_layer else y, Residuals(x_kept, x_packed, None, w_packed, key)
+
+
+def _in_place_of(x: Tensor, use: OperandUse) -> bool:
+    """Whether x as a use takes it, in bfloat16, is kept in place of x: as many bytes, from one read of x."""
+    original = use.reads is None and use.operand.split == "none" and use.operand.is_block16
+    return original and use.form == "bf16" and isinstance(x, jax.Array) and x.dtype == jnp.bfloat16
 
 
 @functools.partial(jax.jit, static_argnums=0)

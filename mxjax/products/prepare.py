@@ -15,7 +15,14 @@ from jaxtyping import Array, Float
 from mxjax.numerics.array import MXArray
 from mxjax.numerics.formats import BLOCK
 from mxjax.operands.computed import Computed
-from mxjax.operands.kernel_operand import KernelOperand, decode, fp8_by_definition, pack_by_definition
+from mxjax.operands.kernel_operand import (
+    KernelOperand,
+    bfloat16_by_definition,
+    decode,
+    fp8_by_definition,
+    pack_by_definition,
+)
+from mxjax.operands.split import split
 from mxjax.operands.use import OperandUse, dequantize_use, quantize_use
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.primitives import first_order_only
@@ -39,6 +46,8 @@ def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]
     form = uses[0].form
     if any(use.form != form or use.reads is not None for use in uses[1:]):  # nothing to share
         return [prepare(x, [use])[0] for use in uses]
+    if (made := _prepare_seen(x, uses[0])) is not None:
+        return [made]
     x = as_read(x, uses[0])
     if form is None:
         return [quantize_use(x, use) for use in uses]
@@ -48,12 +57,46 @@ def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]
         from mxjax.kernels.quantize.fp8 import quantize_fp8
 
         return quantize_fp8(x, uses)
+    if uses[0].operand.is_block16:
+        return _prepare_block16(x, uses)
     if _kernel_takes(x, uses, form):
         from mxjax.kernels.quantize.quantizer import quantize_operands
 
         return quantize_operands(x, uses, form)
     packed = [pack_by_definition(x, use) for use in uses]
     return packed if form == "packed" else [KernelOperand(decode(q), None, q.prescale) for q in packed]
+
+
+def _prepare_block16(x: Float[Array, "*batch r c"], uses: Sequence[OperandUse]) -> list[KernelOperand]:
+    """Returns x as `prepare` does, for operands that are `Operand.is_block16`, in bfloat16."""
+    first, *others = ((use.operand.split, use.operand.quantile) for use in uses)
+    if any(other != first for other in others):  # nothing to share
+        return [_prepare_block16(x, [use])[0] for use in uses]
+    if _kernel_takes(x, uses, "bf16"):
+        from mxjax.kernels.quantize.block16 import quantize_block16
+
+        return quantize_block16(split(x, uses[0].operand).part, uses)
+    return [bfloat16_by_definition(x, use) for use in uses]
+
+
+def _prepare_seen(x: Float[Array, "*batch r c"], use: OperandUse) -> KernelOperand | None:
+    """Returns what the Fprop's quantization left of x, quantized again by the kernel; None if it cannot.
+
+    The kernel reads the Fprop's operand as it is, K-major and without its tensor scale.
+    """
+    fprop = use.reads
+    if fprop is None or use.form is None or fprop.form is None:
+        return None
+    if not all(u.operand.is_block16 and u.operand.split == "none" for u in (use, fprop)):
+        return None
+    seen = use._replace(axis=use.axis if fprop.axis == -1 else -3 - use.axis, reads=None)
+    whole = x.shape[fprop.axis] % fprop.padded(1) == 0
+    if not whole or not _kernel_takes(x, [fprop], "bf16") or not _kernel_takes(x, [use], "bf16"):
+        return None
+    from mxjax.kernels.quantize.block16 import quantize_block16
+
+    [q] = quantize_block16(first_order_only(x), [fprop])
+    return quantize_block16(q.elements, [seen], q.tensor_scale)[0]
 
 
 def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*batch _ _"]:
@@ -67,9 +110,8 @@ def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*ba
         return x
     if fprop.form in (None, "fp8") or not _kernel_takes(x, [fprop], "bf16"):
         return dequantize_use(x, fprop)
-    from mxjax.kernels.quantize.quantizer import quantize_operands
-
-    [q] = quantize_operands(first_order_only(x), [fprop], "bf16")
+    [q] = prepare(first_order_only(x), [fprop._replace(form="bf16")])
+    assert isinstance(q, KernelOperand)
     values = q.elements if fprop.axis == -1 else q.elements.swapaxes(-1, -2)
     length = -(-x.shape[fprop.axis] // fprop.rotation_size) * fprop.rotation_size
     values = lax.slice_in_dim(values, 0, length, axis=fprop.axis)
