@@ -67,6 +67,8 @@ def _prepare_block16(x: Float[Array, "*batch r c"], uses: Sequence[OperandUse]) 
     if _kernel_takes(x, uses, "bf16"):
         from mxjax.kernels.quantize.block16 import quantize_block16
 
+        if uses[0].operand.split == "mean":  # which the kernel subtracts
+            return quantize_block16(x, uses, mean=split(x, uses[0].operand).rest)
         return quantize_block16(split(x, uses[0].operand).part, uses)
     return [bfloat16_by_definition(x, use) for use in uses]
 
