@@ -115,7 +115,7 @@ def test_what_the_forward_pass_left_is_quantized_again_as_defined(axis):
         rotated, _ = uses_of(quartet.dgrad, -3 - axis, axis, jax.random.key(5))
         return rotated._replace(form="bf16", reads=fprop._replace(form="bf16"))
 
-    assert prepare._prepare_seen(x, use()) is not None
+    assert prepare.takes_seen(x, use())
     [got] = jax.jit(lambda x: prepare.prepare(x, [use()]))(x)
     define = jax.jit(lambda x: bfloat16_by_definition(dequantize_use(x, use().reads), use()))
     assert_equal(got, on_cpu(define)(x), x.shape[-3 - axis])
