@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,9 +93,12 @@ def _largest_scale(use: OperandUse) -> float | None:
 
 
 def quantize_block16(
-    x: Float[Array, "*b r c"], uses: Sequence[OperandUse], factor: Float32[Array, ""] | None = None
+    x: Float[Array, "*b r c"],
+    uses: Sequence[OperandUse],
+    factor: Float32[Array, ""] | None = None,
+    mean: Float32[Array, "*b 1 c"] | None = None,
 ) -> list[KernelOperand]:
-    """Returns x, times the factor, quantized for each use, at most one for each of the last two axes.
+    """Returns x, times the factor or without its mean, quantized for each use, at most one for each axis.
 
     x is read once for the largest magnitudes that tensor scales need, and once to quantize it, but for each
     use apart where one launch has too few registers for both. The bits are those that `mxjax.rotate` and
@@ -112,7 +115,9 @@ def quantize_block16(
     run = _quantizer((rows, columns), factor is not None, current_target())
     bits = lax.bitcast_convert_type(jnp.float32(1) if factor is None else factor, jnp.uint32)
     scalars = jnp.concatenate([*(_words(use) for use in both), bits[None]])
-    *words, units = run(x.reshape(1, math.prod(batch), r, c), scalars[None])
+    flat = (1, math.prod(batch))
+    means = [] if mean is None else [mean.reshape(*flat, c)]
+    *words, units = run(x.reshape(*flat, r, c), scalars[None], *means)
     made = {}
     for i, (use, other) in enumerate(((rows, r), (columns, c))):
         if use is not None:
@@ -134,42 +139,54 @@ def _words(use: OperandUse | None) -> UInt32[Array, "8"]:
     return jnp.concatenate([words[:2], second, words[2:]])
 
 
+class _Start(NamedTuple):
+    """What comes before the quantization, whether a factor or the subtraction of a mean, and the target."""
+
+    factored: bool
+    centered: bool
+    target: Target | None
+
+
 @functools.cache
 def _quantizer(pair: Pair, factored: bool, target: Target | None):
-    """Returns a function of x [v, b, r, c] and scalars [v or 1, 2 * SIDE + 1]; vmap grows v.
+    """Returns a function of x [v, b, r, c], scalars [v or 1, 2 * SIDE + 1], mean or none; vmap grows v.
 
     It returns the words of the wanted sides and the tensor scales [v, 2]. JAX caches the function's trace,
     hence a separate function for each target.
     """
 
     @jax.custom_batching.custom_vmap
-    def run(x, scalars):
+    def run(x, scalars, *mean):
         places = [jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:]]
-        maxima = _maxima(pair, factored, target, x, scalars, places)
-        return _on_mesh(pair, factored, target, x.shape, scalars.shape[0])(x, maxima, scalars, *places)
+        start = _Start(factored, bool(mean), target)
+        maxima = _maxima(pair, start, x, scalars, [*places, *mean])
+        return _on_mesh(pair, start, x.shape, scalars.shape[0])(x, maxima, scalars, *places, *mean)
 
     @run.def_vmap
-    def _(size, batched, x, scalars):
-        x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
+    def _(size, batched, x, scalars, *mean):
+        x, *mean = (
+            t if b else jnp.broadcast_to(t, (size, *t.shape))
+            for t, b in zip((x, *mean), (batched[0], *batched[2:]), strict=True)
+        )
         if batched[1] or scalars.shape[0] > 1:
             scalars = scalars if batched[1] else jnp.broadcast_to(scalars, (size, *scalars.shape))
             scalars = jnp.broadcast_to(scalars, (*x.shape[:2], *scalars.shape[2:]))
             scalars = scalars.reshape(-1, *scalars.shape[2:])
-        results = run(x.reshape(-1, *x.shape[2:]), scalars)
+        results = run(x.reshape(-1, *x.shape[2:]), scalars, *(t.reshape(-1, *t.shape[2:]) for t in mean))
         results = [y.reshape(*x.shape[:2], *y.shape[1:]) for y in results]
         return results, [True] * len(results)
 
     return run
 
 
-def _maxima(pair: Pair, factored: bool, target: Target | None, x, scalars, places) -> Int32[Array, "v 2"]:
+def _maxima(pair: Pair, start: _Start, x, scalars, places) -> Int32[Array, "v 2"]:
     """Returns the bits of x's largest magnitude as each use rotates it; 0 where no tensor scale needs it."""
     scaled = [use if use and _largest_scale(use) else None for use in pair]
     rotated = [use for use in scaled if use and use.rotation]
     plain = any(use and not use.rotation for use in scaled)
     found = {}
     for i, use in enumerate(rotated or [None] * plain):
-        tiles = _largest_on_mesh(use, plain and i == 0, factored, target, x.shape, scalars.shape[0])
+        tiles = _largest_on_mesh(use, plain and i == 0, start, x.shape, scalars.shape[0])
         of_plain, of_rotated = tiles(x, scalars, *places)
         found[use and use.axis] = of_rotated
         found.setdefault(0, of_plain)
@@ -178,12 +195,10 @@ def _maxima(pair: Pair, factored: bool, target: Target | None, x, scalars, place
     return jnp.stack([zero if t is None else jnp.max(t, axis=(1, 2, 3), initial=0) for t in largest], 1)
 
 
-def _largest_on_mesh(
-    use: OperandUse | None, plain: bool, factored: bool, target: Target | None, shape, scalars: int
-):
+def _largest_on_mesh(use: OperandUse | None, plain: bool, start: _Start, shape, scalars: int):
     """Returns the call of `largest_kernel` that a mesh may shard between tiles."""
     *_, r, c = shape
-    tile = block16_tile((use, None) if use is None or use.axis == -1 else (None, use), target, shape)
+    tile = block16_tile((use, None) if use is None or use.axis == -1 else (None, use), start.target, shape)
     r_axis, r_sizes, r_whole = compound("r", r, tile.rows)
     c_axis, c_sizes, c_whole = compound("c", c, tile.columns)
     sizes, whole = r_sizes | c_sizes, [*r_whole, *c_whole, "scalars"]
@@ -194,14 +209,13 @@ def _largest_on_mesh(
         whole += uncut
         axes.append(axis)
     result = f"v b {' '.join(axes)}"
-    rule = _arguments(r_axis, c_axis, scalars, "") + f" -> {result}, {result}"
+    rule = _arguments(r_axis, c_axis, scalars, "", start) + f" -> {result}, {result}"
 
     def run(x, scalars, *places):
         v, b, r, c = x.shape
         out = [jax.ShapeDtypeStruct((v, b, ceil_div(r, tile.rows), ceil_div(c, tile.columns)), jnp.int32)] * 2
-        constants = _constants(tile, target, x.shape)
+        constants = _constants(tile, start, x.shape)
         constants |= {
-            "FACTORED": factored,
             "PLAIN": plain,
             "COLUMNS": use is not None and use.axis == -2,
             "ROTATION": use.rotation_size if use else 1,
@@ -209,21 +223,31 @@ def _largest_on_mesh(
             "SIGNS": use.has_signs if use else False,
         }
         grid = (*out[0].shape[:1:-1], v * b)
-        scalars, stride = _placed([use] if use else [], factored, x, scalars, places)
+        scalars, stride = _placed([use] if use else [], start, x, scalars, places)
         return triton_call(
-            largest_kernel, x, scalars, out=out, grid=grid, num_warps=tile.warps, **constants, **stride
+            largest_kernel,
+            x,
+            scalars,
+            _mean(start, x, places),
+            out=out,
+            grid=grid,
+            num_warps=tile.warps,
+            **constants,
+            **stride,
         )
 
     return partitioned(run, rule, sizes, whole)
 
 
-def _arguments(r_axis: str, c_axis: str, scalars: int, more: str) -> str:
-    """Returns the arguments of a rule: x, more, scalars and places."""
+def _arguments(r_axis: str, c_axis: str, scalars: int, more: str, start: _Start) -> str:
+    """Returns the arguments of a rule: x, more, scalars, places and the mean if there is one."""
     of_scalars = f"{'v' if scalars > 1 else 'one'} scalars"
-    return f"v b {r_axis} {c_axis}, {more}{of_scalars}, b, {r_axis}, {c_axis}"
+    return f"v b {r_axis} {c_axis}, {more}{of_scalars}, b, {r_axis}, {c_axis}" + (
+        f", v b {c_axis}" if start.centered else ""
+    )
 
 
-def _on_mesh(pair: Pair, factored: bool, target: Target | None, shape, scalars: int):
+def _on_mesh(pair: Pair, start: _Start, shape, scalars: int):
     """Returns the call that a mesh may shard along all axes of x, but not within blocks or rotations."""
     *_, r, c = shape
     rows, columns = pair
@@ -237,8 +261,8 @@ def _on_mesh(pair: Pair, factored: bool, target: Target | None, shape, scalars: 
             sizes |= more
             whole += uncut
             results.append(f"v b {other} {axis}")
-    rule = _arguments(r_axis, c_axis, scalars, "v sides, ") + " -> " + ", ".join([*results, "v sides"])
-    return partitioned(functools.partial(_call, pair, factored, target, (r, c)), rule, sizes, whole)
+    rule = _arguments(r_axis, c_axis, scalars, "v sides, ", start) + " -> " + ", ".join([*results, "v sides"])
+    return partitioned(functools.partial(_call, pair, start, (r, c)), rule, sizes, whole)
 
 
 def _unit(blocked: OperandUse | None, other: OperandUse | None) -> int:
@@ -247,13 +271,11 @@ def _unit(blocked: OperandUse | None, other: OperandUse | None) -> int:
     return max(unit, 16) if other and other.operand.block_shape == (16, 16) else unit
 
 
-def _call(
-    pair: Pair, factored: bool, target: Target | None, whole: tuple[int, int], x, maxima, scalars, *places
-) -> list[jax.Array]:
+def _call(pair: Pair, start: _Start, whole: tuple[int, int], x, maxima, scalars, *places) -> list[jax.Array]:
     """Runs the kernel on x, which lies at `places` in a tensor of `whole` rows and columns."""
     results, units = [], []
-    for part in launched_pairs(pair, target):
-        *words, unit = _launch(part, factored, target, whole, x, maxima, scalars, places)
+    for part in launched_pairs(pair, start.target):
+        *words, unit = _launch(part, start, whole, x, maxima, scalars, places)
         results += [y for y, use in zip(words, part, strict=True) if use]
         units.append(unit)
     if len(units) == 2:  # of rows and of columns
@@ -272,25 +294,23 @@ def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
     return [pair]
 
 
-def _launch(
-    pair: Pair, factored: bool, target: Target | None, whole, x, maxima, scalars, places
-) -> list[jax.Array]:
+def _launch(pair: Pair, start: _Start, whole, x, maxima, scalars, places) -> list[jax.Array]:
     v, b, r, c = x.shape
-    tile = block16_tile(pair, target, x.shape)
-    out, constants = [], _constants(tile, target, x.shape)
+    tile = block16_tile(pair, start.target, x.shape)
+    out, constants = [], _constants(tile, start, x.shape)
     for name, use, length, other in zip(("ROW", "COLUMN"), pair, (c, r), (r, c), strict=True):
         length = use.padded(length) if use else 0
         out.append(jax.ShapeDtypeStruct((v, b, other, length // 2) if use else (1,), jnp.int32))
         constants |= {name: side_of(use) if use else None, f"{name}_LENGTH": length}
     drawn = any(use and use.operand.needs_key for use in pair)
-    constants["FACTORED"] = factored
     constants["R_ALL"], constants["C_ALL"] = whole if drawn else (0, 0)
-    scalars, stride = _placed([use for use in pair if use], factored, x, scalars, places)
+    scalars, stride = _placed([use for use in pair if use], start, x, scalars, places)
     return triton_call(
         quantize_block16_kernel,
         x,
         maxima,
         scalars,
+        _mean(start, x, places),
         out=[*out, jax.ShapeDtypeStruct((v, 2), jnp.float32)],
         grid=(ceil_div(c, tile.columns), ceil_div(r, tile.rows), v * b),
         num_warps=tile.warps,
@@ -299,7 +319,7 @@ def _launch(
     )
 
 
-def _constants(tile: Tile, target: Target | None, shape) -> dict[str, Any]:
+def _constants(tile: Tile, start: _Start, shape) -> dict[str, Any]:
     _, b, r, c = shape
     return {
         "BATCH": b,
@@ -307,15 +327,22 @@ def _constants(tile: Tile, target: Target | None, shape) -> dict[str, Any]:
         "C": c,
         "BLOCK_R": tile.rows,
         "BLOCK_C": tile.columns,
-        "CONVERT": conversion(target),
+        "CONVERT": conversion(start.target),
+        "FACTORED": start.factored,
+        "CENTERED": start.centered,
         "EXACT": r % tile.rows == 0 and c % tile.columns == 0,
     }
 
 
-def _placed(uses: list[OperandUse], factored: bool, x, scalars, places) -> tuple[jax.Array, dict[str, Any]]:
+def _mean(start: _Start, x, places) -> jax.Array:
+    """Returns the mean, which follows the places of x, or x in its stead if none is read."""
+    return places[3] if start.centered else x
+
+
+def _placed(uses: list[OperandUse], start: _Start, x, scalars, places) -> tuple[jax.Array, dict[str, Any]]:
     """Returns the scalars with x's offsets, and their stride; x in their stead if none is read."""
-    if not factored and not any(use.operand.needs_key or use.has_signs for use in uses):
+    if not start.factored and not any(use.operand.needs_key or use.has_signs for use in uses):
         return x, {"SCALARS_STRIDE": 0}
-    place = jnp.stack([axis[0] if axis.size else jnp.uint32(0) for axis in places])
+    place = jnp.stack([axis[0] if axis.size else jnp.uint32(0) for axis in places[:3]])
     scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
     return scalars, {"SCALARS_STRIDE": SCALARS if scalars.shape[0] > 1 else 0}

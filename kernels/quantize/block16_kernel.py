@@ -27,33 +27,19 @@ SMALLEST = tl.constexpr(2.0**-100)  # mxjax.numerics.float_scales.SMALLEST_TENSO
 
 @triton.jit
 def largest_kernel(
-    x,
-    scalars,
-    plain,
-    rotated,
-    R,
-    C,
-    BATCH: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    SCALARS_STRIDE: tl.constexpr,
-    CONVERT: tl.constexpr,
-    EXACT: tl.constexpr,
-    FACTORED: tl.constexpr,
-    PLAIN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROTATION: tl.constexpr,
-    FACTOR: tl.constexpr,
-    SIGNS: tl.constexpr,
-):
-    """Writes the bits of each tile's largest magnitude, as it is and rotated.
+    x, scalars, mean, plain, rotated, R, C, BATCH: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, SCALARS_STRIDE: tl.constexpr, CONVERT: tl.constexpr, EXACT: tl.constexpr,
+    FACTORED: tl.constexpr, CENTERED: tl.constexpr, PLAIN: tl.constexpr, COLUMNS: tl.constexpr,
+    ROTATION: tl.constexpr, FACTOR: tl.constexpr, SIGNS: tl.constexpr,
+):  # fmt: skip
+    """Writes the bits of each tile's largest magnitude, not rotated and rotated.
 
     Both are int32 [V, BATCH, tiles along R, tiles along C]. The grid is (tiles along C, tiles along R,
     V * BATCH). What is not wanted is not written.
 
     Args:
       x: [V, BATCH, R, C] in any float dtype.
-      scalars: see `quantize_block16_kernel`.
+      scalars, mean, FACTORED, CENTERED: see `quantize_block16_kernel`.
       PLAIN: whether `plain` is wanted. `rotated` is if ROTATION is more than 1.
       COLUMNS: whether the rotation is along R, else along C; FACTOR and SIGNS are its, as in `kernel`.
     """
@@ -61,46 +47,30 @@ def largest_kernel(
     matrix = tl.program_id(2).to(tl.int64)
     x += matrix * R * C + r0.to(tl.int64) * C + c0
     tile = (matrix * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    GROUPS: tl.constexpr = (BLOCK_R if COLUMNS else BLOCK_C) // GROUP
+    OTHER: tl.constexpr = BLOCK_C if COLUMNS else BLOCK_R
     if COLUMNS:
-        xs = column_groups(x, R - r0, C - c0, C, GROUP, BLOCK_R // GROUP, BLOCK_C, EXACT)
+        xs = column_groups(x, R - r0, C - c0, C, GROUP, GROUPS, OTHER, EXACT)
     else:
-        xs = row_groups(x, R - r0, C - c0, C, BLOCK_C // GROUP, BLOCK_R, EXACT)
+        xs = row_groups(x, R - r0, C - c0, C, GROUPS, OTHER, EXACT)
     scalars += matrix // BATCH * SCALARS_STRIDE
-    ys = _values(xs, scalars, FACTORED)
+    mean += matrix * C + c0
+    ys = _values(xs, scalars, mean, R - r0, C - c0, GROUPS, OTHER, COLUMNS, FACTORED, CENTERED)
     if PLAIN:
         tl.store(plain + tile, tl.max(largest(ys, GROUP)))
     if ROTATION > 1:
         signs = scalars + (SIDE + 4 if COLUMNS else 4)
-        GROUPS: tl.constexpr = (BLOCK_R if COLUMNS else BLOCK_C) // GROUP
-        OTHER: tl.constexpr = BLOCK_C if COLUMNS else BLOCK_R
         ys = _rotated(ys, signs, GROUPS, OTHER, CONVERT, ROTATION, FACTOR, SIGNS)
         tl.store(rotated + tile, tl.max(largest(ys, GROUP)))
 
 
 @triton.jit
 def quantize_block16_kernel(
-    x,
-    maxima,
-    scalars,
-    row_words,
-    column_words,
-    units,
-    R,
-    C,
-    R_ALL,
-    C_ALL,
-    ROW_LENGTH,
-    COLUMN_LENGTH,
-    BATCH: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    SCALARS_STRIDE: tl.constexpr,
-    CONVERT: tl.constexpr,
-    EXACT: tl.constexpr,
-    FACTORED: tl.constexpr,
-    ROW: tl.constexpr,
-    COLUMN: tl.constexpr,
-):
+    x, maxima, scalars, mean, row_words, column_words, units, R, C, R_ALL, C_ALL, ROW_LENGTH, COLUMN_LENGTH,
+    BATCH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, SCALARS_STRIDE: tl.constexpr,
+    CONVERT: tl.constexpr, EXACT: tl.constexpr, FACTORED: tl.constexpr, CENTERED: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr,
+):  # fmt: skip
     """Quantizes x [V, BATCH, R, C] (any float dtype) into bfloat16 operands of one or two GEMMs.
 
     Each is written as words [V, BATCH, other, length / 2] int32; the tensor scales as units [V, 2] float32,
@@ -111,7 +81,8 @@ def quantize_block16_kernel(
     Args:
       maxima: int32 [V, 2], the bits of the largest magnitudes for rows and for columns, rotated.
       scalars: uint32 [V or 1, 2 * SIDE + 4]: rows' words, columns' words, x's factor and its three offsets.
-      FACTORED: whether x is multiplied by its factor first.
+      mean: float32 [V, BATCH, C], the mean over R.
+      FACTORED, CENTERED: whether x is multiplied by its factor first, or its mean subtracted.
       ROW, COLUMN: None if not wanted, or `block16.Side`.
     """
     r0, c0 = tl.program_id(1) * BLOCK_R, tl.program_id(0) * BLOCK_C
@@ -121,21 +92,26 @@ def quantize_block16_kernel(
     scalars += v * SCALARS_STRIDE
     drawn: tl.constexpr = _draws(ROW) or _draws(COLUMN)
     batch, r_all, c_all = place_of(scalars + (FACTOR_AT - 11), b, drawn)
+    mean += matrix * C + c0
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (b == 0)
     if ROW is not None:
         row_xs = row_groups(x, R - r0, C - c0, C, BLOCK_C // GROUP, BLOCK_R, EXACT)
     if COLUMN is not None:
-        column_xs = column_groups(x, R - r0, C - c0, C, GROUP, BLOCK_R // GROUP, BLOCK_C, EXACT)
+        xs = column_groups(x, R - r0, C - c0, C, GROUP, BLOCK_R // GROUP, BLOCK_C, EXACT)
         _quantize_side(
-            column_xs, scalars, maxima + 2 * v + 1, units + 2 * v + 1, first, SIDE,
+            _values(xs, scalars, mean, R - r0, C - c0, BLOCK_R // GROUP, BLOCK_C, True, FACTORED, CENTERED),
+            maxima + 2 * v + 1, units + 2 * v + 1, first, scalars + SIDE,
             column_words + matrix * C * (COLUMN_LENGTH // 2), r0, c0, r_all, batch * C_ALL + c_all, C,
-            COLUMN_LENGTH, BLOCK_R // GROUP, BLOCK_C, CONVERT, FACTORED, COLUMN,
+            COLUMN_LENGTH, BLOCK_R // GROUP, BLOCK_C, CONVERT, COLUMN,
         )  # fmt: skip
     if ROW is not None:
         _quantize_side(
-            row_xs, scalars, maxima + 2 * v, units + 2 * v, first, 0,
+            _values(
+                row_xs, scalars, mean, R - r0, C - c0, BLOCK_C // GROUP, BLOCK_R, False, FACTORED, CENTERED
+            ),
+            maxima + 2 * v, units + 2 * v, first, scalars,
             row_words + matrix * R * (ROW_LENGTH // 2), c0, r0, c_all, batch * R_ALL + r_all, R, ROW_LENGTH,
-            BLOCK_C // GROUP, BLOCK_R, CONVERT, FACTORED, ROW,
+            BLOCK_C // GROUP, BLOCK_R, CONVERT, ROW,
         )  # fmt: skip
 
 
@@ -150,13 +126,21 @@ def _draws(side):
 
 
 @triton.jit
-def _values(xs, scalars, FACTORED: tl.constexpr):
-    """Returns the groups in float32, times the factor of x if there is one."""
+def _values(
+    xs, scalars, mean, rows, columns, GROUPS: tl.constexpr, OTHER: tl.constexpr, COLUMNS: tl.constexpr,
+    FACTORED: tl.constexpr, CENTERED: tl.constexpr,
+):  # fmt: skip
+    """Returns the groups in float32, times the factor of x, or without its columns' mean, if there is one."""
+    group, other = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, OTHER)[None, :]
     ys = ()
     for i in tl.static_range(GROUP):
         y = widen(xs[i])
         if FACTORED:
             y = y * tl.load(scalars + FACTOR_AT).to(tl.float32, bitcast=True)
+        if CENTERED:
+            column = other if COLUMNS else group + i
+            y = y - tl.load(mean + column, column < columns, 0.0)
+            y = tl.where((group + i if COLUMNS else other) < rows, y, 0.0)
         ys = ys + (y,)
     return ys
 
@@ -178,19 +162,16 @@ def _rotated(xs, signs, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.c
 
 @triton.jit
 def _quantize_side(
-    xs, scalars, maximum, unit_at, first, AT: tl.constexpr, words, start, other0, start_all, row0, N,
-    LENGTH, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.constexpr, FACTORED: tl.constexpr,
-    SIDE_OF: tl.constexpr,
+    ys, maximum, unit_at, first, scalars, words, start, other0, start_all, row0, N,
+    LENGTH, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.constexpr, SIDE_OF: tl.constexpr,
 ):  # fmt: skip
     """Quantizes 32 tensors [GROUPS, OTHER] and stores them at [other, group].
 
     The tile begins at element `start` of the blocked axis and at `other0` of the other axis. In the whole
-    tensor x begins at element `start_all` and row `row0`. The side's words are at AT of the scalars.
+    tensor x begins at element `start_all` and row `row0`.
     """
     unit, inverse = _tensor_scale(maximum, SIDE_OF.tensor_divisor)
     tl.store(unit_at, unit, first)
-    ys = _values(xs, scalars, FACTORED)
-    scalars += AT
     if SIDE_OF.rotation > 1:
         ys = _rotated(
             ys, scalars + 4, GROUPS, OTHER, CONVERT, SIDE_OF.rotation, SIDE_OF.factor, SIDE_OF.signs

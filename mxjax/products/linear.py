@@ -23,7 +23,7 @@ mapped, each call has random bits of its own, as in a loop.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,11 @@ from mxjax.products.implementations import (
     implementations_of,
 )
 from mxjax.products.multiply import multiply
+<<<<<<< HEAD
 from mxjax.products.prepare import Prepared, as_read, once, prepare
+=======
+from mxjax.products.prepare import Prepared, as_read, prepare, prepare_seen, takes_seen
+>>>>>>> block16
 from mxjax.recipes import as_policy
 from mxjax.runtime.mesh import as_stored, varying_as
 from mxjax.runtime.primitives import as_primitive, first_order_only
@@ -135,15 +139,21 @@ def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple
     if is_layer:
         lhs, rhs = _tagged(lhs), _tagged(rhs)
         x_packed, w_packed = _tagged(x_packed), _tagged(w_packed)
+    if keep and not x_is_read and _is_bfloat16(x) and takes_seen(x, uses.wgrad.lhs):
+        x_packed = lhs  # as many bytes as x, and all that the Wgrad reads of it
     y = _gemm(options, "fprop", lhs, rhs, _rests(policy.fprop, uses.fprop, x, values))
-    x_kept = None if keep_x or (frozen is not None and not x_is_read) else x
+    x_kept = None if x_packed is not None or (frozen is not None and not x_is_read) else x
     return tag_product(y) if is_layer else y, Residuals(x_kept, x_packed, None, w_packed, key)
 
 
 def _in_place_of(x: Tensor, use: OperandUse) -> bool:
     """Whether x as a use takes it, in bfloat16, is kept in place of x: as many bytes, from one read of x."""
     original = use.reads is None and use.operand.split == "none" and use.operand.is_block16
-    return original and use.form == "bf16" and isinstance(x, jax.Array) and x.dtype == jnp.bfloat16
+    return original and use.form == "bf16" and _is_bfloat16(x)
+
+
+def _is_bfloat16(x: Tensor) -> TypeGuard[jax.Array]:
+    return isinstance(x, jax.Array) and x.dtype == jnp.bfloat16
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -174,6 +184,9 @@ def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Produc
         return dx, None
     if x is not None:
         [x_packed] = prepare(x, [uses.wgrad.lhs])
+    elif uses.wgrad.lhs.form == "bf16" and uses.wgrad.lhs.reads is not None:
+        assert isinstance(x_packed, KernelOperand)
+        x_packed = prepare_seen(x_packed, uses.wgrad.lhs)
     assert x_packed is not None
     [dy_columns] = dy_columns
     steps = _rests(policy.wgrad, uses.wgrad, x, dy)

@@ -38,7 +38,7 @@ def multiply(
     """
     match lhs, rhs:
         case KernelOperand(), KernelOperand() if implementation == "fp8_tensor":
-            return Product(_multiply_fp8_tensors(lhs, rhs, dtype, layout).astype(dtype))
+            return Product(_multiply_fp8_tensors(lhs, rhs, layout).astype(dtype))
         case KernelOperand(scales=None), KernelOperand():
             raw, factors = _multiply_bfloat16(lhs, rhs, dtype, precision, layout), None
         case KernelOperand(), KernelOperand():
@@ -172,21 +172,18 @@ def _multiply_fp8_carriers(lhs: KernelOperand, rhs: KernelOperand, dtype, carrie
     return Product(y, (rows, columns))
 
 
-def _multiply_fp8_tensors(lhs: KernelOperand, rhs: KernelOperand, dtype, layout: Layout | None) -> jax.Array:
+def _multiply_fp8_tensors(lhs: KernelOperand, rhs: KernelOperand, layout: Layout | None) -> jax.Array:
     """Multiplies in FP8, with the scales of both tensors.
 
-    On GPUs XLA takes these operations as one GEMM, which applies the scales to its float32 sums and rounds
-    once. For that, operands must have the result's dtype, through which the GEMM's float32 scales pass: XLA
-    may drop that conversion. Sums over devices stay float32.
+    On GPUs XLA takes these operations as one GEMM, which applies the scales to its float32 sums. Operands in
+    bfloat16 would have it write bfloat16, but XLA then rounds the scales to bfloat16 too.
     """
     left, right = lhs.elements, to_multiply(rhs.elements, layout)
     factors = [jnp.asarray(q.factor, jnp.float32) for q in (lhs, rhs)]
     if not on_gpu():
         return contract_fp8(left, right, jnp.float32) * factors[0] * factors[1]
-    done = dtype == jnp.bfloat16 and sums_on_each_device(layout)
-    wide = jnp.bfloat16 if done else jnp.float32
-    left, right = (t.astype(wide) * f.astype(wide) for t, f in zip((left, right), factors, strict=True))
-    return contract(left, -1, right, -1, lax.Precision.HIGHEST, wide)
+    left, right = (t.astype(jnp.float32) * f for t, f in zip((left, right), factors, strict=True))
+    return contract(left, -1, right, -1, lax.Precision.HIGHEST, jnp.float32)
 
 
 def _multiply_scaled_dot(lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike) -> jax.Array:

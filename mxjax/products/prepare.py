@@ -46,8 +46,11 @@ def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]
     form = uses[0].form
     if any(use.form != form or use.reads is not None for use in uses[1:]):  # nothing to share
         return [prepare(x, [use])[0] for use in uses]
-    if (made := _prepare_seen(x, uses[0])) is not None:
-        return [made]
+    if takes_seen(x, uses[0]):
+        assert uses[0].reads is not None
+        [q] = prepare(first_order_only(x), [uses[0].reads])
+        assert isinstance(q, KernelOperand)
+        return [prepare_seen(q, uses[0])]
     x = as_read(x, uses[0])
     if form is None:
         return [quantize_use(x, use) for use in uses]
@@ -75,27 +78,32 @@ def _prepare_block16(x: Float[Array, "*batch r c"], uses: Sequence[OperandUse]) 
     if _kernel_takes(x, uses, "bf16"):
         from mxjax.kernels.quantize.block16 import quantize_block16
 
+        if uses[0].operand.split == "mean":  # which the kernel subtracts
+            return quantize_block16(x, uses, mean=split(x, uses[0].operand).rest)
         return quantize_block16(split(x, uses[0].operand).part, uses)
     return [bfloat16_by_definition(x, use) for use in uses]
 
 
-def _prepare_seen(x: Float[Array, "*batch r c"], use: OperandUse) -> KernelOperand | None:
-    """Returns what the Fprop's quantization left of x, quantized again by the kernel; None if it cannot.
-
-    The kernel reads the Fprop's operand as it is, K-major and without its tensor scale.
-    """
+def takes_seen(x: Float[Array, "*batch r c"], use: OperandUse) -> bool:
+    """Whether `prepare_seen` makes x's operand for a use from that of the Fprop."""
     fprop = use.reads
     if fprop is None or use.form is None or fprop.form is None:
-        return None
+        return False
     if not all(u.operand.is_block16 and u.operand.split == "none" for u in (use, fprop)):
-        return None
-    seen = use._replace(axis=use.axis if fprop.axis == -1 else -3 - use.axis, reads=None)
+        return False
     whole = x.shape[fprop.axis] % fprop.padded(1) == 0
-    if not whole or not _kernel_takes(x, [fprop], "bf16") or not _kernel_takes(x, [use], "bf16"):
-        return None
+    return whole and _kernel_takes(x, [fprop], "bf16") and _kernel_takes(x, [use], "bf16")
+
+
+def prepare_seen(q: KernelOperand, use: OperandUse) -> KernelOperand:
+    """Returns a tensor for a use that reads what the Fprop's quantization left of it, the operand q.
+
+    The kernel reads q as it is, K-major and without its tensor scale.
+    """
     from mxjax.kernels.quantize.block16 import quantize_block16
 
-    [q] = quantize_block16(first_order_only(x), [fprop])
+    assert use.reads is not None
+    seen = use._replace(axis=use.axis if use.reads.axis == -1 else -3 - use.axis, reads=None)
     return quantize_block16(q.elements, [seen], q.tensor_scale)[0]
 
 

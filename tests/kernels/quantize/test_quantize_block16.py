@@ -115,7 +115,7 @@ def test_what_the_forward_pass_left_is_quantized_again_as_defined(axis):
         rotated, _ = uses_of(quartet.dgrad, -3 - axis, axis, jax.random.key(5))
         return rotated._replace(form="bf16", reads=fprop._replace(form="bf16"))
 
-    assert prepare._prepare_seen(x, use()) is not None
+    assert prepare.takes_seen(x, use())
     [got] = jax.jit(lambda x: prepare.prepare(x, [use()]))(x)
     define = jax.jit(lambda x: bfloat16_by_definition(dequantize_use(x, use().reads), use()))
     assert_equal(got, on_cpu(define)(x), x.shape[-3 - axis])
@@ -147,9 +147,24 @@ def test_a_part_draws_the_bits_of_its_place_in_the_whole(case, n):
     pair = uses_of(Gemm(*CASES[case]), -1, -2, jax.random.key(5))
     scalars = jnp.concatenate([*(block16._words(use) for use in pair), jnp.zeros(1, jnp.uint32)])[None]
     places = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in (b, r, c)]
-    maxima = block16._maxima(pair, False, current_target(), whole[None], scalars, [p * 0 for p in places])
+    start = block16._Start(False, False, current_target())
+    maxima = block16._maxima(pair, start, whole[None], scalars, [p * 0 for p in places])
     part = whole[b, r, c][None]
-    *got, _ = block16._call(pair, False, current_target(), (2 * n, 2 * n), part, maxima, scalars, *places)
+    *got, _ = block16._call(pair, start, (2 * n, 2 * n), part, maxima, scalars, *places)
     for use, words, defined in zip(pair, got, quantize_block16(whole, pair), strict=True):
         other, blocked = (r, c) if use.axis == -1 else (c, r)
         np.testing.assert_array_equal(elements_of(words, "bf16")[0], defined.elements[b, other, blocked])
+
+
+@pytest.mark.parametrize("shape", [(2, 33, 70), (64, 64)])
+def test_the_kernel_subtracts_the_mean(shape):
+    x = draw_tensor(np.random.default_rng(6), shape, "wide", "bfloat16")
+    operand = mxjax.get_policy("averis").fprop.lhs
+
+    def uses():
+        return [use._replace(form="bf16") for use in uses_of(Gemm(operand, operand), -1, -2, None)]
+
+    got = jax.jit(lambda x: prepare.prepare(x, uses()))(x)
+    wanted = on_cpu(jax.jit(lambda x: [bfloat16_by_definition(x, use) for use in uses()]))(x)
+    for q, defined, axis in zip(got, wanted, (-1, -2), strict=True):
+        assert_equal(q, defined, x.shape[axis])
