@@ -49,11 +49,7 @@ from mxjax.products.implementations import (
     implementations_of,
 )
 from mxjax.products.multiply import multiply
-<<<<<<< HEAD
-from mxjax.products.prepare import Prepared, as_read, once, prepare
-=======
-from mxjax.products.prepare import Prepared, as_read, prepare, prepare_seen, takes_seen
->>>>>>> block16
+from mxjax.products.prepare import Prepared, as_read, once, prepare, prepare_seen, takes_seen
 from mxjax.recipes import as_policy
 from mxjax.runtime.mesh import as_stored, varying_as
 from mxjax.runtime.primitives import as_primitive, first_order_only
