@@ -63,14 +63,17 @@ def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Ar
 
 
 def block_sum(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
-    """Returns the sum of each block."""
-    return _reduce(jnp.sum, x, block_shape, axis)
+    """Returns the sum of each block, along the axis and then along the other one.
+
+    Sums are in pairs of halves, the first half plus the second, so that every device rounds alike.
+    """
+    return _block_sum(x, block_shape, axis)[0]
 
 
 def block_std(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
     """Returns the standard deviation of each block, the root of mean(x^2) - mean(x)^2.
 
-    The zeros that fill up a short block count as elements. Sums are in pairs of halves, in a fixed order.
+    The zeros that fill up a short block count as elements. Sums are those of `block_sum`.
 
     Special values: NaN if the block contains NaN or infinity.
     """
@@ -84,6 +87,12 @@ def block_std(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Ar
 
 
 def _block_mean(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
+    total, count = _block_sum(x, block_shape, axis)
+    return total / count
+
+
+def _block_sum(x: Float32[Array, "*shape"], block_shape, axis: int) -> tuple[Float32[Array, "*blocks"], int]:
+    """Returns the sum of each block, and the number of its elements."""
     count = 1
     for i, size in _sizes(x.shape, block_shape, axis).items():
         x, count = pad(x, i, size), count * size
@@ -93,7 +102,7 @@ def _block_mean(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[
             low, high = jnp.split(x, 2, axis=i + 1)
             x = low + high
         x = x.squeeze(i + 1)
-    return x / count
+    return x, count
 
 
 def _reduce(

@@ -168,6 +168,14 @@ class Operand:
         return self.format == "mxfp4" and blocks and whole
 
     @property
+    def is_block16(self) -> bool:
+        """Whether a kernel quantizes it: E2M1 with E4M3 or UE5M3 scales, blocks of 16 or of 16 x 16."""
+        f = get_format(self.format)
+        blocks = self.block_shape in (None, 16, (1, 16), (16, 16))
+        runs = self.eden in (None, 16, 32, 64, 128)
+        return f.scale_element is not None and not f.outer_block and blocks and runs and not self.prescale
+
+    @property
     def is_square(self) -> bool:
         """Whether blocks are 32 x 32."""
         return self.block_shape == (BLOCK, BLOCK)

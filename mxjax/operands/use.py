@@ -20,7 +20,7 @@ from mxjax.operands.split import split, whole_rest
 from mxjax.policy.policy import Rotation
 from mxjax.runtime.primitives import first_order_only
 
-Form = Literal["packed", "bf16"]
+Form = Literal["packed", "bf16", "fp8"]
 
 
 class OperandUse(NamedTuple):
@@ -37,8 +37,8 @@ class OperandUse(NamedTuple):
       key: JAX key of the random bits, or what was drawn from it, or None.
       words: two words of `key`, then `signs` as four words if they are redrawn, for kernels; None where no
         kernel drew them (`mxjax.products.draws`).
-      form: elements of the `KernelOperand` that the GEMM multiplies, packed or in bfloat16; None if it
-        multiplies an `MXArray`.
+      form: elements of the `KernelOperand` that the GEMM multiplies: packed, in bfloat16 or in FP8; None if
+        it multiplies an `MXArray`.
       order: JAX key of the rotation's permutation, or None for the given order.
       reads: the Fprop's use of the same tensor if this GEMM reads the values that the Fprop quantized
         (source "dequantized"); None if it reads the tensor itself.

@@ -17,9 +17,9 @@ import mxjax
 from mxjax.kernels.attention import launches
 from mxjax.kernels.attention.fused import fused_attention
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
-from mxjax.kernels.quantize import quantizer
+from mxjax.kernels.quantize import block16, quantizer
 from mxjax.kernels.quantize import quantizer as computed
-from mxjax.kernels.quantize.hopper_normed import quantize_normed_kernel
+from mxjax.kernels.quantize.hopper import quantize_normed_kernel
 from mxjax.kernels.quantize.quantizer import quantize_computed, quantize_operands
 from mxjax.numerics.array import float4_codes, pack_codes
 from mxjax.numerics.formats import E2M1
@@ -115,6 +115,7 @@ def main() -> None:
             check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
     check_awkward(mesh, quantize)
     check_long_runs(mesh)
+    check_block16(mesh)
     check_matmul(mesh)
     check_explicit()
     check_fp8(mesh)
@@ -171,6 +172,37 @@ def check_long_runs(mesh) -> None:
     with use_target(INTERPRETER):
         got = jax.jit(lambda x: quantize_operands(x, [use]))(placed)
     check_definition(got, x, [use])
+
+
+def plain_block16(kernel, x, maxima, *_, out, **constants):
+    """Writes tiles' maxima, and x itself in bfloat16 as operands, in place of the kernels of `block16`."""
+    del constants
+    if kernel is block16.largest_kernel:
+        tiles = np.divmod(x.shape[2:], out[0].shape[2:])[0]
+        shape = (*x.shape[:2], out[0].shape[2], tiles[0], out[0].shape[3], tiles[1])
+        return [lax.bitcast_convert_type(jnp.max(jnp.abs(x).reshape(shape), (3, 5)), jnp.int32)] * 2
+    values = x.astype(jnp.bfloat16)
+    words = [
+        lax.bitcast_convert_type(t.reshape(*o.shape, 2), jnp.int32)
+        for t, o in zip((values, values.swapaxes(-1, -2)), out, strict=False)
+    ]
+    return [*words, lax.bitcast_convert_type(maxima, jnp.float32)]
+
+
+def check_block16(mesh) -> None:
+    """Each device quantizes its shard with the largest magnitude of all."""
+    block16.triton_call = plain_block16
+    uses = [OperandUse(axis, Operand("nvfp4"), Rotation(16)) for axis in (-1, -2)]
+
+    def quantize(x):
+        return block16.quantize_block16(x, uses)
+
+    x = jax.random.normal(jax.random.key(12), (2, 512, 512))
+    with use_target(INTERPRETER):
+        wanted = jax.jit(quantize)(x)
+        np.testing.assert_array_equal(wanted[1].tensor_scale, jnp.max(jnp.abs(x)))
+        for spec in (P(None, "a", "b"), P(None, ("a", "b")), P("b", "a"), P(None, None, "a"), P()):
+            check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
 
 
 def mesh_size(mesh, axis) -> int:

@@ -117,7 +117,17 @@ def test_loops_over_experts_run_the_kernels(monkeypatch):
     assert_close(products("fp8_carriers", x, w, dy), products("reference", x, w, dy))
 
 
-@pytest.mark.parametrize("policy", ["fprop_dgrad", pytest.param("chmiel_mx", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "fprop_dgrad",
+        "nvfp4",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("chmiel_mx", "four_over_six", "quartet2", "averis")
+        ),
+    ],
+)
 def test_one_tensor_is_prepared_for_gemms_of_different_formats(policy):
     args = tensors()
     assert_close(all_three(policy, "xla", *args), all_three(policy, "reference", *args))
