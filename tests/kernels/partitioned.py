@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import mxjax
 from mxjax.kernels.attention import launches
-from mxjax.kernels.attention.fused import fused_attention
+from mxjax.kernels.attention.fused import first_keys, fused_attention
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
 from mxjax.kernels.quantize import block16, quantizer
 from mxjax.kernels.quantize import quantizer as computed
@@ -362,28 +362,40 @@ def check_fp8(mesh) -> None:
             assert [t for t in gathered if not t.startswith("u8[")] == factors, gathered
 
 
-def plain_attention(q, k, v, target):
+def plain_scores(q, k, first_key):
+    scores = jnp.einsum("bsgrh,btgh->bgrst", q, k) * q.shape[-1] ** -0.5
+    seen = jnp.tri(q.shape[1], dtype=bool)[None]
+    if first_key is not None:
+        seen = seen & (first_key[:, :, None] <= jnp.arange(q.shape[1])[None, None])
+    return jnp.where(seen[:, None, None], scores, -jnp.inf)
+
+
+def plain_attention(q, k, v, target, first_key=None, sinks=None):
     """Attends as the forward kernel does, by jax.numpy."""
     del target
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    scores = jnp.einsum("bsgrh,btgh->bgrst", q, k) * q.shape[-1] ** -0.5
-    scores = jnp.where(jnp.tri(q.shape[1], dtype=bool), scores, -jnp.inf)
+    scores = plain_scores(q, k, first_key)
     lse = jax.nn.logsumexp(scores, axis=-1)
+    if sinks is not None:
+        lse = jnp.logaddexp(lse, sinks[..., None])
     out = jnp.einsum("bgrst,btgh->bsgrh", jnp.exp(scores - lse[..., None]), v)
     return out.astype(jnp.bfloat16), lse
 
 
-def plain_gradients(q, k, v, out, lse, dout, target):
+def plain_gradients(q, k, v, out, lse, dout, target, first_key=None, sinks=None):
     """Computes the gradients as the backward kernels do, by jax.numpy, and reads all that they read."""
+    del target
     q, k, v, out, dout = (x.astype(jnp.float32) for x in (q, k, v, out, dout))
-    scores = jnp.einsum("bsgrh,btgh->bgrst", q, k) * q.shape[-1] ** -0.5
-    weights = jnp.where(jnp.tri(q.shape[1], dtype=bool), jnp.exp(scores - lse[..., None]), 0)
+    weights = jnp.exp(plain_scores(q, k, first_key) - lse[..., None])
     delta = jnp.einsum("bsgrh,bsgrh->bgrs", out, dout)
     d_scores = weights * (jnp.einsum("bsgrh,btgh->bgrst", dout, v) - delta[..., None]) * q.shape[-1] ** -0.5
     dq = jnp.einsum("bgrst,btgh->bsgrh", d_scores, k)
     dk = jnp.einsum("bgrst,bsgrh->btgh", d_scores, q)
     dv = jnp.einsum("bgrst,bsgrh->btgh", weights, dout)
-    return tuple(x.astype(jnp.bfloat16) for x in (dq, dk, dv))
+    gradients = tuple(x.astype(jnp.bfloat16) for x in (dq, dk, dv))
+    if sinks is None:
+        return gradients
+    return *gradients, -jnp.sum(jnp.exp(sinks[..., None] - lse) * delta, axis=-1)
 
 
 def check_attention(mesh) -> None:
@@ -413,6 +425,27 @@ def check_attention(mesh) -> None:
         got = jax.jit(attend)(*placed)
         compare(got, wanted)
         assert all(x.sharding.is_equivalent_to(placed[0].sharding, 4) for x in got)
+    check_masked_attention(mesh, q, k, v, dy)
+
+
+def check_masked_attention(mesh, q, k, v, dy) -> None:
+    """Masks and sinks are sharded with the batch and the heads."""
+    sinks = jnp.linspace(-1, 1, 8)
+    first_key = first_keys(jnp.arange(6)[None] == jnp.arange(8)[:, None] % 3, window=3)
+
+    def attend(q, k, v, dy, first_key, sinks):
+        out, vjp = jax.vjp(
+            lambda *x: fused_attention(*x[:3], first_key=first_key, sinks=x[3]), q, k, v, sinks
+        )
+        return out, *vjp(dy)
+
+    wanted = jax.jit(attend)(q, k, v, dy, first_key, sinks)
+    specs = (*[P("b", None, "a")] * 4, P("b"), P("a"))
+    arrays = zip((q, k, v, dy, first_key, sinks), specs, strict=True)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in arrays]
+    compiled = jax.jit(lambda *arrays: attend(*arrays)).lower(*placed).compile()
+    compare(compiled(*placed), wanted)
+    assert "all-gather" not in compiled.as_text()
 
 
 def compare(got, wanted) -> None:
