@@ -83,8 +83,8 @@ def parse_deoscillation(text: str) -> Deoscillation:
     setting = found and Deoscillation(float(found[1]), *steps, bf16=bool(found[5]))
     if setting is None or not setting.ratio or not setting.period or setting.window > setting.period:
         raise ValueError(
-            "--deoscillate takes RATIO:PERIOD:START, a positive ratio and period, then maybe :WINDOW, at most the "
-            f"period, and maybe :bf16; e.g. 3:200:1500 or 8:200:15000:50; got {text!r}"
+            "--deoscillate takes RATIO:PERIOD:START, a positive ratio and period, and maybe :WINDOW, at most "
+            f"the period, then maybe :bf16; e.g. 3:200:1500 or 8:200:15000:50; got {text!r}"
         )
     return setting
 
