@@ -46,15 +46,19 @@ _BF16, _FP32 = get_policy("bf16"), get_policy("fp32")
 def layer_policies(config: DecoderConfig, default: Policy, rules: Rules = ()) -> LayerPolicies:
     """Returns the policy of every GEMM: `default` for the linear layers of the blocks, then the rules.
 
-    The head and the attention products stay in bfloat16, and routers in float32, unless a rule names them.
+    The head and the attention products stay in bfloat16 unless a rule names them, and routers in float32
+    unless a rule says "router": recipes that keep blocks in bfloat16 keep their routers in float32.
     Quantizing "attention.values" is not causal: its blocks lie along the sequence and share scales with later
     tokens.
     """
     layers = block_layers(config)
     names = [f"blocks.{i}.{layer}" for i in range(config.n_layers) for layer in layers]
     own = [(name, _BF16) for name in _HIGH_PRECISION]
-    own += [("blocks.*.mlp.router", _FP32)] if config.experts else []
-    return resolve([*names, "head"], default, (*own, *rules))
+    found = resolve([*names, "head"], default, (*own, *rules))
+    if config.experts is None:
+        return found
+    of_routers = [(pattern, policy) for pattern, policy in rules if "router" in pattern]
+    return found.with_rules([("blocks.*.mlp.router", _FP32), *of_routers])
 
 
 class Decoder(nnx.Module):

@@ -150,7 +150,7 @@ class PrecisionConfig:
     begins at a step or after a share of the run: 'wgrad_hadamard; fp8 from 0.82'.
     Or a recipe of a whole run: 'heal' is 'full_hadamard; fp8 from 0.82', 'primus_deosc' is primus_turbo with
     bf16 in the first and last two blocks and --deoscillate 3:200:1500, 'tetrajet_v2_reset' is tetrajet_v2
-    with --deoscillate 8:200:15001:50."""
+    with --deoscillate 8:200:15001:50. docs/policies.md has them all."""
     scale_rule: ScaleRule | None = None
     """Use this rule for the MXFP4 scales of every layer instead of the policy's."""
     layers: tuple[str, ...] = ()

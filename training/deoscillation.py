@@ -7,7 +7,8 @@ Then, where the second is `ratio` times the first or more, the weight becomes it
 Sources: primus/backends/megatron/core/optimizer/weight_deosc.py of AMD-AGI/Primus at fd1eeab, and OsciReset
 of TetraJet-v2 (arXiv 2510.27527), olmo2-training/olmo/quantization_real/oscillation_reset.py of
 thu-ml/TetraJet-v2-NVFP4Training at ca5953f, which looks at a part of each period. Both keep the weights of
-the last step. Here they are the optimizer's, and both steps are quantized anew.
+the last step. Here they are the optimizer's, and both steps are quantized anew. Primus at 08e8166 keeps them
+in BF16, so that a weight moves from its rounded value; the quantized one is exact there.
 """
 
 import dataclasses
@@ -43,12 +44,14 @@ class Deoscillation(NamedTuple):
       start: step that the first period follows.
       window: steps at the beginning of a period over which distances are added up; weights are snapped in the
         step after them, or in the last of the period. 0: all.
+      bf16: whether a step's distance begins at the weight's value in bfloat16.
     """
 
     ratio: float
     period: int
     start: int
     window: int = 0
+    bf16: bool = False
 
     @property
     def first_snap(self) -> int:
@@ -71,13 +74,14 @@ class DeoscillationState(NamedTuple):
 
 
 def parse_deoscillation(text: str) -> Deoscillation:
-    """Returns the values of `RATIO:PERIOD:START` or `RATIO:PERIOD:START:WINDOW`, e.g. "3:200:1500".
+    """Returns the values of `RATIO:PERIOD:START`, `:WINDOW` and `:bf16` after it or not, e.g. "3:200:1500".
 
     Raises:
       ValueError: malformed text, or a value out of range.
     """
-    found = re.fullmatch(r"(\d+\.?\d*):(\d{1,10}):(\d{1,10})(?::(\d{1,10}))?", text)
-    setting = found and Deoscillation(float(found[1]), int(found[2]), int(found[3]), int(found[4] or 0))
+    found = re.fullmatch(r"(\d+\.?\d*):(\d{1,10}):(\d{1,10})(?::(\d{1,10}))?(:bf16)?", text)
+    steps = [int(word or 0) for word in found.groups()[1:4]] if found else []
+    setting = found and Deoscillation(float(found[1]), *steps, bf16=bool(found[5]))
     if (
         setting is None
         or not POSITIVE.contains(setting.ratio)
@@ -87,8 +91,8 @@ def parse_deoscillation(text: str) -> Deoscillation:
     ):
         raise ValueError(
             "--deoscillate takes RATIO:PERIOD:START, a positive ratio and period, and maybe :WINDOW, at most "
-            "the period, e.g. 3:200:1500 or 8:200:15000:50, with steps below 2**31 and a ratio in float32; "
-            f"got {text!r}"
+            "the period, then maybe :bf16; e.g. 3:200:1500 or 8:200:15000:50, with steps below 2**31 and a "
+            f"ratio in float32; got {text!r}"
         )
     return setting
 
@@ -137,7 +141,8 @@ def snap_oscillating(setting: Deoscillation, layers: LayerPolicies) -> optax.Gra
 
         def observe():
             new, old = quantized_weights(after, layers), quantized_weights(before, layers)
-            moved = jax.tree.map(add, state.weight, before, after)
+            start = jax.tree.map(lambda w: w.astype(jnp.bfloat16), before) if setting.bf16 else before
+            moved = jax.tree.map(add, state.weight, start, after)
             moved_quantized = jax.tree.map(add, state.quantized, old, new)
             snapped = jax.tree.map(snap, after, new, moved, moved_quantized)
             return snapped, *jax.tree.map(lambda d: jnp.where(ends, 0, d), (moved, moved_quantized))

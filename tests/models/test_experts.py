@@ -142,9 +142,10 @@ def test_vectors_do_not_decay():
 
 
 def test_the_router_is_in_float32_unless_a_rule_names_it():
-    policies = layer_policies(CONFIG, "wgrad", [("blocks.1.mlp.router", "fp8")])
+    policies = layer_policies(CONFIG, "wgrad", [("blocks.1.*.router", "fp8"), ("blocks[0].*", "bf16")])
     assert policies["blocks.0.mlp.router"] == mxjax.get_policy("fp32")
     assert policies["blocks.1.mlp.router"] == mxjax.get_policy("fp8")
+    assert policies["blocks.0.mlp.gate_up"] == mxjax.get_policy("bf16")
     assert policies["blocks.1.mlp.gate_up"] == mxjax.get_policy("wgrad")
 
 

@@ -71,6 +71,18 @@ def test_only_weights_that_oscillate_are_changed(monkeypatch):
     np.testing.assert_array_equal(found[1], plain[1].at[1].set(1.0))  # it passed 0.5, the others did not
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_distances_begin_at_weights_in_bfloat16_if_the_setting_says_so(bf16, monkeypatch):
+    """Between 100.49 and 100.51, which are 100.5 in bfloat16: the ratio is 50, or 100."""
+    monkeypatch.setattr(
+        deoscillation, "quantized_weights", lambda params, *_: jax.tree.map(jnp.round, params)
+    )
+    updates = np.tile(np.float32([[0.02], [-0.02]]), (3, 1))
+    setting = parse_deoscillation("75:4:1" + ":bf16" * bf16)
+    found = walk(snapping(optax.sgd(1.0), setting), np.float32([100.49]), updates)
+    assert bool(found[4, 0] == np.round(found[4, 0])) == bf16
+
+
 def test_snapping_needs_the_weights():
     optimizer = snap_oscillating(Deoscillation(3.0, 2, 0), LayerPolicies((), ()))
     params = {"w": jnp.zeros(1)}

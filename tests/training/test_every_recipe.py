@@ -88,7 +88,8 @@ def expanded(name, **steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "deoscillate"), [("primus_deosc", "3:20:10"), ("tetrajet_v2_reset", "8:20:30:5")]
+    ("name", "deoscillate"),
+    [("primus_deosc", "3:20:10"), ("primus_deosc_qkvo", "3:20:10:bf16"), ("tetrajet_v2_reset", "8:20:30:5")],
 )
 def test_a_recipe_that_snaps_weights_trains(name, deoscillate):
     """With earlier steps, in one layer: the table of `primus_deosc` has four blocks in BF16."""
@@ -100,4 +101,4 @@ def test_a_recipe_that_snaps_weights_trains(name, deoscillate):
 
 def test_recipes_of_whole_runs_are_all_trained():
     """`heal` is a schedule of two policies of the ladder; the tests above have the others."""
-    assert set(RECIPES) == {"heal", "primus_deosc", "tetrajet_v2_reset"}
+    assert set(RECIPES) == {"heal", "primus_deosc", "primus_deosc_qkvo", "tetrajet_v2_reset"}
