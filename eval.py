@@ -26,7 +26,7 @@ from analysis.diagnose.tables import summary
 from analysis.evaluate import EvalConfig, evaluate_model, read_batches
 from analysis.restore import describe, in_words, restore
 from analysis.sample import SampleConfig, generate_text
-from training.command_line import check_lists, flags_of
+from training.command_line import flags_of
 from training.log.metrics import json_line
 from training.process.environment import enable_compilation_cache, input_errors
 from training.process.start import output_errors
@@ -37,7 +37,6 @@ Record = dict[str, Any]
 
 def main(argv: list[str]) -> None:
     """Runs a command, which prints its result in words, or prints that as one line of JSON."""
-    check_lists(argv)
     check_command(argv)
     name = argv[0] if argv and argv[0] in COMMANDS else None
     flags, run = (EvalConfig, evaluate) if name is None else COMMANDS[name]

@@ -1,4 +1,4 @@
-"""Trains a Llama in the precision that a policy names: `python train.py --policy=wgrad_hadamard`."""
+"""Trains a language model in the precision that a policy names: `python train.py --policy=wgrad_hadamard`."""
 
 if __name__ == "__main__":
     try:

@@ -8,13 +8,16 @@ import numpy as np
 from jaxtyping import Int
 
 from analysis.restore import Restored, RunArguments
-from models import llama
+from models import decoder
 from mxjax.products.implementations import compiler_options
 from training.config import Config
 from training.data.load import load_data, load_held_out
 from training.data.text import evaluation_batches
+from training.files import make_absolute
 from training.process.start import program_name
-from training.run.resume import changed_data, check_tokenizer_of, check_tokens_of
+from training.ranges import COUNT, check_ranges
+from training.run.resume import changed_data
+from training.run.tokens import check_tokenizer_of, check_tokens_of
 from training.step import evaluate, make_eval_step
 
 Batch = Int[np.ndarray, "batch length"]
@@ -33,6 +36,10 @@ class EvalConfig(RunArguments):
     batch_size: int | None = None
     """Sequences a batch, where the run's need too much memory."""
 
+    def __post_init__(self):
+        make_absolute(self, "data", "eval_data")
+        check_ranges(vars(self), {"batches": COUNT, "batch_size": COUNT})
+
 
 def evaluate_model(restored: Restored, batches: list[Batch]) -> dict[str, Any]:
     """Returns the mean loss over all tokens of the batches, its perplexity, and the number of tokens."""
@@ -40,7 +47,7 @@ def evaluate_model(restored: Restored, batches: list[Batch]) -> dict[str, Any]:
 
     def losses(params, batch, key):
         options: dict[str, Any] = {"policies": phase.layers, "key": key, "implementation": implementation}
-        return llama.losses(model, params, batch, **options)
+        return decoder.losses(model, params, batch, **options)
 
     xla_options = compiler_options(phase.layers.policies, implementation)
     return evaluate(make_eval_step(losses, xla_options), params, batches)
@@ -50,13 +57,11 @@ def read_batches(arguments: EvalConfig, restored: Restored) -> list[Batch]:
     """Returns the batches to run the model on: without --batches those of the run's own evaluations.
 
     Raises:
-      ValueError: --batches or --batch-size is below 1, or the data is not what the run can be evaluated on.
+      ValueError: the data is not what the run can be evaluated on.
     """
     config, vocab_size = restored.config, restored.model.vocab_size
     n_batches = config.eval_batches if arguments.batches is None else arguments.batches
     size = config.data.batch_size if arguments.batch_size is None else arguments.batch_size
-    if min(n_batches, size) < 1:
-        raise ValueError(f"--batches and --batch-size must be at least 1, got {n_batches} and {size}")
     data, n_sequences = config.data, config.eval_sequences
     if arguments.batches is not None:
         data, n_sequences = dataclasses.replace(data, batch_size=size), None

@@ -11,13 +11,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax
 import tyro
 
-from models import llama
-from models.configs import LlamaConfig
+from models import decoder
+from models.configs import DecoderConfig
 from mxjax.numerics.scales import ScaleRule
 from mxjax.products.implementations import Implementation, check_implementations
 from training.config import Config, PrecisionConfig, parse_rules
+from training.files import make_absolute
 from training.log.metrics import evaluations
-from training.phases import Phase, from_record, phase_at, phases_of, with_exceptions, with_scale_rule
+from training.phases import Phase, phase_at, phases_of, phases_of_run, with_exceptions, with_scale_rule
+from training.process.environment import start_jax
 from training.process.start import program_name
 from training.run.checkpoints import Checkpoints
 from training.run.record import from_json, model_of, read_run_config
@@ -46,13 +48,16 @@ class RunArguments:
     json: bool = False
     """Print the result as one line of JSON and nothing else."""
 
+    def __post_init__(self):
+        make_absolute(self)
+
 
 class Restored(NamedTuple):
     """A run's configuration, and its model at a checkpoint."""
 
     config: Config
-    model: LlamaConfig
-    params: llama.Params
+    model: DecoderConfig
+    params: decoder.Params
     step: int | None
     phase: Phase
     implementation: Implementation | None
@@ -64,6 +69,7 @@ def restore(arguments: RunArguments) -> Restored:
     Raises:
       ValueError: no such run, step or policy, the policy cannot run here, or the weights are not finite.
     """
+    start_jax()
     saved = read_run_config(arguments.run)
     config, model = from_json(saved["config"]), model_of(saved)
     implementation = arguments.implementation or config.precision.implementation
@@ -76,7 +82,7 @@ def restore(arguments: RunArguments) -> Restored:
         step = checkpoints.latest if arguments.step is None else arguments.step
         if step == "best" and (step := checkpoints.best) is None:
             raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
-        params = checkpoints.restore_params(llama.abstract_params(model), step)
+        params = checkpoints.restore_params(decoder.abstract_params(model), step)
         phase = phase_at(phases, step or 0)
     if not jax.jit(all_finite)(params):
         raise ValueError(
@@ -126,13 +132,13 @@ def _as_flags(changes: Mapping[str, Any]) -> list[str]:
 
 
 def choose_phases(
-    arguments: RunArguments, saved: Mapping[str, Any], config: Config, model: LlamaConfig
+    arguments: RunArguments, saved: Mapping[str, Any], config: Config, model: DecoderConfig
 ) -> tuple[Phase, ...]:
     """Returns the phases that the arguments name, or the run's own with the arguments' changes.
 
     The run's scale rule and exceptions by layer belong to its policy: another policy does without them.
     """
-    layer_policies = functools.partial(llama.layer_policies, model)
+    layer_policies = functools.partial(decoder.layer_policies, model)
     rule = arguments.scale_rule
     if arguments.policy is not None:
         precision = PrecisionConfig(arguments.policy, rule, arguments.layers, arguments.set)
@@ -141,6 +147,6 @@ def choose_phases(
         own = config.precision.policy
         named = "too" if own is None else f"too, such as the run's: --policy {shlex.quote(str(own))}"
         raise ValueError(f"--set changes the fields of --policy: name the policy {named}")
-    phases = from_record(saved) or phases_of(config.precision, config.steps, layer_policies)
+    phases = phases_of_run(saved, config, layer_policies)
     phases = tuple(with_exceptions(phase, parse_rules(arguments.layers)) for phase in phases)
     return phases if rule is None else with_scale_rule(phases, rule)

@@ -12,15 +12,19 @@ import jax
 import jax.numpy as jnp
 
 from analysis.restore import Restored, RunArguments
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
 from models.generation import Options, generate
-from training.data.megatron import is_indexed, parse_blend
+from training.data.megatron import is_indexed
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
-from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_path
-from training.files import HUGGINGFACE
+from training.data.tokenizer import end_of_document, load_tokenizer
 from training.memory import gib, memory_there_is
 from training.process.start import program_name
+from training.ranges import COUNT, NOT_NEGATIVE, SEED, Range, check_ranges
 from training.run.resume import begun_run
+from training.run.tokens import find_tokenizer
+
+_SHARE = Range("greater than 0 and at most 1", lambda x: 0 < x <= 1)
+_RANGES = {"tokens": COUNT, "temperature": NOT_NEGATIVE, "top_p": _SHARE, "seed": SEED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,7 @@ class SampleConfig(RunArguments):
     """Draws the tokens, and the policy's random bits."""
 
     def __post_init__(self):
+        super().__post_init__()
         try:
             self.prompt.encode()
         except UnicodeEncodeError as error:  # of bytes that Python could not decode
@@ -47,14 +52,7 @@ class SampleConfig(RunArguments):
             raise ValueError(
                 f"--prompt is not UTF-8: its byte {at} is 0x{wrong.hex()}; convert it, for example with iconv"
             ) from None
-        if not 1 <= self.tokens < 2**31:
-            raise ValueError(f"--tokens must be at least 1 and less than 2**31, got {self.tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"--temperature must be finite and at least 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p must be greater than 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"--seed must be from 0 to 2**32 - 1, got {self.seed}")
+        check_ranges(vars(self), _RANGES)
 
 
 class Codec(NamedTuple):
@@ -109,7 +107,7 @@ def beyond_training(run: pathlib.Path, restored: Restored, length: int) -> str |
     )
 
 
-def check_length(model: LlamaConfig, length: int) -> None:
+def check_length(model: DecoderConfig, length: int) -> None:
     """Raises ValueError if the keys and values of so many tokens need more memory than the device has."""
     size, there_is = 4 * model.n_layers * length * model.n_kv_heads * model.head_dim, memory_there_is()
     if size > there_is:
@@ -139,7 +137,7 @@ def codec_of(run: pathlib.Path, restored: Restored) -> Codec:
     """Returns the tokenizer of a run's dataset or of an imported checkpoint, or bytes for a run on text.
 
     Raises:
-      ValueError: the run has no tokenizer, or its data is gone.
+      ValueError: the run has no tokenizer, one with other tokens lies in its place, or its data is gone.
     """
     data = restored.config.data.data
     begun = begun_run(run) is not None
@@ -151,9 +149,8 @@ def codec_of(run: pathlib.Path, restored: Restored) -> Codec:
         )
     if begun and not indexed and restored.model.vocab_size > END_OF_DOCUMENT:
         return Codec(lambda text: list(text.encode()), _text_of_bytes, END_OF_DOCUMENT)
-    prefixes = parse_blend(data)[0] if indexed else []
-    paths = [*map(tokenizer_path, prefixes), run / HUGGINGFACE / "tokenizer.json"]
-    if (path := next((path for path in paths if path.exists()), None)) is None:
+    path, paths = find_tokenizer(run, data)
+    if path is None:
         raise ValueError(f"{run} has no tokenizer; one of {', '.join(map(str, paths))} must exist")
     return _tokenizer_codec(path)
 

@@ -12,7 +12,7 @@ computes its loss in chunks, and its line says so.
 
 A line counts only if its losses are finite and do not rise, and if the first is near bf16's, which has the
 same weights and tokens. FLOPs are the model's: 6 a parameter and token, and 6 S N H a layer for causal
-attention (`LlamaConfig.flops_per_token`), no matter what is recomputed, and the same for the peer. MFU is
+attention (`DecoderConfig.flops_per_token`), no matter what is recomputed, and the same for the peer. MFU is
 relative to the published dense bfloat16 peak, and to the fastest bfloat16 GEMM measured in the same run.
 Prints a table, and JSON as the last line; --out has the JSON while it grows.
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import llama
+from models import decoder
 from models.configs import get_config
 from mxjax.kernels.selftest.timing import measure
 from mxjax.products.implementations import check_remat, choose_implementation
@@ -199,7 +199,7 @@ def prepare(job: Job, mesh: jax.sharding.Mesh) -> tuple[ScheduledStep, TrainStat
     model = get_config(job.model)
     config = OptimizerConfig(*rate_of(job))
     optimizer, schedule = make_optimizer(config), learning_rate(config, 1_000_000_000)
-    policies = llama.layer_policies(model, get_policy(job.subject))
+    policies = decoder.layer_policies(model, get_policy(job.subject))
     options = {"policies": policies, "remat": job.remat, "implementation": job.implementation}
     check_remat(job.remat, policies.policies, job.implementation)
     check_batch(mesh.shape, job.batch, 1)
@@ -222,7 +222,7 @@ def prepare(job: Job, mesh: jax.sharding.Mesh) -> tuple[ScheduledStep, TrainStat
 
 
 def _loss(model, options, params, batch, key):
-    return llama.mean_loss(model, params, batch, key=key, **options)
+    return decoder.mean_loss(model, params, batch, key=key, **options)
 
 
 def gemm_rates() -> dict[str, float]:

@@ -1,23 +1,25 @@
 """Causal attention with rotary position embedding: fused where a kernel runs, else in pieces.
 
-cuDNN runs it on NVIDIA GPUs and `mxjax.kernels.attention` on gfx950. The result is exact; only the order of
-summation differs. Shapes in names as in `models.llama`.
+cuDNN runs it on NVIDIA GPUs and `mxjax.kernels.attention` on gfx950, but with neither windows nor sinks. The
+result is exact; only the order of summation differs. Shapes in names as in `models.decoder`.
 
-Sources: "RoFormer", arXiv 2104.09864; "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.2.
+Sources: "RoFormer", arXiv 2104.09864; "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.2; for sinks
+transformers 5.23, modeling_gpt_oss.py.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int
 
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig, Yarn
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.remat import tag_attention
 
 
-def rope_angles(length: int, config: LlamaConfig) -> Float32[Array, "S half"]:
+def rope_angles(length: int, config: DecoderConfig) -> Float32[Array, "S half"]:
     """Returns the rotation angle of each position and pair of channels, with the configured scaling."""
     frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     if (s := config.rope_scaling) is not None:
@@ -25,12 +27,42 @@ def rope_angles(length: int, config: LlamaConfig) -> Float32[Array, "S half"]:
         smooth = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
         smooth = jnp.clip(smooth, 0.0, 1.0)
         frequency = (1 - smooth) * frequency / s.factor + smooth * frequency
+    if config.yarn is not None:
+        kept = _kept_by_yarn(config.yarn, config.head_dim, config.rope_theta)
+        frequency = frequency / config.yarn.factor * (1 - kept) + frequency * kept
     return jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
 
 
-def apply_rope(x: Float[Array, "B S N H"], angles: Float32[Array, "S half"]) -> Float[Array, "B S N H"]:
-    """Rotates channels i and i + H/2 by the angle of their position ("rotate half")."""
+def _kept_by_yarn(yarn: Yarn, head_dim: int, theta: float) -> np.ndarray:
+    """Returns the share of each pair's own frequency, 1 for those that turn often."""
+
+    def pair_of(turns: float) -> float:
+        return head_dim * math.log(yarn.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_of(yarn.beta_fast), pair_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high += 0.001 if low == high else 0  # as transformers does
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low)
+    return 1 - np.clip(ramp, 0, 1)
+
+
+def rope_factor(config: DecoderConfig) -> float:
+    """Returns what rotated queries and keys are multiplied by: 1 without YaRN."""
+    if (yarn := config.yarn) is None:
+        return 1.0
+    factor = yarn.attention_factor
+    return (0.1 * math.log(yarn.factor) + 1 if yarn.factor > 1 else 1.0) if factor is None else factor
+
+
+def apply_rope(
+    x: Float[Array, "B S N H"], angles: Float32[Array, "S half"], factor: float = 1.0
+) -> Float[Array, "B S N H"]:
+    """Rotates channels i and i + H/2 by the angle of their position ("rotate half"), times `factor`."""
     cos, sin = (f(angles)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    if factor != 1:
+        cos, sin = cos * factor, sin * factor
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
@@ -44,41 +76,103 @@ _CUDNN_HEAD_DIM = 128
 _GFX950_HEAD_DIMS = (64, 128)
 
 
+Window = Int[Array, ""]
+"""The number of tokens that a query sees, itself included; 0 is all."""
+
+
+def block_windows(config: DecoderConfig, length: int) -> Int[Array, " L"] | None:
+    """Returns the window of each block, or None if all see whole sequences of this length."""
+    if all(not window or window >= length for window in config.windows):
+        return None
+    return jnp.asarray(config.windows, jnp.int32)
+
+
 def causal_attention(
-    q_BSNH: Float[Array, "B S N H"], k_BSGH: Float[Array, "B S G H"], v_BSGH: Float[Array, "B S G H"]
+    q_BSNH: Float[Array, "B S N H"],
+    k_BSGH: Float[Array, "B S G H"],
+    v_BSGH: Float[Array, "B S G H"],
+    window: Window | None = None,
+    sinks_N: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B S N H"]:
     """Returns softmax(q @ k.T / sqrt(H)) @ v, where each position sees itself and earlier ones.
 
     Query head n reads key and value head n // (N / G). The softmax is in float32. Without a fused kernel,
     sequences longer than LONGEST_WHOLE are processed PIECE queries at a time, and the backward pass
     recomputes their scores: memory grows with B N PIECE S instead of B N S**2.
+
+    Args:
+      q_BSNH, k_BSGH, v_BSGH: queries, keys and values.
+      window: hides tokens that are as far away, or farther; None hides none.
+      sinks_N: a logit of each head that joins the softmax of every query, and has no value.
     """
+    length = q_BSNH.shape[1]
+    if window is not None or sinks_N is not None:
+        return _unfused_attention(q_BSNH, k_BSGH, v_BSGH, window, sinks_N)
     if _cudnn_takes(q_BSNH):
         return jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="cudnn")
     if _gfx950_takes(q_BSNH):
         from mxjax.kernels.attention.fused import fused_attention  # needs Triton
 
         return fused_attention(q_BSNH, k_BSGH, v_BSGH)
-    length = q_BSNH.shape[1]
     if length <= LONGEST_WHOLE:
         out = jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="xla")
         return tag_attention(out)
+    return _unfused_attention(q_BSNH, k_BSGH, v_BSGH, None, None)
+
+
+def _unfused_attention(q_BSNH, k_BSGH, v_BSGH, window, sinks_N) -> Float[Array, "B S N H"]:
+    """Returns `causal_attention` through XLA."""
+    length = q_BSNH.shape[1]
+    if length <= LONGEST_WHOLE:
+        visible_SS = visible_keys(jnp.arange(length), length, window)
+        return tag_attention(attend_visible(q_BSNH, k_BSGH, v_BSGH, visible_SS, sinks_N))
     quarter = -(-length // (4 * PIECE)) * PIECE
     parts = []
     for start in range(0, length, quarter):
         stop = min(start + quarter, length)
-        parts.append(_attend_part(start, q_BSNH[:, start:stop], k_BSGH[:, :stop], v_BSGH[:, :stop]))
+        tensors = q_BSNH[:, start:stop], k_BSGH[:, :stop], v_BSGH[:, :stop]
+        parts.append(_attend_part(start, *tensors, window, sinks_N))
     return tag_attention(jnp.concatenate(parts, axis=1))
 
 
-def score_bytes(q_BSNH: jax.ShapeDtypeStruct) -> int:
+def visible_keys(
+    position_S: Int[Array, " S"], length: int, window: Window | None = None
+) -> Bool[Array, "S T"]:
+    """Returns which of `length` keys the queries at these positions see."""
+    visible_ST = position_S[:, None] >= jnp.arange(length)[None, :]
+    if window is None:
+        return visible_ST
+    near_ST = position_S[:, None] - jnp.arange(length)[None, :] < window
+    return visible_ST & (near_ST | (window == 0))
+
+
+def attend_visible(
+    q_BSNH: Float[Array, "B S N H"],
+    k_BTGH: Float[Array, "B T G H"],
+    v_BTGH: Float[Array, "B T G H"],
+    visible_ST: Bool[Array, "S T"],
+    sinks_N: Float[Array, " N"] | None = None,
+) -> Float[Array, "B S N H"]:
+    """Returns attention through XLA; each query sees the keys that `visible_ST` names, and the sinks.
+
+    Sinks are one more key and value of zeros, with the sinks as its bias.
+    """
+    if sinks_N is None:
+        return jax.nn.dot_product_attention(q_BSNH, k_BTGH, v_BTGH, mask=visible_ST, implementation="xla")
+    k_BUGH, v_BUGH = (jnp.pad(t, ((0, 0), (0, 1), (0, 0), (0, 0))) for t in (k_BTGH, v_BTGH))
+    visible_SU = jnp.pad(visible_ST, ((0, 0), (0, 1)), constant_values=True)
+    bias_1N1U = jnp.pad(sinks_N[None, :, None, None], ((0, 0), (0, 0), (0, 0), (k_BTGH.shape[1], 0)))
+    return jax.nn.dot_product_attention(q_BSNH, k_BUGH, v_BUGH, bias_1N1U, visible_SU, implementation="xla")
+
+
+def score_bytes(q_BSNH: jax.ShapeDtypeStruct, fuses: bool = True) -> int:
     """Returns the bytes in float32 that exist at once of the scores and their gradients.
 
-    0 if a fused kernel takes these queries. Parts of a single piece are no loop, so XLA computes all of them
-    together, and keeps a third tensor of each.
+    0 if a fused kernel takes these queries, unless windows or sinks forbid it (not `fuses`). Parts of a
+    single piece are no loop, so XLA computes all of them together, and keeps a third tensor of each.
     """
     B, S, N, _ = q_BSNH.shape
-    if _cudnn_takes(q_BSNH) or _gfx950_takes(q_BSNH):
+    if fuses and (_cudnn_takes(q_BSNH) or _gfx950_takes(q_BSNH)):
         return 0
     if S <= LONGEST_WHOLE:
         return 8 * B * N * S * S
@@ -87,7 +181,7 @@ def score_bytes(q_BSNH: jax.ShapeDtypeStruct) -> int:
     return 12 * B * N * PIECE * sum(min(stop, S) for stop in range(PIECE, S + PIECE, PIECE))
 
 
-def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH) -> Float[Array, "B P N H"]:
+def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH, window, sinks_N) -> Float[Array, "B P N H"]:
     """Returns the attention of the queries from position `start` on, PIECE queries at a time.
 
     Every piece multiplies all keys of the last piece, and a mask removes the later ones. That is a quarter
@@ -102,8 +196,8 @@ def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH) -> Float[Array, "B P N H"]:
     def attend(_, piece):
         index, q = piece
         position = start + index * PIECE + jnp.arange(PIECE)
-        visible = position[:, None] >= jnp.arange(k_BTGH.shape[1])[None, :]
-        return None, jax.nn.dot_product_attention(q, k_BTGH, v_BTGH, mask=visible, implementation="xla")
+        visible = visible_keys(position, k_BTGH.shape[1], window)
+        return None, attend_visible(q, k_BTGH, v_BTGH, visible, sinks_N)
 
     _, out = jax.lax.scan(attend, None, (jnp.arange(pieces), q_piece))
     return out.swapaxes(0, 1).reshape(B, pieces * PIECE, N, H)[:, :P]

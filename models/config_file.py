@@ -1,4 +1,4 @@
-"""The shape of a Llama from a JSON file, in the fields of Hugging Face's config.json or of `LlamaConfig`."""
+"""The shape of a decoder from a JSON file: fields of Hugging Face's config.json, or of `DecoderConfig`."""
 
 import contextlib
 import dataclasses
@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from reprlib import repr as short
 from typing import Any
 
-from models.configs import LlamaConfig, RopeScaling
+from models.configs import DecoderConfig
 from models.huggingface.config import read_config, read_context
-from models.huggingface.files import read_json
+from models.received import read_object
 
 _IGNORED = {"parameters"}  # in the record of a run's model, `models.configs.to_dict`
 
@@ -19,8 +19,8 @@ MOST_LAYERS = 10_000
 """The largest number of blocks: each has policies of its own, which are listed and recorded."""
 
 
-def load_config(path: pathlib.Path) -> LlamaConfig:
-    """Returns the shape in a JSON file: Hugging Face's fields if it has a `model_type`, else `LlamaConfig`'s.
+def load_config(path: pathlib.Path) -> DecoderConfig:
+    """Returns the shape in a JSON file, whose fields are Hugging Face's if it has a `model_type`, else ours.
 
     The vocabulary comes from the data. It is 1 without a `vocab_size`, too few for data that brings none.
 
@@ -29,11 +29,11 @@ def load_config(path: pathlib.Path) -> LlamaConfig:
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it, such as {path / 'config.json'}")
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path}: no such file")
-    raw = {"vocab_size": 1} | read_json(path)
+    raw = {"vocab_size": 1} | read_object(path)
     try:
-        return _checked(read_config(raw) if "model_type" in raw else _from_fields(LlamaConfig, raw))
+        return _checked(read_config(raw) if "model_type" in raw else _from_fields(DecoderConfig, raw))
     except ValueError as error:
         raise ValueError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
 
@@ -41,12 +41,12 @@ def load_config(path: pathlib.Path) -> LlamaConfig:
 def context_length(path: pathlib.Path) -> int | None:
     """Returns the longest sequence that a file with Hugging Face's fields names, if it is there and does."""
     with contextlib.suppress(ValueError, OSError):
-        raw = read_json(path)
+        raw = read_object(path)
         return read_context(raw) if "model_type" in raw else None
     return None
 
 
-def from_dict(raw: object) -> LlamaConfig:
+def from_dict(raw: object) -> DecoderConfig:
     """Returns the shape from which `models.configs.to_dict` made `raw`.
 
     Raises:
@@ -54,10 +54,10 @@ def from_dict(raw: object) -> LlamaConfig:
     """
     if not isinstance(raw, Mapping):
         raise ValueError(f"the model must be an object, got {short(raw)}")
-    return _checked(_from_fields(LlamaConfig, raw))
+    return _checked(_from_fields(DecoderConfig, raw))
 
 
-def _checked(config: LlamaConfig) -> LlamaConfig:
+def _checked(config: DecoderConfig) -> DecoderConfig:
     """Returns the shape, unless it has too many blocks to list the policies of each."""
     if config.n_layers > MOST_LAYERS:
         raise ValueError(f"n_layers must be at most {MOST_LAYERS:,}, got {config.n_layers:,}")
@@ -65,7 +65,7 @@ def _checked(config: LlamaConfig) -> LlamaConfig:
 
 
 def _from_fields(cls: type, raw: Mapping[str, Any]) -> Any:
-    """Returns an instance of a dataclass of positive numbers, switches and such dataclasses."""
+    """Returns an instance of a dataclass of positive numbers, switches, words and such dataclasses."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in raw.keys() - fields.keys() - _IGNORED:
         close = difflib.get_close_matches(name, fields, n=1)
@@ -82,16 +82,35 @@ def _from_fields(cls: type, raw: Mapping[str, Any]) -> Any:
 
 
 def _value(name: str, hint: Any, value: Any) -> Any:
-    if hint == RopeScaling | None:
-        if value is not None and not isinstance(value, Mapping):
+    """Returns a field's value, of the kind that its annotation names."""
+    kinds = typing.get_args(hint)
+    if type(None) in kinds:
+        if value is None:
+            return None
+        hint = kinds[0]
+    if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
+        if not isinstance(value, Mapping):
             raise ValueError(f"{name} must be an object or null, got {short(value)}")
-        return None if value is None else _from_fields(RopeScaling, value)
+        return _from_fields(hint, value)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple) or any(not _is_number(int, v) or v < 0 for v in value):
+            raise ValueError(f"{name} must be a list of integers from 0 to 2**31, got {short(value)}")
+        return tuple(value)
+    if typing.get_origin(hint) is typing.Literal:
+        if value not in kinds:
+            raise ValueError(f"{name} must be {' or '.join(map(repr, kinds))}, got {short(value)}")
+        return value
     if hint is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {short(value)}")
         return value
-    of_type = isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
-    if not of_type or not 0 < value < 2**31:
+    if not _is_number(hint, value) or value <= 0:
         kind = "integer" if hint is int else "number"
         raise ValueError(f"{name} must be a positive {kind} below 2**31, got {short(value)}")
     return hint(value)
+
+
+def _is_number(hint: type, value: Any) -> bool:
+    """Returns whether a value is an integer, or a number, below 2**31."""
+    of_type = isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    return of_type and value < 2**31

@@ -1,9 +1,10 @@
-"""Llama configurations by name, each with its source and the vocabulary of its own tokenizer."""
+"""Configurations of decoders by name, each with its source and the vocabulary of its own tokenizer."""
 
 import dataclasses
+import functools
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +21,82 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """The shape of a Llama. Sizes count elements; `d_ff` is the width of the gated MLP."""
+class Yarn:
+    """YaRN's frequency scaling: pairs of channels that turn less than `beta_slow` times in the original
+    context are slowed down by `factor`, those that turn more than `beta_fast` times are not, and others are
+    interpolated.
+
+    `truncate` rounds the interpolated range to whole pairs. Rotated queries and keys are multiplied by
+    `attention_factor`; None is 0.1 ln(factor) + 1.
+
+    Source: arXiv 2309.00071; transformers 5.23, modeling_rope_utils.py.
+    """
+
+    factor: float
+    original_context: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss's activation: min(gate, limit) sigmoid(alpha gate) (up + 1), where up is within +- limit.
+
+    The sigmoid takes the clamped gate too. Source: transformers 5.23, modeling_gpt_oss.py.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """The experts in place of each block's MLP, which have its width each, and their router.
+
+    Attributes:
+      n: experts.
+      active: experts of a token, those with the highest scores.
+      scores: function of the router's logits.
+      renormalized: whether the scores of a token's experts, which weigh their results, are made to sum to 1.
+      shared: experts that every token has besides; None is none.
+      biased: whether router and experts have biases, as gpt-oss's do.
+      clamped: the experts' activation; None is SwiGLU.
+      balance_loss: coefficient of the load-balancing loss; None is none.
+      z_loss: coefficient of the router's z-loss; None is none.
+      balance_rate: step of the biases that balance the load without a loss; None is none.
+    """
+
+    n: int
+    active: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    renormalized: bool = True
+    shared: int | None = None
+    biased: bool = False
+    clamped: ClampedSwiGLU | None = None
+    balance_loss: float | None = None
+    z_loss: float | None = None
+    balance_rate: float | None = None
+
+    def __post_init__(self):
+        if self.active > self.n:
+            raise ValueError(f"active {self.active} must be at most the {self.n} experts")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a decoder, and its parts. Sizes count elements.
+
+    Attributes:
+      d_ff: width of the gated MLP, or of each expert.
+      tied: whether the head is the embedding, transposed.
+      qkv_bias, out_bias: whether attention's projections have biases.
+      qk_norm: whether each query and key has a norm over its head, before the rotation.
+      sinks: whether each head has a logit that joins the softmax of every query, without a value.
+      windows: tokens that a query sees, itself included, in each block; 0 is all. Empty is 0 in all blocks.
+      experts: in place of each block's MLP.
+    """
 
     vocab_size: int
     d_model: int
@@ -34,9 +109,20 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     init_std: float = 0.02
-    tied: bool = False  # the head is the embedding, transposed
+    tied: bool = False
+    yarn: Yarn | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    windows: tuple[int, ...] = ()
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self):
+        if self.windows and len(self.windows) != self.n_layers:
+            raise ValueError(f"windows must have n_layers {self.n_layers} entries, got {len(self.windows)}")
+        if self.rope_scaling and self.yarn:
+            raise ValueError("rope_scaling and yarn both scale the rotary frequencies: give one of them")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
         if self.head_dim % 2:
@@ -48,48 +134,115 @@ class LlamaConfig:
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
 
     @property
+    def mlp_size(self) -> int:
+        """The number of parameters of a block's MLP, or of all its experts and their router."""
+        if (e := self.experts) is None:
+            return 3 * self.d_model * self.d_ff
+        biases = e.n * (2 * self.d_ff + self.d_model + 1) if e.biased else 0
+        router = (self.d_model + (1 if e.balance_rate else 0)) * e.n
+        return 3 * self.d_model * self.d_ff * (e.n + (e.shared or 0)) + router + biases
+
+    @property
     def n_params(self) -> int:
         """The number of parameters."""
-        block = self.d_model * (self.qkv_size + self.n_heads * self.head_dim + 3 * self.d_ff + 2)
+        inner = self.n_heads * self.head_dim
+        block = self.d_model * (self.qkv_size + inner + 2) + self.mlp_size
+        block += self.qkv_size * self.qkv_bias + self.d_model * self.out_bias
+        block += 2 * self.head_dim * self.qk_norm + self.n_heads * self.sinks
         embeddings = self.vocab_size * self.d_model * (1 if self.tied else 2)
         return self.n_layers * block + embeddings + self.d_model
 
+    @property
+    def n_active_params(self) -> int:
+        """The number of parameters that a token meets: without those of experts that it does not have."""
+        e = self.experts
+        idle = 3 * self.d_model * self.d_ff * (e.n - e.active) if e else 0
+        return self.n_params - self.n_layers * idle
+
     def flops_per_token(self, seq_len: int) -> float:
-        """Returns the training FLOPs of a token: 6 per parameter, and 6 S N H per layer for attention.
+        """Returns the training FLOPs of a token: 6 per active parameter, and 6 S N H per layer for attention.
 
         S is `seq_len`, N the number of heads and H their size. The embedding lookup does not count, but a
-        tied embedding counts as the head. Recomputation by `remat` does not count.
+        tied embedding counts as the head. Recomputation by `remat` does not count. With a window W, S counts
+        as 2 W - W**2 / S, twice the mean number of tokens that a query sees.
 
         Source: arXiv 2204.02311, appendix B; the causal mask removes half of the attention products.
         """
-        matrices = self.n_params - self.vocab_size * self.d_model * (0 if self.tied else 1)
-        return 6.0 * matrices + 6.0 * self.n_layers * self.n_heads * self.head_dim * seq_len
+        matrices = self.n_active_params - self.vocab_size * self.d_model * (0 if self.tied else 1)
+        seen = [min(window or seq_len, seq_len) for window in self.windows or (0,) * self.n_layers]
+        lengths = sum(2 * w - w * w / seq_len for w in seen)
+        return 6.0 * matrices + 6.0 * self.n_heads * self.head_dim * lengths
 
 
 _LLAMA_31 = RopeScaling()
 _LLAMA_32 = RopeScaling(factor=32.0)
+_experts = functools.partial(ExpertsConfig, balance_loss=0.01, z_loss=1e-3)  # ST-MoE's, arXiv 2202.08906
+_qwen3 = functools.partial(DecoderConfig, rope_theta=1_000_000.0, norm_eps=1e-6, qk_norm=True)
 
-CONFIGS: Mapping[str, LlamaConfig] = types.MappingProxyType(
+CONFIGS: Mapping[str, DecoderConfig] = types.MappingProxyType(
     {
         # The default, our own: bytes as tokens; trains on two CPU cores in about a minute.
-        "tiny": LlamaConfig(257, 128, 4, 4, 2, 32, 384, rope_theta=10_000.0),
+        "tiny": DecoderConfig(257, 128, 4, 4, 2, 32, 384, rope_theta=10_000.0),
         # GaLore's Llamas (arXiv 2403.03507, configs/llama_{20,60,350}m.json) with its norm_eps of 1e-6.
-        "20m": LlamaConfig(32_000, 256, 4, 4, 4, 64, 688, rope_theta=10_000.0, norm_eps=1e-6),
-        "60m": LlamaConfig(32_000, 512, 8, 8, 8, 64, 1376, rope_theta=10_000.0, norm_eps=1e-6),
+        "20m": DecoderConfig(32_000, 256, 4, 4, 4, 64, 688, rope_theta=10_000.0, norm_eps=1e-6),
+        "60m": DecoderConfig(32_000, 512, 8, 8, 8, 64, 1376, rope_theta=10_000.0, norm_eps=1e-6),
         # GPT-3 Small's shape (arXiv 2005.14165, table 2.1) with a Llama's gated MLP of the same size.
-        "125m": LlamaConfig(32_000, 768, 12, 12, 12, 64, 2048, rope_theta=10_000.0),
+        "125m": DecoderConfig(32_000, 768, 12, 12, 12, 64, 2048, rope_theta=10_000.0),
         # GaLore's again.
-        "350m": LlamaConfig(32_000, 1024, 24, 16, 16, 64, 2736, rope_theta=10_000.0, norm_eps=1e-6),
+        "350m": DecoderConfig(32_000, 1024, 24, 16, 16, 64, 2736, rope_theta=10_000.0, norm_eps=1e-6),
         # Meta's model cards: Llama 3.2 1B (tied) and Llama 3.1 (arXiv 2407.21783, table 3).
-        "llama3.2-1b": LlamaConfig(128_256, 2048, 16, 32, 8, 64, 8192, rope_scaling=_LLAMA_32, tied=True),
-        "llama3.1-8b": LlamaConfig(128_256, 4096, 32, 32, 8, 128, 14_336, rope_scaling=_LLAMA_31),
-        "llama3.1-70b": LlamaConfig(128_256, 8192, 80, 64, 8, 128, 28_672, rope_scaling=_LLAMA_31),
-        "llama3.1-405b": LlamaConfig(128_256, 16_384, 126, 128, 8, 128, 53_248, rope_scaling=_LLAMA_31),
+        "llama3.2-1b": DecoderConfig(128_256, 2048, 16, 32, 8, 64, 8192, rope_scaling=_LLAMA_32, tied=True),
+        "llama3.1-8b": DecoderConfig(128_256, 4096, 32, 32, 8, 128, 14_336, rope_scaling=_LLAMA_31),
+        "llama3.1-70b": DecoderConfig(128_256, 8192, 80, 64, 8, 128, 28_672, rope_scaling=_LLAMA_31),
+        "llama3.1-405b": DecoderConfig(128_256, 16_384, 126, 128, 8, 128, 53_248, rope_scaling=_LLAMA_31),
+        # Qwen's config.json files of Qwen3-0.6B (tied), Qwen3-8B and Qwen3-30B-A3B.
+        "qwen3-0.6b": _qwen3(151_936, 1024, 28, 16, 8, 128, 3072, tied=True),
+        "qwen3-8b": _qwen3(151_936, 4096, 36, 32, 8, 128, 12_288),
+        "qwen3-30b-a3b": _qwen3(
+            151_936, 2048, 48, 32, 4, 128, 768, experts=ExpertsConfig(128, 8, balance_loss=1e-3)
+        ),
+        # Mistral AI's: Mistral-7B-v0.1 and Mixtral-8x7B-v0.1.
+        "mistral-7b": DecoderConfig(
+            32_000, 4096, 32, 32, 8, 128, 14_336, rope_theta=10_000.0, windows=(4096,) * 32
+        ),
+        "mixtral-8x7b": DecoderConfig(
+            *(32_000, 4096, 32, 32, 8, 128, 14_336),
+            rope_theta=1_000_000.0,
+            experts=ExpertsConfig(8, 2, balance_loss=0.02),
+        ),
+        # OpenAI's gpt-oss-20b.
+        "gpt-oss-20b": DecoderConfig(
+            *(201_088, 2880, 24, 64, 8, 64, 2880),
+            rope_theta=150_000.0,
+            yarn=Yarn(32.0, 4096, truncate=False),
+            qkv_bias=True,
+            out_bias=True,
+            sinks=True,
+            windows=(128, 0) * 12,
+            experts=ExpertsConfig(32, 4, biased=True, clamped=ClampedSwiGLU(), balance_loss=0.9),
+        ),
+        # Our own. "moe-tiny" is "tiny" with eight experts of a third of its width, two a token; trains on two
+        # CPU cores in two minutes, where XLA multiplies all rows by all experts.
+        "moe-tiny": DecoderConfig(257, 128, 4, 4, 2, 32, 128, rope_theta=10_000.0, experts=_experts(8, 2)),
+        # "60m" with experts of half its width: the same products a token. With 64 narrow experts it has about
+        # as many parameters.
+        "moe-100m": DecoderConfig(
+            *(32_000, 512, 8, 8, 8, 64, 688),
+            rope_theta=10_000.0,
+            norm_eps=1e-6,
+            experts=_experts(8, 2),
+        ),
+        "moe-100m-64": DecoderConfig(
+            *(32_000, 512, 8, 8, 8, 64, 96),
+            rope_theta=10_000.0,
+            norm_eps=1e-6,
+            experts=_experts(64, 4),
+        ),
     }
 )
 
 
-def get_config(name: str) -> LlamaConfig:
+def get_config(name: str) -> DecoderConfig:
     """Returns the configuration called `name`.
 
     Raises:
@@ -100,11 +253,11 @@ def get_config(name: str) -> LlamaConfig:
     return CONFIGS[name]
 
 
-def name_of(config: LlamaConfig) -> str:
+def name_of(config: DecoderConfig) -> str:
     """Returns the name of a configuration, or "other"."""
     return next((name for name, known in CONFIGS.items() if known == config), "other")
 
 
-def to_dict(config: LlamaConfig) -> dict[str, Any]:
+def to_dict(config: DecoderConfig) -> dict[str, Any]:
     """Returns the configuration as nested dicts for JSON, with the number of parameters."""
     return dataclasses.asdict(config) | {"parameters": config.n_params}

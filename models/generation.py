@@ -1,6 +1,6 @@
-"""Generation with a Llama: one token at a time, with the keys and values of earlier ones in a cache.
+"""Generation with a decoder: one token at a time, with the keys and values of earlier ones in a cache.
 
-Shapes in names as in `models.llama`; T is the length of the cache. A GEMM sees one token instead of a
+Shapes in names as in `models.decoder`; T is the length of the cache. A GEMM sees one token instead of a
 sequence, so a policy whose operands share scales between tokens (per-tensor FP8, NVFP4, 2-D blocks of x)
 gives slightly other numbers than without a cache. Policies with scales along d_in alone give the same.
 With one sequence, a policy that splits off the token mean (`averis`) quantizes nothing after the prompt: one
@@ -17,16 +17,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from models import llama
-from models.attention import rope_angles
-from models.block import BlockGemms, attend, block_keys
-from models.configs import LlamaConfig
+from models import decoder
+from models.attention import block_windows, rope_angles, visible_keys
+from models.configs import DecoderConfig
+from models.gemms import BlockGemms, attend, block_keys
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 
 
 class Options(NamedTuple):
-    """The precision in which a model runs; hashable. See `models.llama.Llama.hidden`."""
+    """The precision in which a model runs; hashable. See `models.decoder.Decoder.hidden`."""
 
     policies: LayerPolicies
     implementation: Implementation | None = None
@@ -47,16 +47,16 @@ class _CachedGemms(BlockGemms):
         super().__init__(policies, key, implementation)
         self.k_BTGH, self.v_BTGH, self._start = k_BTGH, v_BTGH, start
 
-    def attend(self, q_BSNH, k_BSGH, v_BSGH):
+    def attend(self, q_BSNH, k_BSGH, v_BSGH, window=None, sinks_N=None):
         at = (0, self._start, 0, 0)
         self.k_BTGH = jax.lax.dynamic_update_slice(self.k_BTGH, k_BSGH, at)
         self.v_BTGH = jax.lax.dynamic_update_slice(self.v_BTGH, v_BSGH, at)
         position_S = self._start + jnp.arange(q_BSNH.shape[1])
-        visible_ST = jnp.arange(self.k_BTGH.shape[1])[None] <= position_S[:, None]
-        return attend(q_BSNH, self.k_BTGH, self.v_BTGH, self, visible_ST)
+        visible_ST = visible_keys(position_S, self.k_BTGH.shape[1], window)
+        return attend(q_BSNH, self.k_BTGH, self.v_BTGH, self, visible_ST, sinks_N=sinks_N)
 
 
-def empty_cache(config: LlamaConfig, batch: int, length: int, dtype: Any = jnp.bfloat16) -> Cache:
+def empty_cache(config: DecoderConfig, batch: int, length: int, dtype: Any = jnp.bfloat16) -> Cache:
     """Returns a cache for `length` tokens of each sequence."""
     shape = (config.n_layers, batch, length, config.n_kv_heads, config.head_dim)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
@@ -64,9 +64,9 @@ def empty_cache(config: LlamaConfig, batch: int, length: int, dtype: Any = jnp.b
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def read(
-    config: LlamaConfig,
+    config: DecoderConfig,
     options: Options,
-    params: llama.Params,
+    params: decoder.Params,
     tokens_BS: Int[Array, "B S"],
     cache: Cache,
     start: Int[Array, ""] | int,
@@ -82,21 +82,22 @@ def read(
       start: position of the first of the tokens.
       key: random bits for policies that draw any; each call needs its own.
     """
-    model = nnx.merge(llama.graph(config), params)
+    model = nnx.merge(decoder.graph(config), params)
     angles = rope_angles(cache.k_LBTGH.shape[2], config)
     rope = jax.lax.dynamic_slice_in_dim(angles, start, tokens_BS.shape[1])
     graph, blocks = nnx.split(model.blocks)
+    windows = block_windows(config, cache.k_LBTGH.shape[2])
     x_BSD, parts = model.embedding[...][tokens_BS].astype(options.dtype), list[Cache]()
-    for first, stop, policies in llama.runs(options.policies, config.n_layers):
+    for first, stop, policies in decoder.runs(options.policies, config.n_layers):
 
         def run(x_BSD, layer, policies=policies):
-            keys, weights, k, v = layer
+            keys, (weights, k, v, window) = layer
             gemms = _CachedGemms(policies, keys, options.implementation, k, v, start)
-            x_BSD = nnx.merge(graph, weights)(x_BSD, rope, gemms)
+            x_BSD = nnx.merge(graph, weights)(x_BSD, rope, gemms, window)
             return x_BSD, Cache(gemms.k_BTGH, gemms.v_BTGH)
 
-        here = jax.tree.map(lambda a, first=first, stop=stop: a[first:stop], (blocks, *cache))
-        x_BSD, part = jax.lax.scan(run, x_BSD, (block_keys(key, first, stop), *here))
+        here = jax.tree.map(lambda a, first=first, stop=stop: a[first:stop], (blocks, *cache, windows))
+        x_BSD, part = jax.lax.scan(run, x_BSD, (block_keys(key, first, stop, len(policies)), here))
         parts.append(part)
     precision = {"policies": options.policies, "key": key, "implementation": options.implementation}
     logits_B1V = model.logits(model.norm(x_BSD[:, -1:]), **precision)
@@ -132,9 +133,9 @@ def is_in_nucleus(logits: Float32[Array, "*B V"], top_p: float) -> Array:
 
 
 def generate(
-    config: LlamaConfig,
+    config: DecoderConfig,
     options: Options,
-    params: llama.Params,
+    params: decoder.Params,
     prompt_BS: Int[Array, "B S"],
     count: int,
     key: jax.Array,

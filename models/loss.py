@@ -2,7 +2,7 @@
 
 The logits of a large vocabulary are the largest tensors of a training step: for LOSS_TOKENS tokens and Llama
 3's vocabulary 1 GB of float32. So only the logits of one piece exist at a time. Shapes in names as in
-`models.llama`.
+`models.decoder`.
 """
 
 import functools

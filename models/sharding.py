@@ -47,6 +47,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = types.MappingProxyType(
         "batch": ("data", "fsdp"),
         "data": "data",
         "embed": "fsdp",
+        "experts": None,
         "heads": "tensor",
         "mlp": "tensor",
         "vocab": "tensor",
@@ -126,17 +127,18 @@ _tied.defvjp(lambda x, weights: ((x, weights), None), lambda _, given: jax.lax.o
 
 
 def run_blocks(run: Callable[..., Any], x: jax.Array, layers: Any, n: int, head: jax.Array):
-    """Returns x after `run(x, layer)` of each of n blocks, and the head: a loop, but unrolled.
+    """Returns x after `run(x, layer)` of each of n blocks, the head, and the stacked results of the blocks
+    besides x: a loop, but unrolled.
 
     Args:
-      run: one block; returns x and None, as the body of `jax.lax.scan` does.
+      run: one block; returns x and other results, as the body of `jax.lax.scan` does.
       layers: ((parameters, other arrays of floats), other arrays), all stacked over blocks. Parameters are
         nested dicts.
       head: the weight that is read after these blocks.
     """
     floats, others = layers
     parts = _unstack(floats, n)
-    blocks = [weights for weights, _ in parts]
+    blocks, results = [weights for weights, _ in parts], []
     for i, block in enumerate(blocks):
         x, block["mlp"]["gate_up"] = after_gradients(x, block["mlp"]["gate_up"])
         if i + 1 < n:
@@ -144,8 +146,9 @@ def run_blocks(run: Callable[..., Any], x: jax.Array, layers: Any, n: int, head:
             x, above["qkv"] = after_gradients(x, above["qkv"])
         if i == max(n - 2, 0):
             x, head = after_gradients(x, head)
-        x, _ = run(x, ((block, parts[i][1]), jax.tree.map(lambda a, i=i: a[i], others)))
-    return x, head
+        x, result = run(x, ((block, parts[i][1]), jax.tree.map(lambda a, i=i: a[i], others)))
+        results.append(result)
+    return x, head, jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
 
 def _unstack(stacked: Any, n: int) -> list[Any]:

@@ -16,18 +16,21 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import tyro
 
 from training import mlperf
 from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig
+from training.files import absolute_path
 from training.process.start import output_errors, program_name
 
 _BORDER = re.compile(r"^[ │] ?| *│?$")
 _INDENT = "    "
 _CHANGE = re.compile(r"[\w*]+\.[\w.*]+=")  # of a field of a policy
+_DATA = {"data", "eval_data"}  # fields that name data, which a user may take for lists
 _UNKNOWN = re.compile("Unrecognized options: .*--[\\w-]+=")
 _STRAY = re.compile("Unrecognized options: ([^-\\s]\\S*)")
 _SUGGESTION = "; did you mean "
@@ -51,6 +54,7 @@ def flags_of[T](
       options: further arguments of `tyro.cli`.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
+    check_lists(config, words, program)
     if not {"-h", "--help"}.isdisjoint(words):
         _join_help(config)
     return flags(lambda words: tyro.cli(config, args=words, **options), words, program)
@@ -137,15 +141,31 @@ def _without_value(words: Sequence[str], stray: str) -> str:
     return ""
 
 
-def check_lists(argv: Sequence[str]) -> None:
-    """Refuses a list that is given in two parts, of which tyro takes the last, and --set with two changes."""
-    words = [word.partition("=")[0] for word in argv]
-    for flag in ("--layers", "--data"):
-        if words.count(flag) > 1:
-            raise refusal(f"{flag} is given {words.count(flag)} times; write all its values after one {flag}")
+def check_lists(config: type[Any], argv: Sequence[str], program: str | None = None) -> None:
+    """Refuses lists and names of data that are given twice, of which tyro takes the last.
+
+    And --set with two changes, of which it takes the second for an argument of its own.
+    """
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag, is_list in _given_once(config):
+        if (times := flags.count(flag)) > 1:
+            advice = f"write all its values after one {flag}" if is_list else "it takes one value"
+            raise refusal(f"{flag} is given {times} times; {advice}", program)
     for before, _, word in zip(argv, argv[1:], argv[2:], strict=False):
         if before == "--set" and _CHANGE.match(word):  # eval.py's RUN may be called lr=3e-4
-            raise refusal(f"--set takes one change; write --set before {word!r} too")
+            raise refusal(f"--set takes one change; write --set before {word!r} too", program)
+
+
+def _given_once(config: type[Any]) -> Iterator[tuple[str, bool]]:
+    """Yields the flags of a dataclass, and of those in it, that are lists or name data, and which it is."""
+    for name, hint in typing.get_type_hints(config, include_extras=True).items():
+        extras = getattr(hint, "__metadata__", ())
+        plain: Any = hint.__origin__ if extras else hint
+        is_list = typing.get_origin(plain) is tuple
+        if dataclasses.is_dataclass(plain):
+            yield from _given_once(cast(type[Any], plain))
+        elif (is_list and tyro.conf.UseAppendAction not in extras) or name in _DATA:
+            yield f"--{name.replace('_', '-')}", is_list
 
 
 def refusal(message: str, program: str | None = None) -> FlagError:
@@ -223,12 +243,11 @@ def parse(argv: list[str] | None = None) -> Config:
     one of its values.
     """
     argv = sys.argv[1:] if argv is None else argv
-    check_lists(argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset")
     first.add_argument("--batch-size", "--batch_size", type=int, default=32)
     first.add_argument("--resume", action="store_true")
-    first.add_argument("--out", type=pathlib.Path)
+    first.add_argument("--out", type=absolute_path)
     default = Config()
     with contextlib.suppress(argparse.ArgumentError):  # tyro reports errors better
         known, _ = first.parse_known_args(argv)
@@ -239,7 +258,7 @@ def parse(argv: list[str] | None = None) -> Config:
                 default = dataclasses.replace(default, precision=dataclasses.replace(begun.precision, set=()))
         elif known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
-    return flags_of(Config, argv, default=default, description="Train a Llama in MXFP4.")
+    return flags_of(Config, argv, default=default, description="Train a language model in MXFP4.")
 
 
 def _begun_run(folder: pathlib.Path) -> Config | None:

@@ -4,75 +4,57 @@ The docstrings of the fields are the help that users read. A number out of its r
 begins.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import re
-import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
 
-import numpy as np
 import tyro
 
 from mxjax.numerics.scales import ScaleRule
 from mxjax.policy import Policy
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.remat import Remat
+from training.files import absolute_path, make_absolute
 from training.policy_source import label, load_policy
-
-
-class Range(NamedTuple):
-    """The words of a range for messages, and whether it contains a number."""
-
-    words: str
-    contains: Callable[[Any], bool]
-
-
-_LARGEST = float(np.finfo(np.float32).max)
-_SMALLEST = float(np.finfo(np.float32).tiny)  # XLA flushes smaller ones to zero
-
-# Steps, tokens and their ids are int32. Comparisons with NaN are false.
-_COUNT = Range("at least 1 and less than 2**31", lambda n: 1 <= n < 2**31)
-_POSITIVE = Range("a positive float32", lambda x: _SMALLEST <= x <= _LARGEST)
-_NOT_NEGATIVE = Range("a float32 of at least 0", lambda x: 0 <= x <= _LARGEST)
-_DECAY = Range("at least 0 and in float32 less than 1", lambda x: 0 <= x < 1 and bool(np.float32(x) < 1))
+from training.ranges import (
+    COUNT,
+    DECAY,
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_OR_INF,
+    SEED,
+    Range,
+    check_ranges,
+)
 
 _RANGES: Mapping[str, Range] = types.MappingProxyType(
     {
-        "lr": _POSITIVE,
+        "lr": POSITIVE,
         "warmup_steps": Range("at least 0 and less than 2**31 - 1", lambda n: 0 <= n < 2**31 - 1),
         "min_lr_ratio": Range("from 0 to 1", lambda x: 0 <= x <= 1),
-        "b1": _DECAY,
-        "b2": _DECAY,
-        "eps": _NOT_NEGATIVE,
-        "weight_decay": _NOT_NEGATIVE,
-        "clip": Range("positive; inf does not clip", lambda x: x > 0),
-        "seed": Range("from 0 to 2**32 - 1", lambda n: 0 <= n < 2**32),
-        "target_loss": Range("finite", lambda x: abs(x) <= sys.float_info.max),
+        "b1": DECAY,
+        "b2": DECAY,
+        "eps": NOT_NEGATIVE,
+        "weight_decay": NOT_NEGATIVE,
+        "clip": POSITIVE_OR_INF,
+        "seed": SEED,
+        "target_loss": FINITE,
         "spike_factor": Range("greater than 1", lambda x: x > 1),
     }
     | dict.fromkeys(
-        ("steps", "batch_size", "seq_len", "vocab_size", "accumulate", "unroll", "checkpoint_every"), _COUNT
+        ("steps", "batch_size", "seq_len", "vocab_size", "accumulate", "unroll", "checkpoint_every"), COUNT
     )
     | dict.fromkeys(
         ("keep_checkpoints", "eval_every", "eval_batches", "eval_sequences", "log_every", "stats_every"),
-        _COUNT,
+        COUNT,
     )
 )
-
-
-def check_ranges(values: Mapping[str, Any]) -> None:
-    """Checks the values of flags by name; None is a default.
-
-    Raises:
-      ValueError: a number is out of its range.
-    """
-    for name, allowed in _RANGES.items():
-        value = values[name]
-        if value is not None and not allowed.contains(value):
-            raise ValueError(f"--{name.replace('_', '-')} must be {allowed.words}, got {value}")
 
 
 _POLICY = tyro.constructors.PrimitiveConstructorSpec(
@@ -96,6 +78,13 @@ def _make_tuples(config: object, *names: str) -> None:
         if isinstance(value, str):
             raise TypeError(f"{name} must be a tuple of texts, got {value!r:.60}; write ({value!r:.60},)")
         object.__setattr__(config, name, tuple(value))
+
+
+def _is_number(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        float(text)
+        return True
+    return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +128,11 @@ class DataConfig:
 
     def __post_init__(self):
         _make_tuples(self, "data")
+        make_absolute(self, "eval_data")
+        several = len(self.data) > 1  # one alone is no weight
+        kept = (not text or (several and _is_number(text)) for text in self.data)
+        named = (t if keep else str(absolute_path(t)) for t, keep in zip(self.data, kept, strict=True))
+        object.__setattr__(self, "data", tuple(named))
 
     @property
     def tokens_a_step(self) -> int:
@@ -156,7 +150,7 @@ class PrecisionConfig:
     begins at a step or after a share of the run: 'wgrad_hadamard; fp8 from 0.82'.
     Or a recipe of a whole run: 'heal' is 'full_hadamard; fp8 from 0.82', 'primus_deosc' is primus_turbo with
     bf16 in the first and last two blocks and --deoscillate 3:200:1500, 'tetrajet_v2_reset' is tetrajet_v2
-    with --deoscillate 8:200:15001:50."""
+    with --deoscillate 8:200:15001:50. docs/policies.md has them all."""
     scale_rule: ScaleRule | None = None
     """Use this rule for the MXFP4 scales of every layer instead of the policy's."""
     layers: tuple[str, ...] = ()
@@ -195,7 +189,7 @@ class PrecisionConfig:
         """The files that policies come from."""
         texts = [*self.label.split(";"), *(layer.partition("=")[2] for layer in self.layers)]
         found = (re.match(r"\s*(.+?\.json)\b|\s*(.+?\.py):", text) for text in texts)
-        return [pathlib.Path(match[1] or match[2]) for match in found if match]
+        return [absolute_path(match[1] or match[2]) for match in found if match]
 
 
 def parse_rules(layers: Iterable[str]) -> list[tuple[str, Policy]]:
@@ -266,7 +260,7 @@ class Config:
     """Name of a model in models/configs.py. Its vocabulary comes from the data, see --vocab-size."""
     model_config: pathlib.Path | None = None
     """Shape of the model instead of --model: a JSON file with the fields of Hugging Face's config.json or of
-    LlamaConfig in models/configs.py. Its vocabulary too comes from the data."""
+    DecoderConfig in models/configs.py. Its vocabulary too comes from the data."""
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, or of an imported checkpoint."""
     mesh: str | None = None
@@ -323,7 +317,8 @@ class Config:
         for name in ("model_config", "init", "out"):  # programs may give texts
             if isinstance(path := getattr(self, name), str):
                 object.__setattr__(self, name, pathlib.Path(path))
-        check_ranges(by_flag(self))
+        make_absolute(self)
+        check_ranges(by_flag(self), _RANGES)
         names = self.data.data if self.data.eval_data is None else (*self.data.data, self.data.eval_data)
         if not all(names):
             raise ValueError("--data and --eval-data name files, folders or datasets, got an empty name")

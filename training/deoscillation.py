@@ -7,7 +7,8 @@ Then, where the second is `ratio` times the first or more, the weight becomes it
 Sources: primus/backends/megatron/core/optimizer/weight_deosc.py of AMD-AGI/Primus at fd1eeab, and OsciReset
 of TetraJet-v2 (arXiv 2510.27527), olmo2-training/olmo/quantization_real/oscillation_reset.py of
 thu-ml/TetraJet-v2-NVFP4Training at ca5953f, which looks at a part of each period. Both keep the weights of
-the last step. Here they are the optimizer's, and both steps are quantized anew.
+the last step. Here they are the optimizer's, and both steps are quantized anew. Primus at 08e8166 keeps them
+in BF16, so that a weight moves from its rounded value; the quantized one is exact there.
 """
 
 import dataclasses
@@ -22,13 +23,14 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from models.block import LINEAR_LAYERS
+from models.gemms import LINEAR_LAYERS
 from mxjax.numerics.array import dequantize
 from mxjax.numerics.formats import get_format
 from mxjax.numerics.operand import Operand
 from mxjax.numerics.quantize import quantize_unpacked
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies
+from training.ranges import COUNT, POSITIVE
 
 _SMALLEST = 1e-12  # as in the source
 
@@ -42,12 +44,14 @@ class Deoscillation(NamedTuple):
       start: step that the first period follows.
       window: steps at the beginning of a period over which distances are added up; weights are snapped in the
         step after them, or in the last of the period. 0: all.
+      bf16: whether a step's distance begins at the weight's value in bfloat16.
     """
 
     ratio: float
     period: int
     start: int
     window: int = 0
+    bf16: bool = False
 
     @property
     def first_snap(self) -> int:
@@ -70,17 +74,25 @@ class DeoscillationState(NamedTuple):
 
 
 def parse_deoscillation(text: str) -> Deoscillation:
-    """Returns the values of `RATIO:PERIOD:START` or `RATIO:PERIOD:START:WINDOW`, e.g. "3:200:1500".
+    """Returns the values of `RATIO:PERIOD:START`, `:WINDOW` and `:bf16` after it or not, e.g. "3:200:1500".
 
     Raises:
       ValueError: malformed text, or a value out of range.
     """
-    found = re.fullmatch(r"(\d+\.?\d*):(\d+):(\d+)(?::(\d+))?", text)
-    setting = found and Deoscillation(float(found[1]), int(found[2]), int(found[3]), int(found[4] or 0))
-    if setting is None or not setting.ratio or not setting.period or setting.window > setting.period:
+    found = re.fullmatch(r"(\d+\.?\d*):(\d{1,10}):(\d{1,10})(?::(\d{1,10}))?(:bf16)?", text)
+    steps = [int(word or 0) for word in found.groups()[1:4]] if found else []
+    setting = found and Deoscillation(float(found[1]), *steps, bf16=bool(found[5]))
+    if (
+        setting is None
+        or not POSITIVE.contains(setting.ratio)
+        or not COUNT.contains(setting.period)
+        or not COUNT.contains(setting.first_snap)
+        or setting.window > setting.period
+    ):
         raise ValueError(
             "--deoscillate takes RATIO:PERIOD:START, a positive ratio and period, and maybe :WINDOW, at most "
-            f"the period, e.g. 3:200:1500 or 8:200:15000:50; got {text!r}"
+            "the period, then maybe :bf16; e.g. 3:200:1500 or 8:200:15000:50, with steps below 2**31 and a "
+            f"ratio in float32; got {text!r}"
         )
     return setting
 
@@ -104,7 +116,7 @@ def check_policies(phases: Sequence[LayerPolicies]) -> None:
 
 
 def snap_oscillating(setting: Deoscillation, layers: LayerPolicies) -> optax.GradientTransformation:
-    """Returns the last part of an optimizer, which snaps the weights of `models.llama` that oscillate.
+    """Returns the last part of an optimizer, which snaps the weights of `models.decoder` that oscillate.
 
     Updates of elements that do not oscillate stay as they are, bit for bit. The others lead to the quantized
     value up to the rounding of one float32 addition, which is exact between half and twice the old value.
@@ -129,7 +141,8 @@ def snap_oscillating(setting: Deoscillation, layers: LayerPolicies) -> optax.Gra
 
         def observe():
             new, old = quantized_weights(after, layers), quantized_weights(before, layers)
-            moved = jax.tree.map(add, state.weight, before, after)
+            start = jax.tree.map(lambda w: w.astype(jnp.bfloat16), before) if setting.bf16 else before
+            moved = jax.tree.map(add, state.weight, start, after)
             moved_quantized = jax.tree.map(add, state.quantized, old, new)
             snapped = jax.tree.map(snap, after, new, moved, moved_quantized)
             return snapped, *jax.tree.map(lambda d: jnp.where(ends, 0, d), (moved, moved_quantized))
@@ -168,7 +181,8 @@ def quantized_weights(params: Any, layers: LayerPolicies) -> Any:
         operands = [_operand(layers[f"blocks.{i}.{name}"]) for i in range(w.shape[0])]
         for operand in dict.fromkeys(operands):
             if operand is not None:
-                mine = jnp.array([other == operand for other in operands])[:, None, None]
+                mine = jnp.array([other == operand for other in operands])
+                mine = mine.reshape(-1, *(1 for _ in w.shape[1:]))
                 # Layer by layer, as the Fprop does: a tensor scale belongs to one layer's weight.
                 w = jnp.where(mine, jax.vmap(functools.partial(_seen, operand))(w), w)
         return w

@@ -1,16 +1,56 @@
-"""Files that are written completely or not at all, and checksums that show damage which nothing else
-shows."""
+"""Files that are written completely or not at all, checksums that show damage which nothing else shows, and
+the paths that flags name."""
 
+import dataclasses
 import errno
 import json
 import os
 import pathlib
-import stat
 import zlib
 from typing import IO, Any
 
+from models.received import open_received, parse_json, read_text
+
 HUGGINGFACE = "huggingface"
 """The folder in a run that holds everything of an imported checkpoint except its weights."""
+
+
+def absolute_path(path: pathlib.Path | str) -> pathlib.Path:
+    """Returns a path that a flag names, from the root on: `~` is expanded, also where the shell leaves it.
+
+    It then means the same file in every folder. Links are followed only where `..` comes after one, as the
+    system does; tensorstore takes no `..`.
+
+    Raises:
+      ValueError: there is no such user, or no current folder.
+    """
+    try:
+        found = pathlib.Path(path).expanduser()
+        return pathlib.Path(os.path.realpath(found)) if ".." in found.parts else found.absolute()
+    except RuntimeError:
+        raise ValueError(f"{path}: there is no such user; write ./{path} for a file of this name") from None
+    except FileNotFoundError:
+        raise ValueError(f"{path}: the current folder was removed. Change to another") from None
+
+
+def make_absolute(config: Any, *texts: str) -> None:
+    """Makes the paths in the fields of a frozen dataclass absolute, also those in tuples.
+
+    Args:
+      config: an instance, in its `__post_init__`.
+      texts: names of fields that hold paths as texts; an empty text stays empty.
+    """
+
+    def absolute(value: Any, is_text: bool) -> Any:
+        if isinstance(value, tuple):
+            return tuple(absolute(part, is_text) for part in value)
+        if isinstance(value, pathlib.Path):
+            return absolute_path(value)
+        return str(absolute_path(value)) if is_text and value else value
+
+    for field in dataclasses.fields(config):
+        value = absolute(getattr(config, field.name), field.name in texts)
+        object.__setattr__(config, field.name, value)
 
 
 def write_atomically(path: pathlib.Path, data: bytes | str) -> None:
@@ -40,13 +80,16 @@ def sync(file: IO[Any]) -> None:
 
 def whole_lines(path: pathlib.Path) -> list[bytes]:
     """Returns a file's lines without a torn last one; none if there is no file."""
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    if not path.exists():
+        return []
+    with open_received(path, largest=_LARGEST_LOG, text=False) as file:
+        return file.read().split(b"\n")[:-1]
 
 
 def unused(path: pathlib.Path) -> pathlib.Path:
     """Returns the path, or one with the first number from 2 on whose name is not in use."""
     number, found = 2, path
-    while found.exists():
+    while os.path.lexists(found):  # a broken link is in use: it may lead anywhere
         number, found = number + 1, path.with_name(f"{path.name}-{number}")
     return found
 
@@ -61,19 +104,9 @@ def is_same(descriptor: int, path: pathlib.Path) -> bool:
         raise
 
 
-def special_kind(path: pathlib.Path) -> str | None:
-    """Returns "pipe", "socket" or "device" for a path that names one; reading it might never end."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return None
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        return None
-    return "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
-
-
 MISSING = "is missing"
 _CHUNK = 2**24
+_LARGEST_LOG = 2**33  # bytes; the 1.2 million steps of MLPerf's longest run take a few hundred million
 
 
 def crc32_of(path: pathlib.Path) -> str:
@@ -112,12 +145,25 @@ def to_checked(content: dict[str, Any]) -> str:
     return json.dumps({"crc32": f"{zlib.crc32(body.encode()):08x}", **content}, sort_keys=True) + "\n"
 
 
-def read_checked(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the object of which a file holds `to_checked`; None if it is damaged or missing."""
+def read_checked(path: pathlib.Path, **fields: type) -> dict[str, Any] | None:
+    """Returns the object of which a file holds `to_checked`; None if it is damaged or missing.
+
+    Whoever writes a wrong object may write its right CRC32, so it must also have `files`, the size and CRC32
+    of each by name, and the fields given with their types.
+    """
     try:
-        text = path.read_text()
-        content = json.loads(text)
+        text = read_text(path)
+        content = parse_json(text)
         del content["crc32"]
-        return content if text == to_checked(content) else None
-    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        is_whole = text == to_checked(content)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+    has_all = all(isinstance(content.get(name), kind) for name, kind in fields.items())
+    return content if is_whole and has_all and are_sums(content.get("files")) else None
+
+
+def are_sums(found: Any) -> bool:
+    """Returns whether a value read from JSON holds what `size_and_crc32` returns, by name."""
+    return isinstance(found, dict) and all(
+        isinstance(sums, list) and list(map(type, sums)) == [int, str] for sums in found.values()
+    )

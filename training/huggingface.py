@@ -18,14 +18,18 @@ import functools
 import importlib
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
 import tyro
 
-from models.configs import LlamaConfig, name_of, to_dict
+from models import decoder
+from models.configs import DecoderConfig, name_of, to_dict
+from models.decoder import abstract_params
+from models.huggingface.architectures import views
 from models.huggingface.config import read_config, write_config
 from models.huggingface.files import (
     Reader,
@@ -40,22 +44,22 @@ from models.huggingface.files import (
 from models.huggingface.gguf_file import write_gguf
 from models.huggingface.packed import LAYOUTS, Layout, PackedFormat, PackedReader, layout_of
 from models.huggingface.quantized import choose_operands, names_of, names_of_others, quantized_weights
-from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of, views
-from models.llama import Params, abstract_params
+from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of
 from mxjax import Operand
 from mxjax.numerics.scales import ScaleRule
 from training.command_line import flags
 from training.config import Config, DataConfig, PrecisionConfig
-from training.data.tokenizer import tokenizer_path
-from training.files import HUGGINGFACE
+from training.files import HUGGINGFACE, absolute_path
 from training.model_card import EndToken, end_token, model_card
 from training.phases import from_record, phase_at
-from training.process.environment import input_errors
+from training.process.environment import input_errors, start_jax
 from training.process.extras import check_extra
 from training.process.start import output_errors, unwinding_signals
+from training.ranges import Range, check_ranges
 from training.run.checkpoints import Checkpoints, save_params
 from training.run.checksums import saved_steps
 from training.run.record import model_of, read_run_config, to_json, write_run_config
+from training.run.tokens import find_tokenizer
 
 PROGRAM = "python -m training.huggingface"
 
@@ -67,6 +71,7 @@ def main() -> None:
     parse = tyro.extras.subcommand_cli_from_dict
     run = flags(lambda words: parse(commands, args=words, prog=PROGRAM, description=__doc__), program=PROGRAM)
     with unwinding_signals(), input_errors():
+        start_jax()
         config = run()
     with output_errors():
         print(f"{config.n_params:,} parameters: {config}")
@@ -83,27 +88,30 @@ def _later[**P, T](command: Callable[P, T]) -> Callable[P, Callable[[], T]]:
 
 
 _TENSOR_DTYPES = "dtypes.json"  # in RUN/huggingface: the original dtype of each tensor
-_LARGEST_SHARD = 1e9  # in 10**9 bytes; the largest size of a file on Linux is 9.2e9 of them
+# In 10**9 bytes; the largest size of a file on Linux is 9.2e9 of them.
+_SHARD_GB = Range("from 1e-9, a byte, to 1e9", lambda x: 1e-9 <= x <= 1e9)
 _EVAL_SEQ_LEN = 2048  # unless the model's context is shorter
 
 CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 RunFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 
-def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> LlamaConfig:
-    """Imports a Hugging Face Llama as a run, for train.py --init and eval.py.
+def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> DecoderConfig:
+    """Imports a Hugging Face checkpoint as a run, for train.py --init and eval.py.
 
     Args:
       source: the checkpoint's folder: config.json, and safetensors in float32, bfloat16 or float16, or with
         linear layers in MXFP4 as compressed-tensors or Quark pack them, which are dequantized exactly.
       run: the folder to create.
     Raises:
-      ValueError: `run` is in use, or the checkpoint is not a Llama, is incomplete or damaged.
+      ValueError: `run` is in use, or the checkpoint is of another architecture, incomplete or damaged.
     """
+    source, run = absolute_path(source), absolute_path(run)
     check_files(source)
     raw = read_json(source / "config.json")
     layout = layout_of(raw)
-    raw.pop("quantization_config", None)
+    if layout is not None:
+        raw.pop("quantization_config")
     config = read_config(raw)
     with new_folder(run) as folder:
         with Reader(source) if layout is None else PackedReader(source, layout) as reader:
@@ -137,7 +145,7 @@ def export_checkpoint(
     chat_template: pathlib.Path | None = None,
     shard_gb: float = 5.0,
     allow_nonfinite: bool = False,
-) -> LlamaConfig:
+) -> DecoderConfig:
     """Writes a run's parameters as a Hugging Face checkpoint that transformers loads.
 
     Args:
@@ -155,10 +163,10 @@ def export_checkpoint(
       allow_nonfinite: also write weights that are NaN or infinite.
     Raises:
       ValueError: no such run or step, `target` is in use, the weights do not fit the requested format, or
-        they are not finite.
+        they are not finite; or the tokenizer is not the run's.
     """
-    if not 0 < shard_gb <= _LARGEST_SHARD:
-        raise ValueError(f"--shard-gb must be positive and at most {_LARGEST_SHARD:g}, got {shard_gb}")
+    check_ranges({"shard_gb": shard_gb}, {"shard_gb": _SHARD_GB})
+    run, target = absolute_path(run), absolute_path(target)
     _check_format_flags(quantize, dtype, scale_rule, activations, chat_template)
     saved = read_run_config(run)
     config = model_of(saved)
@@ -222,8 +230,8 @@ def _check_finite(run: pathlib.Path, named: Mapping[str, np.ndarray], allow_nonf
 
 def _write_weights(
     folder: pathlib.Path,
-    config: LlamaConfig,
-    params: Params,
+    config: DecoderConfig,
+    params: decoder.Params,
     specs: Mapping[str, Spec],
     operands: Mapping[str, Operand],
     layout: Layout | None,
@@ -251,7 +259,7 @@ def _write_small_files(
     run: pathlib.Path,
     saved: Mapping[str, Any],
     raw: dict[str, Any],
-    config: LlamaConfig,
+    config: DecoderConfig,
 ) -> None:
     """Writes config.json, and what an imported checkpoint or the data's tokenizer brings."""
     data = saved["config"]["data"]["data"]
@@ -264,31 +272,44 @@ def _write_small_files(
         ids = {"bos_token_id": end.id, "eos_token_id": end.id}
         raw |= ids
         write_json(folder / "generation_config.json", ids)
-    _add_tokenizer(folder, data, end)
+    _add_tokenizer(folder, run, saved, end)
     write_json(folder / "config.json", raw)
 
 
-def _evaluation_config(model: LlamaConfig, raw: Mapping[str, Any]) -> Config:
+def _evaluation_config(model: DecoderConfig, raw: Mapping[str, Any]) -> Config:
     """Returns the configuration in which eval.py runs an imported model by default."""
     seq_len = min(raw.get("max_position_embeddings") or _EVAL_SEQ_LEN, _EVAL_SEQ_LEN)
     data = DataConfig(vocab_size=model.vocab_size, batch_size=1, seq_len=seq_len)
     return Config(precision=PrecisionConfig("bf16"), data=data, model=name_of(model))
 
 
-def _export_config(kept: pathlib.Path, saved: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
+def _export_config(kept: pathlib.Path, saved: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
     """Returns the imported config.json, or a new one."""
     if kept.exists():
-        return read_json(kept)
+        raw = read_json(kept)
+        raw.pop("quantization_config", None)  # the parameters are not packed
+        return raw
     return write_config(config, saved["config"]["data"]["seq_len"])
 
 
-def _add_tokenizer(folder: pathlib.Path, prefixes: Iterable[str], end: EndToken | None) -> None:
-    """Copies the tokenizer of a run's training data, if there is one and the folder has none."""
-    found = [path for path in map(tokenizer_path, prefixes) if path.exists()]
-    if found and not (folder / "tokenizer.json").exists():
-        shutil.copyfile(found[0], folder / "tokenizer.json")
+def _add_tokenizer(
+    folder: pathlib.Path, run: pathlib.Path, saved: Mapping[str, Any], end: EndToken | None
+) -> None:
+    """Copies the tokenizer of a run's training data, if there is one and the folder has none.
+
+    Raises:
+      ValueError: the tokenizer has other tokens than those that the run was trained on.
+    """
+    found, paths = find_tokenizer(run, saved["config"]["data"]["data"])
+    if (folder / "tokenizer.json").exists():
+        return
+    if found is not None:
+        shutil.copyfile(found, folder / "tokenizer.json")
         named = {} if end is None or end.text is None else {"bos_token": end.text, "eos_token": end.text}
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **named})
+    elif saved.get("tokenizer") is not None:
+        where = " or ".join(map(str, paths))
+        print(f"{PROGRAM}: warning: no tokenizer is exported: it must lie at {where}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -36,10 +36,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from models import llama
+from models import decoder
 from models.attention import score_bytes
-from models.configs import LlamaConfig
-from models.llama import abstract_params
+from models.configs import DecoderConfig
+from models.decoder import abstract_params
 from models.loss import LOSS_TOKENS
 from models.sharding import batch_parts_of
 from mxjax.policy.layers import LayerPolicies
@@ -96,7 +96,7 @@ class Memory(NamedTuple):
 
 
 def step_memory(
-    config: LlamaConfig,
+    config: DecoderConfig,
     policies: LayerPolicies,
     params: Any,
     opt_state: Any,
@@ -117,7 +117,7 @@ def step_memory(
       seq_len: tokens a sequence.
       accumulate: parts of a batch that run one after another.
       mesh: the size of each mesh axis.
-      remat, implementation: as in `llama.mean_loss`.
+      remat, implementation: as in `decoder.mean_loss`.
     """
     sequences = -(-batch_size // (accumulate * batch_parts_of(mesh)))
     tokens = sequences * seq_len
@@ -126,14 +126,15 @@ def step_memory(
 
     def kept(mode: Remat) -> int:
         loss = functools.partial(
-            llama.mean_loss, config, policies=policies, remat=mode, implementation=implementation
+            decoder.mean_loss, config, policies=policies, remat=mode, implementation=implementation
         )
         head = 4 * config.d_model * config.vocab_size  # a gradient, though the forward pass computes it
         return kept_bytes(loss, shapes, (sequences, seq_len + 1)) - head
 
     activations = kept(remat)
     queries = jax.ShapeDtypeStruct((sequences, seq_len, config.n_heads, config.head_dim), jnp.bfloat16)
-    block = _block_bytes(config, tokens) + score_bytes(queries)
+    fuses = not config.sinks and not any(0 < window < seq_len for window in config.windows)
+    block = _block_bytes(config, tokens) + score_bytes(queries, fuses)
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own = device_bytes(params)
     return Memory(
@@ -146,7 +147,7 @@ def step_memory(
     )
 
 
-def device_share(config: LlamaConfig, tensor: int) -> LlamaConfig:
+def device_share(config: DecoderConfig, tensor: int) -> DecoderConfig:
     """Returns the model that one device computes if `tensor` devices share each layer."""
     return dataclasses.replace(
         config,
@@ -180,10 +181,11 @@ def device_bytes(arrays: Any) -> int:
     return sum(map(size, jax.tree.leaves(arrays)))
 
 
-def _block_bytes(c: LlamaConfig, tokens: int) -> int:
-    weights = c.d_model * (c.qkv_size + c.n_heads * c.head_dim + 3 * c.d_ff)
-    return 32 * tokens * c.d_ff + 6 * weights
+def _block_bytes(c: DecoderConfig, tokens: int) -> int:
+    weights = c.d_model * (c.qkv_size + c.n_heads * c.head_dim) + c.mlp_size
+    rows = tokens * (1 if c.experts is None else c.experts.active + (c.experts.shared or 0))
+    return 32 * rows * c.d_ff + 6 * weights
 
 
-def _logits_bytes(c: LlamaConfig, tokens: int) -> int:
+def _logits_bytes(c: DecoderConfig, tokens: int) -> int:
     return 10 * min(tokens, LOSS_TOKENS) * c.vocab_size + 6 * c.d_model * c.vocab_size

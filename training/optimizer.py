@@ -12,19 +12,51 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool
 
+from models.configs import ExpertsConfig
 from mxjax.policy.layers import LayerPolicies
 from training.config import OptimizerConfig
 from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
 
+_VECTORS = ("scale", "bias", "sinks")
+"""Ends of the names of parameters that are vectors in each block."""
+
 
 def optimizer_of(
-    config: OptimizerConfig, deoscillate: str | None, layers: LayerPolicies
+    config: OptimizerConfig,
+    deoscillate: str | None,
+    layers: LayerPolicies,
+    experts: ExpertsConfig | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer of a run while these policies hold: `make_optimizer`'s, and `--deoscillate`."""
+    """Returns the optimizer of a run while these policies hold.
+
+    It is `make_optimizer`'s, then `--deoscillate`, then the biases that balance the experts' load.
+    """
     optimizer = make_optimizer(config)
-    if deoscillate is None:
-        return optimizer
-    return optax.chain(optimizer, snap_oscillating(parse_deoscillation(deoscillate), layers))
+    parts: list[optax.GradientTransformation] = []
+    if deoscillate is not None:
+        parts.append(snap_oscillating(parse_deoscillation(deoscillate), layers))
+    if experts is not None and experts.balance_rate:
+        parts.append(balance_experts(experts.balance_rate))
+    return optax.chain(optimizer, *parts) if parts else optimizer
+
+
+def balance_experts(rate: float) -> optax.GradientTransformationExtraArgs:
+    """Returns the last part of an optimizer, which moves each expert's bias by `rate` towards an even load.
+
+    Its `update` takes `aux=`, a `models.decoder.Measured`. Biases of experts with less than the mean load
+    grow, those of others shrink. No gradient reaches them.
+
+    Source: "Auxiliary-loss-free load balancing", arXiv 2408.15664, algorithm 1.
+    """
+
+    def update(updates, state, params=None, **extra):
+        load = extra["aux"].routing.load
+        step = rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+        return jax.tree.map_with_path(
+            lambda path, u: step if path[-1].key == "balance_bias" else u, updates
+        ), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def check_optimizer(deoscillate: str | None, phases: Sequence[LayerPolicies]) -> None:
@@ -59,7 +91,7 @@ def learning_rate(config: OptimizerConfig, steps: int, numpy: Any = jnp) -> opta
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
-    """Returns clipping by global norm, then AdamW, for parameters of `models.llama`.
+    """Returns clipping by global norm, then AdamW, for parameters of `models.decoder`.
 
     Its `update` takes `learning_rate=`, a scalar.
     """
@@ -105,6 +137,6 @@ def _scale(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[
 
 
 def decayed(params):
-    """Returns True for each parameter that decays: all except the scales of norms."""
+    """Returns True for each parameter that decays: all except scales of norms, biases and sinks."""
     # Stacked over layers, a norm's scale is 2-D, so the name decides and not the rank.
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
+    return jax.tree.map_with_path(lambda path, _: not path[-1].key.endswith(_VECTORS), params)

@@ -15,6 +15,7 @@ The recipe of a whole run is a name that stands for flags.
 import dataclasses
 import itertools
 import json
+import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from mxjax.policy.json import change_fields, policy_from_json, policy_to_json
 from mxjax.policy.layers import LayerPolicies, Rules
 from mxjax.recipes.whole_runs import RECIPES
 from training.config import Config, PrecisionConfig
+from training.files import MISSING, are_sums, problem, size_and_crc32
 from training.policy_source import check_sources, label, load_policy
 
 
@@ -216,46 +218,72 @@ def to_record(phases: Sequence[Phase]) -> dict[str, Any]:
     }
 
 
-def changed_files(
-    precision: PrecisionConfig,
-    steps: int,
-    phases: Sequence[Phase],
-    layer_policies: Callable[[Policy, Rules], LayerPolicies],
-) -> list[str]:
-    """Returns a warning if files that --policy and --layers name hold other policies now than the record.
+def files_of(precision: PrecisionConfig) -> dict[str, tuple[int, str]]:
+    """Returns the size and CRC32 of each file that policies come from, by its path, for config.json."""
+    return {str(path): size_and_crc32(path) for path in precision.files if path.is_file()}
+
+
+def files_on_record(saved: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Returns what `files_of` returned when the run began; raises ValueError if it is malformed."""
+    files = saved.get("policy_files", {})
+    if not are_sums(files):
+        raise ValueError(
+            "config.json holds no policy_files of this version of mxjax; use the one that wrote it"
+        )
+    return files
+
+
+def changed_files(recorded: Mapping[str, Any]) -> list[str]:
+    """Returns a warning if a file of --policy or --layers is another than when the run began.
+
+    It is compared and not read as a policy: it may be a Python file that a stranger's run names.
 
     Args:
-      precision: the flags.
-      steps: length of the run.
-      phases: the phases on record, which the run keeps; files that are gone are not missed.
-      layer_policies: see `training.phases.phases_of`.
+      recorded: see `files_of`. Files that are gone are not missed.
     """
-    if not (files := precision.files) or not all(file.exists() for file in files):
-        return []
-    try:
-        now = phases_of(precision, steps, layer_policies)
-    except ValueError as error:
-        return [f"warning: {error}; the run keeps its policies on record"]
-    if [phase.layers for phase in now] == [phase.layers for phase in phases]:
+    problems = {name: problem(pathlib.Path(name), recorded[name]) for name in recorded}
+    changed = [name for name, found in problems.items() if found not in (None, MISSING)]
+    if not changed:
         return []
     return [
-        f"warning: the files of --policy {precision.label} hold other policies than the run has on record, "
-        "which it keeps; begin a new run, with --init, to change them"
+        f"warning: {', '.join(changed)} changed since the run began, which keeps its policies on record; "
+        "begin a new run, with --init, to change them"
     ]
+
+
+def phases_of_run(
+    saved: Mapping[str, Any], config: Config, layer_policies: Callable[[Policy, Rules], LayerPolicies]
+) -> tuple[Phase, ...]:
+    """Returns the phases of a run to evaluate: those on record, or what an imported checkpoint names.
+
+    Raises:
+      ValueError: it names a file, which is not run: whoever made config.json may have made that too.
+    """
+    if (phases := from_record(saved)) is not None:
+        return phases
+    if config.precision.files:
+        raise ValueError(
+            f"config.json names {config.precision.files[0]} as a policy, and a file that a run names is not "
+            "run; name it with --policy"
+        )
+    return phases_of(config.precision, config.steps, layer_policies)
 
 
 def from_record(saved: Mapping[str, Any]) -> tuple[Phase, ...] | None:
     """Returns the phases in the values of config.json; None if it holds none, as an imported checkpoint's.
 
     Raises:
-      ValueError: the phases are malformed.
+      ValueError: the phases are malformed, or a run that has begun has none.
     """
-    if "phases" not in saved:
+    if "phases" not in saved and "data" not in saved:
         return None
     try:
         policies = {text: policy_from_json(fields) for text, fields in saved["policies"].items()}
-        if not saved["phases"] or saved["phases"][0]["first_step"] != 1:
-            raise KeyError("phases")
+        steps = [phase["first_step"] for phase in saved["phases"]]
+        if {*map(type, steps)} != {int} or steps[0] != 1 or steps != sorted(set(steps)):
+            raise KeyError("first_step")
+        if {type(phase["policy"]) for phase in saved["phases"]} != {str}:
+            raise KeyError("policy")
         return tuple(
             Phase(
                 phase["first_step"],

@@ -1,11 +1,13 @@
 """The plan of a run: what its configuration, data and devices decide, and what stays the same throughout."""
 
+import types
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
 from training.config import Config
 from training.data.megatron import MegatronCorpus
 from training.data.text import TextCorpus
@@ -20,15 +22,19 @@ class Plan(NamedTuple):
       corpus: the training data.
       held_out: the batches of an evaluation, whole in every process.
       imported: the folder of the checkpoint that the run was imported from.
+      tokenizer: a checksum of the tokenizer of the data, see `training.run.tokens`; None for text.
+      policy_files: size and CRC32 of each file that policies came from, by its path, as the run began.
     """
 
     config: Config
     mesh: jax.sharding.Mesh
     corpus: TextCorpus | MegatronCorpus
     held_out: list[np.ndarray]
-    model: LlamaConfig
+    model: DecoderConfig
     phases: tuple[Phase, ...]
     imported: str | None = None
+    tokenizer: str | None = None
+    policy_files: Mapping[str, Any] = types.MappingProxyType({})
 
     def batch_of(self, step: int) -> tuple[np.ndarray, dict[str, list]]:
         """Returns the batch of a step and its origin in the data."""

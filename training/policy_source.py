@@ -1,6 +1,7 @@
 """What a policy on the command line may be: a name, a JSON file, or a policy in a Python file."""
 
 import contextlib
+import os
 import pathlib
 import re
 import runpy
@@ -8,6 +9,7 @@ import sys
 import types
 from collections.abc import Iterator
 
+from models.received import LARGEST, open_received, read_text
 from mxjax.policy import Policy
 from mxjax.policy.json import policy_from_json
 from mxjax.recipes import get_policy, policies
@@ -26,11 +28,14 @@ def load_policy(source: str) -> Policy:
       ValueError: unknown name, or the file cannot be read or run, or holds no such policy, or one with a
         `source` that has no effect.
     """
+    source = os.path.expanduser(source)  # the shell leaves ~ after =
     if source.endswith(".json"):
         try:
-            return check_sources(policy_from_json(pathlib.Path(source).read_text()))
+            text = read_text(source)
         except OSError as error:
             raise ValueError(f"{source}: {error.strerror}") from None
+        try:
+            return check_sources(policy_from_json(text))
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
     if found := _IN_PYTHON.fullmatch(source):
@@ -87,6 +92,7 @@ def _lies_in(folder: pathlib.Path, module: types.ModuleType) -> bool:
 
 def _from_python(path: str, name: str) -> Policy:
     try:
+        open_received(path, largest=LARGEST).close()
         with _importing_neighbours(pathlib.Path(path).resolve().parent):
             values = runpy.run_path(path)
     except OSError as error:

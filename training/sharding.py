@@ -19,9 +19,9 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from models import llama
-from models.configs import LlamaConfig
-from models.llama import AXES, Params, abstract_params
+from models import decoder
+from models.configs import DecoderConfig
+from models.decoder import AXES, Params, abstract_params
 from models.sharding import AXES as MESH_AXES
 from models.sharding import RULES, batch_parts_of, spec
 from mxjax.numerics.formats import get_format
@@ -174,20 +174,20 @@ def on_mesh(mesh: Mesh, eval_step: Any) -> Any:
 
 
 def abstract_state(
-    config: LlamaConfig,
+    config: DecoderConfig,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     fill: Callable[[Params], Params] = lambda params: params,
 ) -> TrainState:
     """Returns the shapes, dtypes and shardings of what `first_state` creates."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    state = jax.eval_shape(lambda key: init_state(fill(llama.init(config, key)), optimizer), key)
+    state = jax.eval_shape(lambda key: init_state(fill(decoder.init(config, key)), optimizer), key)
     shardings = state_shardings(mesh, optimizer, state, param_shardings(mesh, parameter_axes(config)))
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, shardings)
 
 
 def first_state(
-    config: LlamaConfig,
+    config: DecoderConfig,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     key: jax.Array,
@@ -204,7 +204,7 @@ def first_state(
     """
 
     def make(key: jax.Array) -> TrainState:
-        return init_state(fill(llama.init(config, key)), optimizer)
+        return init_state(fill(decoder.init(config, key)), optimizer)
 
     shardings = jax.tree.map(lambda a: a.sharding, abstract_state(config, optimizer, mesh, fill))
     return jax.jit(make, out_shardings=shardings)(key), shardings
@@ -239,7 +239,7 @@ def state_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, state: 
     )
 
 
-def check_shards(sizes: Mapping[str, int], config: LlamaConfig, policies: LayerPolicies) -> None:
+def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: LayerPolicies) -> None:
     """Raises ValueError unless a mesh of these sizes shards every parameter into whole units.
 
     A unit is a run of elements that must stay on one device, such as a block of 32 along an axis that a GEMM
@@ -266,29 +266,37 @@ def check_shards(sizes: Mapping[str, int], config: LlamaConfig, policies: LayerP
             )
 
 
-def parameter_axes(config: LlamaConfig) -> Params:
+def parameter_axes(config: DecoderConfig) -> Params:
     """Returns the logical axes of every parameter; those of blocks begin with "layers"."""
 
     def axes(name: str, x: jax.ShapeDtypeStruct) -> tuple[str, ...]:
-        own = AXES.get(name.removeprefix("blocks."), ("norm",))
+        own = _own_axes(name.removeprefix("blocks."), x.ndim - name.startswith("blocks."))
         return ("layers", *own) if name.startswith("blocks.") else own
 
     return _map_named(axes, abstract_params(config))
 
 
-def parameter_units(config: LlamaConfig, policies: LayerPolicies) -> Params:
+def parameter_units(config: DecoderConfig, policies: LayerPolicies) -> Params:
     """Returns the unit along each axis of every parameter: whole blocks, rotations and key/value heads."""
 
     def units(name: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
         name = "head" if config.tied and name == "embedding" else name.replace("blocks.", "blocks.*.")
         own = [p for layer, p in policies.items() if fnmatch.fnmatch(layer, name)]
         unit = math.lcm(*map(weight_unit, own))
-        axes = AXES.get(name.removeprefix("blocks.*."), ("norm",))
-        sizes = zip(x.shape[-len(axes) :], axes, strict=True)
+        own_name = name.removeprefix("blocks.*.")
+        axes = _own_axes(own_name, x.ndim - (own_name != name))
+        sizes = zip(x.shape[x.ndim - len(axes) :], axes, strict=True)
         last = (math.lcm(unit, n // config.n_kv_heads) if axis == "heads" else unit for n, axis in sizes)
         return (*(1 for _ in x.shape[len(axes) :]), *last)
 
     return _map_named(units, abstract_params(config))
+
+
+def _own_axes(name: str, ndim: int) -> tuple[str, ...]:
+    """Returns the logical axes of a parameter, those of one block; an expert's have one before them."""
+    if name in AXES:
+        return ("experts", *AXES[name])[-ndim:]
+    return ("norm",) * ndim
 
 
 def weight_unit(policy: Policy) -> int:
@@ -308,7 +316,7 @@ def _map_named(function: Callable[[str, Any], Any], params: Params) -> Params:
     return jax.tree.map_with_path(lambda path, x: function(".".join(str(p.key) for p in path), x), params)
 
 
-def filled_size(sizes: Mapping[str, int], config: LlamaConfig, policies: Sequence[LayerPolicies]) -> int:
+def filled_size(sizes: Mapping[str, int], config: DecoderConfig, policies: Sequence[LayerPolicies]) -> int:
     """Returns the model's vocabulary, filled so that each device of a `tensor` group gets whole units.
 
     Args:

@@ -67,6 +67,7 @@ class StepMetrics(NamedTuple):
       grad_norm: global norm of the gradient, before clipping.
       finite: whether the state has been updated.
       skipped: number of steps skipped before this one.
+      aux: the loss's second result, if it has one.
       largest: `largest_values` of the gradients and of the parameters before the step; zeros if the step is
         finite.
     """
@@ -76,6 +77,7 @@ class StepMetrics(NamedTuple):
     finite: Bool[Array, ""]
     skipped: Int32[Array, ""]
     largest: Float32[Array, "2 layers"]
+    aux: Any = None
 
 
 def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -88,6 +90,7 @@ def make_train_step(
     loss: Loss,
     optimizer: optax.GradientTransformation,
     *,
+    has_aux: bool = False,
     accumulate: int = 1,
     skip_nonfinite: bool = False,
     shardings: TrainState | None = None,
@@ -102,7 +105,9 @@ def make_train_step(
 
     Args:
       loss: the loss to minimize.
-      optimizer: computes the update from the gradients, and from the learning rate if it takes one.
+      optimizer: computes the update from the gradients, and from the learning rate and the loss's `aux` if
+        it takes them.
+      has_aux: whether the loss returns a pair, whose second part has arrays to report, as in `jax.grad`.
       accumulate: number of parts of a batch that run one after another; their gradients are averaged.
       skip_nonfinite: skip only the steps that are not finite, and count them.
       shardings: shardings of the state and gradients, from `training.sharding`.
@@ -112,7 +117,7 @@ def make_train_step(
         reads parameters, moments and gradients once more. A state that is not finite before goes unnoticed
         then, unless the loss or a gradient depends on the element.
     """
-    loss_and_grads = _make_loss_and_grads(loss, accumulate, shardings)
+    loss_and_grads = _make_loss_and_grads(loss, has_aux, accumulate, shardings)
     optimizer = optax.with_extra_args_support(optimizer)
 
     @functools.partial(
@@ -128,21 +133,23 @@ def make_train_step(
         learning_rate: Float32[Array, ""] | None = None,
     ) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(key, state.step)
-        value, grads = loss_and_grads(state.params, batch, key)
+        (value, aux), grads = loss_and_grads(state.params, batch, key)
         # Else every pass that reads gradients stacks those of all layers, in kernels of 13,000 instructions.
         grads = jax.lax.optimization_barrier(grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite
         keeps = keeps_finite(learning_rate) if keeps_finite and learning_rate is not None else None
-        kept, finite, largest = _update_if_finite(finite, keeps, state, optimizer, grads, learning_rate)
-        metrics = StepMetrics(value, grad_norm, finite, state.skipped, largest)
+        extra = {"learning_rate": learning_rate} | ({"aux": aux} if has_aux else {})
+        update = functools.partial(optimizer.update, **extra)
+        kept, finite, largest = _update_if_finite(finite, keeps, state, update, grads)
+        metrics = StepMetrics(value, grad_norm, finite, state.skipped, largest, aux)
         return _next_state(state, kept, finite, skip_nonfinite), metrics
 
     return step
 
 
 def _update_if_finite(
-    finite: Bool[Array, ""], keeps: Bool[Array, ""] | None, state: TrainState, optimizer, grads, learning_rate
+    finite: Bool[Array, ""], keeps: Bool[Array, ""] | None, state: TrainState, update_of: Callable, grads
 ):
     """Returns the updated parameters and optimizer's state, unless they or `finite` are not finite.
 
@@ -151,10 +158,11 @@ def _update_if_finite(
 
     Args:
       keeps: whether gradients with a finite norm make a finite update for certain; None if that is unknown.
+      update_of: the optimizer's update of gradients, its state and parameters.
     """
 
     def update(params, opt_state):
-        updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
+        updates, opt_state = update_of(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     def examine(old):
@@ -215,11 +223,15 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
-def _make_loss_and_grads(loss: Loss, accumulate: int, shardings: TrainState | None):
-    """Returns `loss_and_grads(params, batch, key)`, which accumulates over parts of the batch."""
+def _make_loss_and_grads(loss: Loss, has_aux: bool, accumulate: int, shardings: TrainState | None):
+    """Returns `loss_and_grads(params, batch, key) -> ((value, aux), grads)`, which accumulates over parts.
+
+    All three are means over the parts of the batch; aux is None unless the loss has one.
+    """
 
     def of_part(params, batch, key):
-        value, grads = jax.value_and_grad(loss)(params, batch, key)
+        found, grads = jax.value_and_grad(loss, has_aux=has_aux)(params, batch, key)
+        value = found if has_aux else (found, None)
         if shardings is not None:
             grads = jax.lax.with_sharding_constraint(grads, shardings.params)
         return value, grads
@@ -236,7 +248,9 @@ def _make_loss_and_grads(loss: Loss, accumulate: int, shardings: TrainState | No
             found = of_part(params, sequences, jax.random.fold_in(key, index))
             return jax.tree.map(lambda t, f: t + f / accumulate, total, found), None
 
-        zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        aux = jax.eval_shape(of_part, params, parts[0], key)[0][1] if has_aux else None
+        aux = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), aux)
+        zero = (jnp.zeros(()), aux), jax.tree.map(jnp.zeros_like, params)
         return jax.lax.scan(add, zero, (jnp.arange(accumulate), parts))[0]
 
     return loss_and_grads

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import optax
 
-from models import llama
-from models.block import LINEAR_LAYERS
+from models import decoder
+from models.experts import routing_by_layer
+from models.gemms import linear_layers
 from models.sharding import batch_parts_of
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
@@ -116,8 +117,12 @@ class Trainer:
         return lambda state, batch: programs.train_step(state, batch, self._key)
 
     def measure(self, state: TrainState, batch: jax.Array) -> dict[str, Any]:
-        """Returns the error of each layer's GEMMs in a step."""
-        return by_layer(self._programs.layer_stats(state.params, batch, state.step))
+        """Returns the error of each layer's GEMMs in a step, and what its routers do."""
+        found = by_layer(self._programs.layer_stats(state.params, batch, state.step))
+        if self._plan.model.experts is None:
+            return found
+        key = jax.random.fold_in(self._key, state.step)
+        return found | routing_by_layer(self._programs.routing(state.params, batch, key))
 
     def evaluate(self, state: TrainState, batches: Iterable[np.ndarray]) -> dict[str, float]:
         """Returns the loss over the batches, its perplexity, and the number of tokens."""
@@ -137,7 +142,8 @@ class Trainer:
 
     def _optimizer_of(self, phase: Phase) -> optax.GradientTransformationExtraArgs:
         config = self._plan.config
-        return optimizer_of(config.optimizer, config.precision.deoscillate, phase.layers)
+        experts = self._plan.model.experts
+        return optimizer_of(config.optimizer, config.precision.deoscillate, phase.layers, experts)
 
 
 class Programs(NamedTuple):
@@ -146,6 +152,7 @@ class Programs(NamedTuple):
     train_step: ScheduledStep
     eval_step: Callable
     layer_stats: Callable
+    routing: Callable
 
 
 def make_programs(
@@ -155,14 +162,16 @@ def make_programs(
     config = plan.config
     loss, losses = make_losses(plan, phase)
     tokens_a_part = config.data.batch_size // config.accumulate * config.data.seq_len
-    empty = empty_slots(LINEAR_LAYERS, plan.model.n_layers)
+    empty = empty_slots(linear_layers(plan.model), plan.model.n_layers)
     options_for = functools.partial(
         compiler_options, plan.mesh, implementation=config.precision.implementation
     )
     xla_options = options_for(phase.layers.policies)
+    has_experts, measured = plan.model.experts is not None, _with_options(plan, phase, decoder.measured_loss)
     train_step = make_train_step(
-        loss,
+        measured if has_experts else loss,
         optimizer,
+        has_aux=has_experts,
         accumulate=config.accumulate,
         skip_nonfinite=config.on_nonfinite == "skip",
         shardings=shardings,
@@ -180,11 +189,17 @@ def make_programs(
             batch_parts_of(plan.mesh.shape),
             options_for((*phase.layers.policies, get_policy("fp32"))),
         ),
+        jax.jit(lambda *arguments: measured(*arguments)[1].routing, compiler_options=xla_options),
     )
 
 
 def make_losses(plan: Plan, phase: Phase) -> tuple[Loss, Losses]:
     """Returns the model's mean loss, for training, and its loss of every token, for evaluation."""
+    return _with_options(plan, phase, decoder.mean_loss), _with_options(plan, phase, decoder.losses)
+
+
+def _with_options(plan: Plan, phase: Phase, function: Callable) -> Callable:
+    """Returns `function` of parameters, sequences, a key and slots, in the phase's policies."""
     config = plan.config
     options = {
         "policies": phase.layers,
@@ -192,10 +207,6 @@ def make_losses(plan: Plan, phase: Phase) -> tuple[Loss, Losses]:
         "unroll": config.unroll,
         "implementation": config.precision.implementation,
     }
-
-    def with_options(function):
-        return lambda params, batch, key, slots=None: function(
-            plan.model, params, batch, key=key, slots=slots, **options
-        )
-
-    return with_options(llama.mean_loss), with_options(llama.losses)
+    return lambda params, batch, key, slots=None: function(
+        plan.model, params, batch, key=key, slots=slots, **options
+    )

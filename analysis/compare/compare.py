@@ -22,8 +22,10 @@ from analysis.compare.runs import (
 )
 from analysis.compare.tokens import lengths_of, token_statistics, token_table
 from training import mlperf
+from training.files import make_absolute
 from training.log.display import text_table
 from training.process.start import output_errors
+from training.ranges import FINITE, check_ranges
 from training.run.record import from_json, read_run_config
 
 
@@ -50,6 +52,8 @@ class CompareConfig:
     """Print the result as one line of JSON and nothing else. A number that does not exist is null."""
 
     def __post_init__(self):
+        make_absolute(self)
+        check_ranges(vars(self), {"target": FINITE})
         if not self.runs:
             raise ValueError("name the folder of at least one run")
         for path in self.plot:

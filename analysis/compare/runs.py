@@ -32,7 +32,8 @@ class ComparedRun(NamedTuple):
       name: as few of the folder's last parts as tell the runs apart.
       validation: loss of each evaluation.
       train: loss of each step.
-      resolved: the model and the layers' policies on record, which the configuration may only name.
+      resolved: the model, the layers' policies and the identity of the data on record, which the
+        configuration only names.
       held_out: the identity of what the run is evaluated on.
       end: tokens, or sequences, of the whole run.
     """
@@ -99,8 +100,9 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
     for folder, name in zip(folders, short_names(folders), strict=True):
         saved = read_run_config(folder)
         config = from_json(saved["config"])
+        facts = saved.get("data", {}) | {"source": None}  # the same data may lie elsewhere
         resolved = json.dumps(
-            [saved.get("model"), saved.get("phases"), saved.get("policies")], sort_keys=True
+            [saved.get("model"), saved.get("phases"), saved.get("policies"), facts], sort_keys=True
         )
         step = config.data.batch_size if sequences else config.data.tokens_a_step
         records = read_records(folder)
@@ -119,9 +121,9 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
             )
         train = {r["step"] * step: r["loss"] for r in records if "loss" in r}
         evaluated = config.eval_sequences or config.eval_batches * config.data.batch_size
-        facts = saved.get("data", {}) | {"source": None}  # the same data may lie elsewhere
         if config.data.eval_data is not None:  # then training data may differ
-            facts = {"source": config.data.eval_data, "tokens": facts.get("validation_tokens")}
+            name_of_data = pathlib.Path(config.data.eval_data).name
+            facts = {"source": name_of_data, "tokens": facts.get("validation_tokens")}
         held_out = json.dumps([facts, config.data.seq_len, evaluated], sort_keys=True)
         end = config.steps * step
         runs.append(ComparedRun(name, config, validation, train, resolved, held_out, end))
@@ -193,10 +195,25 @@ def _differing(run: ComparedRun, runs: Sequence[ComparedRun]) -> str:
     return " ".join(label if k == "precision.policy" else f"{k.split('.')[-1]}={own[k]}" for k in varying)
 
 
+def _without_folders(path: Any) -> Any:
+    """Returns the last part of a path or of each in a list; None stays."""
+    if isinstance(path, list):
+        return [_without_folders(part) for part in path]
+    return path and pathlib.Path(path).name
+
+
 def _settings(config: Config) -> dict[str, Any]:
-    """Returns the fields that say what is trained, as flat names and strings or numbers."""
+    """Returns the fields that say what is trained, as flat names and strings or numbers.
+
+    Data and a model's file are named without their folders: they may lie elsewhere for each run, and
+    `ComparedRun.resolved` tells whether they are the same.
+    """
+    values = to_json(config)
+    data, of_data = values["data"], ("data", "eval_data")
+    values["data"] = data | {name: _without_folders(data[name]) for name in of_data}
+    values["model_config"] = _without_folders(values["model_config"])
     flat: dict[str, Any] = {}
-    for name, value in to_json(config).items():
+    for name, value in values.items():
         if name in _ELSEWHERE:
             continue
         if isinstance(value, dict):

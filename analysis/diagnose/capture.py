@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from models import llama
-from models.block import linear_weights
-from models.configs import LlamaConfig
+from models import decoder
+from models.configs import DecoderConfig
+from models.gemms import linear_weights
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation, compiler_options
 from mxjax.stats.layers import Tensors
@@ -44,13 +44,13 @@ class Pass(NamedTuple):
 
 
 def make_pass(
-    model: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None
-) -> Callable[[llama.Params, Int32[np.ndarray, "batch length"], jax.Array], Pass]:
+    model: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None
+) -> Callable[[decoder.Params, Int32[np.ndarray, "batch length"], jax.Array], Pass]:
     """Returns the jitted `run(params, batch, key)` for the mean loss of a batch under these policies."""
     loss = _loss(model, policies, implementation)
 
     @functools.partial(jax.jit, compiler_options=compiler_options(policies.policies, implementation))
-    def run(params: llama.Params, batch: Any, key: jax.Array) -> Pass:
+    def run(params: decoder.Params, batch: Any, key: jax.Array) -> Pass:
         shape = (model.n_layers, batch.shape[0], batch.shape[1] - 1)
         slots = {
             name: Tensors(*(jnp.zeros((*shape, width), ACTIVATIONS) for width in w.shape[1:]))
@@ -64,26 +64,26 @@ def make_pass(
 
 
 def make_gradients(
-    model: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None
+    model: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None
 ) -> jax.stages.Wrapped:
     """Returns the jitted `run(params, batch, key)` for a pass's loss and gradients without its tensors."""
     loss = _loss(model, policies, implementation)
 
     @functools.partial(jax.jit, compiler_options=compiler_options(policies.policies, implementation))
-    def run(params: llama.Params, batch: Any, key: jax.Array) -> LossAndGradients:
+    def run(params: decoder.Params, batch: Any, key: jax.Array) -> LossAndGradients:
         value, blocks = jax.value_and_grad(loss)(params["blocks"], None, params, batch, key)
         return LossAndGradients(value, linear_weights(blocks))
 
     return run
 
 
-def _loss(model: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None) -> Callable:
+def _loss(model: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None) -> Callable:
     """Returns the mean loss of a batch as a function of the blocks' weights and the slots first."""
 
     def loss(
-        blocks: Any, slots: Mapping[str, Tensors] | None, params: llama.Params, batch: Any, key: jax.Array
+        blocks: Any, slots: Mapping[str, Tensors] | None, params: decoder.Params, batch: Any, key: jax.Array
     ) -> Float32[Array, ""]:
         options: dict[str, Any] = {"policies": policies, "key": key, "implementation": implementation}
-        return llama.mean_loss(model, params | {"blocks": blocks}, batch, slots=slots, **options)
+        return decoder.mean_loss(model, params | {"blocks": blocks}, batch, slots=slots, **options)
 
     return loss

@@ -18,9 +18,9 @@ from analysis.diagnose.split import Grams, split
 from analysis.diagnose.wgrad import VARIANTS, gradient_grams, total, wgrad_grams
 from analysis.evaluate import EvalConfig
 from analysis.restore import Restored
-from models import llama
-from models.block import linear_weights
-from models.configs import LlamaConfig
+from models import decoder
+from models.configs import DecoderConfig
+from models.gemms import linear_weights
 from mxjax.policy import OPERANDS, Gemm
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation, compiler_options
@@ -72,8 +72,8 @@ def write(found: Mapping[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def diagnose(
-    model: LlamaConfig,
-    params: llama.Params,
+    model: DecoderConfig,
+    params: decoder.Params,
     policies: LayerPolicies,
     implementation: Implementation | None,
     batches: Sequence[Batch],
@@ -95,7 +95,7 @@ def diagnose(
     """
     check_batches(batches)
     key = jax.random.key(0)  # random bits differ from batch to batch
-    exact_policies = llama.layer_policies(model, get_policy("bf16"))
+    exact_policies = decoder.layer_policies(model, get_policy("bf16"))
     run = make_pass(model, policies, implementation)
     run_exact = make_gradients(model, exact_policies, implementation)
     keys = [jax.random.fold_in(key, i) for i in range(len(batches))]
@@ -132,7 +132,7 @@ def totals(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _layers(
     passes: Sequence[Pass],
-    params: llama.Params,
+    params: decoder.Params,
     policies: LayerPolicies,
     implementation: Implementation | None,
     keys: Sequence[jax.Array],

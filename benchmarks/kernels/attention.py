@@ -6,8 +6,10 @@ A shape is BxSxNxGxH: q is [B, S, N, H], k and v are [B, S, G, H]. Results are c
 reference, and runs of ours with each other, before they are timed. "error" is the largest over rows of a
 head: the norm of the difference over the sum of the row's norm and the mean norm. First each kernel runs
 alone with all of its candidates, or with `--first` with the one in use, then whole attention with the fastest
-of each. The rate counts 2 products forward, 5 backward; a backward kernel alone counts its own, 4 and 3. The
-ceiling is cuDNN's speed. Prints two tables a shape, and JSON as the last line.
+of each; at last masked by documents, whose lengths follow Zipf's law with a mean of 1,000 tokens, and by
+windows of a half and a quarter of the sequence. The rate counts 2 products forward, 5 backward, masked or
+not; a backward kernel alone counts its own, 4 and 3. The ceiling is cuDNN's speed. Prints three tables a
+shape, and JSON as the last line.
 """
 
 import argparse
@@ -17,14 +19,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mxjax.kernels.attention import launches
 from mxjax.kernels.attention.blocks import HEAD_SIZES, Blocks, Kernels, candidates
+from mxjax.kernels.attention.fused import first_keys
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
 from mxjax.runtime.devices import current_target
 
 REPEATS = 3  # runs that must have the same bits
 LARGEST_ERROR = 0.02
+MEAN_DOCUMENT = 1000  # tokens
 PASSES = {"forward": 2, "key_gradients": 4, "query_gradients": 3, "forward and backward": 7}
 """Products of S by S by H that a pass takes for each head, half of which the mask removes."""
 RESULTS = {
@@ -65,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fastest = fastest_blocks(records)
         if fastest is not None:
             time_cases(report, f"{title}: attention", "FLOP", whole_cases(shape, fastest))
+            time_cases(report, f"{title}: masked", "FLOP", masked_cases(shape, fastest))
     report.print()
 
 
@@ -112,23 +118,54 @@ def whole_cases(shape: Shape, fastest: Kernels) -> Iterator[Case]:
         yield _case(f"{which}, mxjax, fastest blocks", shape, which, run, fields)
 
 
+def masked_cases(shape: Shape, fastest: Kernels) -> Iterator[Case]:
+    """Yields attention by our kernels without a mask and with each, and by cuDNN with each window."""
+    for mask in (None, "documents", shape.s // 2, shape.s // 4):
+        for which in ("forward", "forward and backward"):
+            name = f"window {mask}" if isinstance(mask, int) else mask or "causal"
+            run = functools.partial(_all_kernels, which, fastest)
+            yield _case(f"{which}, {name}, mxjax", shape, which, run, {"by": "mxjax", "mask": mask})
+            if isinstance(mask, int):
+                attend = functools.partial(
+                    jax.nn.dot_product_attention,
+                    is_causal=True,
+                    local_window_size=(mask - 1, 0),
+                    implementation="cudnn",
+                )
+                run = functools.partial(_by_gradient, which, attend)
+                yield _case(f"{which}, {name}, cudnn", shape, which, run, {"by": "cudnn", "mask": mask})
+
+
+def draw_mask(shape: Shape, mask: str | int | None) -> jax.Array | None:
+    """Returns `first_key` of documents or of a window."""
+    if mask is None or isinstance(mask, int):
+        return None if mask is None else first_keys(window=mask, shape=shape[:2])
+    rng = np.random.default_rng(0)
+    starts = np.zeros(shape[:2], bool)
+    for row in starts:
+        lengths = np.minimum(rng.zipf(1.5, size=shape.s) * 64, 16 * MEAN_DOCUMENT)
+        ends = np.cumsum(np.maximum(lengths * (MEAN_DOCUMENT / lengths.mean()), 1).astype(int))
+        row[ends[ends < shape.s]] = True
+    return first_keys(jnp.asarray(starts))
+
+
 def _case(name: str, shape: Shape, which: str, run: Callable, fields: Mapping[str, Any]) -> Case:
     flops = PASSES[which] * shape.b * shape.n * shape.h * float(shape.s) ** 2
     fields = {"shape": "x".join(map(str, shape)), "which": which, **fields}
-    check = functools.partial(_check, shape, which, fields["by"], jax.jit(run))
+    check = functools.partial(_check, shape, which, fields["by"], fields.get("mask"), jax.jit(run))
     return Case(name, check, flops, fields["by"] == "mxjax", fields["by"] == "cudnn", fields)
 
 
-def _check(shape: Shape, which: str, by: str, run: Callable) -> Checked:
+def _check(shape: Shape, which: str, by: str, mask: str | int | None, run: Callable) -> Checked:
     """Compares a pass with the float32 reference, and our runs with each other.
 
     Fused backward passes take row products from the output that they returned, in bfloat16, which the
     reference then does too; XLA's does not and is timed whatever its error.
     """
-    tensors, wanted = _tensors(shape)
+    tensors, wanted = _tensors(shape, mask)
     results = run(*tensors)
     if which == "forward and backward" and by != "xla":
-        wanted = _reference(*tensors[:4], results[0])
+        wanted = _reference(*tensors[:4], tensors[6], results[0])
     pairs = zip(RESULTS[which], results, strict=True)
     error = max(float(_distance(got, wanted[name])) for name, got in pairs)
     assert by == "xla" or error < LARGEST_ERROR, f"differs from the float32 reference by {error:.2g}"
@@ -138,7 +175,7 @@ def _check(shape: Shape, which: str, by: str, run: Callable) -> Checked:
     return Checked(functools.partial(run, *tensors), error)
 
 
-def _one_kernel(which: str, blocks: Blocks, q, k, v, dout, lse, delta) -> list[jax.Array]:
+def _one_kernel(which: str, blocks: Blocks, q, k, v, dout, lse, delta, _) -> list[jax.Array]:
     target = current_target()
     q, dout = _grouped(q, k), _grouped(dout, k)
     if which == "forward":
@@ -148,16 +185,16 @@ def _one_kernel(which: str, blocks: Blocks, q, k, v, dout, lse, delta) -> list[j
     return [_flat(launches.query_gradients(q, k, v, dout, lse, delta, target, blocks))]
 
 
-def _all_kernels(which: str, kernels: Kernels, q, k, v, dout, lse, delta) -> list[jax.Array]:
+def _all_kernels(which: str, kernels: Kernels, q, k, v, dout, lse, delta, first_key) -> list[jax.Array]:
     del lse, delta
     target = current_target()
     q, dout = _grouped(q, k), _grouped(dout, k)
-    out, lse = launches.forward(q, k, v, target, kernels.forward[0])
+    out, lse = launches.forward(q, k, v, target, kernels.forward[0], first_key=first_key)
     if which == "forward":
         return [_flat(out)]
-    delta = launches.row_products(out, dout)
-    dk, dv = launches.key_gradients(q, k, v, dout, lse, delta, target, kernels.key_gradients[0])
-    dq = launches.query_gradients(q, k, v, dout, lse, delta, target, kernels.query_gradients[0])
+    given = (q, k, v, dout, lse, launches.row_products(out, dout), target)
+    dk, dv = launches.key_gradients(*given, kernels.key_gradients[0], first_key=first_key)
+    dq = launches.query_gradients(*given, kernels.query_gradients[0], first_key=first_key)
     return [_flat(out), _flat(dq), dk, dv]
 
 
@@ -177,20 +214,21 @@ def _flat(q: jax.Array) -> jax.Array:
 
 
 @functools.lru_cache(1)
-def _tensors(shape: Shape) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-    """Returns q, k, v, dout, lse and delta, and the float32 reference's results."""
+def _tensors(shape: Shape, mask: str | int | None) -> tuple[list[Any], dict[str, jax.Array]]:
+    """Returns q, k, v, dout, lse, delta and `first_key`, and the float32 reference's results."""
     b, s, n, g, h = shape
     keys = jax.random.split(jax.random.key(0), 4)
     sizes = ((b, s, n, h), (b, s, g, h), (b, s, g, h), (b, s, n, h))
     pairs = zip(keys, sizes, strict=True)
     q, k, v, dout = (jax.random.normal(key, size, jnp.bfloat16) for key, size in pairs)
-    wanted = _reference(q, k, v, dout)
+    first_key = draw_mask(shape, mask)
+    wanted = _reference(q, k, v, dout, first_key)
     delta = launches.row_products(_grouped(wanted["out"], k), _grouped(dout, k))
-    return [q, k, v, dout, wanted.pop("lse"), delta], wanted
+    return [q, k, v, dout, wanted.pop("lse"), delta, first_key], wanted
 
 
 @jax.jit
-def _reference(q, k, v, dout, rounded=None) -> dict[str, jax.Array]:
+def _reference(q, k, v, dout, first_key, rounded=None) -> dict[str, jax.Array]:
     """Returns attention, its gradients and lse in float32, by the formulas.
 
     Args:
@@ -201,9 +239,13 @@ def _reference(q, k, v, dout, rounded=None) -> dict[str, jax.Array]:
     dot = functools.partial(jnp.einsum, precision="highest")
     scale = q.shape[-1] ** -0.5
 
-    def one_head(q_SRH, k_TH, v_TH, dout_SRH, rounded_SRH):
+    if first_key is None:
+        first_key = jnp.zeros(q.shape[:2], jnp.int32)
+
+    def one_head(first_key_S, q_SRH, k_TH, v_TH, dout_SRH, rounded_SRH):
         scores = dot("srh,th->rst", q_SRH, k_TH) * scale
-        scores = jnp.where(jnp.tri(*scores.shape[1:], dtype=bool), scores, -jnp.inf)
+        seen = jnp.tri(*scores.shape[1:], dtype=bool) & (first_key_S[:, None] <= jnp.arange(len(k_TH)))
+        scores = jnp.where(seen, scores, -jnp.inf)
         p = jax.nn.softmax(scores)
         out = dot("rst,th->srh", p, v_TH)
         delta = jnp.sum((out if rounded is None else rounded_SRH) * dout_SRH, axis=-1)
@@ -215,7 +257,11 @@ def _reference(q, k, v, dout, rounded=None) -> dict[str, jax.Array]:
     # One sequence and key head after another, axes 0 and 2: all scores at once do not fit.
     heads = [_grouped(q, k), k, v, _grouped(dout, k), _grouped(used, k)]
     heads = [x.astype(jnp.float32).swapaxes(1, 2) for x in heads]
-    found = jax.lax.map(lambda rows: jax.lax.map(lambda row: one_head(*row), rows), tuple(heads))
+
+    def one_sequence(rows):
+        return jax.lax.map(lambda row: one_head(rows[0], *row), tuple(rows[1:]))
+
+    found = jax.lax.map(one_sequence, (first_key, *heads))
     out, dq, dk, dv, lse = (x.swapaxes(1, 2) for x in found)
     return {"out": _flat(out), "dq": _flat(dq), "dk": dk, "dv": dv, "lse": lse.swapaxes(1, 2)}
 

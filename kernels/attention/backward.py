@@ -3,7 +3,8 @@
 Both recompute the scores, and weights = exp(scores - lse). With d_weights = dout @ v.T and
 delta = sum(dout * out), d_scores = weights * (d_weights - delta). Each gradient is summed by one program in a
 fixed order, without atomics: the same inputs give the same bits. Rows past the end repeat the last row of
-memory; a query past the end has an infinite lse, and so weights of 0.
+memory; a query past the end has an infinite lse, and so weights of 0. `first_key` is as in the forward
+kernel, and `queries_end[j]` the first query after j that no longer sees key j.
 
 Source of the algorithm: FlashAttention-2, arXiv 2307.08691.
 """
@@ -23,6 +24,8 @@ def key_gradients_kernel(
     dout,
     lse,
     delta,
+    first_key,
+    queries_end,
     dk,
     dv,
     B: tl.constexpr,
@@ -33,10 +36,12 @@ def key_gradients_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     XCDS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Computes BLOCK_K rows of dk and dv [B, S, G, H], over all R query heads; BLOCK_Q divides BLOCK_K.
 
-    q and dout are [B, S, G, R, H], lse and delta [B, G, R, S].
+    q and dout are [B, S, G, R, H], lse and delta [B, G, R, S]. first_key and queries_end [B, S] are read if
+    MASKED.
     """
     TILES: tl.constexpr = (S + BLOCK_K - 1) // BLOCK_K
     program = order_on_dies(tl.program_id(0), B * G * TILES, XCDS)
@@ -51,7 +56,11 @@ def key_gradients_kernel(
     dk_sum = tl.zeros((BLOCK_K, H), tl.float32)
     dv_sum = tl.zeros((BLOCK_K, H), tl.float32)
     SCALE: tl.constexpr = H**-0.5 * LOG2_E
-    BLOCKS = tl.cdiv(S - first, BLOCK_Q)  # of queries that see the keys
+    end = S
+    if MASKED:
+        first_key += (head // G).to(tl.int64) * S + first
+        end = tl.load(queries_end + (head // G).to(tl.int64) * S + tl.minimum(first + BLOCK_K, S) - 1)
+    BLOCKS = tl.cdiv(end - first, BLOCK_Q)  # of queries that see the keys
     q += head_start(head // G, head % G * R, S, G * R * H, H) + first * (G * R * H)
     dout += head_start(head // G, head % G * R, S, G * R * H, H) + first * (G * R * H)
     lse += (head * R).to(tl.int64) * S + first
@@ -73,6 +82,9 @@ def key_gradients_kernel(
         scores = tl.dot(k_tile, q_tile.T) * SCALE
         weights = tl.exp2(scores - (log_sum * LOG2_E)[None, :])
         weights = tl.where((start + rows)[None, :] >= columns[:, None], weights, 0.0)
+        if MASKED:
+            low = tl.load(first_key + start + within) - first
+            weights = tl.where(columns[:, None] >= low[None, :], weights, 0.0)
         d_weights = tl.dot(v_tile, dout_tile.T)
         dv_sum = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_sum)
         d_scores = weights * (d_weights - correction[None, :])
@@ -95,6 +107,7 @@ def query_gradients_kernel(
     dout,
     lse,
     delta,
+    first_key,
     dq,
     B: tl.constexpr,
     S: tl.constexpr,
@@ -104,6 +117,7 @@ def query_gradients_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     XCDS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Computes BLOCK_Q rows of dq [B, S, G, R, H] of one head; BLOCK_K divides BLOCK_Q."""
     TILES: tl.constexpr = (S + BLOCK_Q - 1) // BLOCK_Q
@@ -124,6 +138,12 @@ def query_gradients_kernel(
     v += key_value
     SCALE: tl.constexpr = H**-0.5 * LOG2_E
     dq_sum = tl.zeros((BLOCK_Q, H), tl.float32)
+    earliest = 0
+    if MASKED:
+        first_key += (head // (G * R)).to(tl.int64) * S + first
+        low = tl.load(first_key + inside)
+        earliest = tl.load(first_key) // BLOCK_K * BLOCK_K
+        seen_by_all = tl.max(low, 0)
     # As in the forward kernel, only the blocks without a mask are in a loop.
     for i in tl.static_range(BLOCK_Q // BLOCK_K):
         start = first + i * BLOCK_K
@@ -132,13 +152,18 @@ def query_gradients_kernel(
         v_tile = tl.load(v + start * (G * H) + kept)
         weights = tl.exp2(tl.dot(q_tile, k_tile.T) * SCALE - log_sum[:, None])
         weights = tl.where((first + rows)[:, None] >= (start + columns)[None, :], weights, 0.0)
+        if MASKED:
+            weights = tl.where((start + columns)[None, :] >= low[:, None], weights, 0.0)
         d_scores = weights * (tl.dot(dout_tile, v_tile.T) - correction[:, None])
         dq_sum = tl.dot(d_scores.to(k_tile.dtype), k_tile, dq_sum)
-    for start in tl.range(0, first, BLOCK_K):
+    for start in tl.range(earliest, first, BLOCK_K):
         kept = columns[:, None] * (G * H) + dims[None, :]
         k_tile = tl.load(k + start * (G * H) + kept)
         v_tile = tl.load(v + start * (G * H) + kept)
         weights = tl.exp2(tl.dot(q_tile, k_tile.T) * SCALE - log_sum[:, None])
+        if MASKED:  # noqa: SIM102, since it is decided at compile time
+            if start < seen_by_all:
+                weights = tl.where((start + columns)[None, :] >= low[:, None], weights, 0.0)
         d_scores = weights * (tl.dot(dout_tile, v_tile.T) - correction[:, None])
         dq_sum = tl.dot(d_scores.to(k_tile.dtype), k_tile, dq_sum)
     dq_sum = (dq_sum * H**-0.5).to(dq.dtype.element_ty)

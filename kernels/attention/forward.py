@@ -1,5 +1,8 @@
 """Forward kernel of causal attention: a tile of queries passes over the keys that it sees, in order.
 
+Query i sees the keys from `first_key[i]` to i. As `first_key` never decreases, a block of queries sees one
+run of keys, and blocks outside it are skipped.
+
 The scores stay in registers. The softmax is kept up to date as the keys come ("online"): a running maximum, a
 running sum, and a result that is rescaled whenever the maximum grows. Queries past the end repeat the last
 row of memory and are not stored; the causal mask alone hides keys past the end from the others.
@@ -21,6 +24,8 @@ def forward_kernel(
     q,
     k,
     v,
+    first_key,
+    sinks,
     out,
     lse,
     B: tl.constexpr,
@@ -31,10 +36,13 @@ def forward_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     XCDS: tl.constexpr,
+    MASKED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Computes BLOCK_Q queries of one head: out [B, S, G, R, H] and lse [B, G, R, S].
 
-    q is [B, S, G, R, H]; k and v are [B, S, G, H]. BLOCK_K divides BLOCK_Q.
+    q is [B, S, G, R, H]; k and v are [B, S, G, H]. BLOCK_K divides BLOCK_Q. first_key [B, S] is read if
+    MASKED; if SINKS, sinks [B, G, R], a logit of each head that takes weight and has no value.
     """
     TILES: tl.constexpr = (S + BLOCK_Q - 1) // BLOCK_Q
     program = order_on_dies(tl.program_id(0), B * G * R * TILES, XCDS)
@@ -49,8 +57,18 @@ def forward_kernel(
     v += key_value
     q_tile = tl.load(q + q_offsets)
     acc = tl.zeros((BLOCK_Q, H), tl.float32)
-    total = tl.zeros((BLOCK_Q,), tl.float32)
-    largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    if SINKS:
+        total = tl.full((BLOCK_Q,), 1.0, tl.float32)
+        largest = tl.zeros((BLOCK_Q,), tl.float32) + tl.load(sinks + head) * LOG2_E
+    else:
+        total = tl.zeros((BLOCK_Q,), tl.float32)
+        largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    earliest = 0
+    if MASKED:
+        first_key += (head // (G * R)).to(tl.int64) * S + first
+        low = tl.load(first_key + inside)
+        earliest = tl.load(first_key) // BLOCK_K * BLOCK_K
+        seen_by_all = tl.max(low, 0)
     # The masked blocks are not in a loop: with two loops ptxas waits for each wgmma before the next.
     for i in tl.static_range(BLOCK_Q // BLOCK_K):
         start = first + i * BLOCK_K
@@ -59,11 +77,18 @@ def forward_kernel(
         v_tile = tl.load(v + start * (G * H) + inside[:, None] * (G * H) + dims[None, :])
         scores = tl.dot(q_tile, k_tile)
         scores = tl.where((first + rows)[:, None] >= (start + columns)[None, :], scores, float("-inf"))
-        acc, total, largest = _add_values(scores, v_tile, acc, total, largest, H)
-    for start in tl.range(0, first, BLOCK_K):
+        if MASKED:
+            scores = tl.where((start + columns)[None, :] >= low[:, None], scores, float("-inf"))
+        # A query may see none of these keys, and its weights are then exp2(-inf - 0).
+        acc, total, largest = _add_values(scores, v_tile, acc, total, largest, H, MASKED)
+    for start in tl.range(earliest, first, BLOCK_K):
         k_tile = tl.load(k + start * (G * H) + columns[None, :] * (G * H) + dims[:, None])
         v_tile = tl.load(v + start * (G * H) + columns[:, None] * (G * H) + dims[None, :])
-        acc, total, largest = _add_values(tl.dot(q_tile, k_tile), v_tile, acc, total, largest, H)
+        scores = tl.dot(q_tile, k_tile)
+        if MASKED:  # noqa: SIM102, since it is decided at compile time
+            if start < seen_by_all:
+                scores = tl.where((start + columns)[None, :] >= low[:, None], scores, float("-inf"))
+        acc, total, largest = _add_values(scores, v_tile, acc, total, largest, H, False)
     out += head_start(head // (G * R), head % (G * R), S, G * R * H, H) + first * (G * R * H)
     log_total = tl.log2(total)
     result = (acc * tl.exp2(-log_total)[:, None]).to(out.dtype.element_ty)  # without a division
@@ -78,12 +103,13 @@ def forward_kernel(
 
 
 @triton.jit
-def _add_values(scores, v_tile, acc, total, largest, H: tl.constexpr):
+def _add_values(scores, v_tile, acc, total, largest, H: tl.constexpr, MAY_BE_EMPTY: tl.constexpr):
     """Adds a block of keys to the running softmax."""
     SCALE: tl.constexpr = H**-0.5 * LOG2_E
     new = tl.maximum(largest, tl.max(scores, 1) * SCALE)
-    weights = tl.exp2(scores * SCALE - new[:, None])
-    shrink = tl.exp2(largest - new)
+    subtracted = tl.where(new == float("-inf"), 0.0, new) if MAY_BE_EMPTY else new
+    weights = tl.exp2(scores * SCALE - subtracted[:, None])
+    shrink = tl.exp2(largest - subtracted)
     total = total * shrink + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None])
     return acc, total, new

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, Int32
 from triton import knobs
 
 from mxjax.kernels.attention.backward import key_gradients_kernel, query_gradients_kernel
@@ -16,31 +16,66 @@ from mxjax.runtime.devices import Target
 Queries = Float[Array, "B S G R H"]
 Keys = Float[Array, "B S G H"]
 Rows = Float[Array, "B G R S"]
+Mask = Int32[Array, "B S"]
+Sinks = Float32[Array, "B G R"]
 
 
 def forward(
-    q: Queries, k: Keys, v: Keys, target: Target | None, blocks: Blocks | None = None
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    target: Target | None,
+    blocks: Blocks | None = None,
+    *,
+    first_key: Mask | None = None,
+    sinks: Sinks | None = None,
 ) -> tuple[Queries, Rows]:
-    """Returns attention's result and the natural logarithm of each query's sum of exp(scores)."""
+    """Returns attention's result and the natural logarithm of each query's sum of exp(scores).
+
+    The sum includes the head's sink.
+    """
     b, s, g, r, h = q.shape
     blocks = blocks or candidates(target, h).forward[0]
     out, lse = triton_call(
         forward_kernel,
-        *_operands(q, k, v),
+        *_operands(q, k, v, q if first_key is None else first_key, q if sinks is None else sinks),
         out=[_like(q), jax.ShapeDtypeStruct((b, g, r, s), jnp.float32)],
         grid=grid_of("forward", q.shape, blocks),
-        **_launch(q, blocks, target),
+        SINKS=sinks is not None,
+        **_launch(q, blocks, target, first_key),
     )
     return out.astype(q.dtype), lse
 
 
 def backward(
-    q: Queries, k: Keys, v: Keys, out: Queries, lse: Rows, dout: Queries, target: Target | None
-) -> tuple[Queries, Keys, Keys]:
-    """Returns the gradients of q, k and v."""
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    out: Queries,
+    lse: Rows,
+    dout: Queries,
+    target: Target | None,
+    *,
+    first_key: Mask | None = None,
+    sinks: Sinks | None = None,
+) -> tuple[jax.Array, ...]:
+    """Returns the gradients of q, k, v, and of `sinks` if they are given."""
     delta = row_products(out, dout)
-    dk, dv = key_gradients(q, k, v, dout, lse, delta, target)
-    return query_gradients(q, k, v, dout, lse, delta, target), dk, dv
+    dk, dv = key_gradients(q, k, v, dout, lse, delta, target, first_key=first_key)
+    dq = query_gradients(q, k, v, dout, lse, delta, target, first_key=first_key)
+    if sinks is None:
+        return dq, dk, dv
+    # A sink's weight has the value 0, so only the softmax's sum passes its gradient on.
+    return dq, dk, dv, -jnp.sum(jnp.exp(sinks[..., None] - lse) * delta, axis=-1)
+
+
+def queries_end(first_key: Mask) -> Mask:
+    """Returns for each key the first later query that no longer sees it, the length if all do."""
+
+    def of_sequence(row):
+        return jnp.cumsum(jnp.zeros_like(row).at[row].add(1, mode="promise_in_bounds"))
+
+    return jax.vmap(of_sequence)(first_key)
 
 
 def row_products(out: Queries, dout: Queries) -> Rows:
@@ -58,15 +93,18 @@ def key_gradients(
     delta: Rows,
     target: Target | None,
     blocks: Blocks | None = None,
+    *,
+    first_key: Mask | None = None,
 ) -> tuple[Keys, Keys]:
     """Returns the gradients of k and v."""
     blocks = blocks or candidates(target, q.shape[-1]).key_gradients[0]
+    mask = (q, q) if first_key is None else (first_key, queries_end(first_key))
     dk, dv = triton_call(
         key_gradients_kernel,
-        *_operands(q, k, v, dout, lse, delta),
+        *_operands(q, k, v, dout, lse, delta, *mask),
         out=[_like(k), _like(v)],
         grid=grid_of("key_gradients", q.shape, blocks),
-        **_launch(q, blocks, target),
+        **_launch(q, blocks, target, first_key),
     )
     return dk.astype(k.dtype), dv.astype(v.dtype)
 
@@ -80,22 +118,25 @@ def query_gradients(
     delta: Rows,
     target: Target | None,
     blocks: Blocks | None = None,
+    *,
+    first_key: Mask | None = None,
 ) -> Queries:
     """Returns the gradient of q."""
     blocks = blocks or candidates(target, q.shape[-1]).query_gradients[0]
     [dq] = triton_call(
         query_gradients_kernel,
-        *_operands(q, k, v, dout, lse, delta),
+        *_operands(q, k, v, dout, lse, delta, q if first_key is None else first_key),
         out=[_like(q)],
         grid=grid_of("query_gradients", q.shape, blocks),
-        **_launch(q, blocks, target),
+        **_launch(q, blocks, target, first_key),
     )
     return dq.astype(q.dtype)
 
 
 def _operands(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays; as float32 in Triton's interpreter, which multiplies the bits of bfloat16."""
-    return [x.astype(jnp.float32) if knobs.runtime.interpret else x for x in arrays]
+    """Returns the arrays; bfloat16 as float32 in Triton's interpreter, which multiplies its bits."""
+    wide = knobs.runtime.interpret
+    return [x.astype(jnp.float32) if wide and x.dtype == jnp.bfloat16 else x for x in arrays]
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -103,11 +144,13 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jnp.float32 if knobs.runtime.interpret else x.dtype)
 
 
-def _launch(q: jax.Array, blocks: Blocks, target: Target | None) -> dict[str, Any]:
+def _launch(q: jax.Array, blocks: Blocks, target: Target | None, first_key: Mask | None) -> dict[str, Any]:
+    """Returns a launch's arguments. A kernel does not read the pointers of what is not given: any will do."""
     return {
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
         "options": OPTIONS.get(table_of(target), {}),
+        "MASKED": first_key is not None,
         **constants_of(q.shape, blocks, target),
     }
 

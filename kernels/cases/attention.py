@@ -1,4 +1,7 @@
-"""The ahead-of-time builds of causal attention: Llama 3.1 8B's heads, and small ones with masked tails."""
+"""The ahead-of-time builds of causal attention: Llama 3.1 8B's heads, and small ones with masked tails.
+
+The small ones also with documents and sinks.
+"""
 
 import dataclasses
 from typing import Any
@@ -30,7 +33,8 @@ def builds(target: Target) -> list[Build]:
         wanted.append(_build(which, LLAMA, getattr(candidates(target, 128), which)[0], target))
         for h in HEAD_SIZES:
             blocks = getattr(candidates(target, h), which)[0]
-            wanted.append(_build(which, (1, max(blocks[:2]) + 21, 1, 2, h), blocks, target))
+            for masked in (False, True):
+                wanted.append(_build(which, (1, max(blocks[:2]) + 21, 1, 2, h), blocks, target, masked))
     return wanted
 
 
@@ -47,15 +51,17 @@ def candidate_builds(target: Target) -> list[Build]:
     return found
 
 
-def _build(which: str, shape: tuple[int, ...], blocks: Blocks, target: Target) -> Build:
+def _build(which: str, shape: tuple[int, ...], blocks: Blocks, target: Target, masked: bool = False) -> Build:
     sizes = dict(zip("bsgrh", shape, strict=True))
+    constants: dict[str, Any] = {"MASKED": masked} | ({"SINKS": masked} if which == "forward" else {})
+    name = f"attention_{which}_{'x'.join(map(str, shape))}_{'x'.join(map(str, blocks))}"
     return Build(
-        name=f"attention_{which}_{'x'.join(map(str, shape))}_{'x'.join(map(str, blocks))}",
+        name=name + "_masked" * masked,
         kernel=_KERNELS[which],
         signature=_signature(which, shape),
-        constants=constants_of(shape, blocks, target),
+        constants=constants_of(shape, blocks, target) | constants,
         grid=grid_of(which, shape, blocks),
-        expected=Expected("attention", {"which": which, **sizes}, TOLERANCE),
+        expected=Expected("attention", {"which": which, **sizes, "masked": masked}, TOLERANCE),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         options=OPTIONS.get(table_of(target), {}),
@@ -72,7 +78,12 @@ def _signature(which: str, shape: tuple[int, ...]) -> dict[str, Argument]:
         "k": Argument(*keys, meaning="keys"),
         "v": Argument(*keys, meaning="values"),
     }
+    first_key = Argument((b, s), "int32", meaning="first key that each query sees, if masked")
     if which == "forward":
+        inputs |= {
+            "first_key": first_key,
+            "sinks": Argument((b, g, r), "float32", meaning="logit of each head without a value, if masked"),
+        }
         outputs = {
             "out": Argument(*queries, "output", "softmax(q @ k.T / sqrt(h)) @ v, causal"),
             "lse": Argument(*rows, "output", _LSE),
@@ -82,8 +93,12 @@ def _signature(which: str, shape: tuple[int, ...]) -> dict[str, Argument]:
         "dout": Argument(*queries, meaning="gradient of out"),
         "lse": Argument(*rows, meaning=_LSE),
         "delta": Argument(*rows, meaning="sum of out * dout over h"),
+        "first_key": first_key,
     }
     if which == "query_gradients":
         return inputs | {"dq": Argument(*queries, "output", "gradient of q")}
+    inputs["queries_end"] = Argument(
+        (b, s), "int32", meaning="first query that no longer sees each key, if masked"
+    )
     gradients = {name: Argument(*keys, "output", f"gradient of {name[1]}") for name in ("dk", "dv")}
     return inputs | gradients

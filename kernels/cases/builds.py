@@ -24,7 +24,7 @@ class Argument:
 
 
 class Expected(NamedTuple):
-    """Names the functions of `mxjax.kernels.cases.expected` that compute a build's inputs and outputs.
+    """Names the functions of `expected` or `expected_operands` that compute a build's inputs and outputs.
 
     Attributes:
       kind: `gemm` stands for `gemm_inputs` and `gemm_outputs`.

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mxjax.kernels.cases import expected
+from mxjax.kernels.cases import expected, expected_operands
 from mxjax.kernels.cases.expected import Arrays
 
 
@@ -31,7 +31,8 @@ def expected_outputs(record: Mapping[str, Any], inputs: Arrays) -> Arrays:
 
 
 def _function(record: Mapping[str, Any], part: str) -> Any:
-    return getattr(expected, f"{record['expected']['kind']}_{part}")
+    name = f"{record['expected']['kind']}_{part}"
+    return getattr(expected_operands if hasattr(expected_operands, name) else expected, name)
 
 
 def argument_segment(record: Mapping[str, Any], addresses: Mapping[str, int]) -> bytes:

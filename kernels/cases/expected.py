@@ -6,26 +6,14 @@ and KIND_outputs computes the outputs for any inputs. A build's record names the
 must not depend on the code that they check.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-import mxjax
 from mxjax.numerics.formats import BLOCK
 from mxjax.operands.carriers import CARRIER_DTYPES, LEAST_FACTOR, SHIFTS, UNIT_BYTES, Carrier, group_of
 
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-SIGNS = 128
-"""Signs that the quantizer kernel takes of each side; shorter runs repeat."""
-
 Arrays = dict[str, np.ndarray]
-InputOptions = Mapping[str, Any]
-"""Options of one operand of the quantizer: `form`, `rotation` (1 is none), `signs`, and mxjax.quantize's
-`scale_rule`, `rounding`, `block_shape` and `prescale`."""
 
 
 def decode(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -84,144 +72,6 @@ def unshuffle(shuffled: np.ndarray, rows: int, blocks: int) -> np.ndarray:
     batch, eights, width = shuffled.shape
     parts = shuffled.reshape(batch, eights, width // 256, 4, 16, 2, 2).transpose(0, 2, 6, 4, 1, 5, 3)
     return parts.reshape(batch, width // 8, 8 * eights)[:, :rows, :blocks]
-
-
-def quantizer_inputs(
-    *, shape: list[int], dtype: str, rows: InputOptions | None, columns: InputOptions | None
-) -> Arrays:
-    """Draws x [1, batch, rows, columns] with ties, both zeros, infinities and NaN, and what the sides draw.
-
-    x has tiny blocks too, whose scale byte is 0, except where it is rotated: XLA flushes subnormals on CPUs.
-    """
-    rng, whole = np.random.default_rng(0), (1, *shape)
-    normal = rng.standard_normal(whole)
-    numbers = np.where(rng.random((*whole[:-1], 1)) < 0.5, np.round(4 * normal) / 4, normal)
-    numbers *= np.exp2(rng.integers(-8, 8, (*whole[:-1], 1)))
-    sides = (rows, columns)
-    if dtype != "float16" and not any(side and side["rotation"] > 1 for side in sides):
-        numbers[..., :BLOCK] *= 2.0**-134
-    chance = rng.random(whole)
-    x = np.select([chance < 0.001, chance < 0.002], [np.nan, np.inf], numbers).astype(dtype)
-    scalars = np.zeros((1, 15), np.uint32)
-    for i, side in enumerate(sides):
-        if side and side["rounding"] == "stochastic":
-            scalars[0, 6 * i : 6 * i + 2] = jax.random.bits(_random_key(i), (2,), np.uint32)
-        if side and side["signs"] != "none":
-            signs = np.tile(_random_signs(i, side), SIGNS // side["rotation"])
-            scalars[0, 6 * i + 2 : 6 * i + 6] = np.packbits(signs < 0).view(">u4")
-    return {"x": x, "scalars": scalars}
-
-
-def _random_key(side: int) -> jax.Array:
-    return jax.random.key(side)
-
-
-def _random_signs(i: int, side: InputOptions) -> jax.Array:
-    return mxjax.random_signs(jax.random.key(2 + i), side["rotation"])
-
-
-def quantizer_outputs(
-    inputs: Arrays, *, rows: InputOptions | None, columns: InputOptions | None, **_: object
-) -> Arrays:
-    """Computes the words and scale bytes of the sides that are wanted, the blocked axis last.
-
-    The sides' random bits and signs are those of `quantizer_inputs`; x may be any.
-    """
-    outputs = {}
-    for i, (name, side) in enumerate((("row", rows), ("column", columns))):
-        if side:
-            words, scales = _quantize(inputs["x"], i, side)
-            outputs |= {f"{name}_words": words, f"{name}_scales": scales}
-    return outputs
-
-
-def _quantize(x: np.ndarray, i: int, side: InputOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the words and scale bytes of x by rows (i is 0) or by columns (1)."""
-    axis = (-1, -2)[i]
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % max(BLOCK, side["rotation"]))
-    padded: np.ndarray | jax.Array = np.pad(x, widths)
-    if side["rotation"] > 1:
-        signs = _random_signs(i, side) if side["signs"] != "none" else None
-        padded = mxjax.rotate(jnp.asarray(padded), side["rotation"], axis=axis, signs=signs)
-    block_shape = side["block_shape"]
-    q = mxjax.quantize(
-        np.asarray(padded).astype(np.float32),
-        axis=axis,
-        scale_rule=side["scale_rule"],
-        rounding=side["rounding"],
-        block_shape=tuple(block_shape) if isinstance(block_shape, list) else block_shape,
-        prescale=side["prescale"],
-        key=_random_key(i) if side["rounding"] == "stochastic" else None,
-    )
-    words, scales = np.asarray(mxjax.pack(q)), np.asarray(q.scales).view(np.uint8)
-    if axis == -2:
-        words, scales = words.swapaxes(-1, -2), scales.swapaxes(-1, -2)
-    if scales.shape[-2] != words.shape[-2]:  # blocks of 32x32
-        scales = np.repeat(scales, BLOCK, axis=-2)[..., : words.shape[-2], :]
-    if side["form"] == "bf16":  # not divided by the prescale
-        words = decode(words, scales).astype(ml_dtypes.bfloat16)
-    return words, scales
-
-
-def normed_inputs(*, shape: list[int], **_: object) -> Arrays:
-    """Draws small integers and powers of two, so that products are exact."""
-    rng, (r, c) = np.random.default_rng(0), shape
-    x, scale = rng.integers(-8, 9, (1, r, c)), rng.integers(1, 5, (1, c))
-    factors = np.exp2(rng.integers(-3, 4, (1, r))).astype(np.float32)
-    return {"x": x.astype(ml_dtypes.bfloat16), "factors": factors, "scale": scale.astype(ml_dtypes.bfloat16)}
-
-
-def normed_outputs(inputs: Arrays, *, rows: InputOptions, columns: InputOptions, **_: object) -> Arrays:
-    """Computes the words and scale bytes of a norm's result along rows and columns."""
-    x, factors, scale = (inputs[name].astype(np.float64) for name in ("x", "factors", "scale"))
-    return _quantized_both(x * factors[..., None] * scale[:, None, :], rows, columns)
-
-
-def gated_inputs(*, shape: list[int], of_gradient: bool, **_: object) -> Arrays:
-    """Draws a product and a gradient whose values are small integers, but for the gate, which is 0 or large.
-
-    There the logistic function is 0.5, 0 or 1, so that values do not depend on how it is computed.
-    """
-    rng, (r, c) = np.random.default_rng(0), shape
-    gate = rng.choice([-256, 0, 32, 64, 256], (1, r, c))
-    integers = rng.integers(-8, 9, (2, 1, r, c))
-    arrays = {"product": np.concatenate([gate, integers[0]], axis=-1).astype(ml_dtypes.bfloat16)}
-    arrays |= {"row_factors": np.exp2(rng.integers(0, 3, (1, r))).astype(np.float32)}
-    arrays |= {"column_factors": np.exp2(rng.integers(0, 3, (1, 2 * c))).astype(np.float32)}
-    if of_gradient:
-        arrays["gradient"] = integers[1].astype(ml_dtypes.bfloat16)
-        arrays["gradient_row_factors"] = np.exp2(rng.integers(-9, 3, (1, r))).astype(np.float32)
-        arrays["gradient_column_factors"] = np.exp2(rng.integers(-9, 3, (1, c))).astype(np.float32)
-    return arrays
-
-
-def gated_outputs(
-    inputs: Arrays, *, of_gradient: bool, rows: InputOptions, columns: InputOptions, **_: object
-) -> Arrays:
-    """Computes the words and scale bytes of SwiGLU's result, or of its gradient, along rows and columns."""
-
-    def value(name: str, prefix: str = "") -> np.ndarray:
-        factors = inputs[f"{prefix}row_factors"][..., None] * inputs[f"{prefix}column_factors"][:, None, :]
-        return inputs[name].astype(np.float64) * factors
-
-    gate, up = np.split(value("product"), 2, axis=-1)
-    with np.errstate(over="ignore"):
-        logistic = 1 / (1 + np.exp(-gate))
-    values = gate * logistic * up
-    if of_gradient:
-        dh = value("gradient", "gradient_")
-        of_gate = dh * up * logistic * (1 + gate * (1 - logistic))
-        values = np.concatenate([of_gate, dh * gate * logistic], axis=-1)
-    return _quantized_both(values, rows, columns)
-
-
-def _quantized_both(x: np.ndarray, rows: InputOptions, columns: InputOptions) -> Arrays:
-    """Returns the words and scale bytes of x rounded to bfloat16, along rows and columns."""
-    outputs = {}
-    for i, (name, side) in enumerate((("row", rows), ("column", columns))):
-        outputs[f"{name}_words"], outputs[f"{name}_scales"] = _quantize(x.astype(ml_dtypes.bfloat16), i, side)
-    return outputs
 
 
 def carrier_inputs(*, rows: int, blocks: int, **_: object) -> Arrays:
@@ -347,12 +197,17 @@ def sifting_outputs(inputs: Arrays, *, batch: int, m: int, rows: int, factor: fl
     return {"still_lost": sifted(inputs["lost"]), "still_far": sifted(inputs["far"])}
 
 
-def attention_inputs(*, which: str, b: int, s: int, g: int, r: int, h: int) -> Arrays:
-    """Draws q, k, v and dout, and computes lse and delta; `which` names the kernel."""
+def attention_inputs(*, which: str, b: int, s: int, g: int, r: int, h: int, masked: bool) -> Arrays:
+    """Draws q, k, v, dout, documents and sinks, and computes lse and delta; `which` names the kernel."""
     rng = np.random.default_rng(0)
     shapes = {"q": (b, s, g, r, h), "k": (b, s, g, h), "v": (b, s, g, h), "dout": (b, s, g, r, h)}
     inputs = {name: rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
-    forward = attention_outputs(inputs, which="forward")
+    starts = np.where(rng.random((b, s)) < 4 / s, np.arange(s), 0)
+    inputs["first_key"] = np.maximum.accumulate(starts, axis=1).astype(np.int32)
+    sees = inputs["first_key"][:, :, None] <= np.arange(s)
+    inputs["queries_end"] = sees.sum(1).astype(np.int32)
+    inputs["sinks"] = rng.standard_normal((b, g, r)).astype(np.float32)
+    forward = attention_outputs(inputs, which="forward", masked=masked)
     products = forward["out"].astype(np.float64) * inputs["dout"].astype(np.float64)
     return inputs | {
         "lse": forward["lse"],
@@ -360,14 +215,19 @@ def attention_inputs(*, which: str, b: int, s: int, g: int, r: int, h: int) -> A
     }
 
 
-def attention_outputs(inputs: Arrays, *, which: str, **_: object) -> Arrays:
+def attention_outputs(inputs: Arrays, *, which: str, masked: bool, **_: object) -> Arrays:
     """Computes out and lse, dk and dv, or dq of causal attention in float64; gradients follow from lse."""
     q, k, v = (inputs[name].astype(np.float64) for name in ("q", "k", "v"))
     scale, s = q.shape[-1] ** -0.5, q.shape[1]
     scores = np.einsum("bsgrh,btgh->bgrst", q, k) * scale
-    scores = np.where(np.tri(s, dtype=bool), scores, -np.inf)
+    seen = np.tri(s, dtype=bool)[None]
+    if masked:
+        seen = seen & (inputs["first_key"][:, :, None] <= np.arange(s))
+    scores = np.where(seen[:, None, None], scores, -np.inf)
     if which == "forward":
         lse = np.logaddexp.reduce(scores, axis=-1)
+        if masked:
+            lse = np.logaddexp(lse, inputs["sinks"][..., None].astype(np.float64))
         out = np.einsum("bgrst,btgh->bsgrh", np.exp(scores - lse[..., None]), v)
         return {"out": out.astype(inputs["q"].dtype), "lse": lse.astype(np.float32)}
     dout = inputs["dout"].astype(np.float64)
@@ -379,22 +239,3 @@ def attention_outputs(inputs: Arrays, *, which: str, **_: object) -> Arrays:
     dk = np.einsum("bgrst,bsgrh->btgh", d_scores, q)
     dv = np.einsum("bgrst,bsgrh->btgh", weights, dout)
     return {"dk": dk.astype(inputs["k"].dtype), "dv": dv.astype(inputs["v"].dtype)}
-
-
-def draw_inputs(**_: object) -> Arrays:
-    """Returns the data of a key."""
-    return {"key": np.array([0x9E3779B9, 0xBB67AE85], np.uint32)}
-
-
-def draw_outputs(inputs: Arrays, *, signs: list[int]) -> Arrays:
-    """Returns the words that `jax.random` draws for the operands of the three GEMMs of `mxjax.dot`."""
-    words = np.empty((3, 2, 6), np.uint32)
-    for i, n in enumerate(signs):
-        of_lhs, of_rhs, of_signs = (
-            jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(inputs["key"]), i), k)
-            for k in range(3)
-        )
-        negative = np.resize(np.asarray(mxjax.random_signs(of_signs, n)) < 0, SIGNS)
-        words[i, :, :2] = [jax.random.bits(key, (2,), jnp.uint32) for key in (of_lhs, of_rhs)]
-        words[i, :, 2:] = np.packbits(negative).view(">u4")
-    return {"words": words}

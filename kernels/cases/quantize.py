@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from mxjax.kernels.cases import shapes
 from mxjax.kernels.cases.builds import Argument, Build, Expected
-from mxjax.kernels.quantize import draws
+from mxjax.kernels.quantize import draws, fp8
 from mxjax.kernels.quantize.kernel import SCALARS, Form
 from mxjax.kernels.quantize.launches import ComputedKind, Pair, computed_launch_of, launch_of, launched_pairs
 from mxjax.kernels.quantize.quantizer import FORM_DTYPES
@@ -56,6 +56,12 @@ def builds(target: Target) -> list[Build]:
     if target.arch == "gfx950":  # small enough for the emulator
         wanted += [
             _build(shape, dtype, sides, target, form) for shape in _SMALL for dtype, sides, form in _ALL_SIDES
+        ]
+    if target.backend == "cuda":
+        wanted += [
+            cast_build(shape, dtype)
+            for shape in ((8192, 4096), (208, 144))
+            for dtype in ("bfloat16", "float32")
         ]
     wanted += [_draws(signs) for signs in ((1, 1, 1), (1, 64, 128), (16, 32, 1))]
     return list({build.name: build for build in wanted}.values())
@@ -204,6 +210,30 @@ def _product_arguments(kind: ComputedKind, r: int, c: int) -> dict[str, Argument
     return arguments
 
 
+def cast_build(shape: tuple[int, int], dtype: str) -> Build:
+    """Returns the build of the kernel that casts a tensor to E4M3 along rows and to E5M2 along columns."""
+    r, c = shape
+    meaning = "what its largest magnitude becomes, divided by that"
+    arguments = {
+        "x": Argument((1, r, c), dtype, meaning="the tensor, row-major"),
+        "row_factor": Argument((1,), "float32", meaning=meaning),
+        "column_factor": Argument((1,), "float32", meaning=meaning),
+    }
+    sides = ("float8_e4m3fn", "float8_e5m2")
+    for name, element, (n, k) in zip(("row", "column"), sides, ((r, c), (c, r)), strict=True):
+        view = (1, n, k), element
+        arguments[f"{name}_words"] = Argument((1, n, k // 4), "int32", "output", "elements, row-major", view)
+    return Build(
+        name=f"cast_{r}x{c}_{dtype}",
+        kernel=fp8.cast_kernel,
+        signature=arguments,
+        constants=fp8.constants_of(sides, r, c),
+        grid=fp8.grid_of(1, r, c),
+        expected=Expected("cast", {"shape": [r, c], "dtype": dtype, "largest": [448.0, 57344.0]}),
+        num_warps=fp8.TILE.warps,
+    )
+
+
 def _draws(signs: tuple[int, ...]) -> Build:
     return Build(
         name="draw_" + "_".join(map(str, signs)),
@@ -257,7 +287,7 @@ def _view(words: tuple[int, ...], form: Form) -> tuple[tuple[int, ...], str]:
 
 
 def _options(side: _Side | None, form: Form) -> dict[str, Any] | None:
-    """Returns a side as `mxjax.kernels.cases.expected.InputOptions`."""
+    """Returns a side as `mxjax.kernels.cases.expected_operands.InputOptions`."""
     if side is None:
         return None
     o, rotation = side

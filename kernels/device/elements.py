@@ -190,7 +190,10 @@ def encode_bf16(values):
 
 @triton.jit
 def encode_fp8(values, E5M2: tl.constexpr, NATIVE: tl.constexpr):
-    """Returns 2 words of four E4M3 or E5M2 each, for values that it represents exactly; NaN is 0x7F."""
+    """Returns 2 words of four E4M3 or E5M2 each; NaN is 0x7F.
+
+    They are rounded to nearest and saturate if NATIVE; else the format must represent the values exactly.
+    """
     words = ()
     for i in tl.static_range(0, 8, 4):
         if NATIVE:

@@ -47,6 +47,39 @@ def transpose_groups(xs, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def load_words(
+    x, i: tl.constexpr, rows, words, STRIDE: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Returns the int32 words of row i of each group, [BLOCK_R / GROUP, BLOCK_C / 2]; zeros outside of x."""
+    row, word = tl.arange(0, BLOCK_R // GROUP)[:, None] * GROUP, tl.arange(0, BLOCK_C // 2)[None, :]
+    pointers = x + i * STRIDE + (row * STRIDE + word)
+    if EXACT:
+        return tl.load(pointers)
+    return tl.load(pointers, (row + i < rows) & (word < words), 0)
+
+
+@triton.jit
+def split_words(loaded, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Returns 4 tuples of GROUP tensors [BLOCK_R / GROUP, BLOCK_C / 8]: word 4 q + j of row GROUP g + i."""
+    GROUPS: tl.constexpr = BLOCK_R // GROUP
+    QUADS: tl.constexpr = BLOCK_C // 8
+    w0 = ()
+    w1 = ()
+    w2 = ()
+    w3 = ()
+    for i in tl.static_range(GROUP):
+        even, odd = tl.split(tl.reshape(loaded[i], [GROUPS, QUADS, 2, 2]))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        w0 = w0 + (first,)
+        w1 = w1 + (second,)
+        w2 = w2 + (third,)
+        w3 = w3 + (fourth,)
+    return w0, w1, w2, w3
+
+
+@triton.jit
 def _load_rows(
     x, rows, columns, C: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     EXACT: tl.constexpr,

@@ -171,3 +171,50 @@ def draw_columns(ws, i: tl.constexpr, scales, counter, row, key0, key1):
     inputs = inputs + [counter, row, key0, key1]
     CONSTRAINTS: tl.constexpr = "=&r,=&r" + ",r" * 13
     return tl.inline_asm_elementwise(_ENCODE_COLUMNS, CONSTRAINTS, inputs, (tl.int32, tl.int32), True, 1)
+
+
+def _draw_elements() -> str:
+    """Returns PTX for 8 float32, $4 to $11, times $12; $13 to $16 are Philox's counter, row and key.
+
+    $0 to $3 are pairs of bfloat16. A code at bits 6 to 8 is the element times 2**-126, a bfloat16 subnormal.
+    """
+    text = f"""{{
+.reg .b32 b0, b1, r0, r1, most, half, code, sign, unit;
+.reg .f32 a0, a1;
+{philox_text("$13", "$14", "$15", "$16", inverted=True)}{ROUND_START.format(positive="$12")}"""
+    text += "mov.b32 unit, 0x7E807E80;\n"
+    for i in range(4):
+        first, second = f"${2 * i + 4}", f"${2 * i + 5}"
+        random = {"random0": f"c{i}", "random1": f"c{i}", "half0": HALVES[0], "half1": HALVES[1]}
+        text += f"""mul.rn.f32 a0, {first}, $12;
+mul.rn.f32 a1, {second}, $12;
+{ROUND_PAIR.format(**random)}and.b32 code, code, 0x01C001C0;
+prmt.b32 sign, {first}, {second}, 0x7632;
+lop3.b32 code, sign, code, 0x80008000, 0xE4;
+mul.rn.bf16x2 ${i}, code, unit;
+"""
+    return text + "}"
+
+
+_DRAW_ELEMENTS = tl.constexpr(_draw_elements())
+
+
+@triton.jit
+def draw_elements(xs, i: tl.constexpr, factor, counter, row, key0, key1):
+    """Returns xs[i] to xs[i + 7], float32, times `factor`, rounded stochastically to E2M1, in float32."""
+    inputs = [xs[i], xs[i + 1], xs[i + 2], xs[i + 3], xs[i + 4], xs[i + 5], xs[i + 6], xs[i + 7], factor]
+    inputs = inputs + [counter, row, key0, key1]
+    CONSTRAINTS: tl.constexpr = "=&r,=&r,=&r,=&r" + ",r" * 13
+    words = tl.inline_asm_elementwise(
+        _DRAW_ELEMENTS,
+        CONSTRAINTS,
+        inputs,
+        (tl.int32, tl.int32, tl.int32, tl.int32),
+        True,
+        1,
+    )
+    ys = ()
+    for k in tl.static_range(4):
+        low, high = words[k] << 16, words[k] & ~0xFFFF
+        ys = ys + (low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
+    return ys

@@ -314,7 +314,7 @@ def _carry_rows(
     if GROUP > 0:
         grouped, group_scales, far, lost_sum = groups
         if flags != 0:
-            lost_scale = _power_of_two(tl.minimum(tl.maximum(byte - unit_of_block, -126), 127))
+            lost_scale = scale_value(tl.minimum(tl.maximum(byte - unit_of_block + 127, 1), 254))
             sums = tl.sum(tl.reshape(tl.where(missed, _BLOCK_MAX * lost_scale, 0), [ROWS, BLOCKS]), 1)
             tl.store(lost_sum + first + rows, sums, rows < rows_left)
             word = tl.load(words + word_at, inside[:, None], 0)  # once more, for which no registers wait
@@ -380,11 +380,6 @@ def _largest_of_row(scales, K: tl.constexpr):
         column = start + tl.arange(0, WIDTH)
         largest = tl.maximum(largest, _finite(tl.load(scales + column, column < K, 0).to(tl.int32)))
     return tl.max(tl.reshape(largest, [1, WIDTH]), 1)
-
-
-@triton.jit
-def _power_of_two(exponent):
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

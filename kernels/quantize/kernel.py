@@ -225,7 +225,7 @@ def _quantize_groups(
         amax = largest_pairs(xs, GROUP, CARRY == 0)
     else:
         if SIGNS:
-            negative = _group_signs(scalars + 2, group[:, None], GROUP, ROTATION, CONVERT)
+            negative = group_signs(scalars + 2, group[:, None], GROUP, ROTATION, CONVERT)
         ys = ()
         for i in tl.static_range(GROUP):
             y = widen(xs[i])
@@ -266,12 +266,12 @@ def _quantize_groups(
     words += other0.to(tl.int64) * (LENGTH // 8 * words_of(FORM)) + start // 8 * words_of(FORM)
     at = tl.arange(0, GROUPS * WORDS)[:, None]
     mask = (at < (LENGTH - start) // 8 * words_of(FORM)) & (other[None, :] < others)
-    word = _join_words(ws, WORDS, GROUPS, OTHER)
+    word = join_words(ws, WORDS, GROUPS, OTHER)
     tl.store(words + (other[None, :] * (LENGTH // 8 * words_of(FORM)) + at), word, mask)
 
 
 @triton.jit
-def _group_signs(words, group, GROUP: tl.constexpr, ROTATION: tl.constexpr, CONVERT: tl.constexpr):
+def group_signs(words, group, GROUP: tl.constexpr, ROTATION: tl.constexpr, CONVERT: tl.constexpr):
     """Returns the signs of each group's elements as bits, the first in the highest.
 
     They are the bits of four words, the first repeated if ROTATION is less than 32. A load of each sign would
@@ -335,7 +335,7 @@ def words_of(form):
 
 
 @triton.jit
-def _join_words(ws, WORDS: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr):
+def join_words(ws, WORDS: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr):
     """Returns WORDS tensors [GROUPS, OTHER] as one [GROUPS * WORDS, OTHER]; WORDS is a power of two."""
     word = join_tensors(ws, WORDS)
     if WORDS > 1:

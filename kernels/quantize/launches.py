@@ -11,9 +11,13 @@ from jax.typing import DTypeLike
 
 from mxjax.kernels.launch import MOST_PROGRAMS, ceil_div
 from mxjax.kernels.quantize.draws import LARGEST_ROTATION
-from mxjax.kernels.quantize.hopper_gated import quantize_gated_gradient_kernel, quantize_gated_kernel
-from mxjax.kernels.quantize.hopper_kernel import GROUP, quantize_pairs_kernel
-from mxjax.kernels.quantize.hopper_normed import quantize_normed_kernel
+from mxjax.kernels.quantize.hopper import (
+    GROUP,
+    quantize_gated_gradient_kernel,
+    quantize_gated_kernel,
+    quantize_normed_kernel,
+    quantize_pairs_kernel,
+)
 from mxjax.kernels.quantize.kernel import Form, quantize_kernel, words_of
 from mxjax.numerics.formats import BLOCK, E2M1
 from mxjax.numerics.scales import rule_carry
@@ -172,7 +176,7 @@ def computed_launch_of(pair: Pair, kind: ComputedKind, shape: tuple[int, int, in
         "EXACT": r % tile.rows == 0 and c % tile.columns == 0,
         "ROW_LENGTH": rows.padded(parts * c),
         "COLUMN_LENGTH": columns.padded(r),
-        **_rotation_constants(columns),
+        "ROTATION": columns.rotation_size,
     }
     grid = (parts * ceil_div(c, tile.columns), ceil_div(r, tile.rows), v)
     return Launch(kernel, _outputs(pair, "packed", (v,), r, parts * c), grid, tile.warps, constants)
@@ -223,12 +227,8 @@ def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int])
         "ROW_LENGTH": rows.padded(c) if rows else 0,
         "COLUMN_LENGTH": columns.padded(r),
         "COLUMN_STOCHASTIC": drawn,
-        **_rotation_constants(columns),
+        "ROTATION": columns.rotation_size,
     }
-
-
-def _rotation_constants(columns: OperandUse) -> dict[str, int]:
-    return {"ROTATION": columns.rotation_size, "FOLDED": columns.rotation_size.bit_length() // 2}
 
 
 def _sizes(b: int, r: int, c: int, whole: tuple[int, int]) -> dict[str, Any]:
@@ -293,6 +293,15 @@ class Tile(NamedTuple):
 
 
 HOPPER_TILE = Tile(128, 128, 4, GROUP.value)
+
+
+def block16_tile(pair: Pair, target: Target | None, shape: tuple[int, ...]) -> Tile:
+    """Returns the tile in which `block16` quantizes a tensor of this shape, in groups of 32."""
+    *_, r, c = shape
+    tile = _tile(target, pair, r, 2 * c)._replace(group=32)
+    eden = [use.operand.eden or 1 if use else 1 for use in pair]
+    tile = _with_whole_runs(tile, pair)
+    return tile._replace(rows=max(tile.rows, eden[1]), columns=max(tile.columns, eden[0]))
 
 
 def _with_whole_runs(tile: Tile, pair: Pair) -> Tile:

@@ -58,7 +58,7 @@ def quantize_operands(
         check_use(use)
     by_axis = {use.axis: use for use in uses}
     both = by_axis.get(-1), by_axis.get(-2)
-    scalars = jnp.concatenate([_words(use) for use in both])
+    scalars = jnp.concatenate([scalars_of(use) for use in both])
     rows, columns = (use and use.options for use in both)
     run = _quantizer((rows, columns), form, current_target())
     x = x if x.dtype.name in TYPES else x.astype(jnp.float32)  # float64, as the definition does
@@ -75,7 +75,7 @@ def quantize_operands(
     return [made[use.axis] for use in uses]
 
 
-def _words(use: OperandUse | None) -> UInt32[Array, "6"]:
+def scalars_of(use: OperandUse | None) -> UInt32[Array, "6"]:
     """Returns two words of a use's key and four of its signs; any where the kernel reads none."""
     if use is None:
         return jnp.zeros(6, jnp.uint32)

@@ -1,9 +1,11 @@
-"""Conversion between `LlamaConfig` and config.json, as transformers 4 and 5 write it.
+"""Conversion between `DecoderConfig` and config.json, as transformers 4 and 5 write it.
+
+`models.huggingface.architectures` has the supported architectures and their own fields.
 
 Settings that change the model's values and are not supported raise an error. Those known to change none
 (caches, dropout, token ids) are ignored. So are unknown ones, with a warning.
 
-Source: transformers' configuration_llama.py and modeling_rope_utils.py, 4.57 and 5.23.
+Source: transformers' configuration_*.py and modeling_rope_utils.py, 4.57 and 5.23.
 """
 
 import logging
@@ -11,7 +13,8 @@ from collections.abc import Mapping
 from reprlib import repr as short
 from typing import Any
 
-from models.configs import LlamaConfig, RopeScaling
+from models.configs import ClampedSwiGLU, DecoderConfig, ExpertsConfig, RopeScaling, Yarn
+from models.huggingface.architectures import ARCHITECTURES, model_type
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +31,15 @@ _ONLY: Mapping[str, Any] = {
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
     "quantization_config": None,
+    "router_jitter_noise": 0.0,
+    "decoder_sparse_step": 1,
 }
+_OTHER_ARCHITECTURES: Mapping[str, str] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3"), "multi-head latent attention"),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba2"), "mamba layers"),
+    **dict.fromkeys(("qwen3_next", "nemotron_h", "granitemoehybrid", "rwkv"), "linear attention"),
+}
+"""Parts of other architectures that no decoder here has, by model_type."""
 _OF_OTHERS = (
     *("sliding_window", "use_sliding_window", "sliding_window_pattern", "attention_chunk_size"),
     *("qk_norm", "use_qk_norm", "qk_layernorm", "clip_qkv", "use_parallel_residual"),
@@ -36,9 +47,13 @@ _OF_OTHERS = (
     *("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     *("scale_emb", "scale_depth", "dim_model_base", "rope_interleave", "rope_interleaved"),
     *("num_local_experts", "num_experts", "n_routed_experts", "kv_lora_rank", "num_nextn_predict_layers"),
+    *("n_shared_experts", "shared_expert_intermediate_size", "mlp_only_layers"),
     *("use_bidirectional_attention", "add_cross_attention", "is_encoder_decoder", "per_layer_config"),
 )
-"""Fields of other families. transformers' Llama ignores most, and whoever sets them means another model."""
+"""Fields of other families. transformers ignores most, and whoever sets them means another model.
+
+An architecture's own fields, in `ARCHITECTURES`, are read and not refused.
+"""
 _PER_LAYER: Mapping[str, Any] = {
     "layer_types": "full_attention",
     "mlp_layer_types": "dense",
@@ -60,33 +75,40 @@ _WITHOUT_EFFECT = (
     *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
     *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams"),
     *("repetition_penalty", "length_penalty", "num_return_sequences", "tokenizer_class", "prefix"),
-    *("is_llama_config", "transformers.js_config"),
+    *("is_llama_config", "transformers.js_config", "initial_context_length", "intermediate_size"),
+    *("output_router_logits", "experts_per_token"),
 )
-"""Fields of labels, generation, dropout and files: they do not change a Llama's logits."""
+"""Fields of labels, generation, dropout and files, or twice there: they do not change a model's logits."""
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_MOST_LAYERS = 10_000  # beyond them no layers are listed: the sizes are refused later
 _LLAMA3 = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_context",
 }
+_YARN = {"factor": "factor", "original_max_position_embeddings": "original_context"}
+_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attention_factor": None}
 _ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
-def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
-    """Returns the Llama that a config.json describes, with transformers' defaults for what it leaves out.
+def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Returns the decoder that a config.json describes, with transformers' defaults for what it leaves out.
 
     Raises:
-      ValueError: it is not a Llama, or has unsupported parts; the message names them.
+      ValueError: it has another architecture, or unsupported parts; the message names them.
     """
     kind = raw.get("model_type")
-    if kind != "llama":
-        hint = "; a Mistral without a sliding_window is one: write 'llama'" if kind == "mistral" else ""
-        raise ValueError(f"config.json: model_type is {short(kind)}; only 'llama' can be imported{hint}")
-    _check_features(raw)
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        part = _OTHER_ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+        why = f"{part} cannot run here" if part else f"{', '.join(ARCHITECTURES)} can be imported"
+        raise ValueError(f"config.json: model_type is {short(kind)}; {why}")
+    _check_features(raw, own := ARCHITECTURES[kind].fields)
+    raw = {**own, **{name: value for name, value in raw.items() if value is not None or name in _NULLS}}
     if not isinstance(tied := raw.get("tie_word_embeddings", False), bool):
         raise ValueError(f"config.json: tie_word_embeddings must be true or false, got {short(tied)}")
     read_context(raw)  # the model does not use it
-    theta, scaling = _read_rope(raw)
+    theta, scaling, yarn = _read_rope(raw)
     heads, width = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
     if heads % (groups := _size(raw, "num_key_value_heads", heads)):
         raise ValueError(
@@ -98,20 +120,84 @@ def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
         )
     if (head_dim := _size(raw, "head_dim", width // heads)) % 2:
         raise ValueError(f"config.json: head_dim {head_dim} must be even for rotary embeddings")
-    return LlamaConfig(
+    layers, bias = _size(raw, "num_hidden_layers"), _switch(raw, "attention_bias")
+    return DecoderConfig(
         vocab_size=_size(raw, "vocab_size"),
         d_model=width,
-        n_layers=_size(raw, "num_hidden_layers"),
+        n_layers=layers,
         n_heads=heads,
         n_kv_heads=groups,
         head_dim=head_dim,
-        d_ff=_size(raw, "intermediate_size"),
+        d_ff=_size(raw, "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
+        yarn=yarn,
         norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
         init_std=_positive(raw, "initializer_range", 0.02),
         tied=tied,
+        qkv_bias=bias or kind == "qwen2",
+        out_bias=bias,
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        sinks=kind == "gpt_oss",
+        windows=_read_windows(raw, kind, layers),
+        experts=_read_experts(raw, kind),
     )
+
+
+_NULLS = ("sliding_window", "rms_norm_eps", "quantization_config")
+"""Fields whose null is not the default."""
+
+
+def _read_windows(raw: Mapping[str, Any], kind: str, layers: int) -> tuple[int, ...]:
+    """Returns the window of each layer, 0 without one; empty if no layer has one."""
+    if raw.get("sliding_window") is None or not raw.get("use_sliding_window", "sliding_window" in raw):
+        return ()
+    window, types = _size(raw, "sliding_window"), raw.get("layer_types")
+    if types is None:
+        first = _size(raw, "max_window_layers") if "max_window_layers" in raw else 0
+        slides = [i >= first if kind != "gpt_oss" else i % 2 == 0 for i in range(min(layers, _MOST_LAYERS))]
+        slides += [False] * (layers - len(slides))
+    else:
+        if not isinstance(types, list) or not set(map(str, types)) <= set(_LAYER_TYPES):
+            raise _unsupported("layer_types", types, f"only {' and '.join(_LAYER_TYPES)} are supported")
+        if len(types) != layers:
+            raise ValueError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
+        slides = [name == _LAYER_TYPES[1] for name in types]
+    return tuple(window if slide else 0 for slide in slides) if any(slides) else ()
+
+
+def _read_experts(raw: Mapping[str, Any], kind: str) -> ExpertsConfig | None:
+    """Returns the experts, if the architecture has them."""
+    if kind not in ("mixtral", "qwen3_moe", "gpt_oss"):
+        return None
+    name = (
+        "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"
+    )  # as version 5 writes
+    experts, active = _size(raw, name), _size(raw, "num_experts_per_tok")
+    if active > experts:
+        raise ValueError(f"config.json: num_experts_per_tok is {active} of {experts} experts")
+    alpha, limit = (_positive(raw, f"swiglu_{n}", 1.0) for n in ("alpha", "limit"))
+    return ExpertsConfig(
+        n=experts,
+        active=active,
+        renormalized=_switch(raw, "norm_topk_prob") if kind == "qwen3_moe" else True,
+        biased=kind == "gpt_oss",
+        clamped=ClampedSwiGLU(alpha, limit) if kind == "gpt_oss" else None,
+        balance_loss=_coefficient(raw, "router_aux_loss_coef"),
+        z_loss=_coefficient(raw, "router_z_loss_coef"),
+    )
+
+
+def _switch(raw: Mapping[str, Any], name: str) -> bool:
+    """Returns a switch, which is off by default."""
+    if not isinstance(value := raw.get(name, False), bool):
+        raise ValueError(f"config.json: {name} must be true or false, got {short(value)}")
+    return value
+
+
+def _coefficient(raw: Mapping[str, Any], name: str) -> float | None:
+    """Returns the coefficient of a loss; None for zero."""
+    return None if raw.get(name) in (None, 0) else _positive(raw, name)
 
 
 def read_context(raw: Mapping[str, Any]) -> int | None:
@@ -120,20 +206,27 @@ def read_context(raw: Mapping[str, Any]) -> int | None:
     return None if raw.get(name) is None else _size(raw, name)
 
 
-def _check_features(raw: Mapping[str, Any]) -> None:
-    """Raises ValueError for a field that makes another model; warns of fields that nothing here knows."""
+def _check_features(raw: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises ValueError for a field that makes another model; warns of fields that nothing here knows.
+
+    `own` are the architecture's own fields, which are read.
+    """
+    read = {*own}
+    packed = raw.get("quantization_config")
+    if raw["model_type"] == "gpt_oss" and isinstance(packed, dict) and packed.get("quant_method") == "mxfp4":
+        read.add("quantization_config")
     for name, only in _ONLY.items():
-        if raw.get(name) not in (None, only):
+        if name not in read and raw.get(name) not in (None, only):
             raise _unsupported(name, raw[name], f"only {only!r} is supported")
     for name, only in _PER_LAYER.items():
         layers = raw.get(name) or []
-        if not isinstance(layers, list) or any(layer != only for layer in layers):
+        if name not in read and (not isinstance(layers, list) or any(layer != only for layer in layers)):
             raise _unsupported(name, layers, f"only {only!r} in every layer is supported")
     unused = ("sliding_window", "sliding_window_pattern") if raw.get("use_sliding_window") is False else ()
     for name in _OF_OTHERS:
-        if raw.get(name) and name not in unused:
+        if raw.get(name) and name not in (*unused, *read):
             raise _unsupported(name, raw[name], "it is not supported")
-    known = {*_ONLY, *_PER_LAYER, *_OF_OTHERS, *_READ, *_WITHOUT_EFFECT}
+    known = {*_ONLY, *_PER_LAYER, *_OF_OTHERS, *_READ, *_WITHOUT_EFFECT, *own}
     if unknown := sorted(n for n in raw if raw[n] and n not in known and not n.startswith("_")):
         _log.warning(
             "config.json: %s: unknown fields, ignored; check that the model needs none",
@@ -167,17 +260,21 @@ def _positive(raw: Mapping[str, Any], name: str, default: float | None = None) -
     return float(value)
 
 
-def write_config(config: LlamaConfig, context: int) -> dict[str, Any]:
+def write_config(config: DecoderConfig, context: int) -> dict[str, Any]:
     """Returns config.json for a model trained on sequences of `context` tokens.
 
     It has the fields of transformers 4, which version 5 reads too. Token ids are left to the tokenizer.
+
+    Raises:
+      ValueError: no supported architecture has the parts of this model.
     """
-    scaling = config.rope_scaling
-    if scaling is not None:
-        context = max(context, int(scaling.factor * scaling.original_context))
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    kind = model_type(config)
+    for scaling in (config.rope_scaling, config.yarn):
+        if scaling is not None:
+            context = max(context, int(scaling.factor * scaling.original_context))
+    raw = {
+        "architectures": [ARCHITECTURES[kind].name],
+        "model_type": kind,
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
         "intermediate_size": config.d_ff,
@@ -190,20 +287,63 @@ def write_config(config: LlamaConfig, context: int) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None
-        if scaling is None
-        else {"rope_type": "llama3"} | {name: getattr(scaling, ours) for name, ours in _LLAMA3.items()},
-        "attention_bias": False,
+        "rope_scaling": _rope_fields(config),
+        "attention_bias": config.out_bias,
         "mlp_bias": False,
         "tie_word_embeddings": config.tied,
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    raw |= _window_fields(config, kind) | _expert_fields(config, kind)
+    if read_config(raw) != config:
+        raise ValueError(
+            f"transformers has no architecture with all parts of this model; {kind}, the closest, lacks some"
+        )
+    return raw
 
 
-def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope_fields(config: DecoderConfig) -> dict[str, Any] | None:
+    """Returns the fields of the scaling of rotary frequencies."""
+    if (scaling := config.rope_scaling) is not None:
+        return {"rope_type": "llama3"} | {name: getattr(scaling, ours) for name, ours in _LLAMA3.items()}
+    if (yarn := config.yarn) is None:
+        return None
+    found = {"rope_type": "yarn"} | {name: getattr(yarn, ours) for name, ours in _YARN.items()}
+    found |= {name: getattr(yarn, name) for name in _YARN_DEFAULTS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _window_fields(config: DecoderConfig, kind: str) -> dict[str, Any]:
+    """Returns the fields of sliding windows that the architecture has."""
+    own, windows = ARCHITECTURES[kind].fields, config.windows
+    found: dict[str, Any] = {"sliding_window": max(windows, default=0) or None}
+    if "layer_types" in own:
+        found["layer_types"] = [_LAYER_TYPES[bool(w)] for w in windows or (0,) * config.n_layers]
+    if "use_sliding_window" in own:
+        found["use_sliding_window"] = bool(windows)
+    return found if "sliding_window" in own else {}
+
+
+def _expert_fields(config: DecoderConfig, kind: str) -> dict[str, Any]:
+    """Returns the fields of the experts."""
+    if (e := config.experts) is None:
+        return {}
+    name = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
+    found: dict[str, Any] = {name: e.n, "num_experts_per_tok": e.active}
+    found["router_aux_loss_coef"] = e.balance_loss or 0.0
+    if e.z_loss is not None:
+        found["router_z_loss_coef"] = e.z_loss  # transformers ignores it
+    if kind == "qwen3_moe":
+        found |= {"moe_intermediate_size": config.d_ff, "norm_topk_prob": e.renormalized}
+    if e.clamped is not None:
+        found |= {"swiglu_alpha": e.clamped.alpha, "swiglu_limit": e.clamped.limit}
+    return found
+
+
+def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, Yarn | None]:
     """Returns the base of the rotary frequencies and their scaling, from the fields of either version."""
     rope, older = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    rope = {} if older and rope == ARCHITECTURES[raw["model_type"]].fields.get("rope_parameters") else rope
     for given in (rope, older):
         if not isinstance(given, dict):
             raise ValueError(f"config.json: rope scaling must be an object, got {short(given)}")
@@ -214,24 +354,30 @@ def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     rope = rope or older
     theta = _positive(rope if "rope_theta" in rope else raw, "rope_theta", 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"config.json: rope type {short(kind)} is not supported; 'default' and 'llama3' are")
-    fields = set(_LLAMA3) if kind == "llama3" else set()
+    if kind not in ("default", "llama3", "yarn"):
+        raise ValueError(
+            f"config.json: rope type {short(kind)} is not supported; 'default', 'llama3' and 'yarn' are"
+        )
+    needed = {"default": {}, "llama3": _LLAMA3, "yarn": _YARN}[kind]
+    optional = set(_YARN_DEFAULTS) if kind == "yarn" else set()
     given = {name for name, value in rope.items() if value is not None}
-    if unknown := given - fields - _ROPE_FIELDS:
+    if unknown := given - set(needed) - optional - _ROPE_FIELDS:
         raise ValueError(f"config.json: rope type {short(kind)} does not take {short(sorted(unknown))}")
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError("config.json: rotating a part of each head (partial_rotary_factor) is not supported")
     if kind == "default":
-        return theta, None
-    if missing := fields - given:
-        raise ValueError(f"config.json: rope type 'llama3' lacks {', '.join(sorted(missing))}")
-    values: dict[str, Any] = {ours: _positive(rope, name) for name, ours in _LLAMA3.items()}
+        return theta, None, None
+    if missing := set(needed) - given:
+        raise ValueError(f"config.json: rope type {kind!r} lacks {', '.join(sorted(missing))}")
+    values: dict[str, Any] = {ours: _positive(rope, name) for name, ours in needed.items()}
     values["original_context"] = _size(rope, "original_max_position_embeddings")
     if raw.get("original_max_position_embeddings") not in (None, values["original_context"]):
         raise ValueError(
             "config.json: original_max_position_embeddings differs from that of the rope scaling"
         )
+    if kind == "yarn":
+        values |= {name: _positive(rope, name) for name in optional & given if name != "truncate"}
+        return theta, None, Yarn(**values, truncate=_switch({"truncate": True} | rope, "truncate"))
     if not values["low_freq_factor"] < values["high_freq_factor"]:
         raise ValueError("config.json: low_freq_factor must be less than high_freq_factor")
-    return theta, RopeScaling(**values)
+    return theta, RopeScaling(**values), None

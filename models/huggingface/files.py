@@ -24,8 +24,9 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
+from models.received import LARGEST, open_received, read_object
+
 _KEPT_SUFFIXES = {".json", ".jinja", ".model", ".txt", ""}
-_LARGEST_JSON = 100_000_000  # bytes; the index of a large checkpoint has a few million
 
 
 def check_files(folder: pathlib.Path) -> None:
@@ -56,11 +57,14 @@ def small_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """Returns the files of a checkpoint except its weights: configuration, tokenizer, license.
 
     Raises:
-      ValueError: the folder holds something that `check_files` refuses.
+      ValueError: the folder holds something that `check_files` refuses, or such a file is large or missing.
     """
     check_files(folder)
     files = sorted(f for f in folder.glob("*") if f.is_file() and not f.name.startswith("."))
-    return [f for f in files if f.suffix in _KEPT_SUFFIXES and not f.name.endswith(".index.json")]
+    small = [f for f in files if f.suffix in _KEPT_SUFFIXES and not f.name.endswith(".index.json")]
+    for file in small:
+        open_received(file, largest=LARGEST, text=False).close()
+    return small
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -71,17 +75,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ValueError(f"{path.parent} is not a Hugging Face checkpoint: it has no file {path.name}")
-    if path.stat().st_size > _LARGEST_JSON:
-        raise ValueError(f"{path} has more than {_LARGEST_JSON:,} bytes, too many for {path.name}")
-    try:
-        raw = json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply; download it again") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} must hold an object")
-    return raw
+    return read_object(path)
 
 
 def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
@@ -207,6 +201,7 @@ class Reader:
 
     def _open(self, path: pathlib.Path, names: set[str] | None) -> None:
         try:
+            open_received(path, text=False).close()
             file = self._stack.enter_context(safetensors.safe_open(path, framework="np"))
         except FileNotFoundError:
             raise ValueError(f"{path} is missing: the index names it; download it again") from None

@@ -18,11 +18,12 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from models import llama
+from models import decoder
 from models.attention import rope_angles
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
+from models.huggingface.architectures import model_type, shape_of, views
 from models.huggingface.quantized import QuantizedWeight, names_of, quantized_weights
-from models.huggingface.weights import flat_shape, progress, views
+from models.huggingface.weights import progress
 from mxjax import Operand
 from mxjax.numerics.formats import BLOCK
 
@@ -45,8 +46,8 @@ _LLAMA3_SPLIT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 def write_gguf(
     library: Any,
     path: pathlib.Path,
-    config: LlamaConfig,
-    params: llama.Params,
+    config: DecoderConfig,
+    params: decoder.Params,
     operands: Mapping[str, Operand],
     raw: Mapping[str, Any],
 ) -> None:
@@ -61,6 +62,8 @@ def write_gguf(
     """
     vocabulary = _vocabulary(path.parent / "tokenizer.json", config.vocab_size)
     types, packed = library.GGMLQuantizationType, {f"{name}.weight" for name in names_of(operands)}
+    if model_type(config) != "llama":
+        raise ValueError(f"--quantize gguf writes Llamas alone, not {model_type(config)}")
     writer = library.GGUFWriter(path, "llama")
     _write_facts(writer, config, raw)
     for name, value in vocabulary.items():
@@ -68,7 +71,7 @@ def write_gguf(
     for name, view in progress(views(config, params), "exporting"):
         if name in packed:
             continue
-        value, dtype = view.reshape(flat_shape(view)), types.F32
+        value, dtype = view.reshape(shape_of(name, view)), types.F32
         if value.ndim > 1:
             value, dtype = _interleaved(config, name, value).astype(ml_dtypes.bfloat16), types.BF16
             value = np.ascontiguousarray(value).view(np.uint8)
@@ -93,14 +96,14 @@ def blocks_of(weight: QuantizedWeight) -> np.ndarray:
     return np.concatenate([weight.scales[..., None], nibbles], axis=-1).reshape(rows, -1)
 
 
-def _interleaved(config: LlamaConfig, name: str, value: np.ndarray) -> np.ndarray:
+def _interleaved(config: DecoderConfig, name: str, value: np.ndarray) -> np.ndarray:
     """Returns rows in llama.cpp's order: in a head of query or key, i + H / 2 follows channel i."""
     if not name.endswith(("q_proj.weight", "k_proj.weight")):
         return value
     return value.reshape(-1, 2, config.head_dim // 2, value.shape[-1]).swapaxes(1, 2).reshape(value.shape)
 
 
-def _rope_factors(config: LlamaConfig) -> np.ndarray:
+def _rope_factors(config: DecoderConfig) -> np.ndarray:
     """Returns what the frequency of each pair of channels is divided by, float32 [H / 2]."""
     plain = dataclasses.replace(config, rope_scaling=None)
     first, scaled = (np.asarray(jax.device_get(rope_angles(2, c)))[1] for c in (plain, config))
@@ -115,7 +118,7 @@ def _gguf_name(name: str) -> str:
     return f"blk.{block}.{_NAMES[rest]}.weight"
 
 
-def _write_facts(writer: Any, config: LlamaConfig, raw: Mapping[str, Any]) -> None:
+def _write_facts(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -> None:
     writer.add_context_length(raw.get("max_position_embeddings") or 2048)
     writer.add_embedding_length(config.d_model)
     writer.add_block_count(config.n_layers)

@@ -14,10 +14,10 @@ import ml_dtypes
 import numpy as np
 
 import mxjax
-from models import llama
-from models.block import LINEAR_LAYERS, linear_weights
-from models.configs import LlamaConfig
-from models.huggingface.weights import flat_shape, views
+from models import decoder
+from models.configs import DecoderConfig
+from models.gemms import LINEAR_LAYERS, linear_weights
+from models.huggingface.architectures import shape_of, views
 from mxjax import Operand
 from mxjax.numerics.blocks import spread
 from mxjax.numerics.formats import BLOCK
@@ -64,7 +64,7 @@ class QuantizedWeight(NamedTuple):
 
 
 def choose_operands(
-    config: LlamaConfig, layers: LayerPolicies | None, rule: ScaleRule | None
+    config: DecoderConfig, layers: LayerPolicies | None, rule: ScaleRule | None
 ) -> tuple[dict[str, Operand], str]:
     """Returns how to quantize the weights, by the names of our layers, and a line that says so.
 
@@ -77,6 +77,8 @@ def choose_operands(
     Raises:
       ValueError: the Fprop multiplies weights that MXFP4 does not represent, and `rule` is None.
     """
+    if config.experts is not None:
+        raise ValueError("--quantize packs the linear layers of dense models; leave it out for experts")
     found = {
         name: policy.fprop
         for name, policy in (layers.items() if layers else ())
@@ -123,7 +125,7 @@ def names_of(operands: Mapping[str, Operand]) -> list[str]:
     return found
 
 
-def names_of_others(config: LlamaConfig, operands: Mapping[str, Operand]) -> list[str]:
+def names_of_others(config: DecoderConfig, operands: Mapping[str, Operand]) -> list[str]:
     """Returns Hugging Face's names of the linear modules that `operands` do not quantize."""
     matrices = [matrix for found in _MATRICES.values() for matrix in found]
     every = [f"model.layers.{i}.{matrix}" for i in range(config.n_layers) for matrix in matrices]
@@ -132,14 +134,14 @@ def names_of_others(config: LlamaConfig, operands: Mapping[str, Operand]) -> lis
 
 
 def quantized_weights(
-    config: LlamaConfig, params: llama.Params, operands: Mapping[str, Operand]
+    config: DecoderConfig, params: decoder.Params, operands: Mapping[str, Operand]
 ) -> Iterator[tuple[str, QuantizedWeight]]:
     """Yields the matrices that `operands` quantize, by Hugging Face's names without `.weight`.
 
     Raises:
       ValueError: a matrix has an input that is no multiple of 32, or holds NaN or infinity.
     """
-    one = dataclasses.replace(config, n_layers=1)
+    one = dataclasses.replace(config, n_layers=1, windows=config.windows[:1])
     for i in range(config.n_layers):
         block = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], params["blocks"])
         chosen = {name: operands.get(f"blocks.{i}.{name}") for name in LINEAR_LAYERS}
@@ -150,14 +152,14 @@ def quantized_weights(
         for layer in LINEAR_LAYERS:
             for matrix in _MATRICES[layer] if chosen[layer] else ():
                 view = f"model.layers.0.{matrix}.weight"
-                yield f"model.layers.{i}.{matrix}", _weight(codes[view], scales[view])
+                yield f"model.layers.{i}.{matrix}", _weight(view, codes[view], scales[view])
     if operand := operands.get("head"):
         codes, scales = _quantize("head", params["head"], operand)
-        yield "lm_head", _weight(codes.T, scales.T)
+        yield "lm_head", _weight("lm_head.weight", codes.T, scales.T)
 
 
-def _weight(codes: np.ndarray, scales: np.ndarray) -> QuantizedWeight:
-    shape = flat_shape(codes)
+def _weight(name: str, codes: np.ndarray, scales: np.ndarray) -> QuantizedWeight:
+    shape = shape_of(name, codes)
     return QuantizedWeight(codes.reshape(shape), scales.reshape(shape)[:, ::BLOCK])
 
 

@@ -1,8 +1,5 @@
-"""The weights of Hugging Face's Llamas as the parameters of `models.llama`, read and written tensor by
-tensor.
-
-Our matrices are [in, out] and stacked over layers; query, key and value share a matrix, and so do gate and up
-projection. Hugging Face has separate [out, in] matrices for every layer.
+"""The weights of Hugging Face's checkpoints as the parameters of `models.decoder`, read and written tensor by
+tensor. `models.huggingface.architectures` has their names.
 """
 
 import pathlib
@@ -16,62 +13,65 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import track
 
-from models import llama
-from models.configs import LlamaConfig
+from models import decoder
+from models.configs import DecoderConfig
+from models.huggingface.architectures import largest_tensors, shape_of, views
 from models.huggingface.files import DTYPES, Reader, Spec, read_json, spelling
+from mxjax.numerics.formats import BLOCK
 
 _IMPORTED = ("F32", "BF16", "F16")
 _SHOWN = 8  # problems listed in an error message
+_EMBEDDING = "model.embed_tokens.weight"
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
-def views(config: LlamaConfig, params: llama.Params) -> dict[str, np.ndarray]:
-    """Returns every tensor of a Llama as a view of `params`, by Hugging Face's names and in their order.
+def unpacked(specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    """Returns the specs with one of bfloat16 [..., in, out] for each pair of MXFP4 blocks and scales.
 
-    The last axis of a view is the layer's input; the other axes, flattened, are its output. Reshaped to
-    `flat_shape` it is Hugging Face's tensor. Assigning to the view writes into `params`.
+    The blocks are [..., out, in / 32, 16], as in gpt-oss.
     """
-    c = config
-    blocks = params["blocks"]
-    attention, mlp = blocks["attention"], blocks["mlp"]
-    heads = c.n_heads // c.n_kv_heads
-    found = {"model.embed_tokens.weight": params["embedding"]}
-    for i in range(c.n_layers):
-        qkv_DGRH = attention["qkv"][i].reshape(c.d_model, c.n_kv_heads, heads + 2, c.head_dim)
-        qkv_GRHD = qkv_DGRH.transpose(1, 2, 3, 0)
-        gate_up_FD = mlp["gate_up"][i].T
-        layer = {
-            "self_attn.q_proj": qkv_GRHD[:, :heads],
-            "self_attn.k_proj": qkv_GRHD[:, heads],
-            "self_attn.v_proj": qkv_GRHD[:, heads + 1],
-            "self_attn.o_proj": attention["out"][i].T,
-            "mlp.gate_proj": gate_up_FD[: c.d_ff],
-            "mlp.up_proj": gate_up_FD[c.d_ff :],
-            "mlp.down_proj": mlp["down"][i].T,
-            "input_layernorm": blocks["attention_norm"]["scale"][i],
-            "post_attention_layernorm": blocks["mlp_norm"]["scale"][i],
-        }
-        found |= {f"model.layers.{i}.{name}.weight": view for name, view in layer.items()}
-    found["model.norm.weight"] = params["norm"]["scale"]
-    if not c.tied:
-        found["lm_head.weight"] = params["head"].T
+    found = {name: spec for name, spec in specs.items() if _base(name, specs) is None}
+    for name, spec in specs.items():
+        if (base := _base(name, specs)) and name.endswith(_BLOCKS):
+            *batch, out, blocks, _ = spec.shape
+            found[base] = Spec("BF16", (*batch, blocks * BLOCK, out))
     return found
 
 
-def flat_shape(view: np.ndarray) -> tuple[int, ...]:
-    """Returns the shape of a view in Hugging Face's checkpoint: [out, in], or [n] for a norm."""
-    return view.shape if view.ndim == 1 else (view.size // view.shape[-1], view.shape[-1])
+def _base(name: str, specs: Mapping[str, Spec]) -> str | None:
+    """Returns the name of the tensor that MXFP4 blocks or scales belong to; None for other tensors."""
+    base = name.removesuffix(_BLOCKS).removesuffix(_SCALES)
+    blocks, scales = specs.get(base + _BLOCKS), specs.get(base + _SCALES)
+    if base == name or blocks is None or scales is None:
+        return None
+    is_pair = blocks.dtype == scales.dtype == "U8" and blocks.shape == (*scales.shape, BLOCK // 2)
+    return base if is_pair and len(blocks.shape) > 2 else None
 
 
-def check_tensors(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
-    """Raises ValueError unless names, shapes and dtypes are those of the configured Llama."""
+def read_tensor(reader: Reader, name: str) -> np.ndarray:
+    """Returns a tensor, exactly what MXFP4 blocks and scales stand for if there is such a pair."""
+    if name in reader.specs:
+        return reader.read(name)
+    blocks, scales = reader.read(name + _BLOCKS), reader.read(name + _SCALES)
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, BLOCK)
+    with np.errstate(over="ignore"):
+        values = np.ldexp(_E2M1[codes], scales.astype(np.int32)[..., None] - 127)
+    values[scales == 255] = np.nan
+    return values.reshape(*scales.shape[:-1], -1).swapaxes(-1, -2)
+
+
+def check_tensors(specs: Mapping[str, Spec], config: DecoderConfig) -> None:
+    """Raises ValueError unless names, shapes and dtypes are those of the configured model."""
+    _check_prefix(specs)
     _check_sizes(specs, config)
     empty = jax.tree.map(
-        lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), llama.abstract_params(config)
+        lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), decoder.abstract_params(config)
     )
-    wanted = {name: flat_shape(view) for name, view in views(config, empty).items()}
-    found = {name: spec for name, spec in specs.items() if not _is_derived(name, config)}
+    wanted = {name: shape_of(name, view) for name, view in views(config, empty).items()}
+    found = {name: spec for name, spec in unpacked(specs).items() if not _is_derived(name, config)}
     problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} does not belong to this Llama" for name in sorted(found) if name not in wanted]
+    problems += [f"{name} does not belong to this model" for name in sorted(found) if name not in wanted]
     for name, spec in found.items():
         if name not in wanted:
             continue
@@ -82,10 +82,28 @@ def check_tensors(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
     _raise(problems)
 
 
-def _check_sizes(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
+def _check_prefix(specs: Mapping[str, Spec]) -> None:
+    """Raises ValueError if the names are those of a module in a wrapper, or of one inside the Llama."""
+    if _EMBEDDING in specs:
+        return
+    if _EMBEDDING.removeprefix("model.") in specs:
+        raise ValueError(
+            "the names of the tensors lack 'model.', as a LlamaModel's do: save the LlamaForCausalLM that "
+            "holds it, or rename them"
+        )
+    wrapped = next((name for name in specs if name.endswith(f".{_EMBEDDING}")), None)
+    if wrapped is not None:
+        prefix = wrapped.removesuffix(_EMBEDDING)
+        raise ValueError(
+            f"the names of the tensors begin with {prefix!r}, as those of torch.compile and of DDP do: save "
+            f"the module inside, model.{prefix[:-1]}, or rename them"
+        )
+
+
+def _check_sizes(specs: Mapping[str, Spec], config: DecoderConfig) -> None:
     """Raises ValueError unless config.json has the sizes of the tensors; allocates nothing.
 
-    Each size of a Llama is that of an axis of these tensors, so that all others are as large as files.
+    Each size of a model is that of an axis of these tensors, so that all others are as large as files.
     """
     c = config
     layers = {found[1] for name in specs if (found := re.match(r"model\.layers\.(\d+)\.", name))}
@@ -93,12 +111,7 @@ def _check_sizes(specs: Mapping[str, Spec], config: LlamaConfig) -> None:
         raise ValueError(
             f"config.json: num_hidden_layers is {c.n_layers} and there are tensors of {len(layers)} layers"
         )
-    wanted = {
-        "model.embed_tokens.weight": (c.vocab_size, c.d_model),
-        "model.layers.0.self_attn.q_proj.weight": (c.n_heads * c.head_dim, c.d_model),
-        "model.layers.0.self_attn.k_proj.weight": (c.n_kv_heads * c.head_dim, c.d_model),
-        "model.layers.0.mlp.gate_proj.weight": (c.d_ff, c.d_model),
-    }
+    wanted = largest_tensors(config)
     found = {name: specs[name] for name in wanted if name in specs}
     problems = [f"{name} is missing" for name in wanted if name not in found]
     _raise(problems + [_other_shape(n, s, wanted[n]) for n, s in found.items() if s.shape != wanted[n]])
@@ -128,7 +141,7 @@ def as_written(name: str, view: np.ndarray, spec: Spec) -> np.ndarray:
     return value.astype(spec.numpy_dtype)
 
 
-def check_tied_head(reader: Reader, config: LlamaConfig) -> None:
+def check_tied_head(reader: Reader, config: DecoderConfig) -> None:
     """Raises ValueError if config.json ties the head to the embedding, but the checkpoint's differ."""
     names = ("lm_head.weight", "model.embed_tokens.weight")
     if config.tied and names[0] in reader.specs:
@@ -137,7 +150,7 @@ def check_tied_head(reader: Reader, config: LlamaConfig) -> None:
             raise ValueError("config.json ties the head to the embedding, but lm_head.weight differs")
 
 
-def _is_derived(name: str, config: LlamaConfig) -> bool:
+def _is_derived(name: str, config: DecoderConfig) -> bool:
     """Returns whether a tensor is redundant: rotary frequencies in old checkpoints, or a tied head."""
     return name.endswith(".rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
@@ -145,16 +158,16 @@ def _is_derived(name: str, config: LlamaConfig) -> bool:
 _SHOWN_TENSORS = 8  # tensors listed in an error message
 
 
-def read_params(reader: Reader, config: LlamaConfig) -> tuple[llama.Params, dict[str, str]]:
+def read_params(reader: Reader, config: DecoderConfig) -> tuple[decoder.Params, dict[str, str]]:
     """Returns the parameters in float32, and the dtype of each tensor in the checkpoint.
 
     Raises:
-      ValueError: the tensors are not those of this Llama, which is checked before memory is allocated, or
+      ValueError: the tensors are not those of this model, which is checked before memory is allocated, or
         they hold NaN or infinity.
     """
     check_tensors(reader.specs, config)
     check_tied_head(reader, config)
-    abstract, tree = jax.tree.flatten(llama.abstract_params(config))
+    abstract, tree = jax.tree.flatten(decoder.abstract_params(config))
     leaves: list[Any] = [np.empty(leaf.shape, leaf.dtype) for leaf in abstract]
     dtypes = _fill(views(config, jax.tree.unflatten(tree, leaves)), reader)
     for i in range(len(leaves)):  # one by one, because orbax would copy all NumPy arrays at once
@@ -166,7 +179,7 @@ def _fill(named: Mapping[str, np.ndarray], reader: Reader) -> dict[str, str]:
     """Reads every tensor into its view; returns their dtypes."""
     bad = []
     for name, view in progress(named, "importing"):
-        view[...] = reader.read(name).reshape(view.shape)
+        view[...] = read_tensor(reader, name).reshape(view.shape)
         if not np.isfinite(view).all():
             bad.append(name)
     if bad:
@@ -174,7 +187,8 @@ def _fill(named: Mapping[str, np.ndarray], reader: Reader) -> dict[str, str]:
         raise ValueError(
             f"{', '.join(bad[:_SHOWN_TENSORS])}{more} hold NaN or infinity; download the weights again"
         )
-    return {name: reader.specs[name].dtype for name in named}
+    specs = unpacked(reader.specs)
+    return {name: specs[name].dtype for name in named}
 
 
 def specs_of(named: Mapping[str, np.ndarray], dtype: str | None, kept: pathlib.Path) -> dict[str, Spec]:
@@ -189,7 +203,7 @@ def specs_of(named: Mapping[str, np.ndarray], dtype: str | None, kept: pathlib.P
     if unknown := [name for name, value in dtypes.items() if value not in list(DTYPES)]:
         raise ValueError(f"{kept} has no dtype for {unknown[0]}: {dtypes[unknown[0]]!r}; give --dtype")
     default = spelling(dtype or "float32")
-    return {name: Spec(dtypes.get(name, default), flat_shape(view)) for name, view in named.items()}
+    return {name: Spec(dtypes.get(name, default), shape_of(name, view)) for name, view in named.items()}
 
 
 def dtype_field(raw: Mapping[str, Any]) -> str:

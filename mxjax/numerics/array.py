@@ -99,8 +99,11 @@ def dequantize(q: MXArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*sha
 
 @functools.partial(jax.jit, static_argnums=1)
 def _dequantize(q: MXArray, dtype: DTypeLike) -> Float[Array, "*shape"]:
+    factor = q.factor
+    if isinstance(factor, float) and get_format(q.format).scale == "e8m0":
+        return _e8m0_values(q, factor).astype(dtype)
     values = block_values(q)
-    return (values if q.factor is None else values * q.factor).astype(dtype)
+    return (values if factor is None else values * factor).astype(dtype)
 
 
 def pack(q: MXArray | Shaped[Array, "*shape"], *, axis: int = -1) -> UInt8[Array, "*packed"]:
@@ -170,13 +173,25 @@ def block_values(q: MXArray) -> Float32[Array, "*shape"]:
     if q.scales is None or get_format(q.format).is_vector:
         return values
     if q.scales.dtype == jnp.float8_e8m0fnu:
-        byte = lax.bitcast_convert_type(q.scales, jnp.uint8).astype(jnp.int32)
-        return multiply_by_scale(values, spread(byte, values.shape, q.block_shape, q.axis))
+        return _e8m0_values(q)
     values = values * spread(q.scales.astype(jnp.float32), values.shape, q.block_shape, q.axis)
     outer_block = get_format(q.format).outer_block
     if not outer_block or q.tensor_scale is None:
         return values
     return values * spread(q.tensor_scale, values.shape, (1, outer_block), q.axis)
+
+
+def _e8m0_values(q: MXArray, factor: float | None = None) -> Float32[Array, "*shape"]:
+    """Returns elements * scales or, rounded once, elements * factor * scales.
+
+    In this order, since elements * scales may be subnormal where the result is not, and XLA flushes that.
+    """
+    assert q.scales is not None
+    elements = q.elements.astype(jnp.float32)
+    elements = elements if factor is None else elements * factor
+    byte = lax.bitcast_convert_type(q.scales, jnp.uint8).astype(jnp.int32)
+    scale = spread(byte, elements.shape, q.block_shape, q.axis)
+    return multiply_by_scale(elements, scale, rounds=factor is not None)
 
 
 def float4_codes(values: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
@@ -241,7 +256,5 @@ def _check_scales(function: str, q: Any, f: Format) -> None:
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    try:
-        return np.broadcast_shapes(shape, to) == to
-    except ValueError:
-        return False
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(size in (wanted, 1) for size, wanted in pairs)

@@ -7,7 +7,6 @@ not a multiple of the block are padded with zeros, which change no maximum.
 from collections.abc import Callable
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, Int32, Shaped
 
@@ -23,7 +22,7 @@ def resolve_block_shape(f: Format, block_shape: BlockShape, ndim: int, axis: int
     if block_shape is None:
         return (1, f.block)
     pair = block_shape if isinstance(block_shape, tuple) else (1, block_shape)
-    if len(pair) != 2 or not all(isinstance(size, int | np.integer) and size > 0 for size in pair):
+    if len(pair) != 2 or not all(type(size) is int and size > 0 for size in pair):
         raise ValueError(f"block_shape needs a positive size or a tuple of two, got {block_shape}")
     rows, length = pair
     if rows > 1 and (ndim < 2 or axis < -2):
@@ -40,10 +39,18 @@ def _sizes(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> d
     return {len(shape) + axis: length or max(shape[axis], 1)} | ({other: rows} if rows > 1 else {})
 
 
+def _count(n: int, size: int) -> int:
+    """Returns how many blocks hold n elements.
+
+    If n is symbolic, jax.export knows what divides this, but not what divides n + -n % size.
+    """
+    return (n + size - 1) // size
+
+
 def scales_shape(shape: tuple[int, ...], block_shape: tuple[int, int], axis: int) -> tuple[int, ...]:
     """Returns the shape of the scales, one for each block. A whole axis is one block even if it is empty."""
     sizes = _sizes(shape, block_shape, axis)
-    found = [-(-n // sizes.get(i, 1)) for i, n in enumerate(shape)]
+    found = [_count(n, sizes.get(i, 1)) for i, n in enumerate(shape)]
     if not block_shape[1]:
         found[axis] = 1
     return tuple(found)
@@ -56,14 +63,17 @@ def block_max(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Ar
 
 
 def block_sum(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
-    """Returns the sum of each block."""
-    return _reduce(jnp.sum, x, block_shape, axis)
+    """Returns the sum of each block, along the axis and then along the other one.
+
+    Sums are in pairs of halves, the first half plus the second, so that every device rounds alike.
+    """
+    return _block_sum(x, block_shape, axis)[0]
 
 
 def block_std(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
     """Returns the standard deviation of each block, the root of mean(x^2) - mean(x)^2.
 
-    The zeros that fill up a short block count as elements. Sums are in pairs of halves, in a fixed order.
+    The zeros that fill up a short block count as elements. Sums are those of `block_sum`.
 
     Special values: NaN if the block contains NaN or infinity.
     """
@@ -77,6 +87,12 @@ def block_std(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Ar
 
 
 def _block_mean(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[Array, "*blocks"]:
+    total, count = _block_sum(x, block_shape, axis)
+    return total / count
+
+
+def _block_sum(x: Float32[Array, "*shape"], block_shape, axis: int) -> tuple[Float32[Array, "*blocks"], int]:
+    """Returns the sum of each block, and the number of its elements."""
     count = 1
     for i, size in _sizes(x.shape, block_shape, axis).items():
         x, count = pad(x, i, size), count * size
@@ -86,7 +102,7 @@ def _block_mean(x: Float32[Array, "*shape"], block_shape, axis: int) -> Float32[
             low, high = jnp.split(x, 2, axis=i + 1)
             x = low + high
         x = x.squeeze(i + 1)
-    return x / count
+    return x, count
 
 
 def _reduce(
@@ -123,7 +139,7 @@ def spread(
 
 def pad(x: Shaped[Array, "*shape"], axis: int, multiple: int) -> Shaped[Array, "*padded"]:
     """Returns x padded with zeros to a multiple of `multiple` along the axis."""
-    missing = -x.shape[axis] % multiple
+    missing = _count(x.shape[axis], multiple) * multiple - x.shape[axis]
     if not missing:
         return x
     return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])

@@ -161,9 +161,8 @@ def eden_scales(rounded: Rounded, run: int, blocks: Blocks, axis: int) -> Float3
       length, with s in units of each block's scale.
     """
     scaled, elements = rounded.scaled, rounded.elements
-    squares, products = (
-        block_sum(lax.optimization_barrier(scaled * t), (1, run), axis) for t in (scaled, elements)
-    )
+    of_blocks = (block_sum(lax.optimization_barrier(scaled * t), blocks, axis) for t in (scaled, elements))
+    squares, products = (block_sum(t, (1, run // blocks[1]), axis) for t in of_blocks)
     correction = jnp.where(products == 0, 1.0, squares / jnp.where(products == 0, 1.0, products))
     return rounded.scales * spread(correction, rounded.scales.shape, (1, run // blocks[1]), axis)
 

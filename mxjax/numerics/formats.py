@@ -56,6 +56,11 @@ class Element:
         exponent, mantissa = self.name.removeprefix("u")[1::2]
         return int(exponent) + int(mantissa) + (not self.name.startswith("u"))
 
+    @property
+    def min(self) -> float:
+        """The smallest positive magnitude."""
+        return 2.0 ** (self.emin - self.mantissa_bits)
+
 
 E2M1 = Element("e2m1", 1, emax=2, emin=0, max=6.0, dtype=jnp.float4_e2m1fn)
 E4M3 = Element("e4m3", 3, emax=8, emin=-6, max=448.0, dtype=jnp.float8_e4m3fn)

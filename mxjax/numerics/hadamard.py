@@ -34,6 +34,24 @@ def random_signs(key: jax.Array, n: int) -> Float32[Array, " n"]:
     return jax.random.rademacher(key, (n,), jnp.float32)
 
 
+def fixed_signs(seed: int, n: int) -> Float32[np.ndarray, " n"]:
+    """Returns the n signs of a seed from 0 to 2**32 - 1, the same under any configuration of JAX.
+
+    Sign i is -1 where the words of Threefry 2x32-20, of counter (0, i) and key (0, seed), differ in their
+    highest bits. They are `random_signs(jax.random.key(seed), n)` with JAX's defaults.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    keys = np.array([0, seed, seed ^ 0x1BD11BDA], np.uint32)
+    a, b = np.full(n, keys[0]), np.arange(n, dtype=np.uint32) + keys[1]
+    for i in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            a = a + b
+            b = (b << np.uint32(turn) | b >> np.uint32(32 - turn)) ^ a
+        a, b = a + keys[(i + 1) % 3], b + keys[(i + 2) % 3] + np.uint32(i + 1)
+    return np.where((a ^ b) >> 31, np.float32(-1), np.float32(1))
+
+
 def rotate(
     x: Float[Array | np.ndarray, "*shape"],
     size: int = 16,

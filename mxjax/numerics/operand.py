@@ -33,8 +33,9 @@ class Operand:
       scale_rule: see `mxjax.numerics.scales.block_scale`; only formats with E8M0 scales read it, others
         ignore it.
       rounding: "nearest" (ties to even) or "stochastic", which needs a key.
-      prescale: factor in (0, 1] that shrinks the elements, not the scale, so that fewer of them clip. The
-        GEMM's result (or `dequantize`) is divided by it. None: no prescale.
+      prescale: factor that shrinks the elements, not the scale, so that fewer of them clip; at most 1, and at
+        least the element's smallest magnitude over its largest, 1/12 for E2M1. The GEMM's result (or
+        `dequantize`) is divided by it. None: no prescale.
       source: "original", or "dequantized": a backward GEMM reads the values that the Fprop's quantization
         produced instead of the tensor itself. If the Fprop rotates, those values are the rotated ones, the
         backward GEMM gives the gradient of the rotated tensor, and it is rotated back.
@@ -42,12 +43,15 @@ class Operand:
         `mxjax.products.gradients`.
       split: for x and dy, what is taken out before the quantization and multiplied apart; see
         `mxjax.operands.split`.
+      split_tokens: for `split` "mean", number of neighbouring tokens that share a mean, which is then kept in
+        bfloat16. None: all tokens, in float32.
       quantile: the quantile of a token's elements past which they are outliers, for `split` "outliers" and
         "clip".
-      scale_target: element to which a block's largest magnitude is scaled before its scale is rounded; for
-        formats with E4M3 or UE5M3 scales. None: the element's largest, 6. With 6 * 16/17 nothing clips.
-      scale_max: scale of the tensor's largest block, set by the float32 scale of the tensor. None: 448 in
-        NVFP4; in `fp4_ue5m3` there is no tensor scale.
+      scale_target: element to which a block's largest magnitude is scaled before its scale is rounded, at
+        least the smallest, 0.5; for formats with E4M3 or UE5M3 scales. None: the element's largest, 6. With
+        6 * 16/17 nothing clips.
+      scale_max: scale of the tensor's largest block, set by the float32 scale of the tensor; a value that
+        such a scale can have. None: 448 in NVFP4; in `fp4_ue5m3` there is no tensor scale.
       four_over_six: each block is scaled to `scale_target` or to 2/3 of it (to 4 instead of 6), whichever has
         the lower error: "mse" or "mae". None: to `scale_target`. Formats with E4M3 or UE5M3 scales.
       eden: number of elements along the contracted axis that share an EDEN correction of their scales, which
@@ -67,6 +71,7 @@ class Operand:
     source: Source = "original"
     gradient: Gradient = "straight_through"
     split: Splitting = "none"
+    split_tokens: int | None = None
     quantile: float = 0.99
     scale_target: float | int | None = None
     scale_max: float | int | None = None
@@ -78,7 +83,7 @@ class Operand:
         for name in ("prescale", "quantile", "scale_target", "scale_max"):
             given: object = getattr(self, name)  # anything, from a caller without types
             unset = given is None and name != "quantile"
-            if not unset and not isinstance(given, int | float):
+            if not unset and type(given) not in (int, float):
                 raise TypeError(f"Operand needs {name} to be a number, got {given!r}")
         f = get_format(self.format)
         check_rule(self.scale_rule, f.element if f.scale == "e8m0" else None)
@@ -90,12 +95,17 @@ class Operand:
                 f"block_shape may hold at most {MOST_ELEMENTS:,} elements, got {rows}x{length}: a smaller "
                 "tensor is padded to one block"
             )
-        if self.prescale is not None and not 0 < self.prescale <= 1:
-            raise ValueError(f"prescale must be in (0, 1], got {self.prescale}; use None for no prescale")
-        if f.element is None and (self.rounding == "stochastic" or self.prescale):
+        if f.element is None and (self.rounding == "stochastic" or self.prescale is not None):
             raise ValueError(f"{self.format} is not quantized: use rounding='nearest' and prescale=None")
+        if f.element is not None and self.prescale is not None:
+            _check_within("prescale", self.prescale, f.element.min / f.element.max, 1.0)
         check_choice("gradient", self.gradient, Gradient)
         check_choice("split", self.split, Splitting)
+        if self.split_tokens is not None and (self.split != "mean" or self.split_tokens < 1):
+            raise ValueError(
+                f"split_tokens is for split='mean' and at least 1, got {self.split_tokens} with "
+                f"split={self.split!r}; use None"
+            )
         if not 0.5 < self.quantile < 1:
             raise ValueError(f"quantile must be between 0.5 and 1, got {self.quantile}")
         if f.element is None and (self.gradient != "straight_through" or self.split != "none"):
@@ -118,10 +128,10 @@ class Operand:
                 )
         if f.element is None or f.scale_element is None:
             return
-        for name, limit in (("scale_target", 2 * f.element.max), ("scale_max", f.scale_element.max)):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= limit:
-                raise ValueError(f"{name} must be in (0, {limit:g}], got {value}; use None for the default")
+        if self.scale_target is not None:
+            _check_within("scale_target", self.scale_target, f.element.min, 2 * f.element.max)
+        if self.scale_max is not None:
+            _check_within("scale_max", self.scale_max, f.scale_element.min, f.scale_element.max)
         if self.eden is not None and (type(self.eden) is not int or self.eden > MOST_ELEMENTS):
             raise ValueError(f"eden must be an integer of at most {MOST_ELEMENTS:,}, got {self.eden!r}")
         if self.four_over_six is not None:
@@ -158,6 +168,14 @@ class Operand:
         return self.format == "mxfp4" and blocks and whole
 
     @property
+    def is_block16(self) -> bool:
+        """Whether a kernel quantizes it: E2M1 with E4M3 or UE5M3 scales, blocks of 16 or of 16 x 16."""
+        f = get_format(self.format)
+        blocks = self.block_shape in (None, 16, (1, 16), (16, 16))
+        runs = self.eden in (None, 16, 32, 64, 128)
+        return f.scale_element is not None and not f.outer_block and blocks and runs and not self.prescale
+
+    @property
     def is_square(self) -> bool:
         """Whether blocks are 32 x 32."""
         return self.block_shape == (BLOCK, BLOCK)
@@ -184,8 +202,17 @@ class Operand:
         if self.gradient != "straight_through":
             parts.append(self.gradient)
         if self.split != "none":
-            parts.append(f"-{self.split}" + (f"({self.quantile:g})" if self.split != "mean" else ""))
+            detail = self.split_tokens if self.split == "mean" else f"{self.quantile:g}"
+            parts.append(f"-{self.split}" + (f"({detail})" if detail else ""))
         return ":".join(parts)
+
+
+def _check_within(name: str, value: float | int, least: float, most: float) -> None:
+    """Raises ValueError unless a number is in [least, most]; below, what it scales would become 0."""
+    if not least <= value <= most:
+        raise ValueError(
+            f"{name} must be from {least:.3g} to {most:g}, got {value}; use None for the default"
+        )
 
 
 def use_python_numbers(part: Any) -> None:

@@ -10,7 +10,6 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 import functools
-import math
 import operator
 from typing import NamedTuple
 
@@ -88,7 +87,7 @@ def random_uint16(
     """
     axis = normalize_axis_index(axis, len(shape))
     length = shape[axis]
-    grid = (*shape[:axis], math.ceil(length / PER_COUNTER), *shape[axis + 1 :])
+    grid = (*shape[:axis], (length + PER_COUNTER - 1) // PER_COUNTER, *shape[axis + 1 :])
     row = jnp.zeros(grid, jnp.uint32)
     for i, n in enumerate(shape):
         if i != axis:

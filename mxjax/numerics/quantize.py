@@ -39,6 +39,10 @@ def quantize(
     For each block: `scale = block_scale(max(abs(block)), scale_rule)`, then
     `elements = round(prescale * block / scale)`, saturating at the format's largest magnitude.
 
+    A tensor's or block's only scale, in float32 (FP8, `fp4_vector`, `fp4_e1m2`), is computed by its inverse
+    `r = largest / max(abs(block))`: `elements = round(prescale * (block * r))` and `scale = 1 / r`, each step
+    rounded to float32, as in Transformer Engine and torchao.
+
     Args:
       x: tensor in float32, bfloat16 or float16; the computation is in float32.
       format: name in `mxjax.FORMATS`, or an `mxjax.Operand`, which has all options of its own.

@@ -116,9 +116,12 @@ def divide_by_scale(x: Float32[Array, "*shape"], scale: Int32[Array, "*#shape"])
 
 
 def multiply_by_scale(
-    x: Float32[Array, "*shape"], scale: Int32[Array, "*#shape"]
+    x: Float32[Array, "*shape"], scale: Int32[Array, "*#shape"], *, rounds: bool = False
 ) -> Float32[Array, "*shape"]:
     """Returns x * 2**(scale - 127) for x zero or normal; exact even where the product is subnormal.
+
+    Args:
+      rounds: whether a subnormal product with more digits is rounded to nearest even; else they are dropped.
 
     Special values: NaN where scale is 255; infinity where the product is 2**128 or more. Quantization reaches
       that only where a rule other than `floor` rounded a block's largest magnitude up past float32's range.
@@ -127,7 +130,11 @@ def multiply_by_scale(
     magnitude = bits & _MAGNITUDE
     exponent = (magnitude >> 23) + scale - BIAS
     normal = jnp.where(exponent >= 255, _INFINITY, magnitude + ((scale - BIAS) << 23))
-    subnormal = ((magnitude & (_ONE - 1)) | _ONE) >> jnp.clip(1 - exponent, 0, 31)
+    digits, dropped = (magnitude & (_ONE - 1)) | _ONE, jnp.clip(1 - exponent, 0, 31)
+    if rounds:
+        dropped = jnp.minimum(dropped, 25)  # more leave nothing either
+        digits += (1 << dropped >> 1) - 1 + (digits >> dropped & 1)
+    subnormal = digits >> dropped
     product = jnp.where(exponent > 0, normal, subnormal)
     product = jnp.where(magnitude == 0, 0, product)
     product = jnp.where(scale == NAN_SCALE, _MAGNITUDE, product)

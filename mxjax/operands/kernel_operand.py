@@ -1,6 +1,7 @@
-"""`KernelOperand`: an MXFP4 operand whose contracted axis K is last, packed or dequantized.
+"""`KernelOperand`: an operand whose contracted axis K is last: packed MXFP4, or bfloat16, or FP8.
 
-`pack_by_definition` makes one with `jax.numpy`; `mxjax.kernels.quantize` reproduces it bit for bit.
+`pack_by_definition` and `fp8_by_definition` make one with `jax.numpy`; `mxjax.kernels.quantize` reproduces
+them bit for bit.
 """
 
 import dataclasses
@@ -12,35 +13,38 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped, UInt8
 
-from mxjax.numerics.array import float4_codes, pack_codes
+from mxjax.numerics.array import block_values, float4_codes, pack_codes
 from mxjax.numerics.blocks import pad
-from mxjax.numerics.formats import BLOCK
+from mxjax.numerics.formats import BLOCK, get_format
 from mxjax.numerics.scales import power_of_two
 from mxjax.operands.use import OperandUse, quantize_use
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["elements", "scales"],
+    data_fields=["elements", "scales", "tensor_scale"],
     meta_fields=["prescale"],
 )
 @dataclasses.dataclass(frozen=True)
 class KernelOperand:
-    """An MXFP4 operand as kernels read it, transposed if needed so that the contracted axis K is last.
+    """An operand as kernels read it, transposed if needed so that the contracted axis K is last.
 
-    Its value is elements * scales / prescale if packed, elements / prescale if dequantized. K is padded with
-    zeros to a multiple of the block and of the rotation. A 2-D block's scale is repeated in each of its rows.
+    Its value is elements * scales / prescale if packed, else elements * tensor_scale / prescale. K is padded
+    with zeros to a multiple of 32 and of the rotation, except in FP8. A 2-D block's scale is repeated in each
+    of its rows.
 
     Attributes:
       elements: packed, [*batch, n, k / 2] uint8: two E2M1 elements a byte, element 2i in the low nibble.
-        Dequantized, [*batch, n, k] bfloat16.
-      scales: packed, [*batch, n, k / 32] E8M0 bytes: 2**(byte - 127), 255 is NaN. Dequantized, None.
+        Otherwise [*batch, n, k], in bfloat16 or FP8.
+      scales: packed, [*batch, n, k / 32] E8M0 bytes: 2**(byte - 127), 255 is NaN. Otherwise None.
       prescale: factor that shrank the elements, or None.
+      tensor_scale: float32 scale of the whole tensor, one for all of the batch, or None for one.
     """
 
     elements: UInt8[Array, "*batch n bytes"] | Float[Array, "*batch n k"]
     scales: UInt8[Array, "*batch n blocks"] | None
     prescale: float | None = None
+    tensor_scale: Float32[Array, "..."] | None = None
 
     @property
     def packed(self) -> tuple[UInt8[Array, "*batch n bytes"], UInt8[Array, "*batch n blocks"]]:
@@ -49,8 +53,10 @@ class KernelOperand:
         return self.elements, self.scales
 
     @property
-    def factor(self) -> float | None:
+    def factor(self) -> Float32[Array, "..."] | float | None:
         """The factor still to apply to the product, or None for one."""
+        if self.tensor_scale is not None:
+            return self.tensor_scale / self.prescale if self.prescale else self.tensor_scale
         return 1 / self.prescale if self.prescale else None
 
 
@@ -99,3 +105,19 @@ def pack_by_definition(x: Float[Array, "*b r c"], use: OperandUse) -> KernelOper
     if use.axis == -2:
         codes, scales = codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
     return KernelOperand(pack_codes(pad(codes, codes.ndim - 1, BLOCK), codes.ndim - 1), scales, q.prescale)
+
+
+def fp8_by_definition(x: Float[Array, "*b r c"], use: OperandUse) -> KernelOperand:
+    """Returns x quantized to FP8 with one scale for a GEMM, transposed to K-major."""
+    q = quantize_use(x, use)
+    elements = q.elements.astype(get_format(q.format).dtype)
+    elements = elements if use.axis == -1 else elements.swapaxes(-1, -2)
+    return KernelOperand(elements, None, q.prescale, q.tensor_scale)
+
+
+def bfloat16_by_definition(x: Float[Array, "*b r c"], use: OperandUse) -> KernelOperand:
+    """Returns x quantized for a GEMM, padded as kernels pad it, transposed to K-major, in bfloat16."""
+    q = quantize_use(x, use)
+    values = block_values(q).astype(jnp.bfloat16)
+    values = values.swapaxes(-1, -2) if use.axis == -2 else values
+    return KernelOperand(pad(values, values.ndim - 1, BLOCK), None, q.prescale, q.tensor_scale)

@@ -1,5 +1,6 @@
 """`Product`: the result of a GEMM as the matrix units leave it, and the contractions that make one."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -44,12 +45,51 @@ def contract(
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "..."]:
     """Contracts two axes, counted from the end; axes before the last two are batch axes."""
-    batch = tuple(range(lhs.ndim - 2))
-    dims = (((lhs.ndim + lhs_axis,), (rhs.ndim + rhs_axis,)), (batch, batch))
-    y = lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=dtype)
-    # XLA for CPUs folds a transpose of the result into the product, and cannot run that product in bfloat16.
+
+    def product(lhs, rhs):
+        batch = tuple(range(lhs.ndim - 2))
+        dims = (((lhs.ndim + lhs_axis,), (rhs.ndim + rhs_axis,)), (batch, batch))
+        return lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=dtype)
+
     on_cpu = platform() == "cpu" and current_target() is None
-    return lax.optimization_barrier(y) if on_cpu and y.dtype != lhs.dtype else y
+    if on_cpu and lhs.dtype != dtype:
+        return _without_folding(product, lhs_axis, rhs_axis)(lhs, rhs)
+    return product(lhs, rhs)
+
+
+Contraction = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def _without_folding(product: Contraction, lhs_axis: int, rhs_axis: int) -> Contraction:
+    """Returns a contraction into which XLA folds no transpose of the result, nor of what `jax.vmap` maps.
+
+    XLA for CPUs cannot run the product of such a fold in bfloat16.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def contraction(lhs, rhs):
+        return lax.optimization_barrier(product(lhs, rhs))
+
+    @contraction.def_vmap
+    def _(size, mapped, lhs, rhs):
+        of_lhs, of_rhs = mapped
+        again = _without_folding(product, lhs_axis, rhs_axis)
+        if of_lhs and of_rhs:  # an axis of the batch
+            return again(*lax.optimization_barrier((lhs, rhs))), True
+        if of_lhs:
+            y = again(_join_first(lhs, -3 - lhs_axis), rhs)
+            return jnp.moveaxis(y.reshape(*y.shape[:-2], size, -1, y.shape[-1]), -3, 0), True
+        y = again(lhs, _join_first(rhs, -3 - rhs_axis))
+        return jnp.moveaxis(y.reshape(*y.shape[:-1], size, -1), -2, 0), True
+
+    return contraction
+
+
+def _join_first(x: Float[Array, "size ..."], axis: int) -> Float[Array, "..."]:
+    """Returns x with its first axis joined to another, counted from the end."""
+    shape = list(x.shape[1:])
+    shape[axis] *= x.shape[0]
+    return lax.optimization_barrier(jnp.moveaxis(x, 0, axis - 1).reshape(shape))
 
 
 def contract_fp8(lhs: Float[Array, "..."], rhs: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:

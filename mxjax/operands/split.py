@@ -6,6 +6,7 @@ On GPUs by `mxjax.operands.product.contract_by_halves`.
 | --- | --- | --- |
 | none | nothing | |
 | mean | the mean over the tokens, one row | rank one |
+| mean of n tokens | that of each n neighbouring tokens, in bfloat16 | rank tokens / n |
 | outliers | what exceeds the quantiles of each token | sparse; here as a dense product |
 | clip | what exceeds them, dropped | none |
 
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from mxjax.numerics.blocks import pad
 from mxjax.numerics.operand import Operand
 from mxjax.operands.product import contract_float32
 from mxjax.policy.policy import Gemm
@@ -30,7 +32,8 @@ class Split(NamedTuple):
 
     Attributes:
       part: the tensor to quantize.
-      rest: the tensor to multiply apart, with one row if it is the same for all tokens; None if nothing is.
+      rest: the tensor to multiply apart, with one row if it is the same for all tokens, or for each
+        `split_tokens` of them; None if nothing is.
     """
 
     part: Float[Array, "*batch m k"]
@@ -44,6 +47,10 @@ def split(x: Float[Array, "*batch m k"], operand: Operand) -> Split:
             return Split(x, None)
         case "mean":
             x = x.astype(jnp.float32)
+            if operand.split_tokens is not None:
+                mean = _summed(x, operand.split_tokens, -2) / operand.split_tokens
+                mean = lax.reduce_precision(mean, exponent_bits=8, mantissa_bits=7)  # bfloat16
+                return Split(x - whole_rest(mean, x.shape[-2], operand), mean)
             mean = jnp.sum(x, axis=-2, keepdims=True) / max(x.shape[-2], 1)
             return Split(x - mean, mean)
         case "outliers" | "clip":
@@ -66,20 +73,46 @@ def product_apart(
     left, right = split(lhs, gemm.lhs), split(rhs, gemm.rhs)
     terms = []
     if left.rest is not None:
-        terms.append(_contract(left.rest, lhs_axis, rhs, rhs_axis))
+        y = _contract(left.rest, lhs_axis, rhs, rhs_axis, gemm.lhs)
+        terms.append(whole_rest(y, lhs.shape[-2], gemm.lhs) if lhs_axis == -1 else y)
     if right.rest is not None:
-        terms.append(_contract(left.part, lhs_axis, right.rest, rhs_axis))
+        terms.append(_contract(left.part, lhs_axis, right.rest, rhs_axis, gemm.rhs))
     return sum(terms[1:], terms[0])
 
 
-def _contract(lhs, lhs_axis: int, rhs, rhs_axis: int) -> Float32[Array, "..."]:
-    """Contracts two axes; one row for all tokens is multiplied by the sum of the other's."""
+def whole_rest(rest: Float32[Array, "*batch rows k"], tokens: int, operand: Operand) -> Float32[Array, "..."]:
+    """Returns a rest with a row for each token; one row for all tokens stays one."""
+    if operand.split_tokens is None or rest.shape[-2] == 1:
+        return rest
+    return jnp.repeat(rest, operand.split_tokens, axis=-2)[..., :tokens, :]
+
+
+def _contract(lhs, lhs_axis: int, rhs, rhs_axis: int, operand: Operand) -> Float32[Array, "..."]:
+    """Contracts two axes; one row for several tokens is multiplied by the sum of the other's.
+
+    Args:
+      operand: the one that was split.
+    """
     lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-    if lhs.shape[lhs_axis] == 1:
+    left, right = lhs.shape[lhs_axis], rhs.shape[rhs_axis]
+    if left == 1:
         rhs = jnp.sum(rhs, axis=rhs_axis, keepdims=True)
-    elif rhs.shape[rhs_axis] == 1:
+    elif right == 1:
         lhs = jnp.sum(lhs, axis=lhs_axis, keepdims=True)
+    elif left < right:
+        rhs = _summed(rhs, operand.split_tokens, rhs_axis)
+    elif right < left:
+        lhs = _summed(lhs, operand.split_tokens, lhs_axis)
     return contract_float32(lhs, lhs_axis, rhs, rhs_axis)
+
+
+def _summed(x: Float32[Array, "..."], n: int | None, axis: int) -> Float32[Array, "..."]:
+    """Returns the sums of each n neighbours along an axis, the last of as many as there are."""
+    assert n is not None
+    x = pad(x, axis % x.ndim, n)
+    axis = axis % x.ndim
+    runs = x.reshape(*x.shape[:axis], x.shape[axis] // n, n, *x.shape[axis + 1 :])
+    return jnp.sum(runs, axis=axis + 1)
 
 
 def _quantiles(x: Float[Array, "*batch m k"], quantile: float) -> tuple[Float[Array, "*batch m 1"], ...]:

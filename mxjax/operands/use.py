@@ -1,5 +1,6 @@
 """`OperandUse`: a tensor as one GEMM takes it, rotated and quantized along the contracted axis."""
 
+import dataclasses
 from typing import Literal, NamedTuple
 
 import jax
@@ -14,11 +15,12 @@ from mxjax.numerics.hadamard import rotate
 from mxjax.numerics.operand import Operand
 from mxjax.numerics.philox import KeyWords
 from mxjax.numerics.quantize import quantize_unpacked
-from mxjax.operands.split import split
+from mxjax.numerics.rotations import apply_matrix, permutation, rotation_matrix
+from mxjax.operands.split import split, whole_rest
 from mxjax.policy.policy import Rotation
 from mxjax.runtime.primitives import first_order_only
 
-Form = Literal["packed", "bf16"]
+Form = Literal["packed", "bf16", "fp8"]
 
 
 class OperandUse(NamedTuple):
@@ -30,13 +32,14 @@ class OperandUse(NamedTuple):
     Attributes:
       axis: axis that the GEMM contracts, -1 or -2; the tensor is rotated and quantized along it.
       operand: format, blocks and rounding.
-      rotation: Hadamard rotation before quantization, or None.
+      rotation: rotation before quantization, or None.
       signs: the rotation's signs, or None for all +1.
       key: JAX key of the random bits, or what was drawn from it, or None.
       words: two words of `key`, then `signs` as four words if they are redrawn, for kernels; None where no
         kernel drew them (`mxjax.products.draws`).
-      form: elements of the `KernelOperand` that the GEMM multiplies, packed or in bfloat16; None if it
-        multiplies an `MXArray`.
+      form: elements of the `KernelOperand` that the GEMM multiplies: packed, in bfloat16 or in FP8; None if
+        it multiplies an `MXArray`.
+      order: JAX key of the rotation's permutation, or None for the given order.
       reads: the Fprop's use of the same tensor if this GEMM reads the values that the Fprop quantized
         (source "dequantized"); None if it reads the tensor itself.
     """
@@ -48,6 +51,7 @@ class OperandUse(NamedTuple):
     key: jax.Array | KeyWords | None = None
     words: UInt32[Array, "6"] | None = None
     form: Form | None = None
+    order: jax.Array | None = None
     reads: "OperandUse | None" = None
 
     @property
@@ -59,6 +63,11 @@ class OperandUse(NamedTuple):
     def has_signs(self) -> bool:
         """Whether the rotation has signs."""
         return self.rotation is not None and self.rotation.signs != "none"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether kernels compute its rotation, if it has one."""
+        return self.rotation is None or self.rotation.is_hadamard
 
     @property
     def options(self) -> "OperandUse":
@@ -83,22 +92,47 @@ def quantized_part(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "...
 
 def rotate_use(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "..."]:
     """Returns x rotated as the GEMM takes it, padded with zeros to a multiple of the rotation's size."""
+    x, use = to_plain(x, use)
     if use.rotation is None:
         return x
     size = use.rotation.size
     return rotate(pad(x, use.axis % x.ndim, size), size, axis=use.axis, signs=use.signs)
 
 
-def rotate_use_back(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "..."]:
-    """Inverts the rotation of `rotate_input`; the padding stays."""
-    if use.rotation is None:
+def to_plain(x: Float[Array, "..."], use: OperandUse) -> tuple[Float[Array, "..."], OperandUse]:
+    """Returns x after the permutation and the matrix that kernels do not know, and the use that remains."""
+    rotation = use.rotation
+    if rotation is None or rotation.is_hadamard:
+        return x, use
+    if use.order is not None:
+        places = permutation(use.order, x.shape[use.axis])
+        x = jnp.take(x, places, axis=use.axis, unique_indices=True, mode="clip")
+    if rotation.kind == "hadamard" and rotation.size > 1:
+        return x, use._replace(rotation=dataclasses.replace(rotation, order="given"), order=None)
+    if rotation.size > 1:
+        x = pad(x, use.axis % x.ndim, rotation.size)
+        x = apply_matrix(x, rotation_matrix(rotation.kind, rotation.size), use.axis, use.signs)
+    return x, use._replace(rotation=None, signs=None, order=None)
+
+
+def rotate_use_back(x: Float[Array, "..."], use: OperandUse, length: int) -> Float[Array, "..."]:
+    """Inverts `rotate_use` of a tensor whose axis had this length."""
+    axis, rotation = use.axis, use.rotation
+    if rotation is None:
+        return lax.slice_in_dim(x, 0, length, axis=axis)
+    if rotation.kind == "hadamard":
+        x = rotate(x, rotation.size, axis=axis) if rotation.size > 1 else x
+    else:
+        x = apply_matrix(x, rotation_matrix(rotation.kind, rotation.size).T, axis)
+    if use.signs is not None:
+        padded = x.shape[axis]
+        signs = jnp.broadcast_to(use.signs, (padded // rotation.size, rotation.size))
+        x = x * signs.reshape([1] * (x.ndim + axis) + [padded] + [1] * (-1 - axis))
+    x = lax.slice_in_dim(x, 0, length, axis=axis)
+    if use.order is None:
         return x
-    x = rotate(x, use.rotation.size, axis=use.axis)
-    if use.signs is None:
-        return x
-    signs = jnp.tile(use.signs, x.shape[use.axis] // use.rotation.size)
-    shape = [1] * (x.ndim + use.axis) + [-1] + [1] * (-1 - use.axis)
-    return x * signs.reshape(shape)
+    places = jnp.argsort(permutation(use.order, length))
+    return jnp.take(x, places, axis=axis, unique_indices=True, mode="clip")
 
 
 def dequantize_use(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "..."]:
@@ -107,5 +141,6 @@ def dequantize_use(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "...
     The result is not to be differentiated; gradients pass by `mxjax.products.gradients`.
     """
     values, rest = dequantize(quantize_use(first_order_only(x), use)), split(x, use.operand).rest
-    values = values if rest is None else values + rotate_use(rest, use)
+    if rest is not None:
+        values = values + rotate_use(whole_rest(rest, x.shape[-2], use.operand), use)
     return lax.optimization_barrier(values)  # a rotation's stages would each compute it again

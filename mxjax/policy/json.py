@@ -27,9 +27,10 @@ _READERS: Mapping[str, tuple[Callable[[Any], bool], str]] = types.MappingProxyTy
             "formats with E8M0 scales, such as mxfp4",
         ),
         "quantile": (lambda operand: operand.split in ("outliers", "clip"), "split=outliers and split=clip"),
+        "split_tokens": (lambda operand: operand.split == "mean", "split=mean"),
         "seed": (
-            lambda rotation: rotation is None or (rotation.signs == "fixed" and rotation.values is None),
-            "signs=fixed without values",
+            lambda rotation: rotation is None or rotation.reads_seed,
+            "signs=fixed without values and order=fixed",
         ),
     }
 )
@@ -53,7 +54,7 @@ def policy_from_json(text: str | Mapping[str, Any]) -> Policy:
     """Returns the policy in a JSON text, or in what `json.loads` made of one.
 
     Fields that are left out have their defaults: `{"wgrad": {"rotation": {"size": 16}}}` is MXFP4 everywhere
-    with H16 on Wgrad.
+    with H16 on Wgrad. A byte order mark, which some editors write, is skipped.
 
     Raises:
       ValueError: not JSON, a field twice, an unknown field, a value of the wrong type, or a policy that
@@ -61,7 +62,7 @@ def policy_from_json(text: str | Mapping[str, Any]) -> Policy:
     """
     if isinstance(text, str):
         try:
-            text = json.loads(text, object_pairs_hook=_once)
+            text = json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"a policy must be JSON, each field once, and this is not: {error}") from None
     fields = _fields(text, "policy", _GEMMS)
@@ -219,7 +220,8 @@ def _operand(data: object, path: str) -> Operand:
     for name in ("prescale", "scale_target", "scale_max"):
         _check_type(fields, name, path, lambda v: v is None or _is_number(v), "a number or null")
     _check_type(fields, "four_over_six", path, lambda v: v is None or isinstance(v, str), "a string or null")
-    _check_type(fields, "eden", path, lambda v: v is None or _is_integer(v), "an integer or null")
+    for name in ("eden", "split_tokens"):
+        _check_type(fields, name, path, lambda v: v is None or _is_integer(v), "an integer or null")
     _check_type(fields, "block_shape", path, _is_block_shape, "an integer, a pair of integers or null")
     if isinstance(fields.get("block_shape"), list | tuple):
         fields["block_shape"] = tuple(fields["block_shape"])
@@ -230,7 +232,8 @@ def _rotation(data: object, path: str) -> Rotation:
     fields = _fields(data, path, _names(Rotation))
     for name in ("size", "seed"):
         _check_type(fields, name, path, _is_integer, "an integer")
-    _check_type(fields, "signs", path, lambda value: isinstance(value, str), "a string")
+    for name in ("signs", "kind", "order"):
+        _check_type(fields, name, path, lambda value: isinstance(value, str), "a string")
     _check_type(fields, "values", path, _is_integers_or_none, "a list of integers or null")
     if isinstance(fields.get("values"), list | tuple):
         fields["values"] = tuple(fields["values"])

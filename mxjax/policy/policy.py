@@ -18,6 +18,7 @@ from typing import Literal
 from mxjax.numerics.formats import FORMATS
 from mxjax.numerics.hadamard import SIZES
 from mxjax.numerics.operand import Operand, check_choice, use_python_numbers
+from mxjax.numerics.rotations import Kind, Order
 from mxjax.numerics.scales import ScaleRule
 
 Signs = Literal["none", "fixed", "redrawn"]
@@ -29,28 +30,40 @@ OPERANDS: Mapping[str, tuple[str, str]] = types.MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """A blockwise Hadamard rotation of both operands of a GEMM, along the axis that it contracts.
+    """A blockwise rotation of both operands of a GEMM, along the axis that it contracts.
 
     Attributes:
-      size: size of the Hadamard matrix, e.g. 16 for H16.
+      size: size of the matrix, e.g. 16 for H16; 1 for a permutation alone.
       signs: "none" (deterministic), "fixed" (drawn once from `seed`) or "redrawn" (from the key at every
         call).
       seed: seed of the fixed signs, from 0 to 2**32 - 1.
       values: the fixed signs themselves, `size` of +1 or -1, instead of signs drawn from `seed`.
+      kind: the matrix; see `mxjax.numerics.rotations.rotation_matrix`. Kernels know "hadamard" alone; XLA
+        computes the others, and permutations.
+      order: "given", or a random permutation of the whole axis before the rotation and the blocks, the same
+        for both operands: "fixed" (drawn once from `seed`) or "redrawn" (from the key at every call).
     """
 
     size: int = 16
     signs: Signs = "none"
     seed: int = 0
     values: tuple[int, ...] | None = None
+    kind: Kind = "hadamard"
+    order: Order = "given"
 
     def __post_init__(self):
         use_python_numbers(self)
         check_choice("signs", self.signs, Signs)
-        if self.size not in SIZES:
-            raise ValueError(f"Rotation needs size to be one of {SIZES}, got {self.size}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"Rotation needs seed to be from 0 to 2**32 - 1, got {self.seed}")
+        check_choice("kind", self.kind, Kind)
+        check_choice("order", self.order, Order)
+        alone = self.order != "given" and self.signs == "none" and self.kind == "hadamard"
+        if type(self.size) is not int or (self.size not in SIZES and not (self.size == 1 and alone)):
+            raise ValueError(
+                f"Rotation needs size to be one of {SIZES}, got {self.size}; a permutation alone has size 1, "
+                "order='fixed' or 'redrawn' and no signs"
+            )
+        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
+            raise ValueError(f"Rotation needs seed to be from 0 to 2**32 - 1, got {self.seed!r}")
         if self.values is None:
             return
         given: object = self.values  # a list, a number, … from a caller without types
@@ -65,7 +78,19 @@ class Rotation:
         signs = {"none": "", "fixed": " fixed signs", "redrawn": " redrawn signs"}[self.signs]
         if self.values is not None:
             signs = " signs " + "".join("+" if value > 0 else "-" for value in self.values)
-        return f"H{self.size}{signs}"
+        names = {"hadamard": "H", "sequency": "sequency-H", "dct": "DCT", "haar": "Haar"}
+        order = "" if self.order == "given" else f", {self.order} permutation"
+        return f"{names[self.kind]}{self.size}{signs}{order}"
+
+    @property
+    def is_hadamard(self) -> bool:
+        """Whether it is `mxjax.rotate` alone, which kernels compute."""
+        return self.kind == "hadamard" and self.order == "given"
+
+    @property
+    def reads_seed(self) -> bool:
+        """Whether anything is drawn from `seed`."""
+        return self.order == "fixed" or (self.signs == "fixed" and self.values is None)
 
 
 _MXFP4 = Operand()
@@ -94,12 +119,17 @@ class Gemm:
     @property
     def needs_key(self) -> bool:
         """Whether running this GEMM draws random bits."""
-        return self.lhs.needs_key or self.rhs.needs_key or self.redrawn_signs > 0
+        return self.lhs.needs_key or self.rhs.needs_key or self.redrawn_signs > 0 or self.redraws_order
 
     @property
     def redrawn_signs(self) -> int:
         """How many signs its rotation draws from the key."""
         return self.rotation.size if self.rotation and self.rotation.signs == "redrawn" else 0
+
+    @property
+    def redraws_order(self) -> bool:
+        """Whether its rotation draws a permutation from the key."""
+        return self.rotation is not None and self.rotation.order == "redrawn"
 
     def __str__(self) -> str:
         return f"{self.lhs} x {self.rhs}" + (f" ({self.rotation})" if self.rotation else "")

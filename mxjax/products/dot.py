@@ -1,6 +1,7 @@
 """`dot`: a linear layer's matrix product, each of its three GEMMs in the precision that a policy names."""
 
 import math
+import operator
 import warnings
 
 import jax
@@ -207,12 +208,28 @@ def _is_operand(dtype: DTypeLike) -> bool:
 
 
 def check_axes(lhs, rhs, dimension_numbers: DimensionNumbers) -> None:
-    """Raises ValueError unless the axes are counted from 0 and those of a pair have the same size."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    if min((*lhs_contract, *rhs_contract, *lhs_batch, *rhs_batch), default=0) < 0:
-        raise ValueError(
-            f"dot_general needs axes counted from 0, got {dimension_numbers}; write lhs.ndim - 1 for the last"
-        )
+    """Raises an error unless these are axes of lhs and rhs, counted from 0, and those of a pair match.
+
+    Raises:
+      TypeError: the dimension numbers are no two pairs of sequences of integers.
+      ValueError: an axis that is not there or is named twice, or two of another size.
+    """
+    try:
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+        sides = [[*map(operator.index, (*c, *b))] for c, b in zip(*dimension_numbers, strict=True)]
+    except (TypeError, ValueError):
+        raise TypeError(
+            "dot_general needs dimension_numbers ((lhs contracting, rhs contracting), (lhs batch, rhs "
+            f"batch)), each a sequence of axes, got {dimension_numbers!r:.60}"
+        ) from None
+    for x, axes in zip((lhs, rhs), sides, strict=True):
+        if not all(0 <= axis < x.ndim for axis in axes):
+            raise ValueError(
+                f"dot_general needs axes counted from 0 of {lhs.shape} and {rhs.shape}, got "
+                f"{dimension_numbers}; write lhs.ndim - 1 for the last"
+            )
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"dot_general needs each axis once, got {dimension_numbers}")
     if [[lhs.shape[i] for i in axes] for axes in (lhs_contract, lhs_batch)] != [
         [rhs.shape[i] for i in axes] for axes in (rhs_contract, rhs_batch)
     ]:

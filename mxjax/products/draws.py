@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, UInt32
 
-from mxjax.numerics.hadamard import random_signs
+from mxjax.numerics.hadamard import fixed_signs, random_signs
 from mxjax.numerics.philox import KeyWords, key_words
 from mxjax.operands.use import Form, OperandUse
 from mxjax.policy.policy import Gemm, Policy, Rotation
@@ -74,11 +74,12 @@ def uses_of(gemm: Gemm, lhs_axis: int, rhs_axis: int, key: jax.Array | None) -> 
 
 
 class _Drawn(NamedTuple):
-    """Random words of a GEMM's two operands, and the signs of its rotation if they are redrawn."""
+    """Random words of a GEMM's two operands, and its rotation's signs and permutation if they are redrawn."""
 
     lhs: KeyWords | None = None
     rhs: KeyWords | None = None
     signs: Float32[Array, " size"] | None = None
+    order: jax.Array | None = None
 
 
 def _uses(
@@ -90,10 +91,11 @@ def _uses(
     words: UInt32[Array, "2 6"] | None = None,
 ) -> GemmUses:
     signs = _fixed_signs(gemm.rotation) if drawn.signs is None else drawn.signs
+    order = _fixed_order(gemm.rotation) if drawn.order is None else drawn.order
     lhs_words, rhs_words = (None, None) if words is None else words
     return GemmUses(
-        OperandUse(lhs_axis, gemm.lhs, gemm.rotation, signs, drawn.lhs, lhs_words, form),
-        OperandUse(rhs_axis, gemm.rhs, gemm.rotation, signs, drawn.rhs, rhs_words, form),
+        OperandUse(lhs_axis, gemm.lhs, gemm.rotation, signs, drawn.lhs, lhs_words, form, order),
+        OperandUse(rhs_axis, gemm.rhs, gemm.rotation, signs, drawn.rhs, rhs_words, form, order),
     )
 
 
@@ -104,8 +106,14 @@ def _fixed_signs(rotation: Rotation | None) -> Float32[Array, " size"] | None:
     if rotation.values is not None:
         return jnp.asarray(rotation.values, jnp.float32)
     assert rotation.signs == "fixed"
-    # Independent of JAX's default generator.
-    return random_signs(jax.random.key(rotation.seed, impl="threefry2x32"), rotation.size)
+    return jnp.asarray(fixed_signs(rotation.seed, rotation.size))
+
+
+def _fixed_order(rotation: Rotation | None) -> jax.Array | None:
+    """Returns the key of a rotation's permutation that is drawn from its seed, apart from its signs."""
+    if rotation is None or rotation.order != "fixed":
+        return None
+    return fold_each(jax.random.key(rotation.seed, impl="threefry2x32"), 1, 2)[0]
 
 
 def _draw_each(gemms: Sequence[Gemm], keys: jax.Array | None) -> list[_Drawn]:
@@ -125,7 +133,8 @@ def _draw_each(gemms: Sequence[Gemm], keys: jax.Array | None) -> list[_Drawn]:
     for i, gemm in enumerate(gemms):
         lhs, rhs = (KeyWords(words[i, k]) for k in range(2))
         of_rotation = signs[gemm.redrawn_signs][i] if gemm.redrawn_signs else None
-        drawn.append(_Drawn(lhs, rhs, of_rotation) if gemm.needs_key else _Drawn())
+        order = fold_each(of_signs[i], 1, 2)[0] if gemm.redraws_order else None
+        drawn.append(_Drawn(lhs, rhs, of_rotation, order) if gemm.needs_key else _Drawn())
     return drawn
 
 

@@ -44,8 +44,11 @@ def einsum(
       Others: see `dot` and `jax.lax.dot_general`.
     Raises:
       ValueError: a spec that does not fit the operands, or repeats a letter within one. Others as in `dot`.
+      TypeError: spec is no string.
     """
     check_arrays("einsum", x=x, w=w)
+    if not isinstance(spec, str):
+        raise TypeError(f"einsum needs a spec such as 'btd,df->btf', got {spec!r:.60}")
     x_axes, w_axes, result = _parse(spec, x.ndim, w.ndim)
     _check_sizes(spec, dict(zip(x_axes, x.shape, strict=True)), dict(zip(w_axes, w.shape, strict=True)))
     x, x_axes = _sum_out(x, x_axes, {*w_axes, *result})

@@ -13,7 +13,6 @@ gradient estimator of arXiv 2501.17116, section 3.1, and of Azure/MS-AMP.
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from mxjax.numerics.formats import get_format
@@ -76,5 +75,4 @@ def through_quantization(
         gradient = rotate_use(gradient, use)
     if use.operand.gradient != "straight_through":
         gradient = gradient * derivative(quantized_part(first_order_only(x), use), use.operand, use.axis)
-    gradient = rotate_use_back(gradient, use)
-    return lax.slice_in_dim(gradient, 0, x.shape[use.axis], axis=use.axis)
+    return rotate_use_back(gradient, use, x.shape[use.axis])

@@ -25,6 +25,9 @@ GemmImplementation = Literal[
 ON_PACKED: tuple[GemmImplementation, ...] = ("fp8_carriers", "scaled_dot", "triton")
 """Implementations that take packed operands, which the forward pass can keep for the backward pass."""
 
+KEPT: tuple[GemmImplementation, ...] = (*ON_PACKED, "fp8_tensor")
+"""Implementations whose operands the forward pass keeps for the backward pass, in place of the tensor."""
+
 BY_KERNEL: tuple[GemmImplementation, ...] = (*ON_PACKED, "xla_by_kernel")
 """Implementations whose operands the quantizer kernel may write."""
 
@@ -36,6 +39,8 @@ def form_of(implementation: GemmImplementation) -> Form | None:
     """
     if implementation in ON_PACKED:
         return "packed"
+    if implementation == "fp8_tensor":
+        return "fp8"
     return "bf16" if implementation == "xla_by_kernel" else None
 
 
@@ -123,17 +128,22 @@ def _implementation_of(name: Implementation, gemm: Gemm, explicit: bool) -> Gemm
             f"implementation {name!r} takes MXFP4 in blocks of 32 or 32x32 on both sides, FP8 or BF16, not "
             f"{gemm}; use 'xla', or None for the fastest"
         )
-    return "xla"
+    return "xla_by_kernel" if _kernel_quantizes(gemm) else "xla"
 
 
 def _kernel_quantizes(gemm: Gemm) -> bool:
-    """Whether kernels run here and the quantizer takes both operands of a GEMM."""
-    if current_target() is None:
+    """Whether kernels run here and a quantizer takes both operands of a GEMM, to bfloat16."""
+    target = current_target()
+    if target is None:
         return False
     from mxjax.kernels.quantize.launches import LARGEST_ROTATION
 
     rotation = gemm.rotation.size if gemm.rotation else 1
-    return gemm.lhs.is_packable and gemm.rhs.is_packable and rotation <= LARGEST_ROTATION
+    if rotation > LARGEST_ROTATION:
+        return False
+    if gemm.lhs.is_block16 and gemm.rhs.is_block16:
+        return target.backend != "hip"  # nobody has run it there
+    return gemm.lhs.is_packable and gemm.rhs.is_packable
 
 
 def choose_implementation(implementation: Implementation | None) -> Implementation:

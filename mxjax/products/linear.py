@@ -23,7 +23,7 @@ mapped, each call has random bits of its own, as in a loop.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -43,13 +43,13 @@ from mxjax.policy.policy import Gemm, Policy
 from mxjax.products.draws import GemmUses, uses_of_policy
 from mxjax.products.gradients import changes_gradient, gradients_read_tensors, through_quantization
 from mxjax.products.implementations import (
-    ON_PACKED,
+    KEPT,
     GemmImplementations,
     Implementation,
     implementations_of,
 )
 from mxjax.products.multiply import multiply
-from mxjax.products.prepare import Prepared, as_read, prepare
+from mxjax.products.prepare import Prepared, as_read, once, prepare, prepare_seen, takes_seen
 from mxjax.recipes import as_policy
 from mxjax.runtime.mesh import as_stored, varying_as
 from mxjax.runtime.primitives import as_primitive, first_order_only
@@ -122,12 +122,12 @@ def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple
     """
     policy, gemms, _, _, frozen = options
     x, values = first_order_only(x), first_order_only(_weight_values(w, frozen))
-    x = lax.optimization_barrier(x)  # several passes read it; XLA would recompute it in each
     uses = uses_of_policy(policy, gemms, key)
+    x = once(x, [uses.fprop.lhs, uses.wgrad.lhs])
     x_is_read, w_is_read = gradients_read_tensors(policy)
     keep = keep and frozen is None
-    keep_x = keep and gemms.wgrad in ON_PACKED and not x_is_read
-    keep_w = keep and gemms.dgrad in ON_PACKED and not w_is_read
+    keep_x = keep and (gemms.wgrad in KEPT or _in_place_of(x, uses.wgrad.lhs)) and not x_is_read
+    keep_w = keep and gemms.dgrad in KEPT and not w_is_read
     x_uses, w_uses = [uses.fprop.lhs, uses.wgrad.lhs], [uses.fprop.rhs, uses.dgrad.rhs]
     lhs, x_packed = prepare(x, x_uses) if keep_x else (*prepare(x, x_uses[:1]), None)
     rhs, w_packed = prepare(values, w_uses) if keep_w else (*prepare(values, w_uses[:1]), None)
@@ -135,9 +135,21 @@ def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple
     if is_layer:
         lhs, rhs = _tagged(lhs), _tagged(rhs)
         x_packed, w_packed = _tagged(x_packed), _tagged(w_packed)
+    if keep and not x_is_read and _is_bfloat16(x) and takes_seen(x, uses.wgrad.lhs):
+        x_packed = lhs  # as many bytes as x, and all that the Wgrad reads of it
     y = _gemm(options, "fprop", lhs, rhs, _rests(policy.fprop, uses.fprop, x, values))
-    x_kept = None if keep_x or (frozen is not None and not x_is_read) else x
+    x_kept = None if x_packed is not None or (frozen is not None and not x_is_read) else x
     return tag_product(y) if is_layer else y, Residuals(x_kept, x_packed, None, w_packed, key)
+
+
+def _in_place_of(x: Tensor, use: OperandUse) -> bool:
+    """Whether x as a use takes it, in bfloat16, is kept in place of x: as many bytes, from one read of x."""
+    original = use.reads is None and use.operand.split == "none" and use.operand.is_block16
+    return original and use.form == "bf16" and _is_bfloat16(x)
+
+
+def _is_bfloat16(x: Tensor) -> TypeGuard[jax.Array]:
+    return isinstance(x, jax.Array) and x.dtype == jnp.bfloat16
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -155,7 +167,7 @@ def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Produc
     plain = all(use.operand.format == "bf16" and use.rotation is None for use in dy_uses)
     if plain and isinstance(dy, jax.Array):
         dy = dy.astype(jnp.bfloat16)  # halves the bytes of float32 logits and converts them once
-    dy = lax.optimization_barrier(dy)
+    dy = once(dy, dy_uses)
     dy_rows, *dy_columns = prepare(dy, dy_uses if frozen is None else dy_uses[:1])
     if w is not None:
         w = first_order_only(_weight_values(w, frozen))
@@ -168,6 +180,9 @@ def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Produc
         return dx, None
     if x is not None:
         [x_packed] = prepare(x, [uses.wgrad.lhs])
+    elif uses.wgrad.lhs.form == "bf16" and uses.wgrad.lhs.reads is not None:
+        assert isinstance(x_packed, KernelOperand)
+        x_packed = prepare_seen(x_packed, uses.wgrad.lhs)
     assert x_packed is not None
     [dy_columns] = dy_columns
     steps = _rests(policy.wgrad, uses.wgrad, x, dy)
@@ -238,8 +253,8 @@ def residual_bytes(
 ) -> dict[str, int]:
     """Returns the bytes that `dot(x, w, ...)` keeps for its backward pass, by tensor ("x", "w").
 
-    Packed operands take 17/32 byte per element. If a GEMM does not take packed operands, the tensor itself is
-    kept, which costs nothing for weights: they stay in memory anyway.
+    Packed operands take 17/32 byte per element, FP8 operands one. If a GEMM takes neither, the tensor itself
+    is kept, which costs nothing for weights: they stay in memory anyway.
 
     Args:
       x, w: arrays [..., d_in] and [d_in, d_out], or their shapes and dtypes.

@@ -37,14 +37,14 @@ def multiply(
       carriers: FP8 carriers of lhs and rhs, for "fp8_carriers".
     """
     match lhs, rhs:
+        case KernelOperand(), KernelOperand() if implementation == "fp8_tensor":
+            return Product(_multiply_fp8_tensors(lhs, rhs, layout).astype(dtype))
         case KernelOperand(scales=None), KernelOperand():
             raw, factors = _multiply_bfloat16(lhs, rhs, dtype, precision, layout), None
         case KernelOperand(), KernelOperand():
             raw, factors = _multiply_packed(lhs, rhs, implementation, dtype, precision, carriers, layout)
         case MXArray(), MXArray() if implementation == "reference":
             return Product(_multiply_reference(lhs, rhs, layout).astype(dtype))
-        case MXArray(), MXArray() if implementation == "fp8_tensor":
-            raw, factors = _multiply_fp8_tensors(lhs, rhs, layout), None
         case MXArray(), MXArray():
             raw, factors = _multiply_xla(lhs, rhs, dtype, precision, layout), None
         case _:
@@ -172,12 +172,18 @@ def _multiply_fp8_carriers(lhs: KernelOperand, rhs: KernelOperand, dtype, carrie
     return Product(y, (rows, columns))
 
 
-def _multiply_fp8_tensors(lhs: MXArray, rhs: MXArray, layout: Layout | None) -> jax.Array:
-    """Multiplies in FP8, without the scales of the tensors."""
-    left, right = (q.elements.astype(get_format(q.format).dtype) for q in (lhs, rhs))
-    right = to_multiply(right, layout)
-    left, right = (t if q.axis == -1 else t.swapaxes(-1, -2) for t, q in ((left, lhs), (right, rhs)))
-    return contract_fp8(left, right, jnp.float32)
+def _multiply_fp8_tensors(lhs: KernelOperand, rhs: KernelOperand, layout: Layout | None) -> jax.Array:
+    """Multiplies in FP8, with the scales of both tensors.
+
+    On GPUs XLA takes these operations as one GEMM, which applies the scales to its float32 sums. Operands in
+    bfloat16 would have it write bfloat16, but XLA then rounds the scales to bfloat16 too.
+    """
+    left, right = lhs.elements, to_multiply(rhs.elements, layout)
+    factors = [jnp.asarray(q.factor, jnp.float32) for q in (lhs, rhs)]
+    if not on_gpu():
+        return contract_fp8(left, right, jnp.float32) * factors[0] * factors[1]
+    left, right = (t.astype(jnp.float32) * f for t, f in zip((left, right), factors, strict=True))
+    return contract(left, -1, right, -1, lax.Precision.HIGHEST, jnp.float32)
 
 
 def _multiply_scaled_dot(lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike) -> jax.Array:

@@ -5,6 +5,7 @@ same bits.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,15 @@ from jaxtyping import Array, Float
 from mxjax.numerics.array import MXArray
 from mxjax.numerics.formats import BLOCK
 from mxjax.operands.computed import Computed
-from mxjax.operands.kernel_operand import KernelOperand, decode, pack_by_definition
-from mxjax.operands.use import Form, OperandUse, dequantize_use, quantize_use
+from mxjax.operands.kernel_operand import (
+    KernelOperand,
+    bfloat16_by_definition,
+    decode,
+    fp8_by_definition,
+    pack_by_definition,
+)
+from mxjax.operands.split import split
+from mxjax.operands.use import OperandUse, dequantize_use, quantize_use, to_plain
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.primitives import first_order_only
 
@@ -36,17 +44,71 @@ def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]
             return quantize_computed(x, rows, columns)
         x = x.value()
     form = uses[0].form
-    if any(use.form != form or use.reads is not None for use in uses[1:]):  # nothing to share
+    shared = all(use.form == form and use.reads is None for use in uses[1:])
+    if len(uses) > 1 and not (shared and all(use.is_plain for use in uses)):
         return [prepare(x, [use])[0] for use in uses]
+    if takes_seen(x, uses[0]):
+        assert uses[0].reads is not None
+        [q] = prepare(first_order_only(x), [uses[0].reads])
+        assert isinstance(q, KernelOperand)
+        return [prepare_seen(q, uses[0])]
     x = as_read(x, uses[0])
     if form is None:
         return [quantize_use(x, use) for use in uses]
+    if not uses[0].is_plain and uses[0].operand.is_packable:
+        x, use = to_plain(x, uses[0])
+        uses = [use]
+    if form == "fp8":
+        if not _casts_by_kernel(x, uses):
+            return [fp8_by_definition(x, use) for use in uses]
+        from mxjax.kernels.quantize.fp8 import quantize_fp8
+
+        return quantize_fp8(x, uses)
+    if uses[0].operand.is_block16:
+        return _prepare_block16(x, uses)
     if _kernel_takes(x, uses, form):
         from mxjax.kernels.quantize.quantizer import quantize_operands
 
         return quantize_operands(x, uses, form)
     packed = [pack_by_definition(x, use) for use in uses]
     return packed if form == "packed" else [KernelOperand(decode(q), None, q.prescale) for q in packed]
+
+
+def _prepare_block16(x: Float[Array, "*batch r c"], uses: Sequence[OperandUse]) -> list[KernelOperand]:
+    """Returns x as `prepare` does, for operands that are `Operand.is_block16`, in bfloat16."""
+    first, *others = ((use.operand.split, use.operand.quantile) for use in uses)
+    if any(other != first for other in others):  # nothing to share
+        return [_prepare_block16(x, [use])[0] for use in uses]
+    if _kernel_takes(x, uses, "bf16"):
+        from mxjax.kernels.quantize.block16 import quantize_block16
+
+        if uses[0].operand.split == "mean":  # which the kernel subtracts
+            return quantize_block16(x, uses, mean=split(x, uses[0].operand).rest)
+        return quantize_block16(split(x, uses[0].operand).part, uses)
+    return [bfloat16_by_definition(x, use) for use in uses]
+
+
+def takes_seen(x: Float[Array, "*batch r c"], use: OperandUse) -> bool:
+    """Whether `prepare_seen` makes x's operand for a use from that of the Fprop."""
+    fprop = use.reads
+    if fprop is None or use.form is None or fprop.form is None:
+        return False
+    if not all(u.operand.is_block16 and u.operand.split == "none" for u in (use, fprop)):
+        return False
+    whole = x.shape[fprop.axis] % fprop.padded(1) == 0
+    return whole and _kernel_takes(x, [fprop], "bf16") and _kernel_takes(x, [use], "bf16")
+
+
+def prepare_seen(q: KernelOperand, use: OperandUse) -> KernelOperand:
+    """Returns a tensor for a use that reads what the Fprop's quantization left of it, the operand q.
+
+    The kernel reads q as it is, K-major and without its tensor scale.
+    """
+    from mxjax.kernels.quantize.block16 import quantize_block16
+
+    assert use.reads is not None
+    seen = use._replace(axis=use.axis if use.reads.axis == -1 else -3 - use.axis, reads=None)
+    return quantize_block16(q.elements, [seen], q.tensor_scale)[0]
 
 
 def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*batch _ _"]:
@@ -58,21 +120,40 @@ def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*ba
     fprop = use.reads
     if fprop is None:
         return x
-    if fprop.form is None or not _kernel_takes(x, [fprop], "bf16"):
+    if fprop.form in (None, "fp8") or not _kernel_takes(x, [fprop], "bf16"):
         return dequantize_use(x, fprop)
-    from mxjax.kernels.quantize.quantizer import quantize_operands
-
-    [q] = quantize_operands(first_order_only(x), [fprop], "bf16")
+    [q] = prepare(first_order_only(x), [fprop._replace(form="bf16")])
+    assert isinstance(q, KernelOperand)
     values = q.elements if fprop.axis == -1 else q.elements.swapaxes(-1, -2)
     length = -(-x.shape[fprop.axis] // fprop.rotation_size) * fprop.rotation_size
     values = lax.slice_in_dim(values, 0, length, axis=fprop.axis)
     return values if q.factor is None else values.astype(jnp.float32) * q.factor
 
 
-def _kernel_takes(x: jax.Array, uses: Sequence[OperandUse], form: Form) -> bool:
+def once[T](x: T, uses: Sequence[OperandUse]) -> T:
+    """Returns x behind a barrier, because several passes read it, and XLA would recompute it in each.
+
+    For the kernel that casts to FP8 there is none: XLA finds the largest magnitude where it computes x.
+    """
+    if isinstance(x, jax.Array) and _casts_by_kernel(x, uses):
+        return x
+    return lax.optimization_barrier(x)
+
+
+def _casts_by_kernel(x: jax.Array, uses: Sequence[OperandUse]) -> bool:
+    """Whether the kernel for FP8 runs here and takes x for these uses."""
+    target = current_target()
+    if target is None or any(use.form != "fp8" or use.reads is not None for use in uses):
+        return False
+    from mxjax.kernels.quantize.fp8 import takes
+
+    return takes(uses, target, x.shape)
+
+
+def _kernel_takes(x: jax.Array, uses: Sequence[OperandUse], form: Literal["packed", "bf16"]) -> bool:
     """Whether the quantizer kernel runs here and takes x for these uses."""
     target = current_target()
-    if target is None or not x.size:
+    if target is None or not x.size or not all(use.is_plain for use in uses):
         return False
     from mxjax.kernels.quantize.launches import LARGEST_ROTATION, fit
 
@@ -91,6 +172,8 @@ def prepares_computed(rows: OperandUse, columns: OperandUse, r: int, c: int) -> 
     """Whether a kernel prepares a `Computed` tensor [r, c] for these two uses here."""
     target = current_target()
     if target is None or rows.form != "packed" or columns.form != "packed":
+        return False
+    if not (rows.is_plain and columns.is_plain):
         return False
     from mxjax.kernels.quantize.launches import takes_computed
 

@@ -64,6 +64,8 @@ def ragged_dot(
         kernels. "fp8_carriers" multiplies each expert's rows in FP8, filled up to whole tiles of a quarter
         of the mean, as `mxjax.products.expert_chunks` describes. None: "xla".
       Others: see `dot` and `jax.lax.ragged_dot`.
+    Special values: rows of no expert are zero, whatever x has there. By "reference" and "xla" a NaN in the
+      weights of one expert makes every row NaN, as in `jax.lax.ragged_dot`; by "fp8_carriers" its own alone.
     Raises:
       ValueError: static sizes that are negative or exceed x's rows.
       NotImplementedError: another implementation, or one that does not take the policy's formats. Others as
@@ -125,9 +127,11 @@ def _check_policy(policy: Policy) -> None:
     """Raises NotImplementedError if a product of the policy is more than that of its two operands."""
     operands = [operand for gemm in policy.gemms.values() for operand in (gemm.lhs, gemm.rhs)]
     whole = all(o.split == "none" and not get_format(o.format).is_vector for o in operands)
+    whole &= not any(gemm.rotation and gemm.rotation.order != "given" for gemm in policy.gemms.values())
     if any(gradients_read_tensors(policy)) or not whole:
         raise NotImplementedError(
             "ragged_dot takes operands with gradient='straight_through' and split='none', no fp4_vector, "
+            "no permutation, "
             f"and source='dequantized' only of an Fprop without rotation, not {policy}; "
             "use mxjax.dot for each expert"
         )

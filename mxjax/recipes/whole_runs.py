@@ -47,6 +47,15 @@ RECIPES: Mapping[str, RunRecipe] = types.MappingProxyType(
             deoscillate="3:200:1500",
             source="AMD-AGI/Primus at fd1eeab",
         ),
+        # The same file after pull request 1070 of September 2026, at 08e8166: attention's projections in BF16
+        # (gpt_oss_20B-MXFP4-qkvo-bf16.yaml), one layer at the start and two at the end, SR of the gradient,
+        # which makes primus_turbo `lumen`, and snapshots in BF16; weight_deosc_period 100, from step 1000.
+        "primus_deosc_qkvo": RunRecipe(
+            "lumen",
+            ("blocks[0].*=bf16", "blocks[-2:].*=bf16", "*.attention.qkv=bf16", "*.attention.out=bf16"),
+            deoscillate="3:100:1000:bf16",
+            source="AMD-AGI/Primus at 08e8166",
+        ),
         # thu-ml/TetraJet-v2-NVFP4Training at ca5953f,
         # olmo2-training/configs/150m_100bt/TJv2-mix_fp8-osci_reset.yaml: perturb_start_iter 15000,
         # counted from 0; perturb_period 200, detect_DistRatio_iters 50, detect_DistRatio_thrd 8, without

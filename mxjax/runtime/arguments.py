@@ -6,13 +6,18 @@ from typing import Any
 import jax.numpy as jnp
 
 
-def check_arrays(function: str, **arrays: object) -> None:
-    """Raises TypeError if one of the named arguments of `function` is not an array."""
+def check_arrays(function: str, **arrays: Any) -> None:
+    """Raises TypeError if a named argument of `function` is no array, or not in this machine's byte order."""
     for name, x in arrays.items():
         if not hasattr(x, "ndim"):
             convert = "mxjax.dequantize" if type(x).__name__ == "MXArray" else "jnp.asarray"
             raise TypeError(
                 f"{function} needs {name} to be an array, not {type(x).__name__}; pass {convert}({name})"
+            )
+        if not getattr(getattr(x, "dtype", None), "isnative", True):
+            raise TypeError(
+                f"{function} needs {name} in this machine's byte order, got {x.dtype.str}; pass "
+                f"{name}.astype({name}.dtype.newbyteorder('='))"
             )
 
 

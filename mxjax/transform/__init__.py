@@ -155,7 +155,7 @@ class Transformed:
             )
         if plan.draws:
             self._check_key(plan, mxjax_key)
-        return traced.results.unflatten(evaluate(plan, traced.arrays, Draw(mxjax_key)))
+        return traced.results_of(evaluate(plan, traced.arrays, Draw(mxjax_key)))
 
     def report(self, *args: Any, mxjax_key: jax.Array | None = None, **kwargs: Any) -> Report:
         """Returns the products that f has for these arguments; arrays may be `jax.ShapeDtypeStruct`.

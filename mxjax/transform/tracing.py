@@ -2,7 +2,7 @@
 
 import pathlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +18,26 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 class Traced(NamedTuple):
-    """A traced function, its arguments' arrays, their origins, and the structure of its results."""
+    """A traced function, its arguments' arrays, their origins, and the structure of its results.
+
+    Attributes:
+      constants: the results that are no JAX arrays, such as Python numbers, by their place; the jaxpr has
+        none of them.
+    """
 
     jaxpr: Jaxpr
     arrays: list[Any]
     origins: list[Origin]
     results: Any  # a PyTreeDef
+    constants: dict[int, Any]
+
+    def results_of(self, arrays: Iterable[Any]) -> Any:
+        """Returns the function's results, given those that the jaxpr computes."""
+        computed = iter(arrays)
+        places = range(self.results.num_leaves)
+        return self.results.unflatten(
+            [self.constants[i] if i in self.constants else next(computed) for i in places]
+        )
 
 
 def trace(f: Callable[..., Any], weights: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -39,9 +53,11 @@ def trace(f: Callable[..., Any], weights: int, args: tuple[Any, ...], kwargs: di
         )
     leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     traced = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
-    trees: list[Any] = []
+    structure: Any = None
+    constants: dict[int, Any] = {}
 
     def flat(*arrays):
+        nonlocal structure, constants
         values = [leaf for _, leaf in leaves]
         for i, array in zip(traced, arrays, strict=True):
             values[i] = array
@@ -49,12 +65,12 @@ def trace(f: Callable[..., Any], weights: int, args: tuple[Any, ...], kwargs: di
         results, structure = jax.tree.flatten(f(*args, **kwargs))
         paths = [path for path, _ in leaves]
         _warn_of_updates({paths[i]: values[i] for i in traced}, args[weights], results, weights)
-        trees.append(structure)
-        return results
+        constants = {i: r for i, r in enumerate(results) if not isinstance(r, jax.Array)}
+        return [r for i, r in enumerate(results) if i not in constants]
 
     arrays = [leaves[i][1] for i in traced]
     jaxpr = jax.make_jaxpr(flat)(*arrays)
-    return Traced(jaxpr, arrays, [_origin(*leaves[i], weights) for i in traced], trees[0])
+    return Traced(jaxpr, arrays, [_origin(*leaves[i], weights) for i in traced], structure, constants)
 
 
 def _warn_of_updates(before: dict[Any, Any], after: Any, results: list[Any], weights: int) -> None:

@@ -25,6 +25,7 @@ from studies.ladder import recipes_page, report
 from studies.ladder import train as runner
 from studies.ladder.cells import Cell
 from studies.ladder.studies import STUDIES, matching
+from training.files import absolute_path
 from training.process.environment import enable_compilation_cache, input_errors
 
 
@@ -70,7 +71,9 @@ def run(
         commit = commit or runner.current_commit()
         try:
             for name in names:
-                settings = runner.Settings(name, out, data, eval_data, vocab_size, commit, deadline)
+                settings = runner.Settings(
+                    name, absolute_path(out), data, eval_data, vocab_size, commit, deadline
+                )
                 chosen = [_with_seeds(cell, seeds) for cell in matching(STUDIES[name], cells)]
                 if not runner.run_cells(chosen, settings):
                     break

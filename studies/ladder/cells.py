@@ -8,13 +8,16 @@ import dataclasses
 import functools
 import types
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Literal, cast
 
 from mxjax.numerics.operand import Operand
 from mxjax.numerics.scales import ScaleRule
-from mxjax.policy import OPERANDS, Gemm, Policy, Rotation, map_operands, with_scale_rule
+from mxjax.policy import OPERANDS, Policy, map_operands, with_scale_rule
 from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES, RunRecipe
+from studies.ladder.kinds import BESIDE, KINDS
+
+Bits = Literal["fresh", "frozen", "third"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,10 @@ class Protocol:
       evaluations: number of evaluations, evenly spaced, the last after the last step.
       outlier_channels: channels whose activations begin OUTLIER_FACTOR times as large; see
         `studies.ladder.programs.with_outliers`.
+      eps: AdamW's.
+      bits: the random bits of stochastic rounding: "fresh" at every step, "frozen" (the same at every step),
+        or "third" (the same in a random third of the steps), as a defective generator gives them.
+      bfloat16_gradients: gradients are rounded to bfloat16 before clipping.
     """
 
     lr: float
@@ -40,6 +47,9 @@ class Protocol:
     seq: int = 512
     evaluations: int = 20
     outlier_channels: int = 0
+    eps: float = 1e-5
+    bits: Bits = "fresh"
+    bfloat16_gradients: bool = False
 
     @property
     def tokens(self) -> int:
@@ -53,6 +63,7 @@ class Cell:
 
     Attributes:
       rules: a scale rule, or one for each GEMM joined by "-", or "" for the policy's own.
+      seeds, first: number of seeds, and the first of them.
     """
 
     policy: str
@@ -60,6 +71,12 @@ class Cell:
     model: str
     protocol: str
     seeds: int
+    first: int = 0
+
+    @property
+    def seed_numbers(self) -> range:
+        """The seeds themselves."""
+        return range(self.first, self.first + self.seeds)
 
     @property
     def name(self) -> str:
@@ -94,6 +111,19 @@ _HARD = {
     "outliers": {"outlier_channels": 8},
 }
 
+FRESH = "fresh-60m"
+"""The protocol `tuned-60m` under another name, for seeds that no claim of the first part has seen."""
+_FRESH = {
+    "": {},
+    "-frozen": {"bits": "frozen"},
+    "-third": {"bits": "third"},
+    "-eps1e-8": {"eps": 1e-8},
+    "-eps2e-4": {"eps": 2e-4},  # three times the gradient's root mean square, as 1e-5 is at 8B
+    "-bf16": {"bfloat16_gradients": True},
+    "-lr2e-3": {"lr": 2e-3},
+    "-lr4e-3": {"lr": 4e-3},
+}
+
 
 def _protocols() -> dict[str, Protocol]:
     """Returns the protocols; an epoch is 715 steps of 64 x 512 tokens at a vocabulary of 16,384."""
@@ -113,6 +143,8 @@ def _protocols() -> dict[str, Protocol]:
     for name, changes in _HARD.items():
         found[f"tuned-60m-{name}"] = dataclasses.replace(tuned, **changes)
     found["tuned-60m-4epochs"] = dataclasses.replace(tuned, steps=4 * tuned.steps)
+    for name, changes in _FRESH.items():
+        found[f"{FRESH}{name}"] = dataclasses.replace(tuned, **changes)
     found["tiny"] = Protocol(lr=4e-3, steps=60, warmup=10, batch=8, seq=64, evaluations=3)
     found["constant-60m"] = _constant(dataclasses.replace(tuned, lr=RATES["60m-constant"]))
     return found
@@ -129,26 +161,16 @@ MAIN_PROTOCOLS = ("decay", "tuned-60m", "tuned-125m", "tuned-350m", "constant-60
 
 WGRAD_ONLY = "only_"
 UNIFORM = "e1m2_"
-_UNCLIPPED = Operand(rounding="stochastic", prescale=0.75)
-WGRAD_KINDS: Mapping[str, Gemm] = types.MappingProxyType(
-    {
-        "wgrad": Gemm(),
-        "wgrad_hadamard": Gemm(rotation=Rotation(16)),
-        "wgrad_rht": Gemm(rotation=Rotation(16, "redrawn")),
-        "wgrad_sr": Gemm(Operand(rounding="stochastic"), Operand(rounding="stochastic")),
-        "wgrad_sr34": Gemm(_UNCLIPPED, _UNCLIPPED),
-    }
-)
 
 
 @functools.cache
 def policy_of(cell: Cell) -> Policy:
     """Returns the cell's policy with its scale rules.
 
-    The names are those of `mxjax.policies()`, `wgrad_sr34` (stochastic rounding with a prescale of 3/4, which
-    does not clip), `only_KIND` for every kind of Wgrad: Wgrad in MXFP4, the other two GEMMs in FP8, and
-    `e1m2_NAME` for a policy of the ladder on a uniform grid instead of E2M1. The policy of a recipe of whole
-    runs (`mxjax.recipes.whole_runs`) is that of its first steps, of layers without exceptions.
+    The names are those of `mxjax.policies()` and of `studies.ladder.kinds`, `only_KIND` for every kind of
+    Wgrad (Wgrad in MXFP4, the other two GEMMs in FP8), and `e1m2_NAME` for a policy of the ladder on a
+    uniform grid instead of E2M1. The policy of a recipe of whole runs (`mxjax.recipes.whole_runs`) is that of
+    its first steps, of layers without exceptions.
     """
     if cell.policy in RECIPES:
         return get_policy(RECIPES[cell.policy].policy.partition(";")[0])
@@ -156,9 +178,11 @@ def policy_of(cell: Cell) -> Policy:
         like = dataclasses.replace(cell, policy=cell.policy.removeprefix(UNIFORM))
         return map_operands(policy_of(like), _on_uniform_grid)
     name = cell.policy.removeprefix(WGRAD_ONLY)
-    if name in WGRAD_KINDS:
+    if name in KINDS:
         rest = get_policy("fp8" if cell.policy.startswith(WGRAD_ONLY) else "wgrad")
-        policy = dataclasses.replace(rest, wgrad=WGRAD_KINDS[name])
+        policy = dataclasses.replace(rest, wgrad=KINDS[name])
+    elif name in BESIDE:
+        policy = Policy(BESIDE[name], BESIDE[name], KINDS["wgrad_hadamard"])
     else:
         policy = get_policy(cell.policy)
     if not cell.rules:

@@ -65,22 +65,22 @@ def of_study(study: str) -> list[Claim]:
 
 def claims(cells: Cells) -> str:
     """Returns the tests of the claims in each protocol, corrected together."""
-    return _tested(cells, of_ladders())
+    return table_of_tests(cells, of_ladders())
 
 
 def alone(cells: Cells) -> str:
     """Returns the tests of the claims about Wgrad alone in MXFP4, corrected together."""
-    return _tested(cells, of_alone(), [claim.at(LADDERS[1]) for claim in ALONE_SEEN])
+    return table_of_tests(cells, of_alone(), [claim.at(LADDERS[1]) for claim in ALONE_SEEN])
 
 
 def grid(cells: Cells) -> str:
     """Returns the tests of what rotations take off from a uniform grid and from E2M1, corrected together."""
-    return _tested(cells, of_grid(), [claim.at(LADDERS[1]) for claim in GRID_SEEN])
+    return table_of_tests(cells, of_grid(), [claim.at(LADDERS[1]) for claim in GRID_SEEN])
 
 
 def rceil(cells: Cells) -> str:
     """Returns what the rule rceil changes in all three GEMMs; nothing is tested."""
-    return _tested(cells, [], [claim.at(LADDERS[1]) for claim in RCEIL_SEEN])
+    return table_of_tests(cells, [], [claim.at(LADDERS[1]) for claim in RCEIL_SEEN])
 
 
 def hard(cells: Cells) -> str:
@@ -116,11 +116,11 @@ def elsewhere(cells: Cells) -> str:
         tested = of_study(study)
         later = [claim.at(protocol, model) for claim in ELSEWHERE_SEEN.get(study, ())]
         if any(by_seed(cells, claim) for claim in tested):
-            parts.append(_tested(cells, tested, later))
+            parts.append(table_of_tests(cells, tested, later))
     return "\n\n".join(parts) or "Not run yet: " + ", ".join(f"`{study}`" for study in ELSEWHERE) + "."
 
 
-def _tested(cells: Cells, tested: Sequence[Claim], seen: Sequence[Claim] = ()) -> str:
+def table_of_tests(cells: Cells, tested: Sequence[Claim], seen: Sequence[Claim] = ()) -> str:
     """Returns a table of claims; those of `tested` are corrected together, those of `seen` have no p."""
     shown = [*tested, *seen]
     found = [list(by_seed(cells, claim).values()) for claim in shown]

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
-from models import llama
+from models import decoder
 from models.configs import get_config
 from mxjax.products.implementations import Implementation, compiler_options
-from studies.ladder.cells import PROTOCOLS, Cell, Protocol, policy_of, recipe_of
+from studies.ladder.cells import PROTOCOLS, Bits, Cell, Protocol, policy_of, recipe_of
 from training.config import OptimizerConfig, parse_rules
 from training.data.megatron import MegatronCorpus
 from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
@@ -42,23 +43,25 @@ class Programs:
         self.corpus, self.protocol = corpus, PROTOCOLS[cell.protocol]
         p = self.protocol
         model = dataclasses.replace(get_config(cell.model), vocab_size=corpus.vocab_size)
-        config = OptimizerConfig(lr=p.lr, warmup_steps=p.warmup)
+        config = OptimizerConfig(lr=p.lr, warmup_steps=p.warmup, eps=p.eps)
         optimizer = make_optimizer(config)
+        if p.bfloat16_gradients:
+            optimizer = optax.chain(optax.stateless(to_bfloat16), optimizer)
         recipe = recipe_of(cell.policy, p.steps)
         rules = parse_rules(recipe.layers) if recipe else ()
         policy = policy_of(cell)
         self.policy = str(policy)
-        policies = llama.layer_policies(model, policy, rules)
+        policies = decoder.layer_policies(model, policy, rules)
         if recipe and recipe.deoscillate:
             setting = parse_deoscillation(recipe.deoscillate)
             check_policies([policies])
             optimizer = optax.chain(optimizer, snap_oscillating(setting, policies))
         options = {"policies": policies, "implementation": IMPLEMENTATION}
-        loss = functools.partial(_call, llama.mean_loss, model, options)
-        losses = functools.partial(_call, llama.losses, model, options)
+        loss = functools.partial(_call, decoder.mean_loss, model, options, bits=p.bits)
+        losses = functools.partial(_call, decoder.losses, model, options)
         self.schedule = learning_rate(config, p.horizon or p.steps)
         self.first_state: Any = jax.jit(
-            lambda key: init_state(with_outliers(llama.init(model, key), p.outlier_channels), optimizer)
+            lambda key: init_state(with_outliers(decoder.init(model, key), p.outlier_channels), optimizer)
         )
         self.held_out = held_out_batches(corpus.validation, p)
         options = compiler_options(policies.policies, IMPLEMENTATION)
@@ -107,7 +110,7 @@ class Programs:
         self.eval_step = eval_step.lower(state.params, self.held_out[0], key).compile()
 
 
-def with_outliers(params: llama.Params, channels: int) -> llama.Params:
+def with_outliers(params: decoder.Params, channels: int) -> decoder.Params:
     """Returns the parameters with outliers in the first channels of every normalized activation.
 
     The scales of the blocks' norms are OUTLIER_FACTOR times as large there, and the weights that read those
@@ -143,5 +146,21 @@ def _kept_bytes(compiled: Any) -> int | None:
     return kept + memory.temp_size_in_bytes
 
 
-def _call(function, model, options, params, batch, key):
-    return function(model, params, batch, key=key, **options)
+def _call(function, model, options, params, batch, key, bits: Bits = "fresh"):
+    return function(model, params, batch, key=drawing(key, bits), **options)
+
+
+def drawing(key: jax.Array, bits: Bits) -> jax.Array:
+    """Returns the key that a step draws from: its own, or in some steps the same in all of them."""
+    if bits == "fresh":
+        return key
+    frozen = jax.random.key_data(jax.random.key(0))
+    defective = bits == "frozen" or jax.random.randint(key, (), 0, 3) == 0
+    return jax.random.wrap_key_data(jnp.where(defective, frozen, jax.random.key_data(key)))
+
+
+def to_bfloat16(updates: Any, params: Any = None) -> Any:
+    """Returns gradients rounded to bfloat16, in their own dtype."""
+    del params
+    # XLA may drop a conversion there and back.
+    return jax.tree.map(lambda g: lax.reduce_precision(g, exponent_bits=8, mantissa_bits=7), updates)

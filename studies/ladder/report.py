@@ -14,7 +14,7 @@ import matplotlib
 import tyro
 
 from studies.documents import STYLE, as_csv, insert
-from studies.ladder import claims, plots, tables, token_tables
+from studies.ladder import claims, plots, second_part, tables, token_tables
 from studies.ladder.results import Run, add_runs, gather, read_runs
 from studies.ladder.studies import STUDIES
 from training.process.environment import input_errors
@@ -45,6 +45,11 @@ TABLES = {
     "averaging": tables.averaging,
     "decay tokens": token_tables.decay_tokens,
     "paper layout in tokens": token_tables.paper_layout_in_tokens,
+    "mechanism": second_part.mechanism,
+    "mechanism even": second_part.mechanism_even,
+    "local": second_part.local,
+    "generators": second_part.generators,
+    "new rates": second_part.rates,
 }
 """The tables, which are files of these names with "-" for " "."""
 SHOWN = ("both", "paper layout in tokens", "tuned rates")
@@ -60,8 +65,9 @@ def tables_of(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def files_of(found: dict[str, str]) -> dict[str, str]:
-    """Returns the CSV of tables by the names of their files."""
-    return {f"{name.replace(' ', '-')}.csv": as_csv(text) for name, text in found.items()}
+    """Returns the CSV of tables by the names of their files, without those that wait for runs."""
+    made = {f"{name.replace(' ', '-')}.csv": as_csv(text) for name, text in found.items()}
+    return {name: text for name, text in made.items() if text}
 
 
 def drawing(runs: Sequence[Run]) -> str:

@@ -114,13 +114,29 @@ def read_runs(source: pathlib.Path) -> list[Run]:
 def add_runs(folder: pathlib.Path, kept: pathlib.Path) -> int:
     """Adds the runs of a folder to a file with one a line, in the order of their names; returns their number.
 
-    A run of the same cell and seed is replaced.
+    Runs that the file has already are not counted.
+
+    Raises:
+      ValueError: the file has another run of the same cell and seed.
     """
-    added = read_runs(folder)
-    runs = {(run["cell"], run["seed"]): run for run in [*read_runs(kept), *added]}
+    found = {(run["cell"], run["seed"]): run for run in read_runs(folder)}
+    runs = {(run["cell"], run["seed"]): run for run in read_runs(kept)}
+    added = [key for key in found if key not in runs]
+    if repeated := [key for key in found if key in runs and not _same(found[key], runs[key])]:
+        cell, seed = repeated[0]
+        raise ValueError(
+            f"{kept} has {len(repeated)} other runs of the same cell and seed, such as {cell} seed {seed}; "
+            f"keep repeats apart: remove them from {folder}"
+        )
+    runs |= found
     lines = [json.dumps(runs[key], separators=(",", ":")) + "\n" for key in sorted(runs)]
     kept.write_text("".join(lines))
     return len(added)
+
+
+def _same(run: Run, other: Run) -> bool:
+    """Whether two records are equal; NaN equals itself."""
+    return json.dumps(run, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def gather(runs: Sequence[Run]) -> dict[str, CellResult]:

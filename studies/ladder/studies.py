@@ -5,12 +5,13 @@ The learning rates of the sizes are in `studies.ladder.cells.RATES`.
 
 import fnmatch
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mxjax.recipes import policies
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.whole_runs import RECIPES
-from studies.ladder.cells import MULTIPLES, UNIFORM, WGRAD_KINDS, WGRAD_ONLY, Cell
+from studies.ladder.cells import FRESH, MULTIPLES, UNIFORM, WGRAD_ONLY, Cell
+from studies.ladder.kinds import ARRANGED, BESIDE, LOCAL, WGRAD_KINDS
 
 LADDER = (
     "fp8",
@@ -97,6 +98,37 @@ def _grids() -> list[Cell]:
     return _ladder("60m", "tuned-60m", policies, ("floor", "rceil"), 8)
 
 
+FIRST, SEEDS = 16, 8
+"""The seeds of the study's second part, which no claim of the first has seen."""
+
+
+def _fresh(policies: Iterable[str], rule: str = "floor", suffix: str = "", seeds: int = SEEDS) -> list[Cell]:
+    return [
+        Cell(policy, "" if policy in _WITHOUT_MXFP4 else rule, "60m", FRESH + suffix, seeds, FIRST)
+        for policy in policies
+    ]
+
+
+def _mechanism() -> tuple[str, ...]:
+    """Returns the kinds of Wgrad by arrangement of the tokens, those of the primary test first."""
+    primary = ("wgrad_hadamard", "wgrad_rht")
+    names = [name + arrangement for arrangement in ("", "+anew") for name in primary]
+    names += ["wgrad", "wgrad+anew"]
+    names += [name + "+once" for name in (*primary, "wgrad")]
+    names += ["wgrad_fixed" + arrangement for arrangement in ("", "+anew", "+once")]
+    return (*names, *(name + "+means32" for name in ARRANGED))
+
+
+def _generators() -> list[Cell]:
+    """Returns stochastic rounding with defective generators, other eps, and gradients in bfloat16."""
+    cells = _fresh(["wgrad_sr"])
+    for bits in ("-frozen", "-third"):
+        cells += _fresh(["wgrad_sr"], suffix=bits)
+    for suffix in ("-eps2e-4", "-bf16", "-eps1e-8"):
+        cells += _fresh(["wgrad", "wgrad_sr", "wgrad_hadamard"], suffix=suffix)
+    return cells
+
+
 def _recipes(model: str, protocol: str, seeds: int) -> tuple[Cell, ...]:
     published = (name for name in policies() if name not in ladder())
     names = ("fp8", "bf16", "wgrad", "wgrad_hadamard", *published, *RECIPES)
@@ -156,6 +188,17 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
         "hard-60m": tuple(_hard_regimes()),
         # E. A uniform grid beside E2M1, without and with rotation of all three GEMMs.
         "grid-60m": tuple(_grids()),
+        # The second part, on new seeds; see plans/mechanism.md. Cells are in the order of training.
+        "mechanism": tuple(_fresh([*_mechanism()[:6], "fp8", *_mechanism()[6:]])),
+        "mechanism-even": tuple(_fresh(_mechanism(), "even")),
+        "mechanism-others": tuple(_fresh(BESIDE)),
+        "local-60m": tuple(_fresh(LOCAL)),
+        "generators-60m": tuple(_generators()),
+        "rates-60m": tuple(
+            cell
+            for rate in ("-lr2e-3", "-lr4e-3")
+            for cell in _fresh(["wgrad", "wgrad_hadamard", "wgrad_sr"], suffix=rate, seeds=5)
+        ),
         # Every published recipe, for docs/recipes.md; the second tries the program on a CPU.
         "recipes": _recipes("60m", "tuned-60m", 4),
         "recipes-tiny": tuple(c for c in _recipes("tiny", "tiny", 2) if c.policy not in _NOT_TINY),

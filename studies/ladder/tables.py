@@ -43,7 +43,8 @@ def progress(cells: Cells) -> str:
     for study, wanted in STUDIES.items():
         if study.startswith("recipes"):  # docs/recipes.md
             continue
-        left = {c: c.seeds - len(cells[c.name].runs) if c.name in cells else c.seeds for c in wanted}
+        runs = {c: cells[c.name].runs if c.name in cells else {} for c in wanted}
+        left = {c: sum(seed not in runs[c] for seed in c.seed_numbers) for c in wanted}
         missing = [c for c in wanted if left[c] > 0]
         total = sum(c.seeds for c in wanted)
         rows.append([study, len(wanted), total, total - sum(left[c] for c in missing), len(missing)])

@@ -66,7 +66,7 @@ def run_path(out: pathlib.Path, cell: Cell, seed: int) -> pathlib.Path:
 
 def missing_seeds(out: pathlib.Path, cell: Cell) -> list[int]:
     """Returns the seeds of a cell that have no file yet."""
-    return [seed for seed in range(cell.seeds) if not run_path(out, cell, seed).exists()]
+    return [seed for seed in cell.seed_numbers if not run_path(out, cell, seed).exists()]
 
 
 def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
@@ -104,7 +104,7 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
 
 def _warn_of_other_data(cells: Sequence[Cell], out: pathlib.Path, crc32: int | str) -> None:
     """Says so if finished runs of the cells were trained on other data."""
-    paths = [run_path(out, cell, seed) for cell in cells for seed in range(cell.seeds)]
+    paths = [run_path(out, cell, seed) for cell in cells for seed in cell.seed_numbers]
     others = [path for path in paths if path.exists() and read_record(path)["data"]["crc32"] != crc32]
     if others:
         where = f"{len(others)} finished runs in {out}, such as {others[0].name}"

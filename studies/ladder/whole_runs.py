@@ -50,6 +50,8 @@ class WholeRuns:
         assert p.horizon is None, f"{cell.name}: train.py's cosine ends with the run"
         assert not p.outlier_channels, f"{cell.name}: train.py begins without outliers"
         assert p.steps % p.evaluations == 0, f"{cell.name}: train.py evaluates at equal distances"
+        plain = (p.eps, p.bits, p.bfloat16_gradients) == (1e-5, "fresh", False)
+        assert plain, f"{cell.name}: train.py has its own optimizer and keys"
         assert not cell.rules, f"{cell.name}: a recipe has its own scale rules"
         if jax.device_count() > 1:
             raise ValueError(

@@ -79,6 +79,21 @@ def test_a_model_s_file_that_changed_between_runs_makes_two_groups(tmp_path):
     assert [len(group.runs) for group in groups] == [2, 1]
 
 
+@pytest.mark.parametrize(("checksum", "groups"), [("a", 1), ("b", 2)])
+def test_seeds_are_one_group_wherever_their_data_lies(tmp_path, checksum, groups):
+    folders = []
+    for seed, (place, crc32) in enumerate([("one", "a"), ("other", checksum)]):
+        flags = ["--seed", str(seed), "--data", f"/{place}/train", "--eval-data", f"/{place}/validation"]
+        folders.append(make_run(tmp_path / place, {1: 3.0}, flags))
+        path = folders[-1] / "config.json"
+        facts = {"source": place, "train_tokens": 9, "validation_tokens": 9, "crc32": crc32}
+        record = {"model": {}, "policies": {}, "phases": [], "data": facts}
+        path.write_text(json.dumps(json.loads(path.read_text()) | record))
+    found = group_by_configuration(runs := read_runs(folders, sequences=False))
+    assert len(found) == groups
+    assert runs[0].held_out == runs[1].held_out
+
+
 def test_runs_stand_beside_the_published_ones(tmp_path, capsys):
     preset = ["--preset", "mlperf-llama3.1-8b"]
     run = make_run(tmp_path / "run", {384: 5.5, 768: 4.25, 5376: 3.25}, preset)
@@ -159,7 +174,8 @@ def test_what_differs_is_said(tmp_path, capsys):
     ]
     assert "one seed each: no intervals; train more with --seed" in printed
     assert not any("detectable" in line for line in printed)
-    values = json.loads((folders[1] / "config.json").read_text()) | {"data": {"crc32": "0"}}
+    facts = {"source": "text", "crc32": "0", "train_tokens": 9, "validation_tokens": 9}
+    values = json.loads((folders[1] / "config.json").read_text()) | {"data": facts}
     (folders[1] / "config.json").write_text(json.dumps(values))
     compare(CompareConfig(tuple(folders)))
     assert capsys.readouterr().out.startswith("warning: the runs are evaluated on different tokens")
@@ -170,7 +186,7 @@ def test_what_differs_is_said(tmp_path, capsys):
     for folder, crc in zip(folders, "01", strict=True):
         values = json.loads((folder / "config.json").read_text())
         values["config"]["data"]["eval_data"] = "held"
-        values["data"] = {"crc32": crc, "train_tokens": int(crc), "validation_tokens": 9}
+        values["data"] = facts | {"crc32": crc, "train_tokens": int(crc)}
         (folder / "config.json").write_text(json.dumps(values))
     compare(CompareConfig(tuple(folders)))
     assert "different tokens" not in capsys.readouterr().out

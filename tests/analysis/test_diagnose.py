@@ -22,15 +22,15 @@ from analysis.diagnose.diagnose import diagnose, totals
 from analysis.diagnose.plots import draw
 from analysis.diagnose.split import Grams, split
 from analysis.diagnose.wgrad import VARIANTS, gradient_grams, wgrad_grams
-from models import llama
-from models.block import linear_weights
-from models.configs import LlamaConfig
+from models import decoder
+from models.configs import DecoderConfig
+from models.gemms import linear_weights
 from mxjax.operands.use import OperandUse
 from mxjax.policy import OPERANDS, Gemm, Rotation
 from mxjax.products.implementations import compiler_options
 from training.command_line import parse
 
-MODEL = LlamaConfig(64, 64, 2, 2, 1, 32, 96, rope_theta=10_000.0)
+MODEL = DecoderConfig(64, 64, 2, 2, 1, 32, 96, rope_theta=10_000.0)
 
 
 def normal(seed, *shape):
@@ -39,17 +39,17 @@ def normal(seed, *shape):
 
 @pytest.fixture(scope="module")
 def passes():
-    params = llama.init(MODEL, jax.random.key(0))
-    run = make_pass(MODEL, llama.layer_policies(MODEL, mxjax.get_policy("bf16")), "xla")
+    params = decoder.init(MODEL, jax.random.key(0))
+    run = make_pass(MODEL, decoder.layer_policies(MODEL, mxjax.get_policy("bf16")), "xla")
     batches = jax.random.randint(jax.random.key(1), (3, 2, 33), 0, 64)
     return params, batches, [jax.device_get(run(params, b, jax.random.key(2))) for b in batches]
 
 
 def test_gradients_are_autodiffs_and_the_products_of_the_captured_tensors(passes):
     params, batches, found = passes
-    policies = llama.layer_policies(MODEL, mxjax.get_policy("bf16"))
+    policies = decoder.layer_policies(MODEL, mxjax.get_policy("bf16"))
     gradient = jax.jit(
-        jax.grad(lambda p: llama.mean_loss(MODEL, p, batches[0], policies=policies)),
+        jax.grad(lambda p: decoder.mean_loss(MODEL, p, batches[0], policies=policies)),
         compiler_options=compiler_options(policies.policies, "xla"),
     )
     expected = gradient(params)
@@ -64,7 +64,7 @@ def test_gradients_are_autodiffs_and_the_products_of_the_captured_tensors(passes
 @pytest.mark.parametrize("name", ["bf16", pytest.param("wgrad_sr", marks=pytest.mark.slow)])
 def test_gradients_alone_are_those_of_a_pass(passes, name):
     params, batches, _ = passes
-    policies = llama.layer_policies(MODEL, mxjax.get_policy(name))
+    policies = decoder.layer_policies(MODEL, mxjax.get_policy(name))
     alone, whole = (
         make(MODEL, policies, "xla")(params, batches[0], jax.random.key(2))
         for make in (make_gradients, make_pass)
@@ -72,7 +72,7 @@ def test_gradients_alone_are_those_of_a_pass(passes, name):
     assert set(alone.gradients) == set(whole.tensors)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
     jax.tree.map(close, alone.gradients, whole.gradients)
-    mean_loss = jax.jit(functools.partial(llama.mean_loss, MODEL, policies=policies))
+    mean_loss = jax.jit(functools.partial(decoder.mean_loss, MODEL, policies=policies))
     loss = mean_loss(params, batches[0], key=jax.random.key(2))
     np.testing.assert_allclose(alone.loss, loss, rtol=1e-3)
 
@@ -199,7 +199,7 @@ def test_an_exact_gradient_has_no_parts_of_its_error():
 
 def test_too_few_batches_are_an_error(passes):
     params, batches, _ = passes
-    policies = llama.layer_policies(MODEL, mxjax.get_policy("bf16"))
+    policies = decoder.layer_policies(MODEL, mxjax.get_policy("bf16"))
     with pytest.raises(ValueError, match="at least 3 batches of one shape, got 2 batches of 1 shape; change"):
         diagnose(MODEL, params, policies, "xla", list(np.asarray(batches[:2])))
 

@@ -6,12 +6,12 @@ import pathlib
 import pytest
 
 from analysis.restore import Restored, RunArguments, describe, in_words, left_out
-from models import llama
+from models import decoder
 from models.configs import get_config
 from training.command_line import parse
 from training.phases import phases_of
 
-RUN = pathlib.Path("runs/a")
+RUN = pathlib.Path("/runs/a")
 CHANGE = "wgrad.*.rounding=stochastic"
 OWN = ("--policy", "wgrad", "--set", CHANGE, "--scale-rule", "even", "--layers", "head=fp8")
 OWN_IN_WORDS = f"--set '{CHANGE}', --scale-rule even, --layers head=fp8"
@@ -19,14 +19,14 @@ OWN_IN_WORDS = f"--set '{CHANGE}', --scale-rule even, --layers head=fp8"
 
 def restored(*flags):
     config, model = parse([*flags]), get_config("tiny")
-    phase, *_ = phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
+    phase, *_ = phases_of(config.precision, config.steps, functools.partial(decoder.layer_policies, model))
     return Restored(config, model, {}, 3, phase, None)
 
 
 def test_a_record_without_another_policy_has_the_changes_of_the_run_and_of_the_arguments():
     own = describe(RunArguments(RUN), restored(*OWN))
     assert own == {
-        "run": "runs/a",
+        "run": "/runs/a",
         "step": 3,
         "policy": "wgrad",
         "set": (CHANGE,),

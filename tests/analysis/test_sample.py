@@ -18,7 +18,7 @@ import train as training_program
 from analysis import sample as sampling
 from analysis.restore import restore
 from analysis.sample import Codec, SampleConfig, codec_of
-from models import llama
+from models import decoder
 from training.command_line import parse
 from training.files import HUGGINGFACE
 
@@ -48,7 +48,7 @@ def test_greedy_tokens_equal_those_without_a_cache(run, monkeypatch, capsys):
     assert (result["policy"], result["step"], result["tokens"]) == ("wgrad_rht", 1, 5)
     _, model, params, _, phase, *_ = restore(SampleConfig(run))
     tokens = jnp.array([[*b"def ", *map(int, result["text"].split())]])
-    apply = jax.jit(functools.partial(llama.apply, model, policies=phase.layers))
+    apply = jax.jit(functools.partial(decoder.apply, model, policies=phase.layers))
     following = jnp.argmax(apply(params, tokens, key=jax.random.key(0)), axis=-1)[0]
     np.testing.assert_array_equal(following[3:-1], tokens[0, 4:])
 
@@ -112,7 +112,8 @@ def test_a_run_on_text_reads_bytes_whatever_it_began_from(run, tmp_path):
     ("flags", "message"),
     [
         ({"tokens": 0}, "--tokens must be at least 1"),
-        ({"temperature": -1.0}, "--temperature must be finite"),
+        ({"temperature": -1.0}, "--temperature must be a float32"),
+        ({"temperature": 1e39}, "--temperature must be a float32"),
         ({"top_p": 0.0}, "--top-p must be greater than 0"),
         ({"seed": -1}, "--seed must be from 0"),
         ({"prompt": os.fsdecode("a\xe4".encode() + b"\xff")}, "--prompt is not UTF-8: its byte 4 is 0xff; "),

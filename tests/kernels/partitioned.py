@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import mxjax
 from mxjax.kernels.attention import launches
-from mxjax.kernels.attention.fused import fused_attention
+from mxjax.kernels.attention.fused import first_keys, fused_attention
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
-from mxjax.kernels.quantize import quantizer
+from mxjax.kernels.quantize import block16, quantizer
 from mxjax.kernels.quantize import quantizer as computed
-from mxjax.kernels.quantize.hopper_normed import quantize_normed_kernel
+from mxjax.kernels.quantize.hopper import quantize_normed_kernel
 from mxjax.kernels.quantize.quantizer import quantize_computed, quantize_operands
 from mxjax.numerics.array import float4_codes, pack_codes
 from mxjax.numerics.formats import E2M1
@@ -115,6 +115,7 @@ def main() -> None:
             check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
     check_awkward(mesh, quantize)
     check_long_runs(mesh)
+    check_block16(mesh)
     check_matmul(mesh)
     check_explicit()
     check_fp8(mesh)
@@ -171,6 +172,37 @@ def check_long_runs(mesh) -> None:
     with use_target(INTERPRETER):
         got = jax.jit(lambda x: quantize_operands(x, [use]))(placed)
     check_definition(got, x, [use])
+
+
+def plain_block16(kernel, x, maxima, *_, out, **constants):
+    """Writes tiles' maxima, and x itself in bfloat16 as operands, in place of the kernels of `block16`."""
+    del constants
+    if kernel is block16.largest_kernel:
+        tiles = np.divmod(x.shape[2:], out[0].shape[2:])[0]
+        shape = (*x.shape[:2], out[0].shape[2], tiles[0], out[0].shape[3], tiles[1])
+        return [lax.bitcast_convert_type(jnp.max(jnp.abs(x).reshape(shape), (3, 5)), jnp.int32)] * 2
+    values = x.astype(jnp.bfloat16)
+    words = [
+        lax.bitcast_convert_type(t.reshape(*o.shape, 2), jnp.int32)
+        for t, o in zip((values, values.swapaxes(-1, -2)), out, strict=False)
+    ]
+    return [*words, lax.bitcast_convert_type(maxima, jnp.float32)]
+
+
+def check_block16(mesh) -> None:
+    """Each device quantizes its shard with the largest magnitude of all."""
+    block16.triton_call = plain_block16
+    uses = [OperandUse(axis, Operand("nvfp4"), Rotation(16)) for axis in (-1, -2)]
+
+    def quantize(x):
+        return block16.quantize_block16(x, uses)
+
+    x = jax.random.normal(jax.random.key(12), (2, 512, 512))
+    with use_target(INTERPRETER):
+        wanted = jax.jit(quantize)(x)
+        np.testing.assert_array_equal(wanted[1].tensor_scale, jnp.max(jnp.abs(x)))
+        for spec in (P(None, "a", "b"), P(None, ("a", "b")), P("b", "a"), P(None, None, "a"), P()):
+            check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
 
 
 def mesh_size(mesh, axis) -> int:
@@ -330,28 +362,40 @@ def check_fp8(mesh) -> None:
             assert [t for t in gathered if not t.startswith("u8[")] == factors, gathered
 
 
-def plain_attention(q, k, v, target):
+def plain_scores(q, k, first_key):
+    scores = jnp.einsum("bsgrh,btgh->bgrst", q, k) * q.shape[-1] ** -0.5
+    seen = jnp.tri(q.shape[1], dtype=bool)[None]
+    if first_key is not None:
+        seen = seen & (first_key[:, :, None] <= jnp.arange(q.shape[1])[None, None])
+    return jnp.where(seen[:, None, None], scores, -jnp.inf)
+
+
+def plain_attention(q, k, v, target, first_key=None, sinks=None):
     """Attends as the forward kernel does, by jax.numpy."""
     del target
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    scores = jnp.einsum("bsgrh,btgh->bgrst", q, k) * q.shape[-1] ** -0.5
-    scores = jnp.where(jnp.tri(q.shape[1], dtype=bool), scores, -jnp.inf)
+    scores = plain_scores(q, k, first_key)
     lse = jax.nn.logsumexp(scores, axis=-1)
+    if sinks is not None:
+        lse = jnp.logaddexp(lse, sinks[..., None])
     out = jnp.einsum("bgrst,btgh->bsgrh", jnp.exp(scores - lse[..., None]), v)
     return out.astype(jnp.bfloat16), lse
 
 
-def plain_gradients(q, k, v, out, lse, dout, target):
+def plain_gradients(q, k, v, out, lse, dout, target, first_key=None, sinks=None):
     """Computes the gradients as the backward kernels do, by jax.numpy, and reads all that they read."""
+    del target
     q, k, v, out, dout = (x.astype(jnp.float32) for x in (q, k, v, out, dout))
-    scores = jnp.einsum("bsgrh,btgh->bgrst", q, k) * q.shape[-1] ** -0.5
-    weights = jnp.where(jnp.tri(q.shape[1], dtype=bool), jnp.exp(scores - lse[..., None]), 0)
+    weights = jnp.exp(plain_scores(q, k, first_key) - lse[..., None])
     delta = jnp.einsum("bsgrh,bsgrh->bgrs", out, dout)
     d_scores = weights * (jnp.einsum("bsgrh,btgh->bgrst", dout, v) - delta[..., None]) * q.shape[-1] ** -0.5
     dq = jnp.einsum("bgrst,btgh->bsgrh", d_scores, k)
     dk = jnp.einsum("bgrst,bsgrh->btgh", d_scores, q)
     dv = jnp.einsum("bgrst,bsgrh->btgh", weights, dout)
-    return tuple(x.astype(jnp.bfloat16) for x in (dq, dk, dv))
+    gradients = tuple(x.astype(jnp.bfloat16) for x in (dq, dk, dv))
+    if sinks is None:
+        return gradients
+    return *gradients, -jnp.sum(jnp.exp(sinks[..., None] - lse) * delta, axis=-1)
 
 
 def check_attention(mesh) -> None:
@@ -381,6 +425,27 @@ def check_attention(mesh) -> None:
         got = jax.jit(attend)(*placed)
         compare(got, wanted)
         assert all(x.sharding.is_equivalent_to(placed[0].sharding, 4) for x in got)
+    check_masked_attention(mesh, q, k, v, dy)
+
+
+def check_masked_attention(mesh, q, k, v, dy) -> None:
+    """Masks and sinks are sharded with the batch and the heads."""
+    sinks = jnp.linspace(-1, 1, 8)
+    first_key = first_keys(jnp.arange(6)[None] == jnp.arange(8)[:, None] % 3, window=3)
+
+    def attend(q, k, v, dy, first_key, sinks):
+        out, vjp = jax.vjp(
+            lambda *x: fused_attention(*x[:3], first_key=first_key, sinks=x[3]), q, k, v, sinks
+        )
+        return out, *vjp(dy)
+
+    wanted = jax.jit(attend)(q, k, v, dy, first_key, sinks)
+    specs = (*[P("b", None, "a")] * 4, P("b"), P("a"))
+    arrays = zip((q, k, v, dy, first_key, sinks), specs, strict=True)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in arrays]
+    compiled = jax.jit(lambda *arrays: attend(*arrays)).lower(*placed).compile()
+    compare(compiled(*placed), wanted)
+    assert "all-gather" not in compiled.as_text()
 
 
 def compare(got, wanted) -> None:

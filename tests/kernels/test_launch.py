@@ -85,18 +85,18 @@ def test_every_policy_lowers_for_rocm(policies):
 LLAMA = """
 import hashlib, json
 import jax, jax.numpy as jnp
-from models import llama
+from models import decoder
 from mxjax.runtime.devices import Target, use_target
 from support.llamas import SMALL, layer_policies
 from support.programs import calls_of, targets_of
 
 def loss(params, batch, key):
-    return llama.mean_loss(SMALL, params, batch, policies=policies, key=key)
+    return decoder.mean_loss(SMALL, params, batch, policies=policies, key=key)
 
 policies = layer_policies(SMALL, "wgrad_hadamard")
 batch, key = jax.ShapeDtypeStruct((2, 65), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
 with use_target(Target("hip", "gfx950")):
-    traced = jax.jit(jax.value_and_grad(loss)).trace(llama.abstract_params(SMALL), batch, key)
+    traced = jax.jit(jax.value_and_grad(loss)).trace(decoder.abstract_params(SMALL), batch, key)
     text = traced.lower(lowering_platforms=("rocm",)).as_text()
 calls, digest = calls_of(text), hashlib.sha256(text.encode()).hexdigest()
 print(json.dumps([len(calls), len({c.image for c in calls}), sorted(targets_of(text)), digest]))
@@ -120,7 +120,7 @@ EVERY_GEMM = r"""
 import dataclasses, json, re, sys
 import jax, jax.numpy as jnp
 import mxjax
-from models import llama
+from models import decoder
 from mxjax.runtime.devices import Target, use_target
 from mxjax.kernels import lowering
 from mxjax.kernels.call_message import MachineCode
@@ -135,11 +135,11 @@ for policy, head in [*((policy, 16) for policy in sys.argv[1:] or mxjax.policies
     policies = layer_policies(config, policy, [("*", policy)])
 
     def loss(params, batch, key):
-        return llama.mean_loss(config, params, batch, policies=policies, key=key)
+        return decoder.mean_loss(config, params, batch, policies=policies, key=key)
 
     batch = jax.ShapeDtypeStruct((1, 2049 if (policy, head) == ("bf16", 16) else 65), jnp.int32)
     with use_target(Target("hip", "gfx950")):
-        traced = jax.jit(jax.value_and_grad(loss)).trace(llama.abstract_params(config), batch, key)
+        traced = jax.jit(jax.value_and_grad(loss)).trace(decoder.abstract_params(config), batch, key)
         text = traced.lower(lowering_platforms=("rocm",)).as_text()
     print(json.dumps([policy, sorted(targets_of(text)), re.findall(NVIDIA, text)]))
 """

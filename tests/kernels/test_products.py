@@ -58,6 +58,23 @@ def test_kernels_give_the_values_of_the_reference(policy, implementation):
 
 
 @pytest.mark.parametrize(
+    "rotation",
+    [
+        Rotation(16, "redrawn", order="redrawn"),
+        pytest.param(Rotation(16, "redrawn", kind="dct"), marks=pytest.mark.slow),
+        pytest.param(Rotation(1, order="fixed"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("fp8_carriers", marks=pytest.mark.slow)])
+def test_kernels_quantize_what_xla_rotates(rotation, implementation):
+    gemm = Gemm(rotation=rotation)
+    policy = mxjax.Policy(Gemm(), gemm, gemm)
+    args = tensors()
+    assert_close(all_three(policy, implementation, *args), all_three(policy, "reference", *args))
+
+
+@pytest.mark.parametrize(
     ("operand", "rotation"),
     [
         (Operand(scale_rule="rceil"), None),
@@ -100,7 +117,17 @@ def test_loops_over_experts_run_the_kernels(monkeypatch):
     assert_close(products("fp8_carriers", x, w, dy), products("reference", x, w, dy))
 
 
-@pytest.mark.parametrize("policy", ["fprop_dgrad", pytest.param("chmiel_mx", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "fprop_dgrad",
+        "nvfp4",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("chmiel_mx", "four_over_six", "quartet2", "averis")
+        ),
+    ],
+)
 def test_one_tensor_is_prepared_for_gemms_of_different_formats(policy):
     args = tensors()
     assert_close(all_three(policy, "xla", *args), all_three(policy, "reference", *args))

@@ -184,19 +184,19 @@ def test_attention_and_its_gradients_are_those_of_float32(tmp_path):
 STEP = """
 import json, os, pathlib
 import jax, jax.numpy as jnp, numpy as np, optax
-from models import llama
+from models import decoder
 from support.llamas import SMALL, layer_policies
 from support.rocm_on_cpu import Emulation
 from training.step import init_state, make_train_step
 
 policies = layer_policies(SMALL, "wgrad_rht", [("head", "full_hadamard"), ("*.scores", "full_sr")])
-state = init_state(llama.init(SMALL, jax.random.key(0)), optax.adamw(1e-3))
+state = init_state(decoder.init(SMALL, jax.random.key(0)), optax.adamw(1e-3))
 batch = np.random.default_rng(0).integers(0, SMALL.vocab_size, (1, 34), np.int32)
 
 def step(implementation, *arguments):
     def loss(params, batch, key):
         options = {"policies": policies, "key": key, "implementation": implementation}
-        return llama.mean_loss(SMALL, params, batch, **options)
+        return decoder.mean_loss(SMALL, params, batch, **options)
 
     return make_train_step(loss, optax.adamw(1e-3))(*arguments)
 

@@ -75,3 +75,25 @@ def test_a_program_for_rocm_calls_no_cudnn_wherever_it_is_lowered(monkeypatch):
     assert attention.on_cuda()
     with use_target(Target("hip", "gfx950")):
         assert not attention.on_cuda()
+
+
+def plainly(q, k, v, window, sinks):
+    """Softmax over the visible keys and the sink, in NumPy; one head a key/value head."""
+    _, S, N, H = q.shape
+    scores = np.einsum("bsnh,btnh->bnst", q, np.repeat(k, N // k.shape[2], 2)) / H**0.5
+    distance = np.arange(S)[:, None] - np.arange(S)[None]
+    scores = np.where((distance >= 0) & ((distance < window) | (window == 0)), scores, -np.inf)
+    weights = np.exp(scores)
+    weights /= weights.sum(-1, keepdims=True) + np.exp(sinks)[None, :, None, None]
+    return np.einsum("bnst,btnh->bsnh", weights, np.repeat(v, N // k.shape[2], 2))
+
+
+@pytest.mark.parametrize("longest", [64, 8], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("window", [0, 5])
+def test_windows_and_sinks(monkeypatch, window, longest):
+    monkeypatch.setattr(attention, "LONGEST_WHOLE", longest)
+    monkeypatch.setattr(attention, "PIECE", 4)
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 23, n, 8)) for i, n in enumerate((4, 2, 2)))
+    sinks = jax.random.normal(jax.random.key(3), 4)
+    ours = attention.causal_attention(q, k, v, jnp.int32(window), sinks)
+    np.testing.assert_allclose(ours, plainly(*map(np.asarray, (q, k, v)), window, sinks), atol=1e-5)

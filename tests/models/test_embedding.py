@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.llamas import SMALL, layer_policies
 
-from models import embedding, llama
+from models import decoder, embedding
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROWS, WIDTH = 512, 32
@@ -80,13 +80,13 @@ def test_zeros_and_no_tokens_give_zeros():
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_on_a_gpu_has_the_gradients_of_one_on_a_cpu(monkeypatch, tied):
     config = dataclasses.replace(SMALL, tied=tied)
-    params = llama.init(config, jax.random.key(0))
+    params = decoder.init(config, jax.random.key(0))
     batch = jax.random.randint(jax.random.key(1), (2, 17), 0, config.vocab_size)
 
     policies = layer_policies(config, "bf16")
 
     def gradients():
-        return jax.jit(jax.grad(lambda p: llama.mean_loss(config, p, batch, policies=policies)))(params)
+        return jax.jit(jax.grad(lambda p: decoder.mean_loss(config, p, batch, policies=policies)))(params)
 
     expected = gradients()
     monkeypatch.setattr(embedding, "on_gpu", lambda: True)
@@ -96,7 +96,7 @@ def test_a_model_on_a_gpu_has_the_gradients_of_one_on_a_cpu(monkeypatch, tied):
 SHARDED = """
 import re
 import jax, jax.numpy as jnp, numpy as np
-from models import embedding, llama
+from models import embedding, decoder
 
 embedding.on_gpu = lambda: True
 rng = np.random.default_rng(0)
@@ -105,7 +105,7 @@ dy = rng.standard_normal((8, 64, 32)).astype(np.float32)
 
 
 def gradient(table, tokens, dy):
-    _, back = jax.vjp(lambda table: llama._embed(table, tokens, jnp.float32), table)
+    _, back = jax.vjp(lambda table: decoder._embed(table, tokens, jnp.float32), table)
     return back(dy)[0]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.llamas import GOLDEN, NAMES, SMALL, layer_policies, rewrite_params
 
-from models import llama
+from models import decoder
 from models.generation import Options, choose, empty_cache, generate, is_in_nucleus, read
 from models.huggingface.config import read_config
 from models.huggingface.files import Reader
@@ -50,7 +50,7 @@ def test_greedy_tokens_of_an_export_equal_those_of_transformers(tmp_path):
     torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
     source = tmp_path / "source"
     source.mkdir()
-    params = jax.tree.map(np.asarray, llama.init(dataclasses.replace(SMALL, init_std=0.2), KEY))
+    params = jax.tree.map(np.asarray, decoder.init(dataclasses.replace(SMALL, init_std=0.2), KEY))
     rewrite_params(source, SMALL, params)
     import_checkpoint(source, tmp_path / "run")
     export_checkpoint(tmp_path / "run", tmp_path / "out")
@@ -68,10 +68,10 @@ def test_a_cache_changes_no_logits():
     """In float32 up to the order of sums; MXFP4's blocks lie along d_in, so each token is quantized alone."""
     rules = [("blocks.1.*", "fp32"), ("blocks.0.attention.scores", "wgrad"), ("head", "fp32")]
     options = Options(layer_policies(SMALL, "wgrad", rules), "xla", jnp.float32)
-    params = llama.init(dataclasses.replace(SMALL, init_std=0.2), KEY)
+    params = decoder.init(dataclasses.replace(SMALL, init_std=0.2), KEY)
     tokens = jax.random.randint(KEY, (2, 9), 0, SMALL.vocab_size)
     more = {"policies": options.policies, "implementation": "xla", "dtype": jnp.float32}
-    expected = jax.jit(functools.partial(llama.apply, SMALL, **more))(params, tokens)
+    expected = jax.jit(functools.partial(decoder.apply, SMALL, **more))(params, tokens)
     cache, bounds = empty_cache(SMALL, 2, 12, jnp.float32), [0, 5, 6, 7, 8, 9]
     for start, stop in itertools.pairwise(bounds):
         logits, cache = read(SMALL, options, params, tokens[:, start:stop], cache, start)

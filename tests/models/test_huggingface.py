@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from support.llamas import GOLDEN, NAMES, SMALL, golden_raw, logits_of, params_of, rewrite_params, tensors
 
-from models import llama
-from models.configs import LlamaConfig, RopeScaling
+from models import decoder
+from models.configs import DecoderConfig, RopeScaling
 from models.huggingface.files import Reader, Spec, Writer
 from training.huggingface import export_checkpoint, import_checkpoint
 
@@ -48,7 +48,7 @@ def test_export_gives_back_the_bytes_that_were_imported(imported, tmp_path, name
 
 def test_configurations_are_read(imported):
     found = {name: params_of(run)[0] for name, run in imported.items()}
-    small = LlamaConfig(64, 32, 2, 4, 4, 8, 64, rope_theta=10_000.0)
+    small = DecoderConfig(64, 32, 2, 4, 4, 8, 64, rope_theta=10_000.0)
     llama31 = RopeScaling(8.0, 1.0, 4.0, 16)
     grouped = dataclasses.replace(small, n_kv_heads=2, rope_theta=500_000.0, norm_eps=1e-6)
     assert found == {
@@ -131,7 +131,7 @@ def test_folders_in_use_and_no_checkpoints_are_refused(tmp_path, imported):
     with pytest.raises(ValueError, match="no checkpoint of step 7"):
         export_checkpoint(imported["llama2"], tmp_path / "out", step=7)
     for size in (0, -1, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="--shard-gb must be positive and at most"):
+        with pytest.raises(ValueError, match="--shard-gb must be from 1e-9, a byte, to 1e9, got"):
             export_checkpoint(imported["llama2"], tmp_path / "out", shard_gb=size)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
@@ -168,7 +168,9 @@ def test_transformers_loads_exports_and_agrees(tmp_path, config, dtype):
     transformers = pytest.importorskip("transformers")
     config = dataclasses.replace(config, init_std=0.2)  # logits of a size to compare
     (tmp_path / "seed").mkdir()
-    rewrite_params(tmp_path / "seed", config, jax.tree.map(np.asarray, llama.init(config, jax.random.key(1))))
+    rewrite_params(
+        tmp_path / "seed", config, jax.tree.map(np.asarray, decoder.init(config, jax.random.key(1)))
+    )
     import_checkpoint(tmp_path / "seed", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "huggingface")  # as if it had been trained here
     export_checkpoint(tmp_path / "run", tmp_path / "out", dtype=dtype, shard_gb=1e-4)

@@ -1,16 +1,20 @@
 """Hugging Face configurations: read, written and refused."""
 
+import dataclasses
 import json
 
 import pytest
 from support.llamas import golden_raw
 
 from models.config_file import from_dict
-from models.configs import LlamaConfig, get_config, to_dict
+from models.configs import DecoderConfig, ExpertsConfig, get_config, to_dict
 from models.huggingface.config import read_config, write_config
 
 
-@pytest.mark.parametrize("name", ["tiny", "350m", "llama3.2-1b", "llama3.1-405b"])
+@pytest.mark.parametrize(
+    "name",
+    ["tiny", "llama3.1-405b", "qwen3-8b", "mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b"],
+)
 def test_configurations_round_trip(name):
     config = get_config(name)
     assert read_config(json.loads(json.dumps(write_config(config, 2048)))) == config
@@ -44,24 +48,38 @@ def test_meta_s_llama_2_needs_no_rope_fields():
         "vocab_size": 32000,
     }
     config = read_config(raw)
-    assert config == LlamaConfig(32_000, 4096, 32, 32, 32, 128, 11_008, rope_theta=10_000.0)
+    assert config == DecoderConfig(32_000, 4096, 32, 32, 32, 128, 11_008, rope_theta=10_000.0)
     assert config.n_params == 6_738_415_616  # the size of that checkpoint
 
 
 GRANITE = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
 
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "qwen2"}, "model_type is 'qwen2'"),
-        ({"model_type": "mistral"}, "model_type is 'mistral'.* write 'llama'"),
-        ({"attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; llama, qwen2, .* can be imported"),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3'; multi-head latent attention cannot run here"),
+        ({"model_type": "jamba"}, "'jamba'; mamba layers cannot run here"),
+        ({"model_type": ["llama"]}, "model_type is"),
+        ({"attention_bias": 1}, "attention_bias must be true or false"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"num_local_experts": 8}, "num_local_experts is 8, and it is not supported; remove"),
         ({"num_experts": 8}, "num_experts is 8"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 of 8 experts"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], and it is not supported"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, and only 1"),
+        (QWEN3_MOE | {"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
+        ({"model_type": "gpt_oss", "layer_types": ["chunked_attention"]}, "layer_types is"),
+        ({"model_type": "gpt_oss", "layer_types": ["full_attention"]}, "1 entries for 2 layers"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
         ({"sliding_window": 128}, "sliding_window is 128"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"use_qk_norm": True}, "use_qk_norm is True"),
@@ -150,3 +168,19 @@ def test_a_value_that_cannot_be_is_named(change):
 
 def test_rope_values_as_transformers_writes_them_are_taken():
     assert read_config(golden_raw("llama3") | {"rope_parameters": LLAMA3}).rope_scaling is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"qkv_bias": True, "windows": (8,) * 4, "qk_norm": True},
+        {"sinks": True},
+        {"experts": ExpertsConfig(8, 2, shared=1)},
+        {"experts": ExpertsConfig(8, 2, scores="sigmoid", balance_rate=1e-3)},
+    ],
+    ids=str,
+)
+def test_parts_that_no_architecture_has_are_not_exported(change):
+    config = dataclasses.replace(get_config("tiny"), **change)
+    with pytest.raises(ValueError, match="no architecture with all parts of this model"):
+        write_config(config, 2048)

@@ -12,6 +12,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from support.llamas import GOLDEN, golden_raw, params_of, tensors
 
 from models.huggingface.files import INDEX, SINGLE, Writer
@@ -98,6 +99,20 @@ def test_sizes_are_compared_with_the_tensors_before_memory_is_taken(checkpoint, 
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize(
+    ("removed", "added", "said"),
+    [
+        ("model.", "", r"lack 'model\.', as a LlamaModel's do: save the LlamaForCausalLM"),
+        ("", "_orig_mod.", r"begin with '_orig_mod\.', .*: save the module inside, model\._orig_mod, or"),
+        ("", "module._orig_mod.", r"begin with 'module\._orig_mod\.'"),
+    ],
+)
+def test_names_of_a_wrapper_are_told_from_a_wrong_config(checkpoint, removed, added, said):
+    found = {added + n.removeprefix(removed): t for n, t in load_file(checkpoint / SINGLE).items()}
+    save_file(found, checkpoint / SINGLE)
+    refused(checkpoint, said)
+
+
 def test_weights_that_are_not_finite_are_named(checkpoint):
     found = tensors(checkpoint)
     bad = {"model.norm.weight": np.nan, "model.layers.1.mlp.up_proj.weight": np.inf}
@@ -116,7 +131,7 @@ def test_weights_that_are_not_finite_are_named(checkpoint):
 def test_nested_json_is_an_error_of_the_file(checkpoint, name):
     (checkpoint / SINGLE).unlink()
     (checkpoint / name).write_text('{"a":' * 100_000)
-    refused(checkpoint, f"{name} is nested too deeply; download it again")
+    refused(checkpoint, f"{name} is nested too deeply")
 
 
 def test_files_of_an_index_are_safetensors_of_its_folder(checkpoint):

@@ -1,6 +1,7 @@
 """The Llama against transformers' LlamaForCausalLM (golden file), and its policies against one another."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -12,17 +13,18 @@ import pytest
 from support.llamas import layer_policies
 
 import mxjax
-from models import llama, loss
-from models.configs import CONFIGS, LlamaConfig, RopeScaling, get_config
+from models import decoder, loss
+from models.configs import CONFIGS, DecoderConfig, RopeScaling, get_config
+from models.gemms import LINEAR_LAYERS
 from mxjax.runtime.devices import Target, use_target
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "llama.npz"
-SMALL = LlamaConfig(64, 32, 3, 4, 2, 16, 96)
+SMALL = DecoderConfig(64, 32, 3, 4, 2, 16, 96)
 
 
-def golden_config(raw: dict) -> LlamaConfig:
+def golden_config(raw: dict) -> DecoderConfig:
     rope = raw["rope_parameters"]
-    return LlamaConfig(
+    return DecoderConfig(
         vocab_size=raw["vocab_size"],
         d_model=raw["hidden_size"],
         n_layers=raw["num_hidden_layers"],
@@ -41,14 +43,14 @@ def golden_config(raw: dict) -> LlamaConfig:
     )
 
 
-def group_qkv(q, k, v, config: LlamaConfig) -> np.ndarray:
+def group_qkv(q, k, v, config: DecoderConfig) -> np.ndarray:
     """Our column order: the query heads of a key/value head, its key, its value."""
     d, g, h = config.d_model, config.n_kv_heads, config.head_dim
     parts = (q.T.reshape(d, g, -1, h), k.T.reshape(d, g, 1, h), v.T.reshape(d, g, 1, h))
     return np.concatenate(parts, axis=2).reshape(d, -1)
 
 
-def golden_params(golden, config: LlamaConfig) -> dict:
+def golden_params(golden, config: DecoderConfig) -> dict:
     def layers(name):
         return [golden[f"state/model.layers.{i}.{name}.weight"] for i in range(config.n_layers)]
 
@@ -78,7 +80,7 @@ def golden_params(golden, config: LlamaConfig) -> dict:
 
 def logits(config, params, tokens, policies, **options):
     def run(params, tokens, key):
-        return llama.apply(config, params, tokens, policies=policies, key=key, **options)
+        return decoder.apply(config, params, tokens, policies=policies, key=key, **options)
 
     return jax.jit(run)(params, tokens, jax.random.key(7))
 
@@ -116,7 +118,7 @@ def test_loss_and_gradients_equal_transformers(golden):
     @jax.jit
     @jax.value_and_grad
     def loss(params):
-        out = llama.apply(config, params, tokens, policies=policies, dtype=jnp.float32)
+        out = decoder.apply(config, params, tokens, policies=policies, dtype=jnp.float32)
         logp = jax.nn.log_softmax(out[:, :-1])
         return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1))
 
@@ -130,7 +132,7 @@ def test_loss_and_gradients_equal_transformers(golden):
 
 @pytest.fixture(scope="module")
 def params():
-    return llama.init(SMALL, jax.random.key(0))
+    return decoder.init(SMALL, jax.random.key(0))
 
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, SMALL.vocab_size, (2, 24)), jnp.int32)
@@ -138,7 +140,7 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, SMALL.vocab_size, (2, 
 
 def gradients(params, policies, **options):
     def loss(params):
-        out = llama.apply(SMALL, params, TOKENS, policies=policies, key=jax.random.key(7), **options)
+        out = decoder.apply(SMALL, params, TOKENS, policies=policies, key=jax.random.key(7), **options)
         return jnp.mean(jax.nn.logsumexp(out, axis=-1) ** 2)
 
     return jax.jit(jax.grad(loss))(params)
@@ -150,6 +152,36 @@ def test_high_precision_layers_unless_a_rule_names_them():
     assert policies["head"] == policies["blocks.0.attention.scores"] == bf16
     assert policies["blocks.1.attention.scores"] == mxjax.get_policy("fp8")
     assert policies["blocks.2.attention.qkv"] == mxjax.get_policy("wgrad")
+
+
+ONE_BLOCK = dataclasses.replace(SMALL, n_layers=1)
+TO_ZERO = mxjax.Operand(prescale=2.0**-40)  # every element rounds to zero
+
+
+@functools.cache
+def loss_and_gradients(*quantized):
+    """Returns the compiled loss of one block whose layers are pinned to BF16, but `quantized` to zero."""
+    pinned = [(f"blocks.0.{name}", "bf16") for name in LINEAR_LAYERS if name not in quantized]
+    policies = layer_policies(ONE_BLOCK, mxjax.Policy(*[mxjax.Gemm(TO_ZERO, TO_ZERO)] * 3), pinned)
+    return jax.jit(
+        jax.value_and_grad(lambda params: decoder.mean_loss(ONE_BLOCK, params, TOKENS, policies=policies))
+    )
+
+
+@pytest.mark.parametrize(
+    "layer", [n if n == "mlp.down" else pytest.param(n, marks=pytest.mark.slow) for n in LINEAR_LAYERS]
+)
+def test_layers_pinned_to_bf16_run_in_bf16_beside_a_quantized_one(layer):
+    """Bit for bit in all three GEMMs: quantizing a layer to zero does no more than zeros in its weight."""
+    module, matrix = layer.split(".")
+    params = decoder.init(ONE_BLOCK, jax.random.key(0))
+    found, grads = loss_and_gradients(layer)(params)
+    params["blocks"][module][matrix] = jnp.zeros_like(params["blocks"][module][matrix])
+    expected, wanted = loss_and_gradients()(params)
+    assert np.any(wanted["blocks"][module][matrix]) != (layer == "mlp.gate_up")
+    wanted["blocks"][module][matrix] = params["blocks"][module][matrix]  # a Wgrad of zero
+    assert found == expected
+    jax.tree.map(np.testing.assert_array_equal, grads, wanted)
 
 
 def random_mlp(policy):
@@ -195,11 +227,11 @@ def test_unrolled_layers_are_those_of_the_loop(params, remat):
 
 @pytest.mark.parametrize(("policy", "unroll"), [("wgrad", SMALL.n_layers), ("nvfp4", 1)])
 def test_blocks_are_unrolled_on_a_gpu_where_kernels_quantize(params, policy, unroll, monkeypatch):
-    monkeypatch.setattr(llama, "on_gpu", lambda: True)
+    monkeypatch.setattr(decoder, "on_gpu", lambda: True)
     policies = layer_policies(SMALL, policy)
     with use_target(Target("cuda", "sm_90")):
         jaxpr = jax.make_jaxpr(
-            lambda params, key: llama.losses(SMALL, params, TOKENS, policies=policies, key=key)
+            lambda params, key: decoder.losses(SMALL, params, TOKENS, policies=policies, key=key)
         )(params, jax.random.key(0))
     scans = [e for e in _equations(jaxpr.jaxpr) if e.params.get("length") == SMALL.n_layers]
     assert [e.params["unroll"] for e in scans] == [unroll]
@@ -224,16 +256,16 @@ def test_losses_in_pieces_are_those_of_the_logits(params, policy, monkeypatch):
     batch = jax.random.randint(jax.random.key(1), (2, 25), 0, SMALL.vocab_size)
 
     def loss(p):
-        found = llama.losses(SMALL, p, batch, policies=policies)
+        found = decoder.losses(SMALL, p, batch, policies=policies)
         return found.mean(), found
 
     def by_logits(p):
-        logits = llama.apply(SMALL, p, batch[:, :-1], policies=policies)
+        logits = decoder.apply(SMALL, p, batch[:, :-1], policies=policies)
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch[:, 1:, None], -1)[..., 0]
         return -chosen.mean(), -chosen
 
     def mean_loss(p):
-        return llama.mean_loss(SMALL, p, batch, policies=policies)
+        return decoder.mean_loss(SMALL, p, batch, policies=policies)
 
     (_, expected), expected_grads = jax.value_and_grad(by_logits, has_aux=True)(params)
     for tokens in (1000, 20, 16, 10, 1):  # whole, and in pieces with and without a remainder
@@ -289,7 +321,7 @@ def test_a_token_sees_nothing_after_it(params):
 
 def test_a_tied_head_is_the_embedding():
     config = dataclasses.replace(SMALL, tied=True)
-    params = llama.init(config, jax.random.key(0))
+    params = decoder.init(config, jax.random.key(0))
     assert "head" not in params or params["head"] is None
     untied = params | {"head": params["embedding"].T}
     policies = layer_policies(SMALL, "bf16")
@@ -302,12 +334,12 @@ def test_a_tied_head_is_the_embedding():
 def test_the_gradient_of_a_tied_head_is_added_to_that_of_the_embedding(tokens, monkeypatch):
     monkeypatch.setattr(loss, "LOSS_TOKENS", tokens)
     config = dataclasses.replace(SMALL, tied=True)
-    params = llama.init(config, jax.random.key(0))
+    params = decoder.init(config, jax.random.key(0))
     untied = params | {"head": params["embedding"].T}
     policies = layer_policies(SMALL, "bf16")
     batch = jax.random.randint(jax.random.key(1), (4, 17), 0, SMALL.vocab_size)
     found, apart = (
-        jax.jit(jax.grad(lambda p, c=c: llama.mean_loss(c, p, batch, policies=policies)))(p)
+        jax.jit(jax.grad(lambda p, c=c: decoder.mean_loss(c, p, batch, policies=policies)))(p)
         for c, p in ((config, params), (SMALL, untied))
     )
     np.testing.assert_allclose(found["embedding"], apart["embedding"] + apart["head"].T, atol=1e-7)
@@ -317,13 +349,13 @@ def test_the_gradient_of_a_tied_head_is_added_to_that_of_the_embedding(tokens, m
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_are_counted(tied):
     config = dataclasses.replace(SMALL, tied=tied)
-    shapes = jax.eval_shape(lambda: llama.init(config, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.n_params
 
 
 def test_initialization_has_the_stds_of_the_recipe():
-    config = LlamaConfig(512, 256, 8, 4, 2, 64, 512)
-    params = llama.init(config, jax.random.key(0))
+    config = DecoderConfig(512, 256, 8, 4, 2, 64, 512)
+    params = decoder.init(config, jax.random.key(0))
     stds = {name: float(jnp.std(params["blocks"]["mlp"][name])) for name in ("gate_up", "down")}
     np.testing.assert_allclose(stds["gate_up"], 0.02, rtol=0.01)
     np.testing.assert_allclose(stds["down"], 0.02 / 4, rtol=0.01)
@@ -338,6 +370,12 @@ def test_initialization_has_the_stds_of_the_recipe():
         ("llama3.1-8b", 8_030_261_248),
         ("llama3.1-70b", 70_553_706_496),
         ("llama3.1-405b", 405_853_388_800),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("mistral-7b", 7_241_732_096),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("gpt-oss-20b", 20_914_757_184),
     ],
 )
 def test_configurations_have_the_published_sizes(name, parameters):
@@ -347,7 +385,7 @@ def test_configurations_have_the_published_sizes(name, parameters):
 def test_every_configuration_can_be_built():
     for config in CONFIGS.values():
         assert layer_policies(config, "wgrad_hadamard")
-        jax.eval_shape(lambda c=config: llama.init(c, jax.random.key(0)))
+        jax.eval_shape(lambda c=config: decoder.init(c, jax.random.key(0)))
 
 
 def test_flops_count_matrices_and_causal_attention():

@@ -19,7 +19,7 @@ from support.runs import error_of
 
 import eval as evaluation_program
 import train as training_program
-from models import llama
+from models import decoder
 from models.config_file import from_dict
 from training.huggingface import export_checkpoint
 from training.log.metrics import read_records
@@ -169,7 +169,7 @@ def test_moments_that_would_become_nan_end_the_run_with_its_last_finite_state(te
 def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, text, tmp_path):
     model = from_dict(read_run_config(run)["model"])
     with Checkpoints(run / "checkpoints") as checkpoints:
-        params = checkpoints.restore_params(llama.abstract_params(model))
+        params = checkpoints.restore_params(decoder.abstract_params(model))
     shutil.rmtree(run / "checkpoints")
     params["embedding"] = params["embedding"].at[5, 7].set(np.nan)
     save_params(run / "checkpoints", params)

@@ -24,7 +24,7 @@ from support import oracles
 from support.llamas import GOLDEN, NAMES, golden_raw
 
 import mxjax
-from models import llama
+from models import decoder
 from models.configs import get_config, to_dict
 from models.huggingface.config import read_config
 from models.huggingface.files import INDEX, SINGLE, Reader, read_json
@@ -275,9 +275,10 @@ def test_changes_of_policies():
 
 
 def test_configurations_of_runs(folder):
-    layers = llama.layer_policies(get_config("tiny"), mxjax.get_policy("wgrad"))
+    layers = decoder.layer_policies(get_config("tiny"), mxjax.get_policy("wgrad"))
     model = {"model": to_dict(get_config("tiny"))}
-    whole = {"config": to_json(Config()), "data": {}, **model, **to_record([Phase(1, "wgrad", layers)])}
+    data = {"data": {"source": "text", "train_tokens": 9, "validation_tokens": 9, "crc32": "0"}}
+    whole = {"config": to_json(Config()), **data, **model, **to_record([Phase(1, "wgrad", layers)])}
 
     def read():
         saved = read_run_config(folder)

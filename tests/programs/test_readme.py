@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 import mxjax
-from models import llama
+from models import decoder
 from models.configs import get_config
 from mxjax.recipes import __main__ as recipes
 from training.command_line import parse
@@ -97,7 +97,7 @@ def test_flags_of_precision_in_the_documents_are_understood(tmp_path, monkeypatc
     for name in ("own.json", "head.json", "own.py", "recipes/own.py"):
         policy = mxjax.policy_to_json(mxjax.get_policy("wgrad")) if "json" in name else "policy = 'wgrad'"
         pathlib.Path(name).write_text(policy)
-    layers = functools.partial(llama.layer_policies, get_config("tiny"))
+    layers = functools.partial(decoder.layer_policies, get_config("tiny"))
     for flags in commands:
         config = expand(parse(flags))
         assert phases_of(config.precision, config.steps, layers), flags

@@ -2,16 +2,24 @@
 
 import json
 import pathlib
+import shutil
 import sys
 
 import pytest
-from support.runs import error_of, run
+from support.runs import error_of, resume, run
 
 import eval as evaluation_program
 import train as training_program
-from training.command_line import check_lists, in_one_line, parse
+from analysis.compare.compare import CompareConfig
+from analysis.diagnose.diagnose import DiagnoseConfig
+from analysis.evaluate import EvalConfig
+from analysis.sample import SampleConfig
+from training.command_line import FlagError, check_lists, flags_of, in_one_line, parse
+from training.config import Config, DataConfig
 from training.run.checksums import check_saveable
-from training.run.record import read_run_config
+from training.run.record import read_run_config, write_run_config
+from training.run.setup import check_apart
+from training.tokenize.plan import TokenizeConfig
 
 SHAPE = {"d_model": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 4, "d_ff": 8}
 
@@ -65,6 +73,7 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
         ("--policy", "Missing value for argument '--policy'"),
         ("--layers a=fp8 --lr 1 --layers b=fp8", "--layers is given 2 times; write all its values after one"),
         ("--data a --data=b", "--data is given 2 times"),
+        ("--eval-data a --eval_data=b", "--eval-data is given 2 times; it takes one value; see"),
         ("--set a.b=1 *.c=2 --lr 1", "--set takes one change; write --set before '*.c=2' too; see"),
     ],
 )
@@ -78,6 +87,22 @@ def test_wrong_flags_are_one_line(flags, said, capsys):
     assert errors.endswith("--help\n")
 
 
+@pytest.mark.parametrize(
+    ("config", "flag"),
+    [
+        *((Config, flag) for flag in ("--data", "--eval-data", "--layers")),
+        *((DiagnoseConfig, flag) for flag in ("--data", "--eval-data", "--layers")),
+        (SampleConfig, "--layers"),
+        (CompareConfig, "--plot"),
+        (TokenizeConfig, "--input"),
+    ],
+)
+def test_no_list_is_taken_by_its_last_part_alone(config, flag):
+    with pytest.raises(FlagError) as refused:
+        flags_of(config, [flag, "a", f"{flag}=b"])
+    assert refused.value.message.startswith(f"{flag} is given 2 times; ")
+
+
 @pytest.mark.parametrize("flag", ["--polcy=bf16", "--polcy bf16"])
 def test_eval_suggests_the_closest_flag(flag, capsys):
     with pytest.raises(SystemExit):
@@ -86,8 +111,8 @@ def test_eval_suggests_the_closest_flag(flag, capsys):
 
 
 def test_a_folder_after_a_change_may_have_an_equals_sign():
-    check_lists(["--set", "wgrad.*.scale_rule=even", "lr=3e-4"])
-    check_lists(["--set", "wgrad.*.scale_rule=even", "runs/lr=3e-4"])
+    check_lists(EvalConfig, ["--set", "wgrad.*.scale_rule=even", "lr=3e-4"])
+    check_lists(EvalConfig, ["--set", "wgrad.*.scale_rule=even", "runs/lr=3e-4"])
 
 
 def test_boxes_in_other_encodings_and_colors_are_one_line():
@@ -115,6 +140,23 @@ def test_a_policy_file_that_does_anything_else_is_one_line(text, tmp_path, code,
     policy = f"{tmp_path / 'own.py'}:policy"
     assert said in error_of("--data", text, "--out", tmp_path / "run", "--policy", policy)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_inside_its_text_is_refused(text, tmp_path):
+    """Its records would become text of the next start."""
+    (tmp_path / "texts").mkdir()
+    shutil.copy(text, tmp_path / "texts")
+    inside = tmp_path / "texts" / "run"
+    for flags in (["--data", tmp_path / "texts"], ["--data", text, "--eval-data", tmp_path / "texts"]):
+        said = error_of(*flags, "--out", inside)
+        assert f"--out {inside} lies in {flags[-2]} {tmp_path / 'texts'}, so that the run would" in said
+    assert not inside.exists()
+    check_apart(DataConfig((str(tmp_path / "texts"),)), tmp_path / "texts" / ".runs" / "run")  # not read
+
+
+@pytest.mark.parametrize("name", ["gs:", "a-gs:/b", "s3:/bucket/run"])
+def test_a_bucket_is_refused(text, tmp_path, name):
+    assert "name a folder, no bucket, gs: or s3:" in error_of("--data", text, "--out", tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["\udcff", "a\nb", "a\x1b[31m"])
@@ -151,6 +193,26 @@ def test_the_command_of_a_run_resumes_it_when_repeated(text, tmp_path, monkeypat
     resumed = read_run_config(tmp_path / "run")
     assert resumed["phases"] == begun["phases"]
     assert resumed["config"]["precision"] == begun["config"]["precision"]
+
+
+def test_a_run_executes_no_file_that_it_names(text, tmp_path, monkeypatch, capsys):
+    """Who sends a run may change the file, and leave out the record that makes it unnecessary."""
+    monkeypatch.setattr(training_program, "take_steps", lambda *_: {})
+    own, out, executed = tmp_path / "own.py", tmp_path / "run", tmp_path / "executed"
+    own.write_text("own = 'fp8'")
+    run(text, out, "--policy", f"{own}:own")
+    own.write_text(f"open({str(executed)!r}, 'w')\nown = 'bf16'")
+    resume(out)
+    assert "own.py changed since the run began, which keeps its policies on record" in capsys.readouterr().out
+    saved = read_run_config(out)
+    del saved["phases"]
+    write_run_config(out, saved)
+    for program, words in (
+        (training_program.main, ("--resume", "--out", out)),
+        (evaluation_program.main, (out,)),
+    ):
+        assert "config.json holds no policies of this version" in error_of(*words, program=program)
+    assert not executed.exists()
 
 
 @pytest.mark.parametrize("size", [0, 2, 31])

@@ -103,7 +103,7 @@ def test_eval_takes_batches_of_another_size(finished):
     restored = evaluation_program.restore(EvalConfig(finished))
     found = evaluation_program.read_batches(EvalConfig(finished, batches=3, batch_size=1), restored)
     assert [len(batch) for batch in found] == [1, 1, 1]
-    with pytest.raises(ValueError, match="--batch-size must be at least 1, got 3 and 0"):
+    with pytest.raises(ValueError, match=r"--batch-size must be at least 1 and .*, got 0"):
         evaluation_program.read_batches(EvalConfig(finished, batches=3, batch_size=0), restored)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mxjax
-from models import llama
+from models import decoder
 from models.configs import get_config
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
@@ -86,12 +86,12 @@ def test_an_unknown_study_names_those_there_are(tmp_path):
 
 def test_outlier_channels_change_activations_and_no_function():
     model = dataclasses.replace(get_config("tiny"), vocab_size=64)
-    params = llama.init(model, jax.random.key(0))
+    params = decoder.init(model, jax.random.key(0))
     outliers = programs.with_outliers(params, 8)
     np.testing.assert_allclose(outliers["blocks"]["mlp_norm"]["scale"][:, 7:9], [[16, 1]] * model.n_layers)
     batch = jax.random.randint(jax.random.key(1), (2, 17), 0, 64)
-    policies = llama.layer_policies(model, get_policy("fp32"))
-    losses = jax.jit(lambda params: llama.losses(model, params, batch, policies=policies, dtype="float32"))
+    policies = decoder.layer_policies(model, get_policy("fp32"))
+    losses = jax.jit(lambda params: decoder.losses(model, params, batch, policies=policies, dtype="float32"))
     np.testing.assert_allclose(losses(params), losses(outliers), rtol=1e-6)
 
 
@@ -123,9 +123,14 @@ def test_runs_are_added_once_in_the_order_of_cells(tmp_path):
     kept.write_text("".join(json.dumps(run) + "\n" for run in old))
     (tmp_path / "x.json").write_text(json.dumps(record("a", "fp8", 0, 2.9)))
     (tmp_path / "y.json").write_text(json.dumps(record("b", "fp8", 0, 2.8)))
-    assert add_runs(tmp_path, kept) == 2
+    before = kept.read_text()
+    with pytest.raises(ValueError, match=r"has 1 other runs .* such as b seed 0; keep repeats apart"):
+        add_runs(tmp_path, kept)
+    assert kept.read_text() == before
+    (tmp_path / "y.json").write_text(json.dumps(old[0]))  # the same run again
+    assert add_runs(tmp_path, kept) == 1
     found = [(run["cell"], run["seed"], run["final_loss"]) for run in read_runs(kept)]
-    assert found == [("a", 0, 2.9), ("b", 0, 2.8), ("c", 1, 3.1)]
+    assert found == [("a", 0, 2.9), ("b", 0, 3.0), ("c", 1, 3.1)]
 
 
 def test_tables_as_csv_keep_captions_and_headers_that_differ():

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import mxjax
-from models import llama
+from models import decoder
 from mxjax.kernels import lowering
 from mxjax.kernels.call_message import MachineCode
 from mxjax.runtime.devices import Target, use_target
@@ -29,13 +29,13 @@ def lower_llama(target: Target, policy: str, implementation: str | None) -> str:
     policies = layer_policies(SMALL, policy)
 
     def loss(params, batch, key):
-        return llama.mean_loss(
+        return decoder.mean_loss(
             SMALL, params, batch, policies=policies, key=key, implementation=implementation
         )
 
     batch, key = jax.ShapeDtypeStruct((2, 65), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
     with use_target(target):
-        traced = jax.jit(jax.value_and_grad(loss)).trace(llama.abstract_params(SMALL), batch, key)
+        traced = jax.jit(jax.value_and_grad(loss)).trace(decoder.abstract_params(SMALL), batch, key)
         return traced.lower(lowering_platforms=("rocm" if target.backend == "hip" else "cuda",)).as_text()
 
 

@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import llama
+from models import decoder
 from models.config_file import from_dict
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
+from models.huggingface.architectures import views
 from models.huggingface.config import write_config
 from models.huggingface.files import Reader, Spec, Writer
-from models.huggingface.weights import views
 from mxjax import get_policy
 from training.run.checkpoints import Checkpoints
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 NAMES = ("llama2", "llama3", "llama3.1", "llama3.2")
-SMALL = LlamaConfig(300, 64, 2, 4, 2, 16, 96, rope_theta=10_000.0)
+SMALL = DecoderConfig(300, 64, 2, 4, 2, 16, 96, rope_theta=10_000.0)
 
 
 def layer_policies(config, default, rules=()):
@@ -27,18 +27,20 @@ def layer_policies(config, default, rules=()):
     def policy(name):
         return get_policy(name) if isinstance(name, str) else name
 
-    return llama.layer_policies(config, policy(default), [(pattern, policy(name)) for pattern, name in rules])
+    return decoder.layer_policies(
+        config, policy(default), [(pattern, policy(name)) for pattern, name in rules]
+    )
 
 
 def params_of(run):
     config = from_dict(json.loads((run / "config.json").read_text())["model"])
     with Checkpoints(run / "checkpoints") as checkpoints:
-        return config, checkpoints.restore_params(llama.abstract_params(config))
+        return config, checkpoints.restore_params(decoder.abstract_params(config))
 
 
 def logits_of(config, params, tokens):
     policies = layer_policies(config, "fp32", [("*", "fp32")])
-    run = jax.jit(lambda p, t: llama.apply(config, p, t, policies=policies, dtype=jnp.float32))
+    run = jax.jit(lambda p, t: decoder.apply(config, p, t, policies=policies, dtype=jnp.float32))
     return np.asarray(run(params, jnp.asarray(tokens)))
 
 

@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mxjax
-from models import llama
+from models import decoder
 from models import loss as pieces
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
 from models.sharding import AXES
 from training import sharding as parameter_sharding
 from training.config import OptimizerConfig
@@ -28,10 +30,10 @@ from training.optimizer import keeps_finite, learning_rate, make_optimizer
 from training.process.environment import enable_compilation_cache
 from training.run.checkpoints import Checkpoints
 from training.sharding import filled_size, global_batch, make_mesh, on_mesh, resize, resize_on
-from training.step import ScheduledStep, make_eval_step, make_train_step
+from training.step import ScheduledStep, init_state, make_eval_step, make_train_step
 
 # Every axis has 8 whole blocks and rotations of 32.
-MODEL = LlamaConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)
+MODEL = DecoderConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)
 STEPS, BATCH, LENGTH = 3, 8, 32
 SHAPES = [shape for shape in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(shape) <= 8]
 LADDER = [name for name in mxjax.policies() if name.startswith(("bf16", "fp8", "fprop", "wgrad", "full"))]
@@ -54,7 +56,7 @@ class OnMesh:
         # In float32 around the linear layers, where the order of sums changes least.
         rules = [("blocks.*.attention.[sv]*", mxjax.get_policy("fp32"))] if dtype == jnp.float32 else []
         rules.append(("head", mxjax.get_policy(head)))
-        self.policies = policies = llama.layer_policies(model, mxjax.get_policy(policy), rules)
+        self.policies = policies = decoder.layer_policies(model, mxjax.get_policy(policy), rules)
         config = OptimizerConfig(lr=0.3, eps=1.0, warmup_steps=1)  # as SGD: Adam enlarges small differences
         optimizer, schedule = make_optimizer(config), learning_rate(config, 10)
         devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
@@ -68,10 +70,10 @@ class OnMesh:
         }
 
         def loss(params, batch, key):
-            return llama.mean_loss(model, params, batch, key=key, **options)
+            return decoder.mean_loss(model, params, batch, key=key, **options)
 
         def losses(params, batch, key):
-            return llama.losses(model, params, batch, key=key, **options)
+            return decoder.losses(model, params, batch, key=key, **options)
 
         parameter_sharding.check_shards(self.mesh.shape, model, policies)
         with jax.set_mesh(self.mesh):
@@ -182,6 +184,46 @@ def restore(folder: str) -> None:
             np.testing.assert_array_equal(a, b)
 
 
+def nonfinite() -> None:
+    """For each mesh prints of three steps whether they were finite, changed the weight and had a finite loss.
+
+    In the second, one device's part of the gradient has a NaN.
+    """
+
+    @jax.custom_vjp
+    def spoil(w, bad):
+        return w
+
+    spoil.defvjp(lambda w, bad: (w, bad), lambda bad, g: (g.at[-1, 0].add(jnp.where(bad, jnp.nan, 0)), None))
+
+    def loss(params, batch, key):
+        return jnp.mean((jax.nn.one_hot(batch, 16) @ spoil(params["w"], jnp.any(batch == 3))) ** 2)
+
+    optimizer, start = optax.adam(0.5), {"w": jnp.ones((16, 16))}
+    clean = np.tile(np.arange(8, 16, dtype=np.int32)[:, None], (1, 4))
+    for shape in [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]:
+        mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), AXES)
+        first = init_state(start, optimizer)
+        specs = jax.tree.map(lambda x: P("fsdp", "tensor") if x.ndim == 2 else P(), first)
+        shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+        step = make_train_step(
+            loss,
+            optimizer,
+            skip_nonfinite=True,
+            shardings=shardings,
+            keeps_finite=lambda rate: jnp.array(True),  # so that gradients alone are checked
+        )
+        with jax.set_mesh(mesh):
+            state, found = jax.device_put(jax.tree.map(jnp.copy, first), shardings), []
+            for i in range(3):
+                batch = np.where((np.arange(8) == 7)[:, None] & (i == 1), 3, clean)  # the last sequence
+                before = np.asarray(state.params["w"])
+                state, metrics = step(state, global_batch(mesh, batch), jax.random.key(0), jnp.ones(()))
+                changed = not np.array_equal(before, state.params["w"])
+                found.append([bool(metrics.finite), changed, bool(np.isfinite(metrics.loss))])
+        print(json.dumps({"steps": found, "skipped": int(state.skipped)}), flush=True)
+
+
 def compile_step(policy: str, shape: str, implementation: str) -> None:
     """Compiles a step with all its loops, for XLA_FLAGS to dump."""
     pieces.LOSS_TOKENS = 16
@@ -195,7 +237,7 @@ def memory(*cases: str) -> None:
     allocates on a device, in bytes."""
     for case in cases:
         shape, policy, remat, vocab = case.split(":")
-        model = LlamaConfig(int(vocab), 128, 4, 4, 4, 32, 384, rope_theta=10_000.0)
+        model = DecoderConfig(int(vocab), 128, 4, 4, 4, 32, 384, rope_theta=10_000.0)
         on = OnMesh(policy, tuple(map(int, shape.split(","))), remat=remat, model=model, dtype=jnp.bfloat16)
         batch = np.zeros((BATCH, 129), np.int32)
         with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
@@ -220,4 +262,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "curves":
         enable_compilation_cache()
     programs = {"curves": curves, "restore": restore, "compile": compile_step, "memory": memory}
+    programs["nonfinite"] = nonfinite
     (programs | {"vocabulary": vocabulary})[sys.argv[1]](*sys.argv[2:])

@@ -13,21 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 
 import mxjax
-from models import llama
+from models import decoder
 from models import sharding as backward_order
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
 from training import sharding as parameter_sharding
 from training.config import OptimizerConfig
 from training.optimizer import make_optimizer
 from training.sharding import global_batch, make_mesh
 
-MODEL = LlamaConfig(256, 128, 3, 4, 2, 32, 256, rope_theta=10_000.0, tied="tied" in sys.argv)
+MODEL = DecoderConfig(256, 128, 3, 4, 2, 32, 256, rope_theta=10_000.0, tied="tied" in sys.argv)
 
 
 def main(shape: str, policy: str) -> None:
     """Compares the two on a mesh of this shape."""
     mesh = make_mesh(shape)
-    policies = llama.layer_policies(MODEL, mxjax.get_policy(policy))
+    policies = decoder.layer_policies(MODEL, mxjax.get_policy(policy))
     with jax.set_mesh(mesh):
         optimizer = make_optimizer(OptimizerConfig())
         state, _ = parameter_sharding.first_state(MODEL, optimizer, mesh, jax.random.key(0))
@@ -37,7 +37,7 @@ def main(shape: str, policy: str) -> None:
             if not tied:  # without the ties between blocks
                 backward_order.after_gradients = lambda x, weights: (x, weights)
             options = {"policies": policies, "key": jax.random.key(1), "dtype": jnp.float32, "unroll": unroll}
-            loss = functools.partial(llama.mean_loss, MODEL, **options)
+            loss = functools.partial(decoder.mean_loss, MODEL, **options)
             step = jax.jit(jax.value_and_grad(loss)).lower(state.params, batch)
             barriers.append(step.as_text().count("optimization_barrier"))
             if tied:

@@ -7,11 +7,14 @@ import pathlib
 import pytest
 
 import train as training_program
+from analysis.compare.compare import CompareConfig
+from analysis.diagnose.diagnose import DiagnoseConfig
 from mxjax import Gemm, Policy, Rotation
-from training.command_line import parse
-from training.config import Config, PrecisionConfig
+from training.command_line import flags_of, parse
+from training.config import Config, DataConfig, PrecisionConfig
 from training.run.record import from_json, to_json
 from training.run.resume import check_resumable
+from training.tokenize.plan import TokenizeConfig
 
 FLAGS = "--policy wgrad --scale-rule even --lr 1e-3 --batch-size=4 --layers head=fp8 blocks.0.*=bf16 --out a"
 
@@ -19,7 +22,7 @@ FLAGS = "--policy wgrad --scale-rule even --lr 1e-3 --batch-size=4 --layers head
 def test_flags_are_flat_and_reach_their_concern():
     config = parse([*FLAGS.split(), "--resume"])
     assert config.precision == PrecisionConfig("wgrad", "even", ("head=fp8", "blocks.0.*=bf16"))
-    assert (config.optimizer.lr, config.data.batch_size, config.out) == (1e-3, 4, pathlib.Path("a"))
+    assert (config.optimizer.lr, config.data.batch_size, config.out) == (1e-3, 4, pathlib.Path.cwd() / "a")
     assert config.resume
 
 
@@ -27,6 +30,32 @@ def test_json_round_trips():
     config = parse([*FLAGS.split(), "--data", "somewhere"])
     assert from_json(to_json(config)) == config
     assert from_json(to_json(Config())) == Config()
+
+
+def test_every_path_of_a_flag_is_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = parse(["--data", "0.5", "~/a", "0.5", "../b", "--eval-data=~/c", "--out=~/run", "--init", "i"])
+    home, up = f"{tmp_path}/home", tmp_path.parent
+    assert config.data.data == ("0.5", f"{home}/a", "0.5", f"{up}/b")
+    assert (config.data.eval_data, str(config.out), config.init) == (
+        f"{home}/c",
+        f"{home}/run",
+        tmp_path / "i",
+    )
+    assert Config(data=DataConfig(("1",)), model_config="m.json").data.data == (f"{tmp_path}/1",)
+    diagnosis = flags_of(DiagnoseConfig, ["r", "--data=~/a", "--out", "o"])
+    assert (diagnosis.run, diagnosis.data, diagnosis.out) == (tmp_path / "r", f"{home}/a", tmp_path / "o")
+    assert flags_of(CompareConfig, ["r", "~/r"]).runs == (tmp_path / "r", tmp_path / "home" / "r")
+    tokens = TokenizeConfig(("a", "./a", "~/*.txt"), "out", tokenizer=pathlib.Path("t"))
+    assert tokens.input == (f"{tmp_path}/a", f"{tmp_path}/a", f"{home}/*.txt")
+    assert (tokens.output, tokens.tokenizer) == (f"{tmp_path}/out", tmp_path / "t")
+
+
+@pytest.mark.parametrize("output", ["", ".", "..", "data/", "data/."])
+def test_an_output_without_a_name_is_refused(output):
+    with pytest.raises(ValueError, match=r"--output names files, as PREFIX\.bin, and .* is a folder: add"):
+        TokenizeConfig(("a",), output)
 
 
 @pytest.mark.parametrize("value", ["0", "301"])
@@ -48,6 +77,8 @@ def test_a_run_stops_within_its_steps(value, capsys):
             "--clip 0",
             "--clip nan",
             "--clip -1",
+            "--clip 1e-320",
+            "--clip 1e39",
         ),
         *("--b1 1", "--b1 -0.1", "--b1 nan", "--b2 1", "--b2 0.9999999999", "--eps -1", "--eps nan"),
         *("--weight-decay -1", "--weight-decay inf", "--min-lr-ratio 2", "--min-lr-ratio nan"),

@@ -11,7 +11,7 @@ import pytest
 from support.llamas import SMALL, layer_policies
 
 import mxjax
-from models import llama
+from models import decoder
 from mxjax.policy.layers import LayerPolicies
 from training import deoscillation
 from training.config import Config, PrecisionConfig
@@ -71,6 +71,18 @@ def test_only_weights_that_oscillate_are_changed(monkeypatch):
     np.testing.assert_array_equal(found[1], plain[1].at[1].set(1.0))  # it passed 0.5, the others did not
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_distances_begin_at_weights_in_bfloat16_if_the_setting_says_so(bf16, monkeypatch):
+    """Between 100.49 and 100.51, which are 100.5 in bfloat16: the ratio is 50, or 100."""
+    monkeypatch.setattr(
+        deoscillation, "quantized_weights", lambda params, *_: jax.tree.map(jnp.round, params)
+    )
+    updates = np.tile(np.float32([[0.02], [-0.02]]), (3, 1))
+    setting = parse_deoscillation("75:4:1" + ":bf16" * bf16)
+    found = walk(snapping(optax.sgd(1.0), setting), np.float32([100.49]), updates)
+    assert bool(found[4, 0] == np.round(found[4, 0])) == bf16
+
+
 def test_snapping_needs_the_weights():
     optimizer = snap_oscillating(Deoscillation(3.0, 2, 0), LayerPolicies((), ()))
     params = {"w": jnp.zeros(1)}
@@ -81,7 +93,7 @@ def test_snapping_needs_the_weights():
 @pytest.mark.slow
 def test_quantized_weights_are_those_that_each_layer_multiplies():
     layers = layer_policies(SMALL, "primus_turbo", [("blocks[0].*", "bf16"), ("blocks[1].mlp.down", "wgrad")])
-    params = llama.init(SMALL, jax.random.key(0))
+    params = decoder.init(SMALL, jax.random.key(0))
     found = jax.jit(lambda p: deoscillation.quantized_weights(p, layers))(params)
     for module, matrix in (("attention", "qkv"), ("mlp", "gate_up"), ("mlp", "down")):
         first, second = params["blocks"][module][matrix]
@@ -143,8 +155,12 @@ def test_weights_are_first_snapped_after_the_step_that_is_named(window, monkeypa
     assert 1 + int(np.argmax(weights == np.round(weights))) == setting.first_snap
 
 
+PAST_THEIR_TYPES = ["3:99999999999999:1", "3:1:2147483647", f"{10**39}:1:1", f"3:1:{'9' * 5000}"]
+
+
 @pytest.mark.parametrize(
-    "text", ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1", "3:200:0:201", "3:2:1:"]
+    "text",
+    ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1", "3:200:0:201", "3:2:1:", *PAST_THEIR_TYPES],
 )
 def test_a_malformed_setting_is_refused(text):
     with pytest.raises(ValueError, match="--deoscillate takes RATIO:PERIOD:START"):

@@ -14,9 +14,9 @@ import pytest
 from support.llamas import layer_policies
 
 import mxjax
-from models import llama
-from models.block import LINEAR_LAYERS
+from models import decoder
 from models.configs import get_config
+from models.gemms import LINEAR_LAYERS
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.whole_runs import RECIPES
 from training.config import Config, OptimizerConfig, PrecisionConfig
@@ -44,7 +44,7 @@ def batches():
 
 @functools.cache
 def first_params():
-    return jax.jit(lambda key: llama.init(MODEL, key))(jax.random.key(0))
+    return jax.jit(lambda key: decoder.init(MODEL, key))(jax.random.key(0))
 
 
 def train(layers, precision=PrecisionConfig()):  # noqa: B008
@@ -53,7 +53,7 @@ def train(layers, precision=PrecisionConfig()):  # noqa: B008
     optimizer = optimizer_of(config.optimizer, config.precision.deoscillate, layers)
 
     def loss(params, batch, key):
-        return llama.mean_loss(MODEL, params, batch, policies=layers, key=key, implementation="xla")
+        return decoder.mean_loss(MODEL, params, batch, policies=layers, key=key, implementation="xla")
 
     step = ScheduledStep(make_train_step(loss, optimizer), learning_rate(config.optimizer, STEPS))
 
@@ -88,7 +88,8 @@ def expanded(name, **steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "deoscillate"), [("primus_deosc", "3:20:10"), ("tetrajet_v2_reset", "8:20:30:5")]
+    ("name", "deoscillate"),
+    [("primus_deosc", "3:20:10"), ("primus_deosc_qkvo", "3:20:10:bf16"), ("tetrajet_v2_reset", "8:20:30:5")],
 )
 def test_a_recipe_that_snaps_weights_trains(name, deoscillate):
     """With earlier steps, in one layer: the table of `primus_deosc` has four blocks in BF16."""
@@ -100,4 +101,4 @@ def test_a_recipe_that_snaps_weights_trains(name, deoscillate):
 
 def test_recipes_of_whole_runs_are_all_trained():
     """`heal` is a schedule of two policies of the ladder; the tests above have the others."""
-    assert set(RECIPES) == {"heal", "primus_deosc", "tetrajet_v2_reset"}
+    assert set(RECIPES) == {"heal", "primus_deosc", "primus_deosc_qkvo", "tetrajet_v2_reset"}

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from training.files import whole_lines, write_atomically
+from training.files import absolute_path, unused, whole_lines, write_atomically
 from training.process.environment import input_errors
 from training.process.extras import MissingExtraError, check_extra, require
 
@@ -39,6 +39,29 @@ def test_a_link_at_the_temporary_name_is_not_followed(tmp_path):
     assert (tmp_path / "precious").read_text() == "precious"
     assert (tmp_path / "a.json").read_text() == "new"
     assert not (tmp_path / "a.json").is_symlink()
+
+
+def test_a_broken_link_is_a_name_in_use(tmp_path):
+    (tmp_path / "damaged").symlink_to(tmp_path / "elsewhere")
+    assert unused(tmp_path / "damaged") == tmp_path / "damaged-2"
+
+
+def test_a_path_means_the_same_in_every_folder(tmp_path, monkeypatch):
+    (tmp_path / "real" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "inner")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    found = {path: str(absolute_path(path)) for path in ("~/a", "./a", "a/~", "link/a", "link/../a", "/a//b")}
+    assert found == {
+        "~/a": "/home/me/a",
+        "./a": f"{tmp_path}/a",
+        "a/~": f"{tmp_path}/a/~",
+        "link/a": f"{tmp_path}/link/a",
+        "link/../a": f"{tmp_path}/real/a",
+        "/a//b": "/a/b",
+    }
+    with pytest.raises(ValueError, match=r"~nobody-here/a: there is no such user; write ./~nobody-here/a"):
+        absolute_path("~nobody-here/a")
 
 
 def test_a_torn_last_line_is_dropped(tmp_path):

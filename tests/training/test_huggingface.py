@@ -16,7 +16,7 @@ from support.llamas import GOLDEN, SMALL, params_of, rewrite_params, tensors
 
 import eval as evaluation_program
 import train as training_program
-from models import llama
+from models import decoder
 from models.configs import to_dict
 from training import huggingface as huggingface_program
 from training import huggingface as huggingface_runs
@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory):
     """A random Llama with a vocabulary of 300, as a Hugging Face checkpoint with a tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint")
     config = SMALL
-    params = jax.tree.map(np.asarray, llama.init(config, jax.random.key(0)))
+    params = jax.tree.map(np.asarray, decoder.init(config, jax.random.key(0)))
     rewrite_params(folder, config, params)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     (folder / "README.md").write_text("of the original")
@@ -100,7 +100,7 @@ def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tokenizer_of_the_data_is_exported(checkpoint, tmp_path):
+def test_the_tokenizer_of_the_data_is_exported(checkpoint, tmp_path, monkeypatch, capsys):
     """From text to a checkpoint with its tokenizer, which encodes as it did for training."""
     lines = [json.dumps({"text": f"line {i}: the square is {i * i}"}) for i in range(500)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
@@ -109,27 +109,29 @@ def test_the_tokenizer_of_the_data_is_exported(checkpoint, tmp_path):
     tokenize(TokenizeConfig((str(tmp_path / "text.jsonl"),), prefix, **options))
     import_checkpoint(checkpoint, tmp_path / "imported")
     (tmp_path / "imported" / "huggingface" / "tokenizer.json").unlink()
-    run(
-        prefix,
-        tmp_path / "run",
-        "--init",
-        str(tmp_path / "imported"),
-        "--steps",
-        "2",
-        "--policy",
-        "bf16",
-        "--lr",
-        "1e-3",
-    )
+    monkeypatch.chdir(tmp_path)
+    run("data", "run", "--init", "imported", "--steps", "2", "--policy", "bf16", "--lr", "1e-3")
+    monkeypatch.chdir("/")
     export_checkpoint(tmp_path / "run", tmp_path / "out")
-    written = (tmp_path / "out" / "tokenizer.json").read_bytes()
-    assert written == (tmp_path / "data.tokenizer.json").read_bytes()
     eod = IndexedDataset(prefix)[0][-1]
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == eod
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| Policy | bf16 |" in card
     assert "--policy bf16 --data" in card
+    kept = tmp_path / "data.tokenizer.json"
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == kept.read_bytes()
+    other = json.loads(kept.read_text())
+    other["model"]["vocab"] |= {"another": 290}
+    moved = kept.rename(tmp_path / "moved")
+    kept.write_text(json.dumps(other))
+    with pytest.raises(ValueError, match=r"data.tokenizer.json has other tokens than those that .*run was"):
+        export_checkpoint(tmp_path / "run", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    kept.unlink()
+    export_checkpoint(tmp_path / "run", tmp_path / "without")
+    assert f"no tokenizer is exported: it must lie at {kept} or " in capsys.readouterr().err
+    moved.rename(kept)
     transformers = pytest.importorskip("transformers")
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == eod
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mxjax
-from models import llama
-from models.configs import LlamaConfig
+from models import decoder
+from models.configs import DecoderConfig
 from models.loss import LOSS_TOKENS, cross_entropy
 from training.command_line import parse
 from training.config import OptimizerConfig
@@ -23,14 +23,14 @@ from training.run.setup import set_up
 from training.step import init_state, make_train_step
 from training.trainer import Trainer
 
-SMALL = LlamaConfig(257, 64, 4, 4, 2, 16, 192)
+SMALL = DecoderConfig(257, 64, 4, 4, 2, 16, 192)
 
 
 def compare(config, batch_size, seq_len, accumulate, policy, implementation, remat):
     """Returns the estimate and what the compiled step takes, in bytes."""
-    policies = llama.layer_policies(config, mxjax.get_policy(policy))
+    policies = decoder.layer_policies(config, mxjax.get_policy(policy))
     optimizer = make_optimizer(OptimizerConfig())
-    state = jax.eval_shape(lambda: init_state(llama.init(config, jax.random.key(0)), optimizer))
+    state = jax.eval_shape(lambda: init_state(decoder.init(config, jax.random.key(0)), optimizer))
     options = {"implementation": implementation, "remat": remat}
     estimate = step_memory(
         config,
@@ -44,7 +44,7 @@ def compare(config, batch_size, seq_len, accumulate, policy, implementation, rem
     )
 
     def loss(params, batch, key):
-        return llama.mean_loss(config, params, batch, policies=policies, key=key, **options)
+        return decoder.mean_loss(config, params, batch, policies=policies, key=key, **options)
 
     step = make_train_step(loss, optimizer, accumulate=accumulate)
     batch = jax.ShapeDtypeStruct((batch_size, seq_len + 1), jnp.int32)
@@ -61,8 +61,8 @@ def compare(config, batch_size, seq_len, accumulate, policy, implementation, rem
         (SMALL, 8, 64, 1, "bf16", "xla", "dots"),
         (SMALL, 16, 128, 2, "bf16", "xla", "full"),
         pytest.param(SMALL, 8, 128, 1, "wgrad_hadamard", "fp8_carriers", "fp4", marks=pytest.mark.slow),
-        (LlamaConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),
-        (LlamaConfig(4096, 64, 2, 4, 2, 16, 192), 4, 64, 1, "bf16", "xla", "full"),
+        (DecoderConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),
+        (DecoderConfig(4096, 64, 2, 4, 2, 16, 192), 4, 64, 1, "bf16", "xla", "full"),
         (SMALL, 2, 1024, 1, "bf16", "xla", "none"),
         (SMALL, 2, 2048, 1, "bf16", "xla", "full"),
         (SMALL, 2, 4096, 1, "bf16", "xla", "full"),
@@ -78,8 +78,8 @@ def test_the_estimate_is_near_what_is_allocated(
 
 
 def estimate(**options):
-    policies = llama.layer_policies(SMALL, mxjax.get_policy("bf16"))
-    params = jax.eval_shape(lambda: llama.init(SMALL, jax.random.key(0)))
+    policies = decoder.layer_policies(SMALL, mxjax.get_policy("bf16"))
+    params = jax.eval_shape(lambda: decoder.init(SMALL, jax.random.key(0)))
     return step_memory(SMALL, policies, params, params, seq_len=64, **options)
 
 
@@ -94,8 +94,8 @@ def test_parts_and_devices_share_a_batch():
 def test_devices_share_heads_width_and_vocabulary():
     model = dataclasses.replace(SMALL, vocab_size=256)
     alike = dataclasses.replace(model, n_heads=2, n_kv_heads=1, d_ff=96, vocab_size=128)
-    params = llama.abstract_params(alike)  # as a device has them
-    policies = llama.layer_policies(SMALL, mxjax.get_policy("bf16"))
+    params = decoder.abstract_params(alike)  # as a device has them
+    policies = decoder.layer_policies(SMALL, mxjax.get_policy("bf16"))
     options = {"batch_size": 16, "seq_len": 64, "remat": "full"}
     expected = step_memory(alike, policies, params, params, **options)
     assert (
@@ -135,12 +135,12 @@ def test_cross_entropy_and_its_gradient_are_optax_s():
 
 def test_logits_exist_in_pieces_and_the_head_is_converted_once():
     vocab, d = 128_256, 32
-    config = LlamaConfig(vocab, d, 1, 2, 1, 16, 32)
-    policies = llama.layer_policies(config, mxjax.get_policy("bf16"))
-    params = jax.eval_shape(lambda: llama.init(config, jax.random.key(0)))
+    config = DecoderConfig(vocab, d, 1, 2, 1, 16, 32)
+    policies = decoder.layer_policies(config, mxjax.get_policy("bf16"))
+    params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
 
     def loss(params, batch):
-        return llama.mean_loss(config, params, batch, policies=policies)
+        return decoder.mean_loss(config, params, batch, policies=policies)
 
     batch = jax.ShapeDtypeStruct((8, 1025), jnp.int32)  # four pieces
     hlo = jax.jit(jax.value_and_grad(loss)).lower(params, batch).compile().as_text()

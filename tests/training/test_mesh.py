@@ -18,8 +18,8 @@ from support import meshes
 
 import mxjax
 import train as training_program
-from models import llama
-from models.configs import LlamaConfig, get_config
+from models import decoder
+from models.configs import DecoderConfig, get_config
 from models.huggingface.files import Reader
 from models.sharding import AXES
 from training import sharding as parameter_sharding
@@ -107,7 +107,7 @@ def test_a_mesh_that_cannot_be_is_an_error(text, message):
 
 
 def check(model, policy, text, devices):
-    policies = llama.layer_policies(model, mxjax.get_policy(policy))
+    policies = decoder.layer_policies(model, mxjax.get_policy(policy))
     parameter_sharding.check_shards(parse_mesh(text, devices), model, policies)
 
 
@@ -127,7 +127,7 @@ def check(model, policy, text, devices):
     ],
 )
 def test_parameters_are_cut_between_blocks_rotations_and_heads(model, policy, text, message):
-    model = LlamaConfig(**{"vocab_size": 256, "d_model": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2,
+    model = DecoderConfig(**{"vocab_size": 256, "d_model": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2,
                            "head_dim": 32, "d_ff": 384} | model)  # fmt: skip
     devices = int(text[-1])
     with pytest.raises(ValueError, match=message):
@@ -161,8 +161,8 @@ def test_every_device_gets_as_many_sequences():
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_an_error_with_what_can(sizes, batch_size, accumulate, advice):
-    model = LlamaConfig(257, 256, 2, 4, 4, 32, 256)
-    phases = [Phase(1, "wgrad", llama.layer_policies(model, mxjax.get_policy("wgrad")))]
+    model = DecoderConfig(257, 256, 2, 4, 4, 32, 256)
+    phases = [Phase(1, "wgrad", decoder.layer_policies(model, mxjax.get_policy("wgrad")))]
     fits = functools.partial(fits_mesh, model, phases)
     with pytest.raises(ValueError, match=f"data x fsdp = .*; {advice}$"):
         check_batch(dict(zip(AXES, sizes, strict=True)), batch_size, accumulate, fits)
@@ -227,6 +227,11 @@ def test_losses_on_meshes_are_those_of_one_device(shape):
     check_curves([("wgrad_rht", shape)], "wgrad_rht")
 
 
+def test_a_nan_in_one_device_s_part_of_a_gradient_skips_the_step_on_every_mesh():
+    steps = [[True, True, True], [False, False, True], [True, True, True]]
+    assert [json.loads(line) for line in program("nonfinite")] == [{"steps": steps, "skipped": 1}] * 5
+
+
 @pytest.mark.exhaustive
 def test_the_memory_estimate_is_near_what_a_device_of_a_mesh_allocates():
     cases = "1,1,4:bf16:none:256", "2,2,2:wgrad_hadamard:full:4096", "1,8,1:bf16:full:4096"
@@ -245,9 +250,9 @@ def test_every_shape_of_mesh_and_every_policy_each_in_one_pair_gives_the_losses_
 
 
 def test_a_vocabulary_is_filled_by_whole_units_of_the_head():
-    model = LlamaConfig(257, 256, 2, 4, 4, 32, 256)
+    model = DecoderConfig(257, 256, 2, 4, 4, 32, 256)
     plain, quantized = (
-        llama.layer_policies(model, mxjax.get_policy("wgrad"), [("head", mxjax.get_policy(head))])
+        decoder.layer_policies(model, mxjax.get_policy("wgrad"), [("head", mxjax.get_policy(head))])
         for head in ("bf16", "wgrad")
     )
     sizes = {"data": 1, "fsdp": 4, "tensor": 1}

@@ -13,7 +13,7 @@ import pytest
 import mxjax
 import train as training_program
 from models.configs import get_config
-from models.llama import layer_policies
+from models.decoder import layer_policies
 from mxjax.policy.layers import LayerPolicies
 from training import mlperf
 from training.command_line import parse

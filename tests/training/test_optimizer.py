@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from models import llama
-from models.configs import LlamaConfig
+from models import decoder
+from models.configs import DecoderConfig
 from training.command_line import parse
 from training.config import Config, OptimizerConfig
 from training.log.report import low_learning_rate
@@ -41,7 +41,7 @@ def test_a_warm_up_that_outlasts_the_run_is_named_with_the_highest_learning_rate
 
 
 def test_only_the_norms_do_not_decay():
-    shapes = jax.eval_shape(lambda: llama.init(LlamaConfig(8, 8, 2, 2, 1, 4, 8), jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: decoder.init(DecoderConfig(8, 8, 2, 2, 1, 4, 8), jax.random.key(0)))
     mask = decayed(shapes)
     flat = {jax.tree_util.keystr(path): value for path, value in jax.tree_util.tree_leaves_with_path(mask)}
     assert {name for name, decays in flat.items() if not decays} == {

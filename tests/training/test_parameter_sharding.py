@@ -4,8 +4,8 @@ import jax
 import optax
 import pytest
 
-from models import llama
-from models.configs import LlamaConfig
+from models import decoder
+from models.configs import DecoderConfig
 from training import sharding as parameter_sharding
 from training.sharding import make_mesh
 
@@ -23,7 +23,7 @@ def test_states_of_two_seeds_are_made_by_one_program(monkeypatch):
 
     monkeypatch.setattr(jax, "jit", noting)
     mesh = make_mesh()
-    optimizer, config = optax.sgd(1.0), LlamaConfig(64, 32, 1, 1, 1, 32, 32)
+    optimizer, config = optax.sgd(1.0), DecoderConfig(64, 32, 1, 1, 1, 32, 32)
     first, second = (
         parameter_sharding.first_state(config, optimizer, mesh, jax.random.key(seed))[0] for seed in (0, 1)
     )
@@ -33,8 +33,8 @@ def test_states_of_two_seeds_are_made_by_one_program(monkeypatch):
 
 
 def test_every_parameter_has_logical_axes():
-    model = LlamaConfig(256, 128, 2, 4, 2, 32, 384)
-    axes, params = parameter_sharding.parameter_axes(model), llama.abstract_params(model)
+    model = DecoderConfig(256, 128, 2, 4, 2, 32, 384)
+    axes, params = parameter_sharding.parameter_axes(model), decoder.abstract_params(model)
     jax.tree.map(lambda x, a: pytest.fail(f"{a} of {x}") if len(a) != x.ndim else None, params, axes)
     cut = [a for a in jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, tuple)) if "norm" not in a]
     assert len(cut) == 6

@@ -14,7 +14,7 @@ import pytest
 import eval as evaluation_program
 import mxjax
 import train as training_program
-from models import llama
+from models import decoder
 from models.configs import get_config
 from mxjax.recipes.whole_runs import RECIPES
 from training import policy_source
@@ -109,7 +109,7 @@ def test_the_command_line_refuses_a_schedule_before_anything_runs(text, tmp_path
 
 
 def test_exceptions_by_layer_and_the_scale_rule_hold_in_every_phase():
-    layer_policies = functools.partial(llama.layer_policies, get_config("tiny"))
+    layer_policies = functools.partial(decoder.layer_policies, get_config("tiny"))
     precision = PrecisionConfig("wgrad; fp8 from 2", "even", ("blocks[:1].*=bf16", "head=wgrad"))
     first, second = phases_of(precision, 4, layer_policies)
     rules = precision.rules()
@@ -122,7 +122,7 @@ def test_exceptions_by_layer_and_the_scale_rule_hold_in_every_phase():
 
 
 def test_the_phase_of_a_step():
-    layer_policies = functools.partial(llama.layer_policies, get_config("tiny"))
+    layer_policies = functools.partial(decoder.layer_policies, get_config("tiny"))
     phases = phases_of(PrecisionConfig("wgrad; fp8 from 3; bf16 from 5"), 6, layer_policies)
     found = [phase_at(phases, step).policy for step in range(7)]
     assert found == ["wgrad", "wgrad", "wgrad", "fp8", "fp8", "bf16", "bf16"]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import pathlib
 import re
 import sys
 
@@ -10,18 +11,27 @@ import pytest
 from support import oracles
 
 import mxjax
-from models import llama
+from models import decoder
 from models.configs import get_config
 from mxjax import Gemm, Operand, Policy, Rotation
 from training.command_line import parse
 from training.config import Config, DataConfig, PrecisionConfig, by_flag
-from training.phases import changed_files, from_record, parse_schedule, phases_of, to_record
+from training.phases import (
+    changed_files,
+    files_of,
+    files_on_record,
+    from_record,
+    parse_schedule,
+    phases_of,
+    phases_of_run,
+    to_record,
+)
 from training.policy_source import load_policy
 from training.run.record import from_json, to_json
 
 OWN = Policy(wgrad=Gemm(rotation=Rotation(32, "fixed", seed=3)))
 IDLE = Policy(Gemm(Operand("fp32"), Operand()), wgrad=Gemm(Operand(source="dequantized")))
-LAYER_POLICIES = functools.partial(llama.layer_policies, get_config("tiny"))
+LAYER_POLICIES = functools.partial(decoder.layer_policies, get_config("tiny"))
 
 
 @pytest.fixture
@@ -88,19 +98,38 @@ def test_errors_name_the_file_in_one_line(files, source, message):
 
 
 def test_a_file_that_changed_since_the_run_began_is_noticed(files, tmp_path):
-    precision = PrecisionConfig("own.json; fp8 from 3", layers=("head=own.py:named",))
-    phases = phases_of(precision, 4, LAYER_POLICIES)
-    assert changed_files(precision, 4, phases, LAYER_POLICIES) == []
-    assert changed_files(PrecisionConfig("fp8"), 4, phases, LAYER_POLICIES) == []  # names no file
-    (tmp_path / "own.py").write_text("named = 'bf16'")
-    (said,) = changed_files(precision, 4, phases, LAYER_POLICIES)
-    assert "own.json; fp8 from 3 hold other policies than the run has on record, which it keeps" in said
-    (tmp_path / "own.json").write_text("{")
-    (said,) = changed_files(precision, 4, phases, LAYER_POLICIES)
-    assert said.startswith("warning: --policy 'own.json; fp8 from 3': own.json: ")
-    assert said.endswith("; the run keeps its policies on record")
-    (tmp_path / "own.json").unlink()
-    assert changed_files(precision, 4, phases, LAYER_POLICIES) == []
+    recorded = json.loads(
+        json.dumps(files_of(PrecisionConfig("own.json; fp8 from 3", layers=("*=own.py:own",))))
+    )
+    assert [pathlib.Path(name).name for name in recorded] == ["own.json", "own.py"]
+    assert files_on_record({"policy_files": recorded}) == recorded
+    assert changed_files(recorded) == []
+    (tmp_path / "own.py").write_text("1 / 0")
+    (said,) = changed_files(recorded)
+    assert "own.py changed since the run began, which keeps its policies on record" in said
+    (tmp_path / "own.py").unlink()
+    assert changed_files(recorded) == []
+    for wrong in ([], {"a": 1}, {"a": [1, 2]}):
+        with pytest.raises(ValueError, match="holds no policy_files of this version"):
+            files_on_record({"policy_files": wrong})
+
+
+@pytest.mark.parametrize("policy", ["own.py:own", "fp8; own.py:own from 3"])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_file_that_a_received_run_names_is_not_executed(files, tmp_path, policy, has_begun):
+    """Without its record of phases, which whoever sends a run may leave out."""
+    (tmp_path / "own.py").write_text("open('executed', 'w')\nown = 'fp8'")
+    saved = {"data": {}} if has_begun else {}
+    said = (
+        "holds no policies of this version" if has_begun else r"config.json names .*own.py as a policy, and a"
+    )
+    for config in (
+        Config(policy=policy),
+        Config(precision=PrecisionConfig("fp8", layers=(f"head={policy}",))),
+    ):
+        with pytest.raises(ValueError, match=said):
+            phases_of_run(saved, config, LAYER_POLICIES)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_changes_hold_in_every_phase_but_not_in_exceptions():

@@ -11,21 +11,21 @@ import pytest
 from support.llamas import layer_policies, logits_of, params_of, rewrite_params, tensors
 
 import mxjax
-from models import llama
-from models.configs import LlamaConfig
+from models import decoder
+from models.configs import DecoderConfig
 from models.huggingface.config import write_config
 from models.huggingface.files import Reader, Spec, Writer
 from models.huggingface.quantized import choose_operands, quantized_weights
 from training.huggingface import export_checkpoint, import_checkpoint
 from training.phases import Phase, to_record
 
-CONFIG = LlamaConfig(300, 64, 2, 4, 2, 32, 96, rope_theta=10_000.0, init_std=0.2)
+CONFIG = DecoderConfig(300, 64, 2, 4, 2, 32, 96, rope_theta=10_000.0, init_std=0.2)
 FORMATS = ("mxfp4", "quark")
 
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.tree.map(np.asarray, llama.init(CONFIG, jax.random.key(1)))
+    return jax.tree.map(np.asarray, decoder.init(CONFIG, jax.random.key(1)))
 
 
 @pytest.fixture(scope="module")

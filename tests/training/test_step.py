@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.llamas import SMALL, layer_policies
 
+from models import decoder
+from mxjax.products import linear
 from training.config import OptimizerConfig
 from training.optimizer import keeps_finite, make_optimizer
 from training.step import evaluate, init_state, largest_values, layer_names, make_eval_step, make_train_step
@@ -83,6 +86,32 @@ def test_random_bits_depend_on_seed_and_step(params):
 
     assert losses(0) == losses(0)
     assert len(set(losses(0) + losses(1))) == 6
+
+
+@pytest.mark.slow
+def test_every_operand_of_every_layer_step_and_part_draws_bits_of_its_own(monkeypatch):
+    """Six operands in each of the layers of all blocks, and in the head, as the compiled steps draw them."""
+    found, uses_of_policy = [], linear.uses_of_policy
+
+    def spy(*arguments):
+        uses = uses_of_policy(*arguments)
+        words = jnp.stack([operand.key.words[0] for gemm in uses for operand in gemm])
+        jax.debug.callback(lambda words: found.extend(map(tuple, np.asarray(words).tolist())), words)
+        return uses
+
+    monkeypatch.setattr(linear, "uses_of_policy", spy)
+    policies = layer_policies(SMALL, "full_sr", [("head", "full_sr")])
+    optimizer = optax.sgd(0.0)
+    step = make_train_step(
+        lambda params, batch, key: decoder.mean_loss(SMALL, params, batch, policies=policies, key=key),
+        optimizer,
+        accumulate=2,
+    )
+    state = init_state(decoder.init(SMALL, KEY), optimizer)
+    for _ in range(2):
+        state, _ = step(state, np.zeros((4, 20), np.int32), KEY)  # sizes that no other test traces
+    jax.effects_barrier()
+    assert len(set(found)) == 2 * 2 * (4 * SMALL.n_layers + 1) * 6
 
 
 def nan_at_token_3(params, batch, key):

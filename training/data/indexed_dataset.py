@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
-from training.files import special_kind, sync, temporary_path
+from models.received import open_received
+from training.files import sync, temporary_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -32,6 +33,12 @@ _CHUNK = 2**22  # sequences checked at a time, which keeps temporary arrays smal
 _SAMPLES, _SAMPLE = 64, 2**20  # pieces of a .bin read at the start, and tokens of each
 
 _ADVISES = hasattr(mmap, "MADV_RANDOM")  # not available on every system
+
+BOTH_FILES = (
+    "a dataset PREFIX is PREFIX.bin and PREFIX.idx: copy both. nanoGPT's .bin has no .idx: tokenize its text "
+    "with `python -m training.tokenize`"
+)
+"""What to do about one file of two, for messages."""
 
 Tokens = Integer[np.ndarray, " n"]
 
@@ -65,10 +72,10 @@ class IndexedDataset:
         self.prefix = os.fspath(prefix)
         self._index_path, self._bin_path = self.prefix + ".idx", self.prefix + ".bin"
         for path in (self._index_path, self._bin_path):
-            if not os.path.isfile(path):
-                if (kind := special_kind(pathlib.Path(path))) is not None:
-                    raise ValueError(f"{path} is a {kind}: a dataset needs a file there")
-                raise ValueError(f"{path}: no such file; a dataset PREFIX is PREFIX.bin and PREFIX.idx")
+            try:
+                open_received(path, text=False).close()
+            except (FileNotFoundError, IsADirectoryError):
+                raise ValueError(f"{path}: no such file; {BOTH_FILES}") from None
         self._map_index()
         self._check_index()
         self._map_tokens()

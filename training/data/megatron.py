@@ -14,7 +14,7 @@ from training.config import DataConfig
 from training.data.indexed_dataset import IndexedDataset, Tokens
 from training.data.order import Blend, GPTDataset, Rows, blend_samples
 from training.data.text import rows_of_a_shard
-from training.data.tokenizer import tokenizer_path, tokenizer_vocab_size
+from training.data.tokenizer import read_tokenizer, tokenizer_path, tokenizer_vocab_size
 
 _TRAIN_SHARE = 0.95  # of the documents, without --eval-data: Megatron's split 95,5
 _VOCABULARY_MULTIPLE = 128  # Megatron's make_vocab_size_divisible_by
@@ -214,7 +214,7 @@ def _vocabulary(prefixes: list[str], given: int | None, model_vocab_size: int) -
     if given is not None:
         return given
     paths = [path for path in map(tokenizer_path, prefixes) if path.exists()]
-    if len({path.read_bytes() for path in paths}) > 1:
+    if len({read_tokenizer(path) for path in paths}) > 1:
         raise ValueError(
             f"the datasets have different tokenizers: {', '.join(map(str, paths))}; tokenize them alike"
         )

@@ -5,7 +5,7 @@ whose inputs are all tokens of a row but the last, and targets all but the first
 """
 
 import dataclasses
-import json
+import os
 import pathlib
 import shlex
 import sysconfig
@@ -17,9 +17,9 @@ import grain
 import numpy as np
 from jaxtyping import Int32, Integer, UInt16
 
+from models.received import check_regular, open_received, parse_json
 from training.config import DataConfig
-from training.data.indexed_dataset import check_tokens
-from training.files import special_kind
+from training.data.indexed_dataset import BOTH_FILES, check_tokens
 
 AnyTokens = Integer[np.ndarray, " n"]
 
@@ -131,6 +131,7 @@ VOCAB_SIZE = 257
 _VALIDATION_SHARE = 20  # one file, or one byte, in 20
 _COMPRESSED, _LINES, _DATASET = {".gz", ".parquet"}, {".json", ".jsonl"}, (".bin", ".idx")
 _LONGEST_LINE = 2**24  # bytes
+_MEMORY = 5  # bytes that reading a byte takes: itself, and twice a token of two
 _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
 
 Tokens = UInt16[np.ndarray, "n"]
@@ -204,9 +205,8 @@ def load_text(path: pathlib.Path | None, flag: str = "--data") -> TextCorpus:
     if path.is_file():
         _check_text(path, [path], flag)
         return _split_by_position(_join([_read(path)]), str(path))
+    check_regular(path, f"{flag} {path}")
     if not path.is_dir():
-        if (kind := special_kind(path)) is not None:
-            raise ValueError(f"{flag} {path} is a {kind}: write what it gives into a file, and name that")
         raise ValueError(f"{flag} {path}: no such file, folder, or dataset {path}.idx")
     files = [f for f in path.rglob("*") if f.is_file() and not _hidden(f.relative_to(path))]
     if not files:
@@ -238,16 +238,13 @@ def _join(documents: list[bytes]) -> Tokens:
 
 
 def _read(path: pathlib.Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        error.filename = error.filename or str(path)  # an error while reading names no file
-        raise
+    with open_received(path) as file:
+        return file.read()
 
 
 def _check_text(root: pathlib.Path, files: list[pathlib.Path], flag: str) -> None:
-    """Raises ValueError if a file of `root` is compressed or holds tokens, or most of its bytes are JSON
-    documents."""
+    """Raises ValueError if a file of `root` is compressed or holds tokens, if most of its bytes are JSON
+    documents, or if the host's memory cannot hold them. `_read` looks at the first bytes of each."""
     for path in files:
         if path.suffix in _COMPRESSED:
             raise ValueError(f"{path} is compressed, not text; {_tokenizing(root, path, flag)}")
@@ -255,11 +252,22 @@ def _check_text(root: pathlib.Path, files: list[pathlib.Path], flag: str) -> Non
             raise ValueError(
                 f"{path} holds tokens, not text; give {flag} {shlex.quote(str(path.with_suffix('')))}"
             )
+        if path.suffix == ".bin":
+            try:
+                open_received(path).close()
+            except ValueError as error:
+                raise ValueError(f"{error}; {BOTH_FILES}") from None
     documents = [path for path in files if path.suffix in _LINES and _holds_documents(path)]
     if 2 * _bytes(documents) > _bytes(files):
         raise ValueError(
             f"{documents[0]} holds documents as lines of JSON, not text; "
             f"{_tokenizing(root, documents[0], flag)}. To train on the JSON itself, give it another suffix"
+        )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (size := _MEMORY * _bytes(files)) > memory:
+        raise ValueError(
+            f"{flag} {root}: text is read whole, which takes {size:,} of {memory:,} bytes of memory; "
+            f"{_tokenizing(root, files[0], flag)}"
         )
 
 
@@ -267,8 +275,8 @@ def _holds_documents(path: pathlib.Path) -> bool:
     """Whether the first line of a file is a JSON object with a text, as in C4."""
     with path.open("rb") as file:
         try:
-            found = json.loads(file.readline(_LONGEST_LINE))
-        except (ValueError, RecursionError):
+            found = parse_json(file.readline(_LONGEST_LINE))
+        except ValueError:
             return False
     return isinstance(found, dict) and isinstance(found.get("text"), str)
 

@@ -1,16 +1,22 @@
 """Tokenizers of the package `tokenizers`: loading, vocabulary, and the token that ends a document."""
 
-import json
 import os
 import pathlib
+import re
 from typing import Any
 
-from training.files import special_kind
+from models.received import read_object, read_text
 from training.process.extras import require
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Names in GPT-2, Llama 3, Llama 2 and T5, Gemma.
 _ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+_LARGEST = 2**31  # bytes of a tokenizer.json; Llama 3's has 17 million
+
+
+def read_tokenizer(path: pathlib.Path, name: str | None = None) -> str:
+    """Returns the text of a tokenizer.json, without understanding it; see `models.received.read_text`."""
+    return read_text(path, name, largest=_LARGEST)
 
 
 def load_tokenizer(path: pathlib.Path) -> Any:
@@ -20,13 +26,15 @@ def load_tokenizer(path: pathlib.Path) -> Any:
       ValueError: there is no such file, or it is not a tokenizer.
       MissingExtraError: the package tokenizers is not installed.
     """
-    if (kind := special_kind(path)) is not None:
-        raise ValueError(f"--tokenizer {path} is a {kind}: name a file")
-    if not path.is_file():
-        raise ValueError(f"--tokenizer {path}: no such file; train one with --train-tokenizer --vocab-size N")
+    try:
+        text = read_tokenizer(path, f"--tokenizer {path}")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise ValueError(
+            f"--tokenizer {path}: no such file; train one with --train-tokenizer --vocab-size N"
+        ) from None
     library = tokenizers_library()
     try:
-        tokenizer = library.Tokenizer.from_file(str(path))
+        tokenizer = library.Tokenizer.from_str(text)
     except BaseException as error:  # the package raises no narrower type, and panics in Rust are no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -53,6 +61,27 @@ def end_of_document(tokenizer: Any, name: str | None) -> tuple[str, int]:
     raise ValueError(f"--append-eod: the tokenizer has none of {', '.join(_ENDS)}; name its token with --eod")
 
 
+class SpecialTokens:
+    """The special tokens of a tokenizer, whose names a text may spell.
+
+    Attributes:
+      ids: their ids by name.
+    """
+
+    def __init__(self, tokenizer: Any, end: int | None):
+        """Takes the tokens that the tokenizer marks as special, and `end`, which ends a document."""
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.ids: dict[str, int] = {token.content: i for i, token in added if token.special}
+        if end is not None:
+            self.ids[tokenizer.id_to_token(end)] = end
+        longest_first = sorted(self.ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def spelled(self, text: str) -> set[str]:
+        """Returns the names of those that a text spells."""
+        return set(self._pattern.findall(text))
+
+
 def tokenizer_path(prefix: str) -> pathlib.Path:
     """Returns the path of a dataset's tokenizer."""
     return pathlib.Path(prefix + ".tokenizer.json")
@@ -65,11 +94,11 @@ def tokenizer_vocab_size(path: pathlib.Path) -> int:
       ValueError: the file is not a tokenizer, or has ids that no dataset can hold.
     """
     try:
-        raw = json.loads(path.read_bytes())
+        raw = read_object(path, largest=_LARGEST)
         vocabulary, added = raw["model"]["vocab"], raw.get("added_tokens", [])
         ids = list(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
         ids += [token["id"] for token in added]
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a tokenizer.json of the package tokenizers: {type(error).__name__}: {error}"
         ) from error

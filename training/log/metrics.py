@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from models.received import parse_json
 from training.files import sync, unused, whole_lines, write_atomically
 
 
@@ -82,8 +83,8 @@ def set_aside_if_damaged(path: pathlib.Path, parse: Callable[[bytes], Any]) -> l
 def parse_object(text: str | bytes) -> dict[str, Any]:
     """Returns the JSON object that a line holds; raises ValueError if it holds anything else."""
     try:
-        found = json.loads(text if isinstance(text, str) else text.decode())
-    except (ValueError, RecursionError):
+        found = parse_json(text if isinstance(text, str) else text.decode())
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise ValueError("it is no JSON object")

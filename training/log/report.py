@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from models.config_file import context_length
+from models.configs import DecoderConfig
 from mxjax.products.implementations import choose_implementation
 from training.config import Config
 from training.deoscillation import parse_deoscillation
@@ -36,7 +37,7 @@ def introduction(plan: Plan, folder: pathlib.Path, memory: Memory) -> str:
     repeated = f", {epochs:.1f} epochs" if epochs >= 1.05 else ""
     return "\n".join(
         [
-            f"model {config.model_name}: {model.n_params:,} parameters, {vocabulary(plan)}"
+            f"model {config.model_name}: {model.n_params:,} parameters, {active(model)}{vocabulary(plan)}"
             f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
             f"data {plan.corpus.source}: {plan.corpus.train_tokens:,} tokens, {tokens:,} to train on "
             f"({tokens / model.n_params:.1f}/parameter{repeated}), "
@@ -91,6 +92,11 @@ def long_sequences(config: Config) -> list[str]:
         f"warning: --seq-len {length} is longer than the max_position_embeddings of {longest} in {path}, "
         "which sets no limit here"
     ]
+
+
+def active(model: DecoderConfig) -> str:
+    """Returns the number of parameters that a token meets, in words, if experts make it less than all."""
+    return "" if model.experts is None else f"{model.n_active_params:,} active, "
 
 
 def vocabulary(plan: Plan) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from models.experts import summary
 from training.config import ObserveConfig
 from training.log import throughput
 from training.log.display import Display
@@ -43,6 +44,7 @@ class StepReporter:
         tokens_a_step: int,
         flops_a_step: float,
         learning_rate: Callable[[int], Any],
+        details: Callable[[Any], Mapping[str, float]] | None = None,
     ):
         """Reports to the first four.
 
@@ -51,10 +53,11 @@ class StepReporter:
           tokens_a_step: tokens of a step, over all devices.
           flops_a_step: model FLOPs of a step, over all devices.
           learning_rate: a function of the number of earlier updates.
+          details: returns more numbers for the log from a step's `aux`, which has its cross-entropy.
         """
         self._log, self._display, self._nonfinite, self._spikes = log, display, nonfinite, spikes
         self._tokens_a_step, self._flops_a_step = tokens_a_step, flops_a_step
-        self._learning_rate = learning_rate
+        self._learning_rate, self._details = learning_rate, details
         self._pending: tuple[int, StepMetrics] | None = None
         self._clock = time.monotonic()
         self.step_times: list[float] = []
@@ -73,8 +76,9 @@ class StepReporter:
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
+        loss = metrics.loss if metrics.aux is None else metrics.aux.cross_entropy
         values = {
-            "loss": float(metrics.loss),
+            "loss": float(loss),
             "grad_norm": float(metrics.grad_norm),
             "lr": float(self._learning_rate(step - 1 - int(metrics.skipped))),
         }
@@ -84,8 +88,9 @@ class StepReporter:
         mean = sum(recent or self.step_times) / max(len(recent), 1)
         values |= throughput.speed(self._tokens_a_step, self._flops_a_step, mean, jax.devices())
         values |= {"step_s": self.step_times[-1]} | memory_use(jax.local_devices()[0])
+        details = {} if self._details is None else self._details(metrics.aux)
         skipped = {"skipped": True} if self._nonfinite.skips and not metrics.finite else {}
-        self._log.write(step=step, tokens=step * self._tokens_a_step, **values, **skipped)
+        self._log.write(step=step, tokens=step * self._tokens_a_step, **values, **details, **skipped)
         self._display.step(step, values | ({"mean_step_s": mean} if recent else {}))
         self._nonfinite.check(step, values["loss"], values["grad_norm"], metrics)
         if metrics.finite:
@@ -248,6 +253,7 @@ def open_log(
     """
     config, start, writes = plan.config, int(state.step), is_first_process()
     observe, data, path = config.observe, config.data, folder / METRICS
+    experts = plan.model.experts
     with contextlib.ExitStack() as stack:
         with together():  # the others read metrics.jsonl, so the first trims it before
             log = MetricsLog(None)
@@ -271,6 +277,7 @@ def open_log(
             data.tokens_a_step,
             data.tokens_a_step * plan.model.flops_per_token(data.seq_len),
             learning_rate(config.optimizer, config.steps, np),  # on the host: it must not wait for the device
+            None if experts is None else lambda aux: summary(experts, aux.routing),
         )
         tokens, sequences = data.tokens_a_step, data.batch_size
         yield RunLog(log, display, tracer, mlperf_log, nonfinite, reporter, tokens, sequences)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from models.received import read_text
 from training.files import write_atomically
 from training.process.extras import check_extra, require
 
@@ -97,7 +98,7 @@ class WandbRun:
         def begin(mode: str | None = None) -> Any:
             return wandb.init(
                 dir=str(folder),
-                id=path.read_text().strip(),
+                id=read_text(path).strip(),
                 name=folder.name,
                 project=os.environ.get("WANDB_PROJECT", "mxjax"),
                 config=dict(configuration),

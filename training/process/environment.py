@@ -69,7 +69,7 @@ def enable_compilation_cache() -> None:
     given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if given is not None and (not given or "://" in given):  # none, or a bucket that JAX opens
         return
-    cache = pathlib.Path(given) if given is not None else _user_cache()
+    cache = pathlib.Path(os.path.expanduser(given)) if given is not None else _user_cache()
     try:
         if cache is None:
             raise OSError("there is no home folder")
@@ -82,6 +82,34 @@ def enable_compilation_cache() -> None:
         print(warning, "(set JAX_COMPILATION_CACHE_DIR)", file=sys.stderr)
     else:
         jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+_TOO_STRICT = {
+    "jax_transfer_guard": ("disallow", "disallow_explicit"),
+    "jax_numpy_dtype_promotion": ("strict",),
+}
+"""Settings under which functions of JAX's own, and optax's, raise."""
+
+
+def start_jax() -> None:
+    """Starts JAX's devices, before anything else asks for them.
+
+    Raises:
+      ValueError: JAX has none, such as without the driver of its plugin, or its settings forbid what a run
+        does; the message names the variable.
+    """
+    for name, values in _TOO_STRICT.items():
+        if (value := getattr(jax.config, name)) in values:
+            raise ValueError(f"{name.upper()}={value}: functions of JAX and optax do not run so; unset it")
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # an AssertionError says nothing
+        cause = " ".join(str(error).partition(" (set JAX_PLATFORMS")[0].split())
+        if not (given := jax.config.jax_platforms):
+            raise ValueError(cause) from error
+        cause = cause and f" ({cause})"
+        advice = "install the extra cuda or rocm (uv sync --extra cuda), or unset JAX_PLATFORMS"
+        raise ValueError(f"JAX_PLATFORMS={given}: JAX has no such devices here{cause}; {advice}") from error
 
 
 def _user_cache() -> pathlib.Path | None:

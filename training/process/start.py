@@ -1,6 +1,7 @@
-"""The first lines of a program, before its slow imports. Imports nothing slow itself."""
+"""The first lines of a program, before its slow imports; the last of them imports JAX."""
 
 import contextlib
+import importlib
 import os
 import pathlib
 import signal
@@ -13,7 +14,8 @@ def prepare_process() -> None:
     """Opens standard streams that are closed, makes SIGINT end the program with one line, and drops noise.
 
     A file opened while descriptor 1 or 2 is free would get that number, and then what libraries print. The
-    training loop replaces the handler of SIGINT, see `training.process.interruption`.
+    training loop replaces the handler of SIGINT, see `training.process.interruption`. Ends the program with
+    one line if JAX cannot be imported because a variable that it reads, as JAX_ENABLE_X64, has no such value.
     """
     for descriptor in range(3):
         try:
@@ -22,6 +24,10 @@ def prepare_process() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     signal.signal(signal.SIGINT, _end)
     sys.unraisablehook = _show_unraisable
+    try:
+        importlib.import_module("jax")
+    except ValueError as error:
+        sys.exit(f"{program_name()}: error: {error}")
 
 
 def cores() -> int:

@@ -109,8 +109,10 @@ def join_processes(patience: int = _PATIENCE) -> None:
             ) from error
         return
     address, count, index = given.values()
-    if not count.isdecimal() or not index.isdecimal() or int(index) >= int(count):
-        raise ValueError(f"--distributed: JAX_PROCESS_ID {index} must be one of 0 to {count} - 1")
+    if not _is_below(count, 2**31) or int(count) < 1:
+        raise ValueError(f"--distributed: JAX_NUM_PROCESSES must be a number of processes, got {count!r}")
+    if not _is_below(index, int(count)):
+        raise ValueError(f"--distributed: JAX_PROCESS_ID must be from 0 to {int(count) - 1}, got {index!r}")
     parse_address(address)
     if int(index) != 0:
         wait_for_coordinator(address, patience)
@@ -122,6 +124,10 @@ def join_processes(patience: int = _PATIENCE) -> None:
             f"--distributed: process {index} of {count} cannot join at JAX_COORDINATOR_ADDRESS {address} "
             f"({error}); start all {count}, and choose a free port on the first process's host"
         ) from error
+
+
+def _is_below(text: str, bound: int) -> bool:
+    return text.isdecimal() and len(text) < 20 and int(text) < bound
 
 
 @contextlib.contextmanager

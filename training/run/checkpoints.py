@@ -157,21 +157,27 @@ class Checkpoints:
             raise ValueError(f"no checkpoint in {self._folder}; start a new run")
         if not (self._folder / str(self.latest) / "rest").exists():
             return like._replace(params=self.restore_params(like.params)), None
-        self._check_model(self.latest, like.params)
-        self._check_rest(self.latest, like)
-        found = self._manager.restore(
-            self.latest,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(_abstract(like.params)),
-                rest=ocp.args.StandardRestore(_abstract(_rest(like))),
-                data=ocp.args.JsonRestore(),
-            ),
-        )
+        with self._reading(self.latest):
+            self._check_model(self.latest, like.params)
+            self._check_rest(self.latest, like)
+            found = self._manager.restore(
+                self.latest,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardRestore(_abstract(like.params)),
+                    rest=ocp.args.StandardRestore(_abstract(_rest(like))),
+                    data=ocp.args.JsonRestore(),
+                ),
+            )
         state = TrainState(params=found["params"], **found["rest"])
         if int(state.step) != self.latest:
             raise ValueError(
                 f"the checkpoint {self._folder / str(self.latest)} holds the state of step {state.step}; "
                 "rename or remove it"
+            )
+        if found["data"] != {"next_index": self.latest}:
+            raise ValueError(
+                f"the checkpoint {self._folder / str(self.latest)} holds no position in the data after step "
+                f"{self.latest}; rename or remove it"
             )
         return state, found["data"]
 
@@ -191,9 +197,23 @@ class Checkpoints:
         if problems := find_problems(folder):
             others = sorted(set(steps) - {step}) or "none"
             raise ValueError(f"{describe_damage(folder, problems)}; others are {others}")
-        self._check_model(step, like)
-        args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
-        return self._manager.restore(step, args=args)["params"]
+        with self._reading(step):
+            self._check_model(step, like)
+            args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
+            return self._manager.restore(step, args=args)["params"]
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Turns what orbax raises into ValueError: its files have their checksums, and others made them."""
+        try:
+            yield
+        except (OSError, ValueError, MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # of many kinds
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(
+                f"the checkpoint {self._folder / str(step)} cannot be read ({said}); rename or remove it"
+            ) from error
 
     def _check_model(self, step: int, like: Any) -> None:
         """Raises ValueError unless a checkpoint's parameters have the names and shapes of `like`."""

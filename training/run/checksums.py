@@ -7,7 +7,6 @@ Damaged checkpoints are renamed at the start, so that the newest checkpoint is a
 import collections
 import concurrent.futures
 import contextlib
-import json
 import pathlib
 import shutil
 import unicodedata
@@ -19,6 +18,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath  # orbax's class of paths
 
+from models.received import read_object
 from training import files as integrity
 from training.files import MISSING, crc32_of, problem, read_checked, to_checked, unused, write_atomically
 from training.process.environment import in_one_line
@@ -82,7 +82,7 @@ def problems(
     """
     if not (folder / NAME).exists():
         return {NAME: MISSING}
-    found = read_checked(folder / NAME)
+    found = read_checked(folder / NAME, metadata=dict)
     if found is None:
         return {NAME: "is damaged"}
     wrong = {}
@@ -115,10 +115,10 @@ def _sums(folder: pathlib.Path, sizes: Mapping[str, int]) -> dict[str, tuple[int
 def _read_metadata(folder: pathlib.Path) -> dict[str, Any] | None:
     """Returns orbax's metadata of a checkpoint without the time of saving; None if damaged."""
     try:
-        found = json.loads((folder / _METADATA).read_text())
-        time = found.pop("commit_timestamp_nsecs", None)
-    except (ValueError, AttributeError):
+        found = read_object(folder / _METADATA)
+    except ValueError:
         return None
+    time = found.pop("commit_timestamp_nsecs", None)
     return found if time is None or isinstance(time, int) else None
 
 
@@ -244,10 +244,13 @@ def check_opens(item: pathlib.Path, expected: Shapes) -> None:
 def check_saveable(folder: pathlib.Path) -> None:
     """Raises ValueError for a path below which orbax 0.12 writes checkpoints that nobody can read.
 
-    It takes the path for a pattern when it merges the files of the processes, and UTF-8 for its encoding.
+    It takes the path for a pattern when it merges the files of the processes, UTF-8 for its encoding, and
+    `gs:` at the end of a component for a bucket. Of a bucket, pathlib has made a folder's name.
     """
     text = str(folder.absolute())
     if any(unicodedata.category(c) in ("Cc", "Cs") for c in text):  # Cs: bytes that are no UTF-8
         raise ValueError(f"checkpoints cannot be saved in {text!r}: name a path without control characters")
+    if any(f"{bucket}/" in f"{text}/" for bucket in ("gs:", "s3:")):
+        raise ValueError(f"checkpoints cannot be saved in {folder}: name a folder, no bucket, gs: or s3:")
     if found := sorted(set("*?[]\\") & set(text)):
         raise ValueError(f"checkpoints cannot be saved in {folder}: name a path without {' '.join(found)}")

@@ -9,13 +9,23 @@ import typing
 from typing import Any
 
 from models.config_file import from_dict
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
+from models.received import parse_json, read_text, special_kind
 from mxjax.policy import Policy
 from mxjax.policy.json import policy_from_json
 from training.config import Config, DataConfig, MLPerfConfig, ObserveConfig, OptimizerConfig, PrecisionConfig
-from training.files import special_kind, write_atomically
+from training.files import write_atomically
 
 FILE = "config.json"
+_PARTS = {
+    "model": dict,
+    "phases": list,
+    "policies": dict,
+    "policy_files": dict,
+    "data": dict,
+    "imported": str,
+}
+_FACTS = {"source": str, "train_tokens": int, "validation_tokens": int, "crc32": str}
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -63,7 +73,7 @@ def _policy(fields: dict[str, Any]) -> Policy:
         raise ValueError(f"{FILE} holds no policy of this version of mxjax: {error}") from error
 
 
-def model_of(saved: dict[str, Any]) -> LlamaConfig:
+def model_of(saved: dict[str, Any]) -> DecoderConfig:
     """Returns the model's shape that the config.json of a run holds.
 
     Raises:
@@ -84,26 +94,38 @@ def read_run_config(folder: pathlib.Path) -> dict[str, Any]:
       ValueError: there is none, or it is damaged. Or a pipe, socket or device lies where a run has files.
     """
     path = folder / FILE
-    for entry in (*folder.glob("*"), *folder.glob("checkpoints/*/*")):
+    for entry in (*folder.glob("*"), *folder.glob("checkpoints/*/**/*")):
         if special_kind(entry) is not None:  # reading it might never end
             raise ValueError(f"{entry} is not a file: remove it")
     if not path.exists():
         raise ValueError(f"{folder} holds no run: it has no {FILE}")
     try:
-        values = json.loads(path.read_bytes().decode())
-        holds_run = isinstance(values, dict) and isinstance(values.get("config"), dict)
-        if not holds_run and not (isinstance(values, dict) and "model_type" in values):
-            raise ValueError("it holds no configuration")
-    except (ValueError, RecursionError) as error:
+        values = parse_json(read_text(path, "it"))
+        is_checkpoint = isinstance(values, dict) and "config" not in values and "model_type" in values
+        if not is_checkpoint:
+            _check_parts(values)
+    except ValueError as error:
         raise ValueError(
             f"{path} is damaged: {error}; put a copy of yours back, or start a new run"
         ) from None
-    if not holds_run:
+    if is_checkpoint:
         raise ValueError(
             f"{folder} is a Hugging Face checkpoint; import it first: "
             f"python -m training.huggingface import {shlex.quote(str(folder))} RUN"
         )
     return values
+
+
+def _check_parts(values: Any) -> None:
+    """Raises ValueError unless the values of a run have the types that their readers take for granted."""
+    if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
+        raise ValueError("it holds no configuration")
+    wrong = [name for name, kind in _PARTS.items() if not isinstance(values.get(name, kind()), kind)]
+    facts = values.get("data")
+    if not wrong and facts is not None:
+        wrong = [f"data.{name}" for name, kind in _FACTS.items() if type(facts.get(name)) is not kind]
+    if wrong:
+        raise ValueError(f"its {wrong[0]} is of another type")
 
 
 def write_run_config(folder: pathlib.Path, values: dict[str, Any]) -> None:

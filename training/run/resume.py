@@ -6,22 +6,19 @@ the run began with, in tokens of the same tokenizer.
 """
 
 import dataclasses
-import json
 import pathlib
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from training.config import Config, ObserveConfig, by_flag
-from training.data.megatron import MegatronCorpus, is_indexed, parse_blend
-from training.data.text import VOCAB_SIZE, TextCorpus
-from training.data.tokenizer import tokenizer_path
+from training.data.megatron import MegatronCorpus, parse_blend
+from training.data.text import TextCorpus
 from training.optimizer import learning_rate
 from training.phases import Phase, first_steps
 from training.run.checksums import saved_steps
-from training.run.record import FILE, from_json, model_of, read_run_config
+from training.run.record import FILE, from_json, read_run_config
 
 # A resumed run may change these and stay the same run. Data may lie elsewhere; `training.run.resume` checks
 # it.
@@ -191,46 +188,6 @@ def changed_data(folder: pathlib.Path, facts: Mapping[str, Any]) -> str | None:
 
 def _same(began_with: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
     return {**began_with, "source": None} == {**facts, "source": None}
-
-
-def check_tokens_of(run: pathlib.Path, flag: str, path: str) -> None:
-    """Raises ValueError if `path` is text, and the run was trained on tokenized data or that is unknown."""
-    begun = begun_run(run)
-    if begun is None or not begun.data.data or is_indexed([path]) or not pathlib.Path(path).exists():
-        return
-    text, first = f"{flag} {path} is text, which is read as bytes", parse_blend(begun.data.data)[0][0]
-    if is_indexed(begun.data.data):
-        files = f"--input {shlex.quote(path)} --tokenizer {shlex.quote(str(tokenizer_path(first)))}"
-        raise ValueError(
-            f"{text}, and {run} was trained on tokens of {first}; tokenize it likewise: "
-            f"python -m training.tokenize {files} --output PREFIX"
-        )
-    if not pathlib.Path(first).exists() and model_of(read_run_config(run)).vocab_size != VOCAB_SIZE:
-        raise ValueError(
-            f"{text}, and {first}, which {run} was trained on, is gone, so that its tokens are unknown; "
-            "put it back, or of a dataset its .idx"
-        )
-
-
-def check_tokenizer_of(run: pathlib.Path, flag: str, path: str) -> None:
-    """Raises ValueError if a tokenizer with other tokens made the dataset `path` than the run's data."""
-    begun, theirs = begun_run(run), tokenizer_path(path)
-    if begun is None or not is_indexed([path]) or not is_indexed(begun.data.data) or not theirs.exists():
-        return
-    paths = map(tokenizer_path, parse_blend(begun.data.data)[0])
-    ours = next((path for path in paths if path.exists()), None)
-    if ours is not None and _tokens(ours) != _tokens(theirs):
-        raise ValueError(
-            f"{flag} {path} was tokenized by {theirs}, and {run} was trained on tokens of {ours}; tokenize "
-            f"the text again with --tokenizer {shlex.quote(str(ours))}"
-        )
-
-
-def _tokens(tokenizer: pathlib.Path) -> Any:
-    """Returns the vocabulary and the merges of a tokenizer.json, as any version of tokenizers writes them."""
-    model = json.loads(tokenizer.read_text())["model"]
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())]
-    return model["vocab"], merges
 
 
 def _in_words(facts: Mapping[str, Any]) -> str:

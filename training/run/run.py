@@ -15,7 +15,6 @@ from typing import Any
 import grain
 import jax
 
-from models import llama
 from training.config import Config
 from training.files import HUGGINGFACE
 from training.log import mlperf, sinks
@@ -27,7 +26,7 @@ from training.log.reporter import RunLog, open_log
 from training.memory import Memory
 from training.phases import Phase, changed_files, phase_at
 from training.plan import Plan
-from training.process.environment import input_errors, memory_errors, path_errors
+from training.process.environment import input_errors, memory_errors, path_errors, start_jax
 from training.process.failure import failing_together
 from training.process.interruption import Interrupted, Interruption, RunInterrupted
 from training.process.together import ProcessError, is_first_process, join_processes, together
@@ -83,8 +82,10 @@ class Run:
         if config.distributed:
             with input_errors():
                 join_processes()
-        with failing_together(*SHARED), Interruption() as interruption, contextlib.ExitStack() as stack:
+        with failing_together(*SHARED), contextlib.ExitStack() as stack:
             with input_errors():
+                start_jax()
+                interruption = stack.enter_context(Interruption())
                 path = config.folder()
                 with together():
                     plan = set_up(config, path)
@@ -308,8 +309,7 @@ class _Folder:
         for name, parse in parsers.items():
             self.notes += set_aside_if_damaged(self.path / name, parse)
         if self._resume:
-            config, layer_policies = plan.config, functools.partial(llama.layer_policies, plan.model)
-            self.notes += changed_files(config.precision, config.steps, plan.phases, layer_policies)
+            self.notes += changed_files(plan.policy_files)
 
     def clean_up(self) -> None:
         """Removes what a new run has written if it has no checkpoint and no step on record."""

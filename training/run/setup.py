@@ -17,14 +17,16 @@ from typing import Any
 
 import jax
 
-from models import llama
+from models import decoder
 from models.config_file import load_config
-from models.configs import LlamaConfig, get_config, to_dict
-from models.huggingface.files import check_files
+from models.configs import DecoderConfig, get_config, to_dict
+from models.experts import check_policies
+from models.huggingface.files import small_files
 from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
-from training.config import Config, OptimizerConfig, by_flag
+from training.config import Config, DataConfig, OptimizerConfig, by_flag
 from training.data.load import load_data
+from training.data.megatron import is_indexed, parse_blend
 from training.data.text import evaluation_batches
 from training.files import HUGGINGFACE, temporary_path
 from training.log import mlperf as mlperf_log
@@ -32,7 +34,7 @@ from training.log import sinks as tensorboard
 from training.log import sinks as wandb_run
 from training.memory import gib, memory_there_is
 from training.optimizer import check_optimizer
-from training.phases import Phase, expand, from_record, phases_of, to_record
+from training.phases import Phase, expand, files_of, files_on_record, from_record, phases_of, to_record
 from training.plan import Plan
 from training.process.environment import facts
 from training.process.together import gather, is_first_process
@@ -52,11 +54,11 @@ from training.run.resume import (
     check_order,
     check_same_data,
     check_same_run,
-    check_tokens_of,
     extend_phases,
     last_checkpoint,
     read_run_to_resume,
 )
+from training.run.tokens import check_tokens_of, checksum_of_data
 from training.sharding import check_batch, check_shards, make_mesh
 
 # Everything that a run killed before its config.json leaves behind.
@@ -68,6 +70,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     config = expand(config)
     if is_first_process():
         check_unlocked(folder)
+    check_apart(config.data, folder)
     saved = read_run_to_resume(folder) if config.resume else {}
     begun = begun_config(saved)
     if begun is not None:
@@ -78,6 +81,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     phases = choose_phases(config, model, folder, saved)
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
+        check_policies(model, phase.layers, config.precision.implementation)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
     check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
     if config.observe.tensorboard:
@@ -100,7 +104,18 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         corpus.vocab_size,
         n_sequences=config.eval_sequences,
     )
-    plan = Plan(config, mesh, corpus, list(held_out), model, phases, saved.get("imported"))
+    tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data)
+    plan = Plan(
+        config,
+        mesh,
+        corpus,
+        list(held_out),
+        model,
+        phases,
+        saved.get("imported"),
+        tokenizer,
+        policy_files=files_of(config.precision) if begun is None else files_on_record(saved),
+    )
     mlperf_log.settings_of(plan)
     if config.resume:
         check_same_data(saved, corpus.facts)
@@ -112,6 +127,19 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     return plan
 
 
+def check_apart(data: DataConfig, folder: pathlib.Path) -> None:
+    """Raises ValueError if the run would write into a folder of text; hidden files of it are not read."""
+    for flag, name in (*(("--data", name) for name in data.data), ("--eval-data", data.eval_data)):
+        if name is None or is_indexed([name]) or not pathlib.Path(name).is_dir():
+            continue
+        place, text = folder.resolve(), pathlib.Path(name).resolve()
+        if place.is_relative_to(text) and not any(p.startswith(".") for p in place.relative_to(text).parts):
+            raise ValueError(
+                f"--out {folder} lies in {flag} {name}, so that the run would read what it writes; name a "
+                "folder elsewhere with --out"
+            )
+
+
 def check_folder(resume: bool, folder: pathlib.Path) -> None:
     """Raises ValueError unless a run may write in the folder: it begins in an empty one."""
     check_saveable(folder)
@@ -121,7 +149,7 @@ def check_folder(resume: bool, folder: pathlib.Path) -> None:
         raise ValueError(f"--out {folder} is not empty; add --resume to continue it, or name another folder")
 
 
-def check_memory(sizes: Mapping[str, int], config: Config, model: LlamaConfig) -> None:
+def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig) -> None:
     """Raises ValueError if a part of the memory that every step needs is more than a device has.
 
     The parts are the parameters with their moments, and the tokens with the inputs of all blocks, which even
@@ -146,13 +174,13 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: LlamaConfig) -
         )
 
 
-def check_phases(sizes: Mapping[str, int], model: LlamaConfig, phases: Sequence[Phase]) -> None:
+def check_phases(sizes: Mapping[str, int], model: DecoderConfig, phases: Sequence[Phase]) -> None:
     """Raises ValueError unless a mesh of these sizes shards the parameters as every phase needs."""
     for phase in phases:
         check_shards(sizes, model, phase.layers)
 
 
-def fits_mesh(model: LlamaConfig, phases: Sequence[Phase], sizes: Mapping[str, int]) -> bool:
+def fits_mesh(model: DecoderConfig, phases: Sequence[Phase], sizes: Mapping[str, int]) -> bool:
     """Returns whether a mesh of these sizes shards the parameters as every phase needs."""
     with contextlib.suppress(ValueError):
         check_phases(sizes, model, phases)
@@ -160,7 +188,7 @@ def fits_mesh(model: LlamaConfig, phases: Sequence[Phase], sizes: Mapping[str, i
     return False
 
 
-def choose_model(config: Config, folder: pathlib.Path, saved: dict[str, Any]) -> tuple[Config, LlamaConfig]:
+def choose_model(config: Config, folder: pathlib.Path, saved: dict[str, Any]) -> tuple[Config, DecoderConfig]:
     """Returns the model of --init, of the run to continue, or of --model-config or --model.
 
     With --init, and for an imported run, the returned configuration has the name and vocabulary of that
@@ -182,7 +210,7 @@ def choose_model(config: Config, folder: pathlib.Path, saved: dict[str, Any]) ->
     if not continues and not saved_steps(source / "checkpoints"):
         raise ValueError(f"{source} has no checkpoint to begin with")
     if not continues and (source / HUGGINGFACE).exists():
-        check_files(source / HUGGINGFACE)  # before anything of it is copied
+        small_files(source / HUGGINGFACE)  # checks them, before any is copied
     tokenizer = source / HUGGINGFACE / "tokenizer.json"
     if begun_config(saved if continues else {}) is None and not config.data.data and tokenizer.exists():
         raise ValueError(
@@ -206,13 +234,13 @@ def check_rate(config: Config, folder: pathlib.Path, saved: dict[str, Any]) -> N
 
 
 def choose_phases(
-    config: Config, model: LlamaConfig, folder: pathlib.Path, saved: dict[str, Any]
+    config: Config, model: DecoderConfig, folder: pathlib.Path, saved: dict[str, Any]
 ) -> tuple[Phase, ...]:
     """Returns the phases that a run to continue has on record, or those that the configuration names."""
     if (begun := from_record(saved)) is not None:
         same_length = saved["config"]["steps"] == config.steps
         return begun if same_length else extend_phases(begun, config, last_checkpoint(folder))
-    return phases_of(config.precision, config.steps, functools.partial(llama.layer_policies, model))
+    return phases_of(config.precision, config.steps, functools.partial(decoder.layer_policies, model))
 
 
 def description_of(plan: Plan) -> dict[str, Any]:
@@ -222,7 +250,9 @@ def description_of(plan: Plan) -> dict[str, Any]:
         "config": to_json(plan.config),
         "model": to_dict(plan.model),
         **to_record(plan.phases),
+        "policy_files": dict(plan.policy_files),
         "data": plan.corpus.facts,
+        "tokenizer": plan.tokenizer,
         "implementation": choose_implementation(plan.config.precision.implementation),
         "environment": facts(),
         "mesh": dict(plan.mesh.shape),
@@ -237,7 +267,7 @@ def open_folder(plan: Plan, folder: pathlib.Path) -> None:
         shutil.rmtree(folder / HUGGINGFACE, ignore_errors=True)
     if init is not None and (init / HUGGINGFACE).exists():
         (folder / HUGGINGFACE).mkdir(exist_ok=True)
-        for file in filter(pathlib.Path.is_file, (init / HUGGINGFACE).iterdir()):
+        for file in small_files(init / HUGGINGFACE):
             shutil.copy2(file, folder / HUGGINGFACE)
     write_run_config(folder, values)
 
@@ -258,12 +288,15 @@ def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
     """Returns everything that must be the same in all processes, by names for messages."""
     flags = {name: str(value) for name, value in by_flag(plan.config).items()}
     flags |= {"out": str(folder.resolve())}
+    del flags["data"], flags["eval_data"]  # they may lie elsewhere on each host; checksums tell them apart
+    data = plan.corpus.facts | {"weights": parse_blend(plan.config.data.data)[1]}
+    del data["source"]
     devices = ", ".join(sorted({device.device_kind for device in jax.local_devices()}))
     return {
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         "checksum of the model's shape": _checksum(to_dict(plan.model)),
         "checksum of all layers' policies": _checksum(to_record(plan.phases)),
-        **{f"the data's {name}": value for name, value in plan.corpus.facts.items()},
+        **{f"the data's {name}": value for name, value in data.items()},
         **facts(),
         "device": devices,
         "implementation": choose_implementation(plan.config.precision.implementation),

@@ -2,17 +2,17 @@
 
 import glob
 import gzip
-import json
+import io
 import os
-import pathlib
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from training.files import special_kind
+from models.received import check_regular, fault_of, open_received, parse_json
 from training.process.extras import check_extra
 
 _JSON_LINES = (".json", ".jsonl")
+_LARGEST = 2**30  # bytes of a document; a longer one has no room in memory with its tokens
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".txt.gz", ".txt", ".parquet")
 
 
@@ -45,9 +45,8 @@ def find_files(patterns: Sequence[str]) -> list[str]:
         paths = _paths([pattern])
         inside = [f for p in paths if os.path.isdir(p) for f in glob.glob(os.path.join(glob.escape(p), "*"))]
         files = [p for p in paths if os.path.isfile(p)] + [f for f in inside if f.endswith(SUFFIXES)]
-        if not files and os.path.exists(pattern) and (kind := special_kind(pathlib.Path(pattern))):
-            raise ValueError(f"--input {pattern} is a {kind}: write what it gives into a file, and name that")
         if not files:
+            check_regular(pattern, f"--input {pattern}")
             raise ValueError(f"--input {pattern!r} matches no file of {', '.join(SUFFIXES)}")
         found.update(files)
     for path in found:
@@ -89,24 +88,35 @@ class Documents:
 
     def __init__(self, path: str, field: str = "text"):
         self._path, self._field = path, field
+        self._has_lines = path.removesuffix(".gz").endswith(_JSON_LINES)
         self.position = 0
 
     def __iter__(self) -> Iterator[Document | Problem]:
         found = False
-        for item in self._rows() if self._path.endswith(".parquet") else self._file():
+        for item in self._items():
             found = True
             yield item
         self.position = os.path.getsize(self._path)
         if not found:
             yield Problem(1, "empty file", "the file holds no documents")
 
-    def _file(self) -> Iterator[Document | Problem]:
+    def _items(self) -> Iterator[Document | Problem]:
+        try:
+            raw = open_received(self._path, "the file", text=False)
+        except ValueError as error:
+            yield Problem(1, "unreadable file", str(error))
+            return
+        with raw:
+            yield from self._rows() if self._path.endswith(".parquet") else self._file(raw)
+
+    def _file(self, raw: io.BufferedReader) -> Iterator[Document | Problem]:
         line = 0
-        compressed = self._path.endswith(".gz")
-        with open(self._path, "rb") as raw, gzip.open(raw) if compressed else raw as file:
+        with gzip.open(raw) if self._path.endswith(".gz") else raw as file:
             try:
-                lines = file if self._path.removesuffix(".gz").endswith(_JSON_LINES) else _whole(file)
-                for line, content in enumerate(lines, 1):
+                if fault := fault_of(file.peek(1)):
+                    yield Problem(1, "unreadable file", f"the file {fault}")
+                    return
+                for line, content in enumerate(_lines(file) if self._has_lines else _whole(file), 1):
                     self.position = raw.tell()
                     yield self._parse(line, content)
             except EOFError:
@@ -118,15 +128,17 @@ class Documents:
                 yield Problem(line + 1, "damaged gzip", what)
 
     def _parse(self, line: int, content: bytes) -> Document | Problem:
-        if not self._path.removesuffix(".gz").endswith(_JSON_LINES):
+        if len(content) > _LARGEST:
+            return Problem(line, "oversized document", f"it has more than {_LARGEST:,} bytes")
+        if not self._has_lines:
             try:
-                return _checked(line, content.decode())
+                return _checked(line, content.decode("utf-8-sig"))
             except UnicodeDecodeError as error:
                 return Problem(line, "malformed text", str(error))
         try:
-            parsed = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            return Problem(line, "malformed line", str(error) if content.strip() else "a blank line")
+            parsed = parse_json(content)
+        except ValueError as error:
+            return Problem(line, "malformed line", f"it is {error}" if content.strip() else "a blank line")
         text = parsed.get(self._field) if isinstance(parsed, dict) else None
         if not isinstance(text, str):
             return Problem(line, "malformed line", f"no string called {self._field!r}")
@@ -145,18 +157,35 @@ class Documents:
                     )
                 size, rows = os.path.getsize(self._path), max(file.metadata.num_rows, 1)
                 for batch in file.iter_batches(1024, columns=[self._field]):
-                    for text in batch.column(0).to_pylist():
+                    for value in batch.column(0):
                         row += 1
                         self.position = size * row // rows
-                        wrong = Problem(row, "malformed line", f"no string in column {self._field!r}")
-                        yield _checked(row, text) if isinstance(text, str) else wrong
-        except (pyarrow.ArrowInvalid, OSError) as error:
-            yield Problem(row + 1, "damaged parquet", str(error))
+                        yield self._of_row(row, value)
+        except (pyarrow.ArrowException, OSError) as error:
+            yield Problem(row + 1, "damaged parquet", " ".join(str(error).split()))
+
+    def _of_row(self, row: int, value: Any) -> Document | Problem:
+        """Returns the document of a row; writers of parquet do not check that strings are UTF-8."""
+        try:
+            text = value.as_py()
+        except (ValueError, ArithmeticError) as error:
+            return Problem(row, "malformed text", str(error))
+        if not isinstance(text, str):
+            return Problem(row, "malformed line", f"no string in column {self._field!r}")
+        return _checked(row, text)
+
+
+def _lines(file: Any) -> Iterator[bytes]:
+    """Yields the lines of a file, and of one that is too long only so much that it is seen to be."""
+    while line := file.readline(_LARGEST + 1):
+        yield line
+        while line and not line.endswith(b"\n"):
+            line = file.readline(_LARGEST + 1)
 
 
 def _whole(file: Any) -> Iterator[bytes]:
-    """Yields the whole file as one piece; raises EOFError for a damaged one."""
-    yield file.read()
+    """Yields the whole file as one piece, cut if it is too long; raises EOFError for a damaged one."""
+    yield file.read(_LARGEST + 1)
 
 
 def _checked(line: int, text: str) -> Document | Problem:

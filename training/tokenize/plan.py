@@ -5,17 +5,19 @@ import hashlib
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
+from models.received import read_object
 from training.data.tokenizer import END_OF_DOCUMENT, end_of_document, load_tokenizer
-from training.files import write_atomically
+from training.files import make_absolute, write_atomically
+from training.ranges import at_most, check_ranges
 from training.tokenize import workers
 
 _WRITTEN = (".bin", ".idx", ".json", ".tokenizer.json", ".problems.txt")
 TOKENIZER_SUMS = "tokenizer.checksums.json"
 """Checksums of a trained tokenizer, in PREFIX.partial."""
 # With more, the package tokenizers starts as many threads, and takes memory for as many tokens, at once.
-_LARGEST = {"workers": 1024, "vocab_size": 2**24, "train_characters": 2**62}
+_RANGES = {"workers": at_most(1024), "vocab_size": at_most(2**24), "train_characters": at_most(2**62)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +41,20 @@ class TokenizeConfig:
     """End each document with the token --eod."""
     eod: str | None = None
     """Token that ends a document. Default: the tokenizer's <|endoftext|>, <|end_of_text|>, </s> or <eos>."""
+    special_tokens: Literal["escape", "allow"] = "escape"
+    """Encode a text that spells a special token, such as <|endoftext|>, as ordinary tokens, or as that token.
+    PREFIX.json counts such texts."""
     field: str = "text"
     """Field or column that holds the text."""
     workers: int | None = None
     """Processor cores to use. Default: all."""
+
+    def __post_init__(self):
+        if os.path.basename(self.output) in ("", ".", ".."):
+            raise ValueError(
+                f"--output names files, as PREFIX.bin, and {self.output!r} is a folder: add a name to it"
+            )
+        make_absolute(self, "input", "output")
 
 
 def check_config(config: TokenizeConfig) -> None:
@@ -56,11 +68,7 @@ def check_config(config: TokenizeConfig) -> None:
             f"--eod {config.eod!r}: documents end with {END_OF_DOCUMENT} in a tokenizer that "
             "--train-tokenizer makes; leave --eod out"
         )
-    for name, largest in _LARGEST.items():
-        value = getattr(config, name)
-        if value is not None and not 1 <= value <= largest:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} must be at least 1 and at most {largest:,}, got {value}")
+    check_ranges(vars(config), _RANGES)
 
 
 def plan_of(config: TokenizeConfig, files: list[str]) -> dict[str, Any]:
@@ -73,29 +81,29 @@ def plan_of(config: TokenizeConfig, files: list[str]) -> dict[str, Any]:
         "train": [config.vocab_size or 32_000, config.train_characters] if training else None,
         "append_eod": config.append_eod,
         "eod": config.eod,
+        "special_tokens": config.special_tokens,
         "field": config.field,
     }
 
 
-def is_done(prefix: pathlib.Path, plan: dict[str, Any]) -> bool:
-    """Whether the files of this plan are there."""
+def finished(prefix: pathlib.Path, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the record of this plan's dataset; None unless its files are there."""
     files = [beside(prefix, suffix) for suffix in (".json", ".bin", ".idx")]
-    return all(f.exists() for f in files) and _read_object(files[0]).get("plan") == plan
+    record = _read_object(files[0]) if all(file.exists() for file in files) else {}
+    return record if record.get("plan") == plan else None
 
 
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object in a file; an empty one if it holds anything else."""
     try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        return read_object(path)
+    except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:
     """Raises ValueError if a file is there that would be written, the given tokenizer's copy excepted."""
-    made = [beside(prefix, suffix) for suffix in _WRITTEN]
-    taken = [path for path in made if path.exists() and path != config.tokenizer]
+    taken = [path for path in written(prefix) if path.exists() and path != config.tokenizer]
     if config.train_tokenizer and config.tokenizer is not None and config.tokenizer.exists():
         taken.append(config.tokenizer)
     if taken:
@@ -104,7 +112,7 @@ def check_free(config: TokenizeConfig, prefix: pathlib.Path) -> None:
 
 def check_no_folders(config: TokenizeConfig, prefix: pathlib.Path) -> None:
     """Raises ValueError if a folder lies where a file would be written."""
-    made = [beside(prefix, suffix) for suffix in _WRITTEN]
+    made = written(prefix)
     if config.train_tokenizer and config.tokenizer is not None:
         made.append(config.tokenizer)
     for path in made:
@@ -143,6 +151,11 @@ def given_tokenizer(config: TokenizeConfig) -> bytes:
     if config.append_eod:
         end_of_document(tokenizer, config.eod)
     return path.read_bytes()
+
+
+def written(prefix: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the paths of the files that a tokenization writes, not all of which every one does."""
+    return [beside(prefix, suffix) for suffix in _WRITTEN]
 
 
 def beside(prefix: pathlib.Path, suffix: str) -> pathlib.Path:

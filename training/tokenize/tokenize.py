@@ -37,10 +37,11 @@ from training.tokenize.plan import (
     check_free,
     check_no_folders,
     check_plan,
+    finished,
     given_tokenizer,
     holds_work,
-    is_done,
     plan_of,
+    written,
 )
 from training.tokenize.train_tokenizer import train_tokenizer
 
@@ -55,19 +56,20 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
       MissingExtraError: the package tokenizers is not installed.
     """
     check_config(config)
-    files = find_files(config.input)
+    prefix = pathlib.Path(config.output)
+    own = set(map(str, written(prefix)))  # they may lie in a folder of the input
+    files = [path for path in find_files(config.input) if path not in own]
     if deeper := sorted(set(below(config.input)) - set(files)):
         print(
             f"left out: {len(deeper)} files in folders of folders, such as {deeper[0]}; "
             "patterns such as 'FOLDER/**/*.txt' take them"
         )
     plan = plan_of(config, files)
-    prefix = pathlib.Path(config.output)
     folder = beside(prefix, ".partial")
-    if is_done(prefix, plan):
+    if (record := finished(prefix, plan)) is not None:
         print(f"{prefix} exists already: nothing to do")
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed at its very end
-        return json.loads(beside(prefix, ".json").read_text())
+        return record
     check_no_folders(config, prefix)
     if not holds_work(folder):
         check_free(config, prefix)
@@ -81,7 +83,13 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
         n_workers = config.workers or cores()
         processes = min(n_workers, len(files))
         job = workers.Job(
-            folder, path, config.field, eod, token_dtype(size).name, max(n_workers // processes, 1)
+            folder,
+            path,
+            config.field,
+            eod,
+            config.special_tokens == "escape",
+            token_dtype(size).name,
+            max(n_workers // processes, 1),
         )
         made = _shards(job, files, processes)
         record = {"plan": plan, "vocab_size": size, "eod": name, "eod_id": eod, **_counts(made)}
@@ -110,10 +118,10 @@ def _tokenizer(config: TokenizeConfig, folder: pathlib.Path, files: list[str]) -
         write_atomically(path, given_tokenizer(config))
         return path
     record = read_checked(folder / TOKENIZER_SUMS)
-    if record is None or problem(path, record["tokenizer"]):
+    if record is None or problem(path, record["files"].get(path.name, (0, ""))):
         start, size = time.monotonic(), config.vocab_size or 32_000
         write_atomically(path, train_tokenizer(files, config.field, size, config.train_characters))
-        sums = to_checked({"tokenizer": size_and_crc32(path)})
+        sums = to_checked({"files": {path.name: size_and_crc32(path)}})
         if record is not None and sums != to_checked(record):
             raise ValueError(
                 f"{path} was damaged, and training gives another tokenizer than before: the input or the "
@@ -165,11 +173,13 @@ def _shards(job: workers.Job, files: list[str], processes: int) -> list[workers.
 
 
 def _counts(made: list[workers.Shard]) -> dict[str, Any]:
+    spelled = sum((collections.Counter(shard.spelled) for shard in made), collections.Counter[str]())
     left_out = collections.Counter(problem.kind for shard in made for problem in shard.problems)
     return {
         "documents": sum(shard.documents for shard in made),
         "tokens": sum(shard.tokens for shard in made),
         "left_out": dict(sorted(left_out.items())),
+        "spelled": dict(sorted(spelled.items())),
     }
 
 
@@ -198,6 +208,12 @@ def summary(prefix: str, record: dict[str, Any]) -> str:
     if record["left_out"]:
         kinds = ", ".join(f"{count:,} x {kind}" for kind, count in record["left_out"].items())
         lines.append(f"skipped, see {prefix}.problems.txt: {kinds}")
+    if record["spelled"]:
+        names = ", ".join(
+            f"{name} in {count:,} text{'s' * (count > 1)}" for name, count in record["spelled"].items()
+        )
+        became = {"escape": "ordinary tokens", "allow": "the special token"}[record["plan"]["special_tokens"]]
+        lines.append(f"special tokens spelled in text, and encoded as {became}: {names}")
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ sizes and checksums of the other two). The .json comes last, so that after a cra
 or made again. A shard that was damaged since is made again too.
 """
 
+import collections
 import concurrent.futures
 import concurrent.futures.process
 import ctypes
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from training.data.tokenizer import load_tokenizer
+from training.data.tokenizer import SpecialTokens, load_tokenizer
 from training.files import (
     problem,
     read_checked,
@@ -37,24 +38,37 @@ _RECORDS = "[0-9]*.json"
 
 
 class Job(NamedTuple):
-    """Everything that a worker process needs."""
+    """Everything that a worker process needs; see `TokenizeConfig`."""
 
     folder: pathlib.Path
     tokenizer: pathlib.Path
     field: str
     eod: int | None
+    escape: bool
     dtype: str
     threads: int
 
 
 class Shard(NamedTuple):
-    """A finished shard: its number, its input file, counts and problems."""
+    """A finished shard: its number, its input file, counts and problems.
+
+    `spelled` counts the documents that spell a special token, by its name.
+    """
 
     number: int
     path: str
     documents: int
     tokens: int
     problems: list[Problem]
+    spelled: dict[str, int]
+
+
+class _Counts(NamedTuple):
+    """What is counted while a shard is made: tokens of each document, problems, and `Shard.spelled`."""
+
+    lengths: list[int]
+    problems: list[Problem]
+    spelled: collections.Counter[str]
 
 
 class Interrupted(Exception):
@@ -73,8 +87,8 @@ def finished(folder: pathlib.Path, files: Sequence[str]) -> tuple[dict[int, Shar
 def _problem(folder: pathlib.Path, number: int) -> str | None:
     """Returns which file of a finished shard is damaged, and how; None if all are good."""
     path = _path(folder, number, "json")
-    record = read_checked(path)
-    if record is None or "files" not in record:
+    record = _record(path)
+    if record is None:
         return f"{path} is damaged"
     found = ((folder / name, problem(folder / name, sums)) for name, sums in record["files"].items())
     return next((f"{file} {said}" for file, said in found if said), None)
@@ -82,7 +96,12 @@ def _problem(folder: pathlib.Path, number: int) -> str | None:
 
 def have_tokens(folder: pathlib.Path) -> bool:
     """Returns whether a finished shard holds tokens, or may: its record is damaged."""
-    return any((read_checked(path) or {"tokens": 1}).get("tokens") for path in folder.glob(_RECORDS))
+    return any((_record(path) or {"tokens": 1})["tokens"] for path in folder.glob(_RECORDS))
+
+
+def _record(path: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the record of a shard; None if it is damaged or missing."""
+    return read_checked(path, documents=int, tokens=int, problems=list, spelled=dict)
 
 
 def remove(folder: pathlib.Path) -> None:
@@ -165,14 +184,15 @@ def _end_with_parent() -> None:
 
 def _make(number: int, path: str) -> int:
     job, state, tokenizer = _process
+    tokenizer.encode_special_tokens = job.escape  # the package's word for encoding them as text
+    special = SpecialTokens(tokenizer, job.eod)
     documents, read = Documents(path, job.field), 0
-    counts: list[int] = []
-    problems: list[Problem] = []
+    counts = _Counts([], [], collections.Counter())
     path_of_ids = _path(job.folder, number, "bin")
     with temporary_path(path_of_ids).open("wb") as file:
-        for batch in _batches(documents, problems):
+        for batch in _batches(documents, counts.problems):
             try:
-                ids = _encode(tokenizer, batch, job, counts, problems)
+                ids = _encode(tokenizer, special, batch, job, counts)
             except Exception as error:  # the package raises no narrower type
                 said = f"the tokenizer cannot encode a text between line {batch[0].line} and "
                 raise ValueError(f"{path}: {said}{batch[-1].line}: {error}") from error
@@ -186,9 +206,14 @@ def _make(number: int, path: str) -> int:
         sync(file)
     temporary_path(path_of_ids).replace(path_of_ids)
     path_of_lengths = _path(job.folder, number, "lengths")
-    write_atomically(path_of_lengths, np.array(counts, np.int32).tobytes())
-    sums = {path.name: size_and_crc32(path) for path in (path_of_ids, path_of_lengths)}
-    record = {"documents": len(counts), "tokens": sum(counts), "problems": sorted(problems), "files": sums}
+    write_atomically(path_of_lengths, np.array(counts.lengths, np.int32).tobytes())
+    record = {
+        "documents": len(counts.lengths),
+        "tokens": sum(counts.lengths),
+        "problems": sorted(counts.problems),
+        "spelled": counts.spelled,
+        "files": {path.name: size_and_crc32(path) for path in (path_of_ids, path_of_lengths)},
+    }
     write_atomically(_path(job.folder, number, "json"), to_checked(record))
     return number
 
@@ -209,26 +234,33 @@ def _batches(documents: Documents, problems: list[Problem]) -> Iterator[list[Doc
 
 
 def _encode(
-    tokenizer: Any, batch: list[Document], job: Job, counts: list[int], problems: list[Problem]
+    tokenizer: Any, special: SpecialTokens, batch: list[Document], job: Job, counts: _Counts
 ) -> np.ndarray:
-    """Returns the concatenated ids of all documents; appends their lengths to `counts`."""
+    """Returns the concatenated ids of all documents, and counts them."""
     # "fast" computes no offsets into the text, which are not needed.
     encodings = tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
     parts = [encoding.ids for encoding in encodings]
     for document, part in zip(batch, parts, strict=True):
         if not part:
-            problems.append(Problem(document.line, "empty document", "the text has no tokens"))
+            counts.problems.append(Problem(document.line, "empty document", "the text has no tokens"))
             continue
+        spelled = special.spelled(document.text)
+        if job.escape and (same := [name for name in spelled if special.ids[name] in part]):
+            what = f"the tokenizer has no other tokens for {same[0]}, which the text spells"
+            counts.problems.append(Problem(document.line, "special token", what))
+            part.clear()
+            continue
+        counts.spelled.update(spelled)
         if job.eod is not None:
             part.append(job.eod)
-        counts.append(len(part))
+        counts.lengths.append(len(part))
     return np.fromiter(itertools.chain.from_iterable(parts), job.dtype, sum(map(len, parts)))
 
 
 def _read(folder: pathlib.Path, number: int, path: str) -> Shard:
     record = json.loads(_path(folder, number, "json").read_text())
     problems = [Problem(*problem) for problem in record["problems"]]
-    return Shard(number, path, record["documents"], record["tokens"], problems)
+    return Shard(number, path, record["documents"], record["tokens"], problems, record["spelled"])
 
 
 def _path(folder: pathlib.Path, number: int, suffix: str) -> pathlib.Path:

@@ -12,7 +12,7 @@ import pytest
 
 from mxjax.kernels.attention import aiter
 from mxjax.kernels.attention.blocks import TABLE
-from mxjax.kernels.attention.fused import fused_attention
+from mxjax.kernels.attention.fused import first_keys, fused_attention
 from mxjax.runtime.devices import INTERPRETER, Target, use_target
 from mxjax.runtime.remat import rematerialize
 
@@ -57,6 +57,56 @@ def test_equals_float32_within_the_rounding_of_bfloat16(shape):
         rounding = 2**-22 * np.linalg.norm(wide[3])
         assert np.linalg.norm(difference) <= 2**-8 * np.linalg.norm(exact) + rounding, name
         assert np.abs(difference).max() <= 2**-7 * np.abs(exact).max() + rounding, name
+
+
+STARTS = np.zeros((2, 150), bool)
+STARTS[0, [3, 64, 65, 131]] = STARTS[1, [0, 40]] = True
+
+
+@pytest.mark.parametrize(
+    ("documents", "window", "with_sinks"),
+    [(True, None, False), (False, 40, True), pytest.param(True, 33, True, marks=pytest.mark.slow)],
+)
+def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with_sinks):
+    """In float32, by a mask of all scores and a column of sinks, as transformers' gpt-oss computes it."""
+    q, k, v, dy = draw(2, 150, 4, 2, 64)
+    sinks = jnp.array([0.5, -1.0, 2.0, 0.0]) if with_sinks else None
+    starts = jnp.asarray(STARTS) if documents else None
+    document = np.cumsum(STARTS & documents, axis=1)
+    distance = np.arange(150)[:, None] - np.arange(150)
+    sees = (document[:, :, None] == document[:, None]) & (distance >= 0) & (distance < (window or 150))
+
+    def masked(q, k, v, sinks):
+        scores = jnp.einsum("bsgrh,btgh->bgrst", q.reshape(2, 150, 2, 2, 64), k) / 8
+        scores = jnp.where(sees[:, None, None], scores, -jnp.inf)
+        if sinks is not None:
+            column = jnp.broadcast_to(sinks.reshape(1, 2, 2, 1, 1), (*scores.shape[:4], 1))
+            scores = jnp.concatenate([scores, column], axis=-1)
+        weights = jax.nn.softmax(scores)[..., :150]
+        return jnp.einsum("bgrst,btgh->bsgrh", weights, v).reshape(q.shape)
+
+    def fused(q, k, v, sinks):
+        first_key = first_keys(starts, window, shape=(2, 150))
+        return fused_attention(q, k, v, first_key=first_key, sinks=sinks)
+
+    def run(attend, *arrays):
+        y, vjp = jax.vjp(attend, *arrays, sinks)
+        return y, *jax.tree.leaves(vjp(dy.astype(y.dtype)))
+
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(lambda *a: run(masked, *a))(*(x.astype(jnp.float32) for x in (q, k, v)))
+    found = jax.jit(lambda *a: run(fused, *a))(q, k, v)
+    for got, exact in zip(found, wanted, strict=True):
+        assert np.linalg.norm(np.asarray(got, np.float32) - exact) <= 2**-7 * np.linalg.norm(exact)
+
+
+def test_gradients_across_documents_are_zero():
+    q, k, v, dy = draw(1, 96, 1, 1, 64)
+    first_key = first_keys(jnp.arange(96)[None] == 50)
+    of_second = dy.at[:, :50].set(0)
+    _, dq, dk, dv = with_gradients(lambda *a: fused_attention(*a, first_key=first_key), q, k, v, of_second)
+    assert not any(np.asarray(x[:, :50], np.float32).any() for x in (dq, dk, dv))
+    assert all(np.asarray(x[:, 50:], np.float32).any() for x in (dq, dk, dv))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the other sequence

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.quantizer import assert_as_defined, draw_tensor
 
-from mxjax.kernels.quantize.hopper_kernel import quantize_pairs_kernel
+from mxjax.kernels.quantize.hopper import quantize_pairs_kernel
 from mxjax.kernels.quantize.kernel import quantize_kernel
 from mxjax.kernels.quantize.launches import launch_of, launched_pairs
 from mxjax.kernels.quantize.quantizer import _call, quantize_operands

@@ -245,8 +245,8 @@ def test_an_operand_has_options_of_its_own():
         ({"format": "mxfp4", "scale_target": 4.0}, "scale_target is for formats with E4M3 or UE5M3 scales"),
         ({"format": "fp8_e4m3", "scale_max": 256}, "scale_max is for formats with"),
         ({"format": "bf16", "eden": 128}, "eden is for formats with"),
-        ({"scale_target": 0.0}, "scale_target must be in (0, 12], got 0.0"),
-        ({"scale_max": 500}, "scale_max must be in (0, 448], got 500"),
+        ({"scale_target": 0.0}, "scale_target must be from 0.5 to 12, got 0.0"),
+        ({"scale_max": 500}, "scale_max must be from 0.00195 to 448, got 500"),
         ({"four_over_six": "max"}, "unknown four_over_six 'max'; use one of mse, mae"),
         ({"four_over_six": "mse", "prescale": 0.5}, "four_over_six and eden take no prescale"),
         (

@@ -8,7 +8,7 @@ import scipy.linalg
 from support import oracles
 
 import mxjax
-from mxjax.numerics.hadamard import SIZES
+from mxjax.numerics.hadamard import SIZES, fixed_signs
 
 
 def gaussian(*shape, seed=0):
@@ -30,6 +30,13 @@ def butterfly(x, size):
                 y[:, i], y[:, i + stride] = a + b, a - b
         stride *= 2
     return (y * np.float32(size**-0.5)).reshape(np.shape(x))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345, 2**31, 2**32 - 1])
+def test_fixed_signs_are_those_that_jax_draws_by_default(seed):
+    drawn = mxjax.random_signs(jax.random.key(seed, impl="threefry2x32"), 256)
+    np.testing.assert_array_equal(fixed_signs(seed, 256), drawn)
+    np.testing.assert_array_equal(fixed_signs(seed, 16), drawn[:16])
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -241,12 +241,13 @@ floats = functools.partial(st.floats, width=32, allow_nan=False, allow_infinity=
 tensors = hnp.arrays(np.float32, (2, 32), elements=floats(-(2.0**100), 2.0**100))
 
 
+@pytest.mark.parametrize("rule", ["floor", "even"])
 @each_mx_format
 @given(x=tensors)
-def test_floor_is_idempotent(name, x):
-    # Rounding keeps amax within its binade, or saturates in it, so floor finds the same scale again.
-    q = mxjax.quantize(x, name)
-    assert_same(mxjax.quantize(mxjax.dequantize(q), name), q)
+def test_floor_and_even_are_idempotent(name, rule, x):
+    # Rounding keeps amax on its side of the threshold, or saturates there: the same scale is found again.
+    q = mxjax.quantize(x, name, scale_rule=rule)
+    assert_same(mxjax.quantize(mxjax.dequantize(q), name, scale_rule=rule), q)
 
 
 @each_rule

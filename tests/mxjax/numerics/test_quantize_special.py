@@ -126,6 +126,15 @@ def test_a_float32_scale_serves_tiny_blocks_alike(name):
     np.testing.assert_array_equal(mxjax.dequantize(mxjax.quantize(x * tiny, name)), expected * tiny)
 
 
+@pytest.mark.parametrize("prescale", [0.75, 0.5, 1.0])
+def test_a_prescale_keeps_values_that_are_subnormal_times_it(prescale):
+    q = mxjax.quantize(subnormal_range(), prescale=prescale)
+    elements = np.asarray(q.elements, np.float32) * np.float32(1 / prescale)
+    expected = np.ldexp(elements.astype(np.float64), scale_bytes(q).astype(int) - 127).astype(np.float32)
+    np.testing.assert_array_equal(oracles.bits(mxjax.dequantize(q)), oracles.bits(expected))
+    assert np.any(expected != 0)
+
+
 def test_a_prescale_may_round_the_largest_numbers_up_to_infinity():
     largest = np.full((1, 32), np.finfo(np.float32).max)
     assert np.all(np.isfinite(mxjax.dequantize(mxjax.quantize(largest))))

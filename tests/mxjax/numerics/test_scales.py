@@ -1,5 +1,6 @@
 """Block scales at every threshold and exponent, and scaling by every E8M0 byte, bit for bit."""
 
+import functools
 from typing import get_args
 
 import jax
@@ -168,6 +169,12 @@ def test_multiply_by_scale_is_exact_for_any_normal_number_whose_product_fits():
         fits = product.astype(np.float32) == product
     ours = multiply_by_scale(NORMALS, BYTES[:254])
     assert_same_bits(np.where(fits, ours, 0), np.where(fits, product, 0))
+
+
+def test_a_subnormal_product_is_rounded_to_nearest_where_asked():
+    byte, x = np.int32(BYTES[:40]), oracles.floats(oracles.bits(NORMALS) & 0x807F_FFFF | 0x3F80_0000)
+    rounded = jax.jit(functools.partial(scales.multiply_by_scale, rounds=True))
+    assert_same_bits(rounded(*np.broadcast_arrays(x, byte)), ldexp(x, byte - 127))
 
 
 def test_a_product_past_float32_is_infinite():

@@ -53,6 +53,28 @@ def test_a_mean_is_multiplied_in_float32_beside_the_quantized_residual(implement
         np.testing.assert_allclose(found, e, rtol=1e-4, atol=2e-5 * np.abs(e).max())
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_means_of_neighbours_are_kept_in_bfloat16_beside_the_quantized_residual(implementation):
+    """Against the formulas in float64: 70 tokens, of which the last 6 share a mean with 10 zeros."""
+    x, w, dy = (np.asarray(t, np.float64) for t in tensors())
+    operand = Operand(split="mean", split_tokens=16)
+    policy = Policy(Gemm(operand, NEAREST), Gemm(operand, NEAREST), Gemm(operand, operand))
+
+    def means(t):
+        runs = np.pad(np.float32(t), ((0, 10), (0, 0))).reshape(5, 16, -1)
+        rounded = np.asarray(jnp.asarray(runs.mean(axis=1)).astype(jnp.bfloat16), np.float64)
+        return rounded.repeat(16, axis=0)[:70]
+
+    x_rest, dy_rest = np.float32(x - means(x)), np.float32(dy - means(dy))
+    expected = (
+        quantized(x_rest, -1) @ quantized(tensors()[1], 0) + means(x) @ w,
+        quantized(dy_rest, -1) @ quantized(tensors()[1], 1).T + means(dy) @ w.T,
+        quantized(x_rest, 0).T @ quantized(dy_rest, 0) + means(x).T @ dy + x_rest.T @ means(dy),
+    )
+    for found, e in zip(gradients(policy, implementation), expected, strict=True):
+        np.testing.assert_allclose(found, e, rtol=1e-4, atol=2e-5 * np.abs(e).max())
+
+
 def test_no_tokens_have_no_mean():
     found = split(jnp.zeros((0, 4)), MEAN)
     np.testing.assert_array_equal(found.rest, np.zeros((1, 4)))

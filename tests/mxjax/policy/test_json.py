@@ -34,7 +34,7 @@ def test_the_text_names_every_field():
 def test_fields_left_out_have_their_defaults():
     expected = Policy(wgrad=Gemm(rhs=Operand(block_shape=(32, 32)), rotation=Rotation(32)))
     text = '{"wgrad": {"rhs": {"block_shape": [32, 32]}, "rotation": {"size": 32}}}'
-    assert policy_from_json(text) == expected
+    assert policy_from_json(text) == policy_from_json("\ufeff" + text) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_fields_left_out_have_their_defaults():
         ('{"wgrad": {"lhs": {"format": 4}}}', "wgrad.lhs.format must be a string, got 4"),
         ('{"wgrad": {"lhs": {"prescale": "3/4"}}}', "wgrad.lhs.prescale must be a number or null"),
         ('{"wgrad": {"lhs": {"prescale": true}}}', "wgrad.lhs.prescale must be a number or null"),
-        ('{"wgrad": {"lhs": {"prescale": NaN}}}', "wgrad.lhs: prescale must be in"),
+        ('{"wgrad": {"lhs": {"prescale": NaN}}}', "wgrad.lhs: prescale must be from"),
         ('{"wgrad": {"lhs": {"scale_max": "256"}}}', "wgrad.lhs.scale_max must be a number or null"),
         ('{"wgrad": {"lhs": {"scale_max": 256}}}', "wgrad.lhs: scale_max is for formats with E4M3"),
         ('{"wgrad": {"lhs": {"four_over_six": true}}}', "wgrad.lhs.four_over_six must be a string or null"),
@@ -209,6 +209,24 @@ def test_numbers_may_be_numpys():
         policy = Policy(Gemm(operand, square, rotation=Rotation(np.int64(16), seed=np.uint8(3))))
     assert policy_from_json(policy_to_json(policy)) == policy
     assert set_fields(policy, ["fprop.lhs.eden=16"]).fprop.lhs.scale_target == 5.5
+
+
+ODD = (True, False, 1, 16.0, 0.75, 2**70, "16", b"16", None, (), (16,), (True, 32), (8.0, 32), [1, 32], 1j)
+PARTS = (Operand(), Operand("nvfp4"), Rotation())
+FIELDS = [(part, field.name) for part in PARTS for field in dataclasses.fields(part)]
+
+
+@pytest.mark.parametrize(("part", "field"), FIELDS, ids=str)
+def test_what_constructs_comes_back_from_json(part, field):
+    """A bool is no number and 16.0 no integer, in JSON; so neither is it in a constructor."""
+    made = []
+    for value in ODD:
+        with oracles.types_unchecked(), contextlib.suppress(TypeError, ValueError):
+            made.append(dataclasses.replace(part, **{field: value}))
+    for one in made:
+        policy = Policy(dgrad=Gemm(one) if isinstance(one, Operand) else Gemm(rotation=one))
+        with oracles.types_unchecked():
+            assert policy_from_json(policy_to_json(policy)) == policy
 
 
 def test_a_value_of_many_brackets_is_no_value():

@@ -1,6 +1,7 @@
 """Policies are plain data: frozen, hashable, comparable, printable, and checked when they are made."""
 
 import dataclasses
+import math
 
 import jax
 import jaxtyping
@@ -150,10 +151,19 @@ def test_an_unknown_choice_raises(make, message):
         make()
 
 
-@pytest.mark.parametrize("prescale", [0.0, -0.5, 1.0001, float("inf"), float("nan")])
-def test_a_prescale_outside_0_to_1_raises(prescale):
-    with pytest.raises(ValueError, match=r"prescale must be in \(0, 1\]"):
-        Operand(prescale=prescale)
+@pytest.mark.parametrize(
+    ("name", "format", "value"),
+    [
+        *(("prescale", "mxfp4", value) for value in (0.0, -0.5, 1.0001, math.inf, math.nan, 1e-300, 0.08)),
+        ("prescale", "fp8_e4m3", 4e-6),
+        *(("scale_target", "nvfp4", value) for value in (1e-300, 0.4, math.nan)),
+        *(("scale_max", "nvfp4", value) for value in (1e-300, 2.0**-10, math.inf)),
+        ("scale_max", "fp4_ue5m3", 2.0**-18),
+    ],
+)
+def test_a_number_that_makes_everything_0_or_infinite_raises(name, format, value):
+    with pytest.raises(ValueError, match=rf"{name} must be from .* to .*, got {value}; use None"):
+        Operand(format, **{name: value})
 
 
 def test_a_prescale_of_one_is_allowed():

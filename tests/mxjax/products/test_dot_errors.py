@@ -1,5 +1,6 @@
 """Arguments that `dot` refuses, and the texts of its errors."""
 
+import functools
 import os
 import re
 import traceback
@@ -7,6 +8,7 @@ import traceback
 import jax
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.dots import everywhere, inputs
@@ -127,6 +129,15 @@ def test_what_is_no_policy_is_refused(policy):
             lambda x, w: mxjax.dot(x, w, policy="bf16", preferred_element_type="bf16"),
             r"preferred_element_type, such as jnp\.bfloat16, got 'bf16'",
         ),
+        (
+            lambda x, w: mxjax.dot(np.ones((2, 3), ">f4"), w, policy="bf16"),
+            r"this machine's byte order, got >f4; pass x\.astype",
+        ),
+        (lambda x, w: mxjax.einsum(None, x, w, policy="bf16"), r"a spec such as 'btd,df->btf', got None"),
+        (
+            lambda x, w: mxjax.dot_general(x, w, None, policy="bf16"),
+            r"needs dimension_numbers \(\(lhs contracting, rhs contracting\).*got None",
+        ),
         (lambda x, w: Gemm("wgrad", "bf16"), r"needs lhs to be .*write Operand\('mxfp4'\), for example"),
         (lambda x, w: Gemm("mxfp4", "bf16"), r"needs lhs to be an mxjax\.Operand.*write Operand\('mxfp4'\)"),
         (lambda x, w: Gemm(rotation=16), r"write Rotation\(16\)"),
@@ -199,12 +210,21 @@ def test_a_traceback_shows_at_most_three_frames_of_ours(case, transform):
     assert len(ours) <= 3, ours
 
 
-def test_negative_axes_raise():
+@pytest.mark.parametrize(
+    ("contract", "message"),
+    [
+        (((-1,), (0,)), r"axes counted from 0.*write lhs\.ndim - 1"),
+        (((7,), (0,)), "axes counted from 0"),
+        (((1, 1), (0, 1)), "each axis once"),
+        (((1,), (0, 1)), "do not match"),
+    ],
+    ids=str,
+)
+def test_axes_that_are_not_there_once_raise(contract, message):
     x, w, _ = inputs()
-    with pytest.raises(ValueError, match=r"axes counted from 0.*write lhs\.ndim - 1"):
-        mxjax.dot_general(x, w, (((-1,), (0,)), ((), ())), policy="bf16")
-    with pytest.raises(ValueError, match="axes counted from 0"):
-        mxjax.make_dot_general("bf16")(x, w, (((-1,), (0,)), ((), ())))
+    for product in (functools.partial(mxjax.dot_general, policy="bf16"), mxjax.make_dot_general("bf16")):
+        with pytest.raises(ValueError, match=message):
+            product(x, w, (contract, ((), ())))
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from support.dots import (
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
+from mxjax.products.draws import uses_of
 
 
 def test_implementations_agree_on_the_same_random_bits():
@@ -64,6 +65,23 @@ def test_fixed_signs_depend_on_their_seed():
         mxjax.dot(x, w, policy=everywhere(Operand(), Rotation(16, "fixed", seed))) for seed in (0, 1)
     )
     assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        lambda: jax.enable_x64(True),
+        lambda: jax.threefry_partitionable(False),
+        lambda: jax.default_prng_impl("rbg"),
+    ],
+    ids=["x64", "threefry", "rbg"],
+)
+def test_fixed_signs_are_the_same_under_any_configuration_of_jax(configuration):
+    expected = mxjax.random_signs(jax.random.key(5), 32)
+    with configuration():
+        uses = uses_of(gemm(Operand(), Rotation(32, "fixed", seed=5)), -1, -2, None)
+        for use in uses:
+            np.testing.assert_array_equal(use.signs, expected)
 
 
 @pytest.mark.parametrize("operand", range(2), ids=["lhs", "rhs"])

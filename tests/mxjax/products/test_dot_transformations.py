@@ -20,6 +20,7 @@ from support.dots import (
     jitted_products,
     products,
 )
+from support.oracles import types_unchecked
 
 import mxjax
 from mxjax import Gemm, Operand
@@ -91,6 +92,22 @@ def test_remat_replays_the_random_bits(policy):
     assert tanhs == [4, 2]
     for actual, expected in zip(jax.jit(remat)(x, w, key), jax.jit(plain)(x, w, key), strict=True):
         np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("policy", [ASSORTED, mxjax.get_policy("quartet2")], ids=["assorted", "quartet2"])
+def test_an_exported_program_takes_any_number_of_tokens(policy):
+    """Each policy pads, rotates and rounds stochastically along the tokens."""
+    key, (x, w, dy) = jax.random.key(0), inputs()
+
+    @jax.jit
+    def run(x, w, dy):
+        return *products(x, w, dy, key, policy=policy), mxjax.dequantize(mxjax.quantize(x, axis=0))
+
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    shapes = [(tokens, x.shape[1]), w.shape, (tokens, dy.shape[1])]
+    with types_unchecked():  # a symbolic size is no int
+        exported = jax.export.export(run)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    assert_same(exported.call(x[:33], w, dy[:33]), run(x[:33], w, dy[:33]))
 
 
 @pytest.mark.parametrize("name", ["fp32", "wgrad"])

@@ -119,6 +119,28 @@ def test_experts_of_any_sizes_have_the_bits_of_xla(monkeypatch):
         assert_same(by_fp8(jnp.array(sizes)), expected)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "fp8_carriers"])
+def test_experts_without_rows_read_and_leave_nothing(implementation, monkeypatch):
+    """The first, the last, and all but one; what no expert reads is NaN, memory before it is written too."""
+    monkeypatch.setattr(expert_chunks, "LONGEST", 2)  # compiles fewer loops
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    x, w, dy = EXACT[0][:90], EXACT[1], EXACT[2][:90]  # a shape that no other test has traced
+    policy = mxjax.get_policy("wgrad")
+    for sizes in [(0, 30, 5, 50), (30, 5, 50, 0), (0, 0, 85, 0)]:
+        empty = np.array(sizes) == 0
+        poisoned = [t.at[85:].set(jnp.nan) for t in (x, dy)]
+        # lax.ragged_dot, by which "xla" multiplies, multiplies rows of other experts by zero.
+        weights = w.at[empty].set(jnp.nan) if implementation == "fp8_carriers" else w
+        found = ragged(
+            poisoned[0], weights, poisoned[1], jnp.array(sizes), policy=policy, implementation=implementation
+        )
+        y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
+        for i in np.flatnonzero(~empty):
+            rows = slice(sum(sizes[:i]), sum(sizes[: i + 1]))
+            y[rows], dx[rows], dw[i] = jitted_products(x[rows], w[i], dy[rows], policy=policy)
+        assert_same(found, (y, dx, dw))
+
+
 def test_chunks_follow_the_rows_that_exist():
     """At eight experts a tile is a quarter of the mean; chunks have up to eight tiles."""
     sizes, ran = np.array([20000, 0, 4097, 8671, 0, 0, 0, 0]), []

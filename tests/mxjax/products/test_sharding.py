@@ -100,6 +100,32 @@ def test_gradients_do_not_depend_on_sharding(kinds):
     subprocess.run([sys.executable, "-c", PROGRAM, *kinds], check=True, env=os.environ | flags)
 
 
+SCALES = """
+import jax, numpy as np
+import mxjax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+operands = ["fp8_e4m3", "fp8_e5m2", "nvfp4", mxjax.Operand("fp4_ue5m3", scale_max=2048)]
+
+@jax.jit
+def quantized(x):
+    return [mxjax.quantize(x, operand) for operand in operands]
+
+expected = quantized(x)
+for size in (1, 2, 4, 8):
+    mesh = jax.make_mesh((size,), ("d",), devices=jax.devices()[:size])
+    for spec in (P("d"), P(None, "d")):
+        found = quantized(jax.device_put(x, NamedSharding(mesh, spec)))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+"""
+
+
+def test_tensor_scales_and_elements_agree_over_meshes_of_1_to_8():
+    flags = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    subprocess.run([sys.executable, "-c", SCALES], check=True, env=os.environ | flags)
+
+
 def test_a_gradient_is_row_major():
     """Else XLA keeps a reduce-scatter's order in memory, and transposes and copies the optimizer's state."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))

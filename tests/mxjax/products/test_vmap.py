@@ -10,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 from support.dots import ASSORTED, NEAREST, assert_same, draw, jitted_products
 
 import mxjax
+from mxjax.operands.product import contract
 
 KEY = jax.random.key(0)
 X, W, DY = draw(6, 8, 40, seed=1), draw(40, 24, seed=2), draw(6, 8, 24, seed=3)
@@ -89,6 +90,40 @@ def test_vmap_of_a_gradient_has_a_wgrad_for_each_example():
     np.testing.assert_allclose(
         jax.jit(jax.vmap(gradient, (None, 0, 0)))(W, X, DY), jnp.stack(each), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 2), (0, 0)], ids=str)
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["", "batch"])
+def test_mapped_contractions_in_bfloat16_run_on_the_cpu(axes, batch):
+    """XLA for CPUs cannot run a product of bfloat16 into which it has folded a transpose."""
+    contracted = [(lhs, rhs) for lhs in (-1, -2) for rhs in (-1, -2)]
+
+    def operand(axis, free, mapped, seed):
+        shape = [*batch, *((free, 16) if axis == -1 else (16, free))]
+        if mapped is not None:
+            shape.insert(mapped, 3)
+        return jnp.round(4 * draw(*shape, seed=seed)).astype(jnp.bfloat16)  # sums are exact
+
+    operands = [(operand(a, 8, axes[0], 1), operand(b, 24, axes[1], 2)) for a, b in contracted]
+
+    def mapped(one):
+        pairs = zip(operands, contracted, strict=True)
+        return [jax.vmap(functools.partial(one, a, b), axes)(x, w) for (x, w), (a, b) in pairs]
+
+    def plain(a, b, x, w):
+        x, w = (t.astype(jnp.float32).swapaxes(-1, axis) for t, axis in ((x, a), (w, b)))
+        return x @ w.swapaxes(-1, -2)
+
+    assert_same(jax.jit(lambda: mapped(lambda a, b, x, w: contract(x, a, w, b, None)))(), mapped(plain))
+
+
+@pytest.mark.parametrize("policy", ["lumen", "nvfp4"])
+def test_gradients_mapped_over_keys_in_bfloat16_are_those_of_each_key(policy):
+    keys, (x, w, dy) = jax.random.split(KEY, 2), (t.astype(jnp.bfloat16) for t in (X[0], W, DY[0]))
+    mapped = jax.jit(jax.vmap(lambda key: jitted_products(x, w, dy, key, policy=policy)))(keys)
+    for i, key in enumerate(keys):
+        for m, one in zip(mapped, jitted_products(x, w, dy, key, policy=policy), strict=True):
+            np.testing.assert_allclose(m[i].astype(float), one.astype(float), rtol=2**-7, atol=1e-6)
 
 
 def test_rows_in_a_scan_under_remat_are_tokens():

@@ -265,6 +265,10 @@ def test_the_flags_of_a_whole_run_are_those_of_its_recipe():
     assert RECIPES["primus_deosc"].flags == (
         "--policy primus_turbo --layers 'blocks[:2].*=bf16' 'blocks[-2:].*=bf16' --deoscillate 3:200:1500"
     )
+    assert RECIPES["primus_deosc_qkvo"].flags == (
+        "--policy lumen --layers 'blocks[0].*=bf16' 'blocks[-2:].*=bf16' '*.attention.qkv=bf16' "
+        "'*.attention.out=bf16' --deoscillate 3:100:1000:bf16"
+    )
     assert RECIPES["tetrajet_v2_reset"].flags == "--policy tetrajet_v2 --deoscillate 8:200:15001:50"
 
 

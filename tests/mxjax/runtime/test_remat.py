@@ -9,27 +9,27 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from support.llamas import layer_policies
 
-from models import attention, llama
-from models.configs import LlamaConfig
+from models import attention, decoder
+from models.configs import DecoderConfig
 from mxjax.products import implementations
 from mxjax.products.implementations import check_remat
 from mxjax.recipes import get_policy
 from training.memory import kept_bytes
 
-SMALL = LlamaConfig(64, 64, 2, 4, 2, 16, 96)
+SMALL = DecoderConfig(64, 64, 2, 4, 2, 16, 96)
 BATCH, LENGTH = 2, 32
 TOKENS = BATCH * LENGTH
 
 
 @pytest.fixture(scope="module")
 def params():
-    return llama.init(SMALL, jax.random.key(0))
+    return decoder.init(SMALL, jax.random.key(0))
 
 
 def loss_of(policy, implementation, mode, rules=()):
     policies = layer_policies(SMALL, policy, rules)
     return functools.partial(
-        llama.mean_loss, SMALL, policies=policies, implementation=implementation, remat=mode
+        decoder.mean_loss, SMALL, policies=policies, implementation=implementation, remat=mode
     )
 
 

@@ -14,15 +14,15 @@ from support.llamas import layer_policies
 
 import mxjax
 import train as training_program
-from models import llama
+from models import decoder
 from models.attention import rope_angles
-from models.block import BLOCK_LAYERS, LINEAR_LAYERS, BlockGemms
-from models.configs import LlamaConfig
+from models.configs import DecoderConfig
+from models.gemms import BLOCK_LAYERS, LINEAR_LAYERS, BlockGemms
 from mxjax.stats.layers import MAX_TOKENS, Amax, Measures, by_layer, empty_slots, make_layer_stats, probe
 from training.command_line import parse
 from training.run.checkpoints import Checkpoints
 
-CONFIG = LlamaConfig(64, 64, 2, 2, 1, 32, 96, rope_theta=10_000.0)
+CONFIG = DecoderConfig(64, 64, 2, 2, 1, 32, 96, rope_theta=10_000.0)
 TOKENS = jax.random.randint(jax.random.key(5), (2, 17), 0, 64)
 SMALL = ["--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--warmup-steps", "1", "--steps", "4"]
 
@@ -60,10 +60,10 @@ def test_a_probe_measures_the_tensors_that_meet_in_the_backward_pass(policy):
 
 
 def layer_stats(policies, dtype=jnp.float32, tokens=TOKENS, config=CONFIG):
-    params = llama.init(config, jax.random.key(0))
+    params = decoder.init(config, jax.random.key(0))
 
     def loss(params, batch, key, slots):
-        return llama.mean_loss(config, params, batch, policies=policies, key=key, dtype=dtype, slots=slots)
+        return decoder.mean_loss(config, params, batch, policies=policies, key=key, dtype=dtype, slots=slots)
 
     empty = empty_slots(LINEAR_LAYERS, config.n_layers)
     run = make_layer_stats(loss, empty, seed=0, tokens_a_step=tokens[:, 1:].size)
@@ -91,7 +91,7 @@ def test_a_llama_s_measures_are_those_of_its_own_tensors(in_float32):
 
 def test_the_last_output_gradient_is_that_of_the_mean_loss(in_float32):
     params, found = in_float32
-    model = nnx.merge(llama.graph(CONFIG), params)
+    model = nnx.merge(decoder.graph(CONFIG), params)
     graph, blocks = nnx.split(model.blocks)
 
     @jax.jit
@@ -125,17 +125,17 @@ def test_products_in_float32_have_no_error_and_policies_are_each_layer_s_own():
 
 
 def test_no_more_tokens_than_the_limit_are_measured():
-    config = LlamaConfig(8, 32, 1, 1, 1, 32, 32, rope_theta=10_000.0)
+    config = DecoderConfig(8, 32, 1, 1, 1, 32, 32, rope_theta=10_000.0)
     policies = layer_policies(config, "bf16")
     tokens = jnp.zeros((2, MAX_TOKENS + 9), jnp.int32)
     shapes = []
 
     def loss(params, batch, key, slots):
         shapes.append(batch.shape)
-        return llama.mean_loss(config, params, batch, policies=policies, key=key, slots=slots)
+        return decoder.mean_loss(config, params, batch, policies=policies, key=key, slots=slots)
 
     empty = empty_slots(LINEAR_LAYERS, 1)
-    params = jax.eval_shape(lambda: llama.init(config, jax.random.key(0)))
+    params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
     for parts in (1, 4):  # in which a mesh cuts a batch
         run = make_layer_stats(loss, empty, 0, 1, parts)
         for batch in (tokens.repeat(2, 0), tokens[:, :1025].repeat(4, 0)):

@@ -209,6 +209,17 @@ def test_it_lowers_to_the_program_written_by_hand(case):
     assert transformed == expected
 
 
+def test_results_that_are_no_arrays_stay_what_they_are():
+    def f(p, x):
+        return {"y": jnp.sum(x @ p), "constant": X, "count": 3, "name": "loss", "numpy": np.float32(2)}
+
+    plain, transformed = (run(jnp.ones((40, 2)), X) for run in (f, mxjax.transform(f, POLICY)))
+    assert {name: type(value) for name, value in transformed.items()} == {
+        name: type(value) for name, value in plain.items()
+    }
+    assert all(transformed[name] == plain[name] for name in ("count", "name", "numpy"))
+
+
 @functools.cache
 def results():
     return [gradients(dot, list(SAME_BITS))(PARAMS, X) for dot in (plain, by_hand)]

@@ -29,7 +29,7 @@ def test_the_default_is_the_standard_library():
 
 
 def test_a_file_is_split_near_its_end(tmp_path):
-    text = bytes(range(256)) * 4
+    text = bytes(range(1, 256)) * 4
     (tmp_path / "a.txt").write_bytes(text)
     corpus = load_text(tmp_path / "a.txt")
     joined = np.concatenate([corpus.train, corpus.validation])
@@ -38,11 +38,11 @@ def test_a_file_is_split_near_its_end(tmp_path):
 
 
 def test_a_short_text_keeps_one_sequence_to_evaluate_on(tmp_path):
-    (tmp_path / "a.txt").write_bytes(bytes(range(100)))
+    (tmp_path / "a.txt").write_bytes(bytes(range(1, 101)))
     config = DataConfig((str(tmp_path / "a.txt"),), seq_len=16)
     corpus = load_data(config, 257)
-    np.testing.assert_array_equal(corpus.train, range(84))
-    np.testing.assert_array_equal(corpus.validation, [*range(84, 100), END_OF_DOCUMENT])
+    np.testing.assert_array_equal(corpus.train, range(1, 85))
+    np.testing.assert_array_equal(corpus.validation, [*range(85, 101), END_OF_DOCUMENT])
     assert corpus.source.endswith("a.txt (5 % of it are too few, so its last 17 tokens are evaluated)")
     np.testing.assert_array_equal(load_held_out(config.data[0], 257, False, 16), corpus.validation)
     unchanged = load_data(dataclasses.replace(config, seq_len=4), 257)
@@ -72,6 +72,19 @@ def test_a_folder_is_split_by_file_and_adding_files_moves_none(tmp_path):
 def test_what_is_no_text_is_refused(tmp_path):
     (tmp_path / "lone.bin").write_bytes(b"some text, whatever its name")
     load_text(tmp_path / "lone.bin")
+    for name, content, said in (
+        (
+            "nano.bin",
+            np.arange(9000, dtype=np.uint16).tobytes(),
+            "nano.bin holds NUL .*has no .idx: tokenize its",
+        ),
+        ("u16.txt", "some text".encode("utf-16"), "u16.txt is in UTF-16; convert it: iconv"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        for path in (tmp_path / name, tmp_path):
+            with pytest.raises(ValueError, match=said):
+                load_text(path)
+        (tmp_path / name).unlink()
     for suffix in (".bin", ".idx"):
         (tmp_path / f"a.data{suffix}").write_bytes(b"0123")
     for path in (tmp_path / "a.data.bin", tmp_path / "a.data.idx", tmp_path):
@@ -105,7 +118,7 @@ def test_what_is_no_text_is_refused(tmp_path):
 
 
 def test_a_folder_of_one_file_is_split_as_the_file_is(tmp_path):
-    (tmp_path / "a").write_bytes(bytes(range(100)))
+    (tmp_path / "a").write_bytes(bytes(range(1, 101)))
     folder, file = load_text(tmp_path), load_text(tmp_path / "a")
     np.testing.assert_array_equal(folder.train, file.train)
     np.testing.assert_array_equal(folder.validation, file.validation)
@@ -192,7 +205,7 @@ def test_an_error_while_reading_names_the_file():
 
 def test_a_pipe_is_refused_by_the_flag_that_names_it(tmp_path):
     """As from a shell's <(command)."""
-    (tmp_path / "a.txt").write_bytes(bytes(range(256)))
+    (tmp_path / "a.txt").write_bytes(bytes(range(1, 256)))
     pipe, data = tmp_path / "pipe", (str(tmp_path / "a.txt"),)
     os.mkfifo(pipe)
     reads = [

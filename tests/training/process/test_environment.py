@@ -51,6 +51,8 @@ def test_the_cache_is_in_the_users_cache_folder(cache, tmp_path, monkeypatch):
     )
     assert cache(HOME="") == cache() == str(tmp_path / "pw" / ".cache" / "mxjax")
     assert cache(JAX_COMPILATION_CACHE_DIR=tmp_path / "jax") == str(tmp_path / "jax")
+    found = cache(HOME=tmp_path / "home", JAX_COMPILATION_CACHE_DIR="~/jax")
+    assert found == str(tmp_path / "home" / "jax")
     assert cache(JAX_COMPILATION_CACHE_DIR="gs://bucket/cache") is None  # JAX has read it itself
 
 

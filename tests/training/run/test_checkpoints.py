@@ -128,6 +128,35 @@ def test_damage_to_any_file_is_found(tmp_path, state):
     assert checksums.problems(folder) == {}
 
 
+@pytest.mark.parametrize(
+    "crafted",
+    [{}, [1], {"a": 1}, {"a": [1]}, {"a": ["1", "2"]}, None],
+    ids=str,
+)
+def test_a_record_of_another_kind_with_its_right_checksum_is_damage(tmp_path, crafted):
+    content = {"metadata": {}} if crafted is None else {"metadata": {}, "files": crafted}
+    (tmp_path / "checksums.json").write_text(integrity.to_checked(content))
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("[" * 100_000)
+    name = "_CHECKPOINT_METADATA" if crafted == {} else "checksums.json"
+    assert checksums.problems(tmp_path) == {name: "is damaged"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("params/_METADATA", "[" * 100_000, r"cannot be read \(RecursionError: "),
+        ("rest/_METADATA", "{}", r"cannot be read \(KeyError: "),
+        ("data/metadata", '{"next_index": "x"}', "holds no position in the data after step 1"),
+    ],
+)
+def test_a_crafted_checkpoint_is_one_line(tmp_path, state, name, content, said):
+    save(tmp_path, state, 1)
+    (tmp_path / "1" / name).write_text(content)
+    checksums.write(tmp_path / "1", 1)
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=said):
+        checkpoints.restore(state)
+
+
 @pytest.mark.slow
 def test_every_byte_of_the_small_files_counts(tmp_path, state):
     """But for the digits of the time at which orbax says it has saved."""

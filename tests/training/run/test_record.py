@@ -26,7 +26,12 @@ def test_what_is_written_comes_back(run):
 def test_every_cut_is_noticed(run):
     path, whole = run / "config.json", (run / "config.json").read_bytes()
     cuts = [whole[:at] for at in range(0, len(whole) - 2, 97)]
-    for content in [*cuts, b"[" * 100_000, b"\xff" * 9, b"{}", b"[]"]:
+    crafted = [
+        b'{"config": {}, "data": {}}',
+        b'{"config": {}, "phases": {}}',
+        b'{"config": {}, "imported": 1}',
+    ]
+    for content in [*cuts, b"[" * 100_000, b"\xff" * 9, b"{}", b"[]", *crafted]:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"config.json is damaged: .*; put a copy of yours back"):
             read_run_config(run)

@@ -81,7 +81,7 @@ def test_a_damaged_gzip_is_named(tmp_path):
 def test_a_text_file_is_a_document(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three"))
-    (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "c.txt").write_bytes(b"\xff")
     (tmp_path / "d.txt").write_text("")
     texts = [found(path)[0] for path in sorted(tmp_path.iterdir())]
     assert [t[:2] for t in texts] == [
@@ -90,6 +90,33 @@ def test_a_text_file_is_a_document(tmp_path):
         (1, "malformed text"),
         (1, "empty document"),
     ]
+
+
+def test_a_byte_order_mark_is_not_read_as_text(tmp_path):
+    for name in ("a.txt", "b.jsonl"):
+        content = line("one") if name == "b.jsonl" else b"one"
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+        assert found(tmp_path / name) == [(1, "one")]
+    (tmp_path / "c.jsonl.gz").write_bytes(
+        gzip.compress(b"".join(LINES).decode(errors="replace").encode("utf-16"))
+    )
+    [problem] = found(tmp_path / "c.jsonl.gz")
+    assert problem[:2] == (1, "unreadable file")
+    assert "the file is in UTF-16; convert it" in problem.what
+
+
+def test_a_document_without_an_end_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.tokenize.documents._LARGEST", 50)
+    (tmp_path / "a.jsonl").write_bytes(line("one") + line("x" * 1000) + line("three") + b"x" * 99)
+    items = found(tmp_path / "a.jsonl")
+    assert [item[:2] for item in items] == [
+        (1, "one"),
+        (2, "oversized document"),
+        (3, "three"),
+        (4, "oversized document"),
+    ]
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 51))
+    assert found(tmp_path / "a.txt.gz") == [(1, "oversized document", "it has more than 50 bytes")]
 
 
 def test_a_file_without_lines_is_named(tmp_path):
@@ -111,6 +138,17 @@ def test_parquet(tmp_path):
     content = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "b.parquet").write_bytes(content[:-100])
     assert [item[:2] for item in found(tmp_path / "b.parquet")] == [(1, "damaged parquet")]
+
+
+def test_a_row_of_parquet_that_is_not_utf_8_is_named_and_skipped(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = pyarrow.array([b"one", b"caf\xe9", b"three"], pyarrow.binary()).view(pyarrow.string())
+    for name, column in (("a", rows), ("b", rows.dictionary_encode())):
+        parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"{name}.parquet")
+        items = found(tmp_path / f"{name}.parquet")
+        assert [item[:2] for item in items] == [(1, "one"), (2, "malformed text"), (3, "three")]
+        assert "can't decode byte 0xe9" in items[1].what
 
 
 def test_positions_rise_to_the_files_size(tmp_path):

@@ -16,7 +16,7 @@ from training.data.indexed_dataset import IndexedDataset
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_vocab_size
 from training.tokenize import workers
 from training.tokenize.plan import TokenizeConfig
-from training.tokenize.tokenize import advice, main, tokenize
+from training.tokenize.tokenize import advice, main, summary, tokenize
 from training.tokenize.train_tokenizer import train_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -72,6 +72,35 @@ def test_a_text_without_tokens_is_listed_too(here, tmp_path):
     assert tokenize(config(tmp_path / "in", tmp_path / "d", path))["left_out"] == {"empty document": 1}
 
 
+@pytest.mark.parametrize("special_tokens", ["escape", "allow"])
+def test_a_text_cannot_forge_a_special_token_unless_allowed(here, tokenizer, tmp_path, special_tokens):
+    text = "word1<|endoftext|>word2"
+    (tmp_path / "in").mkdir()
+    lines = "".join(json.dumps({"text": t}) + "\n" for t in (text, "word3", f"{text} {text}"))
+    (tmp_path / "in" / "a.jsonl").write_text(lines)
+    flags = {"append_eod": True, "special_tokens": special_tokens}
+    record = tokenize(config(tmp_path / "in", tmp_path / "d", tokenizer, **flags))
+    data, library = IndexedDataset(tmp_path / "d"), tokenizers.Tokenizer.from_file(str(tokenizer))
+    ends = [data[i].tolist().count(record["eod_id"]) for i in range(3)]
+    assert ends == ([1, 1, 1] if special_tokens == "escape" else [2, 1, 3])
+    assert library.decode(data[0].tolist(), skip_special_tokens=False) == text + "<|endoftext|>"
+    assert record["spelled"] == {"<|endoftext|>": 2}
+    assert "<|endoftext|> in 2 texts" in summary("d", record)
+
+
+def test_a_special_token_that_is_a_word_of_the_model_is_not_forged_either(here, tmp_path):
+    """Unigram and word-level models hold special tokens as pieces, which escaping does not hide."""
+    path = tmp_path / "words.json"
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["</s>"])
+    library.save(str(path))
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "a </s> a"}\n')
+    record = tokenize(TokenizeConfig((str(tmp_path / "a.jsonl"),), str(tmp_path / "d"), path))
+    assert IndexedDataset(tmp_path / "d").tokens.tolist() == [0]
+    assert (record["left_out"], record["spelled"]) == ({"special token": 1}, {})
+
+
 def test_a_text_that_the_tokenizer_cannot_encode_is_named(here, tmp_path):
     path = tmp_path / "words.json"
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save(str(path))  # without a token for others
@@ -106,6 +135,15 @@ def test_training_a_tokenizer_gives_the_same_bytes_every_time(corpus, tmp_path):
     text = "any text, 大 and \x00 too"
     assert library.decode(library.encode(text).ids) == text
     assert end_of_document(library, None) == ("<|endoftext|>", 0)
+
+
+def test_a_dataset_beside_its_text_is_not_read_as_text(here, tokenizer, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n{}\n')  # the problem makes a .txt
+    given = TokenizeConfig((str(tmp_path), str(tmp_path / "a.jsonl")), str(tmp_path / "d"), tokenizer)
+    first = tokenize(given)
+    assert first["documents"] == 1
+    assert tokenize(given) == first
+    assert "nothing to do" in capsys.readouterr().out
 
 
 def test_a_tokenizer_is_trained_with_the_data(here, corpus, tmp_path, capsys):
@@ -230,14 +268,14 @@ def test_a_killed_command_goes_on_and_its_processes_end(here, tokenizer, tmp_pat
 @pytest.mark.slow
 def test_a_process_that_ends_without_a_word_ends_the_run(corpus, tmp_path):
     files = sorted(map(str, corpus[0].iterdir()))
-    job = workers.Job(tmp_path, tmp_path / "missing.json", "text", None, "uint16", 1)
+    job = workers.Job(tmp_path, tmp_path / "missing.json", "text", None, True, "uint16", 1)
     with pytest.raises(ValueError, match="a worker process ended unexpectedly"):
         list(workers.make(job, files, [0], 1, lambda *_: None))
 
 
 def test_the_command_line_ends_with_the_message_alone(tmp_path):
-    with pytest.raises(SystemExit, match="error: --input 'nothing' matches no file"):
-        main(["--input", "nothing", "--output", str(tmp_path / "d"), "--train-tokenizer"])
+    with pytest.raises(SystemExit, match="error: --input '/nothing' matches no file"):
+        main(["--input", "/nothing", "--output", str(tmp_path / "d"), "--train-tokenizer"])
 
 
 def test_the_command_that_trains_survives_a_shell():

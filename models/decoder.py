@@ -1,4 +1,4 @@
-"""Llama 3.1 in Flax NNX, where every GEMM runs through `mxjax.dot` in its own policy.
+"""A decoder in Flax NNX, where every GEMM runs in its own policy; Llama 3.1 is one configuration of it.
 
 Shapes in names: B batch, S sequence, D d_model, G key/value heads, R query heads a key/value head,
 H head_dim, F d_ff, V vocabulary. Parameters are float32 and stacked over layers; activations have the dtype
@@ -13,25 +13,20 @@ Source: "The Llama 3 Herd of Models", arXiv 2407.21783.
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from models import block, loss
-from models.attention import rope_angles
-from models.block import (
-    BLOCK_LAYERS,
-    Block,
-    BlockGemms,
-    RMSNorm,
-    block_keys,
-    random_matrix,
-)
-from models.configs import LlamaConfig
+from models import gemms, loss
+from models.attention import block_windows, rope_angles
+from models.block import Block, RMSNorm
+from models.configs import DecoderConfig
 from models.embedding import lookup
+from models.experts import Routing, auxiliary_loss
+from models.gemms import BlockGemms, block_keys, block_layers, random_matrix
 from models.loss import Head, token_losses
 from models.sharding import batch_parts, constrain, run_blocks, weight_layout
 from mxjax.policy import Policy
@@ -42,32 +37,40 @@ from mxjax.runtime.devices import on_gpu
 from mxjax.runtime.remat import Remat, rematerialize
 from mxjax.stats.layers import Measures, Tensors
 
-AXES = block.AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
+AXES = gemms.AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
 """The logical axes of every parameter except the scales of norms; see `models.sharding`."""
 _HIGH_PRECISION = ("blocks.*.attention.scores", "blocks.*.attention.values", "head")
-_BF16 = get_policy("bf16")
+_BF16, _FP32 = get_policy("bf16"), get_policy("fp32")
 
 
-def layer_policies(config: LlamaConfig, default: Policy, rules: Rules = ()) -> LayerPolicies:
+def layer_policies(config: DecoderConfig, default: Policy, rules: Rules = ()) -> LayerPolicies:
     """Returns the policy of every GEMM: `default` for the linear layers of the blocks, then the rules.
 
-    The head and the attention products stay in bfloat16 unless a rule names them. Quantizing
-    "attention.values" is not causal: its blocks lie along the sequence and share scales with later tokens.
+    The head and the attention products stay in bfloat16 unless a rule names them, and routers in float32
+    unless a rule says "router": recipes that keep blocks in bfloat16 keep their routers in float32.
+    Quantizing "attention.values" is not causal: its blocks lie along the sequence and share scales with later
+    tokens.
     """
-    names = [f"blocks.{i}.{layer}" for i in range(config.n_layers) for layer in BLOCK_LAYERS]
-    return resolve([*names, "head"], default, (*((name, _BF16) for name in _HIGH_PRECISION), *rules))
+    layers = block_layers(config)
+    names = [f"blocks.{i}.{layer}" for i in range(config.n_layers) for layer in layers]
+    own = [(name, _BF16) for name in _HIGH_PRECISION]
+    found = resolve([*names, "head"], default, (*own, *rules))
+    if config.experts is None:
+        return found
+    of_routers = [(pattern, policy) for pattern, policy in rules if "router" in pattern]
+    return found.with_rules([("blocks.*.mlp.router", _FP32), *of_routers])
 
 
-class Llama(nnx.Module):
+class Decoder(nnx.Module):
     """The language model: embedding, stacked blocks, final norm, head."""
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
-        self.embedding = random_matrix(rngs, config.vocab_size, config.d_model, config.init_std)
+        self.embedding = random_matrix(rngs, config.vocab_size, config.d_model, std=config.init_std)
         self.blocks = _stack(config, rngs)
         self.norm = RMSNorm(config.d_model, config.norm_eps)
-        head = config.d_model, config.vocab_size, config.init_std
-        self.head = None if config.tied else random_matrix(rngs, *head)
+        head = config.d_model, config.vocab_size
+        self.head = None if config.tied else random_matrix(rngs, *head, std=config.init_std)
 
     def __call__(
         self,
@@ -93,8 +96,9 @@ class Llama(nnx.Module):
         implementation: Implementation | None = None,
         slots: Mapping[str, Measures | Tensors] | None = None,
         unroll: int | None = None,
-    ) -> tuple[Float[Array, "B S D"], Float32[Array, "D V"]]:
-        """Returns the input of the head, the last block's output, normalized, and the head's matrix.
+    ) -> tuple[Float[Array, "B S D"], Float32[Array, "D V"], Routing | None]:
+        """Returns the input of the head, which is the last block's output, normalized; the head's matrix; and
+        what the routers did, stacked over blocks.
 
         Args:
           tokens_BS: token ids.
@@ -111,21 +115,26 @@ class Llama(nnx.Module):
         """
         rope = rope_angles(tokens_BS.shape[1], self.config)
         x_BSD, head = _embed(self.embedding[...], tokens_BS, dtype), self.head_matrix()
+        windows = block_windows(self.config, tokens_BS.shape[1])
         graph, blocks = nnx.split(self.blocks)
+        routings = []
         for start, stop, block_policies in runs(policies, self.config.n_layers):
             run = functools.partial(_run_block, graph, block_policies, implementation, rope)
             slow = quantizes_by_xla(block_policies.values(), implementation)
             turn = min(unroll or (stop if on_gpu() and not slow else 1), stop - start)
             run = rematerialize(run, remat, in_loop=stop - start > turn)
-            keys = block_keys(key, start, stop)
+            keys = block_keys(key, start, stop, len(block_policies))
             whole = stop - start == self.config.n_layers
             stacked = blocks, slots
-            layers = (stacked if whole else _slice(stacked, start, stop)), keys
+            here = None if windows is None else windows[start:stop]
+            layers = (stacked if whole else _slice(stacked, start, stop)), (keys, here)
             if turn == stop - start and batch_parts() > 1:
-                x_BSD, head = run_blocks(run, x_BSD, layers, turn, head)
+                x_BSD, head, routing = run_blocks(run, x_BSD, layers, turn, head)
             else:
-                x_BSD, _ = jax.lax.scan(run, x_BSD, layers, length=stop - start, unroll=turn)
-        return self.norm(x_BSD), head
+                x_BSD, routing = jax.lax.scan(run, x_BSD, layers, length=stop - start, unroll=turn)
+            routings.append(routing)
+        routing = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
+        return self.norm(x_BSD), head, routing
 
     def logits(
         self,
@@ -153,42 +162,63 @@ Params = dict[str, Any]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def init(config: LlamaConfig, key: jax.Array) -> Params:
+def init(config: DecoderConfig, key: jax.Array) -> Params:
     """Returns random float32 parameters.
 
     Matrices are normal with standard deviation `init_std`, or `init_std / sqrt(2 n_layers)` if they write to
     the residual stream (Megatron's scaled initialization). Scales of norms are one.
     """
-    return nnx.to_pure_dict(nnx.split(Llama(config, nnx.Rngs(params=key)))[1])
+    return nnx.to_pure_dict(nnx.split(Decoder(config, nnx.Rngs(params=key)))[1])
 
 
-def abstract_params(config: LlamaConfig) -> Params:
+def abstract_params(config: DecoderConfig) -> Params:
     """Returns the shapes and dtypes of the parameters."""
     return jax.eval_shape(lambda: init(config, jax.random.key(0)))
 
 
 def apply(
-    config: LlamaConfig, params: Params, tokens: Int[Array, "B S"], **options
+    config: DecoderConfig, params: Params, tokens: Int[Array, "B S"], **options
 ) -> Float32[Array, "B S V"]:
-    """Returns the logits of the Llama with these parameters; options as in `Llama.__call__`."""
+    """Returns the logits of the model with these parameters; options as in `Decoder.__call__`."""
     return nnx.merge(graph(config), params)(tokens, **options)
 
 
 def losses(
-    config: LlamaConfig, params: Params, batch: Int[Array, "B S+1"], **options
+    config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> Float32[Array, "B S"]:
-    """Returns the cross-entropy of each token but the first, in nats; options as in `Llama.hidden`."""
-    return token_losses(*_head_and_input(config, params, batch, **options))
+    """Returns the cross-entropy of each token but the first, in nats; options as in `Decoder.hidden`."""
+    return token_losses(*_head_and_input(config, params, batch, **options)[0])
 
 
 def mean_loss(
-    config: LlamaConfig, params: Params, batch: Int[Array, "B S+1"], **options
+    config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> Float32[Array, ""]:
-    """Returns the mean of `losses`, for training; see `models.loss.mean_loss`."""
-    return loss.mean_loss(*_head_and_input(config, params, batch, **options))
+    """Returns the loss to minimize: the mean of `losses`, and `models.experts.auxiliary_loss`.
+
+    See `models.loss.mean_loss` for how to differentiate it.
+    """
+    return measured_loss(config, params, batch, **options)[0]
 
 
-def _head(config: LlamaConfig, policies: LayerPolicies, implementation: Implementation | None) -> Head:
+class Measured(NamedTuple):
+    """A batch's mean cross-entropy, without other losses, and what its routers did."""
+
+    cross_entropy: Float32[Array, ""]
+    routing: Routing
+
+
+def measured_loss(
+    config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
+) -> tuple[Float32[Array, ""], Measured | None]:
+    """Returns `mean_loss` and, for a model with experts, its parts."""
+    inputs, routing = _head_and_input(config, params, batch, **options)
+    value: Any = loss.mean_loss(*inputs)
+    if config.experts is None or routing is None:
+        return value, None
+    return value + auxiliary_loss(config.experts, routing), Measured(value, routing)
+
+
+def _head(config: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None) -> Head:
     layout = weight_layout(AXES["head"])
     return Head(policies["head"], implementation, layout, config.vocab_size, config.tied)
 
@@ -196,14 +226,15 @@ def _head(config: LlamaConfig, policies: LayerPolicies, implementation: Implemen
 def _head_and_input(config, params, batch, *, policies, key=None, implementation=None, **options):
     model = nnx.merge(graph(config), params)
     common: Any = {"policies": policies, "key": key, "implementation": implementation}
-    x_BSD, matrix = model.hidden(batch[:, :-1], **common, **options)
-    return _head(config, policies, implementation), x_BSD, matrix, batch[:, 1:], model.head_key(key)
+    x_BSD, matrix, routing = model.hidden(batch[:, :-1], **common, **options)
+    head = _head(config, policies, implementation)
+    return (head, x_BSD, matrix, batch[:, 1:], model.head_key(key)), routing
 
 
 @functools.cache
-def graph(config: LlamaConfig) -> nnx.GraphDef:
+def graph(config: DecoderConfig) -> nnx.GraphDef:
     """Returns the structure of the model, which `nnx.merge` completes with parameters."""
-    return nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(params=0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=0))))[0]
 
 
 def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtype) -> Float[Array, "B S D"]:
@@ -219,15 +250,17 @@ def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtyp
 
 def _run_block(graph, policies, implementation, rope, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
-    (weights, slots), keys = layer
-    gemms = BlockGemms(policies, keys, implementation, slots)
-    return nnx.merge(graph, weights)(x_BSD, rope, gemms), None
+    (weights, slots), (keys, window) = layer
+    of_block = BlockGemms(policies, keys, implementation, slots)
+    x_BSD = nnx.merge(graph, weights)(x_BSD, rope, of_block, window)
+    return x_BSD, of_block.routing
 
 
 def runs(policies: LayerPolicies, n_layers: int) -> list[tuple[int, int, dict[str, Policy]]]:
     """Returns (start, stop, policies by layer) for each run of consecutive blocks with the same policies."""
     named = dict(policies.items())
-    blocks = [{layer: named[f"blocks.{i}.{layer}"] for layer in BLOCK_LAYERS} for i in range(n_layers)]
+    layers = [name.removeprefix("blocks.0.") for name in named if name.startswith("blocks.0.")]
+    blocks = [{layer: named[f"blocks.{i}.{layer}"] for layer in layers} for i in range(n_layers)]
     runs, start = [], 0
     for of_block, group in itertools.groupby(blocks):
         stop = start + len(list(group))
@@ -240,7 +273,7 @@ def _slice(blocks, start: int, stop: int):
     return jax.tree.map(lambda a: a[start:stop], blocks)
 
 
-def _stack(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
+def _stack(config: DecoderConfig, rngs: nnx.Rngs) -> Block:
     """Returns a Block whose parameters have a leading axis of n_layers."""
 
     @nnx.split_rngs(splits=config.n_layers)

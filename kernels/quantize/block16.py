@@ -1,0 +1,348 @@
+"""The quantizer of E2M1 with E4M3 or UE5M3 scales, blocks of 16 or 16x16, as a JAX function.
+
+The operands are K-major values in bfloat16, without the tensor scale, which is a factor of the product.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32, UInt32
+
+from mxjax.kernels.launch import ceil_div, triton_call
+from mxjax.kernels.lowering import TYPES
+from mxjax.kernels.mesh import along, compound, partitioned
+from mxjax.kernels.quantize.block16_kernel import FACTOR_AT, SIDE, largest_kernel, quantize_block16_kernel
+from mxjax.kernels.quantize.launches import Pair, Tile, block16_tile, conversion
+from mxjax.kernels.quantize.quantizer import elements_of, scalars_of
+from mxjax.numerics.formats import UE5M3, get_format
+from mxjax.numerics.operand import FourOverSix
+from mxjax.numerics.philox import key_words
+from mxjax.operands.kernel_operand import KernelOperand
+from mxjax.operands.use import OperandUse
+from mxjax.runtime.devices import Target, current_target
+
+SCALARS = FACTOR_AT.value + 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The constants of one use for the kernel.
+
+    Attributes:
+      rotation, factor, signs: Hadamard size or 1, its factor, and whether it has signs.
+      square: whether blocks are 16x16.
+      stochastic: whether elements are rounded stochastically.
+      target: magnitude to which a block's largest is scaled.
+      tensor_divisor: units of the tensor scale in its largest magnitude; 0 without a tensor scale.
+      scale_least, scale_most: smallest normal and largest block scale.
+      scale_never_zero: whether a scale that would be zero is one.
+      four_over_six: the error by which scales are chosen, or "".
+      eden: number of elements that share a correction, or 0.
+    """
+
+    rotation: int
+    factor: float
+    signs: bool
+    square: bool
+    stochastic: bool
+    target: float
+    tensor_divisor: float
+    scale_least: float
+    scale_most: float
+    scale_never_zero: bool
+    four_over_six: FourOverSix | str
+    eden: int
+
+
+def side_of(use: OperandUse) -> Side:
+    """Returns the kernel's constants for a use."""
+    o = use.operand
+    f = get_format(o.format)
+    scale = f.scale_element
+    assert f.element is not None
+    assert scale is not None
+    largest, target = _largest_scale(use), o.scale_target or f.element.max
+    return Side(
+        use.rotation_size,
+        float(np.float32(use.rotation_size**-0.5)),
+        use.has_signs,
+        o.block_shape == (16, 16),
+        o.rounding == "stochastic",
+        float(np.float32(target)),
+        float(np.float32(target * largest)) if largest else 0.0,
+        2.0**scale.emin,
+        scale.max,
+        scale is UE5M3,
+        o.four_over_six or "",
+        o.eden or 0,
+    )
+
+
+def _largest_scale(use: OperandUse) -> float | None:
+    """Returns the block scale of the tensor's largest block; None without a tensor scale."""
+    f = get_format(use.operand.format)
+    assert f.scale_element is not None
+    return use.operand.scale_max or (f.scale_element.max if f.tensor_scale else None)
+
+
+def quantize_block16(
+    x: Float[Array, "*b r c"],
+    uses: Sequence[OperandUse],
+    factor: Float32[Array, ""] | None = None,
+    mean: Float32[Array, "*b 1 c"] | None = None,
+) -> list[KernelOperand]:
+    """Returns x, times the factor or without its mean, quantized for each use, at most one for each axis.
+
+    x is read once for the largest magnitudes that tensor scales need, and once to quantize it, but for each
+    use apart where one launch has too few registers for both. The bits are those that `mxjax.rotate` and
+    `mxjax.quantize` define, on the CPU: XLA's divisions on GPUs are not rounded correctly.
+
+    Args:
+      uses: their operands are `Operand.is_block16`, without a split, and rotations H128 at most.
+    """
+    *batch, r, c = x.shape
+    by_axis = {use.axis: use for use in uses}
+    both = by_axis.get(-1), by_axis.get(-2)
+    rows, columns = (use and use.options for use in both)
+    x = x if x.dtype.name in TYPES else x.astype(jnp.float32)  # float64, as the definition does
+    run = _quantizer((rows, columns), factor is not None, current_target())
+    bits = lax.bitcast_convert_type(jnp.float32(1) if factor is None else factor, jnp.uint32)
+    scalars = jnp.concatenate([*(_words(use) for use in both), bits[None]])
+    flat = (1, math.prod(batch))
+    means = [] if mean is None else [mean.reshape(*flat, c)]
+    *words, units = run(x.reshape(*flat, r, c), scalars[None], *means)
+    made = {}
+    for i, (use, other) in enumerate(((rows, r), (columns, c))):
+        if use is not None:
+            elements = elements_of(words.pop(0), "bf16")
+            unit = units[0, i] if _largest_scale(use) else None
+            made[use.axis] = KernelOperand(elements.reshape(*batch, other, -1), None, None, unit)
+    return [made[use.axis] for use in uses]
+
+
+def _words(use: OperandUse | None) -> UInt32[Array, "8"]:
+    """Returns the words of a use's key, of its fold for a second draw, and of its signs."""
+    if use is None:
+        return jnp.zeros(SIDE.value, jnp.uint32)
+    words, o = scalars_of(use), use.operand
+    second = jnp.zeros(2, jnp.uint32)
+    if o.eden or (o.four_over_six and o.rounding == "stochastic"):
+        assert use.key is not None
+        second = key_words(use.key, 1 if o.eden else 2)
+    return jnp.concatenate([words[:2], second, words[2:]])
+
+
+class _Start(NamedTuple):
+    """What comes before the quantization, whether a factor or the subtraction of a mean, and the target."""
+
+    factored: bool
+    centered: bool
+    target: Target | None
+
+
+@functools.cache
+def _quantizer(pair: Pair, factored: bool, target: Target | None):
+    """Returns a function of x [v, b, r, c], scalars [v or 1, 2 * SIDE + 1], mean or none; vmap grows v.
+
+    It returns the words of the wanted sides and the tensor scales [v, 2]. JAX caches the function's trace,
+    hence a separate function for each target.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def run(x, scalars, *mean):
+        places = [jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:]]
+        start = _Start(factored, bool(mean), target)
+        maxima = _maxima(pair, start, x, scalars, [*places, *mean])
+        return _on_mesh(pair, start, x.shape, scalars.shape[0])(x, maxima, scalars, *places, *mean)
+
+    @run.def_vmap
+    def _(size, batched, x, scalars, *mean):
+        x, *mean = (
+            t if b else jnp.broadcast_to(t, (size, *t.shape))
+            for t, b in zip((x, *mean), (batched[0], *batched[2:]), strict=True)
+        )
+        if batched[1] or scalars.shape[0] > 1:
+            scalars = scalars if batched[1] else jnp.broadcast_to(scalars, (size, *scalars.shape))
+            scalars = jnp.broadcast_to(scalars, (*x.shape[:2], *scalars.shape[2:]))
+            scalars = scalars.reshape(-1, *scalars.shape[2:])
+        results = run(x.reshape(-1, *x.shape[2:]), scalars, *(t.reshape(-1, *t.shape[2:]) for t in mean))
+        results = [y.reshape(*x.shape[:2], *y.shape[1:]) for y in results]
+        return results, [True] * len(results)
+
+    return run
+
+
+def _maxima(pair: Pair, start: _Start, x, scalars, places) -> Int32[Array, "v 2"]:
+    """Returns the bits of x's largest magnitude as each use rotates it; 0 where no tensor scale needs it."""
+    scaled = [use if use and _largest_scale(use) else None for use in pair]
+    rotated = [use for use in scaled if use and use.rotation]
+    plain = any(use and not use.rotation for use in scaled)
+    found = {}
+    for i, use in enumerate(rotated or [None] * plain):
+        tiles = _largest_on_mesh(use, plain and i == 0, start, x.shape, scalars.shape[0])
+        of_plain, of_rotated = tiles(x, scalars, *places)
+        found[use and use.axis] = of_rotated
+        found.setdefault(0, of_plain)
+    largest = [found[use.axis if use.rotation else 0] if use else None for use in scaled]
+    zero = jnp.zeros(x.shape[0], jnp.int32)
+    return jnp.stack([zero if t is None else jnp.max(t, axis=(1, 2, 3), initial=0) for t in largest], 1)
+
+
+def _largest_on_mesh(use: OperandUse | None, plain: bool, start: _Start, shape, scalars: int):
+    """Returns the call of `largest_kernel` that a mesh may shard between tiles."""
+    *_, r, c = shape
+    tile = block16_tile((use, None) if use is None or use.axis == -1 else (None, use), start.target, shape)
+    r_axis, r_sizes, r_whole = compound("r", r, tile.rows)
+    c_axis, c_sizes, c_whole = compound("c", c, tile.columns)
+    sizes, whole = r_sizes | c_sizes, [*r_whole, *c_whole, "scalars"]
+    axes = []
+    for name, size in (("r", tile.rows), ("c", tile.columns)):
+        axis, more, uncut = along(name, "tiles", sizes.get(f"{name}i", 0) // size)
+        sizes |= more
+        whole += uncut
+        axes.append(axis)
+    result = f"v b {' '.join(axes)}"
+    rule = _arguments(r_axis, c_axis, scalars, "", start) + f" -> {result}, {result}"
+
+    def run(x, scalars, *places):
+        v, b, r, c = x.shape
+        out = [jax.ShapeDtypeStruct((v, b, ceil_div(r, tile.rows), ceil_div(c, tile.columns)), jnp.int32)] * 2
+        constants = _constants(tile, start, x.shape)
+        constants |= {
+            "PLAIN": plain,
+            "COLUMNS": use is not None and use.axis == -2,
+            "ROTATION": use.rotation_size if use else 1,
+            "FACTOR": float(np.float32(use.rotation_size**-0.5)) if use else 1.0,
+            "SIGNS": use.has_signs if use else False,
+        }
+        grid = (*out[0].shape[:1:-1], v * b)
+        scalars, stride = _placed([use] if use else [], start, x, scalars, places)
+        return triton_call(
+            largest_kernel,
+            x,
+            scalars,
+            _mean(start, x, places),
+            out=out,
+            grid=grid,
+            num_warps=tile.warps,
+            **constants,
+            **stride,
+        )
+
+    return partitioned(run, rule, sizes, whole)
+
+
+def _arguments(r_axis: str, c_axis: str, scalars: int, more: str, start: _Start) -> str:
+    """Returns the arguments of a rule: x, more, scalars, places and the mean if there is one."""
+    of_scalars = f"{'v' if scalars > 1 else 'one'} scalars"
+    return f"v b {r_axis} {c_axis}, {more}{of_scalars}, b, {r_axis}, {c_axis}" + (
+        f", v b {c_axis}" if start.centered else ""
+    )
+
+
+def _on_mesh(pair: Pair, start: _Start, shape, scalars: int):
+    """Returns the call that a mesh may shard along all axes of x, but not within blocks or rotations."""
+    *_, r, c = shape
+    rows, columns = pair
+    r_axis, r_sizes, r_whole = compound("r", r, _unit(columns, rows))
+    c_axis, c_sizes, c_whole = compound("c", c, _unit(rows, columns))
+    sizes, whole = r_sizes | c_sizes, [*r_whole, *c_whole, "scalars", "sides"]
+    results = []
+    for use, other, name in ((rows, r_axis, "c"), (columns, c_axis, "r")):
+        if use is not None:
+            axis, more, uncut = along(name, "words", sizes.get(f"{name}i", 0) // 2)
+            sizes |= more
+            whole += uncut
+            results.append(f"v b {other} {axis}")
+    rule = _arguments(r_axis, c_axis, scalars, "v sides, ", start) + " -> " + ", ".join([*results, "v sides"])
+    return partitioned(functools.partial(_call, pair, start, (r, c)), rule, sizes, whole)
+
+
+def _unit(blocked: OperandUse | None, other: OperandUse | None) -> int:
+    """Returns the size that divides every shard of an axis; `blocked` is the use with blocks along it."""
+    unit = max(blocked.padded(1), blocked.operand.eden or 1) if blocked else 1
+    return max(unit, 16) if other and other.operand.block_shape == (16, 16) else unit
+
+
+def _call(pair: Pair, start: _Start, whole: tuple[int, int], x, maxima, scalars, *places) -> list[jax.Array]:
+    """Runs the kernel on x, which lies at `places` in a tensor of `whole` rows and columns."""
+    results, units = [], []
+    for part in launched_pairs(pair, start.target):
+        *words, unit = _launch(part, start, whole, x, maxima, scalars, places)
+        results += [y for y, use in zip(words, part, strict=True) if use]
+        units.append(unit)
+    if len(units) == 2:  # of rows and of columns
+        units = [jnp.stack([units[0][:, 0], units[1][:, 1]], 1)]
+    return [*results, *units]
+
+
+def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
+    """Returns the uses of each launch: both in one, but on CUDA apart if that needs too many registers."""
+    rows, columns = pair
+    if target is None or target.backend != "cuda" or rows is None or columns is None:
+        return [pair]
+    costly = [use.operand.needs_key or use.operand.four_over_six is not None for use in (rows, columns)]
+    if all(costly) or max(rows.rotation_size, columns.rotation_size) > 32:
+        return [(rows, None), (None, columns)]
+    return [pair]
+
+
+def _launch(pair: Pair, start: _Start, whole, x, maxima, scalars, places) -> list[jax.Array]:
+    v, b, r, c = x.shape
+    tile = block16_tile(pair, start.target, x.shape)
+    out, constants = [], _constants(tile, start, x.shape)
+    for name, use, length, other in zip(("ROW", "COLUMN"), pair, (c, r), (r, c), strict=True):
+        length = use.padded(length) if use else 0
+        out.append(jax.ShapeDtypeStruct((v, b, other, length // 2) if use else (1,), jnp.int32))
+        constants |= {name: side_of(use) if use else None, f"{name}_LENGTH": length}
+    drawn = any(use and use.operand.needs_key for use in pair)
+    constants["R_ALL"], constants["C_ALL"] = whole if drawn else (0, 0)
+    scalars, stride = _placed([use for use in pair if use], start, x, scalars, places)
+    return triton_call(
+        quantize_block16_kernel,
+        x,
+        maxima,
+        scalars,
+        _mean(start, x, places),
+        out=[*out, jax.ShapeDtypeStruct((v, 2), jnp.float32)],
+        grid=(ceil_div(c, tile.columns), ceil_div(r, tile.rows), v * b),
+        num_warps=tile.warps,
+        **constants,
+        **stride,
+    )
+
+
+def _constants(tile: Tile, start: _Start, shape) -> dict[str, Any]:
+    _, b, r, c = shape
+    return {
+        "BATCH": b,
+        "R": r,
+        "C": c,
+        "BLOCK_R": tile.rows,
+        "BLOCK_C": tile.columns,
+        "CONVERT": conversion(start.target),
+        "FACTORED": start.factored,
+        "CENTERED": start.centered,
+        "EXACT": r % tile.rows == 0 and c % tile.columns == 0,
+    }
+
+
+def _mean(start: _Start, x, places) -> jax.Array:
+    """Returns the mean, which follows the places of x, or x in its stead if none is read."""
+    return places[3] if start.centered else x
+
+
+def _placed(uses: list[OperandUse], start: _Start, x, scalars, places) -> tuple[jax.Array, dict[str, Any]]:
+    """Returns the scalars with x's offsets, and their stride; x in their stead if none is read."""
+    if not start.factored and not any(use.operand.needs_key or use.has_signs for use in uses):
+        return x, {"SCALARS_STRIDE": 0}
+    place = jnp.stack([axis[0] if axis.size else jnp.uint32(0) for axis in places[:3]])
+    scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
+    return scalars, {"SCALARS_STRIDE": SCALARS if scalars.shape[0] > 1 else 0}

@@ -1,0 +1,383 @@
+"""The kernels for E2M1 with E4M3 or UE5M3 scales: the largest magnitudes, then the values in bfloat16.
+
+An element times its scale has six significant bits, so that bfloat16 represents it. The scale of the tensor
+depends on its largest magnitude, after the rotation, so a tensor is read twice.
+
+Tiles are those of `kernel`, in groups of 32: a thread has two blocks of 16 along the blocked axis. Operands
+are written K-major.
+"""
+
+import triton
+import triton.language as tl
+
+from mxjax.kernels.device.elements import INFINITY, MAGNITUDE, encode_bf16, largest, round_element, widen
+from mxjax.kernels.device.hadamard import rotate_groups
+from mxjax.kernels.device.loads import column_groups, row_groups
+from mxjax.kernels.device.philox import random_halves
+from mxjax.kernels.device.stochastic_ptx import draw_elements
+from mxjax.kernels.quantize.kernel import SIGN, group_signs, join_words, place_of
+
+GROUP = tl.constexpr(32)
+SIDE = tl.constexpr(8)
+"""uint32 of each side: two words of the key, two of its fold for a second draw, four of signs."""
+FACTOR_AT = tl.constexpr(2 * SIDE)
+"""Place of x's factor among the scalars: after those of both sides, before the three offsets of x."""
+SMALLEST = tl.constexpr(2.0**-100)  # mxjax.numerics.float_scales.SMALLEST_TENSOR_MAX
+
+
+@triton.jit
+def largest_kernel(
+    x, scalars, mean, plain, rotated, R, C, BATCH: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, SCALARS_STRIDE: tl.constexpr, CONVERT: tl.constexpr, EXACT: tl.constexpr,
+    FACTORED: tl.constexpr, CENTERED: tl.constexpr, PLAIN: tl.constexpr, COLUMNS: tl.constexpr,
+    ROTATION: tl.constexpr, FACTOR: tl.constexpr, SIGNS: tl.constexpr,
+):  # fmt: skip
+    """Writes the bits of each tile's largest magnitude, not rotated and rotated.
+
+    Both are int32 [V, BATCH, tiles along R, tiles along C]. The grid is (tiles along C, tiles along R,
+    V * BATCH). What is not wanted is not written.
+
+    Args:
+      x: [V, BATCH, R, C] in any float dtype.
+      scalars, mean, FACTORED, CENTERED: see `quantize_block16_kernel`.
+      PLAIN: whether `plain` is wanted. `rotated` is if ROTATION is more than 1.
+      COLUMNS: whether the rotation is along R, else along C; FACTOR and SIGNS are its, as in `kernel`.
+    """
+    r0, c0 = tl.program_id(1) * BLOCK_R, tl.program_id(0) * BLOCK_C
+    matrix = tl.program_id(2).to(tl.int64)
+    x += matrix * R * C + r0.to(tl.int64) * C + c0
+    tile = (matrix * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    GROUPS: tl.constexpr = (BLOCK_R if COLUMNS else BLOCK_C) // GROUP
+    OTHER: tl.constexpr = BLOCK_C if COLUMNS else BLOCK_R
+    if COLUMNS:
+        xs = column_groups(x, R - r0, C - c0, C, GROUP, GROUPS, OTHER, EXACT)
+    else:
+        xs = row_groups(x, R - r0, C - c0, C, GROUPS, OTHER, EXACT)
+    scalars += matrix // BATCH * SCALARS_STRIDE
+    mean += matrix * C + c0
+    ys = _values(xs, scalars, mean, R - r0, C - c0, GROUPS, OTHER, COLUMNS, FACTORED, CENTERED)
+    if PLAIN:
+        tl.store(plain + tile, tl.max(largest(ys, GROUP)))
+    if ROTATION > 1:
+        signs = scalars + (SIDE + 4 if COLUMNS else 4)
+        ys = _rotated(ys, signs, GROUPS, OTHER, CONVERT, ROTATION, FACTOR, SIGNS)
+        tl.store(rotated + tile, tl.max(largest(ys, GROUP)))
+
+
+@triton.jit
+def quantize_block16_kernel(
+    x, maxima, scalars, mean, row_words, column_words, units, R, C, R_ALL, C_ALL, ROW_LENGTH, COLUMN_LENGTH,
+    BATCH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, SCALARS_STRIDE: tl.constexpr,
+    CONVERT: tl.constexpr, EXACT: tl.constexpr, FACTORED: tl.constexpr, CENTERED: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr,
+):  # fmt: skip
+    """Quantizes x [V, BATCH, R, C] (any float dtype) into bfloat16 operands of one or two GEMMs.
+
+    Each is written as words [V, BATCH, other, length / 2] int32; the tensor scales as units [V, 2] float32,
+    for rows and columns. The grid is (tiles along C, tiles along R, V * BATCH).
+
+    x may be a part of a larger tensor; see `quantize_kernel`.
+
+    Args:
+      maxima: int32 [V, 2], the bits of the largest magnitudes for rows and for columns, rotated.
+      scalars: uint32 [V or 1, 2 * SIDE + 4]: rows' words, columns' words, x's factor and its three offsets.
+      mean: float32 [V, BATCH, C], the mean over R.
+      FACTORED, CENTERED: whether x is multiplied by its factor first, or its mean subtracted.
+      ROW, COLUMN: None if not wanted, or `block16.Side`.
+    """
+    r0, c0 = tl.program_id(1) * BLOCK_R, tl.program_id(0) * BLOCK_C
+    matrix = tl.program_id(2).to(tl.int64)
+    v, b = matrix // BATCH, matrix % BATCH
+    x += matrix * R * C + r0.to(tl.int64) * C + c0
+    scalars += v * SCALARS_STRIDE
+    drawn: tl.constexpr = _draws(ROW) or _draws(COLUMN)
+    batch, r_all, c_all = place_of(scalars + (FACTOR_AT - 11), b, drawn)
+    mean += matrix * C + c0
+    first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (b == 0)
+    if ROW is not None:
+        row_xs = row_groups(x, R - r0, C - c0, C, BLOCK_C // GROUP, BLOCK_R, EXACT)
+    if COLUMN is not None:
+        xs = column_groups(x, R - r0, C - c0, C, GROUP, BLOCK_R // GROUP, BLOCK_C, EXACT)
+        _quantize_side(
+            _values(xs, scalars, mean, R - r0, C - c0, BLOCK_R // GROUP, BLOCK_C, True, FACTORED, CENTERED),
+            maxima + 2 * v + 1, units + 2 * v + 1, first, scalars + SIDE,
+            column_words + matrix * C * (COLUMN_LENGTH // 2), r0, c0, r_all, batch * C_ALL + c_all, C,
+            COLUMN_LENGTH, BLOCK_R // GROUP, BLOCK_C, CONVERT, COLUMN,
+        )  # fmt: skip
+    if ROW is not None:
+        _quantize_side(
+            _values(
+                row_xs, scalars, mean, R - r0, C - c0, BLOCK_C // GROUP, BLOCK_R, False, FACTORED, CENTERED
+            ),
+            maxima + 2 * v, units + 2 * v, first, scalars,
+            row_words + matrix * R * (ROW_LENGTH // 2), c0, r0, c_all, batch * R_ALL + r_all, R, ROW_LENGTH,
+            BLOCK_C // GROUP, BLOCK_R, CONVERT, ROW,
+        )  # fmt: skip
+
+
+@triton.constexpr_function
+def _is_nvidia(convert):
+    return convert.startswith("sm_")
+
+
+@triton.constexpr_function
+def _draws(side):
+    return side is not None and (side.stochastic or side.eden > 0)
+
+
+@triton.jit
+def _values(
+    xs, scalars, mean, rows, columns, GROUPS: tl.constexpr, OTHER: tl.constexpr, COLUMNS: tl.constexpr,
+    FACTORED: tl.constexpr, CENTERED: tl.constexpr,
+):  # fmt: skip
+    """Returns the groups in float32, times the factor of x, or without its columns' mean, if there is one."""
+    group, other = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, OTHER)[None, :]
+    ys = ()
+    for i in tl.static_range(GROUP):
+        y = widen(xs[i])
+        if FACTORED:
+            y = y * tl.load(scalars + FACTOR_AT).to(tl.float32, bitcast=True)
+        if CENTERED:
+            column = other if COLUMNS else group + i
+            y = y - tl.load(mean + column, column < columns, 0.0)
+            y = tl.where((group + i if COLUMNS else other) < rows, y, 0.0)
+        ys = ys + (y,)
+    return ys
+
+
+@triton.jit
+def _rotated(xs, signs, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.constexpr,
+             ROTATION: tl.constexpr, FACTOR: tl.constexpr, SIGNS: tl.constexpr):  # fmt: skip
+    """Returns the groups times their signs, if any, and rotated."""
+    if SIGNS:
+        group = tl.arange(0, GROUPS)[:, None]
+        negative = group_signs(signs, group, GROUP, ROTATION, CONVERT)
+        ys = ()
+        for i in tl.static_range(GROUP):
+            bits = xs[i].to(tl.uint32, bitcast=True) ^ (negative << i & SIGN)
+            ys = ys + (bits.to(tl.float32, bitcast=True),)
+        xs = ys
+    return rotate_groups(xs, ROTATION, GROUP, GROUPS, OTHER, FACTOR)
+
+
+@triton.jit
+def _quantize_side(
+    ys, maximum, unit_at, first, scalars, words, start, other0, start_all, row0, N,
+    LENGTH, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.constexpr, SIDE_OF: tl.constexpr,
+):  # fmt: skip
+    """Quantizes 32 tensors [GROUPS, OTHER] and stores them at [other, group].
+
+    The tile begins at element `start` of the blocked axis and at `other0` of the other axis. In the whole
+    tensor x begins at element `start_all` and row `row0`.
+    """
+    unit, inverse = _tensor_scale(maximum, SIDE_OF.tensor_divisor)
+    tl.store(unit_at, unit, first)
+    if SIDE_OF.rotation > 1:
+        ys = _rotated(
+            ys, scalars + 4, GROUPS, OTHER, CONVERT, SIDE_OF.rotation, SIDE_OF.factor, SIDE_OF.signs
+        )
+    group, other = tl.arange(0, GROUPS)[:, None], tl.arange(0, OTHER)[None, :]
+    counter = (start_all + start) // 8 + group * 4
+    row = row0 + other0 + other
+    low = _round_block(ys, 0, unit, inverse, scalars, counter, row, GROUPS, OTHER, CONVERT, SIDE_OF)
+    high = _round_block(ys, 16, unit, inverse, scalars, counter + 2, row, GROUPS, OTHER, CONVERT, SIDE_OF)
+    elements, scales = low[0] + high[0], (low[1], high[1])
+    if SIDE_OF.eden > 0:
+        block = (start_all + start) // 16 + group * 2
+        scales = _eden(low, high, scalars, block, row, GROUPS, OTHER, CONVERT, SIDE_OF)
+    ws = ()
+    for i in tl.static_range(0, GROUP, 8):
+        values = ()
+        for k in tl.static_range(8):
+            values = values + (elements[i + k] * scales[i // 16],)
+        ws = ws + encode_bf16(values)
+    words += other0.to(tl.int64) * (LENGTH // 2) + start // 2
+    at = tl.arange(0, GROUPS * 16)[:, None]
+    mask = (at < (LENGTH - start) // 2) & (other < N - other0)
+    tl.store(words + (other * (LENGTH // 2) + at), join_words(ws, 16, GROUPS, OTHER), mask)
+
+
+@triton.jit
+def _tensor_scale(maximum, DIVISOR: tl.constexpr):
+    """Returns the tensor scale and its inverse: the largest magnitude is DIVISOR units, or they are 1."""
+    if DIVISOR > 0:
+        amax = tl.load(maximum).to(tl.float32, bitcast=True)
+        amax = tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+        unit = tl.div_rn(amax, tl.full((), DIVISOR, tl.float32))
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), unit)
+    else:
+        unit, inverse = tl.full((), 1.0, tl.float32), tl.full((), 1.0, tl.float32)
+    return unit, inverse
+
+
+@triton.jit
+def _round_block(
+    ys, FIRST: tl.constexpr, unit, inverse, scalars, counter, row, GROUPS: tl.constexpr,
+    OTHER: tl.constexpr, CONVERT: tl.constexpr, SIDE_OF: tl.constexpr,
+):  # fmt: skip
+    """Rounds the elements FIRST to FIRST + 15 of each group.
+
+    Returns the 16 elements, their scale, and with EDEN the 16 values that were rounded.
+    """
+    xs = ()
+    for i in tl.static_range(16):
+        xs = xs + (ys[FIRST + i],)
+    bits = largest(xs, 16)
+    if SIDE_OF.square:
+        bits = tl.max(tl.reshape(bits, [GROUPS, OTHER // 16, 16]), 2, keep_dims=True)
+        bits = tl.reshape(tl.broadcast_to(bits, [GROUPS, OTHER // 16, 16]), [GROUPS, OTHER])
+    amax = bits.to(tl.float32, bitcast=True)
+    exact = tl.div_rn(amax, tl.full(amax.shape, SIDE_OF.target, tl.float32))
+    if SIDE_OF.tensor_divisor > 0:
+        exact = tl.div_rn(exact, tl.zeros_like(exact) + unit)
+    # A dependence on `bits`, which are never negative, gives random bits their layout: no conversion.
+    counter = tl.where(bits >= 0, counter, 0).to(tl.uint32)
+    row = tl.where(bits >= 0, row, 0).to(tl.uint32)
+    scale = _scale(exact, SIDE_OF)
+    elements, scaled = _elements(xs, scale, inverse, scalars, counter, row, CONVERT, SIDE_OF)
+    if SIDE_OF.four_over_six != "":
+        # To scale the largest magnitude to 4 instead of 6, scales are half as large again.
+        second = _scale(exact * 1.5, SIDE_OF)
+        others, others_scaled = _elements(xs, second, inverse, scalars + 2, counter, row, CONVERT, SIDE_OF)
+        errors = _errors(xs, elements, scale, inverse, GROUPS, OTHER, SIDE_OF)
+        chosen = _errors(xs, others, second, inverse, GROUPS, OTHER, SIDE_OF) < errors
+        scale = tl.where(chosen, second, scale)
+        best, best_scaled = (), ()
+        for i in tl.static_range(16):
+            best = best + (tl.where(chosen, others[i], elements[i]),)
+            if SIDE_OF.eden > 0:
+                best_scaled = best_scaled + (tl.where(chosen, others_scaled[i], scaled[i]),)
+        elements, scaled = best, best_scaled
+    return elements, scale, scaled
+
+
+@triton.jit
+def _scale(exact, SIDE_OF: tl.constexpr):
+    """Returns scales rounded to nearest; NaN where `exact` is not finite."""
+    a = tl.minimum(exact, SIDE_OF.scale_most)
+    binade = (a.to(tl.int32, bitcast=True) & INFINITY).to(tl.float32, bitcast=True)
+    # The last place of the sum with `base` is worth the distance between neighbours.
+    base = tl.maximum(binade, SIDE_OF.scale_least) * 1572864.0
+    scale = (a + base) - base
+    if SIDE_OF.scale_never_zero:
+        scale = tl.where(scale == 0, 1.0, scale)
+    return tl.where((exact.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITY, scale, float("nan"))
+
+
+@triton.jit
+def _elements(xs, scale, inverse, scalars, counter, row, CONVERT: tl.constexpr, SIDE_OF: tl.constexpr):
+    """Returns 16 tensors rounded to elements by their scale, and as they were rounded."""
+    DRAWN: tl.constexpr = SIDE_OF.stochastic and (CONVERT == "sm_90" or CONVERT == "sm_100")
+    per_scale = tl.where(scale == 0, 0.0, tl.div_rn(tl.zeros_like(scale) + inverse, scale))
+    elements, all_scaled = (), ()
+    for half in tl.static_range(2):
+        random = (counter, counter, counter, counter, counter, counter, counter, counter)
+        if DRAWN:
+            key0, key1 = tl.load(scalars), tl.load(scalars + 1)
+            elements = elements + draw_elements(xs, 8 * half, per_scale, counter + half, row, key0, key1)
+        elif SIDE_OF.stochastic:
+            random = random_halves(
+                counter + half, row, tl.load(scalars), tl.load(scalars + 1), _is_nvidia(CONVERT)
+            )
+        for i in tl.static_range(0 if DRAWN else 8):
+            scaled = xs[8 * half + i] * per_scale
+            rounded, base = round_element(scaled, random[i], SIDE_OF.stochastic)
+            sign = scaled.to(tl.int32, bitcast=True) & ~MAGNITUDE
+            bits = (rounded - base).to(tl.int32, bitcast=True) | sign
+            elements = elements + (bits.to(tl.float32, bitcast=True),)
+            all_scaled = all_scaled + (scaled,)
+    return elements, all_scaled
+
+
+@triton.jit
+def _errors(xs, elements, scale, inverse, GROUPS: tl.constexpr, OTHER: tl.constexpr, SIDE_OF: tl.constexpr):
+    """Returns the error of each block's rounding; see `mxjax.numerics.float_scales.block_errors`."""
+    terms = ()
+    for i in tl.static_range(16):
+        # The product is exact, so that the subtraction may be fused with it.
+        difference = tl.fma(elements[i], scale, -(xs[i] * inverse))
+        terms = terms + (tl.abs(difference) if SIDE_OF.four_over_six == "mae" else difference * difference,)
+    error = _sum_of_16(terms)
+    if SIDE_OF.square:
+        error = tl.reshape(error, [GROUPS, OTHER // 16, 16])
+        for stage in tl.static_range(4):
+            error = tl.sum(tl.reshape(error, [GROUPS, OTHER // 16, 2, 8 >> stage]), 2)
+        error = tl.reshape(error, [GROUPS, OTHER // 16, 1])
+        error = tl.reshape(tl.broadcast_to(error, [GROUPS, OTHER // 16, 16]), [GROUPS, OTHER])
+    return error
+
+
+@triton.jit
+def _sum_of_16(terms):
+    """Returns the sum of 16 tensors in pairs of halves."""
+    for stage in tl.static_range(4):
+        sums = ()
+        for i in tl.static_range(8 >> stage):
+            sums = sums + (terms[i] + terms[i + (8 >> stage)],)
+        terms = sums
+    return terms[0]
+
+
+@triton.jit
+def _eden(
+    low, high, scalars, block, row, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.constexpr,
+    SIDE_OF: tl.constexpr,
+):  # fmt: skip
+    """Returns the corrected scales of both blocks of each group, rounded stochastically."""
+    squares = _sum_of_run(low[2], low[2], high[2], high[2], GROUPS, OTHER, SIDE_OF.eden)
+    products = _sum_of_run(low[2], low[0], high[2], high[0], GROUPS, OTHER, SIDE_OF.eden)
+    scales = ()
+    never = low[1] != low[1]
+    # As for elements, a dependence that changes nothing.
+    counter = tl.where(never, block, block).to(tl.uint32) // 8
+    row = tl.where(never, row, row).to(tl.uint32)
+    random = random_halves(counter, row, tl.load(scalars + 2), tl.load(scalars + 3), _is_nvidia(CONVERT))
+    for half in tl.static_range(2):
+        nothing = products[half] == 0
+        correction = tl.div_rn(squares[half], tl.where(nothing, 1.0, products[half]))
+        exact = (high[1] if half else low[1]) * tl.where(nothing, 1.0, correction)
+        drawn = random[half]
+        for i in tl.static_range(1, 4):
+            drawn = tl.where(block % 8 == 2 * i, random[2 * i + half], drawn)
+        scales = scales + (_draw_scale(exact, drawn, SIDE_OF),)
+    return scales
+
+
+@triton.jit
+def _sum_of_run(xs, ys, zs, ws, GROUPS: tl.constexpr, OTHER: tl.constexpr, RUN: tl.constexpr):
+    """Returns, for both blocks of each group, the sum of products over their run: xs ys, and zs ws."""
+    firsts, seconds = (), ()
+    for i in tl.static_range(16):
+        firsts = firsts + (xs[i] * ys[i],)
+        seconds = seconds + (zs[i] * ws[i],)
+    low, high = _sum_of_16(firsts), _sum_of_16(seconds)
+    if RUN > 32:
+        RUNS: tl.constexpr = GROUPS * 32 // RUN
+        low = _sum_of_groups(low, RUNS, OTHER, RUN // 32)
+        high = _sum_of_groups(high, RUNS, OTHER, RUN // 32)
+    if RUN > 16:
+        low = low + high
+        high = low
+    return low, high
+
+
+@triton.jit
+def _sum_of_groups(x, RUNS: tl.constexpr, OTHER: tl.constexpr, COUNT: tl.constexpr):
+    """Returns the sum of each COUNT groups in pairs of halves, for each of them; COUNT is 2 or 4."""
+    total = tl.sum(tl.reshape(x, [RUNS, 2, COUNT // 2, OTHER]), 1)
+    if COUNT == 4:
+        total = tl.sum(total, 1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(total, [RUNS, COUNT, OTHER]), [RUNS * COUNT, OTHER])
+
+
+@triton.jit
+def _draw_scale(exact, random, SIDE_OF: tl.constexpr):
+    """Returns scales rounded stochastically; see `mxjax.numerics.rounding.stochastic_round`."""
+    a = tl.minimum(exact, SIDE_OF.scale_most)
+    binade = (a.to(tl.int32, bitcast=True) & INFINITY).to(tl.float32, bitcast=True)
+    step = tl.maximum(binade, SIDE_OF.scale_least) * 0.125
+    steps = a * (0x7F000000 - step.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    below = tl.floor(steps)
+    uniform = (random.to(tl.float32) + 0.5) * 0.0000152587890625
+    scale = (below + tl.where(uniform < steps - below, 1.0, 0.0)) * step
+    return tl.where(exact != exact, exact, scale)

@@ -1,0 +1,229 @@
+"""FP8 operands with one scale a tensor: the cast of both orientations from one read, on NVIDIA GPUs.
+
+A tensor times the inverse of its scale is rounded as `mxjax.quantize` defines. XLA finds the largest
+magnitude, where it can in the pass that computes the tensor. Elements are written K-major, as FP8 GEMMs read
+them.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from mxjax.kernels.device.elements import encode_fp8, widen
+from mxjax.kernels.device.loads import column_groups, join_tensors
+from mxjax.kernels.launch import MOST_PROGRAMS, ceil_div, triton_call
+from mxjax.kernels.lowering import TYPES
+from mxjax.kernels.mesh import compound, partitioned
+from mxjax.kernels.quantize.launches import LONGEST_AXIS, Tile
+from mxjax.numerics.blocks import magnitude_bits
+from mxjax.numerics.float_scales import divide, tensor_max
+from mxjax.numerics.formats import get_format
+from mxjax.operands.kernel_operand import KernelOperand
+from mxjax.operands.use import OperandUse
+from mxjax.runtime.devices import Target, current_target
+
+UNIT = 16
+"""Both axes are multiples of it: FP8 GEMMs need that, and words hold whole columns."""
+TILE = Tile(128, 64, 4, 8)
+
+Sides = tuple[str | None, str | None]
+"""The dtypes of the elements along rows (axis -1) and along columns (axis -2); None is not wanted."""
+
+
+def takes(uses: Sequence[OperandUse], target: Target | None, shape: tuple[int, ...]) -> bool:
+    """Whether the kernel casts a tensor [..., r, c] of this shape for these uses."""
+    if target is None or target.backend != "cuda" or not target.has_fp8:
+        return False
+    *batch, r, c = shape
+    fits = max(r, c) < LONGEST_AXIS and max(ceil_div(r, TILE.rows), math.prod(batch)) <= MOST_PROGRAMS
+    return fits and 0 not in shape and not r % UNIT and not c % UNIT and all(map(_is_plain, uses))
+
+
+def _is_plain(use: OperandUse) -> bool:
+    o = use.operand
+    is_cast = o.rounding == "nearest" and o.split == "none" and not o.prescale and use.rotation is None
+    return is_cast and o.format in ("fp8_e4m3", "fp8_e5m2")
+
+
+def quantize_fp8(x: Float[Array, "*b r c"], uses: Sequence[OperandUse]) -> list[KernelOperand]:
+    """Returns x in FP8 for each use, at most one for each of the last two axes, from one read by a kernel.
+
+    The bits are those of `mxjax.quantize`. NaN or infinity makes the scale and all elements with it NaN.
+
+    Args:
+      uses: of a tensor that `takes` accepts.
+    """
+    *batch, r, c = x.shape
+    x = x if x.dtype.name in TYPES else x.astype(jnp.float32)  # float64, as the definition does
+    # A row's largest magnitude first: XLA fuses that with what computes x, but no reduction to a scalar.
+    of_rows = jnp.max(magnitude_bits(x.astype(jnp.float32)), axis=-1)
+    x, of_rows = lax.optimization_barrier((x, of_rows))
+    amax = tensor_max(lax.bitcast_convert_type(of_rows, jnp.float32))
+    by_axis = {use.axis: get_format(use.operand.format) for use in uses}
+    both = [by_axis.get(axis) for axis in (-1, -2)]
+    per_unit = [divide(jnp.float32(f.element.max if f and f.element else 1.0), amax) for f in both]
+    rows, columns = (f and jnp.dtype(f.dtype).name for f in both)
+    sides = (rows, columns)
+    v = math.prod(batch)
+    run = _caster(sides, current_target())
+    written = run(x.reshape(v, r, c), *(jnp.broadcast_to(factor, (v,)) for factor in per_unit))
+    made = {}
+    for axis, dtype, factor in zip((-1, -2), sides, per_unit, strict=True):
+        if dtype is not None:
+            elements = written.pop(0)
+            made[axis] = KernelOperand(elements.reshape(*batch, *elements.shape[1:]), None, None, 1 / factor)
+    return [made[use.axis] for use in uses]
+
+
+@functools.cache
+def _caster(sides: Sides, target: Target | None):
+    """Returns a function of x [v, r, c] and two factors [v], of rows and columns; vmap grows v.
+
+    JAX caches the function's trace, hence a separate function for each target.
+    """
+    del target
+
+    @jax.custom_batching.custom_vmap
+    def run(x, *factors):
+        return _on_mesh(sides, x.shape)(x, *factors)
+
+    @run.def_vmap
+    def _(size, batched, *arrays):
+        every = [
+            a if b else jnp.broadcast_to(a, (size, *a.shape)) for a, b in zip(arrays, batched, strict=True)
+        ]
+        results = run(*(a.reshape(-1, *a.shape[2:]) for a in every))
+        results = [y.reshape(size, -1, *y.shape[1:]) for y in results]
+        return results, [True] * len(results)
+
+    return run
+
+
+def _on_mesh(sides: Sides, shape: tuple[int, ...]):
+    """Returns the call that a mesh may shard along all axes of x, between whole words."""
+    r_axis, sizes, whole = compound("r", shape[1], UNIT)
+    c_axis, more, uncut = compound("c", shape[2], UNIT)
+    sizes, whole = sizes | more, [*whole, *uncut]
+    results = [f"v {r_axis} {c_axis}"] if sides[0] else []
+    if sides[1]:
+        results.append(f"v {c_axis} {r_axis}")
+    return partitioned(
+        functools.partial(_call, sides), f"v {r_axis} {c_axis}, v, v -> " + ", ".join(results), sizes, whole
+    )
+
+
+def _call(sides: Sides, x: jax.Array, *factors: Float32[Array, " v"]) -> list[jax.Array]:
+    v, r, c = x.shape
+    row_dtype, column_dtype = sides
+    unused = jax.ShapeDtypeStruct((1,), jnp.int32)
+    rows, columns = triton_call(
+        cast_kernel,
+        x,
+        *factors,
+        out=[
+            jax.ShapeDtypeStruct((v, r, c // 4), jnp.int32) if row_dtype else unused,
+            jax.ShapeDtypeStruct((v, c, r // 4), jnp.int32) if column_dtype else unused,
+        ],
+        grid=grid_of(v, r, c),
+        num_warps=TILE.warps,
+        **constants_of(sides, r, c),
+    )
+    pairs = ((rows, row_dtype), (columns, column_dtype))
+    return [_in_fp8(words, dtype) for words, dtype in pairs if dtype is not None]
+
+
+def grid_of(v: int, r: int, c: int) -> tuple[int, int, int]:
+    """Returns the kernel's programs for a tensor [v, r, c]."""
+    return ceil_div(c, TILE.columns), ceil_div(r, TILE.rows), v
+
+
+def constants_of(sides: Sides, r: int, c: int) -> dict[str, Any]:
+    """Returns the kernel's arguments after the pointers for a tensor [v, r, c]."""
+    row_dtype, column_dtype = sides
+    return {
+        "R": r,
+        "C": c,
+        "BLOCK_R": TILE.rows,
+        "BLOCK_C": TILE.columns,
+        "GROUP": TILE.group,
+        "EXACT": r % TILE.rows == 0 and c % TILE.columns == 0,
+        "ROW_E5M2": None if row_dtype is None else row_dtype == "float8_e5m2",
+        "COLUMN_E5M2": None if column_dtype is None else column_dtype == "float8_e5m2",
+    }
+
+
+def _in_fp8(words: jax.Array, dtype: str) -> jax.Array:
+    elements = lax.bitcast_convert_type(words, jnp.dtype(dtype))
+    return elements.reshape(*words.shape[:-1], -1)
+
+
+@triton.jit
+def cast_kernel(
+    x, row_factor, column_factor, row_words, column_words, R, C: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr, ROW_E5M2: tl.constexpr,
+    COLUMN_E5M2: tl.constexpr,
+):  # fmt: skip
+    """Casts x [V, R, C] times row_factor [V] to row_words [V, R, C / 4], and for columns [V, C, R / 4].
+
+    Words are int32 of four elements in E4M3 or E5M2, saturated. R and C are multiples of 16. The grid is
+    (tiles along C, tiles along R, V), from the last rows to the first: the L2 cache still has the last.
+
+    Args:
+      GROUP: rows in a thread, 8 or 16.
+      ROW_E5M2, COLUMN_E5M2: whether elements are in E5M2; None if the side is not wanted.
+    """
+    GROUPS: tl.constexpr = BLOCK_R // GROUP
+    r0, c0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_R, tl.program_id(0) * BLOCK_C
+    v = tl.program_id(2).to(tl.int64)
+    first = v * R + r0
+    xs = column_groups(x + first * C + c0, R - r0, C - c0, C, GROUP, GROUPS, BLOCK_C, EXACT)
+    if COLUMN_E5M2 is not None:
+        factor = tl.load(column_factor + v)
+        words = ()
+        for i in tl.static_range(0, GROUP, 8):
+            eight = ()
+            for k in tl.static_range(8):
+                eight = eight + (widen(xs[i + k]) * factor,)
+            words = words + encode_fp8(eight, COLUMN_E5M2, True)
+        word = tl.reshape(join_tensors(words, GROUP // 4), [GROUPS, BLOCK_C, GROUP // 4])
+        word = tl.reshape(tl.permute(word, [0, 2, 1]), [BLOCK_R // 4, BLOCK_C])
+        at, column = tl.arange(0, BLOCK_R // 4)[:, None], tl.arange(0, BLOCK_C)[None, :]
+        pointers = column_words + (v * C + c0) * (R // 4) + r0 // 4 + (column.to(tl.int64) * (R // 4) + at)
+        _store(pointers, word, (at < (R - r0) // 4) & (column < C - c0), EXACT)
+    if ROW_E5M2 is not None:
+        factor = tl.load(row_factor + v)
+        row, at = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, BLOCK_C // 4)[None, :]
+        for i in tl.static_range(GROUP):
+            word = _row_words(widen(xs[i]) * factor, GROUPS, BLOCK_C, ROW_E5M2)
+            pointers = row_words + (first + i) * (C // 4) + c0 // 4 + (row * (C // 4) + at)
+            _store(pointers, word, (row + i < R - r0) & (at < (C - c0) // 4), EXACT)
+
+
+@triton.jit
+def _row_words(y, GROUPS: tl.constexpr, WIDTH: tl.constexpr, E5M2: tl.constexpr):
+    """Returns rows [GROUPS, WIDTH] as words of four neighbours [GROUPS, WIDTH / 4]."""
+    even, odd = tl.split(tl.reshape(y, [GROUPS, WIDTH // 8, 2, 2, 2]))
+    y0, y2 = tl.split(even)
+    y1, y3 = tl.split(odd)
+    y0, y4 = tl.split(y0)
+    y1, y5 = tl.split(y1)
+    y2, y6 = tl.split(y2)
+    y3, y7 = tl.split(y3)
+    low, high = encode_fp8((y0, y1, y2, y3, y4, y5, y6, y7), E5M2, True)
+    return tl.reshape(tl.join(low, high), [GROUPS, WIDTH // 4])
+
+
+@triton.jit
+def _store(pointers, value, inside, EXACT: tl.constexpr):
+    if EXACT:
+        tl.store(pointers, value)
+    else:
+        tl.store(pointers, value, inside)

@@ -1,0 +1,229 @@
+"""Experts in place of a block's MLP: a router sends each token to a few of them. No token is dropped.
+
+Assignments, pairs of a token and one of its experts, are sorted by expert, so that the products are
+`mxjax.ragged_dot`'s under the policies of "mlp.gate_up" and "mlp.down". The router, "mlp.router", is a layer
+of its own, in float32 unless a rule names it. On a mesh, sums and sorting are over all devices' tokens.
+
+Shapes in names as in `models.decoder`; T tokens, E experts, K active ones, A = T K assignments.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+import mxjax
+from models.configs import ClampedSwiGLU, DecoderConfig, ExpertsConfig
+from models.embedding import lookup
+from models.gemms import BlockGemms, random_matrix, residual_std, zeros
+from models.sharding import after_gradients
+from mxjax.operands.computed import Norm, rms_norm, swiglu
+from mxjax.policy.layers import LayerPolicies
+from mxjax.products.implementations import Implementation
+from mxjax.runtime.remat import keep_products
+
+
+class Routing(NamedTuple):
+    """What the routers did with a batch, of one block or stacked.
+
+    Attributes:
+      load: tokens that each expert got, as a fraction of all; the sum is the number of active experts.
+      entropy: the mean over tokens of the router's entropy in nats; at most log E.
+      balance: the load-balancing loss E sum(load * mean score), where scores are normalized; K if even.
+        Source: Switch Transformers, arXiv 2101.03961, equation 4, for K experts a token.
+      z: the router's z-loss, the mean squared logsumexp of the logits. Source: ST-MoE, arXiv 2202.08906,
+        equation 5.
+    """
+
+    load: Float32[Array, "*L E"]
+    entropy: Float32[Array, "*L"]
+    balance: Float32[Array, "*L"]
+    z: Float32[Array, "*L"]
+
+
+class Experts(nnx.Module):
+    """Gated MLPs, of which each token has a few; each `gate_up` holds the gate's columns first."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        assert config.experts is not None
+        self.config = e = config.experts
+        width, inner, std = config.d_model, config.d_ff, config.init_std
+        down_std = residual_std(config)
+        self.router = random_matrix(rngs, width, e.n, std=std)
+        self.gate_up = random_matrix(rngs, e.n, width, 2 * inner, std=std)
+        self.down = random_matrix(rngs, e.n, inner, width, std=down_std)
+        shared = (e.shared or 0) * inner
+        self.shared_gate_up = random_matrix(rngs, width, 2 * shared, std=std) if shared else None
+        self.shared_down = random_matrix(rngs, shared, width, std=down_std) if shared else None
+        self.router_bias = zeros(e.n) if e.biased else None
+        self.gate_up_bias = zeros(e.n, 2 * inner) if e.biased else None
+        self.down_bias = zeros(e.n, width) if e.biased else None
+        self.balance_bias = zeros(e.n) if e.balance_rate else None
+
+    def __call__(self, x: Float[Array, "B S D"], norm: Norm, gemms: BlockGemms) -> Float[Array, "B S D"]:
+        """Returns the weighted sum of each token's experts of x after the norm, and of the shared ones."""
+        x, down = after_gradients(x, self.down[...])
+        x_TD = rms_norm(x, norm).reshape(-1, x.shape[-1])
+        logits_TE = gemms.dot("mlp.router", x_TD, self.router[...], dtype=jnp.float32)
+        if self.router_bias is not None:
+            logits_TE += self.router_bias[...][None]
+        balance = None if self.balance_bias is None else self.balance_bias[...]
+        experts_TK, gates_TK, gemms.routing = route(self.config, logits_TE, balance)
+        order = sort_by_expert(experts_TK, self.config.n)
+        active = self.config.active
+        rows_AD = permute(jnp.repeat(x_TD, active, axis=0), order.forward, order.inverse)
+        rows_AD = self._mlp(rows_AD, down, order, gemms)
+        y_TKD = permute(rows_AD, order.inverse, order.forward).reshape(-1, active, x.shape[-1])
+        y_TD = jnp.sum(gates_TK[..., None] * y_TKD.astype(jnp.float32), axis=1)
+        y = y_TD.astype(x.dtype).reshape(x.shape)
+        if self.shared_gate_up is None or self.shared_down is None:
+            return y
+        names = "mlp.shared_gate_up", "mlp.shared_down"
+        return y + gemms.gated_mlp(x, norm, self.shared_gate_up[...], self.shared_down[...], names)
+
+    def _mlp(self, x_AD, down, order: "Order", gemms: BlockGemms) -> Float[Array, "A D"]:
+        """Returns the MLP of each row's expert."""
+
+        def gated(x_AD, gate_up):
+            y = gemms.ragged_dot("mlp.gate_up", x_AD, gate_up, order.sizes)
+            y = _biased(y, self.gate_up_bias, order.experts)
+            return swiglu(y) if self.config.clamped is None else clamped_swiglu(y, self.config.clamped)
+
+        gated_AF = keep_products(gated)(x_AD, self.gate_up[...])
+        y_AD = gemms.ragged_dot("mlp.down", gated_AF, down, order.sizes)
+        return _biased(y_AD, self.down_bias, order.experts)
+
+
+def _biased(y: Float[Array, "A N"], bias: nnx.Param | None, experts: Int[Array, " A"]) -> Float[Array, "A N"]:
+    return y if bias is None else y + lookup(bias[...], experts[None])[0].astype(y.dtype)
+
+
+def route(
+    config: ExpertsConfig, logits_TE: Float32[Array, "T E"], balance_E: Float32[Array, " E"] | None = None
+) -> tuple[Int32[Array, "T K"], Float32[Array, "T K"], Routing]:
+    """Returns each token's experts, their weights, and the statistics of the batch.
+
+    `balance_E` is added to the scores for the choice alone, as in "Auxiliary-loss-free load balancing",
+    arXiv 2408.15664, section 2. Of equal scores the first expert's wins. A token with a NaN among its logits
+    has NaN weights.
+    """
+    scores_TE = jax.nn.softmax(logits_TE) if config.scores == "softmax" else jax.nn.sigmoid(logits_TE)
+    biased_TE = scores_TE if balance_E is None else scores_TE + balance_E[None]
+    experts_TK = jax.lax.top_k(jax.lax.stop_gradient(biased_TE), config.active)[1]
+    gates_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=-1)
+    if config.renormalized:
+        gates_TK /= jnp.sum(gates_TK, axis=-1, keepdims=True)
+    share_TE = scores_TE
+    if config.scores == "sigmoid":
+        share_TE = scores_TE / jnp.sum(scores_TE, axis=-1, keepdims=True)
+    counts_E = jnp.zeros(config.n, jnp.int32).at[experts_TK].add(1)
+    load_E = counts_E.astype(jnp.float32) / len(logits_TE)
+    routing = Routing(
+        load=load_E,
+        entropy=jnp.mean(jnp.sum(jax.scipy.special.entr(jax.lax.stop_gradient(share_TE)), axis=-1)),
+        balance=config.n * jnp.sum(load_E * jnp.mean(share_TE, axis=0)),
+        z=jnp.mean(jax.nn.logsumexp(logits_TE, axis=-1) ** 2),
+    )
+    return experts_TK, gates_TK, routing
+
+
+def auxiliary_loss(config: ExpertsConfig, routing: Routing) -> Float32[Array, ""]:
+    """Returns the losses that a training step adds to the cross-entropy, in means over the blocks."""
+    balance, z = (jnp.mean(loss) for loss in (routing.balance, routing.z))
+    return (config.balance_loss or 0.0) * balance + (config.z_loss or 0.0) * z
+
+
+def check_policies(
+    config: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None
+) -> None:
+    """Raises ValueError if `mxjax.ragged_dot` cannot multiply by the policy of an expert's layer."""
+    x, w, size = (jax.ShapeDtypeStruct((1,) * n, dtype) for n, dtype in ((2, "f4"), (3, "f4"), (1, "i4")))
+
+    def product(policy, x, w, size):
+        key = jax.random.key(0)
+        return mxjax.ragged_dot(x, w, size, policy=policy, key=key, implementation=implementation)
+
+    layers = policies.items() if config.experts else []
+    for policy, name in {p: name for name, p in layers if name.endswith(("mlp.gate_up", "mlp.down"))}.items():
+        try:
+            jax.eval_shape(functools.partial(product, policy), x, w, size)
+        except NotImplementedError as error:
+            why = str(error).split("; use")[0]
+            raise ValueError(f"experts cannot run the policy of {name}, choose another: {why}") from None
+
+
+def summary(config: ExpertsConfig, routing: Routing) -> dict[str, float]:
+    """Returns a step's numbers for its log: means over blocks, and extremes over blocks and experts.
+
+    Loads count as multiples of an even one; `dropped` is the fraction of assignments that no expert got.
+    """
+    load_LE, entropy, balance, z = (np.asarray(part, np.float64) for part in routing)
+    values = {
+        "router_entropy": entropy.mean(),
+        "router_balance": balance.mean(),
+        "router_z": z.mean(),
+        "load_max": load_LE.max() * config.n / config.active,
+        "load_min": load_LE.min() * config.n / config.active,
+        "dropped": max(0.0, 1 - load_LE.sum(axis=-1).min() / config.active),
+    }
+    return {name: round(float(value), 6) for name, value in values.items()}
+
+
+def routing_by_layer(routing: Routing) -> dict[str, dict[str, Any]]:
+    """Returns nested dicts of numbers, keyed by router: "blocks.0.mlp.router" and so on."""
+    load_LE, *means = (np.asarray(part).tolist() for part in routing)
+    return {
+        f"blocks.{i}.mlp.router": dict(zip(Routing._fields[1:], values, strict=True))
+        | {"load": {str(expert): value for expert, value in enumerate(load_LE[i])}}
+        for i, values in enumerate(zip(*means, strict=True))
+    }
+
+
+class Order(NamedTuple):
+    """The assignments in order of their experts.
+
+    Attributes:
+      forward, inverse: the permutation from tokens' order to experts', and back.
+      experts: the expert of each row in the new order.
+      sizes: the number of rows of each expert.
+    """
+
+    forward: Int32[Array, " A"]
+    inverse: Int32[Array, " A"]
+    experts: Int32[Array, " A"]
+    sizes: Int32[Array, " E"]
+
+
+def sort_by_expert(experts_TK: Int32[Array, "T K"], n: int) -> Order:
+    """Returns the order in which each expert's tokens are neighbours, and in their own order."""
+    experts_A = experts_TK.reshape(-1)
+    forward_A = jnp.argsort(experts_A, stable=True).astype(jnp.int32)
+    places_A = jnp.arange(len(experts_A), dtype=jnp.int32)
+    inverse_A = jnp.zeros_like(forward_A).at[forward_A].set(places_A, unique_indices=True)
+    sizes_E = jnp.zeros(n, jnp.int32).at[experts_A].add(1)
+    return Order(forward_A, inverse_A, experts_A[forward_A], sizes_E)
+
+
+@jax.custom_vjp
+def permute(
+    x: Float[Array, "A D"], forward: Int32[Array, " A"], inverse: Int32[Array, " A"]
+) -> Float[Array, "A D"]:
+    """Returns x[forward]. Its gradient is a lookup too; XLA's would be a sum by atomic operations."""
+    return x[forward]
+
+
+permute.defvjp(
+    lambda x, forward, inverse: (x[forward], inverse), lambda inverse, dy: (dy[inverse], None, None)
+)
+
+
+def clamped_swiglu(gate_up: Float[Array, "*B two_F"], config: ClampedSwiGLU) -> Float[Array, "*B F"]:
+    """Returns gpt-oss's activation of [gate, up], computed in float32; see `ClampedSwiGLU`."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    gate = jnp.minimum(gate, config.limit)
+    up = jnp.clip(up, -config.limit, config.limit)
+    return (gate * jax.nn.sigmoid(config.alpha * gate) * (up + 1)).astype(gate_up.dtype)

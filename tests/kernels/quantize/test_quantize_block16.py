@@ -1,0 +1,170 @@
+"""The quantizer of NVFP4 and its relatives against the definitions in `mxjax`, bit for bit."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.gpu import HAS_GPU
+from support.quantizer import draw_tensor
+
+import mxjax
+from mxjax.kernels.quantize import block16
+from mxjax.kernels.quantize.block16 import quantize_block16
+from mxjax.kernels.quantize.quantizer import elements_of
+from mxjax.numerics.operand import Operand
+from mxjax.operands.kernel_operand import KernelOperand, bfloat16_by_definition
+from mxjax.operands.use import dequantize_use
+from mxjax.policy import Gemm, Rotation
+from mxjax.products import prepare
+from mxjax.products.draws import uses_of
+from mxjax.runtime.devices import Target, current_target, use_target
+
+NV, SQUARE = Operand("nvfp4"), Operand("nvfp4", block_shape=(16, 16))
+SR = dataclasses.replace(NV, rounding="stochastic")
+SIX = Operand("nvfp4", scale_max=256, four_over_six="mse")
+SIX_SR = dataclasses.replace(SIX, rounding="stochastic", four_over_six="mae", scale_target=5.5)
+EDEN = mxjax.get_policy("quartet2").dgrad.lhs
+UE5M3 = Operand("fp4_ue5m3", rounding="stochastic")
+H16, H128 = Rotation(16, "fixed"), Rotation(128, "redrawn")
+CASES = {
+    "to nearest, both": (NV, NV, None),
+    "weights": (SQUARE, SQUARE, None),
+    "stochastic, H16": (NV, SR, H16),
+    "four over six": (SIX, SIX, None),
+    "four over six, weights": (dataclasses.replace(SIX, block_shape=(16, 16)), NV, None),
+    "four over six, stochastic": (SIX_SR, SIX_SR, H16),
+    "eden, H128": (EDEN, EDEN, H128),
+    "eden of single blocks": (dataclasses.replace(EDEN, eden=16), dataclasses.replace(EDEN, eden=64), None),
+    "ue5m3": (dataclasses.replace(UE5M3, scale_max=448), UE5M3, None),
+}
+
+
+def on_cpu(function):
+    """Returns a function that runs on the CPU: XLA's divisions on GPUs are not rounded correctly."""
+
+    @functools.wraps(function)
+    def run(*arguments):
+        with jax.default_device(jax.devices("cpu")[0]), use_target(Target("none", "none")):
+            return function(*jax.device_get(arguments))
+
+    return run
+
+
+def assert_equal(got: KernelOperand, wanted: KernelOperand, length: int):
+    assert got.elements.shape == wanted.elements.shape
+    # Zeros of the padding have any sign, and are NaN where all of the tensor or block is.
+    a, b = (np.asarray(q.elements, np.float32)[..., :length] for q in (got, wanted))
+    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(np.signbit(a[~np.isnan(a)]), np.signbit(b[~np.isnan(b)]))
+    assert (got.tensor_scale is None) == (wanted.tensor_scale is None)
+    if wanted.tensor_scale is not None:
+        np.testing.assert_array_equal(got.tensor_scale, wanted.tensor_scale)
+
+
+def check(case, x, axes):
+    """Quantizes x as one use or two, and compares with the definition."""
+    gemm, key = Gemm(*CASES[case]), jax.random.key(5)
+
+    def uses():
+        return [use for use in uses_of(gemm, -1, -2, key) if use.axis in axes]
+
+    got = jax.jit(lambda x: quantize_block16(x, uses()))(x)
+    wanted = on_cpu(lambda x: jax.jit(lambda x: [bfloat16_by_definition(x, use) for use in uses()])(x))(x)
+    for q, defined, axis in zip(got, wanted, axes, strict=True):
+        assert_equal(q, defined, x.shape[axis])
+
+
+SHAPES = [(2, 144, 272), (512, 2048)] if HAS_GPU else [(2, 48, 80)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_both_orientations_have_the_definitions_bits(case, shape):
+    x = draw_tensor(np.random.default_rng(0), shape, "wide", "bfloat16")
+    check(case, x, (-1, -2))
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("case", ["four over six, stochastic", pytest.param("ue5m3", marks=pytest.mark.slow)])
+def test_hoppers_random_bits_in_the_interpreter(case):
+    check(case, draw_tensor(np.random.default_rng(4), (33, 70), "special", "float32"), (-1, -2))
+
+
+@pytest.mark.parametrize("case", ["weights", "eden, H128", "ue5m3"])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_special_values_and_any_shape(case, axis):
+    check(case, draw_tensor(np.random.default_rng(1), (33, 70), "special", "float32"), (axis,))
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0**-120, np.nan, np.inf])
+def test_tensors_that_have_no_scale_of_their_own(value):
+    check("to nearest, both", jnp.zeros((16, 32)).at[3, 5].set(value), (-1, -2))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_what_the_forward_pass_left_is_quantized_again_as_defined(axis):
+    """By the kernel's operand, K-major and without its tensor scale, in place of the values."""
+    x = draw_tensor(np.random.default_rng(2), (64, 128), "wide", "bfloat16")
+
+    def use():
+        quartet = mxjax.get_policy("quartet2")
+        fprop, _ = uses_of(quartet.fprop, axis, axis, jax.random.key(0))
+        rotated, _ = uses_of(quartet.dgrad, -3 - axis, axis, jax.random.key(5))
+        return rotated._replace(form="bf16", reads=fprop._replace(form="bf16"))
+
+    assert prepare.takes_seen(x, use())
+    [got] = jax.jit(lambda x: prepare.prepare(x, [use()]))(x)
+    define = jax.jit(lambda x: bfloat16_by_definition(dequantize_use(x, use().reads), use()))
+    assert_equal(got, on_cpu(define)(x), x.shape[-3 - axis])
+
+
+def test_vmap_gives_each_tensor_its_scale_and_each_key_its_bits():
+    x = np.asarray(draw_tensor(np.random.default_rng(3), (2, 32, 128), "wide", "float32"))
+    keys = jax.random.split(jax.random.key(9), 2)
+
+    def quantize(x, key):
+        _, use = uses_of(Gemm(*CASES["eden, H128"]), -1, -1, key)
+        [q] = quantize_block16(x, [use])
+        return q.elements, q.tensor_scale
+
+    got = jax.vmap(quantize)(x, keys)
+    for i in range(2):
+        for a, b in zip(got, quantize(x[i], keys[i]), strict=True):
+            np.testing.assert_array_equal(a[i], b)
+    assert got[1][0] != got[1][1]
+
+
+@pytest.mark.parametrize(
+    ("case", "n"),
+    [("four over six, stochastic", 32), pytest.param("eden, H128", 128, marks=pytest.mark.slow)],
+)
+def test_a_part_draws_the_bits_of_its_place_in_the_whole(case, n):
+    whole = jax.random.normal(jax.random.key(0), (2, 2 * n, 2 * n))
+    b, r, c = slice(1, 2), slice(n, 2 * n), slice(n, 2 * n)
+    pair = uses_of(Gemm(*CASES[case]), -1, -2, jax.random.key(5))
+    scalars = jnp.concatenate([*(block16._words(use) for use in pair), jnp.zeros(1, jnp.uint32)])[None]
+    places = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in (b, r, c)]
+    start = block16._Start(False, False, current_target())
+    maxima = block16._maxima(pair, start, whole[None], scalars, [p * 0 for p in places])
+    part = whole[b, r, c][None]
+    *got, _ = block16._call(pair, start, (2 * n, 2 * n), part, maxima, scalars, *places)
+    for use, words, defined in zip(pair, got, quantize_block16(whole, pair), strict=True):
+        other, blocked = (r, c) if use.axis == -1 else (c, r)
+        np.testing.assert_array_equal(elements_of(words, "bf16")[0], defined.elements[b, other, blocked])
+
+
+@pytest.mark.parametrize("shape", [(2, 33, 70), (64, 64)])
+def test_the_kernel_subtracts_the_mean(shape):
+    x = draw_tensor(np.random.default_rng(6), shape, "wide", "bfloat16")
+    operand = mxjax.get_policy("averis").fprop.lhs
+
+    def uses():
+        return [use._replace(form="bf16") for use in uses_of(Gemm(operand, operand), -1, -2, None)]
+
+    got = jax.jit(lambda x: prepare.prepare(x, uses()))(x)
+    wanted = on_cpu(jax.jit(lambda x: [bfloat16_by_definition(x, use) for use in uses()]))(x)
+    for q, defined, axis in zip(got, wanted, (-1, -2), strict=True):
+        assert_equal(q, defined, x.shape[axis])

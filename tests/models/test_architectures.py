@@ -1,0 +1,123 @@
+"""Architectures of Hugging Face's against transformers: logits, gradients, generation (golden files)."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.llamas import layer_policies, logits_of, params_of, tensors
+
+import mxjax
+from models import decoder
+from models.generation import Options, generate
+from models.huggingface.architectures import ARCHITECTURES, shape_of, views
+from models.huggingface.config import read_config
+from models.huggingface.files import read_json
+from models.huggingface.weights import read_params
+from training.huggingface import export_checkpoint, import_checkpoint
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "architectures"
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def architecture(request, tmp_path_factory):
+    """The name of an architecture, the run imported from its golden checkpoint, and the golden arrays."""
+    folder = tmp_path_factory.mktemp(request.param)
+    import_checkpoint(GOLDEN / request.param, folder / "run")
+    with np.load(GOLDEN / request.param / "golden.npz") as golden:
+        return request.param, folder / "run", dict(golden)
+
+
+def test_logits_are_those_of_transformers(architecture):
+    _, run, golden = architecture
+    ours = logits_of(*params_of(run), golden["tokens"])
+    assert np.max(np.abs(ours - golden["logits"])) < 2e-5
+    assert np.max(np.abs(golden["logits"])) > 1
+
+
+def test_attention_through_quantizable_products_has_windows_and_sinks():
+    with np.load(GOLDEN / "gpt_oss" / "golden.npz") as golden:
+        config = read_config(read_json(GOLDEN / "gpt_oss" / "config.json"))
+        params, _ = read_params(GOLDEN / "gpt_oss", config)
+        fp32 = mxjax.get_policy("fp32")
+        unfused = dataclasses.replace(fp32, wgrad=mxjax.Gemm())  # only the Fprop is that of fp32
+        policies = layer_policies(config, "fp32", [("*", "fp32"), ("*.attention.scores", unfused)])
+        ours = decoder.apply(config, params, golden["tokens"], policies=policies, dtype=jnp.float32)
+        assert np.max(np.abs(ours - golden["logits"])) < 2e-5
+
+
+def test_gradients_are_those_of_transformers(architecture):
+    name, run, golden = architecture
+    config, params = params_of(run)
+    policies = layer_policies(config, "fp32", [("*", "fp32")])
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params, tokens):
+        return jnp.mean(decoder.losses(config, params, tokens, policies=policies, dtype=jnp.float32))
+
+    value, grads = loss(params, jnp.asarray(golden["tokens"]))
+    np.testing.assert_allclose(value, golden["loss"], rtol=1e-6)
+    named = views(config, jax.tree.map(np.array, grads))
+    compared = 0
+    for tensor, norm in ((key[5:], value) for key, value in golden.items() if key.startswith("norm/")):
+        ours = found(named, tensor)
+        np.testing.assert_allclose(np.linalg.norm(ours), norm, rtol=2e-5, err_msg=tensor)
+        if (theirs := golden.get(f"grad/{tensor}")) is not None:
+            np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=tensor)
+            compared += 1
+    assert compared >= 5, name
+
+
+def found(named, tensor):
+    """Returns a gradient by the tensor's name in the model, where experts are joined and gates renamed."""
+    names = (tensor, tensor.replace(".mlp.", ".block_sparse_moe."))
+    for name in names:
+        if name in named:
+            return named[name].reshape(shape_of(name, named[name]))
+    layer, _, part = names[0].partition(".mlp.experts.")
+    each = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+    mlp, parts = (f"{layer}.mlp", each[part][0])
+    if f"{mlp}.experts.0.{parts[0]}.weight" not in named:
+        mlp, parts = f"{layer}.block_sparse_moe", each[part][1]
+    experts, j = [], 0
+    while f"{mlp}.experts.{j}.{parts[0]}.weight" in named:
+        experts.append(np.concatenate([named[f"{mlp}.experts.{j}.{part}.weight"] for part in parts]))
+        j += 1
+    return np.stack(experts)
+
+
+def test_generated_tokens_are_those_of_transformers(architecture):
+    _, run, golden = architecture
+    config, params = params_of(run)
+    options = Options(layer_policies(config, "fp32", [("*", "fp32")]), dtype=jnp.float32)
+    prompt = jnp.asarray(golden["tokens"][:, :8])
+    ours = generate(config, options, params, prompt, 12, jax.random.key(0), temperature=0.0)
+    np.testing.assert_array_equal(np.stack([*ours], axis=1), golden["generated"])
+
+
+def test_exports_are_what_was_imported(architecture, tmp_path):
+    """Byte for byte, but gpt-oss's experts leave in bfloat16, with the values of their MXFP4."""
+    name, run, _ = architecture
+    export_checkpoint(run, tmp_path / "out")
+    raw, theirs = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "out", GOLDEN / name))
+    if name != "gpt_oss":
+        assert tensors(tmp_path / "out") == tensors(GOLDEN / name)
+    else:
+        del theirs["quantization_config"]
+    assert raw == theirs
+    import_checkpoint(tmp_path / "out", tmp_path / "again")
+    jax.tree.map(np.testing.assert_array_equal, params_of(tmp_path / "again"), params_of(run))
+
+
+def test_a_configuration_of_our_own_making_is_the_same_model(architecture, tmp_path):
+    _, run, _ = architecture
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "huggingface")  # as if it had been trained here
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    import_checkpoint(tmp_path / "out", tmp_path / "again")
+    assert params_of(tmp_path / "again")[0] == params_of(run)[0]

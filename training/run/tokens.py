@@ -1,0 +1,96 @@
+"""The tokens of a run: what made those of its data must also read and write its text.
+
+config.json keeps a checksum of the tokenizer, because its dataset may move and another take its place.
+"""
+
+import json
+import pathlib
+import shlex
+import zlib
+from collections.abc import Sequence
+
+from models.received import parse_json
+from training.data.megatron import is_indexed, parse_blend
+from training.data.text import VOCAB_SIZE
+from training.data.tokenizer import read_tokenizer, tokenizer_path
+from training.files import HUGGINGFACE
+from training.run.record import model_of, read_run_config
+from training.run.resume import begun_run
+
+
+def tokens_checksum(tokenizer: pathlib.Path) -> str:
+    """Returns a CRC32 of the vocabulary and the merges, which any version of tokenizers writes alike.
+
+    Raises:
+      ValueError: the file is not a tokenizer.json.
+    """
+    try:
+        model = parse_json(read_tokenizer(tokenizer))["model"]
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())]
+        tokens = json.dumps([model["vocab"], merges], sort_keys=True)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{tokenizer} is not a tokenizer.json of the package tokenizers: {type(error).__name__}: {error}"
+        ) from error
+    return f"{zlib.crc32(tokens.encode()):08x}"
+
+
+def checksum_of_data(data: Sequence[str]) -> str | None:
+    """Returns the checksum of the first tokenizer that lies beside --data; None without any."""
+    paths = _tokenizers_of(data) if is_indexed(data) else []
+    return next((tokens_checksum(path) for path in paths if path.exists()), None)
+
+
+def _tokenizers_of(data: Sequence[str]) -> list[pathlib.Path]:
+    return [tokenizer_path(prefix) for prefix in parse_blend(data)[0]]
+
+
+def find_tokenizer(run: pathlib.Path, data: Sequence[str]) -> tuple[pathlib.Path | None, list[pathlib.Path]]:
+    """Returns a run's tokenizer, if it is there, and the places where it may lie.
+
+    Args:
+      run: the run's folder; that of an imported checkpoint holds a tokenizer.
+      data: the run's --data.
+    Raises:
+      ValueError: it has other tokens than the run was trained on.
+    """
+    recorded = read_run_config(run).get("tokenizer")
+    beside = _tokenizers_of(data) if recorded is not None or is_indexed(data) else []
+    paths = [*beside, run / HUGGINGFACE / "tokenizer.json"]
+    found = next((path for path in paths if path.exists()), None)
+    if found is not None and recorded is not None and tokens_checksum(found) != recorded:
+        raise ValueError(f"{found} has other tokens than those that {run} was trained on; put its own back")
+    return found, paths
+
+
+def check_tokens_of(run: pathlib.Path, flag: str, path: str) -> None:
+    """Raises ValueError if `path` is text, and the run was trained on tokenized data or that is unknown."""
+    begun = begun_run(run)
+    if begun is None or not begun.data.data or is_indexed([path]) or not pathlib.Path(path).exists():
+        return
+    text, first = f"{flag} {path} is text, which is read as bytes", parse_blend(begun.data.data)[0][0]
+    if is_indexed(begun.data.data):
+        files = f"--input {shlex.quote(path)} --tokenizer {shlex.quote(str(tokenizer_path(first)))}"
+        raise ValueError(
+            f"{text}, and {run} was trained on tokens of {first}; tokenize it likewise: "
+            f"python -m training.tokenize {files} --output PREFIX"
+        )
+    if not pathlib.Path(first).exists() and model_of(read_run_config(run)).vocab_size != VOCAB_SIZE:
+        raise ValueError(
+            f"{text}, and {first}, which {run} was trained on, is gone, so that its tokens are unknown; "
+            "put it back, or of a dataset its .idx"
+        )
+
+
+def check_tokenizer_of(run: pathlib.Path, flag: str, path: str) -> None:
+    """Raises ValueError if a tokenizer with other tokens made the dataset `path` than the run's data."""
+    recorded, theirs = read_run_config(run).get("tokenizer"), tokenizer_path(path)
+    if recorded is None or not is_indexed([path]) or not theirs.exists():
+        return
+    if tokens_checksum(theirs) != recorded:
+        begun = begun_run(run)
+        ours = _tokenizers_of(begun.data.data)[0] if begun is not None else run
+        raise ValueError(
+            f"{flag} {path} was tokenized by {theirs}, and {run} was trained on tokens of {ours}; tokenize "
+            f"the text again with --tokenizer {shlex.quote(str(ours))}"
+        )
