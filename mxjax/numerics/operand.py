@@ -71,12 +71,12 @@ class Operand:
     source: Source = "original"
     gradient: Gradient = "straight_through"
     split: Splitting = "none"
-    split_tokens: int | None = None
     quantile: float = 0.99
     scale_target: float | int | None = None
     scale_max: float | int | None = None
     four_over_six: FourOverSix | None = None
     eden: int | None = None
+    split_tokens: int | None = None
 
     def __post_init__(self):
         use_python_numbers(self)

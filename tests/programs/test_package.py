@@ -75,8 +75,16 @@ SIGNATURES = {
         ("scale_max", None),
         ("four_over_six", None),
         ("eden", None),
+        ("split_tokens", None),
     ],
-    "Rotation": [("size", 16), ("signs", "none"), ("seed", 0), ("values", None)],
+    "Rotation": [
+        ("size", 16),
+        ("signs", "none"),
+        ("seed", 0),
+        ("values", None),
+        ("kind", "hadamard"),
+        ("order", "given"),
+    ],
     "Gemm": [("lhs", mxjax.Operand()), ("rhs", mxjax.Operand()), ("rotation", None)],
     "Policy": [("fprop", mxjax.Gemm()), ("dgrad", mxjax.Gemm()), ("wgrad", mxjax.Gemm())],
 }

@@ -132,9 +132,10 @@ def test_the_phase_of_a_step():
 def test_a_run_that_switches_equals_one_stopped_and_resumed_in_the_other_policy(text, switched, tmp_path):
     out = tmp_path / "run"
     run(text, out, "wgrad_sr", "--stop-after", "3")
-    description = json.loads((out / "config.json").read_text())
+    run(text, tmp_path / "other", "fp8", "--stop-after", "1")
+    description, other = (json.loads((r / "config.json").read_text()) for r in (out, tmp_path / "other"))
     description["config"]["precision"]["policy"] = "fp8"
-    del description["phases"]
+    description |= {name: other[name] for name in ("phases", "policies")}
     (out / "config.json").write_text(json.dumps(description))
     run(text, out, "fp8", "--resume")
     jax.tree.map(np.testing.assert_array_equal, state(out), state(switched))
