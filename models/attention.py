@@ -1,6 +1,6 @@
 """Causal attention with rotary position embedding: fused where a kernel runs, else in pieces.
 
-cuDNN runs it on NVIDIA GPUs and `mxjax.kernels.attention` on gfx950, but with neither windows nor sinks. The
+cuDNN runs it on NVIDIA GPUs; `mxjax.kernels.attention` does on gfx950, and on both with windows or sinks. The
 result is exact; only the order of summation differs. Shapes in names as in `models.decoder`.
 
 Sources: "RoFormer", arXiv 2104.09864; "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.2; for sinks
@@ -73,7 +73,7 @@ LONGEST_WHOLE = 1024
 PIECE = 512
 """Queries whose scores exist at once in longer sequences."""
 _CUDNN_HEAD_DIM = 128
-_GFX950_HEAD_DIMS = (64, 128)
+_KERNEL_HEAD_DIMS = (64, 128)
 
 
 Window = Int[Array, ""]
@@ -106,14 +106,16 @@ def causal_attention(
       sinks_N: a logit of each head that joins the softmax of every query, and has no value.
     """
     length = q_BSNH.shape[1]
-    if window is not None or sinks_N is not None:
-        return _unfused_attention(q_BSNH, k_BSGH, v_BSGH, window, sinks_N)
-    if _cudnn_takes(q_BSNH):
+    is_plain = window is None and sinks_N is None
+    if is_plain and _cudnn_takes(q_BSNH):
         return jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="cudnn")
-    if _gfx950_takes(q_BSNH):
-        from mxjax.kernels.attention.fused import fused_attention  # needs Triton
+    if _kernels_take(q_BSNH, is_plain):
+        from mxjax.kernels.attention.fused import first_keys, fused_attention  # needs Triton
 
-        return fused_attention(q_BSNH, k_BSGH, v_BSGH)
+        first_key = None if window is None else first_keys(window=window, shape=q_BSNH.shape[:2])
+        return fused_attention(q_BSNH, k_BSGH, v_BSGH, first_key=first_key, sinks=sinks_N)
+    if not is_plain:
+        return _unfused_attention(q_BSNH, k_BSGH, v_BSGH, window, sinks_N)
     if length <= LONGEST_WHOLE:
         out = jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="xla")
         return tag_attention(out)
@@ -165,14 +167,14 @@ def attend_visible(
     return jax.nn.dot_product_attention(q_BSNH, k_BUGH, v_BUGH, bias_1N1U, visible_SU, implementation="xla")
 
 
-def score_bytes(q_BSNH: jax.ShapeDtypeStruct, fuses: bool = True) -> int:
+def score_bytes(q_BSNH: jax.ShapeDtypeStruct, is_plain: bool = True) -> int:
     """Returns the bytes in float32 that exist at once of the scores and their gradients.
 
-    0 if a fused kernel takes these queries, unless windows or sinks forbid it (not `fuses`). Parts of a
-    single piece are no loop, so XLA computes all of them together, and keeps a third tensor of each.
+    0 if a fused kernel takes these queries, with windows or sinks if not `is_plain`. Parts of a single piece
+    are no loop, so XLA computes all of them together, and keeps a third tensor of each.
     """
     B, S, N, _ = q_BSNH.shape
-    if fuses and (_cudnn_takes(q_BSNH) or _gfx950_takes(q_BSNH)):
+    if (is_plain and _cudnn_takes(q_BSNH)) or _kernels_take(q_BSNH, is_plain):
         return 0
     if S <= LONGEST_WHOLE:
         return 8 * B * N * S * S
@@ -209,11 +211,12 @@ def _cudnn_takes(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return fits and q.dtype in (jnp.bfloat16, jnp.float16) and on_cuda()
 
 
-def _gfx950_takes(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Returns whether the program is for gfx950, with Triton, and the kernels support these heads."""
+def _kernels_take(q: jax.Array | jax.ShapeDtypeStruct, is_plain: bool) -> bool:
+    """Returns whether our kernels run here and support these heads; on CUDA those with a window or sinks."""
     target = current_target()
-    fits = q.dtype == jnp.bfloat16 and q.shape[-1] in _GFX950_HEAD_DIMS and math.prod(q.shape[1:]) < 2**31
-    return fits and target is not None and target.arch == "gfx950"
+    fits = q.dtype == jnp.bfloat16 and q.shape[-1] in _KERNEL_HEAD_DIMS and math.prod(q.shape[1:]) < 2**31
+    runs = target is not None and (target.arch == "gfx950" or (target.backend == "cuda" and not is_plain))
+    return fits and runs
 
 
 def on_cuda() -> bool:

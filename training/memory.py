@@ -133,8 +133,8 @@ def step_memory(
 
     activations = kept(remat)
     queries = jax.ShapeDtypeStruct((sequences, seq_len, config.n_heads, config.head_dim), jnp.bfloat16)
-    fuses = not config.sinks and not any(0 < window < seq_len for window in config.windows)
-    block = _block_bytes(config, tokens) + score_bytes(queries, fuses)
+    is_plain = not config.sinks and not any(0 < window < seq_len for window in config.windows)
+    block = _block_bytes(config, tokens) + score_bytes(queries, is_plain)
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own = device_bytes(params)
     return Memory(

@@ -26,7 +26,7 @@ _WHOLE = ("s", "r", "h", "t")  # as they appear in the rules
 
 def first_keys(
     starts: Bool[Array, "B S"] | None = None,
-    window: int | None = None,
+    window: int | Int32[Array, ""] = 0,
     *,
     shape: tuple[int, int] | None = None,
 ) -> Int32[Array, "B S"]:
@@ -34,20 +34,15 @@ def first_keys(
 
     Args:
       starts: whether a document begins at a position; no query sees an earlier document.
-      window: the number of keys that a query sees at most, itself included.
+      window: the number of keys that a query sees at most, itself included; 0 is all.
       shape: (B, S), needed without `starts`.
-
-    Raises:
-      ValueError: a window below 1.
     """
-    if window is not None and window < 1:
-        raise ValueError(f"first_keys needs a window of at least 1 key, got {window}")
     sizes = starts.shape if starts is not None else shape
     position = jax.lax.broadcasted_iota(jnp.int32, sizes, 1)
     first = jnp.zeros(sizes, jnp.int32)
     if starts is not None:
         first = jax.lax.cummax(jnp.where(starts, position, 0), axis=1)
-    return first if window is None else jnp.maximum(first, position - (window - 1))
+    return jnp.where(window > 0, jnp.maximum(first, position - (window - 1)), first)
 
 
 def fused_attention(

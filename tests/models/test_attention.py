@@ -61,7 +61,7 @@ def test_a_long_sequence_never_has_all_scores():
 )
 def test_gfx950_takes_the_fused_kernels_for_heads_that_they_support(target, dtype, head, fused, monkeypatch):
     taken = []
-    monkeypatch.setattr(kernels, "fused_attention", lambda q, k, v: taken.append(q.shape) or q)
+    monkeypatch.setattr(kernels, "fused_attention", lambda q, k, v, **_: taken.append(q.shape) or q)
     q = jax.ShapeDtypeStruct((1, 8, 2, head), dtype)
     with use_target(target):
         jax.eval_shape(attention.causal_attention, q, q, q)
@@ -97,3 +97,17 @@ def test_windows_and_sinks(monkeypatch, window, longest):
     sinks = jax.random.normal(jax.random.key(3), 4)
     ours = attention.causal_attention(q, k, v, jnp.int32(window), sinks)
     np.testing.assert_allclose(ours, plainly(*map(np.asarray, (q, k, v)), window, sinks), atol=1e-5)
+
+
+def test_windows_and_sinks_take_the_fused_kernels_on_cuda(monkeypatch):
+    taken = []
+    monkeypatch.setattr(kernels, "fused_attention", lambda q, k, v, **given: taken.append(given) or q)
+    q = jax.ShapeDtypeStruct((2, 9, 2, 64), jnp.bfloat16)
+    sinks = jax.ShapeDtypeStruct((2,), jnp.float32)
+    for window in (0, 4):
+        with use_target(Target("cuda", "sm_90")):
+            out = jax.jit(lambda q, s, w=window: attention.causal_attention(q, q, q, jnp.int32(w), s))
+            out.eval_shape(q, sinks)
+        assert taken[-1]["sinks"].shape == (2,)
+    first = [kernels.first_keys(window=jnp.int32(w), shape=(1, 6))[0].tolist() for w in (0, 4)]
+    assert first == [[0] * 6, [0, 0, 0, 0, 1, 2]]
