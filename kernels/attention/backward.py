@@ -143,7 +143,7 @@ def query_gradients_kernel(
         first_key += (head // (G * R)).to(tl.int64) * S + first
         low = tl.load(first_key + inside)
         earliest = tl.load(first_key) // BLOCK_K * BLOCK_K
-        seen_by_all = tl.max(low, 0)
+        seen_by_all = tl.load(first_key + tl.minimum(BLOCK_Q, S - first) - 1)
     # As in the forward kernel, only the blocks without a mask are in a loop.
     for i in tl.static_range(BLOCK_Q // BLOCK_K):
         start = first + i * BLOCK_K

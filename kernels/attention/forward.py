@@ -68,7 +68,7 @@ def forward_kernel(
         first_key += (head // (G * R)).to(tl.int64) * S + first
         low = tl.load(first_key + inside)
         earliest = tl.load(first_key) // BLOCK_K * BLOCK_K
-        seen_by_all = tl.max(low, 0)
+        seen_by_all = tl.load(first_key + tl.minimum(BLOCK_Q, S - first) - 1)
     # The masked blocks are not in a loop: with two loops ptxas waits for each wgmma before the next.
     for i in tl.static_range(BLOCK_Q // BLOCK_K):
         start = first + i * BLOCK_K

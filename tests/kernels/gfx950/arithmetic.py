@@ -166,6 +166,7 @@ OPERATIONS: dict[str, tuple[str, Callable]] = {
     "v_cvt_f32_f16": ("u", half),
     "v_add_u32": ("uu", lambda a, b: a + b),
     "v_sub_u32": ("uu", lambda a, b: a - b),
+    "v_subrev_u32": ("uu", lambda a, b: b - a),
     "v_mul_lo_u32": ("uu", lambda a, b: a * b),
     "v_mul_hi_u32": ("uu", multiply_high),
     "v_mul_u32_u24": ("uu", lambda a, b: low24(a) * low24(b)),

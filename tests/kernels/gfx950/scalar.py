@@ -74,6 +74,7 @@ OPERATIONS: dict[str, Callable[..., int | tuple[int, bool]]] = {
     "s_bfe_u32": lambda a, b: nonzero(field(a, b)[0]),
     "s_bfe_i32": lambda a, b: nonzero(signed_field(a, b)),
     "s_min_i32": smaller,
+    "s_max_i32": lambda a, b: (max(signed(a), signed(b)) & WORD, signed(a) > signed(b)),
     "s_max_u32": lambda a, b: (max(a, b), a > b),
     "s_sext_i32_i16": lambda a: short(a) & WORD,
     "s_sext_i32_i8": lambda a: signed_byte(a) & WORD,
@@ -103,6 +104,8 @@ COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "s_bitcmp0_b32": lambda a, b: not a >> (b & 31) & 1,
     "s_cmp_lt_i32": lambda a, b: signed(a) < signed(b),
     "s_cmp_gt_i32": lambda a, b: signed(a) > signed(b),
+    "s_cmp_ge_i32": lambda a, b: signed(a) >= signed(b),
+    "s_cmp_le_i32": lambda a, b: signed(a) <= signed(b),
 }
 # Of a word and the 16 bits in the instruction.
 SHORT_COMPARISONS: dict[str, Callable[[int, int], bool]] = {

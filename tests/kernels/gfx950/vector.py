@@ -124,6 +124,16 @@ def read_first_lane(w: Wave, i: Instruction) -> None:
     w.write_scalar(to.index, int(w.v[source.index, lane]), 1)
 
 
+def read_lane(w: Wave, i: Instruction) -> None:
+    to, source, lane = i.operands
+    w.write_scalar(to.index, int(w.v[source.index, w.read_scalar(lane, 1) & (LANES - 1)]), 1)
+
+
+def write_lane(w: Wave, i: Instruction) -> None:
+    to, source, lane = i.operands
+    w.v[to.index, w.read_scalar(lane, 1) & (LANES - 1)] = w.read_scalar(source, 1)
+
+
 def multiply_accumulate(w: Wave, i: Instruction) -> None:
     to, a, b = i.operands
     w.write(to.index, arithmetic.fma(w.read(a, "f"), w.read(b, "f"), w.read(to, "f")))
@@ -248,6 +258,8 @@ SPECIAL = {
     "v_addc_co_u32": add_with_carry,
     "v_mad_u64_u32": multiply_add_long,
     "v_readfirstlane_b32": read_first_lane,
+    "v_readlane_b32": read_lane,
+    "v_writelane_b32": write_lane,
     "v_fmac_f32": multiply_accumulate,
     "v_permlane16_swap_b32": swap_lanes,
     "v_permlane32_swap_b32": swap_lanes,
