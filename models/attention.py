@@ -1,6 +1,6 @@
 """Causal attention with rotary position embedding: fused where a kernel runs, else in pieces.
 
-cuDNN runs it on NVIDIA GPUs; `mxjax.kernels.attention` does on gfx950, and on both with windows or sinks. The
+cuDNN runs it on NVIDIA GPUs, our kernels run it there with windows or sinks, and on gfx950 without. The
 result is exact; only the order of summation differs. Shapes in names as in `models.decoder`.
 
 Sources: "RoFormer", arXiv 2104.09864; "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.2; for sinks
@@ -212,11 +212,12 @@ def _cudnn_takes(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
 
 
 def _kernels_take(q: jax.Array | jax.ShapeDtypeStruct, is_plain: bool) -> bool:
-    """Returns whether our kernels run here and support these heads; on CUDA those with a window or sinks."""
+    """Returns whether our kernels run here, on CUDA with windows or sinks, and support these heads."""
     target = current_target()
     fits = q.dtype == jnp.bfloat16 and q.shape[-1] in _KERNEL_HEAD_DIMS and math.prod(q.shape[1:]) < 2**31
-    runs = target is not None and (target.arch == "gfx950" or (target.backend == "cuda" and not is_plain))
-    return fits and runs
+    if target is None or not fits:
+        return False
+    return target.arch == "gfx950" if is_plain else target.backend == "cuda"
 
 
 def on_cuda() -> bool:

@@ -1,6 +1,6 @@
 """The ahead-of-time builds of causal attention: Llama 3.1 8B's heads, and small ones with masked tails.
 
-The small ones also with documents and sinks.
+None has windows, documents or sinks, which run on CUDA alone.
 """
 
 import dataclasses
@@ -33,8 +33,7 @@ def builds(target: Target) -> list[Build]:
         wanted.append(_build(which, LLAMA, getattr(candidates(target, 128), which)[0], target))
         for h in HEAD_SIZES:
             blocks = getattr(candidates(target, h), which)[0]
-            for masked in (False, True):
-                wanted.append(_build(which, (1, max(blocks[:2]) + 21, 1, 2, h), blocks, target, masked))
+            wanted.append(_build(which, (1, max(blocks[:2]) + 21, 1, 2, h), blocks, target))
     return wanted
 
 
@@ -51,17 +50,16 @@ def candidate_builds(target: Target) -> list[Build]:
     return found
 
 
-def _build(which: str, shape: tuple[int, ...], blocks: Blocks, target: Target, masked: bool = False) -> Build:
+def _build(which: str, shape: tuple[int, ...], blocks: Blocks, target: Target) -> Build:
     sizes = dict(zip("bsgrh", shape, strict=True))
-    constants: dict[str, Any] = {"MASKED": masked} | ({"SINKS": masked} if which == "forward" else {})
-    name = f"attention_{which}_{'x'.join(map(str, shape))}_{'x'.join(map(str, blocks))}"
+    unmasked: dict[str, Any] = {"MASKED": False} | ({"SINKS": False} if which == "forward" else {})
     return Build(
-        name=name + "_masked" * masked,
+        name=f"attention_{which}_{'x'.join(map(str, shape))}_{'x'.join(map(str, blocks))}",
         kernel=_KERNELS[which],
         signature=_signature(which, shape),
-        constants=constants_of(shape, blocks, target) | constants,
+        constants=constants_of(shape, blocks, target) | unmasked,
         grid=grid_of(which, shape, blocks),
-        expected=Expected("attention", {"which": which, **sizes, "masked": masked}, TOLERANCE),
+        expected=Expected("attention", {"which": which, **sizes}, TOLERANCE),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         options=OPTIONS.get(table_of(target), {}),
@@ -78,11 +76,11 @@ def _signature(which: str, shape: tuple[int, ...]) -> dict[str, Argument]:
         "k": Argument(*keys, meaning="keys"),
         "v": Argument(*keys, meaning="values"),
     }
-    first_key = Argument((b, s), "int32", meaning="first key that each query sees, if masked")
+    first_key = Argument((b, s), "int32", meaning="not read")
     if which == "forward":
         inputs |= {
             "first_key": first_key,
-            "sinks": Argument((b, g, r), "float32", meaning="logit of each head without a value, if masked"),
+            "sinks": Argument((b, g, r), "float32", meaning="not read"),
         }
         outputs = {
             "out": Argument(*queries, "output", "softmax(q @ k.T / sqrt(h)) @ v, causal"),
@@ -97,8 +95,6 @@ def _signature(which: str, shape: tuple[int, ...]) -> dict[str, Argument]:
     }
     if which == "query_gradients":
         return inputs | {"dq": Argument(*queries, "output", "gradient of q")}
-    inputs["queries_end"] = Argument(
-        (b, s), "int32", meaning="first query that no longer sees each key, if masked"
-    )
+    inputs["queries_end"] = Argument((b, s), "int32", meaning="not read")
     gradients = {name: Argument(*keys, "output", f"gradient of {name[1]}") for name in ("dk", "dv")}
     return inputs | gradients

@@ -121,7 +121,7 @@ def kernel_of(call):
     # MLIR escapes the bytes of a compressed message with the kernel's name and machine code.
     [text] = re.findall(r'opaque = "(.*?)"', call)
     data = re.sub(rb"\\(\\|[0-9A-F]{2})", lambda m: unescape(m[1]), text.encode())
-    names = rb"(quantize_pairs|quantize|gemm|carry_both|sift|correct|draw)_kernel"
+    names = rb"(quantize_pairs|quantize|cast|gemm|carry_both|sift|correct|draw)_kernel"
     return re.search(names, zlib.decompress(data))[0].decode()
 
 
@@ -184,6 +184,7 @@ MIXED = {
 }
 ONLY_WGRAD_FP8 = {
     "kernels": {
+        "cast_kernel": 3,
         "quantize_kernel": 1,
         "quantize_pairs_kernel": 1,
         "carry_both_kernel": 1,
