@@ -1,6 +1,6 @@
-"""Device memory as JAX reports it; `training.memory` estimates what a step needs.
+"""Device memory as JAX reports it, and an estimate of what a training step takes on one device.
 
-An estimate of the memory that a training step takes on one device, by tracing alone: nothing compiles.
+The estimate traces the step; nothing compiles.
 
 T tokens of a batch part on a device, L layers, D d_model, N query heads times head_dim, Q width of the fused
 query, key and value, F d_ff, V vocabulary, W = D Q + N D + 3 D F weights of a block. N, Q, F and V are a

@@ -20,7 +20,7 @@ from training.phases import Phase, first_steps
 from training.run.checksums import saved_steps
 from training.run.record import FILE, from_json, read_run_config
 
-# A resumed run may change these and stay the same run. Data may lie elsewhere; `training.run.resume` checks
+# A resumed run may change these and stay the same run. Data may lie elsewhere; `check_resumable` checks
 # it.
 _MAY_CHANGE = {
     "eval_data",
@@ -78,7 +78,7 @@ def _difference(begun: Any, asked: Any) -> str:
 def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:
     """Raises ValueError if `config` differs from the run in `folder`; the message lists the differences.
 
-    More steps are no difference: see `training.run.resume`.
+    More steps are no difference.
     """
     asked, begun = map(by_flag, (config, saved))
     differences = [
