@@ -28,7 +28,7 @@ def first_keys(
     starts: Bool[Array, "B S"] | None = None,
     window: int | Int32[Array, ""] = 0,
     *,
-    shape: tuple[int, int] | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> Int32[Array, "B S"]:
     """Returns the first key that each query sees.
 
