@@ -49,7 +49,7 @@ def _kept_by_yarn(yarn: Yarn, head_dim: int, theta: float) -> np.ndarray:
 
 
 def rope_factor(config: DecoderConfig) -> float:
-    """Returns what rotated queries and keys are multiplied by: 1 without YaRN."""
+    """Returns YaRN's factor of rotated queries and keys; 1 without YaRN."""
     if (yarn := config.yarn) is None:
         return 1.0
     factor = yarn.attention_factor

@@ -28,7 +28,7 @@ from mxjax.runtime.remat import keep_products
 
 
 class Routing(NamedTuple):
-    """What the routers did with a batch, of one block or stacked.
+    """Statistics of routers over a batch, of one block or stacked.
 
     Attributes:
       load: tokens that each expert got, as a fraction of all; the sum is the number of active experts.

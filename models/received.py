@@ -55,7 +55,7 @@ def check_regular(path: str | os.PathLike[str], name: str) -> None:
 
 
 def fault_of(head: bytes, *, text: bool = True) -> str | None:
-    """Returns what is wrong with a file that begins with these bytes, and what to do; None if nothing.
+    """Returns the fault of a file that begins with these bytes, and the remedy; None if it is sound.
 
     Args:
       head: the first 8000 bytes, or all of a shorter file.

@@ -224,7 +224,7 @@ def files_of(precision: PrecisionConfig) -> dict[str, tuple[int, str]]:
 
 
 def files_on_record(saved: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Returns what `files_of` returned when the run began; raises ValueError if it is malformed."""
+    """Returns the checksums of `files_of` at the run's beginning; raises ValueError if they are malformed."""
     files = saved.get("policy_files", {})
     if not are_sums(files):
         raise ValueError(

@@ -119,7 +119,7 @@ def column_pairs(factors, columns, BLOCK_C: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def load_factors(pointers, inside, EXACT: tl.constexpr):
-    """Returns what is at the pointers; zero where they are not inside, unless all are."""
+    """Loads a tile; elements that are not inside are zero."""
     if EXACT:
         return tl.load(pointers)
     return tl.load(pointers, inside, 0)

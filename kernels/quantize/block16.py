@@ -140,7 +140,7 @@ def _words(use: OperandUse | None) -> UInt32[Array, "8"]:
 
 
 class _Start(NamedTuple):
-    """What comes before the quantization, whether a factor or the subtraction of a mean, and the target."""
+    """Steps before the quantization: whether a factor or a mean is applied; and the target."""
 
     factored: bool
     centered: bool

@@ -104,7 +104,7 @@ def _interleaved(config: DecoderConfig, name: str, value: np.ndarray) -> np.ndar
 
 
 def _rope_factors(config: DecoderConfig) -> np.ndarray:
-    """Returns what the frequency of each pair of channels is divided by, float32 [H / 2]."""
+    """Returns the divisor of each pair of channels' frequency, float32 [H / 2]."""
     plain = dataclasses.replace(config, rope_scaling=None)
     first, scaled = (np.asarray(jax.device_get(rope_angles(2, c)))[1] for c in (plain, config))
     return (first / scaled).astype(np.float32)

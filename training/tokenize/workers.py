@@ -64,7 +64,7 @@ class Shard(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """What is counted while a shard is made: tokens of each document, problems, and `Shard.spelled`."""
+    """Counts while a shard is made: tokens of each document, problems, and `Shard.spelled`."""
 
     lengths: list[int]
     problems: list[Problem]
