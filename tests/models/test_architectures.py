@@ -16,7 +16,7 @@ from models import decoder
 from models.generation import Options, generate
 from models.huggingface.architectures import ARCHITECTURES, shape_of, views
 from models.huggingface.config import read_config
-from models.huggingface.files import read_json
+from models.huggingface.files import Reader, read_json
 from models.huggingface.weights import read_params
 from training.huggingface import export_checkpoint, import_checkpoint
 
@@ -42,7 +42,8 @@ def test_logits_are_those_of_transformers(architecture):
 def test_attention_through_quantizable_products_has_windows_and_sinks():
     with np.load(GOLDEN / "gpt_oss" / "golden.npz") as golden:
         config = read_config(read_json(GOLDEN / "gpt_oss" / "config.json"))
-        params, _ = read_params(GOLDEN / "gpt_oss", config)
+        with Reader(GOLDEN / "gpt_oss") as reader:
+            params, _ = read_params(reader, config)
         fp32 = mxjax.get_policy("fp32")
         unfused = dataclasses.replace(fp32, wgrad=mxjax.Gemm())  # only the Fprop is that of fp32
         policies = layer_policies(config, "fp32", [("*", "fp32"), ("*.attention.scores", unfused)])

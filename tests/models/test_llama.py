@@ -226,7 +226,7 @@ def test_unrolled_layers_are_those_of_the_loop(params, remat):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), loop, unrolled)
 
 
-@pytest.mark.parametrize(("policy", "unroll"), [("wgrad", SMALL.n_layers), ("nvfp4", 1)])
+@pytest.mark.parametrize(("policy", "unroll"), [("wgrad", SMALL.n_layers), ("uniform4", 1)])
 def test_blocks_are_unrolled_on_a_gpu_where_kernels_quantize(params, policy, unroll, monkeypatch):
     monkeypatch.setattr(decoder, "on_gpu", lambda: True)
     policies = layer_policies(SMALL, policy)

@@ -224,8 +224,8 @@ def choose_model(config: Config, folder: pathlib.Path, saved: dict[str, Any]) ->
 
 def check_rate(config: Config, folder: pathlib.Path, saved: dict[str, Any]) -> None:
     """Raises ValueError if imported weights would train at the default rate, which is one from scratch."""
-    source = config.init if config.init is not None and not saved else folder
-    begins = begun_config(saved) is None and (source / HUGGINGFACE).exists()
+    source = folder if saved else config.init
+    begins = source is not None and begun_config(saved) is None and (source / HUGGINGFACE).exists()
     if begins and config.optimizer.lr == OptimizerConfig.lr:
         raise ValueError(
             f"--lr {config.optimizer.lr:g}, the default, is for training from scratch and ruins the imported "
