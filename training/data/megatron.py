@@ -11,8 +11,8 @@ import grain
 import numpy as np
 
 from training.config import DataConfig
+from training.data.document_order import Blend, GPTDataset, Rows, blend_samples
 from training.data.indexed_dataset import IndexedDataset, Tokens
-from training.data.order import Blend, GPTDataset, Rows, blend_samples
 from training.data.text import rows_of_a_shard
 from training.data.tokenizer import read_tokenizer, tokenizer_path, tokenizer_vocab_size
 

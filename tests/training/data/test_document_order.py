@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.data import order as megatron_order
+from training.data import document_order as megatron_order
+from training.data.document_order import BlendOrder, GPTOrder
 from training.data.indexed_dataset import IndexedDataset, IndexedWriter
 from training.data.megatron import GPTDataset, MegatronCorpus
-from training.data.order import BlendOrder, GPTOrder
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[2] / "golden" / "megatron.npz")
 CASES = list(enumerate(json.loads(str(GOLDEN["cases"]))))
