@@ -271,7 +271,8 @@ def _write_small_files(
     if end is not None and raw.get("eos_token_id") is None:
         ids = {"bos_token_id": end.id, "eos_token_id": end.id}
         raw |= ids
-        write_json(folder / "generation_config.json", ids)
+        generation = folder / "generation_config.json"
+        write_json(generation, (read_json(generation) if generation.exists() else {}) | ids)
     _add_tokenizer(folder, run, saved, end)
     write_json(folder / "config.json", raw)
 

@@ -58,12 +58,12 @@ def write_gguf(
       operands: how to quantize, by the names of our layers.
       raw: the config.json, for context and token ids.
     Raises:
-      ValueError: the tokenizer is none that llama.cpp knows; see also `quantized_weights`.
+      ValueError: the model or the tokenizer is none that this writes; see also `quantized_weights`.
     """
+    if model_type(config) != "llama" or config.qkv_bias or config.out_bias or config.yarn:
+        raise ValueError("--quantize gguf writes Llamas without biases and YaRN alone; use --quantize mxfp4")
     vocabulary = _vocabulary(path.parent / "tokenizer.json", config.vocab_size)
     types, packed = library.GGMLQuantizationType, {f"{name}.weight" for name in names_of(operands)}
-    if model_type(config) != "llama":
-        raise ValueError(f"--quantize gguf writes Llamas alone, not {model_type(config)}")
     writer = library.GGUFWriter(path, "llama")
     _write_facts(writer, config, raw)
     for name, value in vocabulary.items():

@@ -126,8 +126,9 @@ def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple
     x = once(x, [uses.fprop.lhs, uses.wgrad.lhs])
     x_is_read, w_is_read = gradients_read_tensors(policy)
     keep = keep and frozen is None
-    keep_x = keep and (gemms.wgrad in KEPT or _in_place_of(x, uses.wgrad.lhs)) and not x_is_read
-    keep_w = keep and gemms.dgrad in KEPT and not w_is_read
+    may_drop_x = keep and not x_is_read and not multiplies_apart(policy.wgrad)  # which reads x itself
+    keep_x = may_drop_x and (gemms.wgrad in KEPT or _in_place_of(x, uses.wgrad.lhs))
+    keep_w = keep and gemms.dgrad in KEPT and not w_is_read and not multiplies_apart(policy.dgrad)
     x_uses, w_uses = [uses.fprop.lhs, uses.wgrad.lhs], [uses.fprop.rhs, uses.dgrad.rhs]
     lhs, x_packed = prepare(x, x_uses) if keep_x else (*prepare(x, x_uses[:1]), None)
     rhs, w_packed = prepare(values, w_uses) if keep_w else (*prepare(values, w_uses[:1]), None)
@@ -135,7 +136,7 @@ def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple
     if is_layer:
         lhs, rhs = _tagged(lhs), _tagged(rhs)
         x_packed, w_packed = _tagged(x_packed), _tagged(w_packed)
-    if keep and not x_is_read and _is_bfloat16(x) and takes_seen(x, uses.wgrad.lhs):
+    if may_drop_x and _is_bfloat16(x) and takes_seen(x, uses.wgrad.lhs):
         x_packed = lhs  # as many bytes as x, and all that the Wgrad reads of it
     y = _gemm(options, "fprop", lhs, rhs, _rests(policy.fprop, uses.fprop, x, values))
     x_kept = None if x_packed is not None or (frozen is not None and not x_is_read) else x

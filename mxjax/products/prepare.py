@@ -120,7 +120,8 @@ def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*ba
     fprop = use.reads
     if fprop is None:
         return x
-    if fprop.form in (None, "fp8") or not _kernel_takes(x, [fprop], "bf16"):
+    has_rest = fprop.operand.split not in ("none", "clip")  # which the kernel leaves out
+    if fprop.form in (None, "fp8") or has_rest or not _kernel_takes(x, [fprop], "bf16"):
         return dequantize_use(x, fprop)
     [q] = prepare(first_order_only(x), [fprop._replace(form="bf16")])
     assert isinstance(q, KernelOperand)

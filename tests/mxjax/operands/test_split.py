@@ -11,6 +11,8 @@ import pytest
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
 from mxjax.operands.split import product_apart, split
+from mxjax.operands.use import OperandUse, dequantize_use
+from mxjax.products import prepare
 
 BF16 = Operand("bf16")
 MEAN, NEAREST = Operand(split="mean"), Operand()
@@ -171,3 +173,23 @@ def test_experts_refuse_split_operands():
     x, w = np.ones((4, 32), np.float32), np.ones((2, 32, 32), np.float32)
     with pytest.raises(NotImplementedError, match=r"ragged_dot takes operands with .* split='none'"):
         mxjax.ragged_dot(x, w, np.array([2, 2]), policy="averis", key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", ["dgrad.lhs", "wgrad.lhs", "wgrad.rhs"])
+@pytest.mark.parametrize("format", ["fp8_e4m3", "nvfp4"])
+def test_gradients_have_what_a_split_operand_multiplies_apart(format, name):
+    """The implementations that keep operands of the forward pass keep the tensors here too."""
+    policy = mxjax.set_fields(Policy(*[Gemm(Operand(format), Operand(format))] * 3), [f"{name}.split=mean"])
+    for found, e in zip(
+        gradients(policy, "xla" if format == "nvfp4" else "fp8_carriers"), gradients(policy), strict=True
+    ):
+        np.testing.assert_allclose(found, e, rtol=1e-2, atol=1e-2 * np.abs(e).max())
+
+
+def test_what_the_fprop_left_of_a_split_tensor_has_its_rest(monkeypatch):
+    """A kernel that would take the tensor writes the quantized part alone."""
+    monkeypatch.setattr(prepare, "_kernel_takes", lambda *_: True)
+    x, _, _ = tensors()
+    fprop = OperandUse(-1, Operand("nvfp4", split="mean"), form="bf16")
+    found = prepare.as_read(x, OperandUse(-2, Operand("nvfp4"), reads=fprop))
+    np.testing.assert_array_equal(found, dequantize_use(x, fprop))
