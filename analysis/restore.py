@@ -13,6 +13,7 @@ import tyro
 
 from models import decoder
 from models.configs import DecoderConfig
+from models.experts import check_policies
 from mxjax.numerics.scales import ScaleRule
 from mxjax.products.implementations import Implementation, check_implementations
 from training.config import Config, PrecisionConfig, parse_rules
@@ -78,6 +79,7 @@ def restore(arguments: RunArguments) -> Restored:
         print(f"{program_name()}: {line}", file=sys.stderr)
     for phase in phases:
         check_implementations(phase.layers.policies, implementation)
+        check_policies(model, phase.layers, implementation)
     with Checkpoints(arguments.run / "checkpoints", losses=evaluations(arguments.run)) as checkpoints:
         step = checkpoints.latest if arguments.step is None else arguments.step
         if step == "best" and (step := checkpoints.best) is None:

@@ -1,4 +1,4 @@
-"""Partitioning of kernels on a mesh: each device runs a kernel on its shard, as a sharding rule says.
+"""Kernels on a mesh, where each device runs one on its shard as a sharding rule says, and under vmap.
 
 A rule is Shardy's: `v b (ro ri) c -> …` names the factors of each axis. Some factors are never sharded, such
 as the elements of a block.
@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
@@ -18,6 +19,25 @@ _log = logging.getLogger("mxjax")
 
 Axis = tuple[str, dict[str, int], list[str]]
 """An axis as a rule writes it, the sizes of its compound factors, and the factors that are never sharded."""
+
+
+def batched_by_vmap(run: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
+    """Returns `run` of arrays and results that begin with a batch axis, which vmap's mapped axis joins."""
+
+    @jax.custom_batching.custom_vmap
+    def call(*arrays):
+        return run(*arrays)
+
+    @call.def_vmap
+    def _(size, mapped, *arrays):
+        every = [
+            x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+            for x, has_axis in zip(arrays, mapped, strict=True)
+        ]
+        results = call(*(x.reshape(-1, *x.shape[2:]) for x in every))
+        return [y.reshape(size, -1, *y.shape[1:]) for y in results], [True] * len(results)
+
+    return call
 
 
 def partitioned(

@@ -4,14 +4,15 @@ import dataclasses
 import json
 import pathlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from models.huggingface.architectures import ARCHITECTURES, model_type
 from training.config import Config, by_flag
 from training.data.megatron import is_indexed
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
 from training.log.metrics import evaluations
-from training.run.record import from_json
+from training.run.record import from_json, model_of
 
 
 class EndToken(NamedTuple):
@@ -39,7 +40,7 @@ def end_token(data: Sequence[str], vocab_size: int) -> EndToken | None:
     return None
 
 
-def model_card(run: pathlib.Path, saved: Mapping[str, Any], step: int, weights: str) -> str:
+def model_card(run: pathlib.Path, saved: dict[str, Any], step: int, weights: str) -> str:
     """Returns README.md of an export: data, policy, tokens, loss, versions and command.
 
     Args:
@@ -66,7 +67,8 @@ def model_card(run: pathlib.Path, saved: Mapping[str, Any], step: int, weights: 
     shown = {name: str(value).replace("|", " ") for name, value in rows.items() if value is not None}
     lines = [f"| {name} | {value} |" for name, value in shown.items()]
     front = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [mxjax]\n---\n"
-    return front + "\n".join(["# Llama trained with mxjax", "", "| | |", "| --- | --- |", *lines]) + "\n"
+    title = f"# {ARCHITECTURES[model_type(model_of(saved))].name} trained with mxjax"
+    return front + "\n".join([title, "", "| | |", "| --- | --- |", *lines]) + "\n"
 
 
 def _command(config: Config) -> str:

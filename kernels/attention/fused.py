@@ -10,12 +10,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int32
 
 from mxjax.kernels.attention import aiter, launches
 from mxjax.kernels.attention.blocks import HEAD_SIZES
-from mxjax.kernels.mesh import partitioned
+from mxjax.kernels.mesh import batched_by_vmap, partitioned
 from mxjax.runtime.devices import Target, current_target
 from mxjax.runtime.mesh import on_auto_axes, varying_as
 from mxjax.runtime.remat import tag_attention
@@ -169,19 +168,4 @@ def _on_shards(run: Callable[..., tuple[jax.Array, ...]], rule: str) -> Callable
     def part(*arrays):
         return list(run(*arrays))
 
-    on_mesh = partitioned(part, rule, {}, _WHOLE)
-
-    @custom_vmap
-    def call(*arrays):
-        return on_mesh(*arrays)
-
-    @call.def_vmap
-    def _(size, mapped, *arrays):
-        arrays = [
-            x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
-            for x, has_axis in zip(arrays, mapped, strict=True)
-        ]
-        results = call(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
-        return [y.reshape(size, -1, *y.shape[1:]) for y in results], [True] * len(results)
-
-    return call
+    return batched_by_vmap(partitioned(part, rule, {}, _WHOLE))

@@ -144,3 +144,12 @@ def join_tensors(tensors, COUNT: tl.constexpr):
                 joined = joined + (tl.join(tensors[i], tensors[i + (COUNT >> (stage + 1))]),)
             tensors = joined
     return tensors[0]
+
+
+@triton.jit
+def store_inside(pointers, value, inside, EXACT: tl.constexpr):
+    """Stores a tile; elements that are not inside are left out, which an EXACT tile has none of."""
+    if EXACT:
+        tl.store(pointers, value)
+    else:
+        tl.store(pointers, value, inside)

@@ -18,10 +18,10 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from mxjax.kernels.device.elements import encode_fp8, widen
-from mxjax.kernels.device.loads import column_groups, join_tensors
+from mxjax.kernels.device.loads import column_groups, join_tensors, store_inside
 from mxjax.kernels.launch import MOST_PROGRAMS, ceil_div, triton_call
 from mxjax.kernels.lowering import TYPES
-from mxjax.kernels.mesh import compound, partitioned
+from mxjax.kernels.mesh import batched_by_vmap, compound, partitioned
 from mxjax.kernels.quantize.launches import LONGEST_AXIS, Tile
 from mxjax.numerics.blocks import magnitude_bits
 from mxjax.numerics.float_scales import divide, tensor_max
@@ -91,20 +91,10 @@ def _caster(sides: Sides, target: Target | None):
     """
     del target
 
-    @jax.custom_batching.custom_vmap
     def run(x, *factors):
         return _on_mesh(sides, x.shape)(x, *factors)
 
-    @run.def_vmap
-    def _(size, batched, *arrays):
-        every = [
-            a if b else jnp.broadcast_to(a, (size, *a.shape)) for a, b in zip(arrays, batched, strict=True)
-        ]
-        results = run(*(a.reshape(-1, *a.shape[2:]) for a in every))
-        results = [y.reshape(size, -1, *y.shape[1:]) for y in results]
-        return results, [True] * len(results)
-
-    return run
+    return batched_by_vmap(run)
 
 
 def _on_mesh(sides: Sides, shape: tuple[int, ...]):
@@ -197,14 +187,14 @@ def cast_kernel(
         word = tl.reshape(tl.permute(word, [0, 2, 1]), [BLOCK_R // 4, BLOCK_C])
         at, column = tl.arange(0, BLOCK_R // 4)[:, None], tl.arange(0, BLOCK_C)[None, :]
         pointers = column_words + (v * C + c0) * (R // 4) + r0 // 4 + (column.to(tl.int64) * (R // 4) + at)
-        _store(pointers, word, (at < (R - r0) // 4) & (column < C - c0), EXACT)
+        store_inside(pointers, word, (at < (R - r0) // 4) & (column < C - c0), EXACT)
     if ROW_E5M2 is not None:
         factor = tl.load(row_factor + v)
         row, at = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, BLOCK_C // 4)[None, :]
         for i in tl.static_range(GROUP):
             word = _row_words(widen(xs[i]) * factor, GROUPS, BLOCK_C, ROW_E5M2)
             pointers = row_words + (first + i) * (C // 4) + c0 // 4 + (row * (C // 4) + at)
-            _store(pointers, word, (row + i < R - r0) & (at < (C - c0) // 4), EXACT)
+            store_inside(pointers, word, (row + i < R - r0) & (at < (C - c0) // 4), EXACT)
 
 
 @triton.jit
@@ -219,11 +209,3 @@ def _row_words(y, GROUPS: tl.constexpr, WIDTH: tl.constexpr, E5M2: tl.constexpr)
     y3, y7 = tl.split(y3)
     low, high = encode_fp8((y0, y1, y2, y3, y4, y5, y6, y7), E5M2, True)
     return tl.reshape(tl.join(low, high), [GROUPS, WIDTH // 4])
-
-
-@triton.jit
-def _store(pointers, value, inside, EXACT: tl.constexpr):
-    if EXACT:
-        tl.store(pointers, value)
-    else:
-        tl.store(pointers, value, inside)

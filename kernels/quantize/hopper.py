@@ -33,7 +33,7 @@ from mxjax.kernels.device.hopper_ptx import (
     largest_pair,
     pair_scales,
 )
-from mxjax.kernels.device.loads import join_tensors, load_words, split_words
+from mxjax.kernels.device.loads import join_tensors, load_words, split_words, store_inside
 from mxjax.kernels.device.stochastic_ptx import draw_columns
 from mxjax.kernels.quantize.kernel import place_of
 
@@ -264,12 +264,12 @@ def _quantize_rows(
             codes = encode_row((w0[i + k], w1[i + k], w2[i + k], w3[i + k]), both, k)
             inside = (row + (i + k) < rows) & (word < length // 8)
             pointers = words + (i + k) * (LENGTH // 8) + (row * (LENGTH // 8) + word)
-            _store(pointers, tl.where(_along_row(is_nan, GROUPS, QUADS), 0, codes), inside, EXACT)
+            store_inside(pointers, tl.where(_along_row(is_nan, GROUPS, QUADS), 0, codes), inside, EXACT)
     byte = tl.reshape(join_tensors(written, GROUP), [GROUPS, QUADS // 4, GROUP])
     byte = tl.reshape(tl.permute(byte, [0, 2, 1]), [BLOCK_R, QUADS // 4])
     row, block = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, QUADS // 4)[None, :]
     inside = (row < rows) & (block < length // 32)
-    _store(scales + (row * (LENGTH // 32) + block), byte.to(tl.uint8), inside, EXACT)
+    store_inside(scales + (row * (LENGTH // 32) + block), byte.to(tl.uint8), inside, EXACT)
 
 
 @triton.jit
@@ -293,19 +293,19 @@ def _quantize_columns(
                 word = tl.permute(tl.join(four_words[k], four_words[2 + k]), [0, 2, 1])
                 inside = (column < others) & (at < length // 8)
                 pointers = words + (column * (LENGTH // 8) + at)
-                _store(pointers, tl.reshape(word, [GROUPS * 2, QUADS]), inside, EXACT)
+                store_inside(pointers, tl.reshape(word, [GROUPS * 2, QUADS]), inside, EXACT)
         else:
             words_written = words_written + four_words
     column = tl.arange(0, BLOCK_C)[None, :]
     byte = tl.reshape(join_tensors(bytes_written, 8), [GROUPS // 2, BLOCK_C])
     block = tl.arange(0, GROUPS // 2)[:, None]
     inside = (column < others) & (block < length // 32)
-    _store(scales + (column * (LENGTH // 32) + block), byte.to(tl.uint8), inside, EXACT)
+    store_inside(scales + (column * (LENGTH // 32) + block), byte.to(tl.uint8), inside, EXACT)
     if ROTATION > 1:
         word = tl.reshape(join_tensors(words_written, 16), [GROUPS, QUADS, 4, 2, 2])
         word = tl.reshape(tl.permute(word, [0, 3, 1, 2, 4]), [GROUPS * 2, BLOCK_C])
         inside = (column < others) & (at < length // 8)
-        _store(words + (column * (LENGTH // 8) + at), word, inside, EXACT)
+        store_inside(words + (column * (LENGTH // 8) + at), word, inside, EXACT)
 
 
 @triton.jit
@@ -383,11 +383,3 @@ def _along_row(x, GROUPS: tl.constexpr, QUADS: tl.constexpr):
 def _along_columns(x, GROUPS: tl.constexpr, QUADS: tl.constexpr):
     """Broadcasts one value for each block along columns [GROUPS / 2, QUADS] to its groups [GROUPS, QUADS]."""
     return tl.reshape(tl.broadcast_to(x[:, None, :], [GROUPS // 2, 2, QUADS]), [GROUPS, QUADS])
-
-
-@triton.jit
-def _store(pointers, value, inside, EXACT: tl.constexpr):
-    if EXACT:
-        tl.store(pointers, value)
-    else:
-        tl.store(pointers, value, inside)

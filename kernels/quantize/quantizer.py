@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32, Shaped, UInt32
 
 from mxjax.kernels.launch import triton_call
 from mxjax.kernels.lowering import TYPES
-from mxjax.kernels.mesh import along, compound, partitioned
+from mxjax.kernels.mesh import along, batched_by_vmap, compound, partitioned
 from mxjax.kernels.quantize.draws import sign_words
 from mxjax.kernels.quantize.kernel import SCALARS, Form, words_of
 from mxjax.kernels.quantize.launches import (
@@ -251,20 +251,10 @@ def _computed_quantizer(pair: Pair, kind: ComputedKind, target: Target | None):
     """
     del target
 
-    @jax.custom_batching.custom_vmap
     def run(*arrays):
         return _computed_on_mesh(pair, kind, arrays[0].shape)(*arrays)
 
-    @run.def_vmap
-    def _(size, batched, *arrays):
-        every = [
-            a if b else jnp.broadcast_to(a, (size, *a.shape)) for a, b in zip(arrays, batched, strict=True)
-        ]
-        results = run(*(a.reshape(-1, *a.shape[2:]) for a in every))
-        results = [y.reshape(size, -1, *y.shape[1:]) for y in results]
-        return results, [True] * len(results)
-
-    return run
+    return batched_by_vmap(run)
 
 
 _COLUMNS: dict[ComputedKind, tuple[str, ...]] = {

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints of Llamas, converted to and from the parameters of `models.decoder`."""
+"""Hugging Face checkpoints, converted to and from the parameters of `models.decoder`."""

@@ -60,7 +60,8 @@ class QuantizedWeight(NamedTuple):
         elements = self.codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
         exponents = np.repeat(self.scales.astype(np.int32) - 127, BLOCK, axis=-1)
         nan = np.repeat(self.scales == 255, BLOCK, axis=-1)
-        return np.where(nan, np.float32(np.nan), np.ldexp(elements, np.where(nan, 0, exponents)))
+        with np.errstate(over="ignore"):  # the largest scale times 6 is infinite
+            return np.where(nan, np.float32(np.nan), np.ldexp(elements, np.where(nan, 0, exponents)))
 
 
 def choose_operands(

@@ -17,13 +17,13 @@ from models import decoder
 from models.configs import DecoderConfig
 from models.huggingface.architectures import largest_tensors, shape_of, views
 from models.huggingface.files import DTYPES, Reader, Spec, read_json, spelling
+from models.huggingface.quantized import QuantizedWeight
 from mxjax.numerics.formats import BLOCK
 
 _IMPORTED = ("F32", "BF16", "F16")
 _SHOWN = 8  # problems listed in an error message
 _EMBEDDING = "model.embed_tokens.weight"
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 def unpacked(specs: Mapping[str, Spec]) -> dict[str, Spec]:
@@ -54,11 +54,10 @@ def read_tensor(reader: Reader, name: str) -> np.ndarray:
     if name in reader.specs:
         return reader.read(name)
     blocks, scales = reader.read(name + _BLOCKS), reader.read(name + _SCALES)
-    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, BLOCK)
-    with np.errstate(over="ignore"):
-        values = np.ldexp(_E2M1[codes], scales.astype(np.int32)[..., None] - 127)
-    values[scales == 255] = np.nan
-    return values.reshape(*scales.shape[:-1], -1).swapaxes(-1, -2)
+    *rows, columns = scales.shape
+    packed = blocks.reshape(-1, columns * BLOCK // 2)
+    values = QuantizedWeight.unpacked(packed, scales.reshape(-1, columns)).values()
+    return values.reshape(*rows, -1).swapaxes(-1, -2)
 
 
 def check_tensors(specs: Mapping[str, Spec], config: DecoderConfig) -> None:
@@ -83,13 +82,13 @@ def check_tensors(specs: Mapping[str, Spec], config: DecoderConfig) -> None:
 
 
 def _check_prefix(specs: Mapping[str, Spec]) -> None:
-    """Raises ValueError if the names are those of a module in a wrapper, or of one inside the Llama."""
+    """Raises ValueError if the names are those of a module in a wrapper, or of one inside the model."""
     if _EMBEDDING in specs:
         return
     if _EMBEDDING.removeprefix("model.") in specs:
         raise ValueError(
-            "the names of the tensors lack 'model.', as a LlamaModel's do: save the LlamaForCausalLM that "
-            "holds it, or rename them"
+            "the names of the tensors lack 'model.', as those of a model without its head do: save the "
+            "...ForCausalLM that holds it, or rename them"
         )
     wrapped = next((name for name in specs if name.endswith(f".{_EMBEDDING}")), None)
     if wrapped is not None:

@@ -9,8 +9,8 @@ operands rotated and quantized along the axis that it contracts. So `forward` an
 
 1. `uses_of_policy` makes the policy and the key into six `OperandUse`, one for each operand above.
 2. `prepare` quantizes a tensor for its uses: x and w by blocks along d_in, dy by blocks along d_out and along
-   the tokens. With packed operands `forward` also prepares what `backward` takes of x and w, from the same
-   read, and keeps that in place of x.
+   the tokens. Where operands are no larger than x (packed, FP8, bfloat16), `forward` also prepares what
+   `backward` takes of x and w, from the same read, and keeps that in place of x.
 3. `multiply` runs a GEMM and returns a `Product`, whose factors its reader applies. What a policy splits off,
    and gradients through rotation and quantization, are float32 steps between the product and its dtype.
 
@@ -254,8 +254,8 @@ def residual_bytes(
 ) -> dict[str, int]:
     """Returns the bytes that `dot(x, w, ...)` keeps for its backward pass, by tensor ("x", "w").
 
-    Packed operands take 17/32 byte per element, FP8 operands one. If a GEMM takes neither, the tensor itself
-    is kept, which costs nothing for weights: they stay in memory anyway.
+    Packed operands take 17/32 byte per element, FP8 operands one, and those of formats with E4M3 scales, by
+    kernel, two. Else the tensor itself is kept, which costs nothing for weights: they stay in memory anyway.
 
     Args:
       x, w: arrays [..., d_in] and [d_in, d_out], or their shapes and dtypes.
