@@ -19,6 +19,7 @@ from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.stats.layers import by_layer, empty_slots, make_layer_stats
 from training.memory import Memory, step_memory
+from training.optimizer.muon import working_bytes
 from training.optimizer.optimizers import keeps_finite, optimizer_of
 from training.optimizer.schedule import learning_rate
 from training.phases import Phase, phase_at
@@ -72,6 +73,7 @@ class Trainer:
                 mesh=plan.mesh.shape,
                 remat=config.remat,
                 implementation=config.precision.implementation,
+                update=working_bytes(self._shapes.params) if config.optimizer.optimizer == "muon" else 0,
             )
 
     def init(self) -> TrainState:
@@ -143,8 +145,7 @@ class Trainer:
 
     def _optimizer_of(self, phase: Phase) -> optax.GradientTransformationExtraArgs:
         config = self._plan.config
-        experts = self._plan.model.experts
-        return optimizer_of(config.optimizer, config.precision.deoscillate, phase.layers, experts)
+        return optimizer_of(config.optimizer, self._plan.model, config.precision.deoscillate, phase.layers)
 
 
 class Programs(NamedTuple):
