@@ -8,10 +8,12 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from models import decoder
+from models.decoder import Params
 from models.experts import routing_by_layer
 from models.gemms import linear_layers
 from models.sharding import batch_parts_of
@@ -19,6 +21,7 @@ from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.stats.layers import by_layer, empty_slots, make_layer_stats
 from training.memory import Memory, step_memory
+from training.optimizer.bfloat16 import as_float32
 from training.optimizer.muon import working_bytes
 from training.optimizer.optimizers import keeps_finite, optimizer_of
 from training.optimizer.schedule import learning_rate
@@ -51,7 +54,7 @@ class Trainer:
     def __init__(self, plan: Plan):
         """Traces the state's shapes; nothing is computed."""
         self._plan = plan
-        self._fill = functools.partial(resize, size=plan.filled_vocab_size)
+        self._fill = functools.partial(_as_stored, plan)
         self._key = jax.random.key(plan.config.seed)
         self._optimizer = self._optimizer_of(plan.phases[0])
         self._shapes = abstract_state(plan.model, self._optimizer, plan.mesh, self._fill)
@@ -148,6 +151,12 @@ class Trainer:
         return optimizer_of(config.optimizer, self._plan.model, config.precision.deoscillate, phase.layers)
 
 
+def _as_stored(plan: Plan, params: Params) -> Params:
+    """Returns parameters as a state has them: with the filled vocabulary, in the dtype of --master."""
+    dtype = jnp.dtype(plan.config.optimizer.master)
+    return jax.tree.map(lambda w: w.astype(dtype), resize(params, plan.filled_vocab_size))
+
+
 class Programs(NamedTuple):
     """The programs for the policies of one phase; each compiles at its first call or ahead."""
 
@@ -210,5 +219,5 @@ def _with_options(plan: Plan, phase: Phase, function: Callable) -> Callable:
         "implementation": config.precision.implementation,
     }
     return lambda params, batch, key, slots=None: function(
-        plan.model, params, batch, key=key, slots=slots, **options
+        plan.model, as_float32(params), batch, key=key, slots=slots, **options
     )

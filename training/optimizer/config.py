@@ -25,6 +25,9 @@ RANGES: Mapping[str, Range] = types.MappingProxyType(
 )
 
 
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer; by default AdamW as in MLPerf Training's llama31_8b, with its warm-up and cosine."""
@@ -60,13 +63,19 @@ class OptimizerConfig:
     """Peak learning rate of the parameters that muon leaves to AdamW. Default: --lr."""
     weight_decay: float = 0.1
     """Decoupled weight decay; norms have none."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type of the optimizer's moments. bfloat16 halves them; they are rounded stochastically."""
+    master: Literal["float32", "bfloat16"] = "float32"
+    """Type of the parameters between steps. bfloat16 halves them; each update is computed in float32 and the
+    result rounded stochastically."""
     clip: float = 1.0
     """Clip gradients to this global norm; inf does not clip."""
 
 
 def bytes_a_parameter(config: OptimizerConfig) -> int:
     """Returns the least memory of a parameter with its moments."""
-    return 12 if config.optimizer == "adamw" else 8
+    moments = 2 if config.optimizer == "adamw" else 1
+    return _BYTES[config.master] + moments * _BYTES[config.moments]
 
 
 def check_schedule(config: OptimizerConfig, steps: int) -> None:

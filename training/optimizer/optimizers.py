@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool
 from models.configs import DecoderConfig
 from mxjax.policy.layers import LayerPolicies
 from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
+from training.optimizer.bfloat16 import with_bfloat16_moments, with_bfloat16_parameters
 from training.optimizer.config import OptimizerConfig
 from training.optimizer.muon import is_matrix, muon
 
@@ -26,7 +27,8 @@ def optimizer_of(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer of a run while these policies hold.
 
-    It is `make_optimizer`'s, then `--deoscillate`, then the biases that balance the experts' load.
+    It is `make_optimizer`'s, then `--deoscillate`, then the biases that balance the experts' load, then what
+    rounds the parameters.
     """
     optimizer = make_optimizer(config, model)
     parts: list[optax.GradientTransformation] = []
@@ -34,7 +36,8 @@ def optimizer_of(
         parts.append(snap_oscillating(parse_deoscillation(deoscillate), layers))
     if model.experts is not None and model.experts.balance_rate:
         parts.append(balance_experts(model.experts.balance_rate))
-    return optax.chain(optimizer, *parts) if parts else optimizer
+    optimizer = optax.chain(optimizer, *parts) if parts else optimizer
+    return with_bfloat16_parameters(optimizer) if config.master == "bfloat16" else optimizer
 
 
 def balance_experts(rate: float) -> optax.GradientTransformationExtraArgs:
@@ -68,7 +71,7 @@ def make_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns clipping by global norm, then the optimizer, for parameters of `models.decoder`.
 
-    Its `update` takes `learning_rate=`, a scalar. Muon needs the model.
+    Its `update` takes `learning_rate=`, a scalar, and with moments in bfloat16 `key=`. Muon needs the model.
     """
     if config.optimizer == "muon":
         if model is None:
@@ -85,11 +88,12 @@ def make_optimizer(
             weight_decay=config.weight_decay,
             mask=decayed,
         )
-    return optax.chain(
+    optimizer = optax.chain(
         optax.clip_by_global_norm(config.clip),
         direction,
         optax.GradientTransformationExtraArgs(optax.init_empty_state, _scale),
     )
+    return with_bfloat16_moments(optimizer) if config.moments == "bfloat16" else optimizer
 
 
 def _muon(config: OptimizerConfig, model: DecoderConfig) -> optax.GradientTransformation:
@@ -124,21 +128,23 @@ def keeps_finite(config: OptimizerConfig) -> Callable[[jax.Array], Bool[Array, "
     """Returns a function of the learning rate: whether an update certainly keeps a finite state finite.
 
     The update is `make_optimizer`'s, by gradients with a finite norm. Clipped, none of their elements exceeds
-    `clip`, nor does a mean of them. So no update before the learning rate exceeds `clip / ((1 - b1) eps)` by
-    AdamW, `clip / (1 - momentum)` by SGD, and by Muon, whose matrices have singular values up to 1.2, the
-    factor of their shape. Up to 1e30 that is less than half a unit in the last place of float32's
-    largest values, and a rate from 0 to 1 makes it no more, while decay takes a parameter towards zero. None
-    for settings without such a bound, among them no clipping.
+    `clip`, nor does a mean of them, or five times `clip` where moments are rounded. So no update before the
+    learning rate exceeds such multiples of `clip / ((1 - b1) eps)` by AdamW, of `clip / (1 - momentum)` by
+    SGD, and of its matrices' shape factor by Muon, whose singular values reach 1.2. Up to 1e30 that is less
+    than half a unit in the last place of float32's largest values, and a rate from 0 to 1 makes it no more,
+    while decay takes a parameter towards zero. None for settings without such a bound, among them no
+    clipping.
     """
     least = float(jnp.finfo(jnp.float32).tiny)  # XLA takes less for 0
+    slowest = 1 - 1e-6 if config.moments == "float32" else 0.99  # of a decay that outweighs rounding up
     bounded = least <= config.clip <= 1e15 and 0 <= config.weight_decay <= 0.5  # so that squares are finite
     if config.optimizer != "sgd":
-        bounded &= config.eps >= least and all(0 <= b <= 1 - 1e-6 for b in (config.b1, config.b2))
+        bounded &= config.eps >= least and all(0 <= b <= slowest for b in (config.b1, config.b2))
         bounded &= config.clip <= 1e30 * (1 - config.b1) * config.eps
     if config.optimizer != "adamw":
-        bounded &= 0 <= config.momentum <= 1 - 1e-6 and (config.consistent_rms or 1) <= 1e20
+        bounded &= 0 <= config.momentum <= slowest and (config.consistent_rms or 1) <= 1e20
     highest = max(1.0, _adam_ratio(config)) if config.optimizer == "muon" else 1.0
-    return (lambda rate: (rate >= 0) & (rate * highest <= 1)) if bounded else None
+    return (lambda rate: (rate >= 0) & (rate <= 1 / highest)) if bounded else None
 
 
 def _scale(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
