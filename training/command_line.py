@@ -249,7 +249,7 @@ def parse(argv: list[str] | None = None) -> Config:
         known, _ = first.parse_known_args(argv)
         if known.resume and known.out and (begun := _begun_run(known.out)) is not None:
             # The devices may be others than those at the beginning.
-            default = dataclasses.replace(begun, stop_after=None, mesh=None, distributed=False)
+            default = dataclasses.replace(begun, stop_after=None, mesh=None, devices=None, distributed=False)
             if any(word.partition("=")[0] == "--set" for word in argv):  # or tyro appends to the run's
                 default = dataclasses.replace(default, precision=dataclasses.replace(begun.precision, set=()))
         elif known.preset in PRESETS and known.batch_size > 0:
