@@ -30,6 +30,7 @@ from training.ranges import (
     POSITIVE_OR_INF,
     SEED,
     Range,
+    at_most,
     check_ranges,
 )
 
@@ -44,6 +45,7 @@ _RANGES: Mapping[str, Range] = types.MappingProxyType(
         "weight_decay": NOT_NEGATIVE,
         "clip": POSITIVE_OR_INF,
         "seed": SEED,
+        "devices": at_most(1024),
         "target_loss": FINITE,
         "spike_factor": Range("greater than 1", lambda x: x > 1),
     }
@@ -266,6 +268,8 @@ class Config:
     mesh: str | None = None
     """Sizes of the mesh axes, as AXIS=SIZE,...: data and fsdp shard the batch, fsdp and tensor the
     parameters. A missing axis is 1. Default: fsdp over all devices."""
+    devices: int | None = None
+    """Virtual devices to make of a CPU, to try a mesh without GPUs. Default: the devices that there are."""
     distributed: bool = False
     """Train together with other processes that have the same flags and --out. JAX finds the processes of a
     Slurm, Open MPI or Kubernetes job; elsewhere set JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process),

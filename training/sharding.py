@@ -53,7 +53,7 @@ def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
     if (product := math.prod(sizes.values())) != devices:
         raise ValueError(
             f"--mesh {text} is for {product} devices and there are {devices}; choose sizes that multiply to "
-            f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out"
+            f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out; --devices {product} divides a CPU"
         )
     return sizes
 

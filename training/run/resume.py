@@ -35,6 +35,7 @@ _MAY_CHANGE = {
     "target_loss",
     "log_every",
     "mesh",
+    "devices",
     "distributed",
     *(field.name for field in dataclasses.fields(ObserveConfig)),
     "on_nonfinite",

@@ -84,7 +84,7 @@ class Run:
                 join_processes()
         with failing_together(*SHARED), contextlib.ExitStack() as stack:
             with input_errors():
-                start_jax()
+                start_jax(config.devices)
                 interruption = stack.enter_context(Interruption())
                 path = config.folder()
                 with together():
