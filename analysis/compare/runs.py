@@ -121,8 +121,8 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
             )
         train = {r["step"] * step: r["loss"] for r in records if "loss" in r}
         evaluated = config.eval_sequences or config.eval_batches * config.data.batch_size
-        if config.data.eval_data is not None:  # then training data may differ
-            name_of_data = pathlib.Path(config.data.eval_data).name
+        if config.data.eval_data:  # then training data may differ
+            name_of_data = pathlib.Path(next(iter(config.data.eval_paths.values()))).name
             facts = {"source": name_of_data, "tokens": facts.get("validation_tokens")}
         held_out = json.dumps([facts, config.data.seq_len, evaluated], sort_keys=True)
         end = config.steps * step

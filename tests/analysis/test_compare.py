@@ -185,7 +185,7 @@ def test_what_differs_is_said(tmp_path, capsys):
     assert warning.startswith("the runs are evaluated on different tokens")
     for folder, crc in zip(folders, "01", strict=True):
         values = json.loads((folder / "config.json").read_text())
-        values["config"]["data"]["eval_data"] = "held"
+        values["config"]["data"]["eval_data"] = ["held"]
         values["data"] = facts | {"crc32": crc, "train_tokens": int(crc)}
         (folder / "config.json").write_text(json.dumps(values))
     compare(CompareConfig(tuple(folders)))
