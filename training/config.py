@@ -310,9 +310,10 @@ class Config:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """End the run at a loss, gradient or update that is NaN or infinite, or skip that step; ten skipped steps
     in a row end the run. Either way the evidence is saved."""
-    spike_factor: float = 2.0
+    spike_factor: float | None = None
     """Report losses above this multiple of the median of the last 100, also in spikes.jsonl; inf reports
-    none."""
+    none. Default: report a loss or gradient norm 6 deviations above its median, if that is 3 % above for the
+    loss and twice as much for the norm."""
     log_every: int = 10
     """Steps between printed lines. metrics.jsonl gets every step."""
     policy: dataclasses.InitVar[tyro.conf.Suppress[str | Policy | None]] = None

@@ -18,12 +18,13 @@ from training.config import ObserveConfig
 from training.data.evaluation_sets import losses_of
 from training.log import throughput
 from training.log.display import Display
-from training.log.health import NonFiniteError, NonFiniteGuard, SpikeDetector
+from training.log.health import NonFiniteError, NonFiniteGuard
 from training.log.metrics import FILE as METRICS
 from training.log.metrics import MetricsLog, Sink, in_words
 from training.log.mlperf import FILE as MLLOG
 from training.log.mlperf import MLPerfLog, settings_of
 from training.log.sinks import EventFiles, WandbRun
+from training.log.spikes import SpikeDetector
 from training.memory import memory_use
 from training.optimizer import learning_rate
 from training.plan import Plan
@@ -95,7 +96,7 @@ class StepReporter:
         self._display.step(step, values | ({"mean_step_s": mean} if recent else {}))
         self._nonfinite.check(step, values["loss"], values["grad_norm"], metrics)
         if metrics.finite:
-            self._spikes.check(step, values["loss"])
+            self._spikes.check(step, values["loss"], values["grad_norm"])
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
