@@ -23,10 +23,11 @@ from typing import Any
 from analysis.compare.compare import CompareConfig, compare
 from analysis.diagnose.diagnose import DiagnoseConfig, check_folder, diagnose_model, totals, write
 from analysis.diagnose.tables import summary
-from analysis.evaluate import EvalConfig, evaluate_model, read_batches
+from analysis.evaluate import EvalConfig, evaluate_model, read_sets
 from analysis.restore import describe, in_words, restore
 from analysis.sample import SampleConfig, generate_text
 from training.command_line import flags_of
+from training.log.metrics import in_words as result_in_words
 from training.log.metrics import json_line
 from training.process.environment import enable_compilation_cache, input_errors
 from training.process.start import output_errors
@@ -59,16 +60,15 @@ def check_command(argv: list[str]) -> None:
 
 
 def evaluate(arguments: EvalConfig) -> Record:
-    """Returns the run, step and policy, the mean loss over all tokens, and its perplexity."""
+    """Returns the run, step and policy, and each set's loss, perplexity and bits per byte."""
     enable_compilation_cache()
     restored = restore(arguments)
-    batches = read_batches(arguments, restored)
-    found = describe(arguments, restored) | evaluate_model(restored, batches)
+    sets = read_sets(arguments, restored)
+    found = describe(arguments, restored) | evaluate_model(restored, sets)
     if not arguments.json:
-        show(
-            f"step {found['step']}  policy {in_words(found)}  eval loss {found['eval_loss']:.4f}  "
-            f"perplexity {found['eval_perplexity']:.3f}  over {found['eval_tokens']:,} tokens"
-        )
+        tokens = sum(batch[:, 1:].size for one in sets for batch in one.batches)
+        result = f"{result_in_words(found)}  over {tokens:,} tokens"
+        show(f"step {found['step']}  policy {in_words(found)}  {result}")
     return found
 
 
@@ -77,7 +77,7 @@ def diagnose(arguments: DiagnoseConfig) -> Record:
     enable_compilation_cache()
     check_folder(arguments.out)
     restored = restore(arguments)
-    batches = read_batches(arguments, restored)
+    batches = read_sets(arguments, restored)[0].batches
     found = describe(arguments, restored) | diagnose_model(restored, batches, say=show_progress)
     files = [] if arguments.out is None else write(found, arguments.out)
     if not arguments.json:

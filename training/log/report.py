@@ -4,6 +4,7 @@ import pathlib
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -135,7 +136,7 @@ def summary(
     folder: pathlib.Path,
     step: int,
     done: bool,
-    evaluation: Mapping[str, float],
+    evaluation: Mapping[str, Any],
     step_times: Sequence[float],
 ) -> str:
     """Returns the summary: the last evaluation, the speed, and the commands that come next.

@@ -43,7 +43,7 @@ def from_json(raw: dict[str, Any]) -> Config:
         precision = raw["precision"] | {name: tuple(raw["precision"][name]) for name in ("layers", "set")}
         if isinstance(precision["policy"], dict):
             precision["policy"] = _policy(precision["policy"])
-        data = raw["data"] | {"data": tuple(raw["data"]["data"])}
+        data = raw["data"] | {name: tuple(raw["data"][name]) for name in ("data", "eval_data")}
         config = Config(
             **raw
             | {

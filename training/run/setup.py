@@ -25,9 +25,9 @@ from models.huggingface.files import small_files
 from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from training.config import Config, DataConfig, OptimizerConfig, by_flag
-from training.data.load import load_data
+from training.data.evaluation_sets import EvaluationSet
+from training.data.load import held_out_tokens, load_data, make_sets
 from training.data.megatron import is_indexed, parse_blend
-from training.data.text import evaluation_batches
 from training.files import HUGGINGFACE, temporary_path
 from training.log import mlperf as mlperf_log
 from training.log import sinks as tensorboard
@@ -97,19 +97,18 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     fits = functools.partial(fits_mesh, model, phases)
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
     check_phases(mesh.shape, model, phases)
-    held_out = evaluation_batches(
-        corpus.validation,
-        config.data,
-        config.eval_batches,
-        corpus.vocab_size,
-        n_sequences=config.eval_sequences,
-    )
     tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data)
     plan = Plan(
         config,
         mesh,
         corpus,
-        list(held_out),
+        make_sets(
+            held_out_tokens(config.data, corpus),
+            config.data,
+            config.eval_batches,
+            corpus.vocab_size,
+            config.eval_sequences,
+        ),
         model,
         phases,
         saved.get("imported"),
@@ -129,8 +128,9 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
 
 def check_apart(data: DataConfig, folder: pathlib.Path) -> None:
     """Raises ValueError if the run would write into a folder of text; hidden files of it are not read."""
-    for flag, name in (*(("--data", name) for name in data.data), ("--eval-data", data.eval_data)):
-        if name is None or is_indexed([name]) or not pathlib.Path(name).is_dir():
+    held_out = (("--eval-data", path) for path in data.eval_paths.values())
+    for flag, name in (*(("--data", name) for name in data.data), *held_out):
+        if is_indexed([name]) or not pathlib.Path(name).is_dir():
             continue
         place, text = folder.resolve(), pathlib.Path(name).resolve()
         if place.is_relative_to(text) and not any(p.startswith(".") for p in place.relative_to(text).parts):
@@ -295,12 +295,17 @@ def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
     return {
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         "checksum of the model's shape": _checksum(to_dict(plan.model)),
+        "checksum of the evaluation sets": _checksum([_summary(one) for one in plan.held_out]),
         "checksum of all layers' policies": _checksum(to_record(plan.phases)),
         **{f"the data's {name}": value for name, value in data.items()},
         **facts(),
         "device": devices,
         "implementation": choose_implementation(plan.config.precision.implementation),
     }
+
+
+def _summary(one: EvaluationSet) -> list[Any]:
+    return [one.name, one.n_bytes, *(zlib.crc32(batch.tobytes()) for batch in one.batches)]
 
 
 def _checksum(value: object) -> str:
