@@ -19,7 +19,8 @@ from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.stats.layers import by_layer, empty_slots, make_layer_stats
 from training.memory import Memory, step_memory
-from training.optimizer import keeps_finite, learning_rate, optimizer_of
+from training.optimizer.optimizers import keeps_finite, optimizer_of
+from training.optimizer.schedule import learning_rate
 from training.phases import Phase, phase_at
 from training.plan import Plan
 from training.sharding import (

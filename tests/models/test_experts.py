@@ -14,7 +14,7 @@ from models import decoder
 from models.configs import DecoderConfig, ExpertsConfig
 from models.experts import auxiliary_loss, check_policies, permute, route, sort_by_expert, summary
 from training.config import OptimizerConfig
-from training.optimizer import decayed, optimizer_of
+from training.optimizer.optimizers import decayed, optimizer_of
 
 CONFIG = DecoderConfig(64, 32, 2, 4, 2, 16, 32, experts=ExpertsConfig(6, 2, balance_loss=0.01, z_loss=1e-3))
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 17)), jnp.int32)

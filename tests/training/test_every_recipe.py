@@ -20,7 +20,8 @@ from models.gemms import LINEAR_LAYERS
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.whole_runs import RECIPES
 from training.config import Config, OptimizerConfig, PrecisionConfig
-from training.optimizer import learning_rate, optimizer_of
+from training.optimizer.optimizers import optimizer_of
+from training.optimizer.schedule import learning_rate
 from training.phases import expand
 from training.step import ScheduledStep, init_state, make_train_step
 

@@ -18,7 +18,7 @@ from models.loss import LOSS_TOKENS, cross_entropy
 from training.command_line import parse
 from training.config import OptimizerConfig
 from training.memory import Memory, device_bytes, step_memory
-from training.optimizer import make_optimizer
+from training.optimizer.optimizers import make_optimizer
 from training.run.setup import set_up
 from training.step import init_state, make_train_step
 from training.trainer import Trainer

@@ -13,7 +13,8 @@ from models.configs import DecoderConfig
 from training.command_line import parse
 from training.config import Config, OptimizerConfig
 from training.log.report import low_learning_rate
-from training.optimizer import decayed, keeps_finite, learning_rate, make_optimizer
+from training.optimizer.optimizers import decayed, keeps_finite, make_optimizer
+from training.optimizer.schedule import learning_rate
 
 
 def test_warm_up_and_cosine():
@@ -29,6 +30,38 @@ def test_warm_up_and_cosine():
     on_host = learning_rate(config, 1_200_000, np)
     for step in (0, 63, 128, 5000, 1_200_000):
         np.testing.assert_allclose(on_host(step), schedule(step), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rates"),
+    [
+        ("--schedule constant", {0: 1, 4: 5, 5: 5, 99: 5, 500: 5}),
+        ("--schedule wsd --decay 40", {4: 5, 60: 5, 80: 3, 99: 1 + 4 / 40, 100: 1}),
+        ("--schedule wsd --decay 40 --decay-shape 1-sqrt", {60: 5, 70: 3, 100: 1}),
+        ("--schedule wsd", {80: 5, 90: 3, 100: 1}),
+    ],
+)
+def test_other_schedules_by_hand(flags, rates):
+    """Of 100 steps, a peak of 5, a final fifth of it and 4 steps of warm-up."""
+    flags = f"--lr 5 --steps 100 --warmup-steps 4 --min-lr-ratio 0.2 {flags}"
+    config = parse(flags.split())
+    for numpy in (np, jnp):
+        schedule = learning_rate(config.optimizer, config.steps, numpy)
+        found = {step: float(schedule(step)) for step in rates}
+        assert found == pytest.approx(rates, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--decay 10", "--decay 10 is for --schedule wsd, and not for cosine"),
+        ("--schedule wsd --decay 280", "--warmup-steps 30 take 310 steps, more than --steps 300"),
+    ],
+)
+def test_a_decay_without_effect_or_room_is_refused(flags, said, capsys):
+    with pytest.raises(SystemExit):
+        parse(flags.split())
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_warm_up_that_outlasts_the_run_is_named_with_the_highest_learning_rate():

@@ -17,7 +17,7 @@ from training.deoscillation import parse_deoscillation
 from training.files import HUGGINGFACE
 from training.log.metrics import in_words
 from training.memory import Memory, gib, memory_limit
-from training.optimizer import learning_rate
+from training.optimizer.schedule import learning_rate
 from training.phases import Phase
 from training.plan import Plan
 

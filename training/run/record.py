@@ -54,6 +54,7 @@ def from_json(raw: dict[str, Any]) -> Config:
                 "observe": ObserveConfig(**raw["observe"]),
                 "out": _path(raw["out"]),
                 "init": _path(raw["init"]),
+                "branch": _path(raw.get("branch")),
                 "model_config": _path(raw["model_config"]),
             }
         )

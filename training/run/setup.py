@@ -33,7 +33,7 @@ from training.log import mlperf as mlperf_log
 from training.log import sinks as tensorboard
 from training.log import sinks as wandb_run
 from training.memory import gib, memory_there_is
-from training.optimizer import check_optimizer
+from training.optimizer.optimizers import check_optimizer
 from training.phases import Phase, expand, files_of, files_on_record, from_record, phases_of, to_record
 from training.plan import Plan
 from training.process.environment import facts
@@ -51,6 +51,7 @@ from training.run.record import (
 )
 from training.run.resume import (
     begun_config,
+    branch_point,
     check_order,
     check_same_data,
     check_same_run,
@@ -71,14 +72,15 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     if is_first_process():
         check_unlocked(folder)
     check_apart(config.data, folder)
-    saved = read_run_to_resume(folder) if config.resume else {}
+    source, taken = continued(config, folder)
+    saved = {} if source is None else read_run_to_resume(source)
     begun = begun_config(saved)
     if begun is not None:
-        check_same_run(config, begun, folder)
-    config, model = choose_model(config, folder, saved)
+        check_same_run(config, begun, source or folder, taken)
+    config, model = choose_model(config, source or folder, saved)
     mesh = make_mesh(config.mesh)
     check_memory(mesh.shape, config, dataclasses.replace(model, vocab_size=config.data.vocab_size or 1))
-    phases = choose_phases(config, model, folder, saved)
+    phases = choose_phases(config, model, taken, saved)
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
         check_policies(model, phase.layers, config.precision.implementation)
@@ -91,7 +93,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     if config.init is not None and config.data.data:
         check_tokens_of(config.init, "--data", config.data.data[-1])
     corpus = load_data(config.data, model.vocab_size)
-    check_rate(config, folder, saved)
+    check_rate(config, source or folder, saved)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
     check_memory(mesh.shape, config, model)
     fits = functools.partial(fits_mesh, model, phases)
@@ -116,7 +118,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         policy_files=files_of(config.precision) if begun is None else files_on_record(saved),
     )
     mlperf_log.settings_of(plan)
-    if config.resume:
+    if source is not None:
         check_same_data(saved, corpus.facts)
         if begun is not None and begun.steps != config.steps:
             check_order(corpus, config, begun)
@@ -124,6 +126,13 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         check_unlocked(folder)  # once more: reading the data took a while
     check_folder(config.resume, folder)
     return plan
+
+
+def continued(config: Config, folder: pathlib.Path) -> tuple[pathlib.Path | None, int]:
+    """Returns the folder of the run that is continued, and the steps taken; None and 0 for a new one."""
+    if config.resume:
+        return folder, last_checkpoint(folder)
+    return (None, 0) if config.branch is None else branch_point(config.branch)
 
 
 def check_apart(data: DataConfig, folder: pathlib.Path) -> None:
@@ -234,12 +243,12 @@ def check_rate(config: Config, folder: pathlib.Path, saved: dict[str, Any]) -> N
 
 
 def choose_phases(
-    config: Config, model: DecoderConfig, folder: pathlib.Path, saved: dict[str, Any]
+    config: Config, model: DecoderConfig, taken: int, saved: dict[str, Any]
 ) -> tuple[Phase, ...]:
     """Returns the phases that a run to continue has on record, or those that the configuration names."""
     if (begun := from_record(saved)) is not None:
         same_length = saved["config"]["steps"] == config.steps
-        return begun if same_length else extend_phases(begun, config, last_checkpoint(folder))
+        return begun if same_length else extend_phases(begun, config, taken)
     return phases_of(config.precision, config.steps, functools.partial(decoder.layer_policies, model))
 
 
@@ -261,13 +270,16 @@ def description_of(plan: Plan) -> dict[str, Any]:
 
 def open_folder(plan: Plan, folder: pathlib.Path) -> None:
     """Creates the run's folder, with config.json and what an imported checkpoint brings."""
-    values, init = description_of(plan), plan.config.init
+    values, config = description_of(plan), plan.config
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / FILE).exists():  # remains of a start that was killed
         shutil.rmtree(folder / HUGGINGFACE, ignore_errors=True)
-    if init is not None and (init / HUGGINGFACE).exists():
+    origin = config.init
+    if config.branch is not None and not config.resume:
+        origin = branch_point(config.branch).folder
+    if origin is not None and (origin / HUGGINGFACE).exists():
         (folder / HUGGINGFACE).mkdir(exist_ok=True)
-        for file in small_files(init / HUGGINGFACE):
+        for file in small_files(origin / HUGGINGFACE):
             shutil.copy2(file, folder / HUGGINGFACE)
     write_run_config(folder, values)
 

@@ -1,8 +1,4 @@
-"""AdamW as in MLPerf Training's llama31_8b: gradient clipping, and no weight decay on norms.
-
-Its learning rate has a linear warm-up, then a cosine decay. The rate is an argument of the update, so that
-runs with other rates or lengths share a program.
-"""
+"""AdamW as in MLPerf Training's llama31_8b: gradient clipping, and no weight decay on norms."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +10,8 @@ from jaxtyping import Array, Bool
 
 from models.configs import ExpertsConfig
 from mxjax.policy.layers import LayerPolicies
-from training.config import OptimizerConfig
 from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
+from training.optimizer.config import OptimizerConfig
 
 _VECTORS = ("scale", "bias", "sinks")
 """Ends of the names of parameters that are vectors in each block."""
@@ -64,30 +60,6 @@ def check_optimizer(deoscillate: str | None, phases: Sequence[LayerPolicies]) ->
     if deoscillate is not None:
         parse_deoscillation(deoscillate)
         check_policies(phases)
-
-
-def learning_rate(config: OptimizerConfig, steps: int, numpy: Any = jnp) -> optax.Schedule:
-    """Returns the learning rate as a function of the step, counted from 0.
-
-    With W = warmup_steps: `lr * (s + 1) / (W + 1)` while s <= W, then half a cosine from lr down to
-    `min_lr_ratio * lr` at s = steps.
-
-    Args:
-      config: peak rate, warm-up and final ratio.
-      steps: length of the schedule.
-      numpy: the module that computes it; NumPy keeps the computation on the host.
-    Source: NVIDIA NeMo's CosineAnnealing, as used by MLPerf Training llama31_8b.
-    """
-    # optax.warmup_cosine_decay_schedule gives the same curve, but 3 of 4 values differ in their last bits.
-    warmup, lowest = config.warmup_steps, config.min_lr_ratio * config.lr
-
-    def schedule(step):
-        rising = config.lr * (step + 1) / (warmup + 1)
-        progress = numpy.clip((step - warmup) / max(steps - warmup, 1), 0.0, 1.0)
-        falling = lowest + 0.5 * (config.lr - lowest) * (1 + numpy.cos(numpy.pi * progress))
-        return numpy.where(step <= warmup, rising, falling)
-
-    return schedule
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
