@@ -25,7 +25,7 @@ from models.huggingface.files import small_files
 from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from training.config import Config, DataConfig, OptimizerConfig, by_flag
-from training.data.load import load_data
+from training.data.load import documents_of, load_data
 from training.data.megatron import is_indexed, parse_blend
 from training.data.text import evaluation_batches
 from training.files import HUGGINGFACE, temporary_path
@@ -43,6 +43,7 @@ from training.run.lock import FILE as LOCK
 from training.run.lock import check_unlocked
 from training.run.record import (
     FILE,
+    documents_of_run,
     from_json,
     model_of,
     read_run_config,
@@ -114,6 +115,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         phases,
         saved.get("imported"),
         tokenizer,
+        documents_of(config.data, corpus) if begun is None else documents_of_run(saved),
         policy_files=files_of(config.precision) if begun is None else files_on_record(saved),
     )
     mlperf_log.settings_of(plan)
@@ -253,6 +255,7 @@ def description_of(plan: Plan) -> dict[str, Any]:
         "policy_files": dict(plan.policy_files),
         "data": plan.corpus.facts,
         "tokenizer": plan.tokenizer,
+        **({} if plan.documents is None else {"documents": plan.documents._asdict()}),
         "implementation": choose_implementation(plan.config.precision.implementation),
         "environment": facts(),
         "mesh": dict(plan.mesh.shape),
@@ -297,6 +300,7 @@ def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
         "checksum of the model's shape": _checksum(to_dict(plan.model)),
         "checksum of all layers' policies": _checksum(to_record(plan.phases)),
         **{f"the data's {name}": value for name, value in data.items()},
+        "mask of documents": plan.documents,
         **facts(),
         "device": devices,
         "implementation": choose_implementation(plan.config.precision.implementation),
