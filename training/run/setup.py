@@ -26,7 +26,7 @@ from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from training.config import Config, DataConfig, OptimizerConfig, by_flag
 from training.data.evaluation_sets import EvaluationSet
-from training.data.load import held_out_tokens, load_data, make_sets
+from training.data.load import documents_of, held_out_tokens, load_data, make_sets
 from training.data.megatron import is_indexed, parse_blend
 from training.files import HUGGINGFACE, temporary_path
 from training.log import mlperf as mlperf_log
@@ -43,6 +43,7 @@ from training.run.lock import FILE as LOCK
 from training.run.lock import check_unlocked
 from training.run.record import (
     FILE,
+    documents_of_run,
     from_json,
     model_of,
     read_run_config,
@@ -115,6 +116,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         phases,
         saved.get("imported"),
         tokenizer,
+        documents_of(config.data, corpus) if begun is None else documents_of_run(saved),
         policy_files=files_of(config.precision) if begun is None else files_on_record(saved),
     )
     mlperf_log.settings_of(plan)
@@ -262,6 +264,7 @@ def description_of(plan: Plan) -> dict[str, Any]:
         "policy_files": dict(plan.policy_files),
         "data": plan.corpus.facts,
         "tokenizer": plan.tokenizer,
+        **({} if plan.documents is None else {"documents": plan.documents._asdict()}),
         "implementation": choose_implementation(plan.config.precision.implementation),
         "environment": facts(),
         "mesh": dict(plan.mesh.shape),
@@ -310,6 +313,7 @@ def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
         "checksum of the evaluation sets": _checksum([_summary(one) for one in plan.held_out]),
         "checksum of all layers' policies": _checksum(to_record(plan.phases)),
         **{f"the data's {name}": value for name, value in data.items()},
+        "mask of documents": plan.documents,
         **facts(),
         "device": devices,
         "implementation": choose_implementation(plan.config.precision.implementation),
