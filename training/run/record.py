@@ -45,7 +45,9 @@ def from_json(raw: dict[str, Any]) -> Config:
         precision = raw["precision"] | {name: tuple(raw["precision"][name]) for name in ("layers", "set")}
         if isinstance(precision["policy"], dict):
             precision["policy"] = _policy(precision["policy"])
-        data = raw["data"] | {name: tuple(raw["data"][name]) for name in ("data", "eval_data")}
+        held_out = raw["data"]["eval_data"] or ()  # older versions had one text or none
+        held_out = (held_out,) if isinstance(held_out, str) else tuple(held_out)
+        data = raw["data"] | {"data": tuple(raw["data"]["data"]), "eval_data": held_out}
         config = Config(
             **raw
             | {
