@@ -132,9 +132,9 @@ def test_the_end_of_a_document_is_a_token_that_ends_all_and_nothing_else(tmp_pat
     for end, name in names.items():
         assert IndexedDataset(name).document_end() == end
     assert IndexedDataset(write_documents(tmp_path / "one", [1, 2])).document_end() is None
-    blend = load_megatron(config(names[9], names[8], eval_data=names[9]), 257)
+    blend = load_megatron(config(names[9], names[8], eval_data=(names[9],)), 257)
     assert documents_of(config(), blend) is None
-    marked = load_megatron(config(names[9], eval_data=names[None]), 257)
+    marked = load_megatron(config(names[9], eval_data=(names[None],)), 257)
     assert documents_of(config(restart_positions=True), marked) == Documents(9, restart_positions=True)
     assert documents_of(config(document_mask="off"), marked) is None
     for asked in ({"document_mask": "on"}, {"restart_positions": True}):
