@@ -27,7 +27,7 @@ from training.policy_source import label, load_policy
 from training.ranges import COUNT, FINITE, SEED, Range, at_most, check_ranges
 
 _RANGES: Mapping[str, Range] = types.MappingProxyType(
-    OPTIMIZER_RANGES
+    dict(OPTIMIZER_RANGES)
     | {
         "seed": SEED,
         "devices": at_most(1024),
