@@ -33,14 +33,16 @@ from mxjax.runtime.devices import current_target
 from training.step import TrainState, init_state
 
 
-def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
+def parse_mesh(text: str | None, devices: int | None) -> dict[str, int]:
     """Returns the size of each mesh axis, e.g. of "fsdp=4,tensor=2"; None is fsdp over all devices.
+
+    Without a number of devices a text may name any.
 
     Raises:
       ValueError: malformed text, or sizes that do not multiply to the number of devices.
     """
     if text is None:
-        return {"data": 1, "fsdp": devices, "tensor": 1}
+        return {"data": 1, "fsdp": devices or 1, "tensor": 1}
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
@@ -50,7 +52,7 @@ def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
             raise ValueError(f"--mesh {text} names {name} twice; give each axis one size")
         sizes[name] = int(size)
     sizes = {name: sizes.get(name, 1) for name in MESH_AXES}
-    if (product := math.prod(sizes.values())) != devices:
+    if (product := math.prod(sizes.values())) != devices and devices is not None:
         raise ValueError(
             f"--mesh {text} is for {product} devices and there are {devices}; choose sizes that multiply to "
             f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out"

@@ -80,11 +80,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     mesh = make_mesh(config.mesh)
     check_memory(mesh.shape, config, dataclasses.replace(model, vocab_size=config.data.vocab_size or 1))
     phases = choose_phases(config, model, folder, saved)
-    for phase in phases:
-        check_implementations(phase.layers.policies, config.precision.implementation)
-        check_policies(model, phase.layers, config.precision.implementation)
-        check_remat(config.remat, phase.layers.policies, config.precision.implementation)
-    check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
+    check_computation(config, model, phases)
     if config.observe.tensorboard:
         tensorboard.check_tensorboard()
     if config.observe.wandb:
@@ -174,6 +170,15 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
             f"--batch-size {batch} and --seq-len {seq_len} need at least {gib(needed)} GiB a "
             f"device, and a device has {gib(there_is)}; lower them, or raise --accumulate"
         )
+
+
+def check_computation(config: Config, model: DecoderConfig, phases: Sequence[Phase]) -> None:
+    """Raises ValueError or NotImplementedError unless the policies of all phases can run here."""
+    for phase in phases:
+        check_implementations(phase.layers.policies, config.precision.implementation)
+        check_policies(model, phase.layers, config.precision.implementation)
+        check_remat(config.remat, phase.layers.policies, config.precision.implementation)
+    check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
 
 
 def check_phases(sizes: Mapping[str, int], model: DecoderConfig, phases: Sequence[Phase]) -> None:
