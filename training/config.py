@@ -272,6 +272,9 @@ class Config:
     """Folder of the run. Default: runs/MODEL-POLICY-TIME."""
     resume: bool = False
     """Resume the run in --out from its last good checkpoint with all its flags, on a CPU bit for bit."""
+    plan: bool = False
+    """Print the memory of a step, whether it fits, and else what to change; train and write nothing. --mesh
+    may have more devices than there are."""
     stop_after: int | None = None
     """Checkpoint and end after this step; --resume continues the run."""
     checkpoint_every: int = 100

@@ -136,7 +136,7 @@ def memory_text(needed: Memory, remat: str) -> str:
     text += f", {100 * needed.total / limit:.0f} % of {gib(limit)} GiB"
     if needed.total > limit:
         text += "\nwarning: that is more than there is: lower --batch-size, raise --accumulate, or choose "
-        text += "--remat dots, fp4 or full"
+        text += "--remat dots, fp4 or full; --plan finds what fits"
     return text
 
 

@@ -13,7 +13,7 @@ import shlex
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -73,20 +73,10 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     if is_first_process():
         check_unlocked(folder)
     check_apart(config.data, folder)
-    source, taken = continued(config, folder)
-    saved = {} if source is None else read_run_to_resume(source)
+    config, model, phases, source, saved = choose(config, folder)
     begun = begun_config(saved)
-    if begun is not None:
-        check_same_run(config, begun, source or folder, taken)
-    config, model = choose_model(config, source or folder, saved)
     mesh = make_mesh(config.mesh)
     check_memory(mesh.shape, config, dataclasses.replace(model, vocab_size=config.data.vocab_size or 1))
-    phases = choose_phases(config, model, taken, saved)
-    for phase in phases:
-        check_implementations(phase.layers.policies, config.precision.implementation)
-        check_policies(model, phase.layers, config.precision.implementation)
-        check_remat(config.remat, phase.layers.policies, config.precision.implementation)
-    check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
     if config.observe.tensorboard:
         tensorboard.check_tensorboard()
     if config.observe.wandb:
@@ -128,6 +118,33 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         check_unlocked(folder)  # once more: reading the data took a while
     check_folder(config.resume, folder)
     return plan
+
+
+class Choice(NamedTuple):
+    """What a run computes.
+
+    Attributes:
+      source: the folder of the run that is continued, or None.
+      saved: what its config.json holds, or nothing.
+    """
+
+    config: Config
+    model: DecoderConfig
+    phases: tuple[Phase, ...]
+    source: pathlib.Path | None
+    saved: dict[str, Any]
+
+
+def choose(config: Config, folder: pathlib.Path) -> Choice:
+    """Returns the model and the phases of a run in `folder`; raises ValueError unless they can run here."""
+    source, taken = continued(config, folder)
+    saved = {} if source is None else read_run_to_resume(source)
+    if (begun := begun_config(saved)) is not None:
+        check_same_run(config, begun, source or folder, taken)
+    config, model = choose_model(config, source or folder, saved)
+    phases = choose_phases(config, model, taken, saved)
+    check_computation(config, model, phases)
+    return Choice(config, model, phases, source, saved)
 
 
 def continued(config: Config, folder: pathlib.Path) -> tuple[pathlib.Path | None, int]:
@@ -183,6 +200,15 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
             f"--batch-size {batch} and --seq-len {seq_len} need at least {gib(needed)} GiB a "
             f"device, and a device has {gib(there_is)}; lower them, or raise --accumulate"
         )
+
+
+def check_computation(config: Config, model: DecoderConfig, phases: Sequence[Phase]) -> None:
+    """Raises ValueError or NotImplementedError unless the policies of all phases can run here."""
+    for phase in phases:
+        check_implementations(phase.layers.policies, config.precision.implementation)
+        check_policies(model, phase.layers, config.precision.implementation)
+        check_remat(config.remat, phase.layers.policies, config.precision.implementation)
+    check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
 
 
 def check_phases(sizes: Mapping[str, int], model: DecoderConfig, phases: Sequence[Phase]) -> None:
