@@ -3,6 +3,7 @@
 `python eval.py compare RUN [RUN ...]` compares the evaluations of several runs.
 `python eval.py diagnose RUN` measures the errors of every GEMM of one.
 `python eval.py sample RUN --prompt TEXT` generates text.
+`python eval.py report RUN [BASELINE ...] --out report.html` writes a page about one.
 
 All print text to read, or with --json one line of JSON.
 """
@@ -24,6 +25,7 @@ from analysis.compare.compare import CompareConfig, compare
 from analysis.diagnose.diagnose import DiagnoseConfig, check_folder, diagnose_model, totals, write
 from analysis.diagnose.tables import summary
 from analysis.evaluate import EvalConfig, evaluate_model, read_sets
+from analysis.report.report import ReportConfig, report
 from analysis.restore import describe, in_words, restore
 from analysis.sample import SampleConfig, generate_text
 from training.command_line import flags_of
@@ -95,9 +97,16 @@ def sample(arguments: SampleConfig) -> Record:
     return found
 
 
+def write_report(arguments: ReportConfig) -> Record:
+    """Writes the report of a run; returns its path, the runs' names, and the number of samples."""
+    enable_compilation_cache()
+    return report(arguments)
+
+
 COMMANDS: dict[str, tuple[Any, Any]] = {
     "compare": (CompareConfig, compare),
     "diagnose": (DiagnoseConfig, diagnose),
+    "report": (ReportConfig, write_report),
     "sample": (SampleConfig, sample),
 }
 """The flags of each command, and the function that runs it. Without a command, a run is evaluated."""

@@ -60,6 +60,18 @@ def kinds_of(measured: Iterable[Sqnr]) -> list[str]:
     return list(dict.fromkeys(name.split(".", 2)[2] for one in measured for name in one))
 
 
+POINTS = 200
+"""The largest number of points of a curve."""
+
+
+def binned(points: Mapping[int, float]) -> Series:
+    """Returns means of neighbouring points, at most POINTS of them, keyed by their last x."""
+    ordered = sorted(points.items())
+    size = max(-(-len(ordered) // POINTS), 1)
+    bins = (ordered[i : i + size] for i in range(0, len(ordered), size))
+    return {part[-1][0]: math.fsum(value for _, value in part) / len(part) for part in bins}
+
+
 def decibels(value: float | None) -> str:
     """Returns the printed form of an SQNR; "exact" for infinity, empty for None and NaN."""
     if value is None or math.isnan(value):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from analysis.compare.runs import ComparedRun, Group, Losses
-from analysis.records import mean_sqnr
+from analysis.records import binned, mean_sqnr
 from mxjax.policy import OPERANDS
 from training.process.extras import require
 
@@ -15,8 +15,6 @@ _COLORS = ("#000000", "#0b4f9e", "#c2410c", "#2f8f4e", "#8a8a8a", "#b58bd0")
 """From dark to light, so that they differ in grey."""
 _LINES = ("-", "--", ":", "-.")
 _MARKERS = "os^Dvx*"
-POINTS = 200
-"""The largest number of points of a training curve; each is a mean over its steps."""
 
 
 def plot(
@@ -47,9 +45,9 @@ def plot(
     left, right, norms = panels[0]
     for group, style in zip(groups, _styles(), strict=False):
         line = style | {"marker": ""}
-        _draw(left, [_binned(run.train) for run in group.runs], line, group.name)
+        _draw(left, [binned(run.train) for run in group.runs], line, group.name)
         _draw(right, [dict(sorted(run.validation.items())) for run in group.runs], style, group.name)
-        _draw(norms, [_binned(run.grad_norms) for run in group.runs], line, group.name)
+        _draw(norms, [binned(run.grad_norms) for run in group.runs], line, group.name)
         for axes, gemm in zip(panels[1] if has_sqnr else (), OPERANDS, strict=False):
             measured = [_sqnr(run, gemm) for run in group.runs if run.sqnr]
             _draw(axes, measured, style, group.name)
@@ -101,11 +99,3 @@ def _sqnr(run: ComparedRun, gemm: str) -> dict[int, float]:
     """Returns the mean SQNR of a GEMM over the layers, where it is finite."""
     found = {x: mean_sqnr([one])[gemm] for x, one in sorted(run.sqnr.items())}
     return {x: value for x, value in found.items() if math.isfinite(value)}
-
-
-def _binned(train: Losses) -> dict[int, float]:
-    """Returns means of neighbouring steps, at most POINTS of them, keyed by their last step."""
-    points = sorted(train.items())
-    size = -(-len(points) // POINTS)
-    bins = (points[i : i + size] for i in range(0, len(points), max(size, 1)))
-    return {part[-1][0]: sum(loss for _, loss in part) / len(part) for part in bins}

@@ -131,11 +131,7 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
                 f"python train.py --resume --out {shlex.quote(str(folder))}, or leave it out"
             )
         train = {r["step"] * step: r["loss"] for r in records if "loss" in r}
-        evaluated = config.eval_sequences or config.eval_batches * config.data.batch_size
-        if config.data.eval_data:  # then training data may differ
-            name_of_data = pathlib.Path(next(iter(config.data.eval_paths.values()))).name
-            facts = {"source": name_of_data, "tokens": facts.get("validation_tokens")}
-        held_out = json.dumps([facts, config.data.seq_len, evaluated], sort_keys=True)
+        held_out = held_out_of(config, facts)
         end = config.steps * step
         losses = name, config, validation, train, resolved, held_out, end
         runs.append(
@@ -148,6 +144,21 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
             )
         )
     return runs
+
+
+def held_out_of(config: Config, facts: Mapping[str, Any]) -> str:
+    """Returns the identity of what a run is evaluated on: of its first set, wherever it lies.
+
+    Args:
+      config: the run's configuration.
+      facts: the identity of its data on record.
+    """
+    facts = {**facts, "source": None}
+    evaluated = config.eval_sequences or config.eval_batches * config.data.batch_size
+    if config.data.eval_data:  # then training data may differ
+        name_of_data = pathlib.Path(next(iter(config.data.eval_paths.values()))).name
+        facts = {"source": name_of_data, "tokens": facts.get("validation_tokens")}
+    return json.dumps([facts, config.data.seq_len, evaluated], sort_keys=True)
 
 
 def short_names(folders: Sequence[pathlib.Path]) -> list[str]:
