@@ -319,7 +319,7 @@ class Config:
         if self.stop_after is not None and not 0 < self.stop_after <= self.steps:
             raise ValueError(f"--stop-after must be from 1 to --steps {self.steps}, got {self.stop_after}")
         check_schedule(self.optimizer, self.steps)
-        if self.mlperf.mllog and self.optimizer.schedule != "cosine":
+        if self.mlperf.mllog and (self.optimizer.optimizer, self.optimizer.schedule) != ("adamw", "cosine"):
             raise ValueError("--mllog is of a run by AdamW and a cosine; leave it or the other flags out")
         traced, profile = self.observe.profiled_steps, self.observe.profile
         if profile is not None and not (traced and traced[-1] <= self.steps):

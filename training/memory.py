@@ -19,6 +19,7 @@ device's share by the mesh axis `tensor`. In bytes:
                             and its gradient in float32, 6 W for its gradients and bfloat16 weights,
                             attention's scores unless they are fused (`models.attention.score_bytes`)
       the logits            10 V a token of one piece (see `models.loss`), 6 D V for the head
+      Muon's update         4 a parameter that it takes, four times as much of the largest array
 
 Fused attention adds 2 T N and its statistics to `dots` and `fp4`. The compiler's own additions and
 savings are left out: tests hold XLA's CPU, which computes bfloat16 in float32, to within a factor of two.
@@ -46,6 +47,10 @@ from models.sharding import batch_parts_of
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.remat import Remat
+from training.config import Config
+from training.optimizer.muon import working_bytes
+from training.sharding import make_mesh
+from training.step import TrainState
 
 
 def memory_use(device: Any) -> dict[str, int]:
@@ -96,6 +101,37 @@ class Memory(NamedTuple):
         return f"{gib(self.total)} GiB ({parts})"
 
 
+def memory_of_run(
+    config: Config,
+    model: DecoderConfig,
+    policies: LayerPolicies,
+    shapes: TrainState,
+    mesh: Mapping[str, int],
+    documents: Documents | None,
+) -> Memory:
+    """Returns the memory of a step on each device for a run's configuration and the shapes of its state.
+
+    Args:
+      mesh: the size of each mesh axis, which need not be that of the configuration.
+    """
+    muon = config.optimizer.optimizer == "muon"
+    with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
+        return step_memory(
+            model,
+            policies,
+            shapes.params,
+            shapes.opt_state,
+            batch_size=config.data.batch_size,
+            seq_len=config.data.seq_len,
+            accumulate=config.accumulate,
+            mesh=mesh,
+            remat=config.remat,
+            implementation=config.precision.implementation,
+            documents=documents,
+            update=working_bytes(shapes.params) if muon else 0,
+        )
+
+
 def step_memory(
     config: DecoderConfig,
     policies: LayerPolicies,
@@ -109,6 +145,7 @@ def step_memory(
     remat: Remat = "none",
     implementation: Implementation | None = None,
     documents: Documents | None = None,
+    update: int = 0,
 ) -> Memory:
     """Returns the memory of a step on each device.
 
@@ -120,6 +157,7 @@ def step_memory(
       accumulate: parts of a batch that run one after another.
       mesh: the size of each mesh axis.
       remat, implementation, documents: as in `decoder.mean_loss`.
+      update: bytes of the optimizer's temporary arrays, when activations are gone.
     """
     sequences = -(-batch_size // (accumulate * batch_parts_of(mesh)))
     tokens = sequences * seq_len
@@ -144,7 +182,7 @@ def step_memory(
         gradients=own * (1 if accumulate == 1 else 2),
         activations=activations,
         # The logits are gone before a part's gradients fill up.
-        working=max(again + block, _logits_bytes(config, tokens) - own),
+        working=max(again + block, _logits_bytes(config, tokens) - own, update - activations),
     )
 
 

@@ -18,7 +18,7 @@ from models.sharding import batch_parts_of
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.stats.layers import by_layer, empty_slots, make_layer_stats
-from training.memory import Memory, step_memory
+from training.memory import Memory, memory_of_run
 from training.optimizer.optimizers import keeps_finite, optimizer_of
 from training.optimizer.schedule import learning_rate
 from training.phases import Phase, phase_at
@@ -28,7 +28,6 @@ from training.sharding import (
     abstract_state,
     compiler_options,
     first_state,
-    make_mesh,
     on_mesh,
     resize,
 )
@@ -60,20 +59,8 @@ class Trainer:
     def memory(self, step: int) -> Memory:
         """Returns an estimate of the memory that a step takes on a device, in the policies of that step."""
         plan, config = self._plan, self._plan.config
-        with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
-            return step_memory(
-                plan.model,
-                phase_at(plan.phases, step).layers,
-                self._shapes.params,
-                self._shapes.opt_state,
-                batch_size=config.data.batch_size,
-                seq_len=config.data.seq_len,
-                accumulate=config.accumulate,
-                mesh=plan.mesh.shape,
-                remat=config.remat,
-                implementation=config.precision.implementation,
-                documents=plan.documents,
-            )
+        layers = phase_at(plan.phases, step).layers
+        return memory_of_run(config, plan.model, layers, self._shapes, plan.mesh.shape, plan.documents)
 
     def init(self) -> TrainState:
         """Returns the state before the first step, with random parameters."""
@@ -144,8 +131,7 @@ class Trainer:
 
     def _optimizer_of(self, phase: Phase) -> optax.GradientTransformationExtraArgs:
         config = self._plan.config
-        experts = self._plan.model.experts
-        return optimizer_of(config.optimizer, config.precision.deoscillate, phase.layers, experts)
+        return optimizer_of(config.optimizer, self._plan.model, config.precision.deoscillate, phase.layers)
 
 
 class Programs(NamedTuple):

@@ -110,7 +110,7 @@ def test_biases_balance_the_load_without_a_gradient():
     params = decoder.init(config, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == config.n_params
     params["blocks"]["mlp"]["router"] *= 20
-    optimizer = optimizer_of(OptimizerConfig(), None, layer_policies(config, "bf16"), config.experts)
+    optimizer = optimizer_of(OptimizerConfig(), config, None, layer_policies(config, "bf16"))
     state = optimizer.init(params)
 
     @jax.jit

@@ -51,7 +51,7 @@ def first_params():
 def train(layers, precision=PrecisionConfig()):  # noqa: B008
     """Returns the losses of all steps."""
     config = Config(steps=STEPS, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=10), precision=precision)
-    optimizer = optimizer_of(config.optimizer, config.precision.deoscillate, layers)
+    optimizer = optimizer_of(config.optimizer, MODEL, config.precision.deoscillate, layers)
 
     def loss(params, batch, key):
         return decoder.mean_loss(MODEL, params, batch, policies=layers, key=key, implementation="xla")

@@ -144,6 +144,28 @@ def test_a_finite_state_stays_finite_where_that_is_said(config):
         assert np.abs(state[1][0].mu["w"]).max() <= config.clip * 1.001
 
 
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_so_it_does_with_muon_and_sgd(name):
+    config = OptimizerConfig(optimizer=name, clip=1e15, momentum=0.999999)
+    model = DecoderConfig(8, 8, 2, 2, 1, 4, 8)
+    optimizer, certain = make_optimizer(config, model), keeps_finite(config)
+    assert certain is not None
+    assert bool(certain(jnp.float32(1)))
+    assert not keeps_finite(dataclasses.replace(config, adam_lr=1.0))(jnp.float32(1)) or name == "sgd"
+    assert keeps_finite(dataclasses.replace(config, momentum=1 - 1e-7)) is None
+    largest, rng = np.finfo(np.float32).max, np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda a: jnp.float32(largest * rng.choice([-1, 0, 1], a.shape)), decoder.abstract_params(model)
+    )
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for exponent in (-38, -25, 0, 15, -38, 15, 15, -10):
+        signs = jax.tree.map(lambda p: jnp.float32(rng.choice([-1, 0, 1], p.shape)), params)
+        grads = optax.tree.scale(jnp.float32(10.0**exponent), signs)
+        updates, state = update(grads, state, params, learning_rate=jnp.float32(1))
+        params = optax.apply_updates(params, updates)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
+
+
 @pytest.mark.parametrize(
     "changes",
     [

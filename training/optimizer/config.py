@@ -16,6 +16,9 @@ RANGES: Mapping[str, Range] = types.MappingProxyType(
         "b1": DECAY,
         "b2": DECAY,
         "eps": NOT_NEGATIVE,
+        "momentum": DECAY,
+        "consistent_rms": POSITIVE,
+        "adam_lr": POSITIVE,
         "weight_decay": NOT_NEGATIVE,
         "clip": POSITIVE_OR_INF,
     }
@@ -24,8 +27,11 @@ RANGES: Mapping[str, Range] = types.MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW as in MLPerf Training's llama31_8b, with its linear warm-up and cosine decay."""
+    """The optimizer; by default AdamW as in MLPerf Training's llama31_8b, with its warm-up and cosine."""
 
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    """adamw; muon, which orthogonalizes the momentum of each matrix of the blocks, also query, key, value,
+    gate, up and every expert's apart, and leaves other parameters to AdamW; or sgd, with momentum."""
     lr: float = 4e-3
     """Peak learning rate."""
     warmup_steps: int = 30
@@ -45,10 +51,22 @@ class OptimizerConfig:
     """Decay of the second moment."""
     eps: float = 1e-5
     """Added to the root of the second moment."""
+    momentum: float = 0.95
+    """Momentum of muon (Nesterov's) and sgd."""
+    consistent_rms: float | None = 0.2
+    """Root mean square of muon's updates before the learning rate, whatever a matrix's shape; 0.2 is AdamW's,
+    so that both take one --lr. None: the root of d_out / d_in times as large where that exceeds 1."""
+    adam_lr: float | None = None
+    """Peak learning rate of the parameters that muon leaves to AdamW. Default: --lr."""
     weight_decay: float = 0.1
     """Decoupled weight decay; norms have none."""
     clip: float = 1.0
     """Clip gradients to this global norm; inf does not clip."""
+
+
+def bytes_a_parameter(config: OptimizerConfig) -> int:
+    """Returns the least memory of a parameter with its moments."""
+    return 12 if config.optimizer == "adamw" else 8
 
 
 def check_schedule(config: OptimizerConfig, steps: int) -> None:

@@ -33,6 +33,7 @@ from training.log import mlperf as mlperf_log
 from training.log import sinks as tensorboard
 from training.log import sinks as wandb_run
 from training.memory import gib, memory_there_is
+from training.optimizer.config import bytes_a_parameter
 from training.optimizer.optimizers import check_optimizer
 from training.phases import Phase, expand, files_of, files_on_record, from_record, phases_of, to_record
 from training.plan import Plan
@@ -184,7 +185,7 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
     --remat full keeps.
     """
     there_is = memory_there_is()
-    needed = 12 * model.n_params / (sizes["fsdp"] * sizes["tensor"])
+    needed = bytes_a_parameter(config.optimizer) * model.n_params / (sizes["fsdp"] * sizes["tensor"])
     if needed > there_is:
         tokens = f"with {model.vocab_size:,} tokens" if model.vocab_size > 1 else "without its vocabulary"
         raise ValueError(
