@@ -47,10 +47,6 @@ from models.sharding import batch_parts_of
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.remat import Remat
-from training.config import Config
-from training.optimizer.muon import working_bytes
-from training.sharding import make_mesh
-from training.step import TrainState
 
 
 def memory_use(device: Any) -> dict[str, int]:
@@ -99,37 +95,6 @@ class Memory(NamedTuple):
         """Returns the total and its parts in GiB."""
         parts = ", ".join(f"{name} {gib(size)}" for name, size in self._asdict().items())
         return f"{gib(self.total)} GiB ({parts})"
-
-
-def memory_of_run(
-    config: Config,
-    model: DecoderConfig,
-    policies: LayerPolicies,
-    shapes: TrainState,
-    mesh: Mapping[str, int],
-    documents: Documents | None,
-) -> Memory:
-    """Returns the memory of a step on each device for a run's configuration and the shapes of its state.
-
-    Args:
-      mesh: the size of each mesh axis, which need not be that of the configuration.
-    """
-    muon = config.optimizer.optimizer == "muon"
-    with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
-        return step_memory(
-            model,
-            policies,
-            shapes.params,
-            shapes.opt_state,
-            batch_size=config.data.batch_size,
-            seq_len=config.data.seq_len,
-            accumulate=config.accumulate,
-            mesh=mesh,
-            remat=config.remat,
-            implementation=config.precision.implementation,
-            documents=documents,
-            update=working_bytes(shapes.params) if muon else 0,
-        )
 
 
 def step_memory(

@@ -20,13 +20,14 @@ from mxjax.products.implementations import check_remat
 from mxjax.runtime.remat import Remat
 from training.config import Config
 from training.data.load import documents_of, load_data
-from training.memory import Memory, gib, memory_of_run, memory_there_is
+from training.memory import Memory, gib, memory_there_is
 from training.optimizer.optimizers import optimizer_of
 from training.phases import Phase, expand
 from training.run.record import documents_of_run
 from training.run.resume import begun_config
 from training.run.setup import check_phases, choose, fits_mesh
 from training.sharding import abstract_state, check_batch, filled_size, parse_mesh, resize
+from training.trainer import memory_of_run
 
 _REMATS: tuple[Remat, ...] = ("none", "dots", "fp4", "full")  # from most to least memory
 _MORE_DEVICES = 4  # doublings to try
