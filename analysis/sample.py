@@ -119,7 +119,7 @@ def check_length(model: DecoderConfig, length: int) -> None:
 
 def _tokens(arguments: SampleConfig, restored: Restored, prompt: list[int]):
     """Yields the ids of the tokens that follow the prompt."""
-    options = Options(restored.phase.layers, restored.implementation)
+    options = Options(restored.phase.layers, restored.implementation, documents=restored.documents)
     drawn = generate(
         restored.model,
         options,

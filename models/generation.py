@@ -18,26 +18,34 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import decoder
-from models.attention import block_windows, rope_angles, visible_keys
+from models.attention import block_windows, rope_angles
 from models.configs import DecoderConfig
+from models.documents import Documents, document_starts, first_keys, visible_keys
 from models.gemms import BlockGemms, attend, block_keys
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 
 
 class Options(NamedTuple):
-    """The precision in which a model runs; hashable. See `models.decoder.Decoder.hidden`."""
+    """How a model runs; hashable. See `models.decoder.Decoder.hidden`."""
 
     policies: LayerPolicies
     implementation: Implementation | None = None
     dtype: Any = jnp.bfloat16
+    documents: Documents | None = None
 
 
 class Cache(NamedTuple):
-    """The keys and values of every layer and position; zero where no token has been read."""
+    """What reading tokens leaves for later ones.
+
+    Attributes:
+      k_LBTGH, v_LBTGH: the keys and values of every layer and position; zero where no token has been read.
+      start_B: the first position of the document to which the next token belongs.
+    """
 
     k_LBTGH: Float[Array, "L B T G H"]
     v_LBTGH: Float[Array, "L B T G H"]
+    start_B: Int[Array, " B"]
 
 
 class _CachedGemms(BlockGemms):
@@ -47,19 +55,19 @@ class _CachedGemms(BlockGemms):
         super().__init__(policies, key, implementation)
         self.k_BTGH, self.v_BTGH, self._start = k_BTGH, v_BTGH, start
 
-    def attend(self, q_BSNH, k_BSGH, v_BSGH, window=None, sinks_N=None):
+    def attend(self, q_BSNH, k_BSGH, v_BSGH, first_key_BS=None, sinks_N=None):
         at = (0, self._start, 0, 0)
         self.k_BTGH = jax.lax.dynamic_update_slice(self.k_BTGH, k_BSGH, at)
         self.v_BTGH = jax.lax.dynamic_update_slice(self.v_BTGH, v_BSGH, at)
         position_S = self._start + jnp.arange(q_BSNH.shape[1])
-        visible_ST = visible_keys(position_S, self.k_BTGH.shape[1], window)
-        return attend(q_BSNH, self.k_BTGH, self.v_BTGH, self, visible_ST, sinks_N=sinks_N)
+        visible_BST = visible_keys(position_S, jnp.arange(self.k_BTGH.shape[1]), first_key_BS)
+        return attend(q_BSNH, self.k_BTGH, self.v_BTGH, self, visible_BST, sinks_N=sinks_N)
 
 
 def empty_cache(config: DecoderConfig, batch: int, length: int, dtype: Any = jnp.bfloat16) -> Cache:
     """Returns a cache for `length` tokens of each sequence."""
     shape = (config.n_layers, batch, length, config.n_kv_heads, config.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
@@ -76,32 +84,40 @@ def read(
 
     Args:
       config, params: the model.
-      options: its precision.
+      options: how it runs.
       tokens_BS: token ids.
       cache: holds the `start` tokens before, and has room for these.
       start: position of the first of the tokens.
       key: random bits for policies that draw any; each call needs its own.
     """
     model = nnx.merge(decoder.graph(config), params)
-    angles = rope_angles(cache.k_LBTGH.shape[2], config)
-    rope = jax.lax.dynamic_slice_in_dim(angles, start, tokens_BS.shape[1])
+    starts_BS, start_B = jnp.zeros_like(tokens_BS), cache.start_B
+    position_BS = start + jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1)
+    if (documents := options.documents) is not None:
+        starts_BS = document_starts(tokens_BS, documents.end, start_B, start)
+        start_B = jnp.where(tokens_BS[:, -1] == documents.end, position_BS[:, -1] + 1, starts_BS[:, -1])
+        if documents.restart_positions:
+            position_BS -= starts_BS
+    rope = rope_angles(position_BS, config)
     graph, blocks = nnx.split(model.blocks)
     windows = block_windows(config, cache.k_LBTGH.shape[2])
-    x_BSD, parts = model.embedding[...][tokens_BS].astype(options.dtype), list[Cache]()
+    x_BSD, parts = model.embedding[...][tokens_BS].astype(options.dtype), []
     for first, stop, policies in decoder.runs(options.policies, config.n_layers):
 
         def run(x_BSD, layer, policies=policies):
             keys, (weights, k, v, window) = layer
             gemms = _CachedGemms(policies, keys, options.implementation, k, v, start)
-            x_BSD = nnx.merge(graph, weights)(x_BSD, rope, gemms, window)
-            return x_BSD, Cache(gemms.k_BTGH, gemms.v_BTGH)
+            x_BSD = nnx.merge(graph, weights)(x_BSD, rope, gemms, first_keys(starts_BS, window, start))
+            return x_BSD, (gemms.k_BTGH, gemms.v_BTGH)
 
-        here = jax.tree.map(lambda a, first=first, stop=stop: a[first:stop], (blocks, *cache, windows))
+        stacked = (blocks, cache.k_LBTGH, cache.v_LBTGH, windows)
+        here = jax.tree.map(lambda a, first=first, stop=stop: a[first:stop], stacked)
         x_BSD, part = jax.lax.scan(run, x_BSD, (block_keys(key, first, stop, len(policies)), here))
         parts.append(part)
     precision = {"policies": options.policies, "key": key, "implementation": options.implementation}
     logits_B1V = model.logits(model.norm(x_BSD[:, -1:]), **precision)
-    return logits_B1V[:, 0], jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+    k_LBTGH, v_LBTGH = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+    return logits_B1V[:, 0], Cache(k_LBTGH, v_LBTGH, start_B)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -147,7 +163,7 @@ def generate(
 
     Args:
       config, params: the model.
-      options: its precision.
+      options: how it runs.
       prompt_BS: at least one token.
       count: tokens to generate.
       key: draws the tokens, and the policy's random bits.

@@ -42,6 +42,7 @@ from models import decoder
 from models.attention import score_bytes
 from models.configs import DecoderConfig
 from models.decoder import abstract_params
+from models.documents import Documents
 from models.loss import LOSS_TOKENS
 from models.sharding import batch_parts_of
 from mxjax.policy.layers import LayerPolicies
@@ -109,6 +110,7 @@ def step_memory(
     mesh: Mapping[str, int] = ONE_DEVICE,
     remat: Remat = "none",
     implementation: Implementation | None = None,
+    documents: Documents | None = None,
     update: int = 0,
 ) -> Memory:
     """Returns the memory of a step on each device.
@@ -120,7 +122,7 @@ def step_memory(
       seq_len: tokens a sequence.
       accumulate: parts of a batch that run one after another.
       mesh: the size of each mesh axis.
-      remat, implementation: as in `decoder.mean_loss`.
+      remat, implementation, documents: as in `decoder.mean_loss`.
       update: bytes of the optimizer's temporary arrays, when activations are gone.
     """
     sequences = -(-batch_size // (accumulate * batch_parts_of(mesh)))
@@ -129,16 +131,15 @@ def step_memory(
     shapes = abstract_params(config)
 
     def kept(mode: Remat) -> int:
-        loss = functools.partial(
-            decoder.mean_loss, config, policies=policies, remat=mode, implementation=implementation
-        )
+        options: dict[str, Any] = {"implementation": implementation, "documents": documents}
+        loss = functools.partial(decoder.mean_loss, config, policies=policies, remat=mode, **options)
         head = 4 * config.d_model * config.vocab_size  # a gradient, though the forward pass computes it
         return kept_bytes(loss, shapes, (sequences, seq_len + 1)) - head
 
     activations = kept(remat)
     queries = jax.ShapeDtypeStruct((sequences, seq_len, config.n_heads, config.head_dim), jnp.bfloat16)
-    is_plain = not config.sinks and not any(0 < window < seq_len for window in config.windows)
-    block = _block_bytes(config, tokens) + score_bytes(queries, is_plain)
+    has_mask = documents is not None or any(0 < window < seq_len for window in config.windows)
+    block = _block_bytes(config, tokens) + score_bytes(queries, not (has_mask or config.sinks))
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own, gradients = device_bytes(params), device_bytes(in_float32(params))
     largest = max(again + block, _logits_bytes(config, tokens) - gradients, update - activations)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -13,13 +13,17 @@ import numpy as np
 import optax
 
 from models import decoder
+from models.configs import DecoderConfig
 from models.decoder import Params
+from models.documents import Documents
 from models.experts import routing_by_layer
 from models.gemms import linear_layers
 from models.sharding import batch_parts_of
+from mxjax.policy.layers import LayerPolicies
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.stats.layers import by_layer, empty_slots, make_layer_stats
+from training.config import Config
 from training.memory import Memory, step_memory
 from training.optimizer.bfloat16 import as_float32
 from training.optimizer.muon import working_bytes
@@ -54,7 +58,9 @@ class Trainer:
     def __init__(self, plan: Plan):
         """Traces the state's shapes; nothing is computed."""
         self._plan = plan
-        self._fill = functools.partial(_as_stored, plan)
+        self._fill = functools.partial(
+            as_stored, dtype=plan.config.optimizer.master, size=plan.filled_vocab_size
+        )
         self._key = jax.random.key(plan.config.seed)
         self._optimizer = self._optimizer_of(plan.phases[0])
         self._shapes = abstract_state(plan.model, self._optimizer, plan.mesh, self._fill)
@@ -64,20 +70,8 @@ class Trainer:
     def memory(self, step: int) -> Memory:
         """Returns an estimate of the memory that a step takes on a device, in the policies of that step."""
         plan, config = self._plan, self._plan.config
-        with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
-            return step_memory(
-                plan.model,
-                phase_at(plan.phases, step).layers,
-                self._shapes.params,
-                self._shapes.opt_state,
-                batch_size=config.data.batch_size,
-                seq_len=config.data.seq_len,
-                accumulate=config.accumulate,
-                mesh=plan.mesh.shape,
-                remat=config.remat,
-                implementation=config.precision.implementation,
-                update=working_bytes(self._shapes.params) if config.optimizer.optimizer == "muon" else 0,
-            )
+        layers = phase_at(plan.phases, step).layers
+        return memory_of_run(config, plan.model, layers, self._shapes, plan.mesh.shape, plan.documents)
 
     def init(self) -> TrainState:
         """Returns the state before the first step, with random parameters."""
@@ -151,10 +145,9 @@ class Trainer:
         return optimizer_of(config.optimizer, self._plan.model, config.precision.deoscillate, phase.layers)
 
 
-def _as_stored(plan: Plan, params: Params) -> Params:
-    """Returns parameters as a state has them: with the filled vocabulary, in the dtype of --master."""
-    dtype = jnp.dtype(plan.config.optimizer.master)
-    return jax.tree.map(lambda w: w.astype(dtype), resize(params, plan.filled_vocab_size))
+def as_stored(params: Params, *, dtype: str, size: int) -> Params:
+    """Returns parameters as a state has them: in the dtype of --master, with a filled vocabulary."""
+    return jax.tree.map(lambda w: w.astype(jnp.dtype(dtype)), resize(params, size))
 
 
 class Programs(NamedTuple):
@@ -217,7 +210,39 @@ def _with_options(plan: Plan, phase: Phase, function: Callable) -> Callable:
         "remat": config.remat,
         "unroll": config.unroll,
         "implementation": config.precision.implementation,
+        "documents": plan.documents,
     }
     return lambda params, batch, key, slots=None: function(
         plan.model, as_float32(params), batch, key=key, slots=slots, **options
     )
+
+
+def memory_of_run(
+    config: Config,
+    model: DecoderConfig,
+    policies: LayerPolicies,
+    shapes: TrainState,
+    mesh: Mapping[str, int],
+    documents: Documents | None,
+) -> Memory:
+    """Returns the memory of a step on each device for a run's configuration and the shapes of its state.
+
+    Args:
+      mesh: the size of each mesh axis, which need not be that of the configuration.
+    """
+    muon = config.optimizer.optimizer == "muon"
+    with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
+        return step_memory(
+            model,
+            policies,
+            shapes.params,
+            shapes.opt_state,
+            batch_size=config.data.batch_size,
+            seq_len=config.data.seq_len,
+            accumulate=config.accumulate,
+            mesh=mesh,
+            remat=config.remat,
+            implementation=config.precision.implementation,
+            documents=documents,
+            update=working_bytes(shapes.params) if muon else 0,
+        )

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.documents import first_keys
 from mxjax.kernels.attention import launches
 from mxjax.kernels.attention.blocks import HEAD_SIZES, Blocks, Kernels, candidates
-from mxjax.kernels.attention.fused import first_keys
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
 from mxjax.runtime.devices import current_target
 
@@ -139,14 +139,14 @@ def masked_cases(shape: Shape, fastest: Kernels) -> Iterator[Case]:
 def draw_mask(shape: Shape, mask: str | int | None) -> jax.Array | None:
     """Returns `first_key` of documents or of a window."""
     if mask is None or isinstance(mask, int):
-        return None if mask is None else first_keys(window=mask, shape=shape[:2])
+        return None if mask is None else first_keys(jnp.zeros(shape[:2], jnp.int32), mask)
     rng = np.random.default_rng(0)
-    starts = np.zeros(shape[:2], bool)
+    starts = np.zeros(shape[:2], np.int32)
     for row in starts:
         lengths = np.minimum(rng.zipf(1.5, size=shape.s) * 64, 16 * MEAN_DOCUMENT)
         ends = np.cumsum(np.maximum(lengths * (MEAN_DOCUMENT / lengths.mean()), 1).astype(int))
-        row[ends[ends < shape.s]] = True
-    return first_keys(jnp.asarray(starts))
+        row[ends[ends < shape.s]] = ends[ends < shape.s]
+    return jnp.asarray(np.maximum.accumulate(starts, axis=1))
 
 
 def _case(name: str, shape: Shape, which: str, run: Callable, fields: Mapping[str, Any]) -> Case:

@@ -13,6 +13,7 @@ import pytest
 from support.llamas import GOLDEN, NAMES, SMALL, layer_policies, rewrite_params
 
 from models import decoder
+from models.documents import Documents
 from models.generation import Options, choose, empty_cache, generate, is_in_nucleus, read
 from models.huggingface.config import read_config
 from models.huggingface.files import Reader
@@ -64,13 +65,15 @@ def test_greedy_tokens_of_an_export_equal_those_of_transformers(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cache_changes_no_logits():
+@pytest.mark.parametrize("documents", [None, Documents(7), Documents(7, restart_positions=True)])
+def test_a_cache_changes_no_logits(documents):
     """In float32 up to the order of sums; MXFP4's blocks lie along d_in, so each token is quantized alone."""
     rules = [("blocks.1.*", "fp32"), ("blocks.0.attention.scores", "wgrad"), ("head", "fp32")]
-    options = Options(layer_policies(SMALL, "wgrad", rules), "xla", jnp.float32)
+    options = Options(layer_policies(SMALL, "wgrad", rules), "xla", jnp.float32, documents)
     params = decoder.init(dataclasses.replace(SMALL, init_std=0.2), KEY)
-    tokens = jax.random.randint(KEY, (2, 9), 0, SMALL.vocab_size)
+    tokens = jax.random.randint(KEY, (2, 9), 0, SMALL.vocab_size).at[0, 2:6:3].set(7).at[1, 4].set(7)
     more = {"policies": options.policies, "implementation": "xla", "dtype": jnp.float32}
+    more["documents"] = documents
     expected = jax.jit(functools.partial(decoder.apply, SMALL, **more))(params, tokens)
     cache, bounds = empty_cache(SMALL, 2, 12, jnp.float32), [0, 5, 6, 7, 8, 9]
     for start, stop in itertools.pairwise(bounds):

@@ -16,6 +16,7 @@ import grain
 import jax
 
 from training.config import Config
+from training.data.evaluation_sets import Evaluation, evaluate_sets
 from training.files import HUGGINGFACE
 from training.log import mlperf, sinks
 from training.log.health import NonFiniteError, check_state
@@ -85,7 +86,7 @@ class Run:
                 join_processes()
         with failing_together(*SHARED), contextlib.ExitStack() as stack:
             with input_errors():
-                start_jax()
+                start_jax(config.devices)
                 interruption = stack.enter_context(Interruption())
                 path = config.folder()
                 with together():
@@ -214,12 +215,14 @@ class Run:
         self.checkpoints.check()
         return self._is_due(n, self.plan.config.eval_every)
 
-    def evaluate(self, n: int, evaluate: Callable[..., dict[str, float]]) -> dict[str, float]:
-        """Records what `evaluate` returns for the held-out batches; nothing if a signal interrupts it."""
+    def evaluate(self, n: int, evaluate: Callable[..., dict[str, float]]) -> Evaluation:
+        """Records what `evaluate` returns for the batches of every set; nothing if a signal interrupts it."""
         with self.log.pause():
             self.log.evaluation_starts(n)
             try:
-                found = evaluate(self._interruption.guard(self.plan.held_out))
+                found = evaluate_sets(
+                    self.plan.held_out, lambda batches: evaluate(self._interruption.guard(batches))
+                )
             except Interrupted:
                 self._interrupted = True  # resuming repeats the evaluation
                 return {}
@@ -259,7 +262,7 @@ class Run:
         """Returns whether step n is the schedule's last or reached the target, and owes no evaluation."""
         return not self.owes_evaluation(n) and (n >= self.plan.config.steps or self._is_on_target(n))
 
-    def end(self, evaluation: dict[str, float]) -> dict[str, float]:
+    def end(self, evaluation: Evaluation) -> Evaluation:
         """Says what was done and what comes next; returns the evaluation."""
         n, path, losses = self._n, self._folder.path, self.checkpoints.losses
         said = [summary(self.plan, path, n, self.is_done(n), evaluation, self.log.step_times)]

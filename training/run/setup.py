@@ -13,7 +13,7 @@ import shlex
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,9 +25,9 @@ from models.huggingface.files import small_files
 from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from training.config import Config, DataConfig, OptimizerConfig, by_flag
-from training.data.load import load_data
+from training.data.evaluation_sets import EvaluationSet
+from training.data.load import documents_of, held_out_tokens, load_data, make_sets
 from training.data.megatron import is_indexed, parse_blend
-from training.data.text import evaluation_batches
 from training.files import HUGGINGFACE, temporary_path
 from training.log import mlperf as mlperf_log
 from training.log import sinks as tensorboard
@@ -44,6 +44,7 @@ from training.run.lock import FILE as LOCK
 from training.run.lock import check_unlocked
 from training.run.record import (
     FILE,
+    documents_of_run,
     from_json,
     model_of,
     read_run_config,
@@ -73,20 +74,10 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     if is_first_process():
         check_unlocked(folder)
     check_apart(config.data, folder)
-    source, taken = continued(config, folder)
-    saved = {} if source is None else read_run_to_resume(source)
+    config, model, phases, source, saved = choose(config, folder)
     begun = begun_config(saved)
-    if begun is not None:
-        check_same_run(config, begun, source or folder, taken)
-    config, model = choose_model(config, source or folder, saved)
     mesh = make_mesh(config.mesh)
     check_memory(mesh.shape, config, dataclasses.replace(model, vocab_size=config.data.vocab_size or 1))
-    phases = choose_phases(config, model, taken, saved)
-    for phase in phases:
-        check_implementations(phase.layers.policies, config.precision.implementation)
-        check_policies(model, phase.layers, config.precision.implementation)
-        check_remat(config.remat, phase.layers.policies, config.precision.implementation)
-    check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
     if config.observe.tensorboard:
         tensorboard.check_tensorboard()
     if config.observe.wandb:
@@ -100,23 +91,23 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     fits = functools.partial(fits_mesh, model, phases)
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
     check_phases(mesh.shape, model, phases)
-    held_out = evaluation_batches(
-        corpus.validation,
-        config.data,
-        config.eval_batches,
-        corpus.vocab_size,
-        n_sequences=config.eval_sequences,
-    )
     tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data)
     plan = Plan(
         config,
         mesh,
         corpus,
-        list(held_out),
+        make_sets(
+            held_out_tokens(config.data, corpus),
+            config.data,
+            config.eval_batches,
+            corpus.vocab_size,
+            config.eval_sequences,
+        ),
         model,
         phases,
         saved.get("imported"),
         tokenizer,
+        documents_of(config.data, corpus) if begun is None else documents_of_run(saved),
         policy_files=files_of(config.precision) if begun is None else files_on_record(saved),
     )
     mlperf_log.settings_of(plan)
@@ -130,6 +121,33 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     return plan
 
 
+class Choice(NamedTuple):
+    """What a run computes.
+
+    Attributes:
+      source: the folder of the run that is continued, or None.
+      saved: what its config.json holds, or nothing.
+    """
+
+    config: Config
+    model: DecoderConfig
+    phases: tuple[Phase, ...]
+    source: pathlib.Path | None
+    saved: dict[str, Any]
+
+
+def choose(config: Config, folder: pathlib.Path) -> Choice:
+    """Returns the model and the phases of a run in `folder`; raises ValueError unless they can run here."""
+    source, taken = continued(config, folder)
+    saved = {} if source is None else read_run_to_resume(source)
+    if (begun := begun_config(saved)) is not None:
+        check_same_run(config, begun, source or folder, taken)
+    config, model = choose_model(config, source or folder, saved)
+    phases = choose_phases(config, model, taken, saved)
+    check_computation(config, model, phases)
+    return Choice(config, model, phases, source, saved)
+
+
 def continued(config: Config, folder: pathlib.Path) -> tuple[pathlib.Path | None, int]:
     """Returns the folder of the run that is continued, and the steps taken; None and 0 for a new one."""
     if config.resume:
@@ -139,8 +157,9 @@ def continued(config: Config, folder: pathlib.Path) -> tuple[pathlib.Path | None
 
 def check_apart(data: DataConfig, folder: pathlib.Path) -> None:
     """Raises ValueError if the run would write into a folder of text; hidden files of it are not read."""
-    for flag, name in (*(("--data", name) for name in data.data), ("--eval-data", data.eval_data)):
-        if name is None or is_indexed([name]) or not pathlib.Path(name).is_dir():
+    held_out = (("--eval-data", path) for path in data.eval_paths.values())
+    for flag, name in (*(("--data", name) for name in data.data), *held_out):
+        if is_indexed([name]) or not pathlib.Path(name).is_dir():
             continue
         place, text = folder.resolve(), pathlib.Path(name).resolve()
         if place.is_relative_to(text) and not any(p.startswith(".") for p in place.relative_to(text).parts):
@@ -182,6 +201,15 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
             f"--batch-size {batch} and --seq-len {seq_len} need at least {gib(needed)} GiB a "
             f"device, and a device has {gib(there_is)}; lower them, or raise --accumulate"
         )
+
+
+def check_computation(config: Config, model: DecoderConfig, phases: Sequence[Phase]) -> None:
+    """Raises ValueError or NotImplementedError unless the policies of all phases can run here."""
+    for phase in phases:
+        check_implementations(phase.layers.policies, config.precision.implementation)
+        check_policies(model, phase.layers, config.precision.implementation)
+        check_remat(config.remat, phase.layers.policies, config.precision.implementation)
+    check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
 
 
 def check_phases(sizes: Mapping[str, int], model: DecoderConfig, phases: Sequence[Phase]) -> None:
@@ -263,6 +291,7 @@ def description_of(plan: Plan) -> dict[str, Any]:
         "policy_files": dict(plan.policy_files),
         "data": plan.corpus.facts,
         "tokenizer": plan.tokenizer,
+        **({} if plan.documents is None else {"documents": plan.documents._asdict()}),
         "implementation": choose_implementation(plan.config.precision.implementation),
         "environment": facts(),
         "mesh": dict(plan.mesh.shape),
@@ -308,12 +337,18 @@ def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
     return {
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         "checksum of the model's shape": _checksum(to_dict(plan.model)),
+        "checksum of the evaluation sets": _checksum([_summary(one) for one in plan.held_out]),
         "checksum of all layers' policies": _checksum(to_record(plan.phases)),
         **{f"the data's {name}": value for name, value in data.items()},
+        "mask of documents": plan.documents,
         **facts(),
         "device": devices,
         "implementation": choose_implementation(plan.config.precision.implementation),
     }
+
+
+def _summary(one: EvaluationSet) -> list[Any]:
+    return [one.name, one.n_bytes, *(zlib.crc32(batch.tobytes()) for batch in one.batches)]
 
 
 def _checksum(value: object) -> str:
