@@ -3,6 +3,8 @@
 Gradients are clipped by their global norm, and vectors such as the scales of norms do not decay.
 """
 
+import fnmatch
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +14,10 @@ import optax
 from jaxtyping import Array, Bool
 
 from models.configs import DecoderConfig
+from models.decoder import abstract_params
 from mxjax.policy.layers import LayerPolicies
 from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
+from training.optimizer.average import averaging
 from training.optimizer.bfloat16 import with_bfloat16_moments, with_bfloat16_parameters
 from training.optimizer.config import OptimizerConfig
 from training.optimizer.muon import is_matrix, muon
@@ -28,7 +32,7 @@ def optimizer_of(
     """Returns the optimizer of a run while these policies hold.
 
     It is `make_optimizer`'s, then `--deoscillate`, then the biases that balance the experts' load, then what
-    rounds the parameters.
+    rounds and what averages the parameters.
     """
     optimizer = make_optimizer(config, model)
     parts: list[optax.GradientTransformation] = []
@@ -37,7 +41,9 @@ def optimizer_of(
     if model.experts is not None and model.experts.balance_rate:
         parts.append(balance_experts(model.experts.balance_rate))
     optimizer = optax.chain(optimizer, *parts) if parts else optimizer
-    return with_bfloat16_parameters(optimizer) if config.master == "bfloat16" else optimizer
+    if config.master == "bfloat16":
+        optimizer = with_bfloat16_parameters(optimizer)
+    return optimizer if config.ema is None else optax.chain(optimizer, averaging(config.ema))
 
 
 def balance_experts(rate: float) -> optax.GradientTransformationExtraArgs:
@@ -73,6 +79,7 @@ def make_optimizer(
 
     Its `update` takes `learning_rate=`, a scalar, and with moments in bfloat16 `key=`. Muon needs the model.
     """
+    mask = functools.partial(decayed, no_decay=config.no_decay)
     if config.optimizer == "muon":
         if model is None:
             raise ValueError("muon splits the model's matrices; pass make_optimizer its DecoderConfig")
@@ -86,7 +93,7 @@ def make_optimizer(
             b2=config.b2,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            mask=decayed,
+            mask=mask,
         )
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.clip),
@@ -114,9 +121,8 @@ def _decaying(
     direction: optax.GradientTransformation, config: OptimizerConfig, factor: float = 1.0
 ) -> optax.GradientTransformation:
     """Returns the updates of a unit learning rate against a direction, with decoupled weight decay."""
-    return optax.chain(
-        direction, optax.add_decayed_weights(config.weight_decay, decayed), optax.scale(-factor)
-    )
+    mask = functools.partial(decayed, no_decay=config.no_decay)
+    return optax.chain(direction, optax.add_decayed_weights(config.weight_decay, mask), optax.scale(-factor))
 
 
 def _adam_ratio(config: OptimizerConfig) -> float:
@@ -154,7 +160,26 @@ def _scale(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[
     return jax.tree.map(lambda update: rate * update, updates), state
 
 
-def decayed(params):
-    """Returns True for each parameter that decays: all except scales of norms, biases and sinks."""
+def decayed(params: Any, no_decay: Sequence[str] = ()) -> Any:
+    """Returns True for each parameter that decays: all but scales of norms, biases, sinks and `no_decay`."""
+
     # Stacked over layers, a norm's scale is 2-D, so the name decides and not the rank.
-    return jax.tree.map_with_path(lambda path, _: not path[-1].key.endswith(_VECTORS), params)
+    def decays(path, _):
+        is_vector = path[-1].key.endswith(_VECTORS)
+        return not is_vector and not any(fnmatch.fnmatchcase(name_of(path), p) for p in no_decay)
+
+    return jax.tree.map_with_path(decays, params)
+
+
+def name_of(path: Any) -> str:
+    """Returns the name of a parameter, such as blocks.*.mlp.down for those of all blocks."""
+    return ".".join(str(key.key) for key in path).replace("blocks.", "blocks.*.", 1)
+
+
+def check_no_decay(config: OptimizerConfig, model: DecoderConfig) -> None:
+    """Raises ValueError if a pattern matches no parameter that decays."""
+    flat = jax.tree.leaves_with_path(decayed(abstract_params(model)))
+    names = [name_of(path) for path, decays in flat if decays]
+    for pattern in config.no_decay:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"--no-decay {pattern!r} matches none of {', '.join(names)}")
