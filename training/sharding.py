@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from models import decoder
@@ -178,7 +178,7 @@ def on_mesh(mesh: Mesh, eval_step: Any) -> Any:
 def abstract_state(
     config: DecoderConfig,
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     fill: Callable[[Params], Params] = lambda params: params,
 ) -> TrainState:
     """Returns the shapes, dtypes and shardings of what `first_state` creates."""
@@ -212,12 +212,14 @@ def first_state(
     return jax.jit(make, out_shardings=shardings)(key), shardings
 
 
-def param_shardings(mesh: Mesh, axes: Any) -> Any:
+def param_shardings(mesh: Mesh | AbstractMesh, axes: Any) -> Any:
     """Returns the sharding of each parameter, from a tree of their logical axes."""
     return jax.tree.map(lambda a: NamedSharding(mesh, spec(a)), axes, is_leaf=lambda a: isinstance(a, tuple))
 
 
-def state_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, state: Any, params: Any) -> Any:
+def state_shardings(
+    mesh: Mesh | AbstractMesh, optimizer: optax.GradientTransformation, state: Any, params: Any
+) -> Any:
     """Returns the sharding of each array of a training state.
 
     Moments are sharded as their parameters are, by `params`; everything else is replicated.
