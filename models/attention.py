@@ -8,6 +8,7 @@ transformers 5.23, modeling_gpt_oss.py.
 """
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from models.configs import DecoderConfig, Yarn
 from models.documents import FirstKey, visible_keys
-from mxjax.runtime.devices import current_target
+from mxjax.runtime.devices import Target, current_target
 from mxjax.runtime.remat import tag_attention
 
 
@@ -76,6 +77,9 @@ PIECE = 512
 _CUDNN_HEAD_DIM = 128
 _KERNEL_HEAD_DIMS = (64, 128)
 
+Kernel = Literal["cudnn", "ours", "xla"]
+"""cuDNN's fused attention; the kernels of `mxjax.kernels.attention`; XLA, long sequences in pieces."""
+
 
 def block_windows(config: DecoderConfig, length: int) -> Int[Array, " L"] | None:
     """Returns the window of each block, or None if all see whole sequences of this length."""
@@ -104,9 +108,10 @@ def causal_attention(
     """
     length = q_BSNH.shape[1]
     is_plain = first_key_BS is None and sinks_N is None
-    if is_plain and _cudnn_takes(q_BSNH):
+    kernel = _kernel(q_BSNH, is_plain)
+    if kernel == "cudnn":
         return jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="cudnn")
-    if _kernels_take(q_BSNH, is_plain):
+    if kernel == "ours":
         from mxjax.kernels.attention.fused import fused_attention  # needs Triton
 
         first_key = None if first_key_BS is None else jnp.broadcast_to(first_key_BS, q_BSNH.shape[:2])
@@ -163,7 +168,7 @@ def score_bytes(q_BSNH: jax.ShapeDtypeStruct, is_plain: bool = True) -> int:
     are no loop, so XLA computes all of them together, and keeps a third tensor of each.
     """
     B, S, N, _ = q_BSNH.shape
-    if (is_plain and _cudnn_takes(q_BSNH)) or _kernels_take(q_BSNH, is_plain):
+    if _kernel(q_BSNH, is_plain) != "xla":
         return 0
     if S <= LONGEST_WHOLE:
         return 8 * B * N * S * S
@@ -197,19 +202,28 @@ def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH, first_key_BP, sinks_N) -> F
     return out.swapaxes(0, 1).reshape(q_BPNH.shape[0], pieces * PIECE, *q_BPNH.shape[2:])[:, :P]
 
 
-def _cudnn_takes(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Returns whether cuDNN's fused attention runs here and supports these heads and lengths."""
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= _CUDNN_HEAD_DIM and q.shape[1] % 2 == 0
-    return fits and q.dtype in (jnp.bfloat16, jnp.float16) and on_cuda()
+def kernel_on(
+    target: Target | None, cuda: bool, q: jax.Array | jax.ShapeDtypeStruct, is_plain: bool
+) -> Kernel:
+    """Returns what computes attention of these queries on a device.
+
+    Args:
+      target: the target of Triton kernels there; None where they do not run.
+      cuda: whether it is an NVIDIA GPU.
+      q: queries [B, S, N, H]; their shape and dtype count.
+      is_plain: whether attention has neither a mask besides the causal one nor sinks.
+    """
+    _, length, _, head = q.shape
+    fits_cudnn = head % 8 == 0 and head <= _CUDNN_HEAD_DIM and length % 2 == 0
+    if cuda and is_plain and fits_cudnn and q.dtype in (jnp.bfloat16, jnp.float16):
+        return "cudnn"
+    fits = q.dtype == jnp.bfloat16 and head in _KERNEL_HEAD_DIMS and math.prod(q.shape[1:]) < 2**31
+    takes = target is not None and (target.arch == "gfx950" or (target.backend == "cuda" and not is_plain))
+    return "ours" if fits and takes else "xla"
 
 
-def _kernels_take(q: jax.Array | jax.ShapeDtypeStruct, is_plain: bool) -> bool:
-    """Returns whether our kernels run here, on CUDA with a mask or sinks, and support these heads."""
-    target = current_target()
-    fits = q.dtype == jnp.bfloat16 and q.shape[-1] in _KERNEL_HEAD_DIMS and math.prod(q.shape[1:]) < 2**31
-    if target is None or not fits:
-        return False
-    return target.arch == "gfx950" or (target.backend == "cuda" and not is_plain)
+def _kernel(q: jax.Array | jax.ShapeDtypeStruct, is_plain: bool) -> Kernel:
+    return kernel_on(current_target(), on_cuda(), q, is_plain)
 
 
 def on_cuda() -> bool:

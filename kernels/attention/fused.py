@@ -93,7 +93,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, *extra: jax.Array, masked:
     if len(extra) > masked:
         extra[-1] = extra[-1].reshape(b, g, n // g)
     target = current_target()
-    by_aiter = not extra and aiter.is_available(target)
+    by_aiter = aiter.is_available(target, is_plain=not extra)
     attend = _differentiable(by_aiter, target, masked, len(extra) > masked)
     return attend(q.reshape(b, s, g, n // g, h), k, v, *extra).reshape(b, s, n, h)
 
