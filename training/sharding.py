@@ -55,7 +55,7 @@ def parse_mesh(text: str | None, devices: int | None) -> dict[str, int]:
     if (product := math.prod(sizes.values())) != devices and devices is not None:
         raise ValueError(
             f"--mesh {text} is for {product} devices and there are {devices}; choose sizes that multiply to "
-            f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out"
+            f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out; --devices {product} divides a CPU"
         )
     return sizes
 
@@ -233,14 +233,20 @@ def state_shardings(
     replicated = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree.map_params(
         optimizer,
-        lambda _, sharding: sharding,
+        lambda moment, sharding: moment if _is_masked(moment) else sharding,
         state.opt_state,
         params,
         transform_non_params=lambda _: replicated,
+        is_leaf=_is_masked,
     )
     return jax.tree.map(lambda _: replicated, state._replace(params=None, opt_state=None))._replace(
         params=params, opt_state=opt_state
     )
+
+
+def _is_masked(x: Any) -> bool:
+    """Returns whether this stands for a parameter's moment that an optimizer does not have."""
+    return isinstance(x, optax.MaskedNode)
 
 
 def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: LayerPolicies) -> None:

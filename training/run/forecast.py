@@ -20,13 +20,14 @@ from mxjax.products.implementations import check_remat
 from mxjax.runtime.remat import Remat
 from training.config import Config
 from training.data.load import documents_of, load_data
-from training.memory import Memory, gib, memory_there_is, step_memory
-from training.optimizer import optimizer_of
+from training.memory import Memory, gib, memory_there_is
+from training.optimizer.optimizers import optimizer_of
 from training.phases import Phase, expand
 from training.run.record import documents_of_run
-from training.run.resume import begun_config, check_same_run, read_run_to_resume
-from training.run.setup import check_computation, check_phases, choose_model, choose_phases, fits_mesh
-from training.sharding import abstract_state, check_batch, filled_size, make_mesh, parse_mesh, resize
+from training.run.resume import begun_config
+from training.run.setup import check_phases, choose, fits_mesh
+from training.sharding import abstract_state, check_batch, filled_size, parse_mesh, resize
+from training.trainer import memory_of_run
 
 _REMATS: tuple[Remat, ...] = ("none", "dots", "fp4", "full")  # from most to least memory
 _MORE_DEVICES = 4  # doublings to try
@@ -50,32 +51,16 @@ class Forecast(NamedTuple):
 
     def memory(self, setting: Setting) -> Memory:
         """Returns the estimate of the phase that takes most."""
-        config, sizes = self.config, setting.mesh
+        changes = {"remat": setting.remat, "accumulate": setting.accumulate}
+        config, sizes = dataclasses.replace(self.config, **changes), setting.mesh
         axes = (AxisType.Auto,) * len(sizes)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axes)
         filled = filled_size(sizes, self.model, [phase.layers for phase in self.phases])
         fill = functools.partial(resize, size=filled)
-        optimizer = optimizer_of(
-            config.optimizer, config.precision.deoscillate, self.phases[0].layers, self.model.experts
-        )
+        deoscillate, layers = config.precision.deoscillate, [phase.layers for phase in self.phases]
+        optimizer = optimizer_of(config.optimizer, self.model, deoscillate, layers[0])
         shapes = abstract_state(self.model, optimizer, mesh, fill)
-        with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
-            found = [
-                step_memory(
-                    self.model,
-                    phase.layers,
-                    shapes.params,
-                    shapes.opt_state,
-                    batch_size=config.data.batch_size,
-                    seq_len=config.data.seq_len,
-                    accumulate=setting.accumulate,
-                    mesh=sizes,
-                    remat=setting.remat,
-                    implementation=config.precision.implementation,
-                    documents=self.documents,
-                )
-                for phase in self.phases
-            ]
+        found = (memory_of_run(config, self.model, each, shapes, sizes, self.documents) for each in layers)
         return max(found, key=lambda memory: memory.total)
 
     def changes(self, given: Setting) -> Iterator[Setting]:
@@ -136,14 +121,8 @@ def forecast(config: Config) -> str:
 
 def _outline(config: Config) -> Forecast:
     """Returns what the configuration decides, checked as at the start of a run."""
-    folder = config.folder()
-    saved = read_run_to_resume(folder) if config.resume else {}
-    if (begun := begun_config(saved)) is not None:
-        check_same_run(config, begun, folder)
-    config, model = choose_model(config, folder, saved)
-    phases = choose_phases(config, model, folder, saved)
-    check_computation(config, model, phases)
-    if begun is not None:
+    config, model, phases, _, saved = choose(config, config.folder())
+    if begun_config(saved) is not None:
         return Forecast(config, model, phases, documents_of_run(saved))
     if config.data.data:
         corpus = load_data(config.data, model.vocab_size)
