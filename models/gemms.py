@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 import mxjax
 from models.attention import attend_visible, causal_attention, visible_keys
 from models.configs import DecoderConfig
-from models.context import context_attention, cut, join
+from models.context import cut, first_keys, join
+from models.ring import ring_attention
 from models.sharding import weight_layout
 from mxjax.operands.computed import Norm, rms_norm, swiglu
 from mxjax.policy import Policy
@@ -185,7 +186,8 @@ def attend(
         q, k, v = (t.astype(dtype) for t in (q_BSNH, k_BTGH, v_BTGH))
         with jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default"):
             if gemms.parts > 1:
-                return context_attention(q, k, v, window, sinks_N, gemms.parts)
+                first_key = first_keys(*q.shape[:2], gemms.parts, window)
+                return ring_attention(q, k, v, first_key, sinks_N, gemms.parts)
             if visible_ST is None:
                 return causal_attention(q, k, v, window, sinks_N)
             return attend_visible(q, k, v, visible_ST, sinks_N)

@@ -39,9 +39,10 @@ from jax.extend import core
 from models import decoder
 from models.attention import score_bytes
 from models.configs import DecoderConfig
-from models.context import sequence_parts, shared_bytes
+from models.context import sequence_parts
 from models.decoder import abstract_params
 from models.loss import LOSS_TOKENS
+from models.ring import ring_bytes
 from models.sharding import AXES, parts_of
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
@@ -136,7 +137,7 @@ def step_memory(
     activations = kept(remat)
     queries = jax.ShapeDtypeStruct((rows, length, config.n_heads, config.head_dim), jnp.bfloat16)
     is_plain = not config.sinks and not any(0 < window < seq_len for window in config.windows)
-    scores = score_bytes(queries, is_plain) if parts == 1 else shared_bytes(queries, config.n_kv_heads, parts)
+    scores = score_bytes(queries, is_plain) if parts == 1 else ring_bytes(queries, config.n_kv_heads)
     block = _block_bytes(config, tokens) + scores
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own = device_bytes(params)

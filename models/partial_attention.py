@@ -1,0 +1,96 @@
+"""Attention to a part of a sequence's keys, with the logarithm of each query's sum of exp(scores).
+
+Shapes in names as in `models.decoder`. XLA computes it some queries at a time.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from models.attention import PIECE
+
+
+def attend_part(q, k, v, low, sinks_N=None, *, is_causal: bool = False):
+    """Returns attention in float32 and the logarithm of each query's sum of exp(scores) [B, S, N].
+
+    Query i sees keys `low[i]` to i, or to the last if not `is_causal`, and may then see none.
+    """
+    G = k.shape[2]
+
+    def piece(_, part):
+        index, q, low = part
+        scores = _scores(index, q, k, low, is_causal)
+        largest = jnp.max(scores, axis=-1)
+        if sinks_N is not None:
+            sinks_GR1 = sinks_N.astype(jnp.float32).reshape(1, G, -1, 1)
+            largest = jnp.maximum(largest, sinks_GR1)
+        largest = jnp.maximum(largest, jnp.finfo(jnp.float32).min)  # of none
+        weights = jnp.exp(scores - largest[..., None])
+        total = jnp.sum(weights, axis=-1)
+        if sinks_N is not None:
+            total += jnp.exp(sinks_GR1 - largest)
+        shares = (weights / jnp.where(total == 0, 1, total)[..., None]).astype(v.dtype)
+        out = jnp.einsum("BGRST,BTGH->BSGRH", shares, v, **_precision(v))
+        return None, (out, jnp.moveaxis(largest + jnp.log(total), -1, 1))
+
+    _, (out, lse) = jax.lax.scan(piece, None, _in_pieces(q.reshape(*q.shape[:2], G, -1, q.shape[3]), low))
+    return _whole(out).reshape(q.shape), _whole(lse).reshape(q.shape[:3])
+
+
+def part_gradients(q, k, v, low, lse, dout, delta, *, is_causal: bool = False):
+    """Returns the gradients of q, k and v in float32, given those of `attend_part`'s results by all keys.
+
+    `lse` [B, S, N] are the logarithms of the sums over all keys, `delta` those of dout * out over a head.
+    """
+    G, scale = k.shape[2], q.shape[3] ** -0.5
+
+    def piece(dkv, part):
+        dk, dv = dkv
+        index, q, low, lse, dout, delta = part
+        scores = _scores(index, q, k, low, is_causal)
+        weights = jnp.exp(scores - jnp.moveaxis(lse, 1, -1)[..., None])
+        d_weights = jnp.einsum("BSGRH,BTGH->BGRST", dout, v, **_precision(v))
+        d_scores = (weights * (d_weights - jnp.moveaxis(delta, 1, -1)[..., None]) * scale).astype(q.dtype)
+        dv += jnp.einsum("BGRST,BSGRH->BTGH", weights.astype(dout.dtype), dout, **_precision(v))
+        dk += jnp.einsum("BGRST,BSGRH->BTGH", d_scores, q, **_precision(v))
+        return (dk, dv), jnp.einsum("BGRST,BTGH->BSGRH", d_scores, k, **_precision(v))
+
+    heads = [x.reshape(*x.shape[:2], G, -1, *x.shape[3:]) for x in (q, lse, dout, delta)]
+    zero = jnp.zeros(k.shape, jnp.float32)
+    (dk, dv), dq = jax.lax.scan(piece, (zero, zero), _in_pieces(heads[0], low, *heads[1:]))
+    return _whole(dq).reshape(q.shape), dk, dv
+
+
+def _precision(v):
+    """Returns the arguments of products in v's precision, with sums in float32."""
+    precision = jax.lax.Precision.HIGHEST if v.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return {"precision": precision, "preferred_element_type": jnp.float32}
+
+
+def _scores(index, q, k, low, is_causal: bool) -> Float32[Array, "B G R S T"]:
+    """Returns the scores of a piece of queries; minus infinity where a query does not see a key."""
+    scores = jnp.einsum("BSGRH,BTGH->BGRST", q, k, **_precision(k)) * q.shape[-1] ** -0.5
+    key = jnp.arange(k.shape[1])[None, None]
+    is_seen = key >= low[..., None]
+    if is_causal:
+        is_seen &= key <= (index * q.shape[1] + jnp.arange(q.shape[1]))[None, :, None]
+    return jnp.where(is_seen[:, None, None], scores, -jnp.inf)
+
+
+def piece_of(S: int) -> int:
+    """Returns how many of S queries have their scores at once."""
+    return next(n for n in range(min(PIECE, S), 0, -1) if S % n == 0)
+
+
+def _in_pieces(*arrays):
+    """Returns pieces of queries, stacked, with their numbers."""
+    S = arrays[0].shape[1]
+    size = piece_of(S)
+    split = [x.reshape(len(x), S // size, size, *x.shape[2:]).swapaxes(0, 1) for x in arrays]
+    return jnp.arange(S // size), *split
+
+
+def _whole(pieces):
+    """Returns all queries of stacked pieces."""
+    pieces = pieces.swapaxes(0, 1)
+    return pieces.reshape(len(pieces), -1, *pieces.shape[3:])
