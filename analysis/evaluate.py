@@ -43,10 +43,11 @@ class EvalConfig(RunArguments):
 
 def evaluate_model(restored: Restored, batches: list[Batch]) -> dict[str, Any]:
     """Returns the mean loss over all tokens of the batches, its perplexity, and the number of tokens."""
-    _, model, params, _, phase, implementation = restored
+    _, model, params, _, phase, implementation, documents = restored
 
     def losses(params, batch, key):
         options: dict[str, Any] = {"policies": phase.layers, "key": key, "implementation": implementation}
+        options["documents"] = documents
         return decoder.losses(model, params, batch, **options)
 
     xla_options = compiler_options(phase.layers.policies, implementation)

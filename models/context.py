@@ -9,9 +9,7 @@ know of it. Shapes in names as in `models.decoder`; S counts the tokens of a row
 
 from collections.abc import Mapping
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Int, Int32, Shaped
+from jaxtyping import Array, Shaped
 
 from models.sharding import batch_parts_of, constrain
 from mxjax.numerics.formats import BLOCK
@@ -55,17 +53,3 @@ def cut(x: Shaped[Array, "B T *rest"], parts: int) -> Shaped[Array, "rows S *res
 def join(x: Shaped[Array, "rows S *rest"], parts: int) -> Shaped[Array, "B T *rest"]:
     """Returns the sequences of rows: the inverse of `cut`."""
     return x.reshape(x.shape[0] // parts, x.shape[1] * parts, *x.shape[2:])
-
-
-def positions(rows: int, length: int, parts: int) -> Int[Array, "rows S"]:
-    """Returns the position of each token in its sequence."""
-    part = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 0) % parts
-    return part * length + jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1)
-
-
-def first_keys(rows: int, length: int, parts: int, window: Int[Array, ""] | None) -> Int32[Array, "rows S"]:
-    """Returns the position of the first key that each query sees; `window` as in `causal_attention`."""
-    position = positions(rows, length, parts)
-    if window is None:
-        return jnp.zeros_like(position)
-    return jnp.where(window > 0, jnp.maximum(position - (window - 1), 0), 0)

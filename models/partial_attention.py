@@ -16,19 +16,17 @@ def attend_part(q, k, v, low, sinks_N=None, *, is_causal: bool = False):
     Query i sees keys `low[i]` to i, or to the last if not `is_causal`, and may then see none.
     """
     G = k.shape[2]
+    sinks_1GR1 = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(1, G, -1, 1)
 
     def piece(_, part):
         index, q, low = part
         scores = _scores(index, q, k, low, is_causal)
-        largest = jnp.max(scores, axis=-1)
-        if sinks_N is not None:
-            sinks_GR1 = sinks_N.astype(jnp.float32).reshape(1, G, -1, 1)
-            largest = jnp.maximum(largest, sinks_GR1)
-        largest = jnp.maximum(largest, jnp.finfo(jnp.float32).min)  # of none
+        least = jnp.finfo(jnp.float32).min if sinks_1GR1 is None else sinks_1GR1  # where no key is seen
+        largest = jnp.maximum(jnp.max(scores, axis=-1), least)
         weights = jnp.exp(scores - largest[..., None])
         total = jnp.sum(weights, axis=-1)
-        if sinks_N is not None:
-            total += jnp.exp(sinks_GR1 - largest)
+        if sinks_1GR1 is not None:
+            total += jnp.exp(sinks_1GR1 - largest)
         shares = (weights / jnp.where(total == 0, 1, total)[..., None]).astype(v.dtype)
         out = jnp.einsum("BGRST,BTGH->BSGRH", shares, v, **_precision(v))
         return None, (out, jnp.moveaxis(largest + jnp.log(total), -1, 1))

@@ -36,7 +36,8 @@ def ring_attention(
 
     Args:
       q, k, v: queries, keys and values.
-      first_key: position in its sequence of the first key that each query sees; never decreases.
+      first_key: position in its sequence of the first key that each query sees, from
+        `models.documents.first_keys`; it never decreases.
       sinks_N: as in `causal_attention`.
       parts: rows of a sequence.
     """
@@ -84,17 +85,17 @@ class _Ring(NamedTuple):
     """The devices of a sequence, as one of them sees them, inside `jax.shard_map`."""
 
     parts: int
-    index: Int[Array, ""]
+    device: Int[Array, ""]
 
     def to_chunks(self, x: Shaped[Array, "1 S *rest"]) -> Shaped[Array, "2 C *rest"]:
         """Returns the chunks that this device works on, from the row that it holds."""
         even, odd = jnp.split(x[0], 2)
         even, odd = (self._send(half, self._places(i)) for i, half in enumerate((even, odd)))
-        return jnp.where(self.index % 2 == 0, jnp.stack([even, odd]), jnp.stack([odd, even]))
+        return jnp.where(self.device % 2 == 0, jnp.stack([even, odd]), jnp.stack([odd, even]))
 
     def to_row(self, chunks: Shaped[Array, "2 C *rest"]) -> Shaped[Array, "1 S *rest"]:
         """Returns the row that this device holds: the inverse of `to_chunks`."""
-        halves = jnp.where(self.index % 2 == 0, chunks, chunks[::-1])
+        halves = jnp.where(self.device % 2 == 0, chunks, chunks[::-1])
         back = [[(place, i) for i, place in self._places(half)] for half in (0, 1)]
         return jnp.concatenate([self._send(halves[i], back[i]) for i in (0, 1)])[None]
 
@@ -109,8 +110,8 @@ class _Ring(NamedTuple):
 
     def step(self, i: int, first_key: Int32[Array, "2 C"]) -> tuple["_Step", Int32[Array, "2 C"]]:
         """Returns the i-th step, and the first key of its pair that each query sees."""
-        device, C = (self.index - i) % self.parts, first_key.shape[1]
-        step = _Step(device < self.index)
+        device, C = (self.device - i) % self.parts, first_key.shape[1]
+        step = _Step(device < self.device)
         low = step.of_queries(first_key) - step.of_keys(self.starts(device, C))[:, None]
         return step, jnp.clip(low, 0, C)
 
@@ -201,7 +202,7 @@ def _backward(ring: _Ring, q, k, v, first_key, sinks_N, out, lse, dout):
 def _own(run: Callable[..., Any], ring: _Ring, q, k, v, first_key, *rows):
     """Returns `run(..., is_causal=True)` of a device's two chunks as one sequence, again in chunks."""
     C = first_key.shape[1]
-    before = first_key[..., None] - ring.starts(ring.index, C)
+    before = first_key[..., None] - ring.starts(ring.device, C)
     low = jnp.sum(jnp.clip(before, 0, C), axis=-1)  # its own keys that a query does not see
 
     def whole(x):

@@ -216,7 +216,12 @@ def mlperf_llama31_8b(batch_size: int = 32) -> Config:
     return Config(
         preset="mlperf-llama3.1-8b",
         model="llama3.1-8b",
-        data=DataConfig(vocab_size=mlperf.VOCAB_SIZE, batch_size=batch_size, seq_len=mlperf.SEQ_LEN),
+        data=DataConfig(
+            vocab_size=mlperf.VOCAB_SIZE,
+            batch_size=batch_size,
+            seq_len=mlperf.SEQ_LEN,
+            document_mask="off",  # as the reference's reset_attention_mask
+        ),
         optimizer=OptimizerConfig(
             lr=published.lr, warmup_steps=round(published.warmup_sequences / batch_size)
         ),

@@ -125,10 +125,17 @@ class DataConfig:
     """Sequences a step."""
     seq_len: int = 128
     """Tokens a sequence."""
+    document_mask: Literal["on", "off"] | None = None
+    """on: attention stays within a document; off: it sees all earlier tokens of a sequence. Default: on where
+    a token ends each document, as in text and with --append-eod."""
+    restart_positions: bool = False
+    """Count positions from the start of each document, not of the sequence. Needs the mask."""
 
     def __post_init__(self):
         _make_tuples(self, "data")
         make_absolute(self, "eval_data")
+        if self.restart_positions and self.document_mask == "off":
+            raise ValueError("--restart-positions counts within documents: leave out --document-mask off")
         several = len(self.data) > 1  # one alone is no weight
         kept = (not text or (several and _is_number(text)) for text in self.data)
         named = (t if keep else str(absolute_path(t)) for t, keep in zip(self.data, kept, strict=True))
@@ -286,6 +293,9 @@ class Config:
     """Folder of the run. Default: runs/MODEL-POLICY-TIME."""
     resume: bool = False
     """Resume the run in --out from its last good checkpoint with all its flags, on a CPU bit for bit."""
+    plan: bool = False
+    """Print the memory of a step, whether it fits, and else what to change; train and write nothing. --mesh
+    may have more devices than there are."""
     stop_after: int | None = None
     """Checkpoint and end after this step; --resume continues the run."""
     checkpoint_every: int = 100

@@ -41,6 +41,7 @@ from models.attention import score_bytes
 from models.configs import DecoderConfig
 from models.context import sequence_parts
 from models.decoder import abstract_params
+from models.documents import Documents
 from models.loss import LOSS_TOKENS
 from models.ring import ring_bytes
 from models.sharding import AXES, parts_of
@@ -109,6 +110,7 @@ def step_memory(
     mesh: Mapping[str, int] = ONE_DEVICE,
     remat: Remat = "none",
     implementation: Implementation | None = None,
+    documents: Documents | None = None,
 ) -> Memory:
     """Returns the memory of a step on each device.
 
@@ -119,7 +121,7 @@ def step_memory(
       seq_len: tokens a sequence.
       accumulate: parts of a batch that run one after another.
       mesh: the size of each mesh axis.
-      remat, implementation: as in `decoder.mean_loss`.
+      remat, implementation, documents: as in `decoder.mean_loss`.
     """
     parts = sequence_parts(mesh, batch_size // accumulate, seq_len)
     rows, length = -(-batch_size * parts // (accumulate * parts_of(mesh, "rows"))), seq_len // parts
@@ -128,15 +130,15 @@ def step_memory(
     shapes = abstract_params(config)
 
     def kept(mode: Remat) -> int:
-        loss = functools.partial(
-            decoder.mean_loss, config, policies=policies, remat=mode, implementation=implementation
-        )
+        options: dict[str, Any] = {"implementation": implementation, "documents": documents}
+        loss = functools.partial(decoder.mean_loss, config, policies=policies, remat=mode, **options)
         head = 4 * config.d_model * config.vocab_size  # a gradient, though the forward pass computes it
         return kept_bytes(loss, shapes, (rows, length + 1)) - head
 
     activations = kept(remat)
     queries = jax.ShapeDtypeStruct((rows, length, config.n_heads, config.head_dim), jnp.bfloat16)
-    is_plain = not config.sinks and not any(0 < window < seq_len for window in config.windows)
+    has_mask = documents is not None or any(0 < window < seq_len for window in config.windows)
+    is_plain = not (has_mask or config.sinks)
     scores = score_bytes(queries, is_plain) if parts == 1 else ring_bytes(queries, config.n_kv_heads)
     block = _block_bytes(config, tokens) + scores
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers

@@ -33,14 +33,16 @@ from mxjax.runtime.devices import current_target
 from training.step import TrainState, init_state
 
 
-def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
+def parse_mesh(text: str | None, devices: int | None) -> dict[str, int]:
     """Returns the size of each mesh axis, e.g. of "fsdp=4,tensor=2"; None is fsdp over all devices.
+
+    Without a number of devices a text may name any.
 
     Raises:
       ValueError: malformed text, or sizes that do not multiply to the number of devices.
     """
     if text is None:
-        return dict.fromkeys(MESH_AXES, 1) | {"fsdp": devices}
+        return dict.fromkeys(MESH_AXES, 1) | {"fsdp": devices or 1}
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
@@ -50,7 +52,7 @@ def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
             raise ValueError(f"--mesh {text} names {name} twice; give each axis one size")
         sizes[name] = int(size)
     sizes = {name: sizes.get(name, 1) for name in MESH_AXES}
-    if (product := math.prod(sizes.values())) != devices:
+    if (product := math.prod(sizes.values())) != devices and devices is not None:
         raise ValueError(
             f"--mesh {text} is for {product} devices and there are {devices}; choose sizes that multiply to "
             f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out"
@@ -260,7 +262,8 @@ def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: Laye
             parts = 1 if name == "vocab" else parts_of(sizes, name)
             if size % (parts * unit) == 0 or parts == 1:
                 continue
-            axis = " x ".join(axis for axis in np.atleast_1d(RULES[name]) if sizes[axis] > 1)
+            rule = RULES[name] or ()
+            axis = " x ".join(a for a in ((rule,) if isinstance(rule, str) else rule) if sizes[a] > 1)
             parameter = ".".join(str(key.key) for key in path)
             most = max(n for n in range(1, parts) if size % (n * unit) == 0 or n == 1)
             whole = f", whole runs of {unit} (a block, rotation or key/value head)" if unit > 1 else ""

@@ -72,6 +72,7 @@ class Trainer:
                 mesh=plan.mesh.shape,
                 remat=config.remat,
                 implementation=config.precision.implementation,
+                documents=plan.documents,
             )
 
     def init(self) -> TrainState:
@@ -211,6 +212,7 @@ def _with_options(plan: Plan, phase: Phase, function: Callable) -> Callable:
         "remat": config.remat,
         "unroll": config.unroll,
         "implementation": config.precision.implementation,
+        "documents": plan.documents,
     }
     return lambda params, batch, key, slots=None: function(
         plan.model, params, batch, key=key, slots=slots, **options

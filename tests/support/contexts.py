@@ -11,6 +11,7 @@ import mxjax
 from models import decoder
 from models.configs import DecoderConfig
 from models.context import cut
+from models.documents import Documents
 from models.sharding import weight_layout
 from training.process.environment import enable_compilation_cache
 from training.sharding import compiler_options, make_mesh, param_shardings, parameter_axes
@@ -33,11 +34,12 @@ def losses(*cases: str) -> None:
         policies = decoder.layer_policies(
             MODEL, mxjax.get_policy(policy), [("blocks.*.attention.[sv]*", mxjax.get_policy("fp32"))]
         )
-        batch = np.random.default_rng(0).integers(0, 256, (int(sequences), int(length) + 1), np.int32)
+        batch = np.random.default_rng(0).integers(1, 256, (int(sequences), int(length) + 1), np.int32)
+        batch[:, 3 * int(length) // 5] = 0  # ends a document
 
         def loss(params, batch, policies=policies):
             options = {"policies": policies, "key": jax.random.key(1), "dtype": jnp.float32}
-            return decoder.mean_loss(MODEL, params, batch, **options)
+            return decoder.mean_loss(MODEL, params, batch, documents=Documents(0, True), **options)
 
         found = []
         for mesh in (make_mesh(text), make_mesh(devices=jax.devices()[:1])):

@@ -42,7 +42,7 @@ def program(*arguments) -> list[dict]:
     ],
 )
 def test_losses_and_gradients_are_those_of_one_device(cases, gradients):
-    """Of a model with windows by layer, sinks and grouped queries."""
+    """Of a model with windows by layer, sinks and grouped queries, and sequences of two documents."""
     found = program("losses", *cases)
     assert [record["case"] for record in found] == cases
     for record in found:

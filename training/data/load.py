@@ -6,6 +6,7 @@ import pathlib
 import numpy as np
 from jaxtyping import Integer
 
+from models.documents import Documents
 from training.config import DataConfig
 from training.data.megatron import MegatronCorpus, is_indexed, load_megatron, load_validation
 from training.data.text import VOCAB_SIZE, TextCorpus, load_text
@@ -43,6 +44,22 @@ def load_data(config: DataConfig, model_vocab_size: int) -> TextCorpus | Megatro
             f"text is read as {VOCAB_SIZE} ids, which --vocab-size {config.vocab_size} does not hold"
         )
     return dataclasses.replace(corpus, vocab_size=config.vocab_size or VOCAB_SIZE)
+
+
+def documents_of(config: DataConfig, corpus: TextCorpus | MegatronCorpus) -> Documents | None:
+    """Returns the documents that attention keeps apart; None without a mask.
+
+    Raises:
+      ValueError: the flags ask for documents whose ends the data does not mark.
+    """
+    end = None if config.document_mask == "off" else corpus.document_end
+    if end is None and (config.document_mask == "on" or config.restart_positions):
+        flag = "--restart-positions" if config.restart_positions else "--document-mask on"
+        raise ValueError(
+            f"{flag}: no token ends every document of {corpus.source}, and nothing else; tokenize the text "
+            f"with --append-eod, or leave {flag} out"
+        )
+    return None if end is None else Documents(end, config.restart_positions)
 
 
 def _with_validation(corpus: TextCorpus, fewest: int) -> TextCorpus:

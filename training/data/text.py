@@ -157,6 +157,11 @@ class TextCorpus:
         """Number of training tokens."""
         return len(self.train)
 
+    @property
+    def document_end(self) -> int:
+        """The token that ends a document."""
+        return END_OF_DOCUMENT
+
     def batches(
         self, config: DataConfig, seed: int, steps: int, start: int = 0, shard: tuple[int, int] = (0, 1)
     ) -> grain.DatasetIterator:

@@ -42,6 +42,7 @@ def introduction(plan: Plan, folder: pathlib.Path, memory: Memory) -> str:
             f"data {plan.corpus.source}: {plan.corpus.train_tokens:,} tokens, {tokens:,} to train on "
             f"({tokens / model.n_params:.1f}/parameter{repeated}), "
             f"unigram entropy {plan.corpus.unigram_entropy():.4f}",
+            attention_text(plan),
             *(line for phase in plan.phases for line in phase_lines(phase)),
             f"run {folder} on {mesh_text(plan.mesh)} {jax.devices()[0].device_kind}, "
             f"implementation {choose_implementation(config.precision.implementation)}",
@@ -51,6 +52,14 @@ def introduction(plan: Plan, folder: pathlib.Path, memory: Memory) -> str:
             *long_sequences(config),
         ]
     )
+
+
+def attention_text(plan: Plan) -> str:
+    """Returns what attention sees of a sequence of several documents."""
+    if (documents := plan.documents) is None:
+        return "attention over whole sequences, across documents"
+    counted = ", where positions restart" if documents.restart_positions else ""
+    return f"attention within documents, which end with token {documents.end}{counted}"
 
 
 def late_flags(config: Config) -> list[str]:
@@ -126,7 +135,7 @@ def memory_text(needed: Memory, remat: str) -> str:
     text += f", {100 * needed.total / limit:.0f} % of {gib(limit)} GiB"
     if needed.total > limit:
         text += "\nwarning: that is more than there is: lower --batch-size, raise --accumulate, or choose "
-        text += "--remat dots, fp4 or full"
+        text += "--remat dots, fp4 or full; --plan finds what fits"
     return text
 
 

@@ -26,6 +26,7 @@ _MAY_CHANGE = {
     "eval_data",
     "out",
     "resume",
+    "plan",
     "stop_after",
     "checkpoint_every",
     "keep_checkpoints",

@@ -26,7 +26,7 @@ from models.huggingface.files import small_files
 from models.sharding import parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from training.config import Config, DataConfig, OptimizerConfig, by_flag
-from training.data.load import load_data
+from training.data.load import documents_of, load_data
 from training.data.megatron import is_indexed, parse_blend
 from training.data.text import evaluation_batches
 from training.files import HUGGINGFACE, temporary_path
@@ -44,6 +44,7 @@ from training.run.lock import FILE as LOCK
 from training.run.lock import check_unlocked
 from training.run.record import (
     FILE,
+    documents_of_run,
     from_json,
     model_of,
     read_run_config,
@@ -80,11 +81,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     mesh = make_mesh(config.mesh)
     check_memory(mesh.shape, config, dataclasses.replace(model, vocab_size=config.data.vocab_size or 1))
     phases = choose_phases(config, model, folder, saved)
-    for phase in phases:
-        check_implementations(phase.layers.policies, config.precision.implementation)
-        check_policies(model, phase.layers, config.precision.implementation)
-        check_remat(config.remat, phase.layers.policies, config.precision.implementation)
-    check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
+    check_computation(config, model, phases)
     if config.observe.tensorboard:
         tensorboard.check_tensorboard()
     if config.observe.wandb:
@@ -116,6 +113,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         phases,
         saved.get("imported"),
         tokenizer,
+        documents_of(config.data, corpus) if begun is None else documents_of_run(saved),
         policy_files=files_of(config.precision) if begun is None else files_on_record(saved),
     )
     mlperf_log.settings_of(plan)
@@ -174,6 +172,15 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
             f"--batch-size {batch} and --seq-len {seq_len} need at least {gib(needed)} GiB a "
             f"device, and a device has {gib(there_is)}; lower them, or raise --accumulate"
         )
+
+
+def check_computation(config: Config, model: DecoderConfig, phases: Sequence[Phase]) -> None:
+    """Raises ValueError or NotImplementedError unless the policies of all phases can run here."""
+    for phase in phases:
+        check_implementations(phase.layers.policies, config.precision.implementation)
+        check_policies(model, phase.layers, config.precision.implementation)
+        check_remat(config.remat, phase.layers.policies, config.precision.implementation)
+    check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
 
 
 def check_phases(sizes: Mapping[str, int], model: DecoderConfig, phases: Sequence[Phase]) -> None:
@@ -255,6 +262,7 @@ def description_of(plan: Plan) -> dict[str, Any]:
         "policy_files": dict(plan.policy_files),
         "data": plan.corpus.facts,
         "tokenizer": plan.tokenizer,
+        **({} if plan.documents is None else {"documents": plan.documents._asdict()}),
         "implementation": choose_implementation(plan.config.precision.implementation),
         "environment": facts(),
         "mesh": dict(plan.mesh.shape),
@@ -299,6 +307,7 @@ def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
         "checksum of the model's shape": _checksum(to_dict(plan.model)),
         "checksum of all layers' policies": _checksum(to_record(plan.phases)),
         **{f"the data's {name}": value for name, value in data.items()},
+        "mask of documents": plan.documents,
         **facts(),
         "device": devices,
         "implementation": choose_implementation(plan.config.precision.implementation),
