@@ -188,7 +188,7 @@ def restore(folder: str) -> None:
     saved = OnMesh("bf16", (1, 8, 1)).state
     with Checkpoints(pathlib.Path(folder)) as checkpoints:
         checkpoints.save(saved, {"next_index": 0})
-    for shape in ((2, 2, 2), (1, 1, 1)):
+    for shape in ((2, 2, 2), "context=2,fsdp=2,tensor=2", (1, 1, 1)):
         like = OnMesh("bf16", shape)
         with Checkpoints(pathlib.Path(folder)) as checkpoints:
             found, position = checkpoints.restore(like.state)

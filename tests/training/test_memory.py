@@ -80,12 +80,15 @@ def test_the_estimate_is_near_what_is_allocated(
 def estimate(**options):
     policies = decoder.layer_policies(SMALL, mxjax.get_policy("bf16"))
     params = jax.eval_shape(lambda: decoder.init(SMALL, jax.random.key(0)))
-    return step_memory(SMALL, policies, params, params, seq_len=64, **options)
+    return step_memory(SMALL, policies, params, params, **{"seq_len": 64} | options)
 
 
 def test_parts_and_devices_share_a_batch():
     whole = estimate(batch_size=16)
     assert estimate(batch_size=16, mesh=ONE_DEVICE | {"data": 2}) == estimate(batch_size=8) < whole
+    assert estimate(batch_size=16, mesh=ONE_DEVICE | {"context": 2}) == estimate(batch_size=8)
+    half = estimate(batch_size=1, seq_len=32)
+    assert estimate(batch_size=1, mesh=ONE_DEVICE | {"context": 2}).activations == half.activations
     parts = estimate(batch_size=16, accumulate=2)
     assert parts.activations == estimate(batch_size=8).activations
     assert parts.gradients == 2 * whole.gradients
