@@ -1,20 +1,24 @@
 """Attention to a part of a sequence's keys, with the logarithm of each query's sum of exp(scores).
 
-Shapes in names as in `models.decoder`. XLA computes it some queries at a time.
+The kernels of `mxjax.kernels.attention` compute it where they run, else XLA, some queries at a time. Their
+results are in bfloat16, XLA's in float32. Shapes in names as in `models.decoder`.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from models.attention import PIECE
+from models.attention import PIECE, kernel_on
+from mxjax.runtime.devices import Target, current_target
 
 
 def attend_part(q, k, v, low, sinks_N=None, *, is_causal: bool = False):
-    """Returns attention in float32 and the logarithm of each query's sum of exp(scores) [B, S, N].
+    """Returns attention and the logarithm of each query's sum of exp(scores) [B, S, N], in float32.
 
     Query i sees keys `low[i]` to i, or to the last if not `is_causal`, and may then see none.
     """
+    if takes_part(q):
+        return attend_part_by_kernel(current_target(), q, k, v, low, sinks_N, is_causal)
     G = k.shape[2]
     sinks_1GR1 = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(1, G, -1, 1)
 
@@ -31,15 +35,17 @@ def attend_part(q, k, v, low, sinks_N=None, *, is_causal: bool = False):
         out = jnp.einsum("BGRST,BTGH->BSGRH", shares, v, **_precision(v))
         return None, (out, jnp.moveaxis(largest + jnp.log(total), -1, 1))
 
-    _, (out, lse) = jax.lax.scan(piece, None, _in_pieces(q.reshape(*q.shape[:2], G, -1, q.shape[3]), low))
+    _, (out, lse) = jax.lax.scan(piece, None, _in_pieces(_grouped(q, 2, G), low))
     return _whole(out).reshape(q.shape), _whole(lse).reshape(q.shape[:3])
 
 
 def part_gradients(q, k, v, low, lse, dout, delta, *, is_causal: bool = False):
     """Returns the gradients of q, k and v in float32, given those of `attend_part`'s results by all keys.
 
-    `lse` [B, S, N] are the logarithms of the sums over all keys, `delta` those of dout * out over a head.
+    `lse` [B, S, N] are the logarithms of the sums over all keys, `delta` the sums of dout * out over a head.
     """
+    if takes_part(q):
+        return part_gradients_by_kernel(current_target(), q, k, v, low, lse, dout, delta, is_causal)
     G, scale = k.shape[2], q.shape[3] ** -0.5
 
     def piece(dkv, part):
@@ -53,10 +59,46 @@ def part_gradients(q, k, v, low, lse, dout, delta, *, is_causal: bool = False):
         dk += jnp.einsum("BGRST,BSGRH->BTGH", d_scores, q, **_precision(v))
         return (dk, dv), jnp.einsum("BGRST,BTGH->BSGRH", d_scores, k, **_precision(v))
 
-    heads = [x.reshape(*x.shape[:2], G, -1, *x.shape[3:]) for x in (q, lse, dout, delta)]
+    heads = [_grouped(x, 2, G) for x in (q, lse, dout, delta)]
     zero = jnp.zeros(k.shape, jnp.float32)
     (dk, dv), dq = jax.lax.scan(piece, (zero, zero), _in_pieces(heads[0], low, *heads[1:]))
     return _whole(dq).reshape(q.shape), dk, dv
+
+
+def takes_part(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Returns whether the kernels compute these queries here: 128 is a multiple of all their blocks."""
+    return q.shape[1] % 128 == 0 and kernel_on(current_target(), False, q, is_plain=False) == "ours"
+
+
+def attend_part_by_kernel(target: Target | None, q, k, v, low, sinks_N, is_causal: bool):
+    """Returns `attend_part` by the forward kernel."""
+    from mxjax.kernels.attention import launches  # needs Triton
+
+    q, sinks = _grouped(q, 2, k.shape[2]), None
+    if sinks_N is not None:
+        sinks = jnp.broadcast_to(sinks_N.astype(jnp.float32), (len(q), *sinks_N.shape))
+        sinks = _grouped(sinks, 1, k.shape[2])
+    out, lse = launches.forward(q, k, v, target, first_key=low, sinks=sinks, causal=is_causal)
+    lse = jnp.moveaxis(lse, -1, 1)
+    return tuple(x.astype(jnp.float32).reshape(*x.shape[:2], -1, *x.shape[4:]) for x in (out, lse))
+
+
+def part_gradients_by_kernel(target: Target | None, q, k, v, low, lse, dout, delta, is_causal: bool):
+    """Returns `part_gradients` by the backward kernels."""
+    from mxjax.kernels.attention import launches
+
+    shape = q.shape
+    q, lse, dout, delta = (_grouped(x, 2, k.shape[2]) for x in (q, lse, dout.astype(q.dtype), delta))
+    lse, delta = (jnp.moveaxis(x, 1, -1) for x in (lse, delta))
+    arguments, mask = (q, k, v, dout, lse, delta, target), {"first_key": low, "causal": is_causal}
+    dq = launches.query_gradients(*arguments, **mask)
+    found = dq.reshape(shape), *launches.key_gradients(*arguments, **mask)
+    return tuple(x.astype(jnp.float32) for x in found)
+
+
+def _grouped(x: Array, axis: int, groups: int) -> Array:
+    """Returns x with its axis of query heads by the key/value head that they read."""
+    return x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
 
 
 def _precision(v):

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
-from models.partial_attention import attend_part, part_gradients, piece_of
+from models.partial_attention import attend_part, part_gradients, piece_of, takes_part
 from models.sharding import spec, sum_over_rows
 from mxjax.runtime.remat import tag_attention
 
@@ -223,4 +223,5 @@ def ring_bytes(q: jax.ShapeDtypeStruct, kv_heads: int) -> int:
       kv_heads: a device's key/value heads.
     """
     _, S, N, H = q.shape
-    return 12 * N * piece_of(S) * S + S * H * (12 * N + 24 * kv_heads)
+    scores = 0 if takes_part(q) else 12 * N * piece_of(S) * S
+    return scores + S * H * (12 * N + 24 * kv_heads)

@@ -52,12 +52,13 @@ def candidate_builds(target: Target) -> list[Build]:
 
 def _build(which: str, shape: tuple[int, ...], blocks: Blocks, target: Target) -> Build:
     sizes = dict(zip("bsgrh", shape, strict=True))
-    unmasked: dict[str, Any] = {"MASKED": False} | ({"SINKS": False} if which == "forward" else {})
+    plain: dict[str, Any] = {"CAUSAL": True, "MASKED": False}
+    plain |= {"SINKS": False} if which == "forward" else {}
     return Build(
         name=f"attention_{which}_{'x'.join(map(str, shape))}_{'x'.join(map(str, blocks))}",
         kernel=_KERNELS[which],
         signature=_signature(which, shape),
-        constants=constants_of(shape, blocks, target) | unmasked,
+        constants=constants_of(shape, blocks, target) | plain,
         grid=grid_of(which, shape, blocks),
         expected=Expected("attention", {"which": which, **sizes}, TOLERANCE),
         num_warps=blocks.warps,
