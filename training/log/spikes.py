@@ -100,7 +100,7 @@ def _steps(records: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, float, f
     """Yields step, loss and gradient norm of every step that was not skipped."""
     for record in records:
         if "loss" in record and not record.get("skipped"):
-            yield record["step"], record["loss"], float(record.get("grad_norm", math.nan))
+            yield record["step"], record["loss"], record.get("grad_norm", math.nan)
 
 
 class SpikeDetector:

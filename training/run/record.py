@@ -40,10 +40,10 @@ def from_json(raw: dict[str, Any]) -> Config:
       ValueError: `raw` is no configuration, or one of another version.
     """
     try:
-        precision = raw["precision"] | {name: tuple(raw["precision"][name]) for name in ("layers", "set")}
+        precision = raw["precision"] | {name: _tuple(raw["precision"][name]) for name in ("layers", "set")}
         if isinstance(precision["policy"], dict):
             precision["policy"] = _policy(precision["policy"])
-        data = raw["data"] | {name: tuple(raw["data"][name]) for name in ("data", "eval_data")}
+        data = raw["data"] | {name: _tuple(raw["data"][name]) for name in ("data", "eval_data")}
         config = Config(
             **raw
             | {
@@ -156,6 +156,12 @@ def _is_instance(value: Any, hint: Any) -> bool:
     if isinstance(value, bool) and hint is not bool:
         return False
     return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _tuple(value: Any) -> tuple:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.60} is no list")
+    return tuple(value)
 
 
 def _path(value: str | None) -> pathlib.Path | None:
