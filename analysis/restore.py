@@ -13,6 +13,7 @@ import tyro
 
 from models import decoder
 from models.configs import DecoderConfig
+from models.documents import Documents
 from models.experts import check_policies
 from mxjax.numerics.scales import ScaleRule
 from mxjax.products.implementations import Implementation, check_implementations
@@ -23,7 +24,7 @@ from training.phases import Phase, phase_at, phases_of, phases_of_run, with_exce
 from training.process.environment import start_jax
 from training.process.start import program_name
 from training.run.checkpoints import Checkpoints
-from training.run.record import from_json, model_of, read_run_config
+from training.run.record import documents_of_run, from_json, model_of, read_run_config
 from training.step import all_finite
 
 
@@ -62,6 +63,7 @@ class Restored(NamedTuple):
     step: int | None
     phase: Phase
     implementation: Implementation | None
+    documents: Documents | None = None
 
 
 def restore(arguments: RunArguments) -> Restored:
@@ -72,7 +74,7 @@ def restore(arguments: RunArguments) -> Restored:
     """
     start_jax()
     saved = read_run_config(arguments.run)
-    config, model = from_json(saved["config"]), model_of(saved)
+    config, model, documents = from_json(saved["config"]), model_of(saved), documents_of_run(saved)
     implementation = arguments.implementation or config.precision.implementation
     phases = choose_phases(arguments, saved, config, model)
     if (line := left_out(arguments, config)) is not None:
@@ -90,7 +92,7 @@ def restore(arguments: RunArguments) -> Restored:
         raise ValueError(
             f"the weights of step {step} in {arguments.run} hold NaN or infinity; name an earlier --step"
         )
-    return Restored(config, model, params, step, phase, implementation)
+    return Restored(config, model, params, step, phase, implementation, documents)
 
 
 def describe(arguments: RunArguments, restored: Restored) -> dict[str, Any]:

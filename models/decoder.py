@@ -24,6 +24,7 @@ from models import gemms, loss
 from models.attention import block_windows, rope_angles
 from models.block import Block, RMSNorm
 from models.configs import DecoderConfig
+from models.documents import Documents, document_starts, first_keys
 from models.embedding import lookup
 from models.experts import Routing, auxiliary_loss
 from models.gemms import BlockGemms, block_keys, block_layers, random_matrix
@@ -35,7 +36,7 @@ from mxjax.products.implementations import Implementation, quantizes_by_xla
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.runtime.remat import Remat, rematerialize
-from mxjax.stats.layers import Measures, Tensors
+from mxjax.stats.layers import Amax, Measures, Tensors
 
 AXES = gemms.AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
 """The logical axes of every parameter except the scales of norms; see `models.sharding`."""
@@ -94,8 +95,9 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.bfloat16,
         remat: Remat = "none",
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors] | None = None,
+        slots: Mapping[str, Measures | Tensors | Amax] | None = None,
         unroll: int | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Float[Array, "B S D"], Float32[Array, "D V"], Routing | None]:
         """Returns the input of the head, which is the last block's output, normalized; the head's matrix; and
         what the routers did, stacked over blocks.
@@ -112,14 +114,15 @@ class Decoder(nnx.Module):
           unroll: blocks in one iteration of the compiled loop. All blocks run fastest, because residuals are
             then not copied into arrays of all layers, and compile longest. Default: all on a GPU, but one
             elsewhere, and where XLA's operations quantize: to fuse those of all blocks takes XLA minutes.
+          documents: what attention keeps apart; None is whole sequences.
         """
-        rope = rope_angles(tokens_BS.shape[1], self.config)
-        x_BSD, head = _embed(self.embedding[...], tokens_BS, dtype), self.head_matrix()
         windows = block_windows(self.config, tokens_BS.shape[1])
+        rope, starts_BS = _positions(self.config, tokens_BS, documents, windows is not None)
+        x_BSD, head = _embed(self.embedding[...], tokens_BS, dtype), self.head_matrix()
         graph, blocks = nnx.split(self.blocks)
         routings = []
         for start, stop, block_policies in runs(policies, self.config.n_layers):
-            run = functools.partial(_run_block, graph, block_policies, implementation, rope)
+            run = functools.partial(_run_block, graph, block_policies, implementation, rope, starts_BS)
             slow = quantizes_by_xla(block_policies.values(), implementation)
             turn = min(unroll or (stop if on_gpu() and not slow else 1), stop - start)
             run = rematerialize(run, remat, in_loop=stop - start > turn)
@@ -248,11 +251,22 @@ def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtyp
     return constrain(x_BSD, "batch", None, None)
 
 
-def _run_block(graph, policies, implementation, rope, x_BSD, layer):
+def _positions(config, tokens_BS, documents: Documents | None, has_windows: bool):
+    """Returns the angles of rotation, and the start of each token's document if attention has a mask."""
+    position_1S = jnp.arange(tokens_BS.shape[1])[None]
+    if documents is None:
+        return rope_angles(position_1S, config), jnp.zeros_like(position_1S) if has_windows else None
+    starts_BS = constrain(document_starts(tokens_BS, documents.end), "batch", None)
+    position_BS = position_1S - starts_BS if documents.restart_positions else position_1S
+    return rope_angles(position_BS, config), starts_BS
+
+
+def _run_block(graph, policies, implementation, rope, starts_BS, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
     (weights, slots), (keys, window) = layer
     of_block = BlockGemms(policies, keys, implementation, slots)
-    x_BSD = nnx.merge(graph, weights)(x_BSD, rope, of_block, window)
+    first_key_BS = None if starts_BS is None else first_keys(starts_BS, window)
+    x_BSD = nnx.merge(graph, weights)(x_BSD, rope, of_block, first_key_BS)
     return x_BSD, of_block.routing
 
 

@@ -212,7 +212,12 @@ def mlperf_llama31_8b(batch_size: int = 32) -> Config:
     return Config(
         preset="mlperf-llama3.1-8b",
         model="llama3.1-8b",
-        data=DataConfig(vocab_size=mlperf.VOCAB_SIZE, batch_size=batch_size, seq_len=mlperf.SEQ_LEN),
+        data=DataConfig(
+            vocab_size=mlperf.VOCAB_SIZE,
+            batch_size=batch_size,
+            seq_len=mlperf.SEQ_LEN,
+            document_mask="off",  # as the reference's reset_attention_mask
+        ),
         optimizer=OptimizerConfig(
             lr=published.lr, warmup_steps=round(published.warmup_sequences / batch_size)
         ),
@@ -235,8 +240,8 @@ PRESETS: Mapping[str, Callable[[int], Config]] = types.MappingProxyType(
 def parse(argv: list[str] | None = None) -> Config:
     """Returns the configuration on the command line; exits with help or an error, as tyro does.
 
-    A preset is built for the batch size first, or the run to resume is read. Every other flag then replaces
-    one of its values.
+    A preset is built for the batch size first, or the run to resume or to branch is read. Every other flag
+    then replaces one of its values.
     """
     argv = sys.argv[1:] if argv is None else argv
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -244,6 +249,8 @@ def parse(argv: list[str] | None = None) -> Config:
     first.add_argument("--batch-size", "--batch_size", type=int, default=32)
     first.add_argument("--resume", action="store_true")
     first.add_argument("--out", type=absolute_path)
+    first.add_argument("--branch", type=absolute_path)
+    first.add_argument("--decay", type=int)
     default = Config()
     with contextlib.suppress(argparse.ArgumentError):  # tyro reports errors better
         known, _ = first.parse_known_args(argv)
@@ -252,6 +259,8 @@ def parse(argv: list[str] | None = None) -> Config:
             default = dataclasses.replace(begun, stop_after=None, mesh=None, devices=None, distributed=False)
             if any(word.partition("=")[0] == "--set" for word in argv):  # or tyro appends to the run's
                 default = dataclasses.replace(default, precision=dataclasses.replace(begun.precision, set=()))
+        elif known.branch and not known.resume:
+            default = _branch_of(known.branch, known.decay)
         elif known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
     return flags_of(Config, argv, default=default, description="Train a language model in MXFP4.")
@@ -263,10 +272,16 @@ def _begun_run(folder: pathlib.Path) -> Config | None:
     return begun_run(folder)
 
 
+def _branch_of(path: pathlib.Path, decay: int | None) -> Config:
+    from training.run.resume import branch_defaults
+
+    return branch_defaults(path, None if decay is None or decay < 1 else decay)  # tyro reports errors better
+
+
 def check_flags() -> None:
-    """Ends the program if its flags are wrong, unless they replace those of a run to resume.
+    """Ends the program if its flags are wrong, unless they replace those of a run to resume or to branch.
 
     With --distributed the other processes must be told, which takes the modules that are not imported yet.
     """
-    if not {"--resume", "--distributed"} & set(sys.argv):
+    if not {"--resume", "--distributed", "--branch"} & {word.partition("=")[0] for word in sys.argv}:
         parse()

@@ -19,6 +19,7 @@ device's share by the mesh axis `tensor`. In bytes:
                             and its gradient in float32, 6 W for its gradients and bfloat16 weights,
                             attention's scores unless they are fused (`models.attention.score_bytes`)
       the logits            10 V a token of one piece (see `models.loss`), 6 D V for the head
+      Muon's update         4 a parameter that it takes, four times as much of the largest array
 
 Fused attention adds 2 T N and its statistics to `dots` and `fp4`. The compiler's own additions and
 savings are left out: tests hold XLA's CPU, which computes bfloat16 in float32, to within a factor of two.
@@ -40,6 +41,7 @@ from models import decoder
 from models.attention import score_bytes
 from models.configs import DecoderConfig
 from models.decoder import abstract_params
+from models.documents import Documents
 from models.loss import LOSS_TOKENS
 from models.sharding import batch_parts_of
 from mxjax.policy.layers import LayerPolicies
@@ -107,6 +109,8 @@ def step_memory(
     mesh: Mapping[str, int] = ONE_DEVICE,
     remat: Remat = "none",
     implementation: Implementation | None = None,
+    documents: Documents | None = None,
+    update: int = 0,
 ) -> Memory:
     """Returns the memory of a step on each device.
 
@@ -117,7 +121,8 @@ def step_memory(
       seq_len: tokens a sequence.
       accumulate: parts of a batch that run one after another.
       mesh: the size of each mesh axis.
-      remat, implementation: as in `decoder.mean_loss`.
+      remat, implementation, documents: as in `decoder.mean_loss`.
+      update: bytes of the optimizer's temporary arrays, when activations are gone.
     """
     sequences = -(-batch_size // (accumulate * batch_parts_of(mesh)))
     tokens = sequences * seq_len
@@ -125,16 +130,15 @@ def step_memory(
     shapes = abstract_params(config)
 
     def kept(mode: Remat) -> int:
-        loss = functools.partial(
-            decoder.mean_loss, config, policies=policies, remat=mode, implementation=implementation
-        )
+        options: dict[str, Any] = {"implementation": implementation, "documents": documents}
+        loss = functools.partial(decoder.mean_loss, config, policies=policies, remat=mode, **options)
         head = 4 * config.d_model * config.vocab_size  # a gradient, though the forward pass computes it
         return kept_bytes(loss, shapes, (sequences, seq_len + 1)) - head
 
     activations = kept(remat)
     queries = jax.ShapeDtypeStruct((sequences, seq_len, config.n_heads, config.head_dim), jnp.bfloat16)
-    is_plain = not config.sinks and not any(0 < window < seq_len for window in config.windows)
-    block = _block_bytes(config, tokens) + score_bytes(queries, is_plain)
+    has_mask = documents is not None or any(0 < window < seq_len for window in config.windows)
+    block = _block_bytes(config, tokens) + score_bytes(queries, not (has_mask or config.sinks))
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own = device_bytes(params)
     return Memory(
@@ -143,7 +147,7 @@ def step_memory(
         gradients=own * (1 if accumulate == 1 else 2),
         activations=activations,
         # The logits are gone before a part's gradients fill up.
-        working=max(again + block, _logits_bytes(config, tokens) - own),
+        working=max(again + block, _logits_bytes(config, tokens) - own, update - activations),
     )
 
 

@@ -1,6 +1,6 @@
 """The ahead-of-time builds of causal attention: Llama 3.1 8B's heads, and small ones with masked tails.
 
-None has windows, documents or sinks, which run on CUDA alone.
+None has windows, documents or sinks.
 """
 
 import dataclasses

@@ -76,7 +76,9 @@ class WholeRuns:
                 layers=recipe.layers,
                 deoscillate=recipe.deoscillate,
             ),
-            "data": DataConfig(data.data, data.eval_data, data.vocab_size, p.batch, p.seq),
+            "data": DataConfig(
+                data.data, data.eval_data, data.vocab_size, p.batch, p.seq, document_mask="off"
+            ),
             "optimizer": OptimizerConfig(lr=p.lr, warmup_steps=p.warmup),
             **({"model_config": cell.model_config} if cell.model_config else {"model": cell.model}),
             "steps": p.steps,

@@ -82,7 +82,10 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
         ("--policy", "Missing value for argument '--policy'"),
         ("--layers a=fp8 --lr 1 --layers b=fp8", "--layers is given 2 times; write all its values after one"),
         ("--data a --data=b", "--data is given 2 times"),
-        ("--eval-data a --eval_data=b", "--eval-data is given 2 times; it takes one value; see"),
+        (
+            "--eval-data a --eval_data=b",
+            "--eval-data is given 2 times; write all its values after one --eval-data; see",
+        ),
         ("--set a.b=1 *.c=2 --lr 1", "--set takes one change; write --set before '*.c=2' too; see"),
     ],
 )

@@ -88,6 +88,7 @@ def evaluation_batches(
     vocab_size: int | None = None,
     *,
     n_sequences: int | None = None,
+    part: str = "validation",
 ) -> Iterator[Int32[np.ndarray, "batch length"]]:
     """Yields the first n_batches batches of the tokens, in order; the last may be short.
 
@@ -97,21 +98,22 @@ def evaluation_batches(
       n_batches: how many batches to yield.
       vocab_size: checks the token ids against this vocabulary.
       n_sequences: yields exactly this many sequences instead of n_batches.
+      part: name of the data, for messages.
     Raises:
       ValueError: too few tokens, or an id of vocab_size or greater.
     """
-    windows = Windows(tokens, config.seq_len, "validation")
+    windows = Windows(tokens, config.seq_len, part)
     end = min(len(windows), n_batches * config.batch_size)
     if n_sequences is not None:
         end = n_sequences
         if end > len(windows):
             raise ValueError(
-                f"--eval-sequences {end} asks for more than the {len(windows)} of the validation data"
+                f"--eval-sequences {end} asks for more than the {len(windows)} of the {part} data"
             )
     for start in range(0, end, config.batch_size):
         batch = np.stack([windows[i] for i in range(start, min(start + config.batch_size, end))])
         if vocab_size is not None:
-            check_tokens(batch.ravel(), vocab_size, "the validation data")
+            check_tokens(batch.ravel(), vocab_size, f"the {part} data")
         yield batch
 
 
@@ -156,6 +158,11 @@ class TextCorpus:
     def train_tokens(self) -> int:
         """Number of training tokens."""
         return len(self.train)
+
+    @property
+    def document_end(self) -> int:
+        """The token that ends a document."""
+        return END_OF_DOCUMENT
 
     def batches(
         self, config: DataConfig, seed: int, steps: int, start: int = 0, shard: tuple[int, int] = (0, 1)

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.documents import first_keys
 from mxjax.kernels.attention import aiter
 from mxjax.kernels.attention.blocks import TABLE
-from mxjax.kernels.attention.fused import first_keys, fused_attention
+from mxjax.kernels.attention.fused import fused_attention
 from mxjax.runtime.devices import INTERPRETER, Target, use_target
 from mxjax.runtime.remat import rematerialize
 
@@ -71,7 +72,6 @@ def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with
     """In float32, by a mask of all scores and a column of sinks, as transformers' gpt-oss computes it."""
     q, k, v, dy = draw(2, 150, 4, 2, 64)
     sinks = jnp.array([0.5, -1.0, 2.0, 0.0]) if with_sinks else None
-    starts = jnp.asarray(STARTS) if documents else None
     document = np.cumsum(STARTS & documents, axis=1)
     distance = np.arange(150)[:, None] - np.arange(150)
     sees = (document[:, :, None] == document[:, None]) & (distance >= 0) & (distance < (window or 150))
@@ -86,7 +86,8 @@ def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with
         return jnp.einsum("bgrst,btgh->bsgrh", weights, v).reshape(q.shape)
 
     def fused(q, k, v, sinks):
-        first_key = first_keys(starts, window, shape=(2, 150))
+        starts = np.maximum.accumulate(np.where(STARTS & documents, np.arange(150), 0), axis=1)
+        first_key = first_keys(jnp.asarray(starts, jnp.int32), window)
         return fused_attention(q, k, v, first_key=first_key, sinks=sinks)
 
     def run(attend, *arrays):
@@ -102,7 +103,7 @@ def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with
 
 def test_gradients_across_documents_are_zero():
     q, k, v, dy = draw(1, 96, 1, 1, 64)
-    first_key = first_keys(jnp.arange(96)[None] == 50)
+    first_key = jnp.where(jnp.arange(96) >= 50, 50, 0)[None]
     of_second = dy.at[:, :50].set(0)
     _, dq, dk, dv = with_gradients(lambda *a: fused_attention(*a, first_key=first_key), q, k, v, of_second)
     assert not any(np.asarray(x[:, :50], np.float32).any() for x in (dq, dk, dv))
