@@ -41,10 +41,12 @@ from jax.extend import core
 from models import decoder
 from models.attention import score_bytes
 from models.configs import DecoderConfig
+from models.context import sequence_parts
 from models.decoder import abstract_params
 from models.documents import Documents
 from models.loss import LOSS_TOKENS
-from models.sharding import batch_parts_of
+from models.ring import ring_bytes
+from models.sharding import AXES, parts_of
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.remat import Remat
@@ -75,7 +77,7 @@ def gib(size: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-ONE_DEVICE: Mapping[str, int] = types.MappingProxyType({"data": 1, "fsdp": 1, "tensor": 1})
+ONE_DEVICE: Mapping[str, int] = types.MappingProxyType(dict.fromkeys(AXES, 1))
 
 
 class Memory(NamedTuple):
@@ -125,8 +127,9 @@ def step_memory(
       remat, implementation, documents: as in `decoder.mean_loss`.
       update: bytes of the optimizer's temporary arrays, when activations are gone.
     """
-    sequences = -(-batch_size // (accumulate * batch_parts_of(mesh)))
-    tokens = sequences * seq_len
+    parts = sequence_parts(mesh, batch_size // accumulate, seq_len)
+    rows, length = -(-batch_size * parts // (accumulate * parts_of(mesh, "rows"))), seq_len // parts
+    tokens = rows * length
     config = device_share(config, mesh["tensor"])
     shapes = abstract_params(config)
 
@@ -134,12 +137,14 @@ def step_memory(
         options: dict[str, Any] = {"implementation": implementation, "documents": documents}
         loss = functools.partial(decoder.mean_loss, config, policies=policies, remat=mode, **options)
         head = 4 * config.d_model * config.vocab_size  # a gradient, though the forward pass computes it
-        return kept_bytes(loss, shapes, (sequences, seq_len + 1)) - head
+        return kept_bytes(loss, shapes, (rows, length + 1)) - head
 
     activations = kept(remat)
-    queries = jax.ShapeDtypeStruct((sequences, seq_len, config.n_heads, config.head_dim), jnp.bfloat16)
+    queries = jax.ShapeDtypeStruct((rows, length, config.n_heads, config.head_dim), jnp.bfloat16)
     has_mask = documents is not None or any(0 < window < seq_len for window in config.windows)
-    block = _block_bytes(config, tokens) + score_bytes(queries, not (has_mask or config.sinks))
+    is_plain = not (has_mask or config.sinks)
+    scores = score_bytes(queries, is_plain) if parts == 1 else ring_bytes(queries, config.n_kv_heads)
+    block = _block_bytes(config, tokens) + scores
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own, gradients = device_bytes(params), device_bytes(in_float32(params))
     largest = max(again + block, _logits_bytes(config, tokens) - gradients, update - activations)
