@@ -94,6 +94,14 @@ def bytes_a_parameter(config: OptimizerConfig) -> int:
     return _BYTES[config.master] + moments * _BYTES[config.moments] + average
 
 
+_LOGGED = ("lr", "warmup_steps", "min_lr_ratio", "b1", "b2", "eps", "weight_decay", "clip")
+
+
+def mlperf_describes(config: OptimizerConfig) -> bool:
+    """Returns whether MLPerf's log has a name for every value that is not the default."""
+    return config == OptimizerConfig(**{name: getattr(config, name) for name in _LOGGED})
+
+
 def check_schedule(config: OptimizerConfig, steps: int) -> None:
     """Raises ValueError if the decay of a run of so many steps has no effect or no room."""
     if config.decay is None:
