@@ -44,8 +44,9 @@ class Programs:
         self.corpus, self.protocol = corpus, protocol_of(cell)
         p = self.protocol
         model = dataclasses.replace(model_of(cell), vocab_size=corpus.vocab_size)
-        states = {"optimizer": p.optimizer, "moments": p.moments, "master": p.master}
-        config = OptimizerConfig(lr=p.lr, warmup_steps=p.warmup, eps=p.eps, **states)
+        config = OptimizerConfig(
+            p.lr, p.warmup, eps=p.eps, optimizer=p.optimizer, moments=p.moments, master=p.master
+        )
         optimizer = make_optimizer(config, model)
         if p.bfloat16_gradients:
             optimizer = optax.chain(optax.stateless(to_bfloat16), optimizer)
