@@ -245,7 +245,9 @@ def _encode(
             counts.problems.append(Problem(document.line, "empty document", "the text has no tokens"))
             continue
         spelled = special.spelled(document.text)
-        if job.escape and (same := [name for name in spelled if special.ids[name] in part]):
+        # A normalizer may make the end of a document of a text without it, as NFKC of wide brackets.
+        ids = {name: i for name, i in special.ids.items() if name in spelled or i == job.eod}
+        if job.escape and (same := [name for name, i in ids.items() if i in part]):
             what = f"the tokenizer has no other tokens for {same[0]}, which the text spells"
             counts.problems.append(Problem(document.line, "special token", what))
             part.clear()
