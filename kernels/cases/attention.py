@@ -56,7 +56,8 @@ def _build(
     which: str, shape: tuple[int, ...], blocks: Blocks, target: Target, is_masked: bool = False
 ) -> Build:
     sizes = dict(zip("bsgrh", shape, strict=True)) | ({"is_masked": True} if is_masked else {})
-    flags: dict[str, Any] = {"MASKED": is_masked} | ({"SINKS": is_masked} if which == "forward" else {})
+    flags: dict[str, Any] = {"CAUSAL": True, "MASKED": is_masked}
+    flags |= {"SINKS": is_masked} if which == "forward" else {}
     name = f"attention_{which}_{'x'.join(map(str, shape))}_{'x'.join(map(str, blocks))}"
     return Build(
         name=name + ("_masked" if is_masked else ""),

@@ -20,9 +20,10 @@ import jax
 from models import decoder
 from models.config_file import load_config
 from models.configs import DecoderConfig, get_config, to_dict
+from models.context import sequence_parts
 from models.experts import check_policies
 from models.huggingface.files import small_files
-from models.sharding import batch_parts_of
+from models.sharding import parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from training.config import Config, DataConfig, OptimizerConfig, by_flag
 from training.data.evaluation_sets import EvaluationSet
@@ -34,7 +35,7 @@ from training.log import sinks as tensorboard
 from training.log import sinks as wandb_run
 from training.memory import gib, memory_there_is
 from training.optimizer.config import bytes_a_parameter
-from training.optimizer.optimizers import check_optimizer
+from training.optimizer.optimizers import check_no_decay, check_optimizer
 from training.phases import Phase, expand, files_of, files_on_record, from_record, phases_of, to_record
 from training.plan import Plan
 from training.process.environment import facts
@@ -90,6 +91,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     check_memory(mesh.shape, config, model)
     fits = functools.partial(fits_mesh, model, phases)
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
+    sequence_parts(mesh.shape, config.data.batch_size // config.accumulate, config.data.seq_len)
     check_phases(mesh.shape, model, phases)
     tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data)
     plan = Plan(
@@ -185,7 +187,8 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
     --remat full keeps.
     """
     there_is = memory_there_is()
-    needed = bytes_a_parameter(config.optimizer) * model.n_params / (sizes["fsdp"] * sizes["tensor"])
+    shards = parts_of(sizes, "embed") * sizes["tensor"]
+    needed = bytes_a_parameter(config.optimizer) * model.n_params / shards
     if needed > there_is:
         tokens = f"with {model.vocab_size:,} tokens" if model.vocab_size > 1 else "without its vocabulary"
         raise ValueError(
@@ -195,7 +198,7 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
         )
     batch, seq_len = config.data.batch_size, config.data.seq_len
     kept = 4 + 2 * model.d_model * model.n_layers / config.accumulate  # bytes a token, with its id
-    needed = batch * seq_len * kept / batch_parts_of(sizes)
+    needed = batch * seq_len * kept / parts_of(sizes, "rows")
     if needed > there_is:
         raise ValueError(
             f"--batch-size {batch} and --seq-len {seq_len} need at least {gib(needed)} GiB a "
@@ -210,6 +213,7 @@ def check_computation(config: Config, model: DecoderConfig, phases: Sequence[Pha
         check_policies(model, phase.layers, config.precision.implementation)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
     check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
+    check_no_decay(config.optimizer, model)
 
 
 def check_phases(sizes: Mapping[str, int], model: DecoderConfig, phases: Sequence[Phase]) -> None:

@@ -11,6 +11,12 @@ import numpy as np
 import pytest
 
 from models.documents import first_keys
+from models.partial_attention import (
+    attend_part,
+    attend_part_by_kernel,
+    part_gradients,
+    part_gradients_by_kernel,
+)
 from mxjax.kernels.attention import aiter
 from mxjax.kernels.attention.blocks import TABLE
 from mxjax.kernels.attention.fused import fused_attention
@@ -99,6 +105,25 @@ def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with
     found = jax.jit(lambda *a: run(fused, *a))(q, k, v)
     for got, exact in zip(found, wanted, strict=True):
         assert np.linalg.norm(np.asarray(got, np.float32) - exact) <= 2**-7 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_part_of_the_keys_equals_xla(is_causal):
+    """Results to be merged: sums of exp(scores) are returned, and the gradients take those over all keys."""
+    q, k, v, dout = draw(2, 128, 2, 1, 64)
+    row = np.arange(128)
+    seen = row // 2 if is_causal else np.where(row < 40, 3, np.where(row < 100, 70, 128))  # the last see none
+    low = jnp.asarray(np.stack([seen, 0 * row]), jnp.int32)
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    _, lse = wanted = attend_part(*wide, low, is_causal=is_causal)
+    found = attend_part_by_kernel(None, q, k, v, low, None, is_causal)
+    statistics = jnp.where(jnp.isinf(lse), 1.0, lse + 0.5), dout, jnp.ones_like(lse)
+    wanted += part_gradients(*wide, low, *statistics, is_causal=is_causal)
+    found += part_gradients_by_kernel(None, q, k, v, low, *statistics, is_causal)
+    for got, exact in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.isinf(got), np.isinf(exact))
+        got, exact = (np.where(np.isinf(x), 0, x) for x in (got, exact))
+        assert np.linalg.norm(got - exact) <= 2**-7 * np.linalg.norm(exact)
 
 
 def test_gradients_across_documents_are_zero():
