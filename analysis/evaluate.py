@@ -52,10 +52,11 @@ class EvalConfig(RunArguments):
 
 def evaluate_model(restored: Restored, sets: Sequence[EvaluationSet]) -> Evaluation:
     """Returns each set's mean loss over all tokens, perplexity, bits per byte, and counts."""
-    _, model, params, _, phase, implementation = restored
+    _, model, params, _, phase, implementation, documents = restored
 
     def losses(params, batch, key):
         options: dict[str, Any] = {"policies": phase.layers, "key": key, "implementation": implementation}
+        options["documents"] = documents
         return decoder.losses(model, params, batch, **options)
 
     xla_options = compiler_options(phase.layers.policies, implementation)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from jaxtyping import Integer
 
+from models.documents import Documents
 from training.config import DataConfig
 from training.data.evaluation_sets import EvaluationSet, bytes_of_targets
 from training.data.megatron import MegatronCorpus, is_indexed, load_megatron, load_validation, parse_blend
@@ -95,6 +96,22 @@ def _token_bytes(paths: Sequence[str], vocab_size: int) -> TokenBytes | None:
         return (np.arange(vocab_size) < END_OF_DOCUMENT).astype(np.int64)
     tokenizers = [path for path in map(tokenizer_path, paths) if path.exists()]
     return token_bytes_of(tokenizers[0], vocab_size) if tokenizers else None
+
+
+def documents_of(config: DataConfig, corpus: TextCorpus | MegatronCorpus) -> Documents | None:
+    """Returns the documents that attention keeps apart; None without a mask.
+
+    Raises:
+      ValueError: the flags ask for documents whose ends the data does not mark.
+    """
+    end = None if config.document_mask == "off" else corpus.document_end
+    if end is None and (config.document_mask == "on" or config.restart_positions):
+        flag = "--restart-positions" if config.restart_positions else "--document-mask on"
+        raise ValueError(
+            f"{flag}: no token ends every document of {corpus.source}, and nothing else; tokenize the text "
+            f"with --append-eod, or leave {flag} out"
+        )
+    return None if end is None else Documents(end, config.restart_positions)
 
 
 def _with_validation(corpus: TextCorpus, fewest: int) -> TextCorpus:

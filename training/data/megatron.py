@@ -81,6 +81,12 @@ class MegatronCorpus:
         return sum(int(d.lengths[r.start : r.stop].sum(dtype=np.int64)) for d, r in parts)
 
     @property
+    def document_end(self) -> int | None:
+        """The token that ends each document of all datasets; None if there is none."""
+        ends = {dataset.document_end() for dataset in self.datasets}
+        return ends.pop() if len(ends) == 1 else None
+
+    @property
     def facts(self) -> dict[str, int | str]:
         """The identity of the data: source, sizes, and a checksum of lengths and pieces of the tokens."""
         checksums = "".join(dataset.checksum() for dataset in self.datasets)

@@ -258,8 +258,9 @@ def in_words(evaluation: Mapping[str, Any]) -> str:
 
 def _one_in_words(one: Mapping[str, Any]) -> str:
     text = f"eval loss {one['eval_loss']:.4f}  perplexity {one['eval_perplexity']:.3f}"
-    bits = one.get("eval_bits_per_byte")
-    return text if bits is None else f"{text}  bits per byte {bits:.4f}"
+    bits, average = one.get("eval_bits_per_byte"), one.get("ema_eval_loss")
+    text = text if bits is None else f"{text}  bits per byte {bits:.4f}"
+    return text if average is None else f"{text}  average's loss {average:.4f}"
 
 
 def json_line(values: Mapping[str, Any]) -> str:

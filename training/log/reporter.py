@@ -26,7 +26,7 @@ from training.log.mlperf import MLPerfLog, settings_of
 from training.log.sinks import EventFiles, WandbRun
 from training.log.spikes import SpikeDetector
 from training.memory import memory_use
-from training.optimizer import learning_rate
+from training.optimizer.schedule import learning_rate
 from training.plan import Plan
 from training.process.together import is_first_process, together
 from training.step import StepMetrics, TrainState, layer_names

@@ -36,6 +36,7 @@ from training.run.checksums import saved_steps, set_aside_damaged
 from training.run.lock import FILE as LOCK
 from training.run.lock import check_place, locked
 from training.run.record import FILE
+from training.run.resume import branch_point
 from training.run.setup import check_agreement, check_folder, description_of, open_folder, set_up
 from training.sharding import global_batch, process_part
 from training.step import TrainState
@@ -85,7 +86,7 @@ class Run:
                 join_processes()
         with failing_together(*SHARED), contextlib.ExitStack() as stack:
             with input_errors():
-                start_jax()
+                start_jax(config.devices)
                 interruption = stack.enter_context(Interruption())
                 path = config.folder()
                 with together():
@@ -115,7 +116,8 @@ class Run:
     @property
     def is_new(self) -> bool:
         """Whether the run begins with random weights; a state that is read may be refused."""
-        return not self._resumes and self.plan.config.init is None
+        config = self.plan.config
+        return not self._resumes and config.init is None and config.branch is None
 
     @property
     def newest(self) -> int:
@@ -123,29 +125,42 @@ class Run:
         return self.checkpoints.latest or 0
 
     def restore(self, state: TrainState) -> TrainState:
-        """Returns the newest saved state, or `state`, with the weights of --init if it is given."""
-        folder, init = self._folder.path, self.plan.config.init
+        """Returns the newest saved state, or `state`, with what --init or --branch brings."""
+        folder, config = self._folder.path, self.plan.config
         if self._resumes:
             with input_errors():
-                state, position = self.checkpoints.restore(self.plan.unfilled(state))
-                check_state(state, folder / "checkpoints")
-            if position is not None:
-                self._stream.set_state(position)
-            return self.plan.filled(state)
-        if self.plan.config.resume:
-            self._folder.notes.append(f"no checkpoint in {folder / 'checkpoints'}: beginning at step 1")
-        if init is None:
-            return state
+                return self._whole_state(self.checkpoints, state, folder / "checkpoints")
+        if config.resume:
+            begins = "where it began" if config.branch else "at step 1"
+            self._folder.notes.append(f"no checkpoint in {folder / 'checkpoints'}: beginning {begins}")
         try:
-            with Checkpoints(init / "checkpoints") as checkpoints, input_errors():
-                params = checkpoints.restore_params(self.plan.unfilled(state.params))
-                state = state._replace(params=self.plan.filled(params))
-                check_state(state, init)
+            if config.branch is not None:
+                with input_errors():
+                    source, step = branch_point(config.branch)
+                    with Checkpoints(source / "checkpoints") as checkpoints:
+                        found = self._whole_state(checkpoints, state, source, step)
+                self._folder.notes.append(f"going on from step {step} of {source}")
+                return found
+            if config.init is not None:
+                with Checkpoints(config.init / "checkpoints") as checkpoints, input_errors():
+                    params = checkpoints.restore_params(self.plan.unfilled(state.params))
+                    state = state._replace(params=self.plan.filled(params))
+                    check_state(state, config.init)
         except SystemExit:
             if not self.plan.config.resume:
                 self._folder.remove_beginning()
             raise
         return state
+
+    def _whole_state(
+        self, checkpoints: Checkpoints, like: TrainState, origin: pathlib.Path, step: int | None = None
+    ) -> TrainState:
+        """Returns a whole saved state, by default the newest, and moves to its place in the data."""
+        state, position = checkpoints.restore(self.plan.unfilled(like), step)
+        check_state(state, origin)
+        if position is not None:
+            self._stream.set_state(position)
+        return self.plan.filled(state)
 
     def begin(self, state: TrainState, memory: Memory) -> int:
         """Opens the log after the state's step, which is returned, and introduces the run."""

@@ -111,9 +111,7 @@ def test_what_is_no_text_is_refused(tmp_path):
             load_text(path)
         with pytest.raises(ValueError, match=r"holds documents .*tokenize it as --data is"):
             load_text(path, "--eval-data")
-    with pytest.raises(
-        ValueError, match=r"holds documents .*training.tokenize --input '\S+/\*\*/\*.jsonl?' "
-    ):
+    with pytest.raises(ValueError, match=r"holds documents .*training.tokenize --input \S+/d --recursive "):
         load_text(tmp_path / "d")
 
 
