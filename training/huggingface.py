@@ -42,7 +42,7 @@ from models.huggingface.files import (
     write_json,
 )
 from models.huggingface.gguf_file import write_gguf
-from models.huggingface.packed import LAYOUTS, Layout, PackedFormat, PackedReader, layout_of
+from models.huggingface.packed import Layout, PackedFormat, PackedReader, layout_for, layout_of
 from models.huggingface.quantized import choose_operands, names_of, names_of_others, quantized_weights
 from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of
 from mxjax import Operand
@@ -155,7 +155,8 @@ def export_checkpoint(
         which loses nothing; with --quantize bfloat16, the only one that loaders then take.
       step: the checkpoint's step. Default: the last.
       quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do, or in
-        one file for llama.cpp ("gguf"). The layers and values are those that the run's Fprop multiplies.
+        one file for llama.cpp ("gguf"). The layers and values are those that the run's Fprop multiplies. Of
+        gpt-oss "mxfp4" packs the experts, as OpenAI does.
       scale_rule: round the weights to nearest by this rule instead of as the Fprop does.
       activations: consumers round activations to MXFP4 too; needs --quantize.
       chat_template: a Jinja file with the model's chat template.
@@ -177,6 +178,7 @@ def export_checkpoint(
         _check_finite(run, views(config, params), allow_nonfinite)
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
         operands, line = {}, "not quantized"
+        layout = None if quantize is None else layout_for(config, quantize)
         if quantize is not None:
             dtype, phases = "bfloat16", from_record(saved)
             layers = phase_at(phases, at).layers if phases else None
@@ -184,7 +186,6 @@ def export_checkpoint(
             print(line)
         specs = specs_of(views(config, params), dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
         raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
-        layout = None if quantize in (None, "gguf") else LAYOUTS[quantize]
         if layout is not None:
             others = names_of_others(config, operands)
             raw |= {"quantization_config": layout.configuration(others, activations=activations)}
@@ -238,14 +239,14 @@ def _write_weights(
     largest: int,
 ) -> None:
     """Writes all tensors, those of `operands` packed."""
-    packed = {f"{name}.weight" for name in names_of(operands)}
+    packed = set(names_of(config, operands))
     written: dict[str, Spec] = {}
     for name, spec in specs.items():
         module = name.removesuffix(".weight")
-        written |= layout.specs(module, spec.shape) if layout and name in packed else {name: spec}
+        written |= layout.specs(module, spec.shape) if layout and module in packed else {name: spec}
     with Writer(folder, written, largest) as writer:
         for name, view in progress(views(config, params), "exporting"):
-            if name not in packed:
+            if name.removesuffix(".weight") not in packed:
                 writer.write(name, as_written(name, view, specs[name]))
         if layout is None:
             return

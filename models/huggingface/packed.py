@@ -7,7 +7,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from models.huggingface import compressed_tensors, quark
+from models.configs import DecoderConfig
+from models.huggingface import compressed_tensors, gpt_oss, quark
+from models.huggingface.architectures import model_type
 from models.huggingface.files import Reader, Spec
 from models.huggingface.quantized import QuantizedWeight
 from mxjax.numerics.formats import BLOCK
@@ -53,12 +55,41 @@ class Layout(NamedTuple):
         return {f"{name}.{self.weight}": weight.packed, f"{name}.{self.scale}": weight.scales}
 
 
+class _ExpertLayout(Layout):
+    """gpt-oss's layout, whose tensors hold all experts. Every reader unpacks it, so nothing checks it."""
+
+    def specs(self, name: str, shape: tuple[int, ...]) -> dict[str, Spec]:
+        return gpt_oss.packed_specs(name, shape)
+
+    def tensors(self, name: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
+        return gpt_oss.packed_tensors(name, weight)
+
+
 def _layout(of: ModuleType) -> Layout:
     return Layout(of.METHOD, of.WEIGHT, of.SCALE, of.configuration, of.check)
 
 
 LAYOUTS: Mapping[PackedFormat, Layout] = {"mxfp4": _layout(compressed_tensors), "quark": _layout(quark)}
-"""The formats of `export --quantize`."""
+"""The formats of `export --quantize` for dense models."""
+_GPT_OSS = _ExpertLayout(
+    gpt_oss.METHOD, gpt_oss.BLOCKS, gpt_oss.SCALES, gpt_oss.configuration, lambda raw: None
+)
+
+
+def layout_for(config: DecoderConfig, name: PackedFormat | Literal["gguf"]) -> Layout | None:
+    """Returns the layout in which `export --quantize` packs a model; None for GGUF's, a file of its own.
+
+    Raises:
+      ValueError: it has experts, and those of gpt-oss alone are packed, as "mxfp4".
+    """
+    if config.experts is None:
+        return None if name == "gguf" else LAYOUTS[name]
+    if model_type(config) != "gpt_oss" or name != "mxfp4":
+        raise ValueError(
+            f"--quantize {name} packs the linear layers of dense models, and mxfp4 gpt-oss's experts; "
+            "leave it out for other experts"
+        )
+    return _GPT_OSS
 
 
 def layout_of(raw: Mapping[str, Any]) -> Layout | None:

@@ -16,7 +16,6 @@ import numpy as np
 import mxjax
 from models import decoder
 from models.configs import DecoderConfig
-from models.gemms import LINEAR_LAYERS, linear_weights
 from models.huggingface.architectures import shape_of, views
 from mxjax import Operand
 from mxjax.numerics.blocks import spread
@@ -31,10 +30,12 @@ _MATRICES = {
     "mlp.down": ("mlp.down_proj",),
 }
 """Hugging Face's names of the matrices in each of our layers."""
+_EXPERTS = {"mlp.gate_up": ("mlp.experts.gate_up_proj",), "mlp.down": ("mlp.experts.down_proj",)}
+"""Those of gpt-oss, whose experts share a tensor and alone are packed."""
 
 
 class QuantizedWeight(NamedTuple):
-    """A matrix in MXFP4.
+    """A matrix in MXFP4, or those of all experts, with an axis before.
 
     Attributes:
       codes: uint8 [out, in], an E2M1 code from 0 to 15 in each byte.
@@ -47,13 +48,13 @@ class QuantizedWeight(NamedTuple):
     @property
     def packed(self) -> np.ndarray:
         """The codes in uint8 [out, in / 2], with element 2i in the low nibble."""
-        return self.codes[:, ::2] | (self.codes[:, 1::2] << 4)
+        return self.codes[..., ::2] | (self.codes[..., 1::2] << 4)
 
     @classmethod
     def unpacked(cls, packed: np.ndarray, scales: np.ndarray) -> "QuantizedWeight":
         """Inverts `packed`."""
         codes = np.stack([packed & 15, packed >> 4], axis=-1)
-        return cls(codes.reshape(len(packed), -1), scales)
+        return cls(codes.reshape(*packed.shape[:-1], -1), scales)
 
     def values(self) -> np.ndarray:
         """Returns the values in float32 [out, in], which are exact; scale byte 255 is NaN."""
@@ -76,19 +77,24 @@ def choose_operands(
       layers: the run's policies at the exported step; None for weights that were imported.
       rule: the scale rule to use instead of the Fprop's, without its rotation, rounding and blocks.
     Raises:
-      ValueError: the Fprop multiplies weights that MXFP4 does not represent, and `rule` is None.
+      ValueError: the Fprop multiplies weights that MXFP4 does not represent, and `rule` is None; or those of
+        one of the two layers of a block's experts alone, which no layout has.
     """
-    if config.experts is not None:
-        raise ValueError("--quantize packs the linear layers of dense models; leave it out for experts")
+    packed = tuple(_matrices(config))
     found = {
         name: policy.fprop
         for name, policy in (layers.items() if layers else ())
         if policy.fprop.rhs.format == "mxfp4"
-        and name.endswith(LINEAR_LAYERS if config.tied else (*LINEAR_LAYERS, "head"))
+        and name.endswith(packed if config.tied or config.experts else (*packed, "head"))
     }
+    if config.experts and (rest := [n for n in found if _other_layer(n) not in found]):
+        raise ValueError(
+            f"--quantize: the Fprop rounds {rest[0]} to MXFP4 and {_other_layer(rest[0])} not; "
+            "gpt-oss's layout packs both or neither"
+        )
     if not found:
         rule = rule or "floor"
-        names = [f"blocks.{i}.{name}" for i in range(config.n_layers) for name in LINEAR_LAYERS]
+        names = [f"blocks.{i}.{name}" for i in range(config.n_layers) for name in packed]
         line = f"no Fprop of the run rounds weights to MXFP4: rounded to nearest now, scale rule {rule}"
         return dict.fromkeys(names, Operand(scale_rule=rule)), line
     if rule is not None:
@@ -116,21 +122,35 @@ def choose_operands(
     }, f"weights as the run's Fprop, scale rule {rules}{rest}"
 
 
-def names_of(operands: Mapping[str, Operand]) -> list[str]:
+def _matrices(config: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
+    """Returns Hugging Face's names of the matrices that are packed, by our layers."""
+    return _MATRICES if config.experts is None else _EXPERTS
+
+
+def _other_layer(name: str) -> str:
+    """Returns the name of the other layer of a block's experts."""
+    block, _, layer = name.rpartition(".")
+    return f"{block}.{'down' if layer == 'gate_up' else 'gate_up'}"
+
+
+def names_of(config: DecoderConfig, operands: Mapping[str, Operand]) -> list[str]:
     """Returns Hugging Face's names of the matrices that `operands` quantize, without `.weight`."""
-    found = []
+    found, matrices = [], _matrices(config)
     for name in operands:
         _, _, rest = name.partition("blocks.")
         block, _, layer = rest.partition(".")
-        found += [f"model.layers.{block}.{matrix}" for matrix in _MATRICES[layer]] if rest else ["lm_head"]
+        found += [f"model.layers.{block}.{matrix}" for matrix in matrices[layer]] if rest else ["lm_head"]
     return found
 
 
 def names_of_others(config: DecoderConfig, operands: Mapping[str, Operand]) -> list[str]:
-    """Returns Hugging Face's names of the linear modules that `operands` do not quantize."""
+    """Returns Hugging Face's names of the linear modules, or modules of experts, that are not quantized."""
+    blocks = range(config.n_layers)
+    if config.experts is not None:
+        return [f"model.layers.{i}.mlp.experts" for i in blocks if f"blocks.{i}.mlp.down" not in operands]
     matrices = [matrix for found in _MATRICES.values() for matrix in found]
-    every = [f"model.layers.{i}.{matrix}" for i in range(config.n_layers) for matrix in matrices]
-    packed = set(names_of(operands))
+    every = [f"model.layers.{i}.{matrix}" for i in blocks for matrix in matrices]
+    packed = set(names_of(config, operands))
     return [name for name in (*every, "lm_head") if name not in packed]
 
 
@@ -145,15 +165,17 @@ def quantized_weights(
     one = dataclasses.replace(config, n_layers=1, windows=config.windows[:1])
     for i in range(config.n_layers):
         block = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], params["blocks"])
-        chosen = {name: operands.get(f"blocks.{i}.{name}") for name in LINEAR_LAYERS}
-        parts = {n: _quantize(f"blocks.{i}.{n}", w[0], chosen[n]) for n, w in linear_weights(block).items()}
+        parts = {}
+        for layer in _matrices(config):
+            if operand := operands.get(f"blocks.{i}.{layer}"):
+                module, matrix = layer.split(".")
+                parts[layer] = _quantize(f"blocks.{i}.{layer}", block[module][matrix][0], operand)
         codes, scales = (
             views(one, dict(params) | {"blocks": _with_weights(block, parts, part)}) for part in (0, 1)
         )
-        for layer in LINEAR_LAYERS:
-            for matrix in _MATRICES[layer] if chosen[layer] else ():
-                view = f"model.layers.0.{matrix}.weight"
-                yield f"model.layers.{i}.{matrix}", _weight(view, codes[view], scales[view])
+        for matrix in (matrix for layer in parts for matrix in _matrices(config)[layer]):
+            view = f"model.layers.0.{matrix}{'' if config.experts else '.weight'}"
+            yield f"model.layers.{i}.{matrix}", _weight(view, codes[view], scales[view])
     if operand := operands.get("head"):
         codes, scales = _quantize("head", params["head"], operand)
         yield "lm_head", _weight("lm_head.weight", codes.T, scales.T)
@@ -161,7 +183,10 @@ def quantized_weights(
 
 def _weight(name: str, codes: np.ndarray, scales: np.ndarray) -> QuantizedWeight:
     shape = shape_of(name, codes)
-    return QuantizedWeight(codes.reshape(shape), scales.reshape(shape)[:, ::BLOCK])
+    codes, scales = (part.reshape(shape) for part in (codes, scales))
+    if not name.endswith(".weight"):  # gpt-oss's experts are [expert, in, out]
+        codes, scales = codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
+    return QuantizedWeight(codes, scales[..., ::BLOCK])
 
 
 def _with_weights(block: Mapping[str, Any], parts: Mapping[str, Any], part: int) -> dict[str, Any]:
@@ -173,12 +198,12 @@ def _with_weights(block: Mapping[str, Any], parts: Mapping[str, Any], part: int)
     return found
 
 
-def _quantize(name: str, w: np.ndarray, operand: Operand | None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the codes of w [in, out], and the scale byte of each element; w itself without an operand."""
-    if operand is None:
-        return w, w
-    if w.shape[0] % BLOCK:
-        raise ValueError(f"--quantize needs inputs in multiples of {BLOCK}; those of {name} are {w.shape[0]}")
+def _quantize(name: str, w: np.ndarray, operand: Operand) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the codes of w [..., in, out], and the scale byte of each element."""
+    if w.shape[-2] % BLOCK:
+        raise ValueError(
+            f"--quantize needs inputs in multiples of {BLOCK}; those of {name} are {w.shape[-2]}"
+        )
     q = mxjax.quantize(jnp.asarray(w), operand, axis=-2)
     assert q.scales is not None
     scales = np.asarray(q.scales).view(np.uint8)
