@@ -42,7 +42,7 @@ from models.huggingface.files import (
     write_json,
 )
 from models.huggingface.gguf_file import write_gguf
-from models.huggingface.packed import LAYOUTS, Layout, PackedFormat, PackedReader, layout_of
+from models.huggingface.packed import Layout, PackedFormat, PackedReader, layout_for, layout_of
 from models.huggingface.quantized import choose_operands, names_of, names_of_others, quantized_weights
 from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of
 from mxjax import Operand, get_policy
@@ -158,7 +158,7 @@ def export_checkpoint(
       step: the checkpoint's step. Default: the last.
       quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do, or in
         one file for llama.cpp ("gguf"); or in NVFP4, as compressed-tensors does. The layers and values are
-        those that the run's Fprop multiplies.
+        those that the run's Fprop multiplies. Of gpt-oss "mxfp4" packs the experts, as OpenAI does.
       scale_rule: round the weights to MXFP4 by this rule, to nearest, instead of as the Fprop does.
       activations: consumers round activations to the same format too; needs --quantize.
       calibrate: text or dataset PREFIX on which the model runs, for the scales of activations in NVFP4.
@@ -181,13 +181,19 @@ def export_checkpoint(
         _check_finite(run, views(config, params), allow_nonfinite)
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
         operands, line, inputs = {}, "not quantized", None
-        layout = None if quantize in (None, "gguf") else LAYOUTS[quantize]
+        layout = None if quantize is None else layout_for(config, quantize)
         if quantize is not None:
             dtype, phases = "bfloat16", from_record(saved)
             layers = phase_at(phases, at).layers if phases else None
             number = "mxfp4" if layout is None else layout.number
             operands, line = choose_operands(config, layers, scale_rule, number)
             print(line)
+            if number == "nvfp4" and config.experts is not None:
+                if calibrate is not None:
+                    raise ValueError("--calibrate measures no inputs of experts; leave out --activations")
+                print(
+                    f"{PROGRAM}: warning: transformers drops the divisors of NVFP4 experts", file=sys.stderr
+                )
             if calibrate is not None:
                 layers = layers or decoder.layer_policies(config, get_policy("bf16"))
                 seq_len = saved["config"]["data"]["seq_len"]
@@ -256,18 +262,18 @@ def _write_weights(
     largest: int,
 ) -> None:
     """Writes all tensors, those of `operands` packed, with the divisors of `inputs` if there are any."""
-    packed = {f"{name}.weight" for name in names_of(operands)}
-    of_inputs = {name: amax for layer, amax in (inputs or {}).items() for name in names_of([layer])}
+    packed = set(names_of(config, operands))
+    of_inputs = {name: amax for layer, amax in (inputs or {}).items() for name in names_of(config, [layer])}
     written: dict[str, Spec] = {}
     for name, spec in specs.items():
         module = name.removesuffix(".weight")
-        if layout is None or name not in packed:
+        if layout is None or module not in packed:
             written[name] = spec
         else:
             written |= layout.specs(module, spec.shape, inputs=inputs is not None)
     with Writer(folder, written, largest) as writer:
         for name, view in progress(views(config, params), "exporting"):
-            if name not in packed:
+            if name.removesuffix(".weight") not in packed:
                 writer.write(name, as_written(name, view, specs[name]))
         if layout is None:
             return

@@ -63,7 +63,7 @@ def write_gguf(
     if model_type(config) != "llama" or config.qkv_bias or config.out_bias or config.yarn:
         raise ValueError("--quantize gguf writes Llamas without biases and YaRN alone; use --quantize mxfp4")
     vocabulary = _vocabulary(path.parent / "tokenizer.json", config.vocab_size)
-    types, packed = library.GGMLQuantizationType, {f"{name}.weight" for name in names_of(operands)}
+    types, packed = library.GGMLQuantizationType, {f"{name}.weight" for name in names_of(config, operands)}
     writer = library.GGUFWriter(path, "llama")
     _write_facts(writer, config, raw)
     for name, value in vocabulary.items():
