@@ -204,12 +204,12 @@ def export_checkpoint(
             others = names_of_others(config, operands)
             raw |= {"quantization_config": layout.configuration(others, activations=activations)}
         _write_small_files(folder, run, saved, raw, config)
+        if chat_template is not None:
+            shutil.copyfile(chat_template, folder / "chat_template.jinja")
         if quantize == "gguf":
             write_gguf(importlib.import_module("gguf"), folder / "model.gguf", config, params, operands, raw)
         else:
             _write_weights(folder, config, params, specs, operands, layout, inputs, int(shard_gb * 1e9))
-        if chat_template is not None:
-            shutil.copyfile(chat_template, folder / "chat_template.jinja")
         (folder / "README.md").write_text(model_card(run, saved, at, line))
     return config
 
@@ -234,8 +234,8 @@ def _check_format_flags(
             "--quantize nvfp4 --activations stores scales of activations: add --calibrate PREFIX, data on "
             "which the model runs; nothing else takes --calibrate"
         )
-    if quantize == "gguf" and (activations or chat_template is not None):
-        raise ValueError("--activations and --chat-template are not for --quantize gguf")
+    if quantize == "gguf" and activations:
+        raise ValueError("--activations is not for --quantize gguf: llama.cpp rounds activations to 8 bits")
     if chat_template is not None and not chat_template.is_file():
         raise ValueError(f"--chat-template {chat_template}: no such file")
     if quantize == "gguf":

@@ -175,7 +175,7 @@ def test_unrepresentable_fprops_are_refused():
     [
         ({"activations": True}, "add --quantize mxfp4"),
         ({"quantize": "mxfp4", "dtype": "float32"}, "loaders compute quantized models in bfloat16"),
-        ({"quantize": "gguf", "activations": True}, "are not for --quantize gguf"),
+        ({"quantize": "gguf", "activations": True}, "is not for --quantize gguf"),
         ({"quantize": "gguf"}, "needs a tokenizer"),
         ({"quantize": "nvfp4", "activations": True}, "add --calibrate PREFIX"),
         ({"quantize": "nvfp4", "scale_rule": "even"}, "leave it out with nvfp4"),
