@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -148,7 +149,8 @@ def _interleaved(config: DecoderConfig, module: str, value: np.ndarray) -> np.nd
 def _rope_factors(config: DecoderConfig) -> np.ndarray:
     """Returns the divisor of each pair of channels' frequency, float32 [H / 2]."""
     plain = dataclasses.replace(config, rope_scaling=None)
-    first, scaled = (np.asarray(jax.device_get(rope_angles(2, c)))[1] for c in (plain, config))
+    position = jnp.ones((1, 1), jnp.int32)
+    first, scaled = (np.asarray(jax.device_get(rope_angles(position, c)))[0, 0] for c in (plain, config))
     return (first / scaled).astype(np.float32)
 
 
