@@ -57,10 +57,14 @@ def rope_factor(config: DecoderConfig) -> float:
 
 
 def apply_rope(
-    x: Float[Array, "B S N H"], angles: Float32[Array, "S half"], factor: float = 1.0
+    x: Float[Array, "B S N H"], angles: Float32[Array, "*rows S half"], factor: float = 1.0
 ) -> Float[Array, "B S N H"]:
-    """Rotates channels i and i + H/2 by the angle of their position ("rotate half"), times `factor`."""
-    cos, sin = (f(angles)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    """Rotates channels i and i + H/2 by the angle of their position ("rotate half"), times `factor`.
+
+    Angles are the same for all sequences, or have an axis for them.
+    """
+    angles = angles if angles.ndim == 3 else angles[None]
+    cos, sin = (f(angles)[:, :, None, :] for f in (jnp.cos, jnp.sin))
     if factor != 1:
         cos, sin = cos * factor, sin * factor
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

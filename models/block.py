@@ -98,5 +98,5 @@ class Block(nnx.Module):
         self, x: Float[Array, "B S D"], rope, gemms: BlockGemms, window: Window | None = None
     ) -> Float[Array, "B S D"]:
         attention = self.attention(x, self.attention_norm.norm, rope, gemms, window)
-        x = constrain(x + attention, "batch", None, None)
-        return constrain(x + self.mlp(x, self.mlp_norm.norm, gemms), "batch", None, None)
+        x = constrain(x + attention, "rows", None, None)
+        return constrain(x + self.mlp(x, self.mlp_norm.norm, gemms), "rows", None, None)

@@ -24,11 +24,12 @@ from models import gemms, loss
 from models.attention import block_windows, rope_angles
 from models.block import Block, RMSNorm
 from models.configs import DecoderConfig
+from models.context import cut, join, sequence_parts
 from models.embedding import lookup
 from models.experts import Routing, auxiliary_loss
 from models.gemms import BlockGemms, block_keys, block_layers, random_matrix
 from models.loss import Head, token_losses
-from models.sharding import batch_parts, constrain, run_blocks, weight_layout
+from models.sharding import constrain, mesh_sizes, row_parts, run_blocks, weight_layout
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies, Rules, resolve
 from mxjax.products.implementations import Implementation, quantizes_by_xla
@@ -83,7 +84,8 @@ class Decoder(nnx.Module):
     ) -> Float32[Array, "B S V"]:
         """Returns the logits of each next token; arguments as in `hidden`."""
         common: Any = {"policies": policies, "key": key, "implementation": implementation}
-        return self.logits(self.hidden(tokens_BS, **common, **options)[0], **common)
+        logits = self.logits(self.hidden(tokens_BS, **common, **options)[0], **common)
+        return join(logits, len(logits) // len(tokens_BS))
 
     def hidden(
         self,
@@ -98,7 +100,7 @@ class Decoder(nnx.Module):
         unroll: int | None = None,
     ) -> tuple[Float[Array, "B S D"], Float32[Array, "D V"], Routing | None]:
         """Returns the input of the head, which is the last block's output, normalized; the head's matrix; and
-        what the routers did, stacked over blocks.
+        what the routers did, stacked over blocks. The input is in the rows of `models.context`.
 
         Args:
           tokens_BS: token ids.
@@ -113,13 +115,17 @@ class Decoder(nnx.Module):
             then not copied into arrays of all layers, and compile longest. Default: all on a GPU, but one
             elsewhere, and where XLA's operations quantize: to fuse those of all blocks takes XLA minutes.
         """
-        rope = rope_angles(tokens_BS.shape[1], self.config)
+        B, S = tokens_BS.shape
+        parts = sequence_parts(mesh_sizes(), B, S)
+        rope, windows = rope_angles(S, self.config), block_windows(self.config, S)
+        if parts > 1:
+            tokens_BS = cut(tokens_BS, parts)
+            rope = cut(jnp.broadcast_to(rope, (B, *rope.shape)), parts)
         x_BSD, head = _embed(self.embedding[...], tokens_BS, dtype), self.head_matrix()
-        windows = block_windows(self.config, tokens_BS.shape[1])
         graph, blocks = nnx.split(self.blocks)
         routings = []
         for start, stop, block_policies in runs(policies, self.config.n_layers):
-            run = functools.partial(_run_block, graph, block_policies, implementation, rope)
+            run = functools.partial(_run_block, graph, block_policies, implementation, rope, parts)
             slow = quantizes_by_xla(block_policies.values(), implementation)
             turn = min(unroll or (stop if on_gpu() and not slow else 1), stop - start)
             run = rematerialize(run, remat, in_loop=stop - start > turn)
@@ -128,7 +134,7 @@ class Decoder(nnx.Module):
             stacked = blocks, slots
             here = None if windows is None else windows[start:stop]
             layers = (stacked if whole else _slice(stacked, start, stop)), (keys, here)
-            if turn == stop - start and batch_parts() > 1:
+            if turn == stop - start and row_parts() > 1:
                 x_BSD, head, routing = run_blocks(run, x_BSD, layers, turn, head)
             else:
                 x_BSD, routing = jax.lax.scan(run, x_BSD, layers, length=stop - start, unroll=turn)
@@ -187,7 +193,8 @@ def losses(
     config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> Float32[Array, "B S"]:
     """Returns the cross-entropy of each token but the first, in nats; options as in `Decoder.hidden`."""
-    return token_losses(*_head_and_input(config, params, batch, **options)[0])
+    found = token_losses(*_head_and_input(config, params, batch, **options)[0])
+    return join(found, len(found) // len(batch))
 
 
 def mean_loss(
@@ -228,7 +235,8 @@ def _head_and_input(config, params, batch, *, policies, key=None, implementation
     common: Any = {"policies": policies, "key": key, "implementation": implementation}
     x_BSD, matrix, routing = model.hidden(batch[:, :-1], **common, **options)
     head = _head(config, policies, implementation)
-    return (head, x_BSD, matrix, batch[:, 1:], model.head_key(key)), routing
+    targets_BS = batch[:, 1:].reshape(x_BSD.shape[:2])
+    return (head, x_BSD, matrix, targets_BS, model.head_key(key)), routing
 
 
 @functools.cache
@@ -240,18 +248,18 @@ def graph(config: DecoderConfig) -> nnx.GraphDef:
 def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtype) -> Float[Array, "B S D"]:
     """Returns the tokens' rows of the embedding in dtype.
 
-    On a mesh each device looks up its columns for all tokens of its `fsdp` group, and an all-to-all sends the
+    On a mesh each device looks up its columns for all tokens of its `data` group, and an all-to-all sends the
     rows to their devices. That moves less than gathering the table.
     """
     tokens_BS = constrain(tokens_BS, "data", None)
     x_BSD = constrain(lookup(embedding_VD, tokens_BS).astype(dtype), "data", None, "embed")
-    return constrain(x_BSD, "batch", None, None)
+    return constrain(x_BSD, "rows", None, None)
 
 
-def _run_block(graph, policies, implementation, rope, x_BSD, layer):
+def _run_block(graph, policies, implementation, rope, parts, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
     (weights, slots), (keys, window) = layer
-    of_block = BlockGemms(policies, keys, implementation, slots)
+    of_block = BlockGemms(policies, keys, implementation, slots, parts)
     x_BSD = nnx.merge(graph, weights)(x_BSD, rope, of_block, window)
     return x_BSD, of_block.routing
 

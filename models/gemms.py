@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 import mxjax
 from models.attention import attend_visible, causal_attention, visible_keys
 from models.configs import DecoderConfig
+from models.context import context_attention, cut, join
 from models.sharding import weight_layout
 from mxjax.operands.computed import Norm, rms_norm, swiglu
 from mxjax.policy import Policy
@@ -74,7 +75,8 @@ def linear_weights(blocks: Mapping[str, Any]) -> dict[str, Any]:
 class BlockGemms:
     """The GEMMs of one block: each runs in the policy, and with the random bits, of its layer.
 
-    `keys` [policies] are from `block_keys`. `routing` is set by the block's experts, if it has any.
+    `keys` [policies] are from `block_keys`. `parts` are the rows of a sequence, see `models.context`.
+    `routing` is set by the block's experts, if it has any.
     """
 
     routing: Any = None
@@ -85,11 +87,13 @@ class BlockGemms:
         keys: jax.Array | None,
         implementation: Implementation | None = None,
         slots: Mapping[str, Measures | Tensors] | None = None,
+        parts: int = 1,
     ):
         self.policies = policies
         self.keys = keys
         self.implementation: Implementation | None = implementation
         self.slots = slots
+        self.parts = parts
 
     def dot(self, name: str, x, w, norm: Norm | None = None, dtype: Any = None) -> Array:
         """Returns x @ w for the linear layer `name`, in dtype or x's; x after the norm, if there is one."""
@@ -180,9 +184,12 @@ def attend(
         dtype = _FUSED_ATTENTION[scores]
         q, k, v = (t.astype(dtype) for t in (q_BSNH, k_BTGH, v_BTGH))
         with jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default"):
+            if gemms.parts > 1:
+                return context_attention(q, k, v, window, sinks_N, gemms.parts)
             if visible_ST is None:
                 return causal_attention(q, k, v, window, sinks_N)
             return attend_visible(q, k, v, visible_ST, sinks_N)
+    q_BSNH, k_BTGH, v_BTGH = (join(t, gemms.parts) for t in (q_BSNH, k_BTGH, v_BTGH))
     B, S, N, H = q_BSNH.shape
     T, G = k_BTGH.shape[1:3]
     q_BSGRH = q_BSNH.reshape(B, S, G, N // G, H)
@@ -201,7 +208,8 @@ def attend(
         weights_BGSRT *= share_BSN.reshape(B, S, G, N // G, 1).swapaxes(1, 2)
     weights_BGSRT = weights_BGSRT.astype(q_BSNH.dtype)
     out_BGSRH = gemms.dot_general("attention.values", weights_BGSRT, v_BTGH, (((4,), (1,)), ((0, 1), (0, 2))))
-    return out_BGSRH.transpose(0, 2, 1, 3, 4).reshape(B, S, N, H).astype(q_BSNH.dtype)
+    out_BSNH = out_BGSRH.transpose(0, 2, 1, 3, 4).reshape(B, S, N, H).astype(q_BSNH.dtype)
+    return out_BSNH if gemms.parts == 1 else cut(out_BSNH, gemms.parts)
 
 
 def random_matrix(rngs: nnx.Rngs, *shape: int, std: float) -> nnx.Param:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 import mxjax
-from models.sharding import batch_parts, constrain, gather, is_data_parallel, spec, sum_over_batch
+from models.sharding import constrain, gather, is_data_parallel, row_parts, spec, sum_over_rows
 from mxjax.policy import Policy
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.mesh import Layout, as_stored
@@ -46,7 +46,7 @@ class Head(NamedTuple):
             preferred_element_type=jnp.float32,
             layout=self.layout,
         )
-        logits = constrain(logits, "batch", *(None for _ in logits.shape[2:]), "vocab")
+        logits = constrain(logits, "rows", *(None for _ in logits.shape[2:]), "vocab")
         if self.vocab_size in (None, w_DV.shape[1]):
             return logits
         token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -163,13 +163,13 @@ def _by_device(head: Head, weight: float, x_BSD, w_DV, targets_BS, key):
         w_DV = gather(w_DV.astype(jnp.bfloat16), "embed", axis=0).astype(w_DV.dtype)
         alone = head._replace(layout=None)
         loss, dx, dw = _over_pieces(alone, weight, x_BSD, w_DV, targets_BS, key, jnp.zeros_like(w_DV))
-        return sum_over_batch(loss), dx, sum_over_batch(dw, scattered="embed", axis=0)
+        return sum_over_rows(loss), dx, sum_over_rows(dw, scattered="embed", axis=0)
 
-    batch, stored = spec(("batch",)), spec(("embed", None))
+    rows, stored = spec(("rows",)), spec(("embed", None))
     run = jax.shard_map(
         of_device,
-        in_specs=(batch, stored, batch, spec(())),
-        out_specs=(spec(()), batch, stored),
+        in_specs=(rows, stored, rows, spec(())),
+        out_specs=(spec(()), rows, stored),
         check_vma=False,
     )
     return run(x_BSD, w_DV, targets_BS, key)
@@ -191,13 +191,13 @@ def _pieces(x_BSD, targets_BS):
     with zeros.
     """
     B, S = targets_BS.shape
-    length = -(-S // min(-(-B * S // (LOSS_TOKENS * batch_parts())), S))
+    length = -(-S // min(-(-B * S // (LOSS_TOKENS * row_parts())), S))
     pieces = -(-S // length)
 
     def split(a):
         a = jnp.pad(a, ((0, 0), (0, pieces * length - S), *((0, 0),) * (a.ndim - 2)))
         a = a.reshape(B, pieces, length, *a.shape[2:]).swapaxes(0, 1)
-        return constrain(a, None, "batch", *(None for _ in a.shape[2:]))
+        return constrain(a, None, "rows", *(None for _ in a.shape[2:]))
 
     return jnp.arange(pieces), split(x_BSD), split(targets_BS), split(jnp.ones((B, S), jnp.float32))
 

@@ -39,9 +39,10 @@ from jax.extend import core
 from models import decoder
 from models.attention import score_bytes
 from models.configs import DecoderConfig
+from models.context import sequence_parts, shared_bytes
 from models.decoder import abstract_params
 from models.loss import LOSS_TOKENS
-from models.sharding import batch_parts_of
+from models.sharding import AXES, parts_of
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.remat import Remat
@@ -72,7 +73,7 @@ def gib(size: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-ONE_DEVICE: Mapping[str, int] = types.MappingProxyType({"data": 1, "fsdp": 1, "tensor": 1})
+ONE_DEVICE: Mapping[str, int] = types.MappingProxyType(dict.fromkeys(AXES, 1))
 
 
 class Memory(NamedTuple):
@@ -119,8 +120,9 @@ def step_memory(
       mesh: the size of each mesh axis.
       remat, implementation: as in `decoder.mean_loss`.
     """
-    sequences = -(-batch_size // (accumulate * batch_parts_of(mesh)))
-    tokens = sequences * seq_len
+    parts = sequence_parts(mesh, batch_size // accumulate, seq_len)
+    rows, length = -(-batch_size * parts // (accumulate * parts_of(mesh, "rows"))), seq_len // parts
+    tokens = rows * length
     config = device_share(config, mesh["tensor"])
     shapes = abstract_params(config)
 
@@ -129,12 +131,13 @@ def step_memory(
             decoder.mean_loss, config, policies=policies, remat=mode, implementation=implementation
         )
         head = 4 * config.d_model * config.vocab_size  # a gradient, though the forward pass computes it
-        return kept_bytes(loss, shapes, (sequences, seq_len + 1)) - head
+        return kept_bytes(loss, shapes, (rows, length + 1)) - head
 
     activations = kept(remat)
-    queries = jax.ShapeDtypeStruct((sequences, seq_len, config.n_heads, config.head_dim), jnp.bfloat16)
+    queries = jax.ShapeDtypeStruct((rows, length, config.n_heads, config.head_dim), jnp.bfloat16)
     is_plain = not config.sinks and not any(0 < window < seq_len for window in config.windows)
-    block = _block_bytes(config, tokens) + score_bytes(queries, is_plain)
+    scores = score_bytes(queries, is_plain) if parts == 1 else shared_bytes(queries, config.n_kv_heads, parts)
+    block = _block_bytes(config, tokens) + scores
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own = device_bytes(params)
     return Memory(

@@ -23,7 +23,7 @@ from models import decoder
 from models.configs import DecoderConfig
 from models.decoder import AXES, Params, abstract_params
 from models.sharding import AXES as MESH_AXES
-from models.sharding import RULES, batch_parts_of, spec
+from models.sharding import RULES, batch_parts_of, parts_of, spec
 from mxjax.numerics.formats import get_format
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies
@@ -40,7 +40,7 @@ def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
       ValueError: malformed text, or sizes that do not multiply to the number of devices.
     """
     if text is None:
-        return {"data": 1, "fsdp": devices, "tensor": 1}
+        return dict.fromkeys(MESH_AXES, 1) | {"fsdp": devices}
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
@@ -110,7 +110,8 @@ def check_batch(
     devices = math.prod(sizes.values())
     for tensor in (n for n in range(2, devices + 1) if devices % n == 0):
         rest = devices // tensor
-        if batch_size % (rest * accumulate) == 0 and fits({"data": 1, "fsdp": rest, "tensor": tensor}):
+        found = dict.fromkeys(MESH_AXES, 1) | {"fsdp": rest, "tensor": tensor}
+        if batch_size % (rest * accumulate) == 0 and fits(found):
             fsdp = f"fsdp={rest}," if rest > 1 else ""
             advice += f", or --mesh {fsdp}tensor={tensor}"
             break
@@ -132,8 +133,8 @@ def process_part(mesh: Mesh, rows: int) -> tuple[int, int]:
     start, length = min(starts), max(stops) - min(starts)
     if rows % length or start % length:
         raise ValueError(
-            f"--mesh tensor={mesh.shape['tensor']} must divide, or be a multiple of, "
-            f"the {jax.local_device_count()} devices of a process"
+            f"--mesh context x tensor = {mesh.shape['context'] * mesh.shape['tensor']} must divide, or be a "
+            f"multiple of, the {jax.local_device_count()} devices of a process"
         )
     return start // length, rows // length
 
@@ -160,10 +161,12 @@ def on_mesh(mesh: Mesh, eval_step: Any) -> Any:
     A batch that the mesh does not divide is padded with copies of its last sequence, whose losses get weight
     0. Copies leave the scales of whole tensors unchanged.
     """
-    parts = batch_parts_of(mesh.shape)
+    parts, context = batch_parts_of(mesh.shape), mesh.shape["context"]
 
     def step(params, batch: np.ndarray, key: jax.Array) -> jax.Array:
-        missing, weights = -len(batch) % parts, None
+        # A sequence for each group of `context` devices, or for each device.
+        unit = parts if len(batch) <= parts else parts * context
+        missing, weights = -len(batch) % unit, None
         if missing:
             weights = np.repeat(np.array([1, 0], np.float32), [len(batch), missing])
             batch = np.concatenate([batch, np.repeat(batch[-1:], missing, axis=0)])
@@ -254,9 +257,10 @@ def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: Laye
         strict=True,
     ):
         for name, size, unit in zip(names, x.shape, lengths, strict=True):
-            axis = None if name == "vocab" else RULES[name]
-            if axis is None or (parts := sizes[str(axis)]) == 1 or size % (parts * unit) == 0:
+            parts = 1 if name == "vocab" else parts_of(sizes, name)
+            if size % (parts * unit) == 0 or parts == 1:
                 continue
+            axis = " x ".join(axis for axis in np.atleast_1d(RULES[name]) if sizes[axis] > 1)
             parameter = ".".join(str(key.key) for key in path)
             most = max(n for n in range(1, parts) if size % (n * unit) == 0 or n == 1)
             whole = f", whole runs of {unit} (a block, rotation or key/value head)" if unit > 1 else ""

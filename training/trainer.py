@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from models import decoder
+from models.context import row_unit
 from models.experts import routing_by_layer
 from models.gemms import linear_layers
 from models.sharding import batch_parts_of
@@ -118,6 +119,9 @@ class Trainer:
 
     def measure(self, state: TrainState, batch: jax.Array) -> dict[str, Any]:
         """Returns the error of each layer's GEMMs in a step, and what its routers do."""
+        mesh = self._plan.mesh.shape
+        if mesh["context"] > 1:
+            batch = batch[: batch_parts_of(mesh)]  # any more may be a number that devices cannot share
         found = by_layer(self._programs.layer_stats(state.params, batch, state.step))
         if self._plan.model.experts is None:
             return found
@@ -187,6 +191,7 @@ def make_programs(
             config.seed,
             tokens_a_part,
             batch_parts_of(plan.mesh.shape),
+            row_unit(plan.mesh.shape),
             options_for((*phase.layers.policies, get_policy("fp32"))),
         ),
         jax.jit(lambda *arguments: measured(*arguments)[1].routing, compiler_options=xla_options),

@@ -106,6 +106,7 @@ def make_layer_stats(
     seed: int,
     tokens_a_step: int,
     batch_parts: int = 1,
+    unit: int = 1,
     compiler_options: dict[str, Any] | None = None,
 ):
     """Returns a jitted function `layer_stats(params, batch, step)`, which returns every probe's measures.
@@ -119,13 +120,14 @@ def make_layer_stats(
       seed: the run's seed.
       tokens_a_step: number of tokens over which a step takes the mean.
       batch_parts: number of the batch's shards on the mesh; each gets equally many sequences.
+      unit: number of tokens of which a sequence must have a multiple.
       compiler_options: `jax.jit`'s; the products are also multiplied in float32.
     """
 
     @functools.partial(jax.jit, compiler_options=compiler_options)
     def layer_stats(params, batch, step):
         key = jax.random.fold_in(jax.random.key(seed), step)
-        length = min(batch.shape[1] - 1, max(1, MAX_TOKENS // batch_parts))
+        length = max(min(batch.shape[1] - 1, MAX_TOKENS // batch_parts) // unit, 1) * unit
         part = batch[: max(1, MAX_TOKENS // (length * batch_parts)) * batch_parts, : length + 1]
 
         def loss(filled):

@@ -7,7 +7,9 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -15,14 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mxjax
 from models import decoder
 from models import loss as pieces
 from models.configs import DecoderConfig
-from models.sharding import AXES
 from training import sharding as parameter_sharding
 from training.config import OptimizerConfig
 from training.memory import step_memory
@@ -37,6 +38,14 @@ MODEL = DecoderConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)
 STEPS, BATCH, LENGTH = 3, 8, 32
 SHAPES = [shape for shape in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(shape) <= 8]
 LADDER = [name for name in mxjax.policies() if name.startswith(("bf16", "fp8", "fprop", "wgrad", "full"))]
+
+
+def mesh_of(shape) -> Mesh:
+    """Returns the first devices as a mesh, from its text or the sizes of data, fsdp and tensor."""
+    if not isinstance(shape, str):
+        shape = "data={},fsdp={},tensor={}".format(*shape)
+    devices = math.prod(int(size) for size in re.findall(r"\d+", shape))
+    return make_mesh(shape, jax.devices()[:devices])
 
 
 class OnMesh:
@@ -59,8 +68,7 @@ class OnMesh:
         self.policies = policies = decoder.layer_policies(model, mxjax.get_policy(policy), rules)
         config = OptimizerConfig(lr=0.3, eps=1.0, warmup_steps=1)  # as SGD: Adam enlarges small differences
         optimizer, schedule = make_optimizer(config), learning_rate(config, 10)
-        devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
-        self.mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+        self.mesh = mesh_of(shape)
 
         options = {
             "policies": policies,
@@ -202,7 +210,7 @@ def nonfinite() -> None:
     optimizer, start = optax.adam(0.5), {"w": jnp.ones((16, 16))}
     clean = np.tile(np.arange(8, 16, dtype=np.int32)[:, None], (1, 4))
     for shape in [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]:
-        mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), AXES)
+        mesh = mesh_of(shape)
         first = init_state(start, optimizer)
         specs = jax.tree.map(lambda x: P("fsdp", "tensor") if x.ndim == 2 else P(), first)
         shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)

@@ -17,7 +17,7 @@ from models.configs import DecoderConfig
 from models.loss import LOSS_TOKENS, cross_entropy
 from training.command_line import parse
 from training.config import OptimizerConfig
-from training.memory import Memory, device_bytes, step_memory
+from training.memory import ONE_DEVICE, Memory, device_bytes, step_memory
 from training.optimizer import make_optimizer
 from training.run.setup import set_up
 from training.step import init_state, make_train_step
@@ -85,7 +85,7 @@ def estimate(**options):
 
 def test_parts_and_devices_share_a_batch():
     whole = estimate(batch_size=16)
-    assert estimate(batch_size=16, mesh={"data": 2, "fsdp": 1, "tensor": 1}) == estimate(batch_size=8) < whole
+    assert estimate(batch_size=16, mesh=ONE_DEVICE | {"data": 2}) == estimate(batch_size=8) < whole
     parts = estimate(batch_size=16, accumulate=2)
     assert parts.activations == estimate(batch_size=8).activations
     assert parts.gradients == 2 * whole.gradients
@@ -99,8 +99,7 @@ def test_devices_share_heads_width_and_vocabulary():
     options = {"batch_size": 16, "seq_len": 64, "remat": "full"}
     expected = step_memory(alike, policies, params, params, **options)
     assert (
-        step_memory(model, policies, params, params, mesh={"data": 1, "fsdp": 1, "tensor": 2}, **options)
-        == expected
+        step_memory(model, policies, params, params, mesh=ONE_DEVICE | {"tensor": 2}, **options) == expected
     )
 
 

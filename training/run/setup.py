@@ -20,9 +20,10 @@ import jax
 from models import decoder
 from models.config_file import load_config
 from models.configs import DecoderConfig, get_config, to_dict
+from models.context import sequence_parts
 from models.experts import check_policies
 from models.huggingface.files import small_files
-from models.sharding import batch_parts_of
+from models.sharding import parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from training.config import Config, DataConfig, OptimizerConfig, by_flag
 from training.data.load import load_data
@@ -96,6 +97,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     check_memory(mesh.shape, config, model)
     fits = functools.partial(fits_mesh, model, phases)
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
+    sequence_parts(mesh.shape, config.data.batch_size // config.accumulate, config.data.seq_len)
     check_phases(mesh.shape, model, phases)
     held_out = evaluation_batches(
         corpus.validation,
@@ -156,7 +158,7 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
     --remat full keeps.
     """
     there_is = memory_there_is()
-    needed = 12 * model.n_params / (sizes["fsdp"] * sizes["tensor"])
+    needed = 12 * model.n_params / (parts_of(sizes, "embed") * sizes["tensor"])
     if needed > there_is:
         tokens = f"with {model.vocab_size:,} tokens" if model.vocab_size > 1 else "without its vocabulary"
         raise ValueError(
@@ -166,7 +168,7 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
         )
     batch, seq_len = config.data.batch_size, config.data.seq_len
     kept = 4 + 2 * model.d_model * model.n_layers / config.accumulate  # bytes a token, with its id
-    needed = batch * seq_len * kept / batch_parts_of(sizes)
+    needed = batch * seq_len * kept / parts_of(sizes, "rows")
     if needed > there_is:
         raise ValueError(
             f"--batch-size {batch} and --seq-len {seq_len} need at least {gib(needed)} GiB a "
