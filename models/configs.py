@@ -153,11 +153,15 @@ class DecoderConfig:
         return self.n_layers * block + embeddings + self.d_model
 
     @property
+    def n_expert_params(self) -> int:
+        """The number of parameters of all experts' matrices."""
+        return 0 if self.experts is None else 3 * self.n_layers * self.d_model * self.d_ff * self.experts.n
+
+    @property
     def n_active_params(self) -> int:
         """The number of parameters that a token meets: without those of experts that it does not have."""
         e = self.experts
-        idle = 3 * self.d_model * self.d_ff * (e.n - e.active) if e else 0
-        return self.n_params - self.n_layers * idle
+        return self.n_params - (self.n_expert_params * (e.n - e.active) // e.n if e else 0)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Returns the training FLOPs of a token: 6 per active parameter, and 6 S N H per layer for attention.

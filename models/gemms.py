@@ -16,6 +16,8 @@ import mxjax
 from models.attention import attend_visible, causal_attention, visible_keys
 from models.configs import DecoderConfig
 from models.context import context_attention, cut, join
+from models.expert_order import Order
+from models.expert_parallel import Exchange
 from models.sharding import weight_layout
 from mxjax.operands.computed import Norm, rms_norm, swiglu
 from mxjax.policy import Policy
@@ -114,12 +116,11 @@ class BlockGemms:
         slot = None if self.slots is None else self.slots.get(name)
         return y if slot is None else probe(policy, self.implementation, y, x, w, key, slot)
 
-    def ragged_dot(self, name: str, x, w, sizes) -> Array:
+    def ragged_dot(self, name: str, x, w, order: Order | Exchange) -> Array:
         """Returns the products of each expert's rows in x's dtype, for the layer `name`."""
-        y = mxjax.ragged_dot(
+        y = order.product(
             x,
             w,
-            sizes,
             policy=self.policies[name],
             key=self._key(name),
             implementation=self.implementation,

@@ -264,8 +264,9 @@ class Config:
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, or of an imported checkpoint."""
     mesh: str | None = None
-    """Sizes of the mesh axes, as AXIS=SIZE,...: data and fsdp shard the batch, context its sequences,
-    and fsdp, context and tensor the parameters. A missing axis is 1. Default: fsdp over all devices."""
+    """Sizes of the mesh axes, as AXIS=SIZE,...: data, expert and fsdp shard the batch, context its
+    sequences; fsdp, context and tensor the parameters, and expert those of experts. A missing axis is 1.
+    Default: fsdp over all devices."""
     distributed: bool = False
     """Train together with other processes that have the same flags and --out. JAX finds the processes of a
     Slurm, Open MPI or Kubernetes job; elsewhere set JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process),

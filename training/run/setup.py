@@ -82,7 +82,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     phases = choose_phases(config, model, folder, saved)
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
-        check_policies(model, phase.layers, config.precision.implementation)
+        check_policies(model, phase.layers, config.precision.implementation, mesh.shape["expert"])
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
     check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
     if config.observe.tensorboard:
@@ -158,7 +158,8 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
     --remat full keeps.
     """
     there_is = memory_there_is()
-    needed = 12 * model.n_params / (parts_of(sizes, "embed") * sizes["tensor"])
+    elsewhere = model.n_expert_params * (1 - 1 / sizes["expert"])
+    needed = 12 * (model.n_params - elsewhere) / (parts_of(sizes, "embed") * sizes["tensor"])
     if needed > there_is:
         tokens = f"with {model.vocab_size:,} tokens" if model.vocab_size > 1 else "without its vocabulary"
         raise ValueError(
