@@ -25,6 +25,7 @@ from models.attention import block_windows, rope_angles
 from models.block import Block, RMSNorm
 from models.configs import DecoderConfig
 from models.context import cut, join, sequence_parts
+from models.documents import Documents, document_starts, first_keys
 from models.embedding import lookup
 from models.experts import Routing, auxiliary_loss
 from models.gemms import BlockGemms, block_keys, block_layers, random_matrix
@@ -36,7 +37,7 @@ from mxjax.products.implementations import Implementation, quantizes_by_xla
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.runtime.remat import Remat, rematerialize
-from mxjax.stats.layers import Measures, Tensors
+from mxjax.stats.layers import Amax, Measures, Tensors
 
 AXES = gemms.AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
 """The logical axes of every parameter except the scales of norms; see `models.sharding`."""
@@ -96,8 +97,9 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.bfloat16,
         remat: Remat = "none",
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors] | None = None,
+        slots: Mapping[str, Measures | Tensors | Amax] | None = None,
         unroll: int | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Float[Array, "B S D"], Float32[Array, "D V"], Routing | None]:
         """Returns the input of the head, which is the last block's output, normalized; the head's matrix; and
         what the routers did, stacked over blocks. The input is in the rows of `models.context`.
@@ -114,18 +116,21 @@ class Decoder(nnx.Module):
           unroll: blocks in one iteration of the compiled loop. All blocks run fastest, because residuals are
             then not copied into arrays of all layers, and compile longest. Default: all on a GPU, but one
             elsewhere, and where XLA's operations quantize: to fuse those of all blocks takes XLA minutes.
+          documents: what attention keeps apart; None is whole sequences.
         """
-        B, S = tokens_BS.shape
-        parts = sequence_parts(mesh_sizes(), B, S)
-        rope, windows = rope_angles(S, self.config), block_windows(self.config, S)
-        if parts > 1:
+        parts = sequence_parts(mesh_sizes(), *tokens_BS.shape)
+        windows = block_windows(self.config, tokens_BS.shape[1])
+        has_mask = windows is not None or parts > 1
+        rope, starts_BS = _positions(self.config, tokens_BS, documents, has_mask)
+        if parts > 1 and starts_BS is not None:
+            starts_BS = jnp.broadcast_to(starts_BS, tokens_BS.shape)
+            rope = cut(jnp.broadcast_to(rope, (*tokens_BS.shape, rope.shape[2])), parts)
             tokens_BS = cut(tokens_BS, parts)
-            rope = cut(jnp.broadcast_to(rope, (B, *rope.shape)), parts)
         x_BSD, head = _embed(self.embedding[...], tokens_BS, dtype), self.head_matrix()
         graph, blocks = nnx.split(self.blocks)
         routings = []
         for start, stop, block_policies in runs(policies, self.config.n_layers):
-            run = functools.partial(_run_block, graph, block_policies, implementation, rope, parts)
+            run = functools.partial(_run_block, graph, block_policies, implementation, rope, starts_BS, parts)
             slow = quantizes_by_xla(block_policies.values(), implementation)
             turn = min(unroll or (stop if on_gpu() and not slow else 1), stop - start)
             run = rematerialize(run, remat, in_loop=stop - start > turn)
@@ -200,29 +205,36 @@ def losses(
 def mean_loss(
     config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> Float32[Array, ""]:
-    """Returns the loss to minimize: the mean of `losses`, and `models.experts.auxiliary_loss`.
+    """Returns the loss to minimize: the mean of `losses`, `models.experts.auxiliary_loss` and the z-loss.
 
-    See `models.loss.mean_loss` for how to differentiate it.
+    See `measured_loss` for its arguments, and `models.loss.mean_loss` for how to differentiate it.
     """
     return measured_loss(config, params, batch, **options)[0]
 
 
 class Measured(NamedTuple):
-    """A batch's mean cross-entropy, without other losses, and what its routers did."""
+    """A batch's mean cross-entropy, without other losses, and what its routers did, if there are any."""
 
     cross_entropy: Float32[Array, ""]
-    routing: Routing
+    routing: Routing | None
 
 
 def measured_loss(
-    config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
+    config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], *, z_loss: float = 0.0, **options
 ) -> tuple[Float32[Array, ""], Measured | None]:
-    """Returns `mean_loss` and, for a model with experts, its parts."""
-    inputs, routing = _head_and_input(config, params, batch, **options)
-    value: Any = loss.mean_loss(*inputs)
+    """Returns `mean_loss` and, for a model with experts or with a z-loss, its parts.
+
+    `z_loss` is the coefficient of the mean squared logsumexp of the logits.
+    """
+    (head, *inputs), routing = _head_and_input(config, params, batch, **options)
+    value: Any = loss.mean_loss(head._replace(z_loss=z_loss), *inputs)
+    cross_entropy = value
+    if z_loss:
+        value, z = value
+        cross_entropy = jax.lax.stop_gradient(value - z_loss * z)
     if config.experts is None or routing is None:
-        return value, None
-    return value + auxiliary_loss(config.experts, routing), Measured(value, routing)
+        return value, Measured(cross_entropy, None) if z_loss else None
+    return value + auxiliary_loss(config.experts, routing), Measured(cross_entropy, routing)
 
 
 def _head(config: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None) -> Head:
@@ -256,11 +268,24 @@ def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtyp
     return constrain(x_BSD, "rows", None, None)
 
 
-def _run_block(graph, policies, implementation, rope, parts, x_BSD, layer):
+def _positions(config, tokens_BS, documents: Documents | None, has_mask: bool):
+    """Returns the angles of rotation, and the start of each token's document if attention has a mask."""
+    position_1S = jnp.arange(tokens_BS.shape[1])[None]
+    if documents is None:
+        return rope_angles(position_1S, config), jnp.zeros_like(position_1S) if has_mask else None
+    starts_BS = constrain(document_starts(tokens_BS, documents.end), "batch", None)
+    position_BS = position_1S - starts_BS if documents.restart_positions else position_1S
+    return rope_angles(position_BS, config), starts_BS
+
+
+def _run_block(graph, policies, implementation, rope, starts_BS, parts, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
     (weights, slots), (keys, window) = layer
     of_block = BlockGemms(policies, keys, implementation, slots, parts)
-    x_BSD = nnx.merge(graph, weights)(x_BSD, rope, of_block, window)
+    first_key_BS = None if starts_BS is None else first_keys(starts_BS, window)
+    if parts > 1 and first_key_BS is not None:
+        first_key_BS = cut(first_key_BS, parts)
+    x_BSD = nnx.merge(graph, weights)(x_BSD, rope, of_block, first_key_BS)
     return x_BSD, of_block.routing
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from models import decoder
@@ -33,14 +33,16 @@ from mxjax.runtime.devices import current_target
 from training.step import TrainState, init_state
 
 
-def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
+def parse_mesh(text: str | None, devices: int | None) -> dict[str, int]:
     """Returns the size of each mesh axis, e.g. of "fsdp=4,tensor=2"; None is fsdp over all devices.
+
+    Without a number of devices a text may name any.
 
     Raises:
       ValueError: malformed text, or sizes that do not multiply to the number of devices.
     """
     if text is None:
-        return dict.fromkeys(MESH_AXES, 1) | {"fsdp": devices}
+        return dict.fromkeys(MESH_AXES, 1) | {"fsdp": devices or 1}
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
@@ -50,10 +52,10 @@ def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
             raise ValueError(f"--mesh {text} names {name} twice; give each axis one size")
         sizes[name] = int(size)
     sizes = {name: sizes.get(name, 1) for name in MESH_AXES}
-    if (product := math.prod(sizes.values())) != devices:
+    if (product := math.prod(sizes.values())) != devices and devices is not None:
         raise ValueError(
             f"--mesh {text} is for {product} devices and there are {devices}; choose sizes that multiply to "
-            f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out"
+            f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out; --devices {product} divides a CPU"
         )
     return sizes
 
@@ -179,7 +181,7 @@ def on_mesh(mesh: Mesh, eval_step: Any) -> Any:
 def abstract_state(
     config: DecoderConfig,
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     fill: Callable[[Params], Params] = lambda params: params,
 ) -> TrainState:
     """Returns the shapes, dtypes and shardings of what `first_state` creates."""
@@ -213,12 +215,14 @@ def first_state(
     return jax.jit(make, out_shardings=shardings)(key), shardings
 
 
-def param_shardings(mesh: Mesh, axes: Any) -> Any:
+def param_shardings(mesh: Mesh | AbstractMesh, axes: Any) -> Any:
     """Returns the sharding of each parameter, from a tree of their logical axes."""
     return jax.tree.map(lambda a: NamedSharding(mesh, spec(a)), axes, is_leaf=lambda a: isinstance(a, tuple))
 
 
-def state_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, state: Any, params: Any) -> Any:
+def state_shardings(
+    mesh: Mesh | AbstractMesh, optimizer: optax.GradientTransformation, state: Any, params: Any
+) -> Any:
     """Returns the sharding of each array of a training state.
 
     Moments are sharded as their parameters are, by `params`; everything else is replicated.
@@ -232,14 +236,20 @@ def state_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, state: 
     replicated = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree.map_params(
         optimizer,
-        lambda _, sharding: sharding,
+        lambda moment, sharding: moment if _is_masked(moment) else sharding,
         state.opt_state,
         params,
         transform_non_params=lambda _: replicated,
+        is_leaf=_is_masked,
     )
     return jax.tree.map(lambda _: replicated, state._replace(params=None, opt_state=None))._replace(
         params=params, opt_state=opt_state
     )
+
+
+def _is_masked(x: Any) -> bool:
+    """Returns whether this stands for a parameter's moment that an optimizer does not have."""
+    return isinstance(x, optax.MaskedNode)
 
 
 def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: LayerPolicies) -> None:
@@ -260,7 +270,8 @@ def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: Laye
             parts = 1 if name == "vocab" else parts_of(sizes, name)
             if size % (parts * unit) == 0 or parts == 1:
                 continue
-            axis = " x ".join(axis for axis in np.atleast_1d(RULES[name]) if sizes[axis] > 1)
+            rule = RULES[name] or ()
+            axis = " x ".join(a for a in ((rule,) if isinstance(rule, str) else rule) if sizes[a] > 1)
             parameter = ".".join(str(key.key) for key in path)
             most = max(n for n in range(1, parts) if size % (n * unit) == 0 or n == 1)
             whole = f", whole runs of {unit} (a block, rotation or key/value head)" if unit > 1 else ""

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -78,8 +79,8 @@ def write_gguf(
         writer.add_tensor(_gguf_name(name), np.ascontiguousarray(value), raw_dtype=dtype)
     for module, weight in quantized_weights(config, params, operands):
         name = f"{module}.weight"
-        parts = (_interleaved(config, name, part) for part in weight)
-        writer.add_tensor(_gguf_name(name), blocks_of(QuantizedWeight(*parts)), raw_dtype=types.MXFP4)
+        codes, scales = (_interleaved(config, name, part) for part in (weight.codes, weight.scales))
+        writer.add_tensor(_gguf_name(name), blocks_of(QuantizedWeight(codes, scales)), raw_dtype=types.MXFP4)
     if config.rope_scaling is not None:
         writer.add_tensor("rope_freqs.weight", _rope_factors(config), raw_dtype=types.F32)
     writer.write_header_to_file()
@@ -106,7 +107,8 @@ def _interleaved(config: DecoderConfig, name: str, value: np.ndarray) -> np.ndar
 def _rope_factors(config: DecoderConfig) -> np.ndarray:
     """Returns the divisor of each pair of channels' frequency, float32 [H / 2]."""
     plain = dataclasses.replace(config, rope_scaling=None)
-    first, scaled = (np.asarray(jax.device_get(rope_angles(2, c)))[1] for c in (plain, config))
+    position = jnp.ones((1, 1), jnp.int32)
+    first, scaled = (np.asarray(jax.device_get(rope_angles(position, c)))[0, 0] for c in (plain, config))
     return (first / scaled).astype(np.float32)
 
 

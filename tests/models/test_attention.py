@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from models import attention
+from models.documents import first_keys
 from mxjax.kernels.attention import fused as kernels
 from mxjax.runtime.devices import INTERPRETER, Target, use_target
 
@@ -95,19 +96,21 @@ def test_windows_and_sinks(monkeypatch, window, longest):
     monkeypatch.setattr(attention, "PIECE", 4)
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 23, n, 8)) for i, n in enumerate((4, 2, 2)))
     sinks = jax.random.normal(jax.random.key(3), 4)
-    ours = attention.causal_attention(q, k, v, jnp.int32(window), sinks)
+    first = first_keys(jnp.zeros((1, 23), jnp.int32), jnp.int32(window))
+    ours = attention.causal_attention(q, k, v, first, sinks)
     np.testing.assert_allclose(ours, plainly(*map(np.asarray, (q, k, v)), window, sinks), atol=1e-5)
 
 
-def test_windows_and_sinks_take_the_fused_kernels_on_cuda(monkeypatch):
+@pytest.mark.parametrize("target", [Target("cuda", "sm_90"), Target("hip", "gfx950")])
+def test_masks_and_sinks_take_the_fused_kernels(monkeypatch, target):
     taken = []
     monkeypatch.setattr(kernels, "fused_attention", lambda q, k, v, **given: taken.append(given) or q)
-    q = jax.ShapeDtypeStruct((2, 9, 2, 64), jnp.bfloat16)
+    q, first = (
+        jax.ShapeDtypeStruct(*given) for given in (((2, 9, 2, 64), jnp.bfloat16), ((1, 9), jnp.int32))
+    )
     sinks = jax.ShapeDtypeStruct((2,), jnp.float32)
-    for window in (0, 4):
-        with use_target(Target("cuda", "sm_90")):
-            out = jax.jit(lambda q, s, w=window: attention.causal_attention(q, q, q, jnp.int32(w), s))
-            out.eval_shape(q, sinks)
-        assert taken[-1]["sinks"].shape == (2,)
-    first = [kernels.first_keys(window=jnp.int32(w), shape=(1, 6))[0].tolist() for w in (0, 4)]
-    assert first == [[0] * 6, [0, 0, 0, 0, 1, 2]]
+    with use_target(target):
+        jax.eval_shape(lambda q, f, s: attention.causal_attention(q, q, q, f, s), q, first, sinks)
+        jax.eval_shape(lambda q, f: attention.causal_attention(q, q, q, f), q, first)
+    assert taken[0]["sinks"].shape == (2,)
+    assert taken[1]["first_key"].shape == (2, 9)  # whole, where all sequences share a window

@@ -1,4 +1,4 @@
-"""Program of test_context.py and test_expert_parallel.py on 8 virtual devices, in a process of its own."""
+"""Programs of test_context.py and test_expert_parallel.py on 8 virtual devices, in a process of their own."""
 
 import json
 import sys
@@ -10,6 +10,9 @@ import numpy as np
 import mxjax
 from models import decoder
 from models.configs import DecoderConfig, ExpertsConfig
+from models.context import cut
+from models.documents import Documents
+from models.sharding import weight_layout
 from training.process.environment import enable_compilation_cache
 from training.sharding import compiler_options, make_mesh, param_shardings, parameter_axes
 
@@ -23,11 +26,14 @@ EXPERTS = DecoderConfig(
 )
 
 
-def main(*cases: str) -> None:
-    """For each POLICY:MESH:SEQUENCES:LENGTH prints how far the loss and the gradients are from one device's.
+def relative(found, expected) -> float:
+    """Returns the largest relative error of arrays, by their norms."""
+    errors = jax.tree.map(lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), found, expected)
+    return float(max(jax.tree.leaves(errors)))
 
-    Errors are relative: the loss's, and of each gradient its norm's.
-    """
+
+def losses(*cases: str) -> None:
+    """For each POLICY:MESH:SEQUENCES:LENGTH prints how far loss and gradients are from one device's."""
     for case in cases:
         policy, text, sequences, length = case.split(":")
         model = EXPERTS if "expert" in text else MODEL
@@ -35,11 +41,12 @@ def main(*cases: str) -> None:
         policies = decoder.layer_policies(
             model, mxjax.get_policy(policy), [("blocks.*.attention.[sv]*", mxjax.get_policy("fp32"))]
         )
-        batch = np.random.default_rng(0).integers(0, 256, (int(sequences), int(length) + 1), np.int32)
+        batch = np.random.default_rng(0).integers(1, 256, (int(sequences), int(length) + 1), np.int32)
+        batch[:, 3 * int(length) // 5] = 0  # ends a document
 
         def loss(params, batch, model=model, policies=policies):
             options = {"policies": policies, "key": jax.random.key(1), "dtype": jnp.float32}
-            return decoder.mean_loss(model, params, batch, **options)
+            return decoder.mean_loss(model, params, batch, documents=Documents(0, True), **options)
 
         found = []
         for mesh in (make_mesh(text), make_mesh(devices=jax.devices()[:1])):
@@ -49,11 +56,31 @@ def main(*cases: str) -> None:
                 run = jax.jit(jax.value_and_grad(loss), compiler_options=options)
                 found.append(jax.device_get(run(given, batch)))
         (a, da), (b, db) = found
-        errors = jax.tree.map(lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), da, db)
-        record = {"loss": float(abs(a / b - 1)), "gradients": float(max(jax.tree.leaves(errors)))}
-        print(json.dumps({"case": case} | record), flush=True)
+        print(json.dumps({"case": case, "loss": float(abs(a / b - 1)), "gradients": relative(da, db)}))
+
+
+def products(*policies: str) -> None:
+    """For each policy prints how far a product of a sequence on context=8 and its gradients are from one
+    device's."""
+    x, dy = np.random.default_rng(0).standard_normal((2, 1, 512, 64)).astype(np.float32)
+    w = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
+    for policy in policies:
+
+        def product(x, w, dy, parts, policy=policy):
+            x, dy = (cut(t, parts) for t in (x, dy))
+            options = {"policy": policy, "key": jax.random.key(0), "layout": weight_layout(("mlp", "norm"))}
+            y, back = jax.vjp(lambda x, w: mxjax.dot(x, w, **options), x, w)
+            dx, dw = back(dy)
+            return y.reshape(-1, 64), dx.reshape(-1, 64), dw
+
+        found = []
+        for mesh in (make_mesh("context=8"), make_mesh(devices=jax.devices()[:1])):
+            with jax.set_mesh(mesh):
+                found.append(jax.device_get(jax.jit(product, static_argnums=3)(x, w, dy, mesh.size)))
+        errors = [relative(a, b) for a, b in zip(*found, strict=True)]
+        print(json.dumps({"policy": policy, "errors": errors}))
 
 
 if __name__ == "__main__":
     enable_compilation_cache()
-    main(*sys.argv[1:])
+    {"losses": losses, "products": products}[sys.argv[1]](*sys.argv[2:])

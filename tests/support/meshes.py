@@ -24,10 +24,12 @@ import mxjax
 from models import decoder
 from models import loss as pieces
 from models.configs import DecoderConfig
+from models.documents import Documents
 from training import sharding as parameter_sharding
 from training.config import OptimizerConfig
 from training.memory import step_memory
-from training.optimizer import keeps_finite, learning_rate, make_optimizer
+from training.optimizer.optimizers import keeps_finite, make_optimizer
+from training.optimizer.schedule import learning_rate
 from training.process.environment import enable_compilation_cache
 from training.run.checkpoints import Checkpoints
 from training.sharding import filled_size, global_batch, make_mesh, on_mesh, resize, resize_on
@@ -61,6 +63,7 @@ class OnMesh:
         model=MODEL,
         dtype: Any = jnp.float32,
         head: str = "bf16",
+        documents: Documents | None = None,
     ):
         # In float32 around the linear layers, where the order of sums changes least.
         rules = [("blocks.*.attention.[sv]*", mxjax.get_policy("fp32"))] if dtype == jnp.float32 else []
@@ -75,6 +78,7 @@ class OnMesh:
             "dtype": dtype,
             "implementation": implementation,
             "remat": remat,
+            "documents": documents,
         }
 
         def loss(params, batch, key):
@@ -126,7 +130,8 @@ def all_batches() -> np.ndarray:
 def curves(*pairs: str) -> None:
     """For each POLICY:DATA,FSDP,TENSOR prints how far its losses are, relatively, from one device's.
 
-    That of an evaluation too where :evaluate follows; without pairs, for all there are.
+    That of an evaluation too where :evaluate follows, with a mask of documents; without pairs, for all there
+    are.
     """
     chosen = [pair.split(":") for pair in pairs] or [
         [policy, ",".join(map(str, shape)), "evaluate"] for policy, shape in itertools.product(LADDER, SHAPES)
@@ -134,7 +139,9 @@ def curves(*pairs: str) -> None:
 
     @functools.cache
     def losses(policy: str, shape: str, *evaluate: str) -> list[float]:
-        on, batches = OnMesh(policy, tuple(map(int, shape.split(",")))), all_batches()
+        documents = Documents(7, restart_positions=True) if evaluate else None
+        on = OnMesh(policy, tuple(map(int, shape.split(","))), documents=documents)
+        batches = all_batches()
         return on.run(batches) + [on.evaluate(batches[-1]) for _ in evaluate]
 
     for policy, shape, *evaluate in chosen:
@@ -182,7 +189,7 @@ def restore(folder: str) -> None:
     saved = OnMesh("bf16", (1, 8, 1)).state
     with Checkpoints(pathlib.Path(folder)) as checkpoints:
         checkpoints.save(saved, {"next_index": 0})
-    for shape in ((2, 2, 2), (1, 1, 1)):
+    for shape in ((2, 2, 2), "context=2,fsdp=2,tensor=2", (1, 1, 1)):
         like = OnMesh("bf16", shape)
         with Checkpoints(pathlib.Path(folder)) as checkpoints:
             found, position = checkpoints.restore(like.state)

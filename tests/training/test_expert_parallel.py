@@ -76,7 +76,7 @@ def test_rows_arrive_in_the_order_of_one_device(text, chosen):
 def errors(*cases) -> list[dict]:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)}
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    command = [sys.executable, "tests/support/contexts.py", *cases]
+    command = [sys.executable, "tests/support/contexts.py", "losses", *cases]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -224,7 +224,7 @@ def test_processes_that_do_not_join_end_the_program_in_one_line(monkeypatch, cap
     "shape", [pytest.param((1, 8, 1), marks=EXHAUSTIVE), pytest.param((2, 2, 2), marks=SLOW)]
 )
 def test_losses_on_meshes_are_those_of_one_device(shape):
-    """Three steps and an evaluation whose batch the mesh does not divide."""
+    """Three steps and an evaluation whose batch the mesh does not divide, with a mask of documents."""
     check_curves([("wgrad_rht", shape)], "wgrad_rht")
 
 
