@@ -1,8 +1,10 @@
 """Expert parallelism: rows arrive in the order of one device, and training is that of one device."""
 
+import dataclasses
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from support.llamas import layer_policies
 
+from models import decoder, expert_parallel
 from models.configs import get_config
 from models.expert_parallel import place, shape_of
 from models.experts import check_policies
@@ -71,6 +74,25 @@ def test_rows_arrive_in_the_order_of_one_device(text, chosen):
             places = placement.groups(4).places
             np.testing.assert_array_equal(places, first + placement.offsets)
             assert placement.sizes.sum() >= placement.used.sum()
+
+
+def test_on_gpus_rows_travel_by_one_collective_each_way(monkeypatch):
+    """Of one block, and its gradient; they are in bfloat16, and of no more rows than there are."""
+    monkeypatch.setattr(expert_parallel, "on_gpu", lambda: True)
+    model = dataclasses.replace(get_config("moe-tiny"), n_layers=1)
+    sizes = parse_mesh("expert=2,data=2,tensor=2", 8)
+    types = (jax.sharding.AxisType.Auto,) * len(sizes)
+    options = {"policies": layer_policies(model, "wgrad"), "remat": "none"}
+
+    def loss(params, batch):
+        return decoder.mean_loss(model, params, batch, **options)
+
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((*sizes.values(),), (*sizes,), types)):
+        batch = jax.ShapeDtypeStruct((8, 17), jnp.int32)
+        text = str(jax.make_jaxpr(jax.grad(loss))(decoder.abstract_params(model), batch))
+    shapes = re.findall(r":(\w+\[[\d,]+\]) = ragged_all_to_all", text)
+    capacity = shape_of(sizes, 128, 2, 8, 32).capacity
+    assert sorted(shapes) == sorted([f"bf16[{capacity},128]", "bf16[64,128]"] * 2)
 
 
 def errors(*cases) -> list[dict]:
