@@ -248,8 +248,9 @@ class Config:
     --decay N the learning rate falls over the next N steps, the last ones; --steps makes them more. It must
     have been the same so far, as with --schedule constant and before a decay."""
     mesh: str | None = None
-    """Sizes of the mesh axes, as AXIS=SIZE,...: data and fsdp shard the batch, context its sequences,
-    and fsdp, context and tensor the parameters. A missing axis is 1. Default: fsdp over all devices."""
+    """Sizes of the mesh axes, as AXIS=SIZE,...: data, expert and fsdp shard the batch, context its
+    sequences; fsdp, context and tensor the parameters, and expert those of experts. A missing axis is 1.
+    Default: fsdp over all devices."""
     devices: int | None = None
     """Virtual devices to make of a CPU, to try a mesh without GPUs. Default: the devices that there are."""
     distributed: bool = False
