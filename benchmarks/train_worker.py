@@ -31,7 +31,8 @@ from mxjax.runtime.tables import table
 from training import sharding as parameter_sharding
 from training.config import DataConfig, OptimizerConfig
 from training.data.load import load_data
-from training.optimizer import keeps_finite, learning_rate, make_optimizer
+from training.optimizer.optimizers import keeps_finite, make_optimizer
+from training.optimizer.schedule import learning_rate
 from training.process.environment import facts
 from training.sharding import check_batch, compiler_options, filled_size, global_batch, make_mesh, resize
 from training.step import ScheduledStep, TrainState, make_train_step

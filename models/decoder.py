@@ -37,7 +37,7 @@ from mxjax.products.implementations import Implementation, quantizes_by_xla
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.runtime.remat import Remat, rematerialize
-from mxjax.stats.layers import Measures, Tensors
+from mxjax.stats.layers import Amax, Measures, Tensors
 
 AXES = gemms.AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
 """The logical axes of every parameter except the scales of norms; see `models.sharding`."""
@@ -97,7 +97,7 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.bfloat16,
         remat: Remat = "none",
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors] | None = None,
+        slots: Mapping[str, Measures | Tensors | Amax] | None = None,
         unroll: int | None = None,
         documents: Documents | None = None,
     ) -> tuple[Float[Array, "B S D"], Float32[Array, "D V"], Routing | None]:

@@ -25,7 +25,7 @@ from mxjax.products.fused import fused_mlp, normed_dot
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.keys import fold_each
 from mxjax.runtime.remat import keep_products, tag_product
-from mxjax.stats.layers import Measures, Tensors, probe
+from mxjax.stats.layers import Amax, Measures, Tensors, probe
 
 BLOCK_LAYERS = (
     "attention.qkv",
@@ -88,7 +88,7 @@ class BlockGemms:
         policies: Mapping[str, Policy],
         keys: jax.Array | None,
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors] | None = None,
+        slots: Mapping[str, Measures | Tensors | Amax] | None = None,
         parts: int = 1,
     ):
         self.policies = policies

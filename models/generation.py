@@ -78,7 +78,8 @@ class _CachedGemms(BlockGemms):
         )
         key_T = _positions_before(self._start + 1, T) if self._is_window else jnp.arange(T)
         visible_BST = visible_keys(position_S, key_T, first_key_BS)
-        return attend(q_BSNH, *self.cached, self, visible_BST, sinks_N=sinks_N)
+        k_BTGH, v_BTGH = self.cached
+        return attend(q_BSNH, k_BTGH, v_BTGH, self, visible_BST, sinks_N=sinks_N)
 
 
 def _positions_before(stop, T: int) -> Int[Array, " T"]:

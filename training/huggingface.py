@@ -45,8 +45,9 @@ from models.huggingface.gguf_file import write_gguf
 from models.huggingface.packed import LAYOUTS, Layout, PackedFormat, PackedReader, layout_of
 from models.huggingface.quantized import choose_operands, names_of, names_of_others, quantized_weights
 from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of
-from mxjax import Operand
+from mxjax import Operand, get_policy
 from mxjax.numerics.scales import ScaleRule
+from training.calibration import largest_inputs
 from training.command_line import flags
 from training.config import Config, DataConfig, PrecisionConfig
 from training.files import HUGGINGFACE, absolute_path
@@ -101,7 +102,7 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> DecoderConfig
 
     Args:
       source: the checkpoint's folder: config.json, and safetensors in float32, bfloat16 or float16, or with
-        linear layers in MXFP4 as compressed-tensors or Quark pack them, which are dequantized exactly.
+        linear layers in MXFP4 or NVFP4 as compressed-tensors packs them, or in MXFP4 as Quark does.
       run: the folder to create.
     Raises:
       ValueError: `run` is in use, or the checkpoint is of another architecture, incomplete or damaged.
@@ -142,6 +143,7 @@ def export_checkpoint(
     quantize: PackedFormat | Literal["gguf"] | None = None,
     scale_rule: ScaleRule | None = None,
     activations: bool = False,
+    calibrate: str | None = None,
     chat_template: pathlib.Path | None = None,
     shard_gb: float = 5.0,
     allow_nonfinite: bool = False,
@@ -155,9 +157,11 @@ def export_checkpoint(
         which loses nothing; with --quantize bfloat16, the only one that loaders then take.
       step: the checkpoint's step. Default: the last.
       quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do, or in
-        one file for llama.cpp ("gguf"). The layers and values are those that the run's Fprop multiplies.
-      scale_rule: round the weights to nearest by this rule instead of as the Fprop does.
-      activations: consumers round activations to MXFP4 too; needs --quantize.
+        one file for llama.cpp ("gguf"); or in NVFP4, as compressed-tensors does. The layers and values are
+        those that the run's Fprop multiplies.
+      scale_rule: round the weights to MXFP4 by this rule, to nearest, instead of as the Fprop does.
+      activations: consumers round activations to the same format too; needs --quantize.
+      calibrate: text or dataset PREFIX on which the model runs, for the scales of activations in NVFP4.
       chat_template: a Jinja file with the model's chat template.
       shard_gb: largest size of a file's tensors, in 10**9 bytes.
       allow_nonfinite: also write weights that are NaN or infinite.
@@ -167,7 +171,7 @@ def export_checkpoint(
     """
     check_ranges({"shard_gb": shard_gb}, {"shard_gb": _SHARD_GB})
     run, target = absolute_path(run), absolute_path(target)
-    _check_format_flags(quantize, dtype, scale_rule, activations, chat_template)
+    _check_format_flags(quantize, dtype, scale_rule, activations, calibrate, chat_template)
     saved = read_run_config(run)
     config = model_of(saved)
     at = max(saved_steps(run / "checkpoints"), default=0) if step is None else step
@@ -176,15 +180,20 @@ def export_checkpoint(
             params = jax.tree.map(np.asarray, checkpoints.restore_params(abstract_params(config), step))
         _check_finite(run, views(config, params), allow_nonfinite)
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
-        operands, line = {}, "not quantized"
+        operands, line, inputs = {}, "not quantized", None
+        layout = None if quantize in (None, "gguf") else LAYOUTS[quantize]
         if quantize is not None:
             dtype, phases = "bfloat16", from_record(saved)
             layers = phase_at(phases, at).layers if phases else None
-            operands, line = choose_operands(config, layers, scale_rule)
+            number = "mxfp4" if layout is None else layout.number
+            operands, line = choose_operands(config, layers, scale_rule, number)
             print(line)
+            if calibrate is not None:
+                layers = layers or decoder.layer_policies(config, get_policy("bf16"))
+                seq_len = saved["config"]["data"]["seq_len"]
+                inputs = largest_inputs(run, config, params, layers, calibrate, seq_len)
         specs = specs_of(views(config, params), dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
         raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
-        layout = None if quantize in (None, "gguf") else LAYOUTS[quantize]
         if layout is not None:
             others = names_of_others(config, operands)
             raw |= {"quantization_config": layout.configuration(others, activations=activations)}
@@ -192,7 +201,7 @@ def export_checkpoint(
         if quantize == "gguf":
             write_gguf(importlib.import_module("gguf"), folder / "model.gguf", config, params, operands, raw)
         else:
-            _write_weights(folder, config, params, specs, operands, layout, int(shard_gb * 1e9))
+            _write_weights(folder, config, params, specs, operands, layout, inputs, int(shard_gb * 1e9))
         if chat_template is not None:
             shutil.copyfile(chat_template, folder / "chat_template.jinja")
         (folder / "README.md").write_text(model_card(run, saved, at, line))
@@ -204,6 +213,7 @@ def _check_format_flags(
     dtype: str | None,
     scale_rule: ScaleRule | None,
     activations: bool,
+    calibrate: str | None,
     chat_template: pathlib.Path | None,
 ) -> None:
     """Raises ValueError for flags of an export that have no effect or cannot be."""
@@ -211,6 +221,13 @@ def _check_format_flags(
         raise ValueError("--scale-rule and --activations are for quantized weights; add --quantize mxfp4")
     if quantize is not None and dtype not in (None, "bfloat16"):
         raise ValueError(f"--dtype {dtype}: loaders compute quantized models in bfloat16; leave --dtype out")
+    if quantize == "nvfp4" and scale_rule is not None:
+        raise ValueError(f"--scale-rule {scale_rule} is for the scales of MXFP4; leave it out with nvfp4")
+    if (quantize == "nvfp4" and activations) != (calibrate is not None):
+        raise ValueError(
+            "--quantize nvfp4 --activations stores scales of activations: add --calibrate PREFIX, data on "
+            "which the model runs; nothing else takes --calibrate"
+        )
     if quantize == "gguf" and (activations or chat_template is not None):
         raise ValueError("--activations and --chat-template are not for --quantize gguf")
     if chat_template is not None and not chat_template.is_file():
@@ -235,14 +252,19 @@ def _write_weights(
     specs: Mapping[str, Spec],
     operands: Mapping[str, Operand],
     layout: Layout | None,
+    inputs: Mapping[str, float] | None,
     largest: int,
 ) -> None:
-    """Writes all tensors, those of `operands` packed."""
+    """Writes all tensors, those of `operands` packed, with the divisors of `inputs` if there are any."""
     packed = {f"{name}.weight" for name in names_of(operands)}
+    of_inputs = {name: amax for layer, amax in (inputs or {}).items() for name in names_of([layer])}
     written: dict[str, Spec] = {}
     for name, spec in specs.items():
         module = name.removesuffix(".weight")
-        written |= layout.specs(module, spec.shape) if layout and name in packed else {name: spec}
+        if layout is None or name not in packed:
+            written[name] = spec
+        else:
+            written |= layout.specs(module, spec.shape, inputs=inputs is not None)
     with Writer(folder, written, largest) as writer:
         for name, view in progress(views(config, params), "exporting"):
             if name not in packed:
@@ -250,7 +272,7 @@ def _write_weights(
         if layout is None:
             return
         for module, weight in quantized_weights(config, params, operands):
-            for name, value in layout.tensors(module, weight).items():
+            for name, value in layout.tensors(module, weight, of_inputs.get(module)).items():
                 writer.write(name, value)
 
 

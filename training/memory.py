@@ -19,6 +19,7 @@ device's share by the mesh axis `tensor`. In bytes:
                             and its gradient in float32, 6 W for its gradients and bfloat16 weights,
                             attention's scores unless they are fused (`models.attention.score_bytes`)
       the logits            10 V a token of one piece (see `models.loss`), 6 D V for the head
+      Muon's update         4 a parameter that it takes, four times as much of the largest array
 
 Fused attention adds 2 T N and its statistics to `dots` and `fp4`. The compiler's own additions and
 savings are left out: tests hold XLA's CPU, which computes bfloat16 in float32, to within a factor of two.
@@ -111,6 +112,7 @@ def step_memory(
     remat: Remat = "none",
     implementation: Implementation | None = None,
     documents: Documents | None = None,
+    update: int = 0,
 ) -> Memory:
     """Returns the memory of a step on each device.
 
@@ -122,6 +124,7 @@ def step_memory(
       accumulate: parts of a batch that run one after another.
       mesh: the size of each mesh axis.
       remat, implementation, documents: as in `decoder.mean_loss`.
+      update: bytes of the optimizer's temporary arrays, when activations are gone.
     """
     parts = sequence_parts(mesh, batch_size // accumulate, seq_len)
     rows, length = -(-batch_size * parts // (accumulate * parts_of(mesh, "rows"))), seq_len // parts
@@ -149,7 +152,7 @@ def step_memory(
         gradients=own * (1 if accumulate == 1 else 2),
         activations=activations,
         # The logits are gone before a part's gradients fill up.
-        working=max(again + block, _logits_bytes(config, tokens) - own),
+        working=max(again + block, _logits_bytes(config, tokens) - own, update - activations),
     )
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from models import decoder
@@ -55,7 +55,7 @@ def parse_mesh(text: str | None, devices: int | None) -> dict[str, int]:
     if (product := math.prod(sizes.values())) != devices and devices is not None:
         raise ValueError(
             f"--mesh {text} is for {product} devices and there are {devices}; choose sizes that multiply to "
-            f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out"
+            f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out; --devices {product} divides a CPU"
         )
     return sizes
 
@@ -181,7 +181,7 @@ def on_mesh(mesh: Mesh, eval_step: Any) -> Any:
 def abstract_state(
     config: DecoderConfig,
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     fill: Callable[[Params], Params] = lambda params: params,
 ) -> TrainState:
     """Returns the shapes, dtypes and shardings of what `first_state` creates."""
@@ -215,12 +215,14 @@ def first_state(
     return jax.jit(make, out_shardings=shardings)(key), shardings
 
 
-def param_shardings(mesh: Mesh, axes: Any) -> Any:
+def param_shardings(mesh: Mesh | AbstractMesh, axes: Any) -> Any:
     """Returns the sharding of each parameter, from a tree of their logical axes."""
     return jax.tree.map(lambda a: NamedSharding(mesh, spec(a)), axes, is_leaf=lambda a: isinstance(a, tuple))
 
 
-def state_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, state: Any, params: Any) -> Any:
+def state_shardings(
+    mesh: Mesh | AbstractMesh, optimizer: optax.GradientTransformation, state: Any, params: Any
+) -> Any:
     """Returns the sharding of each array of a training state.
 
     Moments are sharded as their parameters are, by `params`; everything else is replicated.
@@ -234,14 +236,20 @@ def state_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, state: 
     replicated = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree.map_params(
         optimizer,
-        lambda _, sharding: sharding,
+        lambda moment, sharding: moment if _is_masked(moment) else sharding,
         state.opt_state,
         params,
         transform_non_params=lambda _: replicated,
+        is_leaf=_is_masked,
     )
     return jax.tree.map(lambda _: replicated, state._replace(params=None, opt_state=None))._replace(
         params=params, opt_state=opt_state
     )
+
+
+def _is_masked(x: Any) -> bool:
+    """Returns whether this stands for a parameter's moment that an optimizer does not have."""
+    return isinstance(x, optax.MaskedNode)
 
 
 def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: LayerPolicies) -> None:

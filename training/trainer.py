@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -12,15 +12,21 @@ import numpy as np
 import optax
 
 from models import decoder
+from models.configs import DecoderConfig
 from models.context import row_unit
+from models.documents import Documents
 from models.experts import routing_by_layer
 from models.gemms import linear_layers
 from models.sharding import batch_parts_of
+from mxjax.policy.layers import LayerPolicies
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.stats.layers import by_layer, empty_slots, make_layer_stats
+from training.config import Config
 from training.memory import Memory, step_memory
-from training.optimizer import keeps_finite, learning_rate, optimizer_of
+from training.optimizer.muon import working_bytes
+from training.optimizer.optimizers import keeps_finite, optimizer_of
+from training.optimizer.schedule import learning_rate
 from training.phases import Phase, phase_at
 from training.plan import Plan
 from training.sharding import (
@@ -60,20 +66,8 @@ class Trainer:
     def memory(self, step: int) -> Memory:
         """Returns an estimate of the memory that a step takes on a device, in the policies of that step."""
         plan, config = self._plan, self._plan.config
-        with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
-            return step_memory(
-                plan.model,
-                phase_at(plan.phases, step).layers,
-                self._shapes.params,
-                self._shapes.opt_state,
-                batch_size=config.data.batch_size,
-                seq_len=config.data.seq_len,
-                accumulate=config.accumulate,
-                mesh=plan.mesh.shape,
-                remat=config.remat,
-                implementation=config.precision.implementation,
-                documents=plan.documents,
-            )
+        layers = phase_at(plan.phases, step).layers
+        return memory_of_run(config, plan.model, layers, self._shapes, plan.mesh.shape, plan.documents)
 
     def init(self) -> TrainState:
         """Returns the state before the first step, with random parameters."""
@@ -147,8 +141,7 @@ class Trainer:
 
     def _optimizer_of(self, phase: Phase) -> optax.GradientTransformationExtraArgs:
         config = self._plan.config
-        experts = self._plan.model.experts
-        return optimizer_of(config.optimizer, config.precision.deoscillate, phase.layers, experts)
+        return optimizer_of(config.optimizer, self._plan.model, config.precision.deoscillate, phase.layers)
 
 
 class Programs(NamedTuple):
@@ -217,3 +210,34 @@ def _with_options(plan: Plan, phase: Phase, function: Callable) -> Callable:
     return lambda params, batch, key, slots=None: function(
         plan.model, params, batch, key=key, slots=slots, **options
     )
+
+
+def memory_of_run(
+    config: Config,
+    model: DecoderConfig,
+    policies: LayerPolicies,
+    shapes: TrainState,
+    mesh: Mapping[str, int],
+    documents: Documents | None,
+) -> Memory:
+    """Returns the memory of a step on each device for a run's configuration and the shapes of its state.
+
+    Args:
+      mesh: the size of each mesh axis, which need not be that of the configuration.
+    """
+    muon = config.optimizer.optimizer == "muon"
+    with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
+        return step_memory(
+            model,
+            policies,
+            shapes.params,
+            shapes.opt_state,
+            batch_size=config.data.batch_size,
+            seq_len=config.data.seq_len,
+            accumulate=config.accumulate,
+            mesh=mesh,
+            remat=config.remat,
+            implementation=config.precision.implementation,
+            documents=documents,
+            update=working_bytes(shapes.params) if muon else 0,
+        )

@@ -79,8 +79,8 @@ def write_gguf(
         writer.add_tensor(_gguf_name(name), np.ascontiguousarray(value), raw_dtype=dtype)
     for module, weight in quantized_weights(config, params, operands):
         name = f"{module}.weight"
-        parts = (_interleaved(config, name, part) for part in weight)
-        writer.add_tensor(_gguf_name(name), blocks_of(QuantizedWeight(*parts)), raw_dtype=types.MXFP4)
+        codes, scales = (_interleaved(config, name, part) for part in (weight.codes, weight.scales))
+        writer.add_tensor(_gguf_name(name), blocks_of(QuantizedWeight(codes, scales)), raw_dtype=types.MXFP4)
     if config.rope_scaling is not None:
         writer.add_tensor("rope_freqs.weight", _rope_factors(config), raw_dtype=types.F32)
     writer.write_header_to_file()

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32
 from numpy.lib.array_utils import normalize_axis_index
 
 from mxjax.runtime.arguments import check_arrays, check_axis, check_tensor
+from mxjax.runtime.devices import on_gpu
 
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -107,11 +108,13 @@ def _rotate(x, size: int, axis: int, signs) -> Float32[Array, "*shape"]:
     if signs is not None:
         y = y * signs.reshape(*(1,) * (axis + 1), size, *(1,) * len(after))
     sign = jnp.array([1, -1], jnp.float32).reshape(*(1,) * (axis + 2), 2, *(1,) * (len(after) + 1))
-    stride = 1
-    while stride < size:
+    for stage in range(size.bit_length() - 1):
+        # On CPUs a fusion computes each of its stages anew for both members of a pair.
+        if stage and stage % (4 if after else 1) == 0 and not on_gpu():
+            y = lax.optimization_barrier(y)
+        stride = 2**stage
         pairs = y.reshape(*before, length // size, size // (2 * stride), 2, stride, *after)
         y = (sign * pairs + lax.rev(pairs, (axis + 2,))).reshape(runs)
-        stride *= 2
     y = y.reshape(x.shape) * jnp.float32(size**-0.5)
     # Without the barrier XLA repeats the butterfly in every user: the block maximum and the rounding.
     return lax.optimization_barrier(y)

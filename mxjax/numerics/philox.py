@@ -45,9 +45,9 @@ def philox_4x32(
     # This zero broadcasts all words and, under shard_map, makes them vary alike, as a loop's state must.
     zero = functools.reduce(operator.xor, (word ^ word for word in (*counter, *key)))
     words = tuple(word ^ zero for word in counter)
-    # Unrolled, CPUs would compile slowly and recompute the rounds for each word. On GPUs each iteration
-    # of a loop would be a kernel.
-    return lax.fori_loop(0, _ROUNDS, one_round, words, unroll=on_gpu())
+    # All in one, CPUs would compile slowly and recompute the rounds for each word; one at a time, each would
+    # pass through memory. On GPUs each iteration of a loop would be a kernel.
+    return lax.fori_loop(0, _ROUNDS, one_round, words, unroll=_ROUNDS if on_gpu() else 5)
 
 
 def _multiply(a: int, b: Word) -> tuple[Word, Word]:

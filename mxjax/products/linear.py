@@ -51,6 +51,7 @@ from mxjax.products.implementations import (
 from mxjax.products.multiply import multiply
 from mxjax.products.prepare import Prepared, as_read, once, prepare, prepare_seen, takes_seen
 from mxjax.recipes import as_policy
+from mxjax.runtime.devices import current_target, platform
 from mxjax.runtime.mesh import as_stored, varying_as
 from mxjax.runtime.primitives import as_primitive, first_order_only
 from mxjax.runtime.remat import tag_operand, tag_product
@@ -169,7 +170,8 @@ def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Produc
     if plain and isinstance(dy, jax.Array):
         dy = dy.astype(jnp.bfloat16)  # halves the bytes of float32 logits and converts them once
     dy = once(dy, dy_uses)
-    dy_rows, *dy_columns = prepare(dy, dy_uses if frozen is None else dy_uses[:1])
+    at_once = frozen is None and not (platform() == "cpu" and current_target() is None)
+    dy_rows, *dy_columns = prepare(dy, dy_uses if at_once else dy_uses[:1])
     if w is not None:
         w = first_order_only(_weight_values(w, frozen))
         [w_packed] = prepare(w, [uses.dgrad.rhs])
@@ -179,6 +181,9 @@ def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Produc
     dx = _gemm(options, "dgrad", dy_rows, w_packed, steps)
     if frozen is not None:
         return dx, None
+    if not at_once:  # XLA for CPUs would keep the operands of both GEMMs in memory
+        _, dy, x, x_packed = lax.optimization_barrier((dx.raw, dy, x, x_packed))
+        dy_columns = prepare(dy, dy_uses[1:])
     if x is not None:
         [x_packed] = prepare(x, [uses.wgrad.lhs])
     elif uses.wgrad.lhs.form == "bf16" and uses.wgrad.lhs.reads is not None:

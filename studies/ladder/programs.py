@@ -19,7 +19,8 @@ from studies.ladder.cells import PROTOCOLS, Bits, Cell, Protocol, policy_of, rec
 from training.config import OptimizerConfig, parse_rules
 from training.data.megatron import MegatronCorpus
 from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
-from training.optimizer import keeps_finite, learning_rate, make_optimizer
+from training.optimizer.optimizers import keeps_finite, make_optimizer
+from training.optimizer.schedule import learning_rate
 from training.step import ScheduledStep, evaluate, init_state, make_eval_step, make_train_step
 
 IMPLEMENTATION: Implementation = "xla"

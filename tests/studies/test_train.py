@@ -71,7 +71,7 @@ def test_a_study_trains_what_is_missing_and_nothing_else(settings, capsys):
 
 @pytest.mark.slow
 def test_a_run_of_the_training_program_is_that_of_a_cells_own_programs(settings):
-    data = DataConfig((settings.data,), settings.eval_data, settings.vocab_size)
+    data = DataConfig((settings.data,), (settings.eval_data,), settings.vocab_size)
     corpus = load_megatron(data, settings.vocab_size)
     own = programs.Programs(CELLS[0], corpus)
     held_out = sum(map(len, own.held_out))
@@ -201,7 +201,7 @@ def test_a_run_of_the_training_program_may_end_early(settings, monkeypatch, endi
             raise RunInterrupted("continue with: python train.py")
 
     monkeypatch.setattr(whole_runs, "train", train)
-    data = DataConfig((settings.data,), settings.eval_data, settings.vocab_size)
+    data = DataConfig((settings.data,), (settings.eval_data,), settings.vocab_size)
     whole = whole_runs.WholeRuns(Cell("heal", "", "tiny", "small", 1), data, "xla", 4)
     if ending == "interrupted":
         with pytest.raises(SystemExit, match="the same command continues"):

@@ -28,7 +28,8 @@ from models.documents import Documents
 from training import sharding as parameter_sharding
 from training.config import OptimizerConfig
 from training.memory import step_memory
-from training.optimizer import keeps_finite, learning_rate, make_optimizer
+from training.optimizer.optimizers import keeps_finite, make_optimizer
+from training.optimizer.schedule import learning_rate
 from training.process.environment import enable_compilation_cache
 from training.run.checkpoints import Checkpoints
 from training.sharding import filled_size, global_batch, make_mesh, on_mesh, resize, resize_on

@@ -18,7 +18,8 @@ from models.loss import LOSS_TOKENS, cross_entropy
 from training.command_line import parse
 from training.config import OptimizerConfig
 from training.memory import ONE_DEVICE, Memory, device_bytes, step_memory
-from training.optimizer import make_optimizer
+from training.optimizer.muon import working_bytes
+from training.optimizer.optimizers import make_optimizer
 from training.run.setup import set_up
 from training.step import init_state, make_train_step
 from training.trainer import Trainer
@@ -26,10 +27,19 @@ from training.trainer import Trainer
 SMALL = DecoderConfig(257, 64, 4, 4, 2, 16, 192)
 
 
-def compare(config, batch_size, seq_len, accumulate, policy, implementation, remat):
+def compare(
+    config,
+    batch_size,
+    seq_len,
+    accumulate,
+    policy,
+    implementation,
+    remat,
+    optimizer_config=OptimizerConfig(),  # noqa: B008
+):
     """Returns the estimate and what the compiled step takes, in bytes."""
     policies = decoder.layer_policies(config, mxjax.get_policy(policy))
-    optimizer = make_optimizer(OptimizerConfig())
+    optimizer = make_optimizer(optimizer_config, config)
     state = jax.eval_shape(lambda: init_state(decoder.init(config, jax.random.key(0)), optimizer))
     options = {"implementation": implementation, "remat": remat}
     estimate = step_memory(
@@ -40,6 +50,7 @@ def compare(config, batch_size, seq_len, accumulate, policy, implementation, rem
         batch_size=batch_size,
         seq_len=seq_len,
         accumulate=accumulate,
+        update=working_bytes(state.params) if optimizer_config.optimizer == "muon" else 0,
         **options,
     )
 
@@ -74,6 +85,14 @@ def test_the_estimate_is_near_what_is_allocated(
     estimate, allocated = compare(config, batch_size, seq_len, accumulate, policy, implementation, remat)
     assert estimate.parameters == 4 * config.n_params
     assert estimate.optimizer == pytest.approx(8 * config.n_params, rel=0.01)
+    assert 0.7 < allocated / estimate.total < 1.4
+
+
+def test_muon_s_moments_and_temporary_arrays_are_counted():
+    model = DecoderConfig(257, 256, 2, 4, 4, 64, 688)
+    estimate, allocated = compare(model, 2, 64, 1, "bf16", "xla", "none", OptimizerConfig(optimizer="muon"))
+    vocabulary = 2 * 257 * 256 + 5 * 256
+    assert estimate.optimizer == pytest.approx(4 * (model.n_params + vocabulary), rel=0.01)
     assert 0.7 < allocated / estimate.total < 1.4
 
 

@@ -22,7 +22,7 @@ from training.data.indexed_dataset import IndexedWriter
 from training.log.mlperf import TOKEN, MLPerfLog, settings
 from training.log.reporter import StepReporter
 from training.memory import ONE_DEVICE
-from training.optimizer import learning_rate
+from training.optimizer.schedule import learning_rate
 from training.run.record import from_json, to_json
 
 checker = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")

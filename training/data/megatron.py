@@ -182,7 +182,8 @@ class MegatronCorpus:
 def load_megatron(config: DataConfig, model_vocab_size: int) -> MegatronCorpus:
     """Opens and checks the datasets that a configuration names, in seconds whatever their size.
 
-    Without `eval_data` the last 5 % of the documents are held out for evaluation: Megatron's split 95,5.
+    The first of several `eval_data` becomes `validation`. Without it the last 5 % of the documents are held
+    out for evaluation: Megatron's split 95,5.
     The vocabulary is `vocab_size`, else that of PREFIX.tokenizer.json rounded up to a multiple of 128, else
     model_vocab_size.
 
@@ -190,10 +191,10 @@ def load_megatron(config: DataConfig, model_vocab_size: int) -> MegatronCorpus:
       ValueError: broken files, ids that exceed the vocabulary, different tokenizers, or no evaluation data.
     """
     prefixes, weights = parse_blend(config.data)
-    if config.eval_data is None and len(prefixes) > 1:
+    if not config.eval_paths and len(prefixes) > 1:
         raise ValueError("--data names several datasets: name one to evaluate on, as --eval-data PREFIX")
     datasets = tuple(IndexedDataset(prefix) for prefix in prefixes)
-    held_out = [] if config.eval_data is None else [IndexedDataset(config.eval_data)]
+    held_out = [IndexedDataset(prefix) for prefix in config.eval_paths.values()]
     vocab_size = _vocabulary([d.prefix for d in (*datasets, *held_out)], config.vocab_size, model_vocab_size)
     for dataset in (*datasets, *held_out):
         dataset.check_ids(vocab_size)

@@ -191,9 +191,13 @@ def parse_record(line: bytes) -> dict[str, Any]:
     step = values.get("step")
     if type(step) is not int or not 1 <= step < 2**63:
         raise ValueError(f"its step is {_short(step)}")
-    for name in ("loss", "eval_loss"):
-        if name in values:
-            values[name] = _loss(name, values[name])
+    sets = values.get("eval_sets", {})
+    if not isinstance(sets, dict) or not all(isinstance(one, dict) for one in sets.values()):
+        raise ValueError(f"eval_sets is {_short(sets)}")
+    for record in (values, *sets.values()):
+        for name in ("loss", "eval_loss"):
+            if name in record:
+                record[name] = _loss(name, record[name])
     if not isinstance(values.get("skipped", False), bool):
         raise ValueError(f"skipped is {_short(values['skipped'])}")
     return values
@@ -230,9 +234,16 @@ def evaluations(folder: pathlib.Path) -> dict[int, float]:
     return {r["step"]: r["eval_loss"] for r in read_records(folder) if "eval_loss" in r}
 
 
-def in_words(evaluation: Mapping[str, float]) -> str:
-    """Returns the printed form of an evaluation."""
-    return f"eval loss {evaluation['eval_loss']:.4f}  perplexity {evaluation['eval_perplexity']:.3f}"
+def in_words(evaluation: Mapping[str, Any]) -> str:
+    """Returns the printed form of an evaluation, of each set that has a name."""
+    sets = evaluation.get("eval_sets", {"": evaluation})
+    return "; ".join(f"{f'{name}: ' if name else ''}{_one_in_words(one)}" for name, one in sets.items())
+
+
+def _one_in_words(one: Mapping[str, Any]) -> str:
+    text = f"eval loss {one['eval_loss']:.4f}  perplexity {one['eval_perplexity']:.3f}"
+    bits = one.get("eval_bits_per_byte")
+    return text if bits is None else f"{text}  bits per byte {bits:.4f}"
 
 
 def json_line(values: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ import pathlib
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from training.deoscillation import parse_deoscillation
 from training.files import HUGGINGFACE
 from training.log.metrics import in_words
 from training.memory import Memory, gib, memory_limit
-from training.optimizer import learning_rate
+from training.optimizer.schedule import learning_rate
 from training.phases import Phase
 from training.plan import Plan
 
@@ -144,7 +145,7 @@ def summary(
     folder: pathlib.Path,
     step: int,
     done: bool,
-    evaluation: Mapping[str, float],
+    evaluation: Mapping[str, Any],
     step_times: Sequence[float],
 ) -> str:
     """Returns the summary: the last evaluation, the speed, and the commands that come next.

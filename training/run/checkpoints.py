@@ -144,24 +144,30 @@ class Checkpoints:
                 self._manager.wait_until_finished()
             self._saving = None
 
-    def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-        """Returns the newest state, with the shapes and dtypes of `like`, and the position in the data.
+    def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any] | None]:
+        """Returns a state, with the shapes and dtypes of `like`, and the position in the data.
 
         For a run that has not begun, see `save_params`, it returns `like` with saved parameters, and None.
-        It does not look for damage; `damaged.set_aside_damaged` does.
 
+        Args:
+          like: a state of the run.
+          step: the checkpoint's step, whose files are checked for damage. Default: the newest, where
+            `checksums.set_aside_damaged` has looked for it.
         Raises:
-          ValueError: there is no checkpoint, or it belongs to another model or step.
+          ValueError: there is no such checkpoint, it is damaged, or it belongs to another model or step.
         """
-        if self.latest is None:
+        if step is not None:
+            self._check_files(step)
+        step = self.latest if step is None else step
+        if step is None:
             raise ValueError(f"no checkpoint in {self._folder}; start a new run")
-        if not (self._folder / str(self.latest) / "rest").exists():
+        if not (self._folder / str(step) / "rest").exists():
             return like._replace(params=self.restore_params(like.params)), None
-        with self._reading(self.latest):
-            self._check_model(self.latest, like.params)
-            self._check_rest(self.latest, like)
+        with self._reading(step):
+            self._check_model(step, like.params)
+            self._check_rest(step, like)
             found = self._manager.restore(
-                self.latest,
+                step,
                 args=ocp.args.Composite(
                     params=ocp.args.StandardRestore(_abstract(like.params)),
                     rest=ocp.args.StandardRestore(_abstract(_rest(like))),
@@ -169,15 +175,15 @@ class Checkpoints:
                 ),
             )
         state = TrainState(params=found["params"], **found["rest"])
-        if int(state.step) != self.latest:
+        if int(state.step) != step:
             raise ValueError(
-                f"the checkpoint {self._folder / str(self.latest)} holds the state of step {state.step}; "
+                f"the checkpoint {self._folder / str(step)} holds the state of step {state.step}; "
                 "rename or remove it"
             )
-        if found["data"] != {"next_index": self.latest}:
+        if found["data"] != {"next_index": step}:
             raise ValueError(
-                f"the checkpoint {self._folder / str(self.latest)} holds no position in the data after step "
-                f"{self.latest}; rename or remove it"
+                f"the checkpoint {self._folder / str(step)} holds no position in the data after step "
+                f"{step}; rename or remove it"
             )
         return state, found["data"]
 
@@ -193,14 +199,18 @@ class Checkpoints:
             which = "" if step is None else f" of step {step}"
             raise ValueError(f"no checkpoint{which} in {self._folder}; there are {sorted(steps) or 'none'}")
         step = max(steps) if step is None else step
-        folder = self._folder / str(step)
-        if problems := find_problems(folder):
-            others = sorted(set(steps) - {step}) or "none"
-            raise ValueError(f"{describe_damage(folder, problems)}; others are {others}")
+        self._check_files(step)
         with self._reading(step):
             self._check_model(step, like)
             args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
             return self._manager.restore(step, args=args)["params"]
+
+    def _check_files(self, step: int) -> None:
+        """Raises ValueError if a checkpoint's files are damaged; the message lists the other steps."""
+        folder = self._folder / str(step)
+        if problems := find_problems(folder):
+            others = sorted({*self._manager.all_steps()} - {step}) or "none"
+            raise ValueError(f"{describe_damage(folder, problems)}; others are {others}")
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:

@@ -14,19 +14,21 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from models.configs import DecoderConfig
+from models.context import sequence_parts
 from models.documents import Documents
 from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_remat
 from mxjax.runtime.remat import Remat
 from training.config import Config
 from training.data.load import documents_of, load_data
-from training.memory import Memory, gib, memory_there_is, step_memory
-from training.optimizer import optimizer_of
+from training.memory import Memory, gib, memory_there_is
+from training.optimizer.optimizers import optimizer_of
 from training.phases import Phase, expand
 from training.run.record import documents_of_run
-from training.run.resume import begun_config, check_same_run, read_run_to_resume
-from training.run.setup import check_computation, check_phases, choose_model, choose_phases, fits_mesh
-from training.sharding import abstract_state, check_batch, filled_size, make_mesh, parse_mesh, resize
+from training.run.resume import begun_config
+from training.run.setup import check_phases, choose, fits_mesh
+from training.sharding import abstract_state, check_batch, filled_size, parse_mesh, resize
+from training.trainer import memory_of_run
 
 _REMATS: tuple[Remat, ...] = ("none", "dots", "fp4", "full")  # from most to least memory
 _MORE_DEVICES = 4  # doublings to try
@@ -50,32 +52,16 @@ class Forecast(NamedTuple):
 
     def memory(self, setting: Setting) -> Memory:
         """Returns the estimate of the phase that takes most."""
-        config, sizes = self.config, setting.mesh
+        changes = {"remat": setting.remat, "accumulate": setting.accumulate}
+        config, sizes = dataclasses.replace(self.config, **changes), setting.mesh
         axes = (AxisType.Auto,) * len(sizes)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axes)
         filled = filled_size(sizes, self.model, [phase.layers for phase in self.phases])
         fill = functools.partial(resize, size=filled)
-        optimizer = optimizer_of(
-            config.optimizer, config.precision.deoscillate, self.phases[0].layers, self.model.experts
-        )
+        deoscillate, layers = config.precision.deoscillate, [phase.layers for phase in self.phases]
+        optimizer = optimizer_of(config.optimizer, self.model, deoscillate, layers[0])
         shapes = abstract_state(self.model, optimizer, mesh, fill)
-        with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
-            found = [
-                step_memory(
-                    self.model,
-                    phase.layers,
-                    shapes.params,
-                    shapes.opt_state,
-                    batch_size=config.data.batch_size,
-                    seq_len=config.data.seq_len,
-                    accumulate=setting.accumulate,
-                    mesh=sizes,
-                    remat=setting.remat,
-                    implementation=config.precision.implementation,
-                    documents=self.documents,
-                )
-                for phase in self.phases
-            ]
+        found = (memory_of_run(config, self.model, each, shapes, sizes, self.documents) for each in layers)
         return max(found, key=lambda memory: memory.total)
 
     def changes(self, given: Setting) -> Iterator[Setting]:
@@ -86,16 +72,25 @@ class Forecast(NamedTuple):
                 for phase in self.phases:
                     check_remat(remat, phase.layers.policies, self.config.precision.implementation)
                 yield (setting := setting._replace(remat=remat))
-        while batch % (batch_parts_of(given.mesh) * setting.accumulate * 2) == 0:
-            yield (setting := setting._replace(accumulate=setting.accumulate * 2))
+        while self._fits(more := setting._replace(accumulate=setting.accumulate * 2)):
+            yield (setting := more)
         for _ in range(_MORE_DEVICES):
-            for axis in ("fsdp", "tensor"):
+            for axis in ("fsdp", "context", "tensor"):
                 sizes = {**setting.mesh, axis: 2 * setting.mesh[axis]}
-                parts = batch_parts_of(sizes)
-                if batch % parts == 0 and fits_mesh(self.model, self.phases, sizes):
-                    accumulate = math.gcd(setting.accumulate, batch // parts)
-                    yield (setting := setting._replace(mesh=sizes, accumulate=accumulate))
+                accumulate = math.gcd(setting.accumulate, batch // batch_parts_of(sizes))
+                if self._fits(more := setting._replace(mesh=sizes, accumulate=accumulate)):
+                    yield (setting := more)
                     break
+
+    def _fits(self, setting: Setting) -> bool:
+        """Returns whether devices can share the batch, its sequences and the parameters evenly."""
+        data, sizes = self.config.data, setting.mesh
+        if data.batch_size % (batch_parts_of(sizes) * setting.accumulate):
+            return False
+        with contextlib.suppress(ValueError):
+            sequence_parts(sizes, data.batch_size // setting.accumulate, data.seq_len)
+            return fits_mesh(self.model, self.phases, sizes)
+        return False
 
 
 def forecast(config: Config) -> str:
@@ -136,14 +131,8 @@ def forecast(config: Config) -> str:
 
 def _outline(config: Config) -> Forecast:
     """Returns what the configuration decides, checked as at the start of a run."""
-    folder = config.folder()
-    saved = read_run_to_resume(folder) if config.resume else {}
-    if (begun := begun_config(saved)) is not None:
-        check_same_run(config, begun, folder)
-    config, model = choose_model(config, folder, saved)
-    phases = choose_phases(config, model, folder, saved)
-    check_computation(config, model, phases)
-    if begun is not None:
+    config, model, phases, _, saved = choose(config, config.folder())
+    if begun_config(saved) is not None:
         return Forecast(config, model, phases, documents_of_run(saved))
     if config.data.data:
         corpus = load_data(config.data, model.vocab_size)

@@ -45,7 +45,9 @@ def from_json(raw: dict[str, Any]) -> Config:
         precision = raw["precision"] | {name: tuple(raw["precision"][name]) for name in ("layers", "set")}
         if isinstance(precision["policy"], dict):
             precision["policy"] = _policy(precision["policy"])
-        data = raw["data"] | {"data": tuple(raw["data"]["data"])}
+        held_out = raw["data"]["eval_data"] or ()  # older versions had one text or none
+        held_out = (held_out,) if isinstance(held_out, str) else tuple(held_out)
+        data = raw["data"] | {"data": tuple(raw["data"]["data"]), "eval_data": held_out}
         config = Config(
             **raw
             | {
@@ -56,6 +58,7 @@ def from_json(raw: dict[str, Any]) -> Config:
                 "observe": ObserveConfig(**raw["observe"]),
                 "out": _path(raw["out"]),
                 "init": _path(raw["init"]),
+                "branch": _path(raw.get("branch")),
                 "model_config": _path(raw["model_config"]),
             }
         )

@@ -193,6 +193,19 @@ def test_bad_input_ends_with_what_to_do_and_is_not_in_the_way(
     assert not (tmp_path / "d.partial").exists()
 
 
+def test_a_column_that_is_not_there_is_named_before_anything_is_written(here, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"body": ["one"]}), tmp_path / "b.parquet")
+    (tmp_path / "a.parquet").write_bytes(b"damaged, which is listed among the problems")
+    flags = ["--input", str(tmp_path / "*"), "--output", str(tmp_path / "out" / "d"), "--train-tokenizer"]
+    with pytest.raises(SystemExit, match=r"b\.parquet has no column 'text'; name one of body with"):
+        main([*flags, "--vocab-size", "257"])
+    assert not (tmp_path / "out").exists()
+    main([*flags, "--vocab-size", "258", "--column", "body"])
+    assert len(IndexedDataset(tmp_path / "out" / "d")) == 1
+
+
 def test_text_alone_trains_a_tokenizer(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="hold no text to train on"):
