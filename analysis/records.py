@@ -14,8 +14,8 @@ Sqnr = dict[str, dict[str, float]]
 
 
 def series(records: Iterable[Record], name: str) -> Series:
-    """Returns a number that lines have, by step; NaN and infinity, written as texts, are numbers again."""
-    return {record["step"]: float(record[name]) for record in records if record.get(name) is not None}
+    """Returns a number that lines have, by step."""
+    return {record["step"]: record[name] for record in records if name in record}
 
 
 def evaluations_by_set(records: Iterable[Record]) -> dict[str, dict[int, Record]]:
@@ -32,9 +32,9 @@ def sqnr_by_step(records: Iterable[Record]) -> dict[int, Sqnr]:
     """Returns the SQNR of every GEMM that --stats-every has measured, by step."""
     return {
         record["step"]: {
-            layer: {gemm: float(measures[gemm]["sqnr_db"]) for gemm in OPERANDS}
+            layer: {gemm: measures[gemm]["sqnr_db"] for gemm in OPERANDS}
             for layer, measures in record["layers"].items()
-            if all("sqnr_db" in measures.get(gemm, {}) for gemm in OPERANDS)  # a router's have none
+            if all("sqnr_db" in (measures.get(gemm) or {}) for gemm in OPERANDS)  # a router has none
         }
         for record in records
         if "layers" in record

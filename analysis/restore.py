@@ -23,7 +23,7 @@ from training.log.metrics import evaluations
 from training.phases import Phase, phase_at, phases_of, phases_of_run, with_exceptions, with_scale_rule
 from training.process.environment import start_jax
 from training.process.start import program_name
-from training.run.checkpoints import Checkpoints
+from training.run.checkpoints import Checkpoints, Weights
 from training.run.record import documents_of_run, from_json, model_of, read_run_config
 from training.step import all_finite
 
@@ -47,6 +47,8 @@ class RunArguments:
     """Implementation of the GEMMs. Default: as in the run."""
     step: int | Literal["best"] | None = None
     """Take the checkpoint of this step, or the best one by evaluation loss. Default: the last."""
+    weights: Weights | None = None
+    """ema: the average of the parameters that --ema keeps, instead of them."""
     json: bool = False
     """Print the result as one line of JSON and nothing else."""
 
@@ -86,7 +88,7 @@ def restore(arguments: RunArguments) -> Restored:
         step = checkpoints.latest if arguments.step is None else arguments.step
         if step == "best" and (step := checkpoints.best) is None:
             raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
-        params = checkpoints.restore_params(decoder.abstract_params(model), step)
+        params = checkpoints.restore_params(decoder.abstract_params(model), step, arguments.weights)
         phase = phase_at(phases, step or 0)
     if not jax.jit(all_finite)(params):
         raise ValueError(
@@ -105,7 +107,9 @@ def describe(arguments: RunArguments, restored: Restored) -> dict[str, Any]:
         own = _changes(restored.config.precision)
         changes = own | changes | {"layers": (*own.get("layers", ()), *arguments.layers)}
     changes = {name: value for name, value in changes.items() if value}
-    return {"run": str(arguments.run), "step": restored.step, "policy": restored.phase.policy} | changes
+    weights = {} if arguments.weights is None else {"weights": arguments.weights}
+    found = {"run": str(arguments.run), "step": restored.step, "policy": restored.phase.policy}
+    return found | weights | changes
 
 
 def in_words(described: Mapping[str, Any]) -> str:

@@ -205,29 +205,36 @@ def losses(
 def mean_loss(
     config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> Float32[Array, ""]:
-    """Returns the loss to minimize: the mean of `losses`, and `models.experts.auxiliary_loss`.
+    """Returns the loss to minimize: the mean of `losses`, `models.experts.auxiliary_loss` and the z-loss.
 
-    See `models.loss.mean_loss` for how to differentiate it.
+    See `measured_loss` for its arguments, and `models.loss.mean_loss` for how to differentiate it.
     """
     return measured_loss(config, params, batch, **options)[0]
 
 
 class Measured(NamedTuple):
-    """A batch's mean cross-entropy, without other losses, and what its routers did."""
+    """A batch's mean cross-entropy, without other losses, and what its routers did, if there are any."""
 
     cross_entropy: Float32[Array, ""]
-    routing: Routing
+    routing: Routing | None
 
 
 def measured_loss(
-    config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
+    config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], *, z_loss: float = 0.0, **options
 ) -> tuple[Float32[Array, ""], Measured | None]:
-    """Returns `mean_loss` and, for a model with experts, its parts."""
-    inputs, routing = _head_and_input(config, params, batch, **options)
-    value: Any = loss.mean_loss(*inputs)
+    """Returns `mean_loss` and, for a model with experts or with a z-loss, its parts.
+
+    `z_loss` is the coefficient of the mean squared logsumexp of the logits.
+    """
+    (head, *inputs), routing = _head_and_input(config, params, batch, **options)
+    value: Any = loss.mean_loss(head._replace(z_loss=z_loss), *inputs)
+    cross_entropy = value
+    if z_loss:
+        value, z = value
+        cross_entropy = jax.lax.stop_gradient(value - z_loss * z)
     if config.experts is None or routing is None:
-        return value, None
-    return value + auxiliary_loss(config.experts, routing), Measured(value, routing)
+        return value, Measured(cross_entropy, None) if z_loss else None
+    return value + auxiliary_loss(config.experts, routing), Measured(cross_entropy, routing)
 
 
 def _head(config: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None) -> Head:

@@ -12,6 +12,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 _NEAREST = 0.65  # the similarity of a misspelled flag
 
 _SYNONYMS = {
+    "--optimizer": "optim opt-type",
+    "--schedule": "lr-scheduler lr-scheduler-type lr-decay-style",
+    "--decay": "lr-decay-steps lr-wsd-decay-iters cooldown-steps",
+    "--document-mask": "reset-attention-mask packing",
     "--lr": "learning-rate max-lr peak-lr",
     "--min-lr-ratio": "min-lr learning-rate-final-fraction",
     "--warmup-steps": "lr-warmup-iters lr-warmup-fraction warmup-iters warmup-ratio warmup-steps-fraction",

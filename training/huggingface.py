@@ -57,7 +57,7 @@ from training.process.environment import input_errors, start_jax
 from training.process.extras import check_extra
 from training.process.start import output_errors, unwinding_signals
 from training.ranges import Range, check_ranges
-from training.run.checkpoints import Checkpoints, save_params
+from training.run.checkpoints import Checkpoints, Weights, save_params
 from training.run.checksums import saved_steps
 from training.run.record import model_of, read_run_config, to_json, write_run_config
 from training.run.tokens import find_tokenizer
@@ -140,6 +140,7 @@ def export_checkpoint(
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     step: int | None = None,
+    weights: Weights | None = None,
     quantize: PackedFormat | Literal["gguf"] | None = None,
     scale_rule: ScaleRule | None = None,
     activations: bool = False,
@@ -156,6 +157,7 @@ def export_checkpoint(
       dtype: dtype of the weights that are not quantized. Default: as each tensor was imported, or float32,
         which loses nothing; with --quantize bfloat16, the only one that loaders then take.
       step: the checkpoint's step. Default: the last.
+      weights: ema: the average of the parameters that --ema keeps, instead of them.
       quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do, or in
         one file for llama.cpp ("gguf"); or in NVFP4, as compressed-tensors does. The layers and values are
         those that the run's Fprop multiplies.
@@ -177,7 +179,9 @@ def export_checkpoint(
     at = max(saved_steps(run / "checkpoints"), default=0) if step is None else step
     with new_folder(target) as folder:
         with Checkpoints(run / "checkpoints") as checkpoints:
-            params = jax.tree.map(np.asarray, checkpoints.restore_params(abstract_params(config), step))
+            params = jax.tree.map(
+                np.asarray, checkpoints.restore_params(abstract_params(config), step, weights)
+            )
         _check_finite(run, views(config, params), allow_nonfinite)
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
         operands, line, inputs = {}, "not quantized", None

@@ -6,7 +6,7 @@ T tokens of a batch part on a device, L layers, D d_model, N query heads times h
 query, key and value, F d_ff, V vocabulary, W = D Q + N D + 3 D F weights of a block. N, Q, F and V are a
 device's share by the mesh axis `tensor`. In bytes:
 
-    parameters, optimizer   4 and 8 a parameter, as the state's arrays have them
+    parameters, optimizer   as the state's arrays have them; 4 and 8 a parameter for AdamW in float32
     gradients               4 a parameter; 8 with --accumulate
     activations             what the forward pass keeps for the backward pass, counted in its jaxpr;
                             per block, by `mxjax.runtime.remat`'s modes:
@@ -20,6 +20,7 @@ device's share by the mesh axis `tensor`. In bytes:
                             attention's scores unless they are fused (`models.attention.score_bytes`)
       the logits            10 V a token of one piece (see `models.loss`), 6 D V for the head
       Muon's update         4 a parameter that it takes, four times as much of the largest array
+                            and, of parameters in bfloat16, a float32 copy
 
 Fused attention adds 2 T N and its statistics to `dots` and `fp4`. The compiler's own additions and
 savings are left out: tests hold XLA's CPU, which computes bfloat16 in float32, to within a factor of two.
@@ -145,14 +146,15 @@ def step_memory(
     scores = score_bytes(queries, is_plain) if parts == 1 else ring_bytes(queries, config.n_kv_heads)
     block = _block_bytes(config, tokens) + scores
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
-    own = device_bytes(params)
+    own, gradients = device_bytes(params), device_bytes(in_float32(params))
+    largest = max(again + block, _logits_bytes(config, tokens) - gradients, update - activations)
     return Memory(
         parameters=own,
         optimizer=device_bytes(opt_state),
-        gradients=own * (1 if accumulate == 1 else 2),
+        gradients=gradients * (1 if accumulate == 1 else 2),
         activations=activations,
         # The logits are gone before a part's gradients fill up.
-        working=max(again + block, _logits_bytes(config, tokens) - own, update - activations),
+        working=largest + (gradients if own < gradients else 0),
     )
 
 
@@ -178,6 +180,11 @@ def kept_bytes(loss, params: Any, batch_shape: tuple[int, int]) -> int:
     jaxpr = jax.make_jaxpr(backward)(shapes, jax.ShapeDtypeStruct(batch_shape, jnp.int32), key).jaxpr
     kept = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)} - set(jaxpr.invars)
     return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)  # pyright: ignore
+
+
+def in_float32(arrays: Any) -> Any:
+    """Returns the shapes of arrays, with their shardings, in float32."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=a.sharding), arrays)
 
 
 def device_bytes(arrays: Any) -> int:

@@ -21,10 +21,10 @@ from analysis.report.page import (
     tiles,
 )
 from analysis.report.read import ReportedRun
-from models.config_file import from_dict
 from mxjax.policy import OPERANDS
 from training.log.spikes import Spike
 from training.log.throughput import PEAK_FLOPS
+from training.run.record import model_of
 
 Runs = Sequence[ReportedRun]
 _EARLY = 0.05  # share of a run whose losses may lie above a chart
@@ -125,8 +125,8 @@ def _spikes(run: ReportedRun) -> str:
     of_all = f" The {_SHOWN} largest are shown." if len(run.spikes) > _SHOWN else ""
     text = (
         f"<p>{len(run.spikes)} step{'s' * (len(run.spikes) > 1)} above the 100 before by more than 6 "
-        f"deviations of the loss or of the gradient norm's logarithm.{of_all} spikes.jsonl has their "
-        "batches.</p>"
+        f"deviations of the loss or of the gradient norm's logarithm.{of_all} spikes.jsonl has the "
+        "batches of those that the run reported.</p>"
     )
     return text + table(header, rows)
 
@@ -237,7 +237,7 @@ def policies(run: ReportedRun) -> str:
 
 def model_and_data(run: ReportedRun) -> str:
     """Returns the model's shape, the data and how much of it the run has read."""
-    model, data, config = from_dict(run.saved["model"]), run.saved.get("data", {}), run.config
+    model, data, config = model_of(dict(run.saved)), run.saved.get("data", {}), run.config
     tokens = run.tokens(run.last_step)
     shape = {name: value for name, value in run.saved["model"].items() if value not in (None, False, [])}
     flops = model.flops_per_token(config.data.seq_len)

@@ -4,6 +4,7 @@ For each line of flags prints the largest difference of parameters and moments f
 updates by the same gradients, relative to each array's largest value, and how many elements differ.
 """
 
+import functools
 import itertools
 import json
 import sys
@@ -13,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.configs import DecoderConfig, ExpertsConfig
+from mxjax.policy.layers import resolve
+from mxjax.recipes import get_policy
 from training.command_line import parse
-from training.optimizer.optimizers import make_optimizer
+from training.optimizer.optimizers import optimizer_of
 from training.sharding import first_state, make_mesh
 from training.step import make_train_step
 
@@ -25,9 +28,10 @@ MESH = "data=2,fsdp=2,tensor=2"
 def updated(flags: str, mesh):
     """Returns a state after three steps whose gradients are those of a plain function of the parameters."""
     config = parse(flags.split()).optimizer
-    optimizer = make_optimizer(config, MODEL)
+    optimizer = optimizer_of(config, MODEL, None, resolve(["head"], get_policy("bf16")))
     with jax.set_mesh(mesh):
-        state, shardings = first_state(MODEL, optimizer, mesh, jax.random.key(0))
+        stored = functools.partial(jax.tree.map, lambda w: w.astype(jnp.dtype(config.master)))
+        state, shardings = first_state(MODEL, optimizer, mesh, jax.random.key(0), stored)
 
         def loss(params, batch, key):  # elementwise, so that gradients are the same on all meshes
             parts = itertools.count(1)
@@ -58,4 +62,6 @@ if __name__ == "__main__":
     for flags in sys.argv[1:]:
         expected = updated(flags, make_mesh(devices=jax.devices()[:1]))
         largest, differ = difference(updated(flags, make_mesh(MESH)), expected)
-        print(json.dumps({"flags": flags, "largest": largest, "differ": differ}), flush=True)
+        elements = sum(x.size for x in jax.tree.leaves(expected))
+        record = {"flags": flags, "largest": largest, "differ": differ, "elements": elements}
+        print(json.dumps(record), flush=True)

@@ -19,7 +19,7 @@ from training.command_line import parse
 from training.config import OptimizerConfig
 from training.memory import ONE_DEVICE, Memory, device_bytes, step_memory
 from training.optimizer.muon import working_bytes
-from training.optimizer.optimizers import make_optimizer
+from training.optimizer.optimizers import optimizer_of
 from training.run.setup import set_up
 from training.step import init_state, make_train_step
 from training.trainer import Trainer
@@ -39,8 +39,14 @@ def compare(
 ):
     """Returns the estimate and what the compiled step takes, in bytes."""
     policies = decoder.layer_policies(config, mxjax.get_policy(policy))
-    optimizer = make_optimizer(optimizer_config, config)
-    state = jax.eval_shape(lambda: init_state(decoder.init(config, jax.random.key(0)), optimizer))
+    optimizer = optimizer_of(optimizer_config, config, None, policies)
+    dtype = jnp.dtype(optimizer_config.master)
+
+    def first():
+        params = decoder.init(config, jax.random.key(0))
+        return init_state(jax.tree.map(lambda w: w.astype(dtype), params), optimizer)
+
+    state = jax.eval_shape(first)
     options = {"implementation": implementation, "remat": remat}
     estimate = step_memory(
         config,
@@ -88,11 +94,17 @@ def test_the_estimate_is_near_what_is_allocated(
     assert 0.7 < allocated / estimate.total < 1.4
 
 
-def test_muon_s_moments_and_temporary_arrays_are_counted():
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_muon_s_moments_and_temporary_arrays_are_counted(moments):
+    """The parameters have the moments' type."""
     model = DecoderConfig(257, 256, 2, 4, 4, 64, 688)
-    estimate, allocated = compare(model, 2, 64, 1, "bf16", "xla", "none", OptimizerConfig(optimizer="muon"))
-    vocabulary = 2 * 257 * 256 + 5 * 256
-    assert estimate.optimizer == pytest.approx(4 * (model.n_params + vocabulary), rel=0.01)
+    config = OptimizerConfig(optimizer="muon", moments=moments, master=moments)
+    estimate, allocated = compare(model, 2, 64, 1, "bf16", "xla", "none", config)
+    size = jnp.dtype(moments).itemsize
+    assert estimate.parameters == size * model.n_params
+    assert estimate.gradients == 4 * model.n_params
+    vocabulary = 2 * 257 * 256 + 5 * 256  # and norms, which have two moments
+    assert estimate.optimizer == pytest.approx(size * (model.n_params + vocabulary), rel=0.01)
     assert 0.7 < allocated / estimate.total < 1.4
 
 

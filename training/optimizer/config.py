@@ -20,9 +20,14 @@ RANGES: Mapping[str, Range] = types.MappingProxyType(
         "consistent_rms": POSITIVE,
         "adam_lr": POSITIVE,
         "weight_decay": NOT_NEGATIVE,
+        "z_loss": NOT_NEGATIVE,
+        "ema": DECAY,
         "clip": POSITIVE_OR_INF,
     }
 )
+
+
+_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +65,33 @@ class OptimizerConfig:
     """Peak learning rate of the parameters that muon leaves to AdamW. Default: --lr."""
     weight_decay: float = 0.1
     """Decoupled weight decay; norms have none."""
+    no_decay: tuple[str, ...] = ()
+    """Patterns of other parameters without weight decay, e.g. embedding head 'blocks.*.attention.*'."""
+    z_loss: float = 0.0
+    """Coefficient of the z-loss, the mean squared logsumexp of the logits, which the training loss adds;
+    1e-4 in PaLM. Losses on record leave it out."""
+    ema: float | None = None
+    """Average the parameters over the steps, each weighing this much less than the next, in float32;
+    evaluations have the average's loss too, and eval.py and exports take it by --weights ema."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type of the optimizer's moments. bfloat16 halves them; they are rounded stochastically."""
+    master: Literal["float32", "bfloat16"] = "float32"
+    """Type of the parameters between steps. bfloat16 halves them; each update is computed in float32 and the
+    result rounded stochastically."""
     clip: float = 1.0
     """Clip gradients to this global norm; inf does not clip."""
+
+    def __post_init__(self):
+        if isinstance(self.no_decay, str):
+            raise TypeError(f"no_decay must be a tuple of texts, got {self.no_decay!r:.60}")
+        object.__setattr__(self, "no_decay", tuple(self.no_decay))  # a record has a list
 
 
 def bytes_a_parameter(config: OptimizerConfig) -> int:
     """Returns the least memory of a parameter with its moments."""
-    return 12 if config.optimizer == "adamw" else 8
+    moments = 2 if config.optimizer == "adamw" else 1
+    average = 0 if config.ema is None else 4
+    return _BYTES[config.master] + moments * _BYTES[config.moments] + average
 
 
 def check_schedule(config: OptimizerConfig, steps: int) -> None:

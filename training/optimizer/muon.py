@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from models.configs import DecoderConfig
 from models.gemms import AXES
-from training.memory import device_bytes
+from training.memory import device_bytes, in_float32
 
 _MATRICES = tuple(f"blocks.{name}" for name in AXES if name != "mlp.router")
 
@@ -82,7 +82,8 @@ def _merge(model: DecoderConfig, path: Any, parts: tuple[Array, ...]) -> Array:
 
 def working_bytes(params: Any) -> int:
     """Returns the temporary bytes of an update on one device: all directions, four times the largest."""
-    sizes = [device_bytes(x) for path, x in jax.tree.leaves_with_path(params) if is_matrix(path)]
+    named = jax.tree.leaves_with_path(in_float32(params))
+    sizes = [device_bytes(x) for path, x in named if is_matrix(path)]
     return sum(sizes) + 4 * max(sizes, default=0)
 
 

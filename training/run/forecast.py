@@ -27,8 +27,8 @@ from training.phases import Phase, expand
 from training.run.record import documents_of_run
 from training.run.resume import begun_config
 from training.run.setup import check_phases, choose, fits_mesh
-from training.sharding import abstract_state, check_batch, filled_size, parse_mesh, resize
-from training.trainer import memory_of_run
+from training.sharding import abstract_state, check_batch, filled_size, parse_mesh
+from training.trainer import as_stored, memory_of_run
 
 _REMATS: tuple[Remat, ...] = ("none", "dots", "fp4", "full")  # from most to least memory
 _MORE_DEVICES = 4  # doublings to try
@@ -57,7 +57,7 @@ class Forecast(NamedTuple):
         axes = (AxisType.Auto,) * len(sizes)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axes)
         filled = filled_size(sizes, self.model, [phase.layers for phase in self.phases])
-        fill = functools.partial(resize, size=filled)
+        fill = functools.partial(as_stored, dtype=config.optimizer.master, size=filled)
         deoscillate, layers = config.precision.deoscillate, [phase.layers for phase in self.phases]
         optimizer = optimizer_of(config.optimizer, self.model, deoscillate, layers[0])
         shapes = abstract_state(self.model, optimizer, mesh, fill)

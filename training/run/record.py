@@ -42,12 +42,13 @@ def from_json(raw: dict[str, Any]) -> Config:
       ValueError: `raw` is no configuration, or one of another version.
     """
     try:
-        precision = raw["precision"] | {name: tuple(raw["precision"][name]) for name in ("layers", "set")}
+        precision = raw["precision"] | {name: _tuple(raw["precision"][name]) for name in ("layers", "set")}
         if isinstance(precision["policy"], dict):
             precision["policy"] = _policy(precision["policy"])
-        held_out = raw["data"]["eval_data"] or ()  # older versions had one text or none
-        held_out = (held_out,) if isinstance(held_out, str) else tuple(held_out)
-        data = raw["data"] | {"data": tuple(raw["data"]["data"]), "eval_data": held_out}
+        held_out = raw["data"]["eval_data"]
+        if held_out is None or isinstance(held_out, str):  # of an older version
+            held_out = [held_out] if held_out else []
+        data = raw["data"] | {"data": _tuple(raw["data"]["data"]), "eval_data": _tuple(held_out)}
         config = Config(
             **raw
             | {
@@ -175,6 +176,12 @@ def _is_instance(value: Any, hint: Any) -> bool:
     if isinstance(value, bool) and hint is not bool:
         return False
     return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _tuple(value: Any) -> tuple:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.60} is no list")
+    return tuple(value)
 
 
 def _path(value: str | None) -> pathlib.Path | None:

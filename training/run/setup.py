@@ -35,7 +35,7 @@ from training.log import sinks as tensorboard
 from training.log import sinks as wandb_run
 from training.memory import gib, memory_there_is
 from training.optimizer.config import bytes_a_parameter
-from training.optimizer.optimizers import check_optimizer
+from training.optimizer.optimizers import check_no_decay, check_optimizer
 from training.phases import Phase, expand, files_of, files_on_record, from_record, phases_of, to_record
 from training.plan import Plan
 from training.process.environment import facts
@@ -213,6 +213,7 @@ def check_computation(config: Config, model: DecoderConfig, phases: Sequence[Pha
         check_policies(model, phase.layers, config.precision.implementation)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
     check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
+    check_no_decay(config.optimizer, model)
 
 
 def check_phases(sizes: Mapping[str, int], model: DecoderConfig, phases: Sequence[Phase]) -> None:

@@ -29,17 +29,19 @@ def test_a_run_that_learns_has_none(noise):
 def test_a_loss_or_a_norm_that_leaps_is_one_and_does_not_hide_the_next():
     losses, norms = trace()
     losses[[299, 305]], norms[299] = (4.03, 3.8), 40.0  # from 3.34; below twice the median
+    losses[29] = 9.0  # from 5.3, while it falls fast
     norms[349] = 5.0
     norms[360], losses[370] = 1.1, losses[370] * 1.02  # within what one sees anyway
     losses[380] = np.nan
     found = find_spikes(records(losses, norms))
     assert [(spike.step, spike.of) for spike in found] == [
+        (30, ("loss",)),
         (300, ("loss", "grad_norm")),
         (306, ("loss",)),
         (350, ("grad_norm",)),
     ]
-    assert found[0].loss_median == pytest.approx(3.16, abs=0.05)
-    assert found[0].grad_norm_median == pytest.approx(0.6, rel=0.1)
+    assert found[1].loss_median == pytest.approx(3.16, abs=0.05)
+    assert found[1].grad_norm_median == pytest.approx(0.6, rel=0.1)
 
 
 @pytest.mark.parametrize(("factor", "steps"), [(None, [300, 320]), (2.0, [320]), (float("inf"), [])])
