@@ -72,24 +72,24 @@ class Forecast(NamedTuple):
                 for phase in self.phases:
                     check_remat(remat, phase.layers.policies, self.config.precision.implementation)
                 yield (setting := setting._replace(remat=remat))
-        while self._fits(more := setting._replace(accumulate=setting.accumulate * 2)):
+        while self._can_run(more := setting._replace(accumulate=2 * setting.accumulate)):
             yield (setting := more)
         for _ in range(_MORE_DEVICES):
             for axis in ("fsdp", "context", "tensor"):
                 sizes = {**setting.mesh, axis: 2 * setting.mesh[axis]}
-                accumulate = math.gcd(setting.accumulate, batch // batch_parts_of(sizes))
-                if self._fits(more := setting._replace(mesh=sizes, accumulate=accumulate)):
+                accumulate = math.gcd(setting.accumulate, batch // batch_parts_of(sizes) or 1)
+                if self._can_run(more := setting._replace(mesh=sizes, accumulate=accumulate)):
                     yield (setting := more)
                     break
 
-    def _fits(self, setting: Setting) -> bool:
-        """Returns whether devices can share the batch, its sequences and the parameters evenly."""
+    def _can_run(self, setting: Setting) -> bool:
         data, sizes = self.config.data, setting.mesh
         if data.batch_size % (batch_parts_of(sizes) * setting.accumulate):
             return False
         with contextlib.suppress(ValueError):
             sequence_parts(sizes, data.batch_size // setting.accumulate, data.seq_len)
-            return fits_mesh(self.model, self.phases, sizes)
+            check_phases(sizes, self.model, self.phases)
+            return True
         return False
 
 
