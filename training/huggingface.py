@@ -42,7 +42,7 @@ from models.huggingface.files import (
     write_json,
 )
 from models.huggingface.gguf_file import write_gguf
-from models.huggingface.packed import LAYOUTS, Layout, PackedFormat, PackedReader, layout_of
+from models.huggingface.packed import Layout, PackedFormat, PackedReader, layout_for, layout_of
 from models.huggingface.quantized import choose_operands, names_of, names_of_others, quantized_weights
 from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of
 from mxjax import Operand, get_policy
@@ -160,7 +160,7 @@ def export_checkpoint(
       weights: ema: the average of the parameters that --ema keeps, instead of them.
       quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do, or in
         one file for llama.cpp ("gguf"); or in NVFP4, as compressed-tensors does. The layers and values are
-        those that the run's Fprop multiplies.
+        those that the run's Fprop multiplies. Of gpt-oss "mxfp4" packs the experts, as OpenAI does.
       scale_rule: round the weights to MXFP4 by this rule, to nearest, instead of as the Fprop does.
       activations: consumers round activations to the same format too; needs --quantize.
       calibrate: text or dataset PREFIX on which the model runs, for the scales of activations in NVFP4.
@@ -185,13 +185,19 @@ def export_checkpoint(
         _check_finite(run, views(config, params), allow_nonfinite)
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
         operands, line, inputs = {}, "not quantized", None
-        layout = None if quantize in (None, "gguf") else LAYOUTS[quantize]
+        layout = None if quantize is None else layout_for(config, quantize)
         if quantize is not None:
             dtype, phases = "bfloat16", from_record(saved)
             layers = phase_at(phases, at).layers if phases else None
             number = "mxfp4" if layout is None else layout.number
             operands, line = choose_operands(config, layers, scale_rule, number)
             print(line)
+            if number == "nvfp4" and config.experts is not None:
+                if calibrate is not None:
+                    raise ValueError("--calibrate measures no inputs of experts; leave out --activations")
+                print(
+                    f"{PROGRAM}: warning: transformers drops the divisors of NVFP4 experts", file=sys.stderr
+                )
             if calibrate is not None:
                 layers = layers or decoder.layer_policies(config, get_policy("bf16"))
                 seq_len = saved["config"]["data"]["seq_len"]
@@ -202,12 +208,12 @@ def export_checkpoint(
             others = names_of_others(config, operands)
             raw |= {"quantization_config": layout.configuration(others, activations=activations)}
         _write_small_files(folder, run, saved, raw, config)
+        if chat_template is not None:
+            shutil.copyfile(chat_template, folder / "chat_template.jinja")
         if quantize == "gguf":
             write_gguf(importlib.import_module("gguf"), folder / "model.gguf", config, params, operands, raw)
         else:
             _write_weights(folder, config, params, specs, operands, layout, inputs, int(shard_gb * 1e9))
-        if chat_template is not None:
-            shutil.copyfile(chat_template, folder / "chat_template.jinja")
         (folder / "README.md").write_text(model_card(run, saved, at, line))
     return config
 
@@ -232,8 +238,8 @@ def _check_format_flags(
             "--quantize nvfp4 --activations stores scales of activations: add --calibrate PREFIX, data on "
             "which the model runs; nothing else takes --calibrate"
         )
-    if quantize == "gguf" and (activations or chat_template is not None):
-        raise ValueError("--activations and --chat-template are not for --quantize gguf")
+    if quantize == "gguf" and activations:
+        raise ValueError("--activations is not for --quantize gguf: llama.cpp rounds activations to 8 bits")
     if chat_template is not None and not chat_template.is_file():
         raise ValueError(f"--chat-template {chat_template}: no such file")
     if quantize == "gguf":
@@ -260,18 +266,18 @@ def _write_weights(
     largest: int,
 ) -> None:
     """Writes all tensors, those of `operands` packed, with the divisors of `inputs` if there are any."""
-    packed = {f"{name}.weight" for name in names_of(operands)}
-    of_inputs = {name: amax for layer, amax in (inputs or {}).items() for name in names_of([layer])}
+    packed = set(names_of(config, operands))
+    of_inputs = {name: amax for layer, amax in (inputs or {}).items() for name in names_of(config, [layer])}
     written: dict[str, Spec] = {}
     for name, spec in specs.items():
         module = name.removesuffix(".weight")
-        if layout is None or name not in packed:
+        if layout is None or module not in packed:
             written[name] = spec
         else:
             written |= layout.specs(module, spec.shape, inputs=inputs is not None)
     with Writer(folder, written, largest) as writer:
         for name, view in progress(views(config, params), "exporting"):
-            if name not in packed:
+            if name.removesuffix(".weight") not in packed:
                 writer.write(name, as_written(name, view, specs[name]))
         if layout is None:
             return

@@ -9,7 +9,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import ml_dtypes
 import numpy as np
 
-from models.huggingface import compressed_tensors, quark
+from models.configs import DecoderConfig
+from models.huggingface import compressed_tensors, gpt_oss, quark
+from models.huggingface.architectures import model_type
 from models.huggingface.files import Reader, Spec
 from models.huggingface.quantized import FP4, QuantizedWeight
 from mxjax.numerics.float_scales import SMALLEST_TENSOR_MAX
@@ -74,6 +76,18 @@ class Layout(NamedTuple):
         return found
 
 
+class _ExpertLayout(Layout):
+    """gpt-oss's layout, whose tensors hold all experts. Every reader unpacks it, so `layout_of` does not."""
+
+    def specs(self, name: str, shape: tuple[int, ...], *, inputs: bool = False) -> dict[str, Spec]:
+        return gpt_oss.packed_specs(name, shape)
+
+    def tensors(
+        self, name: str, weight: QuantizedWeight, largest_input: float | None = None
+    ) -> dict[str, np.ndarray]:
+        return gpt_oss.packed_tensors(name, weight)
+
+
 LARGEST_NVFP4 = E2M1.max * E4M3.max
 """2688, the largest magnitude of NVFP4 in units of the tensor's scale."""
 _MODULES: Mapping[str, ModuleType] = {m.METHOD: m for m in (compressed_tensors, quark)}
@@ -89,7 +103,21 @@ LAYOUTS: Mapping[PackedFormat, Layout] = {
     "nvfp4": _compressed("nvfp4"),
     "quark": Layout(quark.METHOD, "mxfp4", quark.WEIGHT, quark.SCALE, quark.configuration),
 }
-"""The formats of `export --quantize`."""
+"""The formats of `export --quantize`, for models other than gpt-oss."""
+_GPT_OSS = _ExpertLayout(gpt_oss.METHOD, "mxfp4", gpt_oss.BLOCKS, gpt_oss.SCALES, gpt_oss.configuration)
+
+
+def layout_for(config: DecoderConfig, name: PackedFormat | Literal["gguf"]) -> Layout | None:
+    """Returns the layout in which `export --quantize` packs a model; None for GGUF's, a file of its own.
+
+    Raises:
+      ValueError: it is gpt-oss, whose own layout is that of MXFP4.
+    """
+    if model_type(config) != "gpt_oss":
+        return None if name == "gguf" else LAYOUTS[name]
+    if name != "mxfp4":
+        raise ValueError(f"--quantize {name} does not take gpt-oss's experts; leave it out, or use mxfp4")
+    return _GPT_OSS
 
 
 def layout_of(raw: Mapping[str, Any]) -> Layout | None:

@@ -16,8 +16,7 @@ import numpy as np
 import mxjax
 from models import decoder
 from models.configs import DecoderConfig
-from models.gemms import LINEAR_LAYERS, linear_weights
-from models.huggingface.architectures import shape_of, views
+from models.huggingface.architectures import model_type, shape_of, views
 from mxjax import Gemm, Operand
 from mxjax.numerics.blocks import spread
 from mxjax.numerics.formats import get_format
@@ -31,6 +30,13 @@ _MATRICES = {
     "mlp.down": ("mlp.down_proj",),
 }
 """Hugging Face's names of the matrices in each of our layers."""
+_GPT_OSS = {"mlp.gate_up": ("mlp.experts.gate_up_proj",), "mlp.down": ("mlp.experts.down_proj",)}
+"""Those of gpt-oss, whose experts share a tensor and alone are packed."""
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+"""The module of experts that have matrices of their own, and the names of gate, up and down."""
 
 
 FP4 = Literal["mxfp4", "nvfp4"]
@@ -38,7 +44,7 @@ FP4 = Literal["mxfp4", "nvfp4"]
 
 
 class QuantizedWeight(NamedTuple):
-    """A matrix in MXFP4 or NVFP4.
+    """A matrix in MXFP4 or NVFP4, or those of all experts, with an axis before.
 
     Attributes:
       codes: uint8 [out, in], an E2M1 code from 0 to 15 in each byte.
@@ -53,7 +59,7 @@ class QuantizedWeight(NamedTuple):
     @property
     def packed(self) -> np.ndarray:
         """The codes in uint8 [out, in / 2], with element 2i in the low nibble."""
-        return self.codes[:, ::2] | (self.codes[:, 1::2] << 4)
+        return self.codes[..., ::2] | (self.codes[..., 1::2] << 4)
 
     @classmethod
     def unpacked(
@@ -61,7 +67,7 @@ class QuantizedWeight(NamedTuple):
     ) -> "QuantizedWeight":
         """Inverts `packed`."""
         codes = np.stack([packed & 15, packed >> 4], axis=-1)
-        return cls(codes.reshape(len(packed), -1), scales, divisor)
+        return cls(codes.reshape(*packed.shape[:-1], -1), scales, divisor)
 
     def values(self) -> np.ndarray:
         """Returns the values in float32 [out, in]: exact in MXFP4, rounded once in NVFP4.
@@ -92,19 +98,24 @@ def choose_operands(
       rule: MXFP4's scale rule to use instead of the Fprop's, without its rotation, rounding and blocks.
       number: the format.
     Raises:
-      ValueError: the Fprop multiplies weights that packed files do not represent, and `rule` is None.
+      ValueError: the Fprop multiplies weights that packed files do not represent, and `rule` is None; or, in
+        this format, those of one of the two layers of gpt-oss's experts alone.
     """
-    if config.experts is not None:
-        raise ValueError("--quantize packs the linear layers of dense models; leave it out for experts")
+    packed, own = tuple(_matrices(config)), model_type(config) == "gpt_oss"
     found = {
         name: policy.fprop
         for name, policy in (layers.items() if layers else ())
         if policy.fprop.rhs.format == number
-        and name.endswith(LINEAR_LAYERS if config.tied else (*LINEAR_LAYERS, "head"))
+        and name.endswith(packed if config.tied or own else (*packed, "head"))
     }
+    if own and (rest := [n for n in found if _other_layer(n) not in found]):
+        raise ValueError(
+            f"--quantize: the Fprop rounds {rest[0]} to MXFP4 and {_other_layer(rest[0])} not; "
+            "gpt-oss's layout packs both or neither"
+        )
     if not found:
         operand = Operand(number, scale_rule=rule or "floor")
-        names = [f"blocks.{i}.{name}" for i in range(config.n_layers) for name in LINEAR_LAYERS]
+        names = [f"blocks.{i}.{name}" for i in range(config.n_layers) for name in packed]
         line = f"no Fprop of the run rounds weights to {number.upper()}: rounded to nearest now"
         line += f", scale rule {operand.scale_rule}" if number == "mxfp4" else ""
         return dict.fromkeys(names, operand), line
@@ -138,21 +149,43 @@ def _check_representable(name: str, gemm: Gemm) -> None:
         )
 
 
-def names_of(layers: Iterable[str]) -> list[str]:
+def _matrices(config: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
+    """Returns Hugging Face's names of the matrices that are packed, by our layers."""
+    if config.experts is None:
+        return _MATRICES
+    if (kind := model_type(config)) == "gpt_oss":
+        return _GPT_OSS
+    module, names = _EXPERTS[kind]
+    of_experts = [[f"{module}.experts.{j}.{name}" for name in names] for j in range(config.experts.n)]
+    gate_up = tuple(name for gate, up, _ in of_experts for name in (gate, up))
+    return _MATRICES | {"mlp.gate_up": gate_up, "mlp.down": tuple(down for _, _, down in of_experts)}
+
+
+def _other_layer(name: str) -> str:
+    """Returns the name of the other layer of a block's experts."""
+    block, _, layer = name.rpartition(".")
+    return f"{block}.{'down' if layer == 'gate_up' else 'gate_up'}"
+
+
+def names_of(config: DecoderConfig, layers: Iterable[str]) -> list[str]:
     """Returns Hugging Face's names of the matrices in our layers, without `.weight`."""
-    found = []
+    found, matrices = [], _matrices(config)
     for name in layers:
         _, _, rest = name.partition("blocks.")
         block, _, layer = rest.partition(".")
-        found += [f"model.layers.{block}.{matrix}" for matrix in _MATRICES[layer]] if rest else ["lm_head"]
+        found += [f"model.layers.{block}.{matrix}" for matrix in matrices[layer]] if rest else ["lm_head"]
     return found
 
 
 def names_of_others(config: DecoderConfig, operands: Mapping[str, Operand]) -> list[str]:
-    """Returns Hugging Face's names of the linear modules that `operands` do not quantize."""
-    matrices = [matrix for found in _MATRICES.values() for matrix in found]
-    every = [f"model.layers.{i}.{matrix}" for i in range(config.n_layers) for matrix in matrices]
-    packed = set(names_of(operands))
+    """Returns Hugging Face's names of the linear modules, or modules of experts, that are not quantized."""
+    blocks = range(config.n_layers)
+    if model_type(config) == "gpt_oss":
+        return [f"model.layers.{i}.mlp.experts" for i in blocks if f"blocks.{i}.mlp.down" not in operands]
+    matrices = [matrix for found in _matrices(config).values() for matrix in found]
+    matrices += [f"{_EXPERTS[model_type(config)][0]}.gate"] if config.experts else []
+    packed = set(names_of(config, operands))
+    every = [f"model.layers.{i}.{matrix}" for i in blocks for matrix in matrices]
     return [name for name in (*every, "lm_head") if name not in packed]
 
 
@@ -167,26 +200,29 @@ def quantized_weights(
     one = dataclasses.replace(config, n_layers=1, windows=config.windows[:1])
     for i in range(config.n_layers):
         block = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], params["blocks"])
-        chosen = {name: operands.get(f"blocks.{i}.{name}") for name in LINEAR_LAYERS}
-        parts = {n: _quantize(f"blocks.{i}.{n}", w[0], chosen[n]) for n, w in linear_weights(block).items()}
+        parts = {}
+        for layer in _matrices(config):
+            if operand := operands.get(f"blocks.{i}.{layer}"):
+                module, matrix = layer.split(".")
+                parts[layer] = _quantize(f"blocks.{i}.{layer}", block[module][matrix][0], operand)
         codes, scales = (
             views(one, dict(params) | {"blocks": _with_weights(block, parts, part)}) for part in (0, 1)
         )
-        for layer, operand in chosen.items():
-            if operand is None:
-                continue
-            for matrix in _MATRICES[layer]:
-                view = f"model.layers.0.{matrix}.weight"
-                weight = _weight(view, codes[view], scales[view], operand, parts[layer][2])
-                yield f"model.layers.{i}.{matrix}", weight
+        for layer, (_, _, divisor) in parts.items():
+            for matrix in _matrices(config)[layer]:
+                view = f"model.layers.0.{matrix}{'.weight' * (model_type(config) != 'gpt_oss')}"
+                yield f"model.layers.{i}.{matrix}", _weight(view, codes[view], scales[view], divisor)
     if operand := operands.get("head"):
         codes, scales, divisor = _quantize("head", params["head"], operand)
-        yield "lm_head", _weight("lm_head.weight", codes.T, scales.T, operand, divisor)
+        yield "lm_head", _weight("lm_head.weight", codes.T, scales.T, divisor)
 
 
-def _weight(name: str, codes: np.ndarray, scales: np.ndarray, operand: Operand, divisor) -> QuantizedWeight:
-    shape, block = shape_of(name, codes), get_format(operand.format).block
-    return QuantizedWeight(codes.reshape(shape), scales.reshape(shape)[:, ::block], divisor)
+def _weight(name: str, codes: np.ndarray, scales: np.ndarray, divisor: np.float32 | None) -> QuantizedWeight:
+    shape, block = shape_of(name, codes), get_format("mxfp4" if divisor is None else "nvfp4").block
+    codes, scales = (part.reshape(shape) for part in (codes, scales))
+    if not name.endswith(".weight"):  # gpt-oss's experts are [expert, in, out]
+        codes, scales = codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
+    return QuantizedWeight(codes, scales[..., ::block], divisor)
 
 
 def _with_weights(block: Mapping[str, Any], parts: Mapping[str, Any], part: int) -> dict[str, Any]:
@@ -198,16 +234,13 @@ def _with_weights(block: Mapping[str, Any], parts: Mapping[str, Any], part: int)
     return found
 
 
-def _quantize(name: str, w: np.ndarray, operand: Operand | None) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Returns the codes of w [in, out], the scale byte of each element, and NVFP4's divisor or None.
-
-    Without an operand it returns w itself.
-    """
-    if operand is None:
-        return w, w, None
+def _quantize(name: str, w: np.ndarray, operand: Operand) -> tuple[np.ndarray, np.ndarray, np.float32 | None]:
+    """Returns the codes of w [..., in, out], the scale byte of each element, and NVFP4's divisor or None."""
     block = get_format(operand.format).block
-    if w.shape[0] % block:
-        raise ValueError(f"--quantize needs inputs in multiples of {block}; those of {name} are {w.shape[0]}")
+    if w.shape[-2] % block:
+        raise ValueError(
+            f"--quantize needs inputs in multiples of {block}; those of {name} are {w.shape[-2]}"
+        )
     q = mxjax.quantize(jnp.asarray(w), operand, axis=-2)
     assert q.scales is not None
     if not np.isfinite(np.asarray(q.scales).astype(np.float32)).all():
